@@ -8,10 +8,22 @@ from typing import Any
 CAUSES = {
     "weights": "rounding of the weights to fp8",
     "wrong_base": "the deployed file is not this model in fp8",
-    "wrong_scale": "weights with a wrong scale",
-    "ruined_layer": "a damaged layer",
+    "other_block": "blocks of another fine-tune",
+    "other_lora": "an unknown LoRA is merged into the file",
+    "wrong_scale": "tensors with a wrong scale",
+    "permuted": "weights in another order",
+    "exchanged": "layers that hold another layer's weights",
+    "zeroed": "tensors, or parts of them, that are zero",
+    "clipped": "large weights clipped",
+    "rounding_mode": "weights not rounded to nearest",
+    "mixed_formats": "some weights in a coarser format than the rest",
+    "ruined_layer": "a damaged tensor",
+    "small_in_fp8": "norms or biases in fp8",
+    "costly_kinds": "layers in fp8 that most keep in bf16",
     "sensitive_layer": "a layer that does not bear fp8",
     "delta_lost": "the LoRA's update was rounded away in the merge",
+    "lora_missing": "the LoRA is missing from layers of the file",
+    "lora_twice": "the LoRA is in the file already, and runs beside it too",
     "strength": "the LoRA runs at another strength",
     "lora_without": "a part of the LoRA is missing",
     "merge": "rounding the LoRA into the weights",
@@ -38,10 +50,29 @@ CAUSES = {
 REMEDIES = {
     "weights": "refit the LoRA to this file (tools/refit_lora.py), or keep the first layers of the table in bf16",
     "wrong_base": "deploy the fp8 file that was made from the reference, or train on the one you deploy",
-    "wrong_scale": "make the file again with tools/quantize_model.py; its scales do not belong to its weights",
-    "ruined_layer": "make or download the file again; the named layers are not the reference's",
+    "other_block": "deploy a file made from the reference alone (tools/quantize_model.py); parts of this one come from "
+    "another model, as after a block-weighted merge",
+    "other_lora": "make the file from the base without that LoRA (tools/quantize_model.py), or train on the file as it "
+    "is; tools/extract_lora.py writes the difference down",
+    "wrong_scale": "make the file again with tools/quantize_model.py; factors and weights do not belong together",
+    "permuted": "the program that made the file converts this architecture wrongly; make it with "
+    "tools/quantize_model.py",
+    "exchanged": "the program that made the file confuses layers' names; make it with tools/quantize_model.py",
+    "zeroed": "make or download the file again; the named tensors were lost",
+    "clipped": "make the file with scales of the largest number (tools/quantize_model.py, a scale a row); clipping "
+    "outliers costs more than it gains",
+    "rounding_mode": "make the file with tools/quantize_model.py, which rounds to nearest and keeps subnormals; the "
+    "program that made this one cuts bits off",
+    "mixed_formats": "make the named layers in the format of the rest (tools/quantize_model.py, e4m3fn), or keep them "
+    "in bf16 (--exclude_pattern)",
+    "ruined_layer": "make or download the file again; the named tensors are not the reference's",
+    "small_in_fp8": "keep norms and biases in bf16, as tools/quantize_model.py does: they are under 0.1 % of the file",
+    "costly_kinds": "keep them in bf16 (tools/quantize_model.py --exclude): that costs little",
     "sensitive_layer": "keep the named layers in bf16 (tools/quantize_model.py --exclude_pattern)",
     "delta_lost": "keep the LoRA beside the weights, or merge with tools/merge_lora.py --rounding compensated",
+    "lora_missing": "merge again with tools/merge_lora.py, which refuses what does not fit, or keep the LoRA beside "
+    "the weights; the program that merged does not know these layers' names",
+    "lora_twice": "load the file without the LoRA (--deploy_merged describes that), or the LoRA beside the base",
     "strength": "set the strength to the one it was trained for; one minute's test: 1 / retention",
     "merge": "keep the LoRA beside the weights, or merge with tools/merge_lora.py --rounding compensated",
     "activations": "multiply in bf16 (in ComfyUI without --fast fp8_matrix_mult), or train with fp8_activations",

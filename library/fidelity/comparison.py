@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 
 from library.console import Console
@@ -23,10 +24,19 @@ from library.fidelity.causes import Finding
 from library.fidelity.layers import LayerRow, layer_row, sizes_by_region
 from library.fidelity.runs import EvalSet
 from library.fidelity.serving import REFERENCE, Models, Variant, base_layer, numbers
-from library.fidelity.tensors import TensorRow, compare_tensors, costly_kinds, model_tensors, tensor_findings
+from library.fidelity.tensors import (
+    TensorRow,
+    compare_tensors,
+    costly_kinds,
+    model_tensors,
+    stored_dtypes,
+    tensor_findings,
+    without_compensated,
+)
 from library.precision.parity.layer_errors import measure_contributions, replaced
 from library.precision.recipe import KINDS
 from library.training.report.progress import Advance, counting
+from networks.files.weights import LoraWeights
 from networks.injection import attach_lora
 
 _IMAGES = 2  # that shares are measured on: tokens of one image differ more than images do
@@ -72,32 +82,37 @@ def compare_models(
         with counting(console) as progress:
             by_region = sizes_by_region(reference, calibration, eval_set, progress)
         deployed = models.base(deployed=True)
-        tensors = compare_tensors(reference, deployed, updates, inside)
+        stored = stored_dtypes(models.deployed_family) if models.deployed.path else {}
+        tensors = compare_tensors(reference, deployed, updates, inside, stored=stored)
+        weights = {row.layer: row for row in tensors if row.name.endswith(".weight")}
         served = models.merged_weights(variant) if merged == "here" else deployed
         rows: dict[str, LayerRow] = {}
         for group in calibration.layer_inputs(reference, [*by_region]):
             for name, inputs in group.items():
                 high = numbers(base_layer(reference, name))
                 layers = deployed.get_submodule(name), served.get_submodule(name)
-                rows[name] = layer_row(name, high, *layers, inputs, by_region[name], updates.get(name), merged)
+                update = updates.get(name)
+                rows[name] = layer_row(weights[name], high, *layers, inputs, by_region[name], update, merged)
         layers_in_order = [rows[name] for name in by_region if name in rows]
+        tensors = without_compensated(tensors, [row.name for row in layers_in_order if row.compensated])
         batches = [*calibration.check, *calibration.fit][:_IMAGES]
         if explain:
             layers_in_order = _with_benefits(layers_in_order, models, calibration, reference, served, console)
         del served
         if updates and not inside:
             attach_lora(deployed, updates, models.targets, "the LoRAs")
-        high_tensors = _targets(reference, updates if inside else {}, models)
+        high_tensors = dict(model_tensors(reference))
+        target = _targets(high_tensors, updates if inside else {}, models.dtype)
 
         def left(names: Iterable[str]) -> float:
-            with replaced(deployed, {name: high_tensors(name) for name in names}):
+            with replaced(deployed, {name: target(name) for name in names}):
                 found = calibration.velocities(deployed, batches)
             return float((found - wanted).double().square().sum())
 
         wanted = calibration.velocities(reference, batches)
         whole = left(())
-        names = [row.name for row in tensors]
-        faults = tensor_findings(tensors, inside)
+        names = [row.name for row in tensors if row.name in high_tensors]
+        faults = tensor_findings(tensors)
         choices = [*costly_kinds(tensors), *_sensitive(layers_in_order, faults)]
         sets = [_tensors_of(finding.layers, names) for finding in (*faults, *choices)]
         groups = _groups(names) if explain else {}
@@ -127,15 +142,16 @@ def _sensitive(rows: Sequence[LayerRow], faults: Sequence[Finding]) -> list[Find
     return [Finding("sensitive_layer", math.nan, (worst.name,), text)]
 
 
-def _targets(reference: nn.Module, inside: Mapping[str, object], models: Models) -> Callable[[str], Tensor]:
+def _targets(
+    high: Mapping[str, Tensor], inside: Mapping[str, LoraWeights], dtype: torch.dtype
+) -> Callable[[str], Tensor]:
     """Return what gives a tensor as it should be served, in the dtype of the products."""
-    high = dict(model_tensors(reference))
 
     def target(name: str) -> Tensor:
-        tensor, update = high[name], models.transformer_lora.get(name.removesuffix(".weight"))
-        if update is not None and name.endswith(".weight") and inside:
+        tensor, update = high[name], inside.get(name.removesuffix(".weight"))
+        if update is not None and name.endswith(".weight"):
             tensor = tensor.float() + update.delta().to(tensor.device)
-        return tensor.to(models.dtype) if tensor.is_floating_point() else tensor
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
     return target
 

@@ -2,10 +2,7 @@
 
 The reference runs on the evaluation set while its layers' inputs are added up: second moments, which give the output
 error of any weight error (``library.precision.parity``), and once more, where there are masks, sizes by region. Then
-reference and deployed weights are compared, a layer at a time.
-
-What a format must cost is known: the reference's weight, rounded to nearest in the deployed layer's own format and
-granularity, has a certain error. A layer that errs much more than that was not just rounded.
+outputs of reference and deployed weights are compared, a layer at a time; the weights themselves are in ``tensors``.
 """
 
 from __future__ import annotations
@@ -22,11 +19,12 @@ from torch import Tensor, nn
 from library.fidelity.calibration import Calibration
 from library.fidelity.runs import EvalSet
 from library.fidelity.serving import numbers, round_like
+from library.fidelity.tensors import TensorRow
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.parity.activations import LayerInputs, watched
 from library.precision.parity.layer_errors import FLAGGED, relative_output_error, update_retention
 from library.precision.parity.seam import regions
-from library.precision.quantize import Quantized, holds_nan_or_inf
+from library.precision.quantize import Quantized
 from library.training.report.progress import Advance
 from networks.files.weights import LoraWeights
 
@@ -49,13 +47,12 @@ class LayerRow:
 
     Attributes:
         name: diffusers' module name. kind: dtype and granularity. size: weights in it.
-        weight_error: |deployed - reference| / |reference|. expected_error: of rounding to nearest in the same format.
+        weight_error, expected_error, gain, error_after_gain, zeros, subnormals, saturated: see ``TensorRow``.
         sqnr_db: reference over error, in decibels.
-        gain: <deployed, reference> / |reference|^2; a wrong scale is far from 1.
-        error_after_gain: what is left of the weight error when the gain is taken out.
-        zeros, subnormals, saturated: shares of the fp8 values; zeros count where the reference is not zero.
         output_error: of the layer's output on the evaluation set, without its LoRA.
         expected_output_error: the same of rounding to nearest.
+        compensated: the weight is changed by more than rounding, and outputs err less for it: GPTQ, for example.
+        fault: of its weight, see ``TensorRow``.
         retention, retention_cosine: of the LoRA's update where it is merged; None elsewhere.
         lora_effect: rms of the update's share of the output over the output's; None without a LoRA.
         benefit: share of the squared output of the model that comes back if the layer alone runs in high precision;
@@ -76,6 +73,8 @@ class LayerRow:
     saturated: float
     output_error: float
     expected_output_error: float
+    compensated: bool
+    fault: str
     retention: float | None
     retention_cosine: float | None
     lora_effect: float | None
@@ -89,13 +88,12 @@ class LayerRow:
 
     @property
     def conspicuous(self) -> bool:
-        """Whether it lost some of the LoRA's update, or errs more than its format must."""
-        lost = self.retention is not None and self.retention < FLAGGED
-        return lost or self.weight_error > 1.5 * self.expected_error
+        """Whether it lost some of the LoRA's update, or is not just rounded."""
+        return bool(self.fault) or (self.retention is not None and self.retention < FLAGGED)
 
 
 def layer_row(
-    name: str,
+    tensor: TensorRow,
     reference: Tensor,
     deployed: nn.Module,
     served: nn.Module,
@@ -107,9 +105,9 @@ def layer_row(
     """Compare one layer.
 
     Args:
-        name: of the module.
+        tensor: its weight's row of ``compare_tensors``.
         reference: [out, in] weight without the LoRA.
-        deployed: the layer as the file or the recipe has it, whose weight errors are measured.
+        deployed: the layer as the file or the recipe has it.
         served: the same with the LoRA rounded into it where that is done here; otherwise ``deployed``.
         inputs, by_region: of the layer, from the evaluation set; see :func:`sizes_by_region`.
         update: the LoRA's, at full strength; None without one.
@@ -119,26 +117,29 @@ def layer_row(
     delta = None if update is None else update.delta().to(reference.device)
     inside = delta is not None and merged != "no"
     target = reference + delta if delta is not None and inside else reference  # what is served should be this
-    wanted = target if merged == "in the file" else reference
     quantized = deployed.quantized() if isinstance(deployed, Fp8Linear) else None
     weight = numbers(deployed)
-    error, expected = weight - wanted, _rounded(wanted, quantized) - wanted
-    size = float(wanted.double().square().sum())
-    gain = float((weight.double() * wanted).sum()) / size if size else 1.0
-    base = _rounded(reference, quantized) if merged == "in the file" else weight
+    base, own = (_rounded(reference, quantized), target) if merged == "in the file" else (weight, reference)
     retained = update_retention(numbers(served), base, delta) if delta is not None and inside else None
+    nearest = relative_output_error(_rounded(target, quantized) - target, target, inputs)
+    unknown = tensor.fault in ("ruined_layer", "other_lora")
+    compensated = unknown and relative_output_error(weight - own, own, inputs) < nearest
     return LayerRow(
-        name=name,
+        name=tensor.layer,
         kind=_kind(deployed),
         size=weight.numel(),
-        weight_error=_relative(error, size),
-        expected_error=_relative(expected, size),
-        sqnr_db=_decibels(_relative(error, size)),
-        gain=gain,
-        error_after_gain=_relative(weight / gain - wanted, size) if gain else 1.0,
-        **_shares(quantized, wanted),
+        weight_error=tensor.error,
+        expected_error=tensor.expected,
+        sqnr_db=-20 * math.log10(tensor.error) if tensor.error else math.inf,
+        gain=tensor.gain,
+        error_after_gain=tensor.error_after_gain,
+        zeros=tensor.zeros,
+        subnormals=tensor.subnormals,
+        saturated=tensor.saturated,
         output_error=relative_output_error(numbers(served) - target, target, inputs),
-        expected_output_error=relative_output_error(_rounded(target, quantized) - target, target, inputs),
+        expected_output_error=nearest,
+        compensated=compensated,
+        fault="" if compensated else tensor.fault,
         retention=retained.gain if retained else None,
         retention_cosine=retained.cosine if retained else None,
         lora_effect=relative_output_error(delta, target, inputs) if delta is not None else None,
@@ -234,30 +235,3 @@ def _kind(layer: Any) -> str:
         return str(layer.weight.dtype).removeprefix("torch.")
     quantized = layer.quantized()
     return f"{quantized.fp8.name} {quantized.granularity}"
-
-
-def _shares(quantized: Quantized | None, wanted: Tensor) -> dict[str, float]:
-    """Return the shares of values that are zero, subnormal and at the format's end."""
-    if quantized is None:
-        return {"zeros": 0.0, "subnormals": 0.0, "saturated": 0.0}
-    fp8 = quantized.fp8
-    assert not holds_nan_or_inf(quantized.values)
-    values = quantized.values.float().abs()
-    saturated = (values == fp8.max).double().mean()
-    if quantized.scale is not None:  # the largest of a group is the end of the format by intention
-        limit = quantized.dequantize(torch.float32).abs() * (1 + 2.0 ** -(fp8.mantissa_bits + 2))
-        saturated = ((values == fp8.max) & (wanted.abs() > limit)).double().mean()
-    return {
-        "zeros": float(((values == 0) & (wanted != 0)).double().mean()),
-        "subnormals": float(((values > 0) & (values < fp8.min_normal)).double().mean()),
-        "saturated": float(saturated),
-    }
-
-
-def _relative(error: Tensor, size: float) -> float:
-    energy = float(error.double().square().sum())
-    return math.sqrt(energy / size) if energy else 0.0
-
-
-def _decibels(relative: float) -> float:
-    return -20 * math.log10(relative) if relative else math.inf

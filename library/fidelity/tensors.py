@@ -1,20 +1,66 @@
-"""Every tensor of the deployed model beside the reference's, and what was done to those that are not just rounded."""
+"""Every tensor of the deployed model beside the reference's, and what was done to those that are not just rounded.
+
+First every tensor is measured: its error, what rounding to nearest in its format costs, how the errors lie in steps of
+the format (``transformations``), and which share of the LoRA's update is in it. From all rows together follows what
+must be expected: the format that most weights have, and, where a file of high precision holds weights that lie on an
+unknown grid (a dequantised nf4, int8 or GGUF model), the error of the median layer. Then those that do not bear
+themselves as expected are diagnosed, a tensor at a time, against candidates made from the reference.
+
+What a LoRA left in a weight is ``<S - W, D> / <D, D>`` for the served weight S, the reference's W as rounded without
+it, and the update D. Rounding's noise, of rms s a number, moves it by ``s / |D|``: small layers are known badly, and
+only what is beyond five times that is believed.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from library.errors import names_in_short
 from library.fidelity.causes import Finding
+from library.fidelity.serving import round_like
+from library.fidelity.transformations import (
+    Served,
+    diagnose,
+    dot,
+    gain_of,
+    honest,
+    relative,
+    same_in_bf16,
+    steps_of,
+)
+from library.models.family import Family
+from library.precision.checkpoint_layouts import WeightFiles
 from library.precision.fp8_linear import Fp8Linear
+from library.precision.parity.layer_errors import FLAGGED, update_retention
+from library.precision.quantize import (
+    FORMATS,
+    Quantized,
+    compute_scale,
+    fitting_granularity,
+    format_named,
+    quantize,
+)
+from library.precision.recipe import KINDS
 from networks.files.weights import LoraWeights
 
 Role = Literal["weight", "bias", "norm", "scale", "input_scale", "buffer"]
+
+_GRID = 0.97  # distinct numbers in 32 neighbours, over the reference's; bf16 of another model has 1.0, 8 bits 0.93
+_OUT_OF_LINE = 2.5  # times the median layer's error, where the format is not known
+_COARSER = 1.5  # times what the main format costs; e5m2 has 2, another granularity at most 1.2
+_SURE = 5.0  # standard errors
+_STRENGTH = 0.05
+_BLOCK = re.compile(r"^(.*?\.\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -23,13 +69,14 @@ class TensorRow:
 
     Attributes:
         name: diffusers' name of the parameter. role: what it is. size: numbers in it.
-        kind: how its numbers are stored, in words: "e4m3fn row", "bfloat16", "float32 on e4m3fn's grid".
+        kind: how its numbers are stored, in words: "e4m3fn row", "BF16", "F32, on the grid of e4m3fn cast".
         error: |deployed - reference| / |reference|, the LoRA's update counted in where it came merged.
         expected: the same of rounding to nearest in the format that most of the deployment's weights have.
         own_expected: the same in its own format.
         gain: <deployed, reference> / |reference|^2. error_after_gain: what is left when that is taken out.
         zeros, subnormals, saturated: shares of the fp8 values; zeros count where the reference is not zero.
         lora_share: of the LoRA's update that is in it; None without a LoRA for it. lora_doubt: its standard error.
+        lora_kept: what rounding to nearest would leave of the update in a merge into the weight's own numbers.
         fault: the cause it shows, a key of ``CAUSES``; empty where nothing is wrong.
         diagnosis: what was done to it, in words.
     """
@@ -48,8 +95,14 @@ class TensorRow:
     saturated: float = 0.0
     lora_share: float | None = None
     lora_doubt: float | None = None
+    lora_kept: float | None = None
     fault: str = ""
     diagnosis: str = ""
+
+    @property
+    def layer(self) -> str:
+        """The module it belongs to."""
+        return self.name.rpartition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -74,32 +127,478 @@ def compare_tensors(
     deployed: nn.Module,
     updates: Mapping[str, LoraWeights],
     merged: bool,
+    *,
+    stored: Mapping[str, str] | None = None,
+    input_scales: Mapping[str, Tensor] | None = None,
 ) -> list[TensorRow]:
-    """Return a row for every tensor of ``reference``, in its order.
+    """Return a row for every tensor of ``reference``, in its order; scales follow their weights.
 
     Args:
         reference: the high-precision transformer, with or without its LoRA beside it.
         deployed: as the file has it, nothing merged here.
         updates: module -> the LoRA's weights at full strength.
         merged: the LoRA is in the file already.
+        stored: name -> dtype in the file, see :func:`stored_dtypes`.
+        input_scales: layer -> scale of its activations, of the file.
     """
-    others = dict(model_tensors(deployed))
+    there, here = _places(reference), _places(deployed)
+    stored, input_scales = stored or {}, input_scales or {}
+    looks: list[_Look] = []
+    for name, place in there.items():
+        if name not in here or here[name].shape != place.shape:
+            row = TensorRow(name, place.role, "absent", place.size, 1.0, fault="wrong_base", diagnosis="of other shape")
+            looks.append(_Look(row, True))
+            continue
+        update = updates.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+        looks.append(_look(place, here[name], update, merged, stored.get(name, "")))
+    typical = median([look.row.error for look in looks if look.on_grid] or [0.0])
+    main = _main_kind([look.row for look in looks])
+    rows: list[TensorRow] = []
+    for look in looks:
+        name = look.row.name
+        if name in here:
+            update = updates.get(look.row.layer) if name.endswith(".weight") else None
+            others = partial(_same_shape, there, there[name])
+            rows.append(_explained(look, there[name], here[name], update, merged, typical, main, others))
+            rows += _scale_rows(look.row, there[name], here[name], input_scales.get(look.row.layer))
+        else:
+            rows.append(look.row)
+    rows += [TensorRow(name, here[name].role, "only here", here[name].size, 1.0) for name in here if name not in there]
+    return _with_lora_faults(rows, merged)
+
+
+def without_compensated(rows: Sequence[TensorRow], layers: Collection[str]) -> list[TensorRow]:
+    """Return ``rows`` without the faults of ``layers`` whose outputs err less than rounding to nearest would make them.
+
+    Rounding that makes up for errors by activations (GPTQ) changes weights by more than a step; damage never helps.
+    """
+    told = "changed by more than rounding, and its outputs err less for it"
+    return [replace(row, fault="", diagnosis=told) if row.layer in layers and row.fault else row for row in rows]
+
+
+def stored_dtypes(family: Family) -> dict[str, str]:
+    """Return parameter -> dtype that it has in the transformer's file, in safetensors' words."""
+    weights = WeightFiles(family.files.transformer)
+    key_map = family.layout.key_map(weights, family.files.prefix)
+    return {name: weights.entries[ranges[0].source].dtype for name, ranges in key_map.items() if ranges}
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A parameter or buffer of a model: where it is, and its numbers on request."""
+
+    name: str
+    module: Any
+    leaf: str
+    role: Role
+
+    @property
+    def tensor(self) -> Tensor:
+        """As it is kept."""
+        kept = self.module._parameters.get(self.leaf)
+        return (self.module._buffers[self.leaf] if kept is None else kept).detach()
+
+    @property
+    def shape(self) -> torch.Size:
+        """Its own shape."""
+        return self.tensor.shape
+
+    @property
+    def size(self) -> int:
+        """How many numbers it has."""
+        return self.tensor.numel()
+
+    @property
+    def dtype(self) -> str:
+        """The dtype it is kept in."""
+        return str(self.tensor.dtype).removeprefix("torch.")
+
+    @property
+    def quantized(self) -> Quantized | None:
+        """Values and scale of an fp8 weight."""
+        return self.module.quantized() if isinstance(self.module, Fp8Linear) and self.leaf == "weight" else None
+
+    def matrix(self) -> Tensor:
+        """Return the numbers in fp32 on the CPU, [out, rest]; a vector is one row."""
+        quantized = self.quantized
+        numbers = self.tensor.float() if quantized is None else quantized.dequantize(torch.float32)
+        return numbers.cpu().reshape(1 if numbers.ndim < 2 else numbers.shape[0], -1)
+
+
+def model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter and buffer as numbers; a LoRA beside a layer is left out, fp8 is turned back."""
+    for place in _walk(model, ""):
+        stored = place.quantized
+        yield place.name, place.tensor if stored is None else stored.dequantize(torch.float32)
+
+
+def _places(model: nn.Module) -> dict[str, _Place]:
+    return {place.name: place for place in _walk(model, "")}
+
+
+def _walk(module: Any, prefix: str) -> Iterator[_Place]:
+    """Yield parameters and buffers; a LoRA, or a rounding of inputs, around a layer is left out."""
+    while isinstance(getattr(module, "base", None), nn.Module):
+        module = module.base
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is None or (isinstance(module, Fp8Linear) and name == "scale"):
+            continue
+        vector = tensor.ndim < 2
+        role: Role = "weight"
+        if name in module._buffers:
+            role = "buffer"
+        elif vector:
+            role = "bias" if name.endswith("bias") else "norm"
+        yield _Place(f"{prefix}{name}", module, name, role)
+    for name, child in module._modules.items():
+        if child is not None:
+            yield from _walk(child, f"{prefix}{name}.")
+
+
+def _same_shape(places: Mapping[str, _Place], like: _Place) -> dict[str, Tensor]:
+    found = {name: place for name, place in places.items() if place.shape == like.shape and place.role == like.role}
+    return {
+        name: place.tensor.reshape(1 if like.tensor.ndim < 2 else like.shape[0], -1) for name, place in found.items()
+    }
+
+
+@dataclass(frozen=True)
+class _Look:
+    """A row before it is explained; ``settled``: nothing is wrong with it. ``on_grid``: of an unknown format."""
+
+    row: TensorRow
+    settled: bool
+    on_grid: bool = False
+
+
+def _look(there: _Place, here: _Place, update: LoraWeights | None, merged: bool, dtype: str) -> _Look:
+    """Measure one tensor."""
+    high, numbers = there.matrix(), here.matrix()
+    delta = None if update is None else update.delta().cpu().float()
+    wanted = high + delta if delta is not None and merged else high
+    row = TensorRow(there.name, there.role, dtype or here.dtype, high.numel(), relative(numbers, wanted))
+    if delta is None and (torch.equal(numbers, wanted) or same_in_bf16(numbers, wanted)):
+        return _Look(row, True)
+    if not bool(torch.isfinite(numbers).all()):
+        return _Look(replace(row, error=1.0), False)
+    quantized = here.quantized
+    if quantized is not None:
+        row = replace(row, kind=f"{quantized.fp8.name} {quantized.granularity}")
+    elif (quantized := _on_a_casts_grid(numbers)) is not None:
+        row = replace(row, kind=f"{row.kind}, on the grid of {quantized.fp8.name} cast")
+    gain = gain_of(numbers, wanted)
+    after = relative(numbers / gain, wanted) if gain else 1.0
+    row = replace(row, gain=gain, error_after_gain=after)
+    base, nearest = high, wanted
+    if quantized is not None:
+        nearest = _rounded(wanted, quantized)
+        zeros, subnormals, saturated = _shares(quantized, wanted)
+        row = replace(row, zeros=zeros, subnormals=subnormals, saturated=saturated)
+        row = replace(row, own_expected=relative(nearest, wanted))
+        base = _rounded(high, quantized) if delta is not None and merged else nearest
+    if delta is not None and bool(delta.any()):
+        share, doubt = _share_of(numbers, base, delta)
+        kept = None
+        if merged:
+            sum_ = base + delta
+            rounded = sum_.bfloat16().float() if quantized is None else _rounded(sum_, quantized)
+            kept = update_retention(rounded, base, delta).gain
+        row = replace(row, lora_share=share, lora_doubt=doubt, lora_kept=kept)
+    if quantized is not None:
+        doubt = _SURE * row.own_expected / math.sqrt(high.numel())
+        scaled = abs(gain - gain_of(nearest, wanted)) > 0.006 + doubt
+        inside = merged and delta is not None
+        return _Look(row, honest(steps_of(quantized, wanted, inside), inside) and not scaled)
+    if same_in_bf16(numbers, wanted):
+        return _Look(row, True)
+    return _Look(row, False, there.role == "weight" and _distinct(numbers) < _GRID * _distinct(high.bfloat16()))
+
+
+def _rounded(weight: Tensor, kind: Quantized) -> Tensor:
+    return round_like(kind, weight, "nearest", 0).dequantize(torch.float32)
+
+
+def _on_a_casts_grid(numbers: Tensor) -> Quantized | None:
+    """Return the numbers as fp8 if that changes none of them: a plain cast's, kept in a wider dtype."""
+    for fp8 in FORMATS:
+        values = numbers.to(fp8.dtype)
+        if float(numbers.abs().amax()) <= fp8.max and torch.equal(values.float(), numbers):
+            return Quantized(values, None)
+    return None
+
+
+def _distinct(numbers: Tensor) -> float:
+    """Return the mean number of different numbers among 32 neighbours of a row; a sample of 2,048 runs."""
+    columns = numbers.shape[1] // 32 * 32
+    if not columns:
+        return math.inf
+    runs = numbers[:, :columns].reshape(-1, 32)
+    runs = runs[:: max(1, len(runs) // 2048)].float().sort(dim=1).values
+    return float((runs[:, 1:] != runs[:, :-1]).float().sum(1).mean()) + 1
+
+
+def _shares(quantized: Quantized, wanted: Tensor) -> tuple[float, float, float]:
+    """Return the shares of values that are zero and should not be, subnormal, and clipped at the format's end."""
+    fp8 = quantized.fp8
+    values = quantized.values.float().abs()
+    saturated = values == fp8.max
+    if quantized.scale is not None:  # the largest of a group is the end of the format by intention
+        limit = quantized.dequantize(torch.float32).abs_().mul_(1 + 2.0 ** -(fp8.mantissa_bits + 2))
+        saturated &= wanted.abs() > limit
+    return (
+        float(((values == 0) & (wanted != 0)).float().mean()),
+        float(((values > 0) & (values < fp8.min_normal)).float().mean()),
+        float(saturated.float().mean()),
+    )
+
+
+def _share_of(numbers: Tensor, base: Tensor, delta: Tensor) -> tuple[float, float]:
+    """Return which share of ``delta`` is in ``numbers`` beyond ``base``, and its standard error."""
+    size = dot(delta, delta)
+    change = numbers - base
+    share = dot(change, delta) / size
+    left = change - share * delta
+    return share, math.sqrt(dot(left, left) / size / delta.numel())
+
+
+def _main_kind(rows: Sequence[TensorRow]) -> str:
+    """Return the kind that most fp8 weights have, the finer of two that are as common; empty without any."""
+    in_fp8 = [row for row in rows if row.own_expected and row.role == "weight"]
+    counts = Counter(row.kind for row in in_fp8)
+    return max(counts, key=lambda kind: (counts[kind], "e4m3fn" in kind), default="")
+
+
+def _expected(kind: str, wanted: Tensor) -> float:
+    """Return what rounding ``wanted`` to nearest costs in ``kind``, words like "e4m3fn block64"."""
+    name, granularity = kind.split()[-2:]
+    made = quantize(wanted, fitting_granularity(granularity, wanted.shape[1]), format_named(name))  # type: ignore[arg-type]
+    return relative(made.dequantize(torch.float32), wanted)
+
+
+def _explained(
+    look: _Look,
+    there: _Place,
+    here: _Place,
+    update: LoraWeights | None,
+    merged: bool,
+    typical: float,
+    main: str,
+    others: Callable[[], Mapping[str, Tensor]],
+) -> TensorRow:
+    """Add to a row what is expected of it, and what was done to it if it is not that."""
+    row = look.row
+    vector = row.role != "weight" or there.shape[0] == 1
+    in_line = look.on_grid and row.error <= _OUT_OF_LINE * typical and abs(row.gain - 1) < 0.02 + row.error**2
+    if look.on_grid:
+        row = replace(row, expected=typical, own_expected=typical)
+    if (look.settled or in_line) and not row.own_expected:
+        return row
+    high, numbers = there.matrix(), here.matrix()
+    delta = None if update is None else update.delta().cpu().float()
+    wanted = high + delta if delta is not None and merged else high
+    if row.own_expected and not look.on_grid:
+        row = replace(row, expected=row.own_expected if row.kind == main or vector else _expected(main, wanted))
+    quantized = here.quantized or (None if look.on_grid else _on_a_casts_grid(numbers))
+    if look.settled or in_line:
+        return _judged_by_format(row, quantized, main, vector)
+    served = Served(numbers, quantized, typical if look.on_grid else 0.0, merged and delta is not None)
+    if delta is not None and row.lora_share is not None:
+        inside = replace(served, merged=True)
+        if inside.fits(high + row.lora_share * delta):
+            return row  # what is wrong with it is how much of the LoRA it has
+        if row.lora_doubt is not None and abs(row.lora_share - merged) > _SURE * row.lora_doubt:
+            wanted = high + round(row.lora_share, 1) * delta
+    if vector and quantized is not None and honest(steps_of(quantized, wanted), False):
+        return _judged_by_format(row, quantized, main, vector)
+    fault, text = diagnose(served, wanted, others, row.name)
+    if fault == "ruined_layer" and look.on_grid and row.gain > 0.9:
+        fault, text = "mixed_formats", f"rounded {row.error / typical:.1f} times as coarsely as the median layer"
+    return replace(row, fault=fault, diagnosis=text)
+
+
+def _judged_by_format(row: TensorRow, quantized: Quantized | None, main: str, vector: bool) -> TensorRow:
+    """Name what is an honest rounding in a format that it should not have."""
+    if quantized is None:
+        return row
+    if vector:
+        return replace(row, fault="small_in_fp8", diagnosis=f"rounded to {quantized.fp8.name}")
+    if row.own_expected > _COARSER * row.expected + 1e-3:
+        times = row.own_expected / row.expected if row.expected else math.inf
+        text = f"in {row.kind}, which errs {times:.1f} times what {main} would"
+        return replace(row, fault="mixed_formats", diagnosis=text)
+    return row
+
+
+def _scale_rows(row: TensorRow, there: _Place, here: _Place, input_scale: Tensor | None) -> list[TensorRow]:
+    """Return rows of a layer's scales; one that is not the reference's own is no fault while the numbers are right."""
     rows = []
-    for name, high in model_tensors(reference):
-        size = float(high.double().square().sum())
-        error = float((others[name].double() - high).square().sum())
-        relative = math.sqrt(error / size) if size and error else 0.0
-        rows.append(TensorRow(name, "weight" if high.ndim > 1 else "bias", str(others[name].dtype), high.numel(),
-                              relative))  # fmt: skip
+    quantized = here.quantized
+    if quantized is not None and quantized.scale is not None:
+        scale = quantized.scale.cpu()
+        granularity = quantized.granularity
+        fresh = compute_scale(there.matrix(), granularity, quantized.fp8)
+        error = relative(scale, fresh) if fresh is not None else 0.0
+        bad = not bool((torch.isfinite(scale) & (scale > 0)).all())
+        fault = ("wrong_scale", "some are zero, negative or not finite") if bad else ("", "")
+        short = bool(torch.equal(scale.bfloat16().float(), scale))
+        kind = f"{'bfloat16' if short else 'float32'}, {granularity}"
+        rows.append(TensorRow(f"{row.layer}.scale", "scale", kind, scale.numel(), error, 0.0, 0.0, *_FINE, *fault))
+    if input_scale is not None and row.name.endswith(".weight"):
+        bad = not bool((torch.isfinite(input_scale) & (input_scale > 0)).all())
+        fault = ("activation_scale", "zero, negative or not finite") if bad else ("", "")
+        kind = f"{float(input_scale.float().mean()):.3g}"
+        rows.append(
+            TensorRow(f"{row.layer}.input_scale", "input_scale", kind, input_scale.numel(), 0, 0, 0, *_FINE, *fault)
+        )
     return rows
 
 
-def tensor_findings(rows: Sequence[TensorRow], merged: bool) -> list[Finding]:
+_FINE = (1.0, 0.0, 0.0, 0.0, 0.0, None, None, None)  # gain to lora_kept of a row that has none
+
+
+def _with_lora_faults(rows: Sequence[TensorRow], merged: bool) -> list[TensorRow]:
+    """Name what is wrong with the LoRA's share in weights that have no other fault."""
+    known = [row for row in rows if row.lora_share is not None and row.lora_doubt is not None and not row.fault]
+    if not known:
+        return list(rows)
+    found = _merged_faults(known) if merged else _unmerged_faults(known)
+    return [
+        replace(row, fault=found[row.name][0], diagnosis=found[row.name][1]) if row.name in found else row
+        for row in rows
+    ]
+
+
+def _mean_share(rows: Sequence[TensorRow]) -> tuple[float, float]:
+    """Return the mean share, each layer's by what is known of it, and its standard error."""
+    weights = [1 / max(_doubt(row), 1e-6) ** 2 for row in rows]
+    mean = sum(weight * _share(row) for weight, row in zip(weights, rows, strict=True)) / sum(weights)
+    return mean, sum(weights) ** -0.5
+
+
+def _unmerged_faults(rows: Sequence[TensorRow]) -> dict[str, tuple[str, str]]:
+    mean, doubt = _mean_share(rows)
+    inside = [row for row in rows if _share(row) > max(0.2, _SURE * _doubt(row))]
+    if not inside and mean > max(0.2, _SURE * doubt):
+        inside = list(rows)
+    return {row.name: ("lora_twice", f"holds {_share(row):.2f} of the update") for row in inside}
+
+
+def _merged_faults(rows: Sequence[TensorRow]) -> dict[str, tuple[str, str]]:
+    mean, doubt = _mean_share(rows)
+    near = max(_STRENGTH * abs(mean), _STRENGTH)
+    alike = [row for row in rows if abs(_share(row) - mean) <= max(near, 4 * _doubt(row))]
+    if len(alike) >= 0.9 * len(rows) and abs(mean - 1) > max(_STRENGTH, _SURE * doubt):
+        lost = median(row.lora_kept or 0.0 for row in rows)
+        fault = "delta_lost" if lost < FLAGGED and mean < 1 and abs(mean - lost) < 0.1 else "strength"
+        fault = "lora_missing" if fault == "strength" and abs(mean) < max(0.1, _SURE * doubt) else fault
+        return {row.name: (fault, f"holds {_share(row):.2f} of the update") for row in rows}
+    found = {}
+    for row in rows:
+        share, sure = _share(row), _SURE * _doubt(row)
+        if abs(share - 1) > max(_STRENGTH, sure):
+            absent = share < max(0.1, sure) and (row.lora_kept or 0.0) > 0.5
+            fault = "lora_missing" if absent else "delta_lost" if share < 1 else "strength"
+            found[row.name] = (fault, f"holds {share:.2f} of the update")
+    return found
+
+
+def _share(row: TensorRow) -> float:
+    assert row.lora_share is not None
+    return row.lora_share
+
+
+def _doubt(row: TensorRow) -> float:
+    assert row.lora_doubt is not None
+    return row.lora_doubt
+
+
+_ORDER = (
+    "wrong_base", "other_block", "other_lora", "lora_twice", "lora_missing", "strength", "delta_lost", "wrong_scale",
+    "permuted", "exchanged", "zeroed", "clipped", "rounding_mode", "mixed_formats", "ruined_layer", "small_in_fp8",
+    "activation_scale",
+)  # fmt: skip
+
+
+def tensor_findings(rows: Sequence[TensorRow]) -> list[Finding]:
     """Return what is wrong with the tensors, the gravest first; empty where all are rounded as their format must.
 
     Shares are NaN: how much of the output's error a finding makes is known once its tensors were put back.
     """
-    return []
+    by_fault: dict[str, list[TensorRow]] = {}
+    for row in _as_another_model(rows):
+        if row.fault:
+            by_fault.setdefault(row.fault, []).append(row)
+    return [
+        Finding(fault, math.nan, tuple(row.name for row in by_fault[fault]), _evidence(fault, by_fault[fault], rows))
+        for fault in _ORDER
+        if fault in by_fault
+    ]
+
+
+def _as_another_model(rows: Sequence[TensorRow]) -> list[TensorRow]:
+    """Name tensors that were changed by nothing known as another model's, where that is most of it or of a block."""
+    weights = [row for row in rows if row.role == "weight"]
+    changed = {row.name for row in weights if row.fault in ("ruined_layer", "wrong_base")}
+    if len(changed) > 0.5 * len(weights):
+        return [
+            replace(row, fault="wrong_base") if row.fault in ("ruined_layer", "other_lora") else row for row in rows
+        ]
+    blocks: dict[str, list[str]] = {}
+    for row in weights:
+        if match := _BLOCK.match(row.name):
+            blocks.setdefault(match[1], []).append(row.name)
+    whole = [block for block, own in blocks.items() if len(own) > 2 and len(changed & {*own}) > 0.7 * len(own)]
+    return [
+        replace(row, fault="other_block")
+        if row.fault == "ruined_layer" and any(row.name.startswith(f"{block}.") for block in whole)
+        else row
+        for row in rows
+    ]
+
+
+def _evidence(fault: str, found: Sequence[TensorRow], rows: Sequence[TensorRow]) -> str:
+    """Return which tensors, and what is wrong with them: all alike, or the worst."""
+    roles, quantised = {row.role for row in found}, all(row.own_expected for row in found)
+    of_lora = fault in ("lora_twice", "lora_missing", "strength", "delta_lost")
+    among = [row for row in rows if row.role in roles and (row.own_expected or not quantised)]
+    among = [row for row in rows if row.lora_share is not None] if of_lora else among
+    noun = {"weight": "weights", "bias": "biases", "norm": "norms"}.get(*roles) if len(roles) == 1 else None
+    where = describe_tensors([row.name for row in found], [row.name for row in among], noun or "tensors")
+    if of_lora:
+        mean, worst = _mean_share(found)[0], min(found, key=_share)
+        lowest = f", {_share(worst):.2f} in {worst.layer}" if len(found) > 1 and fault == "delta_lost" else ""
+        return f"{where}: {mean:.2f} of the LoRA's update is in the file{lowest}"
+    if fault in ("wrong_base", "other_block"):
+        return f"{where}: in the median {median(row.error for row in found):.1%} off"
+    worst = max(found, key=lambda row: row.error)
+    alike = len({row.diagnosis for row in found}) == 1
+    return f"{where}: {worst.diagnosis}" + ("" if alike else f" (in {worst.name}, the worst)")
+
+
+_GROUPS = {
+    "attention": re.compile(r"\.attn\b|\.attention\b"),
+    "feed-forward": re.compile(r"\.ff\b|\.ff_context\b|\.proj_mlp\b|\.feed_forward\b|_mlp\b"),
+    "modulation": re.compile(KINDS["modulation"] + r"\.\w+"),
+    "single blocks": re.compile(r"single_transformer_blocks\."),
+    "double blocks": re.compile(r"(?<!single_)\btransformer_blocks\."),
+}
+
+
+def describe_tensors(chosen: Sequence[str], among: Sequence[str], noun: str = "tensors") -> str:
+    """Return ``chosen`` in words: one name, a whole group of ``among``, a block, or their number and the first ones."""
+    if len(chosen) == 1:
+        return chosen[0]
+    some = {*chosen}
+    if some >= {*among}:
+        return f"all {len(chosen)} {noun}"
+    for title, pattern in _GROUPS.items():
+        group = {name for name in among if pattern.search(name)}
+        if some == group:
+            return f"all {len(chosen)} {noun} of {title}"
+    blocks = {match[1] if (match := _BLOCK.match(name)) else "" for name in chosen}
+    if len(blocks) == 1 and (block := blocks.pop()):
+        return f"{len(chosen)} {noun} of {block}"
+    return f"{len(chosen)} of {len(among)} {noun} ({names_in_short(list(chosen))})"
 
 
 def costly_kinds(rows: Sequence[TensorRow]) -> list[Finding]:
@@ -107,25 +606,67 @@ def costly_kinds(rows: Sequence[TensorRow]) -> list[Finding]:
 
     That is no defect but a choice; whether it is worth naming is for the measured share to say.
     """
-    return []
+    findings = []
+    for kind, pattern in KINDS.items():
+        own = [row for row in rows if row.role == "weight" and re.fullmatch(pattern, row.layer)]
+        found = [row for row in own if row.own_expected and not row.fault]
+        if found:
+            text = f"{kind}: {len(found)} of {len(own)} weights in {found[0].kind}"
+            findings.append(Finding("costly_kinds", math.nan, tuple(row.name for row in found), text))
+    return findings
 
 
 def module_difference(reference: nn.Module, deployed: nn.Module) -> ModuleDifference | None:
     """Say how ``deployed`` differs from ``reference``, two modules of one class; None where they are the same."""
-    return None
+    there, here = _places(reference), _places(deployed)
+    strange = [name for name in {**there, **here} if name not in there or name not in here
+               or there[name].shape != here[name].shape]  # fmt: skip
+    if strange:
+        text = f"{names_in_short(strange)}: absent in one of the two, or of another shape"
+        return ModuleDifference("", len(strange), len(there), 1.0, f"another architecture ({text})")
+    casts: Counter[str] = Counter()
+    ranks: list[str] = []
+    others: list[tuple[float, str, str]] = []
+    energy = size = 0.0
+    for name, place in there.items():
+        high, numbers = place.matrix(), here[name].matrix()
+        difference = numbers - high
+        energy, size = energy + dot(difference, difference), size + dot(high, high)
+        if torch.equal(numbers, high):
+            continue
+        if cast := _cast_of(high, numbers, here[name].quantized):
+            casts[cast] += 1
+            continue
+        fault, text = diagnose(Served(numbers, here[name].quantized, 0.0, False), high)
+        others.append((relative(numbers, high), name, text))
+        ranks += [name] if fault == "other_lora" else []
+    changed, tensors = sum(casts.values()) + len(others), len(there)
+    if not changed:
+        return None
+    error = math.sqrt(energy / size) if size else 1.0
+    if not others:
+        cast = casts.most_common(1)[0][0]
+        return ModuleDifference(cast, changed, tensors, error, f"{changed} of {tensors} tensors rounded to {cast}")
+    worst, name, text = max(others)
+    what = f"{len(others)} of {tensors} tensors are not the reference's ({name}: {text})"
+    if len(ranks) > 0.5 * len(others):
+        what = f"{len(ranks)} of {tensors} tensors differ by a LoRA's few directions, {worst:.1%} at most ({name})"
+    elif len(others) > 0.5 * tensors:
+        middle = median(one for one, _, _ in others)
+        what = f"another file: {len(others)} of {tensors} tensors differ, in the median by {middle:.1%}"
+    if casts:
+        what += f"; {sum(casts.values())} more are rounded to {casts.most_common(1)[0][0]}"
+    return ModuleDifference("", changed, tensors, error, what)
 
 
-def model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter and buffer as numbers; a LoRA beside a layer is left out, fp8 is turned back."""
-    yield from _tensors(model, "")
-
-
-def _tensors(module: Any, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    module = getattr(module, "base", module)
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None and not (isinstance(module, Fp8Linear) and name == "scale"):
-            stored_in_fp8 = isinstance(module, Fp8Linear) and name == "weight"
-            yield f"{prefix}{name}", module.dequantized(torch.float32) if stored_in_fp8 else tensor.detach()
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _tensors(child, f"{prefix}{name}.")
+def _cast_of(high: Tensor, numbers: Tensor, quantized: Quantized | None) -> str:
+    """Return the dtype that makes ``numbers`` of ``high``, by rounding honestly; empty if none does."""
+    for dtype in (torch.bfloat16, torch.float16):
+        if torch.equal(numbers, high.to(dtype).float()):
+            return str(dtype).removeprefix("torch.")
+    if same_in_bf16(numbers, high):
+        return "bfloat16"
+    quantized = quantized or _on_a_casts_grid(numbers)
+    if quantized is not None and honest(steps_of(quantized, high), False):
+        return quantized.fp8.name
+    return ""
