@@ -60,6 +60,7 @@ _OUT_OF_LINE = 2.5  # times the median layer's error, where the format is not kn
 _COARSER = 1.5  # times what the main format costs; e5m2 has 2, another granularity at most 1.2
 _SURE = 5.0  # standard errors
 _STRENGTH = 0.05
+_TWO_ROUNDINGS, _IN_BF16 = 1.9, 0.004  # times rounding to nearest; relative error of bf16's rounding, with a margin
 _BLOCK = re.compile(r"^(.*?\.\d+)\.")
 
 
@@ -308,7 +309,8 @@ def _look(there: _Place, here: _Place, update: LoraWeights | None, merged: bool,
         doubt = _SURE * row.own_expected / math.sqrt(high.numel())
         scaled = abs(gain - gain_of(nearest, wanted)) > 0.006 + doubt
         inside = merged and delta is not None
-        return _Look(row, honest(steps_of(quantized, wanted, inside), inside) and not scaled)
+        steps = steps_of(quantized, wanted, high if inside else None)
+        return _Look(row, honest(steps, inside) and not scaled)
     if same_in_bf16(numbers, wanted):
         return _Look(row, True)
     return _Look(row, False, there.role == "weight" and _distinct(numbers) < _GRID * _distinct(high.bfloat16()))
@@ -401,14 +403,14 @@ def _explained(
     quantized = here.quantized or (None if look.on_grid else _on_a_casts_grid(numbers))
     if look.settled or in_line:
         return _judged_by_format(row, quantized, main, vector)
-    served = Served(numbers, quantized, typical if look.on_grid else 0.0, merged and delta is not None)
-    if delta is not None and row.lora_share is not None:
-        inside = replace(served, merged=True)
-        if inside.fits(high + row.lora_share * delta):
-            return row  # what is wrong with it is how much of the LoRA it has
-        if row.lora_doubt is not None and abs(row.lora_share - merged) > _SURE * row.lora_doubt:
-            wanted = high + round(row.lora_share, 1) * delta
-    if vector and quantized is not None and honest(steps_of(quantized, wanted), False):
+    served = Served(numbers, quantized, row.own_expected, merged and delta is not None)
+    if delta is not None and row.lora_share is not None and row.lora_doubt is not None:
+        if abs(row.lora_share - merged) > _SURE * row.lora_doubt:
+            as_found = high + row.lora_share * delta
+            if relative(numbers, as_found) < _TWO_ROUNDINGS * row.own_expected + _IN_BF16:
+                return row  # what is wrong with it is how much of the LoRA it has
+            wanted, served = as_found, replace(served, merged=quantized is not None)
+    if vector and quantized is not None and honest(steps_of(quantized, wanted)):
         return _judged_by_format(row, quantized, main, vector)
     fault, text = diagnose(served, wanted, others, row.name)
     if fault == "ruined_layer" and look.on_grid and row.gain > 0.9:
@@ -495,7 +497,7 @@ def _merged_faults(rows: Sequence[TensorRow]) -> dict[str, tuple[str, str]]:
     found = {}
     for row in rows:
         share, sure = _share(row), _SURE * _doubt(row)
-        if abs(share - 1) > max(_STRENGTH, sure):
+        if share < 1 - max(_STRENGTH, sure) or share > 1 + max(2 * _STRENGTH, sure):
             absent = share < max(0.1, sure) and (row.lora_kept or 0.0) > 0.5
             fault = "lora_missing" if absent else "delta_lost" if share < 1 else "strength"
             found[row.name] = (fault, f"holds {share:.2f} of the update")
@@ -637,7 +639,7 @@ def module_difference(reference: nn.Module, deployed: nn.Module) -> ModuleDiffer
         if cast := _cast_of(high, numbers, here[name].quantized):
             casts[cast] += 1
             continue
-        fault, text = diagnose(Served(numbers, here[name].quantized, 0.0, False), high)
+        fault, text = diagnose(Served(numbers, here[name].quantized), high)
         others.append((relative(numbers, high), name, text))
         ranks += [name] if fault == "other_lora" else []
     changed, tensors = sum(casts.values()) + len(others), len(there)
@@ -667,6 +669,6 @@ def _cast_of(high: Tensor, numbers: Tensor, quantized: Quantized | None) -> str:
     if same_in_bf16(numbers, high):
         return "bfloat16"
     quantized = quantized or _on_a_casts_grid(numbers)
-    if quantized is not None and honest(steps_of(quantized, high), False):
+    if quantized is not None and honest(steps_of(quantized, high)):
         return quantized.fp8.name
     return ""

@@ -25,6 +25,8 @@ from library.randomness import generator
 
 _CHUNK = 1 << 22  # entries that are turned at a time
 _TOLERANCE = 0.125
+_MOST = 1 + _TOLERANCE  # steps that honest rounding errs, stochastic or to nearest
+_MERGED = 1.9  # times rounding to nearest: rounded twice, stochastically the second time, is 1.73
 _RARE = 5e-4  # share of entries that may lie up to two steps further out
 _COARSE = 1.5  # times the typical error, where the format is not known
 FACTOR = 0.03  # a scale group's gain is known to about 0.5 %
@@ -56,48 +58,53 @@ class Served:
 
     Attributes:
         numbers: fp32 [out, in]. quantized: values and scales where they are known, also of numbers on a cast's grid.
-        typical: relative error that layers of its kind have, where the format is not known; 0 in high precision.
-        merged: it went through two roundings, since something was merged into it.
+        expected: relative error of layers like it: of rounding to nearest in its format, or, where that is not known,
+            of the median layer; 0 in high precision.
+        merged: something was merged into it, so that it may have been rounded twice.
     """
 
     numbers: Tensor
-    quantized: Quantized | None
-    typical: float
-    merged: bool
+    quantized: Quantized | None = None
+    expected: float = 0.0
+    merged: bool = False
 
     def fits(self, wanted: Tensor, gains: Tensor | None = None) -> bool:
         """Return whether the numbers are an honest rounding of ``wanted`` times its scale groups' ``gains``."""
-        if self.quantized is not None:
+        if self.quantized is not None and not self.merged:
             scaled = self.quantized if gains is None else with_gains(self.quantized, gains)
-            return honest(steps_of(scaled, wanted, self.merged), self.merged)
+            return honest(steps_of(scaled, wanted))
         numbers = self.numbers if gains is None else self.numbers / spread(gains, self.numbers)
-        if self.typical:
-            return relative(numbers, wanted) <= _COARSE * self.typical + 1e-3
+        if self.expected:
+            most = _MERGED if self.quantized is not None else _COARSE
+            return relative(numbers, wanted) <= most * self.expected + 1e-3
         return same_in_bf16(numbers, wanted)
 
 
-def steps_of(served: Quantized, wanted: Tensor, merged: bool = False) -> Steps:
-    """Measure the errors of ``served`` against ``wanted`` [out, in] in steps, a chunk of rows at a time."""
+def steps_of(served: Quantized, wanted: Tensor, base: Tensor | None = None) -> Steps:
+    """Measure the errors of ``served`` against ``wanted`` [out, in] in steps, a chunk of rows at a time.
+
+    ``base``: what an update was merged into, if one was. The step is that at the larger of the two numbers: the base
+    may have been rounded before.
+    """
     fp8, scale = served.fp8, served.scale
+    allowed = _MOST if base is None else 2 * _MOST
     beyond = off = near = drift = energy = subnormal = flushed = 0.0
     seen, farthest = 0, 0.0
     lowest = int(math.log2(fp8.min_normal))
     rows = max(1, _CHUNK // wanted.shape[1])
     for start in range(0, wanted.shape[0], rows):
         chunk = slice(start, start + rows)
-        v = wanted[chunk].float()
-        if scale is not None:
-            own = scale if scale.shape[0] == 1 else scale[chunk]
-            v = (v.view(len(v), own.shape[1], -1) / own.unsqueeze(-1)).view(v.shape)
+        v = _over_scale(wanted, scale, chunk)
         q = served.values[chunk].float()
-        exponent = (torch.frexp(v).exponent - 1).clamp_(min=lowest) - fp8.mantissa_bits
+        larger = v.abs() if base is None else v.abs().maximum(_over_scale(base, scale, chunk).abs())
+        exponent = (torch.frexp(larger).exponent - 1).clamp_(min=lowest) - fp8.mantissa_bits
         step = torch.ldexp(torch.ones_like(v), exponent)
         error = (q - v).mul_(v.sign()).div_(step)  # positive: away from zero
         size = error.abs()
         large = v.abs() >= step
-        within = large & (size <= _allowed(merged))
+        within = large & (size <= allowed)
         small = (v.abs() > 1.25 * step) & (v.abs() < fp8.min_normal)
-        beyond += float((size > _allowed(merged)).sum())
+        beyond += float((size > allowed).sum())
         off += float((size > 0.5 + _TOLERANCE).sum())
         farthest = max(farthest, float(size.max()))
         drift += float(error[within].sum())
@@ -111,15 +118,20 @@ def steps_of(served: Quantized, wanted: Tensor, merged: bool = False) -> Steps:
     return Steps(beyond / n, farthest, off / n, drift / near, energy / near, flushed, seen)
 
 
-def honest(steps: Steps, merged: bool) -> bool:
-    """Return whether errors are those of rounding to nearest or stochastically."""
+def _over_scale(weight: Tensor, scale: Tensor | None, rows: slice) -> Tensor:
+    """Return rows of ``weight`` in the numbers that the format's values stand for without their scale."""
+    chunk = weight[rows].float()
+    if scale is None:
+        return chunk
+    own = scale if scale.shape[0] == 1 else scale[rows]
+    return (chunk.view(len(chunk), own.shape[1], -1) / own.unsqueeze(-1)).view(chunk.shape)
+
+
+def honest(steps: Steps, merged: bool = False) -> bool:
+    """Return whether errors are those of rounding to nearest or stochastically, of two roundings where ``merged``."""
     doubt = 3 / math.sqrt(max(steps.seen, 1))
-    outliers = steps.beyond > _RARE or steps.farthest > _allowed(merged) + 2
+    outliers = steps.beyond > _RARE or steps.farthest > (2 * _MOST if merged else _MOST) + 2
     return not outliers and abs(steps.drift) < 0.1 + doubt and steps.energy < (0.42 if merged else 0.25) + doubt / 3
-
-
-def _allowed(merged: bool) -> float:
-    return (2 if merged else 1) + _TOLERANCE
 
 
 def same_in_bf16(numbers: Tensor, wanted: Tensor) -> bool:
@@ -199,11 +211,11 @@ def _misrounded(served: Served, wanted: Tensor) -> Diagnosis | None:
         return None
     if found := _by_way_of_e5m2(served, wanted):
         return found
-    steps = steps_of(served.quantized, wanted, served.merged)
+    steps = steps_of(served.quantized, wanted)
     only_flushed = steps.flushed > 0.5 and _beyond_are_flushed(served.quantized, wanted)
     if only_flushed:
         return "rounding_mode", f"numbers below {served.quantized.fp8.min_normal:g} times the scale became zero"
-    if steps.beyond > _RARE or steps.farthest > _allowed(served.merged) + 2:
+    if steps.beyond > _RARE or steps.farthest > _MOST + 2:
         return None
     if abs(steps.drift) > 0.3:
         toward = "toward zero" if steps.drift < 0 else "away from zero"
