@@ -153,6 +153,7 @@ def compare_tensors(
         update = updates.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
         looks.append(_look(place, here[name], update, merged, stored.get(name, "")))
     typical = median([look.row.error for look in looks if look.on_grid] or [0.0])
+    looks = [replace(look, on_grid=look.on_grid or _as_if_on_grid(look, typical)) for look in looks]
     main = _main_kind([look.row for look in looks])
     rows: list[TensorRow] = []
     for look in looks:
@@ -316,6 +317,12 @@ def _look(there: _Place, here: _Place, update: LoraWeights | None, merged: bool,
     return _Look(row, False, there.role == "weight" and _distinct(numbers) < _GRID * _distinct(high.bfloat16()))
 
 
+def _as_if_on_grid(look: _Look, typical: float) -> bool:
+    """Return whether a weight that errs as those on a grid do is one of them: a small one shows its grid badly."""
+    high = look.row.role == "weight" and not look.settled and not look.row.own_expected
+    return high and look.row.error <= _COARSER * typical
+
+
 def _rounded(weight: Tensor, kind: Quantized) -> Tensor:
     return round_like(kind, weight, "nearest", 0).dequantize(torch.float32)
 
@@ -404,12 +411,11 @@ def _explained(
     if look.settled or in_line:
         return _judged_by_format(row, quantized, main, vector)
     served = Served(numbers, quantized, row.own_expected, merged and delta is not None)
-    if delta is not None and row.lora_share is not None and row.lora_doubt is not None:
-        if abs(row.lora_share - merged) > _SURE * row.lora_doubt:
-            as_found = high + row.lora_share * delta
-            if relative(numbers, as_found) < _TWO_ROUNDINGS * row.own_expected + _IN_BF16:
-                return row  # what is wrong with it is how much of the LoRA it has
-            wanted, served = as_found, replace(served, merged=quantized is not None)
+    if delta is not None and row.lora_share is not None and abs(row.lora_share - merged) > _SURE * _doubt(row):
+        as_found = high + row.lora_share * delta
+        if relative(numbers, as_found) < _TWO_ROUNDINGS * row.own_expected + _IN_BF16:
+            return row  # what is wrong with it is how much of the LoRA it has
+        wanted, served = as_found, replace(served, merged=quantized is not None)
     if vector and quantized is not None and honest(steps_of(quantized, wanted)):
         return _judged_by_format(row, quantized, main, vector)
     fault, text = diagnose(served, wanted, others, row.name)
