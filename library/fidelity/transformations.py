@@ -199,7 +199,7 @@ def diagnose(
         return "zeroed", "all zero"
     if bool((numbers == numbers.flatten()[0]).all()):
         return "ruined_layer", f"all {float(numbers.flatten()[0]):.3g}"
-    tries = (_misrounded, _zeroed, _scaled, _clipped, _rolled, _transposed, _permuted, _few_wrong)
+    tries = (_misrounded, _zeroed, _clipped, _scaled, _rolled, _transposed, _permuted, _few_wrong)
     for look in tries:
         if found := look(served, wanted):
             return found
