@@ -141,9 +141,13 @@ class Bench:
             self._sets[blank] = replace(prepare_eval_set(self.models, found, REFERENCE, self.steps), sigmas=())
         return self._sets[blank]
 
+    def put_on(self, lora: Path) -> None:
+        """Make ``lora`` the one that runs."""
+        self.models.loras = read_loras([lora_source(str(lora))], self.models.family, Console(quiet=True))
+
     def run(self, lora: Path, variant: Variant, blank: Blank) -> Outcome:
         """Return what the model paints with ``lora`` as ``variant`` serves it."""
-        self.models.loras = read_loras([lora_source(str(lora))], self.models.family, Console(quiet=True))
+        self.put_on(lora)
         name = f"{lora.parent.name}, {blank}: {variant.changes()}"
         return run_variant(self.models, variant, self.inputs(blank), self.console, name)
 
@@ -302,7 +306,7 @@ def forest(results: Results, rows: Mapping[str, Sequence[str]], colours: Mapping
         axis.axvline(1, color="#999999", linewidth=0.8)
         axis.axvline(LIMITS[name], color="#999999", linewidth=0.8, linestyle="--")
         axis.set_xscale("log")
-        axis.set_xlim(0.7, max(3, 1.1 * max(over_loras(results, names)[1][name][2] for names in rows.values())))
+        axis.set_xlim(0.6, max(3, 1.1 * max(over_loras(results, names)[1][name][2] for names in rows.values())))
         axis.set_xticks(*_ticks(axis.get_xlim()[1]))
         axis.minorticks_off()
         axis.set_title(name, loc="left", fontsize=10)
@@ -316,7 +320,7 @@ def forest(results: Results, rows: Mapping[str, Sequence[str]], colours: Mapping
 
 
 def _ticks(most: float) -> tuple[list[float], list[str]]:
-    numbers = [n for n in (1, 2, 4, 8, 16, 32, 64) if n <= most]
+    numbers = [n for n in ((1, 1.5, 2, 3) if most < 4 else (1, 2, 4, 8, 16, 32, 64)) if n <= most]
     return numbers, [f"{n:g}" for n in numbers]
 
 
@@ -332,25 +336,31 @@ _WHITE = 40.0  # 8-bit steps that are white in the pictures of errors
 
 def pictures(bench: Bench) -> Figure:
     """One image of the LoRA over grey in high precision, and its error with what servers do, all on one scale."""
-    lora = lora_file(bench.folder, "grey", "high", SEEDS[0])
-    eval_set, wanted = bench.inputs("grey"), bench.reference(lora, "grey")
-    number, cells = max(
-        ((i, mask) for i in range(len(wanted.images)) if (mask := eval_set.mask(i)) is not None), key=_inner_share
+    eval_set = bench.inputs("grey")
+    masks = [(i, mask) for i in range(len(eval_set.batches)) if (mask := eval_set.mask(i)) is not None]
+    number, cells = max(masks, key=_inner_share)
+    one = replace(
+        eval_set,
+        batches=[eval_set.batches[number]],
+        pixels=[eval_set.pixels[number]],
+        jobs=[eval_set.jobs[number]],
+    )
+    bench.put_on(lora_file(bench.folder, "grey", "high", SEEDS[0]))
+    wanted, *served = (
+        run_variant(bench.models, variant, one, bench.console, "one picture").images[0]
+        for variant in (REFERENCE, *(CONDITIONING[case] for case in SHOWN))
     )
     figure = Figure(figsize=(9.6, 2.5), layout="constrained")
     axes = list(figure.subplots(1, 1 + len(SHOWN)))
-    axes[0].imshow(((wanted.images[number] + 1) / 2).clamp(0, 1).permute(1, 2, 0).numpy())
+    axes[0].imshow(((wanted + 1) / 2).clamp(0, 1).permute(1, 2, 0).numpy())
     axes[0].set_title("high precision;\nfilled inside the line", fontsize=8)
     shown: Any = None
-    for axis, case in zip(axes[1:], SHOWN, strict=True):
-        found = bench.run(lora, CONDITIONING[case], "grey").images[number]
-        error = (found - wanted.images[number]).abs().mean(0) / STEP_8BIT
+    for axis, case, found in zip(axes[1:], SHOWN, served, strict=True):
+        error = (found - wanted).abs().mean(0) / STEP_8BIT
         shown = axis.imshow(error.numpy(), cmap="inferno", vmin=0, vmax=_WHITE)
         axis.set_title(case.replace(", ", ",\n"), fontsize=8)
     for axis in axes:
-        axis.contour(
-            mask_in_pixels(cells, wanted.images[number]).numpy(), levels=[0.5], colors="#33cccc", linewidths=0.9
-        )
+        axis.contour(mask_in_pixels(cells, wanted).numpy(), levels=[0.5], colors="#33cccc", linewidths=0.9)
         axis.set_axis_off()
     figure.colorbar(shown, ax=axes, shrink=0.75, label="error, 8-bit steps")
     return figure
