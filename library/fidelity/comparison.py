@@ -131,7 +131,7 @@ def compare_models(
 
 def _sensitive(rows: Sequence[LayerRow], faults: Sequence[Finding]) -> list[Finding]:
     """Return a finding for the layer that errs far more than the others, though nothing is wrong with its numbers."""
-    faulty = {name for finding in faults for name in finding.layers}
+    faulty = {name.removesuffix(".weight") for finding in faults for name in finding.layers}
     rounded = [row for row in rows if row.output_error > 0 and row.name not in faulty]
     if not rounded:
         return []

@@ -610,9 +610,10 @@ def describe_tensors(chosen: Sequence[str], among: Sequence[str], noun: str = "t
 
 
 def costly_kinds(rows: Sequence[TensorRow]) -> list[Finding]:
-    """Return a finding for each kind of layers that most keep in high precision and this deployment does not.
+    """Return a finding for each kind of layers that many keep in high precision and this deployment does not.
 
-    That is no defect but a choice; whether it is worth naming is for the measured share to say.
+    Whether that is worth naming is for the measured share to say. Modulation in fp8 is no defect but a choice, which
+    ``Fp8Recipe`` makes too.
     """
     findings = []
     for kind, pattern in KINDS.items():
@@ -620,7 +621,8 @@ def costly_kinds(rows: Sequence[TensorRow]) -> list[Finding]:
         found = [row for row in own if row.own_expected and not row.fault]
         if found:
             text = f"{kind}: {len(found)} of {len(own)} weights in {found[0].kind}"
-            findings.append(Finding("costly_kinds", math.nan, tuple(row.name for row in found), text))
+            cause = "modulation_in_fp8" if kind == "modulation" else "embedders_in_fp8"
+            findings.append(Finding(cause, math.nan, tuple(row.name for row in found), text))
     return findings
 
 

@@ -37,7 +37,7 @@ class Attribution:
     without: Differences | None
 
 
-NORMAL = ("weights", "merge", "costly_kinds")  # rounding that is as it must be, and a choice: the price of the format
+NORMAL = ("weights", "merge", "modulation_in_fp8")  # rounding as it must be, and a choice: the price of the format
 
 
 @dataclass(frozen=True)
@@ -75,15 +75,14 @@ class Verdict:
         if self.border_cause:
             return self.border_cause.cause
         large = [each for each in self.defects if not each.share < _WORTH_MENDING]
-        choices = [each for each in self.findings if each.cause == "costly_kinds"]
-        return (large or self.defects or choices or self.findings)[0].cause
+        rounding = [each for each in self.findings if each.cause == "weights"]
+        return (large or self.defects or rounding or self.findings)[0].cause
 
     def lines(self, full: Differences) -> list[str]:
         """Return the verdict in words, a line a sentence: the cause, the border, every finding, the error."""
-        first = f"Look here first: {CAUSES[self.cause]}."
-        if not self.alarm:
-            gain = f" Most can be gained from {CAUSES[self.cause]}." if self.cause == "costly_kinds" else ""
-            first = f"No defect: the deployment errs as its format must.{gain}"
+        first = "No defect: the deployment errs as its format must."
+        if self.alarm:
+            first = f"Look here first: {CAUSES[self.cause]}."
         lines = [first]
         if self.border:
             lines.append(self.border.sentence())

@@ -75,6 +75,11 @@ def changed(place: Path, name: str, change: Callable[[dict[str, Tensor]], None])
     return path
 
 
+def layers_of(report: dict) -> list[str]:
+    """Return the tensors that show the cause to look at first."""
+    return next(each["layers"] for each in report["verdict"]["findings"] if each["cause"] == report["verdict"]["cause"])
+
+
 def key(tensors: dict[str, Tensor], layer: str, leaf: str) -> str:
     return next(name for name in tensors if name.endswith(f"{layer}.{leaf}"))
 
@@ -123,14 +128,14 @@ def small_input_scales(tensors: dict[str, Tensor]) -> None:
 def test_a_damaged_layer_is_named(place: Path) -> None:
     found = report(place, changed(place, "spoilt", spoil))
     assert found["verdict"]["cause"] == "ruined_layer"
-    assert found["verdict"]["findings"][0]["layers"] == ["transformer_blocks.0.ff.net.0.proj"]
+    assert layers_of(found) == ["transformer_blocks.0.ff.net.0.proj.weight"]
 
 
 def test_a_scale_that_is_not_the_weights_is_named_with_its_factor(place: Path) -> None:
     found = report(place, changed(place, "scaled", quadruple))
     assert found["verdict"]["cause"] == "wrong_scale"
-    assert found["verdict"]["findings"][0]["layers"] == ["transformer_blocks.0.ff.net.0.proj"]
-    assert re.search(r"proj: 4\)", found["verdict"]["findings"][0]["evidence"])
+    assert layers_of(found) == ["transformer_blocks.0.ff.net.0.proj.weight"]
+    assert re.search(r"proj.weight: times 4$", found["verdict"]["findings"][0]["evidence"])
 
 
 def test_another_models_file_is_named(place: Path) -> None:
