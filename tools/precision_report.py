@@ -14,6 +14,7 @@ each of them is one cause, and each is also looked at alone. Both run on the sam
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -28,6 +29,7 @@ from library.console import Console
 from library.data.masks import BLANKS
 from library.errors import UserError, exit_on_user_error
 from library.fidelity import FIXES
+from library.files import write_text
 from tools.command import (
     add_model_parts,
     answer_early,
@@ -127,6 +129,12 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="also try what servers do to masks, one at a time, and put back layers, blocks and kinds of tensors",
     )
+    server = top.add_argument_group("what a server really painted")
+    server.add_argument("--server_image", nargs="+", default=[], metavar="FILE[=NAME]", help="pictures that it "
+                        "painted; NAME: the dataset's image it was painted from (default: of FILE's name)")  # fmt: skip
+    server.add_argument("--server_seed", type=seed_number, nargs="+", default=[], metavar="N",
+                        help="seed of their noise: one, or one for each")  # fmt: skip
+    server.add_argument("--server_steps", type=whole(least=1, most=MOST_STEPS), metavar="N", help="its sampler's steps")
     fix = top.add_argument_group("fixes")
     fix.add_argument("--fix", nargs="*", choices=FIXES, metavar="NAME",
                      help=f"try fixes and name the cheapest that does; all, or some of {', '.join(FIXES)}")  # fmt: skip
@@ -149,6 +157,7 @@ from library.fidelity.deployed import parse_deployment
 from library.fidelity.fixes import Fix, FixOptions, fix_table, recommend, recommendation, try_fixes
 from library.fidelity.page import write_report
 from library.fidelity.report import measure
+from library.fidelity.server_image import ServerPicture, explain_server
 from library.fidelity.serving import Models, PartDtype, Served, Variant
 from library.training.sampling.generate import read_loras
 from train_lora import train
@@ -204,6 +213,27 @@ def _served(files: Mapping[str, object], dtype: PartDtype | None) -> Served | No
     return Served(given, dtype) if given or dtype else None
 
 
+def server_pictures(options: argparse.Namespace) -> list[ServerPicture]:
+    """Return the pictures that the command line names."""
+    files, seeds = options.server_image, options.server_seed
+    if not files:
+        if seeds or options.server_steps:
+            raise UserError("--server_seed, --server_steps: there is no picture; give --server_image")
+        return []
+    if not seeds or not options.server_steps:
+        raise UserError("--server_image: what its noise was is not in a picture; give --server_seed and --server_steps")
+    if len(seeds) not in (1, len(files)):
+        raise UserError(f"--server_seed: {len(seeds)} for {len(files)} pictures; give one, or one for each")
+    seeds = seeds * len(files) if len(seeds) == 1 else seeds
+    found = []
+    for text, seed in zip(files, seeds, strict=True):
+        path, _, name = (text, "", "") if Path(text).exists() else text.rpartition("=")
+        if not Path(path or text).is_file():
+            raise UserError(f"--server_image {path or text}: no such file; check the path")
+        found.append(ServerPicture(Path(path), seed, name))
+    return found
+
+
 def _check_fix(options: argparse.Namespace) -> None:
     """Refuse what fixes cannot be tried on."""
     join = "write it into one file first: tools/merge_lora.py --lora a.safetensors:0.8 --save_to one.safetensors"
@@ -222,7 +252,7 @@ def main() -> None:
     """Parse the command line, measure, write the report."""
     options = parser().parse_args()
     console = Console(highlight=False, soft_wrap=True, markup=False, width=None if sys.stdout.isatty() else 120)
-    declared = variant_of(options)
+    declared, pictures = variant_of(options), server_pictures(options)
     deployed = parse_deployment(options.deploy, options.deploy_merged)
     plan = calibration_plan(options, options.model)
     models = Models(plan.config, deployed, {}, plan.dtype, plan.device)
@@ -255,6 +285,12 @@ def main() -> None:
     if fixes:
         console.print(fix_table(fixes, report.full))
         console.print(recommendation(best, report.full, options.fix_target))
+    if pictures:
+        calibration = plan.prepare(Console(quiet=True))
+        server = explain_server(models, variant, calibration, pictures, options.server_steps, console)
+        console.print(*server.lines(), sep="\n")
+        paths.append(options.save_to / "server.json")
+        write_text(paths[-1], json.dumps(server.as_json(), indent=1))
     console.print(*map(str, paths), sep="\n")
 
 

@@ -101,18 +101,22 @@ class CalibrationPlan:
         console.print(
             f"calibration: {counted(len(batches), 'image')} ({fit}) at {counted(len(options.sigmas), 'noise level')}"
         )
-        return Calibration(self, family, batches[:kept], batches[kept:], sources)
+        return Calibration(self, family, batches[:kept], batches[kept:], sources, data)
 
 
 @dataclass(frozen=True)
 class Calibration:
-    """Inputs of the model, ready to be run: ``fit`` to fit to and ``check`` to judge by; ``sources`` of all in turn."""
+    """Inputs of the model, ready to be run: ``fit`` to fit to and ``check`` to judge by; ``sources`` of all in turn.
+
+    ``data`` is the dataset that they are of.
+    """
 
     plan: CalibrationPlan
     family: Family
     fit: Sequence[Batch]
     check: Sequence[Batch]
     sources: Sequence[ItemSource]
+    data: TrainingData
 
     def load_fp8(self, recipe: Fp8Recipe | None) -> nn.Module:
         """Load the transformer, in fp8 by ``recipe`` or as its file has it."""

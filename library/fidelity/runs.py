@@ -209,7 +209,7 @@ def _inputs(models: Models, variant: Variant, eval_set: EvalSet, encoder: ImageE
         factor = encoder.latent_factor
         top, left, height, width = (side // factor for side in given.window)
         window = (top, left, height, width)
-        conditions = _conditions(given, eval_set.kind, variant, encoder, models) if anew else batch.conditions
+        conditions = conditions_of(given, eval_set.kind, variant, encoder, models) if anew else batch.conditions
         batch = replace(batch, latents=cut(batch.latents, window), conditions=conditions)
         found.append(_Input(batch, cut(eval_set.noise_of(number), window), given, window))
         job = eval_set.jobs[number]
@@ -226,9 +226,10 @@ def _inputs(models: Models, variant: Variant, eval_set: EvalSet, encoder: ImageE
     ]
 
 
-def _conditions(
+def conditions_of(
     given: Given, kind: ConditionKind, variant: Variant, encoder: ImageEncoder, models: Models
 ) -> Conditions:
+    """Return the conditions of one sample that is given as ``given``, encoded by ``encoder``."""
     latents = [encoder.encode(shown[None]) for shown in given.shown]
     latents = [round_latents(each, variant.latents_dtype).to(models.device) for each in latents]
     if kind == "references":
