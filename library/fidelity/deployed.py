@@ -21,6 +21,7 @@ from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.models.family import Family, with_transformer
 from library.models.layer_names import LoraTargets
+from library.models.registry import family_class
 from library.precision.checkpoint_layouts import WeightFiles
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.names import GRANULARITIES
@@ -69,8 +70,12 @@ class DeployedWeights:
         return f"{self.path.name if self.path else self.recipe.describe() if self.recipe else ''}{inside}"
 
     def config(self, reference: ModelConfig) -> ModelConfig:
-        """Return the config to load it by: what ``reference`` has besides a transformer stays."""
-        return with_transformer(reference, self.path) if self.path else reference
+        """Return the config to load it by: a pipeline has its own parts, else those of ``reference`` stay."""
+        if self.path is None:
+            return reference
+        layout = family_class(reference.model_type).layout
+        own = [part.option for part in (layout.vae, *layout.text_encoders) if (self.path / part.folder).is_dir()]
+        return with_transformer(reference, self.path).model_copy(update=dict.fromkeys(own))
 
     def load(self, family: Family, dtype: torch.dtype, device: torch.device) -> LoadedWeights:
         """Load the transformer of ``family``, which :meth:`config` describes.

@@ -177,10 +177,10 @@ def run_variant(
     outcome = Outcome({sigma: [] for sigma in eval_set.sigmas}, [[] for _ in range(steps)])
     if variant.crop_multiple:
         outcome.windows = [each.window for each in inputs]
-    family, guidance = models.runner(variant), eval_set.guidance
-    guidance = variant.guidance if isinstance(variant.guidance, int | float) else guidance
+    guidance = variant.guidance if isinstance(variant.guidance, int | float) else eval_set.guidance
     loaded = models.transformer(variant) if transformer is None else nullcontext(transformer)
     with loaded as network, counting(console) as progress:
+        family = models.runner(variant, network)
         advance = progress(title, len(inputs) * (len(eval_set.sigmas) + steps))
         for each in inputs:
             batch = each.batch

@@ -49,7 +49,8 @@ Paste = Literal["pixels", "latents"]
 PartDtype = Literal["fp8", "fp8_block64", "fp16", "bf16"]
 LowDtype = Literal["bf16", "fp16", "fp8"]
 _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
-_NO_SHAPES = ("sample_size", "force_upcast")  # of a VAE's config: nothing is computed from them here
+# nothing is computed from the VAE's two here; the last is a guidance that is ignored
+_NOT_COMPARED = ("sample_size", "force_upcast", "guidance_embeds")
 CONDITIONING = ("mask_invert", "mask_grow", "mask_snap", "mask_blur", "blank", "latents_dtype", "crop_multiple")
 
 
@@ -241,11 +242,13 @@ class Models:
         A config that fits only its own weights goes with them.
         """
         own, other = (self.deployed_family, self.family) if deployed else (self.family, self.deployed_family)
-        wanted = self.deployed_family if configs else self.family
         family = own
-        if wanted is other and self.folder is not None:
+        if self.folder is not None:
+            wanted = (self.deployed_family if configs else self.family).files.transformer_config
+            if "guidance_embeds" in other.files.transformer_config:  # its layers may be there all the same
+                wanted = wanted | {"guidance_embeds": self.family.guidance_input}
             family = copy.copy(own)
-            family.files = replace(own.files, transformer_config=other.files.transformer_config)
+            family.files = replace(own.files, transformer_config=wanted)
         try:
             return self._load(family, deployed)
         except UserError:
@@ -260,12 +263,15 @@ class Models:
         self.base_precision, self._quantised = loaded.precision, loaded.quantised
         return loaded.module
 
-    def runner(self, variant: Variant) -> Family:
-        """Return the family that calls the transformer of ``variant``."""
-        family = self.deployed_family if variant.weights else self.family
-        if variant.guidance == "ignored":
-            family = copy.copy(family)
-            family.guidance_input = False  # the vector is left out, as by ComfyUI's FluxDisableGuidance
+    def runner(self, variant: Variant, transformer: Any) -> Family:
+        """Return the family that calls ``transformer``, which is that of ``variant``.
+
+        An ignored guidance is left out of the modulation, as by ComfyUI's FluxDisableGuidance.
+        """
+        family = copy.copy(self.deployed_family if variant.configs else self.family)
+        takes_it = family.guidance_input or self.family.guidance_input
+        family.guidance_input = takes_it and transformer.config.get("guidance_embeds", True)
+        family.guidance_input = family.guidance_input and variant.guidance != "ignored"
         return family
 
     def sigmas(self, variant: Variant, steps: int, tokens: int) -> list[float]:
@@ -382,6 +388,8 @@ class Models:
                 variant = replace(variant, vae=Served(((layout.vae.option, str(files.vae)),)))
             if variant.shift is None and self._schedulers():
                 variant = replace(variant, shift="deployed")
+            if variant.guidance is None and self._ignores_guidance:
+                variant = replace(variant, guidance="ignored")
             if self._configs():
                 variant = replace(variant, configs=True)
         if self.deployed.merged and has_text and variant.text is None and not variant.lora_without:
@@ -425,7 +433,14 @@ class Models:
             return "; ".join(self._configs())
         if cause == "shift" and value == "deployed":
             return "; ".join(self._schedulers())
+        if cause == "guidance" and value == "ignored" and self._ignores_guidance:
+            return "guidance ignored: transformer config guidance_embeds False instead of True"
         return f"{cause} {str(value).removeprefix('torch.')}"
+
+    @property
+    def _ignores_guidance(self) -> bool:
+        """Whether the deployed folder's config says that there is no guidance input, and the reference has one."""
+        return self.folder is not None and self.family.guidance_input and not self.deployed_family.guidance_input
 
     def _configs(self) -> list[str]:
         """Return how the deployed folder's configs of transformer and VAE differ, key by key."""
@@ -436,7 +451,7 @@ class Models:
         found = []
         for title, kind, high, own in zip(("transformer", "VAE"), kinds, *configs, strict=True):
             defaults = {n: p.default for n, p in inspect.signature(kind.__init__).parameters.items() if n != "self"}
-            keys = [key for key in defaults if key not in _NO_SHAPES]
+            keys = [key for key in defaults if key not in _NOT_COMPARED]
             found += _changed(title, defaults | dict(high), defaults | dict(own), keys)
         return found
 

@@ -153,6 +153,7 @@ def test_a_picture_that_belongs_to_no_image_or_was_resized_is_refused(
         explained(models, calibration, [place / "other.png"])
 
 
+@pytest.mark.slow
 def test_the_tool_takes_pictures_and_writes_what_it_found(
     pipeline: FluxFillPipeline, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

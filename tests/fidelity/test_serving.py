@@ -191,17 +191,25 @@ def test_a_deployed_folder_brings_what_differs_and_nothing_else(base: Path, tmp_
     for folder, name, changes in (
         ("scheduler", "scheduler_config.json", {"use_dynamic_shifting": False, "shift": 1.5}),
         ("vae", "config.json", {"shift_factor": 0.2}),
+        ("transformer", "config.json", {"guidance_embeds": False}),
     ):
         path = other / folder / name
         path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     path = other / "text_encoder_2" / "model.safetensors"
     save_file({name: tensor.half().float() for name, tensor in load_file(path).items()}, path, {"format": "pt"})
     served = of(base, str(other))
+    named = served.config.model_copy(update={"ae": str(base / "vae")})  # the reference's own is not the folder's
+    assert Models(named, served.deployed, {}, torch.float32, served.device).folder.files.vae == other / "vae"  # type: ignore[union-attr]
     variant = served.complete(Variant(weights=True))
-    assert set(variant.changes()) == {"weights", "configs", "shift", "text"}
+    assert set(variant.changes()) == {"weights", "configs", "shift", "text", "guidance"}
     assert served.words("configs", True) == "VAE shift_factor 0.2 instead of 0.1159"
     assert "scheduler shift 1.5 instead of 3.0" in served.words("shift", "deployed")
     assert variant.text == Served((("t5xxl", str(other / "text_encoder_2")),))
+    assert "guidance_embeds False instead of True" in served.words("guidance", variant.guidance)
+    with served.transformer(variant) as network:
+        assert not served.runner(variant, network).guidance_input
+    with served.transformer(Variant(weights=True)) as network:
+        assert served.runner(Variant(weights=True), network).guidance_input
     assert served.sigmas(variant, 4, 64) == served.deployed_family.sampling_sigmas(4, 64)
     assert served.image_encoder(variant).shift == 0.2  # type: ignore[attr-defined]
     assert served.image_encoder(REFERENCE).shift == 0.1159  # type: ignore[attr-defined]
