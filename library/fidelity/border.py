@@ -39,7 +39,7 @@ STEP_8BIT = 2 / 255  # of pixels in [-1, 1]
 _INVISIBLE = STEP_8BIT / math.sqrt(12)
 _RESAMPLES = 4000
 LIMITS = {"ring inside": 1.5, "grain inside": 1.5, "ring outside": 2.0, "grain outside": 2.0, "step": 1.8}
-_WORDS = {
+WORDS = {
     "ring inside": "error on the filled side",
     "grain inside": "grain on the filled side",
     "ring outside": "error on the known side",
@@ -80,7 +80,7 @@ class BorderFigure:
     def words(self) -> str:
         """Return the figure with all that it is judged by."""
         interval = "" if math.isnan(self.low) else f" [{self.low:.2f} to {self.high:.2f}]"
-        found = f"{_WORDS[self.name]} {self.error:.2f} (white noise {self.noise:.2f}), {self.times:.2f} times"
+        found = f"{WORDS[self.name]} {self.error:.2f} (white noise {self.noise:.2f}), {self.times:.2f} times"
         return f"{found}{interval}, limit {self.limit:g}"
 
 

@@ -1,4 +1,9 @@
-"""The report as one HTML file (``page.html`` filled) with its plots and images inside, and as JSON."""
+"""The report as one HTML file (``page.html`` filled) with its figures inside, and as JSON.
+
+The page must work where it was copied to, years later: no file beside it, no network, plain JavaScript. What was not
+measured is left out, whole: a figure is made of data, or not at all. All maps of differences share one scale, which
+never ends below ``LEAST_RANGE`` 8-bit steps, so that what nobody can see does not look like a fire.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +11,96 @@ import base64
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from jinja2 import Environment, StrictUndefined
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 from torch import Tensor
 
-from library.fidelity.border import LIMITS, Border
-from library.fidelity.causes import CAUSES
+from library.fidelity.border import RING, STEP_8BIT, WORDS, Border
+from library.fidelity.causes import CAUSES, REMEDIES
 from library.fidelity.differences import Differences, mask_in_pixels
 from library.fidelity.fixes import FIX_COLUMNS, Fix, fix_rows
 from library.fidelity.layers import LayerRow
 from library.fidelity.report import Report
 from library.fidelity.runs import EvalSet, Outcome
+from library.fidelity.serving import REFERENCE
 from library.fidelity.verdict import Attribution
 from library.files import atomic_path, write_text
+from library.precision.parity.seam import border_distance
 
-_LAYERS_SHOWN, _IMAGES_SHOWN = 60, 4
+LEAST_RANGE = 16  # 8-bit steps of the whole scale of differences
+ZOOM = 64  # pixels of the picture in a view of the border
+_IMAGES_SHOWN = 4
+_SMALL = 0.05  # share of the error below which a cause counts as ruled out
+
+Columns = dict[str, tuple[str, str, Callable[[Any], Any]]]  # heading -> (meaning, format, value of a row)
+_LAYER_COLUMNS: Columns = {
+    "layer": ("module, as diffusers names it", "{}", lambda row: row.name),
+    "format": ("how its weights are stored", "{}", lambda row: row.kind),
+    "benefit / MB": (
+        "share of the output's squared error that comes back with the layer in high precision, a megabyte of it",
+        "{:.2e}",
+        lambda row: None if row.benefit is None else row.benefit_per_megabyte,
+    ),
+    "output error": ("of the layer's output on these images", "{:.2%}", lambda row: row.output_error),
+    "of rounding": ("what rounding to nearest would cost", "{:.2%}", lambda row: row.expected_output_error),
+    "weight error": ("of the layer's weights", "{:.2%}", lambda row: row.weight_error),
+    "of format": ("what rounding to nearest in this format would cost", "{:.2%}", lambda row: row.expected_error),
+    "SQNR dB": ("weights over their error", "{:.1f}", lambda row: row.sqnr_db),
+    "gain": ("weights over the reference's; 1 is right", "{:.3f}", lambda row: row.gain),
+    "zeros": ("share of weights that became zero", "{:.1%}", lambda row: row.zeros),
+    "subnormal": ("share of weights below the format's normal numbers", "{:.1%}", lambda row: row.subnormals),
+    "saturated": ("share of weights cut off at the format's largest number", "{:.1%}", lambda row: row.saturated),
+    "LoRA effect": ("size of the LoRA's share of the output", "{:.3f}", lambda row: row.lora_effect),
+    "retention": ("share of the LoRA's update that the merge kept", "{:.3f}", lambda row: row.retention),
+    "input rms": ("size of what the layer is given", "{:.3g}", lambda row: row.activations.rms),
+    "max / rms": (
+        "its largest value over that",
+        "{:.0f}",
+        lambda row: row.activations.largest / row.activations.rms if row.activations.rms else None,
+    ),
+    "outliers": ("channels over ten times the median", "{}", lambda row: len(row.activations.outlier_channels)),
+    "in filled": ("input rms in the filled region", "{:.3g}", lambda row: row.activations.by_region.get("filled")),
+    "in known": ("input rms in the known region", "{:.3g}", lambda row: row.activations.by_region.get("known")),
+    "at border": ("input rms along the border", "{:.3g}", lambda row: row.activations.by_region.get("border")),
+}
+_TENSOR_COLUMNS: Columns = {
+    "tensor": ("parameter or buffer, as diffusers names it", "{}", lambda row: row.name),
+    "role": ("what it is", "{}", lambda row: row.role),
+    "stored as": ("how its numbers are stored", "{}", lambda row: row.kind),
+    "numbers": ("how many it holds", "{:,}", lambda row: row.size),
+    "error": ("difference from the reference, over the reference", "{:.2%}", lambda row: row.error),
+    "expected": ("what rounding to nearest in most layers' format would cost", "{:.2%}", lambda row: row.expected),
+    "of format": ("what rounding to nearest in its own format would cost", "{:.2%}", lambda row: row.own_expected),
+    "gain": ("the tensor over the reference's; 1 is right", "{:.3f}", lambda row: row.gain),
+    "LoRA share": ("of the LoRA's update that is in it", "{:.2f}", lambda row: row.lora_share),
+    "diagnosis": ("what was done to it", "{}", lambda row: row.diagnosis),
+}
+_GROUP_COLUMNS: Columns = {
+    "put back": ("tensors that were replaced by the reference's", "{}", itemgetter(0)),
+    "explains": ("share of the weights' squared velocity error that goes away", "{:.1%}", itemgetter(1)),
+}
+_BORDER_COLUMNS: Columns = {
+    "figure": (f"within {RING} pixels of the border, over the rest of that side", "{}", lambda row: WORDS[row.name]),
+    "of the error": ("geometric mean over images", "{:.2f}", lambda row: row.error),
+    "of white noise": ("the control: noise of the same size on the same images", "{:.2f}", lambda row: row.noise),
+    "times": ("the one over the other; 1 knows nothing of the border", "{:.2f}", lambda row: row.times),
+    "from": ("95 % interval over images", "{:.2f}", lambda row: row.low),
+    "to": ("95 % interval over images", "{:.2f}", lambda row: row.high),
+    "limit": ("what honest rounding stays below", "{:g}", lambda row: row.limit),
+    "decides": ("the whole interval is above the limit", "{}", lambda row: "yes" if row.decides else "no"),
+}
+_FIX_COLUMNS: Columns = {name or "fix": ("", "{}", itemgetter(place)) for place, name in enumerate(FIX_COLUMNS)}
 
 
 def write_report(report: Report, folder: Path, fixes: Sequence[Fix] = (), best: Fix | None = None) -> list[Path]:
@@ -40,49 +113,106 @@ def write_report(report: Report, folder: Path, fixes: Sequence[Fix] = (), best: 
         best: the one whose images are shown beside the deployment's.
     """
     paths = [folder / "report.html", folder / "report.json"]
-    columns = {"as deployed": report.deployed} | ({f"with {best.name}": best.outcome} if best else {})
-    images = image_rows(report.reference, columns, report.eval_set)
-    if images is not None:
+    served = {"served": report.deployed} | ({f"after “{best.name}”": best.outcome} if best else {})
+    pictures = picture_rows(report.reference, served, report.eval_set)
+    if pictures is not None:
         paths.append(folder / "images.png")
         with atomic_path(paths[-1]) as temporary:
-            images.savefig(temporary, format="png", dpi=110)
-    write_text(paths[0], _page(report, fixes, images))
+            pictures.savefig(temporary, format="png", dpi=110)
+    write_text(paths[0], _page(report, fixes, pictures))
     write_text(paths[1], json.dumps(_plain(_measured(report, fixes)), indent=1))
     return paths
 
 
-def _page(report: Report, fixes: Sequence[Fix], images: Figure | None) -> str:
+def _page(report: Report, fixes: Sequence[Fix], pictures: Figure | None) -> str:
     full = report.full
     named = {"deployment": full}
-    named |= {each.cause: each.alone for each in report.attributions if len(report.attributions) > 1}
-    figures: list[tuple[str, Figure]] = []
-    if report.attributions:
-        figures.append(("Causes, one at a time", attribution_bars(full, report.attributions)))
-    with_border = {name: each.border for name, each in named.items() if each.border}
-    if with_border:
-        figures.append(("Along the mask border", border_figures(with_border)))
-    figures.append(("By noise level", error_by_sigma(dict(list(named.items())[:3]))))
-    if full.latents_by_step:
-        figures.append(("Over a sampling run", error_over_steps(named)))
-    # the layers whose return to bf16 buys most per megabyte, or those that err most where that was not measured
-    measured = any(row.benefit is not None for row in report.comparison.layers)
-    worst = sorted(
-        report.comparison.layers, key=lambda row: -(row.benefit_per_megabyte if measured else row.output_error)
-    )
+    named |= {f"{each.cause} alone": each.alone for each in report.attributions if len(report.attributions) > 1}
+    figures: list[tuple[str, str, Figure]] = []  # heading, what there is to see, figure
+    if len(report.attributions) > 1:
+        text = "Each cause alone, and the deployment without it."
+        figures.append(("Causes, one at a time", text, attribution_bars(full, report.attributions)))
+    if len(full.velocity_by_sigma) > 1:
+        text = "Error of one step of the model, by how much noise there is in its input (1: nothing else)."
+        figures.append(("By noise level", text, error_by_sigma(dict(list(named.items())[:3]))))
+    if len(full.latents_by_step) > 1:
+        text = "How the error grows while an image is sampled."
+        figures.append(("Over a sampling run", text, error_over_steps(named)))
+    layers, tensors = report.comparison.layers, report.comparison.tensors
+    tables = {
+        "fixes": _table(_FIX_COLUMNS, fix_rows(fixes, full)) if fixes else None,
+        "border": full.border and _table(_BORDER_COLUMNS, full.border.figures),
+        "groups": _table(_GROUP_COLUMNS, [*report.comparison.groups.items()], "explains"),
+        # the layers whose return to bf16 buys most per megabyte, or those that err most where that was not measured
+        "layers": _table(
+            _LAYER_COLUMNS,
+            layers,
+            "output error" if all(row.benefit is None for row in layers) else "benefit / MB",
+            lambda row: row.conspicuous,
+        ),
+        "tensors": _table(_TENSOR_COLUMNS, tensors, "error", lambda row: bool(row.fault)),
+    }
     source = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
     template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(source)
     return template.render(
         report=report,
-        verdict=report.verdict.lines(report.full),
-        fix_headings=FIX_COLUMNS,
-        fixes=fix_rows(fixes, full) if fixes else [],
-        images=images,
+        verdict=report.verdict,
+        headline=report.verdict.lines(full)[0],
+        words=_verdict(report),
+        pictures=pictures,
+        picture_words=_picture_words(report, pictures),
+        border=full.border and border_intervals(full.border),
         figures=figures,
-        layer_errors=layer_errors(report.comparison.layers),
-        layers=worst[:_LAYERS_SHOWN],
+        layer_errors=layer_errors(layers) if any(row.output_error for row in layers) else None,
+        tables=tables,
+        titles=CAUSES,
+        remedies=REMEDIES,
+        sentence=_sentence,
         data_uri=as_data_uri,
-        percent=lambda share, digits: f"{share:.{digits}%}",
     )
+
+
+def _verdict(report: Report) -> dict[str, list[str]]:
+    """Return the verdict for someone who has lost a month over it: heading -> sentences."""
+    verdict, full = report.verdict, report.full
+    main = next(each for each in (verdict.border_cause, *verdict.findings) if each and each.cause == verdict.cause)
+    small = [each for each in verdict.findings if each is not main and each.share < _SMALL]
+    others = [each for each in verdict.findings if each is not main and each not in small]
+    changed = {each.cause for each in report.attributions}
+    nothing = "" if verdict.alarm else "Nothing has to be mended. To come nearer still: "
+    same = [CAUSES[name] for name in vars(REFERENCE) if name not in changed and name in CAUSES]
+    found = {
+        "How we know": [_sentence(f"{CAUSES[main.cause]}: {main.evidence}")],
+        "What to do first": [nothing + REMEDIES[main.cause]],
+        "The border": verdict.on_the_border(),
+        "What else was found": [f"{each.share:.1%} of the error: {each.sentence()}" for each in others],
+        "Unexplained": [verdict.unexplained()],
+        "Ruled out": [f"{CAUSES[each.cause]}: {each.evidence}" for each in small],
+        "Not looked at": [
+            f"No flag said that the server does otherwise than the reference in these: {', '.join(same)}."
+        ],
+        "How far off": [verdict.sizes(full)],
+    }
+    return {heading: [*map(_sentence, filter(None, lines))] for heading, lines in found.items() if any(lines)}
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:].removesuffix('.')}."
+
+
+def _picture_words(report: Report, pictures: Figure | None) -> str:
+    """Return what the pictures show and how to read their scale; empty without pictures."""
+    if pictures is None:
+        return ""
+    top = difference_range(report.reference, report.deployed)
+    why = "no smaller, so that what cannot be seen does not look large" if top == LEAST_RANGE else "99.5 % are below"
+    zoomed = (
+        any(report.eval_set.mask(number) is not None for number in range(_IMAGES_SHOWN))
+        if report.full.border
+        else False
+    )
+    text = f"All differences have one scale, 0 to {top:.0f} of 255 steps ({why})."
+    return text + f" The dotted line is the mask's border; below each image {ZOOM} pixels of it." * zoomed
 
 
 def _measured(report: Report, fixes: Sequence[Fix]) -> dict[str, Any]:
@@ -126,12 +256,45 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
+def _table(
+    columns: Columns, rows: Sequence[Any], by: str = "", flagged: Callable[[Any], bool] = lambda _: False
+) -> dict[str, Any]:
+    """Return a table for ``page.html``: what no row has is no column; a cell is its text and what it is sorted by.
+
+    One that is sorted ``by`` a column, largest first, can be sorted by any; its second column is the order of ``rows``.
+    """
+    found = {name: [value(row) for row in rows] for name, (_, _, value) in columns.items()}
+    if by:
+        first, *others = found
+        columns = {"#": ("place in the model", "{}", itemgetter(0))} | columns
+        found = {first: found[first], "#": [*range(1, len(rows) + 1)]} | {name: found[name] for name in others}
+    shown = {name: values for name, values in found.items() if any(map(_there, values))}
+    order = sorted(range(len(rows)), key=lambda row: -(found[by][row] or 0.0)) if by else range(len(rows))
+    cells = [
+        [
+            (columns[name][1].format(values[row]), values[row]) if _there(values[row]) else ("", "")
+            for name, values in shown.items()
+        ]
+        for row in order
+    ]
+    words = {name: any(isinstance(value, str) for value in values) for name, values in shown.items()}
+    return {
+        "headings": [(name, columns[name][0], words[name]) for name in shown],
+        "rows": [(line, flagged(rows[row])) for line, row in zip(cells, order, strict=True)],
+        "by": by,
+    }
+
+
+def _there(value: Any) -> bool:
+    return value not in (None, "") and not (isinstance(value, float) and math.isnan(value))
+
+
 _REGIONS = {"all": "#222222", "filled": "#1f77b4", "known": "#7f7f7f", "ring": "#d62728"}
 
 
 def error_by_sigma(named: Mapping[str, Differences]) -> Figure:
     """Relative velocity error against the noise level, a panel for each of ``named``, a line for each region."""
-    figure = Figure(figsize=(4.2 * len(named), 3.2), layout="constrained")
+    figure = Figure(figsize=(1.2 + 3.4 * len(named), 3.2), layout="constrained")
     axes = figure.subplots(1, len(named), sharey=True, squeeze=False)[0]
     for axis, (title, differences) in zip(axes, named.items(), strict=True):
         sigmas = sorted(differences.velocity_by_sigma)
@@ -142,124 +305,181 @@ def error_by_sigma(named: Mapping[str, Differences]) -> Figure:
         axis.set(xlabel="noise level σ", title=title)
     axes[0].set_ylabel("velocity error, % of its size")
     axes[0].set_ylim(bottom=0)
-    axes[0].legend()
+    _legend(figure, axes[0])
     return figure
 
 
 def error_over_steps(named: Mapping[str, Differences]) -> Figure:
     """Relative error of the latents after every step of a sampling run."""
-    figure, axis = _plot(5, "sampling step", "latents' error, % of their size")
+    figure, axis = _plot(6.4, 3.2, "sampling step", "latents' error, % of their size")
     for title, differences in named.items():
         values = [100 * value for value in differences.latents_by_step]
         axis.plot(range(1, len(values) + 1), values, marker=".", label=title)
     axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     axis.set_ylim(bottom=0)
-    axis.legend()
+    _legend(figure, axis)
     return figure
 
 
-def border_figures(named: Mapping[str, Border]) -> Figure:
-    """Each figure over white noise's, with its interval over images; the line is the limit."""
-    figure, axis = _plot(8, "", "times white noise")
-    for number, (title, border) in enumerate(named.items()):
-        places = [place + 0.8 * (number + 0.5) / len(named) - 0.4 for place in range(len(LIMITS))]
-        times = [each.times for each in border.figures]
-        axis.plot(places, times, "o", label=title)
-        if border.images > 1:
-            ends = [each.low for each in border.figures], [each.high for each in border.figures]
-            axis.vlines(places, *ends, color=f"C{number}")
-    axis.plot(range(len(LIMITS)), [*LIMITS.values()], "_", color="#d62728", markersize=30, label="limit")
-    axis.set_xticks(range(len(LIMITS)), LIMITS)
-    axis.set_ylim(bottom=0)
-    axis.legend()
+def border_intervals(border: Border) -> Figure:
+    """Each figure of the border over white noise's: mean and interval over images, every image, and the limit."""
+    names = [WORDS[each.name] for each in border.figures]
+    figure, axis = _plot(8, 2.9, "times what white noise of the same size gives", "")
+    for place, each in enumerate(border.figures):
+        colour = "#d62728" if each.decides else "#1f77b4"
+        axis.plot(each.by_image, [place] * len(each.by_image), ".", color="#aaaaaa", label="" if place else "an image")
+        axis.plot(
+            [each.low, each.high], [place, place], color=colour, linewidth=2.5, label="" if place else "95 % interval"
+        )
+        axis.plot(each.times, place, "o", color=colour, label="" if place else "mean")
+        axis.plot(each.limit, place, "|", color="#222222", markersize=20, label="" if place else "limit")
+    axis.axvline(1, color="#999999", linewidth=0.8)
+    axis.set_yticks(range(len(names)), names)
+    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.set_xscale("log")
+    _plain_ticks(axis.xaxis)
+    _legend(figure, axis)
     return figure
 
 
 def attribution_bars(full: Differences, attributions: Sequence[Attribution]) -> Figure:
-    """Each cause alone, and the deployment without it, by the error people see and its step across the border."""
-    figure = Figure(figsize=(9, 1.4 + 0.5 * (len(attributions) + 1)), layout="constrained")
-    left, right = figure.subplots(1, 2, sharey=True)
+    """Each cause alone, and the deployment without it, by the error people see and by the border."""
+    figure = Figure(figsize=(9, 1.3 + 0.45 * (len(attributions) + 1)), layout="constrained")
     labels = ["all together", *(CAUSES[each.cause] for each in attributions)]
     alone = [full, *(each.alone for each in attributions)]
     without = [None, *(each.without for each in attributions)]
-    places = range(len(labels))
-    for name, shift, colour, of in (("alone", -0.18, "#1f77b4", alone), ("all without it", 0.18, "#bbbbbb", without)):
-        heights = [place + shift for place in places]
-        left.barh(heights, [math.nan if d is None else 100 * d.error for d in of], 0.34, color=colour, label=name)
-        right.barh(heights, [d.border.worst.times if d and d.border else math.nan for d in of], 0.34, color=colour)
-    left.set_yticks(places, labels)
-    left.invert_yaxis()
-    left.set_xlabel("error, %")
-    right.set(xlabel="worst border figure, times white noise", xscale="log")
-    right.axvline(1, color="#999999", linewidth=0.8)
-    figure.legend(loc="outside upper center", ncols=2)
+    measures: list[tuple[str, Callable[[Differences], float]]] = [("error, %", lambda each: 100 * each.error)]
+    if full.border:
+        measures.append(
+            (
+                "worst border figure, times white noise",
+                lambda each: each.border.worst.times if each.border else math.nan,
+            )
+        )
+    axes = figure.subplots(1, len(measures), sharey=True, squeeze=False)[0]
+    for axis, (label, measure) in zip(axes, measures, strict=True):
+        for name, shift, colour, of in (
+            ("alone", -0.18, "#1f77b4", alone),
+            ("all without it", 0.18, "#bbbbbb", without),
+        ):
+            widths = [math.nan if each is None else measure(each) for each in of]
+            axis.barh([place + shift for place in range(len(labels))], widths, 0.34, color=colour, label=name)
+        axis.set_xlabel(label)
+    if full.border:
+        axes[1].axvline(1, color="#222222", linewidth=0.8)
+    axes[0].set_yticks(range(len(labels)), labels)
+    axes[0].invert_yaxis()
+    _legend(figure, axes[0])
     return figure
 
 
 def layer_errors(rows: Sequence[LayerRow]) -> Figure:
     """Output error of every layer in the model's order, beside what its format must cost and the LoRA's effect."""
-    figure, axis = _plot(10, "layer, in the model's order", "% of the layer's output")
-    places = range(len(rows))
-    axis.bar(places, [100 * row.output_error for row in rows], color="#1f77b4", label="deployed", width=0.8)
-    expected = [100 * row.expected_output_error for row in rows]
+    figure, axis = _plot(10, 3.4, "layer, in the model's order", "% of the layer's output")
+    places = range(1, len(rows) + 1)
+    errors = [100 * row.output_error or math.nan for row in rows]
+    axis.plot(places, errors, "o", color="#1f77b4", markersize=4, label="deployed")
+    expected = [100 * row.expected_output_error or math.nan for row in rows]
     axis.plot(places, expected, "_", color="#222222", label="rounding to nearest")
-    effects = [(i, 100 * row.lora_effect) for i, row in enumerate(rows) if row.lora_effect is not None]
-    if effects:
-        axis.plot(*zip(*effects, strict=True), "v", color="#ff7f0e", markersize=4, label="the LoRA's effect")
+    effects = [100 * row.lora_effect if row.lora_effect else math.nan for row in rows]
+    if not all(map(math.isnan, effects)):
+        axis.plot(places, effects, "v", color="#ff7f0e", markersize=4, label="the LoRA's effect")
     axis.set_yscale("log")
-    axis.legend()
+    _plain_ticks(axis.yaxis)
+    axis.set_xlim(0, len(rows) + 1)
+    _legend(figure, axis)
     return figure
 
 
-def _plot(width: float, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(width, 3.2), layout="constrained")
+def _plot(width: float, height: float, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), layout="constrained")
     axis = figure.subplots()
     axis.set(xlabel=xlabel, ylabel=ylabel)
     return figure, axis
 
 
-def image_rows(reference: Outcome, others: Mapping[str, Outcome], eval_set: EvalSet) -> Figure | None:
-    """Return images side by side, a row a sample: the reference, then each of ``others`` with its error.
+def _legend(figure: Figure, axis: Axes) -> None:
+    """Put the legend of ``axis`` below the plots, where it covers nothing; one line needs none."""
+    handles, labels = axis.get_legend_handles_labels()
+    if len(handles) > 1:
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
 
-    Errors of a row share one scale; the border of the filled region is drawn over them. None without images.
+
+def _plain_ticks(axis: Axis) -> None:
+    """Write a logarithmic axis's numbers out: 0.5, 1, 2; not 5 x 10^-1."""
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0) if high < 50 * low else (1.0,)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def picture_rows(reference: Outcome, others: Mapping[str, Outcome], eval_set: EvalSet) -> Figure | None:
+    """Return images side by side: the reference, then each of ``others`` with its difference; None without images.
+
+    A sample is a row, and where it has a mask a second: the ``ZOOM`` pixels along the border with the largest
+    difference of the first of ``others``. All differences share one scale; the border is the line in them.
     """
     count = min(_IMAGES_SHOWN, len(reference.images), *(len(other.images) for other in others.values()))
     if not count:
         return None
-    titles = ["reference", *(title for name in others for title in (name, "error"))]
-    heights = [image.shape[-2] / image.shape[-1] for image in reference.images[:count]]
-    figure = Figure(figsize=(2.1 * len(titles), 0.3 + 2.1 * sum(heights)), layout="constrained")
-    axes = figure.subplots(count, len(titles), squeeze=False, height_ratios=heights)
-    for number, row in enumerate(axes):
-        ours = reference.images[number]
-        errors = [(other.images[number] - ours).abs().mean(0) for other in others.values()]
-        largest = max(float(errors[0].quantile(0.995)), 1e-6)
-        show_image(row[0], ours)
-        for other, error, own, beside in zip(others.values(), errors, row[1::2], row[2::2], strict=True):
-            show_image(own, other.images[number])
-            show_error(beside, error, largest)
-            if (mask := eval_set.mask(number)) is not None:
-                draw_border(beside, mask, error)
+    served = next(iter(others.values()))
+    largest = difference_range(reference, served)
+    rows: list[tuple[str, int, tuple[slice, slice]]] = []
+    for number in range(count):
+        rows.append((f"image {number + 1}", number, (slice(None), slice(None))))
+        if (mask := eval_set.mask(number)) is not None:
+            steps = _steps(reference.images[number], served.images[number])
+            rows.append(("its border", number, _border_view(steps, mask_in_pixels(mask, steps))))
+    ratios = [height / width for height, width in (reference.images[n][0][view].shape for _, n, view in rows)]
+    titles = ["reference", *(title for name in others for title in (name, "difference"))]
+    figure = Figure(figsize=(2.2 * len(titles), 1.1 + 2.2 * sum(ratios)), layout="compressed")
+    axes = figure.subplots(len(rows), len(titles), squeeze=False, height_ratios=ratios)
+    for line, (label, number, view) in zip(axes, rows, strict=True):
+        ours, mask = reference.images[number], eval_set.mask(number)
+        line[0].set_ylabel(label)
+        line[0].imshow(_pixels(ours)[view])
+        for own, other, beside in zip(line[1::2], others.values(), line[2::2], strict=True):
+            image = other.images[number]
+            own.imshow(_pixels(image)[view])
+            drawn = beside.imshow(_steps(ours, image)[view], cmap="magma", vmin=0, vmax=largest)
+            if mask is not None:
+                border = mask_in_pixels(mask, ours)[view].float()
+                beside.contour(border, levels=[0.5], colors="#00d5ff", linewidths=0.7, linestyles="dotted")
+    for axis in axes.flat:
+        axis.set(xticks=[], yticks=[])
     for axis, title in zip(axes[0], titles, strict=True):
         axis.set_title(title, loc="left", fontsize=10)
+    label = "difference, mean over red, green and blue, in 8-bit steps (255: black for white)"
+    figure.colorbar(drawn, ax=axes[0], location="top", aspect=60, extend="max", label=label)
     return figure
 
 
-def show_image(axis: Axes, image: Tensor) -> None:
-    """Show ``image`` [3, H, W] in about [-1, 1]."""
-    axis.imshow(((image.clamp(-1, 1) + 1) / 2).permute(1, 2, 0), interpolation="nearest")
-    axis.set_axis_off()
+def difference_range(reference: Outcome, served: Outcome) -> float:
+    """Return where the one scale of all differences ends, in 8-bit steps: at ``LEAST_RANGE``, or at 99.5 % of them."""
+    pairs = zip(reference.images[:_IMAGES_SHOWN], served.images, strict=False)
+    steps = torch.cat([_steps(ours, theirs).flatten() for ours, theirs in pairs]).sort().values
+    return max(LEAST_RANGE, float(steps[round(0.995 * (len(steps) - 1))]))
 
 
-def show_error(axis: Axes, error: Tensor, largest: float) -> None:
-    """Show ``error`` [H, W], black at 0 and lightest at ``largest``."""
-    axis.imshow(error, cmap="magma", vmin=0, vmax=largest, interpolation="nearest")
-    axis.set_axis_off()
+def _pixels(image: Tensor) -> Tensor:
+    """Return ``image`` [3, H, W] in about [-1, 1] as [H, W, 3] in [0, 1]."""
+    return ((image.clamp(-1, 1) + 1) / 2).permute(1, 2, 0)
 
 
-def draw_border(axis: Axes, mask: Tensor, image: Tensor) -> None:
-    """Draw the border of ``mask`` [h, w] of latent cells over an ``image`` [..., H, W]."""
-    axis.contour(mask_in_pixels(mask, image).float(), levels=[0.5], colors="#00d5ff", linewidths=0.9)
+def _steps(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Return the difference [H, W] of two images [3, H, W] in about [-1, 1], in 8-bit steps."""
+    return (theirs - ours).abs().mean(0) / STEP_8BIT
+
+
+def _border_view(steps: Tensor, filled: Tensor) -> tuple[slice, slice]:
+    """Return the square of at most ``ZOOM`` pixels around the border pixel about which ``steps`` [H, W] are largest."""
+    near = border_distance(filled, 1) <= 1
+    around = F.avg_pool2d(steps[None, None], RING + 1, stride=1, padding=RING // 2)[0, 0]
+    middle = int(torch.where(near, around, -1.0).argmax())
+    size = min(ZOOM, *(side // 2 for side in steps.shape))
+    places = (middle // steps.shape[1], middle % steps.shape[1])
+    starts = [min(max(place - size // 2, 0), side - size) for place, side in zip(places, steps.shape, strict=True)]
+    return slice(starts[0], starts[0] + size), slice(starts[1], starts[1] + size)
 
 
 def as_data_uri(figure: Figure) -> str:

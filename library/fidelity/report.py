@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from library.console import Console
@@ -84,7 +85,7 @@ def measure(
     scales = models.input_scales() if variant.activations == "static" else {}
     verdict = judge(variant, full, attributions, comparison, tried, {name: float(s) for name, s in scales.items()})
     return Report(
-        title=f"{models.deployed.describe()} against {models.family.name} in high precision",
+        title=f"{Path(models.config.pretrained_model_name_or_path).name}, served as {models.deployed.name}",
         settings=_settings(models, causes, options, steps),
         verdict=verdict,
         full=full,

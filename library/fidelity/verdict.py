@@ -83,27 +83,41 @@ class Verdict:
         first = "No defect: the deployment errs as its format must."
         if self.alarm:
             first = f"Look here first: {CAUSES[self.cause]}."
-        lines = [first]
-        if self.border:
-            lines.append(self.border.sentence())
-            if self.border_cause:
-                lines.append(f"It comes from {self.border_cause.sentence()}")
-            elif self.border.state == "worse":
-                lines.append("No single cause puts it there; --explain tries what servers do to masks, one at a time.")
+        lines = [first, *self.on_the_border()]
         lines += [f"{finding.share:.1%} of the error: {finding.sentence()}" for finding in self.findings]
-        if self.explained is not None and self.explained < _EXPLAINED:
-            lines.append(
-                f"Unexplained: {1 - self.explained:.0%} of the error stays with every tensor put back to the "
-                "reference's; it is not in the weights."
-            )
-        if self.suspects:
-            lines.append(
-                "Of what servers do to masks, this puts an error on the border: " + "; ".join(self.suspects) + "."
-            )
+        lines += [f"Unexplained: {self.unexplained()}"] if self.unexplained() else []
+        lines += [self.suspected()] if self.suspects else []
+        return [*lines, f"Off by: {self.sizes(full)}."]
+
+    def on_the_border(self) -> list[str]:
+        """Return what there is to say about the border; nothing without one."""
+        lines = [self.border.sentence()] if self.border else []
+        if self.border_cause:
+            lines.append(f"It comes from {self.border_cause.sentence()}")
+        elif self.border and self.border.state == "worse":
+            lines.append("No single cause puts it there; --explain tries what servers do to masks, one at a time.")
+        return lines
+
+    def suspected(self) -> str:
+        """Return what a server may do to masks, in words; empty where none was tried, or none shows."""
+        words = "; ".join(self.suspects)
+        return f"Of what servers do to masks, this puts an error on the border: {words}." if words else ""
+
+    def unexplained(self) -> str:
+        """Return what no tensor explains, in words; empty where they explain the error."""
+        if self.explained is None or self.explained >= _EXPLAINED:
+            return ""
+        return (
+            f"{1 - self.explained:.0%} of the error stays with every tensor put back to the reference's; it is not in "
+            "the weights."
+        )
+
+    def sizes(self, full: Differences) -> str:
+        """Return how far off the deployment is."""
         sizes = f"velocity {full.velocity:.2%}"
         sizes += f", finished latents {full.latents:.2%}" if math.isfinite(full.latents) else ""
         sizes += f", decoded image {full.image:.2%}" if math.isfinite(full.image) else ""
-        return [*lines, f"Off by: {sizes}."]
+        return sizes
 
 
 def judge(
