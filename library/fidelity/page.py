@@ -407,8 +407,9 @@ def _legend(figure: Figure, axis: Axes) -> None:
 
 def _plain_ticks(axis: Axis) -> None:
     """Write a logarithmic axis's numbers out: 0.5, 1, 2; not 5 x 10^-1."""
-    low, high = axis.get_view_interval()
-    axis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0) if high < 50 * low else (1.0,)))
+    low, high = axis.get_data_interval()
+    subs = (1.0, 1.5, 2.0, 3.0, 5.0) if high < 8 * low else (1.0, 2.0, 5.0)
+    axis.set_major_locator(LogLocator(subs=subs, numticks=20))
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(NullFormatter())
 
