@@ -176,8 +176,8 @@ def _verdict(report: Report) -> dict[str, list[str]]:
     """Return the verdict for someone who has lost a month over it: heading -> sentences."""
     verdict, full = report.verdict, report.full
     main = next(each for each in (verdict.border_cause, *verdict.findings) if each and each.cause == verdict.cause)
-    small = [each for each in verdict.findings if each is not main and each.share < _SMALL]
-    others = [each for each in verdict.findings if each is not main and each not in small]
+    others = [each for each in verdict.findings if each.cause != main.cause]
+    small = [each for each in others if each.share < _SMALL]
     changed = {each.cause for each in report.attributions}
     nothing = "" if verdict.alarm else "Nothing has to be mended. To come nearer still: "
     same = [CAUSES[name] for name in vars(REFERENCE) if name not in changed and name in CAUSES]
@@ -185,9 +185,13 @@ def _verdict(report: Report) -> dict[str, list[str]]:
         "How we know": [_sentence(f"{CAUSES[main.cause]}: {main.evidence}")],
         "What to do first": [nothing + REMEDIES[main.cause]],
         "The border": verdict.on_the_border(),
-        "What else was found": [f"{each.share:.1%} of the error: {each.sentence()}" for each in others],
+        "What else was found": [
+            f"{each.share:.1%} of the error: {each.sentence()}" for each in others if each not in small
+        ],
         "Unexplained": [verdict.unexplained()],
-        "Ruled out": [f"{CAUSES[each.cause]}: {each.evidence}" for each in small],
+        "Ruled out as the main cause": [
+            f"{CAUSES[each.cause]} ({each.share:.1%} of the error): {each.evidence}" for each in small
+        ],
         "Not looked at": [
             f"No flag said that the server does otherwise than the reference in these: {', '.join(same)}."
         ],
