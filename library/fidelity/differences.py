@@ -105,15 +105,8 @@ def _border(reference: Outcome, other: Outcome, eval_set: EvalSet, decode: Calla
     """Judge the border of the mask as it was drawn, to the pixel."""
     errors, noise, borders = [], [], []
     for number, image in enumerate(reference.images):
-        drawn, latents = eval_set.drawn(number), reference.latents[number]
-        if drawn is None:
-            continue
-        mask = drawn[0] >= 0.5
-        if other.windows:
-            factor = image.shape[-1] // latents.shape[-1]
-            top, left, height, width = (factor * side for side in other.windows[number])
-            mask = cut(mask, (top, left, height, width))
-        if not mask.any() or mask.all():
+        mask, latents = eval_set.border_mask(number, other), reference.latents[number]
+        if mask is None:
             continue
         noisy = white_noise(latents, other.latents[number], image, other.images[number], decode, number)
         errors.append(other.images[number] - image)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from library.fidelity.border import RING, STEP_8BIT, WORDS, Border
 from library.fidelity.causes import CAUSES, REMEDIES
-from library.fidelity.differences import Differences, mask_in_pixels
+from library.fidelity.differences import Differences
 from library.fidelity.fixes import FIX_COLUMNS, Fix, fix_rows
 from library.fidelity.layers import LayerRow
 from library.fidelity.report import Report
@@ -90,6 +90,14 @@ _GROUP_COLUMNS: Columns = {
     "put back": ("tensors that were replaced by the reference's", "{}", itemgetter(0)),
     "explains": ("share of the weights' squared velocity error that goes away", "{:.1%}", itemgetter(1)),
 }
+_TRIED_COLUMNS: Columns = {
+    "what a server may do": ("done to the reference, nothing else changed", "{}", itemgetter(0)),
+    "image": ("how far it puts the decoded image off", "{:.2%}", lambda row: row[1].image),
+    "worst figure": ("of the border", "{}", lambda row: row[1].border and WORDS[row[1].border.worst.name]),
+    "times": ("over white noise of the same size", "{:.2f}", lambda row: row[1].border and row[1].border.worst.times),
+    "limit": ("what honest rounding stays below", "{:g}", lambda row: row[1].border and row[1].border.worst.limit),
+    "the border is": ("", "{}", lambda row: row[1].border and row[1].border.state),
+}
 _BORDER_COLUMNS: Columns = {
     "figure": (f"within {RING} pixels of the border, over the rest of that side", "{}", lambda row: WORDS[row.name]),
     "of the error": ("geometric mean over images", "{:.2f}", lambda row: row.error),
@@ -150,6 +158,7 @@ def _page(report: Report, fixes: Sequence[Fix], pictures: Figure | None) -> str:
             "output error" if all(row.benefit is None for row in layers) else "benefit / MB",
             lambda row: row.conspicuous,
         ),
+        "tried": _table(_TRIED_COLUMNS, report.tried, "times"),
         "tensors": _table(_TENSOR_COLUMNS, tensors, "error", lambda row: bool(row.fault)),
     }
     source = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
@@ -189,6 +198,7 @@ def _verdict(report: Report) -> dict[str, list[str]]:
             f"{each.share:.1%} of the error: {each.sentence()}" for each in others if each not in small
         ],
         "Unexplained": [verdict.unexplained()],
+        "What it could be": [verdict.suspected()],
         "Ruled out as the main cause": [
             f"{CAUSES[each.cause]} ({each.share:.1%} of the error): {each.evidence}" for each in small
         ],
@@ -208,13 +218,9 @@ def _picture_words(report: Report, pictures: Figure | None) -> str:
     """Return what the pictures show and how to read their scale; empty without pictures."""
     if pictures is None:
         return ""
-    top = difference_range(report.reference, report.deployed)
+    top = difference_range(report.reference.cut_like(report.deployed), report.deployed)
     why = "no smaller, so that what cannot be seen does not look large" if top == LEAST_RANGE else "99.5 % are below"
-    zoomed = (
-        any(report.eval_set.mask(number) is not None for number in range(_IMAGES_SHOWN))
-        if report.full.border
-        else False
-    )
+    zoomed = report.full.border is not None
     text = f"All differences have one scale, 0 to {top:.0f} of 255 steps ({why})."
     return text + f" The dotted line is the mask's border; below each image {ZOOM} pixels of it." * zoomed
 
@@ -428,19 +434,22 @@ def picture_rows(reference: Outcome, others: Mapping[str, Outcome], eval_set: Ev
     if not count:
         return None
     served = next(iter(others.values()))
+    reference = reference.cut_like(served)
+    others = {name: other if other.windows else other.cut_like(served) for name, other in others.items()}
+    masks = [eval_set.border_mask(number, served) for number in range(count)]
     largest = difference_range(reference, served)
     rows: list[tuple[str, int, tuple[slice, slice]]] = []
     for number in range(count):
         rows.append((f"image {number + 1}", number, (slice(None), slice(None))))
-        if (mask := eval_set.mask(number)) is not None:
+        if (mask := masks[number]) is not None:
             steps = _steps(reference.images[number], served.images[number])
-            rows.append(("its border", number, _border_view(steps, mask_in_pixels(mask, steps))))
+            rows.append(("its border", number, _border_view(steps, mask)))
     ratios = [height / width for height, width in (reference.images[n][0][view].shape for _, n, view in rows)]
     titles = ["reference", *(title for name in others for title in (name, "difference"))]
     figure = Figure(figsize=(2.2 * len(titles), 1.1 + 2.2 * sum(ratios)), layout="compressed")
     axes = figure.subplots(len(rows), len(titles), squeeze=False, height_ratios=ratios)
     for line, (label, number, view) in zip(axes, rows, strict=True):
-        ours, mask = reference.images[number], eval_set.mask(number)
+        ours, mask = reference.images[number], masks[number]
         line[0].set_ylabel(label)
         line[0].imshow(_pixels(ours)[view])
         for own, other, beside in zip(line[1::2], others.values(), line[2::2], strict=True):
@@ -448,8 +457,7 @@ def picture_rows(reference: Outcome, others: Mapping[str, Outcome], eval_set: Ev
             own.imshow(_pixels(image)[view])
             drawn = beside.imshow(_steps(ours, image)[view], cmap="magma", vmin=0, vmax=largest)
             if mask is not None:
-                border = mask_in_pixels(mask, ours)[view].float()
-                beside.contour(border, levels=[0.5], colors="#00d5ff", linewidths=0.7, linestyles="dotted")
+                beside.contour(mask[view].float(), levels=[0.5], colors="#00d5ff", linewidths=0.7, linestyles="dotted")
     for axis in axes.flat:
         axis.set(xticks=[], yticks=[])
     for axis, title in zip(axes[0], titles, strict=True):

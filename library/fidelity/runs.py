@@ -76,6 +76,18 @@ class EvalSet:
         cells = F.adaptive_avg_pool2d(drawn[None], (height, width))[0, 0] >= 0.5
         return cells if bool(cells.any()) and not bool(cells.all()) else None
 
+    def border_mask(self, number: int, outcome: Outcome) -> Tensor | None:
+        """Return the region as it was drawn, over the image of ``outcome``, [H, W] bool; None without a border."""
+        drawn, image = self.drawn(number), outcome.images[number]
+        if drawn is None:
+            return None
+        mask = drawn[0] >= 0.5
+        if outcome.windows:
+            top, left, height, width = outcome.windows[number]
+            factor = image.shape[-1] // width
+            mask = cut(mask, (top * factor, left * factor, height * factor, width * factor))
+        return mask if bool(mask.any()) and not bool(mask.all()) else None
+
     def noise_of(self, number: int) -> Tensor:
         """Return what a sample's sampling run starts from, [1, C, h, w]."""
         batch = self.batches[number]

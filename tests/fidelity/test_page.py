@@ -16,6 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from torch import Tensor
 
 from library.data.batches import Batch
+from library.data.cache import Pixels
 from library.fidelity.border import STEP_8BIT, judge_border
 from library.fidelity.causes import Finding
 from library.fidelity.comparison import Comparison
@@ -60,8 +61,10 @@ def mask() -> Tensor:
 def make(masks: bool = True, steps: int = 4, error: float = 0.01) -> Report:
     """Return a report of ``IMAGES`` samples; without ``steps`` nothing was sampled."""
     shape = (1, 16, 16, 16)
-    batch = Batch(torch.zeros(shape), {}, torch.ones(1), mask()[None, None].float() if masks else None, torch.ones(1))
-    eval_set = EvalSet([batch] * IMAGES, [], (0.2, 0.8), steps, 1.0, 0)
+    batch = Batch(torch.zeros(shape), {}, torch.ones(1), None, torch.ones(1))
+    drawn = mask_in_pixels(mask(), torch.zeros(SIZE, SIZE))[None].float() if masks else None
+    pixels = [Pixels(torch.zeros(3, SIZE, SIZE), drawn)] * IMAGES
+    eval_set = EvalSet([batch] * IMAGES, pixels, [], "fill", (0.2, 0.8), steps, 1.0, 0)
     ours = images(1) if steps else []
     theirs = [image + error for image in ours]
     full = differences(masks and bool(steps), steps, [b - a for a, b in zip(ours, theirs, strict=True)])
@@ -69,9 +72,9 @@ def make(masks: bool = True, steps: int = 4, error: float = 0.01) -> Report:
     verdict = Verdict((finding, Finding("vae", 0.01, (), "little")), full.border, None)
     tensors = [TensorRow(EVIL, "bias", "bfloat16", 64, 1.0, fault="ruined_layer", diagnosis="zeroed")]
     rows = Comparison([layer(number) for number in range(LAYERS)], tensors, (finding,), 1.0, {EVIL: 0.7})
-    causes = [Attribution("weights", full, full), Attribution("vae", full, full)]
-    return Report(f"{EVIL}, served as cast", {"deployment": EVIL}, verdict, full, causes, rows, Outcome(images=ours),
-                  Outcome(images=theirs), eval_set)  # fmt: skip
+    causes = [Attribution("weights", "cast", full, full), Attribution("vae", EVIL, full, full)]
+    return Report(f"{EVIL}, served as cast", {"deployment": EVIL}, verdict, full, causes, [(EVIL, full)], rows,
+                  Outcome(images=ours), Outcome(images=theirs), eval_set)  # fmt: skip
 
 
 def page(report: Report, folder: Path) -> str:
@@ -111,7 +114,7 @@ def test_everything_lies_in_the_one_file_and_every_image_says_what_it_shows(tmp_
 def test_names_are_shown_as_they_are_and_never_run(tmp_path: Path) -> None:
     read = Tags(page(make(), tmp_path))
     assert len([tag for tag, _ in read.tags if tag == "script"]) == 1  # the page's own
-    assert sum(EVIL in text for text in read.text) >= 6  # titles, verdict, finding, layer, tensor, group, setting
+    assert sum(EVIL in text for text in read.text) >= 7  # title, verdict, finding, layer, tensor, group, tried, setting
 
 
 def test_every_layer_has_a_row(tmp_path: Path) -> None:
