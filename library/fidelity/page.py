@@ -358,20 +358,15 @@ def attribution_bars(full: Differences, attributions: Sequence[Attribution]) -> 
     labels = ["all together", *(CAUSES[each.cause] for each in attributions)]
     alone = [full, *(each.alone for each in attributions)]
     without = [None, *(each.without for each in attributions)]
-    measures: list[tuple[str, Callable[[Differences], float]]] = [("error, %", lambda each: 100 * each.error)]
+    bars: list[tuple[str, float, str, Sequence[Differences | None]]] = [("alone", -0.18, "#1f77b4", alone)]
+    bars += [("all without it", 0.18, "#bbbbbb", without)] if any(without) else []
+    measures: dict[str, Callable[[Differences], float]] = {"error, %": lambda each: 100 * each.error}
     if full.border:
-        measures.append(
-            (
-                "worst border figure, times white noise",
-                lambda each: each.border.worst.times if each.border else math.nan,
-            )
-        )
+        label = "worst border figure, times white noise"
+        measures[label] = lambda each: each.border.worst.times if each.border else math.nan
     axes = figure.subplots(1, len(measures), sharey=True, squeeze=False)[0]
-    for axis, (label, measure) in zip(axes, measures, strict=True):
-        for name, shift, colour, of in (
-            ("alone", -0.18, "#1f77b4", alone),
-            ("all without it", 0.18, "#bbbbbb", without),
-        ):
+    for axis, (label, measure) in zip(axes, measures.items(), strict=True):
+        for name, shift, colour, of in bars:
             widths = [math.nan if each is None else measure(each) for each in of]
             axis.barh([place + shift for place in range(len(labels))], widths, 0.34, color=colour, label=name)
         axis.set_xlabel(label)
@@ -412,7 +407,9 @@ def _legend(figure: Figure, axis: Axes) -> None:
     """Put the legend of ``axis`` below the plots, where it covers nothing; one line needs none."""
     handles, labels = axis.get_legend_handles_labels()
     if len(handles) > 1:
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=int(figure.get_figwidth() // 1.8), frameon=False
+        )
 
 
 def _plain_ticks(axis: Axis) -> None:
