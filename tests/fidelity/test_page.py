@@ -37,8 +37,8 @@ def layer(number: int) -> LayerRow:
     sizes = ActivationSizes(1.0, {"filled": 1.0}, 9.0, ())
     error = (number * 37 % LAYERS) / 1000  # every error once, in no order
     name = EVIL if number == 3 else f"transformer_blocks.{number}.attn.to_q"
-    return LayerRow(name, "e4m3fn row", 4096, error, 0.02, 30.0, 1.0, error, 0.0, 0.0, 0.0, error, 0.02, None, None,
-                    None, None, sizes)  # fmt: skip
+    return LayerRow(name, "e4m3fn row", 4096, error, 0.02, 30.0, 1.0, error, 0.0, 0.0, 0.0, error, 0.02, False, "",
+                    None, None, None, None, sizes)  # fmt: skip
 
 
 def images(seed: int) -> list[Tensor]:

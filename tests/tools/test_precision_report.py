@@ -90,7 +90,7 @@ def test_an_honest_file_is_named_as_rounding(place: Path) -> None:
     assert not found["verdict"]["alarm"]
     assert found["verdict"]["border"]["state"] == "as usual"
     page = (place / "report" / "report.html").read_text()
-    assert len(re.findall(r'<img alt="[^"]+" src="data:image/png;base64,\w', page)) == 6
+    assert len(re.findall(r'<img alt="[^"]+" src="data:image/png;base64,\w', page)) == 4
 
 
 @pytest.mark.parametrize("how", ["stochastic", "nearest"])
