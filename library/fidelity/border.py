@@ -44,7 +44,7 @@ WORDS = {
     "grain inside": "grain on the filled side",
     "ring outside": "error on the known side",
     "grain outside": "grain on the known side",
-    "step": "its step across",
+    "step": "the step across it",
 }
 
 

@@ -53,6 +53,7 @@ class Comparison:
         findings: what is wrong with tensors; shares are of the weights' squared velocity error.
         explained: the share that every compared tensor together explains.
         groups: kind of tensors, or block -> the share that it explains; empty where that was not asked for.
+        input_scales: layer -> the static scale of its activations that the file has.
     """
 
     layers: Sequence[LayerRow]
@@ -60,6 +61,7 @@ class Comparison:
     findings: Sequence[Finding]
     explained: float
     groups: Mapping[str, float]
+    input_scales: Mapping[str, float]
 
 
 def compare_models(
@@ -83,7 +85,8 @@ def compare_models(
             by_region = sizes_by_region(reference, calibration, eval_set, progress)
         deployed = models.base(deployed=True)
         stored = stored_dtypes(models.deployed_family) if models.deployed.path else {}
-        tensors = compare_tensors(reference, deployed, updates, inside, stored=stored)
+        scales = models.deployed.input_scales(models.targets)
+        tensors = compare_tensors(reference, deployed, updates, inside, stored=stored, input_scales=scales)
         weights = {row.layer: row for row in tensors if row.name.endswith(".weight")}
         served = models.merged_weights(variant) if merged == "here" else deployed
         rows: dict[str, LayerRow] = {}
@@ -126,7 +129,9 @@ def compare_models(
         for choice in named[len(faults) :]
         if choice.share >= (_ONE_LAYER if choice.cause == "sensitive_layer" else _COSTLY)
     ]
-    return Comparison(layers_in_order, tensors, kept, explained, dict(zip(groups, of_groups, strict=True)))
+    by_group = dict(zip(groups, of_groups, strict=True))
+    static = {name: float(scale.max()) for name, scale in scales.items()}
+    return Comparison(layers_in_order, tensors, kept, explained, by_group, static)
 
 
 def _sensitive(rows: Sequence[LayerRow], faults: Sequence[Finding]) -> list[Finding]:

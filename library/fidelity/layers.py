@@ -89,7 +89,20 @@ class LayerRow:
     @property
     def conspicuous(self) -> bool:
         """Whether it lost some of the LoRA's update, or is not just rounded."""
-        return bool(self.fault) or (self.retention is not None and self.retention < FLAGGED)
+        return bool(self.fault) or self.lost
+
+    @property
+    def lost(self) -> bool:
+        """Whether less of a merged update is left than 0.95, beyond three standard errors of the rounding's noise.
+
+        What was changed is gain * update + noise, and the noise's part of it sqrt(1 - cosine^2); over n weights it
+        moves the gain by gain * tan(angle) / sqrt(n).
+        """
+        if self.retention is None:
+            return False
+        cosine = max(abs(self.retention_cosine or 0.0), 1e-3)
+        doubt = abs(self.retention) * math.sqrt(max(0.0, 1 - cosine**2)) / cosine / math.sqrt(self.size)
+        return self.retention + 3 * doubt < FLAGGED
 
 
 def layer_row(

@@ -82,8 +82,7 @@ def measure(
     attributions = [Attribution(cause, words[cause], alone[cause], without.get(cause)) for cause in causes]
     has_masks = full.border is not None
     tried = [(text, run(each, text)[1]) for text, each in HABITS.items()] if explain and has_masks else []
-    scales = models.input_scales() if variant.activations == "static" else {}
-    verdict = judge(variant, full, attributions, comparison, tried, {name: float(s) for name, s in scales.items()})
+    verdict = judge(variant, full, attributions, comparison, tried)
     return Report(
         title=f"{Path(models.config.pretrained_model_name_or_path).name}, served as {models.deployed.name}",
         settings=_settings(models, causes, options, steps),

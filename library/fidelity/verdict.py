@@ -93,7 +93,7 @@ class Verdict:
         """Return what there is to say about the border; nothing without one."""
         lines = [self.border.sentence()] if self.border else []
         if self.border_cause:
-            lines.append(f"It comes from {self.border_cause.sentence()}")
+            lines.append(f"What puts it there: {self.border_cause.sentence()}")
         elif self.border and self.border.state == "worse":
             lines.append("No single cause puts it there; --explain tries what servers do to masks, one at a time.")
         return lines
@@ -126,7 +126,6 @@ def judge(
     attributions: Sequence[Attribution],
     comparison: Comparison,
     tried: Sequence[tuple[str, Differences]] = (),
-    input_scales: Mapping[str, float] | None = None,
 ) -> Verdict:
     """Return what makes the difference.
 
@@ -136,7 +135,6 @@ def judge(
         attributions: one for each of its causes.
         comparison: of the deployed tensors with the reference's.
         tried: what servers do to masks, in words, and what it does to the reference.
-        input_scales: layer -> static scale of its activations.
     """
     sizes, layers = _own_sizes(attributions), comparison.layers
     total = sum(sizes.values()) or 1.0
@@ -148,9 +146,14 @@ def judge(
         elif each.cause == "merge":
             findings.append(_in_merge(share, layers, math.sqrt(sizes["merge"])))
         elif each.cause == "activations":
-            findings.append(_in_activations(share, each, variant, layers, input_scales or {}))
+            findings.append(_in_activations(share, each, variant, comparison))
         else:
             findings.append(Finding(each.cause, share, (), f"{each.words}; {_alone(each)}"))
+    unfit = _unfit(layers, comparison.input_scales)
+    if unfit and variant.activations != "static":
+        text = f"{len(unfit)} layers are given more than the file's scale can hold, or far less ({unfit[0]}); a server "
+        text += "that multiplies in fp8 uses them (--activations static shows what it paints)"
+        findings.append(Finding("activation_scale", 0.0, unfit, text))
     findings.sort(key=lambda finding: -finding.share)
     explained = comparison.explained if variant.weights else None
     return Verdict(tuple(findings), full.border, _on_the_border(full, attributions), explained, _suspects(tried))
@@ -177,7 +180,7 @@ def _in_weights(share: float, comparison: Comparison, error: float) -> list[Find
 
 
 def _lost(share: float, merged: Sequence[LayerRow]) -> Finding | None:
-    lost = [row for row in merged if row.retention is not None and row.retention < FLAGGED]
+    lost = [row for row in merged if row.lost]
     if not lost:
         return None
     worst = min(lost, key=lambda row: row.retention or 0.0)
@@ -195,28 +198,26 @@ def _in_merge(share: float, layers: Sequence[LayerRow], error: float) -> Finding
     return lost or Finding("merge", share, (), f"beyond the weights' own rounding it puts the output {error:.1%} off")
 
 
-def _in_activations(
-    share: float,
-    each: Attribution,
-    variant: Variant,
-    layers: Sequence[LayerRow],
-    scales: Mapping[str, float],
-) -> Finding:
+def _in_activations(share: float, each: Attribution, variant: Variant, comparison: Comparison) -> Finding:
     """Blame the scale where it clips what the layers are given, or is far too coarse for it."""
-    unfit: list[str] = []
+    scales = {row.name: 1.0 for row in comparison.layers} if variant.activations == "unit" else {}
+    scales |= comparison.input_scales if variant.activations == "static" else {}
+    if unfit := _unfit(comparison.layers, scales):
+        text = f"{len(unfit)} layers are given more than their scale can hold, or far less ({unfit[0]})"
+        return Finding("activation_scale", share, unfit, f"{each.words}: {text}; {_alone(each)}")
+    return Finding("activations", share, (), f"{each.words}; {_alone(each)}")
+
+
+def _unfit(layers: Sequence[LayerRow], scales: Mapping[str, float]) -> tuple[str, ...]:
+    """Return the layers whose inputs are clipped by their scale in e4m3fn, or vanish among its subnormals."""
+    unfit = []
     for row in layers:
-        scale = (
-            scales.get(row.name) if variant.activations == "static" else 1.0 if variant.activations == "unit" else None
-        )
+        scale = scales.get(row.name)
         if scale is None or not row.activations.rms:
             continue
-        clips, drowns = 448 * scale < 0.9 * row.activations.largest, 2**-6 * scale > row.activations.rms
-        if clips or drowns:
+        if 448 * scale < 0.9 * row.activations.largest or 2**-6 * scale > row.activations.rms:
             unfit.append(row.name)
-    if unfit:
-        text = f"{len(unfit)} layers are given more than their scale can hold, or far less ({unfit[0]}); {_alone(each)}"
-        return Finding("activation_scale", share, tuple(unfit), text)
-    return Finding("activations", share, (), _alone(each))
+    return tuple(unfit)
 
 
 def _on_the_border(full: Differences, attributions: Sequence[Attribution]) -> Finding | None:

@@ -71,7 +71,7 @@ def make(masks: bool = True, steps: int = 4, error: float = 0.01) -> Report:
     finding = Finding("ruined_layer", 0.9, (EVIL,), f"{EVIL} differs")
     verdict = Verdict((finding, Finding("vae", 0.01, (), "little")), full.border, None)
     tensors = [TensorRow(EVIL, "bias", "bfloat16", 64, 1.0, fault="ruined_layer", diagnosis="zeroed")]
-    rows = Comparison([layer(number) for number in range(LAYERS)], tensors, (finding,), 1.0, {EVIL: 0.7})
+    rows = Comparison([layer(number) for number in range(LAYERS)], tensors, (finding,), 1.0, {EVIL: 0.7}, {})
     causes = [Attribution("weights", "cast", full, full), Attribution("vae", EVIL, full, full)]
     return Report(f"{EVIL}, served as cast", {"deployment": EVIL}, verdict, full, causes, [(EVIL, full)], rows,
                   Outcome(images=ours), Outcome(images=theirs), eval_set)  # fmt: skip
