@@ -14,7 +14,6 @@ each of them is one cause, and each is also looked at alone. Both run on the sam
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -29,7 +28,6 @@ from library.console import Console
 from library.data.masks import BLANKS
 from library.errors import UserError, exit_on_user_error
 from library.fidelity import FIXES
-from library.files import write_text
 from tools.command import (
     add_model_parts,
     answer_early,
@@ -280,17 +278,17 @@ def main() -> None:
         )
         fixes = try_fixes(models, variant, report.eval_set, report.reference, report.comparison.layers, wanted, console)
     best = recommend(fixes, report.full, options.fix_target) if fixes else None
-    paths = write_report(report, options.save_to, fixes, best)
+    server = None
+    if pictures:
+        calibration = plan.prepare(Console(quiet=True))
+        server = explain_server(models, variant, calibration, pictures, options.server_steps, console)
+    paths = write_report(report, options.save_to, fixes, best, server)
     console.print(*report.verdict.lines(report.full), sep="\n")
     if fixes:
         console.print(fix_table(fixes, report.full))
         console.print(recommendation(best, report.full, options.fix_target))
-    if pictures:
-        calibration = plan.prepare(Console(quiet=True))
-        server = explain_server(models, variant, calibration, pictures, options.server_steps, console)
+    if server:
         console.print(*server.lines(), sep="\n")
-        paths.append(options.save_to / "server.json")
-        write_text(paths[-1], json.dumps(server.as_json(), indent=1))
     console.print(*map(str, paths), sep="\n")
 
 

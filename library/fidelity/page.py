@@ -33,6 +33,7 @@ from library.fidelity.fixes import FIX_COLUMNS, Fix, fix_rows
 from library.fidelity.layers import LayerRow
 from library.fidelity.report import Report
 from library.fidelity.runs import EvalSet, Outcome
+from library.fidelity.server_image import ServerResult
 from library.fidelity.serving import REFERENCE
 from library.fidelity.verdict import Attribution
 from library.files import atomic_path, write_text
@@ -98,6 +99,11 @@ _TRIED_COLUMNS: Columns = {
     "limit": ("what honest rounding stays below", "{:g}", lambda row: row[1].border and row[1].border.worst.limit),
     "the border is": ("", "{}", lambda row: row[1].border and row[1].border.state),
 }
+_SERVER_COLUMNS: Columns = {
+    "what the server may do": ("done to the reference, nothing else changed", "{}", lambda row: row.words),
+    "distance": ("from the server's pictures, rms in 8-bit steps", "{:.2f}", lambda row: row.distance),
+    "explains": ("share of the squared difference that is gone with it", "{:.1%}", lambda row: row.explained),
+}
 _BORDER_COLUMNS: Columns = {
     "figure": (f"within {RING} pixels of the border, over the rest of that side", "{}", lambda row: WORDS[row.name]),
     "of the error": ("geometric mean over images", "{:.2f}", lambda row: row.error),
@@ -111,7 +117,13 @@ _BORDER_COLUMNS: Columns = {
 _FIX_COLUMNS: Columns = {name or "fix": ("", "{}", itemgetter(place)) for place, name in enumerate(FIX_COLUMNS)}
 
 
-def write_report(report: Report, folder: Path, fixes: Sequence[Fix] = (), best: Fix | None = None) -> list[Path]:
+def write_report(
+    report: Report,
+    folder: Path,
+    fixes: Sequence[Fix] = (),
+    best: Fix | None = None,
+    server: ServerResult | None = None,
+) -> list[Path]:
     """Write ``report.html``, ``report.json`` and, where images were decoded, ``images.png``; return their paths.
 
     Args:
@@ -119,6 +131,7 @@ def write_report(report: Report, folder: Path, fixes: Sequence[Fix] = (), best: 
         folder: made if needed.
         fixes: that were tried.
         best: the one whose images are shown beside the deployment's.
+        server: what a server really painted.
     """
     paths = [folder / "report.html", folder / "report.json"]
     served = {"served": report.deployed} | ({f"after “{best.name}”": best.outcome} if best else {})
@@ -127,12 +140,13 @@ def write_report(report: Report, folder: Path, fixes: Sequence[Fix] = (), best: 
         paths.append(folder / "images.png")
         with atomic_path(paths[-1]) as temporary:
             pictures.savefig(temporary, format="png", dpi=110)
-    write_text(paths[0], _page(report, fixes, pictures))
-    write_text(paths[1], json.dumps(_plain(_measured(report, fixes)), indent=1))
+    write_text(paths[0], _page(report, fixes, pictures, server))
+    measured = _measured(report, fixes) | {"server": server and server.as_json()}
+    write_text(paths[1], json.dumps(_plain(measured), indent=1))
     return paths
 
 
-def _page(report: Report, fixes: Sequence[Fix], pictures: Figure | None) -> str:
+def _page(report: Report, fixes: Sequence[Fix], pictures: Figure | None, server: ServerResult | None) -> str:
     full = report.full
     named = {"deployment": full}
     named |= {f"{each.cause} alone": each.alone for each in report.attributions if len(report.attributions) > 1}
@@ -158,6 +172,7 @@ def _page(report: Report, fixes: Sequence[Fix], pictures: Figure | None) -> str:
             "output error" if all(row.benefit is None for row in layers) else "benefit / MB",
             lambda row: row.conspicuous,
         ),
+        "server": server and _table(_SERVER_COLUMNS, [*server.descriptions, server.reference]),
         "tried": _table(_TRIED_COLUMNS, report.tried, "times"),
         "tensors": _table(_TENSOR_COLUMNS, tensors, "error", lambda row: bool(row.fault)),
     }
@@ -167,7 +182,8 @@ def _page(report: Report, fixes: Sequence[Fix], pictures: Figure | None) -> str:
         report=report,
         verdict=report.verdict,
         headline=report.verdict.lines(full)[0],
-        words=_verdict(report),
+        words=_verdict(report, server),
+        painted=server and server_pictures(server),
         pictures=pictures,
         picture_words=_picture_words(report, pictures),
         border=full.border and border_intervals(full.border),
@@ -181,7 +197,7 @@ def _page(report: Report, fixes: Sequence[Fix], pictures: Figure | None) -> str:
     )
 
 
-def _verdict(report: Report) -> dict[str, list[str]]:
+def _verdict(report: Report, server: ServerResult | None) -> dict[str, list[str]]:
     """Return the verdict for someone who has lost a month over it: heading -> sentences."""
     verdict, full = report.verdict, report.full
     main = next(each for each in (verdict.border_cause, *verdict.findings) if each and each.cause == verdict.cause)
@@ -193,6 +209,7 @@ def _verdict(report: Report) -> dict[str, list[str]]:
     found = {
         "How we know": [_sentence(f"{CAUSES[main.cause]}: {main.evidence}")],
         "What to do first": [nothing + REMEDIES[main.cause]],
+        "What the server painted": [server.sentence()] if server else [],
         "The border": verdict.on_the_border(),
         "What else was found": [
             f"{each.share:.1%} of the error: {each.sentence()}" for each in others if each not in small
@@ -421,7 +438,14 @@ def _plain_ticks(axis: Axis) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def picture_rows(reference: Outcome, others: Mapping[str, Outcome], eval_set: EvalSet) -> Figure | None:
+def server_pictures(server: ServerResult) -> Figure | None:
+    """Return what a server painted beside the reference, and beside the description that comes nearest."""
+    others = {"the server": server.painted, f"nearest: {server.nearest.words}": server.nearest.images}
+    outcomes = {title: Outcome(images=list(images)) for title, images in others.items()}
+    return picture_rows(Outcome(images=list(server.reference.images)), outcomes, None)
+
+
+def picture_rows(reference: Outcome, others: Mapping[str, Outcome], eval_set: EvalSet | None) -> Figure | None:
     """Return images side by side: the reference, then each of ``others`` with its difference; None without images.
 
     A sample is a row, and where it has a mask a second: the ``ZOOM`` pixels along the border with the largest
@@ -433,7 +457,7 @@ def picture_rows(reference: Outcome, others: Mapping[str, Outcome], eval_set: Ev
     served = next(iter(others.values()))
     reference = reference.cut_like(served)
     others = {name: other if other.windows else other.cut_like(served) for name, other in others.items()}
-    masks = [eval_set.border_mask(number, served) for number in range(count)]
+    masks = [eval_set.border_mask(number, served) if eval_set else None for number in range(count)]
     largest = difference_range(reference, served)
     rows: list[tuple[str, int, tuple[slice, slice]]] = []
     for number in range(count):

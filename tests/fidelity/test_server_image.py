@@ -171,5 +171,5 @@ def test_the_tool_takes_pictures_and_writes_what_it_found(
         )
         precision_report.main()
     assert "1 server picture: " in capsys.readouterr().out
-    found = json.loads((place / "report" / "server.json").read_text())
+    found = json.loads((place / "report" / "report.json").read_text())["server"]
     assert found["descriptions"][0]["words"] == "the reference"
