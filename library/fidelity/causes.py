@@ -19,7 +19,7 @@ CAUSES = {
     "mixed_formats": "some weights in a coarser format than the rest",
     "ruined_layer": "a damaged tensor",
     "small_in_fp8": "norms or biases in fp8",
-    "embedders_in_fp8": "embedders or the final layer in fp8",
+    "embedders_in_fp8": "embedders, modulation or the final layer in fp8",
     "modulation_in_fp8": "modulation in fp8",
     "sensitive_layer": "a layer that does not bear fp8",
     "delta_lost": "the LoRA's update was rounded away in the merge",
@@ -68,7 +68,8 @@ REMEDIES = {
     "in bf16 (--exclude_pattern)",
     "ruined_layer": "make or download the file again; the named tensors are not the reference's",
     "small_in_fp8": "keep norms and biases in bf16, as tools/quantize_model.py does: they are under 0.1 % of the file",
-    "embedders_in_fp8": "keep them in bf16, as tools/quantize_model.py does: they are under 1 % of the file",
+    "embedders_in_fp8": "keep them in bf16 (tools/quantize_model.py does by default, modulation with --exclude): they "
+    "cost more than they save",
     "modulation_in_fp8": "where the file may grow, keep it in bf16 (tools/quantize_model.py --exclude "
     "embedders,modulation,final)",
     "sensitive_layer": "keep the named layers in bf16 (tools/quantize_model.py --exclude_pattern)",

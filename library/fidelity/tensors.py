@@ -58,6 +58,7 @@ Role = Literal["weight", "bias", "norm", "scale", "input_scale", "buffer"]
 _GRID = 0.97  # distinct numbers in 32 neighbours, over the reference's; bf16 of another model has 1.0, 8 bits 0.93
 _OUT_OF_LINE = 2.5  # times the median layer's error, where the format is not known
 _COARSER = 1.5  # times what the main format costs; e5m2 has 2, another granularity at most 1.2
+_OFF_NEAREST = 0.02  # share of numbers that may lie further than half a step, of one rounding to nearest
 _SURE = 5.0  # standard errors
 _STRENGTH = 0.05
 _TWO_ROUNDINGS, _IN_BF16 = 1.9, 0.004  # times rounding to nearest; relative error of bf16's rounding, with a margin
@@ -78,6 +79,7 @@ class TensorRow:
         zeros, subnormals, saturated: shares of the fp8 values; zeros count where the reference is not zero.
         lora_share: of the LoRA's update that is in it; None without a LoRA for it. lora_doubt: its standard error.
         lora_kept: what rounding to nearest would leave of the update in a merge into the weight's own numbers.
+        lora_at_share: it is the reference with that share of the update, rounded once; and not with all of it.
         fault: the cause it shows, a key of ``CAUSES``; empty where nothing is wrong.
         diagnosis: what was done to it, in words.
     """
@@ -97,6 +99,7 @@ class TensorRow:
     lora_share: float | None = None
     lora_doubt: float | None = None
     lora_kept: float | None = None
+    lora_at_share: bool = False
     fault: str = ""
     diagnosis: str = ""
 
@@ -305,7 +308,9 @@ def _look(there: _Place, here: _Place, update: LoraWeights | None, merged: bool,
             sum_ = base + delta
             rounded = sum_.bfloat16().float() if quantized is None else _rounded(sum_, quantized)
             kept = update_retention(rounded, base, delta).gain
-        row = replace(row, lora_share=share, lora_doubt=doubt, lora_kept=kept)
+        at_share = merged and _rounds_to(numbers, quantized, high + share * delta)
+        at_share = at_share and not _rounds_to(numbers, quantized, wanted)
+        row = replace(row, lora_share=share, lora_doubt=doubt, lora_kept=kept, lora_at_share=at_share)
     if quantized is not None:
         doubt = _SURE * row.own_expected / math.sqrt(high.numel())
         scaled = abs(gain - gain_of(nearest, wanted)) > 0.006 + doubt
@@ -315,6 +320,13 @@ def _look(there: _Place, here: _Place, update: LoraWeights | None, merged: bool,
     if same_in_bf16(numbers, wanted):
         return _Look(row, True)
     return _Look(row, False, there.role == "weight" and _distinct(numbers) < _GRID * _distinct(high.bfloat16()))
+
+
+def _rounds_to(numbers: Tensor, quantized: Quantized | None, wanted: Tensor) -> bool:
+    """Return whether ``numbers`` are ``wanted`` rounded to nearest, once."""
+    if quantized is None:
+        return same_in_bf16(numbers, wanted)
+    return steps_of(quantized, wanted).off_nearest < _OFF_NEAREST
 
 
 def _as_if_on_grid(look: _Look, typical: float) -> bool:
@@ -461,7 +473,7 @@ def _scale_rows(row: TensorRow, there: _Place, here: _Place, input_scale: Tensor
     return rows
 
 
-_FINE = (1.0, 0.0, 0.0, 0.0, 0.0, None, None, None)  # gain to lora_kept of a row that has none
+_FINE = (1.0, 0.0, 0.0, 0.0, 0.0, None, None, None, False)  # gain to lora_at_share of a row that has none
 
 
 def _with_lora_faults(rows: Sequence[TensorRow], merged: bool) -> list[TensorRow]:
@@ -496,17 +508,24 @@ def _merged_faults(rows: Sequence[TensorRow]) -> dict[str, tuple[str, str]]:
     near = max(_STRENGTH * abs(mean), _STRENGTH)
     alike = [row for row in rows if abs(_share(row) - mean) <= max(near, 4 * _doubt(row))]
     if len(alike) >= 0.9 * len(rows) and abs(mean - 1) > max(_STRENGTH, _SURE * doubt):
-        lost = median(row.lora_kept or 0.0 for row in rows)
-        fault = "delta_lost" if lost < FLAGGED and mean < 1 and abs(mean - lost) < 0.1 else "strength"
-        fault = "lora_missing" if fault == "strength" and abs(mean) < max(0.1, _SURE * doubt) else fault
+        kept = median(row.lora_kept or 0.0 for row in rows)
+        once = sum(row.lora_at_share for row in rows) > 0.5 * len(rows)
+        lost = kept < FLAGGED and mean < 1 and abs(mean - kept) < 0.1 and not (once and kept > 0.1)
+        absent = not lost and abs(mean) < max(0.1, _SURE * doubt)
+        fault = "delta_lost" if lost else "lora_missing" if absent else "strength"
         return {row.name: (fault, f"holds {_share(row):.2f} of the update") for row in rows}
     found = {}
     for row in rows:
-        share, sure = _share(row), _SURE * _doubt(row)
-        if share < 1 - max(_STRENGTH, sure) or share > 1 + max(2 * _STRENGTH, sure):
-            absent = share < max(0.1, sure) and (row.lora_kept or 0.0) > 0.5
-            fault = "lora_missing" if absent else "delta_lost" if share < 1 else "strength"
-            found[row.name] = (fault, f"holds {share:.2f} of the update")
+        share, sure, kept = _share(row), _SURE * _doubt(row), row.lora_kept or 0.0
+        less, more = share < 1 - max(_STRENGTH, sure), share > 1 + max(2 * _STRENGTH, sure)
+        if less and share < max(0.1, sure) and kept - share > max(0.15, sure):
+            found[row.name] = ("lora_missing", f"holds {share:.2f} of the update")
+        elif (less or more) and row.lora_at_share and abs(share - kept) > max(0.15, sure):
+            found[row.name] = ("strength", f"holds {share:.2f} of the update")
+        elif less:
+            found[row.name] = ("delta_lost", f"holds {share:.2f} of the update")
+        elif share > 1.5 + sure:  # coarse steps can add a little to an update as well
+            found[row.name] = ("strength", f"holds {share:.2f} of the update")
     return found
 
 
@@ -612,16 +631,19 @@ def describe_tensors(chosen: Sequence[str], among: Sequence[str], noun: str = "t
 def costly_kinds(rows: Sequence[TensorRow]) -> list[Finding]:
     """Return a finding for each kind of layers that many keep in high precision and this deployment does not.
 
-    Whether that is worth naming is for the measured share to say. Modulation in fp8 is no defect but a choice, which
-    ``Fp8Recipe`` makes too.
+    Whether that is worth naming is for the measured share to say. Modulation in fp8 is no defect but a choice where
+    the rest is in fp8 too, which ``Fp8Recipe`` makes.
     """
     findings = []
+    weights = [row for row in rows if row.role == "weight"]
+    rounded = sum(row.own_expected > 0 for row in weights)
     for kind, pattern in KINDS.items():
-        own = [row for row in rows if row.role == "weight" and re.fullmatch(pattern, row.layer)]
+        own = [row for row in weights if re.fullmatch(pattern, row.layer)]
         found = [row for row in own if row.own_expected and not row.fault]
         if found:
             text = f"{kind}: {len(found)} of {len(own)} weights in {found[0].kind}"
-            cause = "modulation_in_fp8" if kind == "modulation" else "embedders_in_fp8"
+            chosen = kind == "modulation" and rounded > 0.5 * len(weights)
+            cause = "modulation_in_fp8" if chosen else "embedders_in_fp8"
             findings.append(Finding(cause, math.nan, tuple(row.name for row in found), text))
     return findings
 
