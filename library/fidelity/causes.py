@@ -73,13 +73,16 @@ REMEDIES = {
     "modulation_in_fp8": "where the file may grow, keep it in bf16 (tools/quantize_model.py --exclude "
     "embedders,modulation,final)",
     "sensitive_layer": "keep the named layers in bf16 (tools/quantize_model.py --exclude_pattern)",
-    "delta_lost": "keep the LoRA beside the weights, or merge with tools/merge_lora.py --rounding compensated",
+    "delta_lost": "keep the LoRA beside the weights (ComfyUI: Load LoRA (Bypass)), or merge with tools/merge_lora.py "
+    "--rounding compensated",
     "lora_missing": "merge again with tools/merge_lora.py, which refuses what does not fit, or keep the LoRA beside "
     "the weights; the program that merged does not know these layers' names",
     "lora_twice": "load the file without the LoRA (--deploy_merged describes that), or the LoRA beside the base",
     "strength": "set the strength to the one it was trained for; one minute's test: 1 / retention",
-    "merge": "keep the LoRA beside the weights, or merge with tools/merge_lora.py --rounding compensated",
-    "activations": "multiply in bf16 (in ComfyUI without --fast fp8_matrix_mult), or train with fp8_activations",
+    "merge": "keep the LoRA beside the weights (ComfyUI: Load LoRA (Bypass)), or merge with tools/merge_lora.py "
+    "--rounding compensated",
+    "activations": "multiply in bf16 (in ComfyUI a plain cast without --fast fp8_matrix_mult, or a scaled file as "
+    "tools/quantize_model.py makes it), or train with fp8_activations",
     "activation_scale": "use dynamic scales, or calibrate the input scales again on images like yours",
     "lora_without": "load the whole LoRA: a loader that prints 'key not loaded' drops layers; convert the file to its "
     "names (tools/convert_lora.py), and load the part for the text encoders too",
