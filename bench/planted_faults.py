@@ -16,11 +16,15 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
+from PIL import Image, ImageDraw, ImageOps
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -85,8 +89,10 @@ def at(pattern: str, how: Callable[[Tensor], Tensor]) -> Change:
         assert found, f"{pattern}: names no tensor"
         for name in found:
             tensor = tensors[name]
-            codes = tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
-            tensors[name] = how(codes.clone()).contiguous().view(tensor.dtype)
+            if tensor.dtype.itemsize == 1:
+                tensors[name] = how(tensor.view(torch.uint8).clone()).contiguous().view(tensor.dtype)
+            else:
+                tensors[name] = how(tensor.clone())
 
     return change
 
@@ -140,17 +146,18 @@ def clip(deviations: float, x: Tensor) -> Tensor:
     return x.clamp(-deviations * x.std(), deviations * x.std())
 
 
-def other(size: float, x: Tensor) -> Tensor:
-    """Return ``x`` as another fine-tune would have it: plus an update of rank 8, ``size`` of its norm."""
+def other(size: float, rank: int, x: Tensor) -> Tensor:
+    """Return ``x`` as another fine-tune has it: plus an update of a falling spectrum, ``size`` of its norm."""
     random = torch.Generator().manual_seed(x.numel())
-    update = torch.randn(x.shape[0], 8, generator=random) @ torch.randn(8, x.shape[1], generator=random)
-    return x + update * (size * x.norm() / update.norm())
+    down = torch.randn(min(rank, *x.shape), x.shape[1], generator=random)
+    up = torch.randn(x.shape[0], len(down), generator=random) * torch.arange(1, len(down) + 1) ** -0.25
+    return x + up @ down * (size * x.norm() / (up @ down).norm())
 
 
 def noisy(size: float, x: Tensor) -> Tensor:
     """Return ``x`` plus white noise, ``size`` of its norm."""
     noise = torch.randn(x.shape, generator=torch.Generator().manual_seed(x.numel()))
-    return x + noise * (size * x.norm() / noise.norm())
+    return (x + noise * (size * x.norm() / noise.norm())).to(x.dtype)
 
 
 def cast(x: Tensor) -> Tensor:
@@ -329,6 +336,7 @@ def prepare(place: Path, steps: int = 60) -> None:
         shutil.copytree(MODEL / part, place / name)
         file = next((place / name).glob("*.safetensors"))
         edit(file, file, at(r".*\.weight", partial(noisy, 0.1)))
+    _write_masked(place / "masked")
     for name, bits in DEQUANTIZED.items():
         shutil.copytree(MODEL / "transformer", place / name)
         edit(
@@ -338,9 +346,88 @@ def prepare(place: Path, steps: int = 60) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Server:
+    """What diffusers' own Fill pipeline is given and does otherwise when it paints as a server.
+
+    Attributes:
+        grown: pixels that the mask is grown by. guidance, seed: of the run. lora: strength, 0 for none.
+        encoded: done to the picture [1, 3, H, W] and the mask before the VAE encodes it. latents: to what comes out.
+        pasted: the known pixels are put back in the end.
+    """
+
+    grown: int = 0
+    guidance: float = 1.0
+    seed: int = 5
+    lora: float = 1.0
+    encoded: Callable[[Tensor, Tensor], Tensor] = lambda pixels, mask: pixels
+    latents: Callable[[Tensor], Tensor] = lambda latents: latents
+    pasted: bool = False
+
+
+SERVER_STEPS, SERVER_IMAGES = 6, 2
+MASK = (33, 29, 90, 85)  # left, top, right, bottom, the last pixels included; no multiples of a latent cell
+
+
+def paint(server: Server, place: Path, folder: Path) -> list[Path]:
+    """Paint the dataset ``place``/masked as ``server`` does, with diffusers alone; return the pictures."""
+    from diffusers import FluxFillPipeline
+
+    pipeline = FluxFillPipeline.from_pretrained(MODEL, torch_dtype=torch.float32).to(torch.float32)
+    pipeline.set_progress_bar_config(disable=True)
+    if server.lora:
+        pipeline.load_lora_weights(place / "lora.safetensors", adapter_name="lora")
+        pipeline.set_adapters(["lora"], [server.lora])
+    left, top, right, bottom = MASK
+    mask = Image.new("L", (128, 128))
+    box = (left - server.grown, top - server.grown, right + server.grown, bottom + server.grown)
+    ImageDraw.Draw(mask).rectangle(box, fill=255)
+    filled = torch.from_numpy(np.asarray(mask).copy())[None, None] > 0
+    encode = pipeline.vae.encode
+
+    def as_server(pixels: Tensor) -> Any:
+        encoded = encode(server.encoded(pixels, filled))
+        mean = server.latents(encoded.latent_dist.mode())
+        encoded.latent_dist.sample = lambda generator=None: mean  # the mean, as in training
+        return encoded
+
+    pipeline.vae.encode = as_server
+    folder.mkdir()
+    paths = []
+    for source in sorted((place / "masked" / "images").glob("*.png")):
+        picture = Image.open(source)
+        painted = pipeline(
+            source.with_suffix(".txt").read_text().strip(), image=picture, mask_image=mask, height=128, width=128,
+            guidance_scale=server.guidance, num_inference_steps=SERVER_STEPS,
+            generator=torch.Generator().manual_seed(server.seed),
+        ).images[0]  # fmt: skip
+        if server.pasted:
+            painted.paste(picture, mask=ImageOps.invert(mask))
+        paths.append(folder / source.name)
+        painted.save(paths[-1])
+    return paths
+
+
+def _write_masked(folder: Path) -> None:
+    """Write a dataset of a few images with one mask, which a server can be given."""
+    for name in ("images", "masks"):
+        (folder / name).mkdir(parents=True)
+    for source in sorted(IMAGES.glob("*.png"))[:SERVER_IMAGES]:
+        Image.open(source).convert("RGB").resize((128, 128)).save(folder / "images" / source.name)
+        shutil.copyfile(source.with_suffix(".txt"), folder / "images" / f"{source.stem}.txt")
+        mask = Image.new("L", (128, 128))
+        ImageDraw.Draw(mask).rectangle(MASK, fill=255)
+        mask.save(folder / "masks" / source.name)
+    (folder / "dataset.toml").write_text(
+        '[general]\ncaption_extension = ".txt"\n[[datasets]]\nresolution = 128\nbatch_size = 1\n'
+        f'[[datasets.subsets]]\nimage_dir = "{folder}/images"\ninpaint_mask_directory = "{folder}/masks"\n'
+    )
+
+
 def _random_lora(rank: int = 8, size: float = 0.1) -> Tensors:
     """Return a LoRA in diffusers' layout for all blocks and CLIP, each update ``size`` of its weight's norm."""
-    random, tensors = torch.Generator().manual_seed(2), {}
+    random = torch.Generator().manual_seed(2)
+    tensors: Tensors = {}
     clip = load_file(next((MODEL / "text_encoder").glob("*.safetensors")))
     weights = {f"transformer.{name}": tensor for name, tensor in reference().items() if "blocks." in name}
     weights |= {f"text_encoder.{name}": tensor for name, tensor in clip.items() if "layers." in name}

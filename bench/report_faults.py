@@ -24,6 +24,7 @@ import contextlib
 import io
 import json
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -41,13 +42,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from torch import Tensor
 
-from bench.fp8_parity import MODEL
+from bench.fp8_parity import MODEL, ROOT
 from bench.measure import Table, benchmark_parser, finish
 from bench.planted_faults import (
     CLEAN,
     DEQUANTIZED,
     OTHERS,
+    SERVER_STEPS,
     Make,
+    Server,
     anew,
     at,
     changed,
@@ -60,6 +63,7 @@ from bench.planted_faults import (
     named,
     noisy,
     other,
+    paint,
     permute,
     pipeline,
     prepare,
@@ -70,8 +74,10 @@ from bench.planted_faults import (
     truncate,
     with_part,
 )
+from library.files import write_text
 
-RUN = ("--images", "4", "--steps", "5", "--sigmas", "0.8", "0.4")
+RUN = ("--images", "3", "--steps", "4", "--sigmas", "0.6")
+LIMITS = {"default": ((), 90.0), "explain": (("--explain",), 360.0)}  # flags and seconds that a whole report may take
 NORMAL = ("weights", "merge")  # causes that are the format's own cost
 SMALL = 0.05  # share of the squared error under which a declared cause need not be the first
 FF, OUT = "transformer_blocks.0.ff.net.0.proj", "single_transformer_blocks.2.proj_out"
@@ -93,6 +99,7 @@ class Fault:
         remedy: found in its remedy.
         lora: the LoRA that is trained and given to the report. strength: it is given at.
         section: "listed" in the issue, "further", or "clean", where all of the words are empty.
+        server: paints pictures, and what is said about them is judged, the sentence of server.json.
     """
 
     name: str
@@ -104,6 +111,7 @@ class Fault:
     lora: str = "lora"
     strength: float = 1.0
     section: str = "listed"
+    server: Server | None = None
 
 
 _ROW = ("--save_precision", "fp8_row", "--rounding", "nearest")
@@ -115,6 +123,7 @@ _CLIPPED, _ORDER = "clip|outlier|largest|saturat", "order|permut|roll|shift|exch
 _MIXED = "e5m2|mixed|several formats"
 _SINGLE = "single_transformer_blocks"
 _MERGED = ("--deploy_merged",)
+_TUNED = partial(other, 0.1, 1000)
 _EMBEDDERS = r"(x_embedder|context_embedder|time_text_embed.*)\.weight"
 
 
@@ -144,7 +153,7 @@ IN_FILES = (
           "truncat|towards? zero", (_ALL,), _REMAKE),
     Fault("truncated instead of rounded (row)", changed("row", anew("", truncate)),
           "truncat|towards? zero", (_ALL,), _REMAKE),
-    Fault("subnormals flushed", changed("cast", anew("", flush)), "subnormal|flush", (_ALL,), _REMAKE),
+    Fault("subnormals flushed", changed("cast", anew("", flush)), "subnormal|flush|became zero", (_ALL,), _REMAKE),
     Fault("outliers clipped, all layers", changed("cast", anew("", partial(clip, 2.5))), _CLIPPED, (_ALL,), _REMAKE),
     Fault("outliers clipped, one layer", changed("tensor", anew(IN_OUT, partial(clip, 2.0))),
           _CLIPPED, (IN_OUT,), _REMAKE),
@@ -164,9 +173,9 @@ IN_FILES = (
     Fault("a bias zeroed", changed("cast", at(rf"{IN_FF}\.bias", torch.zeros_like)), "bias", (IN_FF, "zero"), _REMAKE),
     Fault("modulation biases zeroed", changed("row", at(r"transformer_blocks.*norm1\.linear\.bias", torch.zeros_like)),
           "bias", (r"norm1\.linear", "zero"), _REMAKE),
-    Fault("another fine-tune in one block", changed("row", anew(r"^transformer_blocks\.1\.", partial(other, 0.1))),
+    Fault("another fine-tune in one block", changed("row", anew(r"^transformer_blocks\.1\.", _TUNED)),
           _OTHER, (r"transformer_blocks\.1",), "reference|train"),
-    Fault("another fine-tune in all blocks", changed("row", anew("", partial(other, 0.1))),
+    Fault("another fine-tune in all blocks", changed("row", anew("", _TUNED)),
           _OTHER, (_ALL,), "reference|train"),
     Fault("LoRA merged at 0.5", merged(*_ROW, "--accept_loss", strength=0.5),
           "strength", (r"0\.50?\b",), "strength", _MERGED),
@@ -179,6 +188,8 @@ IN_FILES = (
     Fault("merged without one layer", merged(*_ROW, without=IN_FF), _MISSING, (IN_FF,), "merge", _MERGED),
     Fault("merged without the single blocks", merged(*_ROW, without=_SINGLE),
           _MISSING, (f"{_SINGLE}|single blocks",), "merge", _MERGED),
+    Fault("merged without the text encoder", merged("--save_precision", "bf16", lora="text", without="^text_encoder"),
+          _MISSING, ("text.encoder",), "merge|LoRA", _MERGED, lora="text"),
     Fault("LoRA in the file and beside it", merged(*_ROW),
           _TWICE, (r"\b(64|52)\b|every layer|all",), "beside|merged|once|remove"),
     Fault("LoRA in the file at 0.5, and beside it", merged(*_ROW, "--accept_loss", strength=0.5),
@@ -186,7 +197,8 @@ IN_FILES = (
     Fault("LoRA merged twice", merged(*_ROW, twice=True), "strength|twice", (r"\b2(\.0+)?\b|twice",), "strength|once",
           _MERGED),
     Fault("another sampler shift in the folder",
-          pipeline("scheduler", {"use_dynamic_shifting": False, "shift": 1.0}), "shift", (r"\b1(\.0+)?\b",), "shift"),
+          pipeline("scheduler", {"use_dynamic_shifting": False, "shift": 1.0}),
+          "shift", (r"\b1(\.0+)?\b",), "shift|schedul"),
     Fault("another T5 in the folder", with_part("text_encoder_2", "other_t5"),
           "text", ("t5|text_encoder_2",), "t5|text"),
     Fault("another CLIP in the folder", with_part("text_encoder", "other_clip"),
@@ -198,7 +210,7 @@ IN_FILES = (
 _FLAGS = (
     ("LoRA at strength 0.5", "strength", (r"0\.50?\b",), "strength", "--deploy_strength 0.5"),
     ("LoRA rounded away", _LOST, (r"\d+ of \d+ layers",), "beside|compensated", "--deploy_lora nearest"),
-    ("LoRA left out of one layer", _MISSING, (IN_FF,), "load|layer", f"--deploy_lora_without {IN_FF}"),
+    ("LoRA left out of one layer", _MISSING, (IN_FF,), "load|layer", f"--deploy_lora_without {FF}"),
     ("LoRA left out of the single blocks", _MISSING, (_SINGLE,), "load|layer", f"--deploy_lora_without {_SINGLE}"),
     ("LoRA left out of the text encoder", _MISSING, ("text.encoder",), "load|text",
      "--deploy_lora_without text_encoder"),
@@ -209,22 +221,25 @@ _FLAGS = (
     ("text encoders in fp8", "text", ("fp8",), "bf16", "--deploy_text_dtype fp8"),
     ("text encoders in fp8 blocks", "text", ("fp8",), "bf16", "--deploy_text_dtype fp8_block64"),
     ("text encoders in fp16", "text", ("fp16|float16",), "bf16|fp32", "--deploy_text_dtype fp16"),
-    ("text encoders in bf16", "text", ("bf16|bfloat16",), "fp32|higher|as in training", "--deploy_text_dtype bf16"),
+    ("text encoders in bf16", "text", ("bf16|bfloat16",), "of training", "--deploy_text_dtype bf16"),
     ("another VAE", "vae", (), "vae", "--deploy_vae {place}/other_vae"),
     ("VAE in fp8", "vae", ("fp8",), "bf16", "--deploy_vae_dtype fp8"),
     ("VAE in fp16", "vae", ("fp16|float16",), "bf16|fp32", "--deploy_vae_dtype fp16"),
-    ("VAE in bf16", "vae", ("bf16|bfloat16",), "fp32|higher|as in training", "--deploy_vae_dtype bf16"),
+    ("VAE in bf16", "vae", ("bf16|bfloat16",), "of training", "--deploy_vae_dtype bf16"),
     ("fp8 attention", "attention", (), "attention", "--attention fp8"),
     ("activations rounded, a scale a row", "activations", (), "bf16|train", "--activations row"),
     ("activations rounded, one scale", "activations", (), "bf16|train", "--activations tensor"),
     ("activations rounded, no scale", "activations", (), "bf16|train|dynamic", "--activations unit"),
     ("timesteps in bf16", "timestep", (), "fp32", "--timestep bf16"),
     ("positions in bf16", "position", (), "fp32", "--positions bf16"),
-    ("another sampler shift", "shift", (r"\b1(\.0+)?\b",), "shift", "--deploy_shift 1"),
+    ("another sampler shift", "shift", (r"\b1(\.0+)?\b",), "shift|schedul", "--deploy_shift 1"),
+    ("fewer sampling steps", "steps", (r"\b3\b",), "steps", "--deploy_steps 3"),
     ("known pixels pasted", "past", ("pixels",), "paste|blend|pixels", "--paste pixels"),
     ("known latents composited", "past|composit|latents", ("latents",), "noise_mask|composit|latents",
      "--paste latents"),
     ("mask grown by 8 pixels", "mask", ("grow", r"\b8\b"), "mask", "--mask_grow 8"),
+    ("mask shrunk by 8 pixels", "mask", ("shr[iu]nk|grown by -8", r"\b8\b"), "mask", "--mask_grow -8"),
+    ("mask the wrong way round", "mask", ("invert|wrong way|swapped",), "invert", "--mask_invert"),
     ("mask blurred over 6 pixels", "mask", ("blur|soft", r"\b6\b"), "mask", "--mask_blur 6"),
     ("mask snapped to cells", "mask", ("snap",), "mask", "--mask_snap"),
     ("blank black", "blank|region", ("black",), "grey", "--blank black"),
@@ -251,6 +266,29 @@ def _without(layer: str, tensors: dict[str, Tensor]) -> None:
         del tensors[f"{layer}.{leaf}"]
 
 
+def _black(pixels: Tensor, filled: Tensor) -> Tensor:
+    return torch.where(filled, -1.0, pixels)
+
+
+def _through_fp8(x: Tensor) -> Tensor:
+    return x.to(torch.float8_e4m3fn).to(x.dtype)
+
+
+_SERVERS = (  # name, server, the words that its sentence must hold
+    ("mask grown by 8", Server(grown=8), ("mask grown by 8",)),
+    ("region blanked black", Server(encoded=_black), ("black",)),
+    ("latents in fp8", Server(latents=_through_fp8), ("latents in fp8",)),
+    ("guidance 3.5", Server(guidance=3.5), (r"guidance 3\.5",)),
+    ("no LoRA", Server(lora=0.0), ("no LoRA",)),
+    ("pixels pasted", Server(pasted=True), ("pixels pasted",)),
+    ("another seed", Server(seed=6), ("unexplained", "seed")),
+)
+BY_SERVERS = (
+    *(Fault(f"painted by diffusers: {name}", named("copy"), "of 255 steps", words, server=server)
+      for name, server, words in _SERVERS),
+    Fault("painted by diffusers, no fault", named("copy"), section="clean", server=Server()),
+)  # fmt: skip
+
 _ANY = f"damaged|differ|{_ORDER}"
 _FURTHER = (
     Fault("q and k of a block exchanged", changed("cast", exchanged(QUERY, QUERY.replace("to_q", "to_k"))),
@@ -266,7 +304,7 @@ _FURTHER = (
     Fault("noise of 8 % on one layer", changed("row", anew(IN_OUT, partial(noisy, 0.08))), _ANY, (IN_OUT,), _REMAKE),
     Fault("sign of a layer flipped", changed("cast", at(f"{IN_QUERY}.weight", lambda x: x ^ 0x80)),
           "sign|factor|scale|damaged", (IN_QUERY, r"-1\b|sign"), _REMAKE),
-    Fault("another LoRA merged in as well", changed("row", anew("attn", partial(other, 0.05))),
+    Fault("another LoRA merged in as well", changed("row", anew("attn", partial(other, 0.05, 8))),
           f"{_OTHER}|LoRA", (r"attn|\d+ layers|\d+ of \d+",), "reference|train"),
     Fault("input scales too small", changed("tensor", given("{}.scale_input", torch.tensor(1e-4))),
           "scale of the activations|input scale|clip", (r"\d+ layers",), "dynamic|calibrate",
@@ -321,6 +359,7 @@ _HONEST = (
 FAULTS = (
     *IN_FILES,
     *BY_FLAGS,
+    *BY_SERVERS,
     *(replace(fault, section="further") for fault in _FURTHER),
     *(replace(fault, section="clean", name=f"clean: {fault.name}") for fault in _HONEST),
 )
@@ -347,22 +386,26 @@ class Answer:
         )
 
 
+def words_of(fault: Fault, deploy: object, place: Path, save_to: Path) -> list[str]:
+    """Return the tool's command line for a fault whose deployment is ``deploy``."""
+    lora = f"{place / fault.lora}.safetensors:{fault.strength}"
+    words = ["--model", MODEL, "--model_type", "flux_fill", "--guidance_scale", "1", "--deploy", deploy, "--lora", lora]
+    words += ["--dataset_config", place / "dataset.toml", "--cache_directory", place / "cache", "--save_to", save_to]
+    return [*map(str, words), *(flag.format(place=place) if "{place}" in flag else flag for flag in fault.flags)]
+
+
 def ask(fault: Fault, place: Path, folder: Path, size: Sequence[str] = RUN) -> Answer:
     """Plant the fault in ``folder``, run the report on it."""
     from tools.precision_report import main as report
 
-    deploy = fault.make(place, folder / "deployed")
-    words = ["--model", MODEL, "--model_type", "flux_fill", "--guidance_scale", "1", "--deploy", deploy]
-    words += [
-        "--lora",
-        f"{place / fault.lora}.safetensors:{fault.strength}",
-        "--dataset_config",
-        place / "dataset.toml",
-    ]
-    words += ["--cache_directory", place / "cache", "--save_to", folder / "report", *size, *fault.flags]
+    words = [*words_of(fault, fault.make(place, folder / "deployed"), place, folder / "report"), *size]
+    if fault.server:
+        pictures = paint(fault.server, place, folder / "painted")
+        words += ["--dataset_config", str(place / "masked" / "dataset.toml"), "--images", str(len(pictures))]
+        words += ["--server_image", *map(str, pictures), "--server_seed", "5", "--server_steps", str(SERVER_STEPS)]
     printed, errors, began = io.StringIO(), io.StringIO(), time.perf_counter()
     with (
-        mock.patch.object(sys, "argv", ["precision_report", *map(str, words)]),
+        mock.patch.object(sys, "argv", ["precision_report", *words]),
         contextlib.redirect_stdout(printed),
         contextlib.redirect_stderr(errors),
     ):
@@ -371,6 +414,11 @@ def ask(fault: Fault, place: Path, folder: Path, size: Sequence[str] = RUN) -> A
         except SystemExit:
             return Answer(refusal=errors.getvalue().strip().splitlines()[-1])
     verdict = json.loads((folder / "report" / "report.json").read_text())["verdict"]
+    if fault.server:  # what the pictures show is judged, not what was declared
+        said = json.loads((folder / "report" / "server.json").read_text())["sentence"]
+        fine = "paints what the reference paints" in said
+        finding = {"cause": "weights" if fine else "server", "share": 1.0, "evidence": said}
+        verdict = {"cause": finding["cause"], "alarm": not fine, "findings": [finding], "words": [said]}
     return Answer(verdict, "\n".join(verdict["words"]), seconds=time.perf_counter() - began)
 
 
@@ -437,6 +485,19 @@ def _examine_named(name: str, place: Path) -> dict[str, Any]:
     return examine(next(fault for fault in FAULTS if fault.name == name), place)
 
 
+def time_reports(place: Path) -> dict[str, float]:
+    """Return the time a whole report on a plain cast takes as a command, over the limit."""
+    found = {}
+    for name, (flags, limit) in LIMITS.items():
+        words = words_of(Fault("", named("cast"), flags=flags), place / "cast", place, place / "timed")
+        began = time.perf_counter()
+        subprocess.run(
+            [sys.executable, ROOT / "tools" / "precision_report.py", *words], capture_output=True, check=True
+        )
+        found[f"{name}_report_over_{limit:g}_s"] = (time.perf_counter() - began) / limit
+    return found
+
+
 def ratios_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Return the shares that matter."""
     found: dict[str, float] = {}
@@ -451,6 +512,23 @@ def ratios_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
+def markdown(rows: Sequence[dict[str, Any]], place: Path) -> str:
+    """Return the table of docs/benchmarks.md."""
+    lines = ["| planted | judged | the verdict's first cause |", "|---|---|---|"]
+    for section, title in {"listed": "listed", "further": "not listed", "clean": "nothing"}.items():
+        lines.append(f"| **{title}** | | |")
+        for row in rows:
+            if row["section"] == section:
+                said = re.sub(rf"{re.escape(str(place))}/(tmp\w+/)?", "", row["says"]).replace("|", "/")
+                lines.append(f"| {row['fault'].removeprefix('clean: ')} | {row['judged']} | {shortened(said)} |")
+    return "\n".join(lines) + "\n"
+
+
+def shortened(text: str, most: int = 150) -> str:
+    """Return the beginning of ``text``, to the end of a word."""
+    return text if len(text) <= most else f"{text[:most].rsplit(' ', 1)[0]} ..."
+
+
 def main() -> None:
     """Prepare, plant, ask, print, write."""
     parser = benchmark_parser(__doc__)
@@ -459,6 +537,7 @@ def main() -> None:
     parser.add_argument(
         "--place", type=Path, metavar="DIR", help="keep LoRA, clean files and caches here, or find them"
     )
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table of docs/benchmarks.md here")
     parser.add_argument("--verbose", action="store_true", help="print all that each verdict says")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -477,7 +556,10 @@ def main() -> None:
             table.add(row)
             if options.verbose:
                 print(row.get("words", ""))
-    finish(table.rows, ratios_of(table.rows), options.json)
+        if options.markdown:
+            write_text(options.markdown, markdown(table.rows, place))
+        found = ratios_of(table.rows) | ({} if options.only else time_reports(place))
+    finish(table.rows, found, options.json)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,21 @@ from bench.report_faults import FAULTS, Answer, Fault, ask, examine, judge, rati
 
 QUICK = ("--images", "2", "--steps", "3", "--sigmas", "0.6")
 CHOSEN = (
+    "scale of one layer times 2",
+    "row scales rolled by one",
+    "weight transposed (square)",
+    "rows permuted",
+    "truncated instead of rounded (cast)",
+    "subnormals flushed",
+    "a quarter in e5m2 (scaled)",
+    "modulation biases zeroed",
+    "LoRA merged at 0.5",
+    "merged without the single blocks",
+    "LoRA in the file and beside it",
+    "guidance ignored, declared",
+    "mask snapped to cells, declared",
     "clean: row",
+    "clean: copy",
     "clean: merged: row, nearest at 1",
 )
 
