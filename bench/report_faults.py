@@ -79,6 +79,7 @@ from library.files import write_text
 RUN = ("--images", "3", "--steps", "4", "--sigmas", "0.6")
 LIMITS = {"default": ((), 90.0), "explain": (("--explain",), 360.0)}  # flags and seconds that a whole report may take
 NORMAL = ("weights", "merge")  # causes that are the format's own cost
+ADVICE = "modulation_in_fp8"  # a choice that our own tools make: no defect
 SMALL = 0.05  # share of the squared error under which a declared cause need not be the first
 FF, OUT = "transformer_blocks.0.ff.net.0.proj", "single_transformer_blocks.2.proj_out"
 QUERY, DOWN = "single_transformer_blocks.1.attn.to_q", "transformer_blocks.1.ff.net.2"
@@ -428,16 +429,17 @@ def judge(fault: Fault, answer: Answer) -> str:
         named = has(fault.cause, answer.refusal) and all(has(place, answer.refusal) for place in fault.where)
         return "wholly" if fault.section != "clean" and named else "refused"
     main = answer.main
-    defects = [one for one in answer.verdict["findings"] if one["cause"] not in NORMAL]
-    alarm = bool(defects) or main["cause"] not in NORMAL or answer.verdict["alarm"]
+    findings = [one for one in answer.verdict["findings"] if one["cause"] not in NORMAL]
+    defects = [one for one in findings if one["cause"] != ADVICE]
+    alarm = bool(defects) or answer.verdict["alarm"]
     if fault.section == "clean":
         return "alarm" if alarm or "Unexplained" in answer.words else "normal"
-    if not alarm:
+    if not alarm and main["cause"] in NORMAL:
         return "not" if "Unexplained" in answer.words else "normal"
-    grades = [grade(fault, main), *(grade(fault, one) for one in defects if one["share"] < SMALL)]
+    grades = [grade(fault, main), *(grade(fault, one) for one in findings if one["share"] < SMALL)]
     if "wholly" in grades:
         return "wholly"
-    return "partly" if any(grade(fault, one) != "not" for one in (main, *defects)) else "not"
+    return "partly" if any(grade(fault, one) != "not" for one in (main, *findings)) else "not"
 
 
 def grade(fault: Fault, finding: dict[str, Any]) -> str:
