@@ -40,8 +40,8 @@ from torch import Tensor
 
 import tools.quantize_model as quantize_model
 from dev.draw_precision_figures import save
+from library.config.model_types import Blank
 from library.config.schema import ModelConfig
-from library.data.masks import Blank
 from library.errors import exit_on_user_error
 from library.fidelity.border import LIMITS, STEP_8BIT, interval, judge_border, white_noise
 from library.fidelity.calibration import CalibrationOptions
@@ -377,9 +377,9 @@ def report(bench: Bench, results: Results, images: Path, console: Console) -> No
     """Print both experiments' tables and draw the page's figures into ``images``."""
     itself = {name: found for name, found in rows_of(results, "training", "itself").items() if "run high" not in name}
     truth, conditioning = rows_of(results, "training", "truth"), rows_of(results, "conditioning")
-    console.print("conditioning\n" + table(results, conditioning))
-    console.print("\ntraining, beside the same LoRA in high precision\n" + table(results, itself))
-    console.print("\ntraining, beside the true pictures: rms error of the known side, 8-bit steps, within 8 pixels")
+    console.print("conditioning", *table(results, conditioning).splitlines(), sep="\n")
+    console.print("training, beside the same LoRA in high precision", *table(results, itself).splitlines(), sep="\n")
+    console.print("training, beside the true pictures: rms error of the known side, 8-bit steps, within 8 pixels")
     for title, names in truth.items():
         middle, low, high = known_side(results, names)
         console.print(f"| {title.replace(' | ', ', ')} | {middle:.1f} [{low:.1f}, {high:.1f}] |")

@@ -29,10 +29,9 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.config.markers import MOST_SIDE, MOST_STEPS
-from library.config.model_types import IMAGE_MODELS
+from library.config.model_types import BLANKS, IMAGE_MODELS
 from library.config.rules import model_conflicts
 from library.config.schema import ModelConfig, PrecisionConfig
-from library.data.masks import BLANKS
 from library.errors import UserError, error_prefix, exit_on_user_error
 from library.files import read_text, write_text
 from library.llm.chat_templates import CHAT_TEMPLATES, PromptTemplate, TextTemplate, load_chat_template

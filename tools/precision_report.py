@@ -23,9 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 from library.config.markers import MOST_STEPS
-from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
+from library.config.model_types import BLANKS, IMAGE_MODELS, MODEL_TYPES
 from library.console import Console
-from library.data.masks import BLANKS
 from library.errors import UserError, exit_on_user_error
 from library.fidelity import FIXES
 from tools.command import (

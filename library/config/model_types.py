@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+Blank = Literal["grey", "black", "white", "noise"]  # what the region to fill is blanked with before it is encoded
+BLANKS: tuple[Blank, ...] = get_args(Blank)
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 from library.conditions import ConditionKind
 from library.config.kohya.flags import FLAGS
 from library.config.markers import MOST, MOST_SIDE, Batch, Fraction, Seed, split_pairs
+from library.config.model_types import Blank
 from library.config.schema import DatasetArguments
-from library.data.masks import MASK_KINDS, Blank, MaskKind
+from library.data.masks import MASK_KINDS, MaskKind
 from library.errors import UserError, did_you_mean
 from library.files import read_toml, written_path
 

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from library.conditions import ConditionKind
+from library.config.model_types import Blank
 from library.config.schema import DatasetArguments
 from library.data.batches import ALL, CachedDataset, EpochBatchSampler, Share, has_mask
 from library.data.buckets import ControlSizing
@@ -49,7 +50,6 @@ from library.data.cache import (
 )
 from library.data.captions import can_drop
 from library.data.config import DatasetConfig, load_dataset_config
-from library.data.masks import Blank
 from library.data.samples import Sample, Scan, control_sizing, scan
 from library.errors import UserError, counted
 from library.safetensors_io import DamagedFile

@@ -34,8 +34,8 @@ import torch
 from PIL import ExifTags, Image, ImageCms
 from torch import Tensor
 
+from library.config.model_types import Blank
 from library.data.buckets import Fit, Size
-from library.data.masks import Blank
 from library.errors import UserError, reason_of
 from library.files import reading
 

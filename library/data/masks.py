@@ -29,8 +29,6 @@ from library.randomness import python_random
 
 MaskKind = Literal["rectangles", "borders", "strokes", "halves"]
 MASK_KINDS: tuple[MaskKind, ...] = get_args(MaskKind)
-Blank = Literal["grey", "black", "white", "noise"]  # what the region to fill is blanked with before it is encoded
-BLANKS: tuple[Blank, ...] = get_args(Blank)
 MASKS_VERSION = 1  # part of the key of everything cached with a mask: raise it when the same seed gives other masks
 SMALLEST_SHARE, LARGEST_SHARE = 0.05, 0.9  # of the image that is filled
 

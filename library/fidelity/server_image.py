@@ -26,12 +26,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from library.config.model_types import BLANKS
 from library.console import Console
 from library.data.batches import Batch, ItemSource
 from library.data.buckets import cover
 from library.data.cache import load_pixels
 from library.data.images import decode, to_pixels
-from library.data.masks import BLANKS
 from library.errors import UserError, counted, did_you_mean
 from library.fidelity.border import interval
 from library.fidelity.calibration import Calibration

@@ -18,9 +18,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from library.config.model_types import Blank
 from library.config.schema import ModelConfig
 from library.data.cache import TextJob
-from library.data.masks import Blank
 from library.errors import UserError
 from library.fidelity.calibration import CalibrationOptions, CalibrationPlan
 from library.fidelity.deployed import DeployedWeights, LoadedWeights

@@ -193,7 +193,7 @@ def test_a_correction_rank_reaches_layers_without_a_lora(case: Case, tmp_path: P
 def test_what_cannot_be_done_is_refused_by_name(case: Case, tmp_path: Path) -> None:
     lora, out = case.save("lora", "diffusers"), tmp_path / "out.safetensors"
     refused = {
-        "holds no fp8 weights": {"deploy": case.base},
+        "none of its layers is in fp8": {"deploy": case.base},
         "and none of cast, tensor": {"deploy": "int4"},
         "is in fp8; give the bf16 model": {"model": case.files["plain"], "ae": case.base, "clip_l": case.base,
                                            "t5xxl": case.base, "clip_l_tokenizer": case.base / "tokenizer",

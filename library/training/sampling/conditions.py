@@ -16,12 +16,12 @@ from PIL import Image
 from torch import Tensor
 
 from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
+from library.config.model_types import Blank
 from library.data.buckets import ControlSizing, cover
 from library.data.cache import TextJob, binary_mask
 from library.data.dataset import TrainingData
 from library.data.file_index import SourceFile, content_hash
 from library.data.images import blanked, decode, decode_mask, fit_image, read_size, to_pixels
-from library.data.masks import Blank
 from library.data.samples import ControlImage, check_mask_shape
 from library.errors import UserError
 from library.files import read_bytes

@@ -12,10 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from PIL.Image import Image
 
+from library.config.model_types import BLANKS, Blank
 from library.console import Console
 from library.data.buckets import ControlSizing
 from library.data.cache import TextJob, encode_text_batch
-from library.data.masks import BLANKS, Blank
 from library.errors import counted
 from library.models.family import Family
 from library.models.layer_names import LoraTargets

@@ -12,8 +12,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
+from library.config.model_types import Blank
 from library.data.buckets import ControlSizing
-from library.data.masks import Blank
 from library.errors import UserError
 from library.training.sampling.conditions import (
     PromptImageRules,
