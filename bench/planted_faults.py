@@ -352,7 +352,7 @@ class Server:
 
     Attributes:
         grown: pixels that the mask is grown by. guidance, seed: of the run. lora: strength, 0 for none.
-        encoded: done to the picture [1, 3, H, W] and the mask before the VAE encodes it. latents: to what comes out.
+        encoded: done to the picture [1, 3, H, W] and the mask before the VAE encodes it.
         pasted: the known pixels are put back in the end.
     """
 
@@ -361,7 +361,6 @@ class Server:
     seed: int = 5
     lora: float = 1.0
     encoded: Callable[[Tensor, Tensor], Tensor] = lambda pixels, mask: pixels
-    latents: Callable[[Tensor], Tensor] = lambda latents: latents
     pasted: bool = False
 
 
@@ -373,11 +372,12 @@ def paint(server: Server, place: Path, folder: Path) -> list[Path]:
     """Paint the dataset ``place``/masked as ``server`` does, with diffusers alone; return the pictures."""
     from diffusers import FluxFillPipeline
 
-    pipeline = FluxFillPipeline.from_pretrained(MODEL, torch_dtype=torch.float32).to(torch.float32)
+    with contextlib.redirect_stderr(io.StringIO()):  # bars and advice that are not about this
+        pipeline = FluxFillPipeline.from_pretrained(MODEL, torch_dtype=torch.float32).to(torch.float32)
+        if server.lora:
+            pipeline.load_lora_weights(place / "lora.safetensors", adapter_name="lora")
+            pipeline.set_adapters(["lora"], [server.lora])
     pipeline.set_progress_bar_config(disable=True)
-    if server.lora:
-        pipeline.load_lora_weights(place / "lora.safetensors", adapter_name="lora")
-        pipeline.set_adapters(["lora"], [server.lora])
     left, top, right, bottom = MASK
     mask = Image.new("L", (128, 128))
     box = (left - server.grown, top - server.grown, right + server.grown, bottom + server.grown)
@@ -387,7 +387,7 @@ def paint(server: Server, place: Path, folder: Path) -> list[Path]:
 
     def as_server(pixels: Tensor) -> Any:
         encoded = encode(server.encoded(pixels, filled))
-        mean = server.latents(encoded.latent_dist.mode())
+        mean = encoded.latent_dist.mode()
         encoded.latent_dist.sample = lambda generator=None: mean  # the mean, as in training
         return encoded
 

@@ -100,7 +100,7 @@ class Fault:
         remedy: found in its remedy.
         lora: the LoRA that is trained and given to the report. strength: it is given at.
         section: "listed" in the issue, "further", or "clean", where all of the words are empty.
-        server: paints pictures, and what is said about them is judged, the sentence of server.json.
+        server: paints pictures, and what is said about them is judged, report.json's own sentence.
     """
 
     name: str
@@ -236,7 +236,7 @@ _FLAGS = (
     ("another sampler shift", "shift", (r"\b1(\.0+)?\b",), "shift|schedul", "--deploy_shift 1"),
     ("fewer sampling steps", "steps", (r"\b3\b",), "steps", "--deploy_steps 3"),
     ("known pixels pasted", "past", ("pixels",), "paste|blend|pixels", "--paste pixels"),
-    ("known latents composited", "past|composit|latents", ("latents",), "noise_mask|composit|latents",
+    ("known latents composited", "past|composit|latents", ("latents",), "noise.?mask|blend|composit",
      "--paste latents"),
     ("mask grown by 8 pixels", "mask", ("grow", r"\b8\b"), "mask", "--mask_grow 8"),
     ("mask shrunk by 8 pixels", "mask", ("shr[iu]nk|grown by -8", r"\b8\b"), "mask", "--mask_grow -8"),
@@ -271,14 +271,10 @@ def _black(pixels: Tensor, filled: Tensor) -> Tensor:
     return torch.where(filled, -1.0, pixels)
 
 
-def _through_fp8(x: Tensor) -> Tensor:
-    return x.to(torch.float8_e4m3fn).to(x.dtype)
-
-
 _SERVERS = (  # name, server, the words that its sentence must hold
     ("mask grown by 8", Server(grown=8), ("mask grown by 8",)),
     ("region blanked black", Server(encoded=_black), ("black",)),
-    ("latents in fp8", Server(latents=_through_fp8), ("latents in fp8",)),
+    ("LoRA at half its strength", Server(lora=0.5), ("LoRA at half",)),
     ("guidance 3.5", Server(guidance=3.5), (r"guidance 3\.5",)),
     ("no LoRA", Server(lora=0.0), ("no LoRA",)),
     ("pixels pasted", Server(pasted=True), ("pixels pasted",)),
@@ -414,9 +410,10 @@ def ask(fault: Fault, place: Path, folder: Path, size: Sequence[str] = RUN) -> A
             report()
         except SystemExit:
             return Answer(refusal=errors.getvalue().strip().splitlines()[-1])
-    verdict = json.loads((folder / "report" / "report.json").read_text())["verdict"]
+    measured = json.loads((folder / "report" / "report.json").read_text())
+    verdict = measured["verdict"]
     if fault.server:  # what the pictures show is judged, not what was declared
-        said = json.loads((folder / "report" / "server.json").read_text())["sentence"]
+        said = measured["server"]["sentence"]
         fine = "paints what the reference paints" in said
         finding = {"cause": "weights" if fine else "server", "share": 1.0, "evidence": said}
         verdict = {"cause": finding["cause"], "alarm": not fine, "findings": [finding], "words": [said]}
