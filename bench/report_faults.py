@@ -44,7 +44,8 @@ from torch import Tensor
 
 from bench.fp8_parity import MODEL, ROOT
 from bench.measure import Table, benchmark_parser, finish
-from bench.planted_faults import (
+from library.files import write_text
+from tests.fidelity.planted_faults import (
     CLEAN,
     DEQUANTIZED,
     OTHERS,
@@ -74,7 +75,6 @@ from bench.planted_faults import (
     truncate,
     with_part,
 )
-from library.files import write_text
 
 RUN = ("--images", "3", "--steps", "4", "--sigmas", "0.6")
 LIMITS = {"default": ((), 90.0), "explain": (("--explain",), 360.0)}  # flags and seconds that a whole report may take

@@ -156,7 +156,9 @@ def judge(
         findings.append(Finding("activation_scale", 0.0, unfit, text))
     findings.sort(key=lambda finding: -finding.share)
     explained = comparison.explained if variant.weights else None
-    return Verdict(tuple(findings), full.border, _on_the_border(full, attributions), explained, _suspects(tried))
+    return Verdict(
+        tuple(findings), full.border, _named(_on_the_border(full, attributions), findings), explained, _suspects(tried)
+    )
 
 
 def _own_sizes(attributions: Sequence[Attribution]) -> dict[str, float]:
@@ -244,6 +246,15 @@ def _suspects(tried: Sequence[tuple[str, Differences]]) -> tuple[str, ...]:
     worse = [(each.border.worst, each.image, text) for text, each in tried if each.border and is_worse(each)]
     worse.sort(key=lambda found: -found[0].times / found[0].limit)
     return tuple(f"{text} ({figure.words()}; the image is {image:.1%} off)" for figure, image, text in worse)
+
+
+def _named(border: Finding | None, findings: Sequence[Finding]) -> Finding | None:
+    """Return what is at the border by its own name: of weights that are not just rounded, what is wrong with them."""
+    wrong = [finding for finding in findings if finding.layers and finding.cause not in NORMAL]
+    if border is None or border.cause not in NORMAL or not wrong:
+        return border
+    worst = max(wrong, key=lambda finding: finding.share)
+    return replace(worst, share=math.nan, evidence=f"{worst.evidence}; with the weights alone: {border.evidence}")
 
 
 def is_worse(differences: Differences) -> bool:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.planted_faults import prepare
 from bench.report_faults import FAULTS, Answer, Fault, ask, examine, judge, ratios_of
+from tests.fidelity.planted_faults import prepare
 
 QUICK = ("--images", "2", "--steps", "3", "--sigmas", "0.6")
 CHOSEN = (
