@@ -17,6 +17,8 @@ from library.fidelity.serving import REFERENCE, Models, Variant
 from library.fidelity.tensors import module_difference
 from library.fidelity.verdict import Attribution, Verdict, is_worse, judge
 
+_INVISIBLE = 1 / 255  # of the image
+
 
 @dataclass(frozen=True)
 class Report:
@@ -75,6 +77,8 @@ def measure(
     comparison = compare_models(models, variant, calibration, eval_set, console, explain=explain)
     causes = variant.changes()
     alone = {cause: full if variant.only(cause) == variant else run(variant.only(cause), cause)[1] for cause in causes}
+    if models.deployed.merged and "text" in alone and alone["text"].error < _INVISIBLE:
+        del causes["text"], alone["text"]  # encoders with the LoRA merged in as it should be
     puzzling = is_worse(full) and not any(map(is_worse, alone.values()))
     several = len(causes) > 1 and (explain or puzzling)
     without = {cause: run(variant.without(cause), f"without {cause}")[1] for cause in causes} if several else {}

@@ -340,6 +340,8 @@ class Models:
         the images of the jobs; None if nothing was.
         """
         parts = {name: layers for name, layers in self.served_lora(variant).items() if name != self.targets.file_prefix}
+        if self.deployed.merged and variant.text is not None and variant.text.options:
+            parts = {}  # the deployed encoders have their part of the LoRA inside
         if variant.text is None and not parts and given is None:
             return None
         names = tuple(sorted(name for layers in parts.values() for name in layers))
