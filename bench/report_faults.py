@@ -247,7 +247,7 @@ _FLAGS = (
     ("blank white", "blank|region", ("white",), "grey", "--blank white"),
     ("masked latents in fp8", "latents", ("fp8",), "bf16|fp32|high", "--latents_dtype fp8"),
     ("masked latents in bf16", "latents", ("bf16|bfloat16",), "fp32|high", "--latents_dtype bf16"),
-    ("cropped to multiples of 64", "crop", (r"\b64\b",), "crop|size", "--crop_multiple 64"),
+    ("cropped to multiples of 48", "crop", (r"\b48\b",), "crop|sides", "--crop_multiple 48"),
 )  # fmt: skip
 BY_FLAGS = (
     *(Fault(f"{name}, declared", named("cast"), cause, where, remedy, tuple(flags.split()),
@@ -260,6 +260,10 @@ BY_FLAGS = (
 
 def _halved(x: Tensor) -> Tensor:
     return torch.cat([x[: len(x) // 2], torch.zeros_like(x[len(x) // 2 :])])
+
+
+def _spoilt(codes: Tensor) -> Tensor:
+    return torch.where((codes & 0x78) == 0x78, codes, codes ^ 3)  # with the largest exponent a mantissa may spell NaN
 
 
 def _without(layer: str, tensors: dict[str, Tensor]) -> None:
@@ -309,7 +313,7 @@ _FURTHER = (
     Fault("bias of another layer",
           changed("cast", exchanged(f"{FF}.bias", f"{FF.replace('ff.', 'ff_context.')}.bias")),
           "bias", (IN_FF, "ff_context"), _REMAKE),
-    Fault("mantissa bits of a layer spoilt", changed("row", at(f"{IN_OUT}.weight", lambda x: x ^ 3)),
+    Fault("mantissa bits of a layer spoilt", changed("row", at(f"{IN_OUT}.weight", _spoilt)),
           _ANY, (IN_OUT,), _REMAKE),
     Fault("a bias of NaN", changed("cast", at(rf"{IN_FF}\.bias", partial(times, float("nan")))),
           "nan|finite", (IN_FF,)),
@@ -317,7 +321,7 @@ _FURTHER = (
     Fault("int8 copy with one layer's rows permuted", changed("int8", at(f"{IN_OUT}.weight", permute)),
           _ORDER, (IN_OUT,), _REMAKE),
     Fault("scale and shift of the VAE changed", pipeline("vae", {"scaling_factor": 1.0, "shift_factor": 0.0}),
-          "vae", ("scaling_factor",), "vae"),
+          "vae", ("scaling_factor",), "vae|config"),
     Fault("position axes of config.json changed", pipeline("transformer", {"axes_dims_rope": [12, 10, 10]}),
           "config|position", ("axes_dims_rope",), "config|position"),
     Fault("no guidance input in config.json", pipeline("transformer", {"guidance_embeds": False}),
@@ -334,7 +338,7 @@ _MERGES = (  # name, how, strength
     ("cast, stochastic", merged("--save_precision", "fp8", "--rounding", "stochastic", strength=1.4), 1.4),
     ("bf16", merged("--save_precision", "bf16", strength=0.6), 0.6),
     ("bf16, LoRA's text layers too", merged("--save_precision", "bf16", lora="text"), 1.0),
-    ("into the row file", merged("--rounding", "nearest", "--transformer_only", clean="row"), 1.0),
+    ("into the row file", merged("--rounding", "stochastic", "--transformer_only", clean="row"), 1.0),
     ("into the plain cast", merged("--rounding", "stochastic", "--transformer_only", clean="cast"), 1.0),
 )
 _HONEST = (
@@ -461,7 +465,7 @@ def examine(fault: Fault, place: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=place) as folder:
         try:
             answer = ask(fault, place, Path(folder))
-        except Exception as error:  # a traceback is what the user would see
+        except (Exception, SystemExit) as error:  # a traceback, or a tool that refused to make the plant
             answer = Answer(refusal=f"{type(error).__name__}: {error}")
             return {"fault": fault.name, "section": fault.section, "judged": "crash", "says": answer.refusal}
     said = answer.refusal or sentence(answer)
