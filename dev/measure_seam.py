@@ -43,10 +43,10 @@ from dev.draw_precision_figures import save
 from library.config.model_types import Blank
 from library.config.schema import ModelConfig
 from library.errors import exit_on_user_error
-from library.fidelity.border import LIMITS, STEP_8BIT, interval, judge_border, white_noise
+from library.fidelity.border import LIMITS, STEP_8BIT, interval, judge_border
 from library.fidelity.calibration import CalibrationOptions
 from library.fidelity.deployed import parse_deployment
-from library.fidelity.differences import mask_in_pixels, relative_error
+from library.fidelity.differences import border_errors_of, mask_in_pixels, relative_error
 from library.fidelity.runs import EvalSet, Outcome, prepare_eval_set, run_variant
 from library.fidelity.serving import REFERENCE, Models, Variant
 from library.files import read_text, write_text
@@ -165,18 +165,13 @@ class Bench:
 
     def measure(self, wanted: Outcome, found: Outcome) -> Measured:
         """Return how far ``found`` is from ``wanted``, and where."""
-        images = range(len(found.images))
         eval_set = self.inputs("grey")
-        masks = {i: mask_in_pixels(mask, found.images[i]) for i in images if (mask := eval_set.mask(i)) is not None}
-        noise = [
-            white_noise(wanted.latents[i], found.latents[i], wanted.images[i], found.images[i], self.encoder.decode, i)
-            for i in masks
-        ]
-        errors = [found.images[i] - wanted.images[i] for i in masks]
-        control = [each - wanted.images[i] for each, i in zip(noise, masks, strict=True)]
-        border = judge_border(errors, control, list(masks.values()))
+        cells = [eval_set.mask(number) for number in range(len(found.images))]
+        masks = [m if m is None else mask_in_pixels(m, image) for m, image in zip(cells, found.images, strict=True)]
+        errors, control, borders = border_errors_of(wanted, found, masks, self.encoder.decode)
+        border = judge_border(errors, control, borders)
         assert border is not None
-        sides = [border_errors(error, mask, 8) for error, mask in zip(errors, masks.values(), strict=True)]
+        sides = [border_errors(error, mask, 8) for error, mask in zip(errors, borders, strict=True)]
         name = "ring outside"
         return Measured(
             relative_error(wanted.images, found.images),

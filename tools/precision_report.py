@@ -262,7 +262,8 @@ def main() -> None:
         )
     if options.fix is not None:
         _check_fix(options)
-    report = measure(models, variant, plan.options, console, steps=options.steps, explain=options.explain)
+    calibration = plan.prepare(console)
+    report = measure(models, variant, calibration, console, steps=options.steps, explain=options.explain)
     fixes: list[Fix] = []
     if options.fix is not None:
         dataset = options.fix_dataset_config or options.dataset_config
@@ -279,7 +280,6 @@ def main() -> None:
     best = recommend(fixes, report.full, options.fix_target) if fixes else None
     server = None
     if pictures:
-        calibration = plan.prepare(Console(quiet=True))
         server = explain_server(models, variant, calibration, pictures, options.server_steps, console)
     paths = write_report(report, options.save_to, fixes, best, server)
     console.print(*report.verdict.lines(report.full), sep="\n")

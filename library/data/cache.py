@@ -52,6 +52,7 @@ from library.data.images import (
     decode,
     decode_mask,
     fit_image,
+    to_image,
     to_latent_mask,
     to_pixels,
 )
@@ -249,8 +250,7 @@ def previews(sample: Sample, seed: int) -> list[tuple[str, Image.Image]]:
     masks = sample.group.subset.inpainting
     for variant in range(min(_PREVIEWED, 1 if masks and sample.held_out else masks.variants) if masks else 0):
         pixels, _ = _load_masked(sample, False, variant, seed, 1)
-        array = ((pixels + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 0).numpy()
-        found.append(("given to fill", Image.fromarray(array)))
+        found.append(("given to fill", to_image(pixels)))
     return found + [("control image", control.load()) for control in sample.control_images]
 
 

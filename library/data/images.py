@@ -138,6 +138,12 @@ def to_pixels(image: Image.Image) -> Tensor:
     return array.permute(2, 0, 1).float().div_(127.5).sub_(1.0)
 
 
+def to_image(pixels: Tensor) -> Image.Image:
+    """[3, H, W] in [-1, 1] -> 8-bit RGB image; what lies beyond is cut off."""
+    levels = ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    return Image.fromarray(levels.permute(1, 2, 0).contiguous().numpy())
+
+
 def blanked(pixels: Tensor, mask: Tensor, blank: Blank, rng: torch.Generator) -> Tensor:
     """Return ``pixels`` with the region to fill blanked, as the image encoder of a fill model is shown them.
 

@@ -93,12 +93,17 @@ class DeployedWeights:
         quantised = tuple(made) or tuple(layer for layer in linears if Fp8Recipe().excluded_as(layer) is None)
         return LoadedWeights(module, quantised, main, describe_base(family.fp8_layout(), fp8, dtype))
 
+    @property
+    def _weights(self) -> Path | None:
+        """The transformer's file or folder; of a pipeline its part."""
+        inside = self.path / "transformer" if self.path else None
+        return inside if inside and inside.is_dir() else self.path
+
     @cached_property
     def stored(self) -> torch.dtype | None:
         """The 16-bit dtype that most of the file's numbers in high precision have, which a merge rounds to; or None."""
-        if self.path is None:
+        if (root := self._weights) is None:
             return None
-        root = self.path / "transformer" if (self.path / "transformer").is_dir() else self.path
         dtypes: Counter[str] = Counter()
         for entry in WeightFiles(root).entries.values():
             dtypes[entry.dtype] += 1 if entry.dtype in (*_HALVES, "F32") else 0
@@ -107,8 +112,7 @@ class DeployedWeights:
     def input_scales(self, targets: LoraTargets) -> dict[str, Tensor]:
         """Return module -> calibrated scale of its input, fp32; empty where the file has none."""
         scales: dict[str, Tensor] = {}
-        root = self.path and (self.path / "transformer" if (self.path / "transformer").is_dir() else self.path)
-        for path in weight_files(root) if root else ():
+        for path in weight_files(self._weights) if self._weights else ():
             with safe_open(path, framework="pt") as file:
                 for key in file.keys():  # noqa: SIM118 (not a dict)
                     layer, _, leaf = key.removeprefix("model.diffusion_model.").rpartition(".")

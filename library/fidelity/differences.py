@@ -59,6 +59,8 @@ def compare(
         [velocity for sigma in eval_set.sigmas for velocity in outcome.velocities[sigma]]
         for outcome in (reference, other)
     ]
+    # the border is that of the mask as it was drawn, to the pixel
+    drawn = [eval_set.border_mask(number, other) for number in range(len(other.images))]
     steps = [relative_error(a, b) for a, b in zip(reference.path, other.path, strict=False)]
     return Differences(
         velocity=relative_error(*velocities),
@@ -66,7 +68,7 @@ def compare(
         latents_by_step=steps,
         latents=steps[-1] if steps else math.nan,
         image=relative_error(reference.images, other.images) if other.images else math.nan,
-        border=_border(reference, other, eval_set, decode) if decode and other.images else None,
+        border=judge_border(*border_errors_of(reference, other, drawn, decode)) if decode and other.images else None,
     )
 
 
@@ -101,15 +103,17 @@ def _by_region(
     return found | {name: math.sqrt(total / number * count / size) for name, (total, number) in sums.items()}
 
 
-def _border(reference: Outcome, other: Outcome, eval_set: EvalSet, decode: Callable[[Tensor], Tensor]) -> Border | None:
-    """Judge the border of the mask as it was drawn, to the pixel."""
+def border_errors_of(
+    reference: Outcome, other: Outcome, masks: Sequence[Tensor | None], decode: Callable[[Tensor], Tensor]
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Return what :func:`judge_border` takes: errors, those of white noise, and masks, of the images that have one."""
     errors, noise, borders = [], [], []
-    for number, image in enumerate(reference.images):
-        mask, latents = eval_set.border_mask(number, other), reference.latents[number]
+    for number, (image, mask) in enumerate(zip(reference.images, masks, strict=True)):
         if mask is None:
             continue
-        noisy = white_noise(latents, other.latents[number], image, other.images[number], decode, number)
+        latents, found = (each.latents[number] for each in (reference, other))
+        noisy = white_noise(latents, found, image, other.images[number], decode, number)
         errors.append(other.images[number] - image)
         noise.append(noisy - image)
         borders.append(mask)
-    return judge_border(errors, noise, borders)
+    return errors, noise, borders

@@ -18,13 +18,12 @@ from torch import Tensor, nn
 
 from library.fidelity.calibration import Calibration
 from library.fidelity.runs import EvalSet
-from library.fidelity.serving import numbers, round_like
+from library.fidelity.serving import numbers, rounded
 from library.fidelity.tensors import TensorRow
 from library.precision.fp8_linear import Fp8Linear
 from library.precision.parity.activations import LayerInputs, watched
 from library.precision.parity.layer_errors import FLAGGED, relative_output_error, update_retention
 from library.precision.parity.seam import regions
-from library.precision.quantize import Quantized
 from library.training.report.progress import Advance
 from networks.files.weights import LoraWeights
 
@@ -132,9 +131,9 @@ def layer_row(
     target = reference + delta if delta is not None and inside else reference  # what is served should be this
     quantized = deployed.quantized() if isinstance(deployed, Fp8Linear) else None
     weight = numbers(deployed)
-    base, own = (_rounded(reference, quantized), target) if merged == "in the file" else (weight, reference)
+    base, own = (rounded(quantized, reference), target) if merged == "in the file" else (weight, reference)
     retained = update_retention(numbers(served), base, delta) if delta is not None and inside else None
-    nearest = relative_output_error(_rounded(target, quantized) - target, target, inputs)
+    nearest = relative_output_error(rounded(quantized, target) - target, target, inputs)
     unknown = tensor.fault in ("ruined_layer", "other_lora")
     compensated = unknown and relative_output_error(weight - own, own, inputs) < nearest
     return LayerRow(
@@ -236,11 +235,6 @@ def _token_regions(mask: Tensor) -> dict[str, Tensor]:
     border = where.inside | where.outside
     parts = {"filled": where.filled & ~border, "known": where.known & ~border, "border": border}
     return {name: part.flatten() for name, part in parts.items() if bool(part.any())}
-
-
-def _rounded(weight: Tensor, kind: Quantized | None) -> Tensor:
-    """Return ``weight`` rounded to nearest in the format of ``kind``; as it is where that is None."""
-    return weight if kind is None else round_like(kind, weight, "nearest", 0).dequantize(torch.float32)
 
 
 def _kind(layer: Any) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from library.console import Console
 from library.errors import counted
-from library.fidelity.calibration import CalibrationOptions
+from library.fidelity.calibration import Calibration, CalibrationOptions
 from library.fidelity.comparison import Comparison, compare_models
 from library.fidelity.differences import Differences, compare
 from library.fidelity.runs import EvalSet, Outcome, prepare_eval_set, run_variant
@@ -46,7 +46,7 @@ class Report:
 def measure(
     models: Models,
     variant: Variant,
-    options: CalibrationOptions,
+    calibration: Calibration,
     console: Console,
     *,
     steps: int,
@@ -56,15 +56,14 @@ def measure(
 
     Args:
         models, variant: the deployment.
-        options: what it is measured on.
+        calibration: what it is measured on.
         console: for progress.
         steps: of the sampling runs; 0 for none.
         explain: measure what each kind of tensors, each block and each layer explains, and what servers do to masks.
 
     Raises:
-        UserError: anything wrong with models or dataset, or flags that need what the dataset does not have.
+        UserError: anything wrong with models, or flags that need what the dataset does not have.
     """
-    calibration = models.plan(options).prepare(console)
     eval_set = prepare_eval_set(models, calibration, variant, steps)
     reference = run_variant(models, REFERENCE, eval_set, console, "reference")
     decode = models.image_encoder(REFERENCE).decode
@@ -89,7 +88,7 @@ def measure(
     verdict = judge(variant, full, attributions, comparison, tried)
     return Report(
         title=f"{Path(models.config.pretrained_model_name_or_path).name}, served as {models.deployed.name}",
-        settings=_settings(models, causes, options, steps),
+        settings=_settings(models, causes, calibration.plan.options, steps),
         verdict=verdict,
         full=full,
         attributions=attributions,

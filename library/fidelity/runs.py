@@ -26,6 +26,7 @@ from library.conditions import ConditionKind, Conditions
 from library.console import Console
 from library.data.batches import Batch
 from library.data.cache import Pixels, TextJob
+from library.data.images import to_image
 from library.errors import UserError
 from library.fidelity.calibration import Calibration, predict
 from library.fidelity.conditioning import Given, Window, cut, drawn_mask, give, round_latents
@@ -233,7 +234,7 @@ def _inputs(models: Models, variant: Variant, eval_set: EvalSet, encoder: ImageE
     if texts is None:
         return found
     return [
-        replace(one, batch=replace(one.batch, text=_batched(text, models)))
+        replace(one, batch=replace(one.batch, text=batched(text, models)))
         for one, text in zip(found, texts, strict=True)
     ]
 
@@ -250,7 +251,7 @@ def conditions_of(
     return Conditions(latents[0], given.mask[None].to(models.device))
 
 
-def _batched(text: dict[str, Tensor], models: Models) -> dict[str, Tensor]:
+def batched(text: dict[str, Tensor], models: Models) -> dict[str, Tensor]:
     """Return a sample's embeddings as a batch of one, as ``collate`` makes it."""
     kept = {name: each for name, each in text.items() if each.dtype != torch.bool or not bool(each.all())}
     return {name: each[None].to(models.device) for name, each in kept.items()}
@@ -267,12 +268,6 @@ class _Shown:
 
     def load(self, flipped: bool = False) -> Image.Image:
         return to_image(self.pixels)
-
-
-def to_image(pixels: Tensor) -> Image.Image:
-    """Return ``pixels`` [3, H, W] in [-1, 1] as an 8-bit RGB image."""
-    levels = ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
-    return Image.fromarray(levels.permute(1, 2, 0).contiguous().numpy())
 
 
 def _sample(velocity: Any, sigmas: Sequence[float], given: _Input, variant: Variant) -> Iterator[Tensor]:

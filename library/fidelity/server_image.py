@@ -31,12 +31,12 @@ from library.console import Console
 from library.data.batches import Batch, ItemSource
 from library.data.buckets import cover
 from library.data.cache import load_pixels
-from library.data.images import decode, to_pixels
+from library.data.images import decode, to_image, to_pixels
 from library.errors import UserError, counted, did_you_mean
 from library.fidelity.border import interval
 from library.fidelity.calibration import Calibration
 from library.fidelity.conditioning import give
-from library.fidelity.runs import EvalSet, Outcome, conditions_of, run_variant, to_image
+from library.fidelity.runs import EvalSet, Outcome, batched, conditions_of, run_variant
 from library.fidelity.serving import REFERENCE, Models, Served, Variant
 from library.files import read_bytes
 
@@ -280,8 +280,7 @@ def _eval_set(
         assert of_file is not None, "sizes are read when a dataset is scanned"
         sample = replace(source.sample, fit=cover(of_file, size))
         own = load_pixels(sample, False, 0, source.sample_id, source.seed)
-        text = {name: each[None] for name, each in calibration.data.text_embeddings(source.text).items()}
-        text = {name: each for name, each in text.items() if each.dtype != torch.bool or not bool(each.all())}
+        text = batched(calibration.data.text_embeddings(source.text), models)
         conditions = conditions_of(give(own, kind, REFERENCE), kind, REFERENCE, encoder, models)
         latents, ids = encoder.encode(own.image[None]), torch.tensor([source.sample_id])
         batch = Batch(latents, text, torch.ones(1), None, ids, [source.text.caption], conditions)

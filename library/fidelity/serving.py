@@ -492,6 +492,11 @@ def round_like(kind: Quantized, weight: Tensor, how: Merge, seed: int) -> Quanti
     return quantize(weight, kind.granularity, kind.fp8, stochastic=how == "stochastic", generator=random)
 
 
+def rounded(kind: Quantized | None, weight: Tensor) -> Tensor:
+    """Return ``weight`` rounded to nearest as :func:`round_like` does, fp32; as it is where ``kind`` is None."""
+    return weight if kind is None else round_like(kind, weight, "nearest", 0).dequantize(torch.float32)
+
+
 def base_layer(model: nn.Module, name: str) -> nn.Module:
     """Return the linear layer ``name`` of ``model`` under its LoRA, if it has one."""
     layer: Any = model.get_submodule(name)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from library.errors import names_in_short
 from library.fidelity.causes import Finding
-from library.fidelity.serving import round_like
+from library.fidelity.serving import rounded
 from library.fidelity.transformations import (
     Served,
     diagnose,
@@ -296,18 +296,18 @@ def _look(there: _Place, here: _Place, update: LoraWeights | None, merged: bool,
     row = replace(row, gain=gain, error_after_gain=after)
     base, nearest = high, wanted
     if quantized is not None:
-        nearest = _rounded(wanted, quantized)
+        nearest = rounded(quantized, wanted)
         zeros, subnormals, saturated = _shares(quantized, wanted)
         row = replace(row, zeros=zeros, subnormals=subnormals, saturated=saturated)
         row = replace(row, own_expected=relative(nearest, wanted))
-        base = _rounded(high, quantized) if delta is not None and merged else nearest
+        base = rounded(quantized, high) if delta is not None and merged else nearest
     if delta is not None and bool(delta.any()):
         share, doubt = _share_of(numbers, base, delta)
         kept = None
         if merged:
             sum_ = base + delta
-            rounded = sum_.bfloat16().float() if quantized is None else _rounded(sum_, quantized)
-            kept = update_retention(rounded, base, delta).gain
+            in_file = sum_.bfloat16().float() if quantized is None else rounded(quantized, sum_)
+            kept = update_retention(in_file, base, delta).gain
         at_share = merged and _rounds_to(numbers, quantized, high + share * delta)
         at_share = at_share and not _rounds_to(numbers, quantized, wanted)
         row = replace(row, lora_share=share, lora_doubt=doubt, lora_kept=kept, lora_at_share=at_share)
@@ -333,10 +333,6 @@ def _as_if_on_grid(look: _Look, typical: float) -> bool:
     """Return whether a weight that errs as those on a grid do is one of them: a small one shows its grid badly."""
     high = look.row.role == "weight" and not look.settled and not look.row.own_expected
     return high and look.row.error <= _COARSER * typical
-
-
-def _rounded(weight: Tensor, kind: Quantized) -> Tensor:
-    return round_like(kind, weight, "nearest", 0).dequantize(torch.float32)
 
 
 def _on_a_casts_grid(numbers: Tensor) -> Quantized | None:
@@ -636,13 +632,13 @@ def costly_kinds(rows: Sequence[TensorRow]) -> list[Finding]:
     """
     findings = []
     weights = [row for row in rows if row.role == "weight"]
-    rounded = sum(row.own_expected > 0 for row in weights)
+    in_fp8 = sum(row.own_expected > 0 for row in weights)
     for kind, pattern in KINDS.items():
         own = [row for row in weights if re.fullmatch(pattern, row.layer)]
         found = [row for row in own if row.own_expected and not row.fault]
         if found:
             text = f"{kind}: {len(found)} of {len(own)} weights in {found[0].kind}"
-            chosen = kind == "modulation" and rounded > 0.5 * len(weights)
+            chosen = kind == "modulation" and in_fp8 > 0.5 * len(weights)
             cause = "modulation_in_fp8" if chosen else "embedders_in_fp8"
             findings.append(Finding(cause, math.nan, tuple(row.name for row in found), text))
     return findings

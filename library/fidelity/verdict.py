@@ -191,7 +191,7 @@ def _lost(share: float, merged: Sequence[LayerRow]) -> Finding | None:
         f"{len(lost)} of {len(merged)} layers hold less than {FLAGGED:.0%} of the update: "
         f"{median(gains):.2f} in the median, {worst.retention:.2f} in the worst ({worst.name})"
     )
-    return Finding("delta_lost", share, _names(lost), text)
+    return Finding("delta_lost", share, tuple(row.name for row in lost), text)
 
 
 def _in_merge(share: float, layers: Sequence[LayerRow], error: float) -> Finding:
@@ -224,17 +224,15 @@ def _unfit(layers: Sequence[LayerRow], scales: Mapping[str, float]) -> tuple[str
 
 def _on_the_border(full: Differences, attributions: Sequence[Attribution]) -> Finding | None:
     """Return the cause that alone puts the error on the border, or without which it is no longer there."""
-    if full.border is None or full.border.state != "worse":
+    if full.border is None or not is_worse(full):
         return None
     alone = [(each.alone.border.worst, each) for each in attributions if each.alone.border and is_worse(each.alone)]
     if alone:
         figure, best = max(alone, key=lambda pair: pair[0].times)
         return Finding(best.cause, math.nan, (), f"alone it gives {figure.words()}")
     name = full.border.worst.name
-    without = [
-        (_figure(each.without, name), each) for each in attributions if each.without and not is_worse(each.without)
-    ]
-    found = [(figure, each) for figure, each in without if figure]
+    mended = [each for each in attributions if each.without and not is_worse(each.without)]
+    found = [(left, each) for each in mended if (left := _figure(each.without, name))]
     if not found:
         return None
     figure, best = min(found, key=lambda pair: pair[0].times)
@@ -262,14 +260,10 @@ def is_worse(differences: Differences) -> bool:
     return differences.border is not None and differences.border.state == "worse"
 
 
-def _figure(differences: Differences, name: str) -> BorderFigure | None:
-    figures = differences.border.figures if differences.border else ()
+def _figure(differences: Differences | None, name: str) -> BorderFigure | None:
+    figures = differences.border.figures if differences and differences.border else ()
     return next((figure for figure in figures if figure.name == name), None)
 
 
 def _alone(each: Attribution) -> str:
     return f"alone it puts the output {each.alone.error:.2%} off"
-
-
-def _names(rows: Sequence[LayerRow]) -> tuple[str, ...]:
-    return tuple(row.name for row in rows)

@@ -21,7 +21,7 @@ from library.data.buckets import ControlSizing, cover
 from library.data.cache import TextJob, binary_mask
 from library.data.dataset import TrainingData
 from library.data.file_index import SourceFile, content_hash
-from library.data.images import blanked, decode, decode_mask, fit_image, read_size, to_pixels
+from library.data.images import blanked, decode, decode_mask, fit_image, read_size, to_image, to_pixels
 from library.data.samples import ControlImage, check_mask_shape
 from library.errors import UserError
 from library.files import read_bytes
@@ -138,8 +138,7 @@ def show_prompt_images(prompt: SamplePrompt, rules: PromptImageRules) -> Image.I
         UserError: an image cannot be read.
     """
     if rules.conditioning == "fill":
-        pixels = (_masked_image(prompt, rules.blank)[0] + 1) * 127.5  # [3, H, W]
-        return Image.fromarray(pixels.round().byte().permute(1, 2, 0).contiguous().numpy())
+        return to_image(_masked_image(prompt, rules.blank)[0])
     if rules.conditioning == "references":
         return _in_a_row(control.load() for control in _controls(prompt, rules))
     return None
