@@ -1,0 +1,295 @@
+"""What every deployed format offers: a weight in memory, the way such weights are made, and their place in a file.
+
+    FileTensors      the tensors of a file by name, before anybody knows what they mean
+    StoredWeight     where one quantised weight lies among them, and which tensors hold its scales
+    QuantizedWeight  the same in memory: read, dequantised, cut, multiplied with
+    Scheme           how a weight in high precision becomes one: rotation, groups that share a step, numbers there are
+
+Every format is these three classes in a module of its own, and a function ``find(file)`` that claims its weights. The
+layer that multiplies (``library.precision.linear``), the reader and the writer of checkpoints, merging, compensated
+rounding and the report know no format by name.
+
+A scheme rounds in *units*: a weight is rotated (where the format does), its entries are grouped by rows and runs of
+columns, and each group's numbers are divided by its step:
+
+    weight[o, i] ~ units[o, i] * step[o or 0, i // run]          (then rotated back)
+
+Rounding to nearest, stochastic rounding and rounding that looks at activations differ only in which units they choose.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from library.errors import UserError
+from library.precision.names import LayoutKind
+from library.safetensors_io import TensorEntry, TensorSpecs, read_tensor
+
+COMFY_PREFIX = "model.diffusion_model."
+
+
+@dataclass(frozen=True)
+class QuantizedWeight(ABC):
+    """A frozen weight [out, in] as its format stores it; no method changes it, and views share its memory.
+
+    Subclasses are frozen dataclasses. Fields that hold tensors are what a layer registers and moves; no cast may reach
+    them. The first, ``values``, holds most of the bytes.
+    """
+
+    values: Tensor
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+
+    @property
+    @abstractmethod
+    def scheme(self) -> Scheme:
+        """How such a weight is made of one in high precision."""
+
+    @property
+    def column_block(self) -> int:
+        """Inputs that cannot be separated: :meth:`part` cuts columns at multiples of it."""
+        return 1
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return field -> tensor; ``values`` first."""
+        return {f.name: value for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
+        """Return the weight with other ``tensors`` in its fields, as they are after a move."""
+        return replace(self, **tensors)
+
+    def to(self, device: torch.device | str) -> Self:
+        """Return it on ``device``."""
+        return self.with_tensors({name: tensor.to(device) for name, tensor in self.tensors().items()})
+
+    @abstractmethod
+    def part(self, rows: slice = slice(None), columns: slice = slice(None)) -> Self:
+        """Return some rows and columns, as views; columns begin and end at multiples of :attr:`column_block`."""
+
+    @abstractmethod
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [out, in] that it stands for: fp32 arithmetic, rounded once to ``dtype``."""
+
+    def operand(self, dtype: torch.dtype) -> Tensor:
+        """Return what :meth:`rotate`'s result is multiplied with, [out, in]; the weight itself where nothing rotates.
+
+        x @ dequantize().T == rotate(x) @ operand().T
+        """
+        return self.dequantize(dtype)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Return inputs [..., in] as :meth:`operand` wants them, in their own dtype."""
+        return x
+
+    def rotate_back(self, gradient: Tensor) -> Tensor:
+        """Return the gradient of inputs [..., in] of the gradient of :meth:`rotate`'s result."""
+        return gradient
+
+    def multiplies_on(self, device: torch.device) -> bool:
+        """Return whether :meth:`product` can be had on ``device``: a GPU that multiplies this format itself."""
+        return False
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return ``x @ weight.T`` with ``x`` [n, in] rounded as the format's own products need it; [n, out]."""
+        raise NotImplementedError
+
+    @classmethod
+    @abstractmethod
+    def stack(cls, parts: Sequence[Self]) -> Self:
+        """Return weights of this format one below the other, each number as it was.
+
+        Raises:
+            ValueError: no weight of this format holds them all (another number format, other blocks).
+        """
+
+
+class Scheme(ABC):
+    """How a weight in high precision becomes a quantised one.
+
+    Attributes:
+        name: the word for it on command lines.
+        largest_unit: the largest magnitude of a unit.
+    """
+
+    name: str
+    largest_unit: float
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Return it in words."""
+
+    def fitting(self, shape: Sequence[int]) -> Scheme | None:
+        """Return the scheme for a weight of ``shape``, which may be coarser; None if it stays in high precision."""
+        return self
+
+    def rotate(self, weight: Tensor) -> Tensor:
+        """Return ``weight`` [out, in] fp32 in the basis that is rounded in."""
+        return weight
+
+    @abstractmethod
+    def groups(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return (rows, runs) of the steps of a weight of ``shape``: 1 or all rows, runs of columns a row."""
+
+    @abstractmethod
+    def steps(self, largest: Tensor, before: Tensor | None = None) -> Tensor | None:
+        """Return steps [rows, runs] fp32, just as they will be read back from a file; None if all are 1.
+
+        Args:
+            largest: [rows, runs] fp32, what each group has to hold.
+            before: steps that were chosen already: none of the result is smaller, and what they share stays.
+        """
+
+    @abstractmethod
+    def nearest(self, units: Tensor) -> Tensor:
+        """Return the nearest number there is to each of ``units``, fp32; saturating."""
+
+    @abstractmethod
+    def stochastic(self, units: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Return of each of ``units`` one of its two neighbours, the expected value unchanged; saturating."""
+
+    @abstractmethod
+    def pack(self, units: Tensor, steps: Tensor | None) -> QuantizedWeight:
+        """Return the weight of ``units`` [out, in], all of them numbers there are, and of ``steps``."""
+
+    def quantize(
+        self, weight: Tensor, *, stochastic: bool = False, generator: torch.Generator | None = None
+    ) -> QuantizedWeight:
+        """Return ``weight`` [out, in] (fp32, bf16 or fp16) in this format.
+
+        Args:
+            stochastic: round stochastically instead of to nearest. generator: for that.
+
+        Raises:
+            ValueError: the weight holds a NaN, or its columns cannot be cut into runs.
+        """
+        values = self.rotate(weight.detach().float())
+        steps = self.steps(self.magnitudes(values))
+        units = in_units(values, steps)
+        return self.pack(self.stochastic(units, generator) if stochastic else self.nearest(units), steps)
+
+    def magnitudes(self, values: Tensor) -> Tensor:
+        """Return the largest magnitude of each group of ``values`` [out, in], [rows, runs]."""
+        rows, runs = self.groups(values.shape)
+        if values.shape[1] % runs:
+            raise ValueError(f"{values.shape[1]} inputs cannot be cut into {runs} runs")
+        largest = values.view(values.shape[0], runs, -1).abs().amax(dim=-1)
+        return largest if rows > 1 else largest.amax(dim=0, keepdim=True)
+
+
+def in_units(values: Tensor, steps: Tensor | None) -> Tensor:
+    """Return ``values`` [out, in] divided by their steps [1 or out, runs]."""
+    if steps is None:
+        return values
+    return (values.view(values.shape[0], steps.shape[1], -1) / steps.unsqueeze(-1)).view(values.shape)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredWeight(ABC):
+    """Where a quantised weight lies in a file.
+
+    Attributes:
+        name: of the tensor with its values.
+        shape: of the weight, whatever shape the tensor has.
+        layout: the convention that its tensors are named by.
+        tensors: field of the weight -> name of the tensor.
+        kept: names of the tensors that say something else of it (markers, scales of activations).
+        full_precision: whether the file asks for products in high precision; None: it says nothing of it.
+        input_scale: name of the calibrated scale of the layer's inputs.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    layout: LayoutKind
+    tensors: Mapping[str, str]
+    kept: tuple[str, ...] = ()
+    full_precision: bool | None = None
+    input_scale: str | None = None
+
+    @property
+    @abstractmethod
+    def scheme(self) -> Scheme:
+        """How it is made."""
+
+    @property
+    def served_rounding(self) -> str | None:
+        """How the server that the file is for rounds the layer's inputs (``library.precision.activations``); None: not.
+
+        Read from the file wherever it says so.
+        """
+        return None
+
+    @abstractmethod
+    def read(self, file: FileTensors, rows: slice = slice(None)) -> QuantizedWeight:
+        """Return the weight, or some of its rows, in memory of its own.
+
+        Raises:
+            UserError: NaN, infinity, a scale that is not positive and finite: a damaged file.
+        """
+
+    @abstractmethod
+    def specs(self) -> TensorSpecs:
+        """Return dtype and shape of each of :attr:`tensors` in the file, by their names in it."""
+
+    @abstractmethod
+    def written(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """Return the tensors that hold ``weight`` in the file, by their names in it, as :meth:`specs` has them."""
+
+
+@dataclass(frozen=True)
+class FileTensors:
+    """The tensors of a model's files by name, and their strings."""
+
+    path: Path
+    entries: Mapping[str, TensorEntry]
+    metadata: Mapping[str, str]
+
+    def dtype(self, name: str) -> str | None:
+        """Return the dtype of tensor ``name`` as the file calls it; None if there is no such tensor."""
+        entry = self.entries.get(name)
+        return entry.dtype if entry is not None else None
+
+    def read(self, name: str) -> Tensor:
+        """Return tensor ``name``."""
+        return read_tensor(self.entries, name)
+
+    def refuse(
+        self, name: str, why: str, remedy: str = "use the bf16 file, or one of a format that is read"
+    ) -> UserError:
+        """Return the error for tensor ``name``."""
+        return UserError(f"{self.path}: {name!r} {why}; {remedy}")
+
+    @cached_property
+    def layer_configs(self) -> dict[str, dict[str, Any]]:
+        """Layer -> what ComfyUI's ``comfy_quant`` says of it, from its marker or from the header."""
+        configs: dict[str, dict[str, Any]] = {}
+        if "_quantization_metadata" in self.metadata:
+            try:
+                layers = json.loads(self.metadata["_quantization_metadata"])["layers"]
+                configs |= {self._full_name(layer): dict(config) for layer, config in layers.items()}
+            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                raise self.refuse("_quantization_metadata", "is not the JSON object ComfyUI writes") from None
+        for name in (name for name in self.entries if name.rpartition(".")[2] == "comfy_quant"):
+            try:
+                configs[name.rpartition(".")[0]] = dict(json.loads(bytes(self.read(name).tolist())))
+            except (ValueError, TypeError):
+                raise self.refuse(name, "is not the JSON object ComfyUI writes") from None
+        return configs
+
+    def _full_name(self, layer: str) -> str:
+        """Return ``layer`` with the file's prefix, which some writers leave out of the header."""
+        for prefix in ("", COMFY_PREFIX):
+            if f"{prefix}{layer}.weight" in self.entries:
+                return prefix + layer
+        return layer
