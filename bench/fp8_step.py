@@ -3,7 +3,7 @@
 One FLUX-shaped transformer of random numbers (1 double and 2 single blocks), rank-16 LoRA in fp32 on every
 linear layer of the blocks, bf16 autocast, 512 image and 128 text tokens, AdamW. The cases:
 
-    tandem bf16, tandem fp8 cast / tensor / row / block64      Fp8Linear, weights in fp8 as each granularity has them
+    tandem bf16, tandem fp8 cast / tensor / row / block64      weights in fp8 as each granularity has them
     peers bf16                                                 diffusers + peft
     peers fp8                                                  the same with the base's weights cast to fp8; autocast
                                                                casts them up for each product and keeps the

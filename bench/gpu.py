@@ -57,7 +57,8 @@ from library.errors import UserError, did_you_mean, exit_on_user_error
 from library.models.family import split_plan
 from library.models.registry import family_class
 from library.nn.checkpointing import ActivationCheckpointing, HostOffload
-from library.precision.recipe import Fp8Recipe, quantize_model
+from library.precision.files.fp8 import Fp8Scheme
+from library.precision.recipe import Recipe, quantize_model
 from library.training.memory.block_swap import swap_blocks
 from library.training.parallel.device_map import place_blocks
 from library.training.parallel.parallelize import parallelize
@@ -353,9 +354,9 @@ def _tandem(case: GpuCase, transformer: Any, device: torch.device, tiny: bool) -
     family = family_class(case.family)
     family.optimise_forward(transformer)
     if case.base == "fp8 dequant":
-        quantize_model(transformer, Fp8Recipe("block64"), compute="dequant")
+        quantize_model(transformer, Recipe(Fp8Scheme("block64")), compute="dequant")
     elif case.base == "fp8 scaled_mm":
-        quantize_model(transformer, Fp8Recipe("row"), compute="scaled_mm", fp8_input_gradient=True)
+        quantize_model(transformer, Recipe(Fp8Scheme("row")), compute="quantised", fp8_input_gradient=True)
     if case.swapped:
         transformer.to("cpu")  # random numbers are made faster on the GPU, but a swapped model comes from the host
     trained = tandem_network(case.family, transformer).parameters()

@@ -73,7 +73,7 @@ def flux_loader(case: str, folder: Path) -> Callable[[], nn.Module]:
     from library.models.files import file_arguments
     from library.models.flux.files import FILES
     from library.models.weights import identity_map, load_into, read_config
-    from library.precision.checkpoint_layouts import WeightFiles
+    from library.precision.checkpoint import WeightFiles
 
     dtype = torch.float32 if case.endswith("to fp32") else torch.bfloat16
     single, parts = folder / "flux1.safetensors", folder / "transformer"
@@ -172,7 +172,8 @@ def llm_loader(case: str, folder: Path) -> Callable[[], nn.Module]:
     """Return the function that a case measures; everything it imports is imported already."""
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
-    from library.precision.recipe import Fp8Loader, Fp8Recipe
+    from library.precision.files.fp8 import Fp8Scheme
+    from library.precision.recipe import Recipe, WeightLoader
 
     one, file, dtype = folder / "one", folder / "one/model.safetensors", torch.bfloat16
     config = AutoConfig.from_pretrained(one)
@@ -205,7 +206,7 @@ def llm_loader(case: str, folder: Path) -> Callable[[], nn.Module]:
         model.load_state_dict(load_file(file), assign=True)
         return model
 
-    fp8 = Fp8Loader(recipe=Fp8Recipe(granularity="row"), compute="dequant")
+    fp8 = WeightLoader(recipe=Recipe(Fp8Scheme("row")), compute="dequant")
     return {
         "tandem": lambda: load_lm(one, dtype),
         "tandem sharded": lambda: load_lm(folder / "shards", dtype),

@@ -46,8 +46,8 @@ from bench.families import (
 from bench.measure import Case, Table, benchmark_parser, finish, measure
 from library.errors import UserError, exit_on_user_error
 from library.models.registry import family_class
-from library.precision.fp8_linear import make_cpu_kernels
-from library.precision.recipe import Fp8Recipe, quantize_model
+from library.precision.linear import make_cpu_kernels
+from library.precision.recipe import Recipe, quantize_model
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
 
@@ -70,7 +70,7 @@ def build_step(
     if trainer == "tandem":
         family_class(family_name).optimise_forward(transformer)
         if name == "fp8":  # as training on a CPU does, computing in bf16
-            quantize_model(transformer, Fp8Recipe(granularity or "block64"))  # type: ignore[arg-type]
+            quantize_model(transformer, Recipe(granularity or "block64"))  # type: ignore[arg-type]
             make_cpu_kernels(transformer, torch.bfloat16)
         trained = tandem_network(family_name, transformer, rank).parameters()
     else:

@@ -25,7 +25,7 @@ import dev.precision_numbers as numbers
 from dev.precision_numbers import heavy_tailed_weight
 from library.errors import exit_on_user_error
 from library.files import atomic_path
-from library.precision.quantize import E4M3FN
+from library.precision.fp8_numbers import E4M3FN
 
 ROOT = Path(__file__).resolve().parent.parent
 COLOURS = {"fp32": "#222222", "bf16": "#1f77b4", "e4m3fn": "#d62728", "e5m2": "#ff9f1c"}

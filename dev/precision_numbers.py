@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from library.precision.fake_quantize import ActivationRounding, round_activations
+from library.precision.files.fp8 import Fp8Scheme, Fp8Weight
+from library.precision.fp8_numbers import E4M3FN, FORMATS, dequantize, round_to_nearest
 from library.precision.names import Granularity
-from library.precision.parity.compensated import merge_into_fp8
+from library.precision.parity.compensated import merge_into
 from library.precision.parity.layer_errors import moment_energy, saturated, update_retention
-from library.precision.quantize import E4M3FN, FORMATS, Quantized, dequantize, quantize, round_to_nearest
 
 SIZE = 512
 RANK = 16
@@ -108,7 +109,7 @@ def weight_errors(stds: Sequence[float], granularities: Sequence[Granularity]) -
     for std in stds:
         weight = heavy_tailed_weight(std)
         for name in granularities:
-            error = quantize(weight, name).dequantize(torch.float32) - weight
+            error = Fp8Scheme(name).quantize(weight).dequantize(torch.float32) - weight
             lines[name].append(float(error.norm() / weight.norm()))
     return lines
 
@@ -124,13 +125,17 @@ def cast_shares(stds: Sequence[float]) -> Lines:
     return lines
 
 
-def merged(base: Quantized, update: Tensor, granularity: Granularity, how: Rounding, moment: Tensor) -> Tensor:
+def merged(base: Fp8Weight, update: Tensor, granularity: Granularity, how: Rounding, moment: Tensor) -> Tensor:
     """Return ``base`` plus ``update`` rounded into its own kind of fp8, as numbers."""
     if how == "compensated":
-        return merge_into_fp8(base, update, moment, granularity).dequantize(torch.float32)
+        return merge_into(base, update, moment, Fp8Scheme(granularity)).dequantize(torch.float32)
     random = torch.Generator().manual_seed(4) if how == "stochastic" else None
     total = base.dequantize(torch.float32) + update
-    return quantize(total, granularity, stochastic=how == "stochastic", generator=random).dequantize(torch.float32)
+    return (
+        Fp8Scheme(granularity)
+        .quantize(total, stochastic=how == "stochastic", generator=random)
+        .dequantize(torch.float32)
+    )
 
 
 def merges(stds: Sequence[float]) -> dict[str, Lines]:
@@ -146,7 +151,7 @@ def merges(stds: Sequence[float]) -> dict[str, Lines]:
     for std in stds:
         weight = heavy_tailed_weight(std)
         for name, (granularity, how) in MERGES.items():
-            base = quantize(weight, granularity)
+            base = Fp8Scheme(granularity).quantize(weight)
             served = base.dequantize(torch.float32)
             update = update_without_direction(served)
             found = update_retention(merged(base, update, granularity, how, moment), served, update)
@@ -168,7 +173,7 @@ def saturation(shares: Sequence[float]) -> Lines:
         share of entries that the old ones clamp (``clamped``).
     """
     result: Lines = {"old_scale": [], "new_scale": [], "clamped": []}
-    base = quantize(heavy_tailed_weight(0.02), "block64")
+    base = Fp8Scheme("block64").quantize(heavy_tailed_weight(0.02))
     served = base.dequantize(torch.float32)
     moment = input_moment()
     for share in shares:
@@ -176,7 +181,7 @@ def saturation(shares: Sequence[float]) -> Lines:
         assert base.scale is not None
         old = _with_scale(wanted, base.scale)
         result["old_scale"].append(float((old - wanted).norm() / wanted.norm()))
-        fresh = quantize(wanted, "block64").dequantize(torch.float32)
+        fresh = Fp8Scheme("block64").quantize(wanted).dequantize(torch.float32)
         result["new_scale"].append(float((fresh - wanted).norm() / wanted.norm()))
         result["clamped"].append(saturated(wanted, base))
     return result

@@ -20,7 +20,7 @@ from library.data.images import decode, read_size
 from library.errors import UserError
 from library.files import write_text, written_path
 from library.models.llm.sources import _outline
-from library.precision.checkpoint_layouts import WeightFiles
+from library.precision.checkpoint import WeightFiles
 from library.safetensors_io import read_safetensors_header, shard_names
 
 

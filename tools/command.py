@@ -263,11 +263,11 @@ def add_language_model(group: Any) -> None:
 def load_language_model(folder: str | Path, dtype: str | None, fp8_scaled: bool) -> TransformerLM:
     """Return the model on the device there is; fp32 on a CPU and bf16 on a GPU unless ``dtype`` says otherwise."""
     from library.models.llm.files import load_lm, open_lm
-    from library.training.tasks.lora_plan import plan_fp8
+    from library.training.tasks.lora_plan import plan_base
 
     device, computing = device_and_dtype("no" if dtype == "fp32" else dtype)
     layout = open_lm(Path(folder).expanduser())[1].fp8
-    fp8 = plan_fp8(PrecisionConfig(fp8_scaled=True) if fp8_scaled else PrecisionConfig(), layout, 0, device)
+    fp8 = plan_base(PrecisionConfig(fp8_scaled=True) if fp8_scaled else PrecisionConfig(), layout, 0, device)
     return load_lm(folder, computing, device, fp8=fp8)
 
 

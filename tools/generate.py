@@ -158,7 +158,7 @@ def image(options: argparse.Namespace) -> list[Path]:
     from library.models.family import model_family
     from library.training.sampling.generate import generate_images
     from library.training.sampling.images import save_image
-    from library.training.tasks.lora_plan import plan_fp8
+    from library.training.tasks.lora_plan import plan_base
 
     config = model_config(options, options.model, "t5xxl_max_token_length", "zero_cond_t")
     for problem in model_conflicts(config):
@@ -177,7 +177,7 @@ def image(options: argparse.Namespace) -> list[Path]:
     if options.fp8_granularity and not options.fp8_scaled:
         raise UserError("--fp8_granularity: has no effect without --fp8_scaled; remove it")
     chosen = {key: value for key in _FP8_FLAGS if (value := getattr(options, key))}
-    fp8 = plan_fp8(PrecisionConfig(**chosen), family.fp8_layout(), 0, device)
+    fp8 = plan_base(PrecisionConfig(**chosen), family.quantized_file(), 0, device)
     sizing = ControlSizing(_both(options.control_resolution), options.no_resize_control)
     record = {"model": options.model, "loras": " ".join(options.lora)}
     written: list[Path] = []

@@ -63,7 +63,7 @@ from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
 from library.models.inspection import Component, ModuleGroup, WeightSet, components, is_known, is_lora, weight_sets
-from library.precision.checkpoint_layouts import WeightFiles
+from library.precision.checkpoint import WeightFiles
 from library.training.report.plots import STYLE, as_written
 from networks.files.inspection import LoraLayer, LoraReport, inspect_lora
 
@@ -101,7 +101,7 @@ def _find(weights: WeightSet) -> Finding:
     if is_lora(weights.tensors):
         return Finding(weights, None, lora=inspect_lora(weights.files[0]))
     try:
-        layout = WeightFiles(weights.files[0], weights.files).fp8
+        layout = WeightFiles(weights.files[0], weights.files).quantized
         fp8 = layout.describe().removeprefix(f"{weights.files[0]}: ") if layout else None
     except UserError as error:  # a quantisation that Tandem does not read is still shown
         fp8 = str(error).removeprefix(f"{weights.files[0]}: ")

@@ -124,12 +124,11 @@ def merge_into_model(options: argparse.Namespace, targets: LoraTargets) -> str:
 def goes_into_fp8(options: argparse.Namespace) -> bool:
     """Return whether the result is in fp8; refuse flags for fp8 where it is not."""
     from networks.files.base import open_base
-    from networks.merging.merge_fp8 import recipe_of_base
 
     precision = options.save_precision
     if options.model is None and precision in FP8_PRECISIONS:
         raise UserError(f"--save_precision {precision}: a LoRA in fp8 is mostly zeros and is never written; use bf16")
-    if precision in FP8_PRECISIONS or (options.model and recipe_of_base(open_base(options.model, fp8=True))):
+    if precision in FP8_PRECISIONS or (options.model and open_base(options.model, fp8=True).weights.quantized):
         return True
     _refuse(options, _OF_FP8, "has no effect here; give a --save_precision of fp8, or remove it")
     return False

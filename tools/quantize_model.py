@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -25,7 +24,7 @@ from library.config.schema import PrecisionConfig
 from library.console import Console
 from library.errors import UserError, exit_on_user_error
 from library.models.hub import find_model
-from library.precision.names import FORMAT_NAMES, GRANULARITIES, LayoutKind
+from library.precision.names import FORMAT_NAMES, GRANULARITIES, WRITTEN_LAYOUTS
 from tools.command import (
     add_calibration,
     answer_early,
@@ -50,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--save_to", required=True, type=Path, help="a .safetensors file, or a folder if --model is one"
     )
-    parser.add_argument("--layout", choices=get_args(LayoutKind), default="comfy_scaled")
+    parser.add_argument("--layout", choices=list(WRITTEN_LAYOUTS), default="comfy_scaled")
     parser.add_argument("--granularity", choices=GRANULARITIES, help="scales; default: the layout's usual ones")
     parser.add_argument("--format", choices=FORMAT_NAMES, default="e4m3fn")
     parser.add_argument(
@@ -79,12 +78,13 @@ def parser() -> argparse.ArgumentParser:
 
 answer_early(__name__, lambda: parser().parse_args())
 
-from library.precision.checkpoint_writing import WrittenFp8, default_granularity
-from library.precision.quantize import format_named
-from library.precision.recipe import Fp8Recipe
+from library.precision.files.registry import scheme_named
+from library.precision.fp8_numbers import format_named
+from library.precision.recipe import Recipe
+from library.precision.writing import Written
 
 
-def quantize(options: argparse.Namespace, console: Console) -> WrittenFp8:
+def quantize(options: argparse.Namespace, console: Console) -> Written:
     """Write the fp8 model that ``options`` ask for."""
     from library.fidelity.quantize import quantize_checkpoint
 
@@ -97,9 +97,8 @@ def quantize(options: argparse.Namespace, console: Console) -> WrittenFp8:
         raise UserError("--compensated and --rounding stochastic are two ways of rounding; choose one")
     if options.budget_mb is not None and options.budget_mb <= 0:
         raise UserError(f"--budget_mb {options.budget_mb:g}: must be more than 0")
-    recipe = Fp8Recipe(
-        granularity=options.granularity or default_granularity(options.layout),
-        fp8=format_named(options.format),
+    recipe = Recipe(
+        scheme_named(options.granularity or WRITTEN_LAYOUTS[options.layout], format_named(options.format)),
         exclude=tuple(kind.strip() for kind in options.exclude.split(",") if kind.strip()),
         exclude_patterns=tuple(options.exclude_pattern),
         stochastic=options.rounding == "stochastic",

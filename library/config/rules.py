@@ -326,7 +326,7 @@ def _has_its_own_rate(key: str) -> Rule:
 
 
 def _multiplied_in_fp8(s: Settings) -> bool:
-    return s.fp8_compute == "scaled_mm" or s.fp8_input_gradient
+    return s.quantised_compute == "quantised" or s.fp8_input_gradient
 
 
 def _warms_up_to_the_end(s: Settings) -> bool:
@@ -399,21 +399,21 @@ _LORA = (
         "casts without scales, fp8_scaled quantises with scales; keep one of them",
     ),
     Rule(
-        ("fp8_activations", "fp8_compute", "fp8_input_gradient"),
+        ("fp8_activations", "quantised_compute", "fp8_input_gradient"),
         lambda s: s.fp8_activations != "none" and _multiplied_in_fp8(s),
-        "products in fp8 round them already; remove fp8_compute and fp8_input_gradient",
+        "products in fp8 round them already; remove quantised_compute and fp8_input_gradient",
     ),
     Rule(
-        ("fp8_granularity", "fp8_compute", "fp8_input_gradient"),
+        ("fp8_granularity", "quantised_compute", "fp8_input_gradient"),
         lambda s: _multiplied_in_fp8(s) and s.fp8_scaled and s.fp8_granularity.startswith("block"),
-        'block scales cannot be multiplied in fp8, as fp8_compute = "scaled_mm" and fp8_input_gradient do; set "row" '
-        'or "tensor"',
+        'block scales cannot be multiplied in fp8, as quantised_compute = "quantised" and fp8_input_gradient do; set '
+        '"row" or "tensor"',
     ),
     Rule(
-        ("fp8_format", "fp8_compute", "fp8_input_gradient"),
+        ("fp8_format", "quantised_compute", "fp8_input_gradient"),
         lambda s: _multiplied_in_fp8(s) and (s.fp8_base or s.fp8_scaled) and s.fp8_format != "e4m3fn",
-        '{fp8_format} weights cannot be multiplied in fp8, as fp8_compute = "scaled_mm" and fp8_input_gradient do; set '
-        '"e4m3fn"',
+        '{fp8_format} weights cannot be multiplied in fp8, as quantised_compute = "quantised" and '
+        'fp8_input_gradient do; set "e4m3fn"',
     ),
 )
 

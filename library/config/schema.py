@@ -145,12 +145,13 @@ class PrecisionConfig(Section):
     fp8_rounding: Annotated[Literal["nearest", "stochastic"], MUST_MATCH, _QUANTISED] = Field(
         "nearest", description="how weights are rounded to fp8; stochastic follows seed"
     )
-    fp8_compute: Literal["auto", "dequant", "scaled_mm"] = Field(
+    quantised_compute: Literal["auto", "dequant", "quantised"] = Field(
         "auto",
-        description="products with fp8 weights: dequantised to the compute dtype; in fp8, which rounds activations too "
-        "(Ada, Hopper or newer; one scale a tensor or row); auto takes fp8 products where GPU and weight allow",
+        description="products with quantised weights: dequantised to the compute dtype; as they are stored, which "
+        "rounds activations too (fp8 on Ada, Hopper or newer with one scale a tensor or row; int8 on Turing or newer); "
+        "auto takes these where GPU and weight allow",
     )
-    fp8_input_gradient: Annotated[bool, OnlyWith(fp8_compute=("auto", "scaled_mm"))] = Field(
+    fp8_input_gradient: Annotated[bool, OnlyWith(quantised_compute=("auto", "quantised"))] = Field(
         False, description="fp8 products for the input gradient too, not only in forward"
     )
     fp8_activations: Literal["none", "row", "tensor", "unit"] = Field(

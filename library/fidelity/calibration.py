@@ -24,7 +24,7 @@ from library.errors import UserError, counted
 from library.models.family import Family, model_family
 from library.precision.fake_quantize import round_timesteps
 from library.precision.parity.activations import Forward, LayerInputs, collect_inputs
-from library.precision.recipe import Fp8Loader, Fp8Recipe
+from library.precision.recipe import Recipe, WeightLoader
 from library.randomness import generator
 from library.training.flow import add_noise, noise_for
 from library.training.report.progress import counting
@@ -118,9 +118,9 @@ class Calibration:
     sources: Sequence[ItemSource]
     data: TrainingData
 
-    def load_fp8(self, recipe: Fp8Recipe | None) -> nn.Module:
+    def load_fp8(self, recipe: Recipe | None) -> nn.Module:
         """Load the transformer, in fp8 by ``recipe`` or as its file has it."""
-        fp8 = Fp8Loader(recipe, compute="dequant")
+        fp8 = WeightLoader(recipe, compute="dequant")
         return self.family.load_transformer(self.plan.dtype, self.plan.device, fp8=fp8)
 
     def forwards(self, transformer: nn.Module, batches: Sequence[Batch]) -> list[Forward]:

@@ -24,7 +24,7 @@ from library.conditions import ConditionKind
 from library.data.cache import Pixels
 from library.data.images import blanked
 from library.fidelity.serving import LowDtype, Variant
-from library.precision.quantize import E4M3FN, round_to_nearest
+from library.precision.fp8_numbers import E4M3FN, round_to_nearest
 from library.randomness import generator
 
 Window = tuple[int, int, int, int]  # top, left, height, width

@@ -22,11 +22,12 @@ from library.errors import UserError
 from library.models.family import Family, with_transformer
 from library.models.layer_names import LoraTargets
 from library.models.registry import family_class
-from library.precision.checkpoint_layouts import WeightFiles
-from library.precision.fp8_linear import Fp8Linear
+from library.precision.checkpoint import WeightFiles
+from library.precision.files.fp8 import Fp8Scheme
+from library.precision.fp8_numbers import E4M3FN, format_named
+from library.precision.linear import QuantizedLinear
 from library.precision.names import GRANULARITIES
-from library.precision.quantize import E4M3FN, describe_scales, format_named
-from library.precision.recipe import Fp8Loader, Fp8Recipe
+from library.precision.recipe import Recipe, WeightLoader
 from library.safetensors_io import weight_files
 from library.training.tasks.lora_plan import describe_base
 
@@ -61,7 +62,7 @@ class DeployedWeights:
 
     name: str
     path: Path | None
-    recipe: Fp8Recipe | None
+    recipe: Recipe | None
     merged: bool = False
 
     def describe(self) -> str:
@@ -83,15 +84,14 @@ class DeployedWeights:
         Where nothing says which layers are multiplied in low precision, as in a dequantised file, all are but
         embedders and the last.
         """
-        fp8 = Fp8Loader(self.recipe, "dequant")
+        fp8 = WeightLoader(self.recipe, "dequant")
         module = family.load_transformer(dtype, device, fp8=fp8)
-        made = {name: layer for name, layer in module.named_modules() if isinstance(layer, Fp8Linear)}
+        made = {name: layer for name, layer in module.named_modules() if isinstance(layer, QuantizedLinear)}
         linears = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
-        kinds = Counter((each.quantized().fp8.name, each.quantized().granularity) for each in made.values())
-        (name, granularity), _ = kinds.most_common(1)[0] if kinds else (("", "cast"), 0)
-        main = f"{name}, {describe_scales(granularity)}" if kinds else str(self.stored or dtype).removeprefix("torch.")
-        quantised = tuple(made) or tuple(layer for layer in linears if Fp8Recipe().excluded_as(layer) is None)
-        return LoadedWeights(module, quantised, main, describe_base(family.fp8_layout(), fp8, dtype))
+        kinds = Counter(each.quantized().scheme.describe() for each in made.values())
+        main = kinds.most_common(1)[0][0] if kinds else str(self.stored or dtype).removeprefix("torch.")
+        quantised = tuple(made) or tuple(layer for layer in linears if Recipe().excluded_as(layer) is None)
+        return LoadedWeights(module, quantised, main, describe_base(family.quantized_file(), fp8, dtype))
 
     @property
     def _weights(self) -> Path | None:
@@ -143,5 +143,7 @@ def parse_deployment(text: str, merged: bool = False) -> DeployedWeights:
         raise UserError(f"--deploy {text}: no such file or folder, and none of {known}; check the path")
     if merged:
         raise UserError(f"--deploy_merged: {text} is a recipe for the base; name the merged file, or use --deploy_lora")
-    keep = Fp8Recipe().exclude if plain == text else ()
-    return DeployedWeights(text, None, Fp8Recipe(granularity, format_named(fp8) if fp8 else E4M3FN, keep), merged)
+    keep = Recipe().exclude if plain == text else ()
+    return DeployedWeights(
+        text, None, Recipe(Fp8Scheme(granularity, format_named(fp8) if fp8 else E4M3FN), keep), merged
+    )

@@ -45,10 +45,11 @@ from library.fidelity.quantize import quantize_checkpoint
 from library.fidelity.refit import refit_lora
 from library.fidelity.runs import EvalSet, Outcome, run_variant
 from library.fidelity.serving import REFERENCE, Models, Variant
-from library.precision.fp8_linear import Fp8Linear
+from library.precision.files.fp8 import Fp8Scheme
+from library.precision.fp8_numbers import E4M3FN
+from library.precision.linear import QuantizedLinear
 from library.precision.names import LayoutKind
-from library.precision.quantize import E4M3FN
-from library.precision.recipe import Fp8Recipe
+from library.precision.recipe import Recipe
 from library.training.report.progress import plain_table
 from networks.files.adapters import load_lora
 
@@ -218,28 +219,30 @@ class FixBuilder:
         """
         models = self.models
         deployed = models.base(deployed=True)
-        fp8 = {name: layer.quantized() for name, layer in deployed.named_modules() if isinstance(layer, Fp8Linear)}
-        high = [name for name, m in deployed.named_modules() if isinstance(m, nn.Linear) and name not in fp8]
-        if not fp8:
-            raise UserError("nothing of the deployed model is in fp8, so there is nothing to round anew")
-        size = sum(weight.values.numel() for weight in fp8.values())
-        commonest = Counter(weight.granularity for weight in fp8.values()).most_common(1)[0][0]
-        granularity = "tensor" if commonest == "cast" else commonest  # a file without scales gets some
-        layout = models.deployed_family.fp8_layout() if models.deployed.path else None
-        usual: LayoutKind = "comfy_scaled" if granularity == "tensor" else "musubi"
-        kind = layout.kind if layout and layout.kind != "plain" else usual
-        # ComfyUI reads its scaled layout as e4m3fn; with scales nothing needs the range of e5m2
-        number_format = E4M3FN if kind == "comfy_scaled" else next(iter(fp8.values())).fp8
+        stored = {n: m.quantized() for n, m in deployed.named_modules() if isinstance(m, QuantizedLinear)}
+        high = [name for name, m in deployed.named_modules() if isinstance(m, nn.Linear) and name not in stored]
+        if not stored:
+            raise UserError("nothing of the deployed model is quantised, so there is nothing to round anew")
+        size = sum(weight.values.nbytes for weight in stored.values())
+        scheme = Counter(weight.scheme for weight in stored.values()).most_common(1)[0][0]
+        if isinstance(scheme, Fp8Scheme) and scheme.granularity == "cast":  # a file without scales gets some
+            scheme = replace(scheme, granularity="tensor")
+        file = models.deployed_family.quantized_file() if models.deployed.path else None
+        layout: LayoutKind = "comfy_scaled" if scheme.name == "tensor" else "musubi"
+        if file is not None and file.layout != "plain":
+            layout = file.layout
+        if layout == "comfy_scaled" and isinstance(scheme, Fp8Scheme):
+            scheme = replace(scheme, fp8=E4M3FN)  # ComfyUI reads it so; with scales nothing needs the range of e5m2
         patterns = (f"^({'|'.join(map(re.escape, high))})$",) if high else ()
-        recipe = Fp8Recipe(granularity, number_format, (), patterns, seed=self.options.calibration.seed)
+        recipe = Recipe(scheme, (), patterns, seed=self.options.calibration.seed)
         base = Path(models.config.pretrained_model_name_or_path)
         name = f"rebuilt_{kept_share:.0%}_larger".replace("%", "") if kept_share else "rebuilt"
         target = self.options.folder / (name if base.expanduser().is_dir() else f"{name}.safetensors")
-        del deployed, fp8
+        del deployed, stored
         budget = kept_share * size / 2**20 if kept_share else None
         plan = models.plan(self.options.calibration)
         quantize_checkpoint(
-            base, target, kind, recipe, Console(quiet=True), plan=plan, compensated=True, budget_mb=budget
+            base, target, layout, recipe, Console(quiet=True), plan=plan, compensated=True, budget_mb=budget
         )
         return replace(models, deployed=DeployedWeights(target.name, target, None))
 
@@ -298,7 +301,9 @@ def _deployed_base(models: Models) -> dict[str, Any]:
     values["model_type"] = models.family.name
     if recipe is None:
         return values
-    values |= {"fp8_format": recipe.fp8.name, "fp8_exclude": list(recipe.exclude)}
-    if recipe.granularity == "cast":
+    scheme = recipe.scheme
+    assert isinstance(scheme, Fp8Scheme)
+    values |= {"fp8_format": scheme.fp8.name, "fp8_exclude": list(recipe.exclude)}
+    if scheme.granularity == "cast":
         return values | {"fp8_base": True}
-    return values | {"fp8_scaled": True, "fp8_granularity": recipe.granularity}
+    return values | {"fp8_scaled": True, "fp8_granularity": scheme.granularity}

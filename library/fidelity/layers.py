@@ -20,7 +20,7 @@ from library.fidelity.calibration import Calibration
 from library.fidelity.runs import EvalSet
 from library.fidelity.serving import numbers, rounded
 from library.fidelity.tensors import TensorRow
-from library.precision.fp8_linear import Fp8Linear
+from library.precision.linear import QuantizedLinear
 from library.precision.parity.activations import LayerInputs, watched
 from library.precision.parity.layer_errors import FLAGGED, relative_output_error, update_retention
 from library.precision.parity.seam import regions
@@ -129,7 +129,7 @@ def layer_row(
     delta = None if update is None else update.delta().to(reference.device)
     inside = delta is not None and merged != "no"
     target = reference + delta if delta is not None and inside else reference  # what is served should be this
-    quantized = deployed.quantized() if isinstance(deployed, Fp8Linear) else None
+    quantized = deployed.quantized() if isinstance(deployed, QuantizedLinear) else None
     weight = numbers(deployed)
     base, own = (rounded(quantized, reference), target) if merged == "in the file" else (weight, reference)
     retained = update_retention(numbers(served), base, delta) if delta is not None and inside else None
@@ -238,7 +238,6 @@ def _token_regions(mask: Tensor) -> dict[str, Tensor]:
 
 
 def _kind(layer: Any) -> str:
-    if not isinstance(layer, Fp8Linear):
+    if not isinstance(layer, QuantizedLinear):
         return str(layer.weight.dtype).removeprefix("torch.")
-    quantized = layer.quantized()
-    return f"{quantized.fp8.name} {quantized.granularity}"
+    return layer.quantized().scheme.describe()

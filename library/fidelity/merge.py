@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Literal
 
+import torch
 from rich.table import Table
 
 from library.console import Console
@@ -21,10 +22,11 @@ from library.errors import UserError, counted, names_in_short
 from library.fidelity.calibration import CalibrationPlan
 from library.files import weights_fingerprint
 from library.models.layer_names import LoraTargets
-from library.precision.checkpoint_writing import write_fp8_checkpoint
+from library.precision.files.registry import scheme_named
 from library.precision.names import FP8_PRECISIONS, LayoutKind
 from library.precision.parity.layer_errors import FLAGGED, UpdateRetention
-from library.precision.recipe import Fp8Recipe
+from library.precision.recipe import Recipe
+from library.precision.writing import write_quantized
 from library.training.report.progress import plain_table
 from networks.files.adapters import AdapterFile, save_adapter
 from networks.files.base import Base, check_target, folder_copy, open_base
@@ -32,7 +34,7 @@ from networks.files.weights import AdapterWeights, LoraWeights
 from networks.injection import attach_lora
 from networks.merging.low_rank import combine_loras
 from networks.merging.merge import LoraSource, base_notes, partial_notes, plan_updates, read_sources
-from networks.merging.merge_fp8 import Fp8Merge, recipe_of_base, rounding_retention
+from networks.merging.merge_fp8 import Fp8Merge, rounding_retention
 
 Rounding = Literal["nearest", "stochastic", "compensated"]
 
@@ -79,7 +81,7 @@ def merge_to_fp8(
     """
     base = open_base(model, fp8=True)
     kind, recipe = _what_is_written(base, precision, rounding, seed)
-    check_target(base, save_to, recipe.fp8.dtype)
+    check_target(base, save_to, torch.float8_e4m3fn)
     files, fits = read_sources(sources, targets, allow_partial, dora_norm)
     for note in base_notes(base.weights_path, files):
         console.print(f"note: {note}")
@@ -127,20 +129,18 @@ def retention_table(title: str, found: Mapping[str, UpdateRetention], shown: int
     return table
 
 
-def _what_is_written(base: Base, precision: str | None, rounding: Rounding, seed: int) -> tuple[LayoutKind, Fp8Recipe]:
-    own = recipe_of_base(base)
+def _what_is_written(base: Base, precision: str | None, rounding: Rounding, seed: int) -> tuple[LayoutKind, Recipe]:
     stochastic = rounding == "stochastic"
-    if own is None:
+    if base.weights.quantized is None:
         assert precision is not None
-        kind, granularity = FP8_PRECISIONS[precision]
-        return kind, Fp8Recipe(granularity, stochastic=stochastic, seed=seed)
-    kind, recipe = own
+        layout, scheme = FP8_PRECISIONS[precision]
+        return layout, Recipe(scheme_named(scheme), stochastic=stochastic, seed=seed)
     if precision not in (None, "fp8"):
         raise UserError(
-            f"--save_precision {precision}: {base.path} is in fp8 and stays as it is; remove it, or "
+            f"--save_precision {precision}: {base.path} is quantised and stays as it is; remove it, or "
             "merge into the bf16 model"
         )
-    return kind, Fp8Recipe(recipe.granularity, recipe.fp8, exclude=(), stochastic=stochastic, seed=seed)
+    return base.weights.quantized.layout, Recipe(exclude=(), stochastic=stochastic, seed=seed)
 
 
 def _of_transformer(
@@ -210,7 +210,7 @@ def _write(merge: Fp8Merge, save_to: Path, sources: Sequence[LoraSource], consol
         for index in folder.glob("*.safetensors.index.json") if base.folder is not None else ():
             index.unlink()  # the shards become one file
         target = save_to if base.folder is None else folder / "diffusion_pytorch_model.safetensors"
-        written = write_fp8_checkpoint(
+        written = write_quantized(
             base.weights, target, merge.kind, merge.recipe, merge=merge, metadata={"tandem.merged_loras": merged}
         )
     console.print(f"{save_to}: {counted(len(merge.updates), 'tensor')} changed; {written.quantized} in fp8")

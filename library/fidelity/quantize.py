@@ -24,11 +24,11 @@ from library.console import Console
 from library.errors import UserError, counted
 from library.fidelity.calibration import IMAGES, CalibrationPlan
 from library.files import atomic_path, read_json
-from library.precision.checkpoint_layouts import WeightFiles
-from library.precision.checkpoint_writing import WrittenFp8, write_fp8_checkpoint
+from library.precision.checkpoint import WeightFiles
 from library.precision.names import LayoutKind
 from library.precision.parity.layer_errors import Candidate, choose_kept, measure_contributions
-from library.precision.recipe import Fp8Recipe
+from library.precision.recipe import Recipe
+from library.precision.writing import Written, write_quantized
 from library.safetensors_io import weight_files
 from library.training.report.progress import plain_table
 from networks.files.base import open_base
@@ -41,14 +41,14 @@ def quantize_checkpoint(
     model: Path,
     save_to: Path,
     kind: LayoutKind,
-    recipe: Fp8Recipe,
+    recipe: Recipe,
     console: Console,
     *,
     plan: CalibrationPlan | None = None,
     compensated: bool = False,
     budget_mb: float | None = None,
     fp8_matmul: bool = False,
-) -> WrittenFp8:
+) -> Written:
     """Write ``model`` in fp8.
 
     Args:
@@ -74,17 +74,17 @@ def quantize_checkpoint(
         target = _file_in_folder(model, target)
     if target.resolve() in {file.resolve() for file in weight_files(model)}:
         raise UserError(f"--save_to {target}: is the model itself; choose another place")
-    rounding: AbstractContextManager[tuple[Fp8Merge | None, Fp8Recipe]] = nullcontext((None, recipe))
+    rounding: AbstractContextManager[tuple[Fp8Merge | None, Recipe]] = nullcontext((None, recipe))
     if plan:
         rounding = _calibrated(given, save_to, kind, recipe, plan, compensated, budget_mb, console)
     with rounding as (rounded, recipe), Progress(transient=True) as progress:
         task = progress.add_task("quantising", total=None)
-        written = write_fp8_checkpoint(
+        written = write_quantized(
             WeightFiles(given, weight_files(model)),
             target,
             kind,
             recipe,
-            fp8_matmul=fp8_matmul,
+            low_precision_products=fp8_matmul,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
             merge=rounded,
         )
@@ -109,12 +109,12 @@ def _calibrated(
     model: Path,
     save_to: Path,
     kind: LayoutKind,
-    recipe: Fp8Recipe,
+    recipe: Recipe,
     plan: CalibrationPlan,
     compensated: bool,
     budget_mb: float | None,
     console: Console,
-) -> Iterator[tuple[Fp8Merge | None, Fp8Recipe]]:
+) -> Iterator[tuple[Fp8Merge | None, Recipe]]:
     """Yield weights that are rounded already, if any, and the recipe with the layers that are worth keeping."""
     calibration = plan.prepare(console)
     transformer = calibration.load_fp8(recipe)

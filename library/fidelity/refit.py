@@ -20,7 +20,7 @@ from library.errors import UserError, counted, names_in_short
 from library.fidelity.calibration import CalibrationOptions
 from library.fidelity.serving import Models, base_layer, numbers
 from library.models.layer_names import LoraTargets
-from library.precision.checkpoint_layouts import WeightFiles
+from library.precision.checkpoint import WeightFiles
 from library.training.report.progress import plain_table
 from networks.files.adapters import PRECISIONS, LoraFile, load_lora, save_derived_lora, widest_precision
 from networks.files.base import BaseModule, find_modules, open_base
@@ -131,7 +131,7 @@ def _reference(models: Models) -> tuple[WeightFiles, dict[str, BaseModule]]:
         UserError: it is in fp8.
     """
     path = models.config.pretrained_model_name_or_path
-    if models.family.fp8_layout() is not None:
+    if models.family.quantized_file() is not None:
         raise UserError(f"--model {path}: is in fp8; give the bf16 model that the LoRA was trained on")
     base = open_base(Path(path).expanduser(), "--model").weights
     return base, find_modules(base, models.targets.keys, models.targets.family)
@@ -144,7 +144,9 @@ def _in_fp8(models: Models, names: Sequence[str]) -> list[str]:
         return [name for name in names if deployed.recipe and deployed.recipe.excluded_as(name) is None]
     weights = open_base(deployed.path, "--deploy", fp8=True).weights
     places = find_modules(weights, targets.keys, targets.family)
-    return [name for name in names if weights.fp8 is not None and places[name].tensor in weights.fp8.dtypes]
+    return [
+        name for name in names if weights.quantized is not None and places[name].tensor in weights.quantized.weights
+    ]
 
 
 def _units(lora: Mapping[str, LoraWeights], extra: Sequence[str], targets: LoraTargets) -> list[list[str]]:

@@ -29,16 +29,18 @@ from library.models.blocks import AttentionProcessor
 from library.models.family import Family, model_family
 from library.models.vae import ImageEncoder
 from library.nn.rope import MultiAxisRope
-from library.precision.checkpoint_layouts import WeightFiles
+from library.precision.checkpoint import WeightFiles
 from library.precision.fake_quantize import (
     ActivationRounding,
     fake_quantize_inputs,
     round_heads,
     rounded_positions,
 )
-from library.precision.fp8_linear import Fp8Linear
-from library.precision.quantize import E4M3FN, Quantized, quantize, round_to_nearest
-from library.precision.recipe import Fp8Recipe
+from library.precision.files.base import QuantizedWeight
+from library.precision.files.fp8 import Fp8Scheme
+from library.precision.fp8_numbers import E4M3FN, round_to_nearest
+from library.precision.linear import QuantizedLinear
+from library.precision.recipe import Recipe
 from library.randomness import derive_seed
 from library.training.sampling.generate import encode_with_loras
 from networks.files.weights import LoraWeights
@@ -292,13 +294,12 @@ class Models:
             layer: Any = model.get_submodule(name)
             source: Any = high.get_submodule(name)
             weight = numbers(source) + variant.strength * update.delta().to(numbers(source).device)
-            if not isinstance(layer, Fp8Linear):
+            if not isinstance(layer, QuantizedLinear):
                 layer.weight.data.copy_(weight.to(self.deployed.stored or weight.dtype))
                 continue
-            made = round_like(layer.quantized(), weight, variant.merge or "nearest", derive_seed("merge", name))
-            layer.weight.data.copy_(made.values)
-            if made.scale is not None and layer.scale is not None:
-                layer.scale.copy_(made.scale)
+            layer.set_quantized(
+                round_like(layer.quantized(), weight, variant.merge or "nearest", derive_seed("merge", name))
+            )
 
     def merged_weights(self, variant: Variant) -> nn.Module:
         """Return the deployed transformer with the LoRA rounded into it as ``variant`` says, and none beside it."""
@@ -358,8 +359,8 @@ class Models:
         served = variant.text or Served()
         family = self._part_family(served)
         recipe = None
-        if served.dtype in ("fp8", "fp8_block64") and WeightFiles(family.files.text_encoders[-1]).fp8 is None:
-            recipe = Fp8Recipe("cast" if served.dtype == "fp8" else "block64", exclude=())
+        if served.dtype in ("fp8", "fp8_block64") and WeightFiles(family.files.text_encoders[-1]).quantized is None:
+            recipe = Recipe(Fp8Scheme("cast" if served.dtype == "fp8" else "block64"), exclude=())
         return family.load_text_encoder(_HALVES.get(served.dtype or "", self.dtype), self.device, recipe=recipe)
 
     def _part_family(self, served: Served) -> Family:
@@ -486,13 +487,13 @@ def _search(pattern: str, name: str) -> bool:
         raise UserError(f"--deploy_lora_without {pattern}: no regular expression ({error}); correct it") from None
 
 
-def round_like(kind: Quantized, weight: Tensor, how: Merge, seed: int) -> Quantized:
-    """Return ``weight`` [out, in] in the fp8 format and granularity of ``kind``, with fresh scales."""
+def round_like(kind: QuantizedWeight, weight: Tensor, how: Merge, seed: int) -> QuantizedWeight:
+    """Return ``weight`` [out, in] in the format of ``kind``, with fresh scales."""
     random = torch.Generator(weight.device).manual_seed(seed) if how == "stochastic" else None
-    return quantize(weight, kind.granularity, kind.fp8, stochastic=how == "stochastic", generator=random)
+    return kind.scheme.quantize(weight, stochastic=how == "stochastic", generator=random)
 
 
-def rounded(kind: Quantized | None, weight: Tensor) -> Tensor:
+def rounded(kind: QuantizedWeight | None, weight: Tensor) -> Tensor:
     """Return ``weight`` rounded to nearest as :func:`round_like` does, fp32; as it is where ``kind`` is None."""
     return weight if kind is None else round_like(kind, weight, "nearest", 0).dequantize(torch.float32)
 
@@ -505,4 +506,4 @@ def base_layer(model: nn.Module, name: str) -> nn.Module:
 
 def numbers(layer: Any) -> Tensor:
     """Return a linear layer's weight as the numbers it stands for, fp32 [out, in]."""
-    return layer.dequantized(torch.float32) if isinstance(layer, Fp8Linear) else layer.weight.detach().float()
+    return layer.dequantized(torch.float32) if isinstance(layer, QuantizedLinear) else layer.weight.detach().float()

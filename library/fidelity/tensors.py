@@ -39,17 +39,12 @@ from library.fidelity.transformations import (
     steps_of,
 )
 from library.models.family import Family
-from library.precision.checkpoint_layouts import WeightFiles
-from library.precision.fp8_linear import Fp8Linear
+from library.precision.checkpoint import WeightFiles
+from library.precision.files.fp8 import Fp8Weight
+from library.precision.files.registry import scheme_named
+from library.precision.fp8_numbers import FORMATS, format_named
+from library.precision.linear import QuantizedLinear
 from library.precision.parity.layer_errors import FLAGGED, update_retention
-from library.precision.quantize import (
-    FORMATS,
-    Quantized,
-    compute_scale,
-    fitting_granularity,
-    format_named,
-    quantize,
-)
 from library.precision.recipe import KINDS
 from networks.files.weights import LoraWeights
 
@@ -219,9 +214,10 @@ class _Place:
         return str(self.tensor.dtype).removeprefix("torch.")
 
     @property
-    def quantized(self) -> Quantized | None:
+    def quantized(self) -> Fp8Weight | None:
         """Values and scale of an fp8 weight."""
-        return self.module.quantized() if isinstance(self.module, Fp8Linear) and self.leaf == "weight" else None
+        stored = self.module.quantized() if isinstance(self.module, QuantizedLinear) and self.leaf == "weight" else None
+        return stored if isinstance(stored, Fp8Weight) else None
 
     def matrix(self) -> Tensor:
         """Return the numbers in fp32 on the CPU, [out, rest]; a vector is one row."""
@@ -246,7 +242,7 @@ def _walk(module: Any, prefix: str) -> Iterator[_Place]:
     while isinstance(getattr(module, "base", None), nn.Module):
         module = module.base
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is None or (isinstance(module, Fp8Linear) and name == "scale"):
+        if tensor is None or (isinstance(module, QuantizedLinear) and name == "scale"):
             continue
         vector = tensor.ndim < 2
         role: Role = "weight"
@@ -322,7 +318,7 @@ def _look(there: _Place, here: _Place, update: LoraWeights | None, merged: bool,
     return _Look(row, False, there.role == "weight" and _distinct(numbers) < _GRID * _distinct(high.bfloat16()))
 
 
-def _rounds_to(numbers: Tensor, quantized: Quantized | None, wanted: Tensor) -> bool:
+def _rounds_to(numbers: Tensor, quantized: Fp8Weight | None, wanted: Tensor) -> bool:
     """Return whether ``numbers`` are ``wanted`` rounded to nearest, once."""
     if quantized is None:
         return same_in_bf16(numbers, wanted)
@@ -335,12 +331,12 @@ def _as_if_on_grid(look: _Look, typical: float) -> bool:
     return high and look.row.error <= _COARSER * typical
 
 
-def _on_a_casts_grid(numbers: Tensor) -> Quantized | None:
+def _on_a_casts_grid(numbers: Tensor) -> Fp8Weight | None:
     """Return the numbers as fp8 if that changes none of them: a plain cast's, kept in a wider dtype."""
     for fp8 in FORMATS:
         values = numbers.to(fp8.dtype)
         if float(numbers.abs().amax()) <= fp8.max and torch.equal(values.float(), numbers):
-            return Quantized(values, None)
+            return Fp8Weight(values, None)
     return None
 
 
@@ -354,7 +350,7 @@ def _distinct(numbers: Tensor) -> float:
     return float((runs[:, 1:] != runs[:, :-1]).float().sum(1).mean()) + 1
 
 
-def _shares(quantized: Quantized, wanted: Tensor) -> tuple[float, float, float]:
+def _shares(quantized: Fp8Weight, wanted: Tensor) -> tuple[float, float, float]:
     """Return the shares of values that are zero and should not be, subnormal, and clipped at the format's end."""
     fp8 = quantized.fp8
     values = quantized.values.float().abs()
@@ -388,8 +384,8 @@ def _main_kind(rows: Sequence[TensorRow]) -> str:
 def _expected(kind: str, wanted: Tensor) -> float:
     """Return what rounding ``wanted`` to nearest costs in ``kind``, words like "e4m3fn block64"."""
     name, granularity = kind.split()[-2:]
-    made = quantize(wanted, fitting_granularity(granularity, wanted.shape[1]), format_named(name))  # type: ignore[arg-type]
-    return relative(made.dequantize(torch.float32), wanted)
+    scheme = scheme_named(granularity, format_named(name)).fitting(wanted.shape)
+    return relative(scheme.quantize(wanted).dequantize(torch.float32), wanted) if scheme else 0.0
 
 
 def _explained(
@@ -432,7 +428,7 @@ def _explained(
     return replace(row, fault=fault, diagnosis=text)
 
 
-def _judged_by_format(row: TensorRow, quantized: Quantized | None, main: str, vector: bool) -> TensorRow:
+def _judged_by_format(row: TensorRow, quantized: Fp8Weight | None, main: str, vector: bool) -> TensorRow:
     """Name what is an honest rounding in a format that it should not have."""
     if quantized is None:
         return row
@@ -452,7 +448,7 @@ def _scale_rows(row: TensorRow, there: _Place, here: _Place, input_scale: Tensor
     if quantized is not None and quantized.scale is not None:
         scale = quantized.scale.cpu()
         granularity = quantized.granularity
-        fresh = compute_scale(there.matrix(), granularity, quantized.fp8)
+        fresh = quantized.scheme.steps(quantized.scheme.magnitudes(there.matrix()))
         error = relative(scale, fresh) if fresh is not None else 0.0
         bad = not bool((torch.isfinite(scale) & (scale > 0)).all())
         fault = ("wrong_scale", "some are zero, negative or not finite") if bad else ("", "")
@@ -628,7 +624,7 @@ def costly_kinds(rows: Sequence[TensorRow]) -> list[Finding]:
     """Return a finding for each kind of layers that many keep in high precision and this deployment does not.
 
     Whether that is worth naming is for the measured share to say. Modulation in fp8 is no defect but a choice where
-    the rest is in fp8 too, which ``Fp8Recipe`` makes.
+    the rest is in fp8 too, which ``Recipe`` makes.
     """
     findings = []
     weights = [row for row in rows if row.role == "weight"]
@@ -687,7 +683,7 @@ def module_difference(reference: nn.Module, deployed: nn.Module) -> ModuleDiffer
     return ModuleDifference("", changed, tensors, error, what)
 
 
-def _cast_of(high: Tensor, numbers: Tensor, quantized: Quantized | None) -> str:
+def _cast_of(high: Tensor, numbers: Tensor, quantized: Fp8Weight | None) -> str:
     """Return the dtype that makes ``numbers`` of ``high``, by rounding honestly; empty if none does."""
     for dtype in (torch.bfloat16, torch.float16):
         if torch.equal(numbers, high.to(dtype).float()):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from library.precision.quantize import Quantized
+from library.precision.files.fp8 import Fp8Weight
 from library.randomness import generator
 
 _CHUNK = 1 << 22  # entries that are turned at a time
@@ -64,7 +64,7 @@ class Served:
     """
 
     numbers: Tensor
-    quantized: Quantized | None = None
+    quantized: Fp8Weight | None = None
     expected: float = 0.0
     merged: bool = False
 
@@ -80,7 +80,7 @@ class Served:
         return same_in_bf16(numbers, wanted)
 
 
-def steps_of(served: Quantized, wanted: Tensor, base: Tensor | None = None) -> Steps:
+def steps_of(served: Fp8Weight, wanted: Tensor, base: Tensor | None = None) -> Steps:
     """Measure the errors of ``served`` against ``wanted`` [out, in] in steps, a chunk of rows at a time.
 
     ``base``: what an update was merged into, if one was. The step is that at the larger of the two numbers: the base
@@ -167,10 +167,10 @@ def group_gains(numbers: Tensor, wanted: Tensor, rows: int, blocks: int) -> Tens
     return torch.where(sizes > 0, products / sizes, torch.ones_like(sizes)).float()
 
 
-def with_gains(quantized: Quantized, gains: Tensor) -> Quantized:
+def with_gains(quantized: Fp8Weight, gains: Tensor) -> Fp8Weight:
     """Return the same values with scales divided by ``gains``."""
     scale = torch.ones(1, 1) if quantized.scale is None else quantized.scale
-    return Quantized(quantized.values, (scale / gains).float())
+    return Fp8Weight(quantized.values, (scale / gains).float())
 
 
 def spread(gains: Tensor, like: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ def _misrounded(served: Served, wanted: Tensor) -> Diagnosis | None:
     return None
 
 
-def _beyond_are_flushed(served: Quantized, wanted: Tensor) -> bool:
+def _beyond_are_flushed(served: Fp8Weight, wanted: Tensor) -> bool:
     """Return whether the served numbers are honest but where they are zero for a subnormal number."""
     small = _over_scale(wanted, served.scale, slice(None)).abs() < 1.07 * served.fp8.min_normal
     kept = torch.where((served.values.float() == 0) & small, torch.zeros(()), wanted)

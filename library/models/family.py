@@ -39,8 +39,8 @@ from library.models.weights import load_into, read_config
 from library.nn.attention import Backend
 from library.nn.modes import evaluating
 from library.nn.tensor_split import Parts
-from library.precision.checkpoint_layouts import Fp8Layout, WeightFiles
-from library.precision.recipe import Fp8Loader, Fp8Recipe
+from library.precision.checkpoint import QuantizedFile, WeightFiles
+from library.precision.recipe import Recipe, WeightLoader
 
 
 class Family:
@@ -106,7 +106,7 @@ class Family:
         raise NotImplementedError
 
     def load_text_encoder(
-        self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Fp8Recipe | None = None
+        self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Recipe | None = None
     ) -> TextEncoder:
         """Return the text encoder; tokenizers are loaded now, weights at the first caption.
 
@@ -193,9 +193,9 @@ class Family:
         """Return a fingerprint of the transformer's weights."""
         return weights_fingerprint(self.files.transformer)
 
-    def fp8_layout(self) -> Fp8Layout | None:
-        """Return what the transformer's files hold in fp8, from their headers; None if nothing."""
-        return WeightFiles(self.files.transformer).fp8
+    def quantized_file(self) -> QuantizedFile | None:
+        """Return what the transformer's files hold quantised, from their headers; None if nothing."""
+        return WeightFiles(self.files.transformer).quantized
 
     def attention_heads(self) -> tuple[int, int]:
         """Return how many heads the transformer's attention has, and their width."""
@@ -215,12 +215,12 @@ class Family:
         device: torch.device | str = "cpu",
         backend: Backend = "auto",
         *,
-        fp8: Fp8Loader | None = None,
+        fp8: WeightLoader | None = None,
     ) -> Any:
         """Load the transformer, frozen, in eval mode, with the optimised forward.
 
-        ``backend`` is attention's; ``fp8`` says what becomes fp8, and how that computes; what the file has in fp8 stays
-        so.
+        ``backend`` is attention's; ``fp8`` says what is quantised, and how that computes; what the file has so stays as
+        it is.
         """
         weights, files = WeightFiles(self.files.transformer), self.files
         key_map = self.layout.key_map(weights, files.prefix)
@@ -234,14 +234,14 @@ class Family:
         """Return the image encoder; its weights are loaded at the first use."""
         return self.image_encoder(self.files.vae, dtype, device, self.patch_size)
 
-    def text_fingerprint(self, dtype: torch.dtype, recipe: Fp8Recipe | None, *settings: object) -> str:
+    def text_fingerprint(self, dtype: torch.dtype, recipe: Recipe | None, *settings: object) -> str:
         """Return what names the embeddings that the text encoders make with ``settings``.
 
         Raises:
             UserError: with a recipe, the large encoder, which is the last, is in fp8 already.
         """
         *_, large = files = self.files.text_encoders
-        if recipe is not None and WeightFiles(large).fp8 is not None:
+        if recipe is not None and WeightFiles(large).quantized is not None:
             raise UserError(
                 f"fp8_text_encoder: {large} is in fp8 already and is used as it is; remove fp8_text_encoder"
             )

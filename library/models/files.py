@@ -23,7 +23,7 @@ from library.models.inspection import UNKNOWN, Architecture, is_lora, recognise
 from library.models.layer_names import KeyNames, original_key_map
 from library.models.registry import family_modules
 from library.models.weights import KeyMap, read_config
-from library.precision.checkpoint_layouts import WeightFiles
+from library.precision.checkpoint import WeightFiles
 
 COMFY_PREFIX = "model.diffusion_model."
 Shapes = Mapping[str, tuple[int, ...]]

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from library.config.model_types import MODEL_TYPES
 from library.models.weights import KeyMap
-from library.precision.checkpoint_layouts import WeightFiles
+from library.precision.checkpoint import WeightFiles
 from library.safetensors_io import RowRange
 
 Weights = TypeVar("Weights")

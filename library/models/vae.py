@@ -16,7 +16,7 @@ from torch import Tensor
 from library.errors import UserError
 from library.files import fingerprint
 from library.models.weights import KeyMap, identity_map, load_into, read_config_of
-from library.precision.checkpoint_layouts import WeightFiles
+from library.precision.checkpoint import WeightFiles
 
 
 class ImageEncoder:

@@ -20,8 +20,8 @@ from torch import nn
 
 from library.errors import UserError, names_in_short
 from library.files import read_json
-from library.precision.checkpoint_layouts import WeightFiles
-from library.precision.recipe import Fp8Loader
+from library.precision.checkpoint import WeightFiles
+from library.precision.recipe import WeightLoader
 from library.safetensors_io import RowRange
 
 KeyMap = Mapping[str, Sequence[RowRange]]
@@ -53,7 +53,7 @@ def load_into(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     keep_fp32: Callable[[str], bool] = lambda name: False,
-    fp8: Fp8Loader | None = None,
+    fp8: WeightLoader | None = None,
 ) -> nn.Module:
     """Build a module on the meta device and fill it from ``weights``; the result is frozen and in eval mode.
 
@@ -73,7 +73,7 @@ def load_into(
         module = build()
     expected = {name: tuple(tensor.shape) for name, tensor in module.named_parameters()}
     _check(expected, weights, key_map)
-    loader = fp8 if fp8 is not None else Fp8Loader(compute="dequant")
+    loader = fp8 if fp8 is not None else WeightLoader(compute="dequant")
     loader.check(module)
     for name, shape in expected.items():
         stored = weights.read_quantized(key_map[name]) or weights.read(key_map[name])

@@ -52,7 +52,7 @@ class Split:
 
     def local(self, full: Tensor, dim: int) -> Tensor:
         """Return this process's part of ``full`` along ``dim``; differentiable, a view if there is one block."""
-        parts = [full.narrow(dim, start, count) for start, count in self._pieces(self.group.rank())]
+        parts = [full.narrow(dim, start, count) for start, count in self.pieces(self.group.rank())]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
     @torch.no_grad()
@@ -63,7 +63,7 @@ class Split:
         pieces = [part.split([count // self.size for count in self.blocks], dim) for part in parts]
         return torch.cat([piece for block in zip(*pieces, strict=True) for piece in block], dim)
 
-    def _pieces(self, rank: int) -> list[tuple[int, int]]:
+    def pieces(self, rank: int) -> list[tuple[int, int]]:
         """Return (start, length) of each block's part."""
         found, start = list[tuple[int, int]](), 0
         for block in self.blocks:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from library.nn.rope import Table
-from library.precision.quantize import E4M3FN, dequantize
+from library.precision.fp8_numbers import E4M3FN, dequantize
 
 ActivationRounding = Literal["row", "tensor", "unit", "static"]
 _TINY = 1e-12  # an input of zeros has scale 1e-12 instead of 0

@@ -1,4 +1,4 @@
-"""Which weights of a model become fp8 and how: of a loaded one (:func:`quantize_model`), or while it is loaded.
+"""Which weights of a model are quantised and how: of a loaded one (:func:`quantize_model`), or while it is loaded.
 
 Which linear layers stay in high precision is chosen by kind or by pattern. Norms and biases always stay: they are no
 matrices. Embedding tables stay too. The kinds, in diffusers' and in BFL's names:
@@ -12,16 +12,16 @@ linear in fp8, x_embedder alone caused nearly all of the output error (2.13 of 2
 FLUX.1's weights (3.2 of 12 billion), so it is left to the user.
 
 A model that would not fit in bf16 is quantised while it is loaded: the loader (``library.models.weights``) reads one
-tensor after the other and gives each to :class:`Fp8Loader`. A linear weight that the file has in fp8 becomes an
-:class:`Fp8Linear`, bit for bit; one that it has in bf16 becomes fp8 if a recipe says so. Everything else goes on in
-high precision: an fp8 bias or norm is cast up, which is exact.
+tensor after the other and gives each to :class:`WeightLoader`. A linear weight that the file has quantised becomes a
+:class:`QuantizedLinear`, bit for bit; one that it has in bf16 is quantised if a recipe says so. Everything else goes on
+in high precision: an fp8 bias or norm is cast up, which is exact.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -30,18 +30,10 @@ from torch import Tensor, nn
 
 from library.errors import UserError, did_you_mean
 from library.precision.fake_quantize import ActivationRounding, fake_quantize_inputs
-from library.precision.fp8_linear import Fp8Compute, Fp8Linear, Fp8LinearOfHiddenDtype
-from library.precision.names import Granularity
-from library.precision.quantize import (
-    E4M3FN,
-    FP8_DTYPES,
-    Fp8Format,
-    Quantized,
-    dequantize,
-    describe_scales,
-    fitting_granularity,
-    quantize,
-)
+from library.precision.files.base import QuantizedWeight, Scheme
+from library.precision.files.fp8 import Fp8Scheme, Fp8Weight
+from library.precision.fp8_numbers import FP8_DTYPES
+from library.precision.linear import Compute, QuantizedLinear, QuantizedLinearOfHiddenDtype
 from library.randomness import derive_seed
 
 _ROOT = r"(model\.diffusion_model\.|transformer\.)?"
@@ -58,20 +50,17 @@ _NEVER = re.compile(
 
 
 @dataclass(frozen=True)
-class Fp8Recipe:
-    """How weights become fp8.
+class Recipe:
+    """How weights are quantised.
 
     Attributes:
-        granularity: of the scales; ``cast`` is none (kohya's fp8_base). Blocks that do not divide a layer's inputs
-            become rows for that layer.
-        fp8: the format.
+        scheme: the format, and what shares a scale; a layer that it does not fit gets a coarser one or stays high.
         exclude: kinds that stay in high precision, of ``KINDS``.
         exclude_patterns: regular expressions; a layer stays high if one is found in its name.
         stochastic: round stochastically, by ``seed`` and layer name.
     """
 
-    granularity: Granularity = "cast"
-    fp8: Fp8Format = E4M3FN
+    scheme: Scheme = field(default_factory=Fp8Scheme)
     exclude: tuple[str, ...] = ("embedders", "final")
     exclude_patterns: tuple[str, ...] = ()
     stochastic: bool = False
@@ -106,39 +95,42 @@ class Fp8Recipe:
             if not any(re.search(pattern, name) for name in names):
                 raise UserError(f"excluded pattern {pattern!r} matches no linear layer; correct or remove it")
 
-    def quantize(self, name: str, weight: Tensor, scale_dtype: torch.dtype = torch.float32) -> Quantized:
-        """Return the weight of layer ``name`` as fp8."""
+    def scheme_of(self, name: str, shape: Sequence[int]) -> Scheme | None:
+        """Return how the layer ``name`` with a weight of ``shape`` is quantised; None if it stays high."""
+        return self.scheme.fitting(shape) if self.excluded_as(name) is None else None
+
+    def quantize(self, name: str, weight: Tensor, scheme: Scheme | None = None) -> QuantizedWeight:
+        """Return the weight of layer ``name`` quantised; ``scheme``: that of the layer, where it is known."""
         if not torch.isfinite(weight).all():
             raise UserError(f"{name}.weight holds NaN or infinity; the checkpoint is damaged, download it again")
         generator = None
         if self.stochastic:
             generator = torch.Generator(weight.device).manual_seed(derive_seed(self.seed, "fp8", name))
-        granularity = fitting_granularity(self.granularity, weight.shape[1])
-        return quantize(
-            weight, granularity, self.fp8, stochastic=self.stochastic, generator=generator, scale_dtype=scale_dtype
-        )
+        scheme = scheme or self.scheme.fitting(weight.shape)
+        assert scheme is not None, f"{name} does not fit {self.scheme.describe()}"
+        return scheme.quantize(weight, stochastic=self.stochastic, generator=generator)
 
     def describe(self) -> str:
         """Return the recipe in words."""
         excluded = ", ".join((*self.exclude, *map(repr, self.exclude_patterns))) or "nothing"
         rounding = "stochastically" if self.stochastic else "to nearest"
-        return f"{self.fp8.name}, {describe_scales(self.granularity)}, rounded {rounding}; excluded: {excluded}"
+        return f"{self.scheme.describe()}, rounded {rounding}; excluded: {excluded}"
 
 
 @dataclass
-class Fp8Loader:
+class WeightLoader:
     """How one model's weights are placed, and a count of what was done.
 
     Attributes:
-        recipe: how bf16 weights become fp8, or None to leave them.
-        compute, fp8_input_gradient: see ``Fp8Linear``.
-        activations: how the inputs of fp8 layers are rounded, see ``fake_quantize``; None: not at all.
-        changes: parameter -> what makes of its value, in fp32, the one to load; what the file has in fp8 is quantised
-            again as it was, with fresh scales.
+        recipe: how bf16 weights are quantised, or None to leave them.
+        compute, fp8_input_gradient: see ``QuantizedLinear``.
+        activations: how the inputs of quantised layers are rounded, see ``fake_quantize``; None: not at all.
+        changes: parameter -> what makes of its value, in fp32, the one to load; what the file has quantised is
+            so again as it was, with fresh scales.
     """
 
-    recipe: Fp8Recipe | None = None
-    compute: Fp8Compute = "auto"
+    recipe: Recipe | None = None
+    compute: Compute = "auto"
     fp8_input_gradient: bool = False
     activations: ActivationRounding | None = None
     changes: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
@@ -154,46 +146,46 @@ class Fp8Loader:
             raise UserError(f"base_weights: the model has no {absent[0].removesuffix('.weight')}; wrong model?")
 
     def load(
-        self, module: nn.Module, name: str, value: Tensor | Quantized, device: torch.device | str
+        self, module: nn.Module, name: str, value: Tensor | QuantizedWeight, device: torch.device | str
     ) -> Tensor | None:
-        """Put the parameter ``name`` into ``module`` as fp8; or return it for the caller to cast and assign.
+        """Put the parameter ``name`` into ``module`` quantised; or return it for the caller to cast and assign.
 
         Args:
             module: on the meta device or filled; the linear layer's bias stays as it is.
             name: of the parameter in ``module``.
-            value: what the file holds: a tensor in high precision, or fp8 with its scale.
-            device: where an fp8 weight goes.
+            value: what the file holds: a tensor in high precision, or a quantised weight.
+            device: where a quantised weight goes.
 
         Returns:
-            None if the parameter is in its place, else the tensor, which is no longer fp8.
+            None if the parameter is in its place, else the tensor, which is in high precision.
         """
         layer, _, leaf = name.rpartition(".")
         linear = leaf == "weight" and type(module.get_submodule(layer)) is nn.Linear
         if name in self.changes:
             value = _changed(value, self.changes[name])
-        if isinstance(value, Quantized):
+        if isinstance(value, QuantizedWeight):
             if not linear:
-                return _upcast(value)
+                return value.dequantize(torch.float32)
             quantized = value
             self.read += 1
         elif linear and self.recipe is not None and value.is_floating_point():
-            if self.recipe.excluded_as(layer) is not None:
+            if (scheme := self.recipe.scheme_of(layer, value.shape)) is None:
                 self.excluded += 1
                 return value
-            quantized = self.recipe.quantize(layer, value)
+            quantized = self.recipe.quantize(layer, value, scheme)
             self.quantized += 1
         else:
             return value
         self._install(module, layer, quantized.to(device))
         return None
 
-    def _install(self, model: nn.Module, name: str, quantized: Quantized) -> None:
-        """Put an :class:`Fp8Linear` in the place of the linear layer ``name``; a bias on meta is filled later."""
+    def _install(self, model: nn.Module, name: str, quantized: QuantizedWeight) -> None:
+        """Put an :class:`QuantizedLinear` in the place of the linear layer ``name``; a bias on meta is filled later."""
         parent_name, _, leaf = name.rpartition(".")
         parent, bias = model.get_submodule(parent_name), cast(nn.Linear, model.get_submodule(name)).bias
         # transformers' T5Dense*Dense read the dtype of wo's weight and cast the activations to it
         hidden = leaf == "wo" and "T5Dense" in type(parent).__name__
-        kind = Fp8LinearOfHiddenDtype if hidden else Fp8Linear
+        kind = QuantizedLinearOfHiddenDtype if hidden else QuantizedLinear
         try:
             layer = kind(quantized, bias, compute=self.compute, fp8_input_gradient=self.fp8_input_gradient)
         except UserError as error:
@@ -201,16 +193,16 @@ class Fp8Loader:
         setattr(parent, leaf, layer.train(parent.training))
 
     def round_inputs(self, module: nn.Module) -> None:
-        """Let the fp8 layers of a loaded ``module`` round their inputs, if they are to; before a LoRA is put in."""
+        """Let the quantised layers of a loaded ``module`` round their inputs, if asked; before a LoRA is put in."""
         if self.activations is not None:
-            layers = [name for name, layer in module.named_modules() if isinstance(layer, Fp8Linear)]
+            layers = [name for name, layer in module.named_modules() if isinstance(layer, QuantizedLinear)]
             fake_quantize_inputs(module, dict.fromkeys(layers), self.activations)
 
     def describe(self) -> str:
         """Return what was done, in a line; empty if nothing was."""
         parts = []
         if self.read:
-            parts.append(f"{self.read} linear weights read as fp8")
+            parts.append(f"{self.read} linear weights read as they are stored")
         if self.quantized and self.recipe is not None:
             parts.append(f"{self.quantized} quantised ({self.recipe.describe()})")
         if self.excluded:
@@ -221,21 +213,21 @@ class Fp8Loader:
 
 
 def quantize_model(
-    model: nn.Module, recipe: Fp8Recipe, *, compute: Fp8Compute = "auto", fp8_input_gradient: bool = False
-) -> Fp8Loader:
-    """Replace the linear layers of ``model`` by :class:`Fp8Linear` in place; return what counted them.
+    model: nn.Module, recipe: Recipe, *, compute: Compute = "auto", fp8_input_gradient: bool = False
+) -> WeightLoader:
+    """Replace the linear layers of ``model`` by :class:`QuantizedLinear` in place; return what counted them.
 
     Works on diffusers' transformers and on transformers' text encoders (T5, CLIP, Qwen2.5-VL) alike. Each weight
-    becomes fp8 and is let go before the next, so the peak is the model and one layer. Weights that are fp8 already (a
+    is quantised and let go before the next, so the peak is the model and one layer. Weights that are fp8 already (a
     plain-cast file read as it is) are taken over bit for bit; tied ones stay as they are. Call it before LoRA is put
     in.
 
     Args:
         model: with weights, on any device.
         recipe: format, scales, what is excluded.
-        compute, fp8_input_gradient: see :class:`Fp8Linear`.
+        compute, fp8_input_gradient: see :class:`QuantizedLinear`.
     """
-    loader = Fp8Loader(recipe, compute, fp8_input_gradient)
+    loader = WeightLoader(recipe, compute, fp8_input_gradient)
     loader.check(model)
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     for name in [name for name, module in model.named_modules() if type(module) is nn.Linear]:
@@ -243,19 +235,12 @@ def quantize_model(
         if owners[id(model.get_submodule(name).weight)] > 1:
             loader.excluded += 1
         else:
-            stored = Quantized(weight, None) if weight.dtype in FP8_DTYPES else weight
+            stored = Fp8Weight(weight) if weight.dtype in FP8_DTYPES else weight
             loader.load(model, f"{name}.weight", stored, weight.device)
     return loader
 
 
-def _changed(value: Tensor | Quantized, change: Callable[[Tensor], Tensor]) -> Tensor | Quantized:
-    if isinstance(value, Quantized):
-        return quantize(change(value.dequantize(torch.float32)), value.granularity, value.fp8)
+def _changed(value: Tensor | QuantizedWeight, change: Callable[[Tensor], Tensor]) -> Tensor | QuantizedWeight:
+    if isinstance(value, QuantizedWeight):
+        return value.scheme.quantize(change(value.dequantize(torch.float32)))
     return change(value.float()).to(value.dtype)
-
-
-def _upcast(quantized: Quantized) -> Tensor:
-    """Return fp32 numbers of values of any shape; exact without a scale."""
-    values = quantized.values
-    flat = values.reshape(values.shape[0] if values.ndim else 1, -1)
-    return dequantize(flat, quantized.scale, torch.float32).reshape(values.shape)

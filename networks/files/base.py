@@ -25,7 +25,7 @@ from library.errors import UserError
 from library.files import read_json, rename, write_text
 from library.models.layer_names import KeyNames, LoraTargets
 from library.models.registry import lora_namings
-from library.precision.checkpoint_layouts import WeightFiles
+from library.precision.checkpoint import WeightFiles
 from library.safetensors_io import DTYPES, RowRange, TensorSpecs, tensor_bytes, weight_files
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -85,7 +85,9 @@ def _weight_files(folder: Path) -> list[Path]:
 def _open(path: Path, files: list[Path], fp8: bool) -> WeightFiles:
     weights = WeightFiles(path, files)
     for name, entry in weights.entries.items():
-        if entry.dtype not in DTYPES or (weights.fp8 is not None and name in weights.fp8.dtypes and not fp8):
+        if entry.dtype not in DTYPES or (
+            weights.quantized is not None and name in weights.quantized.weights and not fp8
+        ):
             raise UserError(f"{entry.file}: {name} is stored as {entry.dtype}; merge into the bf16 or fp16 file")
     return weights
 

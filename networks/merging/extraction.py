@@ -20,7 +20,7 @@ import torch
 
 from library.errors import UserError, counted, names_in_short
 from library.models.layer_names import KeyNames, LoraTargets
-from library.precision.checkpoint_layouts import WeightFiles
+from library.precision.checkpoint import WeightFiles
 from library.randomness import generator
 from library.safetensors_io import read_tensor
 from networks.files.base import Base, BaseModule, find_modules

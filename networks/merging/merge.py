@@ -32,7 +32,7 @@ from torch import Tensor
 from library.errors import UserError, names_in_short
 from library.files import weights_fingerprint
 from library.models.layer_names import KeyNames, LoraTargets
-from library.precision.checkpoint_layouts import WeightFiles
+from library.precision.checkpoint import WeightFiles
 from library.safetensors_io import read_tensor, stream_safetensors
 from networks.files.adapters import PRECISIONS, AdapterFile, PartialFit, load_adapter
 from networks.files.base import Base, BaseModule, check_target, find_modules, folder_copy, open_base, saved_specs

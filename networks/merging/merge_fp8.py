@@ -13,7 +13,7 @@ wait in small files beside the target until it is written, since the file's orde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -21,16 +21,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from library.errors import UserError
 from library.models.layer_names import LoraTargets
-from library.precision.checkpoint_layouts import Fp8Layout
-from library.precision.checkpoint_writing import linear_weights, stored_scale_dtype
+from library.precision.checkpoint import QuantizedFile
+from library.precision.files.base import QuantizedWeight, Scheme
 from library.precision.names import LayoutKind
 from library.precision.parity.activations import LayerInputs
-from library.precision.parity.compensated import merge_into_fp8, quantize_compensated
+from library.precision.parity.compensated import merge_into, quantize_compensated
 from library.precision.parity.layer_errors import UpdateRetention, fit_low_rank, update_retention
-from library.precision.quantize import Quantized, fitting_granularity, format_of
-from library.precision.recipe import Fp8Recipe
+from library.precision.recipe import Recipe
+from library.precision.writing import linear_weights
 from library.safetensors_io import RowRange
 from networks.files.base import Base, BaseModule, find_modules
 from networks.files.weights import LoraWeights
@@ -51,22 +50,23 @@ class Fp8Merge:
     base: Base
     updates: Mapping[str, Sequence[Update]]
     kind: LayoutKind
-    recipe: Fp8Recipe
+    recipe: Recipe
     targets: LoraTargets
     spool: Path
-    _made: dict[str, Path] = field(default_factory=dict, init=False)
+    _made: dict[str, tuple[QuantizedWeight, Path]] = field(default_factory=dict, init=False)
 
     @property
-    def layout(self) -> Fp8Layout | None:
+    def layout(self) -> QuantizedFile | None:
         """What of the base is in fp8."""
-        return self.base.weights.fp8
+        return self.base.weights.quantized
 
     def in_fp8(self) -> list[str]:
         """Return the tensors that will be in fp8."""
         if self.layout is None:
             linears = linear_weights(self.base.weights)
-            return [f"{name}.weight" for name in linears if self.recipe.excluded_as(name) is None]
-        return [name for name in self.layout.dtypes if len(self.base.weights.shape(name)) == 2]
+            shape = self.base.weights.shape
+            return [f"{name}.weight" for name in linears if self.recipe.scheme_of(name, shape(f"{name}.weight"))]
+        return [name for name in self.layout.weights if len(self.base.weights.shape(name)) == 2]
 
     def modules(self) -> dict[str, list[str]]:
         """Return tensor in fp8 -> the modules stacked in it; those of unknown modules are left out."""
@@ -81,8 +81,8 @@ class Fp8Merge:
         """Module -> its place in the base; a third of a second for FLUX, and asked for layer by layer."""
         return find_modules(self.base.weights, self.targets.keys, self.targets.family)
 
-    def stored(self, name: str) -> Quantized:
-        """Return the values and scale of an fp8 base."""
+    def stored(self, name: str) -> QuantizedWeight:
+        """Return a weight of a quantised base."""
         quantized = self.base.weights.read_quantized([RowRange(name)])
         assert quantized is not None
         return quantized
@@ -91,34 +91,28 @@ class Fp8Merge:
         """Return a weight of the base, fp32."""
         return self.base.weights.read_float(RowRange(name))
 
-    def scale_dtype(self, name: str) -> torch.dtype:
-        """Return the dtype that the scale of a weight is written in."""
-        return stored_scale_dtype(self.kind, self.base.weights.entries[name].spec[0])
-
     def merged(self, name: str) -> Tensor:
         """Return a weight with its updates, fp32, before rounding."""
         return merge_tensor(f"{self.base.path}: {name}", self.weight(name), self.updates.get(name, ()), torch.float32)
 
-    def recipe_of(self, name: str) -> Fp8Recipe:
-        """Return the recipe of one tensor: an fp8 base may have other scales, or another format, for some."""
-        if self.layout is None:
-            return self.recipe
-        fp8 = format_of(self.layout.dtypes[name])
-        return replace(self.recipe, granularity=self.layout.granularity_of(name), fp8=fp8)
+    def scheme_of(self, name: str) -> Scheme:
+        """Return how one tensor is made, with scales as the file will have them; each of a quantised base its own."""
+        if self.layout is not None:
+            return self.layout.weights[name].scheme
+        dtype, shape = self.base.weights.entries[name].spec
+        return self.recipe.scheme.store(self.kind, name, shape, dtype).scheme
 
     def compensate(self, name: str, inputs: LayerInputs) -> UpdateRetention | None:
         """Round a tensor by its inputs and keep it for the file; return what is left of its update, if it has one."""
-        recipe, moment = self.recipe_of(name), inputs.moment
-        scale_dtype = self.scale_dtype(name)
+        scheme, moment = self.scheme_of(name), inputs.moment
         weight, merged = self.weight(name).to(moment.device), self.merged(name).to(moment.device)
         update = merged - weight
         if self.layout is None:
-            granularity = fitting_granularity(recipe.granularity, weight.shape[1])
-            made = quantize_compensated(merged, moment, granularity, recipe.fp8, scale_dtype=scale_dtype)
+            made = quantize_compensated(merged, moment, scheme)
         elif name not in self.updates:
             return None
         else:
-            made = merge_into_fp8(self.stored(name), update, moment, recipe.granularity, scale_dtype=scale_dtype)
+            made = merge_into(self.stored(name), update, moment, scheme)
         self._keep(name, made)
         if name not in self.updates:
             return None
@@ -128,7 +122,7 @@ class Fp8Merge:
         self, name: str, modules: Sequence[str], inputs: LayerInputs, rank: int
     ) -> dict[str, LoraWeights]:
         """Return module -> the remainder of rank ``rank`` of what rounding ``name`` lost."""
-        served = self.rounded(name) or self.recipe_of(name).quantize(name.removesuffix(".weight"), self.merged(name))
+        served = self.rounded(name) or self._quantized(name)
         error = self.merged(name) - served.dequantize(torch.float32)
         up, down = (part.cpu() for part in fit_low_rank(error.to(inputs.moment.device), inputs.moment, rank))
         found = {}
@@ -137,20 +131,18 @@ class Fp8Merge:
             found[module] = LoraWeights(down, rows.contiguous(), float(rank))
         return found
 
-    def rounded(self, name: str) -> Quantized | None:
-        """Return a weight as it goes into the file; see ``checkpoint_writing.WeightChanges``."""
+    def rounded(self, name: str) -> QuantizedWeight | None:
+        """Return a weight as it goes into the file; see ``writing.WeightChanges``."""
         if name in self._made:
-            kept = load_file(self._made[name])
-            return Quantized(kept["values"], kept.get("scale"))
-        if self.layout is not None and name not in self.updates:
-            return self.stored(name)
-        if name not in self.updates:
-            return None
-        layer = name.removesuffix(".weight")
-        return self.recipe_of(name).quantize(layer, self.merged(name), self.scale_dtype(name))
+            outline, path = self._made[name]
+            return outline.with_tensors(load_file(path))
+        return self._quantized(name) if name in self.updates else None
+
+    def _quantized(self, name: str) -> QuantizedWeight:
+        return self.recipe.quantize(name.removesuffix(".weight"), self.merged(name), self.scheme_of(name))
 
     def high(self, name: str, read: Callable[[], Tensor]) -> Tensor:
-        """Return a tensor that stays as it is, with its updates; see ``checkpoint_writing.WeightChanges``."""
+        """Return a tensor that stays as it is, with its updates; see ``writing.WeightChanges``."""
         tensor = read()
         return (
             merge_tensor(f"{self.base.path}: {name}", tensor, self.updates[name], tensor.dtype)
@@ -158,39 +150,22 @@ class Fp8Merge:
             else tensor
         )
 
-    def _keep(self, name: str, made: Quantized) -> None:
+    def _keep(self, name: str, made: QuantizedWeight) -> None:
         path = self.spool / f"{len(self._made)}.safetensors"
-        tensors = {"values": made.values.cpu().contiguous()}
-        if made.scale is not None:
-            tensors["scale"] = made.scale.cpu().contiguous()
-        save_file(tensors, path)
-        self._made[name] = path
-
-
-def recipe_of_base(base: Base) -> tuple[LayoutKind, Fp8Recipe] | None:
-    """Return the layout and the commonest recipe of a base in fp8, None of one in high precision."""
-    layout = base.weights.fp8
-    if layout is None:
-        return None
-    fp8 = [format_of(dtype) for dtype in layout.dtypes.values()]
-    granularities = [layout.granularity_of(name) for name in layout.scales] or ["cast"]
-    granularity = max(set(granularities), key=granularities.count)
-    mixed = set(granularities) - {granularity, "row"}
-    if mixed:
-        raise UserError(f"{base.path}: its scales are of several kinds ({', '.join(sorted(mixed))}); merge into bf16")
-    return layout.kind, Fp8Recipe(granularity, max(set(fp8), key=fp8.count), exclude=())
+        save_file({field: tensor.cpu().contiguous() for field, tensor in made.tensors().items()}, path)
+        self._made[name] = made.to("meta"), path
 
 
 def rounding_retention(merge: Fp8Merge) -> Iterator[tuple[str, UpdateRetention]]:
-    """Yield for each tensor with updates that goes into fp8 what the recipe's rounding leaves of them."""
+    """Yield for each tensor with updates that is quantised what rounding as the recipe does leaves of them."""
     served = set(merge.in_fp8())
     for name in merge.updates:
         if name not in served:
             continue
-        recipe, layer = merge.recipe_of(name), name.removesuffix(".weight")
+        scheme, layer = merge.scheme_of(name), name.removesuffix(".weight")
         weight, wanted = merge.weight(name), merge.merged(name)
         base = weight
         if merge.layout is None:
-            base = recipe.quantize(layer, weight).dequantize(torch.float32)
-        rounded = recipe.quantize(layer, wanted).dequantize(torch.float32)
+            base = merge.recipe.quantize(layer, weight, scheme).dequantize(torch.float32)
+        rounded = merge.recipe.quantize(layer, wanted, scheme).dequantize(torch.float32)
         yield name, update_retention(rounded, base, wanted - weight)

@@ -15,7 +15,7 @@ from bench.families import FAMILIES, Sizes, build_transformer
 from bench.gpu import GpuCase, Job, cases
 from bench.measure import finish, measure_memory, measure_time
 from library.errors import UserError
-from library.precision.fp8_linear import Fp8Linear
+from library.precision.linear import QuantizedLinear
 
 TINY = Sizes(width=256, head_dim=64, blocks=(1, 2), image_sides=(4, 4), text_tokens=8)
 ADAPTER = """
@@ -62,7 +62,7 @@ def test_an_fp8_base_is_one_with_both_and_changes_the_loss_little(family: str) -
 
 
 def fp8_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    return [m for m in model.modules() if isinstance(m, Fp8Linear)]
+    return [m for m in model.modules() if isinstance(m, QuantizedLinear)]
 
 
 def test_ratios_are_the_worst_and_keep_fp8_apart() -> None:

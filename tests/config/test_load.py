@@ -221,12 +221,12 @@ def test_an_option_that_could_only_be_ignored_is_refused(argv: list[str], part: 
         (["--fp8_exclude", "final"], "fp8_exclude: has no effect without fp8_base or fp8_scaled"),
         (["--fp8_rounding", "stochastic"], "fp8_rounding: has no effect without fp8_base or fp8_scaled"),
         (
-            ["--fp8_base", "--fp8_compute", "dequant", "--fp8_input_gradient"],
-            'fp8_input_gradient: has no effect with fp8_compute = "dequant"',
+            ["--fp8_base", "--quantised_compute", "dequant", "--fp8_input_gradient"],
+            'fp8_input_gradient: has no effect with quantised_compute = "dequant"',
         ),
         (
-            ["--fp8_scaled", "--fp8_compute", "scaled_mm"],
-            'fp8_granularity: block scales cannot be multiplied in fp8, as fp8_compute = "scaled_mm"',
+            ["--fp8_scaled", "--quantised_compute", "quantised"],
+            'fp8_granularity: block scales cannot be multiplied in fp8, as quantised_compute = "quantised"',
         ),
         (
             ["--fp8_base", "--fp8_format", "e5m2", "--fp8_input_gradient"],

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from library.fidelity.tensors import TensorRow, compare_tensors, costly_kinds, module_difference, tensor_findings
-from library.precision.fp8_linear import Fp8Linear
+from library.precision.files.fp8 import Fp8Scheme
+from library.precision.fp8_numbers import E4M3FN, E5M2, Fp8Format
+from library.precision.linear import QuantizedLinear
 from library.precision.names import GRANULARITIES, Granularity
-from library.precision.quantize import E4M3FN, E5M2, Fp8Format, quantize
-from library.precision.recipe import Fp8Recipe, quantize_model
+from library.precision.recipe import Recipe, quantize_model
 from networks.files.weights import LoraWeights
+from tests.precision.layers import quantize
 from tests.tiny import tiny_flux_transformer
 
 LAYER = "transformer_blocks.0.ff.net.2"  # 64 x 256: four scales a row in blocks of 64
@@ -32,7 +34,7 @@ def in_fp8(
     model: nn.Module, granularity: Granularity = "row", fp8: Fp8Format = E4M3FN, stochastic: bool = False, seed: int = 0
 ) -> nn.Module:
     made = copy.deepcopy(model)
-    quantize_model(made, Fp8Recipe(granularity, fp8, stochastic=stochastic, seed=seed), compute="dequant")
+    quantize_model(made, Recipe(Fp8Scheme(granularity, fp8), stochastic=stochastic, seed=seed), compute="dequant")
     return made
 
 
@@ -40,7 +42,7 @@ def put(model: nn.Module, name: str, weight: Tensor, fp8: Fp8Format | None = Non
     """Round ``weight`` to nearest into the layer, in its own format or in ``fp8``."""
     layer = model.get_submodule(name)
     assert isinstance(layer, nn.Linear)
-    if not isinstance(layer, Fp8Linear):
+    if not isinstance(layer, QuantizedLinear):
         layer.weight.data.copy_(weight)
         return
     own = layer.quantized()
@@ -78,7 +80,7 @@ def test_a_copy_in_bf16_or_fp16_and_scales_in_bf16_give_no_finding(reference: nn
         assert named(reference, copy.deepcopy(reference).to(dtype).float()) == []
     deployed = in_fp8(reference, "tensor")
     for layer in deployed.modules():
-        if isinstance(layer, Fp8Linear) and layer.scale is not None:
+        if isinstance(layer, QuantizedLinear) and layer.scale is not None:
             layer.scale.copy_(layer.scale.bfloat16())
     assert named(reference, deployed) == []
 
@@ -147,7 +149,7 @@ def test_transposed_scales_are_named_so(reference: nn.Module) -> None:
     assert "its scales are transposed" in evidence
 
 
-def cut(weight: Tensor, layer: Fp8Linear) -> Tensor:
+def cut(weight: Tensor, layer: QuantizedLinear) -> Tensor:
     """Round toward zero: the neighbour below in magnitude of what torch rounds to nearest."""
     own = layer.quantized()
     scale = torch.ones(1, 1) if own.scale is None else own.scale
@@ -158,12 +160,12 @@ def cut(weight: Tensor, layer: Fp8Linear) -> Tensor:
     return codes.view(own.fp8.dtype)
 
 
-def flushed(weight: Tensor, layer: Fp8Linear) -> Tensor:
+def flushed(weight: Tensor, layer: QuantizedLinear) -> Tensor:
     values = layer.quantized().values.float()
     return torch.where(values.abs() < layer.quantized().fp8.min_normal, torch.zeros(()), values).to(torch.float8_e4m3fn)
 
 
-def either(weight: Tensor, layer: Fp8Linear) -> Tensor:
+def either(weight: Tensor, layer: QuantizedLinear) -> Tensor:
     codes = cut(weight, layer).view(torch.uint8).clone()
     up = (torch.rand(codes.shape, generator=seeded(3)) < 0.5) & ((codes & 0x7F) < 0x7E)
     codes[up] += 1
@@ -175,11 +177,11 @@ def either(weight: Tensor, layer: Fp8Linear) -> Tensor:
     ("how", "words"), [(cut, "toward zero"), (flushed, "became zero"), (either, "either neighbour at random")]
 )
 def test_rounding_that_is_not_to_nearest_is_named(
-    reference: nn.Module, granularity: Granularity, how: Callable[[Tensor, Fp8Linear], Tensor], words: str
+    reference: nn.Module, granularity: Granularity, how: Callable[[Tensor, QuantizedLinear], Tensor], words: str
 ) -> None:
     deployed = in_fp8(reference, granularity)
     for name, layer in deployed.named_modules():
-        if isinstance(layer, Fp8Linear):
+        if isinstance(layer, QuantizedLinear):
             layer.weight.data.copy_(how(weight_of(reference, name), layer))
     ((cause, tensors, evidence),) = named(reference, deployed)
     assert cause == "rounding_mode"
@@ -189,7 +191,7 @@ def test_rounding_that_is_not_to_nearest_is_named(
 
 def test_a_quarter_in_a_coarser_format_stands_out_and_a_finer_one_does_not(reference: nn.Module) -> None:
     deployed = in_fp8(reference, "row")
-    layers = [name for name, layer in deployed.named_modules() if isinstance(layer, Fp8Linear)]
+    layers = [name for name, layer in deployed.named_modules() if isinstance(layer, QuantizedLinear)]
     for name in layers[::4]:
         put(deployed, name, weight_of(reference, name), E5M2)
     ((cause, tensors, evidence),) = named(reference, deployed)
@@ -265,7 +267,7 @@ def test_flipped_bits_are_counted(reference: nn.Module) -> None:
 def test_another_fine_tune_is_named_in_all_and_in_one_block(reference: nn.Module, where: str, cause: str) -> None:
     deployed = in_fp8(reference)
     for name, layer in deployed.named_modules():
-        if isinstance(layer, Fp8Linear) and name.startswith(where):
+        if isinstance(layer, QuantizedLinear) and name.startswith(where):
             weight = weight_of(reference, name)
             put(deployed, name, weight + 0.1 * weight.std() * torch.randn(weight.shape, generator=seeded(1)))
     ((found, tensors, _),) = named(reference, deployed)
@@ -299,7 +301,7 @@ def merge(
 ) -> nn.Module:
     for name, update in loras.items():
         layer = deployed.get_submodule(name)
-        rounded = isinstance(layer, Fp8Linear) and into_rounded
+        rounded = isinstance(layer, QuantizedLinear) and into_rounded
         base = layer.dequantized(torch.float32) if rounded else weight_of(reference, name)  # type: ignore[operator]
         if into(name):
             put(deployed, name, base + strength * update.delta(), stochastic=stochastic)
@@ -405,7 +407,7 @@ def test_a_dequantised_model_of_another_format_is_known_by_its_grid(reference: n
 
 def test_layers_that_are_usually_kept_are_named_as_a_choice(reference: nn.Module) -> None:
     everything = copy.deepcopy(reference)
-    quantize_model(everything, Fp8Recipe("row", exclude=()), compute="dequant")
+    quantize_model(everything, Recipe(Fp8Scheme("row"), exclude=()), compute="dequant")
     rows = compare_tensors(reference, everything, {}, False)
     assert tensor_findings(rows) == []
     kinds = {finding.evidence.split(":")[0]: finding.layers for finding in costly_kinds(rows)}

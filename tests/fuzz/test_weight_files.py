@@ -17,7 +17,7 @@ from safetensors.torch import save
 
 from library.models.inspection import components, weight_sets
 from library.models.registry import lora_targets
-from library.precision.checkpoint_layouts import WeightFiles
+from library.precision.checkpoint import WeightFiles
 from library.safetensors_io import DTYPES, RowRange, read_safetensors_header
 from networks.files.adapters import load_adapter
 from networks.files.detection import likely_targets

@@ -22,7 +22,7 @@ from library.models.flux.files import FLUX_KEYS, FLUX_NORMS
 from library.models.flux.vae import FluxImageEncoder
 from library.models.layer_names import original_key_map
 from library.models.weights import identity_map, load_into
-from library.precision.checkpoint_layouts import WeightFiles
+from library.precision.checkpoint import WeightFiles
 from library.safetensors_io import RowRange
 from tests.tiny import bfl_state_dict, bfl_vae_state_dict, tiny_flux_transformer, tiny_vae
 

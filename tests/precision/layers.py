@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from library.precision.files.fp8 import Fp8Scheme, Fp8Weight
+from library.precision.fp8_numbers import E4M3FN, Fp8Format
+from library.precision.names import Granularity
 from library.precision.parity.activations import LayerInputs
 
 RANK = 16
@@ -56,3 +59,25 @@ def make_layer(out_features: int = 320, in_features: int = 384, seed: int = 0, s
     fit, check, others = ((normal(count, in_features) * spectrum) @ axes.t() for count in (2048, 512, 1024))
     inputs = LayerInputs(fit.t() @ fit / len(fit), len(fit), fit.abs().amax(0), check)
     return Layer(weight, up * size.sqrt(), down * size.sqrt(), inputs, others)
+
+
+def quantize(
+    weight: Tensor,
+    granularity: Granularity,
+    fp8: Fp8Format = E4M3FN,
+    *,
+    stochastic: bool = False,
+    generator: torch.Generator | None = None,
+    scale_dtype: torch.dtype = torch.float32,
+) -> Fp8Weight:
+    """Return ``weight`` as fp8."""
+    return Fp8Scheme(granularity, fp8, scale_dtype).quantize(weight, stochastic=stochastic, generator=generator)
+
+
+def saturated(values: Tensor, quantized: Fp8Weight) -> float:
+    """Return the share of ``values`` [out, in] that lies outside of what the scales of ``quantized`` can hold."""
+    limit = quantized.fp8.max * (1 + 2.0**-20)  # amax / scale rounds to a hair above the largest number
+    scaled = values.float()
+    if quantized.scale is not None:
+        scaled = scaled.view(scaled.shape[0], quantized.scale.shape[1], -1) / quantized.scale.unsqueeze(-1)
+    return float((scaled.abs() > limit).double().mean())

@@ -11,9 +11,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from library.errors import UserError
-from library.precision.checkpoint_layouts import Fp8Layout, WeightFiles
-from library.precision.fp8_linear import Fp8Linear
-from library.precision.recipe import Fp8Loader, Fp8Recipe
+from library.precision.checkpoint import QuantizedFile, WeightFiles
+from library.precision.files.fp8 import Fp8Scheme, Fp8Weight
+from library.precision.linear import QuantizedLinear
+from library.precision.recipe import Recipe, WeightLoader
 from library.safetensors_io import RowRange
 
 F8, F8_WIDE = torch.float8_e4m3fn, torch.float8_e5m2
@@ -27,10 +28,17 @@ def marker(**config: object) -> Tensor:
     return torch.tensor(list(json.dumps(config).encode()), dtype=torch.uint8)
 
 
-def layout(folder: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> Fp8Layout | None:
+def layout(folder: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | None = None) -> QuantizedFile | None:
     path = folder / "model.safetensors"
     save_file(tensors, path, metadata)
-    return WeightFiles(path).fp8
+    return WeightFiles(path).quantized
+
+
+def scale_of(found: QuantizedFile | None, *ranges: RowRange) -> Tensor | None:
+    assert found is not None
+    weight = found.read(ranges)
+    assert isinstance(weight, Fp8Weight)
+    return weight.scale
 
 
 NORM = {"norm.scale": torch.ones(8), "a.bias": torch.ones(96)}
@@ -44,10 +52,10 @@ def test_a_plain_cast_has_no_scales(tmp_path: Path) -> None:
     tensors = {"a.weight": codes(), "b.weight": codes(dtype=F8_WIDE), "b.bias": torch.ones(96).to(F8)} | NORM
     found = layout(tmp_path, tensors)
     assert found is not None
-    assert (found.kind, found.bookkeeping) == ("plain", frozenset())
-    assert found.scale_of([RowRange("a.weight")]) is None
-    assert found.holds([RowRange("b.bias")])
-    assert found.describe().endswith(": plain cast: 2 e4m3fn, 1 e5m2 tensors, 2 in higher precision")
+    assert (found.layout, found.bookkeeping) == ("plain", frozenset())
+    assert scale_of(found, RowRange("a.weight")) is None
+    assert "b.bias" in found.weights
+    assert found.describe().endswith(": plain cast: 2 e4m3fn, plain cast; 1 e5m2, plain cast; 2 in higher precision")
 
 
 def test_comfyuis_marked_file_has_one_scale_a_tensor(tmp_path: Path) -> None:
@@ -61,13 +69,13 @@ def test_comfyuis_marked_file_has_one_scale_a_tensor(tmp_path: Path) -> None:
     }
     found = layout(tmp_path, tensors)
     assert found is not None
-    assert found.kind == "comfy_scaled"
+    assert found.layout == "comfy_scaled"
     assert found.bookkeeping == {f"{prefix}{n}" for n in ("scaled_fp8", "a.scale_weight", "a.scale_input")}
-    scale = found.scale_of([RowRange(f"{prefix}a.weight", 10, 20)])
+    scale = scale_of(found, RowRange(f"{prefix}a.weight", 10, 20))
     assert scale is not None
     assert scale.tolist() == [[0.25]]
-    assert "ComfyUI scaled fp8: 1 e4m3fn tensors (1 with one scale a tensor), 2 in higher" in found.describe()
-    assert "1 activation scales not used" in found.describe()
+    assert "ComfyUI scaled fp8: 1 e4m3fn, one scale a tensor; 2 in higher" in found.describe()
+    assert "1 with a scale for activations" in found.describe()
 
 
 @pytest.mark.parametrize("where", ["marker", "header", "header without prefix"])
@@ -87,9 +95,10 @@ def test_comfyuis_per_layer_file_says_its_formats(tmp_path: Path, where: str, co
         metadata = {}
     found = layout(tmp_path, tensors, metadata)
     assert found is not None
-    assert found.kind == "comfy_quant"
-    assert found.dtypes == {f"{prefix}a.weight": F8}
-    scale = found.scale_of([RowRange(f"{prefix}a.weight")])
+    assert found.layout == "comfy_quant"
+    assert set(found.weights) == {f"{prefix}a.weight"}
+    assert found.weights[f"{prefix}a.weight"].full_precision is True
+    scale = scale_of(found, RowRange(f"{prefix}a.weight"))
     assert scale is not None
     assert scale.tolist() == [[0.5]]
 
@@ -101,13 +110,13 @@ def test_musubi_tuners_scales_are_per_tensor_row_or_block(
     stored = (torch.rand(shape) + 0.5).bfloat16()
     found = layout(tmp_path, {"a.weight": codes(), "a.scale_weight": stored} | NORM)
     assert found is not None
-    assert found.kind == "musubi"
-    scale = found.scale_of([RowRange("a.weight")])
+    assert found.layout == "musubi"
+    scale = scale_of(found, RowRange("a.weight"))
     assert scale is not None
     assert scale.dtype == torch.float32
     assert torch.equal(scale, stored.float().view(expected))
     if expected[0] > 1:
-        cut = found.scale_of([RowRange("a.weight", 32, 64)])
+        cut = scale_of(found, RowRange("a.weight", 32, 64))
         assert cut is not None
         assert torch.equal(cut, scale[32:64])
 
@@ -122,13 +131,13 @@ def test_rows_joined_from_several_weights_bring_their_scales_along(tmp_path: Pat
     found = layout(tmp_path, tensors)
     assert found is not None
     ranges = [("b.weight", 0, 2), ("a.weight", 94, None), ("c.weight", 3, 4), ("d.weight", 0, 1)]
-    scale = found.scale_of([RowRange(*rows) for rows in ranges])
+    scale = scale_of(found, *(RowRange(*rows) for rows in ranges))
     assert scale is not None
     a, c = tensors["a.scale_weight"], tensors["c.scale_weight"]
     expected = [[0.25] * 4] * 2 + a[94:, [0, 0, 1, 1], 0].tolist() + c[3:4, :, 0].tolist() + [[1.0] * 4]
     assert scale.tolist() == expected
     # (scale, shift) swapped within one weight: one scale stays one
-    assert found.scale_of([RowRange("b.weight", 32, 64), RowRange("b.weight", 0, 32)]).shape == (1, 1)
+    assert scale_of(found, RowRange("b.weight", 32, 64), RowRange("b.weight", 0, 32)).shape == (1, 1)
 
 
 W = {"a.weight": codes()}
@@ -137,10 +146,10 @@ REFUSED = {
     "'a.weight_scale_inv' belongs to a quantisation": W | {"a.weight_scale_inv": torch.ones(1, 1)},
     "'a.codebook' belongs to a quantisation": {"a.weight": codes().view(torch.uint8), "a.codebook": torch.ones(16)},
     "'a.weight' has dtype I8, whose meaning no known layout gives": {"a.weight": codes().view(torch.int8)},
-    "'b.scale_weight' is a scale without an fp8 weight": W
+    "'b.scale_weight' is a scale without a quantised weight": W
     | {"b.scale_weight": torch.ones(1), "b.weight": torch.ones(2, 2)},
-    "'a.weight_scale' comes without comfy_quant markers": W | {"a.weight_scale": torch.ones(1)},
-    "'a.comfy_quant' names the format 'nvfp4'": W | {"a.comfy_quant": marker(format="nvfp4")},
+    "'a.weight_scale' is one scale without a comfy_quant marker": W | {"a.weight_scale": torch.ones(1)},
+    "'a.comfy_quant' names the format 'int3'": W | {"a.comfy_quant": marker(format="int3")},
     "'b.comfy_quant' marks a layer without a weight": W | {"b.comfy_quant": marker(format="float8_e4m3fn")},
     "'a.weight' has dtype F8_E4M3 where its marker says e5m2": W | {"a.comfy_quant": marker(format="float8_e5m2")},
     "'a.comfy_quant' is not the JSON object ComfyUI writes": W | {"a.comfy_quant": torch.zeros(3, dtype=torch.uint8)},
@@ -155,7 +164,7 @@ def test_an_unknown_layout_is_refused_by_key_name(tmp_path: Path, message: str) 
         layout(tmp_path, tensors)
     assert message in str(error.value)
     assert str(tmp_path / "model.safetensors") in str(error.value)
-    assert str(error.value).endswith("or the bf16 one")
+    assert str(error.value).endswith("use the bf16 file, or one of a format that is read")
 
 
 def test_a_broken_header_entry_is_refused(tmp_path: Path) -> None:
@@ -174,7 +183,7 @@ def test_a_broken_header_entry_is_refused(tmp_path: Path) -> None:
 )
 def test_a_scale_that_cannot_be_is_refused(tmp_path: Path, scale: Tensor, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        layout(tmp_path, W | {"a.scale_weight": scale}).scale_of([RowRange("a.weight")])
+        scale_of(layout(tmp_path, W | {"a.scale_weight": scale}), RowRange("a.weight"))
 
 
 class Model(nn.Module):
@@ -186,7 +195,7 @@ class Model(nn.Module):
         self.norm = nn.LayerNorm(32)
 
 
-def load(model: nn.Module, loading: Fp8Loader, path: Path, key_map: dict[str, list[RowRange]]) -> None:
+def load(model: nn.Module, loading: WeightLoader, path: Path, key_map: dict[str, list[RowRange]]) -> None:
     """What a loader does, in four lines."""
     weights = WeightFiles(path)
     for name, ranges in key_map.items():
@@ -203,18 +212,18 @@ def test_a_fused_weight_is_cut_into_fp8_layers_with_its_codes_unchanged(tmp_path
     }  # fmt: skip
     with torch.device("meta"):
         model = Model()
-    loading = Fp8Loader()
+    loading = WeightLoader()
     save_file(tensors, tmp_path / "model.safetensors")
     parts, leaves = {"q": (0, 32), "k": (32, None)}, ("weight", "bias")
     key_map = {f"{n}.{leaf}": [RowRange(f"qk.{leaf}", *rows)] for n, rows in parts.items() for leaf in leaves}
     load(model, loading, tmp_path / "model.safetensors", key_map | {"norm.weight": [RowRange("norm.weight")]})
-    assert isinstance(model.k, Fp8Linear)
+    assert isinstance(model.k, QuantizedLinear)
     assert torch.equal(model.k.weight.view(torch.uint8), tensors["qk.weight"].view(torch.uint8)[32:])
     exact = tensors["qk.weight"].float().view(96, 2, 64) * tensors["qk.scale_weight"]
     assert torch.equal(model.q.dequantized(torch.float32), exact.view(96, 128)[:32])
     assert torch.equal(model.k.bias, tensors["qk.bias"].float()[32:])
     assert torch.equal(model.norm.weight, tensors["norm.weight"].float())  # fp8 norms are cast up exactly
-    assert loading.describe() == "2 linear weights read as fp8"
+    assert loading.describe() == "2 linear weights read as they are stored"
 
 
 def test_bf16_weights_become_fp8_as_the_recipe_says_while_they_are_read(tmp_path: Path) -> None:
@@ -223,8 +232,8 @@ def test_bf16_weights_become_fp8_as_the_recipe_says_while_they_are_read(tmp_path
     }
     with torch.device("meta"):
         model = Model()
-    recipe = Fp8Recipe("row")
-    loading = Fp8Loader(recipe)
+    recipe = Recipe(Fp8Scheme("row"))
+    loading = WeightLoader(recipe)
     assert layout(tmp_path, tensors) is None
     for name, tensor in tensors.items():
         left = loading.load(model, name, tensor, "cpu")

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from library.precision.quantize import E4M3FN, E5M2, Fp8Format, by_bits, compiled
+from library.precision.fp8_numbers import E4M3FN, E5M2, Fp8Format, by_bits, compiled
 
 SCALES = {"cast": None, "tensor": (1, 1), "row": (48, 1), "block64": (48, 4)}
 KERNELS = [(E4M3FN, kind) for kind in SCALES] + [(E5M2, "row")]  # the rest of e5m2 differs in the cast alone
@@ -40,7 +40,7 @@ def test_every_code_comes_back_as_the_float64_product_rounded_once(way, fp8: Fp8
 def test_without_a_compiler_a_large_weight_is_turned_back_all_the_same() -> None:
     code = """
 import warnings, torch
-from library.precision.quantize import dequantize
+from library.precision.fp8_numbers import dequantize
 weight = torch.linspace(-2, 2, 1 << 20).view(1024, 1024)
 codes = weight.to(torch.float8_e4m3fn)
 with warnings.catch_warnings(record=True) as said:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from library.precision.fake_quantize import FakeQuantLinear, fake_quantize_inputs, round_activations, round_timesteps
-from library.precision.fp8_linear import Fp8Linear, scaled_linear
-from library.precision.quantize import quantize
+from library.precision.linear import QuantizedLinear
+from tests.precision.layers import quantize
 
 
 def activations() -> torch.Tensor:
@@ -22,8 +22,8 @@ def activations() -> torch.Tensor:
 def test_rounded_rows_times_a_weight_are_the_fp8_product() -> None:
     weight = quantize(torch.randn(32, 64, generator=torch.Generator().manual_seed(1)) * 0.05, "row")
     x = activations().bfloat16()
-    served = FakeQuantLinear(Fp8Linear(weight, compute="dequant"), "row")(x)
-    in_fp8 = scaled_linear(x, weight.values, weight.scale, None)
+    served = FakeQuantLinear(QuantizedLinear(weight, compute="dequant"), "row")(x)
+    in_fp8 = weight.product(x)
     # Both are sums of the same products; bf16 rounds each result once, by 2^-9 at most, twice where sums differ.
     torch.testing.assert_close(served, in_fp8, rtol=2**-7, atol=2**-8)
 

@@ -1,4 +1,4 @@
-"""Fp8Linear under DDP and FSDP2, two processes on gloo, against one process."""
+"""QuantizedLinear under DDP and FSDP2, two processes on gloo, against one process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from library.precision.fp8_linear import Fp8Linear, ddp_ignored_names
-from library.precision.quantize import quantize
+from library.precision.linear import QuantizedLinear, ddp_ignored_names
 from networks.adapters.lora import LoRALinear
+from tests.precision.layers import quantize
 
 WORLD, WIDTH = 2, 64
 
@@ -26,7 +26,7 @@ class Block(nn.Module):
         self.linears = nn.ModuleList()
         for granularity in ("cast", "row", "block64"):
             weight = torch.randn(WIDTH, WIDTH, generator=random) * 0.1
-            base = Fp8Linear(quantize(weight, granularity), torch.randn(WIDTH, generator=random))
+            base = QuantizedLinear(quantize(weight, granularity), torch.randn(WIDTH, generator=random))
             lora = LoRALinear(base, rank=4, alpha=4.0)
             lora.initialise(random)
             nn.init.normal_(lora.lora_B.weight, generator=random)

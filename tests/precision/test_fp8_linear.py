@@ -10,12 +10,13 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-import library.precision.fp8_linear as fp8_linear
+import library.precision.linear as linear
 from library.errors import UserError
-from library.precision.fp8_linear import Fp8Linear, Fp8LinearOfHiddenDtype, ddp_ignored_names
+from library.precision.fp8_numbers import E5M2
+from library.precision.linear import QuantizedLinear, QuantizedLinearOfHiddenDtype, ddp_ignored_names
 from library.precision.names import GRANULARITIES, Granularity
-from library.precision.quantize import E5M2, quantize
 from networks.adapters.lora import LoRALinear
+from tests.precision.layers import quantize
 
 OUT, IN = 192, 256
 
@@ -24,12 +25,12 @@ def random(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def fp8_layer(granularity: Granularity = "row", bias: bool = True, **options: object) -> Fp8Linear:
+def fp8_layer(granularity: Granularity = "row", bias: bool = True, **options: object) -> QuantizedLinear:
     quantized = quantize(random(OUT, IN, seed=0) * 0.05, granularity)
-    return Fp8Linear(quantized, random(OUT, seed=1) if bias else None, **options)  # type: ignore[arg-type]
+    return QuantizedLinear(quantized, random(OUT, seed=1) if bias else None, **options)  # type: ignore[arg-type]
 
 
-def plain(layer: Fp8Linear, dtype: torch.dtype) -> nn.Linear:
+def plain(layer: QuantizedLinear, dtype: torch.dtype) -> nn.Linear:
     """A linear layer with the same numbers."""
     reference = nn.Linear(IN, OUT, bias=layer.bias is not None, dtype=dtype)
     reference.requires_grad_(False)
@@ -60,7 +61,7 @@ def test_work_in_chunks_gives_what_work_in_one_gives(granularity: Granularity, m
     x = random(7, IN, seed=2).requires_grad_()
     whole = layer(x)
     (whole_dx,) = torch.autograd.grad(whole.sum(), x)
-    monkeypatch.setattr(fp8_linear, "_CPU_CHUNK", 1)  # 64 rows, 64 columns
+    monkeypatch.setattr(linear, "_CPU_CHUNK", 1)  # 64 rows, 64 columns
     pieces = layer(x)
     (pieces_dx,) = torch.autograd.grad(pieces.sum(), x)
     torch.testing.assert_close(pieces, whole, rtol=1e-5, atol=1e-5)
@@ -172,7 +173,7 @@ def test_lora_on_top_trains_as_on_a_plain_layer() -> None:
 
 def test_a_hidden_weight_reads_as_none_and_works_as_any_other() -> None:
     quantized = quantize(random(OUT, IN, seed=0), "row")
-    layer, hidden = Fp8Linear(quantized), Fp8LinearOfHiddenDtype(quantized)
+    layer, hidden = QuantizedLinear(quantized), QuantizedLinearOfHiddenDtype(quantized)
     x = random(3, IN, seed=2)
     assert hidden.weight is None
     assert torch.equal(hidden(x), layer(x))
@@ -181,10 +182,10 @@ def test_a_hidden_weight_reads_as_none_and_works_as_any_other() -> None:
 
 
 def test_scaled_mm_is_refused_where_the_weight_does_not_suit() -> None:
-    with pytest.raises(UserError, match="192 x 256 weight e4m3fn, a scale per 64 inputs cannot be multiplied in fp8"):
-        fp8_layer("block64", compute="scaled_mm")
-    with pytest.raises(UserError, match="e5m2, one scale a tensor cannot"):
-        Fp8Linear(quantize(random(16, 16, seed=0), "tensor", E5M2), compute="scaled_mm")
+    with pytest.raises(UserError, match=r"192 x 256 weight \(e4m3fn, a scale per 64 inputs\) cannot be multiplied as"):
+        fp8_layer("block64", compute="quantised")
+    with pytest.raises(UserError, match=r"e5m2, one scale a tensor\) cannot"):
+        QuantizedLinear(quantize(random(16, 16, seed=0), "tensor", E5M2), compute="quantised")
 
 
 def test_frozen_parameters_and_buffers_are_named_for_ddp() -> None:

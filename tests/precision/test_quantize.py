@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from library.precision.files.fp8 import Fp8Scheme
+from library.precision.fp8_numbers import FORMATS, Fp8Format, dequantize
 from library.precision.names import GRANULARITIES, Granularity
-from library.precision.quantize import FORMATS, Fp8Format, compute_scale, dequantize, fitting_granularity, quantize
+from tests.precision.layers import quantize
 
 GROUPS = {"tensor": (1, 1), "row": (192, 1), "block64": (192, 4), "block128": (192, 2)}
 
@@ -23,7 +25,8 @@ def weight(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def test_a_scale_is_the_largest_magnitude_of_its_group_over_the_formats_largest(granularity: Granularity) -> None:
     values = weight()
     for fp8 in FORMATS:
-        scale = compute_scale(values, granularity, fp8)
+        scheme = Fp8Scheme(granularity, fp8)
+        scale = scheme.steps(scheme.magnitudes(values))
         assert scale is not None
         assert scale.shape == GROUPS[granularity]
         rows, blocks = scale.shape
@@ -103,11 +106,11 @@ def test_stochastic_rounding_is_unbiased_over_a_matrix() -> None:
 
 
 def test_blocks_that_do_not_divide_become_rows_or_are_refused() -> None:
-    assert fitting_granularity("block64", 192) == "block64"
-    assert fitting_granularity("block64", 100) == "row"
-    assert fitting_granularity("block128", 192) == "row"
+    assert Fp8Scheme("block64").fitting((4, 192)).granularity == "block64"
+    assert Fp8Scheme("block64").fitting((4, 100)).granularity == "row"
+    assert Fp8Scheme("block128").fitting((4, 192)).granularity == "row"
     with pytest.raises(ValueError, match="100 inputs cannot be cut into blocks of 64"):
-        compute_scale(torch.ones(4, 100), "block64")
+        quantize(torch.ones(4, 100), "block64")
 
 
 def test_slices_of_codes_are_dequantised_as_the_whole_is() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from library.errors import UserError
-from library.precision.quantize import (
+from library.precision.fp8_numbers import (
     E4M3FN,
     E5M2,
     FORMATS,

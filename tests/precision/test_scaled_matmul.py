@@ -5,18 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-from library.precision.fp8_linear import Fp8Linear, device_has_fp8_matmul, scaled_input_gradient, scaled_linear
+from library.precision.files.fp8 import device_has_fp8_matmul
+from library.precision.linear import QuantizedLinear
 from library.precision.names import Granularity
-from library.precision.quantize import quantize
+from tests.precision.layers import quantize
 
 OUT, IN = 48, 64
 
 
-def layers(granularity: Granularity, gradient: bool = False) -> tuple[Fp8Linear, Fp8Linear, torch.Tensor]:
+def layers(granularity: Granularity, gradient: bool = False) -> tuple[QuantizedLinear, QuantizedLinear, torch.Tensor]:
     torch.manual_seed(0)
     quantized, bias = quantize(torch.randn(OUT, IN) * 0.05, granularity), torch.randn(OUT)
-    exact = Fp8Linear(quantized, bias, compute="dequant")
-    rounded = Fp8Linear(quantized, bias, compute="scaled_mm", fp8_input_gradient=gradient)
+    exact = QuantizedLinear(quantized, bias, compute="dequant")
+    rounded = QuantizedLinear(quantized, bias, compute="quantised", fp8_input_gradient=gradient)
     return exact, rounded, torch.randn(3, 8, IN, dtype=torch.bfloat16)
 
 
@@ -57,7 +58,7 @@ def test_row_scales_are_folded_into_the_gradient() -> None:
     quantized = quantize(torch.randn(OUT, IN, generator=torch.Generator().manual_seed(0)), "row")
     gradient = torch.zeros(OUT, OUT)
     gradient.fill_diagonal_(1.0)  # each row of the result is one row of the weight
-    got = scaled_input_gradient(gradient, quantized.values, quantized.scale)
+    got = quantized.input_product(gradient)
     # each row of the scaled gradient holds one number, which its own scale makes 448: nothing is rounded but by fp32
     torch.testing.assert_close(got, quantized.dequantize(torch.float32), rtol=1e-6, atol=1e-6)
 
@@ -65,17 +66,17 @@ def test_row_scales_are_folded_into_the_gradient() -> None:
 @pytest.mark.parametrize(("dtype", "digits"), [(torch.float32, 1e-6), (torch.float16, 1e-3), (torch.bfloat16, 2e-2)])
 def test_the_product_is_as_exact_as_the_activations_dtype(dtype: torch.dtype, digits: float) -> None:
     """fp32 activations (mixed_precision "no") are not cut down to bf16 on the way out; 1 + 2^-9 has more bits."""
-    weight = quantize(torch.ones(16, 16), "cast").values
+    weight = quantize(torch.ones(16, 16), "cast")
     x = torch.zeros(16, 16, dtype=dtype)
     x[:, 0], x[:, 1] = 1.0, 2.0**-9  # fp8 has both, once the row is scaled by 448
-    out = scaled_linear(x, weight, None, None)
+    out = weight.product(x)
     assert out.dtype == dtype
     assert float((out.double() - 1 - 2.0**-9).abs().max()) <= digits
 
 
 def test_rows_of_zeros_stay_zero() -> None:
     quantized = quantize(torch.randn(OUT, IN, generator=torch.Generator().manual_seed(0)), "tensor")
-    out = scaled_linear(torch.zeros(4, IN), quantized.values, quantized.scale, None)
+    out = quantized.product(torch.zeros(4, IN))
     assert torch.equal(out, torch.zeros(4, OUT))
 
 

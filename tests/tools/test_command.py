@@ -16,8 +16,8 @@ from library.conditions import ConditionKind
 from library.config.schema import PrecisionConfig, SavingConfig
 from library.errors import UserError
 from library.models.registry import lora_targets
+from library.precision.fp8_numbers import FORMATS
 from library.precision.names import FORMAT_NAMES
-from library.precision.quantize import FORMATS
 from library.precision.recipe import KINDS
 from networks.files.adapters import PRECISIONS, SAVE_FORMATS
 from networks.merging import RANK_RULES

@@ -14,8 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import tools.quantize_model as quantize_model
-from library.precision.checkpoint_layouts import WeightFiles
-from library.precision.quantize import dequantize
+from library.precision.checkpoint import WeightFiles
 from library.safetensors_io import RowRange
 from tests.tiny import tiny_flux_transformer
 
@@ -82,22 +81,22 @@ def test_what_is_written_reads_back_the_same_by_tandem_and_by_independent_code(
     original = checkpoint(prefix)
     save_file(original, source)
     run(monkeypatch, "--model", source, "--save_to", target, *CASES[case])
-    layout = WeightFiles(target).fp8
+    layout = WeightFiles(target).quantized
     assert layout is not None
-    assert layout.kind == {"stochastic": "musubi"}.get(case, case.split()[0])
-    assert set(layout.dtypes) == {f"{prefix}{name}.weight" for name in NAMES}
+    assert layout.layout == {"stochastic": "musubi"}.get(case, case.split()[0])
+    assert set(layout.weights) == {f"{prefix}{name}.weight" for name in NAMES}
     stored, independent = load_file(target), read_independently(target)
     assert set(stored) - layout.bookkeeping == set(original)
     for name in NAMES:
         weight = f"{prefix}{name}.weight"
-        ours = dequantize(stored[weight], layout.scale_of([RowRange(weight)]), torch.float32)
+        ours = layout.read([RowRange(weight)]).dequantize(torch.float32)
         assert torch.equal(ours, independent[f"{prefix}{name}"])
         before = original[weight].float()
         error = float((ours - before).norm() / before.norm())
         # rms error of 3 and 2 mantissa bits; a plain cast of std 0.03 loses more to e4m3's fixed small steps;
         # stochastic rounding has about sqrt(2) times the error
         assert 0.005 < error < (0.06 if "e5m2" in case or case == "stochastic" else 0.035)
-    for name in set(original) - set(layout.dtypes):
+    for name in set(original) - set(layout.weights):
         assert torch.equal(stored[name], original[name])
 
 
@@ -124,7 +123,7 @@ def test_comfyui_files_carry_the_marks_comfyui_looks_for(tmp_path: Path, monkeyp
     with safe_open(tmp_path / "old.safetensors", "pt") as file:
         metadata = file.metadata()
     assert metadata["modelspec.title"] == "mine"
-    assert metadata["fp8_recipe"] == "e4m3fn, one scale a tensor, rounded to nearest; excluded: embedders, final"
+    assert metadata["quantised"] == "e4m3fn, one scale a tensor, rounded to nearest; excluded: embedders, final"
 
 
 def test_musubi_files_have_its_shapes_and_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +196,7 @@ def test_every_mistake_is_told_in_one_line_and_leaves_nothing_behind(
     cases = {
         "layout comfy_scaled: scales 'row' cannot be written in it; use tensor": (source, "--granularity", "row"),
         "use comfy_quant for e5m2": (source, "--format", "e5m2"),
-        "is in fp8 already; quantise the bf16 or fp16 file": (done,),
+        "is quantised already; quantise the bf16 or fp16 file": (done,),
         "no linear weight is left to quantise": (tmp_path / "none.safetensors",),
         f"{NAMES[1]}.weight holds NaN or infinity": (tmp_path / "broken.safetensors",),
         "excluded pattern 'qvk' matches no linear layer": (source, "--exclude_pattern", "qvk"),

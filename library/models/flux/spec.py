@@ -49,8 +49,8 @@ from library.models.flux.text import FluxTextEncoder, check_t5, clip_positions, 
 from library.models.flux.vae import FluxImageEncoder
 from library.models.latents import pack_latents
 from library.models.text import load_tokenizer
-from library.precision.checkpoint_layouts import WeightFiles
-from library.precision.recipe import Fp8Recipe
+from library.precision.checkpoint import WeightFiles
+from library.precision.recipe import Recipe
 
 _DEV_TEXT_TOKENS, _SCHNELL_TEXT_TOKENS = 512, 256  # T5 tokens the published models were made with
 _MASK_CHANNELS = 256  # of a Fill token: 16 x 16 pixels of the mask
@@ -128,7 +128,7 @@ class FluxFamily(Family):
         check_t5(t5)
 
     def load_text_encoder(
-        self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Fp8Recipe | None = None
+        self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Recipe | None = None
     ) -> FluxTextEncoder:
         """Return CLIP and T5, of which ``recipe`` makes T5 fp8.
 
@@ -137,7 +137,7 @@ class FluxFamily(Family):
                 to run in fp8 and fp16 together.
         """
         clip, t5 = self.files.text_encoders
-        if dtype == torch.float16 and (recipe is not None or WeightFiles(t5).fp8 is not None):
+        if dtype == torch.float16 and (recipe is not None or WeightFiles(t5).quantized is not None):
             raise UserError(f"{t5}: T5 in fp8 leaves the range of fp16; use bf16, or T5's fp16 file")
         clip_tokenizer = load_tokenizer(CLIPTokenizer.from_pretrained, self.files.tokenizers[0], "clip_l_tokenizer")
         t5_tokenizer = load_tokenizer(T5TokenizerFast.from_pretrained, self.files.tokenizers[1], "t5xxl_tokenizer")

@@ -23,8 +23,8 @@ from library.errors import UserError
 from library.models.layer_names import count_blocks
 from library.models.text import TextEncoder
 from library.models.weights import load_into, read_config
-from library.precision.checkpoint_layouts import WeightFiles
-from library.precision.recipe import Fp8Loader, Fp8Recipe
+from library.precision.checkpoint import WeightFiles
+from library.precision.recipe import Recipe, WeightLoader
 from library.safetensors_io import RowRange
 
 # In clip_l files beside the text model: the projection that FLUX does not use, buffers of old versions.
@@ -131,7 +131,7 @@ def load_clip(path: Path, dtype: torch.dtype, device: torch.device | str = "cpu"
 
 
 def load_t5(
-    path: Path, dtype: torch.dtype, device: torch.device | str = "cpu", recipe: Fp8Recipe | None = None
+    path: Path, dtype: torch.dtype, device: torch.device | str = "cpu", recipe: Recipe | None = None
 ) -> T5EncoderModel:
     """Load T5's encoder from a transformers folder or a ``t5xxl`` file; ``recipe`` makes it fp8.
 
@@ -155,7 +155,7 @@ def load_t5(
         model.encoder.set_input_embeddings(model.shared)  # also where the config says not to tie: one is published
         return model
 
-    fp8 = Fp8Loader(recipe, compute="dequant")
+    fp8 = WeightLoader(recipe, compute="dequant")
     model = load_into(build, weights, key_map, dtype, device, keep_fp32, fp8)
     assert isinstance(model, T5EncoderModel)
     return model

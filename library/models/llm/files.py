@@ -41,8 +41,8 @@ from library.models.llm.sources import Derived, DerivedWeights, TensorFlowFiles,
 from library.models.llm.spec import LMConfig, config_from_hf, config_to_hf, gpt2
 from library.models.weights import KeyMap, load_into, read_config
 from library.nn.rope import Llama31Scaling, half_split_order
-from library.precision.checkpoint_layouts import WeightFiles
-from library.precision.recipe import Fp8Loader
+from library.precision.checkpoint import WeightFiles
+from library.precision.recipe import WeightLoader
 from library.safetensors_io import RowRange, shard_names, stream_safetensors
 
 _TIED_ROWS = 1024  # compared to tell a head that repeats the embedding; two trained matrices differ in every row
@@ -52,7 +52,7 @@ def load_lm(
     folder: str | Path,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    fp8: Fp8Loader | None = None,
+    fp8: WeightLoader | None = None,
     pad_vocabulary_to: int | None = None,
 ) -> TransformerLM:
     """Return the language model in ``folder``, frozen and in eval mode.
@@ -64,7 +64,7 @@ def load_lm(
         pad_vocabulary_to: pad embedding and head to a multiple of so many rows, 64 for fast products.
     """
     config, weights, key_map = open_lm(Path(folder).expanduser())
-    placing = fp8 if fp8 is not None else Fp8Loader()
+    placing = fp8 if fp8 is not None else WeightLoader()
     model = cast(TransformerLM, load_into(lambda: TransformerLM(config), weights, key_map, dtype, device, fp8=placing))
     if pad_vocabulary_to is not None:
         resize_vocabulary(model, config.padded(pad_vocabulary_to))
@@ -279,7 +279,7 @@ def hf_weights(files: WeightFiles, config: LMConfig) -> tuple[WeightFiles, KeyMa
     """
     if config.family == "llama":
         return files, {ours: [RowRange(name) for name, _ in parts] for ours, parts, _ in hf_names(config)}
-    if files.fp8 is not None:
+    if files.quantized is not None:
         raise UserError(
             f"{files.path}: a GPT-2 stored in fp8 is not supported; load the fp32 or bf16 file with fp8_base"
         )

@@ -38,8 +38,7 @@ from library.nn.norms import RMSNorm
 from library.nn.rope import RopeTables, Table, rotate_half_split, turn_token, whole_head
 from library.nn.tensor_split import Parts
 from library.precision.fake_quantize import FakeQuantLinear
-from library.precision.fp8_linear import Fp8Linear
-from library.precision.quantize import Quantized
+from library.precision.linear import QuantizedLinear
 
 _INIT_STD = 0.02  # of both papers' published code
 
@@ -329,14 +328,10 @@ def _on_rows(joined: nn.Module, rows: slice) -> nn.Module:
     """Return a frozen layer on some output rows of ``joined``."""
     if isinstance(joined, FakeQuantLinear):
         return FakeQuantLinear(_on_rows(joined.base, rows), joined.how, joined.input_scale)  # type: ignore[arg-type]
-    if isinstance(joined, Fp8Linear):
+    if isinstance(joined, QuantizedLinear):
         quantized, compute, input_gradient = joined.quantized(), joined.compute, joined.fp8_input_gradient
-        scale = quantized.scale
-        if scale is not None and scale.shape[0] > 1:
-            scale = scale[rows]
         bias = None if joined.bias is None else joined.bias.detach()[rows]
-        values = Quantized(quantized.values[rows], scale)
-        return Fp8Linear(values, bias, compute=compute, fp8_input_gradient=input_gradient)
+        return QuantizedLinear(quantized.part(rows), bias, compute=compute, fp8_input_gradient=input_gradient)
     assert isinstance(joined, nn.Linear)
     part = nn.Linear(joined.in_features, rows.stop - rows.start, bias=joined.bias is not None, device="meta")
     part.weight = nn.Parameter(joined.weight.detach()[rows], requires_grad=False)

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from library.errors import UserError, reason_of
-from library.precision.checkpoint_layouts import WeightFiles
+from library.precision.checkpoint import WeightFiles
 from library.safetensors_io import DTYPE_NAMES, RowRange, TensorEntry
 
 
@@ -41,7 +41,7 @@ class TorchFiles(WeightFiles):
 
     def __init__(self, path: Path, files: Sequence[tuple[str, Path]]) -> None:
         """Find every tensor in ``files``, pairs of a prefix and a file; ``path`` is what errors name."""
-        self.path, self.fp8, self.entries = path, None, {}
+        self.path, self.quantized, self.entries = path, None, {}
         for prefix, file in files:
             for name, tensor in _outline(file).items():
                 if not isinstance(tensor, Tensor):
@@ -91,7 +91,7 @@ class DerivedWeights(WeightFiles):
     """The tensors of ``base`` and derived ones beside them; fp8 codes keep their layout."""
 
     def __init__(self, base: WeightFiles, derived: Mapping[str, Derived]) -> None:
-        self.path, self.fp8 = base.path, base.fp8
+        self.path, self.quantized = base.path, base.quantized
         self._base, self._derived = base, dict(derived)
 
     def __contains__(self, name: str) -> bool:
@@ -132,7 +132,7 @@ class TensorFlowFiles(WeightFiles):
 
     def __init__(self, index: Path) -> None:
         """Read ``index``, a ``*.index`` file, and find the data beside it."""
-        self.path, self.fp8, self.entries = index, None, {}
+        self.path, self.quantized, self.entries = index, None, {}
         data = index.read_bytes()
         try:
             entries = dict(_table(data))

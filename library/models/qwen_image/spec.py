@@ -40,7 +40,7 @@ from library.models.qwen_image.text import (
 )
 from library.models.qwen_image.vae import QwenImageEncoder
 from library.models.text import load_qwen_tokenizer
-from library.precision.recipe import Fp8Recipe
+from library.precision.recipe import Recipe
 
 _PIPELINES = {  # of diffusers folders -> model_type
     "QwenImagePipeline": "qwen_image",
@@ -109,7 +109,7 @@ class QwenImageFamily(Family):
         check_qwen_text(self.files.text_encoders[0])
 
     def load_text_encoder(
-        self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Fp8Recipe | None = None
+        self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Recipe | None = None
     ) -> QwenTextEncoder:
         """Return Qwen2.5-VL; with the vision tower where the template shows images."""
         (path,), template = self.files.text_encoders, TEMPLATES[self.name]

@@ -34,8 +34,8 @@ from library.errors import UserError
 from library.models.layer_names import count_blocks
 from library.models.text import LanguageModelEncoder, padded
 from library.models.weights import load_into, read_config, read_config_of
-from library.precision.checkpoint_layouts import WeightFiles
-from library.precision.recipe import Fp8Loader, Fp8Recipe
+from library.precision.checkpoint import WeightFiles
+from library.precision.recipe import Recipe, WeightLoader
 from library.safetensors_io import RowRange
 
 MOST_TOKENS = 1024  # of a caption without images; longer ones are cut, as in the pipeline
@@ -170,7 +170,7 @@ def load_qwen_text(
     path: Path,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    recipe: Fp8Recipe | None = None,
+    recipe: Recipe | None = None,
     *,
     image_token: int | None = None,
 ) -> Qwen2_5_VLTextModel | Qwen2_5_VLModel:
@@ -194,7 +194,7 @@ def load_qwen_text(
     def build() -> Any:
         return Qwen2_5_VLModel(config) if images else Qwen2_5_VLTextModel(config.text_config)
 
-    model: Any = load_into(build, weights, key_map, dtype, device, fp8=Fp8Loader(recipe, compute="dequant"))
+    model: Any = load_into(build, weights, key_map, dtype, device, fp8=WeightLoader(recipe, compute="dequant"))
     return model
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from library.errors import UserError
 from library.models.vae import ImageEncoder
 from library.models.weights import KeyMap, identity_map
-from library.precision.checkpoint_layouts import WeightFiles
+from library.precision.checkpoint import WeightFiles
 from library.safetensors_io import RowRange
 
 _DEFAULTS = {

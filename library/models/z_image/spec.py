@@ -22,7 +22,7 @@ from library.models.family import Family
 from library.models.flux.vae import FluxImageEncoder
 from library.models.text import load_qwen_tokenizer
 from library.models.z_image.text import MOST_TOKENS, ZImageTextEncoder, load_z_image_text, text_width
-from library.precision.recipe import Fp8Recipe
+from library.precision.recipe import Recipe
 
 
 class ZImageFamily(Family):
@@ -62,7 +62,7 @@ class ZImageFamily(Family):
             raise UserError(f"{path}: text {width} wide, the transformer takes {wanted}; give Qwen3-4B as text_encoder")
 
     def load_text_encoder(
-        self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Fp8Recipe | None = None
+        self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Recipe | None = None
     ) -> ZImageTextEncoder:
         """Return Qwen3."""
         (path,) = self.files.text_encoders

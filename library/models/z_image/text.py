@@ -20,8 +20,8 @@ from library.errors import UserError
 from library.models.layer_names import count_blocks
 from library.models.text import LanguageModelEncoder, padded
 from library.models.weights import load_into, read_config_of
-from library.precision.checkpoint_layouts import WeightFiles
-from library.precision.recipe import Fp8Loader, Fp8Recipe
+from library.precision.checkpoint import WeightFiles
+from library.precision.recipe import Recipe, WeightLoader
 from library.safetensors_io import RowRange
 
 MOST_TOKENS = 512  # of a caption with its template; longer ones are cut, as in the pipeline
@@ -41,7 +41,7 @@ class ZImageTextEncoder(LanguageModelEncoder):
 
 
 def load_z_image_text(
-    path: Path, dtype: torch.dtype, device: torch.device | str = "cpu", recipe: Fp8Recipe | None = None
+    path: Path, dtype: torch.dtype, device: torch.device | str = "cpu", recipe: Recipe | None = None
 ) -> Qwen3Model:
     """Load Qwen3 without its last layer, whose output is the model's; ``recipe`` makes it fp8."""
     weights = WeightFiles(path)
@@ -55,7 +55,7 @@ def load_z_image_text(
         model.norm = nn.Identity()
         return model
 
-    model = load_into(build, weights, key_map, dtype, device, fp8=Fp8Loader(recipe, compute="dequant"))
+    model = load_into(build, weights, key_map, dtype, device, fp8=WeightLoader(recipe, compute="dequant"))
     assert isinstance(model, Qwen3Model)
     return model
 

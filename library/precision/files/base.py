@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ class QuantizedWeight(ABC):
 
     @property
     @abstractmethod
-    def shape(self) -> tuple[int, int]:
+    def shape(self) -> tuple[int, ...]:
         """Outputs and inputs."""
 
     @property
@@ -97,13 +97,35 @@ class QuantizedWeight(ABC):
         """Return the gradient of inputs [..., in] of the gradient of :meth:`rotate`'s result."""
         return gradient
 
+    @property
+    def is_operand(self) -> bool:
+        """Whether :meth:`product` takes this weight, on a device that has it."""
+        return False
+
     def multiplies_on(self, device: torch.device) -> bool:
-        """Return whether :meth:`product` can be had on ``device``: a GPU that multiplies this format itself."""
+        """Return whether :meth:`product` can be had on ``device``, and is what its tensor cores are for."""
         return False
 
     def product(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T`` with ``x`` [n, in] rounded as the format's own products need it; [n, out]."""
         raise NotImplementedError
+
+    has_input_product: ClassVar[bool] = False
+
+    def input_product(self, gradient: Tensor) -> Tensor:
+        """Return ``gradient @ weight`` with ``gradient`` [n, out] rounded likewise; [n, in]."""
+        raise NotImplementedError
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """Return weights of this format side by side: the inputs of all of them.
+
+        Raises:
+            ValueError: no weight of this format holds them all.
+        """
+        if len(parts) > 1:
+            raise ValueError("such weights cannot be joined by columns")
+        return parts[0]
 
     @classmethod
     @abstractmethod
@@ -163,6 +185,18 @@ class Scheme(ABC):
     def pack(self, units: Tensor, steps: Tensor | None) -> QuantizedWeight:
         """Return the weight of ``units`` [out, in], all of them numbers there are, and of ``steps``."""
 
+    def store(self, layout: LayoutKind, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredWeight:
+        """Return how the weight ``name`` is to lie in a new file.
+
+        Args:
+            layout: of the file.
+            shape: of the weight. dtype: that it has in the source.
+
+        Raises:
+            UserError: the layout cannot hold such weights, or nothing here writes them.
+        """
+        raise UserError(f"{self.describe()}: such weights are read and not written; choose a scheme that is written")
+
     def quantize(
         self, weight: Tensor, *, stochastic: bool = False, generator: torch.Generator | None = None
     ) -> QuantizedWeight:
@@ -186,6 +220,18 @@ class Scheme(ABC):
             raise ValueError(f"{values.shape[1]} inputs cannot be cut into {runs} runs")
         largest = values.view(values.shape[0], runs, -1).abs().amax(dim=-1)
         return largest if rows > 1 else largest.amax(dim=0, keepdim=True)
+
+
+def block_slice(columns: slice, block: int) -> slice:
+    """Return the blocks of ``block`` inputs that ``columns`` are.
+
+    Raises:
+        ValueError: they do not begin at a block's edge.
+    """
+    start, stop = columns.start or 0, columns.stop
+    if start % block:
+        raise ValueError(f"column {start} lies within a block of {block}")
+    return slice(start // block, None if stop is None else -(-stop // block))
 
 
 def in_units(values: Tensor, steps: Tensor | None) -> Tensor:
@@ -230,6 +276,10 @@ class StoredWeight(ABC):
         """
         return None
 
+    def comfy_config(self) -> dict[str, Any]:
+        """Return what ComfyUI's ``comfy_quant`` says of such a weight, but for how products are made."""
+        raise NotImplementedError
+
     @abstractmethod
     def read(self, file: FileTensors, rows: slice = slice(None)) -> QuantizedWeight:
         """Return the weight, or some of its rows, in memory of its own.
@@ -263,6 +313,13 @@ class FileTensors:
     def read(self, name: str) -> Tensor:
         """Return tensor ``name``."""
         return read_tensor(self.entries, name)
+
+    def read_scale(self, name: str) -> Tensor:
+        """Return tensor ``name`` in fp32, a scale: positive and finite."""
+        scale = self.read(name).float()
+        if not (torch.isfinite(scale).all() and (scale > 0).all()):
+            raise self.refuse(name, "holds a scale that is not positive and finite", "download it again")
+        return scale
 
     def refuse(
         self, name: str, why: str, remedy: str = "use the bf16 file, or one of a format that is read"

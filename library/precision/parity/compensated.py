@@ -28,16 +28,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from library.precision.names import Granularity
+from library.precision.files.base import QuantizedWeight, Scheme
 from library.precision.parity.layer_errors import DAMPING, damped, update_retention
-from library.precision.quantize import (
-    E4M3FN,
-    Fp8Format,
-    Quantized,
-    compute_scale,
-    fitting_granularity,
-    round_to_nearest,
-)
 
 _BLOCK = 128  # columns between two products over all later ones, as in GPTQ's code
 _DOUBLE = 1024  # inputs up to which U is computed in float64: 0.1 s
@@ -47,86 +39,62 @@ _FEASIBLE = (0.5, 2.0)  # of the update's effect, what a change of its strength 
 
 
 def quantize_compensated(
-    weight: Tensor,
-    moment: Tensor,
-    granularity: Granularity,
-    fp8: Fp8Format = E4M3FN,
-    *,
-    damping: float = DAMPING,
-    room: float = ROOM,
-    scale_dtype: torch.dtype = torch.float32,
-) -> Quantized:
-    """Return ``weight`` as fp8, rounded so that outputs on the inputs of ``moment`` change least.
+    weight: Tensor, moment: Tensor, scheme: Scheme, *, damping: float = DAMPING, room: float = ROOM
+) -> QuantizedWeight:
+    """Return ``weight`` rounded so that outputs on the inputs of ``moment`` change least.
 
     Args:
         weight: [out, in], finite; with a LoRA to merge: the sum.
         moment: [in, in], second moment of the inputs.
-        granularity: blocks that do not divide ``in`` become rows.
-        fp8: the format.
+        scheme: the format.
         damping: see ``errors.damped``.
-        room: by how much scales are larger than the weight as given needs.
-        scale_dtype: dtype the scale will be stored in.
+        room: by how much steps are larger than the weight as given needs.
 
     Raises:
         ValueError: a value is NaN.
     """
-    weight = weight.detach().float()
-    granularity = fitting_granularity(granularity, weight.shape[1])
+    weight = scheme.rotate(weight.detach().float())
+    moment = scheme.rotate(scheme.rotate(moment.to(weight.device, torch.float32)).t())
     order = moment.diagonal().argsort(descending=True, stable=True)
-    carry = _carry(moment.to(weight.device), order, damping)
-    scale = compute_scale(weight, granularity, fp8)
-    if scale is None:
-        values, _ = _round_columns(weight, None, carry, order, fp8)
-        return Quantized(values.clamp_(-fp8.max, fp8.max).to(fp8.dtype), None)
-    scale = _stored(scale * (1 + room), scale_dtype)
-    values, largest = _round_columns(weight, scale, carry, order, fp8)
+    carry = _carry(moment, order, damping)
+    steps = scheme.steps(scheme.magnitudes(weight) * (1 + room))
+    if steps is None:
+        values, _ = _round_columns(weight, None, carry, order, scheme)
+        return scheme.pack(values, None)
+    values, largest = _round_columns(weight, steps, carry, order, scheme)
     for _ in range(_ATTEMPTS):
-        over = largest > fp8.max * (1 + 2.0**-20) * scale  # amax / scale rounds to a hair above
+        over = largest > scheme.largest_unit * (1 + 2.0**-20) * steps  # amax / scale rounds to a hair above
         if not over.any():
             break
-        scale = torch.where(over, _stored(largest / fp8.max * (1 + ROOM), scale_dtype), scale)
-        rows = over.any(dim=1) if scale.shape[0] > 1 else torch.ones(weight.shape[0], dtype=torch.bool)
-        rows = rows.to(weight.device)
-        own = scale[rows] if scale.shape[0] > 1 else scale
-        values[rows], largest_again = _round_columns(weight[rows], own, carry, order, fp8)
-        largest = largest.index_copy(0, rows.nonzero().flatten(), largest_again) if own is not scale else largest_again
-    return Quantized(round_to_nearest(values, fp8), scale)
+        larger = scheme.steps(torch.where(over, largest * (1 + ROOM), 0.0), steps)
+        assert larger is not None
+        rows = (larger != steps).any(dim=1) if steps.shape[0] > 1 else torch.ones(len(weight), dtype=torch.bool)
+        rows, steps = rows.to(weight.device), larger
+        own = steps[rows] if steps.shape[0] > 1 else steps
+        values[rows], largest_again = _round_columns(weight[rows], own, carry, order, scheme)
+        largest = largest.index_copy(0, rows.nonzero().flatten(), largest_again) if own is not steps else largest_again
+    return scheme.pack(scheme.nearest(values), steps)
 
 
-def merge_into_fp8(
-    base: Quantized,
-    update: Tensor,
-    moment: Tensor,
-    granularity: Granularity,
-    *,
-    scale_dtype: torch.dtype = torch.float32,
-) -> Quantized:
-    """Return ``base`` plus ``update`` as fp8, with scales of its own and the update's full effect on the outputs.
+def merge_into(base: QuantizedWeight, update: Tensor, moment: Tensor, scheme: Scheme) -> QuantizedWeight:
+    """Return ``base`` plus ``update``, with scales of its own and the update's full effect on the outputs.
 
     Args:
         base: [out, in], as its file has it.
         update: [out, in] fp32.
         moment: [in, in], second moment of the inputs.
-        granularity: of the base's scales.
-        scale_dtype: dtype the scale will be stored in.
+        scheme: the base's, with scales as its file has them.
     """
     values = base.dequantize(torch.float32)
     strength = 1.0
     for last in (False, True):
-        merged = quantize_compensated(
-            values + strength * update, moment, granularity, base.fp8, room=0.0, scale_dtype=scale_dtype
-        )
+        merged = quantize_compensated(values + strength * update, moment, scheme, room=0.0)
         if not last:
             left = update_retention(merged.dequantize(torch.float32), values, update, moment).output_gain
             if left is None or not _FEASIBLE[0] < left < _FEASIBLE[1]:
                 break  # an update without effect, or one that no strength brings in
             strength = 1 / left
     return merged
-
-
-def _stored(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``scale`` as it will be read back."""
-    return scale.to(dtype).float()
 
 
 def _carry(moment: Tensor, order: Tensor, damping: float) -> Tensor:
@@ -149,7 +117,7 @@ def _carry(moment: Tensor, order: Tensor, damping: float) -> Tensor:
 
 
 def _round_columns(
-    weight: Tensor, scale: Tensor | None, carry: Tensor, order: Tensor, fp8: Fp8Format
+    weight: Tensor, scale: Tensor | None, carry: Tensor, order: Tensor, scheme: Scheme
 ) -> tuple[Tensor, Tensor]:
     """Round the columns of ``weight`` in ``order``.
 
@@ -171,7 +139,7 @@ def _round_columns(
             block = block_of[start + j]
             step = None if scale is None else scale[:, block]
             asked = inner[j] if step is None else inner[j] / step
-            value = asked.clamp(-fp8.max, fp8.max).to(fp8.dtype).float()
+            value = scheme.nearest(asked)
             rounded[:, start + j] = value
             errors[j] = inner[j] - (value if step is None else value * step)
             inner[j + 1 :].addr_(carry[start + j, start + j + 1 : columns.stop], errors[j], alpha=-1)

@@ -47,9 +47,8 @@ import torch
 from torch import Tensor, nn
 
 from library.nn.frozen_linear import FrozenLinear
-from library.precision.fp8_linear import Fp8Linear
+from library.precision.linear import QuantizedLinear
 from library.precision.parity.activations import LayerInputs
-from library.precision.quantize import Quantized
 from library.randomness import generator
 
 
@@ -134,16 +133,6 @@ def update_retention(merged: Tensor, base: Tensor, update: Tensor, moment: Tenso
     return UpdateRetention(inner / update_energy, cosine, seen / effect if effect > 0 else None)
 
 
-def saturated(values: Tensor, quantized: Quantized) -> float:
-    """Return the share of ``values`` [out, in] that lies outside of what the scales of ``quantized`` can hold."""
-    limit = quantized.fp8.max * (1 + 2.0**-20)  # amax / scale rounds to a hair above the largest number
-    scaled = values.float()
-    if quantized.scale is not None:
-        blocks = quantized.scale.shape[1]
-        scaled = scaled.view(scaled.shape[0], blocks, -1) / quantized.scale.unsqueeze(-1)
-    return float((scaled.abs() > limit).double().mean())
-
-
 @dataclass(frozen=True)
 class Candidate:
     """A layer, or several that a file stores as one tensor: the benefit of keeping it, and the bytes that costs."""
@@ -184,7 +173,7 @@ def replaced(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
             while isinstance(getattr(model.get_submodule(path), "base", None), nn.Module):
                 path += ".base"
             owner: Any = model.get_submodule(path)
-            if leaf == "weight" and isinstance(owner, Fp8Linear):
+            if leaf == "weight" and isinstance(owner, QuantizedLinear):
                 layers[path] = owner
                 model.set_submodule(path, _with_weight(owner, tensor))
             else:

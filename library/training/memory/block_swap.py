@@ -19,7 +19,7 @@ among those that stay: those compute while a copy is under way.
 *How a block finds its weights.* Parameters stay the same objects; ``.data`` points to the slot while the block is in
 the ring and to its home otherwise, so names, state dicts and saving see all weights at all times. What must never
 happen is that autograd keeps the slot's memory for backward. LoRA layers and ``FrozenLinear`` (put in for the other
-linear layers of a swapped block) ask for the weight again in backward, ``Fp8Linear`` keeps the parameter object.
+linear layers of a swapped block) ask for the weight again in backward, ``QuantizedLinear`` keeps the parameter object.
 
 *Streams.* The copy waits for an event on the compute stream, recorded when everything that reads the slot had been
 queued; the compute stream waits for the copy's event before a block runs. The host waits for neither. On a CPU the

@@ -167,7 +167,7 @@ class MemoryProbe:
         config, training, (_, size) = self.task.config, self.task.config.training, self.bucket
         eight_bit = "8bit" in config.optimizer.optimizer_type.lower()
         return StepOptions(
-            fp8=bool(config.precision.fp8_base or config.precision.fp8_scaled or self.task.family.fp8_layout()),
+            fp8=bool(config.precision.fp8_base or config.precision.fp8_scaled or self.task.family.quantized_file()),
             checkpointing=training.gradient_checkpointing,
             batch=size,
             base_bytes=self.task.dtype.itemsize,

@@ -44,7 +44,7 @@ from library.models.llm.model import TransformerLM, lm_split_plan, separate_proj
 from library.models.llm.spec import PRESETS, LMConfig
 from library.models.registry import family_class, lora_targets
 from library.nn.tensor_split import Parts
-from library.precision.recipe import Fp8Recipe
+from library.precision.recipe import Recipe
 from library.training.memory.budget import GIB, MemoryEstimate
 from library.training.parallel.pipeline.stages import partition, stage_sizes
 from library.training.parallel.spec import lm_split_points
@@ -206,7 +206,7 @@ def _numbers(
     model: nn.Module, blocks: list[nn.Module], lora: set[str], plans: Mapping[int, Mapping[str, Parts]]
 ) -> dict[str, dict[int, tuple[int, int]]]:
     """Return what is held of all blocks of a kind, of "" the rest, and of that by stages of a pipeline."""
-    recipe, linear = Fp8Recipe(), (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    recipe, linear = Recipe(), (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
     fp8 = {f"{name}.weight" for name in linear if not recipe.excluded_as(name.removesuffix(".base"))}
     kind_of = {id(p): type(block).__name__ for block in blocks for p in block.parameters()}
     groups: dict[str, list[tuple[str, Tensor]]] = {kind: [] for kind in (*_kinds(blocks), "")}

@@ -12,9 +12,8 @@ any optimizer can train it, clipping sees the norm of all of it, and files and s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,7 +28,8 @@ from torch.optim import Optimizer
 from library.accelerator import device_mesh
 from library.errors import UserError
 from library.nn.tensor_split import Parts, Split, entering, leaving, summed
-from library.precision.fp8_linear import Fp8Linear
+from library.precision.files.base import QuantizedWeight
+from library.precision.linear import QuantizedLinear
 from library.training.parallel.spec import ParallelSpec
 from networks.adapters.lora import LoRALinear
 
@@ -140,34 +140,42 @@ def _cut(layer: nn.Linear | nn.Embedding, split: Split, name: str) -> None:
     """Keep of a layer's weight, scale and bias what is this process's part."""
     weight = layer._parameters["weight"]
     assert weight is not None
-    if isinstance(layer, Fp8Linear):
-        _cut_scale(layer, split)
-    if weight.shape[split.dim] * split.size != sum(split.blocks):  # else a head tied to the embedding, which was cut
+    if isinstance(layer, QuantizedLinear):
+        layer.set_quantized(_quantized_part(layer.quantized(), split, name))
+    elif weight.shape[split.dim] * split.size != sum(split.blocks):  # else a head tied to the embedding, which was cut
         assert weight.shape[split.dim] == sum(split.blocks), f"{name} is {tuple(weight.shape)}, the plan {split.blocks}"
         weight.data = _part(weight, split, split.dim)
     if isinstance(layer, nn.Embedding):
         return
-    layer.out_features, layer.in_features = weight.shape
+    if not isinstance(layer, QuantizedLinear):
+        layer.out_features, layer.in_features = weight.shape
     if layer.bias is not None and split.dim == 0:
         layer.bias.data = _part(layer.bias, split, 0)
     elif layer.bias is not None and split.group.rank() > 0 and not weight.requires_grad:
         layer.register_parameter("bias", None)  # it is added once
-    if isinstance(layer, Fp8Linear):
+    if isinstance(layer, QuantizedLinear):
         layer.set_compute(layer.compute)  # a part may be too narrow for fp8 products
 
 
-def _cut_scale(layer: Fp8Linear, split: Split) -> None:
-    """Keep the rows of the scale that are the part's, or the blocks of columns."""
-    scale = layer.scale
-    if scale is None or scale.shape[split.dim] == 1:
-        return
-    if split.dim == 0:
-        layer.scale = _part(scale, split, 0)
-        return
-    width = layer.in_features // scale.shape[1]
-    fine = math.gcd(width, *(count // split.size for count in split.blocks))  # a part may begin within a block
-    scale = scale.repeat_interleave(width // fine, dim=1)
-    layer.scale = _part(scale, replace(split, blocks=tuple(count // fine for count in split.blocks)), 1)
+def _quantized_part(weight: QuantizedWeight, split: Split, name: str) -> QuantizedWeight:
+    """Return a copy of the rows or columns that are this process's.
+
+    Raises:
+        UserError: the format cannot be cut there.
+    """
+    assert weight.shape[split.dim] == sum(split.blocks), f"{name} is {tuple(weight.shape)}, the plan {split.blocks}"
+    pieces = [slice(start, start + count) for start, count in split.pieces(split.group.rank())]
+    kind = type(weight)
+    try:
+        if split.dim == 0:
+            part = kind.stack([weight.part(rows) for rows in pieces])
+        else:
+            part = kind.join([weight.part(columns=columns) for columns in pieces])
+    except ValueError as error:
+        raise UserError(
+            f"tensor_parallel: {name} ({weight.scheme.describe()}): {error}; use zero or fewer processes"
+        ) from None
+    return part.with_tensors({field: tensor.clone() for field, tensor in part.tensors().items()})
 
 
 def _part(tensor: Tensor, split: Split, dim: int) -> Tensor:

@@ -20,7 +20,7 @@ from library.errors import counted
 from library.models.family import Family
 from library.models.layer_names import LoraTargets
 from library.models.text import TextEncoder
-from library.precision.recipe import Fp8Loader
+from library.precision.recipe import WeightLoader
 from library.safetensors_io import read_entries
 from library.training.sampling.conditions import PromptImageRules, check_prompt_images, encode_prompt_images, text_jobs
 from library.training.sampling.images import generate_image
@@ -41,7 +41,7 @@ def generate_images(
     dtype: torch.dtype,
     device: torch.device,
     console: Console,
-    fp8: Fp8Loader | None = None,
+    fp8: WeightLoader | None = None,
     sizing: ControlSizing | None = None,
     blank: Blank | None = None,
 ) -> Iterator[tuple[SamplePrompt, Image]]:
@@ -73,9 +73,9 @@ def generate_images(
         texts |= text_jobs(prompt, text_encoder.sees_references, rules)
     embeddings = encode_with_loras(text_encoder, texts, weights, targets, source)
     conditions = [encode_prompt_images(prompt, image_encoder, rules) for prompt in prompts]
-    fp8 = fp8 or Fp8Loader()
+    fp8 = fp8 or WeightLoader()
     transformer = family.load_transformer(dtype, device, fp8=fp8)
-    if (layout := family.fp8_layout()) or fp8.recipe:
+    if (layout := family.quantized_file()) or fp8.recipe:
         console.print(f"base: {describe_base(layout, fp8, dtype)}")
     if own := weights.get(targets.file_prefix):
         attach_lora(transformer, own, targets, source)

@@ -42,7 +42,7 @@ from library.models.llm.model import TransformerLM, lm_split_plan, separate_proj
 from library.models.llm.spec import LMConfig
 from library.models.registry import lora_targets
 from library.nn.cross_entropy import IGNORED
-from library.precision.checkpoint_layouts import Fp8Layout
+from library.precision.checkpoint import QuantizedFile
 from library.randomness import generator
 from library.safetensors_io import read_safetensors_header
 from library.training.checkpoint.metadata import lora_facts
@@ -51,7 +51,7 @@ from library.training.parallel.spec import ParallelSpec, lm_parallel_spec
 from library.training.report.progress import counting
 from library.training.sampling.text import TextSampler
 from library.training.tasks.lora import LoraTask, base_dtype
-from library.training.tasks.lora_plan import plan_fp8, plan_network
+from library.training.tasks.lora_plan import plan_base, plan_network
 from networks.files.adapters import load_adapter
 from networks.files.metadata import BASE_MODEL, weight_file
 from networks.injection import attach_lora
@@ -90,8 +90,8 @@ class ChatLora(LoraTask):
         if config.parallel.tp > 1:
             lm_split_plan(self.sizes, config.parallel.tp, separate=True)
         self.plan = plan_network(config.network, config.optimizer, config.training, lora_targets()[self.sizes.family])
-        self.layout: Fp8Layout | None = weights.fp8
-        plan_fp8(config.precision, self.layout, seed, device)
+        self.layout: QuantizedFile | None = weights.quantized
+        plan_base(config.precision, self.layout, seed, device)
         self.base_fingerprint = weights_fingerprint(folder)  # reads all of a file that is no safetensors
         self.settings = resume_keys(config)
         self.check_saved(weights)
@@ -149,7 +149,7 @@ class ChatLora(LoraTask):
         """
         config, training, device = self.config, self.config.training, self.loaded_to()
         dtype = base_dtype(config.model, training)
-        fp8 = plan_fp8(config.precision, self.layout, training.seed, self.accelerator.device)
+        fp8 = plan_base(config.precision, self.layout, training.seed, self.accelerator.device)
         self.transformer = model = load_lm(self.folder, dtype, device, fp8=fp8)
         separate_projections(model)
         fp8.round_inputs(model)

@@ -35,7 +35,7 @@ from library.data.dataset import TrainingData
 from library.errors import UserError
 from library.files import clear_leftovers, fingerprint
 from library.models.family import Family, model_family, with_transformer
-from library.precision.recipe import Fp8Loader
+from library.precision.recipe import WeightLoader
 from library.safetensors_io import write_safetensors
 from library.training.checkpoint.state import begun_position
 from library.training.flow import noisy_latents
@@ -64,7 +64,7 @@ def prepare_teacher(
     family = model_family(with_transformer(config.model, Path(asked.distill_from).expanduser()))
     lora = asked.distill_lora or config.network.network_weights
     assert lora is not None, "the config's rules ask for one"
-    if family.fp8_layout() is not None:
+    if family.quantized_file() is not None:
         raise UserError(f"distill_from: {asked.distill_from} is in fp8; give the bf16 model")
     folder = Path(asked.distill_cache or Path(config.saving.output_dir) / "teacher")
     teacher = Teacher(folder / _key(config, family, lora, data), asked.distill_weight)
@@ -91,7 +91,7 @@ def _load(config: TrainConfig, family: Family, lora: str, accelerator: Accelerat
     dtype, backend = base_dtype(config.model, config.training), config.training.attention
     targets, network = family.targets, config.network
     merged = read_base_weights(network.base_weights, network.base_weights_multiplier, targets)
-    loader = Fp8Loader(changes=merged.changes(targets))
+    loader = WeightLoader(changes=merged.changes(targets))
     transformer = family.load_transformer(dtype, accelerator.device, backend, fp8=loader)
     weights = targets.by_component(load_lora(lora, targets).weights).get(targets.file_prefix, {})
     if not weights:

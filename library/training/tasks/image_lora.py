@@ -41,8 +41,8 @@ from library.errors import UserError
 from library.models.family import Family, model_family
 from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
-from library.precision.checkpoint_layouts import WeightFiles
-from library.precision.fp8_linear import make_cpu_kernels
+from library.precision.checkpoint import WeightFiles
+from library.precision.linear import make_cpu_kernels
 from library.training.checkpoint.metadata import image_facts, lora_facts
 from library.training.checkpoint.state import tidy
 from library.training.flow import resolve_sampling
@@ -61,7 +61,7 @@ from library.training.sampling.prompts import SamplePrompt
 from library.training.tasks.distillation import prepare_teacher
 from library.training.tasks.image_step import FlowStep, Teacher, check_seam
 from library.training.tasks.lora import LoraTask, base_dtype
-from library.training.tasks.lora_plan import plan_fp8, plan_network, text_encoder_recipe
+from library.training.tasks.lora_plan import plan_base, plan_network, text_encoder_recipe
 from networks.files.adapters import PRECISIONS
 from networks.injection import inject_adapter
 from networks.merging.base_weights import BaseWeights, read_base_weights
@@ -110,7 +110,7 @@ class ImageLora(LoraTask):
         vae = config.model.vae_dtype
         vae_dtype = self.dtype if vae == "auto" else PRECISIONS[vae]
         self.image_encoder = family.load_image_encoder(vae_dtype, accelerator.device)
-        plan_fp8(config.precision, family.fp8_layout(), config.training.seed, accelerator.device)
+        plan_base(config.precision, family.quantized_file(), config.training.seed, accelerator.device)
         recipe = text_encoder_recipe(config.precision)
         self.text_encoder = family.load_text_encoder(self.dtype, accelerator.device, recipe=recipe)
         multiple, file, seed = self.image_encoder.pixel_multiple, config.sampling.sample_prompts, config.training.seed
@@ -156,8 +156,8 @@ class ImageLora(LoraTask):
             UserError: the LoRA's options do not suit the model, or ``network_weights`` do not; an fp8 file is damaged.
         """
         config, family, plan, device = self.config, self.family, self.plan, self.accelerator.device
-        training, layout = config.training, family.fp8_layout()
-        fp8 = plan_fp8(config.precision, layout, training.seed, device)
+        training, layout = config.training, family.quantized_file()
+        fp8 = plan_base(config.precision, layout, training.seed, device)
         fp8.changes = self.base_weights.changes(family.targets)
         loaded_to = torch.device("cpu") if training.blocks_to_swap else self.loaded_to()
         self.transformer = transformer = family.load_transformer(self.dtype, loaded_to, training.attention, fp8=fp8)

@@ -19,9 +19,9 @@ from library.config.chat_schema import ChatTrainConfig, LanguageModelConfig
 from library.config.schema import ModelConfig, TrainConfig, TrainingConfig
 from library.data.batches import Share
 from library.errors import UserError
-from library.precision.checkpoint_layouts import Fp8Layout, WeightFiles
-from library.precision.fp8_linear import ddp_ignored_names
-from library.precision.recipe import Fp8Loader
+from library.precision.checkpoint import QuantizedFile, WeightFiles
+from library.precision.linear import ddp_ignored_names
+from library.precision.recipe import WeightLoader
 from library.safetensors_io import read_safetensors_header
 from library.training.checkpoint.metadata import LEAST_FACTS, save_facts, spec_fields, without_folders
 from library.training.checkpoint.output_folder import describe_settings
@@ -109,7 +109,7 @@ class LoraTask(Task):
                 raise UserError(problem)
             self.console.print(f"note: {problem}")
 
-    def note_base(self, layout: Fp8Layout | None, fp8: Fp8Loader, dtype: torch.dtype) -> None:
+    def note_base(self, layout: QuantizedFile | None, fp8: WeightLoader, dtype: torch.dtype) -> None:
         """Remember the precision of the base that was loaded; print it where some of it is in fp8."""
         self.base_precision = describe_base(layout, fp8, dtype)
         if layout is not None or fp8.recipe is not None:

@@ -29,10 +29,10 @@ from library.config.schema import (
 )
 from library.errors import UserError
 from library.models.layer_names import LoraTargets
-from library.precision.checkpoint_layouts import Fp8Layout
-from library.precision.fp8_linear import device_has_fp8_matmul
-from library.precision.quantize import format_named
-from library.precision.recipe import Fp8Loader, Fp8Recipe
+from library.precision.checkpoint import QuantizedFile
+from library.precision.files.fp8 import Fp8Scheme, device_has_fp8_matmul
+from library.precision.fp8_numbers import format_named
+from library.precision.recipe import Recipe, WeightLoader
 from library.training.optim.factory import check_rates
 from networks.network import AdapterNetwork
 from networks.options import NetworkOptions, parse_network_args
@@ -133,7 +133,7 @@ def _text_encoder_rates(values: list[float], options: NetworkOptions, targets: L
     return rates
 
 
-def plan_fp8(config: PrecisionConfig, layout: Fp8Layout | None, seed: int, device: torch.device) -> Fp8Loader:
+def plan_base(config: PrecisionConfig, layout: QuantizedFile | None, seed: int, device: torch.device) -> WeightLoader:
     """Return how the transformer's weights are placed.
 
     Args:
@@ -145,28 +145,31 @@ def plan_fp8(config: PrecisionConfig, layout: Fp8Layout | None, seed: int, devic
     Raises:
         UserError: the device has no fp8 products, or an option has no effect on this file.
     """
-    in_fp8 = {"fp8_compute": config.fp8_compute == "scaled_mm", "fp8_input_gradient": config.fp8_input_gradient}
+    in_fp8 = {
+        "quantised_compute": config.quantised_compute == "quantised",
+        "fp8_input_gradient": config.fp8_input_gradient,
+    }
     for key, asked in in_fp8.items():
         if asked and not device_has_fp8_matmul(device):
-            remedy = 'use "auto" or "dequant"' if key == "fp8_compute" else "remove it"
+            remedy = 'use "auto" or "dequant"' if key == "quantised_compute" else "remove it"
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
             raise UserError(f"{key}: products in fp8 need an Ada, Hopper or newer GPU, which {name} is not; {remedy}")
     activations = None if config.fp8_activations == "none" else config.fp8_activations
-    compute = "dequant" if activations else config.fp8_compute  # rounded once, where the server rounds
+    compute = "dequant" if activations else config.quantised_compute  # rounded once, where the server rounds
     if layout is None:
         if not (config.fp8_base or config.fp8_scaled):
-            for key in ("fp8_compute", "fp8_input_gradient", "fp8_activations"):
+            for key in ("quantised_compute", "fp8_input_gradient", "fp8_activations"):
                 if key in config.model_fields_set:
                     raise UserError(f"{key}: has no effect, the model has no fp8 weights; set fp8_base or fp8_scaled")
-        return Fp8Loader(transformer_recipe(config, seed), compute, config.fp8_input_gradient, activations)
+        return WeightLoader(transformer_recipe(config, seed), compute, config.fp8_input_gradient, activations)
     unused = ("fp8_scaled", "fp8_format", "fp8_exclude", "fp8_exclude_patterns", "fp8_rounding")
     for key in unused:
         if key in config.model_fields_set and (key != "fp8_scaled" or config.fp8_scaled):
             raise UserError(f"{key}: {layout.path} is in fp8 already and is trained on as it is; remove {key}")
-    return Fp8Loader(None, compute, config.fp8_input_gradient, activations)
+    return WeightLoader(None, compute, config.fp8_input_gradient, activations)
 
 
-def transformer_recipe(config: PrecisionConfig, seed: int) -> Fp8Recipe | None:
+def transformer_recipe(config: PrecisionConfig, seed: int) -> Recipe | None:
     """Return how a transformer in high precision becomes fp8; None if it does not.
 
     Raises:
@@ -174,9 +177,8 @@ def transformer_recipe(config: PrecisionConfig, seed: int) -> Fp8Recipe | None:
     """
     if not (config.fp8_base or config.fp8_scaled):
         return None
-    return Fp8Recipe(
-        granularity=config.fp8_granularity if config.fp8_scaled else "cast",
-        fp8=format_named(config.fp8_format),
+    return Recipe(
+        Fp8Scheme(config.fp8_granularity if config.fp8_scaled else "cast", format_named(config.fp8_format)),
         exclude=tuple(config.fp8_exclude),
         exclude_patterns=tuple(config.fp8_exclude_patterns),
         stochastic=config.fp8_rounding == "stochastic",
@@ -184,15 +186,15 @@ def transformer_recipe(config: PrecisionConfig, seed: int) -> Fp8Recipe | None:
     )
 
 
-def text_encoder_recipe(config: PrecisionConfig) -> Fp8Recipe | None:
+def text_encoder_recipe(config: PrecisionConfig) -> Recipe | None:
     """Return how T5 becomes fp8; None if it does not."""
-    return Fp8Recipe("block64", exclude=()) if config.fp8_text_encoder else None
+    return Recipe(Fp8Scheme("block64"), exclude=()) if config.fp8_text_encoder else None
 
 
-def describe_base(layout: Fp8Layout | None, fp8: Fp8Loader, dtype: torch.dtype) -> str:
+def describe_base(layout: QuantizedFile | None, fp8: WeightLoader, dtype: torch.dtype) -> str:
     """Return the precision of a base that ``fp8`` has loaded, in words, for people and for the LoRA's metadata."""
     high = str(dtype).removeprefix("torch.")
     if layout is None and fp8.recipe is None:
         return high
-    file = "" if layout is None else f"{layout.kind} fp8 file, "
+    file = "" if layout is None else f"{layout.layout} file, "
     return f"{file}{fp8.describe()}, others {high}"

@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 import tools.quantize_model as quantize_model
 from library.models.flux.spec import FluxFamily
 from library.models.flux.text import load_t5
-from library.precision.fp8_linear import Fp8Linear
-from library.precision.recipe import Fp8Loader, Fp8Recipe
+from library.precision.files.fp8 import Fp8Scheme
+from library.precision.linear import QuantizedLinear
+from library.precision.recipe import Recipe, WeightLoader
 from tests.tiny import SingleFiles, save_single_files, tiny_flux_inputs, tiny_flux_pipeline
 
 
@@ -41,9 +42,9 @@ def test_a_file_of_each_layout_trains_on_its_own_codes(
     monkeypatch.setattr(sys, "argv", ["quantize_model.py", *arguments])
     quantize_model.main()
     family = FluxFamily(files.model_config(pretrained_model_name_or_path=str(target)))
-    loading = Fp8Loader()
+    loading = WeightLoader()
     model = family.load_transformer(torch.bfloat16, fp8=loading)
-    assert loading.read == sum(isinstance(module, Fp8Linear) for module in model.modules()) == 26
+    assert loading.read == sum(isinstance(module, QuantizedLinear) for module in model.modules()) == 26
     prefix = "model.diffusion_model." if comfy else ""
     stored = load_file(target)
     qkv = stored[f"{prefix}double_blocks.0.img_attn.qkv.weight"].view(torch.uint8)
@@ -58,7 +59,7 @@ def test_a_file_of_each_layout_trains_on_its_own_codes(
 
 
 def test_a_bf16_file_is_quantised_while_it_is_read(files: SingleFiles) -> None:
-    loading = Fp8Loader(Fp8Recipe("block64"))
+    loading = WeightLoader(Recipe(Fp8Scheme("block64")))
     FluxFamily(files.model_config()).load_transformer(torch.bfloat16, fp8=loading)
     assert (loading.quantized, loading.excluded, loading.read) == (26, 10, 0)
 

@@ -18,8 +18,9 @@ from library.llm.generation import SamplingSettings, generate_tokens
 from library.models.llm.files import export_hf, load_lm
 from library.models.llm.model import TransformerLM, resize_vocabulary, separate_projections
 from library.models.llm.spec import PRESETS, preset
-from library.precision.fp8_linear import Fp8Linear
-from library.precision.recipe import Fp8Loader, Fp8Recipe
+from library.precision.files.fp8 import Fp8Scheme
+from library.precision.linear import QuantizedLinear
+from library.precision.recipe import Recipe, WeightLoader
 from tests.models.llm.lms import NAMES, VOCABULARY, reference, write_reference
 
 # Counted from the published checkpoints (transformers' model cards and num_parameters()).
@@ -122,7 +123,7 @@ def test_a_file_from_before_pytorch_1_6_is_told_to_be_a_pickle(tmp_path: Path) -
 @pytest.mark.parametrize("fp8", [False, True])
 def test_separated_projections_keep_their_biases(fp8: bool, tmp_path: Path) -> None:
     write_reference(tmp_path, "biases")
-    loader = Fp8Loader(Fp8Recipe()) if fp8 else None
+    loader = WeightLoader(Recipe()) if fp8 else None
     model = load_lm(tmp_path, torch.float32, fp8=loader)
     before = model(tokens())
     separate_projections(model)
@@ -311,11 +312,11 @@ def test_openais_tensorflow_checkpoint_loads(tmp_path: Path) -> None:
 
 def test_an_fp8_base_computes_with_the_rounded_weights(tmp_path: Path) -> None:
     theirs = write_reference(tmp_path, "llama3")
-    loading = Fp8Loader(recipe=Fp8Recipe(granularity="row"), compute="dequant")
+    loading = WeightLoader(recipe=Recipe(Fp8Scheme("row")), compute="dequant")
     ours = load_lm(tmp_path, torch.float32, fp8=loading)
     kinds = {name: type(module) for name, module in ours.named_modules() if isinstance(module, torch.nn.Linear)}
     assert kinds.pop("lm_head") is torch.nn.Linear
-    assert set(kinds.values()) == {Fp8Linear}
+    assert set(kinds.values()) == {QuantizedLinear}
     assert len(kinds) == 12
     with torch.no_grad():
         for module in theirs.model.layers.modules():

@@ -15,7 +15,7 @@ from library.errors import UserError
 from library.models.family import model_family
 from library.models.qwen_image.text import image_processor, load_qwen_text
 from library.models.qwen_image.vae import QwenImageEncoder
-from library.precision.checkpoint_layouts import WeightFiles
+from library.precision.checkpoint import WeightFiles
 from tests.tiny import tiny_flux_pipeline
 from tests.tiny_qwen import SplitFiles, published_text_name, save_split_files, tiny_qwen_pipeline
 

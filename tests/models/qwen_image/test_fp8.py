@@ -11,8 +11,9 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.models.family import model_family
-from library.precision.fp8_linear import Fp8Linear
-from library.precision.recipe import Fp8Loader, Fp8Recipe
+from library.precision.files.fp8 import Fp8Scheme
+from library.precision.linear import QuantizedLinear
+from library.precision.recipe import Recipe, WeightLoader
 from tests.tiny_qwen import SplitFiles, save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
 
 FP8 = torch.float8_e4m3fn
@@ -27,7 +28,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> SplitFiles:
 
 def velocity(files: SplitFiles, path: Path) -> Tensor:
     family, inputs = model_family(files.model_config(pretrained_model_name_or_path=str(path))), tiny_qwen_inputs()
-    transformer = family.load_transformer(torch.float32, fp8=Fp8Loader(compute="dequant"))
+    transformer = family.load_transformer(torch.float32, fp8=WeightLoader(compute="dequant"))
     text = {name: inputs[name] for name in ("prompt_embeds", "prompt_embeds_mask")}
     with torch.no_grad():
         return family.predict_velocity(transformer, inputs["latents"], inputs["sigmas"], text, 1.0)  # type: ignore[call-arg]
@@ -39,11 +40,11 @@ def test_a_plain_cast_transformer_computes_what_its_numbers_say(files: SplitFile
     save_file(cast, tmp_path / "fp8.safetensors")
     save_file({name: tensor.float() for name, tensor in cast.items()}, tmp_path / "same.safetensors")
     family = model_family(files.model_config(pretrained_model_name_or_path=str(tmp_path / "fp8.safetensors")))
-    assert family.fp8_layout() is not None
-    loading = Fp8Loader(compute="dequant")
+    assert family.quantized_file() is not None
+    loading = WeightLoader(compute="dequant")
     transformer = family.load_transformer(torch.float32, fp8=loading)
     assert loading.read == 2 * 14 + 6
-    assert isinstance(transformer.get_submodule("transformer_blocks.0.img_mod.1"), Fp8Linear)
+    assert isinstance(transformer.get_submodule("transformer_blocks.0.img_mod.1"), QuantizedLinear)
     # fp32 products with the very same numbers
     torch.testing.assert_close(
         velocity(files, tmp_path / "fp8.safetensors"),
@@ -73,4 +74,4 @@ def test_a_scaled_text_encoder_is_used_as_it_is(files: SplitFiles, tmp_path: Pat
     torch.testing.assert_close(*embeddings, rtol=1e-4, atol=1e-4)  # fp32, two layers of the same numbers
     config = files.model_config(text_encoder=str(tmp_path / "scaled.safetensors"))
     with pytest.raises(UserError, match="fp8_text_encoder: .* is in fp8 already and is used as it is"):
-        model_family(config).load_text_encoder(torch.float32, recipe=Fp8Recipe("block64"))
+        model_family(config).load_text_encoder(torch.float32, recipe=Recipe(Fp8Scheme("block64")))

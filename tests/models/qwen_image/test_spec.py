@@ -18,7 +18,8 @@ from library.data.batches import Batch, Item, collate
 from library.errors import UserError
 from library.models.family import model_family
 from library.models.qwen_image.spec import QwenImageFamily
-from library.precision.recipe import Fp8Loader, Fp8Recipe
+from library.precision.files.fp8 import Fp8Scheme
+from library.precision.recipe import Recipe, WeightLoader
 from library.training.tasks.image_step import FlowStep
 from tests.tiny_qwen import save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
 
@@ -137,7 +138,7 @@ def test_embeddings_do_not_depend_on_the_batch(folder: Path) -> None:
 def test_text_only_models_load_no_vision_tower_and_an_fp8_one_is_near(folder: Path) -> None:
     family = family_of(folder)
     plain = family.load_text_encoder(torch.bfloat16)
-    small = family.load_text_encoder(torch.bfloat16, recipe=Fp8Recipe("block64", exclude=()))
+    small = family.load_text_encoder(torch.bfloat16, recipe=Recipe(Fp8Scheme("block64"), exclude=()))
     assert plain.fingerprint != small.fingerprint
     (expected,), (found,) = plain.encode(CAPTIONS[:1]), small.encode(CAPTIONS[:1])
     assert found["prompt_embeds"].dtype == torch.bfloat16
@@ -246,7 +247,7 @@ def test_split_files_hold_the_same_model(folder: Path, tmp_path: Path, prefix: s
 
 def test_fp8_base_stays_near_and_keeps_its_inputs_high(folder: Path) -> None:
     family, inputs = family_of(folder), tiny_qwen_inputs()
-    loading = Fp8Loader(Fp8Recipe("block64"), compute="dequant")
+    loading = WeightLoader(Recipe(Fp8Scheme("block64")), compute="dequant")
     velocities = []
     for fp8 in (None, loading):
         transformer = family.load_transformer(torch.float32, fp8=fp8)

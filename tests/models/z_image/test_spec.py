@@ -21,7 +21,8 @@ from library.models.family import model_family
 from library.models.z_image.files import Z_IMAGE_TARGETS
 from library.models.z_image.model import optimise_forward
 from library.models.z_image.spec import ZImageFamily
-from library.precision.recipe import Fp8Loader, Fp8Recipe
+from library.precision.files.fp8 import Fp8Scheme
+from library.precision.recipe import Recipe, WeightLoader
 from library.training.flow import noise_for, sample_sigmas
 from library.training.tasks.image_step import FlowStep
 from networks.injection import inject_adapter
@@ -166,7 +167,7 @@ def test_text_embeddings_are_those_of_the_pipeline(folder: Path, pipeline: ZImag
 def test_the_last_layer_of_the_text_encoder_is_not_loaded_and_an_fp8_one_is_near(folder: Path) -> None:
     family = family_of(folder)
     plain = family.load_text_encoder(torch.bfloat16)
-    small = family.load_text_encoder(torch.bfloat16, recipe=Fp8Recipe("block64", exclude=()))
+    small = family.load_text_encoder(torch.bfloat16, recipe=Recipe(Fp8Scheme("block64"), exclude=()))
     assert plain.fingerprint != small.fingerprint
     (expected,), (found,) = plain.encode(CAPTIONS[:1]), small.encode(CAPTIONS[:1])
     error = (found["prompt_embeds"] - expected["prompt_embeds"]).float().norm() / expected["prompt_embeds"].norm()
@@ -246,7 +247,7 @@ def test_a_lone_file_in_diffusers_names_is_read(folder: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("keep", [("embedders", "final"), ()])
 def test_fp8_base_stays_near_and_keeps_its_inputs_high(folder: Path, keep: tuple[str, ...]) -> None:
     family, inputs = family_of(folder), tiny_z_inputs()
-    loading = Fp8Loader(Fp8Recipe("block64", exclude=keep), compute="dequant")
+    loading = WeightLoader(Recipe(Fp8Scheme("block64"), exclude=keep), compute="dequant")
     velocities = []
     for fp8 in (None, loading):
         transformer = family.load_transformer(torch.float32, fp8=fp8)

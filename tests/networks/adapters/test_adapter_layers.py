@@ -10,8 +10,8 @@ from peft import LoHaConfig, LoKrConfig, LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 from library.nn.frozen_linear import project_recomputed, project_together
-from library.precision.fp8_linear import Fp8Linear
-from library.precision.quantize import quantize
+from library.precision.files.fp8 import quantize
+from library.precision.linear import QuantizedLinear
 from networks.adapters.base import AdapterLinear
 from networks.adapters.lora import DoRALinear, LoRALinear
 from networks.injection import make_layer
@@ -133,7 +133,7 @@ def test_a_rotated_layer_is_comfyuis_rotated_weight(kind: str, dim: int) -> None
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_fp8_base_is_adapted_as_the_weight_it_stands_for(kind: str) -> None:
     base = linear()
-    fp8 = Fp8Linear(quantize(base.weight, "row"), base.bias.data)
+    fp8 = QuantizedLinear(quantize(base.weight, "row"), base.bias.data)
     high = copy.deepcopy(base)
     high.weight.data = fp8.dequantized(torch.float32)
     x = inputs()

@@ -19,8 +19,7 @@ from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
 from library.models.qwen_image.files import QWEN_TARGETS
 from library.nn.frozen_linear import project_recomputed
-from library.precision.fp8_linear import Fp8Linear
-from library.precision.quantize import quantize
+from library.precision.linear import QuantizedLinear
 from networks.adapters.base import base_weight
 from networks.adapters.lora import LoRALinear, join
 from networks.files.adapters import load_adapter
@@ -29,6 +28,7 @@ from networks.merging.merge import LoraSource, merge_loras
 from networks.network import AdapterNetwork
 from networks.options import parse_network_args
 from tests.networks.conftest import inject, make_flux, put_back, run_flux
+from tests.precision.layers import quantize
 from tests.tiny import bfl_state_dict
 
 JOINED = "split_qkv=False"
@@ -45,7 +45,7 @@ def layers(fp8: bool = False, **options: float) -> list[LoRALinear]:
     found = []
     for out in (24, 24, 24, 48):
         base: nn.Module = nn.Linear(32, out).requires_grad_(False)
-        base = Fp8Linear(quantize(base.weight, "row"), base.bias) if fp8 else base  # type: ignore[arg-type]
+        base = QuantizedLinear(quantize(base.weight, "row"), base.bias) if fp8 else base  # type: ignore[arg-type]
         found.append(LoRALinear(base, 4, 2.0, **options))
     join(found)
     for parameter in found[0].trained().values():

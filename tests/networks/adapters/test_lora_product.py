@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from library.nn.frozen_linear import has_input_gradient, project_recomputed
-from library.precision.fp8_linear import Fp8Linear
-from library.precision.quantize import quantize
+from library.precision.linear import QuantizedLinear
 from networks.adapters.lora import LoRALinear
+from tests.precision.layers import quantize
 
 
 def _norm_and_modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ def _layers(dtype: torch.dtype, fp8: bool = False) -> list[LoRALinear]:
     for out, rank, alpha in ((24, 4, 2.0), (16, 3, 5.0), (40, 8, 8.0)):
         base: nn.Module = nn.Linear(32, out).requires_grad_(False).to(dtype)
         if fp8:
-            base = Fp8Linear(quantize(base.weight, "row"), base.bias)  # type: ignore[arg-type]
+            base = QuantizedLinear(quantize(base.weight, "row"), base.bias)  # type: ignore[arg-type]
         layer = LoRALinear(base, rank, alpha)
         nn.init.normal_(layer.lora_A.weight)
         nn.init.normal_(layer.lora_B.weight)

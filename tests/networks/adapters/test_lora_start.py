@@ -9,9 +9,9 @@ import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
-from library.precision.fp8_linear import Fp8Linear
-from library.precision.quantize import quantize
+from library.precision.linear import QuantizedLinear
 from networks.adapters.lora import LoRALinear, init_from_weights
+from tests.precision.layers import quantize
 
 
 class Holder(nn.Module):
@@ -81,7 +81,7 @@ def test_a_layer_begins_as_its_base_and_its_file_is_a_plain_lora(start: str) -> 
 
 def test_an_fp8_base_is_decomposed_as_the_weight_it_stands_for() -> None:
     base = linear()
-    fp8 = Fp8Linear(quantize(base.weight, "row"), base.bias.data)
+    fp8 = QuantizedLinear(quantize(base.weight, "row"), base.bias.data)
     high = copy.deepcopy(base)
     high.weight.data = fp8.dequantized(torch.float32)
     assert torch.equal(begun(fp8, "pissa").lora_A.weight, begun(high, "pissa").lora_A.weight)

@@ -10,10 +10,9 @@ import library.precision.parity.layer_errors as low_rank
 from library.precision.names import GRANULARITIES, Granularity
 from library.precision.parity.activations import LayerInputs
 from library.precision.parity.layer_errors import fit_low_rank, fit_up, relative_output_error
-from library.precision.quantize import quantize
 from networks.files.weights import LoraWeights
 from networks.merging.refit import refit_layer
-from tests.precision.layers import RANK, Layer, make_layer
+from tests.precision.layers import RANK, Layer, make_layer, quantize
 
 
 def weighted_error(error: Tensor, moment: Tensor) -> float:

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from library.models.flux.files import FLUX_TARGETS
 from library.models.flux.model import optimise_forward
 from library.models.flux.spec import pack_latents
+from library.precision.files.fp8 import Fp8Scheme
 from library.precision.parity.activations import collect_inputs
 from library.precision.parity.layer_errors import Candidate, choose_kept, measure_contributions
-from library.precision.recipe import Fp8Recipe, quantize_model
+from library.precision.recipe import Recipe, quantize_model
 from networks.files.weights import LoraWeights
 from networks.injection import attach_lora
 from tests.tiny import tiny_flux_inputs, tiny_flux_transformer
@@ -98,14 +99,14 @@ def test_contributions_of_single_layers_are_what_restoring_each_changes() -> Non
     high = tiny_flux_transformer()
     weights = {name: high.get_submodule(name).weight.detach().clone() for name in LAYERS}
     model = optimise_forward(tiny_flux_transformer())
-    quantize_model(model, Fp8Recipe("cast", exclude=("embedders", "final")), compute="dequant")
+    quantize_model(model, Recipe(Fp8Scheme("cast"), exclude=("embedders", "final")), compute="dequant")
     groups = [[LAYERS[1], LAYERS[2]], [LAYERS[4]], [LAYERS[7]]]
     shares = list(measure_contributions(model, groups, weights.__getitem__, lambda: call(model, 0).flatten()))
     before = call(model, 0).double()
     for names, share in zip(groups, shares, strict=True):
         by_hand = optimise_forward(tiny_flux_transformer())
         keep = tuple(f"^{name}$" for name in names)
-        quantize_model(by_hand, Fp8Recipe("cast", exclude_patterns=keep), compute="dequant")
+        quantize_model(by_hand, Recipe(Fp8Scheme("cast"), exclude_patterns=keep), compute="dequant")
         change = call(by_hand, 0).double() - before
         assert share > 0
         assert abs(share / float(change.square().sum() / before.square().sum()) - 1) < 1e-2  # fp32 forward passes

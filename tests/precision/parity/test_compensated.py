@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from library.precision.files.fp8 import Fp8Scheme
+from library.precision.fp8_numbers import E4M3FN, FORMATS, Fp8Format
 from library.precision.names import GRANULARITIES, Granularity
-from library.precision.parity.compensated import merge_into_fp8, quantize_compensated
-from library.precision.parity.layer_errors import saturated, update_retention
-from library.precision.quantize import E4M3FN, FORMATS, Fp8Format, quantize
-from tests.precision.layers import make_layer
+from library.precision.parity.compensated import merge_into, quantize_compensated
+from library.precision.parity.layer_errors import update_retention
+from tests.precision.layers import make_layer, quantize, saturated
 from tests.precision.parity.users_merges import comfyui
 
 
@@ -47,7 +48,7 @@ def weighted(error: Tensor, moment: Tensor) -> float:
 def test_the_codes_are_those_of_the_textbook(granularity: Granularity) -> None:
     layer = make_layer(48, 128, seed=0)
     moment = layer.inputs.moment
-    ours = quantize_compensated(layer.weight, moment, granularity)
+    ours = quantize_compensated(layer.weight, moment, Fp8Scheme(granularity))
     values = ours.dequantize(torch.float32).double()
     theirs = by_the_textbook(layer.weight, moment, ours.scale, E4M3FN)
     # fp32 carries errors on; where a value lies at the middle of a step the two may part, and so do later columns
@@ -62,7 +63,7 @@ def test_the_codes_are_those_of_the_textbook(granularity: Granularity) -> None:
 def test_a_merge_keeps_the_update_and_a_third_of_the_error_goes(granularity: Granularity, fp8: Fp8Format) -> None:
     layer = make_layer(384, 512, seed=1)
     wanted = layer.weight + layer.update
-    merged = quantize_compensated(wanted, layer.inputs.moment, granularity, fp8)
+    merged = quantize_compensated(wanted, layer.inputs.moment, Fp8Scheme(granularity, fp8))
     values = merged.dequantize(torch.float32)
     nearest = quantize(wanted, granularity, fp8).dequantize(torch.float32)
     # findings: 3.62 -> 2.26 %, 2.30 -> 1.43 %
@@ -79,7 +80,7 @@ def test_the_retention_of_a_merge_is_one_within_a_hundredth(granularity: Granula
     kept = []
     for seed in range(4):  # the mean over four layers halves the spread above
         layer = make_layer(384, 384, seed=seed)
-        merged = quantize_compensated(layer.weight + layer.update, layer.inputs.moment, granularity)
+        merged = quantize_compensated(layer.weight + layer.update, layer.inputs.moment, Fp8Scheme(granularity))
         kept.append(update_retention(merged.dequantize(torch.float32), layer.weight, layer.update).gain)
     assert 0.99 <= sum(kept) / len(kept) <= 1.01
 
@@ -95,7 +96,7 @@ def test_nothing_saturates_where_errors_push_a_weight_past_its_scale(
     for block in range(4):
         last = [c for c in order.tolist() if c // 64 == block][-1]
         weight[:, last] = weight.abs().amax() * 0.999
-    done = quantize_compensated(weight, layer.inputs.moment, granularity, room=0.0)
+    done = quantize_compensated(weight, layer.inputs.moment, Fp8Scheme(granularity), room=0.0)
     values = by_the_textbook(weight, layer.inputs.moment, done.scale, E4M3FN)
     assert done.scale is not None
     fresh = quantize(weight, granularity).scale
@@ -114,7 +115,7 @@ def test_it_goes_into_a_file_that_is_fp8_already(granularity: Granularity) -> No
     base = quantize(layer.weight, granularity)
     values, moment = base.dequantize(torch.float32), layer.inputs.moment
     wanted = values + layer.update
-    merged = merge_into_fp8(base, layer.update, moment, granularity)
+    merged = merge_into(base, layer.update, moment, Fp8Scheme(granularity))
     nearest = quantize(wanted, granularity)
     ours, theirs = (q.dequantize(torch.float32) for q in (merged, nearest))
     assert update_retention(theirs, values, layer.update).gain < 0.6
@@ -133,7 +134,7 @@ def test_a_merge_has_at_most_half_the_error_of_comfyuis_into_the_same_kind_of_fi
         layer = make_layer(384, 384, seed=seed)
         wanted, base = layer.weight + layer.update, quantize(layer.weight, "tensor")
         theirs = comfyui(base, layer.update).dequantize(torch.float32)
-        ours = quantize_compensated(wanted, layer.inputs.moment, "tensor").dequantize(torch.float32)
+        ours = quantize_compensated(wanted, layer.inputs.moment, Fp8Scheme("tensor")).dequantize(torch.float32)
         assert layer.output_error(ours - wanted) < 0.5 * layer.output_error(theirs - wanted)
 
 
@@ -141,16 +142,16 @@ def test_inputs_that_were_never_seen_are_no_obstacle() -> None:
     layer = make_layer(32, 64, seed=4)
     rows = layer.inputs.rows[:3].clone()
     rows[:, 10:20] = 0  # rank 3, ten dead channels
-    done = quantize_compensated(layer.weight, rows.t() @ rows / 3, "row")
+    done = quantize_compensated(layer.weight, rows.t() @ rows / 3, Fp8Scheme("row"))
     assert torch.isfinite(done.dequantize(torch.float32)).all()
-    dead = quantize_compensated(layer.weight, torch.zeros(64, 64), "row").dequantize(torch.float32)
+    dead = quantize_compensated(layer.weight, torch.zeros(64, 64), Fp8Scheme("row")).dequantize(torch.float32)
     step = done.scale * 32 if done.scale is not None else torch.ones(1)  # of the topmost octave
     assert bool(((dead - layer.weight).abs() <= step / 2 * 1.01).all())  # plain rounding: nothing is carried on
 
 
 def test_scales_fit_the_dtype_they_are_stored_in() -> None:
     layer = make_layer(64, 128, seed=5)
-    done = quantize_compensated(layer.weight, layer.inputs.moment, "row", scale_dtype=torch.bfloat16)
+    done = quantize_compensated(layer.weight, layer.inputs.moment, Fp8Scheme("row", scale_dtype=torch.bfloat16))
     assert done.scale is not None
     assert torch.equal(done.scale, done.scale.bfloat16().float())
     assert saturated(layer.weight, done) == 0

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from library.precision.files.fp8 import Fp8Weight
 from library.precision.names import GRANULARITIES, Granularity
-from library.precision.parity.layer_errors import UpdateRetention, saturated, update_retention
-from library.precision.quantize import Quantized, quantize
-from tests.precision.layers import make_layer
+from library.precision.parity.layer_errors import UpdateRetention, update_retention
+from tests.precision.layers import make_layer, quantize, saturated
 from tests.precision.parity.users_merges import comfyui, musubi_base_weights, sd_scripts
 
 
@@ -94,7 +94,7 @@ def test_what_other_programs_merges_leave_of_an_update() -> None:
     weight = torch.randn(512, 512, generator=torch.Generator().manual_seed(0)) * 0.02
     scaled, plain = quantize(weight, "tensor"), quantize(weight, "cast")
 
-    def left(how: Any, base: Quantized) -> Any:
+    def left(how: Any, base: Fp8Weight) -> Any:
         values = base.dequantize(torch.float32)
         return update_retention(how(base, update).dequantize(torch.float32), values, update)
 

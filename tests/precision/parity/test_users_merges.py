@@ -16,15 +16,16 @@ import torch
 from diffusers import FluxTransformer2DModel
 from torch import Tensor, nn
 
+from library.precision.files.fp8 import Fp8Scheme, Fp8Weight
 from library.precision.names import Granularity
 from library.precision.parity.activations import LayerInputs, collect_inputs
-from library.precision.parity.compensated import merge_into_fp8, quantize_compensated
-from library.precision.quantize import Quantized, quantize
+from library.precision.parity.compensated import merge_into, quantize_compensated
+from tests.precision.layers import quantize
 from tests.precision.parity.users_merges import comfyui, musubi_base_weights, sd_scripts
 
 MODEL = Path(__file__).resolve().parents[3] / "assets" / "tiny-flux" / "transformer"
 SHARE, RANK = 0.02, 4
-Merge = Callable[[Quantized, Tensor], Quantized]
+Merge = Callable[[Fp8Weight, Tensor], Fp8Weight]
 
 
 def velocity(model: nn.Module, seed: int) -> Tensor:
@@ -91,7 +92,7 @@ def test_our_merge_from_bf16_has_half_the_error_of_theirs(granularity: Granulari
     _, inputs, updates = setting()
 
     def ours(name: str, weight: Tensor) -> Tensor:
-        merged = quantize_compensated(weight + updates[name], inputs[name].moment, granularity)
+        merged = quantize_compensated(weight + updates[name], inputs[name].moment, Fp8Scheme(granularity))
         return merged.dequantize(torch.float32)
 
     theirs = sd_scripts if granularity == "cast" else musubi_base_weights
@@ -102,8 +103,8 @@ def test_our_merge_into_an_fp8_file_alone_is_better_than_theirs() -> None:
     _, inputs, updates = setting()
     moments = {update.data_ptr(): inputs[name].moment for name, update in updates.items()}
 
-    def ours(weight: Quantized, update: Tensor) -> Quantized:
-        return merge_into_fp8(weight, update, moments[update.data_ptr()], "tensor")
+    def ours(weight: Fp8Weight, update: Tensor) -> Fp8Weight:
+        return merge_into(weight, update, moments[update.data_ptr()], Fp8Scheme("tensor"))
 
     beside = error(lambda name, w: quantize(w, "tensor").dequantize(torch.float32) + updates[name])
     found = merged_by(ours, "tensor")

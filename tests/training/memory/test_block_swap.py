@@ -19,7 +19,8 @@ from library.models.flux.files import FLUX_TARGETS
 from library.models.flux.model import image_positions, optimise_forward
 from library.models.latents import pack_latents
 from library.models.registry import family_class
-from library.precision.recipe import Fp8Recipe, quantize_model
+from library.precision.files.fp8 import Fp8Scheme
+from library.precision.recipe import Recipe, quantize_model
 from library.training.memory.block_swap import (
     RING,
     Ring,
@@ -48,7 +49,7 @@ def _every_weight_moves(monkeypatch: pytest.MonkeyPatch) -> None:
 def _transformer(fp8: bool) -> nn.Module:
     transformer = optimise_forward(tiny_flux_transformer(double_blocks=4, single_blocks=8).requires_grad_(False))
     if fp8:
-        quantize_model(transformer, Fp8Recipe("row"))
+        quantize_model(transformer, Recipe(Fp8Scheme("row")))
     return transformer
 
 

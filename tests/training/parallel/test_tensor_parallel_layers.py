@@ -30,8 +30,8 @@ from library.models.family import split_plan
 from library.models.registry import lora_targets
 from library.nn.cross_entropy import token_cross_entropy
 from library.nn.tensor_split import Parts
-from library.precision.fp8_linear import Fp8Linear
-from library.precision.quantize import quantize
+from library.precision.files.fp8 import quantize
+from library.precision.linear import QuantizedLinear
 from library.training.parallel.step import average_gradients
 from library.training.parallel.tensor import split_layers
 from networks.injection import inject_adapter
@@ -89,7 +89,7 @@ def quantised(model: nn.Module, plain: bool) -> nn.Module:
         if plain:
             linear.weight.data = codes.dequantize(torch.float32)
         else:
-            model.set_submodule(name, Fp8Linear(codes, linear.bias))
+            model.set_submodule(name, QuantizedLinear(codes, linear.bias))
     return model
 
 

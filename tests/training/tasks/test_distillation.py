@@ -18,7 +18,7 @@ from library.errors import UserError
 from library.models.family import model_family
 from library.models.flux.files import FLUX_TARGETS
 from library.precision.fake_quantize import FakeQuantLinear
-from library.precision.fp8_linear import Fp8Linear
+from library.precision.linear import QuantizedLinear
 from library.training.flow import add_noise, noise_for, sample_sigmas
 from networks.files.adapters import load_lora, save_adapter
 from networks.files.weights import LoraWeights
@@ -129,7 +129,7 @@ def test_one_batch_is_in_memory_at_a_time_and_none_is_read_where_velocities_are_
 def test_activations_are_rounded_in_training_as_the_server_will(base: Path, dataset: Path, tmp_path: Path) -> None:
     events = run(base, dataset, tmp_path, **FP8, fp8_activations="row", max_train_steps=2)
     served = [module for module in events.task.transformer.modules() if isinstance(module, FakeQuantLinear)]
-    fp8 = [module for module in events.task.transformer.modules() if isinstance(module, Fp8Linear)]
+    fp8 = [module for module in events.task.transformer.modules() if isinstance(module, QuantizedLinear)]
     assert len(served) == len(fp8) == 36
     run(base, dataset, tmp_path / "plain", **FP8, max_train_steps=2)
     assert largest_difference(lora(tmp_path), lora(tmp_path / "plain")) > 1e-3  # it is another forward pass

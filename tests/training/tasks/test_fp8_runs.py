@@ -16,7 +16,7 @@ from torch import Tensor
 
 import tools.quantize_model as quantize_model
 from library.errors import UserError
-from library.precision.fp8_linear import Fp8Linear
+from library.precision.linear import QuantizedLinear
 from tests.runs import ROOT, arguments, largest_difference, lora, pipeline_forward, run, train_flags, write_dataset
 from tests.tiny import SingleFiles, bfl_state_dict, save_single_files, tiny_flux_inputs, tiny_flux_pipeline
 from tests.worker_group import run_in_group
@@ -103,7 +103,7 @@ def test_every_kind_of_base_trains_and_says_what_it_is(
     prompts.write_text("a disc --w 64 --h 64 --s 2\n")
     settings = bases[kind] | {"mixed_precision": "bf16", "sample_prompts": prompts}
     events = run(pipeline, dataset, tmp_path / "out", **settings)
-    linears = [module for module in events.task.transformer.modules() if isinstance(module, Fp8Linear)]
+    linears = [module for module in events.task.transformer.modules() if isinstance(module, QuantizedLinear)]
     assert len(linears) == (34 if kind == "fp8_scaled" else LINEARS)
     assert all(tensor.abs().sum() > 0 for name, tensor in lora(tmp_path / "out").items() if "lora_B" in name)
     said, kept = capsys.readouterr().out, metadata(tmp_path / "out")["tandem.base_precision"]
@@ -155,7 +155,7 @@ def running_weights(transformer: torch.nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, module in transformer.named_modules():
         name = name.removesuffix(".base")
-        if isinstance(module, Fp8Linear):
+        if isinstance(module, QuantizedLinear):
             found[f"{name}.weight"] = module.dequantized(torch.bfloat16)
         for leaf, parameter in module.named_parameters(recurse=False):
             if "lora_" not in name:
@@ -266,14 +266,22 @@ def test_a_t5_in_fp8_has_caches_of_its_own_and_can_be_trained_on(pipeline: Path,
     events = run(pipeline, dataset, tmp_path / "trained", **settings, **both)
     encoders = events.task.step.text_encoders
     assert encoders is not None
-    assert sum(isinstance(module, Fp8Linear) for module in encoders.modules()) == 14  # T5's; CLIP stays
+    assert sum(isinstance(module, QuantizedLinear) for module in encoders.modules()) == 14  # T5's; CLIP stays
 
 
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
-        (None, {"fp8_compute": "dequant"}, "fp8_compute: has no effect, the model has no fp8 weights; set fp8_base"),
-        (None, {"fp8_base": True, "fp8_compute": "scaled_mm"}, "fp8_compute: products in fp8 need an Ada, Hopper or"),
+        (
+            None,
+            {"quantised_compute": "dequant"},
+            "quantised_compute: has no effect, the model has no fp8 weights; set fp8_base",
+        ),
+        (
+            None,
+            {"fp8_base": True, "quantised_compute": "quantised"},
+            "quantised_compute: products in fp8 need an Ada, Hopper or",
+        ),
         (None, {"fp8_scaled": True, "fp8_granularity": "row", "fp8_input_gradient": True}, "newer GPU, which the CPU"),
         (
             None,

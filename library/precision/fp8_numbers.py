@@ -1,19 +1,9 @@
-"""A weight as fp8 values and scales, and back.
-
-    weight[o, i]  ~  values[o, i] * scale[o or 0, i // block]
+"""The two 8-bit floating-point formats: rounding to them, and back in time for every product.
 
 *Formats.* ``e4m3fn`` has 4 exponent and 3 mantissa bits, no infinity and one NaN (S.1111.111): 448 is its largest
 number, 2^-6 its smallest normal one, 2^-9 its smallest of all. ``e5m2`` is the upper byte of an IEEE half: 57344,
 2^-14, 2^-16, with infinities and NaNs. Weights use e4m3fn nearly always; it has twice the resolution (Micikevicius et
 al. 2022, https://arxiv.org/abs/2209.05433, tables 1 and 2).
-
-*Scales* are fp32 and two-dimensional, ``[rows, blocks]`` with rows 1 or ``out`` and blocks 1 or ``in / block``; each
-is its group's largest magnitude divided by the format's largest number, 1 for a group of zeros:
-
-    plain cast        no scale            every number rounded as it is
-    tensor            [1, 1]              one scale for the matrix (ComfyUI's scaled fp8)
-    row               [out, 1]            one for each output (torchao, musubi-tuner's "channel")
-    block64, 128      [out, in / block]   one for each run of inputs of a row (musubi-tuner's "block")
 
 *Rounding* is to nearest (ties to even) or stochastic, and saturates: what lies outside the format becomes its largest
 number, never NaN or infinity. torch's own cast has done either, by version and device, so the clamp is ours. Stochastic
@@ -43,15 +33,13 @@ from __future__ import annotations
 import functools
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from library.errors import UserError, did_you_mean
-from library.precision.names import Granularity
 
 _FP32_MANTISSA_BITS = 23
 
@@ -231,117 +219,6 @@ def _seconds(way: Dequantize, values: Tensor, scale: Tensor) -> float:
     return min(times)
 
 
-@dataclass(frozen=True)
-class Quantized:
-    """Values ``[out, in]`` (an fp8 dtype) and their scale ``[1 or out, blocks]`` fp32, or None for a plain cast."""
-
-    values: Tensor
-    scale: Tensor | None
-
-    @property
-    def fp8(self) -> Fp8Format:
-        """The format of the values."""
-        return format_of(self.values.dtype)
-
-    @property
-    def granularity(self) -> Granularity:
-        """What shares a scale; blocks may be of any size."""
-        return granularity_of(None if self.scale is None else self.scale.shape, self.values.shape[1])
-
-    def to(self, device: torch.device | str) -> Quantized:
-        """Return values and scale on ``device``."""
-        return Quantized(self.values.to(device), None if self.scale is None else self.scale.to(device))
-
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight in ``dtype``."""
-        return dequantize(self.values, self.scale, dtype)
-
-
-def granularity_of(scale: Sequence[int] | None, in_features: int) -> Granularity:
-    """Return the granularity of a scale of shape [rows, blocks] beside ``in_features`` inputs; None is a plain cast."""
-    if scale is None:
-        return "cast"
-    rows, blocks = scale
-    if blocks == 1:
-        return "row" if rows > 1 else "tensor"
-    return cast(Granularity, f"block{in_features // blocks}")
-
-
-def describe_scales(granularity: Granularity) -> str:
-    """Return a granularity in words."""
-    words = {"cast": "plain cast", "tensor": "one scale a tensor", "row": "a scale a row"}
-    return words.get(granularity) or f"a scale per {block_size(granularity)} inputs"
-
-
-def block_size(granularity: Granularity) -> int | None:
-    """Return the run of inputs that shares a scale, or None if all inputs of a row do."""
-    return int(granularity.removeprefix("block")) if granularity.startswith("block") else None
-
-
-def fitting_granularity(granularity: Granularity, in_features: int) -> Granularity:
-    """Return ``granularity``, or ``row`` where blocks do not divide ``in_features`` (as musubi-tuner does)."""
-    block = block_size(granularity)
-    return "row" if block is not None and in_features % block else granularity
-
-
-def compute_scale(
-    weight: Tensor,
-    granularity: Granularity,
-    fp8: Fp8Format = E4M3FN,
-    scale_dtype: torch.dtype = torch.float32,
-) -> Tensor | None:
-    """Return the scale of ``weight`` [out, in], fp32, as the module's first lines lay it out; None for a cast.
-
-    Args:
-        scale_dtype: dtype the scale will be stored in. It is rounded to that first, so that values fit what
-            is stored.
-
-    Raises:
-        ValueError: blocks do not divide ``in``.
-    """
-    if granularity == "cast":
-        return None
-    out_features, in_features = weight.shape
-    magnitudes = weight.abs()
-    if granularity == "tensor":
-        largest = magnitudes.amax().reshape(1, 1)
-    else:
-        block = block_size(granularity) or in_features
-        if in_features % block:
-            raise ValueError(f"{in_features} inputs cannot be cut into blocks of {block}")
-        largest = magnitudes.view(out_features, in_features // block, block).amax(dim=-1)
-    scale = (largest.float() / fp8.max).to(scale_dtype).float()
-    return torch.where(scale > 0, scale, torch.ones_like(scale))
-
-
-def quantize(
-    weight: Tensor,
-    granularity: Granularity,
-    fp8: Fp8Format = E4M3FN,
-    *,
-    stochastic: bool = False,
-    generator: torch.Generator | None = None,
-    scale_dtype: torch.dtype = torch.float32,
-) -> Quantized:
-    """Return ``weight`` [out, in] (fp32, bf16 or fp16) as fp8.
-
-    Args:
-        stochastic: round stochastically instead of to nearest.
-        generator: for stochastic rounding.
-        scale_dtype: see :func:`compute_scale`.
-
-    Raises:
-        ValueError: blocks do not divide ``in``, or the weight holds a NaN.
-    """
-    scale = compute_scale(weight.detach(), granularity, fp8, scale_dtype)
-    values = weight.detach().float()
-    if scale is not None:
-        values = (_blocked(values, scale) / scale.unsqueeze(-1)).view(weight.shape)
-    if stochastic:
-        return Quantized(round_stochastically(values, fp8, generator), scale)
-    return Quantized(round_to_nearest(values, fp8), scale)
-
-
 def dequantize(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return ``values * scale`` in ``dtype``: the product in fp32, rounded once.
 
@@ -356,10 +233,5 @@ def dequantize(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tens
         return (by_bits if small else _faster())(values, scale, dtype)
     if scale is None:
         return values.to(dtype)
-    product = _blocked(values.to(torch.float32), scale) * scale.unsqueeze(-1)
+    product = values.to(torch.float32).unflatten(1, (scale.shape[1], -1)) * scale.unsqueeze(-1)
     return product.to(dtype).view(values.shape)
-
-
-def _blocked(values: Tensor, scale: Tensor) -> Tensor:
-    """Return ``values`` [out, in] as [out, blocks, block], beside which ``scale.unsqueeze(-1)`` broadcasts."""
-    return values.view(values.shape[0], scale.shape[1], -1)

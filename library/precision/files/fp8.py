@@ -1,0 +1,487 @@
+"""fp8: plain casts, ComfyUI's scaled files in both layouts, BFL's row scales, musubi-tuner's rows and blocks.
+
+    weight[o, i]  ~  values[o, i] * scale[o or 0, i // block]
+
+Values are e4m3fn or e5m2 (``library.precision.fp8_numbers``). Scales are fp32 and two-dimensional in memory, ``[rows,
+blocks]`` with rows 1 or ``out`` and blocks 1 or ``in / block``:
+
+    cast              no scale            every number rounded as it is (kohya's fp8_base)
+    tensor            [1, 1]              one scale for the matrix
+    row               [out, 1]            one for each output
+    block64, 128      [out, in / block]   one for each run of inputs of a row
+
+and in files:
+
+    plain          fp8 tensors without scales. Whatever was cast is in fp8: linears, often biases and norms as well.
+    comfy_scaled   ComfyUI, older: a tensor ``scaled_fp8`` marks the file; ``<layer>.scale_weight`` is one fp32 number,
+                   ``<layer>.scale_input`` (optional) a calibrated scale for activations. A marker of two elements asks
+                   for products in high precision.
+    comfy_quant    ComfyUI, newer: ``<layer>.comfy_quant`` holds JSON bytes, {"format": "float8_e4m3fn", ...}, or
+                   ``_quantization_metadata`` in the header holds {"layers": {layer: {...}}}; the numbers are
+                   ``<layer>.weight_scale`` and ``<layer>.input_scale``. Values may be in a uint8 tensor.
+    rows           ``<layer>.weight_scale`` of a number a row, no marker (Black Forest Labs' fp8 files).
+    musubi         musubi-tuner: ``<layer>.scale_weight`` of shape [1], [out, 1] or [out, in / block, 1], in the dtype
+                   the weight had; no marker.
+
+Sources: ComfyUI ``comfy/ops.py``, ``comfy/utils.py`` (``convert_old_quants``), ``QUANTIZATION.md``; musubi-tuner
+``modules/fp8_optimization_utils.py``. ComfyUI casts a scale to the dtype of the products, so those that are written for
+it are exact in bf16.
+
+*Products in fp8*, on GPUs whose tensor cores have it (compute capability 8.9, Ada, or 9.0 and above): both operands
+have to be fp8, so activations are rounded to e4m3fn on the way in, each row by its own largest value, which costs about
+2.5 % of each row's length.
+
+    x[n, i] ~ qx[n, i] * sx[n]      w[o, i] = qw[o, i] * sw[o]
+    y[n, o] = sx[n] * sw[o] * sum_i qx[n, i] * qw[o, i]
+
+Scales can be taken out of the sum only where they do not change along it: one a tensor or a row. Block-scaled weights
+are dequantised instead. In the input gradient the weight's row scales sit on the summed index, so they go into the
+gradient before it is rounded: ``dx = q(dy * sw) @ qw``. ``torch._scaled_mm`` also runs on CPUs, slowly, for tests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self, cast
+
+import torch
+from torch import Tensor
+
+from library.errors import UserError
+from library.precision.files.base import FileTensors, QuantizedWeight, Scheme, StoredWeight, block_slice, in_units
+from library.precision.fp8_numbers import (
+    E4M3FN,
+    FORMATS,
+    Fp8Format,
+    dequantize,
+    format_of,
+    holds_nan_or_inf,
+    round_stochastically,
+    round_to_nearest,
+)
+from library.precision.names import Granularity, LayoutKind
+from library.safetensors_io import DTYPE_NAMES, RowRange, TensorSpecs, read_rows
+
+_ALIGNMENT = 16  # rows and columns of the fp8 operands, a rule of cuBLASLt
+_FP8 = {DTYPE_NAMES[fp8.dtype]: fp8 for fp8 in FORMATS}
+_COMFY_FORMATS = {f"float8_{fp8.name}": fp8 for fp8 in FORMATS}
+_HIGH = (torch.float32, torch.bfloat16, torch.float16)
+_HOLDS: dict[LayoutKind, tuple[Granularity, ...]] = {
+    "plain": ("cast",),
+    "comfy_scaled": ("tensor",),
+    "comfy_quant": ("tensor",),
+    "rows": ("row",),
+    "musubi": ("block64", "tensor", "row", "block128"),
+}
+_SCALES, _INPUT_SCALES = ("scale_weight", "weight_scale"), ("scale_input", "input_scale")
+
+
+@dataclass(frozen=True)
+class Fp8Weight(QuantizedWeight):
+    """Values ``[out, in]`` (an fp8 dtype) and their scale ``[1 or out, blocks]`` fp32, or None for a plain cast.
+
+    A plain cast of a bias or a norm has values of any shape.
+    """
+
+    scale: Tensor | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the values."""
+        return tuple(self.values.shape)
+
+    @property
+    def fp8(self) -> Fp8Format:
+        """The format of the values."""
+        return format_of(self.values.dtype)
+
+    @property
+    def granularity(self) -> Granularity:
+        """What shares a scale; blocks may be of any size."""
+        return granularity_of(None if self.scale is None else self.scale.shape, self.values.shape[-1])
+
+    @property
+    def scheme(self) -> Fp8Scheme:
+        """Format and granularity."""
+        return Fp8Scheme(self.granularity, self.fp8)
+
+    @property
+    def column_block(self) -> int:
+        """The inputs that share a scale, where a row has several."""
+        return 1 if self.scale is None or self.scale.shape[1] == 1 else self.values.shape[1] // self.scale.shape[1]
+
+    def part(self, rows: slice = slice(None), columns: slice = slice(None)) -> Self:
+        """Return some rows and columns, as views; within a block of a scale too, which becomes several finer ones."""
+        scale, values = self.scale, self.values[rows, columns]
+        if scale is not None and scale.shape[0] > 1:
+            scale = scale[rows]
+        if scale is not None and scale.shape[1] > 1:
+            block = self.column_block
+            fine = math.gcd(block, columns.start or 0, values.shape[1])
+            scale = scale.repeat_interleave(block // fine, dim=1) if fine < block else scale
+            scale = scale[:, block_slice(columns, fine)]
+        return replace(self, values=values, scale=scale)
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """Return the inputs of ``parts`` side by side: blocks of their scales become as fine as the finest."""
+        values = torch.cat([part.values for part in parts], dim=1)
+        scales = [part.scale for part in parts if part.scale is not None]
+        if len(scales) < len(parts) or all(torch.equal(scale, scales[0]) and scale.shape[1] == 1 for scale in scales):
+            return cls(values, scales[0] if scales else None)
+        fine = math.gcd(*(part.values.shape[1] // scale.shape[1] for part, scale in zip(parts, scales, strict=True)))
+        wide = [
+            scale.repeat_interleave(part.values.shape[1] // scale.shape[1] // fine, dim=1)
+            for part, scale in zip(parts, scales, strict=True)
+        ]
+        return cls(values, torch.cat(wide, dim=1))
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight in ``dtype``, of the values' own shape."""
+        flat = self.values.reshape(self.values.shape[0] if self.values.ndim else 1, -1)
+        return dequantize(flat, self.scale, dtype).reshape(self.values.shape)
+
+    def multiplies_on(self, device: torch.device) -> bool:
+        """Whether ``device`` is a GPU with fp8 tensor cores, and the weight can be an operand."""
+        return device_has_fp8_matmul(device) and self.is_operand
+
+    @property
+    def is_operand(self) -> bool:
+        """Whether fp8 products take it: e4m3fn, no blocks, aligned sides."""
+        one_scale_a_row = self.scale is None or self.scale.shape[1] == 1
+        return self.values.dtype == E4M3FN.dtype and one_scale_a_row and all(s % _ALIGNMENT == 0 for s in self.shape)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return ``x @ weight.T`` with ``x`` [n, in] (bf16, fp16, fp32) rounded to fp8; summed in fp32."""
+        rounded, row_scale = _round_rows(x)
+        columns = _column_scale(self.scale, self.values.shape[0], x.device)
+        return _scaled_mm(rounded, self.values.t(), row_scale, columns, x.dtype)
+
+    has_input_product = True
+
+    def input_product(self, gradient: Tensor) -> Tensor:
+        """Return ``gradient @ weight`` with the scaled ``gradient`` [n, out] rounded to fp8.
+
+        The op wants its second operand by columns, so the values are transposed: a copy of one byte a weight.
+        """
+        scaled = gradient.float() if self.scale is None else gradient.float() * self.scale.reshape(1, -1)
+        rounded, row_scale = _round_rows(scaled)
+        by_columns = self.values.t().contiguous().t()
+        columns = _column_scale(None, self.values.shape[1], gradient.device)
+        return _scaled_mm(rounded, by_columns, row_scale, columns, gradient.dtype)
+
+    @classmethod
+    def stack(cls, parts: Sequence[Self]) -> Self:
+        """Return weights one below the other: a row's scale goes with its row, coarser blocks become finer ones."""
+        values = torch.cat([part.values for part in parts])
+        scales = [torch.ones(1, 1) if part.scale is None else part.scale for part in parts]
+        if all(part.scale is None for part in parts):
+            return cls(values)
+        if all(scale.shape == (1, 1) and torch.equal(scale, scales[0]) for scale in scales):
+            return cls(values, scales[0].clone())
+        blocks = max(scale.shape[1] for scale in scales)
+        if any(blocks % scale.shape[1] for scale in scales):
+            raise ValueError(f"{' and '.join(str(s.shape[1]) for s in scales)} blocks a row do not go into one another")
+        wide = [
+            scale.repeat_interleave(blocks // scale.shape[1], dim=1).expand(part.values.shape[0], blocks)
+            for scale, part in zip(scales, parts, strict=True)
+        ]
+        return cls(values, torch.cat(wide))
+
+
+@dataclass(frozen=True)
+class Fp8Scheme(Scheme):
+    """How fp8 weights are made.
+
+    Attributes:
+        granularity: of the scales. fp8: the format.
+        scale_dtype: that scales have to be exact in, as they are stored or as a reader casts them: each is rounded up
+            to it before the values are made, so that nothing is lost between the two.
+    """
+
+    granularity: Granularity = "cast"
+    fp8: Fp8Format = E4M3FN
+    scale_dtype: torch.dtype = torch.float32
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """The granularity's word."""
+        return self.granularity
+
+    @property
+    def largest_unit(self) -> float:  # type: ignore[override]
+        """The format's largest number."""
+        return self.fp8.max
+
+    def describe(self) -> str:
+        """Return format and scales in words."""
+        return f"{self.fp8.name}, {describe_scales(self.granularity)}"
+
+    def fitting(self, shape: Sequence[int]) -> Fp8Scheme:
+        """Return the scheme, with rows where blocks do not divide the inputs (as musubi-tuner does)."""
+        block = block_size(self.granularity)
+        return replace(self, granularity="row") if block is not None and shape[1] % block else self
+
+    def groups(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return (rows, blocks) of the scale."""
+        block = block_size(self.granularity)
+        if block is not None and shape[1] % block:
+            raise ValueError(f"{shape[1]} inputs cannot be cut into blocks of {block}")
+        return (1, 1) if self.granularity in ("cast", "tensor") else (shape[0], shape[1] // (block or shape[1]))
+
+    def steps(self, largest: Tensor, before: Tensor | None = None) -> Tensor | None:
+        """Return the scales: a group's largest magnitude over the format's largest number, 1 for a group of zeros."""
+        if self.granularity == "cast":
+            return None
+        scale = _rounded_up(largest.float() / self.fp8.max, self.scale_dtype)
+        return torch.where(scale > 0, scale, torch.ones_like(scale)) if before is None else torch.maximum(scale, before)
+
+    def nearest(self, units: Tensor) -> Tensor:
+        """Return the nearest fp8 numbers, ties to the even one."""
+        return round_to_nearest(units, self.fp8).float()
+
+    def stochastic(self, units: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Return one of the two neighbours of each."""
+        return round_stochastically(units, self.fp8, generator).float()
+
+    def pack(self, units: Tensor, steps: Tensor | None) -> Fp8Weight:
+        """Return values and scale."""
+        return Fp8Weight(units.to(self.fp8.dtype), steps)
+
+    def store(self, layout: LayoutKind, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredFp8:
+        """See :meth:`Scheme.store`; musubi-tuner's scales have the dtype of the weight."""
+        allowed = _HOLDS.get(layout, ())
+        if self.granularity not in allowed:
+            raise UserError(
+                f"layout {layout}: scales {self.granularity!r} cannot be written in it; use {' or '.join(allowed)}"
+            )
+        if layout == "comfy_scaled" and self.fp8 is not E4M3FN:
+            raise UserError(
+                "layout comfy_scaled: ComfyUI reads its weights as e4m3fn whatever they are; use comfy_quant for e5m2"
+            )
+        own = self.fitting(shape)
+        groups = None if layout == "plain" else own.groups(shape)
+        stored: tuple[torch.dtype, tuple[int, ...]] = (torch.float32, ())
+        if groups is not None and layout == "rows":
+            stored = (torch.float32, (groups[0],))
+        elif groups is not None and layout == "musubi":
+            whole = {"tensor": (1,), "row": groups}.get(own.granularity, (*groups, 1))
+            stored = (dtype if dtype in _HIGH else torch.bfloat16, whole)
+        leaf = "weight_scale" if layout in ("comfy_quant", "rows") else "scale_weight"
+        scale = {} if groups is None else {"scale": f"{name.removesuffix('.weight')}.{leaf}"}
+        return StoredFp8(
+            name=name,
+            shape=shape,
+            layout=layout,
+            tensors={"values": name, **scale},
+            fp8=self.fp8,
+            scale_shape=groups,
+            stored_scale=stored,
+        )
+
+    def quantize(
+        self, weight: Tensor, *, stochastic: bool = False, generator: torch.Generator | None = None
+    ) -> Fp8Weight:
+        """See :meth:`Scheme.quantize`; the same without a way to fp32 and back."""
+        values = weight.detach().float()
+        steps = self.steps(self.magnitudes(values))
+        units = in_units(values, steps)
+        rounded = round_stochastically(units, self.fp8, generator) if stochastic else round_to_nearest(units, self.fp8)
+        return Fp8Weight(rounded, steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredFp8(StoredWeight):
+    """An fp8 weight in a file.
+
+    Attributes:
+        fp8: the format. scale_shape: (rows, blocks) of its scale, None for a plain cast.
+        stored_scale: dtype and shape of the scale in the file.
+        container: dtype of the tensor with the values: fp8, or uint8 where ComfyUI keeps it so.
+    """
+
+    fp8: Fp8Format
+    scale_shape: tuple[int, int] | None = None
+    stored_scale: tuple[torch.dtype, tuple[int, ...]] = (torch.float32, ())
+    container: torch.dtype | None = None
+
+    @property
+    def scheme(self) -> Fp8Scheme:
+        """Format and granularity; ComfyUI casts scales to the dtype of products, so they are exact in bf16."""
+        granularity = granularity_of(self.scale_shape, self.shape[-1] if self.shape else 1)
+        exact = torch.bfloat16 if self.layout in ("comfy_scaled", "comfy_quant") else self.stored_scale[0]
+        return Fp8Scheme(granularity, self.fp8, exact)
+
+    @property
+    def served_rounding(self) -> str | None:
+        """ComfyUI multiplies scaled files in fp8 unless they ask for high precision; scale 1 where none is given."""
+        if self.layout not in ("comfy_scaled", "comfy_quant") or self.full_precision:
+            return None
+        return "static" if self.input_scale else "unit"
+
+    def comfy_config(self) -> dict[str, str]:
+        """Return the format."""
+        return {"format": f"float8_{self.fp8.name}"}
+
+    def read(self, file: FileTensors, rows: slice = slice(None)) -> Fp8Weight:
+        """Return values and scale of some rows."""
+        values = read_rows(file.entries, [RowRange(self.name, rows.start or 0, rows.stop)]).view(self.fp8.dtype)
+        if holds_nan_or_inf(values):
+            raise file.refuse(self.name, "holds NaN or infinity", "download it again")
+        if self.scale_shape is None:
+            return Fp8Weight(values)
+        scale = file.read_scale(self.tensors["scale"]).reshape(self.scale_shape)
+        return Fp8Weight(values, scale if scale.shape[0] == 1 else scale[rows])
+
+    def specs(self) -> TensorSpecs:
+        """Return dtypes and shapes of values and scale."""
+        found: TensorSpecs = {self.name: (self.container or self.fp8.dtype, self.shape)}
+        return found | ({self.tensors["scale"]: self.stored_scale} if self.scale_shape else {})
+
+    def written(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """Return values and scale as the file has them."""
+        assert isinstance(weight, Fp8Weight)
+        found = {self.name: weight.values.view(self.container or self.fp8.dtype)}
+        if self.scale_shape is None:
+            return found
+        assert weight.scale is not None
+        dtype, shape = self.stored_scale
+        return found | {self.tensors["scale"]: weight.scale.expand(self.scale_shape).to(dtype).reshape(shape)}
+
+
+def find(file: FileTensors) -> dict[str, StoredWeight]:
+    """Return the fp8 tensors of ``file``, by name."""
+    formats = {name: _FP8[entry.dtype] for name, entry in file.entries.items() if entry.dtype in _FP8}
+    for layer, config in file.layer_configs.items():
+        if (fp8 := _COMFY_FORMATS.get(config.get("format", ""))) is None:
+            continue
+        weight, dtype = f"{layer}.weight", file.dtype(f"{layer}.weight")
+        if dtype is None:
+            raise file.refuse(f"{layer}.comfy_quant", "marks a layer without a weight")
+        if dtype not in ("U8", DTYPE_NAMES[fp8.dtype]):
+            raise file.refuse(weight, f"has dtype {dtype} where its marker says {fp8.name}")
+        formats[weight] = fp8
+    others = {f"{layer}.weight" for layer, c in file.layer_configs.items() if c.get("format") not in _COMFY_FORMATS}
+    markers = [name for name in formats if name.rpartition(".")[2] == "scaled_fp8"]
+    precise = file.entries[markers[0]].shape[0] == 2 if markers and file.entries[markers[0]].shape else None
+    found: dict[str, StoredWeight] = {}
+    for name, fp8 in formats.items():
+        if name in others or name in markers or name.endswith((*_SCALES, *_INPUT_SCALES)):
+            continue
+        found[name] = _stored(file, name, fp8, bool(markers), precise)
+    return found
+
+
+def _stored(file: FileTensors, name: str, fp8: Fp8Format, marked: bool, precise: bool | None) -> StoredFp8:
+    """Return where the weight ``name`` lies, and what the file says of it."""
+    layer, shape = name.removesuffix(".weight"), file.entries[name].shape
+    config = file.layer_configs.get(layer) if name.endswith(".weight") else None
+    beside = [f"{layer}.{leaf}" for leaf in _SCALES if f"{layer}.{leaf}" in file.entries and name.endswith(".weight")]
+    inputs = [f"{layer}.{leaf}" for leaf in _INPUT_SCALES if f"{layer}.{leaf}" in file.entries]
+    markers = [each for each in (f"{layer}.comfy_quant",) if each in file.entries]
+    layout: LayoutKind = "plain"
+    scale_shape = None
+    if beside:
+        scale_shape = _scale_shape(file, beside[0], shape)
+        newer = beside[0].endswith("weight_scale")
+        layout = "rows" if newer else "comfy_scaled" if marked else "musubi"
+    if config is not None:
+        layout, precise = "comfy_quant", bool(config.get("full_precision_matrix_mult"))
+        if not beside:
+            raise file.refuse(name, "is quantised by its marker and has no weight_scale")
+    elif layout == "rows" and scale_shape is not None and scale_shape[0] == 1 < shape[0]:
+        raise file.refuse(beside[0], "is one scale without a comfy_quant marker or _quantization_metadata")
+    elif marked and layout == "plain":
+        layout = "comfy_scaled"
+    return StoredFp8(
+        name=name,
+        shape=shape,
+        layout=layout,
+        tensors={"values": name} | ({"scale": beside[0]} if beside else {}),
+        kept=(*markers, *inputs),
+        full_precision=precise if layout.startswith("comfy") else None,
+        input_scale=inputs[0] if inputs else None,
+        fp8=fp8,
+        scale_shape=scale_shape,
+        stored_scale=file.entries[beside[0]].spec if beside else (torch.float32, ()),
+        container=torch.uint8 if file.dtype(name) == "U8" else None,
+    )
+
+
+def _scale_shape(file: FileTensors, name: str, shape: Sequence[int]) -> tuple[int, int]:
+    """Return (rows, blocks) of the scale ``name`` beside a weight of ``shape``."""
+    found = file.entries[name].shape
+    if all(side == 1 for side in found):
+        return (1, 1)
+    if len(shape) == 2 and found[0] == shape[0] and all(side == 1 for side in found[2:]):
+        blocks = found[1] if len(found) > 1 else 1
+        if shape[1] % blocks == 0:
+            return (shape[0], blocks)
+    raise file.refuse(
+        name, f"of shape {list(found)} is no scale per tensor, row or block of a weight of shape {list(shape)}"
+    )
+
+
+def granularity_of(scale: Sequence[int] | None, in_features: int) -> Granularity:
+    """Return the granularity of a scale of shape [rows, blocks] beside ``in_features`` inputs; None is a plain cast."""
+    if scale is None:
+        return "cast"
+    rows, blocks = scale
+    if blocks == 1:
+        return "row" if rows > 1 else "tensor"
+    return cast(Granularity, f"block{in_features // blocks}")
+
+
+def describe_scales(granularity: Granularity) -> str:
+    """Return a granularity in words."""
+    words = {"cast": "plain cast", "tensor": "one scale a tensor", "row": "a scale a row"}
+    return words.get(granularity) or f"a scale per {block_size(granularity)} inputs"
+
+
+def block_size(granularity: Granularity) -> int | None:
+    """Return the run of inputs that shares a scale, or None if all inputs of a row do."""
+    return int(granularity.removeprefix("block")) if granularity.startswith("block") else None
+
+
+def device_has_fp8_matmul(device: torch.device) -> bool:
+    """Return whether ``device`` is a CUDA GPU with fp8 tensor cores (compute capability 8.9 or more)."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _rounded_up(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``scale`` fp32 as the next number not below it that ``dtype`` has, fp32."""
+    if dtype == torch.float32:
+        return scale
+    stored = scale.to(dtype)
+    above = torch.nextafter(stored, torch.full_like(stored, math.inf))
+    return torch.where(stored.float() < scale, above, stored).float()
+
+
+def _round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``x`` [n, k] as e4m3fn and the scale [n, 1] fp32 that undoes it."""
+    largest = x.abs().amax(dim=-1, keepdim=True).float()
+    scale = (largest / E4M3FN.max).clamp_min(torch.finfo(torch.float32).tiny)
+    return (x / scale).clamp(-E4M3FN.max, E4M3FN.max).to(E4M3FN.dtype), scale
+
+
+def _column_scale(scale: Tensor | None, columns: int, device: torch.device) -> Tensor:
+    """Return the weight's scale as [1, columns] fp32."""
+    if scale is None:
+        return torch.ones(1, columns, device=device)
+    return scale.reshape(1, -1).expand(1, columns).contiguous()
+
+
+def _scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``(a * scale_a) @ (b * scale_b)`` in ``dtype``.
+
+    With a scale a row the op gives bf16 only; for other dtypes the sums come out in fp32 and are scaled here.
+    """
+    if dtype == torch.bfloat16:
+        return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype)
+    one = torch.ones((), device=a.device)
+    out = torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.float32)
+    return out.mul_(scale_a).mul_(scale_b).to(dtype)

@@ -1,0 +1,29 @@
+"""The formats that are read, and the schemes that weights are made by, under their words on command lines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import get_args
+
+from library.errors import UserError, did_you_mean
+from library.precision.files import fp8
+from library.precision.files.base import FileTensors, Scheme, StoredWeight
+from library.precision.fp8_numbers import E4M3FN, Fp8Format
+from library.precision.names import Granularity
+
+FINDERS: tuple[Callable[[FileTensors], dict[str, StoredWeight]], ...] = (fp8.find,)
+_OTHERS: dict[str, Scheme] = {}
+SCHEMES = (*get_args(Granularity), *_OTHERS)
+
+
+def scheme_named(name: str, number_format: Fp8Format = E4M3FN) -> Scheme:
+    """Return the scheme called ``name``; ``number_format`` is that of fp8 ones.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    if name in get_args(Granularity):
+        return fp8.Fp8Scheme(name, number_format)  # type: ignore[arg-type]
+    if name in _OTHERS:
+        return _OTHERS[name]
+    raise UserError(f"scheme {name!r} is none of {', '.join(SCHEMES)}{did_you_mean(name, SCHEMES)}")

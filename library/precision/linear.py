@@ -1,0 +1,298 @@
+"""A frozen linear layer whose weight stays in memory as its file has it, and in the products where the GPU can.
+
+Why: a LoRA's base is frozen, so its weights are only ever read. In 8 bits they take one byte instead of bf16's two; in
+4 a half. FLUX's 24 GB become 12 or 7. What a trainer saves depends on how long the weight in high precision lives. The
+obvious way, dequantise and call ``F.linear``, lets autograd keep the dequantised copy for the input gradient, so that
+between forward and backward the whole model is there in bf16 after all, beside its quantised self. Here one autograd
+function does both passes and keeps *nothing* of the weight's size:
+
+    forward    y  = x W^T + b       the weight is dequantised, used and freed
+    backward   dx = g W             dequantised once more; there is no gradient of a frozen weight
+
+The price is a second dequantisation a step, a pass over memory beside a matrix product.
+
+There are two ways to the product:
+
+*Dequantised* (``dequant``), everywhere: exact to the compute dtype, for every format. A format that rotates its weights
+has the inputs rotated instead, which is a small product beside the large one. On the CPU the weight is dequantised and
+multiplied in chunks of two million numbers: forward by rows, so that each chunk gives finished outputs; backward by
+columns, so that each gives finished input gradients and none is summed in bf16. That costs no time (a chunk is still in
+the cache when it is used) and bounds the extra memory at 8 MiB in bf16. On a GPU kernels want to be large: a FLUX or
+Qwen-Image weight is one chunk.
+
+*As it is stored* (``quantised``), on GPUs whose tensor cores have the format (``QuantizedWeight.multiplies_on``), at up
+to twice bf16's rate. Activations are then rounded too, row by row with scales of their own (nothing to calibrate). The
+input gradient stays dequantised unless ``fp8_input_gradient`` asks for it.
+
+The layer is an ``nn.Linear`` to whoever asks (LoRA, tensor parallelism by type), the weight's values its parameter
+``weight``, its scales buffers. Moving it moves all; casting it (``model.to(torch.bfloat16)``) changes none, since a
+cast of one without the other would be a wrong weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from library.errors import UserError
+from library.precision.files.base import QuantizedWeight
+
+Compute = Literal["auto", "dequant", "quantised"]
+
+_CPU_CHUNK = 1 << 21  # 4 MiB in bf16; with AMX smaller ones take 20 % longer, on Zen 5 all up to this cost the same
+_GPU_CHUNK = 1 << 27  # 256 MiB in bf16, larger than any weight of FLUX or Qwen-Image
+_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class QuantizedLinear(nn.Linear):
+    """``y = x @ W.T + bias`` with a frozen ``W`` in a quantised format.
+
+    Attributes:
+        weight: the field ``values`` of the weight; its other tensors are buffers under their fields' names.
+        bias: [out] in high precision, or None.
+        compute: how products are made: ``dequant``, ``quantised``, or ``auto``, which takes ``quantised`` where GPU
+            and weight allow.
+        fp8_input_gradient: with ``quantised``, make the input gradient in fp8 as well.
+    """
+
+    def __init__(
+        self,
+        weight: QuantizedWeight,
+        bias: Tensor | None = None,
+        *,
+        compute: Compute = "auto",
+        fp8_input_gradient: bool = False,
+    ) -> None:
+        """Wrap ``weight`` and ``bias`` without copying."""
+        nn.Module.__init__(self)  # not nn.Linear's: it would allocate a weight
+        # The bias first: diffusers takes the dtype of a model's first parameter for that of activations.
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
+        self.fp8_input_gradient = fp8_input_gradient
+        self.set_quantized(weight)
+        self.set_compute(compute)
+
+    def set_quantized(self, weight: QuantizedWeight) -> None:
+        """Put ``weight`` in the place of the layer's own; not copied."""
+        self.out_features, self.in_features = weight.shape
+        tensors = weight.tensors()
+        self.outline = weight.to("meta")  # what of it is no tensor
+        self.register_parameter("weight", nn.Parameter(tensors.pop("values"), requires_grad=False))
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+    def set_compute(self, compute: Compute) -> None:
+        """Choose how products are made.
+
+        Raises:
+            UserError: the weight cannot be multiplied as it is stored.
+        """
+        if compute == "quantised" and not self.quantized().is_operand:
+            raise UserError(
+                f"quantised_compute = quantised: a {self.out_features} x {self.in_features} weight "
+                f"({self.outline.scheme.describe()}) cannot be multiplied as it is stored (at most a scale a row, "
+                "aligned sides); set dequant"
+            )
+        self.compute = compute
+
+    @property
+    def _weight(self) -> Tensor:
+        """The values, also where a subclass hides ``weight``."""
+        weight = self._parameters["weight"]
+        assert weight is not None
+        return weight
+
+    def quantized(self) -> QuantizedWeight:
+        """Return the weight, not copied."""
+        return self.outline.with_tensors(self._tensors())
+
+    def _tensors(self) -> dict[str, Tensor]:
+        own: dict[str, Any] = {"values": self._weight, **self._buffers}
+        return {name: own[name] for name in self.outline.tensors()}
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [out, in] in ``dtype``."""
+        return self.quantized().dequantize(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map ``[..., in]`` to ``[..., out]`` in the dtype of ``x``, or autocast's where autocast is on."""
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+        rows = x.reshape(-1, self.in_features)
+        as_stored = self._multiplies_as_stored(x.device)
+        how = (self.outline, as_stored, as_stored and self._rounds_gradients)
+        out = _Product.apply(rows, self.bias, how, *self._tensors().values())
+        return out.view(*x.shape[:-1], self.out_features)
+
+    def input_gradient(self, gradient: Tensor) -> Tensor:
+        """Return ``gradient @ W``: [n, out] -> [n, in]; what backward of :meth:`forward` does."""
+        if self._rounds_gradients and self._multiplies_as_stored(gradient.device):
+            return self.quantized().input_product(gradient)
+        return _gradient_by_columns(gradient, self.quantized())
+
+    @property
+    def _rounds_gradients(self) -> bool:
+        return self.fp8_input_gradient and self.outline.has_input_product
+
+    def _multiplies_as_stored(self, device: torch.device) -> bool:
+        return self.compute == "quantised" or (self.compute == "auto" and self.quantized().multiplies_on(device))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
+        """Move what ``to``, ``cuda``, ``half``, ... ask for, but let no cast reach the weight's tensors.
+
+        They are shown to ``fn`` as integers, which every cast leaves alone.
+        """
+        tensors = self._tensors()
+        del self._parameters["weight"]
+        for name in tensors.keys() - {"values"}:
+            del self._buffers[name]
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._parameters["weight"] = tensors["values"]  # type: ignore[assignment]
+            self._buffers.update({name: tensor for name, tensor in tensors.items() if name != "values"})
+        for name, tensor in tensors.items():
+            moved = fn(tensor.detach().view(_OF_SIZE[tensor.element_size()])).view(tensor.dtype)
+            if name != "values":
+                self._buffers[name] = moved
+            elif moved.device != tensor.device or moved.data_ptr() != tensor.data_ptr():
+                self._parameters["weight"] = nn.Parameter(moved, requires_grad=False)
+        return self
+
+    def extra_repr(self) -> str:
+        """Show sizes and format in ``print(model)``."""
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{sizes}, {self.outline.scheme.describe()}, compute={self.compute}"
+
+
+class QuantizedLinearOfHiddenDtype(QuantizedLinear):
+    """A :class:`QuantizedLinear` whose ``weight`` reads as None.
+
+    transformers' T5 casts what it gives to ``wo`` to the dtype of ``wo.weight`` if that is a tensor: with
+    fp8 weights the activations would become fp8 (``T5DenseGatedActDense.forward``).
+    """
+
+    @property
+    def weight(self) -> None:  # type: ignore[override]
+        """None; the values are in ``quantized()``."""
+        return
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register also the name that a property of this class has."""
+        if name == "weight":
+            self._parameters[name] = param
+        else:
+            super().register_parameter(name, param)
+
+
+def make_cpu_kernels(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have the kernels that ``model``'s quantised layers need on the CPU compiled now, and not within the first step.
+
+    Args:
+        model: with its weights on the CPU; elsewhere nothing happens.
+        dtype: of the activations.
+    """
+    seen = set()
+    for layer in model.modules():
+        if isinstance(layer, QuantizedLinear) and layer._weight.device.type == "cpu":
+            weight = layer.quantized()
+            kind = tuple((tensor.shape, tensor.dtype) for tensor in weight.tensors().values())
+            if kind not in seen:
+                seen.add(kind)
+                _product_by_rows(torch.zeros(1, layer.in_features, dtype=dtype), weight, None)
+                _gradient_by_columns(torch.zeros(1, layer.out_features, dtype=dtype), weight)
+
+
+def ddp_ignored_names(model: nn.Module) -> list[str]:
+    """Return the names of all frozen parameters and of all buffers of ``model``.
+
+    gloo cannot broadcast fp8, and every process has loaded the frozen weights itself: before wrapping in DDP
+    call ``DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model,
+    ddp_ignored_names(model))``.
+    """
+    frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+    return frozen + [name for name, _ in model.named_buffers()]
+
+
+class _Product(torch.autograd.Function):
+    """``x [n, in] @ W.T + bias``, differentiable in ``x`` and ``bias``.
+
+    ``how``: the weight without its tensors, whether it is multiplied as it is stored, and whether the gradient is too.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, how: tuple[QuantizedWeight, bool, bool], *tensors: Tensor
+    ) -> Tensor:
+        if torch.compiler.is_compiling():
+            ctx.save_for_backward(*tensors)  # a compiled graph passes its inputs on, without a copy
+        else:
+            # Kept by reference, past saved-tensor hooks: activation offloading must not carry off the weights.
+            ctx.tensors = tensors
+        ctx.how = how
+        outline, as_stored, _ = how
+        weight = _with_tensors(outline, tensors)
+        bias = None if bias is None else bias.to(x.dtype)
+        if as_stored:
+            out = weight.product(x)
+            return out if bias is None else out.add_(bias)
+        return _product_by_rows(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        tensors = ctx.tensors if hasattr(ctx, "tensors") else ctx.saved_tensors
+        outline, _, gradient_as_stored = ctx.how
+        dx = None
+        if ctx.needs_input_grad[0]:
+            weight = _with_tensors(outline, tensors)
+            dx = weight.input_product(gradient) if gradient_as_stored else _gradient_by_columns(gradient, weight)
+        dbias = gradient.float().sum(dim=0) if ctx.needs_input_grad[1] else None
+        return dx, dbias, None, *(None for _ in tensors)
+
+
+def _with_tensors(outline: QuantizedWeight, tensors: tuple[Tensor, ...]) -> QuantizedWeight:
+    return outline.with_tensors(dict(zip(outline.tensors(), tensors, strict=True)))
+
+
+def _product_by_rows(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    out_features, in_features = weight.shape
+    step = _step(x.device, out_features, in_features)
+    x = weight.rotate(x)
+    if torch.compiler.is_compiling() or step >= out_features:
+        return torch.nn.functional.linear(x, weight.operand(x.dtype), bias)
+    out = x.new_empty(x.shape[0], out_features)
+    for start in range(0, out_features, step):
+        rows = slice(start, start + step)
+        part = weight.part(rows).operand(x.dtype).t()
+        if bias is None:
+            torch.mm(x, part, out=out[:, rows])
+        else:
+            torch.addmm(bias[rows], x, part, out=out[:, rows])
+    return out
+
+
+def _gradient_by_columns(gradient: Tensor, weight: QuantizedWeight) -> Tensor:
+    out_features, in_features = weight.shape
+    block = weight.column_block
+    step = max(1, _step(gradient.device, in_features, out_features) // block) * block
+    if torch.compiler.is_compiling() or step >= in_features:
+        return weight.rotate_back(gradient @ weight.operand(gradient.dtype))
+    dx = gradient.new_empty(gradient.shape[0], in_features)
+    for start in range(0, in_features, step):
+        columns = slice(start, min(start + step, in_features))
+        torch.mm(gradient, weight.part(columns=columns).operand(gradient.dtype), out=dx[:, columns])
+    return weight.rotate_back(dx)
+
+
+def _step(device: torch.device, side: int, other_side: int) -> int:
+    """Return into chunks of how many rows (columns) a side is cut: a multiple of 64 that divides it, if there is one.
+
+    Equal chunks need one matrix product kernel instead of two; oneDNN keeps every kernel it has made.
+    """
+    chunk = _CPU_CHUNK if device.type == "cpu" else _GPU_CHUNK
+    most = max(64, chunk // max(1, other_side) // 64 * 64)
+    return next((step for step in range(most, most // 2, -64) if side % step == 0), most)

@@ -1,0 +1,209 @@
+"""A high-precision checkpoint in, a quantised file out, in one of the layouts of ``library.precision.files``.
+
+Names stay as they are: a BFL or ComfyUI file gives a file for ComfyUI, a diffusers transformer one for diffusers. Only
+matrices of linear layers are quantised; the recipe says which and how. Each is read, rounded and written before the
+next.
+
+ComfyUI files are marked so that products are made in high precision on dequantised weights (``scaled_fp8`` of two
+elements; ``full_precision_matrix_mult``), because that is what training saw. ComfyUI otherwise also rounds activations
+on GPUs that multiply the format; ``low_precision_products`` leaves the mark out. Values are made for the scales as they
+are stored and as readers cast them, so nothing is lost between the two.
+
+A merge writes through here too: it changes weights as they are read, brings weights that it has rounded itself, and may
+start from a file that is quantised already. What it leaves alone in such a file, markers and scales of activations
+included, stays bit for bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from library.errors import UserError, counted
+from library.precision.checkpoint import WeightFiles
+from library.precision.files.base import COMFY_PREFIX, QuantizedWeight, StoredWeight
+from library.precision.fp8_numbers import E4M3FN
+from library.precision.names import LayoutKind
+from library.precision.recipe import Recipe
+from library.safetensors_io import DTYPES, read_tensor, stream_safetensors, tensor_bytes
+
+_HIGH = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Written:
+    """What was written: linear weights that are quantised, those that the recipe excludes, bytes in and out."""
+
+    path: Path
+    quantized: int
+    excluded: int
+    bytes_before: int
+    bytes_after: int
+
+    def describe(self) -> str:
+        """Return the outcome as a line."""
+        in_mib = f"{self.bytes_before / 2**20:.1f} -> {self.bytes_after / 2**20:.1f} MiB"
+        return f"{self.path}: {counted(self.quantized, 'weight')} quantised, {self.excluded} excluded; {in_mib}"
+
+
+_Planned = tuple[torch.dtype, tuple[int, ...], Callable[[], Tensor]]  # a tensor to be written, and how it is made
+
+
+class WeightChanges(Protocol):
+    """What a merge does to the weights while they are written."""
+
+    def rounded(self, name: str) -> QuantizedWeight | None:
+        """Return the weight ``name`` as it is to be; None for what the source holds, rounded by the recipe."""
+
+    def high(self, name: str, read: Callable[[], Tensor]) -> Tensor:
+        """Return the tensor ``name``, which is not quantised, in its own dtype; ``read`` gives the source's."""
+
+
+def write_quantized(
+    weights: WeightFiles,
+    target: str | Path,
+    layout: LayoutKind,
+    recipe: Recipe,
+    *,
+    low_precision_products: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    merge: WeightChanges | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> Written:
+    """Write the model ``weights`` to ``target`` with its linear weights quantised.
+
+    Args:
+        weights: the source.
+        target: a ``.safetensors`` path.
+        layout, recipe: of a source in high precision: how it becomes quantised. One that is so already stays as it is.
+        low_precision_products: let ComfyUI multiply in the format.
+        progress: called with (weights done, weights in all).
+        merge: what changes on the way; a quantised source is taken only with it.
+        metadata: strings to add to the source's.
+
+    Raises:
+        UserError: the layout cannot hold what the recipe asks for, or the source is quantised and not merged into.
+    """
+    source = weights.quantized
+    if source is not None and merge is None:
+        raise UserError(f"{weights.path}: is quantised already; quantise the bf16 or fp16 file of the model")
+    for name, entry in weights.entries.items():
+        if entry.dtype not in DTYPES:
+            raise UserError(f"{weights.path}: tensor {name!r} has dtype {entry.dtype}; give a bf16 or fp16 file")
+    specs = {name: entry.spec for name, entry in weights.entries.items()}
+    linears = linear_weights(weights)
+    stored = _stored(weights, linears, layout, recipe)
+    plan: dict[str, _Planned] = {}
+    for name, (dtype, shape) in specs.items():
+        read = partial(read_tensor, weights.entries, name)
+        if name not in stored:
+            plan[name] = dtype, shape, read if merge is None else partial(merge.high, name, read)
+        elif source is None:
+            plan |= _tensors(stored[name], partial(_rounded, name, read, recipe, stored[name], merge))
+            if layout == "comfy_quant":
+                plan |= _layer_marker(stored[name], low_precision_products)
+        else:
+            assert merge is not None
+            plan |= _tensors(stored[name], partial(merge.rounded, name), weights)
+    if source is not None:
+        for name in source.bookkeeping - plan.keys():
+            plan[name] = *source.file.entries[name].spec, partial(source.file.read, name)
+    elif layout == "comfy_scaled":
+        plan |= _file_marker(specs, low_precision_products)
+    strings = dict(weights.metadata) | ({"quantised": recipe.describe()} if source is None else {})
+    count = iter(range(1, len(plan) + 1))
+
+    def make(name: str) -> Tensor:
+        if progress is not None:
+            progress(next(count), len(plan))
+        return plan[name][2]()
+
+    written = {name: (dtype, shape) for name, (dtype, shape, _) in plan.items()}
+    stream_safetensors(target, written, make, strings | dict(metadata or {}))
+    before, after = (sum(tensor_bytes(*spec) for spec in tensors.values()) for tensors in (specs, written))
+    return Written(Path(target), len(stored), len(linears) - len(stored), before, after)
+
+
+def _stored(
+    weights: WeightFiles, linears: Sequence[str], layout: LayoutKind, recipe: Recipe
+) -> dict[str, StoredWeight]:
+    """Return which linear weights are quantised and how they lie in the file: as the recipe says, or as they do."""
+    chosen: dict[str, StoredWeight] = {}
+    if weights.quantized is None:
+        recipe.check_patterns(linears)
+    for layer in linears:
+        name = f"{layer}.weight"
+        if weights.quantized is not None:
+            if name in weights.quantized.weights:
+                chosen[name] = weights.quantized.weights[name]
+        else:
+            dtype, shape = weights.entries[name].spec
+            if recipe.scheme_of(layer, shape) is not None:  # the layout is asked for the scheme, not for what fits
+                chosen[name] = recipe.scheme.store(layout, name, shape, dtype)
+    if not chosen:
+        raise UserError(
+            f"{weights.path}: no linear weight is left to quantise; keep fewer layers high, or give a model file"
+        )
+    return chosen
+
+
+def linear_weights(weights: WeightFiles) -> list[str]:
+    """Return the linear layers of ``weights``, by name; of an all-in-one file the transformer's alone."""
+    all_in_one = any(name.startswith(COMFY_PREFIX) for name in weights.entries)
+    quantized = weights.quantized.weights if weights.quantized is not None else {}
+    tables = Recipe(exclude=())
+
+    def is_linear(name: str) -> bool:
+        inside = not all_in_one or name.startswith(COMFY_PREFIX)
+        if not inside or not name.endswith(".weight") or len(weights.shape(name)) != 2:
+            return False
+        known = name in quantized or DTYPES.get(weights.entries[name].dtype) in _HIGH
+        return known and tables.excluded_as(name.removesuffix(".weight")) is None
+
+    return [name.removesuffix(".weight") for name in weights.entries if is_linear(name)]
+
+
+def _rounded(
+    name: str, read: Callable[[], Tensor], recipe: Recipe, stored: StoredWeight, merge: WeightChanges | None
+) -> QuantizedWeight:
+    """Return the weight ``name`` quantised: as the merge has rounded it, else by the recipe."""
+    made = None if merge is None else merge.rounded(name)
+    return made or recipe.quantize(name.removesuffix(".weight"), read(), stored.scheme)
+
+
+def _tensors(
+    stored: StoredWeight, made: Callable[[], QuantizedWeight | None], source: WeightFiles | None = None
+) -> dict[str, _Planned]:
+    """Return the tensors that stand for a weight; where nothing is ``made`` they are those of ``source``.
+
+    A file holds wide dtypes first, so all scales come before any values. Each is made from the weight anew, which
+    reads the source several times and keeps nothing.
+    """
+
+    def tensor(name: str) -> Tensor:
+        if (weight := made()) is not None:
+            return stored.written(weight)[name].contiguous()
+        assert source is not None
+        assert source.quantized is not None
+        return source.quantized.file.read(name)
+
+    return {name: (dtype, shape, partial(tensor, name)) for name, (dtype, shape) in stored.specs().items()}
+
+
+def _layer_marker(stored: StoredWeight, low_precision_products: bool) -> dict[str, _Planned]:
+    config = stored.comfy_config() | ({} if low_precision_products else {"full_precision_matrix_mult": True})
+    marker = torch.tensor(list(json.dumps(config).encode()), dtype=torch.uint8)
+    return {f"{stored.name.removesuffix('.weight')}.comfy_quant": (marker.dtype, tuple(marker.shape), lambda: marker)}
+
+
+def _file_marker(names: Iterable[str], low_precision_products: bool) -> dict[str, _Planned]:
+    prefix = COMFY_PREFIX if any(name.startswith(COMFY_PREFIX) for name in names) else ""
+    marker = torch.zeros(0 if low_precision_products else 2, dtype=E4M3FN.dtype)
+    return {f"{prefix}scaled_fp8": (marker.dtype, tuple(marker.shape), lambda: marker)}
