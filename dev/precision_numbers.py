@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from library.precision.fake_quantize import ActivationRounding, round_activations
+from library.precision.files.base import in_units
 from library.precision.files.fp8 import Fp8Scheme, Fp8Weight
 from library.precision.fp8_numbers import E4M3FN, FORMATS, dequantize, round_to_nearest
 from library.precision.names import Granularity
 from library.precision.parity.compensated import merge_into
-from library.precision.parity.layer_errors import moment_energy, saturated, update_retention
+from library.precision.parity.layer_errors import moment_energy, update_retention
 
 SIZE = 512
 RANK = 16
@@ -183,7 +184,7 @@ def saturation(shares: Sequence[float]) -> Lines:
         result["old_scale"].append(float((old - wanted).norm() / wanted.norm()))
         fresh = Fp8Scheme("block64").quantize(wanted).dequantize(torch.float32)
         result["new_scale"].append(float((fresh - wanted).norm() / wanted.norm()))
-        result["clamped"].append(saturated(wanted, base))
+        result["clamped"].append(float((in_units(wanted, base.scale).abs() > base.fp8.max).double().mean()))
     return result
 
 

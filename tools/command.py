@@ -266,7 +266,7 @@ def load_language_model(folder: str | Path, dtype: str | None, fp8_scaled: bool)
     from library.training.tasks.lora_plan import plan_base
 
     device, computing = device_and_dtype("no" if dtype == "fp32" else dtype)
-    layout = open_lm(Path(folder).expanduser())[1].fp8
+    layout = open_lm(Path(folder).expanduser())[1].quantized
     fp8 = plan_base(PrecisionConfig(fp8_scaled=True) if fp8_scaled else PrecisionConfig(), layout, 0, device)
     return load_lm(folder, computing, device, fp8=fp8)
 

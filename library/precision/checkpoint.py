@@ -138,12 +138,16 @@ class QuantizedFile:
         marks = {name for name in self.file.entries if name.rpartition(".")[2] in ("scaled_fp8", "comfy_quant")}
         return frozenset((beside | marks) - self.weights.keys())
 
+    @property
+    def formats(self) -> str:
+        """How many weights have which format."""
+        kinds = Counter(stored.scheme.describe() for stored in self.weights.values())
+        return "; ".join(f"{count} {what}" for what, count in kinds.most_common())
+
     def describe(self) -> str:
         """Return what the file holds, in a line."""
-        kinds = Counter(stored.scheme.describe() for stored in self.weights.values())
-        held = "; ".join(f"{count} {what}" for what, count in kinds.most_common())
         others = len(self.file.entries) - len(self.bookkeeping) - len(self.weights)
-        text = f"{self.path}: {_TITLES[self.layout]}: {held}; {others} in higher precision"
+        text = f"{self.path}: {_TITLES[self.layout]}: {self.formats}; {others} in higher precision"
         inputs = sum(stored.input_scale is not None for stored in self.weights.values())
         return text + (f"; {inputs} with a scale for activations" if inputs else "")
 

@@ -99,8 +99,14 @@ class Recipe:
         """Return how the layer ``name`` with a weight of ``shape`` is quantised; None if it stays high."""
         return self.scheme.fitting(shape) if self.excluded_as(name) is None else None
 
-    def quantize(self, name: str, weight: Tensor, scheme: Scheme | None = None) -> QuantizedWeight:
-        """Return the weight of layer ``name`` quantised; ``scheme``: that of the layer, where it is known."""
+    def quantize(
+        self, name: str, weight: Tensor, scheme: Scheme | None = None, before: Tensor | None = None
+    ) -> QuantizedWeight:
+        """Return the weight of layer ``name`` quantised.
+
+        Args:
+            scheme: of the layer, where it is known. before: see :meth:`Scheme.quantize`.
+        """
         if not torch.isfinite(weight).all():
             raise UserError(f"{name}.weight holds NaN or infinity; the checkpoint is damaged, download it again")
         generator = None
@@ -108,7 +114,7 @@ class Recipe:
             generator = torch.Generator(weight.device).manual_seed(derive_seed(self.seed, "fp8", name))
         scheme = scheme or self.scheme.fitting(weight.shape)
         assert scheme is not None, f"{name} does not fit {self.scheme.describe()}"
-        return scheme.quantize(weight, stochastic=self.stochastic, generator=generator)
+        return scheme.quantize(weight, stochastic=self.stochastic, generator=generator, before=before)
 
     def describe(self) -> str:
         """Return the recipe in words."""
@@ -242,5 +248,5 @@ def quantize_model(
 
 def _changed(value: Tensor | QuantizedWeight, change: Callable[[Tensor], Tensor]) -> Tensor | QuantizedWeight:
     if isinstance(value, QuantizedWeight):
-        return value.scheme.quantize(change(value.dequantize(torch.float32)))
+        return value.scheme.quantize(change(value.dequantize(torch.float32)), before=value.steps())
     return change(value.float()).to(value.dtype)

@@ -102,6 +102,10 @@ class Fp8Merge:
         dtype, shape = self.base.weights.entries[name].spec
         return self.recipe.scheme.store(self.kind, name, shape, dtype).scheme
 
+    def steps(self, name: str) -> Tensor | None:
+        """Return the steps of a weight of a quantised base, which a merge keeps where they suffice."""
+        return self.stored(name).steps() if self.layout is not None else None
+
     def compensate(self, name: str, inputs: LayerInputs) -> UpdateRetention | None:
         """Round a tensor by its inputs and keep it for the file; return what is left of its update, if it has one."""
         scheme, moment = self.scheme_of(name), inputs.moment
@@ -139,7 +143,9 @@ class Fp8Merge:
         return self._quantized(name) if name in self.updates else None
 
     def _quantized(self, name: str) -> QuantizedWeight:
-        return self.recipe.quantize(name.removesuffix(".weight"), self.merged(name), self.scheme_of(name))
+        return self.recipe.quantize(
+            name.removesuffix(".weight"), self.merged(name), self.scheme_of(name), self.steps(name)
+        )
 
     def high(self, name: str, read: Callable[[], Tensor]) -> Tensor:
         """Return a tensor that stays as it is, with its updates; see ``writing.WeightChanges``."""
@@ -167,5 +173,5 @@ def rounding_retention(merge: Fp8Merge) -> Iterator[tuple[str, UpdateRetention]]
         base = weight
         if merge.layout is None:
             base = merge.recipe.quantize(layer, weight, scheme).dequantize(torch.float32)
-        rounded = merge.recipe.quantize(layer, wanted, scheme).dequantize(torch.float32)
+        rounded = merge.recipe.quantize(layer, wanted, scheme, merge.steps(name)).dequantize(torch.float32)
         yield name, update_retention(rounded, base, wanted - weight)

@@ -82,7 +82,7 @@ def test_fp8_is_told_with_its_scales_and_what_is_not_known_is_said(
             state[key.replace(".weight", ".scale_weight")] = torch.ones(())
     save_file(state, path)
     said = run(monkeypatch, capsys, path)
-    assert "ComfyUI scaled fp8: 11 e4m3fn tensors (11 with one scale a tensor)" in said
+    assert "ComfyUI scaled fp8: 11 e4m3fn, one scale a tensor" in said
     assert "bf16, fp8 e4m3" in said
     save_file(state | {"x.weight": torch.zeros(2, 2, dtype=torch.uint8)}, path)
     assert "'x.weight' has dtype U8, whose meaning no known layout gives" in run(monkeypatch, capsys, path)

@@ -143,7 +143,7 @@ def test_compensated_rounding_brings_the_whole_effect_into_an_fp8_file(files: Fi
     for name in TENSORS:
         kept, lost = (gain(one[name], before[name], updates[name]) for one in (after, nearest))
         assert lost < 0.75
-        assert kept > lost + 0.15
+        assert kept > lost + 0.1
     for name in raw:  # what has no update keeps its bits
         layer = name.rpartition(".")[0]
         if f"{layer}.weight" not in TENSORS:
@@ -180,7 +180,7 @@ def test_what_does_not_go_together_is_refused(files: Files, tmp_path: Path, caps
         "a LoRA in fp8 is mostly zeros": {"lora": lora, "save_precision": "fp8"},
         "has no effect here": {"model": model, "lora": lora, "rounding": "nearest"},
         "look at activations": {"model": model, "lora": lora, "save_precision": "fp8", "rounding": "compensated"},
-        "is in fp8 and stays as it is": {"model": fp8, "lora": lora, "save_precision": "fp8_block64"},
+        "is quantised and stays as it is": {"model": fp8, "lora": lora, "save_precision": "fp8_block64"},
         "is no whole number from 1": {"model": fp8, "lora": lora, "correction_rank": -1, "dataset_config": "x"},
     }
     for message, given in cases.items():

@@ -57,6 +57,10 @@ class QuantizedWeight(ABC):
     def scheme(self) -> Scheme:
         """How such a weight is made of one in high precision."""
 
+    def steps(self) -> Tensor | None:
+        """Return the steps that its units are multiplied with, [1 or out, runs] fp32; None if all are 1."""
+        return None
+
     @property
     def column_block(self) -> int:
         """Inputs that cannot be separated: :meth:`part` cuts columns at multiples of it."""
@@ -198,18 +202,24 @@ class Scheme(ABC):
         raise UserError(f"{self.describe()}: such weights are read and not written; choose a scheme that is written")
 
     def quantize(
-        self, weight: Tensor, *, stochastic: bool = False, generator: torch.Generator | None = None
+        self,
+        weight: Tensor,
+        *,
+        stochastic: bool = False,
+        generator: torch.Generator | None = None,
+        before: Tensor | None = None,
     ) -> QuantizedWeight:
         """Return ``weight`` [out, in] (fp32, bf16 or fp16) in this format.
 
         Args:
             stochastic: round stochastically instead of to nearest. generator: for that.
+            before: steps of the weight that was added to; they stay where they suffice, and with them its grid.
 
         Raises:
             ValueError: the weight holds a NaN, or its columns cannot be cut into runs.
         """
         values = self.rotate(weight.detach().float())
-        steps = self.steps(self.magnitudes(values))
+        steps = self.steps(self.magnitudes(values), before)
         units = in_units(values, steps)
         return self.pack(self.stochastic(units, generator) if stochastic else self.nearest(units), steps)
 

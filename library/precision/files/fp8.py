@@ -86,6 +86,7 @@ class Fp8Weight(QuantizedWeight):
     """
 
     scale: Tensor | None = None
+    scale_dtype: torch.dtype = torch.float32  # that fresh scales have to be exact in, see Fp8Scheme
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -105,7 +106,11 @@ class Fp8Weight(QuantizedWeight):
     @property
     def scheme(self) -> Fp8Scheme:
         """Format and granularity."""
-        return Fp8Scheme(self.granularity, self.fp8)
+        return Fp8Scheme(self.granularity, self.fp8, self.scale_dtype)
+
+    def steps(self) -> Tensor | None:
+        """Return the scale."""
+        return self.scale
 
     @property
     def column_block(self) -> int:
@@ -130,13 +135,13 @@ class Fp8Weight(QuantizedWeight):
         values = torch.cat([part.values for part in parts], dim=1)
         scales = [part.scale for part in parts if part.scale is not None]
         if len(scales) < len(parts) or all(torch.equal(scale, scales[0]) and scale.shape[1] == 1 for scale in scales):
-            return cls(values, scales[0] if scales else None)
+            return replace(parts[0], values=values, scale=scales[0] if scales else None)
         fine = math.gcd(*(part.values.shape[1] // scale.shape[1] for part, scale in zip(parts, scales, strict=True)))
         wide = [
             scale.repeat_interleave(part.values.shape[1] // scale.shape[1] // fine, dim=1)
             for part, scale in zip(parts, scales, strict=True)
         ]
-        return cls(values, torch.cat(wide, dim=1))
+        return replace(parts[0], values=values, scale=torch.cat(wide, dim=1))
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight in ``dtype``, of the values' own shape."""
@@ -178,9 +183,9 @@ class Fp8Weight(QuantizedWeight):
         values = torch.cat([part.values for part in parts])
         scales = [torch.ones(1, 1) if part.scale is None else part.scale for part in parts]
         if all(part.scale is None for part in parts):
-            return cls(values)
+            return replace(parts[0], values=values)
         if all(scale.shape == (1, 1) and torch.equal(scale, scales[0]) for scale in scales):
-            return cls(values, scales[0].clone())
+            return replace(parts[0], values=values, scale=scales[0].clone())
         blocks = max(scale.shape[1] for scale in scales)
         if any(blocks % scale.shape[1] for scale in scales):
             raise ValueError(f"{' and '.join(str(s.shape[1]) for s in scales)} blocks a row do not go into one another")
@@ -188,7 +193,7 @@ class Fp8Weight(QuantizedWeight):
             scale.repeat_interleave(blocks // scale.shape[1], dim=1).expand(part.values.shape[0], blocks)
             for scale, part in zip(scales, parts, strict=True)
         ]
-        return cls(values, torch.cat(wide))
+        return replace(parts[0], values=values, scale=torch.cat(wide))
 
 
 @dataclass(frozen=True)
@@ -235,8 +240,11 @@ class Fp8Scheme(Scheme):
         """Return the scales: a group's largest magnitude over the format's largest number, 1 for a group of zeros."""
         if self.granularity == "cast":
             return None
-        scale = _rounded_up(largest.float() / self.fp8.max, self.scale_dtype)
-        return torch.where(scale > 0, scale, torch.ones_like(scale)) if before is None else torch.maximum(scale, before)
+        needed = largest.float() / self.fp8.max
+        scale = _rounded_up(needed, self.scale_dtype)
+        if before is not None:
+            return torch.where(needed > before * (1 + 2.0**-20), scale, before)
+        return torch.where(scale > 0, scale, torch.ones_like(scale))
 
     def nearest(self, units: Tensor) -> Tensor:
         """Return the nearest fp8 numbers, ties to the even one."""
@@ -248,7 +256,7 @@ class Fp8Scheme(Scheme):
 
     def pack(self, units: Tensor, steps: Tensor | None) -> Fp8Weight:
         """Return values and scale."""
-        return Fp8Weight(units.to(self.fp8.dtype), steps)
+        return Fp8Weight(units.to(self.fp8.dtype), steps, self.scale_dtype)
 
     def store(self, layout: LayoutKind, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredFp8:
         """See :meth:`Scheme.store`; musubi-tuner's scales have the dtype of the weight."""
@@ -282,14 +290,19 @@ class Fp8Scheme(Scheme):
         )
 
     def quantize(
-        self, weight: Tensor, *, stochastic: bool = False, generator: torch.Generator | None = None
+        self,
+        weight: Tensor,
+        *,
+        stochastic: bool = False,
+        generator: torch.Generator | None = None,
+        before: Tensor | None = None,
     ) -> Fp8Weight:
         """See :meth:`Scheme.quantize`; the same without a way to fp32 and back."""
         values = weight.detach().float()
-        steps = self.steps(self.magnitudes(values))
+        steps = self.steps(self.magnitudes(values), before)
         units = in_units(values, steps)
         rounded = round_stochastically(units, self.fp8, generator) if stochastic else round_to_nearest(units, self.fp8)
-        return Fp8Weight(rounded, steps)
+        return Fp8Weight(rounded, steps, self.scale_dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -333,7 +346,7 @@ class StoredFp8(StoredWeight):
         if self.scale_shape is None:
             return Fp8Weight(values)
         scale = file.read_scale(self.tensors["scale"]).reshape(self.scale_shape)
-        return Fp8Weight(values, scale if scale.shape[0] == 1 else scale[rows])
+        return Fp8Weight(values, scale if scale.shape[0] == 1 else scale[rows], self.scheme.scale_dtype)
 
     def specs(self) -> TensorSpecs:
         """Return dtypes and shapes of values and scale."""

@@ -39,7 +39,13 @@ _FEASIBLE = (0.5, 2.0)  # of the update's effect, what a change of its strength 
 
 
 def quantize_compensated(
-    weight: Tensor, moment: Tensor, scheme: Scheme, *, damping: float = DAMPING, room: float = ROOM
+    weight: Tensor,
+    moment: Tensor,
+    scheme: Scheme,
+    *,
+    damping: float = DAMPING,
+    room: float = ROOM,
+    before: Tensor | None = None,
 ) -> QuantizedWeight:
     """Return ``weight`` rounded so that outputs on the inputs of ``moment`` change least.
 
@@ -49,6 +55,7 @@ def quantize_compensated(
         scheme: the format.
         damping: see ``errors.damped``.
         room: by how much steps are larger than the weight as given needs.
+        before: steps of the weight that is added to; they stay where they suffice.
 
     Raises:
         ValueError: a value is NaN.
@@ -57,7 +64,7 @@ def quantize_compensated(
     moment = scheme.rotate(scheme.rotate(moment.to(weight.device, torch.float32)).t())
     order = moment.diagonal().argsort(descending=True, stable=True)
     carry = _carry(moment, order, damping)
-    steps = scheme.steps(scheme.magnitudes(weight) * (1 + room))
+    steps = scheme.steps(scheme.magnitudes(weight) * (1 + room), before)
     if steps is None:
         values, _ = _round_columns(weight, None, carry, order, scheme)
         return scheme.pack(values, None)
@@ -88,7 +95,7 @@ def merge_into(base: QuantizedWeight, update: Tensor, moment: Tensor, scheme: Sc
     values = base.dequantize(torch.float32)
     strength = 1.0
     for last in (False, True):
-        merged = quantize_compensated(values + strength * update, moment, scheme, room=0.0)
+        merged = quantize_compensated(values + strength * update, moment, scheme, room=0.0, before=base.steps())
         if not last:
             left = update_retention(merged.dequantize(torch.float32), values, update, moment).output_gain
             if left is None or not _FEASIBLE[0] < left < _FEASIBLE[1]:

@@ -196,5 +196,5 @@ def describe_base(layout: QuantizedFile | None, fp8: WeightLoader, dtype: torch.
     high = str(dtype).removeprefix("torch.")
     if layout is None and fp8.recipe is None:
         return high
-    file = "" if layout is None else f"{layout.layout} file, "
+    file = "" if layout is None else f"{layout.layout} file ({layout.formats}), "
     return f"{file}{fp8.describe()}, others {high}"

@@ -10,13 +10,13 @@ from peft import LoHaConfig, LoKrConfig, LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 from library.nn.frozen_linear import project_recomputed, project_together
-from library.precision.files.fp8 import quantize
 from library.precision.linear import QuantizedLinear
 from networks.adapters.base import AdapterLinear
 from networks.adapters.lora import DoRALinear, LoRALinear
 from networks.injection import make_layer
 from networks.options import NetworkOptions
 from tests.networks.files.comfy_formulas import comfy_weight
+from tests.precision.layers import quantize
 
 KINDS = ["dora", "lokr", "loha", "oft", "boft"]
 IN, OUT, RANK, ALPHA = 24, 32, 4, 3.0

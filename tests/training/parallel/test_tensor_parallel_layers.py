@@ -30,12 +30,12 @@ from library.models.family import split_plan
 from library.models.registry import lora_targets
 from library.nn.cross_entropy import token_cross_entropy
 from library.nn.tensor_split import Parts
-from library.precision.files.fp8 import quantize
 from library.precision.linear import QuantizedLinear
 from library.training.parallel.step import average_gradients
 from library.training.parallel.tensor import split_layers
 from networks.injection import inject_adapter
 from networks.options import parse_network_args
+from tests.precision.layers import quantize
 from tests.runs import pipeline_forward
 from tests.tiny import tiny_flux_inputs, tiny_flux_transformer
 from tests.tiny_qwen import tiny_qwen_inputs, tiny_qwen_transformer

@@ -110,7 +110,9 @@ def test_every_kind_of_base_trains_and_says_what_it_is(
     assert f"attention: {metadata(tmp_path / 'out')['tandem.attention']}\n" in said
     if kind in LAYOUTS:
         assert re.search(r"(plain cast|ComfyUI .*|musubi-tuner scaled fp8):\s\d+ e4m3fn", " ".join(said.split()))
-        assert kept == f"{kind} fp8 file, {LINEARS} linear weights read as fp8, others bfloat16"
+        formats = kept.partition("(")[2].partition(")")[0]
+        assert "e4m3fn, " in formats
+        assert kept == f"{kind} file ({formats}), {LINEARS} linear weights read as they are stored, others bfloat16"
     else:
         recipe = {
             "fp8_base": "26 quantised (e4m3fn, plain cast, rounded to nearest; excluded: embedders, final), 10",
