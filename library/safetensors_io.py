@@ -49,6 +49,7 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.files import atomic_path, open_own, read_json, reading
+from library.gguf_header import MAGIC, read_gguf_header
 
 MAX_HEADER_BYTES = 100_000_000
 _MAX_DIMENSIONS = 64  # of a tensor in PyTorch
@@ -184,10 +185,12 @@ def _read_exactly(file: RawIOBase | BufferedReader, view: memoryview) -> None:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the safetensors files behind ``path``: itself, or those of a diffusers or transformers folder."""
+    """Return the files of weights behind ``path``: itself, or those of a diffusers or transformers folder."""
     if path.is_file():
-        if path.suffix != ".safetensors":
-            raise UserError(f"{path}: weights are read from .safetensors files only; convert it or download that file")
+        if path.suffix.lower() not in (".safetensors", ".gguf"):
+            raise UserError(
+                f"{path}: weights are read from .safetensors and .gguf files; convert it or download such a file"
+            )
         return [path]
     if not path.is_dir():
         raise UserError(f"{path}: no such file or folder; check the path")
@@ -235,7 +238,6 @@ def read_safetensors_header(path: str | Path, may_be_cut: bool = False) -> dict[
 
 
 _NOT_SAFETENSORS = {  # how files begin that people take for one, what they are, and the remedy
-    b"GGUF": "but GGUF, which is not read; give the safetensors file that it was made from",
     b"PK\x03\x04": "but a pickled PyTorch file, which is not opened; convert it to safetensors",
     b"version ": "but the pointer that git-lfs leaves; fetch the file itself (git lfs pull)",
     b"<!": "but a web page, as a download that needs a login leaves; download it again",
@@ -249,6 +251,8 @@ def _read_header(path: str | Path, may_be_cut: bool = False) -> tuple[dict[str, 
             size = file.seek(0, 2)
             file.seek(0)
             beginning = file.read(8)
+            if beginning.startswith(MAGIC):
+                return read_gguf_header(path, file, may_be_cut)
             (length,) = struct.unpack("<Q", beginning)
             if length > size - 8:
                 raise ValueError("header longer than the file")

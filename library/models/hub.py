@@ -44,11 +44,6 @@ def find_model(given: str | Path, option: str, is_pipeline: bool | None = None, 
         UserError: neither is there; the hub wants a licence accepted; the disk is too full; nothing that can be read.
     """
     path = Path(given).expanduser()
-    if path.suffix.lower() == ".gguf":
-        raise UserError(
-            f"{option} {str(given)!r}: GGUF files are not read; give the safetensors file or the folder that it was "
-            "made from"
-        )
     if given and path.exists():
         return path
     name = Path(given).as_posix()

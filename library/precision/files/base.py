@@ -232,6 +232,28 @@ class Scheme(ABC):
         return largest if rows > 1 else largest.amax(dim=0, keepdim=True)
 
 
+@dataclass(frozen=True)
+class ReadOnlyScheme(Scheme):
+    """A format whose weights are read and trained on, and never made here.
+
+    Attributes:
+        name: of the format. reason: why none needs to be written, or what to write instead.
+    """
+
+    name: str
+    reason: str
+    largest_unit = 0.0
+
+    def describe(self) -> str:
+        """Return the format's name."""
+        return self.name
+
+    def _refusal(self, *_: object, **__: object) -> Any:
+        raise UserError(f"{self.name} {self.reason}")
+
+    groups = steps = nearest = stochastic = pack = quantize = store = _refusal
+
+
 def block_slice(columns: slice, block: int) -> slice:
     """Return the blocks of ``block`` inputs that ``columns`` are.
 

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import get_args
 
 from library.errors import UserError, did_you_mean
-from library.precision.files import fp8
+from library.precision.files import fp8, gguf, nf4, refused
 from library.precision.files.base import FileTensors, Scheme, StoredWeight
 from library.precision.fp8_numbers import E4M3FN, Fp8Format
 from library.precision.names import Granularity
 
-FINDERS: tuple[Callable[[FileTensors], dict[str, StoredWeight]], ...] = (fp8.find,)
+FINDERS: tuple[Callable[[FileTensors], dict[str, StoredWeight]], ...] = (refused.find, gguf.find, nf4.find, fp8.find)
 _OTHERS: dict[str, Scheme] = {}
 SCHEMES = (*get_args(Granularity), *_OTHERS)
 

@@ -1,0 +1,185 @@
+"""The header of a GGUF file, as :mod:`library.safetensors_io` has that of a safetensors file, and checked like it.
+
+The format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), all little-endian: the magic ``GGUF``, a version
+(u32), the numbers of tensors and of metadata (u64); the metadata, each a name, a type and a value; for each tensor its
+name, its sides *from the innermost to the outermost*, its type and its place; padding up to a multiple of
+``general.alignment``; the data, in which each tensor begins at such a multiple too.
+
+Sides are turned round here, so that a linear weight is [out, in]. ComfyUI's converters reshape tensors whose rows do
+not fill whole blocks and note the shape they had (``comfy.gguf.orig_shape.<tensor>``); it is given back. Files of
+language models hold a tokenizer of some hundred thousand strings; arrays are passed over.
+
+The ``gguf`` package's ``GGUFReader`` would map the file and believe it: with a damaged length it runs through billions
+of entries. What the package knows of types and their sizes is used.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from io import BufferedReader
+from pathlib import Path
+from typing import Any
+
+from library.errors import UserError
+
+MAGIC = b"GGUF"
+_ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
+_MAX_STRING = 1 << 24  # bytes; a chat template has some ten thousand
+_MAX_DIMENSIONS = 4  # of ggml
+# a value's type -> its struct format; 8 is a string, 9 an array
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+
+def read_gguf_header(path: str | Path, file: BufferedReader, may_be_cut: bool = False) -> tuple[dict[str, Any], int]:
+    """Return the header in the form of a safetensors file's, and where the data begins.
+
+    Dtypes are safetensors' names where it has the type (``F16``, ``BF16``, ``F32``), else ggml's (``Q4_K``).
+
+    Args:
+        path: for messages.
+        file: opened for reading, anywhere in it.
+        may_be_cut: also of a file whose end is missing.
+
+    Raises:
+        UserError: the header is not true of the file, or of a kind that is not read.
+    """
+    try:
+        return _Header(file).read(may_be_cut)
+    except _NotRead as error:
+        raise UserError(f"{path}: {error}") from None
+    except (ValueError, struct.error, OverflowError) as error:
+        raise UserError(f"{path}: a damaged GGUF file ({error}); download it again") from None
+
+
+class _NotRead(Exception):
+    """A whole file of a kind that is not read: why, and the remedy."""
+
+
+class _Header:
+    def __init__(self, file: BufferedReader) -> None:
+        self.file = file
+        self.size = file.seek(0, 2)
+        file.seek(0)
+
+    def read(self, may_be_cut: bool) -> tuple[dict[str, Any], int]:
+        self._take(len(MAGIC))
+        version = self._number("I")
+        if version & 0xFFFF == 0:
+            raise _NotRead("a big-endian GGUF file; use the little-endian one")
+        if version not in (2, 3):
+            raise _NotRead(f"GGUF version {version}; 2 and 3 are read: convert it again")
+        tensors, values = self._number("Q"), self._number("Q")
+        metadata, shapes, alignment = self._metadata(values)
+        if int(metadata.get("split.count", "1")) > 1:
+            raise _NotRead("one of several parts of a GGUF model; join them first (llama-gguf-split --merge)")
+        header = self._tensors(tensors, shapes)
+        start = -(-self.file.tell() // alignment) * alignment
+        self._check_places(header, None if may_be_cut else self.size - start, alignment)
+        return {"__metadata__": metadata, **header}, start
+
+    def _metadata(self, count: int) -> tuple[dict[str, str], dict[str, list[int]], int]:
+        """Return strings and numbers by name, original shapes by tensor, and the alignment."""
+        metadata: dict[str, str] = {}
+        shapes: dict[str, list[int]] = {}
+        alignment = 32
+        for _ in range(count):
+            name, kind = self._string(), self._number("I")
+            if name in metadata:
+                raise ValueError(f"the header has {name!r} twice")
+            if kind == _ARRAY:
+                found = self._array(keep=name.startswith(_ORIGINAL_SHAPE))
+                if found is not None:
+                    shapes[name.removeprefix(_ORIGINAL_SHAPE)] = found
+                continue
+            value = self._value(kind)
+            metadata[name] = str(value)
+            if name == "general.alignment":
+                if type(value) is not int or value < 1 or value & (value - 1):
+                    raise ValueError(f"an alignment of {value}")
+                alignment = value
+        return metadata, shapes, alignment
+
+    def _tensors(self, count: int, shapes: dict[str, list[int]]) -> dict[str, dict[str, Any]]:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        header: dict[str, dict[str, Any]] = {}
+        for _ in range(count):
+            name = self._string()
+            if name in header or name == "__metadata__":
+                raise ValueError(f"the header has {name!r} twice")
+            dimensions = self._number("I")
+            if dimensions > _MAX_DIMENSIONS:
+                raise ValueError(f"{name!r} has {dimensions} dimensions")
+            sides = [self._number("Q") for _ in range(dimensions)]
+            number, offset = self._number("I"), self._number("Q")
+            try:
+                kind = GGMLQuantizationType(number)
+            except ValueError:
+                raise _NotRead(f"{name!r} is of ggml's type {number}, which is not known; use a Q8_0 file") from None
+            block, block_bytes = GGML_QUANT_SIZES[kind]
+            numbers = math.prod(sides)
+            if (sides[0] if sides else 1) % block or numbers >= 2**63:
+                raise ValueError(f"{name!r} of shape {sides[::-1]} is no whole number of blocks of {kind.name}")
+            shape = shapes.get(name, sides[::-1])
+            if math.prod(shape) != numbers or min(shape, default=1) < 0:
+                raise ValueError(f"{name!r} holds {numbers} numbers and had the shape {shape}")
+            end = offset + numbers // block * block_bytes
+            header[name] = {"dtype": kind.name, "shape": shape, "data_offsets": [offset, end]}
+        return header
+
+    def _check_places(self, header: dict[str, dict[str, Any]], data_bytes: int | None, alignment: int) -> None:
+        """Hold the tensors' places against each other and against the size of the data."""
+        reached = 0
+        for begin, end, name in sorted((*entry["data_offsets"], name) for name, entry in header.items()):
+            if data_bytes is not None and end > data_bytes:
+                raise ValueError(f"the file ends before tensor {name!r}")
+            if begin < reached or begin % alignment:
+                raise ValueError(f"tensor {name!r} lies where it cannot")
+            if begin - reached >= alignment:
+                raise ValueError(f"{begin - reached} bytes before tensor {name!r} belong to none")
+            reached = end
+
+    def _array(self, keep: bool) -> list[int] | None:
+        """Pass over an array, or return it if it is to be kept and holds whole numbers."""
+        kind, length = self._number("I"), self._number("Q")
+        if kind in _SCALARS:
+            code = "<" + _SCALARS[kind] * (length if keep and length < 64 else 0)
+            skipped = length * struct.calcsize("<" + _SCALARS[kind])
+            if len(code) > 1 and kind not in (6, 7, 12):
+                return list(struct.unpack(code, self._take(skipped)))
+            self._skip(skipped)
+        elif kind == _STRING:
+            for _ in range(length):
+                self._skip(self._number("Q"))
+        else:
+            raise ValueError(f"an array of type {kind}")
+        return None
+
+    def _value(self, kind: int) -> str | int | float | bool:
+        if kind == _STRING:
+            return self._string()
+        if kind not in _SCALARS:
+            raise ValueError(f"a value of type {kind}")
+        return self._number(_SCALARS[kind])
+
+    def _string(self) -> str:
+        length = self._number("Q")
+        if length > _MAX_STRING:
+            raise ValueError(f"a name or text of {length} bytes")
+        return self._take(length).decode("utf-8")
+
+    def _number(self, code: str) -> Any:
+        return struct.unpack("<" + code, self._take(struct.calcsize("<" + code)))[0]
+
+    def _take(self, count: int) -> bytes:
+        data = self.file.read(count)
+        if len(data) < count:
+            raise ValueError("it ends within its header")
+        return data
+
+    def _skip(self, count: int) -> None:
+        if self.file.tell() + count > self.size:
+            raise ValueError("it ends within its header")
+        self.file.seek(count, 1)

@@ -1,0 +1,160 @@
+"""GGUF: the block formats of llama.cpp, which ComfyUI-GGUF, stable-diffusion.cpp and diffusers serve image models in.
+
+A row of a weight is cut into blocks of 32 inputs (``Q4_0``, ``Q4_1``, ``Q5_0``, ``Q5_1``, ``Q8_0``, ``IQ4_NL``) or of
+256 (the K-quants and ``IQ4_XS``). A block is a run of bytes that holds its numbers in 2 to 8 bits, and one or two fp16
+scales; in a block of 256, runs of 16 or 32 inputs have scales of 4 to 8 bits of their own below these. Files mix types:
+``Q4_K_M`` is Q4_K with some layers in Q5_K or Q6_K, and norms, biases and embedders in F32, F16 or BF16, which are read
+as any other tensor is. The header is read by :mod:`library.gguf_header`.
+
+Blocks stay as they are in memory, ``[out, blocks, bytes]``, so that rows and whole blocks of columns can be cut out of
+them. They are dequantised by diffusers' functions (themselves ComfyUI-GGUF's) in fp32 and rounded once; the servers
+compute the same in 16 bits. Programs that serve GGUF add a LoRA while they run and multiply in 16 bits, so nothing has
+to be merged and no activation is rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self, cast
+
+import torch
+from torch import Tensor
+
+from library.precision.files.base import (
+    FileTensors,
+    QuantizedWeight,
+    ReadOnlyScheme,
+    StoredWeight,
+    block_slice,
+)
+from library.safetensors_io import DTYPES, RowRange, TensorEntry, TensorSpecs, read_rows
+
+# type -> inputs and bytes of a block, and where its fp16 scales begin (``ggml/src/ggml-common.h``)
+TYPES: dict[str, tuple[int, int, tuple[int, ...]]] = {
+    "Q8_0": (32, 34, (0,)),
+    "Q4_0": (32, 18, (0,)),
+    "Q4_1": (32, 20, (0, 2)),
+    "Q5_0": (32, 22, (0,)),
+    "Q5_1": (32, 24, (0, 2)),
+    "IQ4_NL": (32, 18, (0,)),
+    "Q2_K": (256, 84, (80, 82)),
+    "Q3_K": (256, 110, (108,)),
+    "Q4_K": (256, 144, (0, 2)),
+    "Q5_K": (256, 176, (0, 2)),
+    "Q6_K": (256, 210, (208,)),
+    "IQ4_XS": (256, 136, (0,)),
+}
+
+
+@dataclass(frozen=True)
+class GgufWeight(QuantizedWeight):
+    """Blocks ``values`` [out, blocks, bytes] (uint8) of a ``type`` of :data:`TYPES`."""
+
+    type: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.values.shape[0], self.values.shape[1] * self.column_block
+
+    @property
+    def scheme(self) -> ReadOnlyScheme:
+        """The type; never written."""
+        return _scheme(self.type)
+
+    @property
+    def column_block(self) -> int:
+        """Inputs of a block."""
+        return TYPES[self.type][0]
+
+    def part(self, rows: slice = slice(None), columns: slice = slice(None)) -> Self:
+        """Return some rows, and columns in whole blocks, as views."""
+        return replace(self, values=self.values[rows, block_slice(columns, self.column_block)])
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [out, in] that it stands for: fp32 arithmetic, rounded once to ``dtype``."""
+        from diffusers.quantizers.gguf.utils import dequantize_functions
+        from gguf import GGMLQuantizationType
+
+        block, block_bytes, _ = TYPES[self.type]
+        blocks = self.values.reshape(-1, block_bytes)
+        numbers = dequantize_functions[GGMLQuantizationType[self.type]](blocks, block, block_bytes, torch.float32)
+        return cast(Tensor, numbers).reshape(self.shape).to(dtype)
+
+    @classmethod
+    def stack(cls, parts: Sequence[Self]) -> Self:
+        """Return weights of one type one below the other."""
+        _check_alike(parts)
+        return replace(parts[0], values=torch.cat([part.values for part in parts]))
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """Return the inputs of weights of one type side by side."""
+        _check_alike(parts)
+        return replace(parts[0], values=torch.cat([part.values for part in parts], dim=1))
+
+
+def _check_alike(parts: Sequence[GgufWeight]) -> None:
+    if len(types := {part.type for part in parts}) > 1:
+        raise ValueError(f"one is {' and one '.join(sorted(types))}")
+
+
+def _scheme(kind: str) -> ReadOnlyScheme:
+    return ReadOnlyScheme(
+        f"GGUF {kind}", "is read only here; its servers add a LoRA at run time, so nothing needs to be merged"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredGguf(StoredWeight):
+    """A weight in a GGUF file, of ``type``."""
+
+    type: str
+
+    @property
+    def scheme(self) -> ReadOnlyScheme:
+        """The type; never written."""
+        return _scheme(self.type)
+
+    def read(self, file: FileTensors, rows: slice = slice(None)) -> GgufWeight:
+        """Return the blocks of some rows."""
+        block, block_bytes, scales = TYPES[self.type]
+        entry = file.entries[self.name]
+        shape = (self.shape[0], math.prod(self.shape[1:]) // block, block_bytes)
+        held = TensorEntry(entry.file, "U8", shape, entry.offset, entry.bytes)
+        start, stop, _ = rows.indices(shape[0])
+        values = read_rows({self.name: held}, [RowRange(self.name, start, stop)])
+        for offset in scales:
+            if not torch.isfinite(values[..., offset : offset + 2].contiguous().view(torch.float16)).all():
+                raise file.refuse(self.name, "holds NaN or infinity", "download it again")
+        return GgufWeight(values, self.type)
+
+    def specs(self) -> TensorSpecs:
+        """Nothing here writes such a file."""
+        return self.scheme.store()
+
+    def written(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """Nothing here writes such a file."""
+        return self.scheme.store()
+
+
+def find(file: FileTensors) -> dict[str, StoredWeight]:
+    """Return the quantised weights of a GGUF ``file``, by name.
+
+    Raises:
+        UserError: a type that cannot be dequantised here, or rows that are no whole blocks.
+    """
+    found: dict[str, StoredWeight] = {}
+    for name, entry in file.entries.items():
+        if entry.file.suffix.lower() != ".gguf" or entry.dtype in DTYPES or entry.dtype == "F64":
+            continue
+        if entry.dtype not in TYPES:
+            known = ", ".join(TYPES)
+            raise file.refuse(name, f"is of GGUF's type {entry.dtype}, which is not read", f"use a file in {known}")
+        if len(entry.shape) < 2 or math.prod(entry.shape[1:]) % TYPES[entry.dtype][0]:
+            raise file.refuse(name, f"of shape {list(entry.shape)} is {entry.dtype} with rows that are no whole blocks")
+        fields = {"name": name, "shape": entry.shape, "layout": "gguf", "tensors": {"values": name}}
+        found[name] = StoredGguf(**fields, type=entry.dtype)
+    return found
