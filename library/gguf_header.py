@@ -7,7 +7,9 @@ name, its sides *from the innermost to the outermost*, its type and its place; p
 
 Sides are turned round here, so that a linear weight is [out, in]. ComfyUI's converters reshape tensors whose rows do
 not fill whole blocks and note the shape they had (``comfy.gguf.orig_shape.<tensor>``); it is given back. Files of
-language models hold a tokenizer of some hundred thousand strings; arrays are passed over.
+language models hold a tokenizer of some hundred thousand strings; arrays are passed over. Text encoders, which
+llama.cpp converts, get transformers' names back (``tensor_mapping.py`` of the ``gguf`` package); image models have kept
+theirs.
 
 The ``gguf`` package's ``GGUFReader`` would map the file and believe it: with a damaged length it runs through billions
 of entries. What the package knows of types and their sizes is used.
@@ -16,7 +18,9 @@ of entries. What the package knows of types and their sizes is used.
 from __future__ import annotations
 
 import math
+import re
 import struct
+from collections.abc import Mapping
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,40 @@ _MAX_DIMENSIONS = 4  # of ggml
 # a value's type -> its struct format; 8 is a string, 9 an array
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_BLOCK = re.compile(r"(.*\bblk)\.(\d+)\.(.*)")
+_T5 = {
+    "attn_q": "0.SelfAttention.q",
+    "attn_k": "0.SelfAttention.k",
+    "attn_v": "0.SelfAttention.v",
+    "attn_o": "0.SelfAttention.o",
+    "attn_rel_b": "0.SelfAttention.relative_attention_bias",
+    "attn_norm": "0.layer_norm",
+    "ffn_gate": "1.DenseReluDense.wi_0",
+    "ffn_up": "1.DenseReluDense.wi_1",
+    "ffn_down": "1.DenseReluDense.wo",
+    "ffn_norm": "1.layer_norm",
+}
+_QWEN = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_norm": "input_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "ffn_norm": "post_attention_layernorm",
+}
+_T5_NAMES = {"token_embd": "shared", "enc.output_norm": "encoder.final_layer_norm"} | {
+    f"enc.blk.*.{theirs}": f"encoder.block.*.layer.{ours}" for theirs, ours in _T5.items()
+}
+_QWEN_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"} | {
+    f"blk.*.{theirs}": f"model.layers.*.{ours}" for theirs, ours in _QWEN.items()
+}
+# general.architecture -> llama.cpp's names against transformers', * for the block
+_NAMES = {"t5": _T5_NAMES, "t5encoder": _T5_NAMES, "qwen2vl": _QWEN_NAMES, "qwen3": _QWEN_NAMES}
 
 
 def read_gguf_header(path: str | Path, file: BufferedReader, may_be_cut: bool = False) -> tuple[dict[str, Any], int]:
@@ -77,7 +115,8 @@ class _Header:
         header = self._tensors(tensors, shapes)
         start = -(-self.file.tell() // alignment) * alignment
         self._check_places(header, None if may_be_cut else self.size - start, alignment)
-        return {"__metadata__": metadata, **header}, start
+        names = _NAMES.get(metadata.get("general.architecture", ""), {})
+        return {"__metadata__": metadata, **{_renamed(name, names): entry for name, entry in header.items()}}, start
 
     def _metadata(self, count: int) -> tuple[dict[str, str], dict[str, list[int]], int]:
         """Return strings and numbers by name, original shapes by tensor, and the alignment."""
@@ -183,3 +222,11 @@ class _Header:
         if self.file.tell() + count > self.size:
             raise ValueError("it ends within its header")
         self.file.seek(count, 1)
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    """Return the name that ``names`` has for a tensor, or its own."""
+    stem, _, leaf = name.rpartition(".")
+    block = _BLOCK.fullmatch(stem)
+    ours = names.get(f"{block[1]}.*.{block[3]}" if block else stem)
+    return name if ours is None else f"{ours.replace('*', block[2] if block else '')}.{leaf}"

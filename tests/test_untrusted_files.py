@@ -87,7 +87,6 @@ def test_headers_of_absurd_length_are_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"GGUF\x03\x00\x00\x00" + bytes(16), "not a safetensors file but GGUF, which is not read; give"),
         (b"PK\x03\x04\x00\x00\x08\x08" + bytes(16), "but a pickled PyTorch file"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", "the pointer that git-lfs leaves"),
         (b"<!doctype html><html></html>", "but a web page"),

@@ -44,6 +44,10 @@ def find_model(given: str | Path, option: str, is_pipeline: bool | None = None, 
         UserError: neither is there; the hub wants a licence accepted; the disk is too full; nothing that can be read.
     """
     path = Path(given).expanduser()
+    if is_pipeline is False and path.suffix.lower() == ".gguf":
+        raise UserError(
+            f"{option} {str(given)!r}: language models are read from folders; give that which the GGUF file was made of"
+        )
     if given and path.exists():
         return path
     name = Path(given).as_posix()
@@ -102,7 +106,7 @@ def _from_hub(name: str, option: str, is_pipeline: bool | None, without: frozens
         if _INDEX in files:
             allowed = _pipeline_patterns(Path(hub.hf_hub_download(name, _INDEX, revision=info.sha)), without)
         else:
-            allowed = _folder_patterns(name, files, option)
+            allowed = _folder_patterns(name, files, option, is_pipeline)
         return _download(name, allowed, option)
     except errors.GatedRepoError:
         raise UserError(
@@ -138,15 +142,17 @@ def _pipeline_patterns(index: Path, without: Collection[str]) -> tuple[str, ...]
     return (_INDEX, *(f"{part}/{pattern}" for part in named if part not in without for pattern in _READ))
 
 
-def _folder_patterns(name: str, files: Collection[str], option: str) -> tuple[str, ...]:
+def _folder_patterns(name: str, files: Collection[str], option: str, is_pipeline: bool | None) -> tuple[str, ...]:
     """Return what is read of a language model, whose repository holds ``files``."""
     own = [file for file in files if "/" not in file]
     for weights, patterns in (("*.safetensors", _READ), ("pytorch_model*.bin", (*_READ, *_PICKLES))):
         if fnmatch.filter(own, weights):
             return patterns
+    remedy = "give the repository of a diffusers pipeline or of a transformers model"
+    if (blocks := fnmatch.filter(sorted(files), "*.gguf")) and is_pipeline is not False:
+        remedy = f"fetch one of its GGUF files and give its path (hf download {name} {blocks[0]} --local-dir .)"
     raise UserError(
-        f"{option}: {name} has no model in safetensors (it has {', '.join(sorted(files)[:4])}, ...); "
-        "give the repository of a diffusers pipeline or of a transformers model"
+        f"{option}: {name} has no model in safetensors (it has {', '.join(sorted(files)[:4])}, ...); {remedy}"
     )
 
 

@@ -145,7 +145,7 @@ def test_without_a_network_the_command_to_fetch_it_is_told(kind: str, command: s
         ("models/other.safetensors", "'models/other.safetensors' does not exist; give a local file or folder, or a"),
         ("gpt2", "'gpt2' does not exist; give a local file or folder, or a name on the Hugging Face hub, owner/name"),
         ("./models/x/y", "does not exist; give a local file"),
-        ("q4.gguf", "GGUF files are not read; give the safetensors file"),
+        ("./q5.gguf", "'./q5.gguf' does not exist; did you mean 'q4.gguf'?"),
         ("", "'' does not exist"),
     ],
 )

@@ -193,9 +193,9 @@ def test_missing_path_is_named(tmp_path: Path) -> None:
 
 
 def test_other_file_formats_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "model.gguf").write_bytes(b"GGUF")
-    with pytest.raises(UserError, match=r"model\.gguf: weights are read from \.safetensors files only"):
-        WeightFiles(tmp_path / "model.gguf")
+    (tmp_path / "model.ckpt").write_bytes(b"PK")
+    with pytest.raises(UserError, match=r"model\.ckpt: weights are read from \.safetensors and \.gguf files"):
+        WeightFiles(tmp_path / "model.ckpt")
 
 
 def test_folder_without_safetensors_is_refused(tmp_path: Path) -> None:

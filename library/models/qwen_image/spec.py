@@ -106,7 +106,7 @@ class QwenImageFamily(Family):
 
     def check_text_encoders(self) -> None:
         """Read the headers of Qwen2.5-VL."""
-        check_qwen_text(self.files.text_encoders[0])
+        check_qwen_text(self.files.text_encoders[0], TEMPLATES[self.name].label is not None)
 
     def load_text_encoder(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Recipe | None = None

@@ -198,9 +198,15 @@ def load_qwen_text(
     return model
 
 
-def check_qwen_text(path: Path) -> None:
-    """Raise a UserError if ``path`` holds no Qwen2.5-VL; reads headers only."""
-    _config(WeightFiles(path))
+def check_qwen_text(path: Path, images: bool = False) -> None:
+    """Raise a UserError if ``path`` holds no Qwen2.5-VL, ``images``: that sees; reads headers only."""
+    weights = WeightFiles(path)
+    _config(weights)
+    if images and not any(_name(name).startswith("visual.") for name in weights.names):
+        raise UserError(
+            f"{path}: Qwen2.5-VL without its vision tower, as GGUF files have it; for a model that edits images give "
+            "qwen_2.5_vl_7b.safetensors as text_encoder"
+        )
 
 
 def image_processor(folder: Path | None) -> Qwen2VLImageProcessorPil:
@@ -229,7 +235,9 @@ def _config(weights: WeightFiles) -> Qwen2_5_VLConfig:
         known = read_config_of("qwen2_5_vl", weights.path, "give Qwen-Image's text encoder")
         return Qwen2_5_VLConfig.from_dict(known)
     names = {_name(name): name for name in weights.names}
-    if "language_model.layers.0.self_attn.q_proj.bias" not in names or "visual.patch_embed.proj.weight" not in names:
+    sees = "visual.patch_embed.proj.weight" in names
+    whole = sees or weights.metadata.get("general.architecture") == "qwen2vl"  # GGUF has the vision tower elsewhere
+    if "language_model.layers.0.self_attn.q_proj.bias" not in names or not whole:
         raise UserError(
             f"{weights.path}: not Qwen2.5-VL (no model.layers.0.self_attn.q_proj.bias or visual.patch_embed); give "
             "qwen_2.5_vl_7b.safetensors as text_encoder"
@@ -238,11 +246,23 @@ def _config(weights: WeightFiles) -> Qwen2_5_VLConfig:
     def shape(name: str) -> tuple[int, ...]:
         return weights.shape(names[name])
 
-    first, vision = "language_model.layers.0", "visual.blocks.0"
+    first, vision, tower = "language_model.layers.0", "visual.blocks.0", {}
     vocabulary, width = shape("language_model.embed_tokens.weight")
-    vision_width, _, frames, patch, _ = shape("visual.patch_embed.proj.weight")
-    depth = count_blocks(names, "visual.blocks.")
-    every = max(1, depth // 4)  # of the 7B's 32 blocks 7, 15, 23 and 31 see the whole image
+    if sees:
+        vision_width, _, frames, patch, _ = shape("visual.patch_embed.proj.weight")
+        depth = count_blocks(names, "visual.blocks.")
+        every = max(1, depth // 4)  # of the 7B's 32 blocks 7, 15, 23 and 31 see the whole image
+        tower = {
+            "depth": depth,
+            "hidden_size": vision_width,
+            "intermediate_size": shape(f"{vision}.mlp.gate_proj.weight")[0],
+            "num_heads": vision_width // _VISION_HEAD_DIM,
+            "out_hidden_size": width,
+            "patch_size": patch,
+            "temporal_patch_size": frames,
+            "fullatt_block_indexes": list(range(every - 1, depth, every)),
+            "tokens_per_second": 2,
+        }
     return Qwen2_5_VLConfig(
         text_config={
             "vocab_size": vocabulary,
@@ -257,15 +277,5 @@ def _config(weights: WeightFiles) -> Qwen2_5_VLConfig:
             "bos_token_id": None,
             "eos_token_id": None,
         },
-        vision_config={
-            "depth": depth,
-            "hidden_size": vision_width,
-            "intermediate_size": shape(f"{vision}.mlp.gate_proj.weight")[0],
-            "num_heads": vision_width // _VISION_HEAD_DIM,
-            "out_hidden_size": width,
-            "patch_size": patch,
-            "temporal_patch_size": frames,
-            "fullatt_block_indexes": list(range(every - 1, depth, every)),
-            "tokens_per_second": 2,
-        },
+        vision_config=tower,
     )

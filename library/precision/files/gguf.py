@@ -46,6 +46,7 @@ TYPES: dict[str, tuple[int, int, tuple[int, ...]]] = {
     "Q6_K": (256, 210, (208,)),
     "IQ4_XS": (256, 136, (0,)),
 }
+_CHUNK = 1 << 24  # numbers; on the way they take several times the memory of fp32, and tables of words are large
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,19 @@ class GgufWeight(QuantizedWeight):
         from gguf import GGMLQuantizationType
 
         block, block_bytes, _ = TYPES[self.type]
-        blocks = self.values.reshape(-1, block_bytes)
-        numbers = dequantize_functions[GGMLQuantizationType[self.type]](blocks, block, block_bytes, torch.float32)
-        return cast(Tensor, numbers).reshape(self.shape).to(dtype)
+        dequantize = dequantize_functions[GGMLQuantizationType[self.type]]
+
+        def numbers(values: Tensor) -> Tensor:
+            blocks = dequantize(values.reshape(-1, block_bytes), block, block_bytes, torch.float32)
+            return cast(Tensor, blocks).reshape(len(values), -1).to(dtype)
+
+        rows = max(1, _CHUNK // max(1, self.shape[1]))
+        if rows >= self.shape[0]:
+            return numbers(self.values)
+        out = torch.empty(self.shape, dtype=dtype, device=self.values.device)
+        for start in range(0, self.shape[0], rows):
+            out[start : start + rows] = numbers(self.values[start : start + rows])
+        return out
 
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:
@@ -155,6 +166,7 @@ def find(file: FileTensors) -> dict[str, StoredWeight]:
             raise file.refuse(name, f"is of GGUF's type {entry.dtype}, which is not read", f"use a file in {known}")
         if len(entry.shape) < 2 or math.prod(entry.shape[1:]) % TYPES[entry.dtype][0]:
             raise file.refuse(name, f"of shape {list(entry.shape)} is {entry.dtype} with rows that are no whole blocks")
-        fields = {"name": name, "shape": entry.shape, "layout": "gguf", "tensors": {"values": name}}
-        found[name] = StoredGguf(**fields, type=entry.dtype)
+        found[name] = StoredGguf(
+            name=name, shape=entry.shape, layout="gguf", tensors={"values": name}, type=entry.dtype
+        )
     return found

@@ -74,6 +74,6 @@ def find(file: FileTensors) -> dict[str, StoredWeight]:
     if (file.path / "config.json").is_file():
         said = read_json(file.path / "config.json")
         method = (said.get("quantization_config") or {}).get("quant_method") if isinstance(said, dict) else None
-        if title := _METHODS.get(str(method).lower()):
-            raise file.refuse("config.json", f"says {title}, which is not read", _OTHER_FILE)
+        if known := _METHODS.get(str(method).lower()):
+            raise file.refuse("config.json", f"says {known}, which is not read", _OTHER_FILE)
     return {}
