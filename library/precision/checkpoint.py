@@ -31,6 +31,7 @@ _TITLES: dict[LayoutKind, str] = {
     "comfy_quant": "ComfyUI per-layer quantisation",
     "rows": "fp8 with a scale a row",
     "musubi": "musubi-tuner scaled fp8",
+    "modelopt": "nvfp4 as NVIDIA ModelOpt has it",
     "gguf": "GGUF",
     "nf4": "bitsandbytes 4 bit",
 }

@@ -7,7 +7,7 @@ from typing import Literal
 FORMAT_NAMES = ("e4m3fn", "e5m2")
 Granularity = Literal["cast", "tensor", "row", "block64", "block128"]
 GRANULARITIES: tuple[Granularity, ...] = ("cast", "tensor", "row", "block64", "block128")
-LayoutKind = Literal["plain", "comfy_scaled", "comfy_quant", "rows", "musubi", "gguf", "nf4"]
+LayoutKind = Literal["plain", "comfy_scaled", "comfy_quant", "rows", "musubi", "modelopt", "gguf", "nf4"]
 # layouts that are written -> the scheme that is usual in each
 WRITTEN_LAYOUTS: dict[LayoutKind, str] = {
     "plain": "cast",

@@ -6,13 +6,24 @@ from collections.abc import Callable
 from typing import get_args
 
 from library.errors import UserError, did_you_mean
-from library.precision.files import fp8, gguf, nf4, refused
+from library.precision.files import fp8, gguf, int8, mxfp8, nf4, nvfp4, refused
 from library.precision.files.base import FileTensors, Scheme, StoredWeight
 from library.precision.fp8_numbers import E4M3FN, Fp8Format
 from library.precision.names import Granularity
 
-FINDERS: tuple[Callable[[FileTensors], dict[str, StoredWeight]], ...] = (refused.find, gguf.find, nf4.find, fp8.find)
-_OTHERS: dict[str, Scheme] = {}
+FINDERS: tuple[Callable[[FileTensors], dict[str, StoredWeight]], ...] = (
+    refused.find,
+    gguf.find,
+    nf4.find,
+    fp8.find,
+    int8.find,
+    nvfp4.find,
+    mxfp8.find,
+)
+_OTHERS: dict[str, Scheme] = {
+    scheme.name: scheme
+    for scheme in (int8.Int8Scheme(rows=False), int8.Int8Scheme(), int8.Int8Scheme(group=256), nvfp4.Nvfp4Scheme())
+}
 SCHEMES = (*get_args(Granularity), *_OTHERS)
 
 

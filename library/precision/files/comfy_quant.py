@@ -1,0 +1,260 @@
+"""What int8, nvfp4 and mxfp8 layers have in common: ComfyUI's word about a layer, and the order of block scales.
+
+ComfyUI says of each layer how it is quantised, in a tensor ``<layer>.comfy_quant`` of JSON bytes or in the header:
+
+    {"format": "int8_tensorwise", "convrot": true, "convrot_groupsize": 256}
+
+Options may lie in an object ``params`` inside. Whatever the format, ``full_precision_matrix_mult`` has inputs left
+alone and weights dequantised (``mixed_precision_ops`` and ``_load_quantized_module`` in ``comfy/ops.py``). So has a
+card that cannot multiply the format (``pick_operations``): nvfp4 and mxfp8 need Blackwell; int8 is the same everywhere.
+
+*Products* of nvfp4 and mxfp8 are comfy-kitchen's where it is installed, which is what ComfyUI multiplies with.
+
+*Block scales* are one number a run of inputs of a row, [out, in / run]. Tensor cores want them in tiles of 128 rows by
+4 runs, in each of which the rows r, r + 32, r + 64, r + 96 lie side by side; rows and runs are filled up with zeros to
+whole tiles (https://docs.nvidia.com/cuda/cublas/index.html, "1D block scaling factors layout"). ComfyUI's files have
+them so, others by rows. Here they are by rows, so that rows and columns can be cut.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from library.errors import UserError
+from library.precision.files.base import FileTensors, QuantizedWeight, StoredWeight
+from library.precision.names import LayoutKind
+from library.safetensors_io import TensorSpecs
+
+_TILE_ROWS, _TILE_RUNS, _SIDE_BY_SIDE = 128, 4, 32
+
+
+@dataclass(frozen=True)
+class ComfyLayer:
+    """A layer of ``file`` that ComfyUI's ``config`` speaks of, by its ``name``."""
+
+    file: FileTensors
+    name: str
+    config: Mapping[str, Any]
+
+    @property
+    def weight(self) -> str:
+        """Name of the tensor with its values."""
+        return f"{self.name}.weight"
+
+    def option(self, key: str, default: Any) -> Any:
+        """Return what the configuration says of ``key``."""
+        inside = self.config.get("params")
+        return self.config.get(key, inside.get(key, default) if isinstance(inside, dict) else default)
+
+    def tensor(self, leaf: str, dtypes: Sequence[str]) -> str:
+        """Return the name of the layer's tensor ``leaf``, which has to have one of ``dtypes``.
+
+        Raises:
+            UserError: it is missing or has another.
+        """
+        name, kind = f"{self.name}.{leaf}", self.config.get("format")
+        found = self.file.dtype(name)
+        if found is None:
+            what = "marks a layer without a weight" if leaf == "weight" else f"says {kind}, and there is no {leaf}"
+            raise self.file.refuse(f"{self.name}.comfy_quant", what, "download it again")
+        if found not in dtypes:
+            raise self.file.refuse(name, f"has dtype {found} where {kind} has {' or '.join(dtypes)}")
+        return name
+
+    def matrix(self, dtypes: Sequence[str]) -> tuple[int, int]:
+        """Return the shape of the weight's tensor, which has to be a matrix of one of ``dtypes``."""
+        shape = self.file.entries[self.tensor("weight", dtypes)].shape
+        if len(shape) != 2 or 0 in shape:
+            raise self.file.refuse(self.weight, f"of shape {list(shape)} is no matrix of a linear layer")
+        return shape[0], shape[1]
+
+    def unpadded(self, held: tuple[int, int], multiple: int) -> tuple[int, int]:
+        """Return the shape of a weight whose tensor ``held`` may be filled up to a ``multiple``, by ``orig_shape``.
+
+        Raises:
+            UserError: the inputs were filled up, which is not read, or ``orig_shape`` is another matrix's.
+        """
+        said = self.config.get("orig_shape")
+        if said is None or said == list(held):
+            return held
+        sides = isinstance(said, list) and len(said) == 2 and all(type(side) is int for side in said)
+        if not sides or said[1] != held[1] or -(-said[0] // multiple) * multiple != held[0]:
+            raise self.file.refuse(
+                self.weight, f"holds {list(held)} where orig_shape says {said}, which is not just fewer outputs"
+            )
+        return said[0], said[1]
+
+    def fields(self, shape: tuple[int, int], **tensors: str) -> dict[str, Any]:
+        """Return what a :class:`StoredComfyWeight` of ``shape`` has, with ``tensors`` beside its values."""
+        entries, named = self.file.entries, {"values": self.weight, **tensors}
+        beside = [name for leaf in ("comfy_quant", "input_scale") if (name := f"{self.name}.{leaf}") in entries]
+        return {
+            "name": self.weight,
+            "shape": shape,
+            "layout": "comfy_quant",
+            "tensors": named,
+            "held": {name: entries[name].spec for name in named.values()},
+            "kept": tuple(beside),
+            "full_precision": bool(self.config.get("full_precision_matrix_mult")),
+            "input_scale": next((name for name in beside if name.endswith("input_scale")), None),
+        }
+
+
+def comfy_layers(file: FileTensors, kind: str) -> Iterator[ComfyLayer]:
+    """Yield the layers of ``file`` whose format ComfyUI calls ``kind``."""
+    for name, config in file.layer_configs.items():
+        if config.get("format") == kind:
+            yield ComfyLayer(file, name, config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredComfyWeight(StoredWeight):
+    """A weight of a format that ComfyUI calls ``kind`` and rounds inputs for by ``rounding``.
+
+    Attributes:
+        held: dtype and shape of its tensors in the file, by their names.
+    """
+
+    kind: ClassVar[str]
+    rounding: ClassVar[str]
+    held: TensorSpecs
+
+    @property
+    def served_rounding(self) -> str | None:
+        """``rounding``, on cards that multiply the format, unless the file asks for high precision."""
+        return None if self.full_precision else self.rounding
+
+    def comfy_config(self) -> dict[str, Any]:
+        """Return the format."""
+        return {"format": self.kind}
+
+    def specs(self) -> TensorSpecs:
+        """Return dtypes and shapes of values and scales."""
+        return dict(self.held)
+
+
+def new_fields(
+    what: str, layout: LayoutKind, name: str, shape: tuple[int, ...], **held: tuple[str, torch.dtype, tuple[int, ...]]
+) -> dict[str, Any]:
+    """Return the fields of a :class:`StoredComfyWeight` that is to be written: ``held`` has leaf, dtype and shape.
+
+    Raises:
+        UserError: weights of the scheme ``what`` are to go into another layout than ComfyUI's.
+    """
+    if layout != "comfy_quant":
+        raise UserError(f"{what}: is written in the layout comfy_quant, not {layout}; choose that layout")
+    tensors = {field: f"{name.removesuffix('.weight')}.{leaf}" for field, (leaf, _, _) in held.items()}
+    specs = {tensors[field]: (dtype, size) for field, (_, dtype, size) in held.items()}
+    return {"name": name, "shape": shape, "layout": layout, "tensors": tensors, "held": specs}
+
+
+def with_rows(values: Tensor, rows: int) -> Tensor:
+    """Return ``values`` [n, ...] of one byte each with zeros below, ``rows`` in all."""
+    return functional.pad(values.view(torch.uint8), (0, 0, 0, rows - len(values))).view(values.dtype)
+
+
+def tiled_shape(shape: Sequence[int]) -> tuple[int, int]:
+    """Return the shape that block scales of ``shape`` [rows, runs] have in whole tiles."""
+    rows, runs = shape
+    return -(-rows // _TILE_ROWS) * _TILE_ROWS, -(-runs // _TILE_RUNS) * _TILE_RUNS
+
+
+def to_tiles(scales: Tensor) -> Tensor:
+    """Return ``scales`` [rows, runs], of one byte each, in tiles: :func:`tiled_shape`."""
+    (rows, runs), own = tiled_shape(scales.shape), scales.shape
+    padded = functional.pad(scales.view(torch.uint8), (0, runs - own[1], 0, rows - own[0]))
+    tiles = padded.view(rows // _TILE_ROWS, _TILE_ROWS // _SIDE_BY_SIDE, _SIDE_BY_SIDE, runs // _TILE_RUNS, _TILE_RUNS)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(rows, runs).view(scales.dtype)
+
+
+def from_tiles(tiles: Tensor, shape: Sequence[int]) -> Tensor:
+    """Return the scales of ``shape`` [rows, runs] that lie in ``tiles``, in memory of their own."""
+    rows, runs = tiled_shape(shape)
+    split = tiles.view(torch.uint8).reshape(
+        rows // _TILE_ROWS, runs // _TILE_RUNS, _SIDE_BY_SIDE, _TILE_ROWS // _SIDE_BY_SIDE, _TILE_RUNS
+    )
+    by_rows = split.permute(0, 3, 2, 1, 4).reshape(rows, runs)[: shape[0], : shape[1]]
+    return by_rows.contiguous().view(tiles.dtype)
+
+
+@dataclass(frozen=True)
+class StoredBlockScales:
+    """How block scales lie in a file: ``dtype``, ``shape`` of the tensor, tiled or not; ``logical``: [rows, runs]."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    tiled: bool
+    logical: tuple[int, int]
+
+    @classmethod
+    def tiles(cls, dtype: torch.dtype, logical: tuple[int, int]) -> StoredBlockScales:
+        """Return how scales of ``logical`` shape are to lie in tiles."""
+        return cls(dtype, tiled_shape(logical), True, logical)
+
+    @classmethod
+    def of(
+        cls, file: FileTensors, name: str, weight: tuple[int, int], run: int, tiles: bool = True
+    ) -> StoredBlockScales:
+        """Return how the scales ``name`` of a ``weight`` of that shape lie, by the shape of their tensor.
+
+        Args:
+            run: inputs that share one.
+            tiles: whether whole tiles are taken for tiles; by rows they would have the same shape.
+
+        Raises:
+            UserError: the shape is neither's.
+        """
+        if weight[1] % run:
+            raise file.refuse(name, f"cannot scale runs of {run} of {weight[1]} inputs")
+        logical, (dtype, shape) = (weight[0], weight[1] // run), file.entries[name].spec
+        tiled = tiled_shape(logical)
+        if tiles and shape in (tiled, (tiled[0] * tiled[1],)):
+            return cls(dtype, shape, True, logical)
+        if shape == logical:
+            return cls(dtype, shape, False, logical)
+        asked = f"{list(tiled)} (in tiles) or {list(logical)} (by rows)" if tiles else f"{list(logical)}, by rows"
+        raise file.refuse(name, f"of shape {list(shape)} are not the block scales of their weight, which are {asked}")
+
+    def read(self, file: FileTensors, name: str, dtype: torch.dtype) -> Tensor:
+        """Return the scales by rows, [rows, runs], of ``dtype``."""
+        scales = file.read(name).view(dtype)
+        return from_tiles(scales, self.logical) if self.tiled else scales
+
+    def written(self, scales: Tensor) -> Tensor:
+        """Return ``scales`` [rows, runs] as the file has them; fewer rows than there are filled up with zeros."""
+        whole = with_rows(scales, self.logical[0])
+        return (to_tiles(whole) if self.tiled else whole).view(self.dtype).reshape(self.shape)
+
+
+def is_aligned(shape: Sequence[int]) -> bool:
+    """Return whether a weight of ``shape`` can be an operand of comfy-kitchen's, and that is installed."""
+    return all(side % 32 == 0 for side in shape) and importlib.util.find_spec("comfy_kitchen") is not None
+
+
+def has_block_products(device: torch.device) -> bool:
+    """Return whether ``device`` has tensor cores for nvfp4 and mxfp8: Nvidia's from compute capability 10 on."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 10
+
+
+def multiplied(x: Tensor, weight: QuantizedWeight, layout: str, **scales: Tensor) -> Tensor:
+    """Return ``x @ weight.T`` by comfy-kitchen, ``x`` [n, in] rounded; without such tensor cores in high precision.
+
+    Args:
+        layout: comfy-kitchen's for both. scales: those of the weight under the names they have in it.
+    """
+    from comfy_kitchen.tensor import QuantizedTensor, get_layout_class
+
+    params = get_layout_class(layout).Params(**scales, orig_dtype=x.dtype, orig_shape=weight.shape)
+    rounded, own = QuantizedTensor.from_float(x, layout), QuantizedTensor(weight.values.contiguous(), layout, params)
+    if has_block_products(x.device):
+        return torch.nn.functional.linear(rounded, own)
+    return torch.nn.functional.linear(rounded.dequantize(), own.dequantize())

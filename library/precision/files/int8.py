@@ -1,0 +1,303 @@
+"""int8: ComfyUI's ``int8_tensorwise``, with and without ConvRot.
+
+    weight[o, i]  ~  (values[o, :] @ R)[i] * scale[o or 0]
+
+Values are -128..127 (those made here -127..127), scales fp32, one a tensor or a row: its largest magnitude / 127. The
+steps of int8 are even, so one large weight makes them coarse for its whole row. *ConvRot* therefore rotates each run of
+256 inputs before it rounds: a large entry is spread over the run, and errors fall by a factor of three to four where
+weights or activations have outliers (https://arxiv.org/abs/2512.03673). R is block diagonal, each block the Kronecker
+power of the regular Hadamard matrix of four, over the root of its size:
+
+    1  1  1 -1
+    1  1 -1  1                R = R' = inverse of R: rotating twice changes nothing
+    1 -1  1  1
+   -1  1  1  1
+
+so x W' = (x R)(W R)'. A server rotates the inputs, one small product a layer, and multiplies in int8: each row of
+inputs is rounded with its own scale, largest magnitude / 127, the sums are exact in int32. Training does the same with
+the dequantised, still rotated weight: the inputs are rotated, never the weight.
+
+In a file: ``<layer>.weight`` int8, ``<layer>.weight_scale`` of shape [], [1], [out] or [out, 1], and in ComfyUI's word
+of the layer ``convrot`` and ``convrot_groupsize``, a power of four. Sources: comfy-kitchen (``tensor/int8.py``,
+``tensor/int8_utils.py``, ``backends/eager/quantization.py``), ComfyUI ``comfy/ops.py`` (``_load_quantized_module``).
+Layers whose inputs no run of 256 divides get runs of 64 or 16, which ComfyUI reads as well, or are not rotated.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from library.precision.files.base import FileTensors, QuantizedWeight, Scheme, StoredWeight
+from library.precision.files.comfy_quant import ComfyLayer, StoredComfyWeight, comfy_layers, new_fields
+from library.precision.names import LayoutKind
+from library.safetensors_io import RowRange, read_rows
+
+_LARGEST = 127.0
+_SMALLEST_SCALE = 1e-30  # comfy-kitchen's, of a row of zeros
+_GROUPS = (256, 64, 16)
+_SCALE_DTYPES = ("F32", "BF16", "F16")
+_CHUNK = 1 << 18  # numbers dequantised at a time on a CPU, 1 MiB in fp32: 2.1 ms for 3072 x 3072, in one piece 20 ms
+_RUNS = 768  # rotated at a time on a CPU: products of one shape, of which oneDNN keeps a kernel each
+_OPERAND_ALIGNMENT = 8  # sides of int8 operands, a rule of cuBLAS
+_FEWEST_ROWS = 32  # of the inputs on a GPU: torch._int_mm wants more than 16
+
+
+@dataclass(frozen=True)
+class Int8Weight(QuantizedWeight):
+    """Values [out, in] int8, ``scale`` [1 or out, 1] fp32, inputs rotated in runs of ``group`` (0: not rotated)."""
+
+    scale: Tensor
+    group: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.values.shape[0], self.values.shape[1]
+
+    @property
+    def scheme(self) -> Int8Scheme:
+        """Rows or tensor, rotation."""
+        return Int8Scheme(self.scale.shape[0] > 1, self.group)
+
+    def steps(self) -> Tensor:
+        """Return the scale."""
+        return self.scale
+
+    @property
+    def column_block(self) -> int:
+        """The run that is rotated together."""
+        return self.group or 1
+
+    def part(self, rows: slice = slice(None), columns: slice = slice(None)) -> Self:
+        """Return some rows and columns, as views."""
+        start, stop, _ = columns.indices(self.values.shape[1])
+        if start % self.column_block or stop % self.column_block:
+            raise ValueError(f"columns {start} to {stop} cut a run of {self.group} that is rotated together")
+        scale = self.scale if len(self.scale) == 1 else self.scale[rows]
+        return replace(self, values=self.values[rows, columns], scale=scale)
+
+    def operand(self, dtype: torch.dtype) -> Tensor:
+        """Return ``values * scale``, still rotated: the product in fp32, rounded once."""
+        values, scale = self.values, self.scale
+        if values.device.type != "cpu" or torch.compiler.is_compiling() or values.numel() <= _CHUNK:
+            return (values.float() * scale).to(dtype)
+        out = torch.empty(values.shape, dtype=dtype)
+        step = max(1, _CHUNK // max(1, values.shape[1]))
+        chunk = torch.empty(step, values.shape[1])
+        for start in range(0, values.shape[0], step):
+            rows = slice(start, start + step)
+            numbers = chunk[: len(values[rows])].copy_(values[rows])
+            out[rows].copy_(numbers.mul_(scale if len(scale) == 1 else scale[rows]))
+        return out
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight, rotated back in fp32 and rounded once."""
+        return rotated(self.operand(torch.float32), self.group).to(dtype) if self.group else self.operand(dtype)
+
+    def rotate(self, x: Tensor) -> Tensor:
+        """Return inputs [..., in], each run of ``group`` rotated."""
+        return rotated(x, self.group) if self.group else x
+
+    def rotate_back(self, gradient: Tensor) -> Tensor:
+        """Return ``gradient`` rotated: the rotation is its own inverse and transpose."""
+        return self.rotate(gradient)
+
+    @property
+    def is_operand(self) -> bool:
+        """Whether its sides are aligned as int8 products on a GPU want them."""
+        return all(side % _OPERAND_ALIGNMENT == 0 for side in self.shape)
+
+    def multiplies_on(self, device: torch.device) -> bool:
+        """Whether ``device`` is an Nvidia GPU of compute capability 8.0 (Ampere) or more."""
+        nvidia = device.type == "cuda" and torch.version.hip is None
+        return nvidia and self.is_operand and torch.cuda.get_device_capability(device) >= (8, 0)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return ``x @ weight.T`` with ``x`` [n, in] rotated and each row rounded to int8 by its own scale.
+
+        The sums are int32; they and the scales are multiplied in fp32 and rounded once.
+        """
+        turned = self.rotate(x).float()
+        row_scale = (turned.abs().amax(dim=-1, keepdim=True) / _LARGEST).clamp_min(_SMALLEST_SCALE)
+        rounded = (turned / row_scale).round_().to(torch.int8)
+        if x.is_cuda and len(rounded) < _FEWEST_ROWS:
+            rounded = torch.nn.functional.pad(rounded, (0, 0, 0, _FEWEST_ROWS - len(rounded)))
+        sums = torch._int_mm(rounded, self.values.t())[: len(x)]
+        return sums.float().mul_(row_scale).mul_(self.scale.reshape(1, -1)).to(x.dtype)
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """Return the inputs of ``parts`` side by side; their scales and runs have to be the same."""
+        first = parts[0]
+        if any(part.group != first.group or not torch.equal(part.scale, first.scale) for part in parts):
+            raise ValueError("they have different scales or are rotated in runs of different sizes")
+        return replace(first, values=torch.cat([part.values for part in parts], dim=1))
+
+    @classmethod
+    def stack(cls, parts: Sequence[Self]) -> Self:
+        """Return weights one below the other; different scales of tensors become scales of rows."""
+        if len({part.group for part in parts}) > 1:
+            raise ValueError("they are rotated in runs of different sizes")
+        values, first = torch.cat([part.values for part in parts]), parts[0].scale
+        if all(torch.equal(part.scale, first) for part in parts) and len(first) == 1:
+            return cls(values, first.clone(), parts[0].group)
+        return cls(values, torch.cat([part.scale.expand(len(part.values), 1) for part in parts]), parts[0].group)
+
+
+@dataclass(frozen=True)
+class Int8Scheme(Scheme):
+    """How int8 weights are made.
+
+    Attributes:
+        rows: a scale a row, or one a tensor. group: inputs that are rotated together, 0: none.
+        scale_dtype: that scales are stored in.
+    """
+
+    rows: bool = True
+    group: int = 0
+    scale_dtype: torch.dtype = torch.float32
+    largest_unit = _LARGEST
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """``int8``, ``int8_row`` or ``int8_convrot``."""
+        return "int8_convrot" if self.group else "int8_row" if self.rows else "int8"
+
+    def describe(self) -> str:
+        """Return it in words."""
+        turned = f", rotated in runs of {self.group}" if self.group else ""
+        return f"int8{turned}, {'a scale a row' if self.rows else 'one scale a tensor'}"
+
+    def fitting(self, shape: Sequence[int]) -> Int8Scheme:
+        """Return the scheme with the largest runs up to its own that divide the inputs, without rotation if none do."""
+        if not self.group or shape[1] % self.group == 0:
+            return self
+        return replace(self, group=next((g for g in _GROUPS if g < self.group and shape[1] % g == 0), 0))
+
+    def rotate(self, weight: Tensor) -> Tensor:
+        """Return ``weight`` [out, in] with each run of inputs rotated."""
+        return rotated(weight, self.group) if self.group else weight
+
+    def groups(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return a step a row or one."""
+        return (shape[0] if self.rows else 1), 1
+
+    def steps(self, largest: Tensor, before: Tensor | None = None) -> Tensor:
+        """Return the scales: largest magnitude / 127."""
+        scale = (largest / _LARGEST).clamp_min(_SMALLEST_SCALE).to(self.scale_dtype).float()
+        scale = scale.clamp_min(torch.finfo(self.scale_dtype).smallest_normal)
+        return scale if before is None else torch.where(scale > before * (1 + 2.0**-20), scale, before)
+
+    def nearest(self, units: Tensor) -> Tensor:
+        """Return the nearest whole number, the even one of two, within -127..127."""
+        _refuse_nan(units)
+        return units.round().clamp_(-_LARGEST, _LARGEST)
+
+    def stochastic(self, units: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Return the whole number below or above, within -127..127."""
+        _refuse_nan(units)
+        below = units.floor()
+        random = torch.rand(units.shape, generator=generator, device=units.device)
+        return below.add_(random < units - below).clamp_(-_LARGEST, _LARGEST)
+
+    def pack(self, units: Tensor, steps: Tensor | None) -> Int8Weight:
+        """Return the weight of whole numbers ``units`` and of scales."""
+        assert steps is not None
+        return Int8Weight(units.to(torch.int8), steps, self.group)
+
+    def store(self, layout: LayoutKind, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredInt8:
+        """See :meth:`Scheme.store`."""
+        scheme, scale = self.fitting(shape), ("weight_scale", self.scale_dtype, (shape[0], 1) if self.rows else ())
+        held = {"values": ("weight", torch.int8, shape), "scale": scale}
+        return StoredInt8(**new_fields(self.describe(), layout, name, shape, **held), group=scheme.group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredInt8(StoredComfyWeight):
+    """An int8 weight in a file, inputs rotated in runs of ``group``."""
+
+    kind, rounding = "int8_tensorwise", "int8"
+    group: int
+
+    @property
+    def scheme(self) -> Int8Scheme:
+        """Rows or tensor, by the scale's shape."""
+        dtype, shape = self.held[self.tensors["scale"]]
+        return Int8Scheme(torch.Size(shape).numel() > 1, self.group, dtype)
+
+    def comfy_config(self) -> dict[str, Any]:
+        """Return the format, and how it is rotated."""
+        turned = {"convrot": True, "convrot_groupsize": self.group} if self.group else {}
+        return super().comfy_config() | turned
+
+    def read(self, file: FileTensors, rows: slice = slice(None)) -> Int8Weight:
+        """Return values and scale of some rows."""
+        values = read_rows(file.entries, [RowRange(self.name, rows.start or 0, rows.stop)])
+        scale = file.read_scale(self.tensors["scale"]).reshape(-1, 1)
+        return Int8Weight(values, scale if len(scale) == 1 else scale[rows], self.group)
+
+    def written(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """Return values and scale as the file has them."""
+        assert isinstance(weight, Int8Weight)
+        assert weight.group == self.group
+        dtype, shape = self.held[self.tensors["scale"]]
+        scale = weight.scale.expand(torch.Size(shape).numel(), 1)
+        return {self.name: weight.values, self.tensors["scale"]: scale.to(dtype).reshape(shape)}
+
+
+def find(file: FileTensors) -> dict[str, StoredWeight]:
+    """Return the int8 weights of ``file``, by name."""
+    return {layer.weight: _stored(layer) for layer in comfy_layers(file, "int8_tensorwise")}
+
+
+def _stored(layer: ComfyLayer) -> StoredInt8:
+    """Return where the weight of ``layer`` lies."""
+    file, shape, scale = layer.file, layer.matrix(("I8",)), layer.tensor("weight_scale", _SCALE_DTYPES)
+    found = file.entries[scale].shape
+    if found not in ((), (1,), (1, 1), (shape[0],), (shape[0], 1)):
+        raise file.refuse(scale, f"of shape {list(found)} is no scale of a tensor or its rows, {list(shape)}")
+    group = layer.option("convrot_groupsize", _GROUPS[0]) if layer.option("convrot", False) else 0
+    if group and (not _is_power_of_four(group) or shape[1] % group):
+        why = f"rotates runs of {group!r} inputs, of {shape[1]}; they have to be a power of 4 that divides them"
+        raise file.refuse(f"{layer.name}.comfy_quant", why)
+    return StoredInt8(**layer.fields(shape, scale=scale), group=group)
+
+
+def rotated(x: Tensor, group: int) -> Tensor:
+    """Return ``x`` [..., in] with each run of ``group`` inputs rotated, in its own dtype.
+
+    The rotation is transposed, which changes nothing but the order of sums: comfy-kitchen has weights so, and here they
+    are its bits.
+    """
+    runs, rotation = x.reshape(-1, group), _rotation(group, x.dtype, x.device).T
+    if x.device.type != "cpu" or x.requires_grad or torch.compiler.is_compiling():
+        return (runs @ rotation).view(x.shape)
+    out = torch.empty_like(runs)
+    for own, turned in zip(runs.split(_RUNS), out.split(_RUNS), strict=True):
+        torch.mm(own, rotation, out=turned)
+    return out.view(x.shape)
+
+
+@functools.cache
+def _rotation(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the rotation of ``size`` inputs; exact in every dtype, since the root of a power of four is one of two."""
+    four = torch.tensor([[1.0, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]]) / 2
+    whole = four
+    while len(whole) < size:
+        whole = torch.kron(whole, four)
+    return whole.to(device, dtype)
+
+
+def _is_power_of_four(number: object) -> bool:
+    return type(number) is int and number >= 4 and number & (number - 1) == 0 and number.bit_length() % 2 == 1
+
+
+def _refuse_nan(units: Tensor) -> None:
+    if torch.isnan(units).any():
+        raise ValueError("NaN cannot be rounded to int8")

@@ -1,0 +1,185 @@
+"""mxfp8: e4m3fn with a power of two for each 32 inputs (Open Compute Project, "Microscaling Formats v1.0", 2023).
+
+    weight[o, i]  ~  values[o, i] * 2^(block_scale[o, i // 32] - 127)
+
+In ComfyUI's files (``comfy_quant`` with the format ``mxfp8``): ``<layer>.weight`` e4m3fn, ``<layer>.weight_scale`` e8m0
+or uint8, in the tiles of tensor cores (``comfy_quant.py``) or by rows where its shape is that. A scale of 255 is NaN;
+one of 0 stands for 0 to comfy-kitchen, which writes it for blocks of zeros. Outputs may be filled up to a multiple of
+32, with ``orig_shape`` in ComfyUI's word of the layer. Such files are read and merged into, not made of other ones.
+Sources: comfy-kitchen (``tensor/mxfp8.py``, ``backends/eager/quantization.py``), ComfyUI ``comfy/ops.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from library.precision.files.base import FileTensors, QuantizedWeight, Scheme, StoredWeight, block_slice
+from library.precision.files.comfy_quant import (
+    ComfyLayer,
+    StoredBlockScales,
+    StoredComfyWeight,
+    comfy_layers,
+    has_block_products,
+    is_aligned,
+    multiplied,
+    to_tiles,
+    with_rows,
+)
+from library.precision.fp8_numbers import E4M3FN, dequantize, holds_nan_or_inf, round_stochastically, round_to_nearest
+from library.safetensors_io import RowRange, read_rows
+
+BLOCK = 32
+_MANTISSA_BITS = 23  # of fp32, above which its exponent lies, with e8m0's bias
+
+
+@dataclass(frozen=True)
+class Mxfp8Weight(QuantizedWeight):
+    """Values [out, in] e4m3fn; ``block_scale`` [out, in / 32] uint8, the exponents, by rows."""
+
+    block_scale: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.values.shape[0], self.values.shape[1]
+
+    @property
+    def scheme(self) -> Mxfp8Scheme:
+        """There is one."""
+        return Mxfp8Scheme()
+
+    def steps(self) -> Tensor:
+        """Return the powers of two; of a block of zeros the smallest there is."""
+        return self._factors(self.block_scale.clamp_min(1))
+
+    @property
+    def column_block(self) -> int:
+        """The inputs that share a scale."""
+        return BLOCK
+
+    def part(self, rows: slice = slice(None), columns: slice = slice(None)) -> Self:
+        """Return some rows and columns, as views."""
+        blocks = self.block_scale[rows, block_slice(columns, BLOCK)]
+        return replace(self, values=self.values[rows, columns], block_scale=blocks)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight: fp32 products, rounded once."""
+        return dequantize(self.values, self._factors(self.block_scale), dtype)
+
+    @staticmethod
+    def _factors(exponents: Tensor) -> Tensor:
+        return (exponents.int() << _MANTISSA_BITS).view(torch.float32)
+
+    @property
+    def is_operand(self) -> bool:
+        """Whether the sides are aligned and comfy-kitchen is there."""
+        return is_aligned(self.shape)
+
+    def multiplies_on(self, device: torch.device) -> bool:
+        """Whether ``device`` is a GPU with mxfp8 tensor cores (Blackwell) and comfy-kitchen is there."""
+        return self.is_operand and has_block_products(device)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return ``x @ weight.T`` with ``x`` [n, in] rounded to mxfp8; both by comfy-kitchen."""
+        return multiplied(x, self, "TensorCoreMXFP8Layout", scale=to_tiles(self.block_scale).view(torch.float8_e8m0fnu))
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """Return the inputs of ``parts`` side by side."""
+        return cls(*(torch.cat(each, dim=1) for each in zip(*(part.tensors().values() for part in parts), strict=True)))
+
+    @classmethod
+    def stack(cls, parts: Sequence[Self]) -> Self:
+        """Return weights one below the other."""
+        return cls(*(torch.cat(each) for each in zip(*(part.tensors().values() for part in parts), strict=True)))
+
+
+@dataclass(frozen=True)
+class Mxfp8Scheme(Scheme):
+    """How mxfp8 weights are made; a step is the least power of two that a block fits."""
+
+    name = "mxfp8"
+    largest_unit = E4M3FN.max
+
+    def describe(self) -> str:
+        """Return it in words."""
+        return f"mxfp8, a scale per {BLOCK} inputs"
+
+    def fitting(self, shape: Sequence[int]) -> Mxfp8Scheme | None:
+        """Return the scheme where both sides are multiples of 32."""
+        return None if any(side % BLOCK for side in shape) else self
+
+    def groups(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return a step for each 32 inputs of a row."""
+        return shape[0], -(-shape[1] // BLOCK)
+
+    def steps(self, largest: Tensor, before: Tensor | None = None) -> Tensor:
+        """Return powers of two."""
+        mantissa, exponent = torch.frexp(largest / E4M3FN.max)
+        power = (exponent - (mantissa == 0.5).int()).clamp_(-126, 127)
+        steps = torch.ldexp(torch.ones_like(largest), power)
+        return steps if before is None else torch.maximum(steps, before)
+
+    def nearest(self, units: Tensor) -> Tensor:
+        """Return the nearest e4m3fn number, saturating."""
+        return round_to_nearest(units, E4M3FN).float()
+
+    def stochastic(self, units: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Return one of the two neighbours, saturating."""
+        return round_stochastically(units, E4M3FN, generator).float()
+
+    def pack(self, units: Tensor, steps: Tensor | None) -> Mxfp8Weight:
+        """Return the weight of numbers ``units`` and of their steps."""
+        assert steps is not None
+        return Mxfp8Weight(units.to(E4M3FN.dtype), (steps.view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredMxfp8(StoredComfyWeight):
+    """An mxfp8 weight in a file, and how its scales lie."""
+
+    kind = rounding = "mxfp8"
+    blocks: StoredBlockScales
+
+    @property
+    def scheme(self) -> Mxfp8Scheme:
+        """There is one."""
+        return Mxfp8Scheme()
+
+    def read(self, file: FileTensors, rows: slice = slice(None)) -> Mxfp8Weight:
+        """Return numbers and scales of some rows."""
+        start, stop, _ = rows.indices(self.shape[0])
+        values = read_rows(file.entries, [RowRange(self.name, start, stop)]).view(E4M3FN.dtype)
+        blocks = self.blocks.read(file, self.tensors["block_scale"], torch.uint8)[start:stop]
+        for name, broken in (
+            (self.name, holds_nan_or_inf(values)),
+            (self.tensors["block_scale"], blocks.eq(255).any()),
+        ):
+            if broken:
+                raise file.refuse(name, "holds NaN", "download it again")
+        return Mxfp8Weight(values, blocks)
+
+    def written(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """Return numbers and scales as the file has them, rows filled up with zeros."""
+        assert isinstance(weight, Mxfp8Weight)
+        dtype, shape = self.held[self.name]
+        blocks = self.blocks.written(weight.block_scale)
+        return {self.name: with_rows(weight.values, shape[0]).view(dtype), self.tensors["block_scale"]: blocks}
+
+
+def find(file: FileTensors) -> dict[str, StoredWeight]:
+    """Return the mxfp8 weights of ``file``, by name."""
+    return {layer.weight: _stored(layer) for layer in comfy_layers(file, "mxfp8")}
+
+
+def _stored(layer: ComfyLayer) -> StoredMxfp8:
+    """Return where the weight of ``layer`` lies."""
+    held, blocks = layer.matrix(("F8_E4M3", "U8")), layer.tensor("weight_scale", ("F8_E8M0", "U8"))
+    shape = layer.unpadded(held, BLOCK)
+    stored = StoredBlockScales.of(layer.file, blocks, held, BLOCK)
+    return StoredMxfp8(**layer.fields(shape, block_scale=blocks), blocks=stored)

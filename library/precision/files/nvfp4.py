@@ -1,0 +1,336 @@
+"""nvfp4: four bits a number, a scale in fp8 for each 16, one more for the matrix.
+
+    weight[o, i]  ~  e2m1(values)[o, i] * block_scale[o, i // 16] * scale
+
+Numbers are e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, two to a byte. Block scales are e4m3fn, ``scale`` is
+fp32 and makes them fit: the matrix's largest magnitude / (6 * 448) (NVIDIA, "Pretraining Large Language Models with
+NVFP4", https://arxiv.org/abs/2509.25149). ComfyUI dequantises in bf16 and casts ``scale`` to it first, so the one made
+here is rounded up to a power of two: then all products of scales are exact in bf16, and a server has the weight that
+was trained. A block whose scale would round to zero gets the smallest there is instead.
+
+In files:
+
+    comfy_quant    ``<layer>.weight`` uint8 [out, in / 2], the *first* of two numbers in the high four bits;
+                   ``weight_scale`` in the tiles of tensor cores (``comfy_quant.py``), or by rows where its shape is so;
+                   ``weight_scale_2`` the fp32 one; ``input_scale``, calibrated, perhaps. Outputs may be filled up to a
+                   multiple of 16, with ``orig_shape`` in ComfyUI's word of the layer.
+    modelopt       no marker; the first number in the *low* four bits, ``weight_scale`` by rows (NVIDIA ModelOpt, Black
+                   Forest Labs' files for diffusers: ``diffusers.quantizers.bfl``).
+
+So the marker tells the order of the two numbers. Without one, scales in tiles are refused: nothing says the order.
+``pre_quant_scale`` (AWQ) is refused too: ComfyUI applies a LoRA to the inputs that it has scaled by it, so no LoRA
+looks there as elsewhere. Sources: comfy-kitchen (``tensor/nvfp4.py``, ``float_utils.py``), ComfyUI ``comfy/ops.py``.
+
+In memory the first number is in the high four bits and block scales are by rows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from library.precision.files.base import FileTensors, QuantizedWeight, Scheme, StoredWeight, block_slice
+from library.precision.files.comfy_quant import (
+    ComfyLayer,
+    StoredBlockScales,
+    StoredComfyWeight,
+    comfy_layers,
+    has_block_products,
+    is_aligned,
+    multiplied,
+    new_fields,
+    to_tiles,
+    with_rows,
+)
+from library.precision.fp8_numbers import E4M3FN, holds_nan_or_inf
+from library.precision.names import LayoutKind
+from library.safetensors_io import RowRange, read_rows
+
+BLOCK = 16
+_LARGEST = 6.0
+_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_SATURATION = 7 / 6  # what 6 can stand for: up to 7 numbers are rounded to it
+_CHUNK = 1 << 18  # numbers dequantised at a time on a CPU: 4.3 ms for 3072 x 3072
+
+
+@dataclass(frozen=True)
+class Nvfp4Weight(QuantizedWeight):
+    """Values [out, in / 2] uint8, the first of two in the high bits; ``block_scale`` [out, in / 16] e4m3fn, by rows.
+
+    ``scale`` is fp32, [1, 1], or [out, 1] where weights with different ones were stacked.
+    """
+
+    block_scale: Tensor
+    scale: Tensor
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        return self.values.shape[0], 2 * self.values.shape[1]
+
+    @property
+    def scheme(self) -> Nvfp4Scheme:
+        """It keeps the matrix's scale where that suffices."""
+        return Nvfp4Scheme(self.scale if len(self.scale) == 1 else None)
+
+    def steps(self) -> Tensor:
+        """Return the products of the scales; of a block of zeros the smallest there is."""
+        return self.block_scale.float().clamp_min_(E4M3FN.smallest).mul_(self.scale)
+
+    @property
+    def column_block(self) -> int:
+        """The inputs that share a scale."""
+        return BLOCK
+
+    def part(self, rows: slice = slice(None), columns: slice = slice(None)) -> Self:
+        """Return some rows and columns, as views."""
+        return replace(
+            self,
+            values=self.values[rows, block_slice(columns, 2)],
+            block_scale=self.block_scale[rows, block_slice(columns, BLOCK)],
+            scale=self.scale if len(self.scale) == 1 else self.scale[rows],
+        )
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight: fp32 products, rounded once."""
+        values, whole = self.values, torch.compiler.is_compiling() or self.values.device.type != "cpu"
+        out = torch.empty(self.shape, dtype=dtype, device=values.device)
+        step = max(1, len(out) if whole else _CHUNK // max(1, out.shape[1]))
+        pairs = _pairs(values.device)
+        for start in range(0, len(out), step):
+            rows = slice(start, start + step)
+            scale = self.scale if len(self.scale) == 1 else self.scale[rows]
+            # e4m3fn times fp32, as comfy-kitchen has it, and only then times the number
+            scales = self.block_scale[rows].float().mul_(scale)
+            numbers = pairs.index_select(0, values[rows].int().view(-1)).view(torch.float32)
+            product = numbers.view(*scales.shape, BLOCK).mul_(scales.unsqueeze(-1))
+            out[rows].copy_(product.view(-1, out.shape[1]))
+        return out
+
+    def multiplies_on(self, device: torch.device) -> bool:
+        """Whether ``device`` is a GPU with fp4 tensor cores (Blackwell) and comfy-kitchen is there."""
+        return self.is_operand and has_block_products(device)
+
+    @property
+    def is_operand(self) -> bool:
+        """Whether one scale goes with all rows, the sides are aligned, and comfy-kitchen is there."""
+        return len(self.scale) == 1 and is_aligned(self.shape)
+
+    def product(self, x: Tensor) -> Tensor:
+        """Return ``x @ weight.T`` with ``x`` [n, in] rounded to nvfp4; both by comfy-kitchen."""
+        scales = {"scale": self.scale.reshape(()), "block_scale": to_tiles(self.block_scale)}
+        return multiplied(x, self, "TensorCoreNVFP4Layout", **scales)
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """Return the inputs of ``parts`` side by side; their ``scale`` has to be the same."""
+        if any(not torch.equal(part.scale, parts[0].scale) for part in parts):
+            raise ValueError("they have different scales of the matrix")
+        values, blocks = (torch.cat([getattr(part, f) for part in parts], dim=1) for f in ("values", "block_scale"))
+        return cls(values, blocks, parts[0].scale)
+
+    @classmethod
+    def stack(cls, parts: Sequence[Self]) -> Self:
+        """Return weights one below the other; different scales of matrices become scales of rows."""
+        first = parts[0].scale
+        same = len(first) == 1 and all(torch.equal(part.scale, first) for part in parts)
+        scale = first.clone() if same else torch.cat([part.scale.expand(len(part.values), 1) for part in parts])
+        values, blocks = (torch.cat([getattr(part, f) for part in parts]) for f in ("values", "block_scale"))
+        return cls(values, blocks, scale)
+
+
+@dataclass(frozen=True)
+class Nvfp4Scheme(Scheme):
+    """How nvfp4 weights are made; a step is a block's scale times the matrix's.
+
+    Attributes:
+        matrix: the scale [1, 1] of the matrix that is added to, which stays as long as its steps do.
+    """
+
+    matrix: Tensor | None = field(default=None, compare=False, repr=False)
+    name = "nvfp4"
+    largest_unit = _LARGEST
+
+    def describe(self) -> str:
+        """Return it in words."""
+        return f"nvfp4, a scale per {BLOCK} inputs"
+
+    def fitting(self, shape: Sequence[int]) -> Nvfp4Scheme | None:
+        """Return the scheme where both sides are multiples of 16; ComfyUI's tools leave other layers alone as well."""
+        return None if any(side % BLOCK for side in shape) else self
+
+    def groups(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return a step for each 16 inputs of a row."""
+        return shape[0], -(-shape[1] // BLOCK)
+
+    def steps(self, largest: Tensor, before: Tensor | None = None) -> Tensor:
+        """Return the blocks' scales times that of the matrix, which is the least power of two that all of them fit."""
+        wanted = largest / _LARGEST
+        scale = None if before is None else self._scale_of(before)
+        if scale is None or (wanted > _SATURATION * E4M3FN.max * scale).any():
+            # The largest is rounded first: pack will find the scale from what it became.
+            scale = _matrix_scale(wanted if before is None else torch.maximum(wanted, before))
+            scale = _matrix_scale((wanted.amax() / scale).to(E4M3FN.dtype).float() * scale)
+        blocks = (wanted / scale).clamp_max(E4M3FN.max).to(E4M3FN.dtype).float().clamp_min_(E4M3FN.smallest)
+        return (blocks if before is None else torch.maximum(blocks, _rounded_up(before / scale))).mul_(scale)
+
+    def _scale_of(self, steps: Tensor) -> Tensor:
+        """Return the scale of the matrix that ``steps`` were made with."""
+        scale = _matrix_scale(steps)
+        exact = (steps / scale).to(E4M3FN.dtype).float() * scale == steps
+        return scale if self.matrix is None or exact.all() else self.matrix
+
+    def nearest(self, units: Tensor) -> Tensor:
+        """Return the nearest number, of two the one with an even code, saturating."""
+        _refuse_nan(units)
+        magnitude = units.abs().clamp_max_(_LARGEST)
+        gap = _gap(magnitude)
+        return (magnitude / gap).round_().mul_(gap).copysign_(units)
+
+    def stochastic(self, units: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Return the number below or above, saturating."""
+        _refuse_nan(units)
+        magnitude = units.abs().clamp_max_(_LARGEST)
+        gap = _gap(magnitude)
+        between = magnitude / gap
+        below = between.floor()
+        random = torch.rand(units.shape, generator=generator, device=units.device)
+        return below.add_(random < between - below).mul_(gap).copysign_(units)
+
+    def pack(self, units: Tensor, steps: Tensor | None) -> Nvfp4Weight:
+        """Return the weight of numbers ``units`` and of their steps."""
+        assert steps is not None
+        magnitude = units.abs()
+        codes = torch.where(magnitude < 2, magnitude * 2, torch.where(magnitude < 4, magnitude + 2, magnitude / 2 + 4))
+        codes = codes.to(torch.uint8) | (units.signbit().to(torch.uint8) << 3)
+        scale = self._scale_of(steps)
+        return Nvfp4Weight(codes[:, ::2] << 4 | codes[:, 1::2], (steps / scale).to(E4M3FN.dtype), scale)
+
+    def store(self, layout: LayoutKind, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredNvfp4:
+        """See :meth:`Scheme.store`."""
+        blocks = StoredBlockScales.tiles(E4M3FN.dtype, self.groups(shape))
+        held = {
+            "values": ("weight", torch.uint8, (shape[0], shape[1] // 2)),
+            "block_scale": ("weight_scale", blocks.dtype, blocks.shape),
+            "scale": ("weight_scale_2", torch.float32, ()),
+        }
+        return StoredNvfp4(**new_fields(self.describe(), layout, name, shape, **held), blocks=blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredNvfp4(StoredComfyWeight):
+    """An nvfp4 weight in a file.
+
+    Attributes:
+        blocks: how the block scales lie.
+        low_first: whether the first of two numbers is in the low four bits.
+    """
+
+    kind = rounding = "nvfp4"
+    blocks: StoredBlockScales
+    low_first: bool = False
+
+    @property
+    def scheme(self) -> Nvfp4Scheme:
+        """There is one."""
+        return Nvfp4Scheme()
+
+    def read(self, file: FileTensors, rows: slice = slice(None)) -> Nvfp4Weight:
+        """Return numbers and scales of some rows."""
+        start, stop, _ = rows.indices(self.shape[0])
+        values = read_rows(file.entries, [RowRange(self.name, start, stop)])
+        if self.low_first:
+            values = _swapped(values)
+        name = self.tensors["block_scale"]
+        blocks = self.blocks.read(file, name, E4M3FN.dtype)[start:stop]
+        if holds_nan_or_inf(blocks) or (blocks.float() < 0).any():
+            raise file.refuse(name, "holds a scale that is NaN or negative", "download it again")
+        return Nvfp4Weight(values, blocks, file.read_scale(self.tensors["scale"]).reshape(1, 1))
+
+    def written(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """Return numbers and scales as the file has them, rows filled up with zeros."""
+        assert isinstance(weight, Nvfp4Weight)
+        values = with_rows(weight.values, self.held[self.name][1][0])
+        return {
+            self.name: _swapped(values) if self.low_first else values,
+            self.tensors["block_scale"]: self.blocks.written(weight.block_scale),
+            (name := self.tensors["scale"]): weight.scale.reshape(self.held[name][1]),
+        }
+
+
+def find(file: FileTensors) -> dict[str, StoredWeight]:
+    """Return the nvfp4 weights of ``file``, by name."""
+    found: dict[str, StoredWeight] = {layer.weight: _stored(layer) for layer in comfy_layers(file, "nvfp4")}
+    return found | {layer.weight: _stored(layer, marked=False) for layer in _unmarked_layers(file)}
+
+
+def _unmarked_layers(file: FileTensors) -> Iterator[ComfyLayer]:
+    """Yield the layers that have both scales, and of which ComfyUI says nothing."""
+    for name in file.entries:
+        layer, _, leaf = name.rpartition(".")
+        known = file.dtype(f"{layer}.weight") == "U8" and file.dtype(f"{layer}.weight_scale") in ("F8_E4M3", "U8")
+        if leaf == "weight_scale_2" and known and layer not in file.layer_configs:
+            yield ComfyLayer(file, layer, {"format": "nvfp4"})
+
+
+def _stored(layer: ComfyLayer, marked: bool = True) -> StoredNvfp4:
+    """Return where the weight of ``layer`` lies."""
+    file, held = layer.file, layer.matrix(("U8",))
+    if f"{layer.name}.pre_quant_scale" in file.entries:
+        raise file.refuse(
+            f"{layer.name}.pre_quant_scale", "scales the layer's inputs (AWQ), behind which ComfyUI puts LoRAs"
+        )
+    blocks, scale = layer.tensor("weight_scale", ("F8_E4M3", "U8")), layer.tensor("weight_scale_2", ("F32",))
+    if torch.Size(file.entries[scale].shape).numel() != 1:
+        raise file.refuse(scale, f"of shape {list(file.entries[scale].shape)} is not one scale of a matrix")
+    whole = (held[0], 2 * held[1])
+    fields = layer.fields(layer.unpadded(whole, BLOCK), block_scale=blocks, scale=scale)
+    if not marked:
+        fields |= {"layout": "modelopt", "full_precision": None}
+    stored = StoredBlockScales.of(file, blocks, whole, BLOCK, tiles=marked)
+    return StoredNvfp4(**fields, blocks=stored, low_first=not marked)
+
+
+def _matrix_scale(steps: Tensor) -> Tensor:
+    """Return the least power of two by which all ``steps``, divided, are at most 448; [1, 1].
+
+    Of steps that were made with it, it finds itself again: the largest of them is above 224 times it.
+    """
+    exponent = torch.frexp(steps.amax() / E4M3FN.max)  # in [0.5, 1) * 2^e; a power of two itself is 0.5 * 2^e
+    power = exponent.exponent - (exponent.mantissa == 0.5).to(torch.int32)
+    return torch.ldexp(torch.ones((), device=steps.device), power.clamp(-100, 100)).reshape(1, 1)
+
+
+def _rounded_up(blocks: Tensor) -> Tensor:
+    """Return block scales as e4m3fn has them, not below ``blocks`` by more than fp32's rounding."""
+    nearest = blocks.clamp_max(E4M3FN.max).to(E4M3FN.dtype)
+    above = (nearest.view(torch.uint8) + 1).clamp_max_(0x7E).view(E4M3FN.dtype).float()
+    return torch.where(nearest.float() < blocks * (1 - 2.0**-20), above, nearest.float())
+
+
+def _gap(magnitude: Tensor) -> Tensor:
+    """Return how far apart numbers lie above ``magnitude``."""
+    return torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+
+
+def _swapped(values: Tensor) -> Tensor:
+    """Return bytes with their halves in the other order."""
+    return values << 4 | values >> 4
+
+
+@functools.cache
+def _pairs(device: torch.device) -> Tensor:
+    """Return the two fp32 numbers of each byte as one int64, [256]: one look-up gives both."""
+    numbers = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)])
+    codes = torch.arange(256)
+    return torch.stack([numbers[codes >> 4], numbers[codes & 15]], dim=1).view(torch.int64).view(-1).to(device)
+
+
+def _refuse_nan(units: Tensor) -> None:
+    if torch.isnan(units).any():
+        raise ValueError("NaN cannot be rounded to nvfp4")

@@ -1,0 +1,76 @@
+"""Files as comfy-kitchen and ComfyUI write them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from comfy_kitchen.tensor import QuantizedTensor, get_layout_class
+from safetensors.torch import save_file
+from torch import Tensor
+
+from library.precision.files.base import FileTensors, QuantizedWeight, StoredWeight
+from library.safetensors_io import read_entries
+
+LAYOUTS = {
+    "int8_tensorwise": "TensorWiseINT8Layout",
+    "nvfp4": "TensorCoreNVFP4Layout",
+    "mxfp8": "TensorCoreMXFP8Layout",
+}
+
+
+def by_kitchen(weight: Tensor, kind: str, **options: Any) -> QuantizedTensor:
+    """Return ``weight`` as comfy-kitchen quantises it for the format that ComfyUI calls ``kind``."""
+    return QuantizedTensor.from_float(weight, LAYOUTS[kind], **options)
+
+
+def comfy_tensors(layer: str, weight: QuantizedTensor, config: Mapping[str, Any] | None) -> dict[str, Tensor]:
+    """Return the tensors of a layer as ComfyUI's ``state_dict`` has them; without a marker if ``config`` is None."""
+    tensors = {name: tensor.contiguous() for name, tensor in weight.state_dict(f"{layer}.weight").items()}
+    return tensors | ({} if config is None else {f"{layer}.comfy_quant": marker(config)})
+
+
+def marker(config: Mapping[str, Any]) -> Tensor:
+    """Return a ``comfy_quant`` tensor."""
+    return torch.tensor(list(json.dumps(config).encode()), dtype=torch.uint8)
+
+
+def opened(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> FileTensors:
+    """Write ``tensors`` to ``path`` with the safetensors library and return them as they are found there."""
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path, metadata)
+    return FileTensors(path, *read_entries([path]))
+
+
+def rebuilt(stored: StoredWeight, tensors: Mapping[str, Tensor], kind: str, dtype: torch.dtype) -> Tensor:
+    """Return what comfy-kitchen dequantises the ``tensors`` to that Tandem writes for ``stored``."""
+    layer, config = stored.name.removesuffix(".weight"), stored.comfy_config()
+    scales = {"scale": tensors[f"{layer}.weight_scale"]}
+    if kind == "nvfp4":
+        scales = {"scale": tensors[f"{layer}.weight_scale_2"], "block_scale": tensors[f"{layer}.weight_scale"]}
+    if kind == "mxfp8":
+        scales["scale"] = scales["scale"].view(torch.float8_e8m0fnu)
+    turned = {name: config[name] for name in ("convrot", "convrot_groupsize") if name in config}
+    params = get_layout_class(LAYOUTS[kind]).Params(**scales, **turned, orig_dtype=dtype, orig_shape=stored.shape)
+    return QuantizedTensor(tensors[stored.name], LAYOUTS[kind], params).dequantize()
+
+
+def same(left: Tensor, right: Tensor) -> bool:
+    """Return whether two tensors have the same dtype, shape and bytes."""
+    alike = left.dtype == right.dtype and left.shape == right.shape
+    flat = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (left, right)]
+    return alike and torch.equal(*flat)
+
+
+def uneven(*shape: int, seed: int = 0) -> Tensor:
+    """Return a matrix whose rows and columns differ in size by a factor of a thousand, as weights do."""
+    random = torch.Generator().manual_seed(seed)
+    sizes = [10 ** (3 * torch.rand(side, generator=random) - 3) for side in shape]
+    return torch.randn(shape, generator=random) * sizes[0][:, None] * sizes[1]
+
+
+def in_double(weight: QuantizedWeight) -> Tensor:
+    """Return the operand of ``weight`` in fp64, of its fp32 products."""
+    return weight.operand(torch.float32).double()
