@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--lora", nargs="+", default=[], metavar="FILE[:STRENGTH]", help="LoRAs, of any layout")
     model.add_argument("--mixed_precision", choices=["no", "bf16"], help="default: bf16 on a GPU, no on a CPU")
     deployment = top.add_argument_group("the deployment, a cause a flag")
-    deployment.add_argument("--deploy", required=True, metavar="FILE|FOLDER|RECIPE", help="the model that is served, "
+    deployment.add_argument("--deploy", metavar="FILE|FOLDER|RECIPE", help="the model that is served, "
                             "or cast, tensor, row, block64, block128; :e5m2 and +all may follow")  # fmt: skip
     deployment.add_argument("--deploy_merged", action="store_true", help="the LoRA is in that file already")
     deployment.add_argument("--deploy_lora", choices=["beside", "nearest", "stochastic"], default="beside",
@@ -88,6 +88,14 @@ def parser() -> argparse.ArgumentParser:
         deployment.add_argument(
             f"--{name}", choices=["fp32", "bf16", "fp16", "fp8"], default="fp32", help=f"dtype of {name}"
         )
+    distilled = top.add_argument_group("the LoRA on a distilled model of the reference, with --deploy or alone")
+    distilled.add_argument("--distilled", metavar="FILE|FOLDER", help="Z-Image-Turbo for Z-Image, schnell for dev, ...")
+    distilled.add_argument(
+        "--distilled_steps",
+        type=whole(least=1, most=MOST_STEPS),
+        metavar="N",
+        help="sampling steps there (default: 8 of Z-Image, else 4)",
+    )
     given = top.add_argument_group("what the server makes of picture and mask, a cause a flag")
     given.add_argument("--mask_invert", action="store_true", help="known and filled are swapped")
     given.add_argument(
@@ -150,12 +158,14 @@ answer_early(__name__, lambda: parser().parse_args())
 
 import torch
 
-from library.fidelity.deployed import parse_deployment
+from library.fidelity.deployed import DeployedWeights, parse_deployment
+from library.fidelity.distilled import compare_distilled
 from library.fidelity.fixes import Fix, FixOptions, fix_table, recommend, recommendation, try_fixes
-from library.fidelity.page import write_report
+from library.fidelity.page import write_distilled, write_report
 from library.fidelity.report import measure
+from library.fidelity.runs import prepare_eval_set
 from library.fidelity.server_image import ServerPicture, explain_server
-from library.fidelity.serving import Models, PartDtype, Served, Variant
+from library.fidelity.serving import REFERENCE, Models, PartDtype, Served, Variant
 from library.training.sampling.generate import read_loras
 from train_lora import train
 
@@ -244,16 +254,52 @@ def _check_fix(options: argparse.Namespace) -> None:
         raise UserError("--fix: judges by finished images; give --steps 4 or more")
 
 
+def _distilled(options: argparse.Namespace) -> DeployedWeights:
+    """Return what --distilled names; nothing is loaded.
+
+    Raises:
+        UserError: there is no such model, or no LoRA.
+    """
+    if not options.lora:
+        raise UserError("--distilled: what is compared is what a LoRA does; give --lora")
+    path = Path(options.distilled).expanduser()
+    if not path.exists():
+        raise UserError(f"--distilled {options.distilled}: no such file or folder; check the path")
+    return DeployedWeights(path.name, path, None)
+
+
+def _report_distilled_alone(options: argparse.Namespace, console: Console) -> None:
+    """Compare base and distilled model, and nothing else; write the report."""
+    if options.distilled is None:
+        raise UserError("--deploy: say what is served: a file, a folder or a recipe; or give --distilled")
+    said = [f"the flags of {name}" for name in variant_of(options).changes() if name != "weights"]
+    said += [f"--{name}" for name in ("deploy_merged", "explain", "server_image") if getattr(options, name)]
+    if said or options.fix is not None:
+        raise UserError(f"{[*said, '--fix'][0]}: of a deployment, and there is none; give --deploy too, or remove it")
+    plan = calibration_plan(options, options.model)
+    models = Models(plan.config, _distilled(options), {}, plan.dtype, plan.device)
+    models.loras = read_loras([lora_source(text) for text in options.lora], models.family, console)
+    eval_set = prepare_eval_set(models, plan.prepare(console), REFERENCE, options.steps)
+    found = compare_distilled(models, eval_set, options.distilled_steps, console)
+    paths = write_distilled(found, f"{Path(options.model).name}, served as {found.name}", options.save_to)
+    console.print(found.sentence())
+    console.print(*map(str, paths), sep="\n")
+
+
 @exit_on_user_error
 def main() -> None:
     """Parse the command line, measure, write the report."""
     options = parser().parse_args()
     console = Console(highlight=False, soft_wrap=True, markup=False, width=None if sys.stdout.isatty() else 120)
+    if options.deploy is None:
+        _report_distilled_alone(options, console)
+        return
     declared, pictures = variant_of(options), server_pictures(options)
     deployed = parse_deployment(options.deploy, options.deploy_merged)
     plan = calibration_plan(options, options.model)
     models = Models(plan.config, deployed, {}, plan.dtype, plan.device)
     models.loras = read_loras([lora_source(text) for text in options.lora], models.family, console)
+    distilled_models = replace(models, deployed=_distilled(options)) if options.distilled else None
     variant = models.complete(declared)
     models.check(variant, options.steps, options.masked_loss)
     for cause in variant.changes().keys() - declared.changes().keys():
@@ -281,13 +327,18 @@ def main() -> None:
     server = None
     if pictures:
         server = explain_server(models, variant, calibration, pictures, options.server_steps, console)
-    paths = write_report(report, options.save_to, fixes, best, server)
+    distilled = None
+    if distilled_models is not None:
+        distilled = compare_distilled(distilled_models, report.eval_set, options.distilled_steps, console)
+    paths = write_report(report, options.save_to, fixes, best, server, distilled)
     console.print(*report.verdict.lines(report.full), sep="\n")
     if fixes:
         console.print(fix_table(fixes, report.full))
         console.print(recommendation(best, report.full, options.fix_target))
     if server:
         console.print(*server.lines(), sep="\n")
+    if distilled:
+        console.print(distilled.sentence())
     console.print(*map(str, paths), sep="\n")
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, StrictUndefined, Template
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
@@ -29,6 +29,7 @@ from torch import Tensor
 from library.fidelity.border import RING, STEP_8BIT, WORDS, Border
 from library.fidelity.causes import CAUSES, REMEDIES
 from library.fidelity.differences import Differences
+from library.fidelity.distilled import Distilled
 from library.fidelity.fixes import FIX_COLUMNS, Fix, fix_rows
 from library.fidelity.layers import LayerRow
 from library.fidelity.report import Report
@@ -114,6 +115,17 @@ _BORDER_COLUMNS: Columns = {
     "limit": ("what honest rounding stays below", "{:g}", lambda row: row.limit),
     "decides": ("the whole interval is above the limit", "{}", lambda row: "yes" if row.decides else "no"),
 }
+_DISTILLED_COLUMNS: Columns = {
+    "strength": ("of the LoRA on the distilled model", "{:.2f}", lambda row: row.strength),
+    "size": ("of its effect on the velocity, over the effect at 1 on the base", "{:.2f}", lambda row: row.size),
+    "direction": ("cosine of the two effects; 1: the same change", "{:.2f}", lambda row: row.direction),
+    "in pictures": ("size of the change in finished pictures, over that on the base", "{:.2f}", lambda row: row.image),
+}
+_LEVEL_COLUMNS: Columns = {
+    "noise level": ("of the distilled schedule", "{:.3f}", itemgetter(0)),
+    "size": ("of the LoRA's effect at strength 1, over that on the base", "{:.2f}", lambda row: row[1][0]),
+    "direction": ("cosine of the two effects", "{:.2f}", lambda row: row[1][1]),
+}
 _FIX_COLUMNS: Columns = {name or "fix": ("", "{}", itemgetter(place)) for place, name in enumerate(FIX_COLUMNS)}
 
 
@@ -123,6 +135,7 @@ def write_report(
     fixes: Sequence[Fix] = (),
     best: Fix | None = None,
     server: ServerResult | None = None,
+    distilled: Distilled | None = None,
 ) -> list[Path]:
     """Write ``report.html``, ``report.json`` and, where images were decoded, ``images.png``; return their paths.
 
@@ -132,6 +145,7 @@ def write_report(
         fixes: that were tried.
         best: the one whose images are shown beside the deployment's.
         server: what a server really painted.
+        distilled: what the LoRA does on a distilled model.
     """
     paths = [folder / "report.html", folder / "report.json"]
     served = {"served": report.deployed} | ({f"after “{best.name}”": best.outcome} if best else {})
@@ -140,13 +154,31 @@ def write_report(
         paths.append(folder / "images.png")
         with atomic_path(paths[-1]) as temporary:
             pictures.savefig(temporary, format="png", dpi=110)
-    write_text(paths[0], _page(report, fixes, pictures, server))
+    write_text(paths[0], _page(report, fixes, pictures, server, distilled))
     measured = _measured(report, fixes) | {"server": server and server.as_json()}
+    measured |= {"distilled": distilled and distilled.as_json()}
     write_text(paths[1], json.dumps(_plain(measured), indent=1))
     return paths
 
 
-def _page(report: Report, fixes: Sequence[Fix], pictures: Figure | None, server: ServerResult | None) -> str:
+def write_distilled(distilled: Distilled, title: str, folder: Path) -> list[Path]:
+    """Write ``report.html`` and ``report.json`` of base and distilled model alone; return their paths."""
+    paths = [folder / "report.html", folder / "report.json"]
+    folder.mkdir(parents=True, exist_ok=True)
+    values = {"title": title, "headline": distilled.sentence(), "alarm": distilled.equal != 1.0, "words": {}}
+    page = _template().render(values | {"report": None, "tables": {}, "distilled": _distilled_values(distilled)})
+    write_text(paths[0], page)
+    write_text(paths[1], json.dumps(_plain({"title": title, "distilled": distilled.as_json()}), indent=1))
+    return paths
+
+
+def _page(
+    report: Report,
+    fixes: Sequence[Fix],
+    pictures: Figure | None,
+    server: ServerResult | None,
+    distilled: Distilled | None,
+) -> str:
     full = report.full
     named = {"deployment": full}
     named |= {f"{each.cause} alone": each.alone for each in report.attributions if len(report.attributions) > 1}
@@ -176,10 +208,11 @@ def _page(report: Report, fixes: Sequence[Fix], pictures: Figure | None, server:
         "tried": _table(_TRIED_COLUMNS, report.tried, "times"),
         "tensors": _table(_TENSOR_COLUMNS, tensors, "error", lambda row: bool(row.fault)),
     }
-    source = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True).from_string(source)
-    return template.render(
+    return _template().render(
         report=report,
+        title=report.title,
+        alarm=report.verdict.alarm,
+        distilled=distilled and _distilled_values(distilled),
         verdict=report.verdict,
         headline=report.verdict.lines(full)[0],
         words=_verdict(report, server),
@@ -193,8 +226,24 @@ def _page(report: Report, fixes: Sequence[Fix], pictures: Figure | None, server:
         titles=CAUSES,
         remedies=REMEDIES,
         sentence=_sentence,
-        data_uri=as_data_uri,
     )
+
+
+def _template() -> Template:
+    source = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.globals["data_uri"] = as_data_uri
+    return environment.from_string(source)
+
+
+def _distilled_values(distilled: Distilled) -> dict[str, Any]:
+    """Return what the page says of a distilled model."""
+    return {
+        "sentence": distilled.sentence(),
+        "pictures": image_rows(distilled.images) if distilled.images else None,
+        "strengths": _table(_DISTILLED_COLUMNS, distilled.rows),
+        "levels": _table(_LEVEL_COLUMNS, [*distilled.by_sigma.items()]),
+    }
 
 
 def _verdict(report: Report, server: ServerResult | None) -> dict[str, list[str]]:
@@ -485,6 +534,20 @@ def picture_rows(reference: Outcome, others: Mapping[str, Outcome], eval_set: Ev
         axis.set_title(title, loc="left", fontsize=10)
     label = "difference, mean over red, green and blue, in 8-bit steps (255: black for white)"
     figure.colorbar(drawn, ax=axes[0], location="top", aspect=60, extend="max", label=label)
+    return figure
+
+
+def image_rows(images: Mapping[str, Sequence[Tensor]]) -> Figure:
+    """Return pictures side by side, a column a title, a row a sample."""
+    count = min(_IMAGES_SHOWN, *map(len, images.values()))
+    ratios = [next(iter(images.values()))[n].shape[1] / next(iter(images.values()))[n].shape[2] for n in range(count)]
+    figure = Figure(figsize=(2.2 * len(images), 0.4 + 2.2 * sum(ratios)), layout="compressed")
+    axes = figure.subplots(count, len(images), squeeze=False, height_ratios=ratios)
+    for column, (title, pictures) in zip(axes.T, images.items(), strict=True):
+        column[0].set_title(title, loc="left", fontsize=10)
+        for axis, picture in zip(column, pictures, strict=False):
+            axis.imshow(_pixels(picture))
+            axis.set(xticks=[], yticks=[])
     return figure
 
 

@@ -61,6 +61,7 @@ class Family:
         timestep_sampling: how training draws sigmas where the scheduler's shift follows the size.
         guidance_input: whether the transformer takes a guidance scale.
         sample_guidance: default of images sampled with the guidance input.
+        distilled_steps: that its distilled model is published to be sampled with.
         masks_padding: whether texts of different lengths in a batch are padded, and their padding masked.
         repeated_blocks: class names of the blocks, for regional compilation and sharding.
         behind_blocks: names of what follows the blocks, for pipelines; none if it cannot be cut.
@@ -82,6 +83,7 @@ class Family:
     timestep_sampling = "flux_shift"
     guidance_input = False
     sample_guidance = 1.0  # unused without the input
+    distilled_steps = 4  # FLUX.1-schnell, FLUX.2 klein
     masks_padding = False
     repeated_blocks: tuple[str, ...]
     behind_blocks: tuple[str, ...] = ()

@@ -35,6 +35,7 @@ class ZImageFamily(Family):
     depths = ("n_layers",)
     image_encoder = FluxImageEncoder
     published_scheduler = {"shift": 3.0}  # Turbo's  # noqa: RUF012
+    distilled_steps = 8  # Turbo's card: num_inference_steps=9, whose last step is from 0 to 0
     masks_padding = True
     repeated_blocks = ("ZImageTransformerBlock",)  # not cut into stages: microbatches' captions differ in length
     optimise_forward = staticmethod(z_image_model.optimise_forward)

@@ -1,0 +1,172 @@
+"""Make a few-step student of the tiny FLUX, as FLUX.1-schnell and Z-Image-Turbo are of their bases.
+
+    python dev/distil_tiny_flux.py                # assets/tiny-flux-turbo.safetensors: a quarter of an hour on one core
+    python dev/distil_tiny_flux.py --merge_only   # from that file, the whole model: output/tiny-flux-turbo
+    python dev/distil_tiny_flux.py --measure      # is it one? its images beside the teacher's
+
+The student takes STEPS large steps of the schedule, the teacher STEPS * FINER small ones between the same noise levels.
+In each large step the student learns the one velocity that leads from where the teacher entered it to where the teacher
+left it: the target of progressive distillation (Salimans & Ho 2022, arXiv 2202.00512, section 3) with all halvings at
+once, each window of noise levels being made straight (PeRFlow: Yan et al. 2024, arXiv 2405.07510). No image is needed:
+the teacher's own paths from random noise are the data. As published "Lightning" and "Hyper" LoRAs are, the student is
+the base and a low-rank difference, which is what is tracked; merged into the base it is a model like any other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from dev.tiny_models.latent_pool import Captions, tokenize
+from dev.tiny_models.scenes import random_scene
+from dev.tiny_models.training import forward_context
+from dev.tiny_models.transformer import LATENT_CHANNELS, TIME_SHIFT, TextToImage, load_pipeline
+from library.models.flux.files import FLUX_TARGETS
+from library.training.flow import shift_sigmas
+from networks.files.adapters import load_lora
+from networks.injection import attach_lora, inject_adapter
+from networks.merging.merge import LoraSource, merge_loras
+from networks.network import AdapterNetwork
+from networks.options import NetworkOptions
+
+ROOT = Path(__file__).resolve().parents[1]
+MODEL, DIFFERENCE = ROOT / "assets/tiny-flux", ROOT / "assets/tiny-flux-turbo.safetensors"
+MERGED = ROOT / "output/tiny-flux-turbo"
+STEPS, FINER = 4, 5  # large steps, and the teacher's small ones in each
+GUIDANCE = 3.5  # of the teacher; the student is given it, too
+RANK, SIDE, BATCH = 32, 16, 32  # SIDE: of the latents
+
+
+def sigmas_of(steps: int) -> list[float]:
+    """Return the noise levels of a run, from 1 to 0: those of steps * n hold those of steps."""
+    return [*shift_sigmas(torch.linspace(1, 1 / steps, steps), TIME_SHIFT).tolist(), 0.0]
+
+
+def velocity(model: TextToImage, latents: Tensor, sigmas: Tensor, captions: Captions) -> Tensor:
+    """Return the velocity [B, 16, h, w] in fp32."""
+    with forward_context():
+        return model(latents, sigmas, captions, torch.full_like(sigmas, GUIDANCE)).float()
+
+
+@torch.no_grad()
+def path(model: TextToImage, latents: Tensor, captions: Captions, sigmas: Sequence[float]) -> list[Tensor]:
+    """Return the latents at each of ``sigmas``, by Euler's method from ``latents`` at the first."""
+    found = [latents]
+    for now, following in itertools.pairwise(sigmas):
+        level = torch.full((len(latents),), now)
+        found.append(found[-1] + (following - now) * velocity(model, found[-1], level, captions))
+    return found
+
+
+def draw(count: int, seed: int) -> tuple[Tensor, Captions]:
+    """Return noise [N, 16, h, w] and captions of the domain."""
+    rng = np.random.default_rng(seed)
+    captions = tokenize([random_scene(rng, 32, 32).caption for _ in range(count)])
+    return torch.randn(count, LATENT_CHANNELS, SIDE, SIDE, generator=torch.Generator().manual_seed(seed)), captions
+
+
+def load() -> TextToImage:
+    """Return the base's three trained parts, without gradients."""
+    parts = load_pipeline(MODEL)
+    return TextToImage(parts.transformer, parts.text_encoder_2, parts.text_encoder).eval().requires_grad_(False)
+
+
+def distil(paths: int, steps: int, rate: float, seed: int) -> AdapterNetwork:
+    """Train the student's difference on ``paths`` of the teacher, for ``steps`` of ``BATCH`` windows."""
+    model, fine = load(), sigmas_of(STEPS * FINER)
+    noise, captions = draw(paths, seed)
+    begun = time.monotonic()
+    pool: list[Tensor] = []  # [STEPS + 1, B, 16, h, w] each
+    for rows in torch.arange(paths).split(64):
+        pool.append(torch.stack(path(model, noise[rows], captions[rows], fine)[::FINER]))
+        print(f"{len(pool) * 64} paths, {time.monotonic() - begun:.0f} s", flush=True)
+    states = torch.cat(pool, dim=1)
+    levels = torch.tensor(fine[::FINER])
+    network = inject_adapter(model.transformer, NetworkOptions(dim=RANK, alpha=RANK), FLUX_TARGETS, seed)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
+    average = [parameter.detach().clone() for parameter in network.parameters()]
+    draws = torch.Generator().manual_seed(seed)
+    smooth = 0.0
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(1.0, (step + 1) / 30) * (0.02 + 0.98 * (1 + math.cos(math.pi * step / steps)) / 2)
+        rows = torch.randint(paths, (BATCH,), generator=draws)
+        windows = torch.arange(BATCH) % STEPS
+        now, following = levels[windows], levels[windows + 1]
+        start, end = states[windows, rows], states[windows + 1, rows]
+        target = (end - start) / (following - now).view(-1, 1, 1, 1)
+        loss = (velocity(model, start, now, captions[rows]) - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        for kept, parameter in zip(average, network.parameters(), strict=True):
+            kept.lerp_(parameter.detach(), 1 - min(0.99, (1 + step) / (10 + step)))
+        smooth = loss.item() if step == 0 else 0.95 * smooth + 0.05 * loss.item()
+        if step % 50 == 49:
+            print(f"step {step + 1}: loss {smooth:.4f}, {time.monotonic() - begun:.0f} s", flush=True)
+    with torch.no_grad():
+        for kept, parameter in zip(average, network.parameters(), strict=True):
+            parameter.copy_(kept)
+    return network
+
+
+def measure(difference: Path, count: int, seed: int = 2026) -> dict[str, tuple[float, float]]:
+    """Return run -> its relative error of latents and images against the teacher's ``STEPS * FINER`` steps."""
+    model, vae = load(), load_pipeline(MODEL).vae
+    noise, captions = draw(count, seed)
+
+    def finished(steps: int) -> tuple[Tensor, Tensor]:
+        latents = torch.cat(
+            [path(model, noise[rows], captions[rows], sigmas_of(steps))[-1] for rows in torch.arange(count).split(32)]
+        )
+        with torch.no_grad():
+            return latents, vae.decode(latents / vae.config.scaling_factor + vae.config.shift_factor).sample
+
+    wanted = finished(STEPS * FINER)
+    found = {f"base, {steps} steps": finished(steps) for steps in (STEPS, 2 * STEPS, 3 * STEPS)}
+    attach_lora(model.transformer, load_lora(difference, FLUX_TARGETS).weights, FLUX_TARGETS, str(difference))
+    found[f"student, {STEPS} steps"] = finished(STEPS)
+    return {
+        name: tuple(float((each - goal).norm() / goal.norm()) for each, goal in zip(pair, wanted, strict=True))
+        for name, pair in found.items()
+    }
+
+
+def main() -> None:
+    """Distil, merge, measure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--paths", type=int, default=1024, help="of the teacher (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=500, help="of training (default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=2e-3, help="learning rate (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--difference", type=Path, default=DIFFERENCE, help="the tracked file")
+    parser.add_argument("--out", type=Path, default=MERGED, help="the whole model, in diffusers' layout")
+    parser.add_argument("--merge_only", action="store_true", help="no training: merge the tracked difference")
+    parser.add_argument("--measure", type=int, nargs="?", const=64, default=0, metavar="N", help="images to compare")
+    options = parser.parse_args()
+    if not options.merge_only and not options.measure:
+        network = distil(options.paths, options.steps, options.rate, options.seed)
+        network.save(options.difference, "diffusers", "fp16", {"tandem.distilled_steps": str(STEPS)})
+        print(f"{options.difference}: {options.difference.stat().st_size / 2**20:.2f} MiB")
+    if not options.measure:
+        shutil.rmtree(options.out, ignore_errors=True)
+        merge_loras(MODEL, [LoraSource(options.difference, 1.0)], options.out, FLUX_TARGETS)
+        print(options.out)
+    for name, (latents, image) in measure(options.difference, options.measure or 64).items():
+        print(f"{name:<20} latents {latents:.1%}, image {image:.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""A LoRA of a base on the base's distilled model: is it weaker there, by how much, at which strength is it equal?
+
+LoRAs are trained on Z-Image, FLUX.2 klein base, FLUX.1-dev and served on Z-Image-Turbo, klein, schnell: few steps, no
+guidance. The weights differ on purpose, so what is compared are not the two models' outputs but what the LoRA does to
+each: its *effect*, the velocity with it less the velocity without, at the same noisy images, captions and noise levels,
+which are those of the distilled schedule.
+
+    size       rms of the effect on the distilled model over that on the base
+    direction  cosine of the two: 1 is the same change; at 0 no strength makes the one of the other
+
+The strength at which the size is 1 is searched for among strengths that are run, between two that lie below and above.
+The velocities decide, since both models are given the same there; finished pictures (the same noise, each model on its
+own schedule, as it is used) are told of beside them. Their differences also hold what a picture chose to be: another
+composition is a large effect at any strength.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from library.console import Console
+from library.errors import UserError, counted
+from library.fidelity.runs import EvalSet, Outcome, run_variant
+from library.fidelity.serving import REFERENCE, Models, Variant
+from networks.injection import attach_lora
+
+EQUAL = 0.02  # of the size: nobody sees less
+MOST = 4.0  # strength that a LoRA is tried at
+_RUNS = 8
+_SAME, _ANOTHER = 0.9, 0.5  # cosines: of one direction; below the second the best scaling leaves 87 % of the effect off
+
+
+@dataclass(frozen=True)
+class StrengthRow:
+    """What the LoRA does at a strength on the distilled model, beside what it does at 1 on the base.
+
+    ``image`` is the size of the change in finished pictures; NaN where none were sampled.
+    """
+
+    strength: float
+    size: float
+    direction: float
+    image: float = math.nan
+
+
+@dataclass(frozen=True)
+class Distilled:
+    """The comparison.
+
+    Attributes:
+        name: of the distilled model, for people. steps: of its schedule.
+        share: rms of the effect on the base over the velocity's.
+        rows: by strength, those that were run.
+        by_sigma: noise level -> size and direction at strength 1.
+        equal: the strength of equal size; None where there is none up to ``MOST``.
+        images: title -> finished pictures [3, H, W], for the page; empty where none were sampled.
+    """
+
+    name: str
+    steps: int
+    share: float
+    rows: tuple[StrengthRow, ...]
+    by_sigma: Mapping[float, tuple[float, float]]
+    equal: float | None
+    images: Mapping[str, Sequence[Tensor]]
+
+    def at(self, strength: float) -> StrengthRow:
+        """Return the row of a strength that was run."""
+        return next(row for row in self.rows if row.strength == strength)
+
+    def sentence(self) -> str:
+        """Return the verdict."""
+        one = self.at(1.0)
+        where = f"on {self.name} ({counted(self.steps, 'step')})"
+        if not self.share:
+            return (
+                f"The LoRA changes nothing on the base, so there is nothing to compare {where}; is it another model's?"
+            )
+        if one.direction < _ANOTHER:
+            return (
+                f"The LoRA does something else {where} than on the base (cosine {one.direction:.2f}, size "
+                f"{one.size:.2f}): no strength mends that; train it on, with the base as the teacher of its effect "
+                "(distill_from, distill_effect)."
+            )
+        way = "in the same direction" if one.direction >= _SAME else "roughly in the same direction"
+        way += f" (cosine {one.direction:.2f})"
+        if self.equal == 1.0:
+            return f"The LoRA is as strong {where} as on the base ({one.size:.2f} of its effect), {way}."
+        kind = "weaker" if one.size < 1 else "stronger"
+        text = f"The LoRA is {kind} {where}: {one.size:.2f} of its effect on the base, {way}"
+        if self.equal is None:
+            largest = max(self.rows, key=lambda row: row.strength)
+            return f"{text}; at strength {largest.strength:.2g} it still has {largest.size:.2f}. Train it on there."
+        return f"{text}; at strength {self.equal:.2f} it is as strong."
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what ``report.json`` holds."""
+        said = {key: getattr(self, key) for key in ("name", "steps", "share", "equal")}
+        by_sigma = {f"{sigma:.4g}": {"size": s, "direction": d} for sigma, (s, d) in self.by_sigma.items()}
+        rows = [asdict(row) for row in self.rows]
+        return said | {"verdict": self.sentence(), "strengths": rows, "by_sigma": by_sigma}
+
+
+def compare_distilled(models: Models, eval_set: EvalSet, steps: int | None, console: Console) -> Distilled:
+    """Return what the LoRAs of ``models`` do on its deployed model, the distilled one, beside what they do on its base.
+
+    Args:
+        models: the base, the LoRAs, and the distilled model as what is deployed.
+        eval_set: images, captions, noise, and the steps of the base's sampling runs (0: no pictures).
+        steps: of the distilled schedule; None for the family's own number.
+        console: for progress.
+
+    Raises:
+        UserError: there is no LoRA, or the distilled model is no file or folder of this family.
+    """
+    name, steps = models.deployed.name, steps or models.family.distilled_steps
+    if models.deployed.path is None:
+        raise UserError(f"--distilled {name}: is a format and no model; give the distilled model's folder or file")
+    if not models.transformer_lora:
+        raise UserError("--distilled: what is compared is the LoRA's effect on the transformer; give --lora")
+    latents = eval_set.batches[0].latents
+    tokens = latents.shape[-2] * latents.shape[-1] // models.family.patch_size**2
+    sigmas = models.deployed_family.sampling_sigmas(steps, tokens)[:-1]
+    eval_set = replace(eval_set, sigmas=sigmas)
+    served = Variant(weights=True, shift="deployed", steps=steps)
+    base = _Runs(models, models.base(deployed=False), REFERENCE, eval_set, console, "base")
+    without, wanted = base(0.0), base(1.0)
+    del base
+    turbo = models.deployed.load(models.deployed_family, models.dtype, models.device).module
+    run = _Runs(models, turbo, served, eval_set, console, name)
+    plain = run(0.0)
+    effect = _velocity_effect(wanted, without)
+    outcomes: dict[float, Outcome] = {}
+    rows: dict[float, StrengthRow] = {}
+
+    def size(strength: float) -> float:
+        outcomes[strength] = found = run(strength)
+        ratio, cosine = _beside(_velocity_effect(found, plain), effect)
+        images = [_images_effect(*pair) for pair in ((found, plain), (wanted, without))]
+        image = _beside(*images)[0] if found.images else math.nan
+        rows[strength] = StrengthRow(strength, ratio, cosine, image)
+        return ratio
+
+    first = size(1.0)
+    scaling_helps = bool(first) and rows[1.0].direction >= _ANOTHER
+    equal = equal_strength(size, first) if scaling_helps else None
+    by_sigma = {
+        sigma: _beside(
+            _differences(outcomes[1.0].velocities[sigma], plain.velocities[sigma]),
+            _differences(wanted.velocities[sigma], without.velocities[sigma]),
+        )
+        for sigma in sigmas
+    }
+    shown = {"base": without, "base + LoRA": wanted, "distilled": plain, "distilled + LoRA": outcomes[1.0]}
+    if equal is not None and equal != 1.0:
+        shown[f"the LoRA at {equal:.2f}"] = outcomes[equal]
+    share = _norm(effect) / _norm([each for sigma in sigmas for each in without.velocities[sigma]])
+    images = {title: outcome.images for title, outcome in shown.items() if outcome.images}
+    ordered = tuple(rows[strength] for strength in sorted(rows))
+    return Distilled(name, steps, share, ordered, by_sigma, equal, images)
+
+
+def equal_strength(size: Callable[[float], float], first: float) -> float | None:
+    """Return a strength that was run and at which the effect has size 1, within ``EQUAL``; None up to ``MOST``.
+
+    Args:
+        size: runs a strength and returns the size there.
+        first: the size at 1.
+    """
+    strength, found = 1.0, first
+    low, high = (0.0, 0.0), None  # strengths and sizes below and above
+    for _ in range(_RUNS):
+        if abs(found - 1) <= EQUAL:
+            return strength
+        if found < 1:
+            low = (strength, found)
+        else:
+            high = (strength, found)
+        if high is None and strength == MOST:
+            return None
+        if high is None:  # in proportion, but not timidly: it has to end above
+            strength = min(MOST, max(strength / found if found else MOST, 1.1 * strength))
+        else:
+            strength = low[0] + (high[0] - low[0]) * (1 - low[1]) / (high[1] - low[1])
+        found = size(strength)
+    return None
+
+
+class _Runs:
+    """Runs one of the two models with the LoRA at any strength."""
+
+    def __init__(
+        self, models: Models, network: Any, variant: Variant, eval_set: EvalSet, console: Console, title: str
+    ) -> None:
+        self.lora = attach_lora(network.eval(), models.transformer_lora, models.targets, "the LoRAs")
+        self.models, self.network, self.variant = models, network, variant
+        self.eval_set, self.console, self.title = eval_set, console, title
+
+    def __call__(self, strength: float) -> Outcome:
+        """Return velocities and pictures; at 0 of the model alone, captions encoded without the LoRA, too."""
+        self.lora.set_multiplier(strength)
+        variant = replace(self.variant, strength=strength)
+        title = f"{self.title}, LoRA at {strength:.2f}" if strength else f"{self.title} alone"
+        return run_variant(self.models, variant, self.eval_set, self.console, title, self.network)
+
+
+def _differences(one: Sequence[Tensor], other: Sequence[Tensor]) -> list[Tensor]:
+    return [a.double() - b.double() for a, b in zip(one, other, strict=True)]
+
+
+def _velocity_effect(one: Outcome, other: Outcome) -> list[Tensor]:
+    return [each for sigma in one.velocities for each in _differences(one.velocities[sigma], other.velocities[sigma])]
+
+
+def _images_effect(one: Outcome, other: Outcome) -> list[Tensor]:
+    return _differences([each.clamp(-1, 1) for each in one.images], [each.clamp(-1, 1) for each in other.images])
+
+
+def _norm(tensors: Sequence[Tensor]) -> float:
+    return math.sqrt(sum(float(each.double().square().sum()) for each in tensors))
+
+
+def _beside(own: Sequence[Tensor], wanted: Sequence[Tensor]) -> tuple[float, float]:
+    """Return size and direction of ``own`` beside ``wanted``; NaN and 0 where there is nothing wanted."""
+    sizes = _norm(own), _norm(wanted)
+    product = sum(float((a * b).sum()) for a, b in zip(own, wanted, strict=True))
+    size = sizes[0] / sizes[1] if sizes[1] else math.nan
+    return size, product / (sizes[0] * sizes[1]) if all(sizes) else 0.0
