@@ -3,7 +3,7 @@
 The published width, few blocks (FLUX: 1 double and 2 single; Qwen-Image: 2), rank 16 on every layer that is trained by
 default, LoRA weights in fp32, 512 image and 128 text tokens, AdamW. ``bf16``: base in bf16 under autocast; ``fp32``:
 all in fp32; ``fp8``: autocast on a base in fp8, Tandem's ``fp8_scaled`` in runs of 64, and beside it the kohya
-trainers' way, a plain cast that autocast undoes for each product (``bench/fp8_step.py`` has the other granularities).
+trainers' way, a plain cast that autocast undoes for each product (``bench/quantized_step.py`` has the other formats).
 How time and memory are taken: ``bench/measure.py``.
 
     python bench/train_step.py [--json PATH] [--families flux,qwen_image] [--widths 1536,3072] [--dtypes bf16,fp32,fp8]
@@ -46,6 +46,7 @@ from bench.families import (
 from bench.measure import Case, Table, benchmark_parser, finish, measure
 from library.errors import UserError, exit_on_user_error
 from library.models.registry import family_class
+from library.precision.files.registry import scheme_named
 from library.precision.linear import make_cpu_kernels
 from library.precision.recipe import Recipe, quantize_model
 
@@ -59,22 +60,21 @@ def build_step(
 
     Args:
         trainer: tandem, peft, or the path of an adapter file.
-        dtype: of ``DTYPES``; for Tandem also "fp8 row" and the other granularities, "fp8" is "fp8 block64".
+        dtype: of ``DTYPES``; for Tandem also the name of a scheme, and "fp8" is "block64".
     """
-    name, _, granularity = dtype.partition(" ")
-    inputs, autocast = example_inputs(family_name, sizes, torch.device("cpu")), name != "fp32"
+    inputs, autocast = example_inputs(family_name, sizes, torch.device("cpu")), dtype != "fp32"
     if trainer not in ("tandem", "peft"):
         adapter = _load_adapter(Path(trainer))
-        return LoraStep(*adapter.build(sizes, DTYPES[name], rank), inputs, autocast, adapter.forward)
+        return LoraStep(*adapter.build(sizes, DTYPES[dtype], rank), inputs, autocast, adapter.forward)
     transformer = build_transformer(family_name, sizes, torch.bfloat16 if autocast else torch.float32)
     if trainer == "tandem":
         family_class(family_name).optimise_forward(transformer)
-        if name == "fp8":  # as training on a CPU does, computing in bf16
-            quantize_model(transformer, Recipe(granularity or "block64"))  # type: ignore[arg-type]
+        if dtype not in ("bf16", "fp32"):  # as training on a CPU does, computing in bf16
+            quantize_model(transformer, Recipe(scheme_named("block64" if dtype == "fp8" else dtype)))
             make_cpu_kernels(transformer, torch.bfloat16)
         trained = tandem_network(family_name, transformer, rank).parameters()
     else:
-        trained = peft_lora(family_name, transformer, rank, fp8_cast=name == "fp8")
+        trained = peft_lora(family_name, transformer, rank, fp8_cast=dtype == "fp8")
     if checkpointing:
         transformer.enable_gradient_checkpointing()
     return LoraStep(transformer, trained, inputs, autocast)

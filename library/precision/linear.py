@@ -31,6 +31,7 @@ cast of one without the other would be a wrong weight.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -43,6 +44,7 @@ from library.precision.files.base import QuantizedWeight
 Compute = Literal["auto", "dequant", "quantised"]
 
 _CPU_CHUNK = 1 << 21  # 4 MiB in bf16; with AMX smaller ones take 20 % longer, on Zen 5 all up to this cost the same
+_CPU_TOKENS = 256  # rotated at a time at least; a weight is dequantised for each
 _GPU_CHUNK = 1 << 27  # 256 MiB in bf16, larger than any weight of FLUX or Qwen-Image
 _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -261,38 +263,44 @@ def _with_tensors(outline: QuantizedWeight, tensors: tuple[Tensor, ...]) -> Quan
 def _product_by_rows(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     out_features, in_features = weight.shape
     step = _step(x.device, out_features, in_features)
-    x = weight.rotate(x)
     if torch.compiler.is_compiling() or step >= out_features:
-        return torch.nn.functional.linear(x, weight.operand(x.dtype), bias)
+        return torch.nn.functional.linear(weight.rotate(x), weight.operand(x.dtype), bias)
     out = x.new_empty(x.shape[0], out_features)
-    for start in range(0, out_features, step):
-        rows = slice(start, start + step)
-        part = weight.part(rows).operand(x.dtype).t()
-        if bias is None:
-            torch.mm(x, part, out=out[:, rows])
-        else:
-            torch.addmm(bias[rows], x, part, out=out[:, rows])
+    tokens = max(_CPU_TOKENS, x.shape[0] // 4) if weight.rotates and x.device.type == "cpu" else x.shape[0]
+    for first in range(0, x.shape[0], tokens):
+        turned, own = weight.rotate(x[first : first + tokens]), out[first : first + tokens]
+        for start in range(0, out_features, step):
+            rows = slice(start, start + step)
+            part = weight.part(rows).operand(x.dtype).t()
+            if bias is None:
+                torch.mm(turned, part, out=own[:, rows])
+            else:
+                torch.addmm(bias[rows], turned, part, out=own[:, rows])
     return out
 
 
 def _gradient_by_columns(gradient: Tensor, weight: QuantizedWeight) -> Tensor:
     out_features, in_features = weight.shape
-    block = weight.column_block
-    step = max(1, _step(gradient.device, in_features, out_features) // block) * block
+    step = _step(gradient.device, in_features, out_features, weight.column_block)
     if torch.compiler.is_compiling() or step >= in_features:
         return weight.rotate_back(gradient @ weight.operand(gradient.dtype))
     dx = gradient.new_empty(gradient.shape[0], in_features)
     for start in range(0, in_features, step):
         columns = slice(start, min(start + step, in_features))
-        torch.mm(gradient, weight.part(columns=columns).operand(gradient.dtype), out=dx[:, columns])
-    return weight.rotate_back(dx)
+        part, own = weight.part(columns=columns), dx[:, columns]
+        torch.mm(gradient, part.operand(gradient.dtype), out=own)
+        if part.rotates:
+            own.copy_(part.rotate_back(own))
+    return dx
 
 
-def _step(device: torch.device, side: int, other_side: int) -> int:
+def _step(device: torch.device, side: int, other_side: int, block: int = 1) -> int:
     """Return into chunks of how many rows (columns) a side is cut: a multiple of 64 that divides it, if there is one.
 
-    Equal chunks need one matrix product kernel instead of two; oneDNN keeps every kernel it has made.
+    Equal chunks need one matrix product kernel instead of two; oneDNN keeps every kernel it has made. They are whole
+    numbers of ``block``.
     """
     chunk = _CPU_CHUNK if device.type == "cpu" else _GPU_CHUNK
-    most = max(64, chunk // max(1, other_side) // 64 * 64)
-    return next((step for step in range(most, most // 2, -64) if side % step == 0), most)
+    unit = math.lcm(64, block)
+    most = max(unit, chunk // max(1, other_side) // unit * unit)
+    return next((step for step in range(most, most // 2, -unit) if side % step == 0), most)

@@ -93,6 +93,11 @@ class QuantizedWeight(ABC):
         """
         return self.dequantize(dtype)
 
+    @property
+    def rotates(self) -> bool:
+        """Whether :meth:`rotate` changes anything."""
+        return False
+
     def rotate(self, x: Tensor) -> Tensor:
         """Return inputs [..., in] as :meth:`operand` wants them, in their own dtype."""
         return x
