@@ -20,11 +20,13 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from library.errors import UserError, printable
 from library.models.registry import all_modules
+from library.precision.checkpoint import quantized_file
+from library.precision.files.base import FileTensors
 from library.safetensors_io import TensorEntry, read_entries, weight_files
 
 
@@ -81,7 +83,7 @@ _EMBEDDING = re.compile(
 # Leaves that belong to a quantisation: ComfyUI's and musubi-tuner's scales and markers, bitsandbytes' codes.
 _BOOKKEEPING = re.compile(
     r"(.*\.)?(scale_weight|weight_scale|weight_scale_2|scale_input|input_scale|scaled_fp8|comfy_quant|SCB)"
-    r"|.*\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..*)"
+    r"|(.*\.weight\.)?(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..*)"
 )
 
 
@@ -168,12 +170,12 @@ def weight_sets(path: Path) -> list[WeightSet]:
         return [_read((part.name, files)) for part in parts for _, files in _sets_in(part)]
     if found := _sets_in(path):
         return [_read(one) for one in found]
-    raise UserError(f"{path}: no .safetensors weights in this folder; give a model's folder or file")
+    raise UserError(f"{path}: no .safetensors or .gguf weights in this folder; give a model's folder or file")
 
 
 def _sets_in(folder: Path) -> list[tuple[str, list[Path]]]:
     """Return (name, files) of the models in one folder: shards together, files without an index one by one."""
-    files = sorted(folder.glob("*.safetensors"))
+    files = sorted(file for ending in ("safetensors", "gguf") for file in folder.glob(f"*.{ending}"))
     if any(folder.glob("*.safetensors.index.json")):
         return [("", weight_files(folder))]
     return [(file.name if len(files) > 1 else "", [file]) for file in files]
@@ -190,7 +192,21 @@ def _read(named: tuple[str, Sequence[Path]]) -> WeightSet:
         missing = max((each.offset + each.bytes for each in entries.values()), default=0) - file.stat().st_size
         if missing > 0:
             notes.append(f"{file}: {missing:,} bytes are missing at its end; download it again")
+    if not notes:
+        tensors = _unpacked(files[0], tensors, metadata)
     return WeightSet(name, tuple(files), sum(f.stat().st_size for f in files), tensors, metadata, tuple(notes))
+
+
+def _unpacked(path: Path, tensors: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> dict[str, TensorEntry]:
+    """Return ``tensors`` with weights that are packed several numbers a byte as the matrices that they are."""
+    try:
+        found = quantized_file(FileTensors(path, tensors, metadata))
+    except UserError:  # a quantisation that is not read is still shown
+        found = None
+    packed = {name: one for name, one in (found.weights if found else {}).items() if one.shape != tensors[name].shape}
+    return dict(tensors) | {
+        name: replace(tensors[name], shape=one.shape, dtype=one.scheme.name) for name, one in packed.items()
+    }
 
 
 def components(weights: WeightSet) -> list[Component]:

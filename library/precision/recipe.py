@@ -30,7 +30,7 @@ from torch import Tensor, nn
 
 from library.errors import UserError, did_you_mean
 from library.precision.fake_quantize import ActivationRounding, fake_quantize_inputs
-from library.precision.files.base import QuantizedWeight, Scheme
+from library.precision.files.base import QuantizedWeight, ReadOnlyScheme, Scheme
 from library.precision.files.fp8 import Fp8Scheme, Fp8Weight
 from library.precision.fp8_numbers import FP8_DTYPES
 from library.precision.linear import Compute, QuantizedLinear, QuantizedLinearOfHiddenDtype
@@ -248,5 +248,7 @@ def quantize_model(
 
 def _changed(value: Tensor | QuantizedWeight, change: Callable[[Tensor], Tensor]) -> Tensor | QuantizedWeight:
     if isinstance(value, QuantizedWeight):
+        if isinstance(value.scheme, ReadOnlyScheme):  # served with a LoRA added at run time, which rounds nothing
+            return change(value.dequantize(torch.float32))
         return value.scheme.quantize(change(value.dequantize(torch.float32)), before=value.steps())
     return change(value.float()).to(value.dtype)

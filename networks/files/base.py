@@ -26,6 +26,7 @@ from library.files import read_json, rename, write_text
 from library.models.layer_names import KeyNames, LoraTargets
 from library.models.registry import lora_namings
 from library.precision.checkpoint import WeightFiles
+from library.precision.files.base import ReadOnlyScheme
 from library.safetensors_io import DTYPES, RowRange, TensorSpecs, tensor_bytes, weight_files
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -84,10 +85,9 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _open(path: Path, files: list[Path], fp8: bool) -> WeightFiles:
     weights = WeightFiles(path, files)
+    quantized = weights.quantized.weights if weights.quantized else {}
     for name, entry in weights.entries.items():
-        if entry.dtype not in DTYPES or (
-            weights.quantized is not None and name in weights.quantized.weights and not fp8
-        ):
+        if not fp8 if name in quantized else entry.dtype not in DTYPES:
             raise UserError(f"{entry.file}: {name} is stored as {entry.dtype}; merge into the bf16 or fp16 file")
     return weights
 
@@ -103,7 +103,10 @@ def _saved_bytes(base: Base, dtype: torch.dtype | None) -> int:
 
 
 def check_target(base: Base, save_to: Path, dtype: torch.dtype | None) -> None:
-    """Refuse a target of the wrong kind, one that would overwrite something, or one without room for ``dtype``."""
+    """Refuse a base whose format is not written, a target of the wrong kind, one that is there, or lacks the room."""
+    for stored in base.weights.quantized.weights.values() if base.weights.quantized else ():
+        if isinstance(stored.scheme, ReadOnlyScheme):
+            raise UserError(f"{base.path}: {stored.scheme.refusal}")
     needed = _saved_bytes(base, dtype)
     if base.folder is None:
         if save_to.suffix != ".safetensors":
@@ -239,9 +242,9 @@ def _modules(weights: WeightFiles, keys: KeyNames, model_name: str) -> dict[str,
         prefix = next(p for p in _PREFIXES if key.startswith(p))
         name = key.removeprefix(prefix).removesuffix(".weight")
         place = keys.find(name) or keys.find(_LEFT_OUT + name)
-        if not key.endswith(".weight") or place is None or len(entry.shape) != 2:
+        if not key.endswith(".weight") or place is None or len(weights.shape(key)) != 2:
             continue
-        height, width = entry.shape
+        height, width = weights.shape(key)
         if place.part is not None:
             rows, columns = (width, height) if place.row.transposed else (height, width)
             module = BaseModule(key, slice(0, rows), columns, transposed=place.row.transposed)

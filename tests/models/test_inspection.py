@@ -257,7 +257,7 @@ def test_a_file_that_ends_early_is_remarked_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("model.ckpt", b"x", "model.ckpt: weights are read from .safetensors files only"),
+        ("model.ckpt", b"x", "model.ckpt: weights are read from .safetensors and .gguf files"),
         ("model.safetensors", b"x", "model.safetensors: not a safetensors file"),
         (None, b"", "nothing: no such file or folder; check the path"),
     ],
@@ -270,7 +270,7 @@ def test_what_is_no_model_is_refused(name: str | None, content: bytes, message: 
 
 
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no .safetensors weights in this folder; give a model's folder or file"):
+    with pytest.raises(UserError, match="no .safetensors or .gguf weights in this folder; give"):
         weight_sets(tmp_path)
 
 

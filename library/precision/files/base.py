@@ -253,10 +253,15 @@ class ReadOnlyScheme(Scheme):
         """Return the format's name."""
         return self.name
 
-    def _refusal(self, *_: object, **__: object) -> Any:
-        raise UserError(f"{self.name} {self.reason}")
+    @property
+    def refusal(self) -> str:
+        """That it is not written, and why."""
+        return f"{self.name} {self.reason}"
 
-    groups = steps = nearest = stochastic = pack = quantize = store = _refusal
+    def _refuse(self, *_: object, **__: object) -> Any:
+        raise UserError(self.refusal)
+
+    groups = steps = nearest = stochastic = pack = quantize = store = _refuse
 
 
 def block_slice(columns: slice, block: int) -> slice:

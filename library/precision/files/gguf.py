@@ -114,7 +114,7 @@ def _check_alike(parts: Sequence[GgufWeight]) -> None:
 
 def _scheme(kind: str) -> ReadOnlyScheme:
     return ReadOnlyScheme(
-        f"GGUF {kind}", "is read only here; its servers add a LoRA at run time, so nothing needs to be merged"
+        kind, "of GGUF is read only here; its servers add a LoRA at run time, so nothing needs to be merged"
     )
 
 

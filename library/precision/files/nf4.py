@@ -121,7 +121,7 @@ class Nf4Weight(QuantizedWeight):
 
 def _scheme(kind: str) -> ReadOnlyScheme:
     return ReadOnlyScheme(
-        f"bitsandbytes {kind}", "is read only here; diffusers puts a LoRA beside it, so nothing needs to be merged"
+        kind, "of bitsandbytes is read only here; diffusers puts a LoRA beside it, so nothing needs to be merged"
     )
 
 

@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 
 import bitsandbytes.functional as bnb
-import gguf
 import pytest
 import torch
 from diffusers import BitsAndBytesConfig, FluxTransformer2DModel
@@ -17,10 +16,9 @@ from torch import Tensor
 from library.models.flux.spec import FluxFamily
 from library.precision.linear import QuantizedLinear
 from library.precision.recipe import WeightLoader
-from tests.precision.files.gguf_files import write_gguf
+from tests.precision.files.gguf_files import image_model_types, read_by_the_package, write_gguf
+from tests.precision.files.nf4_files import nf4_of
 from tests.tiny import SingleFiles, save_single_files, tiny_flux_inputs, tiny_flux_pipeline
-
-HIGH = ("img_in", "txt_in", "time_in", "vector_in", "guidance_in", "final_layer")  # which converters leave in 16 bits
 
 
 @pytest.fixture(scope="module")
@@ -47,54 +45,27 @@ def loaded(files: SingleFiles, path: Path) -> tuple[FluxFamily, torch.nn.Module,
     return family, family.load_transformer(torch.float32, fp8=loading), loading
 
 
-def kind_in(quantised: str) -> object:
-    def kind(name: str, tensor: Tensor) -> str:
-        if name.removeprefix("model.diffusion_model.").startswith(HIGH):
-            return "BF16"
-        return "Q6_K" if quantised == "Q4_K" and "img_mlp.2" in name else quantised  # as Q4_K_M mixes them
-
-    return kind
-
-
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
 @pytest.mark.parametrize("quantised", ["Q8_0", "Q4_K", "Q5_0"])
 def test_a_gguf_file_is_the_model_of_its_dequantised_weights(
     quantised: str, prefix: str, files: SingleFiles, tmp_path: Path
 ) -> None:
     state = {prefix + name: tensor for name, tensor in load_file(files.transformer).items()}
-    path = write_gguf(tmp_path / "flux.gguf", state, kind_in(quantised))
+    path = write_gguf(tmp_path / "flux.gguf", state, image_model_types(quantised))
     family, model, loading = loaded(files, path)
     assert loading.read == sum(isinstance(module, QuantizedLinear) for module in model.modules()) == 26
-    theirs = {
-        tensor.name: torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
-        for tensor in gguf.GGUFReader(path).tensors
-    }
-    save_file(theirs, tmp_path / "dequantised.safetensors")
+    save_file(read_by_the_package(path), tmp_path / "dequantised.safetensors")
     plain, reference, _ = loaded(files, tmp_path / "dequantised.safetensors")
     # the same numbers in fp32, multiplied in chunks of other sizes
     torch.testing.assert_close(velocity(family, model), velocity(plain, reference), rtol=1e-4, atol=1e-5)
-
-
-def nf4_of(weight: Tensor, name: str, nested: bool) -> tuple[dict[str, Tensor], Tensor]:
-    packed, state = bnb.quantize_4bit(weight, compress_statistics=nested, quant_type="nf4")
-    beside = {f"{name}.{key}": tensor.clone() for key, tensor in state.as_dict(packed=True).items()}
-    return {name: packed, **beside}, bnb.dequantize_4bit(packed, state)
 
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_an_all_in_one_nf4_file_is_the_model_of_its_dequantised_weights(
     nested: bool, files: SingleFiles, tmp_path: Path
 ) -> None:
-    stored, plain = {"vae.encoder.conv_in.weight": torch.ones(2, 2, 3, 3)}, {}
-    for name, tensor in load_file(files.transformer).items():
-        plain[name] = tensor.float()
-        key = f"model.diffusion_model.{name}"
-        if tensor.ndim == 2 and not name.startswith(HIGH):
-            layer, plain[name] = nf4_of(tensor.float(), key, nested)
-            stored |= layer
-        else:
-            stored[key] = tensor
-    save_file(stored, tmp_path / "nf4.safetensors")
+    stored, plain = nf4_of(load_file(files.transformer), "model.diffusion_model.", nested)
+    save_file(stored | {"vae.encoder.conv_in.weight": torch.ones(2, 2, 3, 3)}, tmp_path / "nf4.safetensors")
     save_file(plain, tmp_path / "plain.safetensors")
     (family, model, loading), (other, reference, _) = (
         loaded(files, tmp_path / name) for name in ("nf4.safetensors", "plain.safetensors")

@@ -47,6 +47,26 @@ def write_gguf(
     return path
 
 
+HIGH = ("img_in", "txt_in", "time_in", "vector_in", "guidance_in", "final_layer")  # left in 16 bits by converters
+
+
+def image_model_types(quantised: str) -> Callable[[str, Tensor], str]:
+    """Return what type a tensor of FLUX has in a file of ``quantised``; Q4_K_M mixes Q6_K in."""
+
+    def kind(name: str, tensor: Tensor) -> str:
+        if name.removeprefix("model.diffusion_model.").startswith(HIGH):
+            return "BF16"
+        return "Q6_K" if quantised == "Q4_K" and "img_mlp.2" in name else quantised
+
+    return kind
+
+
+def read_by_the_package(path: Path) -> dict[str, Tensor]:
+    """Return all tensors of a file in fp32 as the ``gguf`` package reads and dequantises them."""
+    tensors = gguf.GGUFReader(path).tensors
+    return {each.name: torch.from_numpy(gguf.dequantize(each.data, each.tensor_type).copy()) for each in tensors}
+
+
 def blocks_of(weight: Tensor, kind: str) -> Blocks:
     """Return ``weight`` [..., in] in ``kind``: bytes [..., bytes], or floats; K-quants other than Q4_K are random."""
     values = weight.float().numpy()

@@ -101,7 +101,7 @@ def test_a_file_of_mixed_types_holds_what_the_packages_reader_reads(prefix: str,
         assert torch.equal(weights.read_float(RowRange(name, 1, 2)), expected[1:2])
     assert weights.quantized is not None
     assert {stored.layout for stored in weights.quantized.weights.values()} == {"gguf"}
-    assert "GGUF: 1 GGUF Q4_K; 1 GGUF Q6_K; 1 GGUF Q5_K; 5 in higher precision" in weights.quantized.describe()
+    assert "GGUF: 1 Q4_K; 1 Q6_K; 1 Q5_K; 5 in higher precision" in weights.quantized.describe()
     assert all(stored.served_rounding is None for stored in weights.quantized.weights.values())
 
 
@@ -123,7 +123,7 @@ def test_shapes_that_a_converter_changed_are_given_back(tmp_path: Path) -> None:
 
 def test_a_gguf_file_is_never_written(tmp_path: Path) -> None:
     scheme = weight_of("Q5_K").scheme
-    remedy = "GGUF Q5_K is read only here; its servers add a LoRA at run time, so nothing needs to be merged"
+    remedy = "Q5_K of GGUF is read only here; its servers add a LoRA at run time, so nothing needs to be merged"
     with pytest.raises(UserError, match=remedy):
         scheme.quantize(torch.ones(2, 256))
     weights = WeightFiles(write_gguf(tmp_path / "m.gguf", {"a.weight": torch.randn(4, 64)}))

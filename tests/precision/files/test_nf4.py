@@ -16,19 +16,7 @@ from library.precision.checkpoint import WeightFiles
 from library.precision.files.nf4 import Nf4Weight
 from library.precision.linear import QuantizedLinear
 from library.safetensors_io import RowRange
-
-
-def quantise(
-    weight: Tensor, name: str, kind: str, nested: bool, blocksize: int = 64
-) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the tensors of ``weight`` as they are saved, and bitsandbytes' answer in fp32.
-
-    It is asked for a flat weight: of rows of 96 numbers its kernel for CPUs (0.50.2) reads others' magnitudes.
-    """
-    packed, state = bnb.quantize_4bit(weight, blocksize=blocksize, compress_statistics=nested, quant_type=kind)
-    tensors = {name: packed, **{f"{name}.{key}": t for key, t in state.as_dict(packed=True).items()}}
-    state.shape = torch.Size([weight.numel()])
-    return tensors, bnb.dequantize_4bit(packed, state).view(weight.shape)
+from tests.precision.files.nf4_files import nf4_tensors
 
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
@@ -48,7 +36,7 @@ def test_numbers_are_bitsandbytes_bit_for_bit(
     kind: str, nested: bool, blocksize: int, prefix: str, tmp_path: Path
 ) -> None:
     name = f"{prefix}a.weight"
-    tensors, expected = quantise(numbers(300, 384), name, kind, nested, blocksize)
+    tensors, expected = nf4_tensors(numbers(300, 384), name, nested, kind, blocksize)
     weights = WeightFiles(saved(tmp_path / "m.safetensors", tensors | {f"{prefix}a.bias": numbers(300)}))
     assert weights.names == [f"{prefix}a.bias", name]
     assert weights.shape(name) == (300, 384)
@@ -64,13 +52,13 @@ def test_numbers_are_bitsandbytes_bit_for_bit(
     assert turned is not None
     assert torch.equal(turned.dequantize(torch.float32), expected.roll(150, dims=0))
     assert weights.quantized is not None
-    assert f"bitsandbytes 4 bit: 1 bitsandbytes {kind}; 1 in higher precision" in weights.quantized.describe()
+    assert f"bitsandbytes 4 bit: 1 {kind}; 1 in higher precision" in weights.quantized.describe()
 
 
 @pytest.mark.parametrize("nested", [False, True])
 @pytest.mark.parametrize("inputs", [24, 40, 66, 96, 200])
 def test_rows_that_are_no_whole_blocks_keep_their_numbers(inputs: int, nested: bool, tmp_path: Path) -> None:
-    tensors, expected = quantise(numbers(128, inputs), "a.weight", "nf4", nested)
+    tensors, expected = nf4_tensors(numbers(128, inputs), "a.weight", nested)
     weights = WeightFiles(saved(tmp_path / "m.safetensors", tensors))
     assert torch.equal(weights.read_float(RowRange("a.weight")), expected)
     assert torch.equal(weights.read_float(RowRange("a.weight", 5, 77)), expected[5:77])
@@ -86,7 +74,7 @@ def test_rows_that_are_no_whole_blocks_keep_their_numbers(inputs: int, nested: b
 def test_packed_bytes_may_be_called_another_dtype(tmp_path: Path) -> None:
     """``bnb_4bit_quant_storage``: for FSDP the same bytes are bf16 or fp32."""
     for dtype in (torch.bfloat16, torch.float32):
-        tensors, expected = quantise(numbers(64, 128), "a.weight", "nf4", True)
+        tensors, expected = nf4_tensors(numbers(64, 128), "a.weight", True)
         tensors["a.weight"] = tensors["a.weight"].view(-1).view(dtype)[:, None]
         weights = WeightFiles(saved(tmp_path / "m.safetensors", tensors))
         assert torch.equal(weights.read_float(RowRange("a.weight")), expected)
@@ -120,7 +108,7 @@ def broken(tensors: dict[str, Tensor], state: dict[str, object]) -> dict[str, Te
 
 
 def test_what_is_missing_or_does_not_fit_is_named(tmp_path: Path) -> None:
-    whole, _ = quantise(numbers(64, 128), "a.weight", "nf4", True)
+    whole, _ = nf4_tensors(numbers(64, 128), "a.weight", True)
     mark = "a.weight.quant_state.bitsandbytes__nf4"
     said = json.loads(bytes(whole[mark].tolist()))
     without = lambda name: {key: tensor for key, tensor in whole.items() if key != name}  # noqa: E731
@@ -150,10 +138,10 @@ def test_what_is_missing_or_does_not_fit_is_named(tmp_path: Path) -> None:
 
 
 def test_nf4_is_never_written(tmp_path: Path) -> None:
-    tensors, _ = quantise(numbers(64, 128), "a.weight", "nf4", False)
+    tensors, _ = nf4_tensors(numbers(64, 128), "a.weight", False)
     weights = WeightFiles(saved(tmp_path / "m.safetensors", tensors))
     assert weights.quantized is not None
     stored = weights.quantized.weights["a.weight"]
     assert stored.served_rounding is None
-    with pytest.raises(UserError, match="nf4 is read only here; diffusers puts a LoRA beside it"):
+    with pytest.raises(UserError, match="nf4 of bitsandbytes is read only here; diffusers puts a LoRA beside it"):
         stored.scheme.quantize(numbers(64, 128))
