@@ -86,9 +86,9 @@ def extract(options: argparse.Namespace) -> tuple[Extraction, LoraTargets]:
     if options.energy is not None and not 0 < options.energy <= 1:
         raise UserError(f"--energy {options.energy:g}: must be above 0 and at most 1; 0.9 keeps 90 %")
     check_lora_output(options.save_to, options.overwrite)
-    original = open_base(find_model(options.model_org, "--model_org"), "--model_org", fp8=True)
+    original = open_base(find_model(options.model_org, "--model_org"), "--model_org", quantized=True)
     targets = lora_targets()[options.model_type] if options.model_type else model_targets(original)
-    tuned = open_base(find_model(options.model_tuned, "--model_tuned"), "--model_tuned", fp8=True)
+    tuned = open_base(find_model(options.model_tuned, "--model_tuned"), "--model_tuned", quantized=True)
     found = extract_lora(
         original,
         tuned,

@@ -11,7 +11,8 @@ transformers' format; the result has the same layout.
 A LoRA may be in any layout; ``:0.8`` after its name is its strength, 1.0 without. Its text encoder layers go into the
 folder's text encoders; where the base is a single file, ``--transformer_only`` leaves them out.
 
-Into fp8, from a bf16 model or into a model that is in fp8 (docs/precision.md):
+Into a quantised model, from a bf16 one or into one that is quantised already and stays as it is, layer by layer
+(docs/serving.md):
 
     python tools/merge_lora.py --model FLUX.1-dev --lora a.safetensors --save_to merged --save_precision fp8 \\
         --dataset_config my_dataset.toml
@@ -35,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from library.config.schema import SavingConfig
 from library.errors import UserError, counted, exit_on_user_error
 from library.models.hub import find_model
-from library.precision.names import FP8_PRECISIONS
+from library.precision.names import QUANTIZED_PRECISIONS
 from tools.command import (
     add_calibration,
     add_model_type,
@@ -53,7 +54,7 @@ from tools.command import (
 
 _OF_A_MODEL = ("transformer_only", "allow_partial", "dora_norm")
 _OF_A_LORA = ("method", "new_rank", "save_format", "overwrite")
-_OF_FP8 = ("rounding", "correction_rank", "retention", "accept_loss", "dataset_config")
+_OF_QUANTIZED = ("rounding", "correction_rank", "retention", "accept_loss", "dataset_config")
 
 if TYPE_CHECKING:
     from library.models.layer_names import LoraTargets
@@ -121,32 +122,33 @@ def merge_into_model(options: argparse.Namespace, targets: LoraTargets) -> str:
     return f"{options.save_to}: {changed} by {counted(len(options.lora), 'LoRA')}"
 
 
-def goes_into_fp8(options: argparse.Namespace) -> bool:
-    """Return whether the result is in fp8; refuse flags for fp8 where it is not."""
+def is_quantized(options: argparse.Namespace) -> bool:
+    """Return whether the result is quantised; refuse flags for that where it is not."""
     from networks.files.base import open_base
 
     precision = options.save_precision
-    if options.model is None and precision in FP8_PRECISIONS:
-        raise UserError(f"--save_precision {precision}: a LoRA in fp8 is mostly zeros and is never written; use bf16")
-    if precision in FP8_PRECISIONS or (options.model and open_base(options.model, fp8=True).weights.quantized):
+    if options.model is None and precision in QUANTIZED_PRECISIONS:
+        raise UserError(f"--save_precision {precision}: a LoRA is never quantised, in fp8 it is mostly zeros; use bf16")
+    base = open_base(options.model, quantized=True) if options.model else None
+    if precision in QUANTIZED_PRECISIONS or (base is not None and base.weights.quantized):
         return True
-    _refuse(options, _OF_FP8, "has no effect here; give a --save_precision of fp8, or remove it")
+    _refuse(options, _OF_QUANTIZED, "has no effect here; give a quantised --save_precision, or remove it")
     return False
 
 
-def merge_into_fp8(options: argparse.Namespace, targets: LoraTargets) -> None:
-    """Merge the LoRAs into ``--model``, which is in fp8 or becomes so."""
-    from library.fidelity.merge import merge_to_fp8
+def merge_into_quantized(options: argparse.Namespace, targets: LoraTargets) -> None:
+    """Merge the LoRAs into ``--model``, which is quantised or becomes so."""
+    from library.fidelity.merge import merge_quantized
 
     if targets.own_names:
         raise UserError(
-            "--save_precision: language models are not merged into fp8; merge in bf16 and load that with fp8_scaled"
+            "--save_precision: language models are not merged into quantised ones; merge in bf16, load with fp8_scaled"
         )
-    _refuse(options, _OF_A_LORA, "has no effect on a merge into fp8; remove it")
+    _refuse(options, _OF_A_LORA, "has no effect on a merge into a quantised model; remove it")
     rounding = options.rounding or ("compensated" if options.dataset_config else "nearest")
     if (rounding == "compensated" or options.correction_rank) and not options.dataset_config:
         raise UserError("--rounding compensated and --correction_rank look at activations; give --dataset_config")
-    merge_to_fp8(
+    merge_quantized(
         options.model,
         options.lora,
         options.save_to,
@@ -183,7 +185,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--lora", "--models", required=True, nargs="+", metavar="FILE[:STRENGTH]", help=files)
     parser.add_argument("--ratios", type=finite, nargs="+", metavar="X", help="a strength for each LoRA")
     parser.add_argument("--save_to", required=True, type=Path, help="new folder, or .safetensors file")
-    precisions = [*choices(SavingConfig, "save_precision"), *FP8_PRECISIONS]
+    precisions = [*choices(SavingConfig, "save_precision"), *QUANTIZED_PRECISIONS]
     parser.add_argument("--save_precision", choices=precisions, help="default: as in --model, or the LoRAs")
     add_model_type(parser, "flux; of language models, and of LoRAs alone, as they say")
     parser.add_argument("--transformer_only", action="store_true", help="leave out the LoRAs' text encoder layers")
@@ -202,7 +204,7 @@ def parser() -> argparse.ArgumentParser:
     layouts = choices(SavingConfig, "save_format")
     lora.add_argument("--save_format", choices=layouts, help="key layout (default: the first LoRA's)")
     lora.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
-    group = parser.add_argument_group("into fp8", "a model that is in fp8 is merged into fp8 of its own kind")
+    group = parser.add_argument_group("into a quantised model", "one that is quantised keeps the format of each layer")
     group.add_argument(
         "--rounding",
         choices=["nearest", "stochastic", "compensated"],
@@ -230,8 +232,8 @@ def merge(options: argparse.Namespace) -> None:
     targets = lora_targets()[options.model_type or "flux"]
     if options.model is not None and options.model_type is None:
         targets = language_targets(options.lora[0].path) or targets
-    if goes_into_fp8(options):
-        merge_into_fp8(options, targets)
+    if is_quantized(options):
+        merge_into_quantized(options, targets)
     else:
         print(merge_into_lora(options) if options.model is None else merge_into_model(options, targets))
 

@@ -1,14 +1,18 @@
-"""Turn a bf16 checkpoint into an fp8 one that ComfyUI, diffusers, musubi-tuner and Tandem can load.
+"""Turn a bf16 checkpoint into a quantised one that ComfyUI, diffusers, musubi-tuner and Tandem can load.
 
     python tools/quantize_model.py --model flux1-dev.safetensors --save_to flux1-dev-fp8.safetensors
+    python tools/quantize_model.py --model flux1-dev.safetensors --save_to int8.safetensors --scheme int8_convrot
     python tools/quantize_model.py --model FLUX.1-dev --save_to FLUX.1-dev-fp8 --layout plain     # a diffusers folder
-    python tools/quantize_model.py --model qwen.safetensors --save_to q.safetensors --layout musubi --granularity row
+    python tools/quantize_model.py --model qwen.safetensors --save_to q.safetensors --layout musubi --scheme row
 
 With --dataset_config and --compensated weights are rounded so that outputs on your images change least; with
 --budget_mb those that contribute most to the error of the model stay in bf16.
 
-Layouts: comfy_scaled (ComfyUI, any version), comfy_quant (ComfyUI since late 2025), musubi, plain (no
-scales: anything that loads fp8). See docs/precision.md for what each costs in accuracy.
+--scheme is the format: fp8 (cast: without scales; tensor, row, block64, block128: what shares a scale), int8 (a scale
+a tensor), int8_row, int8_convrot (rotated; the best of these), nvfp4. Layouts of fp8: comfy_scaled (ComfyUI, any
+version), comfy_quant (ComfyUI since late 2025), musubi, plain (no scales: anything that loads fp8), rows (scales a row
+without a marker); int8 and nvfp4 are written as comfy_quant. mxfp8, GGUF and nf4 are read and not written.
+docs/serving.md says which to choose.
 """
 
 from __future__ import annotations
@@ -24,7 +28,13 @@ from library.config.schema import PrecisionConfig
 from library.console import Console
 from library.errors import UserError, exit_on_user_error
 from library.models.hub import find_model
-from library.precision.names import FORMAT_NAMES, GRANULARITIES, WRITTEN_LAYOUTS
+from library.precision.names import (
+    FORMAT_NAMES,
+    GRANULARITIES,
+    SCHEME_NAMES,
+    USUAL_LAYOUTS,
+    WRITTEN_LAYOUTS,
+)
 from tools.command import (
     add_calibration,
     answer_early,
@@ -49,9 +59,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--save_to", required=True, type=Path, help="a .safetensors file, or a folder if --model is one"
     )
-    parser.add_argument("--layout", choices=list(WRITTEN_LAYOUTS), default="comfy_scaled")
-    parser.add_argument("--granularity", choices=GRANULARITIES, help="scales; default: the layout's usual ones")
-    parser.add_argument("--format", choices=FORMAT_NAMES, default="e4m3fn")
+    parser.add_argument("--layout", choices=list(WRITTEN_LAYOUTS), help="default: comfy_scaled, or the scheme's usual")
+    names = ", ".join(SCHEME_NAMES)
+    parser.add_argument(
+        "--scheme", "--granularity", metavar="NAME", help=f"one of {names}; default: the layout's usual one"
+    )
+    parser.add_argument("--format", choices=FORMAT_NAMES, help="of fp8 (default: e4m3fn)")
     parser.add_argument(
         "--exclude",
         default="embedders,final",
@@ -63,10 +76,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounding", choices=("nearest", "stochastic"), default="nearest")
     parser.add_argument("--seed", type=seed_number, default=0, help="of stochastic rounding and calibration")
     parser.add_argument(
-        "--fp8_matmul",
-        action="store_true",
-        help="let ComfyUI multiply in fp8 (rounds activations; not what training saw)",
+        "--products",
+        choices=("high", "low"),
+        help="what a comfy_quant or comfy_scaled file asks of ComfyUI: products in high precision, as training sees "
+        "them, or in the format, which rounds activations (default: low for int8 and nvfp4, high for fp8)",
     )
+    parser.add_argument("--fp8_matmul", action="store_const", const="low", dest="products", help="--products low")
     group = parser.add_argument_group("by activations")
     group.add_argument("--compensated", action="store_true", help="round so that outputs change least (GPTQ)")
     group.add_argument(
@@ -85,7 +100,7 @@ from library.precision.writing import Written
 
 
 def quantize(options: argparse.Namespace, console: Console) -> Written:
-    """Write the fp8 model that ``options`` ask for."""
+    """Write the quantised model that ``options`` ask for."""
     from library.fidelity.quantize import quantize_checkpoint
 
     by_activations = options.compensated or options.budget_mb is not None
@@ -97,8 +112,15 @@ def quantize(options: argparse.Namespace, console: Console) -> Written:
         raise UserError("--compensated and --rounding stochastic are two ways of rounding; choose one")
     if options.budget_mb is not None and options.budget_mb <= 0:
         raise UserError(f"--budget_mb {options.budget_mb:g}: must be more than 0")
+    name = options.scheme or WRITTEN_LAYOUTS[options.layout or "comfy_scaled"]
+    scheme = scheme_named(name, format_named(options.format or "e4m3fn"))
+    layout = options.layout or USUAL_LAYOUTS[name]
+    if options.format and name not in GRANULARITIES:
+        raise UserError(f"--format {options.format}: is of fp8, and the scheme is {name}; remove it")
+    if options.products and not layout.startswith("comfy"):
+        raise UserError(f"--products {options.products}: files of layout {layout} cannot say so; remove it")
     recipe = Recipe(
-        scheme_named(options.granularity or WRITTEN_LAYOUTS[options.layout], format_named(options.format)),
+        scheme,
         exclude=tuple(kind.strip() for kind in options.exclude.split(",") if kind.strip()),
         exclude_patterns=tuple(options.exclude_pattern),
         stochastic=options.rounding == "stochastic",
@@ -108,13 +130,13 @@ def quantize(options: argparse.Namespace, console: Console) -> Written:
     return quantize_checkpoint(
         model,
         options.save_to,
-        options.layout,
+        layout,
         recipe,
         console,
         plan=calibration_plan(options, model) if by_activations else None,
         compensated=options.compensated,
         budget_mb=options.budget_mb,
-        fp8_matmul=options.fp8_matmul,
+        low_precision_products=None if options.products is None else options.products == "low",
     )
 
 

@@ -1,8 +1,8 @@
-"""LoRAs merged into fp8: update retention first, then rounding as asked for, then the file and its correction.
+"""LoRAs merged into quantised models: update retention, then rounding as asked for, then the file and its correction.
 
-``networks.merging.merge_fp8`` says what is done to the weights. Here the deployed model runs on the calibration where
-rounding looks at activations: in fp8 and half the size of bf16, with the LoRAs beside it. A bf16 base of FLUX's size
-is 24 GB, so it is never loaded whole; its weights are read from the file one layer at a time. The activations are those
+``networks.merging.quantized`` says what is done to the weights. Here the deployed model runs on the calibration where
+rounding looks at activations: at most half the size of bf16, with the LoRAs beside it. A bf16 base of FLUX's size is
+24 GB, so it is never loaded whole; its weights are read from the file one layer at a time. The activations are those
 that the rounded layers will meet; they differ from the bf16 model's by the very error that is to be removed.
 """
 
@@ -22,8 +22,9 @@ from library.errors import UserError, counted, names_in_short
 from library.fidelity.calibration import CalibrationPlan
 from library.files import weights_fingerprint
 from library.models.layer_names import LoraTargets
+from library.precision.files.fp8 import Fp8Scheme
 from library.precision.files.registry import scheme_named
-from library.precision.names import FP8_PRECISIONS, LayoutKind
+from library.precision.names import QUANTIZED_PRECISIONS, LayoutKind
 from library.precision.parity.layer_errors import FLAGGED, UpdateRetention
 from library.precision.recipe import Recipe
 from library.precision.writing import write_quantized
@@ -34,12 +35,12 @@ from networks.files.weights import AdapterWeights, LoraWeights
 from networks.injection import attach_lora
 from networks.merging.low_rank import combine_loras
 from networks.merging.merge import LoraSource, base_notes, partial_notes, plan_updates, read_sources
-from networks.merging.merge_fp8 import Fp8Merge, rounding_retention
+from networks.merging.quantized import QuantizedMerge, rounding_retention
 
 Rounding = Literal["nearest", "stochastic", "compensated"]
 
 
-def merge_to_fp8(
+def merge_quantized(
     model: Path,
     sources: Sequence[LoraSource],
     save_to: Path,
@@ -57,15 +58,15 @@ def merge_to_fp8(
     dora_norm: str = "auto",
     shown: int | None = 10,
 ) -> dict[str, UpdateRetention]:
-    """Merge into fp8; return what is left of each tensor's update in what was written.
+    """Merge into a quantised model; return what is left of each tensor's update in what was written.
 
     Args:
-        model: in bf16, or in fp8, which it stays.
+        model: in bf16, or quantised, which it stays.
         sources: the LoRAs.
         save_to: a new folder, or a .safetensors file where ``model`` is one.
         targets: the family's row.
         console: for tables and notes.
-        precision: one of ``FP8_PRECISIONS``, for a bf16 model.
+        precision: one of ``QUANTIZED_PRECISIONS``, for a bf16 model.
         rounding: compensated rounding needs ``plan``.
         seed: of stochastic rounding.
         plan: the deployed model and what it runs on; None to look at no activations.
@@ -79,9 +80,9 @@ def merge_to_fp8(
     Raises:
         UserError: files that do not fit, or updates that rounding would lose.
     """
-    base = open_base(model, fp8=True)
-    kind, recipe = _what_is_written(base, precision, rounding, seed)
+    base = open_base(model, quantized=True)
     check_target(base, save_to, torch.float8_e4m3fn)
+    kind, recipe = _what_is_written(base, precision, rounding, seed)
     files, fits = read_sources(sources, targets, allow_partial, dora_norm)
     for note in base_notes(base.weights_path, files):
         console.print(f"note: {note}")
@@ -91,7 +92,7 @@ def merge_to_fp8(
         console.print(f"note: {note}")
     save_to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=save_to.parent, prefix=f".{save_to.name}.") as spool:
-        merge = Fp8Merge(base, updates, kind, recipe, targets, Path(spool))
+        merge = QuantizedMerge(base, updates, kind, recipe, targets, Path(spool))
         found = dict(rounding_retention(merge))
         if found:
             title = f"left by rounding {rounding.replace('compensated', 'to nearest')}"
@@ -133,9 +134,10 @@ def _what_is_written(base: Base, precision: str | None, rounding: Rounding, seed
     stochastic = rounding == "stochastic"
     if base.weights.quantized is None:
         assert precision is not None
-        layout, scheme = FP8_PRECISIONS[precision]
+        layout, scheme = QUANTIZED_PRECISIONS[precision]
         return layout, Recipe(scheme_named(scheme), stochastic=stochastic, seed=seed)
-    if precision not in (None, "fp8"):
+    schemes = {stored.scheme for stored in base.weights.quantized.weights.values()}
+    if precision is not None and not (precision == "fp8" and all(isinstance(each, Fp8Scheme) for each in schemes)):
         raise UserError(
             f"--save_precision {precision}: {base.path} is quantised and stays as it is; remove it, or "
             "merge into the bf16 model"
@@ -149,11 +151,11 @@ def _of_transformer(
     """Return the transformer's part of each LoRA; parts of text encoders are left out only if that is wanted."""
     read = [(source, targets.by_component(file.weights)) for source, file in files]
     if any(set(parts) - {targets.file_prefix} for _, parts in read) and not transformer_only:
-        raise UserError("--lora: text encoders are not written in fp8; give --transformer_only to leave them out")
+        raise UserError("--lora: text encoders are not written quantised; give --transformer_only to leave them out")
     return [(source, parts.get(targets.file_prefix, {})) for source, parts in read]
 
 
-def _refuse_loss(model: Path, merge: Fp8Merge, flagged: Sequence[str], console: Console) -> None:
+def _refuse_loss(model: Path, merge: QuantizedMerge, flagged: Sequence[str], console: Console) -> None:
     """Refuse to round updates away; beside bf16 weights, where what is missing is the noise of rounding, say so."""
     if merge.layout is None:
         console.print(f"note: under 0.95 by the noise of rounding: {names_in_short(flagged)}; compensated has less")
@@ -165,7 +167,7 @@ def _refuse_loss(model: Path, merge: Fp8Merge, flagged: Sequence[str], console: 
 
 
 def _calibrated(
-    merge: Fp8Merge,
+    merge: QuantizedMerge,
     plan: CalibrationPlan,
     loras: Sequence[tuple[LoraSource, Mapping[str, object]]],
     compensated: bool,
@@ -200,7 +202,7 @@ def _calibrated(
     return left, correction
 
 
-def _write(merge: Fp8Merge, save_to: Path, sources: Sequence[LoraSource], console: Console) -> None:
+def _write(merge: QuantizedMerge, save_to: Path, sources: Sequence[LoraSource], console: Console) -> None:
     base = merge.base
     merged = ", ".join(f"{source.path.name}:{source.ratio:g}" for source in sources)
     place: AbstractContextManager[Path] = nullcontext(save_to.parent)
@@ -213,7 +215,7 @@ def _write(merge: Fp8Merge, save_to: Path, sources: Sequence[LoraSource], consol
         written = write_quantized(
             base.weights, target, merge.kind, merge.recipe, merge=merge, metadata={"tandem.merged_loras": merged}
         )
-    console.print(f"{save_to}: {counted(len(merge.updates), 'tensor')} changed; {written.quantized} in fp8")
+    console.print(f"{save_to}: {counted(len(merge.updates), 'tensor')} changed; {written.quantized} quantised")
 
 
 def _write_correction(

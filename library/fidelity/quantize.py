@@ -1,9 +1,9 @@
-"""bf16 checkpoint -> fp8 file, with a look at activations where that is asked for.
+"""bf16 checkpoint -> quantised file, with a look at activations where that is asked for.
 
 Without a calibration a recipe says which layers stay in high precision and how the others are rounded. With one, two
 more things can be had. *Compensated* rounding chooses every weight's neighbour so that outputs change least (GPTQ,
-``library.precision.parity.compensated``). A *budget* is spent on weights that stay in bf16: the fp8 model runs on the
-calibration once for each weight, that one alone back in bf16, and what the output changes by is what the weight
+``library.precision.parity.compensated``). A *budget* is spent on weights that stay in bf16: the quantised model runs
+on the calibration once for each weight, that one alone back in bf16, and what the output changes by is what the weight
 contributes to the error (``library.precision.parity.layer_errors``).
 """
 
@@ -32,7 +32,7 @@ from library.precision.writing import Written, write_quantized
 from library.safetensors_io import weight_files
 from library.training.report.progress import plain_table
 from networks.files.base import open_base
-from networks.merging.merge_fp8 import Fp8Merge
+from networks.merging.quantized import QuantizedMerge
 
 _RANKED_ON = IMAGES  # of the calibration; ranking layers runs the model once more for each of them
 
@@ -47,9 +47,9 @@ def quantize_checkpoint(
     plan: CalibrationPlan | None = None,
     compensated: bool = False,
     budget_mb: float | None = None,
-    fp8_matmul: bool = False,
+    low_precision_products: bool | None = None,
 ) -> Written:
-    """Write ``model`` in fp8.
+    """Write ``model`` quantised.
 
     Args:
         model: a .safetensors file, a model's folder or a pipeline's.
@@ -59,7 +59,7 @@ def quantize_checkpoint(
         plan: what is run to round by activations; None rounds by the recipe alone.
         compensated: round so that outputs change least.
         budget_mb: MiB for weights that stay in bf16; None for none.
-        fp8_matmul: let ComfyUI multiply in fp8.
+        low_precision_products: let ComfyUI multiply in the format; None: as is usual for it.
     """
     given, model = model, model.expanduser()
     if (model / "model_index.json").is_file():
@@ -74,7 +74,7 @@ def quantize_checkpoint(
         target = _file_in_folder(model, target)
     if target.resolve() in {file.resolve() for file in weight_files(model)}:
         raise UserError(f"--save_to {target}: is the model itself; choose another place")
-    rounding: AbstractContextManager[tuple[Fp8Merge | None, Recipe]] = nullcontext((None, recipe))
+    rounding: AbstractContextManager[tuple[QuantizedMerge | None, Recipe]] = nullcontext((None, recipe))
     if plan:
         rounding = _calibrated(given, save_to, kind, recipe, plan, compensated, budget_mb, console)
     with rounding as (rounded, recipe), Progress(transient=True) as progress:
@@ -84,7 +84,7 @@ def quantize_checkpoint(
             target,
             kind,
             recipe,
-            low_precision_products=fp8_matmul,
+            low_precision_products=low_precision_products,
             progress=lambda done, total: progress.update(task, completed=done, total=total),
             merge=rounded,
         )
@@ -114,14 +114,14 @@ def _calibrated(
     compensated: bool,
     budget_mb: float | None,
     console: Console,
-) -> Iterator[tuple[Fp8Merge | None, Recipe]]:
+) -> Iterator[tuple[QuantizedMerge | None, Recipe]]:
     """Yield weights that are rounded already, if any, and the recipe with the layers that are worth keeping."""
     calibration = plan.prepare(console)
     transformer = calibration.load_fp8(recipe)
-    base = open_base(model, fp8=True)
+    base = open_base(model, quantized=True)
     save_to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=save_to.parent, prefix=f".{save_to.name}.") as spool:
-        merge = Fp8Merge(base, {}, kind, recipe, calibration.family.targets, Path(spool))
+        merge = QuantizedMerge(base, {}, kind, recipe, calibration.family.targets, Path(spool))
         modules = merge.modules()
         if budget_mb is not None:
             batches = [*calibration.fit, *calibration.check][:_RANKED_ON]

@@ -142,7 +142,7 @@ def _in_fp8(models: Models, names: Sequence[str]) -> list[str]:
     deployed, targets = models.deployed, models.targets
     if deployed.path is None:
         return [name for name in names if deployed.recipe and deployed.recipe.excluded_as(name) is None]
-    weights = open_base(deployed.path, "--deploy", fp8=True).weights
+    weights = open_base(deployed.path, "--deploy", quantized=True).weights
     places = find_modules(weights, targets.keys, targets.family)
     return [
         name for name in names if weights.quantized is not None and places[name].tensor in weights.quantized.weights

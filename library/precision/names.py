@@ -8,6 +8,8 @@ FORMAT_NAMES = ("e4m3fn", "e5m2")
 Granularity = Literal["cast", "tensor", "row", "block64", "block128"]
 GRANULARITIES: tuple[Granularity, ...] = ("cast", "tensor", "row", "block64", "block128")
 LayoutKind = Literal["plain", "comfy_scaled", "comfy_quant", "rows", "musubi", "modelopt", "gguf", "nf4"]
+SCHEME_NAMES = (*GRANULARITIES, "int8", "int8_row", "int8_convrot", "nvfp4")  # that weights are written by
+READ_ONLY = ("mxfp8", "gguf", "nf4")  # formats that are read and never written
 # layouts that are written -> the scheme that is usual in each
 WRITTEN_LAYOUTS: dict[LayoutKind, str] = {
     "plain": "cast",
@@ -16,12 +18,36 @@ WRITTEN_LAYOUTS: dict[LayoutKind, str] = {
     "rows": "row",
     "musubi": "block64",
 }
-# --save_precision of a merge into fp8 -> layout and granularity that a bf16 model gets
-FP8_PRECISIONS: dict[str, tuple[LayoutKind, Granularity]] = {
+# scheme -> the layout that is usual for it
+USUAL_LAYOUTS: dict[str, LayoutKind] = {
+    "cast": "plain",
+    "tensor": "comfy_scaled",
+    "row": "musubi",
+    "block64": "musubi",
+    "block128": "musubi",
+    "int8": "comfy_quant",
+    "int8_row": "comfy_quant",
+    "int8_convrot": "comfy_quant",
+    "nvfp4": "comfy_quant",
+}
+# --save_precision of a merge into a quantised model -> layout and scheme that a bf16 model gets
+QUANTIZED_PRECISIONS: dict[str, tuple[LayoutKind, str]] = {
     "fp8": ("plain", "cast"),
     "fp8_scaled": ("comfy_scaled", "tensor"),
     "fp8_comfy_quant": ("comfy_quant", "tensor"),
     "fp8_row": ("musubi", "row"),
     "fp8_block64": ("musubi", "block64"),
     "fp8_block128": ("musubi", "block128"),
+    "int8": ("comfy_quant", "int8"),
+    "int8_row": ("comfy_quant", "int8_row"),
+    "int8_convrot": ("comfy_quant", "int8_convrot"),
+    "nvfp4": ("comfy_quant", "nvfp4"),
 }
+
+
+def high_precision_products(scheme: str) -> bool:
+    """Return whether new files of ``scheme`` ask ComfyUI for products in high precision.
+
+    Those in fp8 do, as training saw them; int8 and nvfp4 are chosen for their products, and no published file asks.
+    """
+    return scheme in GRANULARITIES

@@ -30,7 +30,7 @@ from library.errors import UserError, counted
 from library.precision.checkpoint import WeightFiles
 from library.precision.files.base import COMFY_PREFIX, QuantizedWeight, StoredWeight
 from library.precision.fp8_numbers import E4M3FN
-from library.precision.names import LayoutKind
+from library.precision.names import LayoutKind, high_precision_products
 from library.precision.recipe import Recipe
 from library.safetensors_io import DTYPES, read_tensor, stream_safetensors, tensor_bytes
 
@@ -72,7 +72,7 @@ def write_quantized(
     layout: LayoutKind,
     recipe: Recipe,
     *,
-    low_precision_products: bool = False,
+    low_precision_products: bool | None = None,
     progress: Callable[[int, int], None] | None = None,
     merge: WeightChanges | None = None,
     metadata: Mapping[str, str] | None = None,
@@ -83,7 +83,7 @@ def write_quantized(
         weights: the source.
         target: a ``.safetensors`` path.
         layout, recipe: of a source in high precision: how it becomes quantised. One that is so already stays as it is.
-        low_precision_products: let ComfyUI multiply in the format.
+        low_precision_products: let ComfyUI multiply in the format; None: as is usual for it.
         progress: called with (weights done, weights in all).
         merge: what changes on the way; a quantised source is taken only with it.
         metadata: strings to add to the source's.
@@ -97,6 +97,8 @@ def write_quantized(
     for name, entry in weights.entries.items():
         if entry.dtype not in DTYPES:
             raise UserError(f"{weights.path}: tensor {name!r} has dtype {entry.dtype}; give a bf16 or fp16 file")
+    if low_precision_products is None:
+        low_precision_products = not high_precision_products(recipe.scheme.name)
     specs = {name: entry.spec for name, entry in weights.entries.items()}
     linears = linear_weights(weights)
     stored = _stored(weights, linears, layout, recipe)

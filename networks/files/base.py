@@ -5,7 +5,7 @@ in one file or in shards named by an index. Only headers are read to open it. Th
 final name when it is complete, by renaming.
 
 A module (diffusers' name) is some rows of a tensor: all of them in diffusers' layout, a part of them where the original
-checkpoint stacks several modules (qkv). Weights in fp8 are given back dequantised.
+checkpoint stacks several modules (qkv). Quantised weights are given back dequantised.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class Base:
         path: what the user named.
         folder: the folder with the transformer's weights; None where ``path`` is a single file.
         weights: the transformer's.
-        fp8: whether weights in fp8 are let in.
+        quantized: whether quantised weights are let in.
     """
 
     path: Path
     folder: Path | None
     weights: WeightFiles
-    fp8: bool = False
+    quantized: bool = False
 
     @property
     def weights_path(self) -> Path:
@@ -58,23 +58,23 @@ class Base:
         """Return the weights of another component of a pipeline (``text_encoder``), if there is one."""
         if self.folder is None or self.folder == self.path or not (self.path / name).is_dir():
             return None
-        return _open(self.path / name, _weight_files(self.path / name), self.fp8)
+        return _open(self.path / name, _weight_files(self.path / name), self.quantized)
 
 
-def open_base(path: Path, option: str = "--model", fp8: bool = False) -> Base:
+def open_base(path: Path, option: str = "--model", quantized: bool = False) -> Base:
     """Read the headers of a base model.
 
     Args:
         path: file or folder.
         option: that named it, for messages.
-        fp8: let in weights in fp8; they are refused otherwise.
+        quantized: let in quantised weights; they are refused otherwise.
     """
     if not path.exists():
         raise UserError(f"{path}: no such file or folder; check {option}")
     if path.is_file():
-        return Base(path, None, _open(path, [path], fp8), fp8)
+        return Base(path, None, _open(path, [path], quantized), quantized)
     folder = path / "transformer" if (path / "transformer").is_dir() else path
-    return Base(path, folder, _open(path, _weight_files(folder), fp8), fp8)
+    return Base(path, folder, _open(path, _weight_files(folder), quantized), quantized)
 
 
 def _weight_files(folder: Path) -> list[Path]:
@@ -83,11 +83,11 @@ def _weight_files(folder: Path) -> list[Path]:
     return found if len(found) == 1 and _index_of(folder) is None else weight_files(folder)
 
 
-def _open(path: Path, files: list[Path], fp8: bool) -> WeightFiles:
+def _open(path: Path, files: list[Path], quantized: bool) -> WeightFiles:
     weights = WeightFiles(path, files)
-    quantized = weights.quantized.weights if weights.quantized else {}
+    found = weights.quantized.weights if weights.quantized else {}
     for name, entry in weights.entries.items():
-        if not fp8 if name in quantized else entry.dtype not in DTYPES:
+        if not quantized if name in found else entry.dtype not in DTYPES:
             raise UserError(f"{entry.file}: {name} is stored as {entry.dtype}; merge into the bf16 or fp16 file")
     return weights
 

@@ -129,7 +129,7 @@ def test_a_scaled_fp8_model_counts_as_the_numbers_it_stands_for(files: dict[str,
     tensors["double_blocks.0.img_mlp.0.scale_weight"] = scale.reshape(())
     tensors["scaled_fp8"] = torch.zeros(2, dtype=torch.float8_e4m3fn)
     save_file(tensors, tmp_path / "fp8.safetensors")
-    bases = open_base(files["base"], fp8=True), open_base(tmp_path / "fp8.safetensors", fp8=True)
+    bases = open_base(files["base"], quantized=True), open_base(tmp_path / "fp8.safetensors", quantized=True)
     found = extract_lora(*bases, FLUX_TARGETS, dim=32)
     base = load_file(files["base.safetensors"])[name]
     expected = tensors[name].float() * scale - base

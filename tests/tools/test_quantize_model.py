@@ -15,7 +15,10 @@ from torch import Tensor
 
 import tools.quantize_model as quantize_model
 from library.precision.checkpoint import WeightFiles
+from library.precision.files.registry import SCHEMES
+from library.precision.names import SCHEME_NAMES
 from library.safetensors_io import RowRange
+from tests.precision.files.comfy import by_kitchen, rebuilt, same
 from tests.tiny import tiny_flux_transformer
 
 WIDTH = 64
@@ -98,6 +101,68 @@ def test_what_is_written_reads_back_the_same_by_tandem_and_by_independent_code(
         assert 0.005 < error < (0.06 if "e5m2" in case or case == "stochastic" else 0.035)
     for name in set(original) - set(layout.weights):
         assert torch.equal(stored[name], original[name])
+
+
+OTHERS = {  # --scheme -> what ComfyUI calls it, what its quantiser is asked for, the marker
+    "int8": ("int8_tensorwise", {}, {}),
+    "int8_row": ("int8_tensorwise", {"per_channel": True}, {}),
+    "int8_convrot": ("int8_tensorwise", {"per_channel": True, "convrot": True}, {"convrot": True}),
+    "nvfp4": ("nvfp4", {}, {}),
+}
+
+
+@pytest.mark.parametrize("scheme", OTHERS)
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+def test_int8_and_nvfp4_files_are_what_comfy_kitchen_reads(
+    scheme: str, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    original = checkpoint(prefix)
+    save_file(original, source)
+    run(monkeypatch, "--model", source, "--save_to", target, "--scheme", scheme)
+    kind, _, said = OTHERS[scheme]
+    raw, layout = load_file(target), WeightFiles(target).quantized
+    assert layout is not None
+    assert set(layout.weights) == {f"{prefix}{name}.weight" for name in NAMES}
+    for name, stored in layout.weights.items():
+        config = json.loads(bytes(raw[f"{name.removesuffix('.weight')}.comfy_quant"].tolist()))
+        group = 16 if "linear2" in name else 64  # 224 and 64 inputs, of which no run of 256 can be made
+        assert config == {"format": kind} | (said | {"convrot_groupsize": group} if said else {})
+        theirs = rebuilt(stored, raw, kind, torch.float32)
+        assert same(layout.read([RowRange(name)]).dequantize(torch.float32), theirs)
+        error = float((theirs - original[name].float()).norm() / original[name].float().norm())
+        assert error < (0.12 if scheme == "nvfp4" else 0.015)  # uniform steps of 1/127 of four spreads; four bits
+    for name in set(original) - set(layout.weights):
+        assert torch.equal(raw[name], original[name])
+
+
+def test_what_is_written_is_comfy_kitchens_own_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    original = checkpoint()
+    save_file(original, source)
+    run(monkeypatch, "--model", source, "--save_to", target, "--scheme", "int8_row")
+    raw = load_file(target)
+    for name in NAMES:
+        theirs = by_kitchen(original[f"{name}.weight"].float(), "int8_tensorwise", per_channel=True)
+        assert torch.equal(raw[f"{name}.weight"], theirs.state_dict("w.weight")["w.weight"])
+
+
+def test_the_words_of_the_command_line_are_the_schemes_there_are() -> None:
+    assert tuple(SCHEMES) == SCHEME_NAMES
+
+
+@pytest.mark.parametrize(
+    ("flags", "precise"), [([], False), (["--products", "high"], True), (["--products", "low"], False)]
+)
+def test_int8_files_leave_products_to_comfyui_unless_asked(
+    flags: list[str], precise: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
+    save_file(checkpoint(), source)
+    run(monkeypatch, "--model", source, "--save_to", target, "--scheme", "int8_convrot", *flags)
+    layout = WeightFiles(target).quantized
+    assert layout is not None
+    assert {stored.full_precision for stored in layout.weights.values()} == {precise}
 
 
 def test_comfyui_files_carry_the_marks_comfyui_looks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,8 +259,20 @@ def test_every_mistake_is_told_in_one_line_and_leaves_nothing_behind(
     (tmp_path / "pipeline").mkdir()
     (tmp_path / "pipeline" / "model_index.json").write_text("{}")
     cases = {
-        "layout comfy_scaled: scales 'row' cannot be written in it; use tensor": (source, "--granularity", "row"),
+        "layout comfy_scaled: scales 'row' cannot be written in it; use tensor": (
+            source,
+            "--layout",
+            "comfy_scaled",
+            "--granularity",
+            "row",
+        ),
         "use comfy_quant for e5m2": (source, "--format", "e5m2"),
+        "is written in the layout comfy_quant, not musubi": (source, "--scheme", "nvfp4", "--layout", "musubi"),
+        "scheme 'mxfp8': files in it are read and trained on, not written": (source, "--scheme", "mxfp8"),
+        "scheme 'Q4_K': files in it are read and trained on, not written": (source, "--scheme", "Q4_K"),
+        "did you mean 'int8_convrot'?": (source, "--scheme", "int8_convrt"),
+        "--format e5m2: is of fp8, and the scheme is int8": (source, "--scheme", "int8", "--format", "e5m2"),
+        "--products low: files of layout plain cannot say so": (source, "--layout", "plain", "--fp8_matmul"),
         "is quantised already; quantise the bf16 or fp16 file": (done,),
         "no linear weight is left to quantise": (tmp_path / "none.safetensors",),
         f"{NAMES[1]}.weight holds NaN or infinity": (tmp_path / "broken.safetensors",),

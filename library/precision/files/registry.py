@@ -9,7 +9,7 @@ from library.errors import UserError, did_you_mean
 from library.precision.files import fp8, gguf, int8, mxfp8, nf4, nvfp4, refused
 from library.precision.files.base import FileTensors, Scheme, StoredWeight
 from library.precision.fp8_numbers import E4M3FN, Fp8Format
-from library.precision.names import Granularity
+from library.precision.names import READ_ONLY, Granularity
 
 FINDERS: tuple[Callable[[FileTensors], dict[str, StoredWeight]], ...] = (
     refused.find,
@@ -37,4 +37,6 @@ def scheme_named(name: str, number_format: Fp8Format = E4M3FN) -> Scheme:
         return fp8.Fp8Scheme(name, number_format)  # type: ignore[arg-type]
     if name in _OTHERS:
         return _OTHERS[name]
+    if name.lower().startswith((*READ_ONLY, "q4_", "q5_", "q6_", "q8_")):
+        raise UserError(f"scheme {name!r}: files in it are read and trained on, not written; use {', '.join(SCHEMES)}")
     raise UserError(f"scheme {name!r} is none of {', '.join(SCHEMES)}{did_you_mean(name, SCHEMES)}")

@@ -1,4 +1,4 @@
-"""Rounding to fp8 in which every column makes up for the errors of the columns before it.
+"""Rounding in which every column makes up for the errors of the columns before it.
 
 GPTQ (Frantar et al. 2022, https://arxiv.org/abs/2210.17323): minimise trace((Q - W) C (Q - W)^T) one column after the
 other. When column j has been rounded with error e, the best change of the columns that are still free is
@@ -14,7 +14,9 @@ order; the ones with the largest inputs come first, while there are most others 
 carried on can take a weight past its scale. Scales therefore have a little room on top, which costs a floating-point
 format next to nothing, and rows that still do not fit are done again with larger scales: nothing is ever clamped.
 
-Where the base is in fp8 already (:func:`merge_into_fp8`) no room is left: with the scales it had, the base itself is
+Formats that rotate are rounded in the rotated basis, weight and moment alike.
+
+Where the base is quantised already (:func:`merge_into`) no room is left: with the scales it had, the base itself is
 rounded without error, and only the update has to be fitted in between, at 0.6 times the output error of new scales.
 Steps of the base are then far larger than entries of the update, and a few per cent of what the update does to the
 outputs are lost; the strength at which it is added makes up for that.
@@ -75,6 +77,8 @@ def quantize_compensated(
             break
         larger = scheme.steps(torch.where(over, largest * (1 + ROOM), 0.0), steps)
         assert larger is not None
+        if torch.equal(larger, steps):
+            break  # as near as the format's steps come
         rows = (larger != steps).any(dim=1) if steps.shape[0] > 1 else torch.ones(len(weight), dtype=torch.bool)
         rows, steps = rows.to(weight.device), larger
         own = steps[rows] if steps.shape[0] > 1 else steps

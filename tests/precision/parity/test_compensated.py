@@ -6,7 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from library.precision.files.base import Scheme
 from library.precision.files.fp8 import Fp8Scheme
+from library.precision.files.int8 import Int8Scheme
+from library.precision.files.mxfp8 import Mxfp8Scheme
+from library.precision.files.nvfp4 import Nvfp4Scheme
 from library.precision.fp8_numbers import E4M3FN, FORMATS, Fp8Format
 from library.precision.names import GRANULARITIES, Granularity
 from library.precision.parity.compensated import merge_into, quantize_compensated
@@ -126,6 +130,32 @@ def test_it_goes_into_a_file_that_is_fp8_already(granularity: Granularity) -> No
     assert layer.output_error(ours - wanted) < 0.4 * layer.output_error(theirs - wanted)
     if merged.scale is not None and base.scale is not None:
         assert bool((merged.scale != base.scale).any())  # fresh, never reused
+
+
+OTHERS = [Int8Scheme(rows=False), Int8Scheme(), Int8Scheme(group=64), Nvfp4Scheme(), Mxfp8Scheme()]
+
+
+@pytest.mark.parametrize("scheme", OTHERS[:-1], ids=lambda scheme: scheme.describe())  # mxfp8 is only merged into
+def test_every_format_that_is_written_errs_a_third_less_and_keeps_the_update(scheme: Scheme) -> None:
+    layer = make_layer(384, 384, seed=1)
+    wanted = layer.weight + layer.update
+    made = quantize_compensated(wanted, layer.inputs.moment, scheme).dequantize(torch.float32)
+    nearest = scheme.quantize(wanted).dequantize(torch.float32)
+    assert layer.output_error(made - wanted) < 0.67 * layer.output_error(nearest - wanted)
+
+
+@pytest.mark.parametrize("scheme", OTHERS, ids=lambda scheme: scheme.describe())
+def test_an_update_has_its_whole_effect_in_a_file_of_every_format(scheme: Scheme) -> None:
+    layer = make_layer(384, 384, seed=3)
+    base = scheme.quantize(layer.weight)
+    values, moment = base.dequantize(torch.float32), layer.inputs.moment
+    merged = merge_into(base, layer.update, moment, base.scheme)
+    ours = merged.dequantize(torch.float32)
+    assert update_retention(ours, values, layer.update, moment).output_gain == pytest.approx(1, abs=0.02)
+    theirs = scheme.quantize(values + layer.update).dequantize(torch.float32)
+    wanted = values + layer.update
+    assert layer.output_error(ours - wanted) < 0.6 * layer.output_error(theirs - wanted)
+    assert torch.equal(merged.scheme.quantize(ours, before=merged.steps()).dequantize(torch.float32), ours)
 
 
 def test_a_merge_has_at_most_half_the_error_of_comfyuis_into_the_same_kind_of_file() -> None:

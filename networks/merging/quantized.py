@@ -1,13 +1,14 @@
-"""Merging adapters into a model that is served in fp8, so that they still act afterwards.
+"""Merging adapters into a model that is served quantised, so that they still act afterwards.
 
     into bf16 weights      Q(W + D) with fresh scales, by the recipe that is asked for; every layer of the recipe
-    into an fp8 file       dequantised, D added, fresh scales of the same kind; layers without an update keep their bits
+    into a quantised file  dequantised, D added, each layer in its own format; scales stay where they suffice, and
+                           layers without an update, markers and scales of activations keep their bits
 
 Q rounds to nearest, stochastically, or compensated on calibration data (``library.precision.parity.compensated``). What
 rounding to nearest would leave of each update is known before anything is written (:func:`rounding_retention`). Into
-bf16 weights nearly all of it is left, since W is spread over the steps of the grid; into an fp8 file, whose weights are
-on the grid, an update that is smaller than half a step is not. Compensated weights are made one layer at a time and
-wait in small files beside the target until it is written, since the file's order wants all scales first.
+bf16 weights nearly all of it is left, since W is spread over the steps of the grid; into a quantised file, whose
+weights are on the grid, an update that is smaller than half a step is not. Compensated weights are made one layer at a
+time and wait in small files beside the target until it is written, since the file's order wants all scales first.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from networks.merging.merge import Update, merge_tensor
 
 
 @dataclass
-class Fp8Merge:
+class QuantizedMerge:
     """A merge that is being made: where each tensor comes from and what has been rounded already.
 
     Attributes:
         base: the model.
         updates: base tensor -> its updates.
-        kind, recipe: what is written; those of the base where it is in fp8.
+        kind, recipe: what is written; those of the base where it is quantised.
         spool: folder for weights that are rounded before the file is written.
     """
 
@@ -57,11 +58,11 @@ class Fp8Merge:
 
     @property
     def layout(self) -> QuantizedFile | None:
-        """What of the base is in fp8."""
+        """What of the base is quantised."""
         return self.base.weights.quantized
 
-    def in_fp8(self) -> list[str]:
-        """Return the tensors that will be in fp8."""
+    def quantized(self) -> list[str]:
+        """Return the tensors that will be quantised."""
         if self.layout is None:
             linears = linear_weights(self.base.weights)
             shape = self.base.weights.shape
@@ -69,8 +70,8 @@ class Fp8Merge:
         return [name for name in self.layout.weights if len(self.base.weights.shape(name)) == 2]
 
     def modules(self) -> dict[str, list[str]]:
-        """Return tensor in fp8 -> the modules stacked in it; those of unknown modules are left out."""
-        stacked: dict[str, list[str]] = {name: [] for name in self.in_fp8()}
+        """Return quantised tensor -> the modules stacked in it; those of unknown modules are left out."""
+        stacked: dict[str, list[str]] = {name: [] for name in self.quantized()}
         for name, place in self.places.items():
             if place.tensor in stacked:
                 stacked[place.tensor].append(name)
@@ -162,9 +163,9 @@ class Fp8Merge:
         self._made[name] = made.to("meta"), path
 
 
-def rounding_retention(merge: Fp8Merge) -> Iterator[tuple[str, UpdateRetention]]:
+def rounding_retention(merge: QuantizedMerge) -> Iterator[tuple[str, UpdateRetention]]:
     """Yield for each tensor with updates that is quantised what rounding as the recipe does leaves of them."""
-    served = set(merge.in_fp8())
+    served = set(merge.quantized())
     for name in merge.updates:
         if name not in served:
             continue

@@ -1,4 +1,4 @@
-"""merge_lora.py into fp8: what is left of the update, what is written, what is refused."""
+"""merge_lora.py into quantised models: what is left of the update, what is written, what is refused."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ from torch import Tensor
 import tools.merge_lora as merge_lora
 import tools.quantize_model as quantize_model
 from library.models.flux.files import FLUX_TARGETS
+from library.precision.checkpoint import WeightFiles
+from library.safetensors_io import RowRange
 from networks.files.adapters import load_lora, save_adapter
 from networks.files.weights import LoraWeights
+from tests.precision.files.comfy import by_kitchen, comfy_tensors, rebuilt, same
+from tests.precision.files.gguf_files import write_gguf
 from tests.runs import ROOT
 from tests.tiny import bfl_state_dict
 
@@ -95,7 +99,7 @@ def gain(merged: Tensor, base: Tensor, update: Tensor) -> float:
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Files:
-    return Files(tmp_path_factory.mktemp("merge_fp8"))
+    return Files(tmp_path_factory.mktemp("merge_quantized"))
 
 
 @pytest.mark.parametrize("precision", ["fp8", "fp8_scaled", "fp8_block64"])
@@ -154,6 +158,67 @@ def test_compensated_rounding_brings_the_whole_effect_into_an_fp8_file(files: Fi
     assert [float(row[3]) for row in rows[:3]] == pytest.approx([1, 1, 1], abs=0.05)
 
 
+MIXED = {TENSORS[0]: "int8_convrot", TENSORS[1]: "nvfp4", TENSORS[2]: "tensor"}
+
+
+@pytest.fixture(scope="module")
+def mixed(files: Files) -> Path:
+    """A file whose layers have three formats, markers and scales of activations; and mxfp8 made by comfy-kitchen."""
+    made = {scheme: files.folder / f"{scheme}.safetensors" for scheme in MIXED.values()}
+    for scheme, path in made.items():
+        command(quantize_model, model=files.model, save_to=path, scheme=scheme, layout="comfy_quant")
+    tensors = dict(files.high)
+    for name, scheme in MIXED.items():
+        own, layer = load_file(made[scheme]), name.removesuffix("weight")
+        tensors |= {each: tensor for each, tensor in own.items() if each.startswith(layer) and "bias" not in each}
+        tensors[f"{layer}input_scale"] = torch.tensor(0.75 + len(tensors) % 7)
+    own = "double_blocks.0.txt_mlp.0"
+    weight = by_kitchen(files.high[f"{own}.weight"], "mxfp8")
+    tensors |= comfy_tensors(own, weight, {"format": "mxfp8", "other": [1, 2]})
+    path = files.folder / "mixed.safetensors"
+    save_file(tensors, path, {"modelspec.title": "mixed", "_note": "kept"})
+    return path
+
+
+@pytest.mark.parametrize("rounding", ["stochastic", "compensated"])
+def test_each_layer_of_a_mixed_file_keeps_its_format_and_all_else_its_bits(
+    files: Files, mixed: Path, rounding: str, tmp_path: Path
+) -> None:
+    out, flags = tmp_path / "out.safetensors", {"rounding": rounding}
+    if rounding == "compensated":
+        flags |= {"dataset_config": files.dataset, "calibration_images": 2, "calibration_sigmas": 0.6, **PARTS}
+    command(merge_lora, model=mixed, lora=files.lora_file, save_to=out, accept_loss=True, **flags)
+    before, after, updates = WeightFiles(mixed), WeightFiles(out), files.updates()
+    assert before.quantized is not None
+    assert after.quantized is not None
+    assert after.metadata["_note"] == "kept"
+    raw, new = load_file(mixed), load_file(out)
+    changed = {name for stored in TENSORS for name in before.quantized.weights[stored].tensors.values()}
+    assert set(raw) == set(new)
+    for name in raw.keys() - changed:  # markers, scales of activations, mxfp8 and what is not quantised
+        assert same(raw[name], new[name])
+    for name in TENSORS:
+        kind = {"int8_convrot": "int8_tensorwise", "nvfp4": "nvfp4"}.get(MIXED[name])
+        ours = after.read_float(RowRange(name))
+        if kind:  # the new numbers are what comfy-kitchen reads
+            assert same(ours, rebuilt(after.quantized.weights[name], new, kind, torch.float32))
+        lost = (ours - before.read_float(RowRange(name)) - updates[name]).norm() / files.high[name].float().norm()
+        assert float(lost) < (0.2 if kind == "nvfp4" else 0.06)  # no more than rounding once more
+
+
+def test_gguf_is_not_merged_into(files: Files, tmp_path: Path, capsys) -> None:
+    matrices = {n: t for n, t in files.high.items() if t.ndim > 1}
+    path = write_gguf(tmp_path / "model.gguf", matrices, lambda name, _: "Q8_0" if name in TENSORS else "F16")
+    out = tmp_path / "out.safetensors"
+    with pytest.raises(SystemExit) as stopped:
+        command(merge_lora, model=path, lora=files.lora_file, save_to=out)
+    assert stopped.value.code == 2
+    told = capsys.readouterr().err
+    assert "which is not written; its servers add LoRAs while they run" in told
+    assert told.count("\n") == 1
+    assert not out.exists()
+
+
 def test_a_correction_lora_undoes_a_part_of_the_rounding(files: Files, tmp_path: Path) -> None:
     out = tmp_path / "out.safetensors"
     command(
@@ -177,7 +242,7 @@ def test_a_correction_lora_undoes_a_part_of_the_rounding(files: Files, tmp_path:
 def test_what_does_not_go_together_is_refused(files: Files, tmp_path: Path, capsys) -> None:
     model, fp8, lora, out = files.model, files.fp8("comfy_scaled"), files.lora_file, tmp_path / "out.safetensors"
     cases = {
-        "a LoRA in fp8 is mostly zeros": {"lora": lora, "save_precision": "fp8"},
+        "a LoRA is never quantised": {"lora": lora, "save_precision": "fp8"},
         "has no effect here": {"model": model, "lora": lora, "rounding": "nearest"},
         "look at activations": {"model": model, "lora": lora, "save_precision": "fp8", "rounding": "compensated"},
         "is quantised and stays as it is": {"model": fp8, "lora": lora, "save_precision": "fp8_block64"},
