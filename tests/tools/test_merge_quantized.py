@@ -214,7 +214,7 @@ def test_gguf_is_not_merged_into(files: Files, tmp_path: Path, capsys) -> None:
         command(merge_lora, model=path, lora=files.lora_file, save_to=out)
     assert stopped.value.code == 2
     told = capsys.readouterr().err
-    assert "which is not written; its servers add LoRAs while they run" in told
+    assert "is read only here; its servers add a LoRA at run time" in told
     assert told.count("\n") == 1
     assert not out.exists()
 
