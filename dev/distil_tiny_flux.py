@@ -83,8 +83,8 @@ def load() -> TextToImage:
     return TextToImage(parts.transformer, parts.text_encoder_2, parts.text_encoder).eval().requires_grad_(False)
 
 
-def distil(paths: int, steps: int, rate: float, seed: int) -> AdapterNetwork:
-    """Train the student's difference on ``paths`` of the teacher, for ``steps`` of ``BATCH`` windows."""
+def distil(paths: int, steps: int, rate: float, seed: int, start: Path | None = None) -> AdapterNetwork:
+    """Train the student's difference, from ``start`` on, on ``paths`` of the teacher."""
     model, fine = load(), sigmas_of(STEPS * FINER)
     noise, captions = draw(paths, seed)
     begun = time.monotonic()
@@ -95,6 +95,8 @@ def distil(paths: int, steps: int, rate: float, seed: int) -> AdapterNetwork:
     states = torch.cat(pool, dim=1)
     levels = torch.tensor(fine[::FINER])
     network = inject_adapter(model.transformer, NetworkOptions(dim=RANK, alpha=RANK), FLUX_TARGETS, seed)
+    if start is not None:
+        network.load(load_lora(start, FLUX_TARGETS).weights, str(start))
     optimizer = torch.optim.AdamW(network.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
     average = [parameter.detach().clone() for parameter in network.parameters()]
     draws = torch.Generator().manual_seed(seed)
@@ -151,13 +153,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500, help="of training (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=2e-3, help="learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--start", type=Path, help="go on from this difference")
     parser.add_argument("--difference", type=Path, default=DIFFERENCE, help="the tracked file")
     parser.add_argument("--out", type=Path, default=MERGED, help="the whole model, in diffusers' layout")
     parser.add_argument("--merge_only", action="store_true", help="no training: merge the tracked difference")
     parser.add_argument("--measure", type=int, nargs="?", const=64, default=0, metavar="N", help="images to compare")
     options = parser.parse_args()
     if not options.merge_only and not options.measure:
-        network = distil(options.paths, options.steps, options.rate, options.seed)
+        network = distil(options.paths, options.steps, options.rate, options.seed, options.start)
         network.save(options.difference, "diffusers", "fp16", {"tandem.distilled_steps": str(STEPS)})
         print(f"{options.difference}: {options.difference.stat().st_size / 2**20:.2f} MiB")
     if not options.measure:

@@ -90,6 +90,8 @@ def parser() -> argparse.ArgumentParser:
         )
     distilled = top.add_argument_group("the LoRA on a distilled model of the reference, with --deploy or alone")
     distilled.add_argument("--distilled", metavar="FILE|FOLDER", help="Z-Image-Turbo for Z-Image, schnell for dev, ...")
+    distilled.add_argument("--distilled_lora", nargs="+", default=[], metavar="FILE[:STRENGTH]",
+                           help="LoRAs that are used there (default: those of --lora)")  # fmt: skip
     distilled.add_argument(
         "--distilled_steps",
         type=whole(least=1, most=MOST_STEPS),
@@ -167,6 +169,7 @@ from library.fidelity.runs import prepare_eval_set
 from library.fidelity.server_image import ServerPicture, explain_server
 from library.fidelity.serving import REFERENCE, Models, PartDtype, Served, Variant
 from library.training.sampling.generate import read_loras
+from networks.files.weights import LoraWeights
 from train_lora import train
 
 _LOW = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
@@ -268,6 +271,12 @@ def _distilled(options: argparse.Namespace) -> DeployedWeights:
     return DeployedWeights(path.name, path, None)
 
 
+def _distilled_loras(options: argparse.Namespace, models: Models) -> dict[str, dict[str, LoraWeights]] | None:
+    """Return what --distilled_lora names; None: what --lora does."""
+    sources = [lora_source(text) for text in options.distilled_lora]
+    return read_loras(sources, models.family, Console(quiet=True)) if sources else None
+
+
 def _report_distilled_alone(options: argparse.Namespace, console: Console) -> None:
     """Compare base and distilled model, and nothing else; write the report."""
     if options.distilled is None:
@@ -280,7 +289,7 @@ def _report_distilled_alone(options: argparse.Namespace, console: Console) -> No
     models = Models(plan.config, _distilled(options), {}, plan.dtype, plan.device)
     models.loras = read_loras([lora_source(text) for text in options.lora], models.family, console)
     eval_set = prepare_eval_set(models, plan.prepare(console), REFERENCE, options.steps)
-    found = compare_distilled(models, eval_set, options.distilled_steps, console)
+    found = compare_distilled(models, eval_set, options.distilled_steps, console, _distilled_loras(options, models))
     paths = write_distilled(found, f"{Path(options.model).name}, served as {found.name}", options.save_to)
     console.print(found.sentence())
     console.print(*map(str, paths), sep="\n")
@@ -291,6 +300,8 @@ def main() -> None:
     """Parse the command line, measure, write the report."""
     options = parser().parse_args()
     console = Console(highlight=False, soft_wrap=True, markup=False, width=None if sys.stdout.isatty() else 120)
+    if options.distilled is None and (options.distilled_lora or options.distilled_steps):
+        raise UserError("--distilled_lora, --distilled_steps: have no effect without --distilled; give it")
     if options.deploy is None:
         _report_distilled_alone(options, console)
         return
@@ -329,7 +340,8 @@ def main() -> None:
         server = explain_server(models, variant, calibration, pictures, options.server_steps, console)
     distilled = None
     if distilled_models is not None:
-        distilled = compare_distilled(distilled_models, report.eval_set, options.distilled_steps, console)
+        loras = _distilled_loras(options, models)
+        distilled = compare_distilled(distilled_models, report.eval_set, options.distilled_steps, console, loras)
     paths = write_report(report, options.save_to, fixes, best, server, distilled)
     console.print(*report.verdict.lines(report.full), sep="\n")
     if fixes:

@@ -173,6 +173,9 @@ class DistillationConfig(Section):
     distill_lora: Annotated[str | None, OnlyWith(distill_from=True)] = Field(
         None, description="LoRA beside the teacher; default: network_weights"
     )
+    distill_effect: Annotated[bool, OnlyWith(distill_from=True)] = Field(
+        False, description="learn what the LoRA adds to the teacher's answers, not these: where this base is distilled"
+    )
     distill_weight: Annotated[float, Field(gt=0, le=1), OnlyWith(distill_from=True)] = Field(
         1.0, description="weight of the teacher's velocity against the data's; 1 learns from the teacher alone"
     )

@@ -27,6 +27,7 @@ from library.console import Console
 from library.errors import UserError, counted
 from library.fidelity.runs import EvalSet, Outcome, run_variant
 from library.fidelity.serving import REFERENCE, Models, Variant
+from networks.files.weights import LoraWeights
 from networks.injection import attach_lora
 
 EQUAL = 0.02  # of the size: nobody sees less
@@ -46,6 +47,11 @@ class StrengthRow:
     size: float
     direction: float
     image: float = math.nan
+
+    @property
+    def error(self) -> float:
+        """What is missing or wrong of the effect, rms over the base's."""
+        return math.sqrt(max(0.0, self.size**2 - 2 * self.size * self.direction + 1))
 
 
 @dataclass(frozen=True)
@@ -102,11 +108,17 @@ class Distilled:
         """Return what ``report.json`` holds."""
         said = {key: getattr(self, key) for key in ("name", "steps", "share", "equal")}
         by_sigma = {f"{sigma:.4g}": {"size": s, "direction": d} for sigma, (s, d) in self.by_sigma.items()}
-        rows = [asdict(row) for row in self.rows]
+        rows = [asdict(row) | {"error": row.error} for row in self.rows]
         return said | {"verdict": self.sentence(), "strengths": rows, "by_sigma": by_sigma}
 
 
-def compare_distilled(models: Models, eval_set: EvalSet, steps: int | None, console: Console) -> Distilled:
+def compare_distilled(
+    models: Models,
+    eval_set: EvalSet,
+    steps: int | None,
+    console: Console,
+    served: Mapping[str, Mapping[str, LoraWeights]] | None = None,
+) -> Distilled:
     """Return what the LoRAs of ``models`` do on its deployed model, the distilled one, beside what they do on its base.
 
     Args:
@@ -114,6 +126,7 @@ def compare_distilled(models: Models, eval_set: EvalSet, steps: int | None, cons
         eval_set: images, captions, noise, and the steps of the base's sampling runs (0: no pictures).
         steps: of the distilled schedule; None for the family's own number.
         console: for progress.
+        served: the LoRAs that are used on the distilled model, component -> layer -> weights; None: the same.
 
     Raises:
         UserError: there is no LoRA, or the distilled model is no file or folder of this family.
@@ -127,12 +140,13 @@ def compare_distilled(models: Models, eval_set: EvalSet, steps: int | None, cons
     tokens = latents.shape[-2] * latents.shape[-1] // models.family.patch_size**2
     sigmas = models.deployed_family.sampling_sigmas(steps, tokens)[:-1]
     eval_set = replace(eval_set, sigmas=sigmas)
-    served = Variant(weights=True, shift="deployed", steps=steps)
+    variant = Variant(weights=True, shift="deployed", steps=steps)
     base = _Runs(models, models.base(deployed=False), REFERENCE, eval_set, console, "base")
     without, wanted = base(0.0), base(1.0)
     del base
     turbo = models.deployed.load(models.deployed_family, models.dtype, models.device).module
-    run = _Runs(models, turbo, served, eval_set, console, name)
+    others = models if served is None else replace(models, loras=served)
+    run = _Runs(others, turbo, variant, eval_set, console, name)
     plain = run(0.0)
     effect = _velocity_effect(wanted, without)
     outcomes: dict[float, Outcome] = {}

@@ -119,6 +119,7 @@ _DISTILLED_COLUMNS: Columns = {
     "strength": ("of the LoRA on the distilled model", "{:.2f}", lambda row: row.strength),
     "size": ("of its effect on the velocity, over the effect at 1 on the base", "{:.2f}", lambda row: row.size),
     "direction": ("cosine of the two effects; 1: the same change", "{:.2f}", lambda row: row.direction),
+    "error": ("what is missing or wrong of the effect, over the effect", "{:.2f}", lambda row: row.error),
     "in pictures": ("size of the change in finished pictures, over that on the base", "{:.2f}", lambda row: row.image),
 }
 _LEVEL_COLUMNS: Columns = {

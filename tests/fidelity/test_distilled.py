@@ -60,12 +60,21 @@ def changed(base: Path, folder: Path, name: str, change: Callable[[Tensor], Tens
     return folder
 
 
-def compared(base: Path, turbo: Path, dataset: Path, lora: dict[str, LoraWeights], steps: int = 2) -> Distilled:
+def compared(
+    base: Path,
+    turbo: Path,
+    dataset: Path,
+    lora: dict[str, LoraWeights],
+    steps: int = 2,
+    served: dict[str, LoraWeights] | None = None,
+) -> Distilled:
     config = ModelConfig(pretrained_model_name_or_path=str(base))
     deployed = DeployedWeights(turbo.name, turbo, None)
     models = Models(config, deployed, {"transformer": lora}, torch.float32, torch.device("cpu"))
     calibration = models.plan(CalibrationOptions(str(dataset), images=2)).prepare(QUIET)
-    return compare_distilled(models, prepare_eval_set(models, calibration, REFERENCE, steps), 3, QUIET)
+    return compare_distilled(
+        models, prepare_eval_set(models, calibration, REFERENCE, steps), 3, QUIET, served and {"transformer": served}
+    )
 
 
 def test_on_the_base_itself_the_lora_is_as_strong(base: Path, dataset: Path) -> None:
@@ -91,6 +100,17 @@ def test_an_effect_that_is_halved_is_found_halved_and_the_equal_strength_is_two(
     assert "0.50 of its effect on the base" in found.sentence()
     assert len(found.images) == 5
     assert len(found.by_sigma) == 3
+
+
+def test_another_lora_on_the_distilled_model_is_measured_against_the_bases(
+    base: Path, dataset: Path, tmp_path: Path
+) -> None:
+    """Twice as large in the file where the layer behind it is halved: nothing is left to correct."""
+    turbo = changed(base, tmp_path / "turbo", "proj_out.weight", lambda weight: weight / 2)
+    own, other = (update(base, FLUX_LAST, size) for size in (0.02, 0.04))
+    found = compared(base, turbo, dataset, own, steps=0, served=other)
+    assert found.equal == 1.0
+    assert found.at(1.0).error < 0.05
 
 
 def test_an_effect_that_is_doubled_is_found_stronger(base: Path, dataset: Path, tmp_path: Path) -> None:
@@ -170,6 +190,7 @@ def test_z_image_turbo_is_compared_by_the_tool_in_its_real_formats(
     [
         ([], "--deploy: say what is served"),
         (["--distilled", "BASE"], "--distilled: what is compared is what a LoRA does; give --lora"),
+        (["--deploy", "cast", "--distilled_steps", "4"], "no effect without --distilled"),
         (["--distilled", "cast", "--lora", "x.safetensors"], "--distilled cast: no such file or folder"),
         (["--distilled", "BASE", "--lora", "x.safetensors", "--activations", "row"], "give --deploy too"),
         (["--distilled", "BASE", "--lora", "x.safetensors", "--fix"], "give --deploy too"),

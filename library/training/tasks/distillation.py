@@ -13,18 +13,25 @@ missing one batch at a time is in memory.
 With the squared error, learning from a mixture of both is learning the mixed velocity:
 
     (1 - w) |v - data|^2 + w |v - teacher|^2  =  |v - ((1 - w) data + w teacher)|^2 + what does not depend on v
+
+Trained on a distilled model (Z-Image-Turbo) with its base as the teacher, the teacher's velocities would undo what the
+model was distilled to. There the target is the LoRA's effect (``distill_effect``): what the base answers with the LoRA
+less what it answers without, added to what the model in training answers without one. That model is loaded first, for
+its own answers, and freed before the teacher comes.
 """
 
 from __future__ import annotations
 
 import hashlib
+import shutil
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from torch import nn
+from torch import Tensor, nn
 
 from library.accelerator import model_parallel_rank_and_size
 from library.config.schema import FlowConfig, TrainConfig, TrainingConfig
@@ -43,9 +50,11 @@ from library.training.optim.schedules import run_length
 from library.training.report.progress import counting
 from library.training.tasks.image_step import Teacher
 from library.training.tasks.lora import base_dtype
+from library.training.tasks.lora_plan import plan_base
 from networks.files.adapters import load_lora
 from networks.injection import attach_lora
 from networks.merging.base_weights import read_base_weights
+from networks.network import AdapterNetwork
 
 
 def prepare_teacher(
@@ -71,33 +80,64 @@ def prepare_teacher(
     rank, size = model_parallel_rank_and_size(accelerator)  # of those that see the same batches and share the work
     coming = islice(_coming_batches(config.training, data, accelerator), rank, None, size)
     missing = [(step, items) for step, items in coming if not _is_cached(teacher, step, items, data)]
-    if missing:
-        clear_leftovers(teacher.path(missing[0][0], 0).parent)  # where an interrupted run stopped
-        transformer = _load(config, family, lora, accelerator)
+    own = Teacher(teacher.folder.with_name(f"{teacher.folder.name}-own"), 1.0) if asked.distill_effect else None
+    passes = [(own, None), (teacher, own)] if own else [(teacher, None)]
+    for answers, beside in passes if missing else ():
+        todo = [(step, items) for step, items in missing if not _is_cached(answers, step, items, data)]
+        if not todo:
+            continue
+        clear_leftovers(answers.path(todo[0][0], 0).parent)  # where an interrupted run stopped
+        if answers is own:
+            runs, transformer, network = model_family(config.model), _load_own(config, accelerator), None
+        else:
+            runs, (transformer, network) = family, _load(config, family, lora, accelerator)
         with counting(console) as progress:
-            advance = progress("velocities of the teacher", len(missing))
-            for step, items in missing:
+            advance = progress(
+                "velocities without a LoRA" if answers is own else "velocities of the teacher", len(todo)
+            )
+            for step, items in todo:
                 batch = collate([data.train[item] for item in items]).to(accelerator.device)
-                _predict(teacher, family, transformer, batch, step, config.flow, config.training.seed, accelerator)
+                predict = partial(_velocity, runs, transformer, batch, step, config, accelerator)
+                velocity = predict()
+                if beside is not None and network is not None:
+                    network.set_multiplier(0.0)
+                    plain = predict()
+                    network.set_multiplier(1.0)
+                    velocity = beside.blend(velocity, batch.sample_ids, step) + velocity - plain
+                _write(answers, batch, step, velocity)
                 advance(1)
-        del transformer
+        del transformer, network, predict
         if accelerator.device.type == "cuda":
             torch.cuda.empty_cache()
+    if own:
+        shutil.rmtree(own.folder, ignore_errors=True)
     accelerator.wait_for_everyone()
     return teacher
 
 
-def _load(config: TrainConfig, family: Family, lora: str, accelerator: Accelerator) -> nn.Module:
+def _load_own(config: TrainConfig, accelerator: Accelerator) -> nn.Module:
+    """Load the model in training as the training is going to, without a LoRA beside it."""
+    family, device = model_family(config.model), accelerator.device
+    merged = read_base_weights(config.network.base_weights, config.network.base_weights_multiplier, family.targets)
+    loader = plan_base(config.precision, family.quantized_file(), config.training.seed, device)
+    loader.changes = merged.changes(family.targets)
     dtype, backend = base_dtype(config.model, config.training), config.training.attention
-    targets, network = family.targets, config.network
-    merged = read_base_weights(network.base_weights, network.base_weights_multiplier, targets)
+    transformer = family.load_transformer(dtype, device, backend, fp8=loader)
+    loader.round_inputs(transformer)
+    return transformer.requires_grad_(False).eval()
+
+
+def _load(config: TrainConfig, family: Family, lora: str, accelerator: Accelerator) -> tuple[nn.Module, AdapterNetwork]:
+    dtype, backend = base_dtype(config.model, config.training), config.training.attention
+    targets = family.targets
+    merged = read_base_weights(config.network.base_weights, config.network.base_weights_multiplier, targets)
     loader = WeightLoader(changes=merged.changes(targets))
     transformer = family.load_transformer(dtype, accelerator.device, backend, fp8=loader)
     weights = targets.by_component(load_lora(lora, targets).weights).get(targets.file_prefix, {})
     if not weights:
         raise UserError(f"distill_lora: {lora} has nothing for the transformer; give the LoRA that was trained in bf16")
-    attach_lora(transformer, weights, targets, lora)
-    return transformer.eval()
+    network = attach_lora(transformer, weights, targets, lora)
+    return transformer.eval(), network
 
 
 def _coming_batches(
@@ -126,23 +166,19 @@ def _is_cached(teacher: Teacher, step: int, items: list[tuple[int, int]], data: 
 
 
 @torch.no_grad()
-def _predict(
-    teacher: Teacher,
-    family: Family,
-    transformer: nn.Module,
-    batch: Batch,
-    step: int,
-    flow: FlowConfig,
-    seed: int,
-    accelerator: Accelerator,
-) -> None:
-    """Write the teacher's velocities at the noise and noise levels of ``FlowStep.loss`` at ``step``."""
-    tokens = batch.latents.shape[-2] * batch.latents.shape[-1] // family.patch_size**2
-    noisy, _, sigmas = noisy_latents(flow, batch.latents, batch.sample_ids, tokens, seed, step)
+def _velocity(
+    family: Family, transformer: nn.Module, batch: Batch, step: int, config: TrainConfig, accelerator: Accelerator
+) -> Tensor:
+    """Return the velocities at the noise and noise levels of ``FlowStep.loss`` at ``step``."""
+    tokens, flow = batch.latents.shape[-2] * batch.latents.shape[-1] // family.patch_size**2, config.flow
+    noisy, _, sigmas = noisy_latents(flow, batch.latents, batch.sample_ids, tokens, config.training.seed, step)
     with accelerator.autocast():
-        velocity = family.predict_velocity(
+        return family.predict_velocity(
             transformer, noisy, sigmas.to(noisy.device), batch.text, flow.guidance_scale, batch.conditions
         )
+
+
+def _write(teacher: Teacher, batch: Batch, step: int, velocity: Tensor) -> None:
     for sample, target in zip(batch.sample_ids.tolist(), velocity.cpu(), strict=True):
         if not torch.isfinite(target).all():
             raise UserError(f"distill_from: its velocity at step {step} is not finite; check the teacher and its LoRA")
@@ -168,4 +204,7 @@ def _key(config: TrainConfig, family: Family, lora: str, data: TrainingData) -> 
         samples,
         config.training.gradient_accumulation_steps,
     )
+    if config.distillation.distill_effect:  # its answers follow from the model in training, too
+        own = model_family(config.model).fingerprint(), sorted(config.precision.model_dump().items())
+        parts = (*parts, own, config.model.base_dtype)  # type: ignore[assignment]
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import library.training.tasks.distillation as distillation
 import tools.quantize_model as quantize_model
@@ -69,6 +70,33 @@ def test_the_answers_are_the_bf16_models_at_the_runs_own_noise(
                 expected = pipeline_forward(teacher, noisy, sigmas, text)[0]
             found = load_file(answers[0].parents[1] / f"{step:08d}" / f"{item.sample_id:016x}.safetensors")
             torch.testing.assert_close(found["velocity"], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_on_a_distilled_model_the_answers_are_its_own_with_the_loras_effect_on_the_teacher(
+    base: Path, dataset: Path, liked: Path, tmp_path: Path
+) -> None:
+    """The parts come from runs of their own: the teacher with the LoRA, both models with one that changes nothing."""
+    turbo = tmp_path / "turbo"
+    shutil.copytree(base, turbo)
+    file = turbo / "transformer" / "diffusion_pytorch_model.safetensors"
+    weights = load_file(file)
+    weights["proj_out.weight"] = weights["proj_out.weight"] / 2
+    save_file(weights, file, {"format": "pt"})
+    none = tmp_path / "none.safetensors"
+    zeroed = {n: LoraWeights(w.down, 0 * w.up, w.alpha) for n, w in load_lora(liked, FLUX_TARGETS).weights.items()}
+    save_adapter(none, zeroed, FLUX_TARGETS)
+
+    def answers(name: str, teacher: Path, lora_file: Path, **more: object) -> list[torch.Tensor]:
+        settings = {"network_weights": liked, "network_alpha": 4, "distill_from": teacher, "distill_lora": lora_file}
+        run(turbo, dataset, tmp_path / name, **settings, max_train_steps=2, **more)
+        assert len([*(tmp_path / name / "teacher").iterdir()]) == 1  # nothing in between is left
+        return [load_file(path)["velocity"] for path in sorted((tmp_path / name / "teacher").rglob("*.safetensors"))]
+
+    found = answers("effect", base, liked, distill_effect=True)
+    parts = answers("with", base, liked), answers("without", base, none), answers("own", turbo, none)
+    for effect, taught_with, without, own in zip(found, *parts, strict=True):
+        assert (taught_with - without).norm() > 0.01 * own.norm()
+        torch.testing.assert_close(effect, own + taught_with - without, rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_learnt_is_the_mixture_of_data_and_teacher(
