@@ -44,7 +44,7 @@ from library.precision.files.base import QuantizedWeight
 Compute = Literal["auto", "dequant", "quantised"]
 
 _CPU_CHUNK = 1 << 21  # 4 MiB in bf16; with AMX smaller ones take 20 % longer, on Zen 5 all up to this cost the same
-_CPU_TOKENS = 256  # rotated at a time at least; a weight is dequantised for each
+_CPU_TOKENS = 128  # rotated at a time at least, or a quarter of all; a weight is dequantised for each
 _GPU_CHUNK = 1 << 27  # 256 MiB in bf16, larger than any weight of FLUX or Qwen-Image
 _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
