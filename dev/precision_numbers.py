@@ -18,11 +18,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from library.precision.fake_quantize import ActivationRounding, round_activations
+from library.precision.activations import round_activations
 from library.precision.files.base import in_units
 from library.precision.files.fp8 import Fp8Scheme, Fp8Weight
 from library.precision.fp8_numbers import E4M3FN, FORMATS, dequantize, round_to_nearest
-from library.precision.names import Granularity
+from library.precision.names import ActivationRounding, Granularity
 from library.precision.parity.compensated import merge_into
 from library.precision.parity.layer_errors import moment_energy, update_retention
 

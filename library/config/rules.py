@@ -219,7 +219,7 @@ LORA_MATRIX = (
     ),
     Row("fp8_base", {"zero = 3": FP8_NOT_GATHERED}),
     Row("fp8_scaled", {"zero = 3": FP8_NOT_GATHERED}),
-    Row("fp8_activations", {"tp": "rounds by full inputs, of which tp gives a layer a part" + _ONE}),
+    Row("quantised_activations", {"tp": "rounds by full inputs, of which tp gives a layer a part" + _ONE}),
     Row("gradient_checkpointing", _CHOSEN),
     Row("cpu_offload_checkpointing", {"device_map": "brings inputs back to one device" + _ONE} | _CHOSEN),
     Row(
@@ -399,9 +399,9 @@ _LORA = (
         "casts without scales, fp8_scaled quantises with scales; keep one of them",
     ),
     Rule(
-        ("fp8_activations", "quantised_compute", "fp8_input_gradient"),
-        lambda s: s.fp8_activations != "none" and _multiplied_in_fp8(s),
-        "products in fp8 round them already; remove quantised_compute and fp8_input_gradient",
+        ("quantised_activations", "quantised_compute", "fp8_input_gradient"),
+        lambda s: s.quantised_activations != "none" and _multiplied_in_fp8(s),
+        "products as weights are stored round them already; remove quantised_compute and fp8_input_gradient",
     ),
     Rule(
         ("fp8_granularity", "quantised_compute", "fp8_input_gradient"),

@@ -154,10 +154,11 @@ class PrecisionConfig(Section):
     fp8_input_gradient: Annotated[bool, OnlyWith(quantised_compute=("auto", "quantised"))] = Field(
         False, description="fp8 products for the input gradient too, not only in forward"
     )
-    fp8_activations: Literal["none", "row", "tensor", "unit"] = Field(
+    quantised_activations: Literal["none", "auto", "row", "tensor", "unit", "static", "int8", "nvfp4", "mxfp8"] = Field(
         "none",
-        description="round what fp8 layers are given as the server's fp8 products will, with the gradient passed "
-        "through: a scale a token (row), an input (tensor), or none (unit, ComfyUI's --fast fp8_matrix_mult)",
+        description="round what quantised layers are given as the server's products will, with the gradient passed "
+        "through: auto as the server of the base's file does, layer by layer; to fp8 with a scale a token (row), an "
+        "input (tensor), none (unit, ComfyUI) or the file's input_scale (static); to int8, nvfp4 or mxfp8",
     )
     fp8_text_encoder: Annotated[bool, IMAGES] = Field(
         False, description="quantise T5, Qwen2.5-VL or Qwen3 to fp8, block64, as it is loaded"

@@ -39,7 +39,7 @@ from library.models.weights import load_into, read_config
 from library.nn.attention import Backend
 from library.nn.modes import evaluating
 from library.nn.tensor_split import Parts
-from library.precision.checkpoint import QuantizedFile, WeightFiles
+from library.precision.checkpoint import QuantizedFile, ServedInput, WeightFiles
 from library.precision.recipe import Recipe, WeightLoader
 
 
@@ -198,6 +198,11 @@ class Family:
     def quantized_file(self) -> QuantizedFile | None:
         """Return what the transformer's files hold quantised, from their headers; None if nothing."""
         return WeightFiles(self.files.transformer).quantized
+
+    def served_inputs(self) -> dict[str, ServedInput]:
+        """Return layer -> what the transformer's files say of its inputs, of quantised layers."""
+        weights = WeightFiles(self.files.transformer)
+        return weights.served_inputs(self.layout.key_map(weights, self.files.prefix))
 
     def attention_heads(self) -> tuple[int, int]:
         """Return how many heads the transformer's attention has, and their width."""

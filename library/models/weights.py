@@ -75,6 +75,8 @@ def load_into(
     _check(expected, weights, key_map)
     loader = fp8 if fp8 is not None else WeightLoader(compute="dequant")
     loader.check(module)
+    if loader.activations is not None:
+        loader.served = weights.served_inputs(key_map)
     for name, shape in expected.items():
         stored = weights.read_quantized(key_map[name]) or weights.read(key_map[name])
         tensor = loader.load(module, name, stored, device)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 from library.errors import UserError, did_you_mean
 from library.precision.files.base import FileTensors, QuantizedWeight, StoredWeight
 from library.precision.files.registry import FINDERS
-from library.precision.names import LayoutKind
+from library.precision.names import ActivationRounding, LayoutKind
 from library.safetensors_io import RowRange, TensorEntry, read_entries, read_rows, weight_files
 
 _WEIGHT_DTYPES = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
@@ -101,12 +102,38 @@ class WeightFiles:
             return None
         return self.quantized.read(ranges)
 
+    def served_inputs(self, key_map: Mapping[str, Sequence[RowRange]]) -> dict[str, ServedInput]:
+        """Return layer -> what the file says of its inputs; ``key_map``: parameter -> the rows it is made of."""
+        found: dict[str, ServedInput] = {}
+        stored = self.quantized.weights if self.quantized else {}
+        for name, ranges in key_map.items():
+            layer, _, leaf = name.rpartition(".")
+            if leaf == "weight" and self.quantized and ranges and (weight := stored.get(ranges[0].source)):
+                scale = None if weight.input_scale is None else self.quantized.file.read(weight.input_scale).float()
+                found[layer] = ServedInput(cast(Any, weight.served_rounding), scale, weight.layout)
+        return found
+
     def read_float(self, rows: RowRange, device: torch.device | str = "cpu") -> Tensor:
         """Return ``rows`` of a matrix in fp32 on ``device``, dequantised where they are fp8."""
         quantized = self.read_quantized([rows])
         if quantized is None:
             return self.read([rows]).to(device).float()
         return quantized.to(device).dequantize(torch.float32)
+
+
+@dataclass(frozen=True)
+class ServedInput:
+    """What a file says of the inputs of one quantised layer.
+
+    Attributes:
+        how: its server rounds them; None: not at all.
+        scale: that was calibrated for them, fp32; None: there is none.
+        layout: the convention that the layer is stored by.
+    """
+
+    how: ActivationRounding | None
+    scale: Tensor | None
+    layout: LayoutKind
 
 
 @dataclass(frozen=True)

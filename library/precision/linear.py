@@ -118,14 +118,18 @@ class QuantizedLinear(nn.Linear):
         """Return the weight [out, in] in ``dtype``."""
         return self.quantized().dequantize(dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``[..., in]`` to ``[..., out]`` in the dtype of ``x``, or autocast's where autocast is on."""
+    def forward(self, x: Tensor, rotated: bool = False) -> Tensor:
+        """Map ``[..., in]`` to ``[..., out]`` in the dtype of ``x``, or autocast's where autocast is on.
+
+        ``rotated``: ``x`` is as the weight's ``rotate`` returns it.
+        """
         device = x.device.type
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
         rows = x.reshape(-1, self.in_features)
         as_stored = self._multiplies_as_stored(x.device)
-        how = (self.outline, as_stored, as_stored and self._rounds_gradients)
+        outline = self.outline.unrotated() if rotated else self.outline
+        how = (outline, as_stored, as_stored and self._rounds_gradients)
         out = _Product.apply(rows, self.bias, how, *self._tensors().values())
         return out.view(*x.shape[:-1], self.out_features)
 

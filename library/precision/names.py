@@ -7,6 +7,8 @@ from typing import Literal
 FORMAT_NAMES = ("e4m3fn", "e5m2")
 Granularity = Literal["cast", "tensor", "row", "block64", "block128"]
 GRANULARITIES: tuple[Granularity, ...] = ("cast", "tensor", "row", "block64", "block128")
+# how a server rounds a layer's inputs, see ``library.precision.activations``; auto: as the file's server does
+ActivationRounding = Literal["row", "tensor", "unit", "static", "int8", "nvfp4", "mxfp8"]
 LayoutKind = Literal["plain", "comfy_scaled", "comfy_quant", "rows", "musubi", "modelopt", "gguf", "nf4"]
 SCHEME_NAMES = (*GRANULARITIES, "int8", "int8_row", "int8_convrot", "nvfp4")  # that weights are written by
 READ_ONLY = ("mxfp8", "gguf", "nf4")  # formats that are read and never written

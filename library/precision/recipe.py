@@ -23,17 +23,19 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from library.errors import UserError, did_you_mean
-from library.precision.fake_quantize import ActivationRounding, fake_quantize_inputs
+from library.precision.activations import round_inputs, roundings
+from library.precision.checkpoint import ServedInput
 from library.precision.files.base import QuantizedWeight, ReadOnlyScheme, Scheme
 from library.precision.files.fp8 import Fp8Scheme, Fp8Weight
 from library.precision.fp8_numbers import FP8_DTYPES
 from library.precision.linear import Compute, QuantizedLinear, QuantizedLinearOfHiddenDtype
+from library.precision.names import ActivationRounding
 from library.randomness import derive_seed
 
 _ROOT = r"(model\.diffusion_model\.|transformer\.)?"
@@ -130,7 +132,9 @@ class WeightLoader:
     Attributes:
         recipe: how bf16 weights are quantised, or None to leave them.
         compute, fp8_input_gradient: see ``QuantizedLinear``.
-        activations: how the inputs of quantised layers are rounded, see ``fake_quantize``; None: not at all.
+        activations: how the inputs of quantised layers are rounded, see ``activations``; "auto": as the file's server
+            does; None: not at all.
+        served: layer -> what the file says of its inputs; filled while it is loaded.
         changes: parameter -> what makes of its value, in fp32, the one to load; what the file has quantised is
             so again as it was, with fresh scales.
     """
@@ -138,8 +142,10 @@ class WeightLoader:
     recipe: Recipe | None = None
     compute: Compute = "auto"
     fp8_input_gradient: bool = False
-    activations: ActivationRounding | None = None
+    activations: ActivationRounding | Literal["auto"] | None = None
     changes: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+    served: Mapping[str, ServedInput] = field(default_factory=dict, init=False)
+    rounded: Mapping[str, int] = field(default_factory=dict, init=False)
     read: int = field(default=0, init=False)
     quantized: int = field(default=0, init=False)
     excluded: int = field(default=0, init=False)
@@ -199,10 +205,19 @@ class WeightLoader:
         setattr(parent, leaf, layer.train(parent.training))
 
     def round_inputs(self, module: nn.Module) -> None:
-        """Let the quantised layers of a loaded ``module`` round their inputs, if asked; before a LoRA is put in."""
-        if self.activations is not None:
-            layers = [name for name, layer in module.named_modules() if isinstance(layer, QuantizedLinear)]
-            fake_quantize_inputs(module, dict.fromkeys(layers), self.activations)
+        """Let the quantised layers of a loaded ``module`` round their inputs, if asked; before a LoRA is put in.
+
+        Raises:
+            UserError: calibrated scales are asked for, and the file has none.
+        """
+        layers = [name for name, layer in module.named_modules() if isinstance(layer, QuantizedLinear)]
+        if self.activations is None or not layers:
+            return
+        found = roundings(layers, self.served, self.activations)
+        if self.activations == "static" and not found:
+            raise UserError("quantised_activations = static: the file has no input scales; use auto, row or unit")
+        self.rounded = Counter(rounding.how for rounding in found.values())
+        round_inputs(module, found)
 
     def describe(self) -> str:
         """Return what was done, in a line; empty if nothing was."""
@@ -214,7 +229,8 @@ class WeightLoader:
         if self.excluded:
             parts.append(f"{self.excluded} excluded")
         if self.activations is not None:
-            parts.append(f"activations rounded to fp8 ({self.activations})")
+            words = ", ".join(f"{how} in {count}" for how, count in self.rounded.items())
+            parts.append(f"inputs of layers rounded as the server does ({words or 'in none'})")
         return ", ".join(parts)
 
 

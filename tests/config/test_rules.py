@@ -41,7 +41,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "save_format": {"network_type": "dora", "save_format": "comfy"},
     "network_type": {"network_type": "lokr"},
     "optimizer_type": {"optimizer_type": "Prodigy"},
-    "fp8_activations": {"fp8_activations": "row"},
+    "quantised_activations": {"quantised_activations": "row"},
     "activation_budget_mb": {"gradient_checkpointing": True, "activation_budget_mb": 9},
     "cpu_offload_checkpointing": {"gradient_checkpointing": True, "cpu_offload_checkpointing": True},
     "ema_decay": {"ema_decay": 0.9},

@@ -37,7 +37,7 @@ from library.nn.kv_cache import KVCache
 from library.nn.norms import RMSNorm
 from library.nn.rope import RopeTables, Table, rotate_half_split, turn_token, whole_head
 from library.nn.tensor_split import Parts
-from library.precision.fake_quantize import FakeQuantLinear
+from library.precision.activations import FakeQuantLinear
 from library.precision.linear import QuantizedLinear
 
 _INIT_STD = 0.02  # of both papers' published code
@@ -327,7 +327,7 @@ def _parts(joined: nn.Module, rows: Mapping[str, int]) -> dict[str, nn.Module]:
 def _on_rows(joined: nn.Module, rows: slice) -> nn.Module:
     """Return a frozen layer on some output rows of ``joined``."""
     if isinstance(joined, FakeQuantLinear):
-        return FakeQuantLinear(_on_rows(joined.base, rows), joined.how, joined.input_scale)  # type: ignore[arg-type]
+        return FakeQuantLinear(_on_rows(joined.base, rows), joined.rounding)
     if isinstance(joined, QuantizedLinear):
         quantized, compute, input_gradient = joined.quantized(), joined.compute, joined.fp8_input_gradient
         bias = None if joined.bias is None else joined.bias.detach()[rows]

@@ -106,6 +106,10 @@ class QuantizedWeight(ABC):
         """Return the gradient of inputs [..., in] of the gradient of :meth:`rotate`'s result."""
         return gradient
 
+    def unrotated(self) -> Self:
+        """Return what multiplies inputs that :meth:`rotate` has turned already: x @ dequantize().T is its operand's."""
+        return self
+
     @property
     def is_operand(self) -> bool:
         """Whether :meth:`product` takes this weight, on a device that has it."""

@@ -329,7 +329,12 @@ class StoredFp8(StoredWeight):
 
     @property
     def served_rounding(self) -> str | None:
-        """ComfyUI multiplies scaled files in fp8 unless they ask for high precision; scale 1 where none is given."""
+        """ComfyUI multiplies scaled files in fp8 unless they ask for high precision; scale 1 where none is given.
+
+        diffusers multiplies Black Forest Labs' files, which have a scale a row, with a scale a token.
+        """
+        if self.layout == "rows":
+            return "row"
         if self.layout not in ("comfy_scaled", "comfy_quant") or self.full_precision:
             return None
         return "static" if self.input_scale else "unit"

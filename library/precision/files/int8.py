@@ -114,6 +114,10 @@ class Int8Weight(QuantizedWeight):
         """Return ``gradient`` rotated: the rotation is its own inverse and transpose."""
         return self.rotate(gradient)
 
+    def unrotated(self) -> Self:
+        """Return the same numbers as a weight without rotation."""
+        return replace(self, group=0)
+
     @property
     def is_operand(self) -> bool:
         """Whether its sides are aligned as int8 products on a GPU want them."""
@@ -236,6 +240,14 @@ class StoredInt8(StoredComfyWeight):
         """Rows or tensor, by the scale's shape."""
         dtype, shape = self.held[self.tensors["scale"]]
         return Int8Scheme(torch.Size(shape).numel() > 1, self.group, dtype)
+
+    @property
+    def served_rounding(self) -> str:
+        """``int8``, on every card and whatever the file asks for: comfy-kitchen has no other product with int8 weights.
+
+        Its handler of ``F.linear`` rounds inputs that ComfyUI has left in high precision.
+        """
+        return self.rounding
 
     def comfy_config(self) -> dict[str, Any]:
         """Return the format, and how it is rotated."""

@@ -154,13 +154,18 @@ def plan_base(config: PrecisionConfig, layout: QuantizedFile | None, seed: int, 
             remedy = 'use "auto" or "dequant"' if key == "quantised_compute" else "remove it"
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
             raise UserError(f"{key}: products in fp8 need an Ada, Hopper or newer GPU, which {name} is not; {remedy}")
-    activations = None if config.fp8_activations == "none" else config.fp8_activations
+    activations = None if config.quantised_activations == "none" else config.quantised_activations
     compute = "dequant" if activations else config.quantised_compute  # rounded once, where the server rounds
     if layout is None:
         if not (config.fp8_base or config.fp8_scaled):
-            for key in ("quantised_compute", "fp8_input_gradient", "fp8_activations"):
+            for key in ("quantised_compute", "fp8_input_gradient", "quantised_activations"):
                 if key in config.model_fields_set:
                     raise UserError(f"{key}: has no effect, the model has no fp8 weights; set fp8_base or fp8_scaled")
+        if activations in ("auto", "static"):
+            raise UserError(
+                f"quantised_activations = {activations}: is read from a quantised file, and this base is quantised "
+                "as it is loaded; train on the file, or name the server's rounding (row, unit, ...)"
+            )
         return WeightLoader(transformer_recipe(config, seed), compute, config.fp8_input_gradient, activations)
     unused = ("fp8_scaled", "fp8_format", "fp8_exclude", "fp8_exclude_patterns", "fp8_rounding")
     for key in unused:

@@ -179,13 +179,16 @@ def test_steps_that_were_chosen_already_do_not_shrink() -> None:
     assert scheme.steps(torch.tensor([[254.0], [127.0]]), before).tolist() == [[2.0], [2.0]]
 
 
-@pytest.mark.parametrize(("said", "expected"), [({}, "int8"), ({"full_precision_matrix_mult": True}, None)])
-def test_the_server_rounds_inputs_unless_the_file_asks_for_high_precision(tmp_path: Path, said, expected) -> None:
-    file = opened(
-        tmp_path / "a.safetensors", comfy_tensors("l", by_kitchen(uneven(8, 32), "int8_tensorwise"), FORMAT | said)
-    )
-    stored: StoredWeight = find(file)["l.weight"]
-    assert stored.served_rounding == expected
+@pytest.mark.parametrize("said", [{}, {"full_precision_matrix_mult": True}])
+def test_the_server_rounds_inputs_whatever_the_file_asks_for(tmp_path: Path, said: dict) -> None:
+    """What ComfyUI calls in high precision, ``F.linear`` of plain inputs, is a product in int8 in comfy-kitchen."""
+    made = by_kitchen(uneven(8, 32), "int8_tensorwise")
+    stored: StoredWeight = find(opened(tmp_path / "a.safetensors", comfy_tensors("l", made, FORMAT | said)))["l.weight"]
+    assert stored.served_rounding == "int8"
+    x = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    step = x.abs().amax(-1, keepdim=True) / 127
+    served = torch.nn.functional.linear(x, made)
+    torch.testing.assert_close(served, ((x / step).round() * step) @ made.dequantize().t(), rtol=1e-4, atol=1e-4)
 
 
 SOUND = {"l.weight": torch.ones(8, 32, dtype=torch.int8), "l.weight_scale": torch.ones(8, 1)}

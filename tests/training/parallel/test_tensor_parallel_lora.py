@@ -85,7 +85,7 @@ def test_a_language_models_lora_too(runs: Path) -> None:
         ("accelerate", {"torch_compile": True}, "torch_compile"),
         ("optimizer", {"text_encoder_lr": 1e-4}, "text_encoder_lr"),
         ("network", {"network_type": "dora"}, "network_type"),
-        ("precision", {"fp8_scaled": True, "fp8_activations": "row"}, "fp8_activations"),
+        ("precision", {"fp8_scaled": True, "quantised_activations": "row"}, "quantised_activations"),
         ("training", {"mixed_precision": "bf16", "full_bf16": True}, None),
     ],
 )

@@ -90,7 +90,7 @@ def test_a_resumed_run_gives_the_same_adapter(place: Path, tmp_path: Path, setti
     "settings",
     [
         {"fp8_scaled": True},
-        {"fp8_base": True, "fp8_activations": "row"},
+        {"fp8_base": True, "quantised_activations": "row"},
         {"network_type": "dora", "mixed_precision": "bf16"},
         {"use_rslora": True, "init_lora_weights": "pissa", "network_dropout": 0.0, "gradient_checkpointing": True},
     ],

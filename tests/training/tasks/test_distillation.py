@@ -18,7 +18,7 @@ from library.data.batches import Batch, Item
 from library.errors import UserError
 from library.models.family import model_family
 from library.models.flux.files import FLUX_TARGETS
-from library.precision.fake_quantize import FakeQuantLinear
+from library.precision.activations import FakeQuantLinear
 from library.precision.linear import QuantizedLinear
 from library.training.flow import add_noise, noise_for, sample_sigmas
 from networks.files.adapters import load_lora, save_adapter
@@ -155,7 +155,7 @@ def test_one_batch_is_in_memory_at_a_time_and_none_is_read_where_velocities_are_
 
 
 def test_activations_are_rounded_in_training_as_the_server_will(base: Path, dataset: Path, tmp_path: Path) -> None:
-    events = run(base, dataset, tmp_path, **FP8, fp8_activations="row", max_train_steps=2)
+    events = run(base, dataset, tmp_path, **FP8, quantised_activations="row", max_train_steps=2)
     served = [module for module in events.task.transformer.modules() if isinstance(module, FakeQuantLinear)]
     fp8 = [module for module in events.task.transformer.modules() if isinstance(module, QuantizedLinear)]
     assert len(served) == len(fp8) == 36
@@ -169,7 +169,10 @@ def test_activations_are_rounded_in_training_as_the_server_will(base: Path, data
         ({"distill_weight": 0.5}, "distill_weight: has no effect without distill_from; remove it"),
         ({"distill_from": "x"}, "distill_from: it needs the LoRA as it was trained in bf16; set network_weights"),
         ({"distill_from": "x", "distill_lora": "y", "loss_type": "huber"}, "learns by the squared error, not huber"),
-        ({"fp8_activations": "row"}, "fp8_activations: has no effect, the model has no fp8 weights; set fp8_base"),
+        (
+            {"quantised_activations": "row"},
+            "quantised_activations: has no effect, the model has no fp8 weights; set fp8_base",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(
