@@ -392,6 +392,7 @@ def words_of(fault: Fault, deploy: object, place: Path, save_to: Path) -> list[s
     lora = f"{place / fault.lora}.safetensors:{fault.strength}"
     words = ["--model", MODEL, "--model_type", "flux_fill", "--guidance_scale", "1", "--deploy", deploy, "--lora", lora]
     words += ["--dataset_config", place / "dataset.toml", "--cache_directory", place / "cache", "--save_to", save_to]
+    words += ["--server", "diffusers"]  # nothing but the fault: the LoRA beside, products in high precision
     return [*map(str, words), *(flag.format(place=place) if "{place}" in flag else flag for flag in fault.flags)]
 
 

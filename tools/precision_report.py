@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -26,7 +27,8 @@ from library.config.markers import MOST_STEPS
 from library.config.model_types import BLANKS, IMAGE_MODELS, MODEL_TYPES
 from library.console import Console
 from library.errors import UserError, exit_on_user_error
-from library.fidelity import FIXES
+from library.fidelity import FIXES, MERGES, SERVERS
+from library.precision.names import ActivationRounding
 from tools.command import (
     add_model_parts,
     answer_early,
@@ -61,13 +63,16 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--mixed_precision", choices=["no", "bf16"], help="default: bf16 on a GPU, no on a CPU")
     deployment = top.add_argument_group("the deployment, a cause a flag")
     deployment.add_argument("--deploy", metavar="FILE|FOLDER|RECIPE", help="the model that is served, "
-                            "or cast, tensor, row, block64, block128; :e5m2 and +all may follow")  # fmt: skip
+                            "or a recipe (cast, tensor, int8_convrot, ...); :e5m2 and +all may follow")  # fmt: skip
     deployment.add_argument("--deploy_merged", action="store_true", help="the LoRA is in that file already")
-    deployment.add_argument("--deploy_lora", choices=["beside", "nearest", "stochastic"], default="beside",
-                            help="beside the weights, or rounded into them; ComfyUI: stochastic")  # fmt: skip
+    deployment.add_argument("--server", choices=SERVERS, help="the program: how it applies the LoRA, and which files "
+                            "it multiplies as stored (default: what such files are usually run by)")  # fmt: skip
+    deployment.add_argument("--deploy_lora", choices=["beside", *MERGES], help="beside the weights, rounded into them, "
+                            "or added at every use (default: as the server does)")  # fmt: skip
     deployment.add_argument("--deploy_strength", type=strength, default=1.0, metavar="X", help="of the LoRA")
-    deployment.add_argument("--activations", choices=["row", "tensor", "unit", "static"],
-                            help="rounded to fp8 before products; unit: ComfyUI")  # fmt: skip
+    deployment.add_argument("--activations", choices=["none", "auto", *get_args(ActivationRounding)], metavar="HOW",
+                            help="rounded before products: none, auto (as the file says and the server heeds), "
+                            "row, tensor, unit, static (fp8), int8, nvfp4, mxfp8 (default: auto)")  # fmt: skip
     deployment.add_argument("--deploy_lora_without", nargs="+", default=[], metavar="PATTERN",
                             help="LoRA layers that are not served: text_encoder, single_transformer, ...")  # fmt: skip
     deployment.add_argument("--attention", choices=["fp8"], help="q, k and v rounded to fp8")
@@ -167,6 +172,7 @@ from library.fidelity.page import write_distilled, write_report
 from library.fidelity.report import measure
 from library.fidelity.runs import prepare_eval_set
 from library.fidelity.server_image import ServerPicture, explain_server
+from library.fidelity.servers import BY_NAME, Merging
 from library.fidelity.serving import REFERENCE, Models, PartDtype, Served, Variant
 from library.training.sampling.generate import read_loras
 from networks.files.weights import LoraWeights
@@ -177,7 +183,7 @@ _LOW = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "f
 
 def variant_of(options: argparse.Namespace) -> Variant:
     """Return the deployment that the command line describes."""
-    merge = None if options.deploy_lora == "beside" else options.deploy_lora
+    merge = None if options.deploy_lora in (None, "beside") else options.deploy_lora
     if merge and options.deploy_merged:
         raise UserError("--deploy_lora: the LoRA is in the file already (--deploy_merged); remove one of the two")
     if options.deploy_strength != 1.0 and options.deploy_merged:
@@ -196,7 +202,7 @@ def variant_of(options: argparse.Namespace) -> Variant:
         weights=True,
         merge=merge,
         strength=options.deploy_strength,
-        activations=options.activations,
+        activations=None if options.activations in (None, "none") else options.activations,
         lora_without=tuple(options.deploy_lora_without),
         attention=options.attention,
         text=_served(text, options.deploy_text_dtype),
@@ -215,6 +221,17 @@ def variant_of(options: argparse.Namespace) -> Variant:
         crop_multiple=options.crop_multiple,
         paste=options.paste,
     )
+
+
+def as_served(options: argparse.Namespace, models: Models, declared: Variant) -> tuple[Variant, list[Merging]]:
+    """Return ``declared`` with what the server does where no flag says otherwise, and its ways to merge."""
+    assert models.server is not None
+    if options.activations is None and models.roundings(replace(declared, activations="auto")):
+        declared = replace(declared, activations="auto")
+    if options.deploy_lora is not None or options.deploy_merged or not models.transformer_lora:
+        return declared, []
+    merges = list(models.server.merges)
+    return (replace(declared, merge=merges[-1].how) if merges else declared), merges
 
 
 def _served(files: Mapping[str, object], dtype: PartDtype | None) -> Served | None:
@@ -282,7 +299,7 @@ def _report_distilled_alone(options: argparse.Namespace, console: Console) -> No
     if options.distilled is None:
         raise UserError("--deploy: say what is served: a file, a folder or a recipe; or give --distilled")
     said = [f"the flags of {name}" for name in variant_of(options).changes() if name != "weights"]
-    said += [f"--{name}" for name in ("deploy_merged", "explain", "server_image") if getattr(options, name)]
+    said += [f"--{name}" for name in ("deploy_merged", "server", "explain", "server_image") if getattr(options, name)]
     if said or options.fix is not None:
         raise UserError(f"{[*said, '--fix'][0]}: of a deployment, and there is none; give --deploy too, or remove it")
     plan = calibration_plan(options, options.model)
@@ -308,9 +325,13 @@ def main() -> None:
     declared, pictures = variant_of(options), server_pictures(options)
     deployed = parse_deployment(options.deploy, options.deploy_merged)
     plan = calibration_plan(options, options.model)
-    models = Models(plan.config, deployed, {}, plan.dtype, plan.device)
+    server = BY_NAME[options.server] if options.server else None
+    models = Models(plan.config, deployed, {}, plan.dtype, plan.device, server)
     models.loras = read_loras([lora_source(text) for text in options.lora], models.family, console)
     distilled_models = replace(models, deployed=_distilled(options)) if options.distilled else None
+    models.check(declared, options.steps, options.masked_loss)
+    declared, merges = as_served(options, models, declared)
+    console.print(f"server: {models.said(declared)}")
     variant = models.complete(declared)
     models.check(variant, options.steps, options.masked_loss)
     for cause in variant.changes().keys() - declared.changes().keys():
@@ -320,7 +341,17 @@ def main() -> None:
     if options.fix is not None:
         _check_fix(options)
     calibration = plan.prepare(console)
-    report = measure(models, variant, calibration, console, steps=options.steps, explain=options.explain)
+    report = measure(
+        models,
+        variant,
+        calibration,
+        console,
+        steps=options.steps,
+        explain=options.explain,
+        merges=merges,
+        loras=[lora_source(text).path for text in options.lora],
+    )
+    variant = report.variant
     fixes: list[Fix] = []
     if options.fix is not None:
         dataset = options.fix_dataset_config or options.dataset_config
@@ -335,20 +366,20 @@ def main() -> None:
         )
         fixes = try_fixes(models, variant, report.eval_set, report.reference, report.comparison.layers, wanted, console)
     best = recommend(fixes, report.full, options.fix_target) if fixes else None
-    server = None
+    painted = None
     if pictures:
-        server = explain_server(models, variant, calibration, pictures, options.server_steps, console)
+        painted = explain_server(models, variant, calibration, pictures, options.server_steps, console)
     distilled = None
     if distilled_models is not None:
         loras = _distilled_loras(options, models)
         distilled = compare_distilled(distilled_models, report.eval_set, options.distilled_steps, console, loras)
-    paths = write_report(report, options.save_to, fixes, best, server, distilled)
-    console.print(*report.verdict.lines(report.full), sep="\n")
+    paths = write_report(report, options.save_to, fixes, best, painted, distilled)
+    console.print(*report.lines(), sep="\n")
     if fixes:
         console.print(fix_table(fixes, report.full))
         console.print(recommendation(best, report.full, options.fix_target))
-    if server:
-        console.print(*server.lines(), sep="\n")
+    if painted:
+        console.print(*painted.lines(), sep="\n")
     if distilled:
         console.print(distilled.sentence())
     console.print(*map(str, paths), sep="\n")

@@ -15,6 +15,8 @@ fixes         what removes the difference, from the cheapest on
 page          plots, one self-contained HTML file, and the JSON
 """
 
+SERVERS = ("comfyui", "comfyui-bypass", "comfyui-legacy", "diffusers", "gguf")
+MERGES = ("nearest", "stochastic", "stochastic_fp16", "unrounded")  # how a LoRA is added to weights
 FIXES = (
     "settings",
     "strength",

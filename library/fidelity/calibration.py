@@ -22,7 +22,7 @@ from library.data.batches import Batch, ItemSource, collate
 from library.data.dataset import TrainingData, build_dataset
 from library.errors import UserError, counted
 from library.models.family import Family, model_family
-from library.precision.fake_quantize import round_timesteps
+from library.precision.activations import round_timesteps
 from library.precision.parity.activations import Forward, LayerInputs, collect_inputs
 from library.precision.recipe import Recipe, WeightLoader
 from library.randomness import generator

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 CAUSES = {
-    "weights": "rounding of the weights to fp8",
-    "wrong_base": "the deployed file is not this model in fp8",
+    "weights": "rounding of the weights to their format",
+    "wrong_base": "the deployed file is not this model",
     "other_block": "blocks of another fine-tune",
     "other_lora": "an unknown LoRA is merged into the file",
     "wrong_scale": "tensors with a wrong scale",
@@ -19,16 +19,16 @@ CAUSES = {
     "mixed_formats": "some weights in a coarser format than the rest",
     "ruined_layer": "a damaged tensor",
     "small_in_fp8": "norms or biases in fp8",
-    "embedders_in_fp8": "embedders, modulation or the final layer in fp8",
-    "modulation_in_fp8": "modulation in fp8",
-    "sensitive_layer": "a layer that does not bear fp8",
+    "embedders_in_fp8": "embedders, modulation or the final layer in low precision",
+    "modulation_in_fp8": "modulation in low precision",
+    "sensitive_layer": "a layer that does not bear its format",
     "delta_lost": "the LoRA's update was rounded away in the merge",
     "lora_missing": "the LoRA is missing from layers of the file",
     "lora_twice": "the LoRA is in the file already, and runs beside it too",
     "strength": "the LoRA runs at another strength",
     "lora_without": "a part of the LoRA is missing",
     "merge": "rounding the LoRA into the weights",
-    "activations": "rounding of activations to fp8",
+    "activations": "rounding of activations in products",
     "activation_scale": "a scale of the activations that does not fit them",
     "attention": "attention in fp8",
     "text": "other text encoders, or text encoders in low precision",
@@ -48,9 +48,13 @@ CAUSES = {
     "crop_multiple": "the picture is cropped",
     "paste": "the known region is pasted over the model's own",
 }
+_UNMERGED = (
+    "keep the LoRA beside the weights (ComfyUI: Load LoRA (Bypass), saved in ComfyUI's own names), or merge with "
+    "tools/merge_lora.py --rounding compensated"
+)
 REMEDIES = {
     "weights": "refit the LoRA to this file (tools/refit_lora.py), or keep the first layers of the table in bf16",
-    "wrong_base": "deploy the fp8 file that was made from the reference, or train on the one you deploy",
+    "wrong_base": "deploy the file that was made from the reference, or train on the one you deploy",
     "other_block": "deploy a file made from the reference alone (tools/quantize_model.py); parts of this one come from "
     "another model, as after a block-weighted merge",
     "other_lora": "make the file from the base without that LoRA (tools/quantize_model.py), or train on the file as it "
@@ -73,16 +77,15 @@ REMEDIES = {
     "modulation_in_fp8": "where the file may grow, keep it in bf16 (tools/quantize_model.py --exclude "
     "embedders,modulation,final)",
     "sensitive_layer": "keep the named layers in bf16 (tools/quantize_model.py --exclude_pattern)",
-    "delta_lost": "keep the LoRA beside the weights (ComfyUI: Load LoRA (Bypass)), or merge with tools/merge_lora.py "
-    "--rounding compensated",
+    "delta_lost": _UNMERGED,
     "lora_missing": "merge again with tools/merge_lora.py, which refuses what does not fit, or keep the LoRA beside "
     "the weights; the program that merged does not know these layers' names",
     "lora_twice": "load the file without the LoRA (--deploy_merged describes that), or the LoRA beside the base",
     "strength": "set the strength to the one it was trained for; one minute's test: 1 / retention",
-    "merge": "keep the LoRA beside the weights (ComfyUI: Load LoRA (Bypass)), or merge with tools/merge_lora.py "
-    "--rounding compensated",
-    "activations": "multiply in bf16 (in ComfyUI a plain cast without --fast fp8_matrix_mult, or a scaled file as "
-    "tools/quantize_model.py makes it), or train with fp8_activations",
+    "merge": _UNMERGED,
+    "activations": "multiply in bf16 (in ComfyUI a plain cast without --fast fp8_matrix_mult, or a file that says "
+    "full_precision_matrix_mult, as tools/quantize_model.py makes them; int8 files are always multiplied in int8), or "
+    "train with quantised_activations",
     "activation_scale": "use dynamic scales, or calibrate the input scales again on images like yours",
     "lora_without": "load the whole LoRA: a loader that prints 'key not loaded' drops layers; convert the file to its "
     "names (tools/convert_lora.py), and load the part for the text encoders too",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import Literal
 
@@ -24,15 +24,8 @@ from library.fidelity.causes import Finding
 from library.fidelity.layers import LayerRow, layer_row, sizes_by_region
 from library.fidelity.runs import EvalSet
 from library.fidelity.serving import REFERENCE, Models, Variant, base_layer, numbers
-from library.fidelity.tensors import (
-    TensorRow,
-    compare_tensors,
-    costly_kinds,
-    model_tensors,
-    stored_dtypes,
-    tensor_findings,
-    without_compensated,
-)
+from library.fidelity.tensor_findings import costly_kinds, tensor_findings, with_lora_faults
+from library.fidelity.tensors import TensorRow, compare_tensors, model_tensors, stored_dtypes, without_compensated
 from library.precision.parity.layer_errors import measure_contributions, replaced
 from library.precision.recipe import KINDS
 from library.training.report.progress import Advance, counting
@@ -54,6 +47,9 @@ class Comparison:
         explained: the share that every compared tensor together explains.
         groups: kind of tensors, or block -> the share that it explains; empty where that was not asked for.
         input_scales: layer -> the static scale of its activations that the file has.
+        used_scales: layer -> the scale that its activations are rounded to fp8 with, where it does not follow them.
+        int8: rms of the layers' output errors as int8_convrot, over that as deployed; None where it is int8 already, or
+            in high precision.
     """
 
     layers: Sequence[LayerRow]
@@ -62,6 +58,8 @@ class Comparison:
     explained: float
     groups: Mapping[str, float]
     input_scales: Mapping[str, float]
+    used_scales: Mapping[str, float] = field(default_factory=dict)
+    int8: float | None = None
 
 
 def compare_models(
@@ -85,8 +83,9 @@ def compare_models(
             by_region = sizes_by_region(reference, calibration, eval_set, progress)
         deployed = models.base(deployed=True)
         stored = stored_dtypes(models.deployed_family) if models.deployed.path else {}
-        scales = models.deployed.input_scales(models.targets)
+        scales = {name: each.scale for name, each in models.served_inputs.items() if each.scale is not None}
         tensors = compare_tensors(reference, deployed, updates, inside, stored=stored, input_scales=scales)
+        tensors = with_lora_faults(tensors, inside)
         weights = {row.layer: row for row in tensors if row.name.endswith(".weight")}
         served = models.merged_weights(variant) if merged == "here" else deployed
         rows: dict[str, LayerRow] = {}
@@ -131,7 +130,18 @@ def compare_models(
     ]
     by_group = dict(zip(groups, of_groups, strict=True))
     static = {name: float(scale.max()) for name, scale in scales.items()}
-    return Comparison(layers_in_order, tensors, kept, explained, by_group, static)
+    how = models.roundings(variant).items()
+    used = {
+        name: 1.0 if each.scale is None else float(each.scale) for name, each in how if each.how in ("unit", "static")
+    }
+    return Comparison(layers_in_order, tensors, kept, explained, by_group, static, used, _as_int8(layers_in_order))
+
+
+def _as_int8(rows: Sequence[LayerRow]) -> float | None:
+    """Return how large the quantised layers' output errors would be as int8_convrot, over those there are."""
+    pairs = [(row.as_int8, row.output_error) for row in rows if row.as_int8 is not None]
+    error = sum(own**2 for _, own in pairs)
+    return math.sqrt(sum((share * own) ** 2 for share, own in pairs) / error) if error else None
 
 
 def _sensitive(rows: Sequence[LayerRow], faults: Sequence[Finding]) -> list[Finding]:

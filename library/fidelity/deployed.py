@@ -1,34 +1,35 @@
 """Deployed weights, behind one interface: a file or folder in fp8 or in high precision, or a recipe that makes them.
 
 The report asks this module what the weights are called, which model they are to be loaded as, for the loaded module,
-which of its layers a server multiplies in low precision, and for the scales of their inputs. What a deployment's
-weights are stored as is known here alone: a format that is new is a :class:`DeployedWeights` with another
+which of its layers a server multiplies in low precision, and for what the file says of their inputs. What a
+deployment's weights are stored as is known here alone: a format that is new is a :class:`DeployedWeights` with another
 :meth:`~DeployedWeights.load`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, cast
 
 import torch
-from safetensors import safe_open
-from torch import Tensor, nn
+from torch import nn
 
 from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.models.family import Family, with_transformer
-from library.models.layer_names import LoraTargets
 from library.models.registry import family_class
-from library.precision.checkpoint import WeightFiles
+from library.precision.checkpoint import ServedInput, WeightFiles
+from library.precision.files.base import QuantizedWeight
 from library.precision.files.fp8 import Fp8Scheme
+from library.precision.files.registry import SCHEMES, scheme_named
 from library.precision.fp8_numbers import E4M3FN, format_named
 from library.precision.linear import QuantizedLinear
-from library.precision.names import GRANULARITIES
+from library.precision.names import GRANULARITIES, LayoutKind
 from library.precision.recipe import Recipe, WeightLoader
-from library.safetensors_io import weight_files
 from library.training.tasks.lora_plan import describe_base
 
 _HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}
@@ -40,13 +41,14 @@ class LoadedWeights:
 
     Attributes:
         module: without a LoRA beside it.
-        quantised: its layers that a server multiplies in low precision.
+        quantised: its layers that a server may multiply in low precision, and their weights without numbers; None of
+            one that is in high precision here.
         main_format: what most of their weights are stored as, in words.
         precision: the whole in words, for people and for a LoRA's metadata.
     """
 
     module: nn.Module
-    quantised: tuple[str, ...]
+    quantised: Mapping[str, QuantizedWeight | None]
     main_format: str
     precision: str
 
@@ -90,7 +92,8 @@ class DeployedWeights:
         linears = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
         kinds = Counter(each.quantized().scheme.describe() for each in made.values())
         main = kinds.most_common(1)[0][0] if kinds else str(self.stored or dtype).removeprefix("torch.")
-        quantised = tuple(made) or tuple(layer for layer in linears if Recipe().excluded_as(layer) is None)
+        high = [layer for layer in linears if Recipe().excluded_as(layer) is None]
+        quantised = {name: each.outline for name, each in made.items()} or dict.fromkeys(high)
         return LoadedWeights(module, quantised, main, describe_base(family.quantized_file(), fp8, dtype))
 
     @property
@@ -109,22 +112,39 @@ class DeployedWeights:
             dtypes[entry.dtype] += 1 if entry.dtype in (*_HALVES, "F32") else 0
         return _HALVES.get(dtypes.most_common(1)[0][0]) if dtypes else None
 
-    def input_scales(self, targets: LoraTargets) -> dict[str, Tensor]:
-        """Return module -> calibrated scale of its input, fp32; empty where the file has none."""
-        scales: dict[str, Tensor] = {}
-        for path in weight_files(self._weights) if self._weights else ():
-            with safe_open(path, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 (not a dict)
-                    layer, _, leaf = key.removeprefix("model.diffusion_model.").rpartition(".")
-                    if leaf not in ("input_scale", "scale_input"):
-                        continue
-                    place = targets.keys.find(layer)
-                    scales |= dict.fromkeys(place.modules if place else [layer], file.get_tensor(key).float())
-        return scales
+    def layout(self, family: Family) -> LayoutKind | None:
+        """Return the convention that most of its quantised weights are stored by, or a file of the recipe would be."""
+        if self.recipe is None:
+            held = family.quantized_file()
+            return held.layout if held else None
+        if not isinstance(self.recipe.scheme, Fp8Scheme):
+            return "comfy_quant"
+        kinds: dict[str, LayoutKind] = {"cast": "plain", "tensor": "comfy_scaled"}
+        return kinds.get(self.recipe.scheme.granularity, "musubi")
+
+    def served_inputs(self, family: Family, layers: Mapping[str, QuantizedWeight | None]) -> dict[str, ServedInput]:
+        """Return layer -> what its file says of its inputs.
+
+        A recipe stands for the file that ``tools/quantize_model.py`` makes by it: one in fp8 forbids products in fp8.
+
+        Args:
+            family: that :meth:`config` describes.
+            layers: those of a recipe, see :class:`LoadedWeights`.
+        """
+        if self.recipe is None:
+            return family.served_inputs()
+        if isinstance(self.recipe.scheme, Fp8Scheme):
+            return {}
+        found = {}
+        for name, weight in layers.items():
+            if weight is not None:
+                stored = weight.scheme.store("comfy_quant", f"{name}.weight", weight.shape, torch.bfloat16)
+                found[name] = ServedInput(cast(Any, stored.served_rounding), None, "comfy_quant")
+        return found
 
 
 def parse_deployment(text: str, merged: bool = False) -> DeployedWeights:
-    """Return what ``--deploy`` names: a path, or a recipe, which is one of ``GRANULARITIES``.
+    """Return what ``--deploy`` names: a path, or a recipe, which is one of ``SCHEMES``.
 
     ``:e5m2`` after a recipe names the format; ``+all`` at the end rounds embedders and the final layer too, as most
     published plain casts do.
@@ -137,13 +157,12 @@ def parse_deployment(text: str, merged: bool = False) -> DeployedWeights:
         return DeployedWeights(path.name, path, None, merged)
     plain = text.removesuffix("+all")
     name, _, fp8 = plain.partition(":")
-    granularity = next((each for each in GRANULARITIES if each == name), None)
-    if granularity is None:
-        known = ", ".join(GRANULARITIES)
+    if name not in SCHEMES:
+        known = ", ".join(SCHEMES)
         raise UserError(f"--deploy {text}: no such file or folder, and none of {known}; check the path")
+    if fp8 and name not in GRANULARITIES:
+        raise UserError(f"--deploy {text}: {name} has one number format; leave out :{fp8}")
     if merged:
         raise UserError(f"--deploy_merged: {text} is a recipe for the base; name the merged file, or use --deploy_lora")
     keep = Recipe().exclude if plain == text else ()
-    return DeployedWeights(
-        text, None, Recipe(Fp8Scheme(granularity, format_named(fp8) if fp8 else E4M3FN), keep), merged
-    )
+    return DeployedWeights(text, None, Recipe(scheme_named(name, format_named(fp8) if fp8 else E4M3FN), keep), merged)

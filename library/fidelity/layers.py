@@ -18,8 +18,10 @@ from torch import Tensor, nn
 
 from library.fidelity.calibration import Calibration
 from library.fidelity.runs import EvalSet
-from library.fidelity.serving import numbers, rounded
+from library.fidelity.serving import numbers, rounded, rounds
 from library.fidelity.tensors import TensorRow
+from library.precision.files.base import QuantizedWeight
+from library.precision.files.registry import scheme_named
 from library.precision.linear import QuantizedLinear
 from library.precision.parity.activations import LayerInputs, watched
 from library.precision.parity.layer_errors import FLAGGED, relative_output_error, update_retention
@@ -27,6 +29,7 @@ from library.precision.parity.seam import regions
 from library.training.report.progress import Advance
 from networks.files.weights import LoraWeights
 
+_INT8 = scheme_named("int8_convrot")
 OUTLIER = 10.0  # a channel is one if its rms is over ten times the median channel's
 
 
@@ -57,6 +60,7 @@ class LayerRow:
         benefit: share of the squared output of the model that comes back if the layer alone runs in high precision;
             None where it was not measured.
         activations: sizes of its inputs.
+        as_int8: the base's output error as int8_convrot, over that as deployed; None of int8 and high precision.
     """
 
     name: str
@@ -79,6 +83,7 @@ class LayerRow:
     lora_effect: float | None
     benefit: float | None
     activations: ActivationSizes
+    as_int8: float | None = None
 
     @property
     def benefit_per_megabyte(self) -> float:
@@ -133,7 +138,8 @@ def layer_row(
     weight = numbers(deployed)
     base, own = (rounded(quantized, reference), target) if merged == "in the file" else (weight, reference)
     retained = update_retention(numbers(served), base, delta) if delta is not None and inside else None
-    nearest = relative_output_error(rounded(quantized, target) - target, target, inputs)
+    known = weight if quantized is not None and not rounds(quantized) else rounded(quantized, target)
+    nearest = relative_output_error(known - target, target, inputs)
     unknown = tensor.fault in ("ruined_layer", "other_lora")
     compensated = unknown and relative_output_error(weight - own, own, inputs) < nearest
     return LayerRow(
@@ -150,6 +156,7 @@ def layer_row(
         saturated=tensor.saturated,
         output_error=relative_output_error(numbers(served) - target, target, inputs),
         expected_output_error=nearest,
+        as_int8=_as_int8(reference, base, quantized, inputs) if merged != "in the file" else None,
         compensated=compensated,
         fault="" if compensated else tensor.fault,
         retention=retained.gain if retained else None,
@@ -158,6 +165,15 @@ def layer_row(
         benefit=None,
         activations=_sizes(inputs, by_region),
     )
+
+
+def _as_int8(high: Tensor, own: Tensor, quantized: QuantizedWeight | None, inputs: LayerInputs) -> float | None:
+    """Return the output error of ``high`` as int8_convrot over that of ``own``; None if that is no other format."""
+    scheme = None if quantized is None or quantized.scheme.name.startswith("int8") else _INT8.fitting(high.shape)
+    error = relative_output_error(own - high, high, inputs)
+    if scheme is None or not error:
+        return None
+    return relative_output_error(scheme.quantize(high).dequantize(torch.float32) - high, high, inputs) / error
 
 
 def linear_layers(model: nn.Module) -> list[str]:

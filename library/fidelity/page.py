@@ -32,7 +32,7 @@ from library.fidelity.differences import Differences
 from library.fidelity.distilled import Distilled
 from library.fidelity.fixes import FIX_COLUMNS, Fix, fix_rows
 from library.fidelity.layers import LayerRow
-from library.fidelity.report import Report
+from library.fidelity.report import Report, merge_sentences
 from library.fidelity.runs import EvalSet, Outcome
 from library.fidelity.server_image import ServerResult
 from library.fidelity.serving import REFERENCE
@@ -99,6 +99,14 @@ _TRIED_COLUMNS: Columns = {
     "times": ("over white noise of the same size", "{:.2f}", lambda row: row[1].border and row[1].border.worst.times),
     "limit": ("what honest rounding stays below", "{:g}", lambda row: row[1].border and row[1].border.worst.limit),
     "the border is": ("", "{}", lambda row: row[1].border and row[1].border.state),
+}
+_MERGE_COLUMNS: Columns = {
+    "what a step runs on": ("which of them a layer gets depends on free memory", "{}", lambda row: row.merging.when),
+    "the LoRA is": ("how it is added to the weights of the deployment", "{}", lambda row: row.merging.how),
+    "velocity": ("how far it puts one step off", "{:.2%}", lambda row: row.differences.velocity),
+    "latents": ("with all steps so", "{:.2%}", lambda row: None if row.merging.one_step else row.differences.latents),
+    "image": ("with all steps so", "{:.2%}", lambda row: None if row.merging.one_step else row.differences.image),
+    "judged": ("the report is about it", "{}", lambda row: "yes" if row.judged else "no"),
 }
 _SERVER_COLUMNS: Columns = {
     "what the server may do": ("done to the reference, nothing else changed", "{}", lambda row: row.words),
@@ -207,6 +215,7 @@ def _page(
         ),
         "server": server and _table(_SERVER_COLUMNS, [*server.descriptions, server.reference]),
         "tried": _table(_TRIED_COLUMNS, report.tried, "times"),
+        "merges": _table(_MERGE_COLUMNS, report.merges) if len(report.merges) > 1 else None,
         "tensors": _table(_TENSOR_COLUMNS, tensors, "error", lambda row: bool(row.fault)),
     }
     return _template().render(
@@ -259,6 +268,9 @@ def _verdict(report: Report, server: ServerResult | None) -> dict[str, list[str]
     found = {
         "How we know": [_sentence(f"{CAUSES[main.cause]}: {main.evidence}")],
         "What to do first": [nothing + REMEDIES[main.cause]],
+        "What costs nothing": report.remedies,
+        "How the error splits": [verdict.parts()],
+        "How the server merges": merge_sentences(report.merges),
         "What the server painted": [server.sentence()] if server else [],
         "The border": verdict.on_the_border(),
         "What else was found": [
@@ -305,8 +317,14 @@ def _measured(report: Report, fixes: Sequence[Fix]) -> dict[str, Any]:
             "border_cause": verdict.border_cause and verdict.border_cause.as_json(),
             "explained": verdict.explained,
             "findings": [finding.as_json() for finding in verdict.findings],
-            "words": report.verdict.lines(report.full),
+            "split": verdict.split,
+            "words": report.lines(),
         },
+        "merges": [
+            {"when": row.merging.when, "how": row.merging.how, "judged": row.judged, "differences": row.differences}
+            for row in report.merges
+        ],
+        "remedies": list(report.remedies),
         "deployment": report.full,
         "causes": {each.cause: {"alone": each.alone, "without": each.without} for each in report.attributions},
         "layers": [

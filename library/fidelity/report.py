@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,12 +13,12 @@ from library.errors import counted
 from library.fidelity.calibration import Calibration, CalibrationOptions
 from library.fidelity.comparison import Comparison, compare_models
 from library.fidelity.differences import Differences, compare
+from library.fidelity.remedies import free_remedies
 from library.fidelity.runs import EvalSet, Outcome, prepare_eval_set, run_variant
+from library.fidelity.servers import Merging
 from library.fidelity.serving import REFERENCE, Models, Variant
 from library.fidelity.tensors import module_difference
 from library.fidelity.verdict import Attribution, Verdict, is_worse, judge
-
-_INVISIBLE = 1 / 255  # of the image
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,12 @@ class Report:
     """All that was measured.
 
     Attributes:
-        title: what was compared. settings: name -> value, for the reader and the JSON.
+        title: what was compared. variant: the deployment that is judged.
+        settings: name -> value, for the reader and the JSON.
         full: the deployment. attributions: its causes. comparison: of all tensors.
         tried: what servers do to masks, in words, and the reference's differences when it does so.
+        merges: the ways in which the server merges, where there are several or one that was looked for.
+        remedies: what costs nothing, in words, the cheapest first.
         reference, deployed: their outcomes, for the images.
     """
 
@@ -41,6 +45,45 @@ class Report:
     reference: Outcome
     deployed: Outcome
     eval_set: EvalSet
+    variant: Variant = REFERENCE
+    merges: Sequence[MergeRow] = ()
+    remedies: Sequence[str] = ()
+
+    def lines(self) -> list[str]:
+        """Return the verdict, how the server merges, and what costs nothing, a line a sentence."""
+        return [*self.verdict.lines(self.full), *merge_sentences(self.merges), *self.remedies]
+
+
+@dataclass(frozen=True)
+class MergeRow:
+    """One way in which the server merges: the deployment so, and whether it is the one that is judged."""
+
+    merging: Merging
+    differences: Differences
+    judged: bool
+
+
+def merge_sentences(rows: Sequence[MergeRow]) -> list[str]:
+    """Return what the server's ways to merge make of the error, and what decides between them."""
+    if len(rows) < 2:
+        return []
+    if len({row.differences.error for row in rows}) == 1:
+        return [
+            "The server's merges are alike here: products are made in the file's own format, so that it always has the "
+            "LoRA rounded in."
+        ]
+    sizes = "; ".join(
+        f"{row.merging.when}: {row.differences.velocity:.2%} of the velocity"
+        + (
+            ""
+            if row.merging.one_step or math.isnan(row.differences.image)
+            else f", {row.differences.image:.2%} of the image"
+        )
+        for row in rows
+    )
+    return [
+        f"The server merges in several ways ({sizes}). Free memory decides which layer gets which; the worst is judged."
+    ]
 
 
 def measure(
@@ -51,6 +94,8 @@ def measure(
     *,
     steps: int,
     explain: bool = False,
+    merges: Sequence[Merging] = (),
+    loras: Sequence[Path] = (),
 ) -> Report:
     """Return the report.
 
@@ -60,6 +105,8 @@ def measure(
         console: for progress.
         steps: of the sampling runs; 0 for none.
         explain: measure what each kind of tensors, each block and each layer explains, and what servers do to masks.
+        merges: ways in which the server merges; the worst becomes the variant's.
+        loras: their files.
 
     Raises:
         UserError: anything wrong with models, or flags that need what the dataset does not have.
@@ -72,15 +119,22 @@ def measure(
         outcome = run_variant(models, changed, eval_set, console, title)
         return outcome, compare(reference, outcome, eval_set, decode)
 
-    deployed, full = run(variant, "deployment")
+    runs: dict[Any, tuple[Variant, Outcome, Differences]] = {}
+    ways = [(replace(variant, merge=each.how), each) for each in merges]
+    for each in [way for way, _ in ways] or [variant]:
+        key = models.runs_as(each)
+        if key not in runs:
+            runs[key] = each, *run(each, f"deployment, {each.merge}" if len(ways) > 1 else "deployment")
+    variant, deployed, full = max(runs.values(), key=lambda found: found[2].error)
+    judged = models.runs_as(variant)
+    rows = [MergeRow(way, runs[key][2], key == judged) for key, way in ((models.runs_as(v), way) for v, way in ways)]
     comparison = compare_models(models, variant, calibration, eval_set, console, explain=explain)
     causes = variant.changes()
     alone = {cause: full if variant.only(cause) == variant else run(variant.only(cause), cause)[1] for cause in causes}
-    if models.deployed.merged and "text" in alone and alone["text"].error < _INVISIBLE:
-        del causes["text"], alone["text"]  # encoders with the LoRA merged in as it should be
     puzzling = is_worse(full) and not any(map(is_worse, alone.values()))
-    several = len(causes) > 1 and (explain or puzzling)
-    without = {cause: run(variant.without(cause), f"without {cause}")[1] for cause in causes} if several else {}
+    left_out = causes if explain or puzzling else [cause for cause in ("merge", "activations") if cause in causes]
+    left_out = left_out if len(causes) > 1 else []
+    without = {cause: run(variant.without(cause), f"without {cause}")[1] for cause in left_out}
     words = {cause: _words(models, variant, cause) for cause in causes}
     attributions = [Attribution(cause, words[cause], alone[cause], without.get(cause)) for cause in causes]
     has_masks = full.border is not None
@@ -88,11 +142,14 @@ def measure(
     verdict = judge(variant, full, attributions, comparison, tried)
     return Report(
         title=f"{Path(models.config.pretrained_model_name_or_path).name}, served as {models.deployed.name}",
-        settings=_settings(models, causes, calibration.plan.options, steps),
+        variant=variant,
+        settings=_settings(models, variant, causes, calibration.plan.options, steps),
         verdict=verdict,
         full=full,
         attributions=attributions,
         tried=tried,
+        merges=rows,
+        remedies=free_remedies(models, variant, full, without, comparison, loras),
         comparison=comparison,
         reference=reference,
         deployed=deployed,
@@ -126,12 +183,15 @@ def _words(models: Models, variant: Variant, cause: str) -> str:
     return words
 
 
-def _settings(models: Models, causes: Mapping[str, Any], options: CalibrationOptions, steps: int) -> dict[str, str]:
+def _settings(
+    models: Models, variant: Variant, causes: Mapping[str, Any], options: CalibrationOptions, steps: int
+) -> dict[str, str]:
     """Return what was compared, in words."""
     changes = [models.words(name, value) for name, value in causes.items()]
     return {
         "reference": f"{models.family.name}, fingerprint {models.family.fingerprint()}",
         "deployment": models.deployed.describe(),
+        "server": models.said(variant),
         "causes": ", ".join(changes),
         "LoRA": f"{counted(len(models.transformer_lora), 'layer')} of the transformer",
         "eval_set": f"{counted(options.images, 'image')}, sigmas {', '.join(f'{s:g}' for s in options.sigmas)}, "

@@ -10,9 +10,11 @@ from __future__ import annotations
 import copy
 import inspect
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -21,32 +23,28 @@ from torch import Tensor, nn
 from library.config.model_types import Blank
 from library.config.schema import ModelConfig
 from library.data.cache import TextJob
-from library.errors import UserError
+from library.errors import UserError, counted
 from library.fidelity.calibration import CalibrationOptions, CalibrationPlan
 from library.fidelity.deployed import DeployedWeights, LoadedWeights
+from library.fidelity.servers import SUMMED_IN, Merge, Server, comfyui_seed, usual_server
+from library.fidelity.transformations import same_in_bf16
 from library.files import weights_fingerprint
 from library.models.blocks import AttentionProcessor
 from library.models.family import Family, model_family
 from library.models.vae import ImageEncoder
 from library.nn.rope import MultiAxisRope
-from library.precision.checkpoint import WeightFiles
-from library.precision.fake_quantize import (
-    ActivationRounding,
-    fake_quantize_inputs,
-    round_heads,
-    rounded_positions,
-)
-from library.precision.files.base import QuantizedWeight
+from library.precision.activations import InputRounding, round_heads, round_inputs, rounded_positions, roundings
+from library.precision.checkpoint import ServedInput, WeightFiles
+from library.precision.files.base import QuantizedWeight, ReadOnlyScheme
 from library.precision.files.fp8 import Fp8Scheme
 from library.precision.fp8_numbers import E4M3FN, round_to_nearest
 from library.precision.linear import QuantizedLinear
+from library.precision.names import ActivationRounding
 from library.precision.recipe import Recipe
-from library.randomness import derive_seed
 from library.training.sampling.generate import encode_with_loras
 from networks.files.weights import LoraWeights
 from networks.injection import attach_lora
 
-Merge = Literal["nearest", "stochastic"]
 Paste = Literal["pixels", "latents"]
 PartDtype = Literal["fp8", "fp8_block64", "fp16", "bf16"]
 LowDtype = Literal["bf16", "fp16", "fp8"]
@@ -82,11 +80,12 @@ class Variant:
     Attributes:
         weights: the deployed weights run instead of the reference's.
         configs: the deployed folder's configs of transformer and VAE are used.
-        merge: how the LoRA is rounded into the weights; None leaves it beside them.
+        merge: how the LoRA is added to the weights, see ``servers``; None leaves it beside them.
         strength: of the LoRA.
         lora_without: regular expressions; a layer of the LoRA ("transformer.single_transformer_blocks.0.proj_mlp",
             "text_encoder....") in which one is found is left out.
-        activations: how inputs of fp8 layers are rounded; None leaves them.
+        activations: how inputs of quantised layers are rounded; "auto": as the server of the file does; None leaves
+            them.
         attention: "fp8": q, k and v are rounded to e4m3fn before their products, a scale a head.
         text: text encoders. vae: the VAE, which encodes the conditions and decodes.
         guidance: given to the guidance input; "ignored" leaves the guidance vector out of the modulation.
@@ -106,7 +105,7 @@ class Variant:
     merge: Merge | None = None
     strength: float = 1.0
     lora_without: tuple[str, ...] = ()
-    activations: ActivationRounding | None = None
+    activations: ActivationRounding | Literal["auto"] | None = None
     attention: Literal["fp8"] | None = None
     text: Served | None = None
     vae: Served | None = None
@@ -155,6 +154,7 @@ class Models:
         config: of the reference.
         deployed: the weights that are compared with it.
         loras: component -> module -> weights, of all LoRAs together.
+        server: that runs it; by default what files like the deployed one are usually run by.
         base_precision: what was loaded as deployed weights, in words; empty before.
         family, deployed_family: of the reference, of the deployed file; one where a recipe makes the weights.
 
@@ -167,8 +167,9 @@ class Models:
     loras: Mapping[str, Mapping[str, LoraWeights]]
     dtype: torch.dtype
     device: torch.device
+    server: Server | None = None
     base_precision: str = field(default="", init=False)
-    _quantised: tuple[str, ...] = field(default=(), init=False)
+    _quantised: Mapping[str, QuantizedWeight | None] = field(default_factory=dict, init=False)
     _texts: dict[Any, list[dict[str, Tensor]]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
@@ -178,6 +179,8 @@ class Models:
         self.deployed_config = self.deployed.config(self.config)
         is_reference = self.deployed_config is self.config
         self.deployed_family: Family = self.family if is_reference else model_family(self.deployed_config)
+        if self.server is None:
+            self.server = usual_server(self.deployed.layout(self.deployed_family))
 
     def plan(self, options: CalibrationOptions) -> CalibrationPlan:
         """Return how the reference is run on ``options``."""
@@ -214,16 +217,13 @@ class Models:
     @contextmanager
     def transformer(self, variant: Variant) -> Iterator[nn.Module]:
         """Yield the transformer of ``variant`` with its LoRA, in eval mode; it is let go of afterwards."""
-        if variant.activations is not None and not self._quantised:
-            self.base(deployed=True)  # which layers a server multiplies in fp8
         model = self.base(variant.weights, variant.configs)
         own = self.served_lora(variant).get(self.targets.file_prefix, {})
         own = {} if variant.weights and self.deployed.merged else own
         if own and variant.merge is not None:
             self._merge(model, own, variant)
-        if variant.activations is not None:
-            scales = self.input_scales() if variant.activations == "static" else {}
-            fake_quantize_inputs(model, {name: scales.get(name) for name in self._quantised}, variant.activations)
+        if how := self.roundings(variant):
+            round_inputs(model, {name: replace(each, weight=self.layers.get(name)) for name, each in how.items()})
         if own and variant.merge is None:
             attach_lora(model, own, self.targets, "the LoRAs").set_multiplier(variant.strength)
         if variant.attention is not None:
@@ -235,8 +235,9 @@ class Models:
 
     def runs_as(self, variant: Variant) -> tuple[Any, ...]:
         """Return what the transformer of ``variant`` follows from: variants with the same run the same network."""
-        names = ("weights", "configs", "merge", "strength", "lora_without", "activations", "attention", "positions")
-        return tuple(getattr(variant, name) for name in names)
+        names = ("weights", "configs", "strength", "lora_without", "activations", "attention", "positions")
+        merged = variant.merge and (SUMMED_IN[variant.merge], *sorted(self.rounded_in(variant).items()))
+        return (merged, *(getattr(variant, name) for name in names))
 
     def base(self, deployed: bool, configs: bool = False) -> nn.Module:
         """Load the reference's or the deployed transformer without a LoRA; ``configs``: by the deployed config.
@@ -283,35 +284,77 @@ class Models:
         return self.family.sampling_sigmas(steps, tokens, variant.shift)
 
     def _merge(self, model: nn.Module, loras: Mapping[str, LoraWeights], variant: Variant) -> None:
-        """Round the LoRA into ``model``'s weights.
+        """Merge the LoRA into ``model``'s weights, as :meth:`rounded_in` says.
 
-        A deployed file takes it as ComfyUI does: added to the numbers that its values stand for, and rounded into the
-        same kind of fp8, with a fresh scale where there is one, or into the 16 bits that they were. Where a recipe
-        makes the weights, it is added to the reference's, and the sum is rounded once.
+        A deployed file takes it as servers do: added to the numbers that its values stand for, and rounded into the
+        same format, with a fresh scale where there is one, or into the 16 bits that they were. Parts of what is one
+        layer in ComfyUI have scales of their own, and one sequence of random numbers. Where a recipe makes the weights,
+        ``nearest`` adds it to the reference's, and rounds the sum once.
         """
-        high = self.family.load_transformer(self.dtype, self.device) if self.deployed.path is None else model
-        for name, update in loras.items():
-            layer: Any = model.get_submodule(name)
-            source: Any = high.get_submodule(name)
-            weight = numbers(source) + variant.strength * update.delta().to(numbers(source).device)
+        assert variant.merge is not None
+        once = variant.merge == "nearest" and self.deployed.path is None
+        high = self.family.load_transformer(self.dtype, self.device) if once else model
+        dtype, rounded_in = SUMMED_IN[variant.merge], self.rounded_in(variant)
+        places = {name: self.targets.keys.find(name) for name in loras}
+        random: dict[int, torch.Generator] = {}
+        for name in sorted(loras, key=lambda name: (places[name].part or 0) if places[name] else 0):  # type: ignore[union-attr]
+            layer, base = model.get_submodule(name), numbers(high.get_submodule(name))
+            delta = variant.strength * loras[name].delta().to(base.device)
+            weight = (base.to(dtype) + delta.to(dtype)).float()
+            how = rounded_in.get(name, "unrounded")
             if not isinstance(layer, QuantizedLinear):
-                layer.weight.data.copy_(weight.to(self.deployed.stored or weight.dtype))
+                weight = weight.to(self.deployed.stored or weight.dtype)
+            if not isinstance(layer, QuantizedLinear) or how == "unrounded":
+                _set_weight(model, name, weight.to(self.dtype))
                 continue
-            layer.set_quantized(
-                round_like(layer.quantized(), weight, variant.merge or "nearest", derive_seed("merge", name))
-            )
+            seed = comfyui_seed(places[name], name)
+            random.setdefault(seed, torch.Generator(weight.device).manual_seed(seed))
+            layer.set_quantized(round_like(layer.quantized(), weight, how, random[seed]))
+
+    def rounded_in(self, variant: Variant) -> dict[str, Merge]:
+        """Return layer -> how the LoRA is rounded into it; layers whose sum is not rounded to a format are left out.
+
+        Where products are made in the weight's own format, the sum has to be in it, whatever the server does with
+        others.
+        """
+        if variant.merge is None:
+            return {}
+        products = self.roundings(variant)
+        own = self.served_lora(variant).get(self.targets.file_prefix, {})
+        how: dict[str, Merge] = dict.fromkeys(own, variant.merge)
+        if variant.merge == "unrounded":
+            how = {name: "stochastic" for name in own if name in products}
+        quantised = self.served_inputs if self.deployed.recipe is None else self.layers
+        return {name: each for name, each in how.items() if name in quantised}
 
     def merged_weights(self, variant: Variant) -> nn.Module:
-        """Return the deployed transformer with the LoRA rounded into it as ``variant`` says, and none beside it."""
+        """Return the deployed transformer with the LoRA merged into it as ``variant`` says, and none beside it."""
         model = self.base(deployed=True)
         self._merge(model, self.served_lora(variant).get(self.targets.file_prefix, {}), variant)
         return model.eval()
 
-    def input_scales(self) -> dict[str, Tensor]:
-        """Return module -> calibrated scale of its input, of the deployed file."""
-        if scales := self.deployed.input_scales(self.targets):
-            return scales
-        raise UserError(f"--activations static: {self.deployed.describe()} has no input scales; use row or unit")
+    # Activations.
+
+    def roundings(self, variant: Variant) -> dict[str, InputRounding]:
+        """Return layer -> how its inputs are rounded."""
+        if variant.activations is None:
+            return {}
+        assert self.server is not None
+        layers = self.served_inputs if variant.activations == "auto" else self.layers
+        return roundings(layers, self.served_inputs, variant.activations, self.server.heeds)
+
+    @cached_property
+    def served_inputs(self) -> dict[str, ServedInput]:
+        """Layer -> what the deployed file says of its inputs."""
+        layers = self.layers if self.deployed.recipe is not None else {}
+        return self.deployed.served_inputs(self.deployed_family, layers)
+
+    @property
+    def layers(self) -> Mapping[str, QuantizedWeight | None]:
+        """The layers that a server may multiply in low precision, and what they are, see :class:`LoadedWeights`."""
+        if not self._quantised:
+            self.base(deployed=True)
+        return self._quantised
 
     # Encoders.
 
@@ -377,16 +420,18 @@ class Models:
     def complete(self, variant: Variant) -> Variant:
         """Return ``variant`` with what a deployed pipeline brings besides the transformer, and what it lacks.
 
-        Parts that are equal to the reference's, and those that ``variant`` says something of, are no causes. A merged
-        file without text encoders has lost the LoRA's part in them.
+        Parts that are equal to the reference's, and those that ``variant`` says something of, are no causes; nor are
+        encoders with the LoRA merged in. A merged file without text encoders has lost the LoRA's part in them.
         """
-        has_text = any(name != self.targets.file_prefix for name in self.loras)
+        lost = self.deployed.merged and any(name != self.targets.file_prefix for name in self.loras)
         if (folder := self.folder) is not None:
             layout, files = folder.layout, folder.files
             pairs = zip(layout.text_encoders, self.family.files.text_encoders, files.text_encoders, strict=True)
             others = {part.option: str(own) for part, high, own in pairs if _differ(high, own)}
             if others and variant.text is None:
-                variant = replace(variant, text=Served(tuple(others.items())))
+                text = Served(tuple(others.items()))
+                inside = lost and self._holds_the_lora(text)
+                variant, lost = (variant, False) if inside else (replace(variant, text=text), lost)
             if variant.vae is None and _differ(self.family.files.vae, files.vae):
                 variant = replace(variant, vae=Served(((layout.vae.option, str(files.vae)),)))
             if variant.shift is None and self._schedulers():
@@ -395,9 +440,24 @@ class Models:
                 variant = replace(variant, guidance="ignored")
             if self._configs():
                 variant = replace(variant, configs=True)
-        if self.deployed.merged and has_text and variant.text is None and not variant.lora_without:
+        if lost and variant.text is None and not variant.lora_without:
             variant = replace(variant, lora_without=("^text_encoder",))
         return variant
+
+    def _holds_the_lora(self, text: Served) -> bool:
+        """Return whether the encoders ``text`` are the reference's with the LoRA's part merged in, and nothing else."""
+        pairs = zip(
+            *(self.text_encoder(each).models().items() for each in (REFERENCE, Variant(text=text))), strict=True
+        )
+        for (component, high), (_, own) in pairs:
+            updates = {n.removeprefix(f"{component}."): each for n, each in self.loras.get(component, {}).items()}
+            found = dict(own.named_parameters())
+            for name, parameter in high.named_parameters():
+                update = updates.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+                wanted = parameter.detach().float() + (0 if update is None else update.delta().to(parameter.device))
+                if name not in found or not same_in_bf16(found[name].detach().float(), wanted):
+                    return False
+        return True
 
     def check(self, variant: Variant, steps: int, has_masks: bool) -> None:
         """Refuse what cannot be; nothing is loaded.
@@ -423,12 +483,17 @@ class Models:
                 raise UserError(f"{flag}: nothing is sampled; give --steps 4 or more")
         if variant.merge is not None and not self.transformer_lora:
             raise UserError("--deploy_lora: the LoRA has no layers of the transformer; use beside")
+        held = self.deployed_family.quantized_file()
+        schemes = [stored.scheme for stored in held.weights.values()] if held else []
+        unwritten = next((scheme for scheme in schemes if isinstance(scheme, ReadOnlyScheme)), None)
+        if unwritten and variant.merge not in (None, "unrounded") and not self.deployed.merged:
+            raise UserError(f"--deploy_lora {variant.merge}: {unwritten.name} {unwritten.reason}; use unrounded")
         self.served_lora(variant)
         for part in (variant.text, variant.vae):
             if part is not None:
                 self._part_family(part)
-        if variant.activations == "static":
-            self.input_scales()
+        if variant.activations == "static" and not any(each.scale is not None for each in self.served_inputs.values()):
+            raise UserError(f"--activations static: {self.deployed.describe()} has no input scales; use row or unit")
 
     def words(self, cause: str, value: Any) -> str:
         """Return one of a variant's changes in words."""
@@ -438,7 +503,29 @@ class Models:
             return "; ".join(self._schedulers())
         if cause == "guidance" and value == "ignored" and self._ignores_guidance:
             return "guidance ignored: transformer config guidance_embeds False instead of True"
-        return f"{cause} {str(value).removeprefix('torch.')}"
+        if cause == "activations" and value == "auto":
+            counts = Counter(each.how for each in self.roundings(Variant(activations="auto")).values())
+            kinds = ", ".join(f"{how} in {counted(count, 'layer')}" for how, count in counts.items())
+            return f"activations as the file's server rounds them ({kinds or 'nowhere'})"
+        words = ", ".join(value) if isinstance(value, tuple) else str(value)
+        return f"{cause} {words.removeprefix('torch.')}"
+
+    def said(self, variant: Variant) -> str:
+        """Return the server and how products are made, in words; what of it depends on the card."""
+        assert self.server is not None
+        kinds: Counter[str] = Counter()
+        if variant.activations == "auto":
+            kinds.update(each.how for each in self.roundings(variant).values())
+        elif variant.activations is not None:
+            kinds[variant.activations] = 0
+        words = ", ".join(how + f" in {counted(count, 'layer')}" * bool(count) for how, count in kinds.items())
+        made = f"inputs rounded for products ({words})" if words else "products in high precision"
+        needs = {"Ada": {"unit", "static", "row", "tensor"}, "Blackwell": {"nvfp4", "mxfp8"}}
+        cards = [card for card, hows in needs.items() if kinds.keys() & hows]
+        card = (
+            f", as on Nvidia cards of the {cards[-1]} generation or newer (others: --activations none)" if cards else ""
+        )
+        return f"{self.server.words}; {made}{card}"
 
     @property
     def _ignores_guidance(self) -> bool:
@@ -487,15 +574,29 @@ def _search(pattern: str, name: str) -> bool:
         raise UserError(f"--deploy_lora_without {pattern}: no regular expression ({error}); correct it") from None
 
 
-def round_like(kind: QuantizedWeight, weight: Tensor, how: Merge, seed: int) -> QuantizedWeight:
+def round_like(
+    kind: QuantizedWeight, weight: Tensor, how: Merge, random: torch.Generator | None = None
+) -> QuantizedWeight:
     """Return ``weight`` [out, in] in the format of ``kind``, with fresh scales."""
-    random = torch.Generator(weight.device).manual_seed(seed) if how == "stochastic" else None
-    return kind.scheme.quantize(weight, stochastic=how == "stochastic", generator=random)
+    return kind.scheme.quantize(weight, stochastic=how.startswith("stochastic"), generator=random)
+
+
+def rounds(kind: QuantizedWeight | None) -> bool:
+    """Return whether something here rounds to the format of ``kind``; None is in high precision."""
+    return kind is not None and not isinstance(kind.scheme, ReadOnlyScheme)
 
 
 def rounded(kind: QuantizedWeight | None, weight: Tensor) -> Tensor:
-    """Return ``weight`` rounded to nearest as :func:`round_like` does, fp32; as it is where ``kind`` is None."""
-    return weight if kind is None else round_like(kind, weight, "nearest", 0).dequantize(torch.float32)
+    """Return ``weight`` rounded to nearest as :func:`round_like` does, fp32; as it is where nothing :func:`rounds`."""
+    return weight if kind is None or not rounds(kind) else round_like(kind, weight, "nearest").dequantize(torch.float32)
+
+
+def _set_weight(model: nn.Module, name: str, weight: Tensor) -> None:
+    """Let the linear layer ``name`` multiply with ``weight`` [out, in] in high precision."""
+    layer: Any = model.get_submodule(name)
+    made = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+    made.weight, made.bias = nn.Parameter(weight, requires_grad=False), layer.bias
+    model.set_submodule(name, made)
 
 
 def base_layer(model: nn.Module, name: str) -> nn.Module:

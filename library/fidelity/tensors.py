@@ -14,7 +14,6 @@ only what is beyond five times that is believed.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,10 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from library.errors import names_in_short
-from library.fidelity.causes import Finding
-from library.fidelity.serving import rounded
+from library.fidelity.serving import rounded, rounds
 from library.fidelity.transformations import (
-    Served,
+    ServedMatrix,
     diagnose,
     dot,
     gain_of,
@@ -40,12 +38,11 @@ from library.fidelity.transformations import (
 )
 from library.models.family import Family
 from library.precision.checkpoint import WeightFiles
+from library.precision.files.base import QuantizedWeight, Scheme
 from library.precision.files.fp8 import Fp8Weight
-from library.precision.files.registry import scheme_named
-from library.precision.fp8_numbers import FORMATS, format_named
+from library.precision.fp8_numbers import FORMATS
 from library.precision.linear import QuantizedLinear
-from library.precision.parity.layer_errors import FLAGGED, update_retention
-from library.precision.recipe import KINDS
+from library.precision.parity.layer_errors import update_retention
 from networks.files.weights import LoraWeights
 
 Role = Literal["weight", "bias", "norm", "scale", "input_scale", "buffer"]
@@ -54,10 +51,9 @@ _GRID = 0.97  # distinct numbers in 32 neighbours, over the reference's; bf16 of
 _OUT_OF_LINE = 2.5  # times the median layer's error, where the format is not known
 _COARSER = 1.5  # times what the main format costs; e5m2 has 2, another granularity at most 1.2
 _OFF_NEAREST = 0.02  # share of numbers that may lie further than half a step, of one rounding to nearest
-_SURE = 5.0  # standard errors
-_STRENGTH = 0.05
+SURE = 5.0  # standard errors
+_EITHER_NEIGHBOUR, _ONE_ROW = 1.55, 3.0  # times rounding to nearest: stochastic rounding has 1.41; of a single row
 _TWO_ROUNDINGS, _IN_BF16 = 1.9, 0.004  # times rounding to nearest; relative error of bf16's rounding, with a margin
-_BLOCK = re.compile(r"^(.*?\.\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -102,6 +98,12 @@ class TensorRow:
     def layer(self) -> str:
         """The module it belongs to."""
         return self.name.rpartition(".")[0]
+
+    @property
+    def doubt(self) -> float:
+        """The standard error of a share that is known."""
+        assert self.lora_doubt is not None
+        return self.lora_doubt
 
 
 @dataclass(frozen=True)
@@ -150,21 +152,27 @@ def compare_tensors(
             continue
         update = updates.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
         looks.append(_look(place, here[name], update, merged, stored.get(name, "")))
-    typical = median([look.row.error for look in looks if look.on_grid] or [0.0])
-    looks = [replace(look, on_grid=look.on_grid or _as_if_on_grid(look, typical)) for look in looks]
+    found: dict[str, list[float]] = {}
+    for look in looks:
+        if look.on_grid:
+            found.setdefault(look.row.kind, []).append(look.row.error)
+    usual = {kind: median(errors) for kind, errors in found.items()}
+    looks = [replace(look, on_grid=look.on_grid or _as_if_on_grid(look, usual)) for look in looks]
     main = _main_kind([look.row for look in looks])
+    scheme = next((look.scheme for look in looks if look.row.kind == main and look.scheme), None)
     rows: list[TensorRow] = []
     for look in looks:
         name = look.row.name
         if name in here:
             update = updates.get(look.row.layer) if name.endswith(".weight") else None
             others = partial(_same_shape, there, there[name])
-            rows.append(_explained(look, there[name], here[name], update, merged, typical, main, others))
+            typical = usual.get(look.row.kind, 0.0)
+            rows.append(_explained(look, there[name], here[name], update, merged, typical, main, scheme, others))
             rows += _scale_rows(look.row, there[name], here[name], input_scales.get(look.row.layer))
         else:
             rows.append(look.row)
     rows += [TensorRow(name, here[name].role, "only here", here[name].size, 1.0) for name in here if name not in there]
-    return _with_lora_faults(rows, merged)
+    return rows
 
 
 def without_compensated(rows: Sequence[TensorRow], layers: Collection[str]) -> list[TensorRow]:
@@ -199,14 +207,14 @@ class _Place:
         return (self.module._buffers[self.leaf] if kept is None else kept).detach()
 
     @property
-    def shape(self) -> torch.Size:
-        """Its own shape."""
-        return self.tensor.shape
+    def shape(self) -> tuple[int, ...]:
+        """Its own shape, whatever holds its numbers."""
+        return tuple(self.tensor.shape if self.stored is None else self.stored.shape)
 
     @property
     def size(self) -> int:
         """How many numbers it has."""
-        return self.tensor.numel()
+        return math.prod(self.shape)
 
     @property
     def dtype(self) -> str:
@@ -214,22 +222,25 @@ class _Place:
         return str(self.tensor.dtype).removeprefix("torch.")
 
     @property
+    def stored(self) -> QuantizedWeight | None:
+        """The weight of a quantised layer."""
+        return self.module.quantized() if isinstance(self.module, QuantizedLinear) and self.leaf == "weight" else None
+
+    @property
     def quantized(self) -> Fp8Weight | None:
         """Values and scale of an fp8 weight."""
-        stored = self.module.quantized() if isinstance(self.module, QuantizedLinear) and self.leaf == "weight" else None
-        return stored if isinstance(stored, Fp8Weight) else None
+        return self.stored if isinstance(self.stored, Fp8Weight) else None
 
     def matrix(self) -> Tensor:
         """Return the numbers in fp32 on the CPU, [out, rest]; a vector is one row."""
-        quantized = self.quantized
-        numbers = self.tensor.float() if quantized is None else quantized.dequantize(torch.float32)
+        numbers = self.tensor.float() if self.stored is None else self.stored.dequantize(torch.float32)
         return numbers.cpu().reshape(1 if numbers.ndim < 2 else numbers.shape[0], -1)
 
 
 def model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter and buffer as numbers; a LoRA beside a layer is left out, fp8 is turned back."""
+    """Yield every parameter and buffer as numbers; a LoRA beside a layer is left out, what is quantised turned back."""
     for place in _walk(model, ""):
-        stored = place.quantized
+        stored = place.stored
         yield place.name, place.tensor if stored is None else stored.dequantize(torch.float32)
 
 
@@ -241,14 +252,14 @@ def _walk(module: Any, prefix: str) -> Iterator[_Place]:
     """Yield parameters and buffers; a LoRA, or a rounding of inputs, around a layer is left out."""
     while isinstance(getattr(module, "base", None), nn.Module):
         module = module.base
+    held = module.outline.tensors() if isinstance(module, QuantizedLinear) else {}
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is None or (isinstance(module, QuantizedLinear) and name == "scale"):
+        if tensor is None or name in held:
             continue
-        vector = tensor.ndim < 2
         role: Role = "weight"
         if name in module._buffers:
             role = "buffer"
-        elif vector:
+        elif tensor.ndim < 2 and not (held and name == "weight"):
             role = "bias" if name.endswith("bias") else "norm"
         yield _Place(f"{prefix}{name}", module, name, role)
     for name, child in module._modules.items():
@@ -265,11 +276,16 @@ def _same_shape(places: Mapping[str, _Place], like: _Place) -> dict[str, Tensor]
 
 @dataclass(frozen=True)
 class _Look:
-    """A row before it is explained; ``settled``: nothing is wrong with it. ``on_grid``: of an unknown format."""
+    """A row before it is explained.
+
+    ``settled``: nothing is wrong with it. ``on_grid``: of a format that nothing here rounds to. ``scheme``: of its
+    format, where something does.
+    """
 
     row: TensorRow
     settled: bool
     on_grid: bool = False
+    scheme: Scheme | None = None
 
 
 def _look(there: _Place, here: _Place, update: LoraWeights | None, merged: bool, dtype: str) -> _Look:
@@ -282,40 +298,57 @@ def _look(there: _Place, here: _Place, update: LoraWeights | None, merged: bool,
         return _Look(row, True)
     if not bool(torch.isfinite(numbers).all()):
         return _Look(replace(row, error=1.0), False)
-    quantized = here.quantized
+    stored, quantized = here.stored, here.quantized
     if quantized is not None:
         row = replace(row, kind=f"{quantized.fp8.name} {quantized.granularity}")
+    elif stored is not None:
+        row = replace(row, kind=stored.scheme.describe())
     elif (quantized := _on_a_casts_grid(numbers)) is not None:
         row = replace(row, kind=f"{row.kind}, on the grid of {quantized.fp8.name} cast")
+    stored = stored or quantized
     gain = gain_of(numbers, wanted)
     after = relative(numbers / gain, wanted) if gain else 1.0
     row = replace(row, gain=gain, error_after_gain=after)
     base, nearest = high, wanted
     if quantized is not None:
-        nearest = rounded(quantized, wanted)
         zeros, subnormals, saturated = _shares(quantized, wanted)
         row = replace(row, zeros=zeros, subnormals=subnormals, saturated=saturated)
+    if rounds(stored):
+        nearest = rounded(stored, wanted)
         row = replace(row, own_expected=relative(nearest, wanted))
-        base = rounded(quantized, high) if delta is not None and merged else nearest
+        base = rounded(stored, high) if delta is not None and merged else nearest
     if delta is not None and bool(delta.any()):
         share, doubt = _share_of(numbers, base, delta)
         kept = None
         if merged:
             sum_ = base + delta
-            in_file = sum_.bfloat16().float() if quantized is None else rounded(quantized, sum_)
+            in_file = rounded(stored, sum_) if rounds(stored) else sum_.bfloat16().float()
             kept = update_retention(in_file, base, delta).gain
         at_share = merged and _rounds_to(numbers, quantized, high + share * delta)
         at_share = at_share and not _rounds_to(numbers, quantized, wanted)
         row = replace(row, lora_share=share, lora_doubt=doubt, lora_kept=kept, lora_at_share=at_share)
-    if quantized is not None:
-        doubt = _SURE * row.own_expected / math.sqrt(high.numel())
+    if stored is not None and rounds(stored):
+        doubt = SURE * row.own_expected / math.sqrt(high.numel())
         scaled = abs(gain - gain_of(nearest, wanted)) > 0.006 + doubt
         inside = merged and delta is not None
-        steps = steps_of(quantized, wanted, high if inside else None)
-        return _Look(row, honest(steps, inside) and not scaled)
+        if quantized is not None:
+            good = honest(steps_of(quantized, wanted, high if inside else None), inside)
+        else:
+            good = _errs_like(numbers, nearest, wanted, _TWO_ROUNDINGS if inside else _EITHER_NEIGHBOUR)
+        return _Look(row, good and not scaled, scheme=stored.scheme)
     if same_in_bf16(numbers, wanted):
         return _Look(row, True)
+    if stored is not None:
+        return _Look(row, False, True)
     return _Look(row, False, there.role == "weight" and _distinct(numbers) < _GRID * _distinct(high.bfloat16()))
+
+
+def _errs_like(numbers: Tensor, nearest: Tensor, wanted: Tensor, most: float) -> bool:
+    """Return whether ``numbers`` err at most so many times what ``nearest`` does, in all, and thrice in any row."""
+    error, honest_error = ((each - wanted).square().sum(1, dtype=torch.float64) for each in (numbers, nearest))
+    tiny = 1e-12 * wanted.square().sum(1, dtype=torch.float64)
+    rows = bool((error <= _ONE_ROW**2 * honest_error + tiny).all())
+    return rows and float(error.sum()) <= most**2 * float(honest_error.sum()) + float(tiny.sum())
 
 
 def _rounds_to(numbers: Tensor, quantized: Fp8Weight | None, wanted: Tensor) -> bool:
@@ -325,10 +358,10 @@ def _rounds_to(numbers: Tensor, quantized: Fp8Weight | None, wanted: Tensor) -> 
     return steps_of(quantized, wanted).off_nearest < _OFF_NEAREST
 
 
-def _as_if_on_grid(look: _Look, typical: float) -> bool:
+def _as_if_on_grid(look: _Look, usual: Mapping[str, float]) -> bool:
     """Return whether a weight that errs as those on a grid do is one of them: a small one shows its grid badly."""
     high = look.row.role == "weight" and not look.settled and not look.row.own_expected
-    return high and look.row.error <= _COARSER * typical
+    return high and look.row.error <= _COARSER * usual.get(look.row.kind, 0.0)
 
 
 def _on_a_casts_grid(numbers: Tensor) -> Fp8Weight | None:
@@ -381,11 +414,10 @@ def _main_kind(rows: Sequence[TensorRow]) -> str:
     return max(counts, key=lambda kind: (counts[kind], "e4m3fn" in kind), default="")
 
 
-def _expected(kind: str, wanted: Tensor) -> float:
-    """Return what rounding ``wanted`` to nearest costs in ``kind``, words like "e4m3fn block64"."""
-    name, granularity = kind.split()[-2:]
-    scheme = scheme_named(granularity, format_named(name)).fitting(wanted.shape)
-    return relative(scheme.quantize(wanted).dequantize(torch.float32), wanted) if scheme else 0.0
+def _expected(scheme: Scheme | None, wanted: Tensor) -> float:
+    """Return what rounding ``wanted`` to nearest costs by ``scheme``."""
+    own = scheme and scheme.fitting(wanted.shape)
+    return relative(own.quantize(wanted).dequantize(torch.float32), wanted) if own else 0.0
 
 
 def _explained(
@@ -396,6 +428,7 @@ def _explained(
     merged: bool,
     typical: float,
     main: str,
+    scheme: Scheme | None,
     others: Callable[[], Mapping[str, Tensor]],
 ) -> TensorRow:
     """Add to a row what is expected of it, and what was done to it if it is not that."""
@@ -410,16 +443,17 @@ def _explained(
     delta = None if update is None else update.delta().cpu().float()
     wanted = high + delta if delta is not None and merged else high
     if row.own_expected and not look.on_grid:
-        row = replace(row, expected=row.own_expected if row.kind == main or vector else _expected(main, wanted))
-    quantized = here.quantized or (None if look.on_grid else _on_a_casts_grid(numbers))
+        row = replace(row, expected=row.own_expected if row.kind == main or vector else _expected(scheme, wanted))
+    stored = here.stored
+    quantized = here.quantized if look.on_grid or stored is not None else _on_a_casts_grid(numbers)
     if look.settled or in_line:
         return _judged_by_format(row, quantized, main, vector)
-    served = Served(numbers, quantized, row.own_expected, merged and delta is not None)
-    if delta is not None and row.lora_share is not None and abs(row.lora_share - merged) > _SURE * _doubt(row):
+    served = ServedMatrix(numbers, quantized, row.own_expected, merged and delta is not None)
+    if delta is not None and row.lora_share is not None and abs(row.lora_share - merged) > SURE * row.doubt:
         as_found = high + row.lora_share * delta
         if relative(numbers, as_found) < _TWO_ROUNDINGS * row.own_expected + _IN_BF16:
             return row  # what is wrong with it is how much of the LoRA it has
-        wanted, served = as_found, replace(served, merged=quantized is not None)
+        wanted, served = as_found, replace(served, merged=quantized is not None or rounds(stored))
     if vector and quantized is not None and honest(steps_of(quantized, wanted)):
         return _judged_by_format(row, quantized, main, vector)
     fault, text = diagnose(served, wanted, others, row.name)
@@ -430,9 +464,7 @@ def _explained(
 
 def _judged_by_format(row: TensorRow, quantized: Fp8Weight | None, main: str, vector: bool) -> TensorRow:
     """Name what is an honest rounding in a format that it should not have."""
-    if quantized is None:
-        return row
-    if vector:
+    if vector and quantized is not None:
         return replace(row, fault="small_in_fp8", diagnosis=f"rounded to {quantized.fp8.name}")
     if row.own_expected > _COARSER * row.expected + 1e-3:
         times = row.own_expected / row.expected if row.expected else math.inf
@@ -468,178 +500,6 @@ def _scale_rows(row: TensorRow, there: _Place, here: _Place, input_scale: Tensor
 _FINE = (1.0, 0.0, 0.0, 0.0, 0.0, None, None, None, False)  # gain to lora_at_share of a row that has none
 
 
-def _with_lora_faults(rows: Sequence[TensorRow], merged: bool) -> list[TensorRow]:
-    """Name what is wrong with the LoRA's share in weights that have no other fault."""
-    known = [row for row in rows if row.lora_share is not None and row.lora_doubt is not None and not row.fault]
-    if not known:
-        return list(rows)
-    found = _merged_faults(known) if merged else _unmerged_faults(known)
-    return [
-        replace(row, fault=found[row.name][0], diagnosis=found[row.name][1]) if row.name in found else row
-        for row in rows
-    ]
-
-
-def _mean_share(rows: Sequence[TensorRow]) -> tuple[float, float]:
-    """Return the mean share, each layer's by what is known of it, and its standard error."""
-    weights = [1 / max(_doubt(row), 1e-6) ** 2 for row in rows]
-    mean = sum(weight * _share(row) for weight, row in zip(weights, rows, strict=True)) / sum(weights)
-    return mean, sum(weights) ** -0.5
-
-
-def _unmerged_faults(rows: Sequence[TensorRow]) -> dict[str, tuple[str, str]]:
-    mean, doubt = _mean_share(rows)
-    inside = [row for row in rows if _share(row) > max(0.2, _SURE * _doubt(row))]
-    if not inside and mean > max(0.2, _SURE * doubt):
-        inside = list(rows)
-    return {row.name: ("lora_twice", f"holds {_share(row):.2f} of the update") for row in inside}
-
-
-def _merged_faults(rows: Sequence[TensorRow]) -> dict[str, tuple[str, str]]:
-    mean, doubt = _mean_share(rows)
-    near = max(_STRENGTH * abs(mean), _STRENGTH)
-    alike = [row for row in rows if abs(_share(row) - mean) <= max(near, 4 * _doubt(row))]
-    if len(alike) >= 0.9 * len(rows) and abs(mean - 1) > max(_STRENGTH, _SURE * doubt):
-        kept = median(row.lora_kept or 0.0 for row in rows)
-        once = sum(row.lora_at_share for row in rows) > 0.5 * len(rows)
-        lost = kept < FLAGGED and mean < 1 and abs(mean - kept) < 0.1 and not (once and kept > 0.1)
-        absent = not lost and abs(mean) < max(0.1, _SURE * doubt)
-        fault = "delta_lost" if lost else "lora_missing" if absent else "strength"
-        return {row.name: (fault, f"holds {_share(row):.2f} of the update") for row in rows}
-    found = {}
-    for row in rows:
-        share, sure, kept = _share(row), _SURE * _doubt(row), row.lora_kept or 0.0
-        less, more = share < 1 - max(_STRENGTH, sure), share > 1 + max(2 * _STRENGTH, sure)
-        if less and share < max(0.1, sure) and kept - share > max(0.15, sure):
-            found[row.name] = ("lora_missing", f"holds {share:.2f} of the update")
-        elif (less or more) and row.lora_at_share and abs(share - kept) > max(0.15, sure):
-            found[row.name] = ("strength", f"holds {share:.2f} of the update")
-        elif less:
-            found[row.name] = ("delta_lost", f"holds {share:.2f} of the update")
-        elif share > 1.5 + sure:  # coarse steps can add a little to an update as well
-            found[row.name] = ("strength", f"holds {share:.2f} of the update")
-    return found
-
-
-def _share(row: TensorRow) -> float:
-    assert row.lora_share is not None
-    return row.lora_share
-
-
-def _doubt(row: TensorRow) -> float:
-    assert row.lora_doubt is not None
-    return row.lora_doubt
-
-
-_ORDER = (
-    "wrong_base", "other_block", "other_lora", "lora_twice", "lora_missing", "strength", "delta_lost", "wrong_scale",
-    "permuted", "exchanged", "zeroed", "clipped", "rounding_mode", "mixed_formats", "ruined_layer", "small_in_fp8",
-    "activation_scale",
-)  # fmt: skip
-
-
-def tensor_findings(rows: Sequence[TensorRow]) -> list[Finding]:
-    """Return what is wrong with the tensors, the gravest first; empty where all are rounded as their format must.
-
-    Shares are NaN: how much of the output's error a finding makes is known once its tensors were put back.
-    """
-    by_fault: dict[str, list[TensorRow]] = {}
-    for row in _as_another_model(rows):
-        if row.fault:
-            by_fault.setdefault(row.fault, []).append(row)
-    return [
-        Finding(fault, math.nan, tuple(row.name for row in by_fault[fault]), _evidence(fault, by_fault[fault], rows))
-        for fault in _ORDER
-        if fault in by_fault
-    ]
-
-
-def _as_another_model(rows: Sequence[TensorRow]) -> list[TensorRow]:
-    """Name tensors that were changed by nothing known as another model's, where that is most of it or of a block."""
-    weights = [row for row in rows if row.role == "weight"]
-    changed = {row.name for row in weights if row.fault in ("ruined_layer", "wrong_base")}
-    if len(changed) > 0.5 * len(weights):
-        return [
-            replace(row, fault="wrong_base") if row.fault in ("ruined_layer", "other_lora") else row for row in rows
-        ]
-    blocks: dict[str, list[str]] = {}
-    for row in weights:
-        if match := _BLOCK.match(row.name):
-            blocks.setdefault(match[1], []).append(row.name)
-    whole = [block for block, own in blocks.items() if len(own) > 2 and len(changed & {*own}) > 0.7 * len(own)]
-    return [
-        replace(row, fault="other_block")
-        if row.fault == "ruined_layer" and any(row.name.startswith(f"{block}.") for block in whole)
-        else row
-        for row in rows
-    ]
-
-
-def _evidence(fault: str, found: Sequence[TensorRow], rows: Sequence[TensorRow]) -> str:
-    """Return which tensors, and what is wrong with them: all alike, or the worst."""
-    roles, quantised = {row.role for row in found}, all(row.own_expected for row in found)
-    of_lora = fault in ("lora_twice", "lora_missing", "strength", "delta_lost")
-    among = [row for row in rows if row.role in roles and (row.own_expected or not quantised)]
-    among = [row for row in rows if row.lora_share is not None] if of_lora else among
-    noun = {"weight": "weights", "bias": "biases", "norm": "norms"}.get(*roles) if len(roles) == 1 else None
-    where = describe_tensors([row.name for row in found], [row.name for row in among], noun or "tensors")
-    if of_lora:
-        mean, worst = _mean_share(found)[0], min(found, key=_share)
-        lowest = f", {_share(worst):.2f} in {worst.layer}" if len(found) > 1 and fault == "delta_lost" else ""
-        return f"{where}: {mean:.2f} of the LoRA's update is in the file{lowest}"
-    if fault in ("wrong_base", "other_block"):
-        return f"{where}: in the median {median(row.error for row in found):.1%} off"
-    worst = max(found, key=lambda row: row.error)
-    alike = len({row.diagnosis for row in found}) == 1
-    return f"{where}: {worst.diagnosis}" + ("" if alike else f" (in {worst.name}, the worst)")
-
-
-_GROUPS = {
-    "attention": re.compile(r"\.attn\b|\.attention\b"),
-    "feed-forward": re.compile(r"\.ff\b|\.ff_context\b|\.proj_mlp\b|\.feed_forward\b|_mlp\b"),
-    "modulation": re.compile(KINDS["modulation"] + r"\.\w+"),
-    "single blocks": re.compile(r"single_transformer_blocks\."),
-    "double blocks": re.compile(r"(?<!single_)\btransformer_blocks\."),
-}
-
-
-def describe_tensors(chosen: Sequence[str], among: Sequence[str], noun: str = "tensors") -> str:
-    """Return ``chosen`` in words: one name, a whole group of ``among``, a block, or their number and the first ones."""
-    if len(chosen) == 1:
-        return chosen[0]
-    some = {*chosen}
-    if some >= {*among}:
-        return f"all {len(chosen)} {noun}"
-    for title, pattern in _GROUPS.items():
-        group = {name for name in among if pattern.search(name)}
-        if some == group:
-            return f"all {len(chosen)} {noun} of {title}"
-    blocks = {match[1] if (match := _BLOCK.match(name)) else "" for name in chosen}
-    if len(blocks) == 1 and (block := blocks.pop()):
-        return f"{len(chosen)} {noun} of {block}"
-    return f"{len(chosen)} of {len(among)} {noun} ({names_in_short(list(chosen))})"
-
-
-def costly_kinds(rows: Sequence[TensorRow]) -> list[Finding]:
-    """Return a finding for each kind of layers that many keep in high precision and this deployment does not.
-
-    Whether that is worth naming is for the measured share to say. Modulation in fp8 is no defect but a choice where
-    the rest is in fp8 too, which ``Recipe`` makes.
-    """
-    findings = []
-    weights = [row for row in rows if row.role == "weight"]
-    in_fp8 = sum(row.own_expected > 0 for row in weights)
-    for kind, pattern in KINDS.items():
-        own = [row for row in weights if re.fullmatch(pattern, row.layer)]
-        found = [row for row in own if row.own_expected and not row.fault]
-        if found:
-            text = f"{kind}: {len(found)} of {len(own)} weights in {found[0].kind}"
-            chosen = kind == "modulation" and in_fp8 > 0.5 * len(weights)
-            cause = "modulation_in_fp8" if chosen else "embedders_in_fp8"
-            findings.append(Finding(cause, math.nan, tuple(row.name for row in found), text))
-    return findings
-
-
 def module_difference(reference: nn.Module, deployed: nn.Module) -> ModuleDifference | None:
     """Say how ``deployed`` differs from ``reference``, two modules of one class; None where they are the same."""
     there, here = _places(reference), _places(deployed)
@@ -661,7 +521,7 @@ def module_difference(reference: nn.Module, deployed: nn.Module) -> ModuleDiffer
         if cast := _cast_of(high, numbers, here[name].quantized):
             casts[cast] += 1
             continue
-        fault, text = diagnose(Served(numbers, here[name].quantized), high)
+        fault, text = diagnose(ServedMatrix(numbers, here[name].quantized), high)
         others.append((relative(numbers, high), name, text))
         ranks += [name] if fault == "other_lora" else []
     changed, tensors = sum(casts.values()) + len(others), len(there)

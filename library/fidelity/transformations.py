@@ -53,7 +53,7 @@ class Steps:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedMatrix:
     """A matrix as it is served.
 
     Attributes:
@@ -182,9 +182,9 @@ Diagnosis = tuple[str, str]  # a key of CAUSES, and words
 
 
 def diagnose(
-    served: Served, wanted: Tensor, others: Callable[[], Mapping[str, Tensor]] = dict, name: str = ""
+    served: ServedMatrix, wanted: Tensor, others: Callable[[], Mapping[str, Tensor]] = dict, name: str = ""
 ) -> Diagnosis:
-    """Return what was done to ``wanted``, given that :meth:`Served.fits` does not hold.
+    """Return what was done to ``wanted``, given that :meth:`ServedMatrix.fits` does not hold.
 
     Args:
         served: the matrix.
@@ -206,7 +206,7 @@ def diagnose(
     return _of_another(served, wanted, others(), name) or _low_rank(served, wanted) or _elsewhere(served, wanted)
 
 
-def _misrounded(served: Served, wanted: Tensor) -> Diagnosis | None:
+def _misrounded(served: ServedMatrix, wanted: Tensor) -> Diagnosis | None:
     if served.quantized is None:
         return None
     if found := _by_way_of_e5m2(served, wanted):
@@ -232,7 +232,7 @@ def _beyond_are_flushed(served: Fp8Weight, wanted: Tensor) -> bool:
     return steps_of(served, kept).beyond <= _RARE
 
 
-def _by_way_of_e5m2(served: Served, wanted: Tensor) -> Diagnosis | None:
+def _by_way_of_e5m2(served: ServedMatrix, wanted: Tensor) -> Diagnosis | None:
     """Numbers of two mantissa bits in a format of three."""
     assert served.quantized is not None
     if served.quantized.fp8.mantissa_bits != 3:
@@ -245,7 +245,7 @@ def _by_way_of_e5m2(served: Served, wanted: Tensor) -> Diagnosis | None:
     return "mixed_formats", "rounded to e5m2 before it was stored in e4m3fn"
 
 
-def _zeroed(served: Served, wanted: Tensor) -> Diagnosis | None:
+def _zeroed(served: ServedMatrix, wanted: Tensor) -> Diagnosis | None:
     """Entries that are zero and should not be, beside others that are right."""
     zero = served.numbers == 0
     for what, gone in (("rows", zero.all(1)), ("columns", zero.all(0))):
@@ -258,7 +258,7 @@ def _zeroed(served: Served, wanted: Tensor) -> Diagnosis | None:
     return "zeroed", f"{int(lost.sum())} of {lost.numel()} numbers are zero ({_box(lost)})"
 
 
-def _scaled(served: Served, wanted: Tensor) -> Diagnosis | None:
+def _scaled(served: ServedMatrix, wanted: Tensor) -> Diagnosis | None:
     """The reference times a factor for each group that shares a scale; the groups of a row are tried besides."""
     numbers = served.numbers
     scale = None if served.quantized is None else served.quantized.scale
@@ -319,7 +319,7 @@ def _shifts(found: Tensor, wanted: Tensor) -> Iterator[tuple[tuple, str]]:
         yield (shift,), f"{shift} of {found.numel()} places"
 
 
-def _clipped(served: Served, wanted: Tensor) -> Diagnosis | None:
+def _clipped(served: ServedMatrix, wanted: Tensor) -> Diagnosis | None:
     """The reference, its largest numbers made smaller: in all, or row by row."""
     numbers = served.numbers.abs()
     for limit in (numbers.amax().reshape(1, 1), numbers.amax(1, keepdim=True)):
@@ -331,7 +331,7 @@ def _clipped(served: Served, wanted: Tensor) -> Diagnosis | None:
     return None
 
 
-def _rolled(served: Served, wanted: Tensor) -> Diagnosis | None:
+def _rolled(served: ServedMatrix, wanted: Tensor) -> Diagnosis | None:
     for shifts, how in _shifts(served.numbers, wanted):
         if served.fits(torch.roll(wanted, *shifts)):
             rows = wanted.shape[0]
@@ -340,7 +340,7 @@ def _rolled(served: Served, wanted: Tensor) -> Diagnosis | None:
     return None
 
 
-def _transposed(served: Served, wanted: Tensor) -> Diagnosis | None:
+def _transposed(served: ServedMatrix, wanted: Tensor) -> Diagnosis | None:
     if served.fits(wanted.t().reshape(wanted.shape)) or served.fits(wanted.reshape(wanted.shape[::-1]).t()):
         return "permuted", "transposed"
     if served.fits(wanted.flip(0)) or served.fits(wanted.flip(1)) or served.fits(wanted.flip(0, 1)):
@@ -348,7 +348,7 @@ def _transposed(served: Served, wanted: Tensor) -> Diagnosis | None:
     return None
 
 
-def _permuted(served: Served, wanted: Tensor) -> Diagnosis | None:
+def _permuted(served: ServedMatrix, wanted: Tensor) -> Diagnosis | None:
     """Rows or columns in another order, found by their directions under a random projection."""
     for what, found, right in (("rows", served.numbers, wanted), ("columns", served.numbers.t(), wanted.t())):
         order = _order(found, right)
@@ -373,7 +373,7 @@ def _order(found: Tensor, right: Tensor) -> Tensor:
     return torch.cat([(a[start : start + rows] @ b.t()).argmax(1) for start in range(0, len(a), rows)])
 
 
-def _of_another(served: Served, wanted: Tensor, others: Mapping[str, Tensor], name: str) -> Diagnosis | None:
+def _of_another(served: ServedMatrix, wanted: Tensor, others: Mapping[str, Tensor], name: str) -> Diagnosis | None:
     """Another layer's weights, told by a sample of the entries first."""
     places = torch.randint(0, wanted.numel(), (4096,), generator=generator("sample", *wanted.shape))
     sample = served.numbers.flatten()[places]
@@ -391,7 +391,7 @@ def _cosine(a: Tensor, b: Tensor) -> float:
     return float(torch.nn.functional.cosine_similarity(a, b, dim=0))
 
 
-def _low_rank(served: Served, wanted: Tensor) -> Diagnosis | None:
+def _low_rank(served: ServedMatrix, wanted: Tensor) -> Diagnosis | None:
     """A difference of few directions: a LoRA's. Its likes are compared with those of the rounding's noise."""
     error = served.numbers - wanted
     rank = min(32, min(wanted.shape) // 4)
@@ -412,7 +412,7 @@ def _low_rank(served: Served, wanted: Tensor) -> Diagnosis | None:
     return None
 
 
-def _few_wrong(served: Served, wanted: Tensor) -> Diagnosis | None:
+def _few_wrong(served: ServedMatrix, wanted: Tensor) -> Diagnosis | None:
     """A few numbers that are wrong, as by bits that flipped."""
     wrong = _wrong(served, wanted)
     count = int(wrong.sum())
@@ -421,7 +421,7 @@ def _few_wrong(served: Served, wanted: Tensor) -> Diagnosis | None:
     return "ruined_layer", f"{count} of {wrong.numel()} numbers are wrong ({_box(wrong)})"
 
 
-def _elsewhere(served: Served, wanted: Tensor) -> Diagnosis:
+def _elsewhere(served: ServedMatrix, wanted: Tensor) -> Diagnosis:
     """No transformation that is known: say how far, and where if not everywhere."""
     wrong, error = _wrong(served, wanted), relative(served.numbers, wanted)
     size = f"differs by {error:.2g} times its size" if error > 2 else f"differs by {error:.1%}"
@@ -433,7 +433,7 @@ def _elsewhere(served: Served, wanted: Tensor) -> Diagnosis:
     return "ruined_layer", f"{size}, and by no transformation that is known here"
 
 
-def _wrong(served: Served, wanted: Tensor) -> Tensor:
+def _wrong(served: ServedMatrix, wanted: Tensor) -> Tensor:
     """Return where the numbers are further away than any 8 bits take them."""
     return (served.numbers - wanted).abs_() > 0.15 * wanted.abs() + 0.05 * wanted.square().mean().sqrt()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import median
 
 from library.fidelity.border import Border, BorderFigure
@@ -38,6 +38,7 @@ class Attribution:
 
 
 NORMAL = ("weights", "merge", "modulation_in_fp8")  # rounding as it must be, and a choice: the price of the format
+_PARTS = {"weights": "base", "merge": "merge", "activations": "activations"}
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,8 @@ class Verdict:
         explained: share of the weights' squared velocity error that is gone with every compared tensor put back; None
             where the reference's weights run.
         suspects: what servers do to masks that puts an error on the border, the worst first, with its figures.
+        split: base, merge, activations -> what each alone puts the output off; of those that there are, if several.
+        normal: causes that are no defects, the price of the format.
     """
 
     findings: tuple[Finding, ...]
@@ -58,11 +61,13 @@ class Verdict:
     border_cause: Finding | None
     explained: float | None = None
     suspects: tuple[str, ...] = ()
+    split: Mapping[str, float] = field(default_factory=dict)
+    normal: tuple[str, ...] = NORMAL
 
     @property
     def defects(self) -> tuple[Finding, ...]:
         """What is no honest rounding."""
-        return tuple(each for each in self.findings if each.cause not in NORMAL)
+        return tuple(each for each in self.findings if each.cause not in self.normal)
 
     @property
     def alarm(self) -> bool:
@@ -85,9 +90,16 @@ class Verdict:
             first = f"Look here first: {CAUSES[self.cause]}."
         lines = [first, *self.on_the_border()]
         lines += [f"{finding.share:.1%} of the error: {finding.sentence()}" for finding in self.findings]
+        lines += [self.parts()] if self.split else []
         lines += [f"Unexplained: {self.unexplained()}"] if self.unexplained() else []
         lines += [self.suspected()] if self.suspects else []
         return [*lines, f"Off by: {self.sizes(full)}."]
+
+    def parts(self) -> str:
+        """Return how the served error splits, in words; empty where it is of one kind."""
+        whole = sum(size**2 for size in self.split.values()) or 1.0
+        words = ", ".join(f"{name} {size**2 / whole:.0%} ({size:.2%} off)" for name, size in self.split.items())
+        return f"The served error splits into {words}." if words else ""
 
     def on_the_border(self) -> list[str]:
         """Return what there is to say about the border; nothing without one."""
@@ -146,18 +158,25 @@ def judge(
         elif each.cause == "merge":
             findings.append(_in_merge(share, layers, math.sqrt(sizes["merge"])))
         elif each.cause == "activations":
-            findings.append(_in_activations(share, each, variant, comparison))
+            findings.append(_in_activations(share, each, comparison))
         else:
             findings.append(Finding(each.cause, share, (), f"{each.words}; {_alone(each)}"))
     unfit = _unfit(layers, comparison.input_scales)
-    if unfit and variant.activations != "static":
+    if unfit and not comparison.used_scales.keys() & {*unfit}:
         text = f"{len(unfit)} layers are given more than the file's scale can hold, or far less ({unfit[0]}); a server "
         text += "that multiplies in fp8 uses them (--activations static shows what it paints)"
         findings.append(Finding("activation_scale", 0.0, unfit, text))
     findings.sort(key=lambda finding: -finding.share)
     explained = comparison.explained if variant.weights else None
+    split = {part: math.sqrt(sizes[cause]) for cause, part in _PARTS.items() if cause in sizes}
     return Verdict(
-        tuple(findings), full.border, _named(_on_the_border(full, attributions), findings), explained, _suspects(tried)
+        tuple(findings),
+        full.border,
+        _named(_on_the_border(full, attributions), findings),
+        explained,
+        _suspects(tried),
+        split if len(split) > 1 else {},
+        (*NORMAL, "activations") if variant.activations == "auto" else NORMAL,
     )
 
 
@@ -200,11 +219,9 @@ def _in_merge(share: float, layers: Sequence[LayerRow], error: float) -> Finding
     return lost or Finding("merge", share, (), f"beyond the weights' own rounding it puts the output {error:.1%} off")
 
 
-def _in_activations(share: float, each: Attribution, variant: Variant, comparison: Comparison) -> Finding:
+def _in_activations(share: float, each: Attribution, comparison: Comparison) -> Finding:
     """Blame the scale where it clips what the layers are given, or is far too coarse for it."""
-    scales = {row.name: 1.0 for row in comparison.layers} if variant.activations == "unit" else {}
-    scales |= comparison.input_scales if variant.activations == "static" else {}
-    if unfit := _unfit(comparison.layers, scales):
+    if unfit := _unfit(comparison.layers, comparison.used_scales):
         text = f"{len(unfit)} layers are given more than their scale can hold, or far less ({unfit[0]})"
         return Finding("activation_scale", share, unfit, f"{each.words}: {text}; {_alone(each)}")
     return Finding("activations", share, (), f"{each.words}; {_alone(each)}")

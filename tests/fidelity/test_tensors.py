@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from library.fidelity.tensors import TensorRow, compare_tensors, costly_kinds, module_difference, tensor_findings
+from library.fidelity.tensor_findings import costly_kinds, tensor_findings, with_lora_faults
+from library.fidelity.tensors import TensorRow, compare_tensors, module_difference
 from library.precision.files.fp8 import Fp8Scheme
+from library.precision.files.registry import scheme_named
 from library.precision.fp8_numbers import E4M3FN, E5M2, Fp8Format
 from library.precision.linear import QuantizedLinear
 from library.precision.names import GRANULARITIES, Granularity
@@ -62,7 +64,7 @@ def seeded(seed: int) -> torch.Generator:
 
 def named(reference: nn.Module, deployed: nn.Module, loras: dict | None = None, merged: bool = False) -> list[tuple]:
     """Return cause, tensors and evidence of every finding."""
-    rows = compare_tensors(reference, deployed, loras or {}, merged)
+    rows = with_lora_faults(compare_tensors(reference, deployed, loras or {}, merged), merged)
     return [(each.cause, each.layers, each.evidence) for each in tensor_findings(rows)]
 
 
@@ -390,6 +392,22 @@ def on_a_grid(weight: Tensor, levels: int, block: int = 32) -> Tensor:
     runs = weight.reshape(-1, block)
     step = runs.abs().amax(1, keepdim=True) / levels
     return ((runs / step).round() * step).reshape(weight.shape).bfloat16().float()
+
+
+@pytest.mark.parametrize("name", ["int8", "int8_row", "int8_convrot", "nvfp4"])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_weights_of_other_formats_are_known_by_what_rounding_to_them_costs(
+    reference: nn.Module, name: str, stochastic: bool
+) -> None:
+    deployed = copy.deepcopy(reference)
+    quantize_model(deployed, Recipe(scheme_named(name), stochastic=stochastic), compute="dequant")
+    assert named(reference, deployed) == []
+    layer = deployed.get_submodule(LAYER)
+    assert isinstance(layer, QuantizedLinear)
+    layer.set_quantized(layer.quantized().scheme.quantize(weight_of(reference, LAYER).roll(3, 0)))
+    ((cause, _, evidence),) = named(reference, deployed)
+    assert cause == "permuted"
+    assert "rolled by 3 rows" in evidence
 
 
 @pytest.mark.parametrize("levels", [7, 127])

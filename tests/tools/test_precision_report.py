@@ -90,7 +90,14 @@ def test_an_honest_file_is_named_as_rounding(place: Path) -> None:
     assert not found["verdict"]["alarm"]
     assert found["verdict"]["border"]["state"] == "as usual"
     page = (place / "report" / "report.html").read_text()
-    assert len(re.findall(r'<img alt="[^"]+" src="data:image/png;base64,\w', page)) == 4
+    assert len(re.findall(r'<img alt="[^"]+" src="data:image/png;base64,\w', page)) == 5
+    assert [row["judged"] for row in found["merges"]] == [False, True, False]  # ComfyUI's, of a file that forbids fp8
+    first, resident, streamed = (row["differences"] for row in found["merges"])
+    assert first == streamed
+    assert resident["image"] > streamed["image"]
+    assert set(found["verdict"]["split"]) == {"base", "merge"}
+    assert "Load LoRA (Bypass)" in found["remedies"][0]
+    assert "tools/convert_lora.py --save_format comfy" in found["remedies"][0]  # the LoRA is in diffusers' names
 
 
 @pytest.mark.parametrize("how", ["stochastic", "nearest"])
