@@ -6,6 +6,7 @@ linear layer of the blocks, bf16 autocast, 512 image and 128 text tokens, AdamW.
     tandem bf16
     tandem cast / tensor / row / block64        fp8
     tandem int8_row / int8_convrot / nvfp4
+    tandem Q8_0 / Q4_K / Q6_K / nf4             GGUF and bitsandbytes
     peers bf16                                  diffusers + peft
     peers fp8                                   the same with the base's weights cast to fp8; autocast casts them up for
                                                 each product and keeps the copies
@@ -28,7 +29,7 @@ from bench.measure import Case, Table, benchmark_parser, finish, measure
 from bench.train_step import build_step
 from library.errors import exit_on_user_error
 
-FP8, OTHERS = ("cast", "tensor", "row", "block64"), ("int8_row", "int8_convrot", "nvfp4")
+FP8, OTHERS = ("cast", "tensor", "row", "block64"), ("int8_row", "int8_convrot", "nvfp4", "Q8_0", "Q4_K", "Q6_K", "nf4")
 CASES = {  # case: arguments of build_step
     "tandem bf16": ("tandem", "bf16"),
     **{f"tandem {scheme}": ("tandem", scheme) for scheme in (*FP8, *OTHERS)},

@@ -44,6 +44,7 @@ from bench.families import (
     tandem_network,
 )
 from bench.measure import Case, Table, benchmark_parser, finish, measure
+from bench.read_only import SCHEMES as READ_ONLY
 from library.errors import UserError, exit_on_user_error
 from library.models.registry import family_class
 from library.precision.files.registry import scheme_named
@@ -70,7 +71,8 @@ def build_step(
     if trainer == "tandem":
         family_class(family_name).optimise_forward(transformer)
         if dtype not in ("bf16", "fp32"):  # as training on a CPU does, computing in bf16
-            quantize_model(transformer, Recipe(scheme_named("block64" if dtype == "fp8" else dtype)))
+            scheme = READ_ONLY.get(dtype) or scheme_named("block64" if dtype == "fp8" else dtype)
+            quantize_model(transformer, Recipe(scheme))
             make_cpu_kernels(transformer, torch.bfloat16)
         trained = tandem_network(family_name, transformer, rank).parameters()
     else:

@@ -90,7 +90,10 @@ def load_into(
 
 
 def _check(expected: Mapping[str, tuple[int, ...]], weights: WeightFiles, key_map: KeyMap) -> None:
-    """Compare names and shapes; 1x1 convolutions may stand for linears (BFL's VAE attention)."""
+    """Compare names and shapes; 1x1 convolutions may stand for linears (BFL's VAE attention).
+
+    GGUF does not keep a single row apart from a vector: Z-Image's ``x_pad_token``.
+    """
     missing = [name for name in expected if name not in key_map]
     missing += [rows.source for ranges in key_map.values() for rows in ranges if rows.source not in weights]
     if missing:
@@ -101,7 +104,7 @@ def _check(expected: Mapping[str, tuple[int, ...]], weights: WeightFiles, key_ma
         shapes = [weights.rows(rows) for rows in key_map[name]]
         found = (sum(rows[0] for rows in shapes), *shapes[0][1:])
         squeezed = found[: len(shape)] if all(side == 1 for side in found[len(shape) :]) else found
-        if squeezed != shape:
+        if squeezed != shape and (1, *found) != shape:
             raise UserError(
                 f"{weights.path}: tensor {key_map[name][0].source!r} has shape {found}, the architecture "
                 f"wants {shape}; use a file of the right model"

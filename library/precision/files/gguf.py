@@ -28,6 +28,7 @@ from library.precision.files.base import (
     ReadOnlyScheme,
     StoredWeight,
     block_slice,
+    in_chunks,
 )
 from library.safetensors_io import DTYPES, RowRange, TensorEntry, TensorSpecs, read_rows
 
@@ -46,7 +47,6 @@ TYPES: dict[str, tuple[int, int, tuple[int, ...]]] = {
     "Q6_K": (256, 210, (208,)),
     "IQ4_XS": (256, 136, (0,)),
 }
-_CHUNK = 1 << 24  # numbers; on the way they take several times the memory of fp32, and tables of words are large
 
 
 @dataclass(frozen=True)
@@ -82,17 +82,11 @@ class GgufWeight(QuantizedWeight):
         block, block_bytes, _ = TYPES[self.type]
         dequantize = dequantize_functions[GGMLQuantizationType[self.type]]
 
-        def numbers(values: Tensor) -> Tensor:
-            blocks = dequantize(values.reshape(-1, block_bytes), block, block_bytes, torch.float32)
-            return cast(Tensor, blocks).reshape(len(values), -1).to(dtype)
+        def numbers(weight: GgufWeight) -> Tensor:
+            blocks = dequantize(weight.values.reshape(-1, block_bytes), block, block_bytes, torch.float32)
+            return cast(Tensor, blocks).reshape(weight.shape)
 
-        rows = max(1, _CHUNK // max(1, self.shape[1]))
-        if rows >= self.shape[0]:
-            return numbers(self.values)
-        out = torch.empty(self.shape, dtype=dtype, device=self.values.device)
-        for start in range(0, self.shape[0], rows):
-            out[start : start + rows] = numbers(self.values[start : start + rows])
-        return out
+        return in_chunks(self, numbers, dtype)
 
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:
@@ -159,9 +153,9 @@ def find(file: FileTensors) -> dict[str, StoredWeight]:
     """
     found: dict[str, StoredWeight] = {}
     for name, entry in file.entries.items():
-        if entry.file.suffix.lower() != ".gguf" or entry.dtype in DTYPES or entry.dtype == "F64":
-            continue
         if entry.dtype not in TYPES:
+            if entry.file.suffix.lower() != ".gguf" or entry.dtype in (*DTYPES, "F64"):
+                continue
             known = ", ".join(TYPES)
             raise file.refuse(name, f"is of GGUF's type {entry.dtype}, which is not read", f"use a file in {known}")
         if len(entry.shape) < 2 or math.prod(entry.shape[1:]) % TYPES[entry.dtype][0]:

@@ -39,6 +39,7 @@ from library.precision.files.base import (
     ReadOnlyScheme,
     StoredWeight,
     block_slice,
+    in_chunks,
 )
 from library.safetensors_io import RowRange, TensorEntry, TensorSpecs, read_rows
 
@@ -102,8 +103,12 @@ class Nf4Weight(QuantizedWeight):
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in] that it stands for: fp32 arithmetic, rounded once to ``dtype``."""
         pairs = torch.stack((self.quant_map.repeat_interleave(16), self.quant_map.repeat(16)), dim=-1)  # of each byte
-        numbers = functional.embedding(self.values.int(), pairs).view(*self.absmax.shape, self.column_block)
-        return numbers.mul_(self.magnitudes().unsqueeze(-1)).view(self.shape).to(dtype)
+
+        def numbers(weight: Nf4Weight) -> Tensor:
+            runs = functional.embedding(weight.values.int(), pairs).view(*weight.absmax.shape, weight.column_block)
+            return runs.mul_(weight.magnitudes().unsqueeze(-1)).view(weight.shape)
+
+        return in_chunks(self, numbers, dtype)
 
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:

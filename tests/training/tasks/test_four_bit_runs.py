@@ -72,7 +72,7 @@ def test_the_lora_is_that_of_the_dequantised_model(
 def test_such_a_file_is_described_and_never_merged_into(kind: str, files: SingleFiles, tmp_path: Path) -> None:
     quantised, plain = base(kind, files, tmp_path)
     with pytest.raises(UserError, match=f"{quantised.name}: {kind} of .* is read only here; .* so nothing needs to be"):
-        check_target(open_base(quantised, fp8=True), tmp_path / "merged.safetensors", None)
+        check_target(open_base(quantised, quantized=True), tmp_path / "merged.safetensors", None)
     with pytest.raises(UserError, match="merge into the bf16 or fp16 file"):
         open_base(quantised)
     (own,), (theirs,) = (components(weight_sets(path)[0]) for path in (quantised, plain))
