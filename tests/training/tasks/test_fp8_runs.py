@@ -16,6 +16,7 @@ from torch import Tensor
 
 import tools.quantize_model as quantize_model
 from library.errors import UserError
+from library.precision.activations import FakeQuantLinear
 from library.precision.linear import QuantizedLinear
 from tests.runs import ROOT, arguments, largest_difference, lora, pipeline_forward, run, train_flags, write_dataset
 from tests.tiny import SingleFiles, bfl_state_dict, save_single_files, tiny_flux_inputs, tiny_flux_pipeline
@@ -271,6 +272,25 @@ def test_a_t5_in_fp8_has_caches_of_its_own_and_can_be_trained_on(pipeline: Path,
     assert sum(isinstance(module, QuantizedLinear) for module in encoders.modules()) == 14  # T5's; CLIP stays
 
 
+def test_auto_rounds_inputs_where_the_server_of_the_file_does(
+    pipeline: Path, bases: dict[str, Settings], dataset: Path, tmp_path: Path
+) -> None:
+    """Our files ask ComfyUI for products in high precision, unless they were made with --fp8_matmul."""
+    auto: Settings = {"quantised_activations": "auto", "max_train_steps": 1}
+    files = save_single_files(pipeline, tmp_path / "single")
+    fast = file_settings(
+        files, quantise(files.transformer, tmp_path / "fast.safetensors", "comfy_quant", "--fp8_matmul")
+    )
+    for settings, rounded, words in (
+        (bases["comfy_quant"], 0, "(in none)"),
+        (fast, LINEARS, f"(unit in {LINEARS})"),
+    ):
+        events = run(pipeline, dataset, tmp_path / "out", **settings, **auto, overwrite=True)
+        layers = [each for each in events.task.transformer.modules() if isinstance(each, FakeQuantLinear)]
+        assert [each.rounding.how for each in layers] == ["unit"] * rounded
+        assert words in metadata(tmp_path / "out")["tandem.base_precision"]
+
+
 @pytest.mark.parametrize(
     ("kind", "settings", "message"),
     [
@@ -289,6 +309,16 @@ def test_a_t5_in_fp8_has_caches_of_its_own_and_can_be_trained_on(pipeline: Path,
             None,
             {"fp8_base": True, "fp8_exclude_patterns": ["atn"]},
             "excluded pattern 'atn' matches no linear layer; correct",
+        ),
+        (
+            None,
+            {"fp8_base": True, "quantised_activations": "auto"},
+            "quantised_activations = auto: is read from a quantised file, and this base is quantised as it is loaded",
+        ),
+        (
+            "comfy_scaled",
+            {"quantised_activations": "static"},
+            "quantised_activations = static: the file has no input scales; use auto, row or unit",
         ),
         ("plain", {"fp8_scaled": True}, "is in fp8 already and is trained on as it is; remove fp8_scaled"),
         ("plain", {"fp8_base": True, "fp8_exclude": ["final"]}, "is trained on as it is; remove fp8_exclude"),
