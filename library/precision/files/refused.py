@@ -51,7 +51,6 @@ _METHODS = {  # of config.json; its other methods are read, or told by their ten
     "hqq": "an HQQ model",
     "eetq": "an EETQ model",
     "aqlm": "an AQLM model",
-    "modelopt": "a ModelOpt model",
     "svdquant": "Nunchaku's SVDQuant",
 }
 
