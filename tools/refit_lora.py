@@ -1,16 +1,16 @@
-"""Refit a LoRA that was trained in bf16 to the fp8 model it will be used with: no training, the same file format.
+"""Refit a LoRA that was trained in bf16 to the quantised model that it will be used with, without training.
 
     python tools/refit_lora.py --lora style.safetensors --model FLUX.1-dev --deploy flux1-dev-fp8.safetensors \\
         --dataset_config my_dataset.toml --save_to style-fp8.safetensors
     python tools/refit_lora.py ... --deploy cast               # what fp8_base makes of the base; or tensor, row, ...
     python tools/refit_lora.py ... --correction_rank 16        # and undo more of the rounding, at a larger rank
 
-Each layer's factors are fitted so that on your images the fp8 layer with the new LoRA computes what the bf16 layer
+Each layer's factors are fitted so that on your images the served layer with the new LoRA computes what the bf16 layer
 computed with the old one, as nearly as that rank allows (``networks.merging.refit``). Rank, alpha and keys stay, unless
 --correction_rank is given: then ranks grow by it, and layers without a LoRA get one of that rank.
 
-The cost: one forward pass of the fp8 model for each image and noise level and for each group of layers whose
-statistics fit into --statistics_gb, and one reading of both files. The result fits this fp8 file and no other: its
+The cost: one forward pass of the served model for each image and noise level and for each group of layers whose
+statistics fit into --statistics_gb, and one reading of both files. The result fits this file and no other: its
 fingerprint goes into the metadata, and loading it beside another one is remarked on.
 """
 
@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.console import Console
 from library.errors import exit_on_user_error
+from library.precision.names import SCHEME_NAMES
 from tools.command import (
     add_calibration,
     add_lora_output,
@@ -67,10 +68,13 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--lora", required=True, type=Path, help="the LoRA, of any layout")
     top.add_argument("--model", required=True, type=Path, help="bf16 model: diffusers folder or transformer file")
     top.add_argument(
-        "--deploy", required=True, metavar="MODEL_OR_RECIPE", help="fp8 model; or cast, tensor, row, block64, block128"
+        "--deploy",
+        required=True,
+        metavar="MODEL_OR_RECIPE",
+        help="a quantised model, or a scheme to make one of --model by: " + ", ".join(SCHEME_NAMES),
     )
     top.add_argument(
-        "--correction_rank", type=whole(least=0), default=0, metavar="R", help="rank to add to every fp8 layer"
+        "--correction_rank", type=whole(least=0), default=0, metavar="R", help="rank to add to every quantised layer"
     )
     top.add_argument(
         "--show", type=whole(least=0), default=20, metavar="N", help="layers in the table (default: %(default)s)"

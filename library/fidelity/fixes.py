@@ -2,12 +2,12 @@
 
 1. *settings*: everything but the weights as in the reference. Free.
 2. *strength*: for a merge that lost part of the update, the LoRA at 1 / update retention. Free; the one-minute test.
-3. *refit*: the LoRA refitted to the fp8 file, same rank, no training.
+3. *refit*: the LoRA refitted to the deployed file, same rank, no training.
 4. *correction*: the same with 32 ranks more, and a LoRA for layers that had none.
-5. *rebuild*: a new fp8 file from bf16, of the same size, with scales, rounded with compensation, under a
+5. *rebuild*: a new file from bf16, of the same size, with scales, rounded with compensation, under a
    LoRA refitted to it.
 6. *exclude*: the same, a tenth larger: the layers that give back most per megabyte stay in bf16.
-7. *teacher*: 200 steps on the fp8 file that learn the bf16 model's outputs, from the refitted LoRA on.
+7. *teacher*: 200 steps on the deployed file that learn the bf16 model's outputs, from the refitted LoRA on.
 8. *together*: the larger file, the correction for it, the steps on it.
 
 Three things that plain casts and most published files leave out are worth a new file: scales, four bytes a layer, that
@@ -45,10 +45,11 @@ from library.fidelity.quantize import quantize_checkpoint
 from library.fidelity.refit import refit_lora
 from library.fidelity.runs import EvalSet, Outcome, run_variant
 from library.fidelity.serving import REFERENCE, Models, Variant
+from library.precision.files.base import ReadOnlyScheme
 from library.precision.files.fp8 import Fp8Scheme
 from library.precision.fp8_numbers import E4M3FN
 from library.precision.linear import QuantizedLinear
-from library.precision.names import LayoutKind
+from library.precision.names import USUAL_LAYOUTS, WRITTEN_LAYOUTS, LayoutKind
 from library.precision.recipe import Recipe
 from library.training.report.progress import plain_table
 from networks.files.adapters import load_lora
@@ -161,13 +162,13 @@ def try_fixes(
         attempt("strength", f"none: the LoRA at {stronger.strength:.2f}", lambda: (models, stronger, ()))
     builder = FixBuilder(models, options)
     fitted, rebuilt = builder.fitted, builder.rebuilt
-    ranks = f"{CORRECTION_RANK} ranks more in every fp8 layer"
+    ranks = f"{CORRECTION_RANK} ranks more in every quantised layer"
     steps = f"{TEACHER_STEPS} training steps"
-    larger = f"an fp8 file {EXCLUDED_SHARE:.0%} larger, scaled and rounded anew"
+    larger = f"a file {EXCLUDED_SHARE:.0%} larger, scaled and rounded anew"
 
     attempt("refit", "a forward pass over the calibration; the same rank", lambda: fitted(models))
     attempt("correction", ranks, lambda: fitted(models, CORRECTION_RANK))
-    attempt("rebuild", "an fp8 file of the same size, scaled and rounded anew", lambda: fitted(rebuilt()))
+    attempt("rebuild", "a file of the same size, scaled and rounded anew", lambda: fitted(rebuilt()))
     attempt("exclude", larger, lambda: fitted(rebuilt(EXCLUDED_SHARE)))
     attempt("teacher", f"{steps}, the same rank", lambda: fitted(models, taught=True))
     everything = f"{larger}, {ranks}, {steps}"
@@ -215,7 +216,7 @@ class FixBuilder:
     def _rebuild(self, kept_share: float = 0.0) -> Models:
         """Write the deployed model anew and return the models with it deployed.
 
-        ``kept_share``: of the fp8 file's size to spend on layers in bf16; 0 for none.
+        ``kept_share``: of the file's size to spend on layers in bf16; 0 for none.
         """
         models = self.models
         deployed = models.base(deployed=True)
@@ -225,26 +226,35 @@ class FixBuilder:
             raise UserError("nothing of the deployed model is quantised, so there is nothing to round anew")
         size = sum(weight.values.nbytes for weight in stored.values())
         scheme = Counter(weight.scheme for weight in stored.values()).most_common(1)[0][0]
+        if isinstance(scheme, ReadOnlyScheme):
+            raise UserError(scheme.refusal)
         if isinstance(scheme, Fp8Scheme) and scheme.granularity == "cast":  # a file without scales gets some
             scheme = replace(scheme, granularity="tensor")
         file = models.deployed_family.quantized_file() if models.deployed.path else None
-        layout: LayoutKind = "comfy_scaled" if scheme.name == "tensor" else "musubi"
-        if file is not None and file.layout != "plain":
+        layout: LayoutKind = USUAL_LAYOUTS[scheme.name]
+        if file is not None and file.layout in WRITTEN_LAYOUTS and file.layout != "plain":
             layout = file.layout
         if layout == "comfy_scaled" and isinstance(scheme, Fp8Scheme):
             scheme = replace(scheme, fp8=E4M3FN)  # ComfyUI reads it so; with scales nothing needs the range of e5m2
+        precise = [one.full_precision for one in file.weights.values()] if file is not None else []
+        asked = Counter(each for each in precise if each is not None).most_common(1)
         patterns = (f"^({'|'.join(map(re.escape, high))})$",) if high else ()
         recipe = Recipe(scheme, (), patterns, seed=self.options.calibration.seed)
-        base = Path(models.config.pretrained_model_name_or_path)
         name = f"rebuilt_{kept_share:.0%}_larger".replace("%", "") if kept_share else "rebuilt"
-        target = self.options.folder / (name if base.expanduser().is_dir() else f"{name}.safetensors")
         del deployed, stored
         budget = kept_share * size / 2**20 if kept_share else None
-        plan = models.plan(self.options.calibration)
-        quantize_checkpoint(
-            base, target, layout, recipe, Console(quiet=True), plan=plan, compensated=True, budget_mb=budget
-        )
-        return replace(models, deployed=DeployedWeights(target.name, target, None))
+        low = not asked[0][0] if asked else None  # products as the deployed file asks for them
+        return self._written(name, layout, recipe, budget, compensated=True, low_precision_products=low)
+
+    def _written(
+        self, name: str, layout: LayoutKind, recipe: Recipe, budget_mb: float | None = None, **how: Any
+    ) -> Models:
+        """Write the reference by ``recipe`` as ``name`` and return the models with it deployed."""
+        base, options = Path(self.models.config.pretrained_model_name_or_path), self.options
+        target = options.folder / (name if base.expanduser().is_dir() else f"{name}.safetensors")
+        plan = self.models.plan(options.calibration) if how.get("compensated") else None
+        quantize_checkpoint(base, target, layout, recipe, Console(quiet=True), plan=plan, budget_mb=budget_mb, **how)
+        return replace(self.models, deployed=DeployedWeights(target.name, target, None))
 
     def _refit(self, models: Models, correction_rank: int) -> Path:
         """Return the LoRA refitted to the weights that ``models`` deploy."""
@@ -269,6 +279,9 @@ class FixBuilder:
     def taught(self, models: Models, lora: Path) -> Path:
         """Train ``lora`` on the weights that ``models`` deploy, the reference being the teacher; return its file."""
         options, calibration = self.options, self.options.calibration
+        recipe = models.deployed.recipe
+        if recipe is not None and not isinstance(recipe.scheme, Fp8Scheme):  # others are only read by it
+            models = self._written(f"deployed_{recipe.scheme.name}", USUAL_LAYOUTS[recipe.scheme.name], recipe)
         output = options.folder / f"taught_{lora.stem}"
         values = _deployed_base(models) | {
             "distill_from": models.config.pretrained_model_name_or_path,

@@ -1,9 +1,9 @@
-"""A LoRA that was trained in bf16, refitted to the fp8 model it will be used with: no training, the same file format.
+"""A LoRA that was trained in bf16, refitted to the quantised model that it will be used with, without training.
 
-Each layer's factors are fitted so that on the calibration the fp8 layer with the new LoRA computes what the bf16 layer
-computed with the old one, as nearly as that rank allows (``networks.merging.refit``). Layers that share A in a fused
-file (sd-scripts' qkv) are fitted as one and keep sharing it. What it costs: one forward pass of the fp8 model for each
-image and noise level and for each group of layers whose statistics fit into memory, and one reading of both files.
+Each layer's factors are fitted so that on the calibration the served layer with the new LoRA computes what the bf16
+layer computed with the old one, as nearly as that rank allows (``networks.merging.refit``). Layers that share A in a
+fused file (sd-scripts' qkv) are fitted as one and keep sharing it. What it costs: one forward of the served model for
+each image and noise level and for each group of layers whose statistics fit into memory, and one reading of both files.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def refit_lora(
 
     Args:
         lora: of any layout.
-        models: the bf16 model, and the fp8 file that is served, or a recipe.
+        models: the bf16 model, and the file that is served, or a recipe.
         save_to: the file to write.
         options: what both run on.
         console: for tables and notes.
-        correction_rank: is added to the rank of every fp8 layer; layers without a LoRA get one of that rank.
+        correction_rank: is added to the rank of every quantised layer; layers without a LoRA get one of that rank.
         layout, precision: of the file; the source's by default.
         shown: layers in the table.
     """
@@ -65,11 +65,11 @@ def refit_lora(
                         "wrong model?")  # fmt: skip
     if remark := base_mismatch(source.metadata, models.family.fingerprint()):
         console.print(f"note: {lora}: {remark}")
-    in_fp8 = _in_fp8(models, list(places))
-    fitted_loras = {name: weights for name, weights in trained.items() if name in in_fp8}
-    units = _units(fitted_loras, in_fp8 if correction_rank else [], targets)
+    quantised = _quantised_layers(models, places)
+    fitted_loras = {name: weights for name, weights in trained.items() if name in quantised}
+    units = _units(fitted_loras, quantised if correction_rank else [], targets)
     if not units:
-        raise UserError(f"{lora}: none of its layers is in fp8 in {deployed.name}; it fits as it is")
+        raise UserError(f"{lora}: none of its layers is quantised in {deployed.name}; it fits as it is")
 
     calibration = models.plan(options).prepare(console)
     transformer = models.base(deployed=True)
@@ -128,25 +128,24 @@ def _reference(models: Models) -> tuple[WeightFiles, dict[str, BaseModule]]:
     """Return the bf16 model's file, and where in it the layers lie.
 
     Raises:
-        UserError: it is in fp8.
+        UserError: it is quantised.
     """
     path = models.config.pretrained_model_name_or_path
     if models.family.quantized_file() is not None:
-        raise UserError(f"--model {path}: is in fp8; give the bf16 model that the LoRA was trained on")
+        raise UserError(f"--model {path}: is quantised; give the bf16 model that the LoRA was trained on")
     base = open_base(Path(path).expanduser(), "--model").weights
     return base, find_modules(base, models.targets.keys, models.targets.family)
 
 
-def _in_fp8(models: Models, names: Sequence[str]) -> list[str]:
-    """Return those of the linear layers ``names`` that the deployed model has in fp8; nothing is loaded."""
+def _quantised_layers(models: Models, high: Mapping[str, BaseModule]) -> list[str]:
+    """Return those of the linear layers ``high`` that the deployed model has quantised; nothing is loaded."""
     deployed, targets = models.deployed, models.targets
     if deployed.path is None:
-        return [name for name in names if deployed.recipe and deployed.recipe.excluded_as(name) is None]
+        recipe = deployed.recipe
+        return [name for name, place in high.items() if recipe and recipe.scheme_of(name, place.shape)]
     weights = open_base(deployed.path, "--deploy", quantized=True).weights
     places = find_modules(weights, targets.keys, targets.family)
-    return [
-        name for name in names if weights.quantized is not None and places[name].tensor in weights.quantized.weights
-    ]
+    return [name for name in high if weights.quantized is not None and places[name].tensor in weights.quantized.weights]
 
 
 def _units(lora: Mapping[str, LoraWeights], extra: Sequence[str], targets: LoraTargets) -> list[list[str]]:
