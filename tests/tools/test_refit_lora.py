@@ -25,6 +25,7 @@ from library.models.flux.files import FLUX_TARGETS
 from networks.files.adapters import load_lora, save_adapter
 from networks.files.metadata import base_mismatch
 from networks.files.weights import LoraWeights
+from tests.precision.files.gguf_files import write_gguf
 from tests.runs import ROOT, pipeline_forward
 from tests.tiny import bfl_state_dict
 from tools.refit_lora import parser, refit
@@ -158,6 +159,20 @@ def test_the_fp8_model_with_the_refitted_lora_is_nearer_to_bf16(case: Case, kind
     assert f"fitted to {kind}.safetensors" in remark
 
 
+@pytest.mark.parametrize("deploy", ["int8", "int8_convrot", "nvfp4", "gguf"])
+def test_every_deployed_format_can_be_refitted_to(case: Case, deploy: str, tmp_path: Path) -> None:
+    served: Path | str = deploy
+    if deploy == "int8_convrot":
+        served = tmp_path / "int8.safetensors"
+        case.quantize(case.folder / "flux1.safetensors", served, "--scheme", deploy)
+    if deploy == "gguf":
+        state = load_file(case.folder / "flux1.safetensors")
+        served = write_gguf(tmp_path / "q4.gguf", state, lambda n, _: "Q4_0" if "_blocks." in n else "F16")
+    fits = case.run(case.save("lora", "diffusers"), served, tmp_path / "out.safetensors")
+    mean = [sum(getattr(fit, key) for fit in fits.values()) for key in ("before", "after")]
+    assert mean[1] < 0.8 * mean[0]
+
+
 def test_layers_that_share_a_are_fitted_as_one_and_keep_sharing_it(case: Case, tmp_path: Path) -> None:
     """sd-scripts trains one LoRA on the fused qkv: its file must keep its shapes."""
     first = case.lora["transformer_blocks.0.attn.to_q"].down
@@ -193,9 +208,9 @@ def test_a_correction_rank_reaches_layers_without_a_lora(case: Case, tmp_path: P
 def test_what_cannot_be_done_is_refused_by_name(case: Case, tmp_path: Path) -> None:
     lora, out = case.save("lora", "diffusers"), tmp_path / "out.safetensors"
     refused = {
-        "none of its layers is in fp8": {"deploy": case.base},
+        "none of its layers is quantised": {"deploy": case.base},
         "and none of cast, tensor": {"deploy": "int4"},
-        "is in fp8; give the bf16 model": {"model": case.files["plain"], "ae": case.base, "clip_l": case.base,
+        "is quantised; give the bf16 model": {"model": case.files["plain"], "ae": case.base, "clip_l": case.base,
                                            "t5xxl": case.base, "clip_l_tokenizer": case.base / "tokenizer",
                                            "t5xxl_tokenizer": case.base / "tokenizer_2"},
         "is no noise level": {"calibration_sigmas": "1.5"},
