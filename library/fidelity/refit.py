@@ -11,14 +11,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
 from rich.table import Table
+from torch import nn
 
 from library.console import Console
 from library.errors import UserError, counted, names_in_short
 from library.fidelity.calibration import CalibrationOptions
-from library.fidelity.serving import Models, base_layer, numbers
+from library.fidelity.serving import Models, base_layer, numbers, rounded
 from library.models.layer_names import LoraTargets
 from library.precision.checkpoint import WeightFiles
 from library.training.report.progress import plain_table
@@ -28,6 +31,8 @@ from networks.files.metadata import base_mismatch
 from networks.files.weights import LoraWeights
 from networks.injection import attach_lora
 from networks.merging.refit import Refit, refit_layer
+
+_LOOKED_AT, _ANOTHER_MODEL = 8, 3.0  # layers; times what rounding to nearest costs
 
 
 def refit_lora(
@@ -74,6 +79,7 @@ def refit_lora(
     calibration = models.plan(options).prepare(console)
     transformer = models.base(deployed=True)
     console.print(f"deployed: {deployed.name}: {models.base_precision}")
+    _refuse_another_model(models, transformer, base, {unit[0]: places[unit[0]] for unit in units})
     if trained:
         attach_lora(transformer, trained, targets, str(lora))
     precision = precision or widest_precision(source.weights)
@@ -135,6 +141,35 @@ def _reference(models: Models) -> tuple[WeightFiles, dict[str, BaseModule]]:
         raise UserError(f"--model {path}: is quantised; give the bf16 model that the LoRA was trained on")
     base = open_base(Path(path).expanduser(), "--model").weights
     return base, find_modules(base, models.targets.keys, models.targets.family)
+
+
+def _refuse_another_model(
+    models: Models, transformer: nn.Module, base: WeightFiles, places: Mapping[str, BaseModule]
+) -> None:
+    """Refuse to fit to what is not the reference rounded: the LoRA would learn to undo a distillation, layer by layer.
+
+    A few layers are looked at; rounding that makes up for its own errors is at most half as far off again as rounding
+    to nearest.
+
+    Raises:
+        UserError: the deployed weights are another model's.
+    """
+    names = [*places][:: max(1, len(places) // _LOOKED_AT)]
+    times, off = [], []
+    for name in names:
+        layer: Any = transformer.get_submodule(name)
+        low = numbers(layer)
+        high = places[name].read(base, low.device).float()
+        rounding = float((rounded(layer.quantized(), high) - high).norm())
+        off.append(float((low - high).norm() / high.norm()))
+        times.append(off[-1] * float(high.norm()) / rounding if rounding else 1.0)
+    if median(times) > _ANOTHER_MODEL:
+        path = models.config.pretrained_model_name_or_path
+        raise UserError(
+            f"--deploy {models.deployed.name}: its weights are {median(off):.0%} off from {path}, {median(times):.0f} "
+            "times what rounding costs: another model, distilled perhaps; give its own bf16 weights as --model, and "
+            "see docs/distilled.md"
+        )
 
 
 def _quantised_layers(models: Models, high: Mapping[str, BaseModule]) -> list[str]:

@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import tools.precision_report as precision_report
+import tools.quantize_model as quantize_model
+import tools.refit_lora as refit_lora
 from library.config.schema import ModelConfig
 from library.console import Console
 from library.fidelity.calibration import CalibrationOptions
@@ -21,8 +24,9 @@ from library.fidelity.deployed import DeployedWeights
 from library.fidelity.distilled import EQUAL, MOST, Distilled, compare_distilled, equal_strength
 from library.fidelity.runs import prepare_eval_set
 from library.fidelity.serving import REFERENCE, Models
+from library.models.flux.files import FLUX_TARGETS
 from library.models.z_image.files import Z_IMAGE_TARGETS
-from networks.files.adapters import save_adapter
+from networks.files.adapters import load_lora, save_adapter
 from networks.files.weights import LoraWeights
 from tests.runs import write_dataset
 from tests.tiny import tiny_flux_pipeline
@@ -206,8 +210,34 @@ def test_what_cannot_be_compared_is_refused_in_one_line(
     assert message in " ".join(capsys.readouterr().err.split())
 
 
+def test_a_lora_is_refitted_to_a_distilled_file_beside_its_own_bf16_weights_and_not_the_bases(
+    base: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fitted beside the base's, it would learn to take the distillation back."""
+    draws = torch.Generator().manual_seed(2)
+    noise = torch.randn(load_file(base / WEIGHTS)[f"{FLUX_LAST}.weight"].shape, generator=draws)
+    turbo = changed(base, tmp_path / "turbo", f"{FLUX_LAST}.weight", lambda w: w + 0.3 * w.std() * noise)
+    call(quantize_model, "--model", turbo, "--layout", "plain", "--save_to", tmp_path / "fp8")
+    lora = tmp_path / "lora.safetensors"
+    save_adapter(lora, update(base, FLUX_LAST, 0.3), FLUX_TARGETS)
+    words = ["--lora", lora, "--deploy", tmp_path / "fp8", "--dataset_config", dataset, "--save_to"]
+    with pytest.raises(SystemExit) as ended:
+        call(refit_lora, *words, tmp_path / "wrong.safetensors", "--model", base)
+    assert ended.value.code == 2
+    assert "another model, distilled perhaps; give its own bf16 weights" in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "wrong.safetensors").exists()
+    call(refit_lora, *words, tmp_path / "right.safetensors", "--model", turbo)
+    files = lora, tmp_path / "right.safetensors"
+    kept, fitted = (load_lora(path, FLUX_TARGETS).weights[FLUX_LAST].delta() for path in files)
+    assert (fitted - kept).norm() < 0.2 * kept.norm()
+
+
 def reported(words: list[object]) -> dict[str, object]:
+    call(precision_report, *words)
+    return json.loads((Path(str(words[-1])) / "report.json").read_text())["distilled"]
+
+
+def call(tool: Any, *words: object) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["tool", *map(str, words)])
-        precision_report.main()
-    return json.loads((Path(str(words[-1])) / "report.json").read_text())["distilled"]
+        tool.main()
