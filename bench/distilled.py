@@ -35,7 +35,7 @@ from networks.files.adapters import load_lora
 ROOT = Path(__file__).resolve().parent.parent
 MODEL, DIFFERENCE = ROOT / "assets" / "tiny-flux", ROOT / "assets" / "tiny-flux-turbo.safetensors"
 TRAINING_IMAGES, STEPS, BASE_STEPS, GUIDANCE = 32, 4, 20, 3.5
-TOKENS, LORA_STEPS, TEACHER_STEPS, TEACHER_RATE = 32, 250, 200, 3e-4
+TOKENS, LORA_STEPS, TEACHER_STEPS, TEACHER_RATE = 32, 250, 100, 3e-4
 
 
 def without_masks(dataset: Path) -> Path:
@@ -81,7 +81,7 @@ def measure_seed(seed: int, held_out: Path, images: int, training: Path, turbo: 
 
 
 COLUMNS = {"case": "<34", "size": "8.2f", "direction": "10.3f", "error": "8.2f", "error_spread": "13.2f"}
-COLUMNS |= {"image": "8.2f"}
+COLUMNS |= {"picture": "8.2f", "picture_direction": "18.2f"}
 
 
 def main() -> None:
@@ -106,7 +106,10 @@ def main() -> None:
         rows = [seed[case] for seed in found if isinstance(seed.get(case), StrengthRow)]
         if rows:
             errors = [row.error for row in rows]
-            means = {key: mean(getattr(row, key) for row in rows) for key in ("size", "direction", "error", "image")}
+            means = {
+                key: mean(getattr(row, key) for row in rows)
+                for key in ("size", "direction", "error", "picture", "picture_direction")
+            }
             table.add({"case": case, **means, "error_spread": (max(errors) - min(errors)) / 2})
     equal = {f"equal_strength_{n + 1}": seed["equal"] for n, seed in enumerate(found) if seed["equal"]}
     finish(table.rows, equal, options.json)

@@ -8,10 +8,12 @@ which are those of the distilled schedule.
     size       rms of the effect on the distilled model over that on the base
     direction  cosine of the two: 1 is the same change; at 0 no strength makes the one of the other
 
-The strength at which the size is 1 is searched for among strengths that are run, between two that lie below and above.
-The velocities decide, since both models are given the same there; finished pictures (the same noise, each model on its
-own schedule, as it is used) are told of beside them. Their differences also hold what a picture chose to be: another
-composition is a large effect at any strength.
+The same two figures of the finished pictures (latents, from the same noise, both models on the distilled schedule) say
+what people see. The strength at which the effect is as large as on the base is searched for among strengths
+that are run, between two that lie below and above, by the pictures or, where none are sampled, by the velocities. Not
+by the velocities alone: a step of a distilled model is a mean over many small ones, so that an effect that comes and
+goes within it is smaller there though the picture has it all; and a LoRA far above 1 turns into something else before
+it is large enough.
 """
 
 from __future__ import annotations
@@ -26,32 +28,39 @@ from torch import Tensor
 from library.console import Console
 from library.errors import UserError, counted
 from library.fidelity.runs import EvalSet, Outcome, run_variant
-from library.fidelity.serving import REFERENCE, Models, Variant
+from library.fidelity.serving import Models, Variant
 from networks.files.weights import LoraWeights
 from networks.injection import attach_lora
 
 EQUAL = 0.02  # of the size: nobody sees less
 MOST = 4.0  # strength that a LoRA is tried at
-_RUNS = 8
-_SAME, _ANOTHER = 0.9, 0.5  # cosines: of one direction; below the second the best scaling leaves 87 % of the effect off
+_RUNS, _LEAST_STEP = 8, 1.1
+_ANOTHER = 0.5  # cosine below which even the best strength leaves 87 % of the effect wrong
 
 
 @dataclass(frozen=True)
 class StrengthRow:
     """What the LoRA does at a strength on the distilled model, beside what it does at 1 on the base.
 
-    ``image`` is the size of the change in finished pictures; NaN where none were sampled.
+    ``size`` and ``direction`` are of velocities, ``picture`` and ``picture_direction`` of finished latents; NaN where
+    none were sampled.
     """
 
     strength: float
     size: float
     direction: float
-    image: float = math.nan
+    picture: float = math.nan
+    picture_direction: float = math.nan
 
     @property
     def error(self) -> float:
-        """What is missing or wrong of the effect, rms over the base's."""
+        """What is missing or wrong of the effect on the velocity, rms over the base's."""
         return math.sqrt(max(0.0, self.size**2 - 2 * self.size * self.direction + 1))
+
+    @property
+    def shown(self) -> float:
+        """The size that decides: in pictures, or of velocities where there are none."""
+        return self.size if math.isnan(self.picture) else self.picture
 
 
 @dataclass(frozen=True)
@@ -93,16 +102,20 @@ class Distilled:
                 f"{one.size:.2f}): no strength mends that; train it on, with the base as the teacher of its effect "
                 "(distill_from, distill_effect)."
             )
-        way = "in the same direction" if one.direction >= _SAME else "roughly in the same direction"
-        way += f" (cosine {one.direction:.2f})"
+        sizes = f"{one.size:.2f} of its effect on the base in velocities (cosine {one.direction:.2f})"
+        if not math.isnan(one.picture):
+            sizes = f"{one.picture:.2f} of its effect on the base in finished pictures, {one.size:.2f} in velocities "
+            sizes += f"(cosine {one.direction:.2f})"
         if self.equal == 1.0:
-            return f"The LoRA is as strong {where} as on the base ({one.size:.2f} of its effect), {way}."
-        kind = "weaker" if one.size < 1 else "stronger"
-        text = f"The LoRA is {kind} {where}: {one.size:.2f} of its effect on the base, {way}"
+            return f"The LoRA is as strong {where} as on the base: {sizes}."
+        text = f"The LoRA is {'weaker' if one.shown < 1 else 'stronger'} {where}: {sizes}"
         if self.equal is None:
-            largest = max(self.rows, key=lambda row: row.strength)
-            return f"{text}; at strength {largest.strength:.2g} it still has {largest.size:.2f}. Train it on there."
-        return f"{text}; at strength {self.equal:.2f} it is as strong."
+            last = max(self.rows, key=lambda row: abs(row.strength - 1))
+            text += f"; at strength {last.strength:.2f} it has {last.shown:.2f} (cosine {last.direction:.2f}), and no "
+            return (
+                text + "strength that was tried makes it as strong: train it on there (distill_from, distill_effect)."
+            )
+        return f"{text}; at strength {self.equal:.2f} it is as strong (cosine {self.at(self.equal).direction:.2f})."
 
     def as_json(self) -> dict[str, Any]:
         """Return what ``report.json`` holds."""
@@ -123,7 +136,7 @@ def compare_distilled(
 
     Args:
         models: the base, the LoRAs, and the distilled model as what is deployed.
-        eval_set: images, captions, noise, and the steps of the base's sampling runs (0: no pictures).
+        eval_set: images, captions, noise; without sampling steps there are no pictures.
         steps: of the distilled schedule; None for the family's own number.
         console: for progress.
         served: the LoRAs that are used on the distilled model, component -> layer -> weights; None: the same.
@@ -141,7 +154,7 @@ def compare_distilled(
     sigmas = models.deployed_family.sampling_sigmas(steps, tokens)[:-1]
     eval_set = replace(eval_set, sigmas=sigmas)
     variant = Variant(weights=True, shift="deployed", steps=steps)
-    base = _Runs(models, models.base(deployed=False), REFERENCE, eval_set, console, "base")
+    base = _Runs(models, models.base(deployed=False), replace(variant, weights=False), eval_set, console, "base")
     without, wanted = base(0.0), base(1.0)
     del base
     turbo = models.deployed.load(models.deployed_family, models.dtype, models.device).module
@@ -154,15 +167,16 @@ def compare_distilled(
 
     def size(strength: float) -> float:
         outcomes[strength] = found = run(strength)
-        ratio, cosine = _beside(_velocity_effect(found, plain), effect)
-        images = [_images_effect(*pair) for pair in ((found, plain), (wanted, without))]
-        image = _beside(*images)[0] if found.images else math.nan
-        rows[strength] = StrengthRow(strength, ratio, cosine, image)
-        return ratio
+        velocities = _beside(_velocity_effect(found, plain), effect)
+        pictures = math.nan, math.nan
+        if found.path:
+            changes = [_differences(a.latents, b.latents) for a, b in ((found, plain), (wanted, without))]
+            pictures = _beside(*changes)
+        rows[strength] = StrengthRow(strength, *velocities, *pictures)
+        return rows[strength].shown if rows[strength].direction >= _ANOTHER else math.nan
 
     first = size(1.0)
-    scaling_helps = bool(first) and rows[1.0].direction >= _ANOTHER
-    equal = equal_strength(size, first) if scaling_helps else None
+    equal = equal_strength(size, first)
     by_sigma = {
         sigma: _beside(
             _differences(outcomes[1.0].velocities[sigma], plain.velocities[sigma]),
@@ -183,26 +197,27 @@ def equal_strength(size: Callable[[float], float], first: float) -> float | None
     """Return a strength that was run and at which the effect has size 1, within ``EQUAL``; None up to ``MOST``.
 
     Args:
-        size: runs a strength and returns the size there.
+        size: runs a strength and returns the size there; NaN where the effect is another, which ends the search.
         first: the size at 1.
     """
     strength, found = 1.0, first
-    low, high = (0.0, 0.0), None  # strengths and sizes below and above
+    low: tuple[float, float] = (0.0, 0.0)  # strength and size below 1, and above
+    high: tuple[float, float] | None = None
     for _ in range(_RUNS):
         if abs(found - 1) <= EQUAL:
             return strength
+        if math.isnan(found) or (found < 1 and strength >= MOST):
+            return None
         if found < 1:
             low = (strength, found)
         else:
             high = (strength, found)
-        if high is None and strength == MOST:
-            return None
-        if high is None:  # in proportion, but not timidly: it has to end above
-            strength = min(MOST, max(strength / found if found else MOST, 1.1 * strength))
+        if high is None:  # in proportion, and not timidly: it has to end above
+            strength = min(MOST, max(strength / found if found else MOST, _LEAST_STEP * strength))
         else:
             strength = low[0] + (high[0] - low[0]) * (1 - low[1]) / (high[1] - low[1])
         found = size(strength)
-    return None
+    return strength if abs(found - 1) <= EQUAL else None
 
 
 class _Runs:
@@ -229,10 +244,6 @@ def _differences(one: Sequence[Tensor], other: Sequence[Tensor]) -> list[Tensor]
 
 def _velocity_effect(one: Outcome, other: Outcome) -> list[Tensor]:
     return [each for sigma in one.velocities for each in _differences(one.velocities[sigma], other.velocities[sigma])]
-
-
-def _images_effect(one: Outcome, other: Outcome) -> list[Tensor]:
-    return _differences([each.clamp(-1, 1) for each in one.images], [each.clamp(-1, 1) for each in other.images])
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:

@@ -128,7 +128,8 @@ _DISTILLED_COLUMNS: Columns = {
     "size": ("of its effect on the velocity, over the effect at 1 on the base", "{:.2f}", lambda row: row.size),
     "direction": ("cosine of the two effects; 1: the same change", "{:.2f}", lambda row: row.direction),
     "error": ("what is missing or wrong of the effect, over the effect", "{:.2f}", lambda row: row.error),
-    "in pictures": ("size of the change in finished pictures, over that on the base", "{:.2f}", lambda row: row.image),
+    "in pictures": ("size of the change in finished latents, over that on the base", "{:.2f}", lambda row: row.picture),
+    "its direction": ("cosine of these changes", "{:.2f}", lambda row: row.picture_direction),
 }
 _LEVEL_COLUMNS: Columns = {
     "noise level": ("of the distilled schedule", "{:.3f}", itemgetter(0)),

@@ -87,6 +87,7 @@ def test_on_the_base_itself_the_lora_is_as_strong(base: Path, dataset: Path) -> 
     (row,) = found.rows
     assert row.size == pytest.approx(1)
     assert row.direction == pytest.approx(1)
+    assert (row.picture, row.picture_direction) == (pytest.approx(1), pytest.approx(1))
     assert "is as strong on" in found.sentence()
     assert [*found.images] == ["base", "base + LoRA", "distilled", "distilled + LoRA"]
 
@@ -96,13 +97,13 @@ def test_an_effect_that_is_halved_is_found_halved_and_the_equal_strength_is_two(
 ) -> None:
     """The last layer halved halves every velocity, and with it what a LoRA in front of it does to it."""
     turbo = changed(base, tmp_path / "turbo", "proj_out.weight", lambda weight: weight / 2)
-    found = compared(base, turbo, dataset, update(base, FLUX_LAST, 0.02))  # small, so that it acts in proportion
+    found = compared(base, turbo, dataset, update(base, FLUX_LAST, 0.02), steps=0)  # small: in proportion
     assert found.at(1.0).size == pytest.approx(0.5, rel=1e-4)
     assert all(pair == (pytest.approx(0.5, rel=1e-3), pytest.approx(1, abs=1e-4)) for pair in found.by_sigma.values())
     assert found.equal == pytest.approx(2, rel=2 * EQUAL)
     assert abs(found.at(found.equal).size - 1) <= EQUAL
     assert "0.50 of its effect on the base" in found.sentence()
-    assert len(found.images) == 5
+    assert not found.images
     assert len(found.by_sigma) == 3
 
 
