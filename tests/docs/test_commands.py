@@ -220,11 +220,13 @@ def test_every_command_about_precision_runs(place: Path) -> None:
     save_adapter(
         place / "style.safetensors", {"transformer_blocks.0.attn.to_q": LoraWeights(down, up, 2.0)}, FLUX_TARGETS
     )
-    _run_page("docs/fp8_files.md", place, 4)
+    _run_page("docs/fp8_files.md", place, 5)
     _assert_written(place, "flux1-dev-fp8.safetensors", "FLUX.1-dev-fp8", "flux1-dev-musubi.safetensors")
     _run_page("docs/precision.md", place, 5)
     _assert_written(place, "style-fp8.safetensors", "merged", "merged.safetensors", "FLUX.1-dev-compensated")
     _assert_written(place, "report/report.html", "output/taught/taught.safetensors")
+    _run_page("docs/serving.md", place, 2)
+    _assert_written(place, "flux1-dev-int8.safetensors", "style-int8.safetensors")
 
 
 def test_every_command_about_reliability_runs(trained: Path) -> None:
