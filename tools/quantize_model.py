@@ -61,9 +61,7 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--layout", choices=list(WRITTEN_LAYOUTS), help="default: comfy_scaled, or the scheme's usual")
     names = ", ".join(SCHEME_NAMES)
-    parser.add_argument(
-        "--scheme", "--granularity", metavar="NAME", help=f"one of {names}; default: the layout's usual one"
-    )
+    parser.add_argument("--scheme", metavar="NAME", help=f"one of {names}; default: the layout's usual one")
     parser.add_argument("--format", choices=FORMAT_NAMES, help="of fp8 (default: e4m3fn)")
     parser.add_argument(
         "--exclude",
@@ -81,7 +79,6 @@ def parser() -> argparse.ArgumentParser:
         help="what a comfy_quant or comfy_scaled file asks of ComfyUI: products in high precision, as training sees "
         "them, or in the format, which rounds activations (default: low for int8 and nvfp4, high for fp8)",
     )
-    parser.add_argument("--fp8_matmul", action="store_const", const="low", dest="products", help="--products low")
     group = parser.add_argument_group("by activations")
     group.add_argument("--compensated", action="store_true", help="round so that outputs change least (GPTQ)")
     group.add_argument(

@@ -220,7 +220,7 @@ def test_every_command_about_precision_runs(place: Path) -> None:
     save_adapter(
         place / "style.safetensors", {"transformer_blocks.0.attn.to_q": LoraWeights(down, up, 2.0)}, FLUX_TARGETS
     )
-    _run_page("docs/fp8_files.md", place, 5)
+    _run_page("docs/quantised_files.md", place, 5)
     _assert_written(place, "flux1-dev-fp8.safetensors", "FLUX.1-dev-fp8", "flux1-dev-musubi.safetensors")
     _run_page("docs/precision.md", place, 5)
     _assert_written(place, "style-fp8.safetensors", "merged", "merged.safetensors", "FLUX.1-dev-compensated")

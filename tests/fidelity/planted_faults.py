@@ -37,9 +37,9 @@ CLEAN = {  # folder of a clean deployment -> flags of tools/quantize_model.py
     "cast": ("--layout", "plain"),
     "tensor": ("--layout", "comfy_scaled"),
     "quant": ("--layout", "comfy_quant"),
-    "row": ("--layout", "musubi", "--granularity", "row"),
-    "block": ("--layout", "musubi", "--granularity", "block64"),
-    "stochastic": ("--layout", "musubi", "--granularity", "row", "--rounding", "stochastic", "--seed", "3"),
+    "row": ("--layout", "musubi", "--scheme", "row"),
+    "block": ("--layout", "musubi", "--scheme", "block64"),
+    "stochastic": ("--layout", "musubi", "--scheme", "row", "--rounding", "stochastic", "--seed", "3"),
     "kept": ("--layout", "plain", "--exclude", "embedders,modulation,final"),
 }
 DEQUANTIZED = {"copy": 0, "int8": 8, "int4": 4}  # folder of a bf16 copy -> bits that its matrices went through

@@ -217,7 +217,7 @@ def test_fp8_options_draw_what_the_quantised_file_draws(
     for part in base.iterdir():
         if part.name != "transformer":
             (folder / part.name).symlink_to(part)
-    options = ["--layout", "musubi", "--granularity", "row"]
+    options = ["--layout", "musubi", "--scheme", "row"]
     command = ["quantize_model.py", "--model", str(base), "--save_to", str(folder / "transformer"), *options]
     monkeypatch.setattr("sys.argv", command)
     quantize_model.main()

@@ -69,8 +69,8 @@ CASES = {
     "comfy_quant": ["--layout", "comfy_quant"],
     "comfy_quant e5m2": ["--layout", "comfy_quant", "--format", "e5m2"],
     "musubi": ["--layout", "musubi"],
-    "musubi tensor": ["--layout", "musubi", "--granularity", "tensor"],
-    "musubi row": ["--layout", "musubi", "--granularity", "row"],
+    "musubi tensor": ["--layout", "musubi", "--scheme", "tensor"],
+    "musubi row": ["--layout", "musubi", "--scheme", "row"],
     "stochastic": ["--layout", "musubi", "--rounding", "stochastic", "--seed", "3"],
 }
 
@@ -170,7 +170,7 @@ def test_comfyui_files_carry_the_marks_comfyui_looks_for(tmp_path: Path, monkeyp
     save_file(checkpoint("model.diffusion_model."), source, {"modelspec.title": "mine"})
     for extra, elements, config in (
         ([], 2, {"format": "float8_e4m3fn", "full_precision_matrix_mult": True}),
-        (["--fp8_matmul"], 0, {"format": "float8_e4m3fn"}),
+        (["--products", "low"], 0, {"format": "float8_e4m3fn"}),
     ):
         run(monkeypatch, "--model", source, "--save_to", tmp_path / "old.safetensors", *extra)
         run(
@@ -263,7 +263,7 @@ def test_every_mistake_is_told_in_one_line_and_leaves_nothing_behind(
             source,
             "--layout",
             "comfy_scaled",
-            "--granularity",
+            "--scheme",
             "row",
         ),
         "use comfy_quant for e5m2": (source, "--format", "e5m2"),
@@ -272,7 +272,7 @@ def test_every_mistake_is_told_in_one_line_and_leaves_nothing_behind(
         "scheme 'Q4_K': files in it are read and trained on, not written": (source, "--scheme", "Q4_K"),
         "did you mean 'int8_convrot'?": (source, "--scheme", "int8_convrt"),
         "--format e5m2: is of fp8, and the scheme is int8": (source, "--scheme", "int8", "--format", "e5m2"),
-        "--products low: files of layout plain cannot say so": (source, "--layout", "plain", "--fp8_matmul"),
+        "--products low: files of layout plain cannot say so": (source, "--layout", "plain", "--products", "low"),
         "is quantised already; quantise the bf16 or fp16 file": (done,),
         "no linear weight is left to quantise": (tmp_path / "none.safetensors",),
         f"{NAMES[1]}.weight holds NaN or infinity": (tmp_path / "broken.safetensors",),

@@ -61,7 +61,7 @@ class Case:
                 strength = 0.03 * layer.weight.norm() / (up @ down).norm()
                 self.lora[name] = LoraWeights(down * strength.sqrt(), up * strength.sqrt() / 0.5, 8.0)
         self.files = {}
-        for kind, flags in {"plain": [], "musubi": ["--granularity", "row"]}.items():
+        for kind, flags in {"plain": [], "musubi": ["--scheme", "row"]}.items():
             self.files[kind] = folder / f"{kind}.safetensors"
             self.quantize(folder / "flux1.safetensors", self.files[kind], "--layout", kind, *flags)
 

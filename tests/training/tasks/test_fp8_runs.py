@@ -275,11 +275,11 @@ def test_a_t5_in_fp8_has_caches_of_its_own_and_can_be_trained_on(pipeline: Path,
 def test_auto_rounds_inputs_where_the_server_of_the_file_does(
     pipeline: Path, bases: dict[str, Settings], dataset: Path, tmp_path: Path
 ) -> None:
-    """Our files ask ComfyUI for products in high precision, unless they were made with --fp8_matmul."""
+    """Our files ask ComfyUI for products in high precision, unless they were made with --products low."""
     auto: Settings = {"quantised_activations": "auto", "max_train_steps": 1}
     files = save_single_files(pipeline, tmp_path / "single")
     fast = file_settings(
-        files, quantise(files.transformer, tmp_path / "fast.safetensors", "comfy_quant", "--fp8_matmul")
+        files, quantise(files.transformer, tmp_path / "fast.safetensors", "comfy_quant", "--products", "low")
     )
     for settings, rounded, words in (
         (bases["comfy_quant"], 0, "(in none)"),
