@@ -132,7 +132,7 @@ def _calibrated(
                 lambda name: places[name].read(base.weights, plan.device).to(plan.dtype),
                 lambda: calibration.velocities(transformer, batches),
             )
-            sizes = [sum(places[m].shape[0] * places[m].shape[1] for m in names) for names in modules.values()]
+            sizes = [merge.bytes_saved(name) for name in modules]
             measured = zip(modules, shares, sizes, strict=True)
             candidates = [Candidate(name.removesuffix(".weight"), share, size) for name, share, size in measured]
             kept = choose_kept(candidates, int(budget_mb * 2**20))

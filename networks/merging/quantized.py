@@ -24,14 +24,14 @@ from torch import Tensor
 
 from library.models.layer_names import LoraTargets
 from library.precision.checkpoint import QuantizedFile
-from library.precision.files.base import QuantizedWeight, Scheme
+from library.precision.files.base import QuantizedWeight, Scheme, StoredWeight
 from library.precision.names import LayoutKind
 from library.precision.parity.activations import LayerInputs
 from library.precision.parity.compensated import merge_into, quantize_compensated
 from library.precision.parity.layer_errors import UpdateRetention, fit_low_rank, update_retention
 from library.precision.recipe import Recipe
 from library.precision.writing import linear_weights
-from library.safetensors_io import RowRange
+from library.safetensors_io import RowRange, tensor_bytes
 from networks.files.base import Base, BaseModule, find_modules
 from networks.files.weights import LoraWeights
 from networks.merging.merge import Update, merge_tensor
@@ -100,8 +100,16 @@ class QuantizedMerge:
         """Return how one tensor is made, with scales as the file will have them; each of a quantised base its own."""
         if self.layout is not None:
             return self.layout.weights[name].scheme
+        return self._to_be_stored(name).scheme
+
+    def bytes_saved(self, name: str) -> int:
+        """Return by how much one tensor of a base in high precision becomes smaller."""
+        after = self._to_be_stored(name).specs().values()
+        return tensor_bytes(*self.base.weights.entries[name].spec) - sum(tensor_bytes(*spec) for spec in after)
+
+    def _to_be_stored(self, name: str) -> StoredWeight:
         dtype, shape = self.base.weights.entries[name].spec
-        return self.recipe.scheme.store(self.kind, name, shape, dtype).scheme
+        return self.recipe.scheme.store(self.kind, name, shape, dtype)
 
     def steps(self, name: str) -> Tensor | None:
         """Return the steps of a weight of a quantised base, which a merge keeps where they suffice."""
