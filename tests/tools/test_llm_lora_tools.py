@@ -78,7 +78,7 @@ def test_a_merge_into_fp8_and_a_lora_of_another_size_are_refused(
     write_pair(tmp_path / "b", "llama2")
     both = ("--lora", tmp_path / "a/lora", "--save_to", tmp_path / "merged")
     for words, said in (
-        (("--model", tmp_path / "a/model", "--save_precision", "fp8"), "language models are not merged into fp8"),
+        (("--model", tmp_path / "a/model", "--save_precision", "fp8"), "language models are not merged into quantised"),
         (("--model", tmp_path / "b/model"), "it was trained on another model"),
     ):
         with pytest.raises(SystemExit) as left:

@@ -1,0 +1,231 @@
+"""What each deployed format makes of a LoRA on the built-in tiny FLUX Fill, and what each fix leaves of the error.
+
+    python bench/served_formats.py --json served.json
+    python bench/served_formats.py --seeds 1 --formats fp8_scaled int8_convrot --fixes refit correction together
+
+For each training seed a LoRA is trained in high precision on the demo's images. The reference is that model with the
+LoRA beside it; everything runs on the same held-out images, painted from seeds that neither training nor calibration
+have, with the same masks, noise and noise levels. Errors are relative rms errors of the finished latents after four
+sampling steps. Formats are written by ``tools/quantize_model.py``, mxfp8 by comfy-kitchen, GGUF by the ``gguf`` package
+and nf4 by bitsandbytes, each with the layers that are usual in high precision there.
+
+    base           the quantised weights, the LoRA beside them, activations as they are
+    merge          what the server's merge adds to that (ComfyUI's resident layers: rounded stochastically)
+    activations    what products in the format add (the root of the squared errors' difference, as for ``merge``)
+    served         as the format's usual server serves it: all of these
+    retained       what the merge leaves of the LoRA's update, mean of layers: projected on it
+    compensated    the LoRA merged from the 16-bit model into the format (``merge_lora.py --rounding compensated``)
+    refit ...      the fixes of ``tools/precision_report.py --fix``, over ``served``
+
+The tiny model is 160 wide: ConvRot rotates runs of 32 or less of it and not 256, and K-quants, whose blocks are 256, do
+not fit at all; Q4_0 stands for 4 bits in GGUF.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from bench.fp8_parity import CALIBRATION, GUIDANCE, MODEL, SIGMAS, STEPS, paint, run
+from bench.measure import Table, benchmark_parser, finish
+from library.config.schema import ModelConfig
+from library.console import Console
+from library.fidelity.calibration import CalibrationOptions
+from library.fidelity.deployed import DeployedWeights
+from library.fidelity.differences import compare
+from library.fidelity.fixes import FixOptions, try_fixes
+from library.fidelity.runs import EvalSet, Outcome, prepare_eval_set, run_variant
+from library.fidelity.serving import REFERENCE, Models, Variant, base_layer, numbers
+from library.precision.parity.layer_errors import update_retention
+from library.precision.recipe import Recipe
+from networks.files.adapters import load_lora
+from train_lora import train
+
+WRITTEN = {
+    "fp8": ("--scheme", "cast"),
+    "fp8_scaled": ("--scheme", "tensor", "--products", "low"),
+    "int8_convrot": ("--scheme", "int8_convrot", "--products", "low"),
+    "int8_row": ("--scheme", "int8_row", "--products", "low"),
+    "nvfp4": ("--scheme", "nvfp4", "--products", "low"),
+}
+FORMATS = (*WRITTEN, "mxfp8", "Q8_0", "Q4_0", "nf4")
+PRECISIONS = {"fp8": "fp8", "fp8_scaled": "fp8_scaled", "int8_convrot": "int8_convrot", "int8_row": "int8_row"}
+PRECISIONS |= {"nvfp4": "nvfp4"}  # --save_precision of a compensated merge
+
+
+def write_format(kind: str, folder: Path) -> Path:
+    """Write the tiny model in ``kind`` below ``folder``; return what is deployed."""
+    if kind in WRITTEN:
+        target = folder / kind
+        run("tools/quantize_model.py", "--model", MODEL, "--save_to", target / "transformer", *WRITTEN[kind])
+        return target / "transformer"
+    target = folder / kind
+    target.mkdir(parents=True)
+    state = load_file(MODEL / "transformer" / "diffusion_pytorch_model.safetensors")
+    recipe = Recipe()
+    linears = [n for n, t in state.items() if t.ndim == 2 and recipe.excluded_as(n.removesuffix(".weight")) is None]
+    if kind.startswith("Q"):
+        from tests.precision.files.gguf_files import write_gguf
+
+        return write_gguf(target / f"{kind}.gguf", state, lambda name, _: kind if name in linears else "F16")
+    tensors = dict(state)
+    for name in linears:
+        if kind == "nf4":
+            from tests.precision.files.nf4_files import nf4_tensors
+
+            tensors |= nf4_tensors(state[name].float(), name, nested=True)[0]
+        else:
+            from tests.precision.files.comfy import by_kitchen, comfy_tensors
+
+            layer = name.removesuffix(".weight")
+            tensors |= comfy_tensors(layer, by_kitchen(state[name].bfloat16(), kind), {"format": kind})
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / f"{kind}.safetensors")
+    return target / f"{kind}.safetensors"
+
+
+class Seed:
+    """One trained LoRA, the reference with it, and the held-out images."""
+
+    def __init__(
+        self, seed: int, held_out: Path, images: int, calibrating: Path, calibration: int, folder: Path
+    ) -> None:
+        torch.set_num_threads(1)
+        self.folder, self.console = folder, Console(quiet=True)
+        training = ["--config_file", "configs/demo_fp8.toml", "--seed", seed, "--output_dir", folder]
+        run("train_lora.py", *training, "--output_name", "lora", "--cache_directory", folder / "cache")
+        self.lora = folder / "lora.safetensors"
+        self.config = ModelConfig(model_type="flux_fill", pretrained_model_name_or_path=str(MODEL))
+        models = self.models(DeployedWeights("reference", MODEL, None))
+        cache = str(folder / "held_out_cache")
+        options = CalibrationOptions(str(held_out), images, SIGMAS, 0, GUIDANCE, cache_directory=cache)
+        fitting = str(folder / "calibration_cache")
+        self.fitted = replace(options, dataset_config=str(calibrating), images=calibration, cache_directory=fitting)
+        prepared = models.plan(options).prepare(self.console)
+        self.eval_set: EvalSet = prepare_eval_set(models, prepared, REFERENCE, STEPS)
+        self.reference: Outcome = run_variant(models, REFERENCE, self.eval_set, self.console, "reference")
+
+    def models(self, deployed: DeployedWeights) -> Models:
+        """Return the reference and ``deployed`` with the LoRA."""
+        models = Models(self.config, deployed, {}, torch.float32, torch.device("cpu"))
+        models.loras = models.targets.by_component(load_lora(self.lora, models.targets).weights)
+        return models
+
+    def error(self, models: Models, variant: Variant, name: str) -> float:
+        """Return the relative error of the finished latents."""
+        outcome = run_variant(models, variant, self.eval_set, self.console, name)
+        return compare(self.reference, outcome, self.eval_set).latents
+
+    def measure(self, kind: str, fixes: tuple[str, ...]) -> dict[str, float]:
+        """Return the figures of one format; fixes as shares of the error as served."""
+        path = write_format(kind, self.folder)
+        models = self.models(DeployedWeights(kind, path, None))
+        assert models.server is not None
+        how = next((each.how for each in models.server.merges if not each.one_step), None)
+        beside = Variant(weights=True)
+        served = replace(
+            beside, merge=how, activations="auto" if models.roundings(replace(beside, activations="auto")) else None
+        )
+        found = {"base": self.error(models, beside, "base"), "served": self.error(models, served, "served")}
+        with_merge = self.error(models, replace(served, activations=None), "merged") if how else found["base"]
+        found["merge"] = _beyond(with_merge, found["base"])
+        found["activations"] = _beyond(found["served"], with_merge)
+        found["retained"] = self._retained(models, served) if how else 1.0
+        if kind in PRECISIONS and "compensated" in fixes:
+            found["compensated"] = self._compensated(kind) / found["served"]
+        tried = tuple(name for name in fixes if name != "compensated")
+        options = FixOptions(self.folder / f"fixes_{kind}", self.lora, self.fitted, train, minutes=600.0, names=tried)
+        for fix in try_fixes(models, served, self.eval_set, self.reference, (), options, self.console):
+            found[fix.name] = fix.differences.latents / found["served"]
+        shutil.rmtree(path if path.is_dir() else path.parent)
+        return found
+
+    def _retained(self, models: Models, served: Variant) -> float:
+        high, merged = models.base(deployed=True), models.merged_weights(served)
+        gains = [
+            update_retention(numbers(base_layer(merged, n)), numbers(base_layer(high, n)), update.delta()).gain
+            for n, update in models.transformer_lora.items()
+        ]
+        return mean(gains)
+
+    def _compensated(self, kind: str) -> float:
+        merged = self.folder / f"compensated_{kind}"
+        data = ["--dataset_config", self.fitted.dataset_config, "--cache_directory", self.fitted.cache_directory]
+        run("tools/merge_lora.py", "--model", MODEL, "--model_type", "flux_fill", "--lora", self.lora, "--save_to",
+            merged, "--save_precision", PRECISIONS[kind], "--rounding", "compensated", "--transformer_only",
+            "--guidance_scale", GUIDANCE, "--calibration_images", self.fitted.images, *data)  # fmt: skip
+        models = self.models(DeployedWeights(kind, merged, None, merged=True))
+        return self.error(models, Variant(weights=True), "compensated")
+
+
+def _beyond(whole: float, part: float) -> float:
+    """Return what errors in no relation to each other make of ``part`` to ``whole``; 0 where it is not larger."""
+    return max(0.0, whole**2 - part**2) ** 0.5
+
+
+def measure_seed(
+    seed: int, held_out: Path, images: int, calibrating: Path, calibration: int, folder: Path,
+    formats: tuple[str, ...], fixes: tuple[str, ...],
+) -> dict[str, dict[str, float]]:  # fmt: skip
+    """Return format -> its figures with the LoRA of ``seed``."""
+    one = Seed(seed, held_out, images, calibrating, calibration, folder)
+    found = {}
+    for kind in formats:
+        found[kind] = one.measure(kind, fixes)
+        print(f"seed {seed}: {kind}: {found[kind]}", file=sys.stderr, flush=True)
+    return found
+
+
+ERRORS = ("base", "merge", "activations", "served")
+COLUMNS = {"format": "<14", **dict.fromkeys(ERRORS, "12.2%"), "retained": "9.2f"}
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = benchmark_parser(__doc__)
+    fixes = ("compensated", "refit", "correction", "rebuild", "exclude", "teacher", "together")
+    parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
+    parser.add_argument("--fixes", nargs="*", choices=fixes, default=("compensated", "refit", "correction"))
+    parser.add_argument("--seeds", type=int, default=3, help="training seeds (default: %(default)s)")
+    parser.add_argument("--images", type=int, default=24, help="held-out images (default: %(default)s)")
+    parser.add_argument(
+        "--calibration", type=int, default=CALIBRATION, help="images of the fixes (default: %(default)s)"
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="seeds at a time, a core each (default: %(default)s)")
+    options: argparse.Namespace = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        place = Path(temporary)
+        held_out = paint(place / "held_out", options.images, seed=2026)
+        calibrating = paint(place / "calibrating", options.calibration, seed=2027)
+        jobs: list[tuple[Any, ...]] = [
+            (seed, held_out, options.images, calibrating, options.calibration, place / f"seed{seed}",
+             tuple(options.formats), tuple(options.fixes))
+            for seed in range(1, options.seeds + 1)
+        ]  # fmt: skip
+        with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
+            seeds = list(pool.map(measure_seed, *zip(*jobs, strict=True)))
+    table = Table(COLUMNS | dict.fromkeys(options.fixes, "12.2f"))
+    for kind in options.formats:
+        row: dict[str, Any] = {"format": kind}
+        for name in (*ERRORS, "retained", *options.fixes):
+            values = [seed[kind][name] for seed in seeds if name in seed[kind]]
+            if values:
+                row |= {name: mean(values), f"{name}_spread": (max(values) - min(values)) / 2}
+        table.add(row)
+    finish(table.rows, {}, options.json)
+
+
+if __name__ == "__main__":
+    main()
