@@ -35,6 +35,7 @@ from networks.injection import attach_lora
 EQUAL = 0.02  # of the size: nobody sees less
 MOST = 4.0  # strength that a LoRA is tried at
 _RUNS, _LEAST_STEP = 8, 1.1
+_FURTHER = 1.1  # times the error at strength 1: what is further from the base's effect is no remedy
 _ANOTHER = 0.5  # cosine below which even the best strength leaves 87 % of the effect wrong
 
 
@@ -111,10 +112,12 @@ class Distilled:
         text = f"The LoRA is {'weaker' if one.shown < 1 else 'stronger'} {where}: {sizes}"
         if self.equal is None:
             last = max(self.rows, key=lambda row: abs(row.strength - 1))
-            text += f"; at strength {last.strength:.2f} it has {last.shown:.2f} (cosine {last.direction:.2f}), and no "
-            return (
-                text + "strength that was tried makes it as strong: train it on there (distill_from, distill_effect)."
+            times = last.error / one.error if one.error else math.inf
+            text += (
+                f"; at {last.strength:.2f} it has {last.shown:.2f} and is {times:.2f} times as far from what it does "
             )
+            text += "on the base as at 1. No strength mends that; train it there (distill_from, distill_effect)."
+            return text
         return f"{text}; at strength {self.equal:.2f} it is as strong (cosine {self.at(self.equal).direction:.2f})."
 
     def as_json(self) -> dict[str, Any]:
@@ -173,7 +176,8 @@ def compare_distilled(
             changes = [_differences(a.latents, b.latents) for a, b in ((found, plain), (wanted, without))]
             pictures = _beside(*changes)
         rows[strength] = StrengthRow(strength, *velocities, *pictures)
-        return rows[strength].shown if rows[strength].direction >= _ANOTHER else math.nan
+        row, least = rows[strength], _FURTHER * rows[1.0].error + EQUAL
+        return row.shown if row.direction >= _ANOTHER and row.error <= least else math.nan
 
     first = size(1.0)
     equal = equal_strength(size, first)

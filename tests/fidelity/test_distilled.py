@@ -146,6 +146,7 @@ def test_an_effect_of_another_direction_is_not_scaled(base: Path, dataset: Path,
         (lambda s: 0.5 * s**0.75, 0.5 ** (-1 / 0.75)),
         (lambda s: 3 * s**2, 3**-0.5),
         (lambda s: 0.0, None),
+        (lambda s: 0.8 * s if s < 1.2 else float("nan"), None),  # another effect, before it is large enough
         (lambda s: 1.01 * s, 1.0),
     ],
 )
