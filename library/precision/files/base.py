@@ -230,6 +230,12 @@ class Scheme(ABC):
         values = self.rotate(weight.detach().float())
         steps = self.steps(self.magnitudes(values), before)
         units = in_units(values, steps)
+        return self.rounded(units, steps, stochastic, generator)
+
+    def rounded(
+        self, units: Tensor, steps: Tensor | None, stochastic: bool, generator: torch.Generator | None
+    ) -> QuantizedWeight:
+        """Return the weight of ``units`` [out, in], rounded, and of ``steps``."""
         return self.pack(self.stochastic(units, generator) if stochastic else self.nearest(units), steps)
 
     def magnitudes(self, values: Tensor) -> Tensor:
@@ -363,6 +369,24 @@ class StoredWeight(ABC):
     @abstractmethod
     def written(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """Return the tensors that hold ``weight`` in the file, by their names in it, as :meth:`specs` has them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredReadOnly(StoredWeight):
+    """Where a weight of a format lies that nothing here writes."""
+
+    @property
+    @abstractmethod
+    def scheme(self) -> ReadOnlyScheme:
+        """The format, and why none needs to be written."""
+
+    def specs(self) -> TensorSpecs:
+        """Refuse: nothing here writes such a file."""
+        return self.scheme.store()
+
+    def written(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """Refuse: nothing here writes such a file."""
+        return self.scheme.store()
 
 
 @dataclass(frozen=True)

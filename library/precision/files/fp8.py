@@ -50,7 +50,7 @@ import torch
 from torch import Tensor
 
 from library.errors import UserError
-from library.precision.files.base import FileTensors, QuantizedWeight, Scheme, StoredWeight, block_slice, in_units
+from library.precision.files.base import FileTensors, QuantizedWeight, Scheme, StoredWeight, block_slice
 from library.precision.fp8_numbers import (
     E4M3FN,
     FORMATS,
@@ -289,20 +289,12 @@ class Fp8Scheme(Scheme):
             stored_scale=stored,
         )
 
-    def quantize(
-        self,
-        weight: Tensor,
-        *,
-        stochastic: bool = False,
-        generator: torch.Generator | None = None,
-        before: Tensor | None = None,
+    def rounded(
+        self, units: Tensor, steps: Tensor | None, stochastic: bool, generator: torch.Generator | None
     ) -> Fp8Weight:
-        """See :meth:`Scheme.quantize`; the same without a way to fp32 and back."""
-        values = weight.detach().float()
-        steps = self.steps(self.magnitudes(values), before)
-        units = in_units(values, steps)
-        rounded = round_stochastically(units, self.fp8, generator) if stochastic else round_to_nearest(units, self.fp8)
-        return Fp8Weight(rounded, steps, self.scale_dtype)
+        """See :meth:`Scheme.rounded`; the same without a way to fp32 and back."""
+        values = round_stochastically(units, self.fp8, generator) if stochastic else round_to_nearest(units, self.fp8)
+        return Fp8Weight(values, steps, self.scale_dtype)
 
 
 @dataclass(frozen=True, kw_only=True)

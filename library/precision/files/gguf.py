@@ -26,11 +26,12 @@ from library.precision.files.base import (
     FileTensors,
     QuantizedWeight,
     ReadOnlyScheme,
+    StoredReadOnly,
     StoredWeight,
     block_slice,
     in_chunks,
 )
-from library.safetensors_io import DTYPES, RowRange, TensorEntry, TensorSpecs, read_rows
+from library.safetensors_io import DTYPES, RowRange, TensorEntry, read_rows
 
 # type -> inputs and bytes of a block, and where its fp16 scales begin (``ggml/src/ggml-common.h``)
 TYPES: dict[str, tuple[int, int, tuple[int, ...]]] = {
@@ -113,7 +114,7 @@ def _scheme(kind: str) -> ReadOnlyScheme:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredGguf(StoredWeight):
+class StoredGguf(StoredReadOnly):
     """A weight in a GGUF file, of ``type``."""
 
     type: str
@@ -135,14 +136,6 @@ class StoredGguf(StoredWeight):
             if not torch.isfinite(values[..., offset : offset + 2].contiguous().view(torch.float16)).all():
                 raise file.refuse(self.name, "holds NaN or infinity", "download it again")
         return GgufWeight(values, self.type)
-
-    def specs(self) -> TensorSpecs:
-        """Nothing here writes such a file."""
-        return self.scheme.store()
-
-    def written(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Nothing here writes such a file."""
-        return self.scheme.store()
 
 
 def find(file: FileTensors) -> dict[str, StoredWeight]:

@@ -37,11 +37,12 @@ from library.precision.files.base import (
     FileTensors,
     QuantizedWeight,
     ReadOnlyScheme,
+    StoredReadOnly,
     StoredWeight,
     block_slice,
     in_chunks,
 )
-from library.safetensors_io import RowRange, TensorEntry, TensorSpecs, read_rows
+from library.safetensors_io import RowRange, TensorEntry, read_rows
 
 _STATE = ".quant_state.bitsandbytes__"
 
@@ -131,7 +132,7 @@ def _scheme(kind: str) -> ReadOnlyScheme:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredNf4(StoredWeight):
+class StoredNf4(StoredReadOnly):
     """A weight of 4 bits in a file; ``state``: what its JSON says. ``kind``: ``nf4`` or ``fp4``."""
 
     state: Mapping[str, Any]
@@ -180,14 +181,6 @@ class StoredNf4(StoredWeight):
         if not torch.isfinite(values).all():
             raise file.refuse(self.tensors[field], "holds NaN or infinity", "download it again")
         return values.float()
-
-    def specs(self) -> TensorSpecs:
-        """Nothing here writes such a file."""
-        return self.scheme.store()
-
-    def written(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Nothing here writes such a file."""
-        return self.scheme.store()
 
 
 def find(file: FileTensors) -> dict[str, StoredWeight]:
