@@ -28,7 +28,7 @@ from library.precision.files.fp8 import Fp8Scheme
 from library.precision.files.registry import SCHEMES, scheme_named
 from library.precision.fp8_numbers import E4M3FN, format_named
 from library.precision.linear import QuantizedLinear
-from library.precision.names import GRANULARITIES, LayoutKind
+from library.precision.names import GRANULARITIES, USUAL_LAYOUTS, LayoutKind
 from library.precision.recipe import Recipe, WeightLoader
 from library.training.tasks.lora_plan import describe_base
 
@@ -117,10 +117,7 @@ class DeployedWeights:
         if self.recipe is None:
             held = family.quantized_file()
             return held.layout if held else None
-        if not isinstance(self.recipe.scheme, Fp8Scheme):
-            return "comfy_quant"
-        kinds: dict[str, LayoutKind] = {"cast": "plain", "tensor": "comfy_scaled"}
-        return kinds.get(self.recipe.scheme.granularity, "musubi")
+        return USUAL_LAYOUTS[self.recipe.scheme.name]
 
     def served_inputs(self, family: Family, layers: Mapping[str, QuantizedWeight | None]) -> dict[str, ServedInput]:
         """Return layer -> what its file says of its inputs.

@@ -10,7 +10,6 @@ GRANULARITIES: tuple[Granularity, ...] = ("cast", "tensor", "row", "block64", "b
 # how a server rounds a layer's inputs, see ``library.precision.activations``; auto: as the file's server does
 ActivationRounding = Literal["row", "tensor", "unit", "static", "int8", "nvfp4", "mxfp8"]
 LayoutKind = Literal["plain", "comfy_scaled", "comfy_quant", "rows", "musubi", "modelopt", "gguf", "nf4"]
-SCHEME_NAMES = (*GRANULARITIES, "int8", "int8_row", "int8_convrot", "nvfp4")  # that weights are written by
 READ_ONLY = ("mxfp8", "gguf", "nf4")  # formats that are read and never written
 # layouts that are written -> the scheme that is usual in each
 WRITTEN_LAYOUTS: dict[LayoutKind, str] = {
@@ -32,6 +31,7 @@ USUAL_LAYOUTS: dict[str, LayoutKind] = {
     "int8_convrot": "comfy_quant",
     "nvfp4": "comfy_quant",
 }
+SCHEME_NAMES = tuple(USUAL_LAYOUTS)  # that weights are written by
 # --save_precision of a merge into a quantised model -> layout and scheme that a bf16 model gets
 QUANTIZED_PRECISIONS: dict[str, tuple[LayoutKind, str]] = {
     "fp8": ("plain", "cast"),
@@ -40,10 +40,7 @@ QUANTIZED_PRECISIONS: dict[str, tuple[LayoutKind, str]] = {
     "fp8_row": ("musubi", "row"),
     "fp8_block64": ("musubi", "block64"),
     "fp8_block128": ("musubi", "block128"),
-    "int8": ("comfy_quant", "int8"),
-    "int8_row": ("comfy_quant", "int8_row"),
-    "int8_convrot": ("comfy_quant", "int8_convrot"),
-    "nvfp4": ("comfy_quant", "nvfp4"),
+    **{name: (layout, name) for name, layout in USUAL_LAYOUTS.items() if name not in GRANULARITIES},
 }
 
 
