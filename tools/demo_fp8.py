@@ -32,7 +32,7 @@ def commands(steps: int | None = None) -> list[list[str]]:
     report += ["--lora", str(lora), "--deploy_lora", "stochastic", "--paste", "pixels", "--guidance_scale", "1"]
     report += ["--dataset_config", "assets/demo_dataset/dataset.toml", "--cache_directory", str(FOLDER / "cache")]
     report += ["--images", "6", "--steps", "8", "--sigmas", "0.8", "0.5", "0.25"]
-    report += ["--fix", "settings", "refit", "correction", "together", "--save_to", str(FOLDER / "report")]
+    report += ["--fix", "settings", "bypass", "refit", "correction", "together", "--save_to", str(FOLDER / "report")]
     return [train, cast, report]
 
 

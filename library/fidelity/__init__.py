@@ -19,6 +19,7 @@ SERVERS = ("comfyui", "comfyui-bypass", "comfyui-legacy", "diffusers", "gguf")
 MERGES = ("nearest", "stochastic", "stochastic_fp16", "unrounded")  # how a LoRA is added to weights
 FIXES = (
     "settings",
+    "bypass",
     "strength",
     "refit",
     "correction",

@@ -1,14 +1,18 @@
 """What removes the difference: fixes from the cheapest on, each tried on the user's own data and measured.
 
-1. *settings*: everything but the weights as in the reference. Free.
-2. *strength*: for a merge that lost part of the update, the LoRA at 1 / update retention. Free; the one-minute test.
-3. *refit*: the LoRA refitted to the deployed file, same rank, no training.
-4. *correction*: the same with 32 ranks more, and a LoRA for layers that had none.
-5. *rebuild*: a new file from bf16, of the same size, with scales, rounded with compensation, under a
+1. *settings*: everything as in the reference but the weights, and how the server merges and multiplies. Free.
+2. *bypass*: the LoRA beside the weights instead of rounded into them. Free.
+3. *strength*: for a merge that lost part of the update, the LoRA at 1 / update retention. Free; the one-minute test.
+4. *refit*: the LoRA refitted to the deployed file, same rank, no training.
+5. *correction*: the same with 32 ranks more, and a LoRA for layers that had none.
+6. *rebuild*: a new file from bf16, of the same size, with scales, rounded with compensation, under a
    LoRA refitted to it.
-6. *exclude*: the same, a tenth larger: the layers that give back most per megabyte stay in bf16.
-7. *teacher*: 200 steps on the deployed file that learn the bf16 model's outputs, from the refitted LoRA on.
-8. *together*: the larger file, the correction for it, the steps on it.
+7. *exclude*: the same, a tenth larger: the layers that give back most per megabyte stay in bf16.
+8. *teacher*: 200 steps on the deployed file that learn the bf16 model's outputs, from the refitted LoRA on.
+9. *together*: the larger file, the correction for it, the steps on it.
+
+A fix is measured as the server of the deployment will run it: the LoRA merged and products made as there. Where that
+merge rounds, it is measured beside the weights too, which says what the bypass adds to the fix.
 
 Three things that plain casts and most published files leave out are worth a new file: scales, four bytes a layer, that
 lift small weights out of the subnormals; rounding that makes up for its own errors on real activations; and a tenth of
@@ -54,11 +58,10 @@ from library.precision.recipe import Recipe
 from library.training.report.progress import plain_table
 from networks.files.adapters import load_lora
 
-FIX_COLUMNS = ("", "velocity", "latents", "image", "of before", "border, times noise", "seconds", "cost")
+FIX_COLUMNS = ("", "velocity", "latents", "image", "of before", "bypass, of before", "border, times noise", "seconds")
+FIX_COLUMNS += ("cost",)
 CORRECTION_RANK, TEACHER_STEPS, TEACHER_RATE, EXCLUDED_SHARE = 32, 200, 3e-4, 0.1
 
-
-_PLAIN = replace(REFERENCE, weights=True)  # all but the weights as in the reference
 Made = tuple[Models, Variant, tuple[Path, ...]]  # models and variant to run with a fix, and its files
 
 
@@ -90,7 +93,8 @@ class Fix:
 
     Attributes:
         name: one of the module's list. cost: in words. seconds: that finding it took. files: that it left.
-        differences, outcome: of the deployment with it.
+        differences, outcome: of the deployment with it, as its server runs it.
+        beside: the same with the LoRA beside the weights; None where the server leaves it there, or the fix is no file.
     """
 
     name: str
@@ -99,20 +103,26 @@ class Fix:
     files: tuple[Path, ...]
     differences: Differences
     outcome: Outcome
+    beside: Differences | None = None
+
+    @property
+    def left(self) -> float:
+        """What is left in the latents, the better way of loading it."""
+        return min(each.latents for each in (self.differences, self.beside) if each)
 
 
 def fix_rows(fixes: Sequence[Fix], before: Differences) -> list[tuple[str, ...]]:
     """Return the cells of the table of fixes: the deployment before and with each fix, under ``FIX_COLUMNS``."""
     rows = []
-    for name, each, cost, seconds in [
-        ("as deployed", before, "", ""),
-        *((fix.name, fix.differences, fix.cost, f"{fix.seconds:.0f}") for fix in fixes),
+    for name, each, beside, cost, seconds in [
+        ("as deployed", before, None, "", ""),
+        *((fix.name, fix.differences, fix.beside, fix.cost, f"{fix.seconds:.0f}") for fix in fixes),
     ]:
         errors = (f"{value:.2%}" for value in (each.velocity, each.latents, each.image))
-        share = f"{each.latents / before.latents:.2f}" if before.latents else ""
+        shares = (f"{one.latents / before.latents:.2f}" if one and before.latents else "" for one in (each, beside))
         worst = each.border.worst if each.border else None
-        seam = (f"{worst.name} {worst.times:.2f}" if worst else "",)
-        rows.append((name, *errors, share, *seam, seconds, cost))
+        seam = f"{worst.name} {worst.times:.2f}" if worst else ""
+        rows.append((name, *errors, *shares, seam, seconds, cost))
     return rows
 
 
@@ -137,6 +147,11 @@ def try_fixes(
     """
     begun = time.monotonic()
     fixes: list[Fix] = []
+    decode = models.image_encoder(REFERENCE).decode
+
+    def run(changed: Models, variant: Variant, title: str) -> tuple[Outcome, Differences]:
+        outcome = run_variant(changed, variant, eval_set, console, title)
+        return outcome, compare(reference, outcome, eval_set, decode)
 
     def attempt(name: str, cost: str, make: Callable[[], Made]) -> None:
         if name not in options.names:
@@ -150,17 +165,23 @@ def try_fixes(
         except UserError as error:
             console.print(f"note: {name} not tried: {error}")
             return
-        outcome = run_variant(changed, variant, eval_set, console, name)
-        differences = compare(reference, outcome, eval_set, models.image_encoder(REFERENCE).decode)
-        fixes.append(Fix(name, cost, time.monotonic() - started, files, differences, outcome))
+        outcome, differences = run(changed, variant, name)
+        seconds, beside = time.monotonic() - started, None
+        if files and changed.rounded_in(variant):
+            beside = run(changed, replace(variant, merge=None), f"{name}, bypass")[1]
+        fixes.append(Fix(name, cost, seconds, files, differences, outcome, beside))
 
-    if set(deployment.changes()) != {"weights"} and not models.deployed.merged:
-        attempt("settings", "none: everything but the weights in high precision", lambda: (models, _PLAIN, ()))
+    served = replace(REFERENCE, weights=True, merge=deployment.merge, activations=deployment.activations)
+    if deployment != served and not models.deployed.merged:
+        attempt("settings", "none: all but the server's doings as in the reference", lambda: (models, served, ()))
+    if models.rounded_in(deployment) and not models.deployed.merged:
+        apart = replace(deployment, merge=None)
+        attempt("bypass", "none: ComfyUI's Load LoRA (Bypass), or a GGUF", lambda: (models, apart, ()))
     gains = [row.retention for row in layers if row.retention is not None]
     if gains and deployment.merge is not None and 0 < median(gains) < 0.95:
         stronger = replace(deployment, strength=deployment.strength / median(gains))
         attempt("strength", f"none: the LoRA at {stronger.strength:.2f}", lambda: (models, stronger, ()))
-    builder = FixBuilder(models, options)
+    builder = FixBuilder(models, served, options)
     fitted, rebuilt = builder.fitted, builder.rebuilt
     ranks = f"{CORRECTION_RANK} ranks more in every quantised layer"
     steps = f"{TEACHER_STEPS} training steps"
@@ -179,22 +200,26 @@ def try_fixes(
 def recommend(fixes: Sequence[Fix], before: Differences, target: float) -> Fix | None:
     """Return the first fix, in the order of cost, that brings the error to ``target`` of ``before``'s.
 
-    Where none does it is the one with the smallest error; None if nothing was better than before.
+    The bypass costs nothing, so that it counts where it helps. Where none does it is the one with the smallest error;
+    None if nothing was better than before.
     """
-    good = [fix for fix in fixes if fix.differences.latents <= target * before.latents]
-    best = min(fixes, key=lambda fix: fix.differences.latents, default=None)
+    good = [fix for fix in fixes if fix.left <= target * before.latents]
+    best = min(fixes, key=lambda fix: fix.left, default=None)
     if good:
         return good[0]
-    return best if best is not None and best.differences.latents < before.latents else None
+    return best if best is not None and best.left < before.latents else None
 
 
 def recommendation(best: Fix | None, before: Differences, target: float) -> str:
     """Return what to do, in words."""
     if best is None:
         return "Recommended: nothing that was tried is better than the deployment as it is."
-    share = best.differences.latents / before.latents
+    share = best.left / before.latents
     short = "" if share <= target else f", which is short of the target of {target:.2f}; the best that was tried"
     where = f"; use {', '.join(str(path) for path in best.files)}" if best.files else ""
+    if best.left < best.differences.latents:
+        merged = best.differences.latents / before.latents
+        where += f" beside the weights (ComfyUI: Load LoRA (Bypass)); merged by the server it leaves {merged:.2f}"
     return f"Recommended: {best.name} ({best.cost}): {share:.2f} of the error{short}{where}."
 
 
@@ -209,8 +234,8 @@ def fix_table(fixes: Sequence[Fix], before: Differences) -> Table:
 class FixBuilder:
     """Makes the files that fixes need, each once."""
 
-    def __init__(self, models: Models, options: FixOptions) -> None:
-        self.models, self.options = models, options
+    def __init__(self, models: Models, served: Variant, options: FixOptions) -> None:
+        self.models, self.served, self.options = models, served, options
         self.rebuilt, self.refitted = functools.cache(self._rebuild), functools.cache(self._refit)
 
     def _rebuild(self, kept_share: float = 0.0) -> Models:
@@ -274,7 +299,7 @@ class FixBuilder:
         own = (models.deployed.path,) if models is not self.models and models.deployed.path else ()
         weights = targets.by_component(load_lora(lora, targets).weights)
         ours = {**models.loras, targets.file_prefix: weights.get(targets.file_prefix, {})}
-        return replace(models, loras=ours), _PLAIN, (*own, lora)
+        return replace(models, loras=ours), self.served, (*own, lora)
 
     def taught(self, models: Models, lora: Path) -> Path:
         """Train ``lora`` on the weights that ``models`` deploy, the reference being the teacher; return its file."""

@@ -334,7 +334,8 @@ def _measured(report: Report, fixes: Sequence[Fix]) -> dict[str, Any]:
         "tensors": list(report.comparison.tensors),
         "explained_by": report.comparison.groups,
         "fixes": [
-            {key: getattr(fix, key) for key in ("name", "cost", "seconds", "files", "differences")} for fix in fixes
+            {key: getattr(fix, key) for key in ("name", "cost", "seconds", "files", "differences", "beside")}
+            for fix in fixes
         ],
     }
 

@@ -210,21 +210,33 @@ def test_fixes_are_tried_measured_and_the_cheapest_that_does_is_named(
 ) -> None:
     """Of random weights the LoRA can make up for part of the rounding only; more rank makes up for more."""
     deploy = place / "fp8.safetensors"
-    found = report(place, deploy, "--fix", "refit", "correction", "rebuild", "exclude", "--fix_target", "0.5")
+    names = ["bypass", "refit", "correction", "rebuild", "exclude"]
+    found = report(place, deploy, "--fix", *names, "--fix_target", "0.5")
     before = found["deployment"]["velocity"]
-    after = {fix["name"]: fix["differences"]["velocity"] for fix in found["fixes"]}
-    assert list(after) == ["refit", "correction", "rebuild", "exclude"]
-    assert after["refit"] < before
-    assert after["correction"] < 0.8 * after["refit"]
-    assert after["exclude"] < after["rebuild"] < 0.5 * before
+    assert [fix["name"] for fix in found["fixes"]] == names
+    served, beside = (
+        {fix["name"]: fix[how]["velocity"] for fix in found["fixes"][1:]} for how in ("differences", "beside")
+    )
+    assert found["fixes"][0]["differences"]["velocity"] == pytest.approx(
+        found["causes"]["weights"]["alone"]["velocity"]
+    )
+    assert found["fixes"][0]["beside"] is None
+    assert all(beside[name] < served[name] for name in names[1:])  # what ComfyUI's stochastic merge adds to each
+    assert beside["refit"] < found["fixes"][0]["differences"]["velocity"] < before
+    assert beside["correction"] < 0.8 * beside["refit"]
+    assert beside["exclude"] < beside["rebuild"] < 0.5 * before
     rebuilt, larger = (
-        sum(file.stat().st_size for file in Path(fix["files"][0]).glob("*.safetensors")) for fix in found["fixes"][2:]
+        sum(file.stat().st_size for file in Path(fix["files"][0]).glob("*.safetensors")) for fix in found["fixes"][3:]
     )
     assert rebuilt < larger < 1.1 * rebuilt  # a tenth of what is in fp8
-    (corrected,) = found["fixes"][1]["files"]
+    (corrected,) = found["fixes"][2]["files"]
     with safe_open(corrected, framework="pt") as file:
         assert file.metadata()["tandem.base_name"] == deploy.name
-    shares = {fix["name"]: fix["differences"]["latents"] / found["deployment"]["latents"] for fix in found["fixes"]}
+    shares = {
+        fix["name"]: min(fix[how]["latents"] for how in ("differences", "beside") if fix[how])
+        / found["deployment"]["latents"]
+        for fix in found["fixes"]
+    }
     wanted = next((name for name, share in shares.items() if share <= 0.5), min(shares, key=lambda name: shares[name]))
     assert f"Recommended: {wanted} (" in capsys.readouterr().out
 
