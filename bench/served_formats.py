@@ -2,6 +2,7 @@
 
     python bench/served_formats.py --json served.json
     python bench/served_formats.py --seeds 1 --formats fp8_scaled int8_convrot --fixes refit correction together
+    python bench/served_formats.py --keep output/served --jobs 16   # run again, it goes on where it stopped
 
 For each training seed a LoRA is trained in high precision on the demo's images. The reference is that model with the
 LoRA beside it; everything runs on the same held-out images, painted from seeds that neither training nor calibration
@@ -14,16 +15,23 @@ and nf4 by bitsandbytes, each with the layers that are usual in high precision t
     activations    what products in the format add (the root of the squared errors' difference, as for ``merge``)
     served         as the format's usual server serves it: all of these
     retained       what the merge leaves of the LoRA's update, mean of layers: projected on it
-    compensated    the LoRA merged from the 16-bit model into the format (``merge_lora.py --rounding compensated``)
-    refit ...      the fixes of ``tools/precision_report.py --fix``, over ``served``
+    bypass         the LoRA beside the weights, products as served (ComfyUI's Load LoRA (Bypass)), over ``served``
+    compensated    the LoRA merged from the 16-bit model into the format (``merge_lora.py --rounding compensated``),
+                   products as that file asks for, over ``served``
+    refit ...      the fixes of ``tools/precision_report.py --fix``, merged and multiplied as served, over ``served``
+    refit*, ...    the same loaded with the bypass, where the server merges
 
-The tiny model is 160 wide: ConvRot rotates runs of 32 or less of it and not 256, and K-quants, whose blocks are 256, do
-not fit at all; Q4_0 stands for 4 bits in GGUF.
+The tiny model is 160 wide. ConvRot rotates runs of 32 or less of it and not 256. Q4_K's blocks hold 256 numbers: a
+matrix is cut into runs of 256 across its rows, as ComfyUI-GGUF's converter does where rows are no whole blocks. Each
+run of 32 of such a block, which has its own scale and minimum and lies in one row, is written as the block of Q4_1
+that stands for the same numbers (``as_q4_1``). Its scales follow from the extremes of 32 numbers; llama.cpp searches
+for better ones.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 import tempfile
@@ -36,6 +44,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -49,6 +58,7 @@ from library.fidelity.differences import compare
 from library.fidelity.fixes import FixOptions, try_fixes
 from library.fidelity.runs import EvalSet, Outcome, prepare_eval_set, run_variant
 from library.fidelity.serving import REFERENCE, Models, Variant, base_layer, numbers
+from library.files import write_text
 from library.precision.parity.layer_errors import update_retention
 from library.precision.recipe import Recipe
 from networks.files.adapters import load_lora
@@ -61,7 +71,7 @@ WRITTEN = {
     "int8_row": ("--scheme", "int8_row", "--products", "low"),
     "nvfp4": ("--scheme", "nvfp4", "--products", "low"),
 }
-FORMATS = (*WRITTEN, "mxfp8", "Q8_0", "Q4_0", "nf4")
+FORMATS = (*WRITTEN, "mxfp8", "Q8_0", "Q4_0", "Q4_K", "nf4")
 PRECISIONS = {"fp8": "fp8", "fp8_scaled": "fp8_scaled", "int8_convrot": "int8_convrot", "int8_row": "int8_row"}
 PRECISIONS |= {"nvfp4": "nvfp4"}  # --save_precision of a compensated merge
 
@@ -78,9 +88,7 @@ def write_format(kind: str, folder: Path) -> Path:
     recipe = Recipe()
     linears = [n for n, t in state.items() if t.ndim == 2 and recipe.excluded_as(n.removesuffix(".weight")) is None]
     if kind.startswith("Q"):
-        from tests.precision.files.gguf_files import write_gguf
-
-        return write_gguf(target / f"{kind}.gguf", state, lambda name, _: kind if name in linears else "F16")
+        return _write_gguf(target / f"{kind}.gguf", state, kind, linears)
     tensors = dict(state)
     for name in linears:
         if kind == "nf4":
@@ -96,17 +104,43 @@ def write_format(kind: str, folder: Path) -> Path:
     return target / f"{kind}.safetensors"
 
 
+def _write_gguf(path: Path, state: dict[str, torch.Tensor], kind: str, linears: list[str]) -> Path:
+    from tests.precision.files.gguf_files import blocks_of, write_gguf
+
+    if kind == "Q4_K":
+        kind = "Q4_1"
+        for name in linears:
+            blocks = as_q4_1(blocks_of(state[name].reshape(-1, 256), "Q4_K"))
+            state[name] = torch.from_numpy(blocks.reshape(len(state[name]), -1))
+    return write_gguf(path, state, lambda name, _: kind if name in linears else "F16")
+
+
+def as_q4_1(blocks: np.ndarray) -> np.ndarray:
+    """Return blocks of Q4_K [..., bytes] as Q4_1's: eight of 32 numbers for each, bytes [n, 8 * 20].
+
+    A number of Q4_K is ``d * scale * q - dmin * minimum`` with ``scale`` and ``minimum`` of 6 bits for each 32
+    (``ggml-common.h``, ``block_q4_K``), of Q4_1 ``d * q + m``.
+    """
+    blocks = blocks.reshape(-1, 144)
+    d, dmin = (blocks[:, at : at + 2].copy().view(np.float16).astype(np.float32) for at in (0, 2))
+    first, second, last = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
+    scale = np.concatenate([first & 63, (last & 15) | (first >> 6 << 4)], axis=1)
+    minimum = np.concatenate([second & 63, (last >> 4) | (second >> 6 << 4)], axis=1)
+    nibbles = blocks[:, 16:].reshape(-1, 4, 1, 32)
+    q = np.concatenate([nibbles & 15, nibbles >> 4], axis=2).reshape(-1, 8, 32)
+    packed = q[..., :16] | (q[..., 16:] << 4)
+    pairs = [(each.astype(np.float16)[..., None]).view(np.uint8) for each in (d * scale, -dmin * minimum)]
+    return np.concatenate([*pairs, packed], axis=2).reshape(len(blocks), -1)
+
+
 class Seed:
     """One trained LoRA, the reference with it, and the held-out images."""
 
     def __init__(
-        self, seed: int, held_out: Path, images: int, calibrating: Path, calibration: int, folder: Path
+        self, lora: Path, held_out: Path, images: int, calibrating: Path, calibration: int, folder: Path
     ) -> None:
         torch.set_num_threads(1)
-        self.folder, self.console = folder, Console(quiet=True)
-        training = ["--config_file", "configs/demo_fp8.toml", "--seed", seed, "--output_dir", folder]
-        run("train_lora.py", *training, "--output_name", "lora", "--cache_directory", folder / "cache")
-        self.lora = folder / "lora.safetensors"
+        self.folder, self.console, self.lora = folder, Console(quiet=True), lora
         self.config = ModelConfig(model_type="flux_fill", pretrained_model_name_or_path=str(MODEL))
         models = self.models(DeployedWeights("reference", MODEL, None))
         cache = str(folder / "held_out_cache")
@@ -143,12 +177,16 @@ class Seed:
         found["merge"] = _beyond(with_merge, found["base"])
         found["activations"] = _beyond(found["served"], with_merge)
         found["retained"] = self._retained(models, served) if how else 1.0
+        if how is None or not models.rounded_in(served):
+            found["bypass"] = 1.0  # it is served so
         if kind in PRECISIONS and "compensated" in fixes:
-            found["compensated"] = self._compensated(kind) / found["served"]
+            found["compensated"] = self._compensated(kind, served) / found["served"]
         tried = tuple(name for name in fixes if name != "compensated")
         options = FixOptions(self.folder / f"fixes_{kind}", self.lora, self.fitted, train, minutes=600.0, names=tried)
         for fix in try_fixes(models, served, self.eval_set, self.reference, (), options, self.console):
             found[fix.name] = fix.differences.latents / found["served"]
+            if fix.beside:
+                found[f"{fix.name}*"] = fix.beside.latents / found["served"]
         shutil.rmtree(path if path.is_dir() else path.parent)
         return found
 
@@ -160,14 +198,14 @@ class Seed:
         ]
         return mean(gains)
 
-    def _compensated(self, kind: str) -> float:
+    def _compensated(self, kind: str, served: Variant) -> float:
         merged = self.folder / f"compensated_{kind}"
         data = ["--dataset_config", self.fitted.dataset_config, "--cache_directory", self.fitted.cache_directory]
         run("tools/merge_lora.py", "--model", MODEL, "--model_type", "flux_fill", "--lora", self.lora, "--save_to",
             merged, "--save_precision", PRECISIONS[kind], "--rounding", "compensated", "--transformer_only",
             "--guidance_scale", GUIDANCE, "--calibration_images", self.fitted.images, *data)  # fmt: skip
         models = self.models(DeployedWeights(kind, merged, None, merged=True))
-        return self.error(models, Variant(weights=True), "compensated")
+        return self.error(models, replace(served, merge=None), "compensated")
 
 
 def _beyond(whole: float, part: float) -> float:
@@ -175,16 +213,30 @@ def _beyond(whole: float, part: float) -> float:
     return max(0.0, whole**2 - part**2) ** 0.5
 
 
-def measure_seed(
-    seed: int, held_out: Path, images: int, calibrating: Path, calibration: int, folder: Path,
-    formats: tuple[str, ...], fixes: tuple[str, ...],
-) -> dict[str, dict[str, float]]:  # fmt: skip
-    """Return format -> its figures with the LoRA of ``seed``."""
-    one = Seed(seed, held_out, images, calibrating, calibration, folder)
-    found = {}
-    for kind in formats:
-        found[kind] = one.measure(kind, fixes)
-        print(f"seed {seed}: {kind}: {found[kind]}", file=sys.stderr, flush=True)
+def train_seed(seed: int, folder: Path) -> Path:
+    """Train the LoRA of ``seed`` in ``folder``, where there is none yet; return its file."""
+    lora = folder / f"seed{seed}" / "lora.safetensors"
+    if not lora.exists():
+        training = ["--config_file", "configs/demo_fp8.toml", "--seed", seed, "--output_dir", lora.parent]
+        run("train_lora.py", *training, "--output_name", lora.stem, "--cache_directory", lora.parent / "cache")
+    return lora
+
+
+def measure_format(
+    kind: str, seed: int, held_out: Path, images: int, calibrating: Path, calibration: int, folder: Path,
+    fixes: tuple[str, ...],
+) -> dict[str, float]:  # fmt: skip
+    """Return the figures of ``kind`` with the LoRA of ``seed``, from ``folder`` where they were measured before."""
+    row = folder / f"{kind}_seed{seed}_{images}_{calibration}_{'_'.join(fixes)}.json"
+    if row.exists():
+        return dict(json.loads(row.read_text()))
+    place = folder / f"{kind}_seed{seed}"
+    shutil.rmtree(place, ignore_errors=True)
+    lora = folder / f"seed{seed}" / "lora.safetensors"
+    found = Seed(lora, held_out, images, calibrating, calibration, place).measure(kind, fixes)
+    write_text(row, json.dumps(found))
+    shutil.rmtree(place)
+    print(f"seed {seed}: {kind}: {found}", file=sys.stderr, flush=True)
     return found
 
 
@@ -195,32 +247,36 @@ COLUMNS = {"format": "<14", **dict.fromkeys(ERRORS, "12.2%"), "retained": "9.2f"
 def main() -> None:
     """Measure, print, write."""
     parser = benchmark_parser(__doc__)
-    fixes = ("compensated", "refit", "correction", "rebuild", "exclude", "teacher", "together")
+    fixes = ("bypass", "compensated", "refit", "correction", "rebuild", "exclude", "teacher", "together")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
-    parser.add_argument("--fixes", nargs="*", choices=fixes, default=("compensated", "refit", "correction"))
+    parser.add_argument("--fixes", nargs="*", choices=fixes, default=fixes[:4])
     parser.add_argument("--seeds", type=int, default=3, help="training seeds (default: %(default)s)")
     parser.add_argument("--images", type=int, default=24, help="held-out images (default: %(default)s)")
     parser.add_argument(
         "--calibration", type=int, default=CALIBRATION, help="images of the fixes (default: %(default)s)"
     )
-    parser.add_argument("--jobs", type=int, default=2, help="seeds at a time, a core each (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="formats at a time, a core each (default: %(default)s)")
+    parser.add_argument("--keep", type=Path, help="folder of LoRAs and figures that a later run goes on from")
     options: argparse.Namespace = parser.parse_args()
+    seeds = range(1, options.seeds + 1)
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
+        folder = (options.keep or place / "work").resolve()
         held_out = paint(place / "held_out", options.images, seed=2026)
         calibrating = paint(place / "calibrating", options.calibration, seed=2027)
-        jobs: list[tuple[Any, ...]] = [
-            (seed, held_out, options.images, calibrating, options.calibration, place / f"seed{seed}",
-             tuple(options.formats), tuple(options.fixes))
-            for seed in range(1, options.seeds + 1)
-        ]  # fmt: skip
+        data = (held_out, options.images, calibrating, options.calibration, folder, tuple(options.fixes))
+        cases = [(kind, seed) for seed in seeds for kind in options.formats]
         with ProcessPoolExecutor(options.jobs, get_context("spawn")) as pool:
-            seeds = list(pool.map(measure_seed, *zip(*jobs, strict=True)))
-    table = Table(COLUMNS | dict.fromkeys(options.fixes, "12.2f"))
+            list(pool.map(train_seed, seeds, [folder] * options.seeds))
+            measured = pool.map(measure_format, *zip(*((*case, *data) for case in cases), strict=True))
+            found = dict(zip(cases, measured, strict=True))
+    shares = [name for fix in options.fixes for name in (fix, f"{fix}*")]
+    shares = [name for name in shares if any(name in one for one in found.values())]
+    table = Table(COLUMNS | dict.fromkeys(shares, "12.2f"))
     for kind in options.formats:
         row: dict[str, Any] = {"format": kind}
-        for name in (*ERRORS, "retained", *options.fixes):
-            values = [seed[kind][name] for seed in seeds if name in seed[kind]]
+        for name in (*ERRORS, "retained", *shares):
+            values = [found[kind, seed][name] for seed in seeds if name in found[kind, seed]]
             if values:
                 row |= {name: mean(values), f"{name}_spread": (max(values) - min(values)) / 2}
         table.add(row)

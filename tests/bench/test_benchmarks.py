@@ -8,14 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType, dequantize
 
 import bench.gpu as gpu
 import bench.train_step as train_step
 from bench.families import FAMILIES, Sizes, build_transformer
 from bench.gpu import GpuCase, Job, cases
 from bench.measure import finish, measure_memory, measure_time
+from bench.served_formats import as_q4_1
 from library.errors import UserError
 from library.precision.linear import QuantizedLinear
+from tests.precision.files.gguf_files import blocks_of
 
 TINY = Sizes(width=256, head_dim=64, blocks=(1, 2), image_sides=(4, 4), text_tokens=8)
 ADAPTER = """
@@ -145,3 +148,13 @@ def test_without_a_gpu_the_benchmark_says_so(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys, "argv", ["gpu.py"])
     with pytest.raises(SystemExit):
         gpu.main()
+
+
+def test_blocks_of_q4_k_written_as_q4_1_stand_for_the_same_numbers() -> None:
+    weight = torch.randn(40, 256, generator=torch.Generator().manual_seed(0))
+    blocks = blocks_of(weight, "Q4_K")
+    wanted = dequantize(blocks, GGMLQuantizationType.Q4_K)  # the gguf package's answer for both
+    found = dequantize(as_q4_1(blocks).reshape(40, -1), GGMLQuantizationType.Q4_1)
+    # a scale and a minimum, each rounded to fp16: half a unit in the last of 11 bits of up to 4 in size
+    assert abs(found - wanted).max() < 2 * 2**-11 * abs(wanted).max() + 4 * 2**-11
+    assert abs(wanted - weight.numpy()).max() > 0.1

@@ -68,7 +68,12 @@ def read_by_the_package(path: Path) -> dict[str, Tensor]:
 
 
 def blocks_of(weight: Tensor, kind: str) -> Blocks:
-    """Return ``weight`` [..., in] in ``kind``: bytes [..., bytes], or floats; K-quants other than Q4_K are random."""
+    """Return ``weight`` [..., in] in ``kind``: bytes [..., bytes], or floats; K-quants other than Q4_K are random.
+
+    Bytes are blocks already.
+    """
+    if weight.dtype == torch.uint8:
+        return weight.numpy()
     values = weight.float().numpy()
     if kind in ("F32", "F16"):
         return values.astype(np.float32 if kind == "F32" else np.float16)
