@@ -9,7 +9,7 @@
    LoRA refitted to it.
 7. *exclude*: the same, a tenth larger: the layers that give back most per megabyte stay in bf16.
 8. *teacher*: 200 steps on the deployed file that learn the bf16 model's outputs, from the refitted LoRA on.
-9. *together*: the larger file, the correction for it, the steps on it.
+9. *together*: the larger file (the deployed one where its format is only read), the correction for it, the steps on it.
 
 A fix is measured as the server of the deployment will run it: the LoRA merged and products made as there. Where that
 merge rounds, it is measured beside the weights too, which says what the bypass adds to the fix.
@@ -58,8 +58,10 @@ from library.precision.recipe import Recipe
 from library.training.report.progress import plain_table
 from networks.files.adapters import load_lora
 
-FIX_COLUMNS = ("", "velocity", "latents", "image", "of before", "bypass, of before", "border, times noise", "seconds")
-FIX_COLUMNS += ("cost",)
+FIX_COLUMNS = (
+    *("", "velocity", "latents", "image", "of before", "bypass, of before", "border, times noise"),
+    *("seconds", "cost"),
+)
 CORRECTION_RANK, TEACHER_STEPS, TEACHER_RATE, EXCLUDED_SHARE = 32, 200, 3e-4, 0.1
 
 Made = tuple[Models, Variant, tuple[Path, ...]]  # models and variant to run with a fix, and its files
@@ -192,8 +194,13 @@ def try_fixes(
     attempt("rebuild", "a file of the same size, scaled and rounded anew", lambda: fitted(rebuilt()))
     attempt("exclude", larger, lambda: fitted(rebuilt(EXCLUDED_SHARE)))
     attempt("teacher", f"{steps}, the same rank", lambda: fitted(models, taught=True))
-    everything = f"{larger}, {ranks}, {steps}"
-    attempt("together", everything, lambda: fitted(rebuilt(EXCLUDED_SHARE), CORRECTION_RANK, taught=True))
+    written = not any(each and isinstance(each.scheme, ReadOnlyScheme) for each in models.layers.values())
+    everything = f"{larger}, {ranks}, {steps}" if written else f"{ranks}, {steps}"
+
+    def together() -> Made:
+        return fitted(rebuilt(EXCLUDED_SHARE) if written else models, CORRECTION_RANK, taught=True)
+
+    attempt("together", everything, together)
     return fixes
 
 
