@@ -55,6 +55,7 @@ OPTIMIZERS: dict[str, OptimizerType] = {
     ),
     "Adafactor": OptimizerType("transformers.optimization", "Adafactor"),
     "CAME": OptimizerType("library.training.optim.came", "CAME"),
+    "SOAP": OptimizerType("library.training.optim.soap", "SOAP"),
     "Lion": OptimizerType("lion_pytorch", "Lion"),
     "AdamWScheduleFree": OptimizerType("schedulefree", "AdamWScheduleFree", averages=True),
     "RAdamScheduleFree": OptimizerType("schedulefree", "RAdamScheduleFree", averages=True),

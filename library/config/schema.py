@@ -281,8 +281,8 @@ class OptimizerConfig(Section):
 
     optimizer_type: Annotated[str, MUST_MATCH] = Field(
         "AdamW",
-        description="AdamW, AdamW8bit, Prodigy, ProdigyPlusScheduleFree, Adafactor, CAME, Lion, AdamWScheduleFree, "
-        "DAdaptAdam, or a dotted class path of these packages",
+        description="AdamW, AdamW8bit, Prodigy, ProdigyPlusScheduleFree, Adafactor, CAME, SOAP, Lion, "
+        "AdamWScheduleFree, DAdaptAdam, or a dotted class path of these packages",
     )
     trust_class_paths: bool = Field(False, description="optimizer_type may name a class of any package, which is run")
     optimizer_args: Pairs = Field([], description='key=value pairs for the optimizer, "weight_decay=0.01"')

@@ -62,7 +62,7 @@ FIX_COLUMNS = (
     *("", "velocity", "latents", "image", "of before", "bypass, of before", "border, times noise"),
     *("seconds", "cost"),
 )
-CORRECTION_RANK, TEACHER_STEPS, TEACHER_RATE, EXCLUDED_SHARE = 32, 200, 3e-4, 0.1
+CORRECTION_RANK, TEACHER_STEPS, TEACHER_RATE, EXCLUDED_SHARE = 32, 200, 4e-4, 0.1
 
 Made = tuple[Models, Variant, tuple[Path, ...]]  # models and variant to run with a fix, and its files
 
@@ -302,18 +302,24 @@ class FixBuilder:
         """Return ``models`` with the LoRA refitted to the weights they deploy, and ``taught`` on them if wanted."""
         lora, targets = self.refitted(models, correction_rank), models.targets
         if taught:
-            lora = self.taught(models, lora)
+            lora = self.taught(models, lora, correction_rank)
         own = (models.deployed.path,) if models is not self.models and models.deployed.path else ()
         weights = targets.by_component(load_lora(lora, targets).weights)
         ours = {**models.loras, targets.file_prefix: weights.get(targets.file_prefix, {})}
         return replace(models, loras=ours), self.served, (*own, lora)
 
-    def taught(self, models: Models, lora: Path) -> Path:
-        """Train ``lora`` on the weights that ``models`` deploy, the reference being the teacher; return its file."""
+    def taught(self, models: Models, lora: Path, correction_rank: int) -> Path:
+        """Train ``lora`` on the weights that ``models`` deploy, the reference being the teacher; return its file.
+
+        The rate falls with the share of ranks that ``correction_rank`` added: what they have corrected already is lost
+        to steps as large as the LoRA's own rank takes.
+        """
         options, calibration = self.options, self.options.calibration
         recipe = models.deployed.recipe
         if recipe is not None and not isinstance(recipe.scheme, Fp8Scheme):  # others are only read by it
             models = self._written(f"deployed_{recipe.scheme.name}", USUAL_LAYOUTS[recipe.scheme.name], recipe)
+        own = load_lora(options.lora, self.models.targets).weights.values()
+        rank = median(weights.rank for weights in own)
         output = options.folder / f"taught_{lora.stem}"
         values = _deployed_base(models) | {
             "distill_from": models.config.pretrained_model_name_or_path,
@@ -329,8 +335,9 @@ class FixBuilder:
             "guidance_scale": calibration.guidance_scale,
             "seed": calibration.seed,
             "max_train_steps": TEACHER_STEPS,
+            "optimizer_type": "SOAP",
             "lr_scheduler": "cosine",
-            "learning_rate": TEACHER_RATE,
+            "learning_rate": TEACHER_RATE * rank / (rank + correction_rank),
             "max_data_loader_n_workers": 0,
         }
         if options.mixed_precision:
