@@ -149,7 +149,7 @@ class PrecisionConfig(Section):
         "auto",
         description="products with quantised weights: dequantised to the compute dtype; as they are stored, which "
         "rounds activations too (fp8 on Ada, Hopper or newer with one scale a tensor or row; int8 on Turing or newer); "
-        "auto takes these where GPU and weight allow",
+        "auto takes these in fp8 where GPU and weight allow",
     )
     fp8_input_gradient: Annotated[bool, OnlyWith(quantised_compute=("auto", "quantised"))] = Field(
         False, description="fp8 products for the input gradient too, not only in forward"

@@ -10,12 +10,20 @@ wants [B, H, S, D]; the transposes are views and its kernels read strides, so no
     document_mask      causal attention within each of several documents packed into one window: block diagonal
 
 There is no process-wide setting: whoever builds a model says which backend its attention uses.
+
+Two faults of cuDNN's backward, which PyTorch prefers on Hopper and Blackwell, are kept away from training. It takes the
+gradient of the output to lie in memory as the output does: of a gradient that is a part of a wider tensor, as
+concatenation hands it back, it makes gradients unrelated to the right ones (relative error 1.4 on an H100, torch 2.11)
+or reads memory that is not there; so gradients are packed first. And where there is a mask and the keys end in half a
+tile of 128, it makes NaN of rows with very negative scores (torch 2.11 to 2.13,
+https://github.com/pytorch/pytorch/issues/196678); there it is not chosen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -71,7 +79,8 @@ def attend(
         key, value = (tensor.repeat_interleave(heads // kv_heads, dim=2) for tensor in (key, value))
     arguments = _kernel_arguments(query, key, value, mask, causal, scale)
     if backend == "auto":
-        output = F.scaled_dot_product_attention(*arguments[0], **arguments[1])
+        with _sound_kernels(query, key, arguments[1]["attn_mask"]):
+            output = F.scaled_dot_product_attention(*arguments[0], **arguments[1])
     else:
         with sdpa_kernel(_kernel(backend)):
             try:
@@ -83,7 +92,20 @@ def attend(
                     f"attention backend {backend!r} cannot run {query.dtype} on {query.device.type} for "
                     f"query {tuple(query.shape)}; choose 'auto'"
                 ) from error
-    return output.transpose(1, 2).to(query.dtype)
+    output = output.transpose(1, 2).to(query.dtype)
+    return PackedGradient.apply(output) if query.is_cuda and output.requires_grad else output
+
+
+class PackedGradient(torch.autograd.Function):
+    """Its input; the gradient is handed on without gaps between its numbers (see the module)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return gradients[0].contiguous()
 
 
 def attend_jointly(
@@ -117,9 +139,17 @@ def chosen_backend(
 ) -> str:
     """Return the name of the kernel that ``attend(..., backend="auto")`` runs for these tensors."""
     tensors, options = _kernel_arguments(query, key, value, mask, causal, None)
-    choice = torch._fused_sdp_choice(*tensors, **options)
+    with _sound_kernels(query, key, options["attn_mask"]):
+        choice = torch._fused_sdp_choice(*tensors, **options)
     names = {int(kernel.value): name for name, kernel in _KERNELS.items()}
     return names.get(int(choice), "math")
+
+
+def _sound_kernels(query: Tensor, key: Tensor, mask: Tensor | None) -> AbstractContextManager[None]:
+    """Return the context in which PyTorch chooses among all kernels, or all but cuDNN's (see the module)."""
+    if mask is None or not query.is_cuda or not query.requires_grad or key.shape[1] % 128 != 64:
+        return nullcontext()
+    return sdpa_kernel([kernel for name, kernel in _KERNELS.items() if name != "cudnn"])
 
 
 def _kernel(backend: str) -> SDPBackend:

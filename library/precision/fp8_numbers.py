@@ -233,5 +233,17 @@ def dequantize(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tens
         return (by_bits if small else _faster())(values, scale, dtype)
     if scale is None:
         return values.to(dtype)
-    product = values.to(torch.float32).unflatten(1, (scale.shape[1], -1)) * scale.unsqueeze(-1)
-    return product.to(dtype).view(values.shape)
+    return scaled(values, scale, dtype)
+
+
+def scaled(values: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return ``values`` [out, in] times ``steps`` [1 or out, blocks] in ``dtype``: multiplied in fp32, rounded once.
+
+    ``dtype`` has to have every value (bf16 and fp16 have those of fp8 and int8), so that nothing in fp32 is made.
+    """
+    numbers = values.to(dtype)
+    blocks = numbers.unflatten(1, (steps.shape[1], -1))
+    if torch.compiler.is_compiling():
+        return (blocks.float() * steps.unsqueeze(-1)).to(dtype).view(values.shape)
+    torch.mul(blocks, steps.unsqueeze(-1), out=blocks)
+    return numbers

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from library.errors import UserError
-from library.nn.attention import attend, chosen_backend
+from library.nn.attention import PackedGradient, attend, chosen_backend
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -91,3 +91,36 @@ def test_one_token_with_grouped_keys_attends_as_with_repeated_keys(padded: bool)
     expected = torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), repeated[1])
     ours = attend(query, key, value, mask=mask if padded else None, causal=True)
     torch.testing.assert_close(ours, expected.float(), rtol=1e-5, atol=1e-6)
+
+
+def test_the_gradient_of_attention_reaches_its_kernel_packed() -> None:
+    """As cuDNN's backward needs it; the numbers are those of the gradient that came."""
+    x, wide = random(2, 5, 4, 16).requires_grad_(), random(2, 5, 4 * 48, seed=1)
+    came = wide[..., :64].unflatten(-1, (4, 16))  # a part of a wider tensor, as torch.cat's backward hands it on
+    assert not came.is_contiguous()
+    PackedGradient.apply(x).backward(came)
+    assert x.grad is not None
+    assert x.grad.is_contiguous()
+    assert torch.equal(x.grad, came)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="cuDNN attention exists on CUDA")
+@pytest.mark.parametrize("keys", [64, 320, 333, 4608])
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients_on_a_gpu_are_those_of_the_formula_whatever_is_concatenated_to_the_output(
+    keys: int, masked: bool
+) -> None:
+    tensors = [random(1, keys, 2, 64, seed=seed).cuda().bfloat16() for seed in range(3)]
+    mask = torch.ones(1, keys, dtype=torch.bool, device="cuda") if masked else None
+    tensors[0][..., 0], tensors[1][..., 0] = 1.0, -120 * 8.0  # scores near -120: the sums of exponentials underflow
+    found = []
+    for dtype in (torch.bfloat16, torch.float64):
+        q, k, v = leaves = [tensor.to(dtype).requires_grad_() for tensor in tensors]
+        out = attend(q, k, v, mask=mask, backend="auto" if dtype == torch.bfloat16 else "math")
+        joined = torch.cat([out.flatten(2), v.detach().flatten(2)], dim=-1)
+        joined.backward(random(*joined.shape, seed=4).cuda().to(dtype))
+        found.append([leaf.grad for leaf in leaves])
+    for ours, exact in zip(*found, strict=True):
+        assert ours is not None
+        assert ours.isfinite().all()
+        assert (ours - exact).norm() < 0.05 * exact.norm()  # bf16: 0.3 % where scores are small, more near -120

@@ -116,7 +116,7 @@ class QuantizedWeight(ABC):
         return False
 
     def multiplies_on(self, device: torch.device) -> bool:
-        """Return whether :meth:`product` can be had on ``device``, and is what its tensor cores are for."""
+        """Return whether :meth:`product` can be had on ``device``, and is faster there than dequantising."""
         return False
 
     def product(self, x: Tensor) -> Tensor:

@@ -251,10 +251,12 @@ def multiplied(x: Tensor, weight: QuantizedWeight, layout: str, **scales: Tensor
     Args:
         layout: comfy-kitchen's for both. scales: those of the weight under the names they have in it.
     """
+    from comfy_kitchen import use_backend
     from comfy_kitchen.tensor import QuantizedTensor, get_layout_class
 
     params = get_layout_class(layout).Params(**scales, orig_dtype=x.dtype, orig_shape=weight.shape)
-    rounded, own = QuantizedTensor.from_float(x, layout), QuantizedTensor(weight.values.contiguous(), layout, params)
+    own = QuantizedTensor(weight.values.contiguous(), layout, params)
     if has_block_products(x.device):
-        return torch.nn.functional.linear(rounded, own)
-    return torch.nn.functional.linear(rounded.dequantize(), own.dequantize())
+        return torch.nn.functional.linear(QuantizedTensor.from_float(x, layout), own)
+    with use_backend("eager"):  # its Triton kernels use instructions that older GPUs do not have
+        return torch.nn.functional.linear(QuantizedTensor.from_float(x, layout).dequantize(), own.dequantize())
