@@ -311,6 +311,8 @@ class FixBuilder:
     def taught(self, models: Models, lora: Path, correction_rank: int) -> Path:
         """Train ``lora`` on the weights that ``models`` deploy, the reference being the teacher; return its file.
 
+        Inputs are rounded in training as the server rounds them, so that the steps learn to make up for that too.
+
         The rate falls with the share of ranks that ``correction_rank`` added: what they have corrected already is lost
         to steps as large as the LoRA's own rank takes.
         """
@@ -342,6 +344,9 @@ class FixBuilder:
         }
         if options.mixed_precision:
             values["mixed_precision"] = options.mixed_precision
+        rounding = self.served.activations
+        if rounding and (rounding != "auto" or models.deployed.recipe is None):  # that is said by files alone
+            values["quantised_activations"] = rounding
         options.train(validated(values, {key: f"--fix teacher: {key}" for key in values}))
         return output / "taught.safetensors"
 
