@@ -5,7 +5,7 @@
 
 For each training seed a LoRA is trained on the base, as ``configs/demo.toml`` says in fewer steps. Its effect on the
 base is what the student is to show: velocities at the student's four noise levels, and finished pictures, of images
-painted from seeds that no training has seen. Remedies are trained on others. *error* is what is missing or wrong of the
+painted from seeds that no training has seen. Remedies are trained on others. *wrong* is what is missing or wrong of the
 effect on the velocity, over the effect. Captions have 32 tokens, as where the student was made.
 """
 
@@ -84,7 +84,7 @@ def measure_seed(seed: int, held_out: Path, images: int, training: Path, turbo: 
     return rows
 
 
-COLUMNS = {"case": "<34", "size": "8.2f", "direction": "10.3f", "error": "8.2f", "error_spread": "13.2f"}
+COLUMNS = {"case": "<34", "size": "8.2f", "direction": "10.3f", "wrong": "8.2f", "wrong_spread": "13.2f"}
 COLUMNS |= {"picture": "8.2f", "picture_direction": "18.2f"}
 
 
@@ -110,11 +110,10 @@ def main() -> None:
         rows = [seed[case] for seed in found if isinstance(seed.get(case), StrengthRow)]
         if rows:
             errors = [row.error for row in rows]
-            means = {
-                key: mean(getattr(row, key) for row in rows)
-                for key in ("size", "direction", "error", "picture", "picture_direction")
-            }
-            table.add({"case": case, **means, "error_spread": (max(errors) - min(errors)) / 2})
+            keys = ("size", "direction", "picture", "picture_direction")
+            means = {key: mean(getattr(row, key) for row in rows) for key in keys}
+            spread = (max(errors) - min(errors)) / 2
+            table.add({"case": case, **means, "wrong": mean(errors), "wrong_spread": spread})
     equal = {f"equal_strength_{n + 1}": seed["equal"] for n, seed in enumerate(found) if seed["equal"]}
     finish(table.rows, equal, options.json)
 
