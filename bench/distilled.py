@@ -106,7 +106,7 @@ def main() -> None:
             for seed in range(1, options.seeds + 1)
         ]
     table = Table(COLUMNS)
-    for case in found[0]:
+    for case in dict.fromkeys(case for seed in found for case in seed):
         rows = [seed[case] for seed in found if isinstance(seed.get(case), StrengthRow)]
         if rows:
             errors = [row.error for row in rows]
