@@ -356,7 +356,7 @@ def _tandem(case: GpuCase, transformer: Any, device: torch.device, tiny: bool) -
     if case.base == "fp8 dequant":
         quantize_model(transformer, Recipe(Fp8Scheme("block64")), compute="dequant")
     elif case.base == "fp8 scaled_mm":
-        quantize_model(transformer, Recipe(Fp8Scheme("row")), compute="quantised", fp8_input_gradient=True)
+        quantize_model(transformer, Recipe(Fp8Scheme("row")), compute="quantised")
     if case.swapped:
         transformer.to("cpu")  # random numbers are made faster on the GPU, but a swapped model comes from the host
     trained = tandem_network(case.family, transformer).parameters()

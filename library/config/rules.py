@@ -325,10 +325,6 @@ def _has_its_own_rate(key: str) -> Rule:
     )
 
 
-def _multiplied_in_fp8(s: Settings) -> bool:
-    return s.quantised_compute == "quantised" or s.fp8_input_gradient
-
-
 def _warms_up_to_the_end(s: Settings) -> bool:
     """Epochs are as long as the dataset, which nobody has looked at yet: those are checked before the first step."""
     counted = getattr(s, "max_train_epochs", None) is None
@@ -399,21 +395,19 @@ _LORA = (
         "casts without scales, fp8_scaled quantises with scales; keep one of them",
     ),
     Rule(
-        ("quantised_activations", "quantised_compute", "fp8_input_gradient"),
-        lambda s: s.quantised_activations != "none" and _multiplied_in_fp8(s),
-        "products as weights are stored round them already; remove quantised_compute and fp8_input_gradient",
+        ("quantised_activations", "quantised_compute"),
+        lambda s: s.quantised_activations != "none" and s.quantised_compute == "quantised",
+        "products as weights are stored round them already; remove quantised_compute",
     ),
     Rule(
-        ("fp8_granularity", "quantised_compute", "fp8_input_gradient"),
-        lambda s: _multiplied_in_fp8(s) and s.fp8_scaled and s.fp8_granularity.startswith("block"),
-        'block scales cannot be multiplied in fp8, as quantised_compute = "quantised" and fp8_input_gradient do; set '
-        '"row" or "tensor"',
+        ("fp8_granularity", "quantised_compute"),
+        lambda s: s.quantised_compute == "quantised" and s.fp8_scaled and s.fp8_granularity.startswith("block"),
+        'block scales cannot be multiplied in fp8, as quantised_compute = "quantised" does; set "row" or "tensor"',
     ),
     Rule(
-        ("fp8_format", "quantised_compute", "fp8_input_gradient"),
-        lambda s: _multiplied_in_fp8(s) and (s.fp8_base or s.fp8_scaled) and s.fp8_format != "e4m3fn",
-        '{fp8_format} weights cannot be multiplied in fp8, as quantised_compute = "quantised" and '
-        'fp8_input_gradient do; set "e4m3fn"',
+        ("fp8_format", "quantised_compute"),
+        lambda s: s.quantised_compute == "quantised" and (s.fp8_base or s.fp8_scaled) and s.fp8_format != "e4m3fn",
+        '{fp8_format} weights cannot be multiplied in fp8, as quantised_compute = "quantised" does; set "e4m3fn"',
     ),
 )
 

@@ -151,9 +151,6 @@ class PrecisionConfig(Section):
         "rounds activations too (fp8 on Ada, Hopper or newer with one scale a tensor or row; int8 on Turing or newer); "
         "auto takes these in fp8 where GPU and weight allow",
     )
-    fp8_input_gradient: Annotated[bool, OnlyWith(quantised_compute=("auto", "quantised"))] = Field(
-        False, description="fp8 products for the input gradient too, not only in forward"
-    )
     quantised_activations: Literal["none", "auto", "row", "tensor", "unit", "static", "int8", "nvfp4", "mxfp8"] = Field(
         "none",
         description="round what quantised layers are given as the server's products will, with the gradient passed "

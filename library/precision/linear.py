@@ -22,7 +22,7 @@ Qwen-Image weight is one chunk.
 
 *As it is stored* (``quantised``), on GPUs whose tensor cores have the format (``QuantizedWeight.multiplies_on``), at up
 to twice bf16's rate. Activations are then rounded too, row by row with scales of their own (nothing to calibrate). The
-input gradient stays dequantised unless ``fp8_input_gradient`` asks for it.
+input gradient stays dequantised: made in fp8 it takes longer, as the weight has to be transposed each time.
 
 The layer is an ``nn.Linear`` to whoever asks (LoRA, tensor parallelism by type), the weight's values its parameter
 ``weight``, its scales buffers. Moving it moves all; casting it (``model.to(torch.bfloat16)``) changes none, since a
@@ -57,7 +57,6 @@ class QuantizedLinear(nn.Linear):
         bias: [out] in high precision, or None.
         compute: how products are made: ``dequant``, ``quantised``, or ``auto``, which takes ``quantised`` where GPU
             and weight allow.
-        fp8_input_gradient: with ``quantised``, make the input gradient in fp8 as well.
     """
 
     def __init__(
@@ -66,13 +65,11 @@ class QuantizedLinear(nn.Linear):
         bias: Tensor | None = None,
         *,
         compute: Compute = "auto",
-        fp8_input_gradient: bool = False,
     ) -> None:
         """Wrap ``weight`` and ``bias`` without copying."""
         nn.Module.__init__(self)  # not nn.Linear's: it would allocate a weight
         # The bias first: diffusers takes the dtype of a model's first parameter for that of activations.
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
-        self.fp8_input_gradient = fp8_input_gradient
         self.set_quantized(weight)
         self.set_compute(compute)
 
@@ -127,21 +124,14 @@ class QuantizedLinear(nn.Linear):
         if torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
         rows = x.reshape(-1, self.in_features)
-        as_stored = self._multiplies_as_stored(x.device)
         outline = self.outline.unrotated() if rotated else self.outline
-        how = (outline, as_stored, as_stored and self._rounds_gradients)
+        how = (outline, self._multiplies_as_stored(x.device))
         out = _Product.apply(rows, self.bias, how, *self._tensors().values())
         return out.view(*x.shape[:-1], self.out_features)
 
     def input_gradient(self, gradient: Tensor) -> Tensor:
         """Return ``gradient @ W``: [n, out] -> [n, in]; what backward of :meth:`forward` does."""
-        if self._rounds_gradients and self._multiplies_as_stored(gradient.device):
-            return self.quantized().input_product(gradient)
         return _gradient_by_columns(gradient, self.quantized())
-
-    @property
-    def _rounds_gradients(self) -> bool:
-        return self.fp8_input_gradient and self.outline.has_input_product
 
     def _multiplies_as_stored(self, device: torch.device) -> bool:
         return self.compute == "quantised" or (self.compute == "auto" and self.quantized().multiplies_on(device))
@@ -226,20 +216,20 @@ def ddp_ignored_names(model: nn.Module) -> list[str]:
 class _Product(torch.autograd.Function):
     """``x [n, in] @ W.T + bias``, differentiable in ``x`` and ``bias``.
 
-    ``how``: the weight without its tensors, whether it is multiplied as it is stored, and whether the gradient is too.
+    ``how``: the weight without its tensors, and whether forward multiplies it as it is stored.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, how: tuple[QuantizedWeight, bool, bool], *tensors: Tensor
+        ctx: Any, x: Tensor, bias: Tensor | None, how: tuple[QuantizedWeight, bool], *tensors: Tensor
     ) -> Tensor:
         if torch.compiler.is_compiling():
             ctx.save_for_backward(*tensors)  # a compiled graph passes its inputs on, without a copy
         else:
             # Kept by reference, past saved-tensor hooks: activation offloading must not carry off the weights.
             ctx.tensors = tensors
-        ctx.how = how
-        outline, as_stored, _ = how
+        outline, as_stored = how
+        ctx.outline = outline
         weight = _with_tensors(outline, tensors)
         bias = None if bias is None else bias.to(x.dtype)
         if as_stored:
@@ -251,11 +241,9 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
         tensors = ctx.tensors if hasattr(ctx, "tensors") else ctx.saved_tensors
-        outline, _, gradient_as_stored = ctx.how
         dx = None
         if ctx.needs_input_grad[0]:
-            weight = _with_tensors(outline, tensors)
-            dx = weight.input_product(gradient) if gradient_as_stored else _gradient_by_columns(gradient, weight)
+            dx = _gradient_by_columns(gradient, _with_tensors(ctx.outline, tensors))
         dbias = gradient.float().sum(dim=0) if ctx.needs_input_grad[1] else None
         return dx, dbias, None, *(None for _ in tensors)
 

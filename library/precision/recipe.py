@@ -131,7 +131,7 @@ class WeightLoader:
 
     Attributes:
         recipe: how bf16 weights are quantised, or None to leave them.
-        compute, fp8_input_gradient: see ``QuantizedLinear``.
+        compute: see ``QuantizedLinear``.
         activations: how the inputs of quantised layers are rounded, see ``activations``; "auto": as the file's server
             does; None: not at all.
         served: layer -> what the file says of its inputs; filled while it is loaded.
@@ -141,7 +141,6 @@ class WeightLoader:
 
     recipe: Recipe | None = None
     compute: Compute = "auto"
-    fp8_input_gradient: bool = False
     activations: ActivationRounding | Literal["auto"] | None = None
     changes: Mapping[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
     served: Mapping[str, ServedInput] = field(default_factory=dict, init=False)
@@ -199,7 +198,7 @@ class WeightLoader:
         hidden = leaf == "wo" and "T5Dense" in type(parent).__name__
         kind = QuantizedLinearOfHiddenDtype if hidden else QuantizedLinear
         try:
-            layer = kind(quantized, bias, compute=self.compute, fp8_input_gradient=self.fp8_input_gradient)
+            layer = kind(quantized, bias, compute=self.compute)
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
         setattr(parent, leaf, layer.train(parent.training))
@@ -234,9 +233,7 @@ class WeightLoader:
         return ", ".join(parts)
 
 
-def quantize_model(
-    model: nn.Module, recipe: Recipe, *, compute: Compute = "auto", fp8_input_gradient: bool = False
-) -> WeightLoader:
+def quantize_model(model: nn.Module, recipe: Recipe, *, compute: Compute = "auto") -> WeightLoader:
     """Replace the linear layers of ``model`` by :class:`QuantizedLinear` in place; return what counted them.
 
     Works on diffusers' transformers and on transformers' text encoders (T5, CLIP, Qwen2.5-VL) alike. Each weight
@@ -247,9 +244,9 @@ def quantize_model(
     Args:
         model: with weights, on any device.
         recipe: format, scales, what is excluded.
-        compute, fp8_input_gradient: see :class:`QuantizedLinear`.
+        compute: see :class:`QuantizedLinear`.
     """
-    loader = WeightLoader(recipe, compute, fp8_input_gradient)
+    loader = WeightLoader(recipe, compute)
     loader.check(model)
     owners = Counter(id(p) for module in model.modules() for p in module._parameters.values())
     for name in [name for name, module in model.named_modules() if type(module) is nn.Linear]:

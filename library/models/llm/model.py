@@ -329,9 +329,8 @@ def _on_rows(joined: nn.Module, rows: slice) -> nn.Module:
     if isinstance(joined, FakeQuantLinear):
         return FakeQuantLinear(_on_rows(joined.base, rows), joined.rounding)
     if isinstance(joined, QuantizedLinear):
-        quantized, compute, input_gradient = joined.quantized(), joined.compute, joined.fp8_input_gradient
         bias = None if joined.bias is None else joined.bias.detach()[rows]
-        return QuantizedLinear(quantized.part(rows), bias, compute=compute, fp8_input_gradient=input_gradient)
+        return QuantizedLinear(joined.quantized().part(rows), bias, compute=joined.compute)
     assert isinstance(joined, nn.Linear)
     part = nn.Linear(joined.in_features, rows.stop - rows.start, bias=joined.bias is not None, device="meta")
     part.weight = nn.Parameter(joined.weight.detach()[rows], requires_grad=False)

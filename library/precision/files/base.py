@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -121,12 +121,6 @@ class QuantizedWeight(ABC):
 
     def product(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T`` with ``x`` [n, in] rounded as the format's own products need it; [n, out]."""
-        raise NotImplementedError
-
-    has_input_product: ClassVar[bool] = False
-
-    def input_product(self, gradient: Tensor) -> Tensor:
-        """Return ``gradient @ weight`` with ``gradient`` [n, out] rounded likewise; [n, in]."""
         raise NotImplementedError
 
     @classmethod

@@ -164,19 +164,6 @@ class Fp8Weight(QuantizedWeight):
         columns = _column_scale(self.scale, self.values.shape[0], x.device)
         return _scaled_mm(rounded, self.values.t(), row_scale, columns, x.dtype)
 
-    has_input_product = True
-
-    def input_product(self, gradient: Tensor) -> Tensor:
-        """Return ``gradient @ weight`` with the scaled ``gradient`` [n, out] rounded to fp8.
-
-        The op wants its second operand by columns, so the values are transposed: a copy of one byte a weight.
-        """
-        scaled = gradient.float() if self.scale is None else gradient.float() * self.scale.reshape(1, -1)
-        rounded, row_scale = _round_rows(scaled)
-        by_columns = self.values.t().contiguous().t()
-        columns = _column_scale(None, self.values.shape[1], gradient.device)
-        return _scaled_mm(rounded, by_columns, row_scale, columns, gradient.dtype)
-
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:
         """Return weights one below the other: a row's scale goes with its row, coarser blocks become finer ones."""

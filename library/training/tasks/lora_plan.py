@@ -145,20 +145,17 @@ def plan_base(config: PrecisionConfig, layout: QuantizedFile | None, seed: int, 
     Raises:
         UserError: the device has no fp8 products, or an option has no effect on this file.
     """
-    in_fp8 = {
-        "quantised_compute": config.quantised_compute == "quantised",
-        "fp8_input_gradient": config.fp8_input_gradient,
-    }
-    for key, asked in in_fp8.items():
-        if asked and not device_has_fp8_matmul(device):
-            remedy = 'use "auto" or "dequant"' if key == "quantised_compute" else "remove it"
-            name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-            raise UserError(f"{key}: products in fp8 need an Ada, Hopper or newer GPU, which {name} is not; {remedy}")
+    if config.quantised_compute == "quantised" and not device_has_fp8_matmul(device):
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+        raise UserError(
+            f"quantised_compute: products in fp8 need an Ada, Hopper or newer GPU, which {name} is not; "
+            'use "auto" or "dequant"'
+        )
     activations = None if config.quantised_activations == "none" else config.quantised_activations
     compute = "dequant" if activations else config.quantised_compute  # rounded once, where the server rounds
     if layout is None:
         if not (config.fp8_base or config.fp8_scaled):
-            for key in ("quantised_compute", "fp8_input_gradient", "quantised_activations"):
+            for key in ("quantised_compute", "quantised_activations"):
                 if key in config.model_fields_set:
                     raise UserError(f"{key}: has no effect, the model has no fp8 weights; set fp8_base or fp8_scaled")
         if activations in ("auto", "static"):
@@ -166,12 +163,12 @@ def plan_base(config: PrecisionConfig, layout: QuantizedFile | None, seed: int, 
                 f"quantised_activations = {activations}: is read from a quantised file, and this base is quantised "
                 "as it is loaded; train on the file, or name the server's rounding (row, unit, ...)"
             )
-        return WeightLoader(transformer_recipe(config, seed), compute, config.fp8_input_gradient, activations)
+        return WeightLoader(transformer_recipe(config, seed), compute, activations)
     unused = ("fp8_scaled", "fp8_format", "fp8_exclude", "fp8_exclude_patterns", "fp8_rounding")
     for key in unused:
         if key in config.model_fields_set and (key != "fp8_scaled" or config.fp8_scaled):
             raise UserError(f"{key}: {layout.path} is in fp8 already and is trained on as it is; remove {key}")
-    return WeightLoader(None, compute, config.fp8_input_gradient, activations)
+    return WeightLoader(None, compute, activations)
 
 
 def transformer_recipe(config: PrecisionConfig, seed: int) -> Recipe | None:

@@ -304,7 +304,6 @@ def test_auto_rounds_inputs_where_the_server_of_the_file_does(
             {"fp8_base": True, "quantised_compute": "quantised"},
             "quantised_compute: products in fp8 need an Ada, Hopper or",
         ),
-        (None, {"fp8_scaled": True, "fp8_granularity": "row", "fp8_input_gradient": True}, "newer GPU, which the CPU"),
         (
             None,
             {"fp8_base": True, "fp8_exclude_patterns": ["atn"]},
