@@ -44,7 +44,7 @@ from library.precision.files.base import QuantizedWeight
 Compute = Literal["auto", "dequant", "quantised"]
 
 _CPU_CHUNK = 1 << 21  # 4 MiB in bf16; with AMX smaller ones take 20 % longer, on Zen 5 all up to this cost the same
-_CPU_TOKENS = 128  # rotated at a time at least, or a quarter of all; a weight is dequantised for each
+_CPU_TOKENS = 128  # rotated at a time at least, or a quarter of all, anew for each chunk of the weight
 _GPU_CHUNK = 1 << 27  # 256 MiB in bf16, larger than any weight of FLUX or Qwen-Image
 _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -259,15 +259,15 @@ def _product_by_rows(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) ->
         return torch.nn.functional.linear(weight.rotate(x), weight.operand(x.dtype), bias)
     out = x.new_empty(x.shape[0], out_features)
     tokens = max(_CPU_TOKENS, x.shape[0] // 4) if weight.rotates and x.device.type == "cpu" else x.shape[0]
-    for first in range(0, x.shape[0], tokens):
-        turned, own = weight.rotate(x[first : first + tokens]), out[first : first + tokens]
-        for start in range(0, out_features, step):
-            rows = slice(start, start + step)
-            part = weight.part(rows).operand(x.dtype).t()
+    for start in range(0, out_features, step):
+        rows = slice(start, start + step)
+        part = weight.part(rows).operand(x.dtype).t()
+        for first in range(0, x.shape[0], tokens):
+            turned, own = weight.rotate(x[first : first + tokens]), out[first : first + tokens, rows]
             if bias is None:
-                torch.mm(turned, part, out=own[:, rows])
+                torch.mm(turned, part, out=own)
             else:
-                torch.addmm(bias[rows], turned, part, out=own[:, rows])
+                torch.addmm(bias[rows], turned, part, out=own)
     return out
 
 
