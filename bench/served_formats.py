@@ -8,7 +8,8 @@ For each training seed a LoRA is trained in high precision on the demo's images.
 LoRA beside it; everything runs on the same held-out images, painted from seeds that neither training nor calibration
 have, with the same masks, noise and noise levels. Errors are relative rms errors of the finished latents after four
 sampling steps. Formats are written by ``tools/quantize_model.py``, mxfp8 by comfy-kitchen, GGUF by the ``gguf`` package
-and nf4 by bitsandbytes, each with the layers that are usual in high precision there.
+and nf4 by bitsandbytes, each with the layers that are usual in high precision there; ``..._high`` is the file that asks
+ComfyUI for products in high precision.
 
     base           the quantised weights, the LoRA beside them, activations as they are
     merge          what the server's merge adds to that (ComfyUI's resident layers: rounded stochastically)
@@ -67,13 +68,14 @@ from train_lora import train
 WRITTEN = {
     "fp8": ("--scheme", "cast"),
     "fp8_scaled": ("--scheme", "tensor", "--products", "low"),
-    "int8_convrot": ("--scheme", "int8_convrot", "--products", "low"),
-    "int8_row": ("--scheme", "int8_row", "--products", "low"),
+    "int8_convrot": ("--scheme", "int8_convrot"),
+    "int8_row": ("--scheme", "int8_row"),
     "nvfp4": ("--scheme", "nvfp4", "--products", "low"),
+    "fp8_scaled_high": ("--scheme", "tensor", "--products", "high"),
+    "nvfp4_high": ("--scheme", "nvfp4", "--products", "high"),
 }
 FORMATS = (*WRITTEN, "mxfp8", "Q8_0", "Q4_0", "Q4_K", "nf4")
-PRECISIONS = {"fp8": "fp8", "fp8_scaled": "fp8_scaled", "int8_convrot": "int8_convrot", "int8_row": "int8_row"}
-PRECISIONS |= {"nvfp4": "nvfp4"}  # --save_precision of a compensated merge
+PRECISIONS = {kind: kind.removesuffix("_high") for kind in WRITTEN}  # --save_precision of a compensated merge
 
 
 def write_format(kind: str, folder: Path) -> Path:
@@ -241,7 +243,7 @@ def measure_format(
 
 
 ERRORS = ("base", "merge", "activations", "served")
-COLUMNS = {"format": "<14", **dict.fromkeys(ERRORS, "12.2%"), "retained": "9.2f"}
+COLUMNS = {"format": "<16", **dict.fromkeys(ERRORS, "12.2%"), "retained": "9.2f"}
 
 
 def main() -> None:

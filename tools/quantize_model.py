@@ -4,9 +4,11 @@
     python tools/quantize_model.py --model flux1-dev.safetensors --save_to int8.safetensors --scheme int8_convrot
     python tools/quantize_model.py --model FLUX.1-dev --save_to FLUX.1-dev-fp8 --layout plain     # a diffusers folder
     python tools/quantize_model.py --model qwen.safetensors --save_to q.safetensors --layout musubi --scheme row
+    python tools/quantize_model.py --model flux1-dev-fp8.safetensors --save_to high.safetensors --products high
 
 With --dataset_config and --compensated weights are rounded so that outputs on your images change least; with
---budget_mb those that contribute most to the error of the model stay in bf16.
+--budget_mb those that contribute most to the error of the model stay in bf16. The last line above changes nothing of a
+downloaded file but what it asks ComfyUI for: products in high precision, whose activations are not rounded.
 
 --scheme is the format: fp8 (cast: without scales; tensor, row, block64, block128: what shares a scale), int8 (a scale
 a tensor), int8_row, int8_convrot (rotated; the best of these), nvfp4. Layouts of fp8: comfy_scaled (ComfyUI, any
@@ -76,8 +78,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--products",
         choices=("high", "low"),
-        help="what a comfy_quant or comfy_scaled file asks of ComfyUI: products in high precision, as training sees "
-        "them, or in the format, which rounds activations (default: low for int8 and nvfp4, high for fp8)",
+        help="what a file of scaled fp8 or nvfp4 asks of ComfyUI: products in high precision, as training sees them, "
+        "or in the format, which rounds activations (default: high for fp8, low for nvfp4); of a --model that is "
+        "quantised already nothing else is changed",
     )
     group = parser.add_argument_group("by activations")
     group.add_argument("--compensated", action="store_true", help="round so that outputs change least (GPTQ)")
@@ -94,6 +97,7 @@ from library.precision.files.registry import scheme_named
 from library.precision.fp8_numbers import format_named
 from library.precision.recipe import Recipe
 from library.precision.writing import Written
+from networks.files.base import open_base
 
 
 def quantize(options: argparse.Namespace, console: Console) -> Written:
@@ -114,8 +118,9 @@ def quantize(options: argparse.Namespace, console: Console) -> Written:
     layout = options.layout or USUAL_LAYOUTS[name]
     if options.format and name not in GRANULARITIES:
         raise UserError(f"--format {options.format}: is of fp8, and the scheme is {name}; remove it")
-    if options.products and not layout.startswith("comfy"):
-        raise UserError(f"--products {options.products}: files of layout {layout} cannot say so; remove it")
+    model = find_model(options.model, "--model")
+    if options.products:
+        _check_products(options, model, layout, name)
     recipe = Recipe(
         scheme,
         exclude=tuple(kind.strip() for kind in options.exclude.split(",") if kind.strip()),
@@ -123,7 +128,6 @@ def quantize(options: argparse.Namespace, console: Console) -> Written:
         stochastic=options.rounding == "stochastic",
         seed=options.seed,
     )
-    model = find_model(options.model, "--model")
     return quantize_checkpoint(
         model,
         options.save_to,
@@ -135,6 +139,21 @@ def quantize(options: argparse.Namespace, console: Console) -> Written:
         budget_mb=options.budget_mb,
         low_precision_products=None if options.products is None else options.products == "low",
     )
+
+
+def _check_products(options: argparse.Namespace, model: Path, layout: str, scheme: str) -> None:
+    """Refuse ``--products`` where no server would heed it, or beside what cannot be changed with it."""
+    if model.exists() and open_base(model, quantized=True).weights.quantized is not None:
+        alone = {"model", "save_to", "products"}
+        others = [name for name, value in vars(options).items()
+                  if name not in alone and value != parser().get_default(name)]  # fmt: skip
+        if others:
+            raise UserError(f"--{others[0]}: {model} is quantised already, and --products changes nothing else of it; "
+                            f"remove --{others[0]}, or give the bf16 file")  # fmt: skip
+    elif not layout.startswith("comfy"):
+        raise UserError(f"--products {options.products}: files of layout {layout} cannot say so; remove it")
+    elif scheme.startswith("int8"):
+        raise UserError(f"--products {options.products}: ComfyUI multiplies int8 files in int8 always; remove it")
 
 
 @exit_on_user_error

@@ -48,7 +48,7 @@ def free_remedies(
     words = {each.how for each in models.roundings(variant).values()}
     if layout in ("comfy_scaled", "comfy_quant") and words - {"int8"} and (alone := without.get("activations")):
         found.append(
-            "Or serve a file that asks for products in high precision (tools/quantize_model.py writes such files): "
+            "Or have the file ask for products in high precision (tools/quantize_model.py --products high): "
             f"{_change(full, alone)}."
         )
     return found

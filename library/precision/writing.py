@@ -21,14 +21,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from library.errors import UserError, counted
-from library.precision.checkpoint import WeightFiles
-from library.precision.files.base import COMFY_PREFIX, QuantizedWeight, StoredWeight
+from library.precision.checkpoint import QuantizedFile, WeightFiles
+from library.precision.files.base import COMFY_PREFIX, HIGH_PRODUCTS, QuantizedWeight, StoredWeight
 from library.precision.fp8_numbers import E4M3FN
 from library.precision.names import LayoutKind, high_precision_products
 from library.precision.recipe import Recipe
@@ -83,17 +83,25 @@ def write_quantized(
         weights: the source.
         target: a ``.safetensors`` path.
         layout, recipe: of a source in high precision: how it becomes quantised. One that is so already stays as it is.
-        low_precision_products: let ComfyUI multiply in the format; None: as is usual for it.
+        low_precision_products: let ComfyUI multiply in the format; None: as is usual for it. All that is changed of a
+            source that is quantised already and not merged into.
         progress: called with (weights done, weights in all).
         merge: what changes on the way; a quantised source is taken only with it.
         metadata: strings to add to the source's.
 
     Raises:
-        UserError: the layout cannot hold what the recipe asks for, or the source is quantised and not merged into.
+        UserError: the layout cannot hold what the recipe asks for, or the source is quantised and nothing changes it.
     """
     source = weights.quantized
-    if source is not None and merge is None:
-        raise UserError(f"{weights.path}: is quantised already; quantise the bf16 or fp16 file of the model")
+    markers: dict[str, Tensor] = {}
+    strings = dict(weights.metadata)
+    if source is None:
+        strings["quantised"] = recipe.describe()
+    elif merge is None:
+        if low_precision_products is None:
+            raise UserError(f"{weights.path}: is quantised already; quantise the bf16 or fp16 file of the model")
+        markers, said = _changed_markers(source, low_precision_products)
+        strings |= said
     for name, entry in weights.entries.items():
         if entry.dtype not in DTYPES:
             raise UserError(f"{weights.path}: tensor {name!r} has dtype {entry.dtype}; give a bf16 or fp16 file")
@@ -112,14 +120,13 @@ def write_quantized(
             if layout == "comfy_quant":
                 plan |= _layer_marker(stored[name], low_precision_products)
         else:
-            assert merge is not None
-            plan |= _tensors(stored[name], partial(merge.rounded, name), weights)
+            plan |= _tensors(stored[name], (lambda: None) if merge is None else partial(merge.rounded, name), weights)
     if source is not None:
         for name in source.bookkeeping - plan.keys():
             plan[name] = *source.file.entries[name].spec, partial(source.file.read, name)
+        plan |= {name: _made(marker) for name, marker in markers.items()}
     elif layout == "comfy_scaled":
         plan |= _file_marker(specs, low_precision_products)
-    strings = dict(weights.metadata) | ({"quantised": recipe.describe()} if source is None else {})
     count = iter(range(1, len(plan) + 1))
 
     def make(name: str) -> Tensor:
@@ -199,13 +206,52 @@ def _tensors(
     return {name: (dtype, shape, partial(tensor, name)) for name, (dtype, shape) in stored.specs().items()}
 
 
+def _made(marker: Tensor) -> _Planned:
+    return marker.dtype, tuple(marker.shape), lambda: marker
+
+
+def _asking(config: Mapping[str, Any], low_precision_products: bool) -> dict[str, Any]:
+    """Return ComfyUI's word about a layer with what it asks of products changed."""
+    kept = {key: value for key, value in config.items() if key != HIGH_PRODUCTS}
+    return kept if low_precision_products else kept | {HIGH_PRODUCTS: True}
+
+
+def _json_tensor(config: Mapping[str, Any]) -> Tensor:
+    return torch.tensor(list(json.dumps(config).encode()), dtype=torch.uint8)
+
+
 def _layer_marker(stored: StoredWeight, low_precision_products: bool) -> dict[str, _Planned]:
-    config = stored.comfy_config() | ({} if low_precision_products else {"full_precision_matrix_mult": True})
-    marker = torch.tensor(list(json.dumps(config).encode()), dtype=torch.uint8)
-    return {f"{stored.name.removesuffix('.weight')}.comfy_quant": (marker.dtype, tuple(marker.shape), lambda: marker)}
+    marker = _json_tensor(_asking(stored.comfy_config(), low_precision_products))
+    return {f"{stored.name.removesuffix('.weight')}.comfy_quant": _made(marker)}
 
 
 def _file_marker(names: Iterable[str], low_precision_products: bool) -> dict[str, _Planned]:
     prefix = COMFY_PREFIX if any(name.startswith(COMFY_PREFIX) for name in names) else ""
-    marker = torch.zeros(0 if low_precision_products else 2, dtype=E4M3FN.dtype)
-    return {f"{prefix}scaled_fp8": (marker.dtype, tuple(marker.shape), lambda: marker)}
+    return {f"{prefix}scaled_fp8": _made(torch.zeros(0 if low_precision_products else 2, dtype=E4M3FN.dtype))}
+
+
+def _changed_markers(source: QuantizedFile, low_precision_products: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the markers, and strings of the header, of the file ``source`` that ask ComfyUI for other products.
+
+    Raises:
+        UserError: nothing in it would heed them.
+    """
+    heed = [name for name, stored in source.weights.items() if stored.heeds_products]
+    if not heed:
+        raise UserError(
+            f"{source.path}: {source.formats}: ComfyUI multiplies such weights in one way, whatever the file says; "
+            "products can be chosen for its scaled fp8, nvfp4 and mxfp8 files"
+        )
+    entries, configs, strings = source.file.entries, source.file.layer_configs, {}
+    markers = {name: torch.zeros(0 if low_precision_products else 2, dtype=DTYPES[entry.dtype])
+               for name, entry in entries.items() if name.rpartition(".")[2] == "scaled_fp8"}  # fmt: skip
+    changed = {layer: _asking(configs[layer], low_precision_products)
+               for layer in (name.removesuffix(".weight") for name in heed) if layer in configs}  # fmt: skip
+    markers |= {f"{layer}.comfy_quant": _json_tensor(config) for layer, config in changed.items()
+                if f"{layer}.comfy_quant" in entries}  # fmt: skip
+    if (said := source.file.metadata.get("_quantization_metadata")) is not None:
+        header = json.loads(said)
+        header["layers"] |= {layer: changed[full] for layer in header["layers"]
+                             if (full := source.file.full_name(layer)) in changed}  # fmt: skip
+        strings["_quantization_metadata"] = json.dumps(header)
+    return markers, strings

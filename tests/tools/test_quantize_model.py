@@ -136,6 +136,53 @@ def test_int8_and_nvfp4_files_are_what_comfy_kitchen_reads(
         assert torch.equal(raw[name], original[name])
 
 
+@pytest.mark.parametrize("arguments", [[], ["--layout", "comfy_quant"], ["--scheme", "nvfp4"]])
+@pytest.mark.parametrize("in_header", [False, True])
+def test_a_quantised_file_asks_for_other_products_and_is_the_same_otherwise(
+    arguments: list[str], in_header: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefix, high = "model.diffusion_model.", {"full_precision_matrix_mult": True}
+    save_file(checkpoint(prefix), source := tmp_path / "in.safetensors")
+    run(
+        monkeypatch,
+        "--model",
+        source,
+        "--save_to",
+        made := tmp_path / "made.safetensors",
+        *arguments,
+        "--products",
+        "low",
+    )
+    before = load_file(made)
+    if in_header and arguments:  # as some writers have it, the layers named without the prefix
+        said = {name: before.pop(name) for name in list(before) if name.endswith(".comfy_quant")}
+        layers = {name.removesuffix(".comfy_quant").removeprefix(prefix): json.loads(bytes(marker.tolist()))
+                  for name, marker in said.items()}  # fmt: skip
+        save_file(before, made, {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})})
+    for ask, expected in (("high", high), ("low", {})):
+        run(monkeypatch, "--model", made, "--save_to", target := tmp_path / f"{ask}.safetensors", "--products", ask)
+        after = load_file(target)
+        assert after.keys() == before.keys()
+        for name, tensor in before.items():
+            if name.endswith("scaled_fp8"):
+                assert after[name].shape == ((2,) if expected else (0,))  # two elements: full precision
+            elif name.endswith("comfy_quant"):
+                old, new = (json.loads(bytes(each[name].tolist())) for each in (before, after))
+                assert new == old | expected
+            else:
+                assert after[name].dtype == tensor.dtype
+                assert torch.equal(after[name].float(), tensor.float())
+        with safe_open(target, "pt") as opened:
+            metadata = opened.metadata()
+        if in_header and arguments:
+            assert json.loads(metadata["_quantization_metadata"]) == {
+                "format_version": "1.0", "layers": {name: each | expected for name, each in layers.items()}
+            }  # fmt: skip
+        served = WeightFiles(target).quantized
+        assert served is not None
+        assert {stored.served_rounding is None for stored in served.weights.values()} == {bool(expected)}
+
+
 def test_what_is_written_is_comfy_kitchens_own_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     original = checkpoint()
@@ -154,12 +201,12 @@ def test_the_words_of_the_command_line_are_the_schemes_there_are() -> None:
 @pytest.mark.parametrize(
     ("flags", "precise"), [([], False), (["--products", "high"], True), (["--products", "low"], False)]
 )
-def test_int8_files_leave_products_to_comfyui_unless_asked(
+def test_nvfp4_files_leave_products_to_comfyui_unless_asked(
     flags: list[str], precise: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     save_file(checkpoint(), source)
-    run(monkeypatch, "--model", source, "--save_to", target, "--scheme", "int8_convrot", *flags)
+    run(monkeypatch, "--model", source, "--save_to", target, "--scheme", "nvfp4", *flags)
     layout = WeightFiles(target).quantized
     assert layout is not None
     assert {stored.full_precision for stored in layout.weights.values()} == {precise}
@@ -256,6 +303,8 @@ def test_every_mistake_is_told_in_one_line_and_leaves_nothing_behind(
     broken[f"{NAMES[1]}.weight"][0, 0] = torch.nan
     save_file(broken, tmp_path / "broken.safetensors")
     save_file({"norm.weight": torch.ones(4)}, tmp_path / "none.safetensors")
+    eight = tmp_path / "eight.safetensors"
+    run(monkeypatch, "--model", source, "--save_to", eight, "--scheme", "int8")
     (tmp_path / "pipeline").mkdir()
     (tmp_path / "pipeline" / "model_index.json").write_text("{}")
     cases = {
@@ -273,7 +322,16 @@ def test_every_mistake_is_told_in_one_line_and_leaves_nothing_behind(
         "did you mean 'int8_convrot'?": (source, "--scheme", "int8_convrt"),
         "--format e5m2: is of fp8, and the scheme is int8": (source, "--scheme", "int8", "--format", "e5m2"),
         "--products low: files of layout plain cannot say so": (source, "--layout", "plain", "--products", "low"),
+        "--products high: ComfyUI multiplies int8 files in int8 always": (
+            source,
+            "--scheme",
+            "int8",
+            "--products",
+            "high",
+        ),
         "is quantised already; quantise the bf16 or fp16 file": (done,),
+        "--scheme: ": (done, "--products", "low", "--scheme", "nvfp4"),
+        "ComfyUI multiplies such weights in one way, whatever the file says": (eight, "--products", "high"),
         "no linear weight is left to quantise": (tmp_path / "none.safetensors",),
         f"{NAMES[1]}.weight holds NaN or infinity": (tmp_path / "broken.safetensors",),
         "excluded pattern 'qvk' matches no linear layer": (source, "--exclude_pattern", "qvk"),

@@ -35,6 +35,7 @@ from library.precision.names import LayoutKind
 from library.safetensors_io import TensorEntry, TensorSpecs, read_tensor
 
 COMFY_PREFIX = "model.diffusion_model."
+HIGH_PRODUCTS = "full_precision_matrix_mult"  # key of ComfyUI's word about a layer
 
 
 @dataclass(frozen=True)
@@ -344,6 +345,12 @@ class StoredWeight(ABC):
         """
         return None
 
+    @property
+    def heeds_products(self) -> bool:
+        """Whether the server multiplies it as the file asks, in high precision or in the format."""
+        asked = (replace(self, full_precision=high).served_rounding for high in (False, True))
+        return self.layout in ("comfy_scaled", "comfy_quant") and len({*asked}) > 1
+
     def comfy_config(self) -> dict[str, Any]:
         """Return what ComfyUI's ``comfy_quant`` says of such a weight, but for how products are made."""
         raise NotImplementedError
@@ -420,7 +427,7 @@ class FileTensors:
         if "_quantization_metadata" in self.metadata:
             try:
                 layers = json.loads(self.metadata["_quantization_metadata"])["layers"]
-                configs |= {self._full_name(layer): dict(config) for layer, config in layers.items()}
+                configs |= {self.full_name(layer): dict(config) for layer, config in layers.items()}
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                 raise self.refuse("_quantization_metadata", "is not the JSON object ComfyUI writes") from None
         for name in (name for name in self.entries if name.rpartition(".")[2] == "comfy_quant"):
@@ -430,7 +437,7 @@ class FileTensors:
                 raise self.refuse(name, "is not the JSON object ComfyUI writes") from None
         return configs
 
-    def _full_name(self, layer: str) -> str:
+    def full_name(self, layer: str) -> str:
         """Return ``layer`` with the file's prefix, which some writers leave out of the header."""
         for prefix in ("", COMFY_PREFIX):
             if f"{prefix}{layer}.weight" in self.entries:

@@ -4,9 +4,10 @@ ComfyUI says of each layer how it is quantised, in a tensor ``<layer>.comfy_quan
 
     {"format": "int8_tensorwise", "convrot": true, "convrot_groupsize": 256}
 
-Options may lie in an object ``params`` inside. Whatever the format, ``full_precision_matrix_mult`` has inputs left
-alone and weights dequantised (``mixed_precision_ops`` and ``_load_quantized_module`` in ``comfy/ops.py``). So has a
-card that cannot multiply the format (``pick_operations``): nvfp4 and mxfp8 need Blackwell; int8 is the same everywhere.
+Options may lie in an object ``params`` inside. ``full_precision_matrix_mult`` has inputs left alone and weights
+dequantised (``mixed_precision_ops`` and ``_load_quantized_module`` in ``comfy/ops.py``). So has a card that cannot
+multiply the format (``pick_operations``): nvfp4 and mxfp8 need Blackwell. int8 is the same everywhere and always: what
+ComfyUI calls in high precision rounds its inputs all the same (``StoredInt8.served_rounding``).
 
 *Products* of nvfp4 and mxfp8 are comfy-kitchen's where it is installed, which is what ComfyUI multiplies with.
 
@@ -28,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from library.errors import UserError
-from library.precision.files.base import FileTensors, QuantizedWeight, StoredWeight
+from library.precision.files.base import HIGH_PRODUCTS, FileTensors, QuantizedWeight, StoredWeight
 from library.precision.names import LayoutKind
 from library.safetensors_io import TensorSpecs
 
@@ -102,7 +103,7 @@ class ComfyLayer:
             "tensors": named,
             "held": {name: entries[name].spec for name in named.values()},
             "kept": tuple(beside),
-            "full_precision": bool(self.config.get("full_precision_matrix_mult")),
+            "full_precision": bool(self.config.get(HIGH_PRODUCTS)),
             "input_scale": next((name for name in beside if name.endswith("input_scale")), None),
         }
 

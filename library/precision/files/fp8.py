@@ -50,7 +50,14 @@ import torch
 from torch import Tensor
 
 from library.errors import UserError
-from library.precision.files.base import FileTensors, QuantizedWeight, Scheme, StoredWeight, block_slice
+from library.precision.files.base import (
+    HIGH_PRODUCTS,
+    FileTensors,
+    QuantizedWeight,
+    Scheme,
+    StoredWeight,
+    block_slice,
+)
 from library.precision.fp8_numbers import (
     E4M3FN,
     FORMATS,
@@ -385,7 +392,7 @@ def _stored(file: FileTensors, name: str, fp8: Fp8Format, marked: bool, precise:
         newer = beside[0].endswith("weight_scale")
         layout = "rows" if newer else "comfy_scaled" if marked else "musubi"
     if config is not None:
-        layout, precise = "comfy_quant", bool(config.get("full_precision_matrix_mult"))
+        layout, precise = "comfy_quant", bool(config.get(HIGH_PRODUCTS))
         if not beside:
             raise file.refuse(name, "is quantised by its marker and has no weight_scale")
     elif layout == "rows" and scale_shape is not None and scale_shape[0] == 1 < shape[0]:
