@@ -125,8 +125,11 @@ class QuantizedLinear(nn.Linear):
             x = x.to(torch.get_autocast_dtype(device))
         rows = x.reshape(-1, self.in_features)
         outline = self.outline.unrotated() if rotated else self.outline
-        how = (outline, self._multiplies_as_stored(x.device))
-        out = _Product.apply(rows, self.bias, how, *self._tensors().values())
+        as_stored, tensors = self._multiplies_as_stored(x.device), self._tensors()
+        if torch.is_grad_enabled() and (rows.requires_grad or (self.bias is not None and self.bias.requires_grad)):
+            out = _Product.apply(rows, self.bias, (outline, as_stored), *tensors.values())
+        else:  # autograd functions that save a weight for nothing cannot be compiled
+            out = _multiplied(rows, outline.with_tensors(tensors), self.bias, as_stored)
         return out.view(*x.shape[:-1], self.out_features)
 
     def input_gradient(self, gradient: Tensor) -> Tensor:
@@ -228,14 +231,8 @@ class _Product(torch.autograd.Function):
         else:
             # Kept by reference, past saved-tensor hooks: activation offloading must not carry off the weights.
             ctx.tensors = tensors
-        outline, as_stored = how
-        ctx.outline = outline
-        weight = _with_tensors(outline, tensors)
-        bias = None if bias is None else bias.to(x.dtype)
-        if as_stored:
-            out = weight.product(x)
-            return out if bias is None else out.add_(bias)
-        return _product_by_rows(x, weight, bias)
+        ctx.outline, as_stored = how
+        return _multiplied(x, _with_tensors(ctx.outline, tensors), bias, as_stored)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -250,6 +247,14 @@ class _Product(torch.autograd.Function):
 
 def _with_tensors(outline: QuantizedWeight, tensors: tuple[Tensor, ...]) -> QuantizedWeight:
     return outline.with_tensors(dict(zip(outline.tensors(), tensors, strict=True)))
+
+
+def _multiplied(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, as_stored: bool) -> Tensor:
+    bias = None if bias is None else bias.to(x.dtype)
+    if as_stored:
+        out = weight.product(x)
+        return out if bias is None else out.add_(bias)
+    return _product_by_rows(x, weight, bias)
 
 
 def _product_by_rows(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:

@@ -18,7 +18,9 @@ from library.precision.activations import (
     roundings,
 )
 from library.precision.checkpoint import ServedInput
+from library.precision.files.fp8 import Fp8Scheme
 from library.precision.files.int8 import Int8Scheme
+from library.precision.fp8_numbers import FORMATS, Fp8Format
 from library.precision.linear import QuantizedLinear
 from tests.precision.layers import quantize
 
@@ -98,14 +100,17 @@ def test_auto_rounds_each_layer_as_its_file_says_where_the_server_heeds_it() -> 
     assert roundings("abcde", served, "auto")["d"].how == "row"
 
 
+@pytest.mark.parametrize("fp8", FORMATS, ids=lambda fp8: fp8.name)
 @pytest.mark.parametrize("scale", [None, 0.37])
-def test_fp8_products_are_comfy_kitchens(scale: float | None) -> None:
-    """ComfyUI's mixed_precision_ops: the input with its scale, or 1, times the weight, both as QuantizedTensor."""
-    x, weight = activations(), quantize(torch.randn(32, 64, generator=seeded(1)) * 0.05, "tensor")
+def test_fp8_products_are_comfy_kitchens(scale: float | None, fp8: Fp8Format) -> None:
+    """ComfyUI's mixed_precision_ops: the input with its scale, or 1, times the weight, both of the file's format."""
+    x, scheme = activations(), Fp8Scheme("tensor", fp8)
+    weight = scheme.quantize(torch.randn(32, 64, generator=seeded(1)) * 0.05)
     given = torch.tensor(1.0 if scale is None else scale)
     layout, own = "TensorCoreFP8Layout", ck.TensorCoreFP8Layout
     right = ck.QuantizedTensor(weight.values, layout, own.Params(weight.scale.reshape(()), torch.float32, (32, 64)))
-    wanted = torch.nn.functional.linear(ck.QuantizedTensor.from_float(x, layout, scale=given), right)
+    left = ck.QuantizedTensor.from_float(x, layout, scale=given, dtype=fp8.dtype)
+    wanted = torch.nn.functional.linear(left.dequantize(), right.dequantize())
     rounding = InputRounding("unit") if scale is None else InputRounding("static", given)
     found = FakeQuantLinear(QuantizedLinear(weight, compute="dequant"), rounding)(x)
     # both sum the same products in fp32; x * (1 / s) and x / s may fall on two sides of a tie, one number in 2^20

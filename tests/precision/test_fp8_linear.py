@@ -130,6 +130,14 @@ def test_compiled_in_one_graph_it_gives_the_same(granularity: Granularity) -> No
         torch.testing.assert_close(direct, other, rtol=2**-6, atol=2**-6 * float(direct.detach().abs().max()))
 
 
+def test_compiled_in_one_graph_where_nothing_before_it_is_trained() -> None:
+    layer, x = fp8_layer("tensor"), random(6, IN, seed=2)
+    compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager", fullgraph=True)
+    for track in (True, False):  # in training, and in sampling
+        with torch.set_grad_enabled(track):
+            torch.testing.assert_close(compiled(x), layer(x))
+
+
 def test_casting_a_model_moves_no_bit_of_codes_and_scales() -> None:
     layer = fp8_layer("row")
     codes, scale = layer.weight.view(torch.uint8).clone(), layer.scale.clone()
