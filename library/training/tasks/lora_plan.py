@@ -143,14 +143,14 @@ def plan_base(config: PrecisionConfig, layout: QuantizedFile | None, seed: int, 
         device: that will compute.
 
     Raises:
-        UserError: the device has no fp8 products, or an option has no effect on this file.
+        UserError: the device has no such products, or an option has no effect on this file.
     """
-    if config.quantised_compute == "quantised" and not device_has_fp8_matmul(device):
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-        raise UserError(
-            f"quantised_compute: products in fp8 need an Ada, Hopper or newer GPU, which {name} is not; "
-            'use "auto" or "dequant"'
-        )
+    if config.quantised_compute == "quantised":
+        in_fp8 = layout is None or any(isinstance(each.scheme, Fp8Scheme) for each in layout.weights.values())
+        if device.type != "cuda" or (in_fp8 and not device_has_fp8_matmul(device)):
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+            needs = "in fp8 need an Ada, Hopper or newer GPU" if in_fp8 else "as weights are stored need a GPU"
+            raise UserError(f'quantised_compute: products {needs}, which {name} is not; use "auto" or "dequant"')
     activations = None if config.quantised_activations == "none" else config.quantised_activations
     compute = "dequant" if activations else config.quantised_compute  # rounded once, where the server rounds
     if layout is None:

@@ -15,9 +15,12 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import tools.quantize_model as quantize_model
+from library.config.schema import PrecisionConfig
 from library.errors import UserError
 from library.precision.activations import FakeQuantLinear
+from library.precision.checkpoint import WeightFiles
 from library.precision.linear import QuantizedLinear
+from library.training.tasks.lora_plan import plan_base
 from tests.runs import ROOT, arguments, largest_difference, lora, pipeline_forward, run, train_flags, write_dataset
 from tests.tiny import SingleFiles, bfl_state_dict, save_single_files, tiny_flux_inputs, tiny_flux_pipeline
 from tests.worker_group import run_in_group
@@ -289,6 +292,24 @@ def test_auto_rounds_inputs_where_the_server_of_the_file_does(
         layers = [each for each in events.task.transformer.modules() if isinstance(each, FakeQuantLinear)]
         assert [each.rounding.how for each in layers] == ["unit"] * rounded
         assert words in metadata(tmp_path / "out")["tandem.base_precision"]
+
+
+def test_an_ampere_card_multiplies_int8_as_it_is_stored_and_not_fp8(
+    pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GeForce RTX 3090")
+    config, card = PrecisionConfig(quantised_compute="quantised"), torch.device("cuda")
+    source = save_single_files(pipeline, tmp_path / "single").transformer
+    eight = quantise(source, tmp_path / "int8.safetensors", "comfy_quant", "--scheme", "int8_row")
+    assert plan_base(config, WeightFiles(eight).quantized, 0, card).compute == "quantised"
+    fp8 = quantise(source, tmp_path / "fp8.safetensors", "comfy_quant")
+    for device, layout, message in (
+        (card, fp8, "in fp8 need an Ada, Hopper or newer GPU, which NVIDIA GeForce RTX 3090 is not"),
+        (torch.device("cpu"), eight, "as weights are stored need a GPU, which the CPU is not"),
+    ):
+        with pytest.raises(UserError, match=message):
+            plan_base(config, WeightFiles(layout).quantized, 0, device)
 
 
 @pytest.mark.parametrize(
