@@ -39,16 +39,22 @@ _HIGH = (torch.float32, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Written:
-    """What was written: linear weights that are quantised, those that the recipe excludes, bytes in and out."""
+    """What was written: linear weights that are quantised, those that the recipe excludes, bytes in and out.
+
+    ``asked``: how ComfyUI is to multiply, of a file of which nothing else was changed.
+    """
 
     path: Path
     quantized: int
     excluded: int
     bytes_before: int
     bytes_after: int
+    asked: str = ""
 
     def describe(self) -> str:
         """Return the outcome as a line."""
+        if self.asked:
+            return f"{self.path}: asks ComfyUI for products in {self.asked}; nothing else is changed"
         in_mib = f"{self.bytes_before / 2**20:.1f} -> {self.bytes_after / 2**20:.1f} MiB"
         return f"{self.path}: {counted(self.quantized, 'weight')} quantised, {self.excluded} excluded; {in_mib}"
 
@@ -137,7 +143,9 @@ def write_quantized(
     written = {name: (dtype, shape) for name, (dtype, shape, _) in plan.items()}
     stream_safetensors(target, written, make, strings | dict(metadata or {}))
     before, after = (sum(tensor_bytes(*spec) for spec in tensors.values()) for tensors in (specs, written))
-    return Written(Path(target), len(stored), len(linears) - len(stored), before, after)
+    asked = "the format" if low_precision_products else "high precision"
+    asked = asked if source is not None and merge is None else ""
+    return Written(Path(target), len(stored), len(linears) - len(stored), before, after, asked)
 
 
 def _stored(

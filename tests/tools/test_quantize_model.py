@@ -139,7 +139,11 @@ def test_int8_and_nvfp4_files_are_what_comfy_kitchen_reads(
 @pytest.mark.parametrize("arguments", [[], ["--layout", "comfy_quant"], ["--scheme", "nvfp4"]])
 @pytest.mark.parametrize("in_header", [False, True])
 def test_a_quantised_file_asks_for_other_products_and_is_the_same_otherwise(
-    arguments: list[str], in_header: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str],
+    in_header: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     prefix, high = "model.diffusion_model.", {"full_precision_matrix_mult": True}
     save_file(checkpoint(prefix), source := tmp_path / "in.safetensors")
@@ -160,7 +164,10 @@ def test_a_quantised_file_asks_for_other_products_and_is_the_same_otherwise(
                   for name, marker in said.items()}  # fmt: skip
         save_file(before, made, {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})})
     for ask, expected in (("high", high), ("low", {})):
+        capsys.readouterr()
         run(monkeypatch, "--model", made, "--save_to", target := tmp_path / f"{ask}.safetensors", "--products", ask)
+        words = {"high": "high precision", "low": "the format"}[ask]
+        assert f"asks ComfyUI for products in {words}; nothing else is changed" in capsys.readouterr().out
         after = load_file(target)
         assert after.keys() == before.keys()
         for name, tensor in before.items():
