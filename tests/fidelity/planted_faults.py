@@ -1,4 +1,4 @@
-"""How deployments of the built-in fill model are spoilt, for ``bench/report_faults.py`` and the tests of the report.
+"""How deployments of the built-in fill model are spoilt, for ``report_faults`` and the tests of the report.
 
 :func:`prepare` trains a LoRA and makes clean deployments with our own tools. A fault is planted in a copy of one of
 them (:func:`changed`, a change at a time), or by merging the LoRA as it should not be (:func:`merged`), or in another

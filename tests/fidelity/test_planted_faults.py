@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.report_faults import FAULTS, Answer, Fault, ask, examine, judge, ratios_of
 from tests.fidelity.planted_faults import prepare
+from tests.fidelity.report_faults import FAULTS, Answer, Fault, ask, examine, judge, ratios_of
 
 QUICK = ("--images", "2", "--steps", "3", "--sigmas", "0.6")
 CHOSEN = (
@@ -45,6 +45,7 @@ def test_what_was_planted_is_named_and_what_is_clean_is_not(fault: Fault, place:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # a hundred reports
 def test_nine_in_ten_listed_faults_are_named_wholly_none_is_called_normal_and_no_clean_one_alarms(place: Path) -> None:
     found = ratios_of([examine(fault, place) for fault in FAULTS])
     assert found["listed_named_wholly"] >= 0.9

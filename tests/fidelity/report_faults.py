@@ -1,7 +1,7 @@
 """Does the precision report name what is wrong? Faults planted one at a time, and clean deployments beside them.
 
-    python bench/report_faults.py --json faults.json                 # all of it, two reports at a time
-    python bench/report_faults.py --only 'scale' 'LoRA' --verbose    # some, with all the verdict says
+    python -m tests.fidelity.report_faults --json faults.json                 # all of it, two reports at a time
+    python -m tests.fidelity.report_faults --only 'scale' 'LoRA' --verbose    # some, with all the verdict says
 
 Every fault is planted in an otherwise honest deployment of the built-in fill model with a LoRA of 60 steps: some in a
 file, some declared by flags. The tool runs on it as a user runs it, and its words are judged by an expectation that
@@ -36,8 +36,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest import mock
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor
