@@ -32,7 +32,8 @@ from library.nn.rope import Table
 from library.precision.checkpoint import ServedInput
 from library.precision.files.base import QuantizedWeight
 from library.precision.files.fp8 import Fp8Weight
-from library.precision.fp8_numbers import E4M3FN, Fp8Format, dequantize
+from library.precision.files.nvfp4 import gap_above
+from library.precision.fp8_numbers import E4M3FN, Fp8Format, dequantize, power_of_two
 from library.precision.linear import QuantizedLinear
 from library.precision.names import ActivationRounding, LayoutKind
 
@@ -96,13 +97,12 @@ def _by_blocks(x: Tensor, how: Literal["nvfp4", "mxfp8"], scale: Tensor | None) 
     runs = torch.nn.functional.pad(x, (0, -width % run)).unflatten(-1, (-1, run))
     largest = runs.abs().amax(dim=-1, keepdim=True)
     if how == "mxfp8":
-        mantissa, exponent = torch.frexp(largest / E4M3FN.max)
-        step = torch.ldexp(torch.ones_like(largest), exponent - (mantissa == 0.5).int())
+        step = power_of_two(largest / E4M3FN.max, -149, 127)
         return _to_fp8((runs / step).flatten(-2), E4M3FN).view(runs.shape).mul_(step).flatten(-2)[..., :width]
     whole = largest.amax() / (_E2M1 * E4M3FN.max) if scale is None else scale.to(x.device, torch.float32).reshape(())
     step = (largest / _E2M1 / whole.clamp_min(_TINY)).clamp_max(E4M3FN.max).to(E4M3FN.dtype).float() * whole
     units = (runs / torch.where(step > 0, step, torch.inf)).clamp_(-_E2M1, _E2M1)  # too small for a scale: zeros
-    gap = torch.where(units.abs() < 2, 0.5, torch.where(units.abs() < 4, 1.0, 2.0))
+    gap = gap_above(units.abs())
     return (units / gap).round_().mul_(gap).mul_(step).flatten(-2)[..., :width]
 
 

@@ -109,7 +109,7 @@ def round_to_nearest(values: Tensor, fp8: Fp8Format) -> Tensor:
         ValueError: a value is NaN.
     """
     values = values.float()
-    _refuse_nan(values)
+    refuse_nan(values, "fp8")
     return values.clamp(-fp8.max, fp8.max).to(fp8.dtype)
 
 
@@ -124,7 +124,7 @@ def round_stochastically(values: Tensor, fp8: Fp8Format, generator: torch.Genera
         ValueError: a value is NaN.
     """
     values = values.float()
-    _refuse_nan(values)
+    refuse_nan(values, "fp8")
     values = values.clamp(-fp8.max, fp8.max)
     dropped = _FP32_MANTISSA_BITS - fp8.mantissa_bits
     random = torch.randint(0, 1 << dropped, values.shape, dtype=torch.int32, device=values.device, generator=generator)
@@ -137,9 +137,24 @@ def round_stochastically(values: Tensor, fp8: Fp8Format, generator: torch.Genera
     return rounded.clamp(-fp8.max, fp8.max).to(fp8.dtype)
 
 
-def _refuse_nan(values: Tensor) -> None:
+def refuse_nan(values: Tensor, name: str) -> None:
+    """Raise a ValueError if ``values``, which are to be rounded to the format ``name``, hold a NaN."""
     if torch.isnan(values).any():
-        raise ValueError("NaN cannot be rounded to fp8")
+        raise ValueError(f"NaN cannot be rounded to {name}")
+
+
+def whole_stochastically(values: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Return the whole number below or above each of ``values``, the expected value unchanged."""
+    below = values.floor()
+    random = torch.rand(values.shape, generator=generator, device=values.device)
+    return below.add_(random < values - below)
+
+
+def power_of_two(values: Tensor, least: int, most: int) -> Tensor:
+    """Return the least powers of two that are not below ``values``, fp32; from 2^``least`` to 2^``most``."""
+    mantissa, exponent = torch.frexp(values)  # in [0.5, 1) * 2^e; a power of two itself is 0.5 * 2^e
+    power = exponent - (mantissa == 0.5).int()
+    return torch.ldexp(torch.ones_like(values), power.clamp_(least, most))
 
 
 _CHUNK = 1 << 18  # numbers turned at a time: 1 MiB as fp32; 8 times that falls out of the cache and takes 5 x

@@ -22,10 +22,10 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -49,9 +49,9 @@ class QuantizedWeight(ABC):
     values: Tensor
 
     @property
-    @abstractmethod
     def shape(self) -> tuple[int, ...]:
         """Outputs and inputs."""
+        return tuple(self.values.shape)
 
     @property
     @abstractmethod
@@ -143,6 +143,69 @@ class QuantizedWeight(ABC):
         Raises:
             ValueError: no weight of this format holds them all (another number format, other blocks).
         """
+
+
+Weight = TypeVar("Weight", bound=QuantizedWeight)
+
+
+class CutWeight(QuantizedWeight):
+    """A weight of which each tensor is cut and joined by itself; ``scale``, where it has one, is [1 or out, 1].
+
+    Attributes:
+        spans: field -> inputs that one of its columns is for; of every tensor but ``scale``.
+    """
+
+    spans: ClassVar[Mapping[str, int]]
+
+    @property
+    def column_block(self) -> int:
+        """The widest span."""
+        return max(self.spans.values())
+
+    def part(self, rows: slice = slice(None), columns: slice = slice(None)) -> Self:
+        """Return some rows and columns, as views."""
+        block_slice(columns, self.column_block)  # refuses an edge within a block
+        tensors = self.tensors()
+        cut = {name: tensors[name][rows, block_slice(columns, span)] for name, span in self.spans.items()}
+        if "scale" in tensors:
+            cut["scale"] = scale_of_rows(tensors["scale"], rows)
+        return self.with_tensors(cut)
+
+    @classmethod
+    def join(cls, parts: Sequence[Self]) -> Self:
+        """Return the inputs of ``parts`` side by side; their scale, and what of them is no tensor, has to be the same.
+
+        Raises:
+            ValueError: it is not.
+        """
+        first, tensors = _first_alike(parts), [part.tensors() for part in parts]
+        if "scale" in tensors[0] and not all(torch.equal(each["scale"], tensors[0]["scale"]) for each in tensors):
+            raise ValueError("they have different scales")
+        return first.with_tensors({name: torch.cat([each[name] for each in tensors], dim=1) for name in first.spans})
+
+    @classmethod
+    def stack(cls, parts: Sequence[Self]) -> Self:
+        """Return weights one below the other; different scales of tensors become scales of rows."""
+        first, tensors = _first_alike(parts), [part.tensors() for part in parts]
+        stacked = {name: torch.cat([each[name] for each in tensors]) for name in first.spans}
+        if (scale := tensors[0].get("scale")) is not None:
+            one = len(scale) == 1 and all(torch.equal(each["scale"], scale) for each in tensors)
+            by_rows = [each["scale"].expand(part.shape[0], 1) for part, each in zip(parts, tensors, strict=True)]
+            stacked["scale"] = scale.clone() if one else torch.cat(by_rows)
+        return first.with_tensors(stacked)
+
+
+def _first_alike(parts: Sequence[Weight]) -> Weight:
+    """Return the first of ``parts``; raises a ValueError if they differ in what is no tensor: type, rotation."""
+    words = [[v for f in fields(part) if not isinstance(v := getattr(part, f.name), Tensor)] for part in parts]
+    if any(each != words[0] for each in words):
+        raise ValueError(f"one is {' and one '.join(sorted({part.scheme.describe() for part in parts}))}")
+    return parts[0]
+
+
+def scale_of_rows(scale: Tensor, rows: slice) -> Tensor:
+    """Return what of a ``scale`` [1 or out, ...] is of ``rows``."""
+    return scale if len(scale) == 1 else scale[rows]
 
 
 class Scheme(ABC):
@@ -242,9 +305,6 @@ class Scheme(ABC):
         return largest if rows > 1 else largest.amax(dim=0, keepdim=True)
 
 
-Weight = TypeVar("Weight", bound=QuantizedWeight)
-
-
 @dataclass(frozen=True)
 class ReadOnlyScheme(Scheme):
     """A format whose weights are read and trained on, and never made here.
@@ -295,12 +355,13 @@ def block_slice(columns: slice, block: int) -> slice:
     """Return the blocks of ``block`` inputs that ``columns`` are.
 
     Raises:
-        ValueError: they do not begin at a block's edge.
+        ValueError: they do not begin and end at a block's edge.
     """
     start, stop = columns.start or 0, columns.stop
-    if start % block:
-        raise ValueError(f"column {start} lies within a block of {block}")
-    return slice(start // block, None if stop is None else -(-stop // block))
+    for edge in (start, stop or 0):
+        if edge % block:
+            raise ValueError(f"column {edge} lies within a block of {block}")
+    return slice(start // block, None if stop is None else stop // block)
 
 
 def in_units(values: Tensor, steps: Tensor | None) -> Tensor:
@@ -319,6 +380,7 @@ class StoredWeight(ABC):
         shape: of the weight, whatever shape the tensor has.
         layout: the convention that its tensors are named by.
         tensors: field of the weight -> name of the tensor.
+        held: dtype and shape of these tensors in the file, by their names; empty where nothing is written.
         kept: names of the tensors that say something else of it (markers, scales of activations).
         full_precision: whether the file asks for products in high precision; None: it says nothing of it.
         input_scale: name of the calibrated scale of the layer's inputs.
@@ -328,6 +390,7 @@ class StoredWeight(ABC):
     shape: tuple[int, ...]
     layout: LayoutKind
     tensors: Mapping[str, str]
+    held: TensorSpecs = field(default_factory=dict)
     kept: tuple[str, ...] = ()
     full_precision: bool | None = None
     input_scale: str | None = None
@@ -363,9 +426,9 @@ class StoredWeight(ABC):
             UserError: NaN, infinity, a scale that is not positive and finite: a damaged file.
         """
 
-    @abstractmethod
     def specs(self) -> TensorSpecs:
         """Return dtype and shape of each of :attr:`tensors` in the file, by their names in it."""
+        return self.held
 
     @abstractmethod
     def written(self, weight: QuantizedWeight) -> dict[str, Tensor]:

@@ -22,16 +22,15 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from library.errors import UserError
-from library.precision.files.base import HIGH_PRODUCTS, FileTensors, QuantizedWeight, StoredWeight
+from library.precision.files.base import HIGH_PRODUCTS, CutWeight, FileTensors, QuantizedWeight, Scheme, StoredWeight
 from library.precision.names import LayoutKind
-from library.safetensors_io import TensorSpecs
 
 _TILE_ROWS, _TILE_RUNS, _SIDE_BY_SIDE = 128, 4, 32
 
@@ -117,15 +116,10 @@ def comfy_layers(file: FileTensors, kind: str) -> Iterator[ComfyLayer]:
 
 @dataclass(frozen=True, kw_only=True)
 class StoredComfyWeight(StoredWeight):
-    """A weight of a format that ComfyUI calls ``kind`` and rounds inputs for by ``rounding``.
-
-    Attributes:
-        held: dtype and shape of its tensors in the file, by their names.
-    """
+    """A weight of a format that ComfyUI calls ``kind`` and rounds inputs for by ``rounding``."""
 
     kind: ClassVar[str]
     rounding: ClassVar[str]
-    held: TensorSpecs
 
     @property
     def served_rounding(self) -> str | None:
@@ -135,10 +129,6 @@ class StoredComfyWeight(StoredWeight):
     def comfy_config(self) -> dict[str, Any]:
         """Return the format."""
         return {"format": self.kind}
-
-    def specs(self) -> TensorSpecs:
-        """Return dtypes and shapes of values and scales."""
-        return dict(self.held)
 
 
 def new_fields(
@@ -154,6 +144,40 @@ def new_fields(
     tensors = {field: f"{name.removesuffix('.weight')}.{leaf}" for field, (leaf, _, _) in held.items()}
     specs = {tensors[field]: (dtype, size) for field, (_, dtype, size) in held.items()}
     return {"name": name, "shape": shape, "layout": layout, "tensors": tensors, "held": specs}
+
+
+@dataclass(frozen=True)
+class BlockScaledWeight(CutWeight):
+    """A weight with a scale for each run of inputs of a row, ``block_scale``, which comfy-kitchen can multiply with."""
+
+    block_scale: Tensor
+
+    @property
+    def is_operand(self) -> bool:
+        """Whether the sides are aligned, and comfy-kitchen is there."""
+        return all(side % 32 == 0 for side in self.shape) and importlib.util.find_spec("comfy_kitchen") is not None
+
+    def multiplies_on(self, device: torch.device) -> bool:
+        """Whether ``device`` is a GPU with tensor cores for such numbers (Blackwell), and comfy-kitchen is there."""
+        return self.is_operand and has_block_products(device)
+
+
+class BlockScheme(Scheme):
+    """How weights with a step for each ``block`` inputs of a row are made."""
+
+    block: ClassVar[int]
+
+    def describe(self) -> str:
+        """Return it in words."""
+        return f"{self.name}, a scale per {self.block} inputs"
+
+    def fitting(self, shape: Sequence[int]) -> Self | None:
+        """Return the scheme where both sides are whole blocks; ComfyUI's tools leave other layers alone as well."""
+        return None if any(side % self.block for side in shape) else self
+
+    def groups(self, shape: Sequence[int]) -> tuple[int, int]:
+        """Return a step for each block of a row."""
+        return shape[0], -(-shape[1] // self.block)
 
 
 def with_rows(values: Tensor, rows: int) -> Tensor:
@@ -232,11 +256,6 @@ class StoredBlockScales:
         """Return ``scales`` [rows, runs] as the file has them; fewer rows than there are filled up with zeros."""
         whole = with_rows(scales, self.logical[0])
         return (to_tiles(whole) if self.tiled else whole).view(self.dtype).reshape(self.shape)
-
-
-def is_aligned(shape: Sequence[int]) -> bool:
-    """Return whether a weight of ``shape`` can be an operand of comfy-kitchen's, and that is installed."""
-    return all(side % 32 == 0 for side in shape) and importlib.util.find_spec("comfy_kitchen") is not None
 
 
 def has_block_products(device: torch.device) -> bool:

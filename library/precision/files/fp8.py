@@ -57,6 +57,7 @@ from library.precision.files.base import (
     Scheme,
     StoredWeight,
     block_slice,
+    scale_of_rows,
 )
 from library.precision.fp8_numbers import (
     E4M3FN,
@@ -69,7 +70,7 @@ from library.precision.fp8_numbers import (
     round_to_nearest,
 )
 from library.precision.names import Granularity, LayoutKind
-from library.safetensors_io import DTYPE_NAMES, RowRange, TensorSpecs, read_rows
+from library.safetensors_io import DTYPE_NAMES, RowRange, read_rows
 
 _ALIGNMENT = 16  # rows and columns of the fp8 operands, a rule of cuBLASLt
 _FP8 = {DTYPE_NAMES[fp8.dtype]: fp8 for fp8 in FORMATS}
@@ -94,11 +95,6 @@ class Fp8Weight(QuantizedWeight):
 
     scale: Tensor | None = None
     scale_dtype: torch.dtype = torch.float32  # that fresh scales have to be exact in, see Fp8Scheme
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """That of the values."""
-        return tuple(self.values.shape)
 
     @property
     def fp8(self) -> Fp8Format:
@@ -127,8 +123,8 @@ class Fp8Weight(QuantizedWeight):
     def part(self, rows: slice = slice(None), columns: slice = slice(None)) -> Self:
         """Return some rows and columns, as views; within a block of a scale too, which becomes several finer ones."""
         scale, values = self.scale, self.values[rows, columns]
-        if scale is not None and scale.shape[0] > 1:
-            scale = scale[rows]
+        if scale is not None:
+            scale = scale_of_rows(scale, rows)
         if scale is not None and scale.shape[1] > 1:
             block = self.column_block
             fine = math.gcd(block, columns.start or 0, values.shape[1])
@@ -273,14 +269,10 @@ class Fp8Scheme(Scheme):
             stored = (dtype if dtype in _HIGH else torch.bfloat16, whole)
         leaf = "weight_scale" if layout in ("comfy_quant", "rows") else "scale_weight"
         scale = {} if groups is None else {"scale": f"{name.removesuffix('.weight')}.{leaf}"}
+        held = {name: (self.fp8.dtype, shape), **dict.fromkeys(scale.values(), stored)}
+        tensors = {"values": name, **scale}
         return StoredFp8(
-            name=name,
-            shape=shape,
-            layout=layout,
-            tensors={"values": name, **scale},
-            fp8=self.fp8,
-            scale_shape=groups,
-            stored_scale=stored,
+            name=name, shape=shape, layout=layout, tensors=tensors, held=held, fp8=self.fp8, scale_shape=groups
         )
 
     def rounded(
@@ -296,21 +288,19 @@ class StoredFp8(StoredWeight):
     """An fp8 weight in a file.
 
     Attributes:
-        fp8: the format. scale_shape: (rows, blocks) of its scale, None for a plain cast.
-        stored_scale: dtype and shape of the scale in the file.
-        container: dtype of the tensor with the values: fp8, or uint8 where ComfyUI keeps it so.
+        fp8: the format, of values that ComfyUI may keep in a uint8 tensor.
+        scale_shape: (rows, blocks) of its scale, None for a plain cast.
     """
 
     fp8: Fp8Format
     scale_shape: tuple[int, int] | None = None
-    stored_scale: tuple[torch.dtype, tuple[int, ...]] = (torch.float32, ())
-    container: torch.dtype | None = None
 
     @property
     def scheme(self) -> Fp8Scheme:
         """Format and granularity; ComfyUI casts scales to the dtype of products, so they are exact in bf16."""
         granularity = granularity_of(self.scale_shape, self.shape[-1] if self.shape else 1)
-        exact = torch.bfloat16 if self.layout in ("comfy_scaled", "comfy_quant") else self.stored_scale[0]
+        stored = self.held[self.tensors["scale"]][0] if self.scale_shape else torch.float32
+        exact = torch.bfloat16 if self.layout in ("comfy_scaled", "comfy_quant") else stored
         return Fp8Scheme(granularity, self.fp8, exact)
 
     @property
@@ -337,21 +327,16 @@ class StoredFp8(StoredWeight):
         if self.scale_shape is None:
             return Fp8Weight(values)
         scale = file.read_scale(self.tensors["scale"]).reshape(self.scale_shape)
-        return Fp8Weight(values, scale if scale.shape[0] == 1 else scale[rows], self.scheme.scale_dtype)
-
-    def specs(self) -> TensorSpecs:
-        """Return dtypes and shapes of values and scale."""
-        found: TensorSpecs = {self.name: (self.container or self.fp8.dtype, self.shape)}
-        return found | ({self.tensors["scale"]: self.stored_scale} if self.scale_shape else {})
+        return Fp8Weight(values, scale_of_rows(scale, rows), self.scheme.scale_dtype)
 
     def written(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """Return values and scale as the file has them."""
         assert isinstance(weight, Fp8Weight)
-        found = {self.name: weight.values.view(self.container or self.fp8.dtype)}
+        found = {self.name: weight.values.view(self.held[self.name][0])}
         if self.scale_shape is None:
             return found
         assert weight.scale is not None
-        dtype, shape = self.stored_scale
+        dtype, shape = self.held[self.tensors["scale"]]
         return found | {self.tensors["scale"]: weight.scale.expand(self.scale_shape).to(dtype).reshape(shape)}
 
 
@@ -399,18 +384,18 @@ def _stored(file: FileTensors, name: str, fp8: Fp8Format, marked: bool, precise:
         raise file.refuse(beside[0], "is one scale without a comfy_quant marker or _quantization_metadata")
     elif marked and layout == "plain":
         layout = "comfy_scaled"
+    tensors = {"values": name} | ({"scale": beside[0]} if beside else {})
     return StoredFp8(
         name=name,
         shape=shape,
         layout=layout,
-        tensors={"values": name} | ({"scale": beside[0]} if beside else {}),
+        tensors=tensors,
+        held={tensor: file.entries[tensor].spec for tensor in tensors.values()},
         kept=(*markers, *inputs),
         full_precision=precise if layout.startswith("comfy") else None,
         input_scale=inputs[0] if inputs else None,
         fp8=fp8,
         scale_shape=scale_shape,
-        stored_scale=file.entries[beside[0]].spec if beside else (torch.float32, ()),
-        container=torch.uint8 if file.dtype(name) == "U8" else None,
     )
 
 

@@ -15,22 +15,13 @@ to be merged and no activation is rounded.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Self, cast
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from library.precision.files.base import (
-    FileTensors,
-    QuantizedWeight,
-    ReadOnlyScheme,
-    StoredReadOnly,
-    StoredWeight,
-    block_slice,
-    in_chunks,
-)
+from library.precision.files.base import CutWeight, FileTensors, ReadOnlyScheme, StoredReadOnly, StoredWeight, in_chunks
 from library.safetensors_io import DTYPES, RowRange, TensorEntry, read_rows
 
 # type -> inputs and bytes of a block, and where its fp16 scales begin (``ggml/src/ggml-common.h``)
@@ -51,7 +42,7 @@ TYPES: dict[str, tuple[int, int, tuple[int, ...]]] = {
 
 
 @dataclass(frozen=True)
-class GgufWeight(QuantizedWeight):
+class GgufWeight(CutWeight):
     """Blocks ``values`` [out, blocks, bytes] (uint8) of a ``type`` of :data:`TYPES`."""
 
     type: str
@@ -67,13 +58,9 @@ class GgufWeight(QuantizedWeight):
         return _scheme(self.type)
 
     @property
-    def column_block(self) -> int:
+    def spans(self) -> dict[str, int]:  # type: ignore[override]
         """Inputs of a block."""
-        return TYPES[self.type][0]
-
-    def part(self, rows: slice = slice(None), columns: slice = slice(None)) -> Self:
-        """Return some rows, and columns in whole blocks, as views."""
-        return replace(self, values=self.values[rows, block_slice(columns, self.column_block)])
+        return {"values": TYPES[self.type][0]}
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in] that it stands for: fp32 arithmetic, rounded once to ``dtype``."""
@@ -88,23 +75,6 @@ class GgufWeight(QuantizedWeight):
             return cast(Tensor, blocks).reshape(weight.shape)
 
         return in_chunks(self, numbers, dtype)
-
-    @classmethod
-    def stack(cls, parts: Sequence[Self]) -> Self:
-        """Return weights of one type one below the other."""
-        _check_alike(parts)
-        return replace(parts[0], values=torch.cat([part.values for part in parts]))
-
-    @classmethod
-    def join(cls, parts: Sequence[Self]) -> Self:
-        """Return the inputs of weights of one type side by side."""
-        _check_alike(parts)
-        return replace(parts[0], values=torch.cat([part.values for part in parts], dim=1))
-
-
-def _check_alike(parts: Sequence[GgufWeight]) -> None:
-    if len(types := {part.type for part in parts}) > 1:
-        raise ValueError(f"one is {' and one '.join(sorted(types))}")
 
 
 def _scheme(kind: str) -> ReadOnlyScheme:

@@ -29,14 +29,21 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from library.precision.files.base import FileTensors, QuantizedWeight, Scheme, StoredWeight
+from library.precision.files.base import (
+    CutWeight,
+    FileTensors,
+    QuantizedWeight,
+    Scheme,
+    StoredWeight,
+    scale_of_rows,
+)
 from library.precision.files.comfy_quant import ComfyLayer, StoredComfyWeight, comfy_layers, new_fields
-from library.precision.fp8_numbers import scaled
+from library.precision.fp8_numbers import refuse_nan, scaled, whole_stochastically
 from library.precision.names import LayoutKind
 from library.safetensors_io import RowRange, read_rows
 
@@ -52,16 +59,12 @@ _FEWEST_ROWS = 32  # of the inputs on a GPU: torch._int_mm wants more than 16
 
 
 @dataclass(frozen=True)
-class Int8Weight(QuantizedWeight):
+class Int8Weight(CutWeight):
     """Values [out, in] int8, ``scale`` [1 or out, 1] fp32, inputs rotated in runs of ``group`` (0: not rotated)."""
 
     scale: Tensor
     group: int = 0
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
-        return self.values.shape[0], self.values.shape[1]
+    spans: ClassVar = {"values": 1}
 
     @property
     def scheme(self) -> Int8Scheme:
@@ -77,14 +80,6 @@ class Int8Weight(QuantizedWeight):
         """The run that is rotated together."""
         return self.group or 1
 
-    def part(self, rows: slice = slice(None), columns: slice = slice(None)) -> Self:
-        """Return some rows and columns, as views."""
-        start, stop, _ = columns.indices(self.values.shape[1])
-        if start % self.column_block or stop % self.column_block:
-            raise ValueError(f"columns {start} to {stop} cut a run of {self.group} that is rotated together")
-        scale = self.scale if len(self.scale) == 1 else self.scale[rows]
-        return replace(self, values=self.values[rows, columns], scale=scale)
-
     def operand(self, dtype: torch.dtype) -> Tensor:
         """Return ``values * scale``, still rotated: the product in fp32, rounded once."""
         values, scale = self.values, self.scale
@@ -96,7 +91,7 @@ class Int8Weight(QuantizedWeight):
         for start in range(0, values.shape[0], step):
             rows = slice(start, start + step)
             numbers = chunk[: len(values[rows])].copy_(values[rows])
-            out[rows].copy_(numbers.mul_(scale if len(scale) == 1 else scale[rows]))
+            out[rows].copy_(numbers.mul_(scale_of_rows(scale, rows)))
         return out
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
@@ -139,24 +134,6 @@ class Int8Weight(QuantizedWeight):
             rounded = torch.nn.functional.pad(rounded, (0, 0, 0, _FEWEST_ROWS - len(rounded)))
         sums = torch._int_mm(rounded, self.values.t())[: len(x)]
         return torch.mul(sums * row_scale, self.scale.reshape(1, -1), out=torch.empty_like(sums, dtype=x.dtype))
-
-    @classmethod
-    def join(cls, parts: Sequence[Self]) -> Self:
-        """Return the inputs of ``parts`` side by side; their scales and runs have to be the same."""
-        first = parts[0]
-        if any(part.group != first.group or not torch.equal(part.scale, first.scale) for part in parts):
-            raise ValueError("they have different scales or are rotated in runs of different sizes")
-        return replace(first, values=torch.cat([part.values for part in parts], dim=1))
-
-    @classmethod
-    def stack(cls, parts: Sequence[Self]) -> Self:
-        """Return weights one below the other; different scales of tensors become scales of rows."""
-        if len({part.group for part in parts}) > 1:
-            raise ValueError("they are rotated in runs of different sizes")
-        values, first = torch.cat([part.values for part in parts]), parts[0].scale
-        if all(torch.equal(part.scale, first) for part in parts) and len(first) == 1:
-            return cls(values, first.clone(), parts[0].group)
-        return cls(values, torch.cat([part.scale.expand(len(part.values), 1) for part in parts]), parts[0].group)
 
 
 @dataclass(frozen=True)
@@ -205,15 +182,13 @@ class Int8Scheme(Scheme):
 
     def nearest(self, units: Tensor) -> Tensor:
         """Return the nearest whole number, the even one of two, within -127..127."""
-        _refuse_nan(units)
+        refuse_nan(units, "int8")
         return units.round().clamp_(-_LARGEST, _LARGEST)
 
     def stochastic(self, units: Tensor, generator: torch.Generator | None) -> Tensor:
         """Return the whole number below or above, within -127..127."""
-        _refuse_nan(units)
-        below = units.floor()
-        random = torch.rand(units.shape, generator=generator, device=units.device)
-        return below.add_(random < units - below).clamp_(-_LARGEST, _LARGEST)
+        refuse_nan(units, "int8")
+        return whole_stochastically(units, generator).clamp_(-_LARGEST, _LARGEST)
 
     def pack(self, units: Tensor, steps: Tensor | None) -> Int8Weight:
         """Return the weight of whole numbers ``units`` and of scales."""
@@ -257,7 +232,7 @@ class StoredInt8(StoredComfyWeight):
         """Return values and scale of some rows."""
         values = read_rows(file.entries, [RowRange(self.name, rows.start or 0, rows.stop)])
         scale = file.read_scale(self.tensors["scale"]).reshape(-1, 1)
-        return Int8Weight(values, scale if len(scale) == 1 else scale[rows], self.group)
+        return Int8Weight(values, scale_of_rows(scale, rows), self.group)
 
     def written(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """Return values and scale as the file has them."""
@@ -313,8 +288,3 @@ def _rotation(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def _is_power_of_four(number: object) -> bool:
     return type(number) is int and number >= 4 and number & (number - 1) == 0 and number.bit_length() % 2 == 1
-
-
-def _refuse_nan(units: Tensor) -> None:
-    if torch.isnan(units).any():
-        raise ValueError("NaN cannot be rounded to int8")

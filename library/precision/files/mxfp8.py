@@ -11,26 +11,32 @@ Sources: comfy-kitchen (``tensor/mxfp8.py``, ``backends/eager/quantization.py``)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from library.precision.files.base import FileTensors, QuantizedWeight, Scheme, StoredWeight, block_slice
+from library.precision.files.base import FileTensors, QuantizedWeight, StoredWeight
 from library.precision.files.comfy_quant import (
+    BlockScaledWeight,
+    BlockScheme,
     ComfyLayer,
     StoredBlockScales,
     StoredComfyWeight,
     comfy_layers,
-    has_block_products,
-    is_aligned,
     multiplied,
     to_tiles,
     with_rows,
 )
-from library.precision.fp8_numbers import E4M3FN, dequantize, holds_nan_or_inf, round_stochastically, round_to_nearest
+from library.precision.fp8_numbers import (
+    E4M3FN,
+    dequantize,
+    holds_nan_or_inf,
+    power_of_two,
+    round_stochastically,
+    round_to_nearest,
+)
 from library.safetensors_io import RowRange, read_rows
 
 BLOCK = 32
@@ -38,15 +44,10 @@ _MANTISSA_BITS = 23  # of fp32, above which its exponent lies, with e8m0's bias
 
 
 @dataclass(frozen=True)
-class Mxfp8Weight(QuantizedWeight):
+class Mxfp8Weight(BlockScaledWeight):
     """Values [out, in] e4m3fn; ``block_scale`` [out, in / 32] uint8, the exponents, by rows."""
 
-    block_scale: Tensor
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Outputs and inputs."""
-        return self.values.shape[0], self.values.shape[1]
+    spans: ClassVar = {"values": 1, "block_scale": BLOCK}
 
     @property
     def scheme(self) -> Mxfp8Scheme:
@@ -57,16 +58,6 @@ class Mxfp8Weight(QuantizedWeight):
         """Return the powers of two; of a block of zeros the smallest there is."""
         return self._factors(self.block_scale.clamp_min(1))
 
-    @property
-    def column_block(self) -> int:
-        """The inputs that share a scale."""
-        return BLOCK
-
-    def part(self, rows: slice = slice(None), columns: slice = slice(None)) -> Self:
-        """Return some rows and columns, as views."""
-        blocks = self.block_scale[rows, block_slice(columns, BLOCK)]
-        return replace(self, values=self.values[rows, columns], block_scale=blocks)
-
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight: fp32 products, rounded once."""
         return dequantize(self.values, self._factors(self.block_scale), dtype)
@@ -75,54 +66,21 @@ class Mxfp8Weight(QuantizedWeight):
     def _factors(exponents: Tensor) -> Tensor:
         return (exponents.int() << _MANTISSA_BITS).view(torch.float32)
 
-    @property
-    def is_operand(self) -> bool:
-        """Whether the sides are aligned and comfy-kitchen is there."""
-        return is_aligned(self.shape)
-
-    def multiplies_on(self, device: torch.device) -> bool:
-        """Whether ``device`` is a GPU with mxfp8 tensor cores (Blackwell) and comfy-kitchen is there."""
-        return self.is_operand and has_block_products(device)
-
     def product(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T`` with ``x`` [n, in] rounded to mxfp8; both by comfy-kitchen."""
         return multiplied(x, self, "TensorCoreMXFP8Layout", scale=to_tiles(self.block_scale).view(torch.float8_e8m0fnu))
 
-    @classmethod
-    def join(cls, parts: Sequence[Self]) -> Self:
-        """Return the inputs of ``parts`` side by side."""
-        return cls(*(torch.cat(each, dim=1) for each in zip(*(part.tensors().values() for part in parts), strict=True)))
-
-    @classmethod
-    def stack(cls, parts: Sequence[Self]) -> Self:
-        """Return weights one below the other."""
-        return cls(*(torch.cat(each) for each in zip(*(part.tensors().values() for part in parts), strict=True)))
-
 
 @dataclass(frozen=True)
-class Mxfp8Scheme(Scheme):
+class Mxfp8Scheme(BlockScheme):
     """How mxfp8 weights are made; a step is the least power of two that a block fits."""
 
-    name = "mxfp8"
+    name, block = "mxfp8", BLOCK
     largest_unit = E4M3FN.max
-
-    def describe(self) -> str:
-        """Return it in words."""
-        return f"mxfp8, a scale per {BLOCK} inputs"
-
-    def fitting(self, shape: Sequence[int]) -> Mxfp8Scheme | None:
-        """Return the scheme where both sides are multiples of 32."""
-        return None if any(side % BLOCK for side in shape) else self
-
-    def groups(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Return a step for each 32 inputs of a row."""
-        return shape[0], -(-shape[1] // BLOCK)
 
     def steps(self, largest: Tensor, before: Tensor | None = None) -> Tensor:
         """Return powers of two."""
-        mantissa, exponent = torch.frexp(largest / E4M3FN.max)
-        power = (exponent - (mantissa == 0.5).int()).clamp_(-126, 127)
-        steps = torch.ldexp(torch.ones_like(largest), power)
+        steps = power_of_two(largest / E4M3FN.max, -126, 127)
         return steps if before is None else torch.maximum(steps, before)
 
     def nearest(self, units: Tensor) -> Tensor:

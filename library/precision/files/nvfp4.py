@@ -27,27 +27,27 @@ In memory the first number is in the high four bits and block scales are by rows
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Self
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from library.precision.files.base import FileTensors, QuantizedWeight, Scheme, StoredWeight, block_slice
+from library.precision.files.base import FileTensors, QuantizedWeight, StoredWeight, scale_of_rows
 from library.precision.files.comfy_quant import (
+    BlockScaledWeight,
+    BlockScheme,
     ComfyLayer,
     StoredBlockScales,
     StoredComfyWeight,
     comfy_layers,
-    has_block_products,
-    is_aligned,
     multiplied,
     new_fields,
     to_tiles,
     with_rows,
 )
-from library.precision.fp8_numbers import E4M3FN, holds_nan_or_inf
+from library.precision.fp8_numbers import E4M3FN, holds_nan_or_inf, power_of_two, refuse_nan, whole_stochastically
 from library.precision.names import LayoutKind
 from library.safetensors_io import RowRange, read_rows
 
@@ -59,14 +59,14 @@ _CHUNK = 1 << 16  # numbers dequantised at a time on a CPU: 6 ms for 3072 x 3072
 
 
 @dataclass(frozen=True)
-class Nvfp4Weight(QuantizedWeight):
+class Nvfp4Weight(BlockScaledWeight):
     """Values [out, in / 2] uint8, the first of two in the high bits; ``block_scale`` [out, in / 16] e4m3fn, by rows.
 
     ``scale`` is fp32, [1, 1], or [out, 1] where weights with different ones were stacked.
     """
 
-    block_scale: Tensor
     scale: Tensor
+    spans: ClassVar = {"values": 2, "block_scale": BLOCK}
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -82,20 +82,6 @@ class Nvfp4Weight(QuantizedWeight):
         """Return the products of the scales; of a block of zeros the smallest there is."""
         return self.block_scale.float().clamp_min_(E4M3FN.smallest).mul_(self.scale)
 
-    @property
-    def column_block(self) -> int:
-        """The inputs that share a scale."""
-        return BLOCK
-
-    def part(self, rows: slice = slice(None), columns: slice = slice(None)) -> Self:
-        """Return some rows and columns, as views."""
-        return replace(
-            self,
-            values=self.values[rows, block_slice(columns, 2)],
-            block_scale=self.block_scale[rows, block_slice(columns, BLOCK)],
-            scale=self.scale if len(self.scale) == 1 else self.scale[rows],
-        )
-
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight: fp32 products, rounded once."""
         values, whole = self.values, torch.compiler.is_compiling() or self.values.device.type != "cpu"
@@ -104,48 +90,26 @@ class Nvfp4Weight(QuantizedWeight):
         pairs = _pairs(values.device)
         for start in range(0, len(out), step):
             rows = slice(start, start + step)
-            scale = self.scale if len(self.scale) == 1 else self.scale[rows]
             # e4m3fn times fp32, as comfy-kitchen has it, and only then times the number
-            scales = self.block_scale[rows].float().mul_(scale)
+            scales = self.block_scale[rows].float().mul_(scale_of_rows(self.scale, rows))
             numbers = pairs.index_select(0, values[rows].int().view(-1)).view(torch.float32)
             product = numbers.view(*scales.shape, BLOCK).mul_(scales.unsqueeze(-1))
             out[rows].copy_(product.view(-1, out.shape[1]))
         return out
 
-    def multiplies_on(self, device: torch.device) -> bool:
-        """Whether ``device`` is a GPU with fp4 tensor cores (Blackwell) and comfy-kitchen is there."""
-        return self.is_operand and has_block_products(device)
-
     @property
     def is_operand(self) -> bool:
         """Whether one scale goes with all rows, the sides are aligned, and comfy-kitchen is there."""
-        return len(self.scale) == 1 and is_aligned(self.shape)
+        return len(self.scale) == 1 and super().is_operand
 
     def product(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T`` with ``x`` [n, in] rounded to nvfp4; both by comfy-kitchen."""
         scales = {"scale": self.scale.reshape(()), "block_scale": to_tiles(self.block_scale)}
         return multiplied(x, self, "TensorCoreNVFP4Layout", **scales)
 
-    @classmethod
-    def join(cls, parts: Sequence[Self]) -> Self:
-        """Return the inputs of ``parts`` side by side; their ``scale`` has to be the same."""
-        if any(not torch.equal(part.scale, parts[0].scale) for part in parts):
-            raise ValueError("they have different scales of the matrix")
-        values, blocks = (torch.cat([getattr(part, f) for part in parts], dim=1) for f in ("values", "block_scale"))
-        return cls(values, blocks, parts[0].scale)
-
-    @classmethod
-    def stack(cls, parts: Sequence[Self]) -> Self:
-        """Return weights one below the other; different scales of matrices become scales of rows."""
-        first = parts[0].scale
-        same = len(first) == 1 and all(torch.equal(part.scale, first) for part in parts)
-        scale = first.clone() if same else torch.cat([part.scale.expand(len(part.values), 1) for part in parts])
-        values, blocks = (torch.cat([getattr(part, f) for part in parts]) for f in ("values", "block_scale"))
-        return cls(values, blocks, scale)
-
 
 @dataclass(frozen=True)
-class Nvfp4Scheme(Scheme):
+class Nvfp4Scheme(BlockScheme):
     """How nvfp4 weights are made; a step is a block's scale times the matrix's.
 
     Attributes:
@@ -153,20 +117,8 @@ class Nvfp4Scheme(Scheme):
     """
 
     matrix: Tensor | None = field(default=None, compare=False, repr=False)
-    name = "nvfp4"
+    name, block = "nvfp4", BLOCK
     largest_unit = _LARGEST
-
-    def describe(self) -> str:
-        """Return it in words."""
-        return f"nvfp4, a scale per {BLOCK} inputs"
-
-    def fitting(self, shape: Sequence[int]) -> Nvfp4Scheme | None:
-        """Return the scheme where both sides are multiples of 16; ComfyUI's tools leave other layers alone as well."""
-        return None if any(side % BLOCK for side in shape) else self
-
-    def groups(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Return a step for each 16 inputs of a row."""
-        return shape[0], -(-shape[1] // BLOCK)
 
     def steps(self, largest: Tensor, before: Tensor | None = None) -> Tensor:
         """Return the blocks' scales times that of the matrix, which is the least power of two that all of them fit."""
@@ -187,20 +139,17 @@ class Nvfp4Scheme(Scheme):
 
     def nearest(self, units: Tensor) -> Tensor:
         """Return the nearest number, of two the one with an even code, saturating."""
-        _refuse_nan(units)
+        refuse_nan(units, self.name)
         magnitude = units.abs().clamp_max_(_LARGEST)
-        gap = _gap(magnitude)
+        gap = gap_above(magnitude)
         return (magnitude / gap).round_().mul_(gap).copysign_(units)
 
     def stochastic(self, units: Tensor, generator: torch.Generator | None) -> Tensor:
         """Return the number below or above, saturating."""
-        _refuse_nan(units)
+        refuse_nan(units, self.name)
         magnitude = units.abs().clamp_max_(_LARGEST)
-        gap = _gap(magnitude)
-        between = magnitude / gap
-        below = between.floor()
-        random = torch.rand(units.shape, generator=generator, device=units.device)
-        return below.add_(random < between - below).mul_(gap).copysign_(units)
+        gap = gap_above(magnitude)
+        return whole_stochastically(magnitude / gap, generator).mul_(gap).copysign_(units)
 
     def pack(self, units: Tensor, steps: Tensor | None) -> Nvfp4Weight:
         """Return the weight of numbers ``units`` and of their steps."""
@@ -301,9 +250,7 @@ def _matrix_scale(steps: Tensor) -> Tensor:
 
     Of steps that were made with it, it finds itself again: the largest of them is above 224 times it.
     """
-    exponent = torch.frexp(steps.amax() / E4M3FN.max)  # in [0.5, 1) * 2^e; a power of two itself is 0.5 * 2^e
-    power = exponent.exponent - (exponent.mantissa == 0.5).to(torch.int32)
-    return torch.ldexp(torch.ones((), device=steps.device), power.clamp(-100, 100)).reshape(1, 1)
+    return power_of_two(steps.amax() / E4M3FN.max, -100, 100).reshape(1, 1)
 
 
 def _rounded_up(blocks: Tensor) -> Tensor:
@@ -313,7 +260,7 @@ def _rounded_up(blocks: Tensor) -> Tensor:
     return torch.where(nearest.float() < blocks * (1 - 2.0**-20), above, nearest.float())
 
 
-def _gap(magnitude: Tensor) -> Tensor:
+def gap_above(magnitude: Tensor) -> Tensor:
     """Return how far apart numbers lie above ``magnitude``."""
     return torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
 
@@ -329,8 +276,3 @@ def _pairs(device: torch.device) -> Tensor:
     numbers = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)])
     codes = torch.arange(256)
     return torch.stack([numbers[codes >> 4], numbers[codes & 15]], dim=1).view(torch.int64).view(-1).to(device)
-
-
-def _refuse_nan(units: Tensor) -> None:
-    if torch.isnan(units).any():
-        raise ValueError("NaN cannot be rounded to nvfp4")
