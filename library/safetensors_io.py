@@ -129,7 +129,10 @@ class RowRange:
 
 
 def read_entries(files: Iterable[Path], may_be_cut: bool = False) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Return name -> entry of all tensors in ``files``, in file order, and their metadata; only headers are read."""
+    """Return name -> entry of all tensors in ``files``, in file order, and their metadata; only headers are read.
+
+    ``may_be_cut``: also of a file whose end is missing; for those who only describe it.
+    """
     entries: dict[str, TensorEntry] = {}
     metadata: dict[str, str] = {}
     for file in files:
@@ -225,17 +228,13 @@ def shard_names(index: Path) -> list[str]:
     return names
 
 
-def read_safetensors_header(path: str | Path, may_be_cut: bool = False) -> dict[str, dict]:
+def read_safetensors_header(path: str | Path) -> dict[str, dict]:
     """Return a safetensors file's JSON header, read without touching a tensor.
-
-    Args:
-        path: the file.
-        may_be_cut: also of a file whose end is missing; for those who only describe it.
 
     Raises:
         UserError: the file does not exist, cannot be read, or its header is not true of it.
     """
-    return _read_header(path, may_be_cut)[0]
+    return _read_header(path)[0]
 
 
 _NOT_SAFETENSORS = {  # how files begin that people take for one, what they are, and the remedy

@@ -25,10 +25,10 @@ from library.models.registry import family_class
 from library.precision.checkpoint import ServedInput, WeightFiles
 from library.precision.files.base import QuantizedWeight
 from library.precision.files.fp8 import Fp8Scheme
-from library.precision.files.registry import SCHEMES, scheme_named
+from library.precision.files.registry import scheme_named
 from library.precision.fp8_numbers import E4M3FN, format_named
 from library.precision.linear import QuantizedLinear
-from library.precision.names import GRANULARITIES, USUAL_LAYOUTS, LayoutKind
+from library.precision.names import GRANULARITIES, SCHEME_NAMES, USUAL_LAYOUTS, LayoutKind
 from library.precision.recipe import Recipe, WeightLoader
 from library.training.tasks.lora_plan import describe_base
 
@@ -141,7 +141,7 @@ class DeployedWeights:
 
 
 def parse_deployment(text: str, merged: bool = False) -> DeployedWeights:
-    """Return what ``--deploy`` names: a path, or a recipe, which is one of ``SCHEMES``.
+    """Return what ``--deploy`` names: a path, or a recipe, which is one of ``SCHEME_NAMES``.
 
     ``:e5m2`` after a recipe names the format; ``+all`` at the end rounds embedders and the final layer too, as most
     published plain casts do.
@@ -154,8 +154,8 @@ def parse_deployment(text: str, merged: bool = False) -> DeployedWeights:
         return DeployedWeights(path.name, path, None, merged)
     plain = text.removesuffix("+all")
     name, _, fp8 = plain.partition(":")
-    if name not in SCHEMES:
-        known = ", ".join(SCHEMES)
+    if name not in SCHEME_NAMES:
+        known = ", ".join(SCHEME_NAMES)
         raise UserError(f"--deploy {text}: no such file or folder, and none of {known}; check the path")
     if fp8 and name not in GRANULARITIES:
         raise UserError(f"--deploy {text}: {name} has one number format; leave out :{fp8}")

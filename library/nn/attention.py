@@ -23,14 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from library.errors import UserError, did_you_mean
+from library.errors import UserError
 from library.nn.rope import Table, rotate_interleaved
 
 Backend = Literal["auto", "flash", "efficient", "cudnn", "math"]
@@ -66,7 +66,7 @@ def attend(
         backend: kernel to force; "auto" lets PyTorch choose.
 
     Raises:
-        UserError: ``backend`` is unknown, or cannot run these tensors on this device.
+        UserError: ``backend`` cannot run these tensors on this device.
     """
     heads, kv_heads = query.shape[2], key.shape[2]
     if query.shape[1] == 1 and heads != kv_heads and (mask is None or mask.shape[1] == 1 or mask.ndim == 2):
@@ -82,7 +82,7 @@ def attend(
         with _sound_kernels(query, key, arguments[1]["attn_mask"]):
             output = F.scaled_dot_product_attention(*arguments[0], **arguments[1])
     else:
-        with sdpa_kernel(_kernel(backend)):
+        with sdpa_kernel(_KERNELS[backend]):
             try:
                 output = F.scaled_dot_product_attention(*arguments[0], **arguments[1])
             except RuntimeError as error:
@@ -150,16 +150,6 @@ def _sound_kernels(query: Tensor, key: Tensor, mask: Tensor | None) -> AbstractC
     if mask is None or not query.is_cuda or not query.requires_grad or key.shape[1] % 128 != 64:
         return nullcontext()
     return sdpa_kernel([kernel for name, kernel in _KERNELS.items() if name != "cudnn"])
-
-
-def _kernel(backend: str) -> SDPBackend:
-    if backend not in _KERNELS:
-        known = [*get_args(Backend)]
-        raise UserError(
-            f"attention backend {backend!r} is not known{did_you_mean(backend, known)}; "
-            f"choose one of {', '.join(known)}"
-        )
-    return _KERNELS[backend]
 
 
 def _kernel_arguments(

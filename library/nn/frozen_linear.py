@@ -85,6 +85,34 @@ def add_input_gradient(layer: Any, gradient: Tensor, into: Tensor) -> Tensor:
     return into
 
 
+class LinearWrapper(nn.Module):
+    """A layer around a linear one, ``base``: any module with ``in_features``, ``out_features`` and a forward."""
+
+    def __init__(self, base: nn.Module) -> None:
+        super().__init__()
+        self.base = base
+
+    @property
+    def in_features(self) -> int:
+        """Input columns of the base."""
+        return self.base.in_features  # type: ignore[return-value]
+
+    @property
+    def out_features(self) -> int:
+        """Output rows of the base."""
+        return self.base.out_features  # type: ignore[return-value]
+
+    @property
+    def weight(self) -> Tensor:
+        """The base's weight: diffusers reads its dtype in places."""
+        return self.base.weight  # type: ignore[return-value]
+
+    @property
+    def bias(self) -> Tensor | None:
+        """The base's bias."""
+        return self.base.bias  # type: ignore[return-value]
+
+
 class FrozenLinear(nn.Linear):
     """An ``nn.Linear`` with fixed weights; same names, same numbers, nothing kept for backward."""
 

@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from library.nn.frozen_linear import LinearWrapper
 from library.nn.rope import Table
 from library.precision.checkpoint import ServedInput
 from library.precision.files.base import QuantizedWeight
@@ -119,7 +120,7 @@ def round_heads(x: Tensor) -> Tensor:
     return (rounded.float() * factor).to(x.dtype)
 
 
-class FakeQuantLinear(nn.Module):
+class FakeQuantLinear(LinearWrapper):
     """A linear layer whose input is rounded as a server's product rounds it.
 
     The gradient passes as if nothing had been rounded (straight-through; Bengio et al. 2013, arXiv 1308.3432), so a
@@ -127,20 +128,9 @@ class FakeQuantLinear(nn.Module):
     """
 
     def __init__(self, base: nn.Module, rounding: InputRounding) -> None:
-        super().__init__()
-        self.base, self.rounding = base, rounding
+        super().__init__(base)
+        self.rounding = rounding
         self.register_buffer("input_scale", rounding.scale, persistent=False)
-        self.in_features, self.out_features = base.in_features, base.out_features
-
-    @property
-    def weight(self) -> Tensor:
-        """The base's weight: diffusers reads its dtype in places."""
-        return self.base.weight  # type: ignore[return-value]
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The base's bias."""
-        return self.base.bias  # type: ignore[return-value]
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., in]`` to ``[..., out]``."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 FORMAT_NAMES = ("e4m3fn", "e5m2")
 Granularity = Literal["cast", "tensor", "row", "block64", "block128"]
-GRANULARITIES: tuple[Granularity, ...] = ("cast", "tensor", "row", "block64", "block128")
+GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
 # how a server rounds a layer's inputs, see ``library.precision.activations``; auto: as the file's server does
 ActivationRounding = Literal["row", "tensor", "unit", "static", "int8", "nvfp4", "mxfp8"]
 LayoutKind = Literal["plain", "comfy_scaled", "comfy_quant", "rows", "musubi", "modelopt", "gguf", "nf4"]

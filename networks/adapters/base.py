@@ -22,14 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from library.nn.frozen_linear import LinearWrapper
 from networks.files.weights import KINDS, AdapterWeights
 
 
-class AdapterLinear(nn.Module):
+class AdapterLinear(LinearWrapper):
     """A frozen layer with a trained change.
 
     Attributes:
-        base: the wrapped layer: any module with ``in_features``, ``out_features`` and a forward.
         rank, alpha: as the kind understands them.
         scaled: the trained parameter, by the names it may have, of which the change is a multiple.
     """
@@ -38,8 +38,7 @@ class AdapterLinear(nn.Module):
     scaled: tuple[str, ...] = ()
 
     def __init__(self, base: nn.Module, rank: int, alpha: float) -> None:
-        super().__init__()
-        self.base = base
+        super().__init__(base)
         self.rank = rank
         self.alpha = float(alpha)
 
@@ -95,26 +94,6 @@ class AdapterLinear(nn.Module):
             tensor = weights.tensors[name]
             fill(parameter, tensor if ratio == 1 or name not in self.scaled else tensor.float() * ratio)
         return ratio != 1
-
-    @property
-    def in_features(self) -> int:
-        """Input columns of the base."""
-        return self.base.in_features  # type: ignore[return-value]
-
-    @property
-    def out_features(self) -> int:
-        """Output rows of the base."""
-        return self.base.out_features  # type: ignore[return-value]
-
-    @property
-    def weight(self) -> Tensor:
-        """The base's weight: diffusers reads its dtype in places."""
-        return self.base.weight  # type: ignore[return-value]
-
-    @property
-    def bias(self) -> Tensor | None:
-        """The base's bias."""
-        return self.base.bias  # type: ignore[return-value]
 
     def extra_repr(self) -> str:
         """Show rank and alpha in ``print(model)``."""

@@ -290,13 +290,6 @@ class LoRALinear(AdapterLinear):
         """Return :meth:`up` for the outputs that the base has here."""
         return self.up() if self.split is None or self.split.dim == 1 else self.split.local(self.up(), 0)
 
-    def extra_repr(self) -> str:
-        """Show rank, alpha and dropouts in ``print(model)``."""
-        return (
-            f"rank={self.rank}, alpha={self.alpha:g}, dropout={self.dropout:g}, "
-            f"rank_dropout={self.rank_dropout:g}, module_dropout={self.module_dropout:g}"
-        )
-
 
 class Joined(NamedTuple):
     """Whose A and B a layer of several has, and its rows of B."""

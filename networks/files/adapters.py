@@ -44,7 +44,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from library.errors import UserError, did_you_mean, names_in_short
+from library.errors import UserError, names_in_short
 from library.models.layer_names import KeyPlace, KeyRow, LoraTargets, TextEncoderTargets
 from library.models.registry import lora_namings
 from library.safetensors_io import TensorEntry, read_entries, read_safetensors_header, read_tensor, write_safetensors
@@ -87,7 +87,6 @@ class Layout:
         kinds: of adapter that programs load from it.
         names: tensor in memory -> what follows the module's name, None: not written. Others keep their names.
         original: names and fusing of the original checkpoint instead of diffusers'.
-        underscores: dots in the module's name become underscores.
         alpha: where the scale is written: a "tensor" ``<module>.alpha``, PEFT's "config", or "folded" into B.
         text: the row of a text encoder's ``prefixes`` that it takes.
     """
@@ -96,7 +95,6 @@ class Layout:
     kinds: tuple[str, ...]
     names: Mapping[str, str | None]
     original: bool = False
-    underscores: bool = False
     alpha: Literal["tensor", "config", "folded"] = "tensor"
     text: str = ""
 
@@ -108,18 +106,11 @@ _OTHER_KINDS = tuple(kind for kind in KINDS if kind != "lora")
 
 LAYOUTS = {  # prefixes are tried in this order
     "peft": Layout(("base_model.model.",), ("lora", "dora"), _PEFT, alpha="config"),
-    "kohya": Layout(
-        ("lora_unet_", "lora_transformer_"),
-        ("lora",),
-        _KOHYA,
-        original=True,
-        underscores=True,
-        text="kohya",
-    ),
-    "lycoris": Layout(("lycoris_",), _OTHER_KINDS, _KOHYA, underscores=True, text="comfy"),
-    "musubi": Layout(("lora_unet_",), ("lokr", "loha"), _PLAIN_W1, underscores=True, text="kohya"),
+    "kohya": Layout(("lora_unet_", "lora_transformer_"), ("lora",), _KOHYA, original=True, text="kohya"),
+    "lycoris": Layout(("lycoris_",), _OTHER_KINDS, _KOHYA, text="comfy"),
+    "musubi": Layout(("lora_unet_",), ("lokr", "loha"), _PLAIN_W1, text="kohya"),
     "diffusers": Layout(("transformer.",), ("lora", "dora"), _PEFT, alpha="folded", text="diffusers"),
-    "comfy": Layout(("diffusion_model.", "model.diffusion_model."), ("lora",), _KOHYA, True, text="comfy"),
+    "comfy": Layout(("diffusion_model.", "model.diffusion_model."), ("lora",), _KOHYA, original=True, text="comfy"),
 }
 _OF_OTHER_KINDS = {"comfy": "lycoris", "kohya": "musubi"}
 SAVE_FORMATS = ("diffusers", "kohya", "comfy")  # of image models; language models' are PEFT's
@@ -198,11 +189,6 @@ def save_adapter(
     """
     if targets.own_names and save_format != "peft":
         raise UserError(f"save_format: LoRAs of {targets.family} are kept in PEFT's layout alone; leave it out")
-    if save_format not in (*SAVE_FORMATS, "peft"):
-        hint = did_you_mean(save_format, SAVE_FORMATS)
-        raise UserError(f"save_format: {save_format!r} is not one of {', '.join(SAVE_FORMATS)}{hint}")
-    if precision not in PRECISIONS:
-        raise UserError(f"save_precision: {precision!r} is not one of {', '.join(PRECISIONS)}; choose one")
     kind = next((module.kind for module in weights.values()), "lora")
     check_save_format(kind, save_format)
     layout = layout_of(kind, save_format)
@@ -294,7 +280,7 @@ def widest_precision(*loras: Mapping[str, LoraWeights]) -> str:
 
 def check_save_format(kind: str, save_format: str) -> None:
     """Refuse a layout that no program would load the kind of adapter from."""
-    if save_format in LAYOUTS and kind not in layout_of(kind, save_format).kinds:
+    if kind not in layout_of(kind, save_format).kinds:
         allowed = [name for name in SAVE_FORMATS if kind in layout_of(kind, name).kinds]
         raise UserError(
             f"save_format: no program loads network_type {kind} from the layout {save_format}; "
@@ -317,7 +303,12 @@ def key_stem(name: str, targets: LoraTargets, layout: Layout, plain: bool) -> st
         return _text_stem(name, encoder, layout)
     if layout.original and not plain:
         name = _place(name, targets).original
-    return layout.prefixes[0] + (name.replace(".", "_") if layout.underscores else name)
+    return stem_of(layout.prefixes[0], name)
+
+
+def stem_of(prefix: str, name: str) -> str:
+    """Return ``prefix`` and a module's name, whose dots become underscores after a prefix that ends in one."""
+    return prefix + (name.replace(".", "_") if prefix.endswith("_") else name)
 
 
 def _place(name: str, targets: LoraTargets) -> KeyPlace:
@@ -358,8 +349,7 @@ def _text_stem(name: str, encoder: TextEncoderTargets, layout: Layout) -> str:
     place = encoder.keys.find(name.removeprefix(f"{encoder.name}."))
     if place is None:
         raise UserError(f"{name} is no layer of {encoder.name} that a LoRA can be saved for; leave it out")
-    prefix = encoder.prefixes[layout.text][0]
-    return prefix + (place.original.replace(".", "_") if prefix.endswith("_") else place.original)
+    return stem_of(encoder.prefixes[layout.text][0], place.original)
 
 
 def _for_file(path: str | Path, key: str, tensor: Tensor, precision: str) -> Tensor:

@@ -48,7 +48,7 @@ from torch import Tensor
 
 from library.errors import UserError, names_in_short
 from library.models.layer_names import KeyNames, KeyPlace, LoraTargets
-from networks.files.adapters import SAVE_FORMATS, key_stem, layout_of, split_rows
+from networks.files.adapters import SAVE_FORMATS, key_stem, layout_of, split_rows, stem_of
 from networks.files.metadata import AlphaTable
 from networks.files.weights import KINDS, TITLES, AdapterWeights, LoraWeights, rank_of
 
@@ -71,9 +71,8 @@ class Keys:
     """A form of keys: ``<prefix><module's name>.<tensor's name>``.
 
     Attributes:
-        prefix: before the module's name.
+        prefix: before the module's name, in which dots are underscores after a prefix that ends in one.
         naming: whose module names: diffusers' (of language models transformers'), or the original checkpoint's.
-        underscores: dots in the module's name are underscores.
         tensors: what may follow -> the tensor in memory.
         only: regular expression of the modules (diffusers' names) that are known in this form.
         needs_alpha: without ``.alpha`` it fails, or does not recognise the form.
@@ -81,7 +80,6 @@ class Keys:
 
     prefix: str
     naming: Literal["diffusers", "original"]
-    underscores: bool
     tensors: Mapping[str, str]
     only: str = ".*"
     needs_alpha: bool = False
@@ -95,7 +93,7 @@ class Keys:
             meant = place.original if place.part is None or place.row.original in place.row.parts else None
         else:
             meant = place.modules[place.part] if place.part is not None else None
-        if meant is None or name != (meant.replace(".", "_") if self.underscores else meant):
+        if meant is None or self.prefix + name != stem_of(self.prefix, meant):
             return None
         return place if all(re.fullmatch(self.only, module) for module in place.modules) else None
 
@@ -105,14 +103,13 @@ class Reader:
     """A program.
 
     Attributes:
-        name: as it calls itself. option: as ``save_for`` calls it.
+        name: as it calls itself; in lower case, as ``save_for`` calls it.
         families: model family -> the keys it knows for the transformer; a family that is missing it does not have.
         text: text encoder's component -> the keys it knows for it.
         header: it reads ranks and alphas from the header, or PEFT's config beside the file.
     """
 
     name: str
-    option: str
     families: Mapping[str, tuple[Keys, ...]]
     text: Mapping[str, tuple[Keys, ...]] = field(default_factory=dict)
     header: bool = False
@@ -134,107 +131,102 @@ def _each(names: str, *forms: Keys) -> dict[str, tuple[Keys, ...]]:
 _FLUX, _QWEN = "flux flux_fill flux_kontext", "qwen_image qwen_image_edit qwen_image_edit_plus"
 _FLUX_BLOCKS, _Z_BLOCKS = r"(single_)?transformer_blocks\..*", r"(layers|(noise|context)_refiner)\..*"
 _ALONE = _AB | _OLD | _MAGNITUDE | {"alpha": "takes the file for another trainer's, and finds no layer of it"}
-_PEFT_KEYS = Keys("transformer.", "diffusers", False, _ALONE)
+_PEFT_KEYS = Keys("transformer.", "diffusers", _ALONE)
 _OF_ALL_IN_COMFYUI = (
-    Keys("transformer.", "diffusers", False, _OF_COMFYUI),
-    Keys("lycoris_", "diffusers", True, _OF_COMFYUI),
-    Keys("", "diffusers", False, _OF_COMFYUI),
+    Keys("transformer.", "diffusers", _OF_COMFYUI),
+    Keys("lycoris_", "diffusers", _OF_COMFYUI),
+    Keys("", "diffusers", _OF_COMFYUI),
 )
 
 READERS = (
     Reader(
         "diffusers",
-        "diffusers",
         _each(
             _FLUX,
-            Keys("transformer.", "diffusers", False, _AB | _OLD | _MAGNITUDE | {"alpha": "alpha"}),
-            Keys("lora_unet_", "original", True, _DOWN_UP, _FLUX_BLOCKS),
-            Keys("diffusion_model.", "original", False, _DOWN_UP, _FLUX_BLOCKS),
-            Keys("lora_transformer_", "diffusers", True, _DOWN_UP, r".*(\.attn\.|embed).*|proj_out|norm_out.*", True),
+            Keys("transformer.", "diffusers", _AB | _OLD | _MAGNITUDE | {"alpha": "alpha"}),
+            Keys("lora_unet_", "original", _DOWN_UP, _FLUX_BLOCKS),
+            Keys("diffusion_model.", "original", _DOWN_UP, _FLUX_BLOCKS),
+            Keys("lora_transformer_", "diffusers", _DOWN_UP, r".*(\.attn\.|embed).*|proj_out|norm_out.*", True),
         )
         | _each(
             _QWEN,
             _PEFT_KEYS,
-            Keys("lora_unet_", "diffusers", True, _CONVERTED),
-            Keys("diffusion_model.", "diffusers", False, _CONVERTED),
-            Keys("", "diffusers", False, _DEFAULT),
-            Keys("", "diffusers", False, _CONVERTED, needs_alpha=True),
+            Keys("lora_unet_", "diffusers", _CONVERTED),
+            Keys("diffusion_model.", "diffusers", _CONVERTED),
+            Keys("", "diffusers", _DEFAULT),
+            Keys("", "diffusers", _CONVERTED, needs_alpha=True),
         )
         | _each(
             "z_image",
             _PEFT_KEYS,
-            Keys("lora_unet_", "diffusers", True, _DOWN_UP | _OLD),
-            Keys("lora_unet_", "original", True, _DOWN_UP, r".*attention.*"),
-            Keys("diffusion_model.", "diffusers", False, _CONVERTED | _OLD),
-            Keys("", "diffusers", False, _DEFAULT),
-            Keys("", "diffusers", False, _CONVERTED | _OLD, needs_alpha=True),
+            Keys("lora_unet_", "diffusers", _DOWN_UP | _OLD),
+            Keys("lora_unet_", "original", _DOWN_UP, r".*attention.*"),
+            Keys("diffusion_model.", "diffusers", _CONVERTED | _OLD),
+            Keys("", "diffusers", _DEFAULT),
+            Keys("", "diffusers", _CONVERTED | _OLD, needs_alpha=True),
         ),
         text={
             "text_encoder": (
-                Keys("text_encoder.", "original", False, _AB),
-                Keys("lora_te1_", "original", True, _DOWN_UP),
-                Keys("lora_te_", "original", True, _DOWN_UP),
+                Keys("text_encoder.", "original", _AB),
+                Keys("lora_te1_", "original", _DOWN_UP),
+                Keys("lora_te_", "original", _DOWN_UP),
             )
         },
         header=True,
     ),
     Reader(
         "ComfyUI",
-        "comfyui",
         _each(
             _FLUX,
             *_OF_ALL_IN_COMFYUI,
-            Keys("lora_transformer_", "diffusers", True, _OF_COMFYUI),
-            Keys("lora_unet_", "original", True, _OF_COMFYUI),
-            Keys("diffusion_model.", "original", False, _OF_COMFYUI),
+            Keys("lora_transformer_", "diffusers", _OF_COMFYUI),
+            Keys("lora_unet_", "original", _OF_COMFYUI),
+            Keys("diffusion_model.", "original", _OF_COMFYUI),
         )
         | _each(
             _QWEN,
             *_OF_ALL_IN_COMFYUI,
-            Keys("lora_unet_", "diffusers", True, _OF_COMFYUI),
-            Keys("diffusion_model.", "diffusers", False, _OF_COMFYUI),
+            Keys("lora_unet_", "diffusers", _OF_COMFYUI),
+            Keys("diffusion_model.", "diffusers", _OF_COMFYUI),
         )
         | _each(
             "z_image",
             *_OF_ALL_IN_COMFYUI,
-            Keys("lora_unet_", "original", True, _OF_COMFYUI),
-            Keys("diffusion_model.", "diffusers", False, _OF_COMFYUI),
-            Keys("diffusion_model.", "original", False, _OF_COMFYUI),
+            Keys("lora_unet_", "original", _OF_COMFYUI),
+            Keys("diffusion_model.", "diffusers", _OF_COMFYUI),
+            Keys("diffusion_model.", "original", _OF_COMFYUI),
         ),
         text={
             "text_encoder": (
-                Keys("lora_te1_", "original", True, _OF_COMFYUI),
-                Keys("lora_te_", "original", True, _OF_COMFYUI),
-                Keys("text_encoder.", "original", False, _OF_COMFYUI),
-                Keys("text_encoders.clip_l.transformer.", "original", False, _OF_COMFYUI),
+                Keys("lora_te1_", "original", _OF_COMFYUI),
+                Keys("lora_te_", "original", _OF_COMFYUI),
+                Keys("text_encoder.", "original", _OF_COMFYUI),
+                Keys("text_encoders.clip_l.transformer.", "original", _OF_COMFYUI),
             ),
             "text_encoder_2": (
-                Keys("lora_te3_", "original", True, _OF_COMFYUI),
-                Keys("lora_te2_", "original", True, _OF_COMFYUI),
-                Keys("text_encoders.t5xxl.transformer.", "original", False, _OF_COMFYUI),
+                Keys("lora_te3_", "original", _OF_COMFYUI),
+                Keys("lora_te2_", "original", _OF_COMFYUI),
+                Keys("text_encoders.t5xxl.transformer.", "original", _OF_COMFYUI),
             ),
         },
     ),
     Reader(
         "sd-scripts",
-        "sd-scripts",
-        _each(_FLUX, Keys("lora_unet_", "original", True, _DOWN_UP, needs_alpha=True)),
+        _each(_FLUX, Keys("lora_unet_", "original", _DOWN_UP, needs_alpha=True)),
         text={
-            "text_encoder": (Keys("lora_te1_", "original", True, _DOWN_UP, needs_alpha=True),),
-            "text_encoder_2": (Keys("lora_te3_", "original", True, _DOWN_UP, needs_alpha=True),),
+            "text_encoder": (Keys("lora_te1_", "original", _DOWN_UP, needs_alpha=True),),
+            "text_encoder_2": (Keys("lora_te3_", "original", _DOWN_UP, needs_alpha=True),),
         },
     ),
     Reader(
         "musubi-tuner",
-        "musubi-tuner",
-        _each("flux_kontext", Keys("lora_unet_", "original", True, _OF_MUSUBI, _FLUX_BLOCKS, True))
-        | _each(_QWEN, Keys("lora_unet_", "diffusers", True, _OF_MUSUBI, r"transformer_blocks\..*", True))
-        | _each("z_image", Keys("lora_unet_", "diffusers", True, _OF_MUSUBI, _Z_BLOCKS, True)),
+        _each("flux_kontext", Keys("lora_unet_", "original", _OF_MUSUBI, _FLUX_BLOCKS, True))
+        | _each(_QWEN, Keys("lora_unet_", "diffusers", _OF_MUSUBI, r"transformer_blocks\..*", True))
+        | _each("z_image", Keys("lora_unet_", "diffusers", _OF_MUSUBI, _Z_BLOCKS, True)),
     ),
     Reader(
         "peft",
-        "peft",
-        _each("llama gpt2", Keys("base_model.model.", "diffusers", False, _AB | _MAGNITUDE)),
+        _each("llama gpt2", Keys("base_model.model.", "diffusers", _AB | _MAGNITUDE)),
         header=True,
     ),
 )
@@ -277,7 +269,7 @@ def check_readers(
     """Refuse a layout from which a program that was named would read less than is trained, or something else.
 
     Args:
-        save_for: options of :data:`READERS`.
+        save_for: names of :data:`READERS` in lower case.
         names: the modules that are trained, as :meth:`networks.options.NetworkOptions.trained_layers` has them.
         targets, save_format, kind: what is written.
 
@@ -285,7 +277,7 @@ def check_readers(
         UserError: with the layouts that suit, if there are any.
     """
     for option in save_for:
-        reader = next(reader for reader in READERS if reader.option == option)
+        reader = next(reader for reader in READERS if reader.name.lower() == option)
         if targets.family not in reader.families:
             raise UserError(f"save_for: {reader.name} has no model {targets.family}; remove it")
         if lost := sorted(set(names) - readable(reader, names, targets, save_format, kind)):

@@ -110,8 +110,6 @@ def merge_loras(
     Raises:
         UserError: a file is missing, a LoRA does not fit, a value leaves fp16's range, the disk is full.
     """
-    if precision is not None and precision not in PRECISIONS:
-        raise UserError(f"save_precision: {precision!r} is not one of {', '.join(PRECISIONS)}; choose one")
     dtype = PRECISIONS[precision] if precision else None
     base = open_base(model)
     read, fits = read_sources(sources, targets, allow_partial, dora_norm)

@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
 from library.errors import UserError
 from library.models.inspection import Component, components, is_known, is_lora, weight_sets
-from library.safetensors_io import read_safetensors_header
+from library.safetensors_io import read_entries
 from tests.tiny import (
     bfl_state_dict,
     bfl_vae_state_dict,
@@ -250,7 +250,7 @@ def test_a_file_that_ends_early_is_remarked_on(tmp_path: Path) -> None:
     assert weight_sets(path)[0].notes == ()
     with open(path, "r+b") as file:
         file.truncate(path.stat().st_size - 60)
-    assert read_safetensors_header(path, may_be_cut=True)
+    assert read_entries([path], may_be_cut=True)[0]
     assert weight_sets(path)[0].notes == (f"{path}: 60 bytes are missing at its end; download it again",)
 
 

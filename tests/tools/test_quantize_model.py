@@ -15,7 +15,7 @@ from torch import Tensor
 
 import tools.quantize_model as quantize_model
 from library.precision.checkpoint import WeightFiles
-from library.precision.files.registry import SCHEMES
+from library.precision.files.registry import scheme_named
 from library.precision.names import SCHEME_NAMES
 from library.safetensors_io import RowRange
 from tests.precision.files.comfy import by_kitchen, rebuilt, same
@@ -202,7 +202,7 @@ def test_what_is_written_is_comfy_kitchens_own_rounding(tmp_path: Path, monkeypa
 
 
 def test_the_words_of_the_command_line_are_the_schemes_there_are() -> None:
-    assert tuple(SCHEMES) == SCHEME_NAMES
+    assert tuple(scheme_named(name).name for name in SCHEME_NAMES) == SCHEME_NAMES
 
 
 @pytest.mark.parametrize(

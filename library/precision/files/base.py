@@ -332,6 +332,12 @@ class ReadOnlyScheme(Scheme):
     groups = steps = nearest = stochastic = pack = quantize = store = _refuse
 
 
+def device_is_capable(device: torch.device, capability: tuple[int, int]) -> bool:
+    """Return whether ``device`` is a GPU of Nvidia's with at least this compute capability."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device) >= capability
+
+
 _CPU_CHUNK, _GPU_CHUNK = 1 << 18, 1 << 24  # numbers
 
 

@@ -29,8 +29,17 @@ from torch import Tensor
 from torch.nn import functional
 
 from library.errors import UserError
-from library.precision.files.base import HIGH_PRODUCTS, CutWeight, FileTensors, QuantizedWeight, Scheme, StoredWeight
+from library.precision.files.base import (
+    HIGH_PRODUCTS,
+    CutWeight,
+    FileTensors,
+    QuantizedWeight,
+    Scheme,
+    StoredWeight,
+    device_is_capable,
+)
 from library.precision.names import LayoutKind
+from library.safetensors_io import RowRange, read_rows
 
 _TILE_ROWS, _TILE_RUNS, _SIDE_BY_SIDE = 128, 4, 32
 
@@ -258,11 +267,29 @@ class StoredBlockScales:
         return (to_tiles(whole) if self.tiled else whole).view(self.dtype).reshape(self.shape)
 
 
+@dataclass(frozen=True, kw_only=True)
+class StoredBlockScaled(StoredComfyWeight):
+    """A weight with block scales in a file; ``blocks``: how they lie."""
+
+    blocks: StoredBlockScales
+
+    def read_numbers(self, file: FileTensors, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return numbers and, as ``dtype``, block scales of some rows."""
+        start, stop, _ = rows.indices(self.shape[0])
+        values = read_rows(file.entries, [RowRange(self.name, start, stop)])
+        return values, self.blocks.read(file, self.tensors["block_scale"], dtype)[start:stop]
+
+    def written(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """Return numbers and block scales as the file has them, rows filled up with zeros."""
+        assert isinstance(weight, BlockScaledWeight)
+        dtype, shape = self.held[self.name]
+        blocks = self.blocks.written(weight.block_scale)
+        return {self.name: with_rows(weight.values, shape[0]).view(dtype), self.tensors["block_scale"]: blocks}
+
+
 def has_block_products(device: torch.device) -> bool:
     """Return whether ``device`` has tensor cores for nvfp4 and mxfp8: Nvidia's from compute capability 10 on."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device)[0] >= 10
+    return device_is_capable(device, (10, 0))
 
 
 def multiplied(x: Tensor, weight: QuantizedWeight, layout: str, **scales: Tensor) -> Tensor:

@@ -57,6 +57,7 @@ from library.precision.files.base import (
     Scheme,
     StoredWeight,
     block_slice,
+    device_is_capable,
     scale_of_rows,
 )
 from library.precision.fp8_numbers import (
@@ -436,9 +437,7 @@ def block_size(granularity: Granularity) -> int | None:
 
 def device_has_fp8_matmul(device: torch.device) -> bool:
     """Return whether ``device`` is a CUDA GPU with fp8 tensor cores (compute capability 8.9 or more)."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 9)
+    return device_is_capable(device, (8, 9))
 
 
 def _rounded_up(scale: Tensor, dtype: torch.dtype) -> Tensor:

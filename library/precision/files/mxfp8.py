@@ -17,17 +17,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from library.precision.files.base import FileTensors, QuantizedWeight, StoredWeight
+from library.precision.files.base import FileTensors, StoredWeight
 from library.precision.files.comfy_quant import (
     BlockScaledWeight,
     BlockScheme,
     ComfyLayer,
+    StoredBlockScaled,
     StoredBlockScales,
-    StoredComfyWeight,
     comfy_layers,
     multiplied,
     to_tiles,
-    with_rows,
 )
 from library.precision.fp8_numbers import (
     E4M3FN,
@@ -37,7 +36,6 @@ from library.precision.fp8_numbers import (
     round_stochastically,
     round_to_nearest,
 )
-from library.safetensors_io import RowRange, read_rows
 
 BLOCK = 32
 _MANTISSA_BITS = 23  # of fp32, above which its exponent lies, with e8m0's bias
@@ -98,11 +96,10 @@ class Mxfp8Scheme(BlockScheme):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredMxfp8(StoredComfyWeight):
-    """An mxfp8 weight in a file, and how its scales lie."""
+class StoredMxfp8(StoredBlockScaled):
+    """An mxfp8 weight in a file."""
 
     kind = rounding = "mxfp8"
-    blocks: StoredBlockScales
 
     @property
     def scheme(self) -> Mxfp8Scheme:
@@ -111,9 +108,8 @@ class StoredMxfp8(StoredComfyWeight):
 
     def read(self, file: FileTensors, rows: slice = slice(None)) -> Mxfp8Weight:
         """Return numbers and scales of some rows."""
-        start, stop, _ = rows.indices(self.shape[0])
-        values = read_rows(file.entries, [RowRange(self.name, start, stop)]).view(E4M3FN.dtype)
-        blocks = self.blocks.read(file, self.tensors["block_scale"], torch.uint8)[start:stop]
+        values, blocks = self.read_numbers(file, rows, torch.uint8)
+        values = values.view(E4M3FN.dtype)
         for name, broken in (
             (self.name, holds_nan_or_inf(values)),
             (self.tensors["block_scale"], blocks.eq(255).any()),
@@ -121,13 +117,6 @@ class StoredMxfp8(StoredComfyWeight):
             if broken:
                 raise file.refuse(name, "holds NaN", "download it again")
         return Mxfp8Weight(values, blocks)
-
-    def written(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        """Return numbers and scales as the file has them, rows filled up with zeros."""
-        assert isinstance(weight, Mxfp8Weight)
-        dtype, shape = self.held[self.name]
-        blocks = self.blocks.written(weight.block_scale)
-        return {self.name: with_rows(weight.values, shape[0]).view(dtype), self.tensors["block_scale"]: blocks}
 
 
 def find(file: FileTensors) -> dict[str, StoredWeight]:

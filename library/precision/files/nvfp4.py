@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -39,17 +39,15 @@ from library.precision.files.comfy_quant import (
     BlockScaledWeight,
     BlockScheme,
     ComfyLayer,
+    StoredBlockScaled,
     StoredBlockScales,
-    StoredComfyWeight,
     comfy_layers,
     multiplied,
     new_fields,
     to_tiles,
-    with_rows,
 )
 from library.precision.fp8_numbers import E4M3FN, holds_nan_or_inf, power_of_two, refuse_nan, whole_stochastically
 from library.precision.names import LayoutKind
-from library.safetensors_io import RowRange, read_rows
 
 BLOCK = 16
 _LARGEST = 6.0
@@ -172,16 +170,10 @@ class Nvfp4Scheme(BlockScheme):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoredNvfp4(StoredComfyWeight):
-    """An nvfp4 weight in a file.
-
-    Attributes:
-        blocks: how the block scales lie.
-        low_first: whether the first of two numbers is in the low four bits.
-    """
+class StoredNvfp4(StoredBlockScaled):
+    """An nvfp4 weight in a file; ``low_first``: whether the first of two numbers is in the low four bits."""
 
     kind = rounding = "nvfp4"
-    blocks: StoredBlockScales
     low_first: bool = False
 
     @property
@@ -191,25 +183,19 @@ class StoredNvfp4(StoredComfyWeight):
 
     def read(self, file: FileTensors, rows: slice = slice(None)) -> Nvfp4Weight:
         """Return numbers and scales of some rows."""
-        start, stop, _ = rows.indices(self.shape[0])
-        values = read_rows(file.entries, [RowRange(self.name, start, stop)])
+        values, blocks = self.read_numbers(file, rows, E4M3FN.dtype)
         if self.low_first:
             values = _swapped(values)
-        name = self.tensors["block_scale"]
-        blocks = self.blocks.read(file, name, E4M3FN.dtype)[start:stop]
         if holds_nan_or_inf(blocks) or (blocks.float() < 0).any():
-            raise file.refuse(name, "holds a scale that is NaN or negative", "download it again")
+            raise file.refuse(self.tensors["block_scale"], "holds a scale that is NaN or negative", "download it again")
         return Nvfp4Weight(values, blocks, file.read_scale(self.tensors["scale"]).reshape(1, 1))
 
     def written(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """Return numbers and scales as the file has them, rows filled up with zeros."""
         assert isinstance(weight, Nvfp4Weight)
-        values = with_rows(weight.values, self.held[self.name][1][0])
-        return {
-            self.name: _swapped(values) if self.low_first else values,
-            self.tensors["block_scale"]: self.blocks.written(weight.block_scale),
-            (name := self.tensors["scale"]): weight.scale.reshape(self.held[name][1]),
-        }
+        scale = self.tensors["scale"]
+        own = replace(weight, values=_swapped(weight.values)) if self.low_first else weight
+        return super().written(own) | {scale: weight.scale.reshape(self.held[scale][1])}
 
 
 def find(file: FileTensors) -> dict[str, StoredWeight]:

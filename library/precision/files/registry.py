@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import get_args
 
 from library.errors import UserError, did_you_mean
 from library.precision.files import fp8, gguf, int8, mxfp8, nf4, nvfp4, refused
 from library.precision.files.base import FileTensors, Scheme, StoredWeight
 from library.precision.fp8_numbers import E4M3FN, Fp8Format
-from library.precision.names import READ_ONLY, Granularity
+from library.precision.names import GRANULARITIES, READ_ONLY, SCHEME_NAMES
 
 FINDERS: tuple[Callable[[FileTensors], dict[str, StoredWeight]], ...] = (
     refused.find,
@@ -24,7 +23,6 @@ _OTHERS: dict[str, Scheme] = {
     scheme.name: scheme
     for scheme in (int8.Int8Scheme(rows=False), int8.Int8Scheme(), int8.Int8Scheme(group=256), nvfp4.Nvfp4Scheme())
 }
-SCHEMES = (*get_args(Granularity), *_OTHERS)
 
 
 def scheme_named(name: str, number_format: Fp8Format = E4M3FN) -> Scheme:
@@ -33,10 +31,11 @@ def scheme_named(name: str, number_format: Fp8Format = E4M3FN) -> Scheme:
     Raises:
         UserError: there is none of that name.
     """
-    if name in get_args(Granularity):
-        return fp8.Fp8Scheme(name, number_format)  # type: ignore[arg-type]
+    if name in GRANULARITIES:
+        return fp8.Fp8Scheme(name, number_format)
     if name in _OTHERS:
         return _OTHERS[name]
+    known = ", ".join(SCHEME_NAMES)
     if name.lower().startswith((*READ_ONLY, "q4_", "q5_", "q6_", "q8_")):
-        raise UserError(f"scheme {name!r}: files in it are read and trained on, not written; use {', '.join(SCHEMES)}")
-    raise UserError(f"scheme {name!r} is none of {', '.join(SCHEMES)}{did_you_mean(name, SCHEMES)}")
+        raise UserError(f"scheme {name!r}: files in it are read and trained on, not written; use {known}")
+    raise UserError(f"scheme {name!r} is none of {known}{did_you_mean(name, SCHEME_NAMES)}")

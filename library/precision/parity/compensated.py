@@ -45,7 +45,6 @@ def quantize_compensated(
     moment: Tensor,
     scheme: Scheme,
     *,
-    damping: float = DAMPING,
     room: float = ROOM,
     before: Tensor | None = None,
 ) -> QuantizedWeight:
@@ -55,7 +54,6 @@ def quantize_compensated(
         weight: [out, in], finite; with a LoRA to merge: the sum.
         moment: [in, in], second moment of the inputs.
         scheme: the format.
-        damping: see ``errors.damped``.
         room: by how much steps are larger than the weight as given needs.
         before: steps of the weight that is added to; they stay where they suffice.
 
@@ -65,7 +63,7 @@ def quantize_compensated(
     weight = scheme.rotate(weight.detach().float())
     moment = scheme.rotate(scheme.rotate(moment.to(weight.device, torch.float32)).t())
     order = moment.diagonal().argsort(descending=True, stable=True)
-    carry = _carry(moment, order, damping)
+    carry = _carry(moment, order)
     steps = scheme.steps(scheme.magnitudes(weight) * (1 + room), before)
     if steps is None:
         values, _ = _round_columns(weight, None, carry, order, scheme)
@@ -108,12 +106,12 @@ def merge_into(base: QuantizedWeight, update: Tensor, moment: Tensor, scheme: Sc
     return merged
 
 
-def _carry(moment: Tensor, order: Tensor, damping: float) -> Tensor:
+def _carry(moment: Tensor, order: Tensor) -> Tensor:
     """Return U with each row divided by its diagonal, for columns in ``order``: fp32, unit upper triangular.
 
     A moment that is no longer positive definite in its precision is damped ten times more, and again.
     """
-    dtype = torch.float64 if moment.shape[0] <= _DOUBLE else torch.float32
+    dtype, damping = torch.float64 if moment.shape[0] <= _DOUBLE else torch.float32, DAMPING
     while True:
         reverse = order.flip(0)
         metric = damped(moment, damping, dtype)[reverse][:, reverse]
