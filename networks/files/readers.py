@@ -128,15 +128,16 @@ def _each(names: str, *forms: Keys) -> dict[str, tuple[Keys, ...]]:
     return dict.fromkeys(names.split(), forms)
 
 
+def _alike(naming: Literal["diffusers", "original"], tensors: Mapping[str, str], *prefixes: str) -> tuple[Keys, ...]:
+    """Return forms that differ in what stands before the module's name alone."""
+    return tuple(Keys(prefix, naming, tensors) for prefix in prefixes)
+
+
 _FLUX, _QWEN = "flux flux_fill flux_kontext", "qwen_image qwen_image_edit qwen_image_edit_plus"
 _FLUX_BLOCKS, _Z_BLOCKS = r"(single_)?transformer_blocks\..*", r"(layers|(noise|context)_refiner)\..*"
 _ALONE = _AB | _OLD | _MAGNITUDE | {"alpha": "takes the file for another trainer's, and finds no layer of it"}
 _PEFT_KEYS = Keys("transformer.", "diffusers", _ALONE)
-_OF_ALL_IN_COMFYUI = (
-    Keys("transformer.", "diffusers", _OF_COMFYUI),
-    Keys("lycoris_", "diffusers", _OF_COMFYUI),
-    Keys("", "diffusers", _OF_COMFYUI),
-)
+_OF_ALL_IN_COMFYUI = _alike("diffusers", _OF_COMFYUI, "transformer.", "lycoris_", "")
 
 READERS = (
     Reader(
@@ -151,8 +152,7 @@ READERS = (
         | _each(
             _QWEN,
             _PEFT_KEYS,
-            Keys("lora_unet_", "diffusers", _CONVERTED),
-            Keys("diffusion_model.", "diffusers", _CONVERTED),
+            *_alike("diffusers", _CONVERTED, "lora_unet_", "diffusion_model."),
             Keys("", "diffusers", _DEFAULT),
             Keys("", "diffusers", _CONVERTED, needs_alpha=True),
         )
@@ -168,8 +168,7 @@ READERS = (
         text={
             "text_encoder": (
                 Keys("text_encoder.", "original", _AB),
-                Keys("lora_te1_", "original", _DOWN_UP),
-                Keys("lora_te_", "original", _DOWN_UP),
+                *_alike("original", _DOWN_UP, "lora_te1_", "lora_te_"),
             )
         },
         header=True,
@@ -179,16 +178,10 @@ READERS = (
         _each(
             _FLUX,
             *_OF_ALL_IN_COMFYUI,
-            Keys("lora_transformer_", "diffusers", _OF_COMFYUI),
-            Keys("lora_unet_", "original", _OF_COMFYUI),
-            Keys("diffusion_model.", "original", _OF_COMFYUI),
+            *_alike("diffusers", _OF_COMFYUI, "lora_transformer_"),
+            *_alike("original", _OF_COMFYUI, "lora_unet_", "diffusion_model."),
         )
-        | _each(
-            _QWEN,
-            *_OF_ALL_IN_COMFYUI,
-            Keys("lora_unet_", "diffusers", _OF_COMFYUI),
-            Keys("diffusion_model.", "diffusers", _OF_COMFYUI),
-        )
+        | _each(_QWEN, *_OF_ALL_IN_COMFYUI, *_alike("diffusers", _OF_COMFYUI, "lora_unet_", "diffusion_model."))
         | _each(
             "z_image",
             *_OF_ALL_IN_COMFYUI,
@@ -197,16 +190,11 @@ READERS = (
             Keys("diffusion_model.", "original", _OF_COMFYUI),
         ),
         text={
-            "text_encoder": (
-                Keys("lora_te1_", "original", _OF_COMFYUI),
-                Keys("lora_te_", "original", _OF_COMFYUI),
-                Keys("text_encoder.", "original", _OF_COMFYUI),
-                Keys("text_encoders.clip_l.transformer.", "original", _OF_COMFYUI),
+            "text_encoder": _alike(
+                "original", _OF_COMFYUI, "lora_te1_", "lora_te_", "text_encoder.", "text_encoders.clip_l.transformer."
             ),
-            "text_encoder_2": (
-                Keys("lora_te3_", "original", _OF_COMFYUI),
-                Keys("lora_te2_", "original", _OF_COMFYUI),
-                Keys("text_encoders.t5xxl.transformer.", "original", _OF_COMFYUI),
+            "text_encoder_2": _alike(
+                "original", _OF_COMFYUI, "lora_te3_", "lora_te2_", "text_encoders.t5xxl.transformer."
             ),
         },
     ),
@@ -224,11 +212,7 @@ READERS = (
         | _each(_QWEN, Keys("lora_unet_", "diffusers", _OF_MUSUBI, r"transformer_blocks\..*", True))
         | _each("z_image", Keys("lora_unet_", "diffusers", _OF_MUSUBI, _Z_BLOCKS, True)),
     ),
-    Reader(
-        "peft",
-        _each("llama gpt2", Keys("base_model.model.", "diffusers", _AB | _MAGNITUDE)),
-        header=True,
-    ),
+    Reader("peft", _each("llama gpt2", Keys("base_model.model.", "diffusers", _AB | _MAGNITUDE)), header=True),
 )
 
 

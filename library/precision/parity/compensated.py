@@ -66,7 +66,7 @@ def quantize_compensated(
     carry = _carry(moment, order)
     steps = scheme.steps(scheme.magnitudes(weight) * (1 + room), before)
     if steps is None:
-        values, _ = _round_columns(weight, None, carry, order, scheme)
+        values, _ = _round_columns(weight, weight.new_ones(1, 1), carry, order, scheme)
         return scheme.pack(values, None)
     values, largest = _round_columns(weight, steps, carry, order, scheme)
     for _ in range(_ATTEMPTS):
@@ -126,36 +126,32 @@ def _carry(moment: Tensor, order: Tensor) -> Tensor:
 
 
 def _round_columns(
-    weight: Tensor, scale: Tensor | None, carry: Tensor, order: Tensor, scheme: Scheme
+    weight: Tensor, scale: Tensor, carry: Tensor, order: Tensor, scheme: Scheme
 ) -> tuple[Tensor, Tensor]:
     """Round the columns of ``weight`` in ``order``.
 
     Returns:
         The rounded values in units of their scale, fp32 [out, in]; and for each scale the largest magnitude that was
-        asked of it ([rows, blocks]; empty without scales).
+        asked of it, [rows, blocks].
     """
     out_features, in_features = weight.shape
     left = weight[:, order]
     rounded = torch.empty_like(left)
-    blocks = 1 if scale is None else scale.shape[1]
-    block_of = order // (in_features // blocks)
-    largest = weight.new_zeros(out_features, blocks)
+    block_of = order // (in_features // scale.shape[1])
+    largest = weight.new_zeros(out_features, scale.shape[1])
     for start in range(0, in_features, _BLOCK):
         columns = slice(start, min(start + _BLOCK, in_features))
         inner = left[:, columns].t().contiguous()  # a column of the weight is a row: contiguous
         errors = torch.empty_like(inner)
         for j in range(inner.shape[0]):
-            block = block_of[start + j]
-            step = None if scale is None else scale[:, block]
-            asked = inner[j] if step is None else inner[j] / step
-            value = scheme.nearest(asked)
+            step = scale[:, block_of[start + j]]
+            value = scheme.nearest(inner[j] / step)
             rounded[:, start + j] = value
-            errors[j] = inner[j] - (value if step is None else value * step)
+            errors[j] = inner[j] - value * step
             inner[j + 1 :].addr_(carry[start + j, start + j + 1 : columns.stop], errors[j], alpha=-1)
-        if scale is not None:
-            where = block_of[columns].expand(out_features, -1)
-            largest.scatter_reduce_(1, where, inner.t().abs(), "amax")
+        where = block_of[columns].expand(out_features, -1)
+        largest.scatter_reduce_(1, where, inner.t().abs(), "amax")
         left[:, columns.stop :].addmm_(errors.t(), carry[columns, columns.stop :], alpha=-1)
     result = torch.empty_like(rounded)
     result[:, order] = rounded
-    return result, largest if scale is None or scale.shape[0] > 1 else largest.amax(dim=0, keepdim=True)
+    return result, largest if scale.shape[0] > 1 else largest.amax(dim=0, keepdim=True)

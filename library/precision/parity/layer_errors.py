@@ -44,6 +44,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from library.nn.frozen_linear import FrozenLinear
@@ -244,10 +245,7 @@ def fit_low_rank(target: Tensor, moment: Tensor, rank: int, damping: float = DAM
     sizes = down.norm(dim=1).clamp_min(torch.finfo(torch.float32).tiny).sqrt()
     up, down = leading * sizes, down / sizes.unsqueeze(1)
     missing = rank - possible
-    if missing:
-        up = torch.cat([up, up.new_zeros(out_features, missing)], dim=1)
-        down = torch.cat([down, down.new_zeros(missing, in_features)])
-    return up.float(), down.float()
+    return F.pad(up, (0, missing)).float(), F.pad(down, (0, 0, 0, missing)).float()
 
 
 def fit_up(target: Tensor, moment: Tensor, down: Tensor, damping: float = DAMPING) -> Tensor:
