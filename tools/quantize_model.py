@@ -113,7 +113,7 @@ def quantize(options: argparse.Namespace, console: Console) -> Written:
         raise UserError("--compensated and --rounding stochastic are two ways of rounding; choose one")
     if options.budget_mb is not None and options.budget_mb <= 0:
         raise UserError(f"--budget_mb {options.budget_mb:g}: must be more than 0")
-    name = options.scheme or WRITTEN_LAYOUTS[options.layout or "comfy_scaled"]
+    name = options.scheme or WRITTEN_LAYOUTS[options.layout or "comfy_scaled"][0]
     scheme = scheme_named(name, format_named(options.format or "e4m3fn"))
     layout = options.layout or USUAL_LAYOUTS[name]
     if options.format and name not in GRANULARITIES:

@@ -11,13 +11,13 @@ GRANULARITIES: tuple[Granularity, ...] = get_args(Granularity)
 ActivationRounding = Literal["row", "tensor", "unit", "static", "int8", "nvfp4", "mxfp8"]
 LayoutKind = Literal["plain", "comfy_scaled", "comfy_quant", "rows", "musubi", "modelopt", "gguf", "nf4"]
 READ_ONLY = ("mxfp8", "gguf", "nf4")  # formats that are read and never written
-# layouts that are written -> the scheme that is usual in each
-WRITTEN_LAYOUTS: dict[LayoutKind, str] = {
-    "plain": "cast",
-    "comfy_scaled": "tensor",
-    "comfy_quant": "tensor",
-    "rows": "row",
-    "musubi": "block64",
+# layouts that are written -> the scales that fp8 may have in each, the usual ones first
+WRITTEN_LAYOUTS: dict[LayoutKind, tuple[Granularity, ...]] = {
+    "plain": ("cast",),
+    "comfy_scaled": ("tensor",),
+    "comfy_quant": ("tensor",),
+    "rows": ("row",),
+    "musubi": ("block64", "tensor", "row", "block128"),
 }
 # scheme -> the layout that is usual for it
 USUAL_LAYOUTS: dict[str, LayoutKind] = {

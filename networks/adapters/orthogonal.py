@@ -72,7 +72,8 @@ class BOFTLinear(OFTLinear):
         Raises:
             UserError: there is none.
         """
-        sizes = [n for n in range(2, out_features + 1, 2) if out_features % n == 0 and _is_power(out_features // n)]
+        halves = range(2, out_features + 1, 2)
+        sizes = [n for n in halves if out_features % n == 0 and (out_features // n).bit_count() == 1]
         if fitting := [size for size in sizes if size <= wanted]:
             return fitting[-1]
         least = f"set network_dim to at least {sizes[0]}" if sizes else "leave it out with exclude_patterns"
@@ -81,7 +82,3 @@ class BOFTLinear(OFTLinear):
     def _shape(self) -> tuple[int, ...]:
         blocks = self.out_features // self.rank
         return blocks.bit_length(), blocks, self.rank, self.rank  # log2(blocks) + 1 stages: each output meets each
-
-
-def _is_power(number: int) -> bool:
-    return number & (number - 1) == 0

@@ -11,6 +11,10 @@ names. The result has the base's layout. A fused original module (qkv) takes eac
 part's rows. A LoRA's text encoder layers go into the ``text_encoder`` folders of a pipeline, which keep their dtype;
 a base that has none is refused, unless they are left out on request.
 
+*As it is loaded* (:class:`BaseWeights`, kohya's ``base_weights``), before another LoRA is trained on it, a base is
+merged into the same way: rounded once to what the file holds W in, and only then cast or quantised as the run asks. A
+weight that the file has in fp8 is dequantised, changed, and quantised again with fresh scales of its kind.
+
 Tensors are read, merged and written one at a time: memory stays at a few times the largest tensor, whatever
 the model's size. Everything is checked before the first byte is written: that every LoRA module has its
 place in the base, that shapes fit, that the disk has room. Nothing appears under the final name until it is
@@ -30,13 +34,13 @@ import torch
 from torch import Tensor
 
 from library.errors import UserError, names_in_short
-from library.files import weights_fingerprint
+from library.files import fingerprint, weights_fingerprint
 from library.models.layer_names import KeyNames, LoraTargets
 from library.precision.checkpoint import WeightFiles
 from library.safetensors_io import read_tensor, stream_safetensors
 from networks.files.adapters import PRECISIONS, AdapterFile, PartialFit, load_adapter
 from networks.files.base import Base, BaseModule, check_target, find_modules, folder_copy, open_base, saved_specs
-from networks.files.metadata import base_mismatch
+from networks.files.metadata import base_mismatch, weight_file
 from networks.files.weights import AdapterWeights, check_strength
 
 Updates = Mapping[str, AdapterWeights]  # by module name
@@ -247,10 +251,8 @@ def plan_updates(
             if name not in places:
                 continue
             place = places[name]
-            shape, (rows, columns) = place.shape, weights.shape
-            if shape != (rows, columns or shape[1]):
-                made_for = f"{rows}x{columns or 'any'}"
-                problems.append(f"{name} is for {made_for}, the base has {shape[0]}x{shape[1]}")
+            if made_for := _other_shape(weights, place.shape):
+                problems.append(f"{name} is for {made_for}, the base has {place.shape[0]}x{place.shape[1]}")
                 continue
             if fit is not None:
                 fit.matched.add(name)
@@ -260,6 +262,12 @@ def plan_updates(
         elif problems:
             raise UserError(f"{source.path}: {names_in_short(problems)}; it was trained on another model")
     return updates
+
+
+def _other_shape(update: AdapterWeights, shape: Sequence[int]) -> str | None:
+    """Return in words the shape of layers that ``update`` is for; None if ``shape`` is one."""
+    rows, columns = update.shape
+    return None if tuple(shape) == (rows, columns or shape[1]) else f"{rows}x{columns or 'any'}"
 
 
 def merge_tensor(where: str, tensor: Tensor, updates: Sequence[Update], dtype: torch.dtype) -> Tensor:
@@ -335,3 +343,72 @@ def base_notes(weights: Path, loras: Sequence[tuple[LoraSource, AdapterFile]]) -
         for source, lora in loras:
             if remark := base_mismatch(lora.metadata, here):
                 yield f"{source.path}: {remark}"
+
+
+@dataclass(frozen=True)
+class BaseWeights:
+    """LoRA files and their strengths, read.
+
+    Attributes:
+        sources: file and strength of each.
+        updates: module of the transformer -> its updates with their strengths, in the files' order.
+        left_out: a line for each file with layers of text encoders, which are not merged.
+    """
+
+    sources: tuple[tuple[Path, float], ...]
+    updates: Mapping[str, Sequence[tuple[AdapterWeights, float]]]
+    left_out: tuple[str, ...]
+
+    def changes(self, targets: LoraTargets) -> dict[str, Callable[[Tensor], Tensor]]:
+        """Return parameter of the transformer -> what makes the merged weight [out, in] fp32 of it."""
+
+        def change(name: str) -> Callable[[Tensor], Tensor]:
+            return lambda weight: self._merged(name, weight)
+
+        return {f"{targets.path_in_model(name)}.weight": change(name) for name in self.updates}
+
+    def _merged(self, name: str, weight: Tensor) -> Tensor:
+        for update, strength in self.updates[name]:
+            if made_for := _other_shape(update, weight.shape):
+                shapes = f"{made_for}, the model's has {weight.shape[0]}x{weight.shape[1]}"
+                raise UserError(f"base_weights: {name} is for a layer of {shapes}; it was trained on another model")
+            weight = update.apply(weight, strength)
+        if not torch.isfinite(weight).all():
+            raise UserError(
+                f"base_weights: {name} leaves the finite numbers when merged; lower base_weights_multiplier"
+            )
+        return weight
+
+    def fingerprint(self) -> str:
+        """Return what a state remembers them by: contents and strengths, wherever the files lie; "" of none."""
+        return ", ".join(f"{fingerprint(weight_file(path))} x {strength:g}" for path, strength in self.sources)
+
+    def described(self) -> str:
+        """Return names and strengths as JSON, as a LoRA's metadata have them; "" of none."""
+        named = [{"lora": path.name, "ratio": strength} for path, strength in self.sources]
+        return json.dumps(named) if named else ""
+
+
+def read_base_weights(paths: Sequence[str], strengths: Sequence[float], targets: LoraTargets) -> BaseWeights:
+    """Read LoRAs to merge; strengths that are not given are 1.
+
+    Raises:
+        UserError: a file is missing, damaged, or no LoRA of this family, or has nothing for the transformer.
+    """
+    sources = tuple(
+        (Path(path).expanduser(), strengths[i] if i < len(strengths) else 1.0) for i, path in enumerate(paths)
+    )
+    updates: dict[str, list[tuple[AdapterWeights, float]]] = {}
+    left_out = []
+    for path, strength in sources:
+        if not path.exists():
+            raise UserError(f"base_weights: {path} does not exist; check the path")
+        parts = targets.by_component(load_adapter(path, targets).weights)
+        own = parts.pop(targets.file_prefix, {})
+        if not own:
+            raise UserError(f"base_weights: {path} has nothing for the transformer; give a LoRA that has")
+        if parts:
+            left_out.append(f"{path}: its layers of {' and '.join(sorted(parts))} are not merged")
+        for name, weights in own.items():
+            updates.setdefault(name, []).append((weights, strength))
+    return BaseWeights(sources, updates, tuple(left_out))

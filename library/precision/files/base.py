@@ -233,7 +233,11 @@ class Scheme(ABC):
 
     @abstractmethod
     def groups(self, shape: Sequence[int]) -> tuple[int, int]:
-        """Return (rows, runs) of the steps of a weight of ``shape``: 1 or all rows, runs of columns a row."""
+        """Return (rows, runs) of the steps of a weight of ``shape``: 1 or all rows, runs of columns a row.
+
+        Raises:
+            ValueError: its columns cannot be cut into runs.
+        """
 
     @abstractmethod
     def steps(self, largest: Tensor, before: Tensor | None = None) -> Tensor | None:
@@ -299,8 +303,6 @@ class Scheme(ABC):
     def magnitudes(self, values: Tensor) -> Tensor:
         """Return the largest magnitude of each group of ``values`` [out, in], [rows, runs]."""
         rows, runs = self.groups(values.shape)
-        if values.shape[1] % runs:
-            raise ValueError(f"{values.shape[1]} inputs cannot be cut into {runs} runs")
         largest = values.view(values.shape[0], runs, -1).abs().amax(dim=-1)
         return largest if rows > 1 else largest.amax(dim=0, keepdim=True)
 
@@ -368,6 +370,13 @@ def block_slice(columns: slice, block: int) -> slice:
         if edge % block:
             raise ValueError(f"column {edge} lies within a block of {block}")
     return slice(start // block, None if stop is None else stop // block)
+
+
+def runs_of(inputs: int, block: int) -> int:
+    """Return how many runs of ``block`` there are in ``inputs``; raises a ValueError if it does not divide them."""
+    if inputs % block:
+        raise ValueError(f"{inputs} inputs cannot be cut into blocks of {block}")
+    return inputs // block
 
 
 def in_units(values: Tensor, steps: Tensor | None) -> Tensor:

@@ -37,6 +37,7 @@ from library.precision.files.base import (
     Scheme,
     StoredWeight,
     device_is_capable,
+    runs_of,
 )
 from library.precision.names import LayoutKind
 from library.safetensors_io import RowRange, read_rows
@@ -186,7 +187,7 @@ class BlockScheme(Scheme):
 
     def groups(self, shape: Sequence[int]) -> tuple[int, int]:
         """Return a step for each block of a row."""
-        return shape[0], -(-shape[1] // self.block)
+        return shape[0], runs_of(shape[1], self.block)
 
 
 def with_rows(values: Tensor, rows: int) -> Tensor:

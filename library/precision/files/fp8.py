@@ -58,6 +58,7 @@ from library.precision.files.base import (
     StoredWeight,
     block_slice,
     device_is_capable,
+    runs_of,
     scale_of_rows,
 )
 from library.precision.fp8_numbers import (
@@ -70,20 +71,13 @@ from library.precision.fp8_numbers import (
     round_stochastically,
     round_to_nearest,
 )
-from library.precision.names import Granularity, LayoutKind
+from library.precision.names import WRITTEN_LAYOUTS, Granularity, LayoutKind
 from library.safetensors_io import DTYPE_NAMES, RowRange, read_rows
 
 _ALIGNMENT = 16  # rows and columns of the fp8 operands, a rule of cuBLASLt
 _FP8 = {DTYPE_NAMES[fp8.dtype]: fp8 for fp8 in FORMATS}
 _COMFY_FORMATS = {f"float8_{fp8.name}": fp8 for fp8 in FORMATS}
 _HIGH = (torch.float32, torch.bfloat16, torch.float16)
-_HOLDS: dict[LayoutKind, tuple[Granularity, ...]] = {
-    "plain": ("cast",),
-    "comfy_scaled": ("tensor",),
-    "comfy_quant": ("tensor",),
-    "rows": ("row",),
-    "musubi": ("block64", "tensor", "row", "block128"),
-}
 _SCALES, _INPUT_SCALES = ("scale_weight", "weight_scale"), ("scale_input", "input_scale")
 
 
@@ -117,6 +111,11 @@ class Fp8Weight(QuantizedWeight):
         return self.scale
 
     @property
+    def factors(self) -> Tensor:
+        """The scale; of a plain cast 1."""
+        return torch.ones(1, 1, device=self.values.device) if self.scale is None else self.scale
+
+    @property
     def column_block(self) -> int:
         """The inputs that share a scale, where a row has several."""
         return 1 if self.scale is None or self.scale.shape[1] == 1 else self.values.shape[1] // self.scale.shape[1]
@@ -127,24 +126,19 @@ class Fp8Weight(QuantizedWeight):
         if scale is not None:
             scale = scale_of_rows(scale, rows)
         if scale is not None and scale.shape[1] > 1:
-            block = self.column_block
-            fine = math.gcd(block, columns.start or 0, values.shape[1])
-            scale = scale.repeat_interleave(block // fine, dim=1) if fine < block else scale
-            scale = scale[:, block_slice(columns, fine)]
+            fine = math.gcd(self.column_block, columns.start or 0, values.shape[1])
+            scale = _in_blocks(scale, self.values.shape[1] // fine)[:, block_slice(columns, fine)]
         return replace(self, values=values, scale=scale)
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
         """Return the inputs of ``parts`` side by side: blocks of their scales become as fine as the finest."""
         values = torch.cat([part.values for part in parts], dim=1)
-        scales = [part.scale for part in parts if part.scale is not None]
-        if len(scales) < len(parts) or all(torch.equal(scale, scales[0]) and scale.shape[1] == 1 for scale in scales):
-            return replace(parts[0], values=values, scale=scales[0] if scales else None)
+        scales = [part.factors for part in parts]
+        if all(torch.equal(scale, scales[0]) and scale.shape[1] == 1 for scale in scales):
+            return replace(parts[0], values=values)
         fine = math.gcd(*(part.values.shape[1] // scale.shape[1] for part, scale in zip(parts, scales, strict=True)))
-        wide = [
-            scale.repeat_interleave(part.values.shape[1] // scale.shape[1] // fine, dim=1)
-            for part, scale in zip(parts, scales, strict=True)
-        ]
+        wide = [_in_blocks(scale, part.values.shape[1] // fine) for part, scale in zip(parts, scales, strict=True)]
         return replace(parts[0], values=values, scale=torch.cat(wide, dim=1))
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
@@ -165,14 +159,14 @@ class Fp8Weight(QuantizedWeight):
     def product(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T`` with ``x`` [n, in] (bf16, fp16, fp32) rounded to fp8; summed in fp32."""
         rounded, row_scale = _round_rows(x)
-        columns = _column_scale(self.scale, self.values.shape[0], x.device)
+        columns = self.factors.reshape(1, -1).expand(1, len(self.values)).contiguous()
         return _scaled_mm(rounded, self.values.t(), row_scale, columns, x.dtype)
 
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:
         """Return weights one below the other: a row's scale goes with its row, coarser blocks become finer ones."""
         values = torch.cat([part.values for part in parts])
-        scales = [torch.ones(1, 1) if part.scale is None else part.scale for part in parts]
+        scales = [part.factors for part in parts]
         if all(part.scale is None for part in parts):
             return replace(parts[0], values=values)
         if all(scale.shape == (1, 1) and torch.equal(scale, scales[0]) for scale in scales):
@@ -181,8 +175,7 @@ class Fp8Weight(QuantizedWeight):
         if any(blocks % scale.shape[1] for scale in scales):
             raise ValueError(f"{' and '.join(str(s.shape[1]) for s in scales)} blocks a row do not go into one another")
         wide = [
-            scale.repeat_interleave(blocks // scale.shape[1], dim=1).expand(part.values.shape[0], blocks)
-            for scale, part in zip(scales, parts, strict=True)
+            _in_blocks(scale, blocks).expand(len(part.values), -1) for scale, part in zip(scales, parts, strict=True)
         ]
         return replace(parts[0], values=values, scale=torch.cat(wide))
 
@@ -223,9 +216,8 @@ class Fp8Scheme(Scheme):
     def groups(self, shape: Sequence[int]) -> tuple[int, int]:
         """Return (rows, blocks) of the scale."""
         block = block_size(self.granularity)
-        if block is not None and shape[1] % block:
-            raise ValueError(f"{shape[1]} inputs cannot be cut into blocks of {block}")
-        return (1, 1) if self.granularity in ("cast", "tensor") else (shape[0], shape[1] // (block or shape[1]))
+        runs = 1 if block is None else runs_of(shape[1], block)
+        return 1 if self.granularity in ("cast", "tensor") else shape[0], runs
 
     def steps(self, largest: Tensor, before: Tensor | None = None) -> Tensor | None:
         """Return the scales: a group's largest magnitude over the format's largest number, 1 for a group of zeros."""
@@ -251,7 +243,7 @@ class Fp8Scheme(Scheme):
 
     def store(self, layout: LayoutKind, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredFp8:
         """See :meth:`Scheme.store`; musubi-tuner's scales have the dtype of the weight."""
-        allowed = _HOLDS.get(layout, ())
+        allowed = WRITTEN_LAYOUTS.get(layout, ())
         if self.granularity not in allowed:
             raise UserError(
                 f"layout {layout}: scales {self.granularity!r} cannot be written in it; use {' or '.join(allowed)}"
@@ -456,11 +448,9 @@ def _round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return (x / scale).to(E4M3FN.dtype), scale  # at most 448 and two units in the last place, which rounds to 448
 
 
-def _column_scale(scale: Tensor | None, columns: int, device: torch.device) -> Tensor:
-    """Return the weight's scale as [1, columns] fp32."""
-    if scale is None:
-        return torch.ones(1, columns, device=device)
-    return scale.reshape(1, -1).expand(1, columns).contiguous()
+def _in_blocks(scale: Tensor, blocks: int) -> Tensor:
+    """Return ``scale`` [rows, n] as the same scales of finer blocks, [rows, blocks]."""
+    return scale if scale.shape[1] == blocks else scale.repeat_interleave(blocks // scale.shape[1], dim=1)
 
 
 def _scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:

@@ -53,7 +53,7 @@ from library.training.tasks.lora import base_dtype
 from library.training.tasks.lora_plan import plan_base
 from networks.files.adapters import load_lora
 from networks.injection import attach_lora
-from networks.merging.base_weights import read_base_weights
+from networks.merging.merge import read_base_weights
 from networks.network import AdapterNetwork
 
 

@@ -64,7 +64,7 @@ from library.training.tasks.lora import LoraTask, base_dtype
 from library.training.tasks.lora_plan import plan_base, plan_network, text_encoder_recipe
 from networks.files.adapters import PRECISIONS
 from networks.injection import inject_adapter
-from networks.merging.base_weights import BaseWeights, read_base_weights
+from networks.merging.merge import BaseWeights, read_base_weights
 from networks.network import AdapterNetwork
 
 
