@@ -18,8 +18,7 @@ from library.config.schema import NetworkConfig
 from library.models.flux.model import image_positions
 from library.models.layer_names import LoraTargets
 from library.models.registry import family_class, lora_targets
-from networks.injection import inject_adapter, select_modules
-from networks.network import AdapterNetwork
+from networks.network import AdapterNetwork, inject_adapter, select_modules
 from networks.options import NetworkOptions, parse_network_args
 
 

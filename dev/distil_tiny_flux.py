@@ -36,9 +36,8 @@ from dev.tiny_models.transformer import LATENT_CHANNELS, TIME_SHIFT, TextToImage
 from library.models.flux.files import FLUX_TARGETS
 from library.training.flow import shift_sigmas
 from networks.files.adapters import load_lora
-from networks.injection import attach_lora, inject_adapter
 from networks.merging.merge import LoraSource, merge_loras
-from networks.network import AdapterNetwork
+from networks.network import AdapterNetwork, attach_lora, inject_adapter
 from networks.options import NetworkOptions
 
 ROOT = Path(__file__).resolve().parents[1]

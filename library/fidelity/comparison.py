@@ -30,7 +30,7 @@ from library.precision.parity.layer_errors import measure_contributions, replace
 from library.precision.recipe import KINDS
 from library.training.report.progress import Advance, counting
 from networks.files.weights import LoraWeights
-from networks.injection import attach_lora
+from networks.network import attach_lora
 
 _IMAGES = 2  # that shares are measured on: tokens of one image differ more than images do
 _COSTLY = 0.1  # share from which a kind that most keep in high precision is worth naming

@@ -30,7 +30,7 @@ from library.errors import UserError, counted
 from library.fidelity.runs import EvalSet, Outcome, run_variant
 from library.fidelity.serving import Models, Variant
 from networks.files.weights import LoraWeights
-from networks.injection import attach_lora
+from networks.network import attach_lora
 
 EQUAL = 0.02  # of the size: nobody sees less
 MOST = 4.0  # strength that a LoRA is tried at

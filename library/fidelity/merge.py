@@ -32,10 +32,10 @@ from library.training.report.progress import plain_table
 from networks.files.adapters import AdapterFile, save_adapter
 from networks.files.base import Base, check_target, folder_copy, open_base
 from networks.files.weights import AdapterWeights, LoraWeights
-from networks.injection import attach_lora
 from networks.merging.low_rank import combine_loras
 from networks.merging.merge import LoraSource, base_notes, partial_notes, plan_updates, read_sources
 from networks.merging.quantized import QuantizedMerge, rounding_retention
+from networks.network import attach_lora
 
 Rounding = Literal["nearest", "stochastic", "compensated"]
 

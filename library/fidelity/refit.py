@@ -29,8 +29,8 @@ from networks.files.adapters import PRECISIONS, LoraFile, load_lora, save_derive
 from networks.files.base import BaseModule, find_modules, open_base
 from networks.files.metadata import base_mismatch
 from networks.files.weights import LoraWeights
-from networks.injection import attach_lora
 from networks.merging.refit import Refit, refit_layer
+from networks.network import attach_lora
 
 _LOOKED_AT, _ANOTHER_MODEL = 8, 3.0  # layers; times what rounding to nearest costs
 

@@ -43,7 +43,7 @@ from library.precision.names import ActivationRounding
 from library.precision.recipe import Recipe
 from library.training.sampling.generate import encode_with_loras
 from networks.files.weights import LoraWeights
-from networks.injection import attach_lora
+from networks.network import attach_lora
 
 Paste = Literal["pixels", "latents"]
 PartDtype = Literal["fp8", "fp8_block64", "fp16", "bf16"]

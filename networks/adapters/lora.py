@@ -244,10 +244,8 @@ class LoRALinear(AdapterLinear):
         remedy = "set network_dim and *_dim as in the file"
         if weights.rank != self.rank:
             return f"has rank {weights.rank}, this network {self.rank}", remedy
-        theirs, ours = weights.shape, (self.out_features, self.in_features)
-        if theirs != ours:
-            shapes = f"{theirs[0]}x{theirs[1]}, the model's has {ours[0]}x{ours[1]}"
-            return f"is for a layer of {shapes}", remedy
+        if made_for := weights.made_for_other((self.out_features, self.in_features)):
+            return f"is for a layer of {made_for}, the model's has {self.out_features}x{self.in_features}", remedy
         return None
 
     def load_weights(self, weights: AdapterWeights) -> bool:

@@ -227,13 +227,9 @@ def _alpha_strings(weights: Mapping[str, AdapterWeights], targets: LoraTargets, 
     }
     if layout.alpha == "config":
         return {ADAPTER_METADATA_KEY: adapter_metadata(parts)}
-    written = {
-        component: {name: type(module).of(module.tensors, float(module.rank)) for name, module in modules.items()}
-        for component, modules in parts.items()
-    }
     folded = any(module.alpha != module.rank for module in weights.values())
     trained = {TRAINED_ALPHA_KEY: alpha_metadata(parts)} if folded else {}
-    return {ADAPTER_METADATA_KEY: adapter_metadata(written), **trained}
+    return {ADAPTER_METADATA_KEY: adapter_metadata(parts, folded=True), **trained}
 
 
 def save_derived_lora(

@@ -125,15 +125,16 @@ BASE_MODEL = "tandem.base_model"  # the base's name, where it is known
 _PEFT_WEIGHTS = "adapter_model.safetensors"
 
 
-def adapter_metadata(components: Mapping[str, Mapping[str, AdapterWeights]]) -> str:
+def adapter_metadata(components: Mapping[str, Mapping[str, AdapterWeights]], folded: bool = False) -> str:
     """Return the JSON that lets diffusers give every module its rank and alpha.
 
     Args:
         components: prefix ("transformer", "text_encoder") -> module name -> weights.
+        folded: alpha is the rank, as the scale is in B.
     """
     fields: dict[str, object] = {}
     for prefix, weights in components.items():
-        fields |= {f"{prefix}.{key}": value for key, value in peft_config(weights).items()}
+        fields |= {f"{prefix}.{key}": value for key, value in peft_config(weights, folded).items()}
     return json.dumps(fields, indent=2, sort_keys=True)
 
 
@@ -143,16 +144,17 @@ def alpha_metadata(components: Mapping[str, Mapping[str, AdapterWeights]]) -> st
     return json.dumps({key: value for key, value in fields.items() if key.endswith(("lora_alpha", "alpha_pattern"))})
 
 
-def peft_config(weights: Mapping[str, AdapterWeights]) -> dict[str, object]:
-    """Return the fields of the PEFT ``LoraConfig`` of one network."""
+def peft_config(weights: Mapping[str, AdapterWeights], folded: bool = False) -> dict[str, object]:
+    """Return the fields of the PEFT ``LoraConfig`` of one network; ``folded``: alpha is the rank."""
     rank = Counter(module.rank for module in weights.values()).most_common(1)[0][0]
-    alpha = Counter(module.alpha for module in weights.values()).most_common(1)[0][0]
+    alphas = {name: float(module.rank) if folded else module.alpha for name, module in weights.items()}
+    alpha = Counter(alphas.values()).most_common(1)[0][0]
     return {
         "peft_type": "LORA",
         "r": rank,
         "lora_alpha": alpha,
         "rank_pattern": {_exactly(name): m.rank for name, m in weights.items() if m.rank != rank},
-        "alpha_pattern": {_exactly(name): m.alpha for name, m in weights.items() if m.alpha != alpha},
+        "alpha_pattern": {_exactly(name): own for name, own in alphas.items() if own != alpha},
         "target_modules": sorted(weights),
         "lora_dropout": 0.0,
         "bias": "none",

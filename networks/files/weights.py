@@ -16,7 +16,7 @@ The formulas are ComfyUI's (``comfy/weight_adapter``), whose names the tensors h
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Self
 
@@ -71,6 +71,11 @@ class AdapterWeights:
     def shape(self) -> tuple[int, int | None]:
         """Output rows and input columns of the layer; None where the kind does not say."""
         raise NotImplementedError
+
+    def made_for_other(self, shape: Sequence[int]) -> str | None:
+        """Return in words the shape of layers that it is for; None if ``shape`` is one."""
+        rows, columns = self.shape
+        return None if tuple(shape) == (rows, columns or shape[1]) else f"{rows}x{columns or 'any'}"
 
     def apply(self, weight: Tensor, strength: float) -> Tensor:
         """Return ``weight`` [out, in] fp32 changed by ``strength`` times what the adapter changes."""

@@ -251,7 +251,7 @@ def plan_updates(
             if name not in places:
                 continue
             place = places[name]
-            if made_for := _other_shape(weights, place.shape):
+            if made_for := weights.made_for_other(place.shape):
                 problems.append(f"{name} is for {made_for}, the base has {place.shape[0]}x{place.shape[1]}")
                 continue
             if fit is not None:
@@ -262,12 +262,6 @@ def plan_updates(
         elif problems:
             raise UserError(f"{source.path}: {names_in_short(problems)}; it was trained on another model")
     return updates
-
-
-def _other_shape(update: AdapterWeights, shape: Sequence[int]) -> str | None:
-    """Return in words the shape of layers that ``update`` is for; None if ``shape`` is one."""
-    rows, columns = update.shape
-    return None if tuple(shape) == (rows, columns or shape[1]) else f"{rows}x{columns or 'any'}"
 
 
 def merge_tensor(where: str, tensor: Tensor, updates: Sequence[Update], dtype: torch.dtype) -> Tensor:
@@ -369,7 +363,7 @@ class BaseWeights:
 
     def _merged(self, name: str, weight: Tensor) -> Tensor:
         for update, strength in self.updates[name]:
-            if made_for := _other_shape(update, weight.shape):
+            if made_for := update.made_for_other(weight.shape):
                 shapes = f"{made_for}, the model's has {weight.shape[0]}x{weight.shape[1]}"
                 raise UserError(f"base_weights: {name} is for a layer of {shapes}; it was trained on another model")
             weight = update.apply(weight, strength)

@@ -15,7 +15,7 @@ from library.config.scripts import LORA, fields
 from library.training.checkpoint.metadata import _OFF
 from networks.files.adapters import LAYOUTS, SAVE_FORMATS
 from networks.files.weights import KINDS
-from networks.injection import _LAYERS
+from networks.network import _LAYERS
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from library.config.schema import NetworkConfig
 from library.models.flux.files import FLUX_TARGETS
-from networks.injection import inject_adapter
-from networks.network import AdapterNetwork
+from networks.network import AdapterNetwork, inject_adapter
 from networks.options import parse_network_args
 
 

@@ -14,7 +14,7 @@ from bench.families import FAMILIES, Sizes, build_transformer, example_inputs
 from library.config.schema import NetworkConfig
 from library.models.registry import family_class, lora_targets
 from library.nn.checkpointing import ActivationCheckpointing, HostOffload
-from networks.injection import inject_adapter
+from networks.network import inject_adapter
 from networks.options import parse_network_args
 
 SIZES = Sizes(width=64, head_dim=32, blocks=(2, 2), image_sides=(4, 4), text_tokens=6, batch=2)

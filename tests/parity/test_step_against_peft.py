@@ -15,7 +15,7 @@ from library.models.family import model_family
 from library.models.flux.files import FLUX_TARGETS
 from library.training.flow import noise_for, sample_sigmas
 from library.training.tasks.image_step import FlowStep
-from networks.injection import inject_adapter
+from networks.network import inject_adapter
 from networks.options import parse_network_args
 from tests.parity.peft_lora import assert_gradients_are_pefts, copy_to_peft, fill_up
 from tests.runs import pipeline_forward

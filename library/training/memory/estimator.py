@@ -48,7 +48,7 @@ from library.precision.recipe import Recipe
 from library.training.memory.budget import GIB, MemoryEstimate
 from library.training.parallel.pipeline.stages import partition, stage_sizes
 from library.training.parallel.spec import lm_split_points
-from networks.injection import inject_adapter
+from networks.network import inject_adapter
 from networks.options import parse_network_args
 
 # Number of processes that have a layer together (``tp``) -> numbers (weights) that the fullest of them holds, without a

@@ -29,9 +29,9 @@ from library.training.tasks.lora_plan import describe_base
 from networks.files.adapters import load_lora
 from networks.files.metadata import base_mismatch, weight_file
 from networks.files.weights import LoraWeights
-from networks.injection import attach_lora
 from networks.merging.low_rank import combine_loras
 from networks.merging.merge import LoraSource
+from networks.network import attach_lora
 
 
 def generate_images(

@@ -54,8 +54,7 @@ from library.training.tasks.lora import LoraTask, base_dtype
 from library.training.tasks.lora_plan import plan_base, plan_network
 from networks.files.adapters import load_adapter
 from networks.files.metadata import BASE_MODEL, weight_file
-from networks.injection import attach_lora
-from networks.network import AdapterNetwork
+from networks.network import AdapterNetwork, attach_lora
 
 _USUAL_LENGTH = 2048  # of a window, where the model's context is longer
 

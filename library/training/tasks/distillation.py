@@ -52,9 +52,8 @@ from library.training.tasks.image_step import Teacher
 from library.training.tasks.lora import base_dtype
 from library.training.tasks.lora_plan import plan_base
 from networks.files.adapters import load_lora
-from networks.injection import attach_lora
 from networks.merging.merge import read_base_weights
-from networks.network import AdapterNetwork
+from networks.network import AdapterNetwork, attach_lora
 
 
 def prepare_teacher(

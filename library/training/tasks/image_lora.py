@@ -63,9 +63,8 @@ from library.training.tasks.image_step import FlowStep, Teacher, check_seam
 from library.training.tasks.lora import LoraTask, base_dtype
 from library.training.tasks.lora_plan import plan_base, plan_network, text_encoder_recipe
 from networks.files.adapters import PRECISIONS
-from networks.injection import inject_adapter
 from networks.merging.merge import BaseWeights, read_base_weights
-from networks.network import AdapterNetwork
+from networks.network import AdapterNetwork, inject_adapter
 
 
 class ImageLora(LoraTask):

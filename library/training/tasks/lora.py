@@ -39,8 +39,7 @@ from networks.files.adapters import PRECISIONS, check_save_format, load_adapter,
 from networks.files.metadata import base_mismatch, build_metadata, trained_alphas, weight_file
 from networks.files.readers import check_readers, read_by_none
 from networks.files.verify import check_file
-from networks.injection import attach_lora, inject_adapter, refuse_large_rank
-from networks.network import AdapterNetwork
+from networks.network import AdapterNetwork, attach_lora, inject_adapter, refuse_large_rank
 
 
 class LoraTask(Task):

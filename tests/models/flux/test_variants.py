@@ -22,8 +22,7 @@ from library.models.registry import lora_targets
 from library.training.flow import noise_for, sample_sigmas
 from library.training.tasks.image_step import FlowStep
 from networks.files.adapters import SAVE_FORMATS, load_lora, save_adapter
-from networks.injection import inject_adapter
-from networks.network import AdapterNetwork
+from networks.network import AdapterNetwork, inject_adapter
 from networks.options import parse_network_args
 from tests.flux_variants import TEXT, VARIANTS, diffusers_forward, tiny_conditions
 from tests.tiny import FLUX_PIPELINES, SingleFiles, save_single_files, tiny_flux_inputs, tiny_flux_pipeline

@@ -25,7 +25,7 @@ from library.precision.files.fp8 import Fp8Scheme
 from library.precision.recipe import Recipe, WeightLoader
 from library.training.flow import noise_for, sample_sigmas
 from library.training.tasks.image_step import FlowStep
-from networks.injection import inject_adapter
+from networks.network import inject_adapter
 from networks.options import parse_network_args
 from tests.parity.peft_lora import assert_gradients_are_pefts, copy_to_peft, fill_up
 from tests.tiny_qwen import tiny_qwen_pipeline

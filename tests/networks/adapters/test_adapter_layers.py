@@ -13,7 +13,7 @@ from library.nn.frozen_linear import project_recomputed, project_together
 from library.precision.linear import QuantizedLinear
 from networks.adapters.base import AdapterLinear
 from networks.adapters.lora import DoRALinear, LoRALinear
-from networks.injection import make_layer
+from networks.network import make_layer
 from networks.options import NetworkOptions
 from tests.networks.files.comfy_formulas import comfy_weight
 from tests.precision.layers import quantize

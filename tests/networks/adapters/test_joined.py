@@ -23,9 +23,8 @@ from library.precision.linear import QuantizedLinear
 from networks.adapters.base import base_weight
 from networks.adapters.lora import LoRALinear, join
 from networks.files.adapters import load_adapter
-from networks.injection import attach_lora
 from networks.merging.merge import LoraSource, merge_loras
-from networks.network import AdapterNetwork
+from networks.network import AdapterNetwork, attach_lora
 from networks.options import parse_network_args
 from tests.networks.conftest import inject, make_flux, put_back, run_flux
 from tests.precision.layers import quantize

@@ -14,9 +14,8 @@ from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
 from networks.files.adapters import LAYOUTS, check_save_format, load_adapter, load_lora, split_key
 from networks.files.weights import KINDS as WEIGHTS
-from networks.injection import inject_adapter
 from networks.merging.merge import LoraSource, merge_loras
-from networks.network import AdapterNetwork
+from networks.network import AdapterNetwork, inject_adapter
 from networks.options import parse_network_args
 from tests.networks.conftest import make_flux, run_flux
 from tests.networks.files.comfy_formulas import comfy_weight

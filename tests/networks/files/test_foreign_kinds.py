@@ -19,8 +19,7 @@ from library.config.schema import NetworkConfig
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
 from networks.files.adapters import load_adapter
-from networks.injection import inject_adapter
-from networks.network import AdapterNetwork
+from networks.network import AdapterNetwork, inject_adapter
 from networks.options import parse_network_args
 from tests.networks.conftest import make_flux
 from tests.tiny import bfl_state_dict

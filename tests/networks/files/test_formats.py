@@ -18,7 +18,7 @@ from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
 from networks.files.adapters import SAVE_FORMATS, load_lora, save_adapter
 from networks.files.weights import LoraWeights
-from networks.injection import attach_lora
+from networks.network import attach_lora
 from tests.networks.conftest import inject, make_flux, run_flux, train_a_little
 
 

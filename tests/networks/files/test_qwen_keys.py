@@ -21,8 +21,7 @@ from library.models.registry import lora_targets
 from networks.files.adapters import load_lora, save_adapter
 from networks.files.base import find_modules, fullest_targets, open_base
 from networks.files.weights import LoraWeights
-from networks.injection import inject_adapter
-from networks.network import AdapterNetwork
+from networks.network import AdapterNetwork, inject_adapter
 from networks.options import parse_network_args
 from tests.networks.files.read_back import assert_read_as_written
 from tests.tiny_qwen import run_qwen, tiny_qwen_transformer

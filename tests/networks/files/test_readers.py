@@ -31,8 +31,7 @@ from networks.files.metadata import ADAPTER_METADATA_KEY, trained_alphas
 from networks.files.readers import READERS, check_readers, read_by_none, readable
 from networks.files.verify import check_file, loads_in
 from networks.files.weights import LoraWeights
-from networks.injection import attach_lora, inject_adapter
-from networks.network import AdapterNetwork
+from networks.network import AdapterNetwork, attach_lora, inject_adapter
 from networks.options import parse_network_args
 from tests.networks.conftest import make_flux, run_flux
 from tests.tiny_qwen import tiny_qwen_transformer

@@ -13,8 +13,7 @@ from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
 from networks.files.verify import check_file, distance
 from networks.files.weights import LoraWeights
-from networks.injection import inject_adapter
-from networks.network import AdapterNetwork
+from networks.network import AdapterNetwork, inject_adapter
 from networks.options import NetworkOptions
 from tests.tiny import tiny_flux_transformer
 

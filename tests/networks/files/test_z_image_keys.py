@@ -17,8 +17,7 @@ from library.config.schema import NetworkConfig
 from library.models.z_image.files import Z_IMAGE_TARGETS
 from networks.files.adapters import load_lora, save_adapter
 from networks.files.weights import LoraWeights
-from networks.injection import inject_adapter
-from networks.network import AdapterNetwork
+from networks.network import AdapterNetwork, inject_adapter
 from networks.options import parse_network_args
 from tests.networks.files.read_back import assert_read_as_written
 from tests.tiny_z_image import comfy_state_dict, run_z, tiny_z_transformer

@@ -13,7 +13,7 @@ from library.precision.parity.activations import collect_inputs
 from library.precision.parity.layer_errors import Candidate, choose_kept, measure_contributions
 from library.precision.recipe import Recipe, quantize_model
 from networks.files.weights import LoraWeights
-from networks.injection import attach_lora
+from networks.network import attach_lora
 from tests.tiny import tiny_flux_inputs, tiny_flux_transformer
 
 LAYERS = [

@@ -29,8 +29,7 @@ from library.training.memory.block_swap import (
     swap_blocks,
     swapped_per_kind,
 )
-from networks.injection import inject_adapter
-from networks.network import AdapterNetwork
+from networks.network import AdapterNetwork, inject_adapter
 from networks.options import parse_network_args
 from tests.runs import lora, run, write_dataset
 from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline, tiny_flux_transformer

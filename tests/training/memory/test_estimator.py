@@ -32,7 +32,7 @@ from library.training.memory.estimator import (
     model_memory,
     shape_of,
 )
-from networks.injection import inject_adapter
+from networks.network import inject_adapter
 from networks.options import parse_network_args
 from tests.runs import ROOT, run
 from tests.tiny import save_single_files

@@ -29,7 +29,7 @@ from library.training.parallel.parallelize import parallelize
 from library.training.parallel.pipeline.schedule import microbatches_of
 from library.training.parallel.pipeline.stages import partition, plan_stages
 from library.training.parallel.spec import ParallelSpec, SplitPoints, transformer_split_points
-from networks.injection import inject_adapter
+from networks.network import inject_adapter
 from networks.options import parse_network_args
 from tests.runs import pipeline_forward
 from tests.tiny import tiny_flux_inputs, tiny_flux_transformer

@@ -33,7 +33,7 @@ from library.nn.tensor_split import Parts
 from library.precision.linear import QuantizedLinear
 from library.training.parallel.step import average_gradients
 from library.training.parallel.tensor import split_layers
-from networks.injection import inject_adapter
+from networks.network import inject_adapter
 from networks.options import parse_network_args
 from tests.precision.layers import quantize
 from tests.runs import pipeline_forward

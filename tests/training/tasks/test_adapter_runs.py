@@ -15,8 +15,8 @@ from torch import Tensor
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
 from library.training.events import RunEvents
-from networks.injection import inject_adapter
 from networks.merging.merge import LoraSource, merge_loras
+from networks.network import inject_adapter
 from tests.networks.files.comfy_formulas import comfy_weight
 from tests.runs import largest_difference, lora, pipeline_forward, run, write_base, write_dataset
 from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline

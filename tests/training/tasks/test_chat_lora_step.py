@@ -17,8 +17,7 @@ from library.models.llm.model import TransformerLM, separate_projections
 from library.models.registry import lora_targets
 from library.nn.cross_entropy import IGNORED
 from library.training.tasks.chat_lora import token_mean_loss
-from networks.injection import inject_adapter
-from networks.network import AdapterNetwork
+from networks.network import AdapterNetwork, inject_adapter
 from networks.options import parse_network_args
 from tests.models.llm.lms import VOCABULARY, write_reference
 

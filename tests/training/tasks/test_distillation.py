@@ -23,7 +23,7 @@ from library.precision.linear import QuantizedLinear
 from library.training.flow import add_noise, noise_for, sample_sigmas
 from networks.files.adapters import load_lora, save_adapter
 from networks.files.weights import LoraWeights
-from networks.injection import attach_lora
+from networks.network import attach_lora
 from tests.runs import largest_difference, lora, pipeline_forward, run, write_dataset
 
 Settings = dict[str, object]

@@ -21,7 +21,7 @@ from library.models.family import model_family
 from library.models.registry import lora_targets
 from library.training.flow import noise_for
 from library.training.tasks.image_step import FlowStep
-from networks.injection import inject_adapter
+from networks.network import inject_adapter
 from networks.options import parse_network_args
 from tests.runs import arguments, largest_difference, learn_by_heart, lora, losses_of, run, write_dataset
 from tests.tiny_qwen import Kind, SplitFiles, run_qwen, save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
