@@ -7,7 +7,6 @@ backward, AdamW.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -135,9 +134,8 @@ class LoraStep:
         trained: list[nn.Parameter],
         inputs: dict[str, Any],
         autocast: bool = True,
-        forward: Callable[[nn.Module, dict[str, Any]], Tensor] = call_transformer,
     ) -> None:
-        self.model, self.trained, self.forward, self.inputs = model.train(), trained, forward, inputs
+        self.model, self.trained, self.inputs = model.train(), trained, inputs
         tensors = [*model.parameters(), *model.buffers()]
         self.base_bytes = sum(t.numel() * t.element_size() for t in tensors if not t.requires_grad)
         self.autocast = autocast
@@ -147,7 +145,7 @@ class LoraStep:
     def loss(self) -> Tensor:
         """Run one step and return its loss, still on the device."""
         with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.autocast):
-            output = self.forward(self.model, self.inputs)
+            output = call_transformer(self.model, self.inputs)
         loss = (output.float() - self.target).square().mean()
         loss.backward()
         self.optimizer.step()

@@ -27,10 +27,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import bench.startup as startup
 from bench.families import FEW_BLOCKS, RANK, Sizes
 from bench.measure import Case, Table, benchmark_parser, finish, measure
-from bench.train_step import build_step
+from bench.train_step import TRAINERS, build_step
 from library.errors import exit_on_user_error
 
-TRAINERS = ("tandem", "peft")
 _AT_ONCE = 2  # processes that measure memory; time is measured by one at a time
 
 

@@ -1,6 +1,4 @@
-"""How long a run takes to begin on a large dataset, cold and with everything cached, and how fast caching goes.
-
-    python bench/startup.py [--json PATH] [--images 100000]
+"""What ``bench/scaling.py --only starts`` measures: a run's start, and how fast caching goes.
 
 Images are 64 x 64 PNGs of one colour each, with captions; encoders answer at once, with latents and embeddings of the
 sizes of FLUX at 64 x 64 and of a short text. What is left is Tandem's own work: finding and hashing files, buckets,
@@ -16,26 +14,22 @@ was opened or encoded after all would fail at once.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
-import sys
 import tempfile
 import time
 from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from PIL import Image
 from rich.console import Console
 from torch import Tensor
 
-from bench.measure import Table, benchmark_parser, finish, resident, run_alone
+from bench.measure import resident, run_alone
 from library.accelerator import build_accelerator
 from library.config.schema import (
     AccelerateConfig,
@@ -55,7 +49,6 @@ from library.training.tasks.image_lora import cache_data, read_data, training_lo
 _TEXT = {"prompt_embeds": torch.zeros(16, 64), "pooled_prompt_embeds": torch.zeros(64)}
 COLUMNS = {"read_s": "8.2f", "cache_s": "8.2f", "first_batch_s": "13.2f", "start_s": "8.2f", "cpu_s": "8.2f"}
 COLUMNS |= {"peak_mib": "8.0f"}
-_PART = 1000  # images that a process writes at a time
 
 
 class InstantImages:
@@ -84,21 +77,13 @@ class InstantTexts:
         """Nothing to let go of."""
 
 
-def write_images(folder: Path, first: int, count: int) -> None:
-    """Write images ``first`` to ``first + count``, each of another colour, with captions of which some are shared."""
-    for number in range(first, first + count):
-        colour = number & 255, number >> 8 & 255, number >> 16 & 255
-        Image.new("RGB", (64, 64), colour).save(folder / f"{number:07d}.png", compress_level=1)
-        (folder / f"{number:07d}.txt").write_text(f"image {number % 1000}")
-
-
 def write_dataset(folder: Path, images: int) -> Path:
-    """Write the images and their dataset TOML; return its path."""
+    """Write images, each of another colour, with captions of which some are shared; return their dataset TOML."""
     (folder / "images").mkdir(parents=True)
-    starts = range(0, images, _PART)
-    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        sizes = [min(_PART, images - start) for start in starts]
-        list(pool.map(write_images, [folder / "images"] * len(starts), starts, sizes))
+    for number in range(images):
+        colour = number & 255, number >> 8 & 255, number >> 16 & 255
+        Image.new("RGB", (64, 64), colour).save(folder / "images" / f"{number:07d}.png", compress_level=1)
+        (folder / "images" / f"{number:07d}.txt").write_text(f"image {number % 1000}")
     path = folder / "dataset.toml"
     path.write_text(
         '[general]\ncaption_extension = ".txt"\n[[datasets]]\nresolution = 64\nbatch_size = 4\n'
@@ -210,22 +195,3 @@ def _hollow(shapes: _Shapes) -> tuple[bytes, int]:
         )
         file = path.read_bytes()
     return file[: 8 + int.from_bytes(file[:8], "little")], len(file)
-
-
-def main() -> None:
-    """Measure, print, write."""
-    parser = benchmark_parser(__doc__)
-    parser.add_argument("--images", type=int, default=100_000)
-    options = parser.parse_args()
-    table = Table({"start": "<8", **COLUMNS})
-    with tempfile.TemporaryDirectory() as temporary:
-        dataset = write_dataset(Path(temporary), options.images)
-        for name in ("cold", "cached"):
-            table.add({"start": name, **start_alone(dataset)})
-    rows = table.rows
-    rate = options.images / rows[0]["cache_s"]
-    finish(rows, {"cached_start_s": rows[1]["start_s"], "cached_images_per_s": rate}, options.json)
-
-
-if __name__ == "__main__":
-    main()

@@ -7,21 +7,11 @@ trainers' way, a plain cast that autocast undoes for each product (``bench/quant
 How time and memory are taken: ``bench/measure.py``.
 
     python bench/train_step.py [--json PATH] [--families flux,qwen_image] [--widths 1536,3072] [--dtypes bf16,fp32,fp8]
-                               [--rounds 8] [--checkpointing] [--beside NAME=ADAPTER.py]
-
-Another trainer joins with ``--beside``: a Python file of yours that imports that trainer's model and LoRA classes
-and defines
-
-    def build(sizes, dtype, rank): ...    # -> (model, list of trained parameters)
-    def forward(model, inputs): ...       # -> velocity [B, tokens, 64]; inputs: see bench/families.py
-
-It is run in a process of its own with its folder first on the path and Tandem's own packages out of the way, so that
-it may import another project's ``library`` or ``networks``.
+                               [--rounds 8] [--checkpointing]
 """
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import sys
 from collections import defaultdict
@@ -45,13 +35,13 @@ from bench.families import (
 )
 from bench.measure import Case, Table, benchmark_parser, finish, measure
 from bench.read_only import SCHEMES as READ_ONLY
-from library.errors import UserError, exit_on_user_error
+from library.errors import exit_on_user_error
 from library.models.registry import family_class
 from library.precision.files.registry import scheme_named
 from library.precision.linear import make_cpu_kernels
 from library.precision.recipe import Recipe, quantize_model
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn}
+TRAINERS, DTYPES = ("tandem", "peft"), ("bf16", "fp32", "fp8")
 
 
 def build_step(
@@ -60,13 +50,10 @@ def build_step(
     """Load a case.
 
     Args:
-        trainer: tandem, peft, or the path of an adapter file.
+        trainer: of ``TRAINERS``.
         dtype: of ``DTYPES``; for Tandem also the name of a scheme, and "fp8" is "block64".
     """
     inputs, autocast = example_inputs(family_name, sizes, torch.device("cpu")), dtype != "fp32"
-    if trainer not in ("tandem", "peft"):
-        adapter = _load_adapter(Path(trainer))
-        return LoraStep(*adapter.build(sizes, DTYPES[dtype], rank), inputs, autocast, adapter.forward)
     transformer = build_transformer(family_name, sizes, torch.bfloat16 if autocast else torch.float32)
     if trainer == "tandem":
         family_class(family_name).optimise_forward(transformer)
@@ -80,35 +67,6 @@ def build_step(
     if checkpointing:
         transformer.enable_gradient_checkpointing()
     return LoraStep(transformer, trained, inputs, autocast)
-
-
-def _load_adapter(path: Path) -> Any:
-    """Import an adapter file, with Tandem's packages hidden from its imports."""
-    for name in [n for n in sys.modules if n.split(".")[0] in ("library", "networks")]:
-        del sys.modules[name]
-    root = str(Path(__file__).resolve().parent.parent)
-    sys.path[:] = [str(path.resolve().parent), *(entry for entry in sys.path if entry != root)]
-    spec = importlib.util.spec_from_file_location("beside", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def trainers(beside: list[str]) -> dict[str, str]:
-    """Return name -> what ``build_step`` takes.
-
-    Raises:
-        UserError: a ``--beside`` is not NAME=PATH of an existing file.
-    """
-    result = {"tandem": "tandem", "peft": "peft"}
-    for text in beside:
-        name, _, path = text.partition("=")
-        if not Path(path).is_file():
-            raise UserError(f"--beside {text}: write NAME=ADAPTER.py with the path of a Python file")
-        result[name] = path
-    return result
 
 
 def over_peft(row: dict[str, float], peft: dict[str, float]) -> dict[str, float]:
@@ -138,9 +96,7 @@ def main() -> None:
     parser.add_argument("--dtypes", default=",".join(DTYPES), help="default: %(default)s")
     parser.add_argument("--image-sides", default="16,32", help="image tokens down and across")
     parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument("--beside", action="append", default=[], metavar="NAME=ADAPTER.py")
     options = parser.parse_args()
-    chosen = trainers(options.beside)
     down, across = map(int, options.image_sides.split(","))
     keys = {"family": "<10", "width": "6", "dtype": "<5", "trainer": "<12"}
     table = Table(
@@ -152,7 +108,7 @@ def main() -> None:
     for family, width, dtype in points:
         sizes = Sizes(width, FEW_BLOCKS[family], (down, across), text_tokens=128)
         arguments = (family, sizes, dtype, options.checkpointing)
-        cases: dict[str, Case] = {t: (build_step, (how, *arguments)) for t, how in chosen.items()}
+        cases: dict[str, Case] = {trainer: (build_step, (trainer, *arguments)) for trainer in TRAINERS}
         found = measure(cases, options.rounds)
         for trainer, row in found.items():
             keys = {"family": family, "width": width, "dtype": dtype, "trainer": trainer}

@@ -29,6 +29,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from dev.tiny_models.fill import text_to_image_of
 from dev.tiny_models.latent_pool import Captions, tokenize
 from dev.tiny_models.scenes import random_scene
 from dev.tiny_models.training import forward_context
@@ -78,12 +79,11 @@ def draw(count: int, seed: int) -> tuple[Tensor, Captions]:
 
 def load() -> TextToImage:
     """Return the base's three trained parts, without gradients."""
-    parts = load_pipeline(MODEL)
-    return TextToImage(parts.transformer, parts.text_encoder_2, parts.text_encoder).eval().requires_grad_(False)
+    return text_to_image_of(MODEL).eval().requires_grad_(False)
 
 
-def distil(paths: int, steps: int, rate: float, seed: int, start: Path | None = None) -> AdapterNetwork:
-    """Train the student's difference, from ``start`` on, on ``paths`` of the teacher."""
+def distil(paths: int, steps: int, rate: float, seed: int) -> AdapterNetwork:
+    """Train the student's difference on ``paths`` of the teacher."""
     model, fine = load(), sigmas_of(STEPS * FINER)
     noise, captions = draw(paths, seed)
     begun = time.monotonic()
@@ -94,8 +94,6 @@ def distil(paths: int, steps: int, rate: float, seed: int, start: Path | None = 
     states = torch.cat(pool, dim=1)
     levels = torch.tensor(fine[::FINER])
     network = inject_adapter(model.transformer, NetworkOptions(dim=RANK, alpha=RANK), FLUX_TARGETS, seed)
-    if start is not None:
-        network.load(load_lora(start, FLUX_TARGETS).weights, str(start))
     optimizer = torch.optim.AdamW(network.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
     average = [parameter.detach().clone() for parameter in network.parameters()]
     draws = torch.Generator().manual_seed(seed)
@@ -123,7 +121,7 @@ def distil(paths: int, steps: int, rate: float, seed: int, start: Path | None = 
     return network
 
 
-def measure(difference: Path, count: int, seed: int = 2026) -> dict[str, tuple[float, float]]:
+def measure(count: int, seed: int = 2026) -> dict[str, tuple[float, float]]:
     """Return run -> its relative error of latents and images against the teacher's ``STEPS * FINER`` steps."""
     model, vae = load(), load_pipeline(MODEL).vae
     noise, captions = draw(count, seed)
@@ -137,7 +135,7 @@ def measure(difference: Path, count: int, seed: int = 2026) -> dict[str, tuple[f
 
     wanted = finished(STEPS * FINER)
     found = {f"base, {steps} steps": finished(steps) for steps in (STEPS, 2 * STEPS, 3 * STEPS)}
-    attach_lora(model.transformer, load_lora(difference, FLUX_TARGETS).weights, FLUX_TARGETS, str(difference))
+    attach_lora(model.transformer, load_lora(DIFFERENCE, FLUX_TARGETS).weights, FLUX_TARGETS, str(DIFFERENCE))
     found[f"student, {STEPS} steps"] = finished(STEPS)
     return {
         name: tuple(float((each - goal).norm() / goal.norm()) for each, goal in zip(pair, wanted, strict=True))
@@ -152,21 +150,18 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500, help="of training (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=2e-3, help="learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--start", type=Path, help="go on from this difference")
-    parser.add_argument("--difference", type=Path, default=DIFFERENCE, help="the tracked file")
-    parser.add_argument("--out", type=Path, default=MERGED, help="the whole model, in diffusers' layout")
     parser.add_argument("--merge_only", action="store_true", help="no training: merge the tracked difference")
     parser.add_argument("--measure", type=int, nargs="?", const=64, default=0, metavar="N", help="images to compare")
     options = parser.parse_args()
     if not options.merge_only and not options.measure:
-        network = distil(options.paths, options.steps, options.rate, options.seed, options.start)
-        network.save(options.difference, "diffusers", "fp16", {"tandem.distilled_steps": str(STEPS)})
-        print(f"{options.difference}: {options.difference.stat().st_size / 2**20:.2f} MiB")
+        network = distil(options.paths, options.steps, options.rate, options.seed)
+        network.save(DIFFERENCE, "diffusers", "fp16", {"tandem.distilled_steps": str(STEPS)})
+        print(f"{DIFFERENCE}: {DIFFERENCE.stat().st_size / 2**20:.2f} MiB")
     if not options.measure:
-        shutil.rmtree(options.out, ignore_errors=True)
-        merge_loras(MODEL, [LoraSource(options.difference, 1.0)], options.out, FLUX_TARGETS)
-        print(options.out)
-    for name, (latents, image) in measure(options.difference, options.measure or 64).items():
+        shutil.rmtree(MERGED, ignore_errors=True)
+        merge_loras(MODEL, [LoraSource(DIFFERENCE, 1.0)], MERGED, FLUX_TARGETS)
+        print(MERGED)
+    for name, (latents, image) in measure(options.measure or 64).items():
         print(f"{name:<20} latents {latents:.1%}, image {image:.1%}")
 
 

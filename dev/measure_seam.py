@@ -61,21 +61,6 @@ BLANKS: tuple[Blank, ...] = ("grey", "black", "noise")
 SEEDS = (1, 2)
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What a run of one LoRA gave beside what it should have given; every list has an entry an image.
-
-    Attributes:
-        image: relative rms error of the decoded images.
-        times: a figure of the border -> the error's over white noise's.
-        known: rms error of the known side within 8 pixels of the border, and of the rest of it, in 8-bit steps.
-    """
-
-    image: float
-    times: Mapping[str, Sequence[float]]
-    known: Sequence[tuple[float, float]]
-
-
 def dataset(folder: Path, blank: Blank, training: bool) -> Path:
     """Write the TOML of the demo's images with the region blanked with ``blank``; return its path.
 
@@ -163,8 +148,13 @@ class Bench:
         images = [self.encoder.decode(each)[0].float().cpu() for each in latents]
         return Outcome({}, [[each[0].cpu() for each in latents]], images)
 
-    def measure(self, wanted: Outcome, found: Outcome) -> Measured:
-        """Return how far ``found`` is from ``wanted``, and where."""
+    def measure(self, wanted: Outcome, found: Outcome) -> dict[str, Any]:
+        """Return how far ``found`` is from ``wanted``, and where; every list has an entry an image.
+
+        - ``image``: relative rms error of the decoded images.
+        - ``times``: a figure of the border -> the error's over white noise's.
+        - ``known``: rms error of the known side within 8 pixels of the border, and of the rest of it, in 8-bit steps.
+        """
         eval_set = self.inputs("grey")
         cells = [eval_set.mask(number) for number in range(len(found.images))]
         masks = [m if m is None else mask_in_pixels(m, image) for m, image in zip(cells, found.images, strict=True)]
@@ -173,11 +163,11 @@ class Bench:
         assert border is not None
         sides = [border_errors(error, mask, 8) for error, mask in zip(errors, borders, strict=True)]
         name = "ring outside"
-        return Measured(
-            relative_error(wanted.images, found.images),
-            {figure.name: figure.by_image for figure in border.figures},
-            [(each.near[name] / STEP_8BIT, each.far[name] / STEP_8BIT) for each in sides],
-        )
+        return {
+            "image": relative_error(wanted.images, found.images),
+            "times": {figure.name: figure.by_image for figure in border.figures},
+            "known": [(each.near[name] / STEP_8BIT, each.far[name] / STEP_8BIT) for each in sides],
+        }
 
 
 _FP8 = replace(REFERENCE, weights=True)
@@ -220,7 +210,7 @@ def colour_of(case: str) -> str:
     return _COLOURS[next((kind for word, kind in words.items() if word in case), "fp8")]
 
 
-Results = dict[str, Any]  # experiment, case, beside what, seed -> the fields of a Measured
+Results = dict[str, Any]  # experiment, case, beside what, seed -> what Bench.measure returns
 
 
 def key(*parts: object) -> str:
@@ -236,8 +226,8 @@ def training_experiment(bench: Bench, results: Results) -> Iterator[None]:
             continue
         own = bench.reference(lora, blank)
         outcome = own if variant == REFERENCE else bench.run(lora, variant, blank)
-        results[key(*name, "truth", seed)] = vars(bench.measure(bench.truth(blank), outcome))
-        results[key(*name, "itself", seed)] = vars(bench.measure(own, outcome))
+        results[key(*name, "truth", seed)] = bench.measure(bench.truth(blank), outcome)
+        results[key(*name, "itself", seed)] = bench.measure(own, outcome)
         yield
 
 
@@ -248,7 +238,7 @@ def conditioning_experiment(bench: Bench, results: Results) -> Iterator[None]:
         name, lora = key("conditioning", blank, case, seed), lora_file(bench.folder, blank, "high", seed)
         if name in results or variant.blank == blank or not lora.exists():
             continue
-        results[name] = vars(bench.measure(bench.reference(lora, blank), bench.run(lora, variant, blank)))
+        results[name] = bench.measure(bench.reference(lora, blank), bench.run(lora, variant, blank))
         yield
 
 

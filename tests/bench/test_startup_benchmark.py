@@ -2,24 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 
 import torch
 from PIL import Image
 
 from bench.startup import InstantImages, start, write_dataset
-from tests.processes import run_command
-from tests.runs import ROOT
-
-
-def test_both_starts_are_measured_and_reported(tmp_path: Path) -> None:
-    done = run_command([sys.executable, "bench/startup.py", "--images", "12", "--json", str(tmp_path / "r.json")], ROOT)
-    assert done.returncode == 0, done.stderr
-    report = json.loads((tmp_path / "r.json").read_text())
-    assert [row["start"] for row in report["rows"]] == ["cold", "cached"]
-    assert report["ratios"]["cached_images_per_s"] == 12 / report["rows"][0]["cache_s"]
 
 
 def test_the_images_differ_and_a_second_start_encodes_none(tmp_path: Path) -> None:
