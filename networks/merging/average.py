@@ -61,8 +61,7 @@ def training_order(paths: Sequence[Path], metadata: Sequence[Mapping[str, str]])
 
 def linear_betas(count: int, first: float, last: float) -> list[float]:
     """Return beta of the second file to the last of ``count``, from ``first`` to ``last``."""
-    gaps = count - 1
-    return [first + (last - first) * (i / (gaps - 1) if gaps > 1 else 0.0) for i in range(gaps)]
+    return [float(beta) for beta in np.linspace(first, last, count - 1)]
 
 
 def power_betas(times: Sequence[int], sigma_rel: float) -> list[float]:

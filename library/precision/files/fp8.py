@@ -70,6 +70,7 @@ from library.precision.fp8_numbers import (
     holds_nan_or_inf,
     round_stochastically,
     round_to_nearest,
+    row_scale,
 )
 from library.precision.names import WRITTEN_LAYOUTS, Granularity, LayoutKind
 from library.safetensors_io import DTYPE_NAMES, RowRange, read_rows
@@ -158,9 +159,10 @@ class Fp8Weight(QuantizedWeight):
 
     def product(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T`` with ``x`` [n, in] (bf16, fp16, fp32) rounded to fp8; summed in fp32."""
-        rounded, row_scale = _round_rows(x)
+        scale = row_scale(x, E4M3FN.max, torch.finfo(torch.float32).tiny)
+        rounded = (x / scale).to(E4M3FN.dtype)  # at most 448 and two units in the last place, which rounds to 448
         columns = self.factors.reshape(1, -1).expand(1, len(self.values)).contiguous()
-        return _scaled_mm(rounded, self.values.t(), row_scale, columns, x.dtype)
+        return _scaled_mm(rounded, self.values.t(), scale, columns, x.dtype)
 
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:
@@ -439,13 +441,6 @@ def _rounded_up(scale: Tensor, dtype: torch.dtype) -> Tensor:
     stored = scale.to(dtype)
     above = torch.nextafter(stored, torch.full_like(stored, math.inf))
     return torch.where(stored.float() < scale, above, stored).float()
-
-
-def _round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ``x`` [n, k] as e4m3fn and the scale [n, 1] fp32 that undoes it."""
-    largest = torch.linalg.vector_norm(x, math.inf, dim=-1, keepdim=True).float()
-    scale = (largest / E4M3FN.max).clamp_min(torch.finfo(torch.float32).tiny)
-    return (x / scale).to(E4M3FN.dtype), scale  # at most 448 and two units in the last place, which rounds to 448
 
 
 def _in_blocks(scale: Tensor, blocks: int) -> Tensor:

@@ -26,7 +26,6 @@ Layers whose inputs no run of 256 divides get runs of 64 or 16, which ComfyUI re
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
@@ -43,7 +42,7 @@ from library.precision.files.base import (
     scale_of_rows,
 )
 from library.precision.files.comfy_quant import ComfyLayer, StoredComfyWeight, comfy_layers, new_fields
-from library.precision.fp8_numbers import refuse_nan, scaled, whole_stochastically
+from library.precision.fp8_numbers import refuse_nan, row_scale, scaled, whole_stochastically
 from library.precision.names import LayoutKind
 from library.safetensors_io import RowRange, read_rows
 
@@ -127,13 +126,12 @@ class Int8Weight(CutWeight):
         take longer than the faster product saves, so that nothing chooses this by itself (:meth:`multiplies_on`).
         """
         turned = self.rotate(x)
-        largest = torch.linalg.vector_norm(turned, math.inf, dim=-1, keepdim=True).float()
-        row_scale = (largest / _LARGEST).clamp_min(_SMALLEST_SCALE)
-        rounded = (turned / row_scale).round_().to(torch.int8)
+        scale = row_scale(turned, _LARGEST, _SMALLEST_SCALE)
+        rounded = (turned / scale).round_().to(torch.int8)
         if x.is_cuda and len(rounded) < _FEWEST_ROWS:
             rounded = torch.nn.functional.pad(rounded, (0, 0, 0, _FEWEST_ROWS - len(rounded)))
         sums = torch._int_mm(rounded, self.values.t())[: len(x)]
-        return torch.mul(sums * row_scale, self.scale.reshape(1, -1), out=torch.empty_like(sums, dtype=x.dtype))
+        return torch.mul(sums * scale, self.scale.reshape(1, -1), out=torch.empty_like(sums, dtype=x.dtype))
 
 
 @dataclass(frozen=True)
