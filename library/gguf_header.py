@@ -25,7 +25,7 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
-from library.errors import UserError
+from library.errors import UserError, error_prefix
 
 MAGIC = b"GGUF"
 _ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
@@ -83,16 +83,13 @@ def read_gguf_header(path: str | Path, file: BufferedReader, may_be_cut: bool = 
     Raises:
         UserError: the header is not true of the file, or of a kind that is not read.
     """
-    try:
-        return _Header(file).read(may_be_cut)
-    except _NotRead as error:
-        raise UserError(f"{path}: {error}") from None
-    except (ValueError, struct.error, OverflowError) as error:
-        raise UserError(f"{path}: a damaged GGUF file ({error}); download it again") from None
-
-
-class _NotRead(Exception):
-    """A whole file of a kind that is not read: why, and the remedy."""
+    with error_prefix(str(path)):
+        try:
+            return _Header(file).read(may_be_cut)
+        except UserError:
+            raise
+        except (ValueError, struct.error, OverflowError) as error:
+            raise UserError(f"a damaged GGUF file ({error}); download it again") from None
 
 
 class _Header:
@@ -105,13 +102,13 @@ class _Header:
         self._take(len(MAGIC))
         version = self._number("I")
         if version & 0xFFFF == 0:
-            raise _NotRead("a big-endian GGUF file; use the little-endian one")
+            raise UserError("a big-endian GGUF file; use the little-endian one")
         if version not in (2, 3):
-            raise _NotRead(f"GGUF version {version}; 2 and 3 are read: convert it again")
+            raise UserError(f"GGUF version {version}; 2 and 3 are read: convert it again")
         tensors, values = self._number("Q"), self._number("Q")
         metadata, shapes, alignment = self._metadata(values)
         if int(metadata.get("split.count", "1")) > 1:
-            raise _NotRead("one of several parts of a GGUF model; join them first (llama-gguf-split --merge)")
+            raise UserError("one of several parts of a GGUF model; join them first (llama-gguf-split --merge)")
         header = self._tensors(tensors, shapes)
         start = -(-self.file.tell() // alignment) * alignment
         self._check_places(header, None if may_be_cut else self.size - start, alignment)
@@ -156,7 +153,7 @@ class _Header:
             try:
                 kind = GGMLQuantizationType(number)
             except ValueError:
-                raise _NotRead(f"{name!r} is of ggml's type {number}, which is not known; use a Q8_0 file") from None
+                raise UserError(f"{name!r} is of ggml's type {number}, which is not known; use a Q8_0 file") from None
             block, block_bytes = GGML_QUANT_SIZES[kind]
             numbers = math.prod(sides)
             if (sides[0] if sides else 1) % block or numbers >= 2**63:

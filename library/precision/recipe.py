@@ -28,7 +28,7 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from library.errors import UserError, did_you_mean
+from library.errors import UserError, did_you_mean, error_prefix
 from library.precision.activations import round_inputs, roundings
 from library.precision.checkpoint import ServedInput
 from library.precision.files.base import QuantizedWeight, ReadOnlyScheme, Scheme
@@ -197,10 +197,8 @@ class WeightLoader:
         # transformers' T5Dense*Dense read the dtype of wo's weight and cast the activations to it
         hidden = leaf == "wo" and "T5Dense" in type(parent).__name__
         kind = QuantizedLinearOfHiddenDtype if hidden else QuantizedLinear
-        try:
+        with error_prefix(name):
             layer = kind(quantized, bias, compute=self.compute)
-        except UserError as error:
-            raise UserError(f"{name}: {error}") from None
         setattr(parent, leaf, layer.train(parent.training))
 
     def round_inputs(self, module: nn.Module) -> None:

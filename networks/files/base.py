@@ -11,7 +11,6 @@ checkpoint stacks several modules (qkv). Quantised weights are given back dequan
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from library.errors import UserError
-from library.files import read_json, rename, write_text
+from library.files import atomic_folder, read_json, write_text
 from library.models.layer_names import KeyNames, LoraTargets
 from library.models.registry import lora_namings
 from library.precision.checkpoint import WeightFiles
@@ -137,9 +136,7 @@ def folder_copy(
     Configs, the other components and the index (with its new size) are there already, but for files in ``rewritten``.
     """
     assert base.folder is not None
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        temporary.mkdir(parents=True)
+    with atomic_folder(target) as temporary:
         for path in (path for path in _other_files(base) if path not in rewritten):
             copy = temporary / path.relative_to(base.path)
             copy.parent.mkdir(parents=True, exist_ok=True)
@@ -150,13 +147,6 @@ def folder_copy(
             content.setdefault("metadata", {})["total_size"] = _saved_bytes(base, dtype)
             write_text(inside / index.name, json.dumps(content, indent=2) + "\n")
         yield inside
-        if target.exists():
-            target.rmdir()
-        rename(temporary, target)
-    except OSError as error:
-        raise UserError(f"{target}: cannot be written ({error.strerror}); choose another folder") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _index_of(folder: Path) -> Path | None:

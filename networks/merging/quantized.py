@@ -159,11 +159,9 @@ class QuantizedMerge:
     def high(self, name: str, read: Callable[[], Tensor]) -> Tensor:
         """Return a tensor that stays as it is, with its updates; see ``writing.WeightChanges``."""
         tensor = read()
-        return (
-            merge_tensor(f"{self.base.path}: {name}", tensor, self.updates[name], tensor.dtype)
-            if name in self.updates
-            else tensor
-        )
+        if name not in self.updates:
+            return tensor
+        return merge_tensor(f"{self.base.path}: {name}", tensor, self.updates[name], tensor.dtype)
 
     def _keep(self, name: str, made: QuantizedWeight) -> None:
         path = self.spool / f"{len(self._made)}.safetensors"
