@@ -36,7 +36,7 @@ from dev.tiny_models.painting import to_image
 from dev.tiny_models.scenes import random_zorbo
 from library.config.schema import ModelConfig
 from library.fidelity.calibration import CalibrationOptions
-from library.fidelity.deployed import parse_deployment
+from library.fidelity.deployed import DeployedWeights, parse_deployment
 from library.fidelity.differences import Differences, compare
 from library.fidelity.fixes import FixOptions, try_fixes
 from library.fidelity.runs import prepare_eval_set, run_variant
@@ -72,29 +72,46 @@ def run(*words: object) -> None:
     subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, check=True)
 
 
+def train_lora(seed: int, folder: Path) -> Path:
+    """Train the demo's LoRA with ``seed`` in ``folder``; return its file."""
+    training = ["--config_file", "configs/demo_fp8.toml", "--seed", seed, "--output_dir", folder]
+    run("train_lora.py", *training, "--output_name", "lora", "--cache_directory", folder / "cache")
+    return folder / "lora.safetensors"
+
+
+def calibration_options(dataset: Path, images: int, cache: Path) -> CalibrationOptions:
+    """Return how ``images`` of a painted dataset are noised, their latents and text kept in ``cache``."""
+    return CalibrationOptions(str(dataset), images, SIGMAS, 0, GUIDANCE, cache_directory=str(cache))
+
+
+def merge_compensated(lora: Path, precision: str, fitted: CalibrationOptions, target: Path) -> DeployedWeights:
+    """Merge ``lora`` from the 16-bit model into ``precision``, rounded by what the images of ``fitted`` show."""
+    data = ["--dataset_config", fitted.dataset_config, "--cache_directory", fitted.cache_directory]
+    run("tools/merge_lora.py", "--model", MODEL, "--model_type", "flux_fill", "--lora", lora, "--save_to", target,
+        "--save_precision", precision, "--rounding", "compensated", "--transformer_only",
+        "--guidance_scale", GUIDANCE, "--calibration_images", fitted.images, *data)  # fmt: skip
+    return DeployedWeights(str(target), target, None, merged=True)
+
+
+def models_with(lora: Path, deployed: DeployedWeights) -> Models:
+    """Return the reference and ``deployed`` with the LoRA."""
+    config = ModelConfig(model_type="flux_fill", pretrained_model_name_or_path=str(MODEL))
+    models = Models(config, deployed, {}, torch.float32, torch.device("cpu"))
+    models.loras = models.targets.by_component(load_lora(lora, models.targets).weights)
+    return models
+
+
 def measure_seed(seed: int, held_out: Path, images: int, calibrating: Path, folder: Path) -> dict[str, Differences]:
     """Train a LoRA with ``seed``; return case -> its errors on the held-out images."""
     torch.set_num_threads(1)
     console = Console(highlight=False)
-    training = ["--config_file", "configs/demo_fp8.toml", "--seed", seed, "--output_dir", folder]
-    run("train_lora.py", *training, "--output_name", "lora", "--cache_directory", folder / "cache")
-    lora, served = folder / "lora.safetensors", folder / "plain"
+    lora, served = train_lora(seed, folder), folder / "plain"
     run("tools/quantize_model.py", "--model", MODEL, "--layout", "plain", "--save_to", served)
-    fitting_cache = str(folder / "calibration_cache")
-    data = ["--dataset_config", calibrating, "--cache_directory", fitting_cache, "--calibration_images", CALIBRATION]
-    merged = folder / "compensated"
-    run("tools/merge_lora.py", "--model", MODEL, "--model_type", "flux_fill", "--lora", lora, "--save_to", merged,
-        "--save_precision", "fp8", "--rounding", "compensated", "--transformer_only",
-        "--guidance_scale", GUIDANCE, *data)  # fmt: skip
-
-    config = ModelConfig(model_type="flux_fill", pretrained_model_name_or_path=str(MODEL))
-    models = Models(config, parse_deployment(str(served)), {}, torch.float32, torch.device("cpu"))
-    models.loras = models.targets.by_component(load_lora(lora, models.targets).weights)
-    cache = str(folder / "held_out_cache")
-    options = CalibrationOptions(str(held_out), images, SIGMAS, 0, GUIDANCE, cache_directory=cache)
-    beside = Variant(weights=True)
-    calibration = models.plan(options).prepare(console)
-    eval_set = prepare_eval_set(models, calibration, beside, STEPS)
+    models, beside = models_with(lora, parse_deployment(str(served))), Variant(weights=True)
+    fitted = calibration_options(calibrating, CALIBRATION, folder / "calibration_cache")
+    merged = models_with(lora, merge_compensated(lora, "fp8", fitted, folder / "compensated"))
+    shown = models.plan(calibration_options(held_out, images, folder / "held_out_cache")).prepare(console)
+    eval_set = prepare_eval_set(models, shown, beside, STEPS)
     decode = models.image_encoder(REFERENCE).decode
     reference = run_variant(models, REFERENCE, eval_set, console, "reference")
 
@@ -105,9 +122,7 @@ def measure_seed(seed: int, held_out: Path, images: int, calibrating: Path, fold
     found = {"plain cast, LoRA beside": errors("beside", models, beside)}
     for how in ("nearest", "stochastic"):
         found[f"merged, {how}"] = errors(how, models, replace(beside, merge=how))
-    compensated = Models(config, parse_deployment(str(merged), merged=True), models.loras, models.dtype, models.device)
-    found["merged, compensated"] = errors("compensated", compensated, beside)
-    fitted = replace(options, dataset_config=str(calibrating), images=CALIBRATION, cache_directory=fitting_cache)
+    found["merged, compensated"] = errors("compensated", merged, beside)
     fix_options = FixOptions(folder / "fixes", lora, fitted, train, minutes=60.0)
     fixes = try_fixes(models, beside, eval_set, reference, (), fix_options, console)
     found |= {fix.name: fix.differences for fix in fixes}

@@ -49,11 +49,19 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.fp8_parity import CALIBRATION, GUIDANCE, MODEL, SIGMAS, STEPS, paint, run
+from bench.fp8_parity import (
+    CALIBRATION,
+    MODEL,
+    STEPS,
+    calibration_options,
+    merge_compensated,
+    models_with,
+    paint,
+    run,
+    train_lora,
+)
 from bench.measure import Table, benchmark_parser, finish
-from library.config.schema import ModelConfig
 from library.console import Console
-from library.fidelity.calibration import CalibrationOptions
 from library.fidelity.deployed import DeployedWeights
 from library.fidelity.differences import compare
 from library.fidelity.fixes import FixOptions, try_fixes
@@ -62,7 +70,6 @@ from library.fidelity.serving import REFERENCE, Models, Variant, base_layer, num
 from library.files import write_text
 from library.precision.parity.layer_errors import update_retention
 from library.precision.recipe import Recipe
-from networks.files.adapters import load_lora
 from train_lora import train
 
 WRITTEN = {
@@ -143,21 +150,12 @@ class Seed:
     ) -> None:
         torch.set_num_threads(1)
         self.folder, self.console, self.lora = folder, Console(quiet=True), lora
-        self.config = ModelConfig(model_type="flux_fill", pretrained_model_name_or_path=str(MODEL))
-        models = self.models(DeployedWeights("reference", MODEL, None))
-        cache = str(folder / "held_out_cache")
-        options = CalibrationOptions(str(held_out), images, SIGMAS, 0, GUIDANCE, cache_directory=cache)
-        fitting = str(folder / "calibration_cache")
-        self.fitted = replace(options, dataset_config=str(calibrating), images=calibration, cache_directory=fitting)
-        prepared = models.plan(options).prepare(self.console)
+        self.fitted = calibration_options(calibrating, calibration, folder / "calibration_cache")
+        models = models_with(lora, DeployedWeights("reference", MODEL, None))
+        shown = calibration_options(held_out, images, folder / "held_out_cache")
+        prepared = models.plan(shown).prepare(self.console)
         self.eval_set: EvalSet = prepare_eval_set(models, prepared, REFERENCE, STEPS)
         self.reference: Outcome = run_variant(models, REFERENCE, self.eval_set, self.console, "reference")
-
-    def models(self, deployed: DeployedWeights) -> Models:
-        """Return the reference and ``deployed`` with the LoRA."""
-        models = Models(self.config, deployed, {}, torch.float32, torch.device("cpu"))
-        models.loras = models.targets.by_component(load_lora(self.lora, models.targets).weights)
-        return models
 
     def error(self, models: Models, variant: Variant, name: str) -> float:
         """Return the relative error of the finished latents."""
@@ -167,7 +165,7 @@ class Seed:
     def measure(self, kind: str, fixes: tuple[str, ...]) -> dict[str, float]:
         """Return the figures of one format; fixes as shares of the error as served."""
         path = write_format(kind, self.folder)
-        models = self.models(DeployedWeights(kind, path, None))
+        models = models_with(self.lora, DeployedWeights(kind, path, None))
         assert models.server is not None
         how = next((each.how for each in models.server.merges if not each.one_step), None)
         beside = Variant(weights=True)
@@ -182,7 +180,10 @@ class Seed:
         if how is None or not models.rounded_in(served):
             found["bypass"] = 1.0  # it is served so
         if kind in PRECISIONS and "compensated" in fixes:
-            found["compensated"] = self._compensated(kind, served) / found["served"]
+            merged = merge_compensated(self.lora, PRECISIONS[kind], self.fitted, self.folder / f"compensated_{kind}")
+            found["compensated"] = (
+                self.error(models_with(self.lora, merged), replace(served, merge=None), "compensated") / found["served"]
+            )
         tried = tuple(name for name in fixes if name != "compensated")
         options = FixOptions(self.folder / f"fixes_{kind}", self.lora, self.fitted, train, minutes=600.0, names=tried)
         for fix in try_fixes(models, served, self.eval_set, self.reference, (), options, self.console):
@@ -200,28 +201,17 @@ class Seed:
         ]
         return mean(gains)
 
-    def _compensated(self, kind: str, served: Variant) -> float:
-        merged = self.folder / f"compensated_{kind}"
-        data = ["--dataset_config", self.fitted.dataset_config, "--cache_directory", self.fitted.cache_directory]
-        run("tools/merge_lora.py", "--model", MODEL, "--model_type", "flux_fill", "--lora", self.lora, "--save_to",
-            merged, "--save_precision", PRECISIONS[kind], "--rounding", "compensated", "--transformer_only",
-            "--guidance_scale", GUIDANCE, "--calibration_images", self.fitted.images, *data)  # fmt: skip
-        models = self.models(DeployedWeights(kind, merged, None, merged=True))
-        return self.error(models, replace(served, merge=None), "compensated")
-
 
 def _beyond(whole: float, part: float) -> float:
     """Return what errors in no relation to each other make of ``part`` to ``whole``; 0 where it is not larger."""
     return max(0.0, whole**2 - part**2) ** 0.5
 
 
-def train_seed(seed: int, folder: Path) -> Path:
-    """Train the LoRA of ``seed`` in ``folder``, where there is none yet; return its file."""
-    lora = folder / f"seed{seed}" / "lora.safetensors"
-    if not lora.exists():
-        training = ["--config_file", "configs/demo_fp8.toml", "--seed", seed, "--output_dir", lora.parent]
-        run("train_lora.py", *training, "--output_name", lora.stem, "--cache_directory", lora.parent / "cache")
-    return lora
+def train_seed(seed: int, folder: Path) -> None:
+    """Train the LoRA of ``seed`` in ``folder``, where there is none yet."""
+    place = folder / f"seed{seed}"
+    if not (place / "lora.safetensors").exists():
+        train_lora(seed, place)
 
 
 def measure_format(
