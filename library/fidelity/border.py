@@ -34,6 +34,7 @@ from library.errors import counted
 from library.precision.parity.seam import BorderErrors, border_errors
 from library.randomness import generator
 
+LEAST_IMAGES = 3  # of two the interval is from the one to the other, and both may be odd
 RING = 8  # pixels: one latent cell
 STEP_8BIT = 2 / 255  # of pixels in [-1, 1]
 _INVISIBLE = STEP_8BIT / math.sqrt(12)
@@ -103,8 +104,8 @@ class Border:
 
     @property
     def state(self) -> Literal["worse", "as usual", "invisible", "unknown"]:
-        """What can be said: nothing of one image; worse only where it can be seen."""
-        if self.images < 2:
+        """What can be said: nothing of one or two images; worse only where it can be seen."""
+        if self.images < LEAST_IMAGES:
             return "unknown"
         if not any(figure.decides for figure in self.figures):
             return "as usual"
@@ -119,9 +120,8 @@ class Border:
         """Return the verdict on the border, with the very figures that decided it."""
         beside = f"within {RING} pixels of it over farther away, {counted(self.images, 'image')}"
         if self.state == "unknown":
-            return (
-                f"One image cannot tell whether the border is worse: give 8 or more (--images). {self.worst.words()}."
-            )
+            few = counted(self.images, "image")
+            return f"{few} cannot tell whether the border is worse: give 8 or more (--images). {self.worst.words()}."
         if self.state == "as usual":
             return f"The border is no worse than honest rounding makes it ({beside}): at most {self.worst.words()}."
         words = "; ".join(figure.words() for figure in self.figures if figure.decides)

@@ -312,10 +312,10 @@ def prepare(place: Path, steps: int = 60) -> None:
         place: a folder, made if it is not there.
         steps: that the LoRA is trained for; with 0 it is random, which is as good where pictures do not matter.
     """
-    place.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(IMAGES, place / "images", dirs_exist_ok=True)  # their masks follow from the path as the TOML has it
     (place / "dataset.toml").write_text(
         '[general]\ncaption_extension = ".txt"\n[[datasets]]\nresolution = 128\nbatch_size = 1\n'
-        f'[[datasets.subsets]]\nimage_dir = "{IMAGES}"\ninpaint_mask_variants = 4\n'
+        '[[datasets.subsets]]\nimage_dir = "images"\ninpaint_mask_variants = 4\n'
     )
     if steps:
         training = ["--config_file", "configs/demo_fp8.toml", "--text_encoder_lr", "2e-3", "--max_train_steps", steps]

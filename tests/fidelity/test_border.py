@@ -79,11 +79,13 @@ def test_each_side_decides_for_itself(side: str) -> None:
     assert not {f"ring {other}" for other in ("inside", "outside") if other != side} & decides
 
 
-def test_one_image_says_that_it_cannot_say() -> None:
-    found = judged(1, lambda error, mask: rim(error, mask, 8))
+@pytest.mark.parametrize("images", [1, 2])
+def test_few_images_say_that_they_cannot_say(images: int) -> None:
+    found = judged(images, lambda error, mask: rim(error, mask, 8))
     assert found.state == "unknown"
-    assert found.sentence().startswith("One image cannot tell whether the border is worse")
-    assert all(math.isnan(figure.low) for figure in found.figures)
+    assert f"{images} image" in found.sentence()
+    assert "cannot tell whether the border is worse" in found.sentence()
+    assert all(math.isnan(figure.low) == (images == 1) for figure in found.figures)
 
 
 def test_what_saving_in_8_bits_rounds_away_does_not_decide() -> None:

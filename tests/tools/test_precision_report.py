@@ -58,7 +58,7 @@ def report(
     words = ["--model", model or place / "base", "--model_type", "flux_fill", "--deploy", deploy]
     words += ["--dataset_config", place / "data" / "dataset.toml", "--cache_directory", place / f"cache{bool(model)}"]
     words += [] if model else ["--lora", f"{place / 'lora' / 'lora.safetensors'}:{strength}"]
-    words += ["--images", "2", "--steps", "3", "--sigmas", "0.5", "--save_to", save_to, *flags]
+    words += ["--images", "3", "--steps", "3", "--sigmas", "0.5", "--save_to", save_to, *flags]
     with nullcontext() if figures else mock.patch("library.fidelity.page.as_data_uri", return_value=""):
         call(precision_report, *words)
     return json.loads((save_to / "report.json").read_text())
