@@ -196,11 +196,10 @@ class Dataset:
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """A dataset TOML; ``given`` holds the keys that were written anywhere in it."""
+    """A dataset TOML."""
 
     path: Path
     datasets: tuple[Dataset, ...]
-    given: frozenset[str]
 
 
 Place = tuple[int, ...]  # of a table: () of [general], (dataset,), or (dataset, subset), from 0
@@ -269,8 +268,7 @@ def load_dataset_config(
     if not isinstance(written, list) or not written or not all(isinstance(table, dict) for table in written):
         raise UserError(f"{file.path}: no [[datasets]] table; add one with a [[datasets.subsets]] below it")
     datasets = tuple(_read_dataset(file, number, general, defaults) for number in range(len(written)))
-    given = set(general).union(*(set(t) for t in written), *(set(s) for t in written for s in t.get("subsets", [])))
-    return DatasetConfig(file.path, datasets, frozenset(given))
+    return DatasetConfig(file.path, datasets)
 
 
 def dataset_value(key: str, value: Any) -> Any:

@@ -137,7 +137,7 @@ class ImageStatsIndex:
             for file, facts in zip(new, pool.map(measure_image, [file.path for file in new]), strict=True):
                 seen[file.path] = facts
                 advance(1)
-                if started - file.mtime_ns > _RACY_NS:
+                if facts.problem is None and started - file.mtime_ns > _RACY_NS:  # a problem may pass
                     self._known[file.path] = [file.bytes, file.mtime_ns, list(asdict(facts).values())]
         if new:
             write_checked_json(self._file, {"version": _VERSION, "images": self._known})

@@ -12,8 +12,6 @@ Sizes are read without decoding the image. Of an animation (GIF, APNG, WebP, AVI
 is used, and how many there are is told with the size. A TIFF is turned upright by Pillow itself as it is loaded, and
 gives its upright size before.
 
-Width and height of a JPEG XL image from its first bytes.
-
 Pillow's JPEG XL plugin decodes the whole image when it is opened, which makes reading the sizes of a folder
 as slow as reading its images, and decodes a decompression bomb before anybody can ask for its size. The
 header is short (ISO/IEC 18181-1): behind the signature FF 0A come, least significant bit first, SizeHeader

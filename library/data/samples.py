@@ -301,11 +301,12 @@ def _check_split(config: DatasetConfig, result: Scan) -> None:
 def _inert_keys(config: DatasetConfig) -> list[str]:
     """Bucket keys that other settings leave without effect; kohya's own configs often carry them."""
     lines = []
-    limits = sorted(config.given & {"min_bucket_reso", "max_bucket_reso"})
     for dataset in config.datasets:
+        given = dataset.settings.model_fields_set
+        limits = sorted(given & {"min_bucket_reso", "max_bucket_reso"})
         if dataset.settings.enable_bucket and dataset.settings.bucket_no_upscale and limits:
             lines.append(f"{dataset.where}: no effect with bucket_no_upscale: {', '.join(limits)}")
-        buckets = sorted(config.given & {"bucket_no_upscale", "bucket_reso_steps", *limits})
+        buckets = sorted(given & {"bucket_no_upscale", "bucket_reso_steps", *limits})
         if not dataset.settings.enable_bucket and buckets:
             lines.append(f"{dataset.where}: no effect without enable_bucket: {', '.join(buckets)}")
     return lines

@@ -15,7 +15,8 @@ from PIL import Image, ImageOps
 import library.data.image_stats as image_stats
 from library.config.schema import DatasetArguments
 from library.data.config import load_dataset_config
-from library.data.image_stats import difference_hash, find_bars
+from library.data.file_index import SourceFile
+from library.data.image_stats import ImageStatsIndex, difference_hash, find_bars
 from library.data.lint import Report, check
 from library.data.samples import scan
 from tests.forked import run_script
@@ -248,3 +249,16 @@ def test_the_command_writes_a_page_with_its_images_inside(folder: Path) -> None:
     mistaken = run_script(script, ["dataset.toml", "--report", "dataset.toml"], folder)
     assert "dataset.toml: the page is HTML" in mistaken.stderr
     assert "[[datasets]]" in (folder / "dataset.toml").read_text()
+
+
+def test_what_could_not_be_read_is_looked_at_again(tmp_path: Path) -> None:
+    """A plug-in is installed, a share comes back: neither changes the file's size and time."""
+    good = tmp_path / "good.png"
+    Image.new("RGB", (32, 32), "red").save(good)
+    data, path = good.read_bytes(), tmp_path / "a.png"
+    index = ImageStatsIndex(tmp_path / "cache")
+    for content, readable in ((bytes(len(data)), False), (data, True)):
+        path.write_bytes(content)
+        os.utime(path, ns=(10**18, 10**18))
+        (found,) = index.measure([SourceFile(str(path), len(data), 10**18)])
+        assert (found.problem is None) is readable

@@ -382,6 +382,10 @@ def test_keys_left_without_effect_are_noted(tmp_path: Path) -> None:
     limits = "enable_bucket = true\nbucket_no_upscale = true\nmin_bucket_reso = 64"
     data = build(write_toml(tmp_path, dataset=limits))
     assert data.warnings[0].endswith("dataset.toml: no effect with bucket_no_upscale: min_bucket_reso")
+    toml = write_toml(tmp_path, dataset="enable_bucket = true\nbucket_reso_steps = 64")
+    second = "\n[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = " + json.dumps(str(tmp_path / "img"))
+    toml.write_text(toml.read_text() + second)
+    assert not any("no effect" in warning for warning in build(toml).warnings)  # the second has no such key
 
 
 def test_subsets_of_no_repeats_are_left_out(tmp_path: Path) -> None:
