@@ -8,7 +8,7 @@
 6. *rebuild*: a new file from bf16, of the same size, with scales, rounded with compensation, under a
    LoRA refitted to it.
 7. *exclude*: the same, a tenth larger: the layers that give back most per megabyte stay in bf16.
-8. *teacher*: 200 steps on the deployed file that learn the bf16 model's outputs, from the refitted LoRA on.
+8. *teacher*: 400 steps on the deployed file that learn the bf16 model's outputs, from the refitted LoRA on.
 9. *together*: the larger file (the deployed one where its format is only read), the correction for it, the steps on it.
 
 A fix is measured as the server of the deployment will run it: the LoRA merged and products made as there. Where that
@@ -62,7 +62,7 @@ FIX_COLUMNS = (
     *("", "velocity", "latents", "image", "of before", "bypass, of before", "border, times noise"),
     *("seconds", "cost"),
 )
-CORRECTION_RANK, TEACHER_STEPS, TEACHER_RATE, EXCLUDED_SHARE = 32, 200, 4e-4, 0.1
+CORRECTION_RANK, TEACHER_STEPS, TEACHER_RATE, EXCLUDED_SHARE = 32, 400, 5e-4, 0.1
 
 Made = tuple[Models, Variant, tuple[Path, ...]]  # models and variant to run with a fix, and its files
 
