@@ -113,7 +113,7 @@ def test_gradients_are_clipped_only_after_the_warm_up_unless_asked(corpus: Path,
 
 def test_a_run_that_leaves_the_numbers_stops_and_saves_nothing_of_it(corpus: Path, tmp_path: Path) -> None:
     wild = {"learning_rate": 1000, "lr_scheduler": "constant", "lr_warmup_steps": None, "log_every_n_steps": 1000}
-    with pytest.raises(UserError, match="step 2.* is not finite"):
+    with pytest.raises(UserError, match=r"step \d+ is not finite"):
         run(corpus, tmp_path, save_every_n_steps=1, save_state=True, **wild)
     saved = sorted(path.name for path in tmp_path.glob("model-step*") if not path.name.endswith("-state"))
     assert all(torch.isfinite(tensor).all() for name in saved for tensor in weights(tmp_path, name).values())
