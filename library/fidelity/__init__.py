@@ -1,18 +1,23 @@
 """bf16 and fp8 alike: what fp8 does to a model with a LoRA, measured on the user's own images, and what undoes it.
 
 calibration   the images, noise and noise levels that everything here runs the model on
-quantize      bf16 checkpoint -> fp8 file, which layers stay in bf16 and how the others round decided by activations
-merge         LoRAs rounded into fp8 weights so that they still act, and a LoRA of what rounding lost
-refit         a LoRA refitted to the fp8 file it is used with
+quantize      bf16 checkpoint -> quantised file, which layers stay in bf16 and how others round decided by activations
+merge         LoRAs rounded into quantised weights so that they still act, and a LoRA of what rounding lost
+refit         a LoRA refitted to the quantised file it is used with
+distilled     what a LoRA does on the distilled model of its base
 
 The report (``tools/precision_report.py``), in the order in which data goes through it:
 
-deployments   the reference, the deployed model, every single cause between them; both run on the same inputs
-layers        weights, activations, output errors and the LoRA's update retention, layer by layer
-causes        error by noise level, by region and along the mask boundary; one cause on at a time, and what it names
-report        from a request to all that is measured
-fixes         what removes the difference, from the cheapest on
-page          plots, one self-contained HTML file, and the JSON
+servers, deployed, serving     what programs do, what is deployed, the models of any variant
+conditioning, runs             what a variant makes of picture and mask; both sides run on the same inputs
+differences, border            errors by noise level, by region, over the sampling run, along the mask's border
+layers, transformations, tensors, tensor_findings, comparison
+                               layer by layer and tensor by tensor: how far off, and what was done to it
+causes, verdict, remedies      what is named, and what costs nothing
+report                         from a request to all that is measured
+fixes                          what removes the difference, from the cheapest on
+server_image                   what a server really painted, explained
+page                           one self-contained HTML file, and the JSON
 """
 
 SERVERS = ("comfyui", "comfyui-bypass", "comfyui-legacy", "diffusers", "gguf")

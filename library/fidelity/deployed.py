@@ -43,13 +43,11 @@ class LoadedWeights:
         module: without a LoRA beside it.
         quantised: its layers that a server may multiply in low precision, and their weights without numbers; None of
             one that is in high precision here.
-        main_format: what most of their weights are stored as, in words.
         precision: the whole in words, for people and for a LoRA's metadata.
     """
 
     module: nn.Module
     quantised: Mapping[str, QuantizedWeight | None]
-    main_format: str
     precision: str
 
 
@@ -90,11 +88,9 @@ class DeployedWeights:
         module = family.load_transformer(dtype, device, fp8=fp8)
         made = {name: layer for name, layer in module.named_modules() if isinstance(layer, QuantizedLinear)}
         linears = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
-        kinds = Counter(each.quantized().scheme.describe() for each in made.values())
-        main = kinds.most_common(1)[0][0] if kinds else str(self.stored or dtype).removeprefix("torch.")
         high = [layer for layer in linears if Recipe().excluded_as(layer) is None]
         quantised = {name: each.outline for name, each in made.items()} or dict.fromkeys(high)
-        return LoadedWeights(module, quantised, main, describe_base(family.quantized_file(), fp8, dtype))
+        return LoadedWeights(module, quantised, describe_base(family.quantized_file(), fp8, dtype))
 
     @property
     def _weights(self) -> Path | None:

@@ -66,7 +66,7 @@ def compare(
         velocity=relative_error(*velocities),
         velocity_by_sigma=by_sigma,
         latents_by_step=steps,
-        latents=steps[-1] if steps else math.nan,
+        latents=relative_error(reference.latents, other.latents) if steps else math.nan,  # whatever steps each took
         image=relative_error(reference.images, other.images) if other.images else math.nan,
         border=judge_border(*border_errors_of(reference, other, drawn, decode)) if decode and other.images else None,
     )

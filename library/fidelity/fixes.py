@@ -221,6 +221,8 @@ def recommendation(best: Fix | None, before: Differences, target: float) -> str:
     """Return what to do, in words."""
     if best is None:
         return "Recommended: nothing that was tried is better than the deployment as it is."
+    if not before.latents:
+        return "Recommended: nothing: the finished latents are right; what differs is made of them (VAE, pasting)."
     share = best.left / before.latents
     short = "" if share <= target else f", which is short of the target of {target:.2f}; the best that was tried"
     where = f"; use {', '.join(str(path) for path in best.files)}" if best.files else ""

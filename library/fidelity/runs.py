@@ -26,6 +26,7 @@ from library.conditions import ConditionKind, Conditions
 from library.console import Console
 from library.data.batches import Batch
 from library.data.cache import Pixels, TextJob
+from library.data.file_index import content_hash
 from library.data.images import to_image
 from library.errors import UserError
 from library.fidelity.calibration import Calibration, predict
@@ -229,8 +230,7 @@ def _inputs(models: Models, variant: Variant, eval_set: EvalSet, encoder: ImageE
         if variant.given and job.images:
             job = replace(job, images=tuple(_Shown(each) for each in given.shown), flipped=False)
         jobs.append(job)
-    changed = tuple(sorted(variant.given.items())) if any(job.images for job in jobs) else ()
-    texts = models.texts(variant, jobs, changed or None)
+    texts = models.texts(variant, jobs, changed=bool(variant.given) and any(job.images for job in jobs))
     if texts is None:
         return found
     return [
@@ -264,7 +264,7 @@ class _Shown:
     pixels: Tensor
 
     def key(self) -> tuple[object, ...]:
-        return (id(self.pixels),)
+        return (content_hash(self.pixels.numpy().tobytes()),)
 
     def load(self, flipped: bool = False) -> Image.Image:
         return to_image(self.pixels)

@@ -333,6 +333,11 @@ class Models:
         self._merge(model, self.served_lora(variant).get(self.targets.file_prefix, {}), variant)
         return model.eval()
 
+    def merged_updates(self, variant: Variant) -> dict[str, LoraWeights]:
+        """Return layer -> what :meth:`merged_weights` adds to it: what is served of the LoRA, at its strength."""
+        own = self.served_lora(variant).get(self.targets.file_prefix, {})
+        return {name: LoraWeights(each.down, each.up, variant.strength * each.alpha) for name, each in own.items()}
+
     # Activations.
 
     def roundings(self, variant: Variant) -> dict[str, InputRounding]:
@@ -377,19 +382,19 @@ class Models:
                         parameter.copy_(round_to_nearest(parameter, E4M3FN).to(parameter.dtype))
         return encoder
 
-    def texts(self, variant: Variant, jobs: Sequence[TextJob], given: object = None) -> list[dict[str, Tensor]] | None:
+    def texts(self, variant: Variant, jobs: Sequence[TextJob], changed: bool = False) -> list[dict[str, Tensor]] | None:
         """Return each job's embeddings without a batch axis, on the CPU; None: those of the cache are right.
 
-        They are encoded once for each state of the encoders, and for each of ``given``, which says what was changed in
-        the images of the jobs; None if nothing was.
+        They are encoded once for each state of the encoders. ``changed``: the jobs' images are not the cache's.
         """
         parts = {name: layers for name, layers in self.served_lora(variant).items() if name != self.targets.file_prefix}
         if self.deployed.merged and variant.text is not None and variant.text.options:
             parts = {}  # the deployed encoders have their part of the LoRA inside
-        if variant.text is None and not parts and given is None:
+        if variant.text is None and not parts and not changed:
             return None
         names = tuple(sorted(name for layers in parts.values() for name in layers))
-        state = (variant.text, variant.strength if parts else 1.0, names, given, tuple(job.caption for job in jobs))
+        shown = tuple((job.caption, job.flipped, *(image.key() for image in job.images)) for job in jobs)
+        state = (variant.text, variant.strength if parts else 1.0, names, shown)
         if state not in self._texts:
             encoder = self.text_encoder(variant)
             by_number = {str(number): job for number, job in enumerate(jobs)}

@@ -190,6 +190,15 @@ def test_an_update_that_was_rounded_away_is_named(place: Path) -> None:
     assert sum(share < 0.95 for share in retention) > len(retention) / 2
 
 
+def test_a_weaker_lora_is_not_called_rounded_away(place: Path) -> None:
+    weaker = ["--deploy_lora", "stochastic", "--deploy_strength", "0.5", "--deploy_lora_without", "single_transformer"]
+    found = report(place, place / "fp8.safetensors", *weaker)
+    assert "delta_lost" not in {finding["cause"] for finding in found["verdict"]["findings"]}
+    kept = {row["name"]: row["retention"] for row in found["layers"] if row["retention"] is not None}
+    assert not any("single_transformer" in name for name in kept)
+    assert all(0.9 < share < 1.1 for share in kept.values())  # of half the update
+
+
 def test_a_layer_that_does_not_bear_its_format_is_named(place: Path, tmp_path: Path) -> None:
     """Half the gate's power of two moved into the layer before it: the same function, weights too small for a cast."""
     shutil.copytree(place / "base", tmp_path / "base")
