@@ -144,9 +144,9 @@ def quantize(options: argparse.Namespace, console: Console) -> Written:
 def _check_products(options: argparse.Namespace, model: Path, layout: str, scheme: str) -> None:
     """Refuse ``--products`` where no server would heed it, or beside what cannot be changed with it."""
     if model.exists() and open_base(model, quantized=True).weights.quantized is not None:
-        alone = {"model", "save_to", "products"}
+        alone, top = {"model", "save_to", "products"}, parser()
         others = [name for name, value in vars(options).items()
-                  if name not in alone and value != parser().get_default(name)]  # fmt: skip
+                  if name not in alone and value != top.get_default(name)]  # fmt: skip
         if others:
             raise UserError(f"--{others[0]}: {model} is quantised already, and --products changes nothing else of it; "
                             f"remove --{others[0]}, or give the bf16 file")  # fmt: skip

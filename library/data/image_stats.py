@@ -137,7 +137,7 @@ class ImageStatsIndex:
             for file, facts in zip(new, pool.map(measure_image, [file.path for file in new]), strict=True):
                 seen[file.path] = facts
                 advance(1)
-                if facts.problem is None and started - file.mtime_ns > _RACY_NS:  # a problem may pass
+                if started - file.mtime_ns > _RACY_NS:
                     self._known[file.path] = [file.bytes, file.mtime_ns, list(asdict(facts).values())]
         if new:
             write_checked_json(self._file, {"version": _VERSION, "images": self._known})
@@ -152,4 +152,6 @@ class ImageStatsIndex:
         if known is None or (known[0], known[1]) != (file.bytes, file.mtime_ns):
             return None
         problem, width, height, content, dhash, thumbnail, bars, frames = known[2]
-        return ImageStats(problem, width, height, content, dhash, thumbnail, tuple(bars), frames)
+        if problem is not None:  # it may have passed: a plug-in was installed, a share is back
+            return None
+        return ImageStats(None, width, height, content, dhash, thumbnail, tuple(bars), frames)

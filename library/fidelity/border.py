@@ -118,10 +118,10 @@ class Border:
 
     def sentence(self) -> str:
         """Return the verdict on the border, with the very figures that decided it."""
-        beside = f"within {RING} pixels of it over farther away, {counted(self.images, 'image')}"
+        images = counted(self.images, "image")
+        beside = f"within {RING} pixels of it over farther away, {images}"
         if self.state == "unknown":
-            few = counted(self.images, "image")
-            return f"{few} cannot tell whether the border is worse: give 8 or more (--images). {self.worst.words()}."
+            return f"{images} cannot tell whether the border is worse: give 8 or more (--images). {self.worst.words()}."
         if self.state == "as usual":
             return f"The border is no worse than honest rounding makes it ({beside}): at most {self.worst.words()}."
         words = "; ".join(figure.words() for figure in self.figures if figure.decides)

@@ -88,13 +88,13 @@ def compare_models(
         tensors = with_lora_faults(tensors, inside)
         weights = {row.layer: row for row in tensors if row.name.endswith(".weight")}
         served = models.merged_weights(variant) if merged == "here" else deployed
-        inside_layers = models.merged_updates(variant) if merged == "here" else updates
+        expected = models.merged_updates(variant) if merged == "here" else updates
         rows: dict[str, LayerRow] = {}
         for group in calibration.layer_inputs(reference, [*by_region]):
             for name, inputs in group.items():
                 high = numbers(base_layer(reference, name))
                 layers = deployed.get_submodule(name), served.get_submodule(name)
-                update = inside_layers.get(name)
+                update = expected.get(name)
                 rows[name] = layer_row(weights[name], high, *layers, inputs, by_region[name], update, merged)
         layers_in_order = [rows[name] for name in by_region if name in rows]
         tensors = without_compensated(tensors, [row.name for row in layers_in_order if row.compensated])

@@ -212,13 +212,17 @@ class Models:
             raise UserError(f"--deploy_lora_without {sorted(unused)[0]}: found in no layer of the LoRA; correct it")
         return kept
 
+    def served_transformer_lora(self, variant: Variant) -> dict[str, LoraWeights]:
+        """Return the transformer's part of :meth:`served_lora`."""
+        return self.served_lora(variant).get(self.targets.file_prefix, {})
+
     # The transformer.
 
     @contextmanager
     def transformer(self, variant: Variant) -> Iterator[nn.Module]:
         """Yield the transformer of ``variant`` with its LoRA, in eval mode; it is let go of afterwards."""
         model = self.base(variant.weights, variant.configs)
-        own = self.served_lora(variant).get(self.targets.file_prefix, {})
+        own = self.served_transformer_lora(variant)
         own = {} if variant.weights and self.deployed.merged else own
         if own and variant.merge is not None:
             self._merge(model, own, variant)
@@ -320,7 +324,7 @@ class Models:
         if variant.merge is None:
             return {}
         products = self.roundings(variant)
-        own = self.served_lora(variant).get(self.targets.file_prefix, {})
+        own = self.served_transformer_lora(variant)
         how: dict[str, Merge] = dict.fromkeys(own, variant.merge)
         if variant.merge == "unrounded":
             how = {name: "stochastic" for name in own if name in products}
@@ -330,12 +334,12 @@ class Models:
     def merged_weights(self, variant: Variant) -> nn.Module:
         """Return the deployed transformer with the LoRA merged into it as ``variant`` says, and none beside it."""
         model = self.base(deployed=True)
-        self._merge(model, self.served_lora(variant).get(self.targets.file_prefix, {}), variant)
+        self._merge(model, self.served_transformer_lora(variant), variant)
         return model.eval()
 
     def merged_updates(self, variant: Variant) -> dict[str, LoraWeights]:
         """Return layer -> what :meth:`merged_weights` adds to it: what is served of the LoRA, at its strength."""
-        own = self.served_lora(variant).get(self.targets.file_prefix, {})
+        own = self.served_transformer_lora(variant)
         return {name: LoraWeights(each.down, each.up, variant.strength * each.alpha) for name, each in own.items()}
 
     # Activations.

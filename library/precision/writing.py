@@ -60,6 +60,7 @@ class Written:
 
 
 _Planned = tuple[torch.dtype, tuple[int, ...], Callable[[], Tensor]]  # a tensor to be written, and how it is made
+Progress = Callable[[int, int], None]  # called with tensors done, tensors in all
 
 
 class WeightChanges(Protocol):
@@ -79,7 +80,7 @@ def write_quantized(
     recipe: Recipe,
     *,
     low_precision_products: bool | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
     merge: WeightChanges | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> Written:
@@ -99,18 +100,13 @@ def write_quantized(
         UserError: the layout cannot hold what the recipe asks for, or the source is quantised and nothing changes it.
     """
     source = weights.quantized
-    markers: dict[str, Tensor] = {}
-    strings = dict(weights.metadata)
-    if source is None:
-        strings["quantised"] = recipe.describe()
-    elif merge is None:
-        if low_precision_products is None:
-            raise UserError(f"{weights.path}: is quantised already; quantise the bf16 or fp16 file of the model")
-        markers, said = _changed_markers(source, low_precision_products)
-        strings |= said
+    if source is not None and merge is None and low_precision_products is None:
+        raise UserError(f"{weights.path}: is quantised already; quantise the bf16 or fp16 file of the model")
     for name, entry in weights.entries.items():
         if entry.dtype not in DTYPES:
             raise UserError(f"{weights.path}: tensor {name!r} has dtype {entry.dtype}; give a bf16 or fp16 file")
+    if source is not None and merge is None and low_precision_products is not None:
+        return _write_products(source, target, low_precision_products, progress)
     if low_precision_products is None:
         low_precision_products = not high_precision_products(recipe.scheme.name)
     specs = {name: entry.spec for name, entry in weights.entries.items()}
@@ -126,13 +122,37 @@ def write_quantized(
             if layout == "comfy_quant":
                 plan |= _layer_marker(stored[name], low_precision_products)
         else:
-            plan |= _tensors(stored[name], (lambda: None) if merge is None else partial(merge.rounded, name), weights)
+            assert merge is not None
+            plan |= _tensors(stored[name], partial(merge.rounded, name), weights)
     if source is not None:
         for name in source.bookkeeping - plan.keys():
             plan[name] = *source.file.entries[name].spec, partial(source.file.read, name)
-        plan |= {name: _made(marker) for name, marker in markers.items()}
     elif layout == "comfy_scaled":
         plan |= _file_marker(specs, low_precision_products)
+    strings = dict(weights.metadata) | ({"quantised": recipe.describe()} if source is None else {})
+    before, after = sum(tensor_bytes(*spec) for spec in specs.values()), _planned_bytes(plan)
+    _stream(target, plan, strings | dict(metadata or {}), progress)
+    return Written(Path(target), len(stored), len(linears) - len(stored), before, after)
+
+
+def _write_products(
+    source: QuantizedFile, target: str | Path, low_precision_products: bool, progress: Progress | None
+) -> Written:
+    """Write the file ``source`` as it is, but for what it asks of ComfyUI's products."""
+    markers, strings = _changed_markers(source, low_precision_products)
+    plan: dict[str, _Planned] = {
+        name: (*entry.spec, partial(source.file.read, name)) for name, entry in source.file.entries.items()
+    }
+    plan |= {name: _made(marker) for name, marker in markers.items()}
+    _stream(target, plan, dict(source.file.metadata) | strings, progress)
+    asked, size = "the format" if low_precision_products else "high precision", _planned_bytes(plan)
+    return Written(Path(target), len(source.weights), 0, size, size, asked)
+
+
+def _stream(
+    target: str | Path, plan: Mapping[str, _Planned], strings: Mapping[str, str], progress: Progress | None
+) -> None:
+    """Make and write the tensors of ``plan``, one at a time."""
     count = iter(range(1, len(plan) + 1))
 
     def make(name: str) -> Tensor:
@@ -140,12 +160,11 @@ def write_quantized(
             progress(next(count), len(plan))
         return plan[name][2]()
 
-    written = {name: (dtype, shape) for name, (dtype, shape, _) in plan.items()}
-    stream_safetensors(target, written, make, strings | dict(metadata or {}))
-    before, after = (sum(tensor_bytes(*spec) for spec in tensors.values()) for tensors in (specs, written))
-    asked = "the format" if low_precision_products else "high precision"
-    asked = asked if source is not None and merge is None else ""
-    return Written(Path(target), len(stored), len(linears) - len(stored), before, after, asked)
+    stream_safetensors(target, {name: (dtype, shape) for name, (dtype, shape, _) in plan.items()}, make, strings)
+
+
+def _planned_bytes(plan: Mapping[str, _Planned]) -> int:
+    return sum(tensor_bytes(dtype, shape) for dtype, shape, _ in plan.values())
 
 
 def _stored(
@@ -235,7 +254,12 @@ def _layer_marker(stored: StoredWeight, low_precision_products: bool) -> dict[st
 
 def _file_marker(names: Iterable[str], low_precision_products: bool) -> dict[str, _Planned]:
     prefix = COMFY_PREFIX if any(name.startswith(COMFY_PREFIX) for name in names) else ""
-    return {f"{prefix}scaled_fp8": _made(torch.zeros(0 if low_precision_products else 2, dtype=E4M3FN.dtype))}
+    return {f"{prefix}scaled_fp8": _made(_asking_marker(E4M3FN.dtype, low_precision_products))}
+
+
+def _asking_marker(dtype: torch.dtype, low_precision_products: bool) -> Tensor:
+    """Return ComfyUI's older marker of a file, whose number of elements says what it asks of products."""
+    return torch.zeros(0 if low_precision_products else 2, dtype=dtype)
 
 
 def _changed_markers(source: QuantizedFile, low_precision_products: bool) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -251,7 +275,7 @@ def _changed_markers(source: QuantizedFile, low_precision_products: bool) -> tup
             "products can be chosen for its scaled fp8, nvfp4 and mxfp8 files"
         )
     entries, configs, strings = source.file.entries, source.file.layer_configs, {}
-    markers = {name: torch.zeros(0 if low_precision_products else 2, dtype=DTYPES[entry.dtype])
+    markers = {name: _asking_marker(DTYPES[entry.dtype], low_precision_products)
                for name, entry in entries.items() if name.rpartition(".")[2] == "scaled_fp8"}  # fmt: skip
     changed = {layer: _asking(configs[layer], low_precision_products)
                for layer in (name.removesuffix(".weight") for name in heed) if layer in configs}  # fmt: skip
