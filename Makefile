@@ -5,8 +5,10 @@ PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 WEB    := $(VENV)/.installed-web
 ZERO   := $(VENV)/.installed-zero
+BUNDLE := .gpu-bundle
+WHEELS := $(wildcard $(BUNDLE)/*.whl)
 
-.PHONY: help setup demo demo-fp8 demo-llm test test-again test-all test-faults fuzz test-web setup-web test-zero setup-zero check format docs clean
+.PHONY: help setup demo demo-fp8 demo-llm test test-again test-all test-faults fuzz test-web setup-web test-zero setup-zero gpu-bundle bench-gpu check format docs clean
 
 help:           ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 20
@@ -63,6 +65,26 @@ test-faults: $(STAMP) ## kill runs at 300 points, spoil their files, and see tha
 
 fuzz: $(STAMP)  ## feed readers and tools thousands of broken inputs (a quarter of an hour)
 	FUZZ_CASES=10000 OMP_NUM_THREADS=1 $(PY) -m pytest -q --timeout 1800 tests/fuzz
+
+# For Python 3.12 on x86-64. What has to be carried to such a machine, these wheels and the tracked files, stays small.
+gpu-bundle: $(STAMP) ## pack what bench-gpu needs on a GPU machine without a network
+	rm -rf $(BUNDLE)
+	$(PY) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
+		--platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --dest $(BUNDLE) -r requirements-gpu.txt
+	@wheels=$$(cat $(BUNDLE)/*.whl | wc -c); all=$$((wheels + $$(git ls-files -z | xargs -0 cat | wc -c))); \
+	echo "bundle: $$((wheels >> 10)) KiB of 20480; with the tracked files: $$((all >> 10)) KiB of 61440"; \
+	[ $$wheels -le $$((20 << 20)) ] && [ $$all -le $$((60 << 20)) ] || { echo "error: too large"; exit 2; }
+	@printf '%s\n' "On that machine, with torch, transformers, accelerate and peft: make bench-gpu, or" \
+		"  python3 -m pip install --no-index --no-deps --target $(BUNDLE)/site $(BUNDLE)/*.whl &&" \
+		"  PYTHONPATH=$(BUNDLE)/site python3 bench/gpu.py" | tee $(BUNDLE)/README
+
+# Where gpu-bundle's wheels are, the python3 that has torch runs it, with them beside its packages.
+bench-gpu: $(if $(WHEELS),$(BUNDLE)/site,$(STAMP)) ## training steps on the GPU beside diffusers + peft (eight minutes)
+	$(if $(WHEELS),PYTHONPATH=$(BUNDLE)/site python3,$(PY)) bench/gpu.py --json output/gpu.json
+
+$(BUNDLE)/site: $(WHEELS)
+	python3 -m pip install --quiet --disable-pip-version-check --no-index --no-deps --upgrade --target $@ $^
+	@touch $@
 
 check: $(STAMP) ## lint, format, types, direction of imports
 	$(PY) -m ruff check .

@@ -46,6 +46,11 @@ class Sizes:
         linear, attention = self.forward_flops()
         return 2 * linear + 3 * attention
 
+    def recomputed_flops(self, every: int = 1) -> float:
+        """Return what backward computes again where one of ``every`` neighbouring blocks is checkpointed."""
+        blocks = sum(self.blocks)
+        return sum(self.forward_flops()) * -(-blocks // every) / blocks
+
 
 FAMILIES = {"flux": Sizes(), "qwen_image": Sizes(blocks=(60,))}  # as published
 FEW_BLOCKS = {"flux": (1, 2), "qwen_image": (2,)}  # depth of the CPU benchmarks

@@ -1,20 +1,24 @@
-"""Full-size training steps on one CUDA GPU: language models, then LoRAs on image models beside diffusers + peft.
-
-Language models climb the ladder of ``bench/gpu_llm.py``, from fp32 to everything that makes them fast.
+"""Full-size training steps on one CUDA GPU: LoRAs on image models beside diffusers + peft, then language models.
 
 LoRAs are trained in every precision and memory policy. Published depth and width, random weights, 1024 x 1024 pixels
 and 512 text tokens, rank 16 on every layer that is trained by default, LoRA weights in fp32 under bf16 autocast, AdamW.
-Each case runs in a process of its own with a time limit: one that fails or runs out of memory is a row that says so.
-Reported are the median seconds of a step, the peak of allocated device memory, and the model FLOP utilisation: what a
-step needs (no weight gradients, no recomputation) over what the card's bf16 matrix products, measured first, would do
-in that time.
+Each case runs in a process of its own with a time limit: one that fails, runs out of memory or needs a package that is
+not there is a row that says so. The cases that tell most come first, a family at a time: a run that is out of time ends
+in the middle. Reported are the median seconds of a step, the peak of allocated device memory, and two utilisations,
+both over what the card's bf16 matrix products, measured first, would do in that time: of model FLOPs (MFU, what a step
+needs: no weight gradients, no recomputation) and of hardware FLOPs (HFU, with recomputation).
 
-Last come steps in each layout of several GPUs, set up by the functions that a training run calls, in as many
-processes as there are GPUs: ``dp`` copies the model, ``shard`` splits its weights (FSDP2), ``pp`` its depth, ``tp`` its
-layers; ``device_map`` is one process with a run of the blocks on each GPU, or on one GPU and the CPU, then of few
-blocks. ``dp`` and ``shard`` train an image a GPU, ``pp`` as many in one batch, the others one image a step.
+Then steps in each layout of several GPUs, set up by the functions that a training run calls, in as many processes as
+there are GPUs: ``dp`` copies the model, ``shard`` splits its weights (FSDP2), ``pp`` its depth, ``tp`` its layers;
+``device_map`` is one process with a run of the blocks on each GPU, or on one GPU and the CPU, then of few blocks.
+``dp`` and ``shard`` train an image a GPU, ``pp`` as many in one batch, the others one image a step.
 
-    python bench/gpu.py [--json PATH] [--minutes 10] [--families llm,flux,qwen_image] [--only TEXT]
+Last, language models climb the ladder of ``bench/gpu_llm.py``, from fp32 to everything that makes them fast.
+
+Besides torch, transformers, accelerate and peft this needs what requirements-gpu.txt lists; ``make gpu-bundle`` packs
+it for a machine that has a card and no network.
+
+    python bench/gpu.py [--json PATH] [--minutes 8] [--families flux,qwen_image,llm] [--only TEXT]
     python bench/gpu.py --device cpu --tiny        # does every case run?
 """
 
@@ -23,11 +27,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -50,7 +57,7 @@ from bench.families import (
     tandem_network,
     target_of,
 )
-from bench.measure import Table, benchmark_parser, finish, machine_name, run_with_limit, time_steps, wait_for
+from bench.measure import Table, benchmark_parser, finish, machine_name, run_with_limit, start, time_steps, wait_for
 from library.accelerator import build_accelerator
 from library.config.schema import AccelerateConfig, LoggingConfig, ParallelConfig, SavingConfig, TrainingConfig
 from library.errors import UserError, did_you_mean, exit_on_user_error
@@ -68,7 +75,8 @@ from networks.network import AdapterNetwork
 
 _LLM = "llm"
 _CASE_SECONDS = 150  # of which compilation takes up to a minute
-_LADDER_SECONDS = 120  # both together stay near three minutes
+_LADDER_SECONDS = 120
+_END_SECONDS = 10  # in which a process that has sent all ends
 
 
 def matmul_rate(device: torch.device, tiny: bool) -> float:
@@ -101,17 +109,22 @@ class Children:
 
     Attributes:
         place: the flags that say where, and how large models are.
+        forked: a job of one process is forked from one that has imported the libraries, which saves seconds a case.
     """
 
     def __init__(self, device: str, tiny: bool, minutes: float) -> None:
         self.place = ["--device", device, *(["--tiny"] if tiny else [])]
+        self.forked = True
+        self._device, self._tiny = torch.device(device), tiny
         self._end = time.monotonic() + 60 * minutes
 
     def rows(self, job: Job) -> list[dict[str, Any]]:
-        """Return what the process that measures ``job`` printed; the last is {"error": why} if it did not end well."""
+        """Return what the process that measures ``job`` found; the last is {"error": why} if it did not end well."""
         limit = min(job.seconds, self._end - time.monotonic())
         if limit <= 0:
             return [{"error": "left out: the time was up"}]
+        if self.forked and job.processes == 1:
+            return self._of_a_fork(job, limit)
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.processes)]
         command = [sys.executable, *(launcher if job.processes > 1 else []), __file__]
         command += ["--case", json.dumps(job.case), *self.place]
@@ -125,6 +138,49 @@ class Children:
         why = "out of memory" if "OutOfMemoryError" in done.stderr else f"exit code {done.returncode}: {last}"
         return [*_rows(done.stdout), {"error": why}]
 
+    def _of_a_fork(self, job: Job, limit: float) -> list[dict[str, Any]]:
+        process, connection = start(_send, job.case, self._device, self._tiny)
+        rows: list[dict[str, Any]] = []
+        end = time.monotonic() + limit
+        try:
+            while connection.poll(max(0.0, end - time.monotonic())):
+                row = connection.recv()
+                if row is None:
+                    process.join(_END_SECONDS)
+                    return rows
+                rows.append(row)
+            why = f"stopped after {limit:.0f} s"
+        except EOFError:
+            process.join(_END_SECONDS)
+            why = f"exit code {process.exitcode}, its error is above"
+        finally:
+            if process.is_alive():
+                with suppress(ProcessLookupError):  # it has no group yet
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
+                process.join()
+        return [*rows, {"error": why}]
+
+
+def _send(connection: Connection, case: dict[str, Any], device: torch.device, tiny: bool) -> None:
+    """Send each row as it is measured, why there is none if it fails, then None."""
+    os.setsid()  # with the processes that compile for it in one group, to be stopped together
+    try:
+        for row in measured(case, device, tiny):
+            connection.send(row)
+    except Exception as error:  # whatever it is, the other cases are worth having
+        connection.send({"error": reason(error)})
+    connection.send(None)
+
+
+def reason(error: Exception) -> str:
+    """Return why a case has no row, in one line."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    if isinstance(error, ModuleNotFoundError):
+        return f"left out: needs {error.name}, which is not installed"
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
 
 def _rows(printed: str) -> list[dict[str, Any]]:
     """Return the rows among the lines, which libraries may have added to; a last one cut short is left out."""
@@ -134,16 +190,21 @@ def _rows(printed: str) -> list[dict[str, Any]]:
 
 def run(jobs: list[Job], children: Children) -> list[dict[str, Any]]:
     """Measure the card's matrix products, then every job; print each row as it comes, and return them."""
-    found = children.rows(Job("bf16 matrix products", {"rate": True}))[-1]
+    products = Job("bf16 matrix products", {"rate": True})
+    found = children.rows(products)[-1]
+    if "error" in found:  # a library may have touched the card as it was imported, which no fork survives
+        children.forked = False
+        found = children.rows(products)[-1]
     rate = found.get("rate")
     print(f"bf16 matrix products: {f'{rate / 1e12:.1f} TFLOP/s' if rate else found['error']}", flush=True)
     sizes = {"step_s": "8.3f", "peak_gib": "8.1f", "weights_gib": "11.1f", "tokens_per_s": "12,.0f"}
-    table = Table({"case": "<48", **sizes, "images": "6", "mfu": "6.1%"})
+    table = Table({"case": "<56", **sizes, "images": "6", "mfu": "6.1%", "hfu": "6.1%"})
     for job in jobs:
         for found in children.rows(job):
             row = {"case": job.name} | job.case | found
-            if rate and "flops_per_s" in row:
-                row["mfu"] = row["flops_per_s"] / rate
+            for utilisation, speed in (("mfu", "flops_per_s"), ("hfu", "hardware_flops_per_s")):
+                if rate and row.get(speed):
+                    row[utilisation] = row[speed] / rate
             table.add(row)
     return table.rows
 
@@ -156,6 +217,8 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
         saved = GpuCase(family, checkpointing=True)
         pairs = {
             "over_peft": (saved, replace(saved, trainer="peft")),
+            "compiled_over_peft": (replace(saved, compiled=True), replace(saved, trainer="peft")),
+            "over_peft_both_compiled": (replace(saved, compiled=True), replace(saved, trainer="peft", compiled=True)),
             "fp8_scaled_mm_over_bf16": (replace(saved, base="fp8 scaled_mm"), saved),
             "fp8_dequant_over_bf16": (replace(saved, base="fp8 dequant"), saved),
             "swap_16_over_none": (replace(saved, swapped=16), saved),
@@ -171,29 +234,30 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-def serve(case: dict[str, Any], device: torch.device, tiny: bool) -> None:
-    """Print what a parent process asks for, a row a line."""
+def measured(case: dict[str, Any], device: torch.device, tiny: bool) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a job as they are measured; call it in a fresh process."""
     if "ladder" in case:
-        for row in gpu_llm.climb(case["ladder"], device, tiny):
-            print(json.dumps(row), flush=True)  # at once: what is measured is kept if time runs out
+        yield from gpu_llm.climb(case["ladder"], device, tiny)
     elif "layout" in case:
         row = measure_layout(case["family"], case["layout"], device, tiny)
         if os.environ.get("RANK", "0") == "0":
-            print(json.dumps(row), flush=True)
+            yield row
     elif "rate" in case:
-        print(json.dumps({"rate": matmul_rate(device, tiny)}))
+        yield {"rate": matmul_rate(device, tiny)}
     else:
-        print(json.dumps(measure(GpuCase(**case), device, tiny)))
+        yield measure(GpuCase(**case), device, tiny)
 
 
 @exit_on_user_error
 def main() -> None:
     """Measure all cases, or the one that a parent process asks for."""
-    families = [_LLM, *FAMILIES]
+    families = [*FAMILIES, _LLM]
+    # Asking the driver instead would make processes that are forked after an import that asks unable to use the card.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     parser = benchmark_parser(__doc__)
     parser.add_argument("--families", default=",".join(families), help="default: %(default)s")
     parser.add_argument("--only", default="", help="run the cases, and the language models, whose name holds this text")
-    parser.add_argument("--minutes", type=float, default=9.5, help="no case begins after that")
+    parser.add_argument("--minutes", type=float, default=8, help="all ends then (default: %(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to see that every case runs")
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -204,7 +268,8 @@ def main() -> None:
         raise UserError("--device: published sizes would take hours on a CPU; add --tiny")
     device = torch.device(options.device)
     if options.case:
-        serve(json.loads(options.case), device, options.tiny)
+        for row in measured(json.loads(options.case), device, options.tiny):
+            print(json.dumps(row), flush=True)  # at once: what is measured is kept if time runs out
         return
     asked = options.families.split(",")
     for family in asked:
@@ -219,13 +284,13 @@ def main() -> None:
 
 
 def all_jobs(asked: list[str], device: torch.device) -> list[Job]:
-    """Return language models, then LoRAs, then layouts: one GPU has nobody to share with but its CPU."""
+    """Return LoRAs, then layouts (one GPU has nobody to share with but its CPU), then language models."""
     ladders = [Job(model, {"ladder": model}, _LADDER_SECONDS) for model in gpu_llm.LADDERS if _LLM in asked]
     families = [family for family in asked if family != _LLM]
     alone = device.type == "cuda" and torch.cuda.device_count() < 2
     layouts = [layout_job(f, layout, device) for f in families for layout in (() if alone else LAYOUTS)]
     layouts += [layout_job(family, "device_map", device) for family in families]
-    return ladders + [Job(case.name(), asdict(case)) for case in cases(families)] + layouts
+    return [Job(case.name(), asdict(case)) for case in cases(families)] + layouts + ladders
 
 
 def layout_job(family: str, layout: str, device: torch.device) -> Job:
@@ -280,37 +345,40 @@ class GpuCase:
 
 
 def cases(families: list[str]) -> list[GpuCase]:
-    """Return the rows, the most telling first: a run that is out of time ends in the middle."""
-    by_family = []
+    """Return the rows: of each family those that tell most, then the others of all families in turn."""
+    first, others = [], []
     for family in families:
         plain = GpuCase(family)
         saved = replace(plain, checkpointing=True)
-        rows = [
+        peft = replace(saved, trainer="peft")
+        first += [
             saved,
-            replace(saved, trainer="peft"),
-            replace(saved, base="fp8 scaled_mm"),
+            replace(saved, compiled=True),
+            peft,
             replace(saved, base="fp8 dequant"),
+            replace(saved, base="fp8 scaled_mm"),
+            replace(saved, base="fp8 dequant", compiled=True),
+            replace(saved, base="fp8 scaled_mm", compiled=True),
+        ]
+        rest = [
+            replace(peft, compiled=True),
+            replace(peft, base="fp8 cast"),
             plain,
             replace(plain, trainer="peft"),
             replace(saved, swapped=16),
             replace(saved, kept_mb=8192),
             replace(saved, offloaded=True),
-            replace(saved, compiled=True),
-            replace(saved, trainer="peft", compiled=True),
-            replace(saved, base="fp8 scaled_mm", compiled=True),
-            replace(saved, trainer="peft", base="fp8 cast"),
             replace(saved, base="fp8 dequant", swapped=16),
             replace(saved, batch=4),
-            replace(saved, batch=4, trainer="peft"),
+            replace(peft, batch=4),
             replace(saved, batch=4, base="fp8 scaled_mm"),
             replace(plain, swapped=16),
             replace(saved, every=2),
             replace(saved, base="fp8 dequant", swapped=16, offloaded=True),
-            replace(saved, base="fp8 dequant", compiled=True),
             replace(plain, base="fp8 dequant"),
         ]
-        by_family.append(rows)
-    return [case for same in zip(*by_family, strict=True) for case in same]
+        others.append(rest)
+    return first + [case for same in zip(*others, strict=True) for case in same]
 
 
 def sizes_of(family_name: str, tiny: bool, batch: int = 1) -> Sizes:
@@ -326,9 +394,13 @@ def measure(case: GpuCase, device: torch.device, tiny: bool) -> dict[str, Any]:
     """Return seconds of a step, and its memory; call it in a fresh process."""
     step = build(case, device, tiny)
     seconds, peak = time_steps(step.loss, device, once=tiny)
-    flops = sizes_of(case.family, tiny, case.batch).step_flops() / seconds
-    weights = step.base_bytes / 2**30
-    return {"step_s": seconds, "peak_gib": peak / 2**30, "weights_gib": weights, "flops_per_s": flops}
+    sizes = sizes_of(case.family, tiny, case.batch)
+    found = {"step_s": seconds, "peak_gib": peak / 2**30, "weights_gib": step.base_bytes / 2**30}
+    found["flops_per_s"] = sizes.step_flops() / seconds
+    if not case.kept_mb:  # what is kept of a budget is found as it runs, and not counted
+        recomputed = sizes.recomputed_flops(case.every) if case.checkpointing else 0.0
+        found["hardware_flops_per_s"] = (sizes.step_flops() + recomputed) / seconds
+    return found
 
 
 def build(case: GpuCase, device: torch.device, tiny: bool) -> LoraStep:

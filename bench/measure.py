@@ -20,6 +20,7 @@ import multiprocessing
 import os
 import platform
 import re
+import shutil
 import signal
 import statistics
 import subprocess
@@ -70,7 +71,7 @@ def measure_time(cases: Mapping[Any, Case], rounds: int) -> dict[Any, list[float
     """Return the CPU seconds of every step of every case, taken in turn."""
     workers = {}
     for name, case in cases.items():  # loaded one after the other: building needs memory
-        workers[name] = _start(_serve_time, case)
+        workers[name] = start(_serve_time, case)
         _receive(*workers[name], name)
     seconds: dict[Any, list[float]] = {name: [] for name in cases}
     for _ in range(rounds):
@@ -87,7 +88,7 @@ def measure_memory(cases: Mapping[Any, Case], processes: int = 1) -> dict[Any, d
     """Return what each case's steps add, its peak and its frozen weights in MiB; ``processes`` run side by side."""
     found, names = {}, list(cases)
     for first in range(0, len(names), processes):
-        workers = {name: _start(_serve_memory, cases[name]) for name in names[first : first + processes]}
+        workers = {name: start(_serve_memory, cases[name]) for name in names[first : first + processes]}
         for name, (process, connection) in workers.items():
             sizes = zip(("added_mib", "peak_mib", "weights_mib"), _receive(process, connection, name), strict=True)
             found[name] = {key: size / 2**20 for key, size in sizes}
@@ -171,7 +172,9 @@ def machine_name() -> str:
 
 
 def commit() -> str | None:
-    """Return the commit of this repository, or None outside of git."""
+    """Return the commit of this repository, or None outside of git or without it."""
+    if shutil.which("git") is None:
+        return None
     command = ["git", "rev-parse", "HEAD"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parent)
     return done.stdout.strip() or None
@@ -255,11 +258,12 @@ def _serve_memory(connection: Connection, case: Case) -> None:
     connection.send((peak - loaded, peak, stepper.base_bytes))
 
 
-def _start(serve: Callable[..., None], case: Case) -> tuple[Any, Connection]:
+def start(serve: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
+    """Call ``serve`` with a connection and ``arguments`` in a process of its own; return that and the other end."""
     context = multiprocessing.get_context("forkserver")  # whose processes begin with the libraries imported
     context.set_forkserver_preload(_PRELOADED)
     here, there = context.Pipe()
-    process = context.Process(target=serve, args=(there, case), daemon=True)
+    process = context.Process(target=serve, args=(there, *arguments), daemon=True)
     process.start()
     there.close()
     return process, here

@@ -1,4 +1,4 @@
-"""What an adapter file says about itself, in the keys other tools read, and where PEFT's files keep alpha.
+r"""What an adapter file says about itself, in the keys other tools read, and where PEFT's files keep alpha.
 
 * ``ss_*``: training facts as kohya's sd-scripts writes them, every value as a string.
 * ``sshs_model_hash``, ``sshs_legacy_hash``: sd-webui's file hashes, as sd-scripts precalculates them:
