@@ -104,7 +104,7 @@ class Batch(TensorBatch):
     text: dict[str, Tensor]  # the encoder's tensors with a batch dimension in front
     loss_weights: Tensor  # [B] fp32: prior_loss_weight for regularisation images, else 1
     masks: Tensor | None  # [B, 1, h, w] fp32 in 0..1, 1 counts fully
-    sample_ids: Tensor  # [B] int64: what the noise follows from
+    sample_ids: list[int]  # of the B samples, on the host, where the noise that follows from them is drawn
     captions: list[str] = field(default_factory=list)  # what ``text`` was made from, for text encoders in training
     conditions: Conditions = NO_CONDITIONS
 
@@ -122,7 +122,7 @@ class Batch(TensorBatch):
 
     def _part(self, rows: slice) -> Batch:
         part = self._map(lambda tensor: tensor[rows])
-        return replace(part, captions=part.captions[rows])
+        return replace(part, captions=part.captions[rows], sample_ids=part.sample_ids[rows])
 
 
 @dataclass
@@ -330,7 +330,7 @@ def collate(items: list[Item]) -> Batch:
         text={name: tensor for name, tensor in text.items() if tensor.dtype != torch.bool or not tensor.all()},
         loss_weights=torch.tensor([item.loss_weight for item in items], dtype=torch.float32),
         masks=torch.stack(masks) if masks else None,
-        sample_ids=torch.tensor([item.sample_id for item in items], dtype=torch.int64),
+        sample_ids=[item.sample_id for item in items],
         captions=[item.caption for item in items],
         conditions=stack_conditions([item.conditions for item in items]),
     )

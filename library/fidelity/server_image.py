@@ -282,7 +282,7 @@ def _eval_set(
         own = load_pixels(sample, False, 0, source.sample_id, source.seed)
         text = batched(calibration.data.text_embeddings(source.text), models)
         conditions = conditions_of(give(own, kind, REFERENCE), kind, REFERENCE, encoder, models)
-        latents, ids = encoder.encode(own.image[None]), torch.tensor([source.sample_id])
+        latents, ids = encoder.encode(own.image[None]), [source.sample_id]
         batch = Batch(latents, text, torch.ones(1), None, ids, [source.text.caption], conditions)
         batches.append(batch.to(models.device))
         pixels.append(own)

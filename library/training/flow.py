@@ -12,7 +12,7 @@ Qwen-Image: 0.5 at 256, 0.9 at 8192).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,31 +30,31 @@ def resolve_sampling(flow: FlowConfig, family: Family) -> FlowConfig:
     return flow if flow.timestep_sampling != "auto" else flow.model_copy(update=family.own_sampling())
 
 
-def noise_for(latents: Tensor, sample_ids: Tensor, *key: int | str) -> Tensor:
+def noise_for(latents: Tensor, sample_ids: Sequence[int], *key: int | str) -> Tensor:
     """Return standard normal noise, fp32 on the latents' device, one draw a sample from its own generator.
 
     Args:
         latents: [B, C, h, w]; only shape and device are used.
-        sample_ids: [B] int64, what identifies each sample.
+        sample_ids: what identifies each of the B samples.
         key: what else the noise is a function of, (seed, step) in training.
     """
-    draws = [torch.randn(latents.shape[1:], generator=generator("noise", *key, int(i))) for i in sample_ids.tolist()]
+    draws = [torch.randn(latents.shape[1:], generator=generator("noise", *key, i)) for i in sample_ids]
     return torch.stack(draws).to(latents.device, non_blocking=True)
 
 
-def sample_sigmas(flow: FlowConfig, sample_ids: Tensor, tokens: int, *key: int | str) -> Tensor:
+def sample_sigmas(flow: FlowConfig, sample_ids: Sequence[int], tokens: int, *key: int | str) -> Tensor:
     """Draw a sigma for each sample.
 
     Args:
         flow: distribution and its parameters; ``auto`` is resolved before (:func:`resolve_sampling`).
-        sample_ids: [B] int64.
+        sample_ids: of the B samples.
         tokens: image tokens of the batch (h/2 * w/2), which flux_shift and qwen_shift depend on.
         key: (seed, step).
 
     Returns:
         [B] fp32 on the CPU, in (0, 1].
     """
-    generators = [generator("sigma", *key, int(i)) for i in sample_ids.tolist()]
+    generators = [generator("sigma", *key, i) for i in sample_ids]
 
     def draw() -> Tensor:
         normal = torch.stack([torch.randn((), generator=g) for g in generators])
@@ -136,7 +136,7 @@ SAMPLERS: dict[str, Callable[[FlowConfig, Tensor, Tensor, int], Tensor]] = {
 }
 
 
-def perturbation_for(flow: FlowConfig, latents: Tensor, sample_ids: Tensor, *key: int | str) -> Tensor | None:
+def perturbation_for(flow: FlowConfig, latents: Tensor, sample_ids: Sequence[int], *key: int | str) -> Tensor | None:
     """Return the noise that the input alone gets, like :func:`noise_for`; None without ``ip_noise_gamma``.
 
     Input perturbation (Ning et al. 2023, arXiv 2301.11706), as sd-scripts' ``flux_train_utils.py`` has it: the input is
@@ -147,7 +147,7 @@ def perturbation_for(flow: FlowConfig, latents: Tensor, sample_ids: Tensor, *key
         return None
     strength = torch.full((len(sample_ids),), flow.ip_noise_gamma)
     if flow.ip_noise_gamma_random_strength:
-        draws = [torch.rand((), generator=generator("perturbation strength", *key, int(i))) for i in sample_ids]
+        draws = [torch.rand((), generator=generator("perturbation strength", *key, i)) for i in sample_ids]
         strength *= torch.stack(draws)
     strength = strength.view(-1, 1, 1, 1).to(latents.device, non_blocking=True)
     return noise_for(latents, sample_ids, "perturbation", *key) * strength
@@ -170,7 +170,7 @@ def add_noise(
 
 
 def noisy_latents(
-    flow: FlowConfig, latents: Tensor, sample_ids: Tensor, tokens: int, *key: int | str
+    flow: FlowConfig, latents: Tensor, sample_ids: Sequence[int], tokens: int, *key: int | str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return what a training step sees of ``latents``: :func:`add_noise` at drawn noise and sigmas, and these.
 

@@ -61,7 +61,7 @@ def mask() -> Tensor:
 def make(masks: bool = True, steps: int = 4, error: float = 0.01) -> Report:
     """Return a report of ``IMAGES`` samples; without ``steps`` nothing was sampled."""
     shape = (1, 16, 16, 16)
-    batch = Batch(torch.zeros(shape), {}, torch.ones(1), None, torch.ones(1))
+    batch = Batch(torch.zeros(shape), {}, torch.ones(1), None, [1])
     drawn = mask_in_pixels(mask(), torch.zeros(SIZE, SIZE))[None].float() if masks else None
     pixels = [Pixels(torch.zeros(3, SIZE, SIZE), drawn)] * IMAGES
     eval_set = EvalSet([batch] * IMAGES, pixels, [], "fill", (0.2, 0.8), steps, 1.0, 0)

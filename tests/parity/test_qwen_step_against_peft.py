@@ -35,7 +35,7 @@ def test_loss_and_gradients_of_a_step_equal_diffusers_and_peft(kind: str, tmp_pa
     if kind != "qwen_image":
         references = (torch.randn(3, 16, 4, 6, generator=torch.Generator().manual_seed(2)),)
     text = {name: inputs[name] for name in ("prompt_embeds", "prompt_embeds_mask")}
-    ids = torch.tensor([5, 6, 7])
+    ids = [5, 6, 7]
     batch = Batch(inputs["latents"], text, torch.ones(3), None, ids, conditions=Conditions(references=references))
 
     family = model_family(ModelConfig(model_type=model_type, pretrained_model_name_or_path=str(base)))

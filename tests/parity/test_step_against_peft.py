@@ -31,7 +31,7 @@ def _batch() -> Batch:
         text={k: inputs[k] for k in ("prompt_embeds", "pooled_prompt_embeds")},
         loss_weights=torch.ones(3),
         masks=None,
-        sample_ids=torch.tensor([5, 6, 7]),
+        sample_ids=[5, 6, 7],
     )
 
 

@@ -42,7 +42,7 @@ def test_gradients_of_text_encoder_loras_equal_peft(tmp_path: Path, checkpointin
     base = tiny_flux_pipeline(tmp_path / "base")
     inputs = tiny_flux_inputs(batch=3)
     wrong = {k: torch.full_like(inputs[k], torch.nan) for k in ("prompt_embeds", "pooled_prompt_embeds")}
-    batch = Batch(inputs["latents"], wrong, torch.ones(3), None, torch.tensor([5, 6, 7]), CAPTIONS)
+    batch = Batch(inputs["latents"], wrong, torch.ones(3), None, [5, 6, 7], CAPTIONS)
     step, task = _prepared(base, checkpointing)
     assert task.text_encoders is not None
     task.text_encoders.train()

@@ -252,7 +252,7 @@ class MemoryProbe:
         masks = torch.ones(size, 1, height, width) if data.has_regions else None
         text = {name: tensor[None].expand(size, *tensor.shape).contiguous() for name, tensor in self._text.items()}
         captions = [max(data.captions(), key=len)] * size
-        return Batch(latents(height, width), text, torch.ones(size), masks, torch.arange(size), captions, conditions)
+        return Batch(latents(height, width), text, torch.ones(size), masks, list(range(size)), captions, conditions)
 
 
 def fit_memory(probe: MemoryProbe, console: Console) -> TrainingConfig:

@@ -178,10 +178,10 @@ def _velocity(
 
 
 def _write(teacher: Teacher, batch: Batch, step: int, velocity: Tensor) -> None:
-    for sample, target in zip(batch.sample_ids.tolist(), velocity.cpu(), strict=True):
+    for sample, target in zip(batch.sample_ids, velocity.cpu(), strict=True):
         if not torch.isfinite(target).all():
             raise UserError(f"distill_from: its velocity at step {step} is not finite; check the teacher and its LoRA")
-        write_safetensors(teacher.path(step, int(sample)), {"velocity": target}, checked=True)
+        write_safetensors(teacher.path(step, sample), {"velocity": target}, checked=True)
 
 
 def _key(config: TrainConfig, family: Family, lora: str, data: TrainingData) -> str:

@@ -266,10 +266,10 @@ class ImageLora(LoraTask):
         return f"the batch of {len(batch.sample_ids)} at {width}x{height} ({names})"
 
     def sample_names(self, batch: Batch) -> list[str]:
-        return [sample.image.path for sample in self.data.train.samples_of(batch.sample_ids.tolist())]
+        return [sample.image.path for sample in self.data.train.samples_of(batch.sample_ids)]
 
     def sample_identity(self, batch: Batch) -> str:
-        return self.data.train.samples_of(batch.sample_ids.tolist())[0].identity
+        return self.data.train.samples_of(batch.sample_ids)[0].identity
 
     def single_samples(self, batch: Batch) -> list[Batch]:
         return [batch.only(i) for i in range(len(batch.sample_ids))]

@@ -155,13 +155,13 @@ class Teacher:
     folder: Path
     weight: float
 
-    def blend(self, target: Tensor, sample_ids: Tensor, step: int) -> Tensor:
+    def blend(self, target: Tensor, sample_ids: Sequence[int], step: int) -> Tensor:
         """Return the velocity to learn, [B, C, h, w] fp32, from the data's ``target`` and the teacher's answers.
 
         Raises:
             UserError: an answer is gone or damaged.
         """
-        answers = [self._read(step, int(sample)) for sample in sample_ids.tolist()]
+        answers = [self._read(step, sample) for sample in sample_ids]
         return torch.lerp(target, torch.stack(answers).to(target.device, non_blocking=True), self.weight)
 
     def path(self, step: int, sample_id: int) -> Path:

@@ -114,7 +114,7 @@ def test_velocity_and_input_gradients_are_diffusers(variant: Variant) -> None:
 
 def test_a_training_step_is_that_of_diffusers_and_peft(variant: Variant) -> None:
     latents, _, text, conditions = inputs_of(variant, batch=3)
-    batch = Batch(latents, text, torch.ones(3), None, torch.tensor([5, 6, 7]), conditions=conditions)
+    batch = Batch(latents, text, torch.ones(3), None, [5, 6, 7], conditions=conditions)
     family, flow, step = variant.family(), FlowConfig(timestep_sampling="flux_shift", guidance_scale=3.5), 11
     transformer = family.load_transformer(torch.float32)
     network = lora_on(transformer, variant.name, *EMBEDDER)

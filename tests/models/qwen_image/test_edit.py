@@ -200,7 +200,7 @@ def test_a_step_counts_the_painted_picture_alone_and_follows_the_reference(folde
     text = {name: inputs[name] for name in ("prompt_embeds", "prompt_embeds_mask")}
 
     def batch(references: tuple[torch.Tensor, ...]) -> Batch:
-        ids = torch.tensor([1, 2])
+        ids = [1, 2]
         return Batch(inputs["latents"], text, torch.ones(2), None, ids, conditions=Conditions(references=references))
 
     step = FlowStep(family, FlowConfig(timestep_sampling="qwen_shift"), seed=4)

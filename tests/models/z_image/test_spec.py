@@ -123,7 +123,7 @@ def test_captions_of_different_lengths_have_the_losses_and_gradients_they_have_a
 
 def test_a_training_step_is_that_of_diffusers_and_peft(folder: Path) -> None:
     inputs, step = tiny_z_inputs(3, tokens=40), 11
-    text, ids = text_of(inputs, 40, 5, 33), torch.tensor([5, 6, 7])
+    text, ids = text_of(inputs, 40, 5, 33), [5, 6, 7]
     batch = Batch(inputs["latents"], text, torch.ones(3), None, ids)
     family = family_of(folder)
     transformer = family.load_transformer(torch.float32)

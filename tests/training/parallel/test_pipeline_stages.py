@@ -67,7 +67,7 @@ def test_batches_are_cut_into_equal_pieces(samples: int, wanted: int, count: int
 
 
 def test_pieces_of_a_batch_are_the_batch() -> None:
-    ids = torch.arange(6)
+    ids = list(range(6))
     batch = Batch(torch.rand(6, 2, 4, 4), {"a": torch.rand(6, 3)}, torch.ones(6), None, ids, list("abcdef"))
     pieces = batch.chunk(3)
     assert [piece.captions for piece in pieces] == [["a", "b"], ["c", "d"], ["e", "f"]]

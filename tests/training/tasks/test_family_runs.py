@@ -187,7 +187,7 @@ def test_one_image_is_learnt_by_heart(kind: str, tmp_path: Path) -> None:
     text = {name: inputs[name] for name in ("prompt_embeds", "prompt_embeds_mask")}
     references = (inputs["latents"].flip(-1),) if "edit" in kind else ()
     conditions = Conditions(references=references)
-    batch = Batch(inputs["latents"], text, torch.ones(1), None, torch.tensor([3]), conditions=conditions)
+    batch = Batch(inputs["latents"], text, torch.ones(1), None, [3], conditions=conditions)
     step = FlowStep(family, FlowConfig(timestep_sampling=sampling), seed=9)
     losses = learn_by_heart(step, transformer, network, batch)
     nothing = (noise_for(batch.latents, batch.sample_ids, 9, 0) - batch.latents).square().mean().item()

@@ -22,7 +22,7 @@ def batch(masks: Tensor | None = None, fill: Tensor | None = None, side: int = 8
     count = next((len(one) for one in (masks, fill) if one is not None), 2)
     latents = torch.randn(count, 4, side, side, generator=torch.Generator().manual_seed(0))
     conditions = NO_CONDITIONS if fill is None else Conditions(torch.zeros_like(latents), fill)
-    return Batch(latents, {}, torch.ones(count), masks, torch.arange(count), conditions=conditions)
+    return Batch(latents, {}, torch.ones(count), masks, list(range(count)), conditions=conditions)
 
 
 def regions(count: int = 3, side: int = 64) -> Tensor:
