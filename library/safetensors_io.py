@@ -160,6 +160,8 @@ def read_rows(entries: Mapping[str, TensorEntry], ranges: Sequence[RowRange]) ->
     shapes = [each.of(entries[each.source].shape) for each in ranges]
     total = (sum(shape[0] for shape in shapes), *shapes[0][1:]) if first.shape else ()
     tensor = torch.empty(total, dtype=dtype)
+    if type(tensor) is not Tensor:  # a fake one, of a walk that computes nothing: it has no memory to read into
+        return tensor
     buffer = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # it is one
     filled = 0
     for each, shape in zip(ranges, shapes, strict=True):

@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from library.errors import UserError
 from library.nn.frozen_linear import FrozenLinear
@@ -69,10 +70,24 @@ def swap_blocks(model: nn.Module, blocks: Sequence[nn.Module], swapped: int, dev
         _keep_weights_from_autograd(block)
     tensors = [[_movable(block) for block in ring] for ring in chosen]
     movable = {id(tensor) for ring in tensors for block in ring for tensor in block}
-    for tensor in (*model.parameters(), *model.buffers()):
-        if id(tensor) not in movable:
-            tensor.data = tensor.data.to(device)
+    _move_others(model, movable, device)
     return [Ring(ring, weights, device) for ring, weights in zip(chosen, tensors, strict=True) if ring]
+
+
+def _move_others(model: nn.Module, staying: set[int], device: torch.device) -> None:
+    """Put tensors on ``device`` in the place of all but those ``staying``, by identity."""
+    moved: dict[int, Tensor] = {}
+    for module in model.modules():
+        own: Any
+        for own in (module._parameters, module._buffers):
+            for name, tensor in own.items():
+                if tensor is None or id(tensor) in staying:
+                    continue
+                if id(tensor) not in moved:
+                    there = tensor.detach().to(device)
+                    trained = isinstance(tensor, nn.Parameter)
+                    moved[id(tensor)] = nn.Parameter(there, tensor.requires_grad) if trained else there
+                own[name] = moved[id(tensor)]
 
 
 def describe_rings(rings: Sequence[Ring]) -> str:
@@ -215,7 +230,14 @@ class Ring:
 
     def _point(self, block: int, views: list[Tensor]) -> None:
         for tensor, view in zip(self._tensors[block], views, strict=True):
-            tensor.data = view
+            _place(tensor, view)
+
+
+def _place(tensor: Tensor, data: Tensor) -> None:
+    """Let ``tensor`` have the memory of ``data``, on whichever device that is."""
+    tensor.data = data
+    if isinstance(tensor, FakeTensor):  # has a device of its own, which stays
+        tensor.fake_device = data.device
 
 
 def _before_forward(ring: Ring, block: int, module: nn.Module, inputs: Any) -> None:
