@@ -5,10 +5,11 @@ PY     := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 WEB    := $(VENV)/.installed-web
 ZERO   := $(VENV)/.installed-zero
+TRITON := $(VENV)/.installed-triton
 BUNDLE := .gpu-bundle
 WHEELS := $(wildcard $(BUNDLE)/*.whl)
 
-.PHONY: help setup demo demo-fp8 demo-llm test test-again test-all test-faults fuzz test-web setup-web test-zero setup-zero gpu-bundle bench-gpu check format docs clean
+.PHONY: help setup demo demo-fp8 demo-llm test test-again test-all test-faults fuzz test-web setup-web test-zero setup-zero test-triton setup-triton gpu-bundle bench-gpu check format docs clean
 
 help:           ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 20
@@ -35,6 +36,13 @@ $(ZERO): $(STAMP) requirements-zero.txt
 
 setup-zero: $(ZERO) ## DeepSpeed, which [parallel] zero needs besides
 
+# --no-deps: beside a torch for CPUs, too, which is enough for the tests.
+$(TRITON): $(STAMP) requirements-triton.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-triton.txt
+	@touch $@
+
+setup-triton: $(TRITON) ## Triton, which quantised_compute = "fused" needs besides
+
 demo: $(STAMP)  ## train a LoRA on the built-in tiny FLUX: samples, curves, metrics in output/demo
 	$(PY) train_lora.py --config_file configs/demo.toml
 
@@ -59,6 +67,9 @@ test-web: $(WEB) ## the chat's page, in the Chromium of this machine
 
 test-zero: $(ZERO) ## DeepSpeed's ZeRO on two processes (a minute or two)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs tests/training/parallel/test_zero_lora.py
+
+test-triton: $(TRITON) ## the Triton kernel: numbers in its interpreter, machine code for six cards (three minutes)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -q -rs tests/precision/test_triton_product.py
 
 test-faults: $(STAMP) ## kill runs at 300 points, spoil their files, and see that nothing is lost (some fifteen minutes)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) -m tests.faults.suite --faults 300

@@ -300,7 +300,7 @@ def layout_job(family: str, layout: str, device: torch.device) -> Job:
     return Job(f"{family}, {layout}", {"layout": layout, "family": family}, processes=processes)
 
 
-Base = Literal["bf16", "fp8 dequant", "fp8 scaled_mm", "fp8 cast"]
+Base = Literal["bf16", "fp8 dequant", "fp8 scaled_mm", "fp8 fused", "fp8 cast"]
 
 
 @dataclass(frozen=True)
@@ -369,6 +369,7 @@ def cases(families: list[str]) -> list[GpuCase]:
             replace(saved, kept_mb=8192),
             replace(saved, offloaded=True),
             replace(saved, base="fp8 dequant", swapped=16),
+            replace(saved, base="fp8 fused"),
             replace(saved, batch=4),
             replace(peft, batch=4),
             replace(saved, batch=4, base="fp8 scaled_mm"),
@@ -425,8 +426,8 @@ def build(case: GpuCase, device: torch.device, tiny: bool) -> LoraStep:
 def _tandem(case: GpuCase, transformer: Any, device: torch.device, tiny: bool) -> list[nn.Parameter]:
     family = family_class(case.family)
     family.optimise_forward(transformer)
-    if case.base == "fp8 dequant":
-        quantize_model(transformer, Recipe(Fp8Scheme("block64")), compute="dequant")
+    if case.base in ("fp8 dequant", "fp8 fused"):
+        quantize_model(transformer, Recipe(Fp8Scheme("block64")), compute=case.base.removeprefix("fp8 "))
     elif case.base == "fp8 scaled_mm":
         quantize_model(transformer, Recipe(Fp8Scheme("row")), compute="quantised")
     if case.swapped:

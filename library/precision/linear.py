@@ -11,7 +11,7 @@ function does both passes and keeps *nothing* of the weight's size:
 
 The price is a second dequantisation a step, a pass over memory beside a matrix product.
 
-There are two ways to the product:
+There are three ways to the product:
 
 *Dequantised* (``dequant``), everywhere: exact to the compute dtype, for every format. A format that rotates its weights
 has the inputs rotated instead, which is a small product beside the large one. On the CPU the weight is dequantised and
@@ -23,6 +23,9 @@ Qwen-Image weight is one chunk.
 *As it is stored* (``quantised``), on GPUs whose tensor cores have the format (``QuantizedWeight.multiplies_on``), at up
 to twice bf16's rate. Activations are then rounded too, row by row with scales of their own (nothing to calibrate). The
 input gradient stays dequantised: made in fp8 it takes longer, as the weight has to be transposed each time.
+
+*Decoded within the product* (``fused``), on GPUs and with Triton: nothing of the weight's size is made at all. See
+``library.precision.triton_product``, also for why nobody gets it unasked; what it does not take is dequantised.
 
 The layer is an ``nn.Linear`` to whoever asks (LoRA, tensor parallelism by type), the weight's values its parameter
 ``weight``, its scales buffers. Moving it moves all; casting it (``model.to(torch.bfloat16)``) changes none, since a
@@ -41,7 +44,7 @@ from torch import Tensor, nn
 from library.errors import UserError
 from library.precision.files.base import QuantizedWeight
 
-Compute = Literal["auto", "dequant", "quantised"]
+Compute = Literal["auto", "dequant", "quantised", "fused"]
 
 _CPU_CHUNK = 1 << 21  # 4 MiB in bf16; with AMX smaller ones take 20 % longer, on Zen 5 all up to this cost the same
 _CPU_TOKENS = 128  # rotated at a time at least, or a quarter of all, anew for each chunk of the weight
@@ -55,8 +58,8 @@ class QuantizedLinear(nn.Linear):
     Attributes:
         weight: the field ``values`` of the weight; its other tensors are buffers under their fields' names.
         bias: [out] in high precision, or None.
-        compute: how products are made: ``dequant``, ``quantised``, or ``auto``, which takes ``quantised`` where GPU
-            and weight allow.
+        compute: how products are made: ``dequant``, ``quantised``, ``fused``, or ``auto``, which takes ``quantised``
+            where GPU and weight allow.
     """
 
     def __init__(
@@ -86,8 +89,10 @@ class QuantizedLinear(nn.Linear):
         """Choose how products are made.
 
         Raises:
-            UserError: the weight cannot be multiplied as it is stored.
+            UserError: the weight cannot be multiplied as it is stored, or Triton is not there.
         """
+        if compute == "fused":
+            _triton_product()
         if compute == "quantised" and not self.quantized().is_operand:
             raise UserError(
                 f"quantised_compute = quantised: a {self.out_features} x {self.in_features} weight "
@@ -125,19 +130,21 @@ class QuantizedLinear(nn.Linear):
             x = x.to(torch.get_autocast_dtype(device))
         rows = x.reshape(-1, self.in_features)
         outline = self.outline.unrotated() if rotated else self.outline
-        as_stored, tensors = self._multiplies_as_stored(x.device), self._tensors()
+        way, tensors = self._way(x.device), self._tensors()
         if torch.is_grad_enabled() and (rows.requires_grad or (self.bias is not None and self.bias.requires_grad)):
-            out = _Product.apply(rows, self.bias, (outline, as_stored), *tensors.values())
+            out = _Product.apply(rows, self.bias, (outline, way), *tensors.values())
         else:  # autograd functions that save a weight for nothing cannot be compiled
-            out = _multiplied(rows, outline.with_tensors(tensors), self.bias, as_stored)
+            out = _multiplied(rows, outline.with_tensors(tensors), self.bias, way)
         return out.view(*x.shape[:-1], self.out_features)
 
     def input_gradient(self, gradient: Tensor) -> Tensor:
         """Return ``gradient @ W``: [n, out] -> [n, in]; what backward of :meth:`forward` does."""
-        return _gradient_by_columns(gradient, self.quantized())
+        return _input_gradient(gradient, self.quantized(), self.compute)
 
-    def _multiplies_as_stored(self, device: torch.device) -> bool:
-        return self.compute == "quantised" or (self.compute == "auto" and self.quantized().multiplies_on(device))
+    def _way(self, device: torch.device) -> Compute:
+        if self.compute != "auto":
+            return self.compute
+        return "quantised" if self.quantized().multiplies_on(device) else "dequant"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> QuantizedLinear:
         """Move what ``to``, ``cuda``, ``half``, ... ask for, but let no cast reach the weight's tensors.
@@ -219,20 +226,20 @@ def ddp_ignored_names(model: nn.Module) -> list[str]:
 class _Product(torch.autograd.Function):
     """``x [n, in] @ W.T + bias``, differentiable in ``x`` and ``bias``.
 
-    ``how``: the weight without its tensors, and whether forward multiplies it as it is stored.
+    ``how``: the weight without its tensors, and how it is multiplied.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, how: tuple[QuantizedWeight, bool], *tensors: Tensor
+        ctx: Any, x: Tensor, bias: Tensor | None, how: tuple[QuantizedWeight, Compute], *tensors: Tensor
     ) -> Tensor:
         if torch.compiler.is_compiling():
             ctx.save_for_backward(*tensors)  # a compiled graph passes its inputs on, without a copy
         else:
             # Kept by reference, past saved-tensor hooks: activation offloading must not carry off the weights.
             ctx.tensors = tensors
-        ctx.outline, as_stored = how
-        return _multiplied(x, _with_tensors(ctx.outline, tensors), bias, as_stored)
+        ctx.outline, ctx.way = how
+        return _multiplied(x, _with_tensors(ctx.outline, tensors), bias, ctx.way)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -240,7 +247,7 @@ class _Product(torch.autograd.Function):
         tensors = ctx.tensors if hasattr(ctx, "tensors") else ctx.saved_tensors
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = _gradient_by_columns(gradient, _with_tensors(ctx.outline, tensors))
+            dx = _input_gradient(gradient, _with_tensors(ctx.outline, tensors), ctx.way)
         dbias = gradient.float().sum(dim=0) if ctx.needs_input_grad[1] else None
         return dx, dbias, None, *(None for _ in tensors)
 
@@ -249,12 +256,29 @@ def _with_tensors(outline: QuantizedWeight, tensors: tuple[Tensor, ...]) -> Quan
     return outline.with_tensors(dict(zip(outline.tensors(), tensors, strict=True)))
 
 
-def _multiplied(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, as_stored: bool) -> Tensor:
+def _multiplied(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, way: Compute) -> Tensor:
     bias = None if bias is None else bias.to(x.dtype)
-    if as_stored:
+    if way == "quantised":
         out = weight.product(x)
         return out if bias is None else out.add_(bias)
-    return _product_by_rows(x, weight, bias)
+    fused = _triton_product().product(x, weight, bias) if way == "fused" else None
+    return _product_by_rows(x, weight, bias) if fused is None else fused
+
+
+def _input_gradient(gradient: Tensor, weight: QuantizedWeight, way: Compute) -> Tensor:
+    fused = _triton_product().input_gradient(gradient, weight) if way == "fused" else None
+    return _gradient_by_columns(gradient, weight) if fused is None else fused
+
+
+def _triton_product() -> Any:
+    """Return the module, which needs Triton; imported by those who ask for it only."""
+    try:
+        from library.precision import triton_product
+    except ImportError as missing:
+        raise UserError(
+            f"quantised_compute = fused: needs Triton ({missing}); install requirements-triton.txt, or set dequant"
+        ) from None
+    return triton_product
 
 
 def _product_by_rows(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:

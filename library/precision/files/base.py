@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,6 +36,23 @@ from library.safetensors_io import TensorEntry, TensorSpecs, read_tensor
 
 COMFY_PREFIX = "model.diffusion_model."
 HIGH_PRODUCTS = "full_precision_matrix_mult"  # key of ComfyUI's word about a layer
+
+
+class Encoded(NamedTuple):
+    """What a kernel needs that decodes a weight itself (``library.precision.triton_product``); nothing is copied.
+
+    Attributes:
+        code: the decoder: ``e4m3fn``, ``e5m2``, ``int8``; ``e2m1`` and ``table`` (two to a byte); ``Q8_0``, ``Q4_0``.
+        values: the weight's.
+        scale: [1 or out, runs]: fp32, e4m3fn, or the exponents of powers of two (uint8).
+        table: fp32: of ``table`` its sixteen numbers; beside scales in e4m3fn their own scale [1 or out, 1].
+            Formats without a scale or a table have any tensor there.
+    """
+
+    code: str
+    values: Tensor
+    scale: Tensor
+    table: Tensor
 
 
 @dataclass(frozen=True)
@@ -123,6 +140,10 @@ class QuantizedWeight(ABC):
     def product(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T`` with ``x`` [n, in] rounded as the format's own products need it; [n, out]."""
         raise NotImplementedError
+
+    def encoded(self) -> Encoded | None:
+        """Return how a kernel decodes :meth:`operand`; None: none does."""
+        return None
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:

@@ -21,7 +21,15 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from library.precision.files.base import CutWeight, FileTensors, ReadOnlyScheme, StoredReadOnly, StoredWeight, in_chunks
+from library.precision.files.base import (
+    CutWeight,
+    Encoded,
+    FileTensors,
+    ReadOnlyScheme,
+    StoredReadOnly,
+    StoredWeight,
+    in_chunks,
+)
 from library.safetensors_io import DTYPES, RowRange, TensorEntry, read_rows
 
 # type -> inputs and bytes of a block, and where its fp16 scales begin (``ggml/src/ggml-common.h``)
@@ -75,6 +83,10 @@ class GgufWeight(CutWeight):
             return cast(Tensor, blocks).reshape(weight.shape)
 
         return in_chunks(self, numbers, dtype)
+
+    def encoded(self) -> Encoded | None:
+        """Return the blocks of the two simplest types, which have their scales in them."""
+        return Encoded(self.type, self.values, self.values, self.values) if self.type in ("Q8_0", "Q4_0") else None
 
 
 def _scheme(kind: str) -> ReadOnlyScheme:

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from library.precision.files.base import (
     CutWeight,
+    Encoded,
     FileTensors,
     QuantizedWeight,
     Scheme,
@@ -132,6 +133,10 @@ class Int8Weight(CutWeight):
             rounded = torch.nn.functional.pad(rounded, (0, 0, 0, _FEWEST_ROWS - len(rounded)))
         sums = torch._int_mm(rounded, self.values.t())[: len(x)]
         return torch.mul(sums * scale, self.scale.reshape(1, -1), out=torch.empty_like(sums, dtype=x.dtype))
+
+    def encoded(self) -> Encoded:
+        """Return values and scale."""
+        return Encoded("int8", self.values, self.scale, self.scale)
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from library.precision.files.base import (
+    Encoded,
     FileTensors,
     QuantizedWeight,
     ReadOnlyScheme,
@@ -110,6 +111,10 @@ class Nf4Weight(QuantizedWeight):
             return runs.mul_(weight.magnitudes().unsqueeze(-1)).view(weight.shape)
 
         return in_chunks(self, numbers, dtype)
+
+    def encoded(self) -> Encoded:
+        """Return nibbles, magnitudes in fp32 and the sixteen numbers."""
+        return Encoded("table", self.values, self.magnitudes(), self.quant_map)
 
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:

@@ -327,6 +327,11 @@ def test_an_ampere_card_multiplies_int8_as_it_is_stored_and_not_fp8(
         ),
         (
             None,
+            {"fp8_base": True, "quantised_compute": "fused"},
+            'quantised_compute: fused needs an Nvidia GPU, Ampere or newer; use "auto" or "dequant"',
+        ),
+        (
+            None,
             {"fp8_base": True, "fp8_exclude_patterns": ["atn"]},
             "excluded pattern 'atn' matches no linear layer; correct",
         ),
