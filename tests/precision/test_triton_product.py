@@ -225,6 +225,23 @@ def without_numbers(weight: QuantizedWeight, times: int) -> QuantizedWeight:
 
 
 @needs_triton
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a card")
+@pytest.mark.parametrize("name", NAMES)
+def test_a_card_multiplies_in_bf16_as_a_dequantised_weight_is_multiplied(name: str) -> None:
+    weight = encoded_weights(456, 640)[name].to("cuda")
+    for rows in (1, 37, 300):
+        layers = [QuantizedLinear(weight, torch.ones(456).cuda(), compute=way) for way in ("fused", "dequant")]  # type: ignore[arg-type]
+        results = []
+        for layer in layers:
+            x = torch.randn(rows, 640, generator=torch.Generator().manual_seed(rows)).cuda().bfloat16().requires_grad_()
+            y = layer(x)
+            results.append((y, *torch.autograd.grad(y.float().square().sum(), x)))
+        for fused, dequantised in zip(*results, strict=True):
+            # the same numbers, summed in fp32 and rounded to bf16's 8 bits; the gradient's of outputs rounded likewise
+            assert (fused.float() - dequantised.float()).norm() <= 2**-7 * dequantised.float().norm()
+
+
+@needs_triton
 def test_on_a_cpu_a_fused_layer_is_dequantised(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = encoded_weights(40, 128)["fp8_row"], torch.ones(2, 128, dtype=torch.bfloat16)
     layers = [QuantizedLinear(weight, compute=compute) for compute in ("fused", "dequant")]  # type: ignore[arg-type]

@@ -303,6 +303,8 @@ def test_an_ampere_card_multiplies_int8_as_it_is_stored_and_not_fp8(
     source = save_single_files(pipeline, tmp_path / "single").transformer
     eight = quantise(source, tmp_path / "int8.safetensors", "comfy_quant", "--scheme", "int8_row")
     assert plan_base(config, WeightFiles(eight).quantized, 0, card).compute == "quantised"
+    fused = PrecisionConfig(quantised_compute="fused", quantised_activations="row")
+    assert plan_base(fused, WeightFiles(eight).quantized, 0, card).compute == "fused"
     fp8 = quantise(source, tmp_path / "fp8.safetensors", "comfy_quant")
     for device, layout, message in (
         (card, fp8, "in fp8 need an Ada, Hopper or newer GPU, which NVIDIA GeForce RTX 3090 is not"),
