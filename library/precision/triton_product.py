@@ -22,27 +22,27 @@ a tile of the inputs on the tensor cores. A number is decoded and scaled in fp32
 inputs: the bits that ``QuantizedWeight.dequantize`` has. Sums are fp32.
 
 *One decoder a format*, in :func:`_tile`. Triton knows e4m3 only on cards that convert it (compute capability 8.9); on
-others it is decoded from bytes. e4m3 and e2m1 (of nvfp4) are sign, exponent and mantissa, so they are shifted into those
-fields of an fp32 number. Its exponent is then too small by the difference of the biases, which the product with a power
-of two corrects, exactly, also for their subnormals, which are subnormal in fp32 as well.
+others it is decoded from bytes. e4m3 and e2m1 (of nvfp4) are sign, exponent and mantissa, so they are shifted into
+those fields of an fp32 number. Its exponent is then too small by the difference of the biases, which the product with a
+power of two corrects, exactly, also for their subnormals, which are subnormal in fp32 as well.
 
 *The weight is the left operand*: out^T = W x^T. Hopper's tensor cores take that one, and only that one, from registers.
-In a benchmark of Triton's own, fp8 times bf16 takes 35 us and bf16 times fp8 98 (triton-lang/triton, pull request 11624).
+In a benchmark of Triton's own (triton-lang/triton, pull request 11624) fp8 times bf16 takes 35 us, bf16 times fp8 98.
 
 *What it costs.* A tile of W is decoded once for every 128 rows of inputs, 36 times for the 4608 tokens of a 1024 x 1024
-image. Counted in the machine code for e4m3, and not measured on any card: the cycles that a multiprocessor needs for 128
-x 64 numbers of W and 128 rows,
+image. Counted in the machine code for e4m3, and not measured on any card: the cycles that a multiprocessor needs for
+128 x 64 numbers of W and 128 rows,
 
                                 on tensor cores    to issue all instructions
     RTX 3090, 4090, 5090        4096               1700, 1300, 1300
     A100                        1024               1700
     H100                        512                520, in backward 780
 
-(dense rates with fp32 sums of 512, 2048 and 4096 FLOP a cycle; 4 instructions a cycle). So on the cards of those who are
-short of memory the tensor cores stay the limit, and an A100 should take nearly twice as long as with cuBLAS. With few
-tokens (modulation, small images) the weight's bytes are all that is read, and it should be faster than the plain way
-everywhere. Until someone has measured that, it is off: ``auto`` never takes it, and who lacks these last MiB asks for
-it. ``make bench-gpu`` has a row for it. The first to try on a Hopper card: 256 rows in a tile.
+(dense rates with fp32 sums of 512, 2048 and 4096 FLOP a cycle; 4 instructions a cycle). So on the cards of those who
+are short of memory the tensor cores stay the limit, and an A100 should take nearly twice as long as with cuBLAS. With
+few tokens (modulation, small images) the weight's bytes are all that is read, and it should be faster than the plain
+way everywhere. Until someone has measured that, it is off: ``auto`` never takes it, and who lacks these last MiB asks
+for it. ``make bench-gpu`` has a row for it. The first to try on a Hopper card: 256 rows in a tile.
 
 *What it takes*: a card of Nvidia's of compute capability 8.0 or more (bf16 on tensor cores), inputs in bf16 or fp16,
 weights that lie in one piece, formats that say how they are decoded (``QuantizedWeight.encoded``; the K-quants of GGUF
