@@ -1,0 +1,576 @@
+"""What a training step costs a card at least, counted operation by operation without one: a roofline of every case.
+
+A step of a full-size model is walked on fake tensors (``library.training.memory.fake_cuda``). Of every operation that
+reaches the device are noted the FLOPs of its products, the bytes that it must read and write, and the line that called
+it. A card of known rates then needs at least
+
+    sum over operations of max(FLOPs / rate of their dtype, bytes / memory bandwidth)
+
+the roofline of Williams et al. 2009 (doi 10.1145/1498765.1498785), taken for each operation, since one ends before the
+next begins. What the host takes to launch them stands beside it: it hides behind the card's work, or the card waits.
+Copies over the host link, of swapped blocks and offloaded activations, run beside the computation of their pass, so a
+pass takes the longer of the two.
+
+*FLOPs* are those done (``torch.utils.flop_counter``: attention's backward has 5 products to forward's 2, as it computes
+the scores again). *Needed* are those without recomputation, of blocks and of scores. *Bytes*: each input and output
+once, as far as it is touched: views cost nothing, what is broadcast is read by its own size, what is changed in place
+is read and written. No cache is assumed, which is too much for small tensors; no tile is read twice, which is too
+little for products. Rates are those of data sheets, which no product reaches: an H100 multiplies 8192 x 8192 x 8192 at
+0.80 of its 989 TFLOP/s (docs/benchmarks.md), see ``--efficiency``. A fused optimizer counts as one launch.
+
+*Few blocks stand for all.* Blocks of a kind are alike, so two of each are walked, then three of one kind, and counts go
+on in a straight line. Swapped blocks are no straight line; each goes up twice a step. A compiled case is its eager one
+with all fused that is neither product nor attention (:func:`fused`): a perfect compiler's, of which Inductor falls short.
+
+    python bench/roofline.py [--families flux] [--only fp8] [--measured gpu.json] [--picture shares.png] [--json PATH]
+    python bench/roofline.py --by-operation "flux, b1, tandem, bf16, checkpointing"
+    python bench/roofline.py --fusions --only checkpointing
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import json
+import os
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import inf, prod
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from bench.families import FAMILIES
+from bench.gpu import GpuCase, build, cases
+from bench.measure import Table, benchmark_parser, finish
+from dev.draw_precision_figures import save
+from library.errors import UserError, did_you_mean, exit_on_user_error
+from library.models.registry import family_class
+from library.training.memory import fake_cuda
+from library.training.memory.block_swap import kind_sizes, kinds_of, swapped_per_kind
+from library.training.memory.fake_cuda import GIB, Walk, library_path, pretend, walking
+
+Piece = tuple[int, int, int]  # of a storage: offset, elements
+
+
+class Cost(NamedTuple):
+    """An operation's FLOPs and bytes; ``site`` is the line that called it, in backward that of its forward."""
+
+    name: str
+    site: str  # "path:line function"
+    kind: str  # products, attention, traffic; link: a copy between host and card
+    phase: str  # forward, recomputed, backward, update
+    dtype: str
+    flops: float
+    bytes: float
+
+
+class Operation(NamedTuple):
+    """A launch, and the bytes of what it reads and writes."""
+
+    cost: Cost
+    reads: dict[Piece, int]
+    writes: dict[Piece, int]
+
+    def of(self, *files: str, of: str = "") -> bool:
+        """Whether a line of one of ``files``, within the function ``of`` if that is given, called it."""
+        path, _, line = self.cost.site.partition(":")
+        return path.endswith(files) and line.partition(" ")[2].startswith(of)
+
+
+@dataclass(frozen=True)
+class Card:
+    """Published rates: dense TFLOP/s by dtype (fp32: not on tensor cores), GB/s of memory and of the link one way."""
+
+    name: str
+    rates: dict[str, float]
+    memory: float
+    link: float
+
+    def seconds(self, cost: Cost, efficiency: float = 1.0) -> float:
+        """Return what an operation takes at least; infinite where the card has no such product."""
+        if cost.kind == "link":
+            return cost.bytes / (self.link * 1e9)
+        rate = self.rates.get(cost.dtype, 0.0) * efficiency * 1e12
+        computing = (cost.flops / rate if rate else inf) if cost.flops else 0.0
+        return max(computing, cost.bytes / (self.memory * 1e9))
+
+    def step(self, costs: Counter[Cost], efficiency: float = 1.0) -> dict[str, float]:
+        """Return the seconds of a step by kind; of the link's those that its pass does not hide."""
+        found = dict.fromkeys((*_KINDS, "link"), 0.0)
+        for forward in (True, False):
+            own = {kind: 0.0 for kind in found}
+            for cost, n in costs.items():
+                if (cost.phase == "forward") == forward:
+                    own[cost.kind] += n * self.seconds(cost, efficiency)
+            own["link"] = max(0.0, own["link"] - sum(own[kind] for kind in _KINDS))
+            found = {kind: found[kind] + own[kind] for kind in found}
+        return found
+
+
+# Products sum in fp32. The sheets of Hopper state rates with sparsity, twice these; PCIe is stated for both directions.
+# A100: https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf
+# 4090: https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf (appendix A)
+# 5090: https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf
+# H100: https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet
+# H200: https://nvdam.widen.net/s/nb5zzzsjdf/hpc-datasheet-sc23-h200-datasheet-3002446
+CARDS = {
+    "A100": Card("A100 80GB SXM", {"bf16": 312, "fp32": 19.5}, 2039, 32),
+    "4090": Card("RTX 4090", {"bf16": 165.2, "fp8": 330.3, "fp32": 82.6}, 1008, 32),
+    "5090": Card("RTX 5090", {"bf16": 209.5, "fp8": 419, "fp32": 104.8}, 1792, 64),
+    "H100": Card("H100 SXM", {"bf16": 989.4, "fp8": 1978.9, "fp32": 67}, 3350, 64),
+    "H200": Card("H200", {"bf16": 989.4, "fp8": 1978.9, "fp32": 67}, 4800, 64),
+}
+_KINDS = {"products": "#0072b2", "attention": "#009e73", "traffic": "#e69f00"}  # and colours
+_LAUNCH_US = 46.0  # of a virtual machine with an H100: 0.946 s for 20,337 (docs/benchmarks.md)
+_FEW = 2  # blocks a kind
+_DTYPES = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8", torch.bfloat16: "bf16", torch.float16: "bf16"}
+_ROOT, _TORCH = f"{Path(__file__).resolve().parent.parent}/", str(Path(torch.__file__).parent)
+_OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_"}  # write their first argument and do not read it
+
+
+class Trace(Walk):
+    """A walk that notes every launch while it is ``on``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self.on = False
+        self._serials: dict[int, int] = {}  # of storages that live: addresses are used again
+        self._next = itertools.count()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = super().__torch_dispatch__(operation, types, args, kwargs)
+        if self.on and operation.namespace == "aten":
+            self._note(operation, args, kwargs or {}, result)
+        return result
+
+    def living(self) -> set[int]:
+        """Return the storages that live, as pieces name them."""
+        return set(self._serials.values())
+
+    def _note(self, operation: Any, args: Any, kwargs: Any, result: Any) -> None:
+        name, schema = operation._schema.name.removeprefix("aten::"), operation._schema
+        named, read, written = {each.name: each for each in schema.arguments}, list[Tensor](), list[Tensor]()
+        given = [*zip(schema.arguments, args, strict=False), *((named.get(key), kwargs[key]) for key in kwargs)]
+        for argument, value in given:
+            tensors = _tensors(value)
+            writes = argument is not None and argument.alias_info is not None and argument.alias_info.is_write
+            written += tensors if writes else ()
+            read += () if writes and (name in _OVERWRITES or argument.kwarg_only) else tensors
+        known = {each.untyped_storage()._cdata for each in (*read, *written)}
+        made = [each for each in _tensors(result) if each.untyped_storage()._cdata not in known]
+        every = [*read, *written, *made]
+        if not (written or made) or all(each.device.type == "cpu" for each in every):
+            return
+        site, phase, stand_in = _place()
+        if name.startswith(("empty", "new_empty")):
+            if not stand_in.startswith("_FusedRMSNorm") or made[0].dtype == torch.float32:
+                return  # an allocation; the stand-in's outputs are those of one kernel, which in backward reads two
+            name, read = (
+                f"rms_norm {stand_in.rpartition('.')[2]}",
+                [args[0]] if "forward" in stand_in else [*args, *made],
+            )
+        formula = flop_registry.get(getattr(torch.ops.aten, name.removesuffix("_"), None))
+        flops = formula(*args, **kwargs, out_val=result) if formula else 0
+        between = name in ("copy_", "_to_copy") and len({each.device.type for each in every}) > 1
+        kind = "link" if between else "traffic" if not formula else "attention" if "attention" in name else "products"
+        reads, writes = self._pieces(read), self._pieces([*written, *made])
+        moved = max(sum(reads.values()), sum(writes.values())) if between else sum((*reads.values(), *writes.values()))
+        dtype = _DTYPES.get((read or made)[0].dtype, "fp32")
+        self.operations.append(Operation(Cost(name, site, kind, phase, dtype, flops, moved), reads, writes))
+
+    def _pieces(self, tensors: Iterable[Tensor]) -> dict[Piece, int]:
+        """Return the bytes that lie under tensors of the device; what is broadcast lies there once."""
+        found = {}
+        for each in (each for each in tensors if each.device.type == "cuda"):
+            key = each.untyped_storage()._cdata
+            if key not in self._serials:
+                self._serials[key] = next(self._next)
+            own = prod(n for n, stride in zip(each.shape, each.stride(), strict=True) if stride)
+            found[self._serials[key], int(each.storage_offset()), own] = own * each.element_size()
+        return found
+
+    def _freed(self, key: int) -> None:
+        super()._freed(key)
+        self._serials.pop(key, None)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
+
+
+def _place() -> tuple[str, str, str]:
+    """Return the innermost line outside of PyTorch, the phase, and which function of the fake device stands in."""
+    site, stand_in, again, updating = "", "", False, False
+    frame: Any = sys._getframe(3)
+    while frame is not None:
+        code, path = frame.f_code, frame.f_code.co_filename
+        again |= path.endswith("torch/utils/checkpoint.py")
+        updating |= "/torch/optim/" in path
+        if not site and code.co_name == "_engine_run_backward":
+            break  # by a node of PyTorch's own, which keeps the line that made it
+        if path == fake_cuda.__file__:
+            stand_in = stand_in or code.co_qualname
+        elif not site and not path.startswith((_TORCH, __file__)):
+            site = _site(path, frame.f_lineno, code.co_name)
+        frame = frame.f_back
+    backward = torch._C._current_graph_task_id() != -1
+    node = torch._C._current_autograd_node() if backward and not site else None
+    for line in reversed(node.metadata.get("traceback_", ()) if node is not None else ()):
+        found = re.match(r'\s*File "(.+)", line (\d+), in (\S+)', line)
+        if found and not found[1].startswith((_TORCH, fake_cuda.__file__)):
+            site = _site(*found.groups())
+            break
+    return (
+        site,
+        "update" if updating else "forward" if not backward else "recomputed" if again else "backward",
+        stand_in,
+    )
+
+
+def _site(path: str, line: int | str, function: str) -> str:
+    return f"{path.rpartition('site-packages/')[2].removeprefix(_ROOT)}:{line} {function}"
+
+
+class Fusion(NamedTuple):
+    """Operations that one kernel could do.
+
+    ``member`` says which, as long as each reads what another wrote and no other operation read it; ``ends`` which
+    others may come last. ``once``: all of the step in a single kernel, equal ones done once.
+    """
+
+    name: str
+    member: Callable[[Operation], bool]
+    ends: Callable[[Operation], bool] = lambda _: False
+    once: bool = False
+
+
+def _casts_lora(op: Operation) -> bool:
+    halves = op.cost.name == "_to_copy" and 2 * sum(op.writes.values()) == sum(op.reads.values())
+    return op.of("lora.py", of="_stacked") or (
+        halves and (op.of("lora.py", of="forward") or op.of("lora.py", of="backward"))
+    )
+
+
+def _is_traffic(op: Operation) -> bool:
+    return op.cost.kind == "traffic" and op.cost.phase != "update"
+
+
+def _is_product(op: Operation) -> bool:
+    return op.cost.kind == "products"
+
+
+FUSIONS = (
+    Fusion("LoRA weights in bf16, made once a step", _casts_lora, once=True),
+    Fusion(
+        "RMSNorm + RoPE",  # between them text and image are joined
+        lambda op: _is_traffic(op) and (op.of("nn/rope.py", "nn/attention.py") or op.of("nn/norms.py", of="forward")),
+    ),
+    Fusion(
+        "modulation + LoRA down-projection",
+        lambda op: _is_traffic(op) and op.of("nn/norms.py", of="modulated_norm"),
+        lambda op: _is_product(op) and op.of("networks/adapters/lora.py"),
+    ),
+    Fusion(
+        "GELU + concatenation", lambda op: op.of("nn/norms.py", of="gelu") or op.of("flux/model.py", of="_beside_gelu")
+    ),
+    Fusion("dequantise inside the product", lambda op: _is_traffic(op) and op.of("fp8_numbers.py"), _is_product),
+    Fusion("the update as one kernel", lambda op: op.cost.phase == "update", once=True),
+)
+_COMPILED = Fusion("compiled", _is_traffic)
+
+
+def fused(operations: Sequence[Operation], living: set[int], fusion: Fusion) -> Counter[Cost]:
+    """Return the costs of ``operations`` with those of ``fusion`` joined: what stays within a kernel moves no bytes.
+
+    A fused kernel runs where its last operation did. That is right as long as none outside has read what it writes,
+    so a group is closed by the first that does. It writes what is read outside, and what lives when the step is over.
+    """
+    groups, owner = dict[int, list[int]](), dict[int, int]()  # a group's operations; whose an open storage is
+    readers = defaultdict[int, set[int]](set)
+    for index, op in enumerate(operations):
+        for storage, *_ in op.reads:
+            readers[storage].add(index)
+        sources, member = {owner[storage] for storage, *_ in op.reads if storage in owner}, fusion.member(op)
+        if member or (sources and fusion.ends(op)):
+            joined = set(groups) if fusion.once else sources
+            groups[index] = [*itertools.chain(*(groups.pop(each) for each in joined)), index]
+            owner = {storage: index if group in joined else group for storage, group in owner.items()}
+            owner |= {storage: index for storage, *_ in op.writes}
+        if not member:
+            owner = {storage: group for storage, group in owner.items() if group not in sources | {index}}
+    grouped = set(itertools.chain(*groups.values()))
+    found = Counter(op.cost for index, op in enumerate(operations) if index not in grouped)
+    for group in groups.values():
+        own, read, written = [operations[i] for i in sorted(group)], dict[Piece, int](), dict[Piece, int]()
+        made, same, before = set[int](), dict[Any, dict[Piece, int]](), dict[int, int]()  # storage -> an equal one
+        for op in own:
+            inputs = tuple((before.get(storage, storage), *rest) for storage, *rest in op.reads)
+            first = same.setdefault((op.cost.name, inputs) if fusion.once else len(same), op.writes)
+            before |= {new[0]: old[0] for new, old in zip(op.writes, first, strict=True)}
+            read |= {each: size for each, size in op.reads.items() if before.get(each[0], each[0]) not in made}
+            if first is op.writes:
+                seen = {storage: storage in living or readers[storage] - set(group) for storage, *_ in op.writes}
+                written |= {each: size for each, size in op.writes.items() if seen[each[0]]}
+                made |= seen.keys()
+        cost = max((op.cost for op in own), key=lambda cost: cost.flops)
+        moved, flops = sum(read.values()) + sum(written.values()), sum(op.cost.flops for op in own)
+        found[cost._replace(name=fusion.name if len(own) > 1 else cost.name, flops=flops, bytes=moved)] += 1
+    return found
+
+
+@functools.cache
+def _process_trace() -> Trace:
+    """Return this process's walk; what would touch the device as it is imported is imported before."""
+    for module in ("transformers", "diffusers", "peft"):
+        importlib.import_module(module)
+    for family in FAMILIES:
+        family_class(family)
+    trace = Trace()
+    if not torch.cuda.is_available():
+        pretend(trace)
+    return trace
+
+
+Sizes = list[tuple[int, int]]  # of each kind of block: weights that can be swapped, their bytes
+
+
+def walk(case: GpuCase, blocks: tuple[int, ...], sites: bool = False) -> tuple[list[Operation], set[int], Sizes]:
+    """Return the second step's operations, the storages that outlive it, and sizes; in a process of :func:`walkers`.
+
+    ``sites``: name the lines that backward's operations come from, which takes twice as long.
+    """
+    trace, published = _process_trace(), FAMILIES[case.family]
+    FAMILIES[case.family] = replace(published, blocks=blocks)
+    trace.operations = []
+    try:
+        with walking(trace):
+            step = build(case, torch.device("cuda"), False)
+            step.loss()
+            trace.on = True
+            with torch.autograd.set_detect_anomaly(sites, check_nan=False):
+                step.loss()
+    finally:
+        trace.on, FAMILIES[case.family] = False, published
+    return trace.operations, trace.living(), block_sizes(case.family, step.model)
+
+
+def block_sizes(family: str, transformer: Any) -> Sizes:
+    """Return of each kind of block the weights that can be swapped, and their bytes with their scales."""
+    blocks = family_class(family).blocks(transformer)
+    first = [[*kind[0].parameters(), *kind[0].buffers()] for kind in kinds_of(blocks)]
+    large = [[t for t in own if not t.requires_grad and t.ndim > 1 and t.nbytes >= 1 << 16] for own in first]
+    return [(n, sum(t.nbytes for t in own)) for (_, n), own in zip(kind_sizes(blocks), large, strict=True)]
+
+
+class Counted(NamedTuple):
+    """A step as it is, as a perfect compiler would have it, with each fusion; sizes of its blocks."""
+
+    eager: Counter[Cost]
+    compiled: Counter[Cost]
+    fusions: list[Counter[Cost]]
+    sizes: Sizes
+
+    def of(self, case: GpuCase) -> Counter[Cost]:
+        """Return the costs of ``case``: of what is swapped, each block goes up in forward and in backward."""
+        costs, depth = Counter(self.compiled if case.compiled else self.eager), FAMILIES[case.family].blocks
+        kinds = [(number, weights) for number, (weights, _) in zip(depth, self.sizes, strict=True)]
+        for share, (_, size) in zip(swapped_per_kind(kinds, case.swapped), self.sizes, strict=True):
+            for phase in ("forward", "backward"):
+                costs[Cost("copy_", "library/training/memory/block_swap.py", "link", phase, "", 0, size)] += share
+        return costs
+
+
+def count(case: GpuCase, sites: bool = False) -> Counted:
+    """Return what a step of the published depth costs, from steps of few blocks; in a process of :func:`walkers`."""
+    depth = FAMILIES[case.family].blocks
+    few = [tuple(_FEW + (kind == more) for kind in range(len(depth))) for more in range(-1, len(depth))]
+    walks = [walk(case, blocks, sites) for blocks in few]
+
+    def straight(cost_of: Callable[[list[Operation], set[int]], Counter[Cost]]) -> Counter[Cost]:
+        first, *others = (cost_of(operations, living) for operations, living, _ in walks)
+        found = Counter(first)
+        for blocks, other in zip(depth, others, strict=True):
+            for cost in first | other:
+                found[cost] += (blocks - _FEW) * (other[cost] - first[cost])
+        return found
+
+    fusions = [straight(functools.partial(fused, fusion=fusion)) for fusion in FUSIONS if sites]
+    compiled = straight(functools.partial(fused, fusion=_COMPILED))
+    return Counted(
+        straight(lambda operations, _: Counter(op.cost for op in operations)), compiled, fusions, walks[0][2]
+    )
+
+
+@contextmanager
+def walkers(processes: int = 2) -> Iterator[ProcessPoolExecutor]:
+    """Yield processes in which ``cuda`` is a fake device, unless there is a card.
+
+    Raises:
+        UserError: the device cannot be compiled.
+    """
+    before = os.environ.get("LD_PRELOAD", "")
+    if not torch.cuda.is_available():
+        os.environ["LD_PRELOAD"] = f"{before} {library_path()}".strip()
+    try:
+        with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+            yield pool
+    finally:
+        os.environ["LD_PRELOAD"] = before
+
+
+def row(case: GpuCase, counted: Counted, card: str, efficiency: float, launch_us: float) -> dict[str, Any]:
+    """Return what a table and the JSON say of ``case``; shares are those of ``card``."""
+    costs = counted.of(case)
+    every = {name: each.step(costs, efficiency) for name, each in CARDS.items()}
+    seconds = {name: sum(parts.values()) for name, parts in every.items()}
+    link = sum(n * cost.bytes for cost, n in costs.items() if cost.kind == "link")
+    found = {
+        "case": case.name(), "needed_tflop": needed_flops(costs) / 1e12,
+        "done_tflop": sum(n * cost.flops for cost, n in costs.items()) / 1e12,
+        "moved_gib": (sum(n * cost.bytes for cost, n in costs.items()) - link) / GIB, "link_gib": link / GIB,
+        "launches": sum(costs.values()), "launch_s": sum(costs.values()) * launch_us / 1e6,
+    }  # fmt: skip
+    found |= {name: each if each < inf else None for name, each in seconds.items()}
+    return found | ({kind: s / seconds[card] for kind, s in every[card].items()} if seconds[card] < inf else {})
+
+
+def needed_flops(costs: Counter[Cost]) -> float:
+    """Return the FLOPs without recomputation: of blocks, and of the scores, one of five products in their backward."""
+    return sum(
+        n * cost.flops * (0.8 if cost.kind == "attention" and cost.phase == "backward" else 1.0)
+        for cost, n in costs.items()
+        if cost.phase != "recomputed"
+    )
+
+
+def by_operation(costs: Counter[Cost], card: Card, efficiency: float, largest: int = 40) -> list[dict[str, Any]]:
+    """Return the operations that take most of the step, those of one line together."""
+    found: dict[tuple[str, ...], dict[str, Any]] = {}
+    for cost, n in costs.items():
+        empty = {"operation": cost.name, "site": cost.site, "phase": cost.phase, "kind": cost.kind}
+        own = found.setdefault(cost[:4], empty | dict.fromkeys(("launches", "tflop", "gib", "ms"), 0))
+        parts = (1, cost.flops / 1e12, cost.bytes / GIB, card.seconds(cost, efficiency) * 1e3)
+        own |= {key: own[key] + n * x for key, x in zip(("launches", "tflop", "gib", "ms"), parts, strict=True)}
+    return sorted(found.values(), key=lambda own: -own["ms"])[:largest]
+
+
+def savings(case: GpuCase, counted: Counted, efficiency: float) -> list[dict[str, Any]]:
+    """Return what each fusion would save ``case``: launches, bytes, milliseconds of each card."""
+    found = []
+    for fusion, after in zip(FUSIONS, counted.fusions, strict=True):
+        less = Counter(counted.eager)
+        less.subtract(after)
+        saved = {
+            name: 1e3 * sum(n * each.seconds(cost, efficiency) for cost, n in less.items() if n)
+            for name, each in CARDS.items()
+        }
+        gib = sum(n * cost.bytes for cost, n in less.items()) / GIB
+        own = {"case": case.name(), "fusion": fusion.name, "launches": sum(less.values()), "gib": gib}
+        found.append(own | {name: ms if abs(ms) < inf else None for name, ms in saved.items()})
+    return found
+
+
+def draw(rows: Sequence[dict[str, Any]], card: str) -> Figure:
+    """Draw each case's least seconds on ``card`` by what takes them, its launches, and what was measured."""
+    shown = [row for row in rows if row[card]][::-1]
+    figure = Figure(figsize=(9.2, 1.2 + 0.24 * len(shown)), layout="constrained")
+    axes, names = figure.subplots(), [row["case"] for row in shown]
+    left = [0.0] * len(shown)
+    for kind, colour in (_KINDS | {"link": "#cc79a7"}).items():
+        widths = [row[kind] * row[card] for row in shown]
+        axes.barh(names, widths, left=left, color=colour, label="link, not hidden" if kind == "link" else kind)
+        left = [a + b for a, b in zip(left, widths, strict=True)]
+    axes.plot([row["launch_s"] for row in shown], names, "|", color="#000000", markersize=9, label="launches")
+    measured = [row for row in shown if row.get("measured_s")]
+    if measured:
+        axes.plot([row["measured_s"] for row in measured], [row["case"] for row in measured], "D", color="#d55e00",
+                  markersize=4, label="measured")  # fmt: skip
+    axes.set(xlabel=f"seconds of a step on {CARDS[card].name}, at least")
+    figure.legend(frameon=False, fontsize="small", loc="outside upper center", ncols=6)
+    return figure
+
+
+def countable() -> list[GpuCase]:
+    """Return the cases of bench/gpu.py but those that save a budget, found as a step runs, or every other block."""
+    found = [case for case in cases([*FAMILIES]) if not case.kept_mb and case.every == 1]
+    return sorted(found, key=lambda case: [*FAMILIES].index(case.family))
+
+
+@exit_on_user_error
+def main() -> None:
+    """Count the cases, and print what each card needs for them."""
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--families", default=",".join(FAMILIES), help="default: %(default)s")
+    parser.add_argument("--only", help="the cases whose name holds this text (default: Tandem's of one image)")
+    parser.add_argument("--card", choices=CARDS, default="H100", help="of shares and picture (default: %(default)s)")
+    parser.add_argument("--efficiency", type=float, default=1.0, help="of published rates, that products reach")
+    parser.add_argument("--launch-us", type=float, default=_LAUNCH_US, help="a launch's, of the host (%(default)s)")
+    parser.add_argument("--measured", type=Path, help="JSON of bench/gpu.py, to stand beside the same cases")
+    parser.add_argument("--picture", type=Path, help="draw the shares here (PNG)")
+    parser.add_argument("--by-operation", metavar="CASE", help="print the largest operations of this case")
+    parser.add_argument("--fusions", action="store_true", help="print what each proposed fusion would save")
+    options = parser.parse_args()
+    if options.measured and not options.measured.is_file():
+        raise UserError(f"--measured: {str(options.measured)!r} does not exist; write it with bench/gpu.py --json")
+    report = json.loads(options.measured.read_text()) if options.measured else {"rows": []}
+    measured = {row["case"]: row["step_s"] for row in report["rows"] if "step_s" in row}
+    every = {case.name(): case for case in countable()}
+    if options.by_operation and options.by_operation not in every:
+        near = did_you_mean(options.by_operation, [*every])
+        raise UserError(f"--by-operation: no case {options.by_operation!r}{near}; names are those of the table")
+    default = lambda case: case.trainer == "tandem" and case.batch == 1  # noqa: E731
+    chosen = [
+        case
+        for name, case in every.items()
+        if (name == options.by_operation if options.by_operation else case.family in options.families.split(","))
+        and (options.by_operation or (options.only in name if options.only else default(case)))
+    ]
+    if not chosen:
+        raise UserError(f"no case of {options.families} holds {options.only!r}; cases: {'; '.join(every)}")
+    sites = bool(options.fusions or options.by_operation)
+    if options.by_operation:
+        table = Table({"operation": "<44", "site": "<64", "phase": "<10", "kind": "<9", "launches": "8d", "tflop": "8.2f",
+                       "gib": "8.1f", "ms": "8.2f"})  # fmt: skip
+    elif options.fusions:
+        table = Table({"case": "<50", "fusion": "<38", "launches": "8d", "gib": "8.1f"} | dict.fromkeys(CARDS, "7.1f"))
+    else:
+        table = Table({"case": "<64", "needed_tflop": "12.0f", "done_tflop": "10.0f", "moved_gib": "9.0f",
+                       "link_gib": "8.1f", "launches": "8d", "launch_s": "8.2f", **dict.fromkeys(CARDS, "7.3f"),
+                       **dict.fromkeys(_KINDS, "9.0%"), "link": "5.0%", "measured_s": "10.3f"})  # fmt: skip
+    with walkers() as pool:
+        eager = {case: replace(case, compiled=False, swapped=0) for case in chosen}
+        found = {case: pool.submit(count, case, sites) for case in dict.fromkeys(eager.values())}
+        for case in chosen:
+            counted = found[eager[case]].result()
+            if options.by_operation:
+                rows = by_operation(counted.of(case), CARDS[options.card], options.efficiency)
+            elif options.fusions:
+                rows = [] if case.compiled or case.swapped else savings(case, counted, options.efficiency)
+            else:
+                rows = [row(case, counted, options.card, options.efficiency, options.launch_us)]
+                rows[0] |= {"measured_s": measured[case.name()]} if case.name() in measured else {}
+            for each in rows:
+                table.add(each)
+    if options.picture and not sites:
+        save(draw(table.rows, options.card), options.picture)
+    finish(table.rows, {}, options.json, "none: counted")
+
+
+if __name__ == "__main__":
+    main()

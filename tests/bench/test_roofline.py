@@ -1,0 +1,314 @@
+"""Are the FLOPs, bytes and launches of a step counted right? On the fake device, without a GPU."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench import gpu, roofline
+from bench.families import FAMILIES
+from bench.gpu import GpuCase
+from bench.roofline import (
+    Card,
+    Cost,
+    Counted,
+    Fusion,
+    Operation,
+    block_sizes,
+    count,
+    fused,
+    needed_flops,
+    walk,
+    walkers,
+)
+from library.training.memory.block_swap import swap_blocks
+from library.training.memory.fake_cuda import GIB, walking
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the fake device is compiled")
+FLUX = GpuCase("flux", checkpointing=True)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPoolExecutor]:
+    with walkers() as processes:
+        yield processes
+
+
+def linear_flops(family: str) -> float:
+    """Forward of everything but attention: 2 x weights x tokens that meet them, and 2 x 16 x (in + out) x tokens."""
+    width, text, image, rank = 3072, 512, 4096, 16
+
+    def layers(tokens: int, *shapes: tuple[int, int]) -> float:
+        return sum(2.0 * tokens * (w * width * h * width + rank * (w + h) * width) for w, h in shapes)
+
+    attention, mlp = [(1, 1)] * 4, [(1, 4), (4, 1)]
+    if family == "qwen_image":
+        return 60 * (layers(image, *attention, *mlp) + layers(text, *attention, *mlp))
+    double = layers(image, *attention, *mlp) + layers(text, *attention, *mlp)
+    single = layers(image + text, *[(1, 1)] * 3, (1, 4), (5, 1))
+    return 19 * double + 38 * single
+
+
+@needs_compiler
+@pytest.mark.parametrize("family", FAMILIES)
+def test_flops_of_a_step_are_those_of_the_architecture(pool: ProcessPoolExecutor, family: str) -> None:
+    counted = pool.submit(count, replace(FLUX, family=family)).result()
+    linear, attention = linear_flops(family), 4.0 * 4608**2 * 3072 * sum(FAMILIES[family].blocks)
+    done = Counter[str]()
+    for cost, n in counted.eager.items():
+        done[f"{cost.kind} {cost.phase}"] += n * cost.flops  # type: ignore[assignment]
+    assert done["products forward"] == pytest.approx(linear, rel=0.02)
+    assert done["products recomputed"] == pytest.approx(linear, rel=0.02)
+    assert done["products backward"] == pytest.approx(linear, rel=0.02)
+    assert done["attention forward"] == done["attention recomputed"] == attention
+    assert done["attention backward"] == 2.5 * attention  # the scores once more, and four gradients
+    # frozen weights have no gradient, so backward of products is one product; attention's is two
+    assert needed_flops(counted.eager) == pytest.approx(2 * linear + 3 * attention, rel=0.02)
+    if family == "flux":
+        assert needed_flops(counted.eager) / 1e12 == pytest.approx(164, rel=0.02)
+        scores = 0.5 * attention  # which flash attention computes again, and the figure leaves out
+        assert (sum(done.values()) - scores) / 1e12 == pytest.approx(238, rel=0.02)
+
+
+def small_operations() -> list[Operation]:
+    trace = roofline._process_trace()
+    trace.operations = []
+    with walking(trace):
+        a = torch.zeros(512, 1024, dtype=torch.bfloat16, device="cuda")
+        b = torch.zeros(1024, 256, dtype=torch.bfloat16, device="cuda")
+        row = torch.zeros(1024, device="cuda")
+        host = torch.zeros(512, 1024, dtype=torch.bfloat16)
+        trace.on = True
+        a.view(1024, 512).t()[3:].reshape(-1)[:7]  # the last one copies: it has gaps
+        a @ b
+        a + row.expand(512, 1024)
+        a.mul_(2)
+        a[:128].copy_(a[128:256])
+        torch.empty_like(a)
+        a.copy_(host, non_blocking=True)
+        torch.nn.functional.rms_norm(a, (1024,))
+        trace.on = False
+    return trace.operations
+
+
+@needs_compiler
+def test_bytes_are_what_an_operation_must_touch(pool: ProcessPoolExecutor) -> None:
+    found = [op.cost for op in pool.submit(small_operations).result()]
+    a, b, out = 512 * 1024 * 2, 1024 * 256 * 2, 512 * 256 * 2
+    part = 2 * (512 - 3) * 1024
+    assert [(cost.name, cost.kind, cost.flops, cost.bytes) for cost in found] == [
+        ("clone", "traffic", 0, 2 * part),  # views cost nothing, allocations neither
+        ("mm", "products", 2 * 512 * 1024 * 256, a + b + out),
+        ("add", "traffic", 0, a + 1024 * 4 + 2 * a),  # broadcast: its own 4 KiB; the sum is fp32
+        ("mul_", "traffic", 0, 2 * a),
+        ("copy_", "traffic", 0, a // 4 * 2),  # a quarter, read and written; what was there is not read
+        ("copy_", "link", 0, a),  # once
+        ("rms_norm forward", "traffic", 0, 2 * a),
+    ]
+    assert found[1].dtype == "bf16"
+    assert "test_roofline.py" in found[1].site
+    assert found[1].site.endswith(" small_operations")
+
+
+def product(flops: float = 0.0, moved: float = 0.0, dtype: str = "bf16", **others: Any) -> Cost:
+    return Cost("mm", "model.py:1 forward", "products", "forward", dtype, flops, moved)._replace(**others)
+
+
+def test_an_operation_takes_the_longer_of_computing_and_moving() -> None:
+    card = Card("made up", {"bf16": 100, "fp8": 200}, memory=1000, link=10)
+    assert card.seconds(product(flops=1e14, moved=1e9)) == 1.0
+    assert card.seconds(product(flops=1e14, moved=4e12)) == 4.0
+    assert card.seconds(product(flops=1e14, dtype="fp8")) == 0.5
+    assert card.seconds(product(flops=1e14), efficiency=0.8) == 1.25
+    assert card.seconds(product(moved=2e12), efficiency=0.8) == 2.0
+    assert card.seconds(product(flops=1.0, dtype="int8")) == float("inf")  # it has no such product
+    assert replace(card, rates={"bf16": 200}).seconds(product(flops=1e14)) == 0.5
+
+
+def test_copies_hide_behind_their_own_pass() -> None:
+    card = Card("made up", {"bf16": 1}, memory=1, link=1)
+    computing = {product(moved=2e9, kind="traffic"): 1, product(moved=5e9, kind="traffic", phase="backward"): 1}
+    copies = {product(moved=3e9, kind="link"): 1, product(moved=3e9, kind="link", phase="recomputed"): 1}
+    assert card.step(Counter(computing | copies)) == {"products": 0, "attention": 0, "traffic": 7.0, "link": 1.0}
+
+
+def chain(*parts: tuple[str, list[int], list[int]]) -> list[Operation]:
+    """Operations (name, storages read, storages written) of 8 bytes each."""
+    return [
+        Operation(
+            Cost(name, "model.py:1 f", "products" if name == "mm" else "traffic", "forward", "bf16",
+                 100.0 if name == "mm" else 0.0, 8.0 * (len(reads) + len(writes))),
+            {(s, 0, 4): 8 for s in reads}, {(s, 0, 4): 8 for s in writes},
+        )
+        for name, reads, writes in parts
+    ]  # fmt: skip
+
+
+POINTWISE = Fusion("one kernel", lambda op: op.cost.name in ("mul", "add"))
+
+
+def moved(costs: Counter[Cost]) -> dict[str, tuple[int, float]]:
+    return {cost.name: (n, cost.bytes) for cost, n in costs.items()}
+
+
+def test_a_fused_kernel_keeps_what_none_else_reads() -> None:
+    two = chain(("mul", [0, 1], [2]), ("add", [2, 3], [4]), ("mm", [4, 5], [6]))
+    assert moved(fused(two, {6}, POINTWISE)) == {"one kernel": (1, 32.0), "mm": (1, 24.0)}  # reads 0, 1, 3, writes 4
+    assert moved(fused(two, {2, 6}, POINTWISE))["one kernel"] == (1, 40.0)  # 2 lives on
+    read_later = [*two, *chain(("mm", [2, 5], [7]))]
+    assert moved(fused(read_later, {6}, POINTWISE))["one kernel"] == (1, 40.0)
+
+
+def test_an_operation_between_parts_two_kernels() -> None:
+    parted = chain(("mul", [0], [1]), ("mm", [1, 5], [2]), ("add", [1, 2], [3]))
+    assert moved(fused(parted, {3}, POINTWISE)) == {"mul": (1, 16.0), "mm": (1, 24.0), "add": (1, 24.0)}
+    # what does not depend on the other is another kernel
+    assert moved(fused(chain(("mul", [0], [1]), ("mul", [2], [3])), {1, 3}, POINTWISE)) == {"mul": (2, 16.0)}
+
+
+def test_a_product_ends_a_kernel_and_keeps_its_flops() -> None:
+    ends = POINTWISE._replace(ends=lambda op: op.cost.name == "mm")
+    costs = fused(chain(("mul", [0, 1], [2]), ("mm", [2, 3], [4]), ("add", [4, 6], [5])), {5}, ends)
+    (joined,) = [cost for cost in costs if cost.name == "one kernel"]
+    assert (joined.kind, joined.flops, joined.bytes) == ("products", 100.0, 32.0)  # reads 0, 1, 3, writes 4
+    assert moved(costs)["add"] == (1, 24.0)  # a kernel of its own
+
+
+def test_what_is_made_once_a_step_is_not_made_twice() -> None:
+    casts = chain(("mul", [0], [1]), ("mm", [1, 5], [2]), ("mul", [0], [3]), ("mm", [3, 2], [4]))
+    once = fused(casts, {4}, POINTWISE._replace(once=True))
+    assert moved(once)["one kernel"] == (1, 16.0)
+    assert sum(once.values()) == 3
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_few_blocks_stand_for_all(pool: ProcessPoolExecutor) -> None:
+    counted = pool.submit(count, FLUX).result().eager
+    every = Counter(op.cost for op in pool.submit(walk, FLUX, FAMILIES["flux"].blocks).result()[0])
+    for costs in (counted, every):
+        costs.subtract({cost: n for cost, n in costs.items() if cost.phase == "update"})
+    assert +counted == +every
+
+
+def test_swapped_blocks_go_up_twice_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    rings: list[Any] = []
+    monkeypatch.setattr(gpu, "swap_blocks", lambda *arguments: rings.extend(swap_blocks(*arguments)))
+    swapped = replace(FLUX, swapped=3)
+    step = gpu.build(swapped, torch.device("cpu"), tiny=True)
+    step.loss()
+    before = [ring.copies for ring in rings]
+    step.loss()
+    copied = [(ring.copies - copies) * ring.homes[0].nbytes for ring, copies in zip(rings, before, strict=True)]
+    monkeypatch.setitem(FAMILIES, "flux", gpu.sizes_of("flux", tiny=True))
+    sizes = block_sizes("flux", step.model)
+    costs = Counted(Counter(), Counter(), [], sizes).of(swapped)
+    counted = Counter({cost: n * cost.bytes for cost, n in costs.items()})
+    assert len(copied) == 2
+    assert sum(counted.values()) == pytest.approx(sum(copied), rel=0.01)  # homes are aligned
+
+
+def made_up(case: GpuCase, sites: bool = False) -> Counted:
+    step = Counter(
+        {product(4e12, 1e9): 60, product(0, 2e9, kind="traffic", name="mul"): 30, product(1e12, 0, dtype="fp8"): 9}
+    )
+    less = Counter({product(4e12, 1e9): 60, product(0, 2e9, kind="traffic", name="mul"): 10})
+    return Counted(step, less, [less] * len(roofline.FUSIONS) if sites else [], [(100, 680 << 20), (41, 283 << 20)])
+
+
+class HerePool:
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        future.set_result(function(*arguments))
+        return future
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    @contextmanager
+    def here(processes: int = 2) -> Iterator[HerePool]:
+        yield HerePool()
+
+    monkeypatch.setattr(roofline, "walkers", here)
+    monkeypatch.setattr(roofline, "count", made_up)
+
+    def run(*arguments: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["roofline.py", "--families", "flux", *arguments])
+        roofline.main()
+
+    return run
+
+
+def test_a_table_has_predictions_measurements_and_a_picture(command: Callable[..., None], tmp_path: Path) -> None:
+    measured = {"rows": [{"case": FLUX.name(), "step_s": 0.946}, {"case": "flux, dp", "error": "left out"}]}
+    (tmp_path / "gpu.json").write_text(json.dumps(measured))
+    paths = {name: tmp_path / name for name in ("gpu.json", "rows.json", "shares.png")}
+    command(
+        "--measured", str(paths["gpu.json"]), "--json", str(paths["rows.json"]), "--picture", str(paths["shares.png"])
+    )
+    rows = {row["case"]: row for row in json.loads(paths["rows.json"].read_text())["rows"]}
+    own = rows[FLUX.name()]
+    assert own["measured_s"] == 0.946
+    assert own["A100"] is None  # which has no products in fp8
+    assert own["H100"] == pytest.approx(60 * 4e12 / 989.4e12 + 30 * 2e9 / 3350e9 + 9 * 1e12 / 1978.9e12)
+    assert own["products"] + own["attention"] + own["traffic"] == pytest.approx(1)
+    assert own["launches"] == 99
+    assert rows[replace(FLUX, compiled=True).name()]["launches"] == 70
+    swapped = rows[replace(FLUX, swapped=16).name()]
+    assert swapped["link_gib"] == pytest.approx(2 * (8 * 680 + 16 * 283) / 1024)
+    assert swapped["H100"] > own["H100"]  # not all is hidden
+    assert paths["shares.png"].stat().st_size > 1000
+
+
+def test_the_largest_operations_and_what_fusions_save(
+    command: Callable[..., None], capsys: pytest.CaptureFixture
+) -> None:
+    command("--by-operation", FLUX.name())
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[:3] == ["mm", "model.py:1", "forward"]
+    command("--fusions", "--only", "flux, b1, tandem, bf16, checkpointing")
+    lines = capsys.readouterr().out.splitlines()
+    assert "RMSNorm + RoPE" in lines[2]
+    assert lines[2].split("RoPE")[1].split()[:2] == ["29", f"{20 * 2e9 / GIB:.1f}"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--by-operation", "flux, b1, tandem, bf16, checkpoint"], "did you mean"),
+        (["--measured", "nowhere.json"], "does not exist"),
+        (["--only", "int3"], "holds 'int3'"),
+    ],
+)
+def test_a_wrong_flag_is_one_line(
+    command: Callable[..., None], capsys: pytest.CaptureFixture, arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit):
+        command(*arguments)
+    said = capsys.readouterr().err.strip()
+    assert message in said
+    assert "\n" not in said
+
+
+def test_without_a_compiler_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing compiled yet
+    monkeypatch.setattr(shutil, "which", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["roofline.py"])
+    with pytest.raises(SystemExit):
+        roofline.main()
+    said = capsys.readouterr().err.strip()
+    assert "no C++ compiler" in said
+    assert "\n" not in said
