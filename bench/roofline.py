@@ -19,8 +19,8 @@ little for products. Rates are those of data sheets, which no product reaches: a
 0.80 of its 989 TFLOP/s (docs/benchmarks.md), see ``--efficiency``. A fused optimizer counts as one launch.
 
 *Few blocks stand for all.* Blocks of a kind are alike, so two of each are walked, then three of one kind, and counts go
-on in a straight line. Swapped blocks are no straight line; each goes up twice a step. A compiled case is its eager one
-with all fused that is neither product nor attention (:func:`fused`): a perfect compiler's, of which Inductor falls short.
+on in a straight line. Swapped blocks, which are none, go up twice a step. A compiled case is its eager one with all
+fused that is neither product nor attention (:func:`fused`): a perfect compiler's, of which Inductor falls short.
 
     python bench/roofline.py [--families flux] [--only fp8] [--measured gpu.json] [--picture shares.png] [--json PATH]
     python bench/roofline.py --by-operation "flux, b1, tandem, bf16, checkpointing"
@@ -72,7 +72,7 @@ class Cost(NamedTuple):
 
     name: str
     site: str  # "path:line function"
-    kind: str  # products, attention, traffic; link: a copy between host and card
+    kind: str  # products, attention, traffic, or link: a copy between host and card
     phase: str  # forward, recomputed, backward, update
     dtype: str
     flops: float
@@ -86,8 +86,8 @@ class Operation(NamedTuple):
     reads: dict[Piece, int]
     writes: dict[Piece, int]
 
-    def of(self, *files: str, of: str = "") -> bool:
-        """Whether a line of one of ``files``, within the function ``of`` if that is given, called it."""
+    def of(self, *files: str, of: str | tuple[str, ...] = "") -> bool:
+        """Whether a line of one of ``files``, within one of the functions ``of`` if any is given, called it."""
         path, _, line = self.cost.site.partition(":")
         return path.endswith(files) and line.partition(" ")[2].startswith(of)
 
@@ -113,7 +113,7 @@ class Card:
         """Return the seconds of a step by kind; of the link's those that its pass does not hide."""
         found = dict.fromkeys((*_KINDS, "link"), 0.0)
         for forward in (True, False):
-            own = {kind: 0.0 for kind in found}
+            own = dict.fromkeys(found, 0.0)
             for cost, n in costs.items():
                 if (cost.phase == "forward") == forward:
                     own[cost.kind] += n * self.seconds(cost, efficiency)
@@ -123,7 +123,8 @@ class Card:
 
 
 # Products sum in fp32. The sheets of Hopper state rates with sparsity, twice these; PCIe is stated for both directions.
-# A100: https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf
+# A100: https://www.nvidia.com/content/dam/en-zz/Solutions/Data-Center/a100/pdf/
+#       nvidia-a100-datasheet-us-nvidia-1758950-r4-web.pdf
 # 4090: https://images.nvidia.com/aem-dam/Solutions/geforce/ada/nvidia-ada-gpu-architecture.pdf (appendix A)
 # 5090: https://images.nvidia.com/aem-dam/Solutions/geforce/blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf
 # H100: https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet
@@ -183,7 +184,7 @@ class Trace(Walk):
                 return  # an allocation; the stand-in's outputs are those of one kernel, which in backward reads two
             name, read = (
                 f"rms_norm {stand_in.rpartition('.')[2]}",
-                [args[0]] if "forward" in stand_in else [*args, *made],
+                [args[0], *made] if "back" in stand_in else [args[0]],
             )
         formula = flop_registry.get(getattr(torch.ops.aten, name.removesuffix("_"), None))
         flops = formula(*args, **kwargs, out_val=result) if formula else 0
@@ -236,11 +237,8 @@ def _place() -> tuple[str, str, str]:
         if found and not found[1].startswith((_TORCH, fake_cuda.__file__)):
             site = _site(*found.groups())
             break
-    return (
-        site,
-        "update" if updating else "forward" if not backward else "recomputed" if again else "backward",
-        stand_in,
-    )
+    phase = "update" if updating else "forward" if not backward else "recomputed" if again else "backward"
+    return site, phase, stand_in
 
 
 def _site(path: str, line: int | str, function: str) -> str:
@@ -262,8 +260,8 @@ class Fusion(NamedTuple):
 
 def _casts_lora(op: Operation) -> bool:
     halves = op.cost.name == "_to_copy" and 2 * sum(op.writes.values()) == sum(op.reads.values())
-    return op.of("lora.py", of="_stacked") or (
-        halves and (op.of("lora.py", of="forward") or op.of("lora.py", of="backward"))
+    return op.of("adapters/lora.py", of="_stacked") or (
+        halves and op.of("adapters/lora.py", of=("forward", "backward"))
     )
 
 
@@ -286,9 +284,7 @@ FUSIONS = (
         lambda op: _is_traffic(op) and op.of("nn/norms.py", of="modulated_norm"),
         lambda op: _is_product(op) and op.of("networks/adapters/lora.py"),
     ),
-    Fusion(
-        "GELU + concatenation", lambda op: op.of("nn/norms.py", of="gelu") or op.of("flux/model.py", of="_beside_gelu")
-    ),
+    Fusion("GELU + concatenation", lambda op: op.of("nn/norms.py", "flux/model.py", of=("gelu", "_beside_gelu"))),
     Fusion("dequantise inside the product", lambda op: _is_traffic(op) and op.of("fp8_numbers.py"), _is_product),
     Fusion("the update as one kernel", lambda op: op.cost.phase == "update", once=True),
 )
@@ -440,12 +436,14 @@ def row(case: GpuCase, counted: Counted, card: str, efficiency: float, launch_us
     every = {name: each.step(costs, efficiency) for name, each in CARDS.items()}
     seconds = {name: sum(parts.values()) for name, parts in every.items()}
     link = sum(n * cost.bytes for cost, n in costs.items() if cost.kind == "link")
-    found = {
-        "case": case.name(), "needed_tflop": needed_flops(costs) / 1e12,
-        "done_tflop": sum(n * cost.flops for cost, n in costs.items()) / 1e12,
-        "moved_gib": (sum(n * cost.bytes for cost, n in costs.items()) - link) / GIB, "link_gib": link / GIB,
-        "launches": sum(costs.values()), "launch_s": sum(costs.values()) * launch_us / 1e6,
-    }  # fmt: skip
+    found: dict[str, Any] = {"case": case.name(), "needed_tflop": needed_flops(costs) / 1e12}
+    found["done_tflop"] = sum(n * cost.flops for cost, n in costs.items()) / 1e12
+    found["moved_gib"] = (sum(n * cost.bytes for cost, n in costs.items()) - link) / GIB
+    found |= {
+        "link_gib": link / GIB,
+        "launches": sum(costs.values()),
+        "launch_s": sum(costs.values()) * launch_us / 1e6,
+    }
     found |= {name: each if each < inf else None for name, each in seconds.items()}
     return found | ({kind: s / seconds[card] for kind, s in every[card].items()} if seconds[card] < inf else {})
 
@@ -474,16 +472,12 @@ def savings(case: GpuCase, counted: Counted, efficiency: float) -> list[dict[str
     """Return what each fusion would save ``case``: launches, bytes, milliseconds of each card."""
     found = []
     for fusion, after in zip(FUSIONS, counted.fusions, strict=True):
-        less = Counter(counted.eager)
-        less.subtract(after)
-        saved = {
-            name: 1e3 * sum(n * each.seconds(cost, efficiency) for cost, n in less.items() if n)
-            for name, each in CARDS.items()
-        }
-        gib = sum(n * cost.bytes for cost, n in less.items()) / GIB
-        own = {"case": case.name(), "fusion": fusion.name, "launches": sum(less.values()), "gib": gib}
-        found.append(own | {name: ms if abs(ms) < inf else None for name, ms in saved.items()})
-    return found
+        less = [(cost, counted.eager[cost] - after[cost]) for cost in {**counted.eager, **after}]
+        own = {"launches": sum(n for _, n in less), "gib": sum(n * cost.bytes for cost, n in less) / GIB}
+        for name, card in CARDS.items():
+            own[name] = 1e3 * sum(n * card.seconds(cost, efficiency) for cost, n in less if n)
+        found.append({"case": case.name(), "fusion": fusion.name} | own)
+    return [own for own in found if own["launches"]]
 
 
 def draw(rows: Sequence[dict[str, Any]], card: str) -> Figure:
@@ -518,7 +512,7 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--families", default=",".join(FAMILIES), help="default: %(default)s")
     parser.add_argument("--only", help="the cases whose name holds this text (default: Tandem's of one image)")
-    parser.add_argument("--card", choices=CARDS, default="H100", help="of shares and picture (default: %(default)s)")
+    parser.add_argument("--card", choices=CARDS, default="H100", help="of shares and picture (%(default)s)")
     parser.add_argument("--efficiency", type=float, default=1.0, help="of published rates, that products reach")
     parser.add_argument("--launch-us", type=float, default=_LAUNCH_US, help="a launch's, of the host (%(default)s)")
     parser.add_argument("--measured", type=Path, help="JSON of bench/gpu.py, to stand beside the same cases")
@@ -534,19 +528,18 @@ def main() -> None:
     if options.by_operation and options.by_operation not in every:
         near = did_you_mean(options.by_operation, [*every])
         raise UserError(f"--by-operation: no case {options.by_operation!r}{near}; names are those of the table")
-    default = lambda case: case.trainer == "tandem" and case.batch == 1  # noqa: E731
-    chosen = [
-        case
-        for name, case in every.items()
-        if (name == options.by_operation if options.by_operation else case.family in options.families.split(","))
-        and (options.by_operation or (options.only in name if options.only else default(case)))
-    ]
+    chosen = [case for case in every.values() if case.family in options.families.split(",")]
+    if options.only:
+        chosen = [case for case in chosen if options.only in case.name()]
+    else:
+        chosen = [case for case in chosen if case.trainer == "tandem" and case.batch == 1]
+    chosen = [every[options.by_operation]] if options.by_operation else chosen
     if not chosen:
         raise UserError(f"no case of {options.families} holds {options.only!r}; cases: {'; '.join(every)}")
     sites = bool(options.fusions or options.by_operation)
     if options.by_operation:
-        table = Table({"operation": "<44", "site": "<64", "phase": "<10", "kind": "<9", "launches": "8d", "tflop": "8.2f",
-                       "gib": "8.1f", "ms": "8.2f"})  # fmt: skip
+        numbers = {"launches": "8d", "tflop": "8.2f", "gib": "8.1f", "ms": "8.2f"}
+        table = Table({"operation": "<44", "site": "<64", "phase": "<10", "kind": "<9"} | numbers)
     elif options.fusions:
         table = Table({"case": "<50", "fusion": "<38", "launches": "8d", "gib": "8.1f"} | dict.fromkeys(CARDS, "7.1f"))
     else:
