@@ -20,7 +20,8 @@ little for products. Rates are those of data sheets, which no product reaches: a
 
 *Few blocks stand for all.* Blocks of a kind are alike, so two of each are walked, then three of one kind, and counts go
 on in a straight line. Swapped blocks, which are none, go up twice a step. A compiled case is its eager one with all
-fused that is neither product nor attention (:func:`fused`): a perfect compiler's, of which Inductor falls short.
+fused that is neither product nor attention (:func:`fused`): a perfect compiler's, of which Inductor falls short. So is
+``fp8 fused`` its dequantised one, with each product's dequantising within it.
 
     python bench/roofline.py [--families flux] [--only fp8] [--measured gpu.json] [--picture shares.png] [--json PATH]
     python bench/roofline.py --by-operation "flux, b1, tandem, bf16, checkpointing"
@@ -273,6 +274,10 @@ def _is_product(op: Operation) -> bool:
     return op.cost.kind == "products"
 
 
+_COMPILED = Fusion("compiled", _is_traffic)
+_DEQUANTISING = Fusion(
+    "dequantise inside the product", lambda op: _is_traffic(op) and op.of("fp8_numbers.py"), _is_product
+)
 FUSIONS = (
     Fusion("LoRA weights in bf16, made once a step", _casts_lora, once=True),
     Fusion(
@@ -285,10 +290,9 @@ FUSIONS = (
         lambda op: _is_product(op) and op.of("networks/adapters/lora.py"),
     ),
     Fusion("GELU + concatenation", lambda op: op.of("nn/norms.py", "flux/model.py", of=("gelu", "_beside_gelu"))),
-    Fusion("dequantise inside the product", lambda op: _is_traffic(op) and op.of("fp8_numbers.py"), _is_product),
+    _DEQUANTISING,
     Fusion("the update as one kernel", lambda op: op.cost.phase == "update", once=True),
 )
-_COMPILED = Fusion("compiled", _is_traffic)
 
 
 def fused(operations: Sequence[Operation], living: set[int], fusion: Fusion) -> Counter[Cost]:
@@ -375,16 +379,18 @@ def block_sizes(family: str, transformer: Any) -> Sizes:
 
 
 class Counted(NamedTuple):
-    """A step as it is, as a perfect compiler would have it, with each fusion; sizes of its blocks."""
+    """A step as it is, as a perfect compiler would have it, as a kernel that dequantises, with each fusion; sizes."""
 
     eager: Counter[Cost]
     compiled: Counter[Cost]
+    dequantising: Counter[Cost]
     fusions: list[Counter[Cost]]
     sizes: Sizes
 
     def of(self, case: GpuCase) -> Counter[Cost]:
         """Return the costs of ``case``: of what is swapped, each block goes up in forward and in backward."""
-        costs, depth = Counter(self.compiled if case.compiled else self.eager), FAMILIES[case.family].blocks
+        eager = self.dequantising if case.base == "fp8 fused" else self.eager
+        costs, depth = Counter(self.compiled if case.compiled else eager), FAMILIES[case.family].blocks
         kinds = [(number, weights) for number, (weights, _) in zip(depth, self.sizes, strict=True)]
         for share, (_, size) in zip(swapped_per_kind(kinds, case.swapped), self.sizes, strict=True):
             for phase in ("forward", "backward"):
@@ -407,10 +413,8 @@ def count(case: GpuCase, sites: bool = False) -> Counted:
         return found
 
     fusions = [straight(functools.partial(fused, fusion=fusion)) for fusion in FUSIONS if sites]
-    compiled = straight(functools.partial(fused, fusion=_COMPILED))
-    return Counted(
-        straight(lambda operations, _: Counter(op.cost for op in operations)), compiled, fusions, walks[0][2]
-    )
+    joined = [straight(functools.partial(fused, fusion=fusion)) for fusion in (_COMPILED, _DEQUANTISING)]
+    return Counted(straight(lambda ops, _: Counter(op.cost for op in ops)), *joined, fusions, walks[0][2])
 
 
 @contextmanager
@@ -506,6 +510,11 @@ def countable() -> list[GpuCase]:
     return sorted(found, key=lambda case: [*FAMILIES].index(case.family))
 
 
+def _eager(case: GpuCase) -> GpuCase:
+    """Return the case that is walked for ``case``."""
+    return replace(case, compiled=False, swapped=0, base="fp8 dequant" if case.base == "fp8 fused" else case.base)
+
+
 @exit_on_user_error
 def main() -> None:
     """Count the cases, and print what each card needs for them."""
@@ -547,14 +556,14 @@ def main() -> None:
                        "link_gib": "8.1f", "launches": "8d", "launch_s": "8.2f", **dict.fromkeys(CARDS, "7.3f"),
                        **dict.fromkeys(_KINDS, "9.0%"), "link": "5.0%", "measured_s": "10.3f"})  # fmt: skip
     with walkers() as pool:
-        eager = {case: replace(case, compiled=False, swapped=0) for case in chosen}
+        eager = {case: _eager(case) for case in chosen}
         found = {case: pool.submit(count, case, sites) for case in dict.fromkeys(eager.values())}
         for case in chosen:
             counted = found[eager[case]].result()
             if options.by_operation:
                 rows = by_operation(counted.of(case), CARDS[options.card], options.efficiency)
             elif options.fusions:
-                rows = [] if case.compiled or case.swapped else savings(case, counted, options.efficiency)
+                rows = savings(case, counted, options.efficiency) if case == eager[case] else []
             else:
                 rows = [row(case, counted, options.card, options.efficiency, options.launch_us)]
                 rows[0] |= {"measured_s": measured[case.name()]} if case.name() in measured else {}

@@ -193,6 +193,21 @@ def test_what_is_made_once_a_step_is_not_made_twice() -> None:
 
 
 @needs_compiler
+def test_a_kernel_that_dequantises_reads_each_weight_in_fp8_once_a_product(pool: ProcessPoolExecutor) -> None:
+    counted = pool.submit(count, replace(FLUX, base="fp8 dequant")).result()
+    less = counted.eager - counted.dequantising
+    products = counted.dequantising - counted.eager
+    # layers: 12 and the modulation of two streams in a double block, 5 and one in a single one; the modulation's
+    # input, the timestep, has no gradient
+    assert sum(products.values()) == 2 * (19 * 14 + 38 * 6) + 19 * 12 + 38 * 5
+    assert sum(less.values()) == 3 * sum(products.values())
+    # bf16 is written, scaled in place (read, written) and read: 8 bytes a weight, and read in fp8 once either way
+    blocks, modulation = (19 * 24 + 38 * 12) * 3072**2, (19 * 12 + 38 * 3) * 3072**2
+    saved = sum(n * c.bytes for c, n in less.items()) - sum(n * c.bytes for c, n in products.items())
+    assert saved == pytest.approx(8 * (3 * blocks + 2 * modulation), rel=0.01)
+
+
+@needs_compiler
 @pytest.mark.slow
 def test_few_blocks_stand_for_all(pool: ProcessPoolExecutor) -> None:
     counted = pool.submit(count, FLUX).result().eager
@@ -213,7 +228,7 @@ def test_swapped_blocks_go_up_twice_a_step(monkeypatch: pytest.MonkeyPatch) -> N
     copied = [(ring.copies - copies) * ring.homes[0].nbytes for ring, copies in zip(rings, before, strict=True)]
     monkeypatch.setitem(FAMILIES, "flux", gpu.sizes_of("flux", tiny=True))
     sizes = block_sizes("flux", step.model)
-    costs = Counted(Counter(), Counter(), [], sizes).of(swapped)
+    costs = Counted(Counter(), Counter(), Counter(), [], sizes).of(swapped)
     counted = Counter({cost: n * cost.bytes for cost, n in costs.items()})
     assert len(copied) == 2
     assert sum(counted.values()) == pytest.approx(sum(copied), rel=0.01)  # homes are aligned
@@ -224,7 +239,9 @@ def made_up(case: GpuCase, sites: bool = False) -> Counted:
         {product(4e12, 1e9): 60, product(0, 2e9, kind="traffic", name="mul"): 30, product(1e12, 0, dtype="fp8"): 9}
     )
     less = Counter({product(4e12, 1e9): 60, product(0, 2e9, kind="traffic", name="mul"): 10})
-    return Counted(step, less, [less] * len(roofline.FUSIONS) if sites else [], [(100, 680 << 20), (41, 283 << 20)])
+    return Counted(
+        step, less, less, [less] * len(roofline.FUSIONS) if sites else [], [(100, 680 << 20), (41, 283 << 20)]
+    )
 
 
 class HerePool:
@@ -265,6 +282,7 @@ def test_a_table_has_predictions_measurements_and_a_picture(command: Callable[..
     assert own["products"] + own["attention"] + own["traffic"] == pytest.approx(1)
     assert own["launches"] == 99
     assert rows[replace(FLUX, compiled=True).name()]["launches"] == 70
+    assert rows[replace(FLUX, base="fp8 fused").name()]["launches"] == 70
     swapped = rows[replace(FLUX, swapped=16).name()]
     assert swapped["link_gib"] == pytest.approx(2 * (8 * 680 + 16 * 283) / 1024)
     assert swapped["H100"] > own["H100"]  # not all is hidden
