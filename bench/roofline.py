@@ -537,6 +537,9 @@ def main() -> None:
     if options.by_operation and options.by_operation not in every:
         near = did_you_mean(options.by_operation, [*every])
         raise UserError(f"--by-operation: no case {options.by_operation!r}{near}; names are those of the table")
+    for family in options.families.split(","):
+        if family not in FAMILIES:
+            raise UserError(f"--families: no {family!r}{did_you_mean(family, FAMILIES)}; choose {', '.join(FAMILIES)}")
     chosen = [case for case in every.values() if case.family in options.families.split(",")]
     if options.only:
         chosen = [case for case in chosen if options.only in case.name()]
@@ -544,7 +547,7 @@ def main() -> None:
         chosen = [case for case in chosen if case.trainer == "tandem" and case.batch == 1]
     chosen = [every[options.by_operation]] if options.by_operation else chosen
     if not chosen:
-        raise UserError(f"no case of {options.families} holds {options.only!r}; cases: {'; '.join(every)}")
+        raise UserError(f"--only: no case's name holds {options.only!r}; leave it out to see the names")
     sites = bool(options.fusions or options.by_operation)
     if options.by_operation:
         numbers = {"launches": "8d", "tflop": "8.2f", "gib": "8.1f", "ms": "8.2f"}

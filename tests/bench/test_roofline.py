@@ -307,6 +307,7 @@ def test_the_largest_operations_and_what_fusions_save(
         (["--by-operation", "flux, b1, tandem, bf16, checkpoint"], "did you mean"),
         (["--measured", "nowhere.json"], "does not exist"),
         (["--only", "int3"], "holds 'int3'"),
+        (["--families", "fluxx"], "did you mean 'flux'"),
     ],
 )
 def test_a_wrong_flag_is_one_line(
