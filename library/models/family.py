@@ -13,7 +13,7 @@ pipelines samples.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,7 @@ class Family:
         depths: arguments of it that count blocks.
         image_encoder: the class that reads its autoencoder.
         published_scheduler: arguments of the scheduler, for models in single files.
+        published_pipeline: diffusers' class that a folder names.
         modelspec_architecture: what ModelSpec calls this model, "flux-1-schnell"; default: what it calls the family.
         optimise_forward: of ``model.py``: (transformer, backend) -> transformer, whose forward saves less for backward.
         patch_size: latents a side that make one token.
@@ -75,6 +76,7 @@ class Family:
     depths: tuple[str, ...]
     image_encoder: type[ImageEncoder]
     published_scheduler: Mapping[str, Any] = {}
+    published_pipeline: str
     modelspec_architecture: str
     patch_size = 2
     latent_channels: int
@@ -91,6 +93,14 @@ class Family:
     optimise_forward: Any
 
     # What each family writes.
+
+    @staticmethod
+    def published_parts() -> dict[str, Callable[[], Any]]:
+        """Return what builds autoencoder and text encoders at their published sizes, by folder; and tokenizers.
+
+        These have no vocabulary worth the name: to count memory, a text is as many tokens as there are.
+        """
+        raise NotImplementedError
 
     @staticmethod
     def blocks(transformer: Any) -> list[nn.Module]:

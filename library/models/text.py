@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from PIL.Image import Image
+from tokenizers import pre_tokenizers
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase, Qwen2Tokenizer
 
@@ -132,6 +133,16 @@ def load_tokenizer(load: Callable[..., Any], folder_or_name: str | Path, option:
         return load(str(folder), local_files_only=True)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{option}: {folder} holds no readable tokenizer; download it again") from error
+
+
+def byte_tokenizer() -> Qwen2Tokenizer:
+    """Return a Qwen tokenizer that takes each byte for a token, to count with where the published one is not there."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    specials = [
+        f"<|{name}|>" for name in ("im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad")
+    ]
+    vocabulary = {piece: i for i, piece in enumerate([*alphabet, "<|endoftext|>"])}
+    return Qwen2Tokenizer(vocab=vocabulary, merges=[], extra_special_tokens=specials, model_max_length=32768)
 
 
 def load_qwen_tokenizer(folder_or_name: str | Path, token: str, title: str) -> PreTrainedTokenizerBase:

@@ -25,6 +25,7 @@ below them, whichever reaches less far.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,8 +46,8 @@ from library.conditions import ConditionKind, Conditions
 from library.errors import UserError
 from library.models.family import Family
 from library.models.flux.model import image_positions, pack_mask, text_positions
-from library.models.flux.text import FluxTextEncoder, check_t5, clip_positions, load_clip, load_t5
-from library.models.flux.vae import FluxImageEncoder
+from library.models.flux.text import FluxTextEncoder, check_t5, clip_positions, load_clip, load_t5, published_text
+from library.models.flux.vae import PUBLISHED, FluxImageEncoder
 from library.models.latents import pack_latents
 from library.models.text import load_tokenizer
 from library.precision.checkpoint import WeightFiles
@@ -67,11 +68,17 @@ class FluxFamily(Family):
     depths = ("num_layers", "num_single_layers")
     image_encoder = FluxImageEncoder
     published_scheduler = {"shift": 3.0, "use_dynamic_shifting": True}  # noqa: RUF012
+    published_pipeline = "FluxPipeline"
     guidance_input = True
     sample_guidance = 3.5  # the published pipelines' default
     repeated_blocks = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
     behind_blocks = ("norm_out", "proj_out")
     optimise_forward = staticmethod(flux_model.optimise_forward)
+
+    @staticmethod
+    def published_parts() -> dict[str, Callable[[], Any]]:
+        """Return FLUX's autoencoder, CLIP-L and T5-XXL."""
+        return {"vae": lambda: FluxImageEncoder.autoencoder(**PUBLISHED), **published_text()}
 
     @staticmethod
     def blocks(transformer: Any) -> list[nn.Module]:
@@ -197,6 +204,7 @@ class FluxFillFamily(FluxFamily):
     """FLUX.1 Fill."""
 
     name = "flux_fill"
+    published_pipeline = "FluxFillPipeline"
     targets = flux_files.FLUX_FILL_TARGETS
     published = {"guidance_embeds": True, "in_channels": 384, "out_channels": 64}  # noqa: RUF012
     conditioning: ConditionKind = "fill"
@@ -273,6 +281,7 @@ class FluxKontextFamily(FluxFamily):
     """FLUX.1 Kontext."""
 
     name = "flux_kontext"
+    published_pipeline = "FluxKontextPipeline"
     targets = flux_files.FLUX_KONTEXT_TARGETS
     conditioning: ConditionKind = "references"
     sample_guidance = 2.5  # BFL's and the model card's; the pipeline's own default is 3.5

@@ -17,7 +17,15 @@ from typing import Any
 import torch
 from PIL.Image import Image
 from torch import Tensor, nn
-from transformers import CLIPTextConfig, CLIPTextModel, PreTrainedTokenizerBase, T5Config, T5EncoderModel
+from transformers import (
+    CLIPTextConfig,
+    CLIPTextModel,
+    CLIPTokenizer,
+    PreTrainedTokenizerBase,
+    T5Config,
+    T5EncoderModel,
+    T5TokenizerFast,
+)
 
 from library.errors import UserError
 from library.models.layer_names import count_blocks
@@ -32,6 +40,27 @@ _CLIP_UNUSED = re.compile(
     r"(^|\.)(text_projection|logit_scale|position_ids)(\.|$)|^vision_model\.|^visual_projection\."
 )
 _CLIP_HEAD_DIM = 64  # of CLIP-L; no tensor shows it
+
+
+def published_text() -> dict[str, Callable[[], Any]]:
+    """Return what builds CLIP-L and T5-XXL, and tokenizers of single characters for them, by folder."""
+    letters = [chr(code) for code in range(33, 127)]
+    pieces = [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
+    scores = [(piece, -1.0) for piece in ("<pad>", "</s>", "<unk>", "\u2581", *letters)]
+    clip = CLIPTextConfig(
+        hidden_size=768, intermediate_size=3072, projection_dim=768, num_hidden_layers=12, num_attention_heads=12
+    )
+    t5 = T5Config(
+        d_model=4096, d_kv=64, d_ff=10240, num_layers=24, num_heads=64, feed_forward_proj="gated-gelu", use_cache=False
+    )
+    return {
+        "text_encoder": lambda: CLIPTextModel(clip),
+        "text_encoder_2": lambda: T5EncoderModel(t5),
+        "tokenizer": lambda: CLIPTokenizer(
+            vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], model_max_length=77
+        ),
+        "tokenizer_2": lambda: T5TokenizerFast(vocab=scores, extra_ids=0, model_max_length=512),
+    }
 
 
 class FluxTextEncoder(TextEncoder):

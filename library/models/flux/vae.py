@@ -25,6 +25,19 @@ from library.safetensors_io import RowRange
 FLUX_SCALING, FLUX_SHIFT = 0.3611, 0.1159
 
 
+PUBLISHED: dict[str, Any] = {  # as config.json of black-forest-labs/FLUX.1-dev has it
+    "block_out_channels": (128, 256, 512, 512),
+    "down_block_types": ("DownEncoderBlock2D",) * 4,
+    "up_block_types": ("UpDecoderBlock2D",) * 4,
+    "latent_channels": 16,
+    "layers_per_block": 2,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+    "scaling_factor": FLUX_SCALING,
+    "shift_factor": FLUX_SHIFT,
+}
+
+
 class FluxImageEncoder(ImageEncoder):
     """Latents are normalised by one shift and one scale."""
 

@@ -14,7 +14,7 @@ reference tokens are modulated as at timestep 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -37,6 +37,7 @@ from library.models.qwen_image.text import (
     check_qwen_text,
     image_processor,
     load_qwen_text,
+    published_text,
 )
 from library.models.qwen_image.vae import QwenImageEncoder
 from library.models.text import load_qwen_tokenizer
@@ -68,11 +69,17 @@ class QwenImageFamily(Family):
         "shift_terminal": 0.02,
         "time_shift_type": "exponential",
     }
+    published_pipeline = "QwenImagePipeline"
     timestep_sampling = "qwen_shift"
     masks_padding = True
     repeated_blocks = ("QwenImageTransformerBlock",)
     behind_blocks = ("norm_out", "proj_out")
     optimise_forward = staticmethod(qwen_model.optimise_forward)
+
+    @staticmethod
+    def published_parts() -> dict[str, Callable[[], Any]]:
+        """Return Qwen-Image's autoencoder and Qwen2.5-VL."""
+        return {"vae": QwenImageEncoder.autoencoder, **published_text()}
 
     @classmethod
     def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
@@ -160,6 +167,7 @@ class QwenImageEditFamily(QwenImageFamily):
     """Qwen-Image-Edit: one reference image a caption."""
 
     name = "qwen_image_edit"
+    published_pipeline = "QwenImageEditPipeline"
     targets = qwen_files.QWEN_EDIT_TARGETS
     conditioning: ConditionKind = "references"
     most_references: int | None = 1
@@ -203,6 +211,7 @@ class QwenImageEditPlusFamily(QwenImageEditFamily):
     """Qwen-Image-Edit-2509 and 2511: any number of reference images."""
 
     name = "qwen_image_edit_plus"
+    published_pipeline = "QwenImageEditPlusPipeline"
     targets = qwen_files.QWEN_EDIT_PLUS_TARGETS
     most_references: int | None = None
 

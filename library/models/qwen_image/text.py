@@ -32,7 +32,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from library.errors import UserError
 from library.models.layer_names import count_blocks
-from library.models.text import LanguageModelEncoder, padded
+from library.models.text import LanguageModelEncoder, byte_tokenizer, padded
 from library.models.weights import load_into, read_config, read_config_of
 from library.precision.checkpoint import WeightFiles
 from library.precision.recipe import Recipe, WeightLoader
@@ -86,6 +86,20 @@ TEMPLATES = {
     "qwen_image_edit": PromptTemplate(_ALTER, 64, "", 1024 * 1024, (1, 1)),
     "qwen_image_edit_plus": PromptTemplate(_ALTER, 64, "Picture {}: ", 384 * 384, (0, None)),
 }
+
+
+def published_text() -> dict[str, Callable[[], Any]]:
+    """Return what builds Qwen2.5-VL-7B, and a tokenizer of single bytes for it, by folder."""
+    text = {
+        "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": _MROPE},
+    }  # fmt: skip
+    vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584}
+    return {
+        "text_encoder": lambda: Qwen2_5_VLModel(Qwen2_5_VLConfig(text_config=text, vision_config=vision)),
+        "tokenizer": byte_tokenizer,
+    }
 
 
 class QwenTextEncoder(LanguageModelEncoder):

@@ -8,6 +8,7 @@ negative prompt and true classifier-free guidance (Turbo, which is distilled, ta
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,9 +20,9 @@ import library.models.z_image.model as z_image_model
 from library.conditions import Conditions
 from library.errors import UserError
 from library.models.family import Family
-from library.models.flux.vae import FluxImageEncoder
+from library.models.flux.vae import PUBLISHED, FluxImageEncoder
 from library.models.text import load_qwen_tokenizer
-from library.models.z_image.text import MOST_TOKENS, ZImageTextEncoder, load_z_image_text, text_width
+from library.models.z_image.text import MOST_TOKENS, ZImageTextEncoder, load_z_image_text, published_text, text_width
 from library.precision.recipe import Recipe
 
 
@@ -35,10 +36,16 @@ class ZImageFamily(Family):
     depths = ("n_layers",)
     image_encoder = FluxImageEncoder
     published_scheduler = {"shift": 3.0}  # Turbo's  # noqa: RUF012
+    published_pipeline = "ZImagePipeline"
     distilled_steps = 8  # Turbo's card: num_inference_steps=9, whose last step is from 0 to 0
     masks_padding = True
     repeated_blocks = ("ZImageTransformerBlock",)  # not cut into stages: microbatches' captions differ in length
     optimise_forward = staticmethod(z_image_model.optimise_forward)
+
+    @staticmethod
+    def published_parts() -> dict[str, Callable[[], Any]]:
+        """Return FLUX's autoencoder and Qwen3-4B."""
+        return {"vae": lambda: FluxImageEncoder.autoencoder(**PUBLISHED), **published_text()}
 
     @staticmethod
     def blocks(transformer: Any) -> list[nn.Module]:

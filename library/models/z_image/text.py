@@ -9,7 +9,9 @@ The file is a transformers folder or ComfyUI's ``qwen_3_4b.safetensors``, whose 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from PIL.Image import Image
@@ -18,7 +20,7 @@ from transformers import Qwen3Config, Qwen3Model
 
 from library.errors import UserError
 from library.models.layer_names import count_blocks
-from library.models.text import LanguageModelEncoder, padded
+from library.models.text import LanguageModelEncoder, byte_tokenizer, padded
 from library.models.weights import load_into, read_config_of
 from library.precision.checkpoint import WeightFiles
 from library.precision.recipe import Recipe, WeightLoader
@@ -26,6 +28,15 @@ from library.safetensors_io import RowRange
 
 MOST_TOKENS = 512  # of a caption with its template; longer ones are cut, as in the pipeline
 _TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def published_text() -> dict[str, Callable[[], Any]]:
+    """Return what builds Qwen3-4B, and a tokenizer of single bytes for it, by folder."""
+    config = Qwen3Config(
+        vocab_size=151936, hidden_size=2560, intermediate_size=9728, num_hidden_layers=36, num_attention_heads=32,
+        num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-6,
+    )  # fmt: skip
+    return {"text_encoder": lambda: Qwen3Model(config), "tokenizer": byte_tokenizer}
 
 
 class ZImageTextEncoder(LanguageModelEncoder):

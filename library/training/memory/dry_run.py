@@ -112,9 +112,11 @@ class MemoryProbe:
     @cached_property
     def limit(self) -> int:
         """Bytes that there are, for this and every other process."""
-        device = self.task.accelerator.device
-        limits = torch.tensor([available_bytes(device)], dtype=torch.int64, device=device)
-        return int(self.task.accelerator.gather(limits).min())  # all processes decide alike
+        accelerator, own = self.task.accelerator, available_bytes(self.task.accelerator.device)
+        if accelerator.num_processes == 1:
+            return own
+        limits = torch.tensor([own], dtype=torch.int64, device=accelerator.device)
+        return int(accelerator.gather(limits).min())  # all processes decide alike
 
     @cached_property
     def bucket(self) -> tuple[Sample, int]:
@@ -129,7 +131,7 @@ class MemoryProbe:
         return f"{size} at {width}x{height}"
 
     @cached_property
-    def _text(self) -> dict[str, Tensor]:
+    def text(self) -> dict[str, Tensor]:
         """The embeddings of the longest caption: from the cache where they are, else encoded."""
         encoder, data = self.task.text_encoder, self.task.data
         caption = max(data.captions(), key=len)
@@ -188,12 +190,12 @@ class MemoryProbe:
         with _restored(accelerator):
             try:
                 task = self.task.trial(training)
-                small, memory = (_steps(task, self._batch(share)) for share in _SHARES)
+                small, memory = (take_steps(task, self.batch(share)) for share in _SHARES)
                 memory = replace(memory, activations=self._extrapolated(small, memory))
                 # a GPU says itself when it is full
                 fits = memory.total <= self.limit * (1.2 if accelerator.device.type == "cuda" else 1.0)
                 if fits:
-                    memory = _steps(task, self._batch(1))
+                    memory = take_steps(task, self.batch())
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -235,8 +237,8 @@ class MemoryProbe:
         slope = (middle.activations - small.activations) / (areas[1] - areas[0])
         return round(middle.activations + max(slope, 0.0) * (areas[2] - areas[1]))
 
-    def _batch(self, share: int) -> Batch:
-        """A batch as the data loader gives it, of noise."""
+    def batch(self, share: int = 1) -> Batch:
+        """A batch as the data loader gives it, of noise; with sides ``share`` times shorter."""
         data, (_, size), noise = self.task.data, self.bucket, generator("memory dry run")
         channels, factor = self.task.family.latent_channels, data.latent_factor
         (height, width), *references = self._sides(share)
@@ -250,7 +252,7 @@ class MemoryProbe:
         elif data.conditioning == "references":
             conditions = Conditions(references=tuple(latents(*side) for side in references))
         masks = torch.ones(size, 1, height, width) if data.has_regions else None
-        text = {name: tensor[None].expand(size, *tensor.shape).contiguous() for name, tensor in self._text.items()}
+        text = {name: tensor[None].expand(size, *tensor.shape).contiguous() for name, tensor in self.text.items()}
         captions = [max(data.captions(), key=len)] * size
         return Batch(latents(height, width), text, torch.ones(size), masks, list(range(size)), captions, conditions)
 
@@ -355,14 +357,14 @@ def largest(data: TrainingData) -> tuple[Sample, int]:
     return data.train.samples[data.train.sample_buckets.index(bucket)], sizes[bucket]
 
 
-def _steps(task: Task, batch: Batch) -> MemoryEstimate:
-    """Take two steps on ``batch``; return what they take."""
+def take_steps(task: Task, batch: Batch, steps: int = 2) -> MemoryEstimate:
+    """Take ``steps`` on ``batch``; return what they take."""
     device, position, guard = task.accelerator.device, Position(), UpdateGuard(task)
     batch = batch.to(device)
     activations = 0
     for model in task.models:
         model.train()
-    for _ in range(2):
+    for _ in range(steps):
         guard.begin(position, None)
         for _ in range(min(2, task.accelerator.gradient_accumulation_steps)):
             with _peak_bytes(device) as peak:

@@ -20,7 +20,9 @@ themselves, which no dispatcher sees: flash attention's backward sums the querie
 products of cuBLAS have a workspace, once a process.
 
 *The host's waits.* A number that is read (``item``, ``tolist``, ``if tensor``) or copied to the host without
-``non_blocking`` stops the queue of work. A walk goes on with a made-up number (1, or true) and notes the place.
+``non_blocking`` stops the queue of work; a walk notes the place. Small tensors of whole numbers (positions, lengths,
+masks) carry their values beside them, as programs decide by them. Of others a made-up number is read: 1.0, true, or
+for a count very many.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +49,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from library.errors import UserError
@@ -54,6 +57,7 @@ from library.files import atomic_path
 from library.safetensors_io import read_rows
 
 _SOURCE = Path(__file__).with_name("fake_cuda.cpp")
+_STEP = 2**22  # bytes; finer steps are not seen in a picture
 _ROUNDED_TO = 512  # bytes, of PyTorch's caching allocator
 GIB = 2**30
 aten = torch.ops.aten
@@ -67,14 +71,13 @@ def library_path() -> Path:
     """
     text = _SOURCE.read_bytes()
     key = hashlib.sha256(text + torch.__version__.encode()).hexdigest()[:16]
-    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "tandem"
-    made = cache / f"fake_cuda-{key}.so"
+    made = cache_folder() / f"fake_cuda-{key}.so"
     if made.exists():
         return made
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     if compiler is None or sys.platform != "linux":
         raise UserError("no C++ compiler for the fake CUDA device; install g++ (Debian: apt-get install g++)")
-    cache.mkdir(parents=True, exist_ok=True)
+    made.parent.mkdir(parents=True, exist_ok=True)
     root = Path(torch.__file__).parent
     with atomic_path(made) as target:
         done = subprocess.run(
@@ -86,6 +89,11 @@ def library_path() -> Path:
         if done.returncode:
             raise UserError(f"{_SOURCE}: {compiler} cannot compile it: {done.stderr.strip().splitlines()[-1]}")
     return made
+
+
+def cache_folder() -> Path:
+    """Return where what was compiled and counted is kept for the next time."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tandem"
 
 
 class _Stream:
@@ -141,11 +149,35 @@ class _Runtime:
     cudaHostUnregister = cudaHostRegister
 
 
-def pretend(walk: Walk, total: int = 80 * GIB, capability: tuple[int, int] = (9, 0)) -> None:
-    """Let this process's ``torch.cuda`` answer for a card of ``total`` bytes and a compute capability; not undone.
+def pretend(walk: Walk, total: int = 80 * GIB, capability: tuple[int, int] = (9, 0), runtime: bool = True) -> None:
+    """Let PyTorch answer for a card of ``total`` bytes, and take its kernels; not undone.
 
     Import diffusers, transformers, peft and accelerate before: some of their modules would allocate on the device.
+
+    Args:
+        walk: what is asked of memory is asked of it.
+        total, capability: of the card.
+        runtime: false where there is a card whose runtime answers itself.
     """
+    cuda: Any = torch.cuda
+    cuda.memory_allocated = cuda.memory_reserved = lambda *_: walk.live
+    cuda.max_memory_allocated = cuda.max_memory_reserved = lambda *_: walk.peak
+    cuda.reset_peak_memory_stats = lambda *_: walk.reset_peak()
+    tensor: Any = Tensor
+    tensor.record_stream = lambda *_: None
+    tensor.pin_memory = lambda self, *_: self
+    tensor.numpy = _numpy(Tensor.numpy)
+    layer: Any = nn.Module
+    layer._apply = _apply
+    functions: Any = F
+    functions.scaled_dot_product_attention = _attention(F.scaled_dot_product_attention)
+    functions.rms_norm = _rms_norm(F.rms_norm)
+    if runtime:
+        _pretend_runtime(walk, total, capability)
+
+
+def _pretend_runtime(walk: Walk, total: int, capability: tuple[int, int]) -> None:
+    """Answer for what a CPU build of PyTorch lacks."""
 
     def answer(value: Any) -> Callable[..., Any]:
         return lambda *_, **__: value
@@ -166,23 +198,11 @@ def pretend(walk: Walk, total: int = 80 * GIB, capability: tuple[int, int] = (9,
     runtime.cudart = answer(_Runtime())
     runtime.get_rng_state = lambda *_: torch.get_rng_state()
     runtime.mem_get_info = lambda *_: (max(0, total - walk.live), total)
-    runtime.memory_allocated = runtime.memory_reserved = lambda *_: walk.live
-    runtime.max_memory_allocated = runtime.max_memory_reserved = lambda *_: walk.peak
-    runtime.reset_peak_memory_stats = lambda *_: walk.reset_peak()
     bindings: Any = torch._C
     bindings._cuda_getCurrentRawStream = answer(0)
     bindings._cuda_isCurrentStreamCapturing = answer(False)
     module: Any = torch
     module.is_autocast_available = answer(True)  # or autocast would be off without a word
-    tensor: Any = Tensor
-    tensor.record_stream = lambda *_: None
-    tensor.pin_memory = lambda self, *_: self
-    tensor.numpy = _numpy(Tensor.numpy)
-    layer: Any = nn.Module
-    layer._apply = _apply
-    functions: Any = F
-    functions.scaled_dot_product_attention = _attention(F.scaled_dot_product_attention)
-    functions.rms_norm = _rms_norm(F.rms_norm)
 
 
 def _numpy(own: Callable[..., Any]) -> Callable[..., Any]:
@@ -272,19 +292,22 @@ def _kernel(query: Tensor, mask: Tensor | None) -> SDPBackend:
 
 @dataclass(frozen=True)
 class Wait:
-    """A place where the host waited for the device: ``operation``, and the lines that led there, the innermost last."""
+    """Where the host waited for the device: the walk's phase, and the lines that led there, the innermost last."""
 
+    phase: str
     operation: str
     where: tuple[str, ...]
 
 
 @dataclass
 class Allocation:
-    """Bytes that live, and what made them."""
+    """Bytes that live: to what part of the run they belong, and where they were made."""
 
     bytes: int
+    part: str
     operation: str
     shape: tuple[int, ...]
+    dtype: str
     where: str
 
 
@@ -297,18 +320,27 @@ class Walk(TorchDispatchMode):
 
     Attributes:
         live, peak: bytes now, and the most since :meth:`reset_peak`.
+        part: what is allocated from now on belongs to it, until :meth:`relabel` says more.
+        parts: bytes now by part.
+        history: whenever these had changed by ``_STEP``: the phase, and bytes by part.
+        phase: what is done now, in a word or two; the caller sets it.
         waits: of the host.
         at_peak: what lived then, where ``traces``.
+        begun: when; files that are older are a model's.
     """
 
     def __init__(self, traces: bool = False) -> None:
         super().__init__()
-        self.live = self.peak = 0
+        self.live = self.peak = self._noted = 0
+        self.part, self.phase = "activations", ""
+        self.parts: Counter[str] = Counter()
+        self.history: list[tuple[str, dict[str, int]]] = []
         self.waits: list[Wait] = []
         self.traces = traces
         self.at_peak: list[Allocation] = []
         self._sizes: dict[int, Allocation] = {}
-        self._begun = time.time()
+        self.begun = 0.0
+        self._values = WeakIdKeyDictionary()  # of small tensors of whole numbers
         self._false: WeakIdKeyDictionary = WeakIdKeyDictionary()  # what is found in no tensor: NaN
         self.fake = _FakeTensors(allow_non_fake_inputs=True)
 
@@ -326,15 +358,23 @@ class Walk(TorchDispatchMode):
             return True
         if not self._is_fake(operation, args, kwargs):
             return operation(*args, **kwargs)
-        with self.fake:
-            result = operation(*args, **kwargs)
+        values = self._values_of(operation, args, kwargs)
+        if operation in _INDEXED:
+            args = (args[0], self._without_masks(args[1]), *args[2:])
+        if values is not None and operation in _SIZED_BY_VALUES:
+            with self.fake:
+                result = tree_map(lambda own: torch.empty_like(own, device="cuda"), values)
+        else:
+            with self.fake:
+                result = operation(*args, **kwargs)
+        self._carry(operation, args, result, values)
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.device.type == "cuda":
                 self._see(tensor, operation)
         if operation in _NEVER or (operation is aten.any.default and args[0] in self._false):
             self._false[result] = True
         if within := _WITHIN.get(operation):
-            self._note_peak(self.live + within(args), operation)
+            self._add(0, within(args))
         if operation in _COPIES and result.device.type == "cpu":
             return self._arrived(operation, args, kwargs, result)
         return result
@@ -345,9 +385,11 @@ class Walk(TorchDispatchMode):
         if source.device.type == "cpu":
             return result
         if not (kwargs.get("non_blocking") or (operation is aten.copy_.default and len(args) > 2 and args[2])):
-            self.waits.append(Wait(str(operation), _lines()))
+            self.waits.append(Wait(self.phase, str(operation), _lines()))
         if operation is aten.copy_.default:
             return args[0]
+        if (values := self._values.get(source)) is not None:
+            return values.to(result.dtype)
         return torch.ones(result.shape, dtype=result.dtype)
 
     def _is_fake(self, operation: Any, args: Any, kwargs: Any) -> bool:
@@ -365,14 +407,48 @@ class Walk(TorchDispatchMode):
             frame = frame.f_back
         if frame is None or frame.f_code is not read_rows.__code__:
             return False
-        return frame.f_locals["first"].file.stat().st_mtime < self._begun
+        return frame.f_locals["first"].file.stat().st_mtime < self.begun
+
+    def _values_of(self, operation: Any, args: Any, kwargs: Any) -> Any:
+        """Return what an operation gives, computed from the values that its inputs carry; None where one has none."""
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        known = [self._values.get(each) if isinstance(each, FakeTensor) else each for each in tensors]
+        if not all(v is not None and v.numel() <= _SMALL and not v.is_floating_point() for v in known):
+            return None
+        if (not tensors and operation not in _FACTORIES) or operation._schema.is_mutable:
+            return None
+        mine = {id(tensor): values for tensor, values in zip(tensors, known, strict=True)}
+        args, kwargs = tree_map(lambda each: mine.get(id(each), each), (args, {**kwargs}))
+        args = tree_map(lambda each: torch.device("cpu") if isinstance(each, torch.device) else each, args)
+        if "device" in kwargs:
+            kwargs["device"] = torch.device("cpu")
+        return operation(*args, **kwargs)
+
+    def _without_masks(self, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Return indices with the places in the stead of each mask whose values are known: they say how many."""
+        found: list[Tensor | None] = []
+        for index in indices:
+            values = None if index is None or index.dtype != torch.bool else self._values.get(index)
+            found += [index] if values is None else [self.fake.from_tensor(p).to("cuda") for p in values.nonzero().t()]
+        return found
+
+    def _carry(self, operation: Any, args: Any, result: Any, values: Any) -> None:
+        """Let ``result`` carry ``values``; what was written into carries none any more."""
+        if values is not None:
+            for one, own in zip(tree_leaves(result), tree_leaves(values), strict=True):
+                if isinstance(one, FakeTensor) and own.numel() <= _SMALL and not own.is_floating_point():
+                    self._values[one] = own.clone()
+        elif operation._schema.is_mutable and isinstance(args[0], FakeTensor):
+            self._values.pop(args[0], None)
 
     def _number(self, tensor: Tensor) -> Any:
         if tensor.device.type == "cuda":
-            self.waits.append(Wait("item", _lines()))
+            self.waits.append(Wait(self.phase, "item", _lines()))
+        if (values := self._values.get(tensor)) is not None:
+            return values.item()
         if tensor.dtype == torch.bool:
             return tensor not in self._false
-        return 1.0 if tensor.dtype.is_floating_point else 1
+        return 1.0 if tensor.dtype.is_floating_point else _VERY_MANY
 
     def _see(self, tensor: Tensor, operation: Any) -> None:
         storage = tensor.untyped_storage()
@@ -381,21 +457,46 @@ class Walk(TorchDispatchMode):
             return
         size = -(-storage.nbytes() // _ROUNDED_TO) * _ROUNDED_TO
         where = " < ".join(reversed(_lines(4))) if self.traces and size > 2**20 else ""
-        self._sizes[key] = Allocation(size, str(operation), tuple(tensor.shape), where)
-        self.live += size
-        self._note_peak(self.live, operation)
+        self._sizes[key] = Allocation(size, self.part, str(operation), tuple(tensor.shape), str(tensor.dtype), where)
+        self.parts[self.part] += size
+        self._add(size)
         weakref.finalize(storage, self._freed, key)
 
-    def _note_peak(self, now: int, operation: Any) -> None:
+    def living(self) -> list[Allocation]:
+        """Return what lives now."""
+        return [replace(each) for each in self._sizes.values()]
+
+    def relabel(self, tensors: Iterable[Tensor], part: str) -> None:
+        """Let what ``tensors`` hold belong to ``part``."""
+        for tensor in tensors:
+            if (found := self._sizes.get(tensor.untyped_storage()._cdata)) is not None:
+                self.parts[found.part] -= found.bytes
+                self.parts[part] += found.bytes
+                found.part = part
+
+    def _add(self, size: int, within: int = 0) -> None:
+        """Note that ``size`` bytes came, of them ``within`` a kernel for a moment."""
+        self.live += size
+        now = self.live + within
         if now > self.peak:
             self.peak = now
             if self.traces:
-                self.at_peak = list(self._sizes.values())
+                self.at_peak = self.living()
+        if abs(now - self._noted) >= _STEP or (self.history and self.history[-1][0] != self.phase):
+            self._noted = now
+            parts = {**self.parts, "activations": self.parts["activations"] + within}
+            self.history.append((self.phase, parts))
 
     def _freed(self, key: int) -> None:
-        self.live -= self._sizes.pop(key).bytes
+        gone = self._sizes.pop(key)
+        self.parts[gone.part] -= gone.bytes
+        self._add(-gone.bytes)
 
 
+_SMALL, _VERY_MANY = 1 << 16, 1 << 20  # numbers
+_FACTORIES = {aten.arange.default, aten.arange.start, aten.arange.start_step, aten.zeros.default, aten.ones.default}
+_SIZED_BY_VALUES = {aten.repeat_interleave.Tensor, aten.nonzero.default, aten.unique_consecutive.default}
+_INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
 _NEVER = {aten.isnan.default, aten.isinf.default}
 _COPIES = {aten._to_copy.default, aten.copy_.default}
 
@@ -426,6 +527,7 @@ def _lines(count: int = 6) -> tuple[str, ...]:
 @contextlib.contextmanager
 def walking(walk: Walk) -> Iterator[Walk]:
     """Walk through what is done in the block."""
+    walk.begun = time.time()
     with walk:
         before = torch._C._only_lift_cpu_tensors()
         torch._C._set_only_lift_cpu_tensors(True)  # numbers become tensors on the host and are moved where we see it

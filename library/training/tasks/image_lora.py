@@ -122,12 +122,17 @@ class ImageLora(LoraTask):
         self.settings = resume_keys(config) | trained_text | {"base_weights": self.base_weights.fingerprint()}
         self.check_saved(WeightFiles(family.files.transformer))
 
-    def prepare(self) -> None:
-        config, family, console = self.config, self.family, self.console
+    def read(self) -> None:
+        """Read the dataset; nothing is encoded, and no weights are loaded."""
+        config, family = self.config, self.family
         self.data = read_data(
-            config.dataset, config.training, config.flow, self.image_encoder, self.accelerator, console,
+            config.dataset, config.training, config.flow, self.image_encoder, self.accelerator, self.console,
             family.conditioning, family.most_references,
         )  # fmt: skip
+
+    def prepare(self) -> None:
+        config, family, console = self.config, self.family, self.console
+        self.read()
         self.attention = attention_of_run(config.training, family, self.data, self.dtype, self.accelerator.device)
         console.print(f"attention: {self.attention}")
         self.summary["attention"] = self.attention

@@ -1,0 +1,230 @@
+"""What a run takes on a card, and what would make it fit: asked before there is a card, or anything to train.
+
+Three sources give one answer, a :class:`MemoryPlan`, which says which it was:
+
+    card         fake tensors on the card of this machine: nothing of it is touched
+    fake device  the same walk on a device that computes nothing (``fake_cuda``), where PyTorch is a CPU build
+    formulas     where there is no compiler for that either: what ``estimator`` says of a training step
+
+Walks run in a process of their own, which may import and patch what it likes, and take a minute at full depth. What
+they found is remembered under ``~/.cache/tandem`` by configuration, model, dataset and code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from library.config.schema import TrainConfig
+from library.errors import UserError
+from library.files import write_text
+from library.training.memory.budget import GIB
+from library.training.memory.fake_cuda import cache_folder, library_path
+
+PARTS = ("encoders", "weights", "LoRA", "gradients", "optimizer", "activations")
+_ROOT = Path(__file__).resolve().parents[3]
+_LIMIT = 1800  # seconds; the longest walk that was seen took two minutes on a busy core
+# Besides what is counted: the CUDA context, cuBLAS' workspaces, what the allocator loses between blocks. 0.5 to 0.9 GiB
+# on an H100 (bench/gpu.py: allocated and reserved).
+RESERVE = GIB
+_HOPPER = (9, 0)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a run takes.
+
+    Attributes:
+        source: "card", "fake device" or "formulas".
+        history: in the order of the run: the phase, and bytes by part.
+        notes: what is not as the configuration says, in sentences.
+        at_peak: the largest tensors then: bytes, how many, and where they were made; where asked for.
+    """
+
+    source: str
+    history: list[tuple[str, dict[str, int]]]
+    notes: list[str] = field(default_factory=list)
+    at_peak: list[tuple[int, int, str]] = field(default_factory=list)
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the highest point of the run."""
+        return max(sum(parts.values()) for _, parts in self.history)
+
+    def phases(self) -> dict[str, dict[str, int]]:
+        """Return of each phase its highest point, bytes by part."""
+        highest: dict[str, dict[str, int]] = {}
+        for phase, parts in self.history:
+            if phase and sum(parts.values()) > sum(highest.get(phase, {}).values()):
+                highest[phase] = parts
+        return highest
+
+
+def plan_memory(config: TrainConfig, memory: int = 80 * GIB, traces: bool = False) -> MemoryPlan:
+    """Return what a run of ``config`` takes.
+
+    Args:
+        config: complete; its model and dataset need not be there: then the published model is counted, on one image.
+        memory: of the card.
+        traces: keep where the tensors at the peak were made.
+
+    Raises:
+        UserError: the configuration cannot run.
+    """
+    source, environment = "card", {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")}
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else _HOPPER
+    if not torch.cuda.is_available():
+        try:
+            source, environment = "fake device", {"LD_PRELOAD": str(library_path())}
+        except UserError as error:
+            return _by_formulas(config, str(error))
+    request = {
+        "config": config.model_dump(mode="json", exclude_unset=True),
+        "memory": memory, "capability": capability, "traces": traces, "card": source == "card",
+    }  # fmt: skip
+    kept = cache_folder() / "plans" / f"{_key(config, request)}.json"
+    if kept.is_file():
+        answer = json.loads(kept.read_text(encoding="utf-8"))
+    else:
+        answer = _ask(request, environment)
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_text(kept, json.dumps(answer))
+    history = [(phase, parts) for phase, parts in answer["history"]]
+    return MemoryPlan(source, history, answer["notes"], answer["at_peak"])
+
+
+def _ask(request: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
+    """Let a process of its own walk; return its answer."""
+    with tempfile.TemporaryDirectory() as folder:
+        asked, answered = Path(folder, "request.json"), Path(folder, "answer.json")
+        asked.write_text(json.dumps(request), encoding="utf-8")
+        command = [sys.executable, "-m", "library.training.memory.walk", str(asked), str(answered)]
+        paths = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH"))))
+        done = subprocess.run(
+            command,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **environment},
+            capture_output=True, text=True, timeout=_LIMIT, stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+        if not answered.is_file():
+            last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+            raise UserError(f"the memory could not be counted ({last}); please report it with the configuration")
+        answer = json.loads(answered.read_text(encoding="utf-8"))
+    if "error" in answer:
+        raise UserError(*answer["error"])
+    return answer
+
+
+def _key(config: TrainConfig, request: dict[str, Any]) -> str:
+    """Return a name for all that a walk depends on."""
+    files = [config.model.pretrained_model_name_or_path, config.dataset.dataset_config, config.sampling.sample_prompts]
+    seen: list[Any] = [request, torch.__version__]
+    for name in filter(None, files):
+        path = Path(name).expanduser()
+        inside = [path, *sorted(path.parent.glob("*/"))] if path.suffix == ".toml" else [path]
+        seen.append([(str(p), p.stat().st_mtime_ns, p.stat().st_size) for p in inside if p.exists()])
+    code = hashlib.sha256(json.dumps(seen, default=str).encode())
+    for folder in ("library", "networks"):
+        for file in sorted((_ROOT / folder).rglob("*.py")):
+            code.update(file.read_bytes())
+    return code.hexdigest()[:24]
+
+
+def _by_formulas(config: TrainConfig, why: str) -> MemoryPlan:
+    """Return the estimate of a training step, from headers alone."""
+    from library.training.memory.dry_run import MemoryProbe
+    from library.training.memory.stand_in import with_stand_ins
+    from library.training.tasks.image_lora import ImageLora
+
+    with tempfile.TemporaryDirectory() as folder:
+        whole, notes = with_stand_ins(config, Path(folder))
+        saving = whole.saving.model_copy(update={"output_dir": str(Path(folder, "run")), "overwrite": True})
+        task = ImageLora(whole.model_copy(update={"saving": saving}))
+        task.open()
+        task.read()
+        found = MemoryProbe(task).estimate()
+    if found is None:
+        raise UserError(f"{why}; without it only LoRAs of plain settings can be estimated")
+    values = {part: getattr(found, part.lower()) for part in PARTS if part != "encoders"}
+    lasting = {part: size for part, size in values.items() if part != "activations"}
+    update = lasting | {"activations": found.update}
+    return MemoryPlan("formulas", [("step", values), ("step", update)], [why, *notes])
+
+
+# What takes less, cheapest first: key, value, what it costs.
+_REMEDIES: tuple[tuple[str, dict[str, dict[str, Any]], str], ...] = (
+    ("gradient_checkpointing = true", {"training": {"gradient_checkpointing": True}}, "about a third more time"),
+    (
+        "cpu_offload_checkpointing = true",
+        {"training": {"gradient_checkpointing": True, "cpu_offload_checkpointing": True}},
+        "host memory; hidden behind the blocks by a fast link",
+    ),
+    ('optimizer_type = "AdamW8bit"', {"optimizer": {"optimizer_type": "AdamW8bit"}}, "moments in eight bits"),
+    ("fp8_scaled = true", {"precision": {"fp8_scaled": True}}, "weights are dequantised for each product"),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Settings that take less: ``lines`` all together, what the last one costs, and what is counted with them."""
+
+    lines: tuple[str, ...]
+    cost: str
+    plan: MemoryPlan
+
+
+def remedies(config: TrainConfig, memory: int) -> Iterator[Remedy]:
+    """Yield what makes a run of ``config`` smaller, one setting after the other, until it fits into ``memory``.
+
+    In the order of what they cost; each comes on top of those before, and what takes nothing off is left out again.
+    """
+    least, lines = plan_memory(config, memory), tuple[str, ...]()
+    swaps = ((f"blocks_to_swap = {n}", {"training": {"blocks_to_swap": n}}, _SWAP) for n in _swaps(config))
+    for line, changes, cost in (*_REMEDIES, *swaps):
+        if fits(least, memory):
+            return
+        changed = _changed(config, changes)
+        if changed == config:
+            continue
+        try:
+            found = plan_memory(changed, memory)
+        except UserError:  # two settings that exclude each other
+            continue
+        if found.peak < least.peak:
+            kept = tuple(one for one in lines if one.partition(" ")[0] != line.partition(" ")[0])
+            config, least, lines = changed, found, (*kept, line)
+            yield Remedy(lines, cost, found)
+
+
+_SWAP = "weights come from host memory as they are needed; hidden where a block computes longer than it is copied"
+
+
+def _swaps(config: TrainConfig) -> Iterator[int]:
+    """Yield numbers of blocks to swap that are more than ``config`` has."""
+    yield from (n for n in (8, 16, 24, 32) if n > config.training.blocks_to_swap)
+
+
+def _changed(config: TrainConfig, changes: dict[str, dict[str, Any]]) -> TrainConfig:
+    if config.precision.fp8_base and "precision" in changes:
+        return config
+    sections = {name: getattr(config, name).model_copy(update=keys) for name, keys in changes.items()}
+    return config.model_copy(update=sections)
+
+
+def fits(plan: MemoryPlan, memory: int) -> bool:
+    """Return whether a run goes into a card of ``memory`` bytes, with room for what is not counted."""
+    return plan.peak + RESERVE <= memory
+
+
+def as_rows(plan: MemoryPlan) -> dict[str, Any]:
+    """Return a plan without its history, to be written as JSON: each phase's highest point, bytes by part."""
+    return {**asdict(plan), "history": None, "peak": plan.peak, "phases": plan.phases()}

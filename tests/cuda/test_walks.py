@@ -1,0 +1,128 @@
+"""Every CUDA path, walked from the configuration to the end on a device that computes nothing, at full width.
+
+A walk raises where tensors of different devices or dtypes meet. Families, base formats and memory policies go in pairs.
+Figures come from the architecture: what must be saved of a block of FLUX.1 for its backward pass, by hand.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cuda.device import FakeDevice
+
+MIB = 2**20
+# What is walked through: keywords of ``walks.train``.
+RUNS: dict[str, dict[str, Any]] = {
+    "flux, recomputed, sampled, validated": {
+        "flags": ["--gradient_checkpointing", "--sample_prompts", "PROMPTS", "--sample_at_first",
+                  "--validate_every_n_steps", "3"],
+        "validation": True,
+    },
+    "flux_fill, fp8, inputs on the host": {
+        "model_type": "flux_fill",
+        "flags": ["--gradient_checkpointing", "--fp8_scaled", "--cpu_offload_checkpointing", "--masked_loss"],
+    },
+    "flux_kontext, nothing recomputed, 8-bit AdamW": {
+        "model_type": "flux_kontext", "flags": ["--optimizer_type", "AdamW8bit", "--full_bf16", "--ema_decay", "0.99"],
+    },
+    "qwen_image, fp8, a batch of two": {
+        "model_type": "qwen_image", "flags": ["--gradient_checkpointing", "--fp8_scaled"], "batch": 2,
+    },
+    "qwen_image_edit, activations within a budget": {
+        "model_type": "qwen_image_edit", "flags": ["--gradient_checkpointing", "--activation_budget_mb", "500"],
+    },
+    "qwen_image_edit_plus, every second block": {
+        "model_type": "qwen_image_edit_plus", "flags": ["--gradient_checkpointing", "--checkpoint_every_n_blocks", "2"],
+    },
+    "z_image, a batch of two with padded texts": {
+        "model_type": "z_image", "flags": ["--gradient_checkpointing"], "batch": 2,
+    },
+    "z_image, fp8, blocks swapped": {
+        "model_type": "z_image", "blocks": 4,
+        "flags": ["--blocks_to_swap", "2", "--gradient_checkpointing", "--fp8_scaled"],
+    },
+    "flux, compiled": {"flags": ["--gradient_checkpointing", "--torch_compile", "--dynamo_backend", "aot_eager"]},
+    "flux, memory chosen": {"flags": ["--memory", "auto"], "blocks": 1},
+    "flux, products in fp8": {
+        "flags": ["--fp8_scaled", "--quantised_compute", "quantised", "--fp8_granularity", "row"],
+    },
+    "flux, DoRA, accumulated": {"flags": ["--network_type", "dora", "--gradient_accumulation_steps", "2"]},
+    "flux, OFT": {"flags": ["--network_type", "oft", "--save_format", "comfy", "--gradient_checkpointing"]},
+    "flux, CLIP trained too": {
+        "flags": ["--text_encoder_lr", "1e-4", "--gradient_checkpointing"],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_goes_through(device: FakeDevice, tmp_path: Path, name: str) -> None:
+    """No tensor is on the wrong device, the host waits in no step that is not logged, no weight is left dequantised."""
+    keywords = dict(RUNS[name])
+    if keywords.pop("validation", False):
+        keywords["dataset_text"] = "validation_split = 0.5\n"
+        keywords["batch"] = 2  # one of them is held out
+    (tmp_path / "prompts.txt").write_text("a house --w 1024 --h 1024 --s 2")
+    flags = [flag.replace("PROMPTS", str(tmp_path / "prompts.txt")) for flag in keywords.pop("flags")]
+    found = device.walk("train", tmp_path, flags=flags, **keywords)
+    assert "lora.safetensors" in found["saved"]
+    assert ("samples" in found["saved"]) == ("--sample_prompts" in flags)
+    assert found["waits"] == []
+    assert found["copies"] == []
+
+
+def test_swapped_blocks_leave_the_device(device: FakeDevice, tmp_path: Path) -> None:
+    """Of four blocks two are swapped: what stays and a ring of two slots, as four would take."""
+    flags = ["--gradient_checkpointing", "--fp8_scaled", "--no-memory_dry_run"]
+    folders = [tmp_path / name for name in ("all", "swapped")]
+    weights = []
+    for folder, more in zip(folders, ([], ["--blocks_to_swap", "3"]), strict=True):
+        folder.mkdir()
+        found = device.walk("train", folder, model_type="z_image", blocks=5, flags=[*flags, *more], steps=1)
+        weights.append(found["loaded"])
+    block = 181_427_200  # numbers of a block of Z-Image in matrices: 4 d² of attention, 3 d 10240 of the MLP, adaLN
+    assert weights[0] - weights[1] == pytest.approx(3 * block, rel=0.1)
+
+
+def test_a_block_saves_what_its_backward_pass_needs(device: FakeDevice, tmp_path: Path) -> None:
+    """Of FLUX's tokens by width, in bf16: what a block gets, queries, keys and values as projected, queries and keys
+    as turned, attention's output, the four times as wide MLP, and what a trained gate multiplies; a double block has
+    two gates, and also what is between its halves."""
+    unit = (4096 + 512) * 3072 * 2
+    units = (1 + 3 + 2 + 1 + 4 + 1) + (2 + 3 + 2 + 1 + 4 + 2)
+    held = []
+    for blocks in (2, 3):
+        folder = tmp_path / str(blocks)
+        folder.mkdir()
+        held.append(device.walk("train", folder, blocks=blocks)["phases"]["step 1"]["activations"])
+    assert (held[1] - held[0]) / unit == pytest.approx(units, abs=0.6)  # tables of positions, narrow products
+
+
+@pytest.mark.parametrize(("planted", "words"), [("device", "two devices, cuda:0 and cpu"), ("item", "")])
+def test_a_planted_fault_is_found(device: FakeDevice, tmp_path: Path, planted: str, words: str) -> None:
+    if words:
+        with pytest.raises(AssertionError, match=words):
+            device.walk("train", tmp_path, blocks=1, planted=planted)
+    else:
+        waits = device.walk("train", tmp_path, blocks=1, planted=planted)["waits"]
+        assert [wait[0] for wait in waits] == ["step 1", "step 2"]
+
+
+def test_an_activation_that_is_kept_twice_is_found(device: FakeDevice, tmp_path: Path) -> None:
+    """The multiple of an MLP's input, 2 x 4 units in a double block's streams and in a single block."""
+    held = []
+    for planted in (None, "activation"):
+        folder = tmp_path / str(planted)
+        folder.mkdir()
+        held.append(device.walk("train", folder, blocks=1, planted=planted)["phases"]["step 2"]["activations"])
+    assert held[1] - held[0] >= (4096 + 512) * 3072 * 2 * 3.9
+
+
+def test_tools_go_through(device: FakeDevice, tmp_path: Path) -> None:
+    """A model is quantised, a LoRA trained on it, merged into it, and compared with what is served."""
+    model = device.walk("make_model", tmp_path, model_type="flux", blocks=1)["path"]
+    quantised = tmp_path / "quantised.safetensors"
+    device.walk("tool", tmp_path, name="quantize_model", words=["--model", model, "--save_to", str(quantised)])
+    assert quantised.is_file()

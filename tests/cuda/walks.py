@@ -1,0 +1,164 @@
+"""What is walked through on the fake device; run by ``device.py`` in a process of its own each."""
+
+from __future__ import annotations
+
+import json
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import accelerate  # noqa: F401  # before the device is one: they look for it as they are imported
+import diffusers  # noqa: F401
+import peft  # noqa: F401
+import torch
+import transformers  # noqa: F401
+
+import library.training.trainer as trainer_module
+from library.config import load_config
+from library.models.registry import family_class
+from library.precision.linear import QuantizedLinear
+from library.training.memory.fake_cuda import Walk, pretend, walking
+from library.training.memory.plan import MemoryPlan
+from library.training.memory.stand_in import write_dataset, write_model
+from library.training.tasks.image_lora import ImageLora
+from library.training.tasks.image_step import FlowStep
+from tests.curves import without_curves
+
+
+def answer(function: str, folder: Path, arguments: dict[str, Any], path: Path) -> None:
+    """Write what ``function`` returns, or what it raised, as JSON to ``path``."""
+    try:
+        found = globals()[function](folder, **arguments)
+    except BaseException:
+        found = {"raised": traceback.format_exc()}
+    path.write_text(json.dumps(found))
+
+
+def train(
+    folder: Path,
+    model_type: str = "flux",
+    blocks: int = 2,
+    flags: Sequence[str] = (),
+    batch: int = 1,
+    side: int = 1024,
+    model: str | None = None,
+    planted: str | None = None,
+    dataset_text: str = "",
+    steps: int = 3,
+) -> dict[str, Any]:
+    """Train as ``train_lora.py`` does, at full width with few blocks; of ``steps`` only the last is logged.
+
+    Args:
+        flags: of the command line. model: a file; else one of ``model_type`` is made. dataset_text: more of its TOML.
+        planted: a fault, see ``_PLANTED``.
+
+    Returns:
+        The host's waits in steps that are not logged; of each step the bytes by part at its peak; live copies of
+        quantised weights after forward; the files; bytes when the first step begins.
+    """
+    base = model or str(write_model(model_type, folder / "model", blocks))
+    data = write_dataset(folder / "data", family_class(model_type).conditioning, side, batch)
+    of_dataset, subset = data.read_text().split("[[datasets.subsets]]")
+    subset += f"num_repeats = {4 * steps}\n"  # more than are trained on: the end of an epoch is logged
+    data.write_text(f"{of_dataset}{dataset_text}[[datasets.subsets]]{subset}")
+    config = load_config([
+        "--model_type", model_type, "--pretrained_model_name_or_path", base, "--dataset_config", str(data),
+        "--output_dir", str(folder / "run"), "--max_train_steps", str(steps), "--log_every_n_steps", "100",
+        "--network_dim", "16", "--mixed_precision", "bf16", "--max_data_loader_n_workers", "0", "--overwrite", *flags,
+    ])  # fmt: skip
+    walk, copies = Walk(), list[str]()
+    pretend(walk)
+    if planted is not None:
+        _PLANTED[planted]()
+    _watch(walk, copies)
+    with walking(walk), without_curves():
+        task = ImageLora(config)
+        trainer_module.Trainer(task).run()
+    waits = [[w.phase, w.operation, *w.where] for w in walk.waits if w.phase in {f"step {i}" for i in range(1, steps)}]
+    plan = MemoryPlan("fake device", walk.history)
+    loaded = next(sum(parts.values()) for phase, parts in walk.history if phase == "step 1")
+    saved = [path.name for path in (folder / "run").iterdir()]
+    return {
+        "waits": waits,
+        "phases": plan.phases(),
+        "copies": copies,
+        "saved": saved,
+        "loaded": loaded,
+    }
+
+
+def _watch(walk: Walk, copies: list[str]) -> None:
+    """Name steps in the walk; after each forward pass look for what holds a quantised weight in high precision."""
+    own_batch, own_loss = trainer_module.Trainer._batch, FlowStep.loss
+
+    def batch(self: Any, *arguments: Any) -> Any:
+        walk.phase = f"step {self.position.step + 1}"
+        return own_batch(self, *arguments)
+
+    def loss(self: Any, model: Any, *arguments: Any) -> Any:
+        walk.relabel((*model.parameters(), *model.buffers()), "weights")
+        found = own_loss(self, model, *arguments)
+        shapes = {layer.outline.shape for layer in model.modules() if isinstance(layer, QuantizedLinear)}
+        for each in walk.living():
+            if each.part == "activations" and each.shape in shapes and "16" in each.dtype:
+                copies.append(f"{each.operation} {each.shape}")
+        return found
+
+    trainer_module.Trainer._batch, FlowStep.loss = batch, loss  # type: ignore[method-assign]
+
+
+def _item() -> None:
+    own = FlowStep.loss
+
+    def loss(self: Any, *arguments: Any) -> Any:
+        found, sigmas = own(self, *arguments)
+        if float(found) > 1e9:
+            raise AssertionError
+        return found, sigmas
+
+    FlowStep.loss = loss  # type: ignore[method-assign]
+
+
+def _device() -> None:
+    own = FlowStep.loss
+
+    def loss(self: Any, *arguments: Any) -> Any:
+        found, sigmas = own(self, *arguments)
+        return (found * (1 + sigmas)).mean(), sigmas
+
+    FlowStep.loss = loss  # type: ignore[method-assign]
+
+
+def _activation() -> None:
+    import library.models.flux.model as flux
+
+    own = flux.gelu
+
+    def gelu(x: torch.Tensor) -> torch.Tensor:
+        return own(x * 1.0)
+
+    flux.gelu = gelu
+
+
+# Faults that a walk must find: the loss read in every step, the loss times a tensor of the host, an activation twice.
+_PLANTED: dict[str, Callable[[], None]] = {"item": _item, "device": _device, "activation": _activation}
+
+
+def tool(folder: Path, name: str, words: Sequence[str]) -> dict[str, Any]:
+    """Run ``tools/NAME.py``; return the peak and what it left in ``folder``."""
+    import importlib
+
+    module = importlib.import_module(f"tools.{name}")
+    walk = Walk()
+    pretend(walk)
+    sys.argv = [name, *(word.replace("{folder}", str(folder)) for word in words)]
+    with walking(walk):
+        module.main()
+    return {"peak": walk.peak, "made": sorted(path.name for path in folder.iterdir())}
+
+
+def make_model(folder: Path, model_type: str, blocks: int) -> dict[str, Any]:
+    """Write a model of published width into ``folder/model``."""
+    return {"path": str(write_model(model_type, folder / "model", blocks))}
