@@ -9,7 +9,7 @@ TRITON := $(VENV)/.installed-triton
 BUNDLE := .gpu-bundle
 WHEELS := $(wildcard $(BUNDLE)/*.whl)
 
-.PHONY: help setup demo demo-fp8 demo-llm test test-again test-all test-faults fuzz test-web setup-web test-zero setup-zero test-triton setup-triton gpu-bundle bench-gpu check format docs clean
+.PHONY: help setup demo demo-fp8 demo-llm test test-again test-all test-faults fuzz test-web setup-web test-cuda test-zero setup-zero test-triton setup-triton gpu-bundle bench-gpu check format docs clean
 
 help:           ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 20
@@ -64,6 +64,9 @@ test-all: $(STAMP) ## the tests, the slow ones too
 test-web: $(WEB) ## the chat's page, in the Chromium of this machine
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-web-dev.txt
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs tests/tools/test_chat_page.py
+
+test-cuda: $(STAMP) ## every CUDA path and every ready configuration, walked on a device that computes nothing (needs g++)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -q -rs tests/cuda
 
 test-zero: $(ZERO) ## DeepSpeed's ZeRO on two processes (a minute or two)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs tests/training/parallel/test_zero_lora.py

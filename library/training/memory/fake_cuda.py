@@ -169,6 +169,8 @@ def pretend(walk: Walk, total: int = 80 * GIB, capability: tuple[int, int] = (9,
     tensor.numpy = _numpy(Tensor.numpy)
     layer: Any = nn.Module
     layer._apply = _apply
+    module: Any = torch
+    module.tensor = _tensor(torch.tensor)
     functions: Any = F
     functions.scaled_dot_product_attention = _attention(F.scaled_dot_product_attention)
     functions.rms_norm = _rms_norm(F.rms_norm)
@@ -203,6 +205,17 @@ def _pretend_runtime(walk: Walk, total: int, capability: tuple[int, int]) -> Non
     bindings._cuda_isCurrentStreamCapturing = answer(False)
     module: Any = torch
     module.is_autocast_available = answer(True)  # or autocast would be off without a word
+
+
+def _tensor(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Let ``torch.tensor`` read numbers out of fake tensors where the walk sees it."""
+
+    def tensor(data: Any, **options: Any) -> Tensor:
+        if isinstance(data, list) and any(isinstance(each, FakeTensor) for each in data):
+            data = [each.item() if isinstance(each, FakeTensor) else each for each in data]
+        return own(data, **options)
+
+    return tensor
 
 
 def _numpy(own: Callable[..., Any]) -> Callable[..., Any]:

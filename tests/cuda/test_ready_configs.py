@@ -1,0 +1,34 @@
+"""Each ready configuration at its full depth: what it says of the memory it takes is what is counted."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from library.config import load_config
+from library.errors import UserError
+from library.training.memory.budget import GIB
+from library.training.memory.fake_cuda import library_path
+from library.training.memory.plan import fits, plan_memory
+
+CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*_lora*.toml"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_ready_configuration_takes_what_it_says(path: Path) -> None:
+    """And it fits into the card that its name says, with a GiB to spare."""
+    try:
+        library_path()
+    except UserError as error:
+        pytest.skip(str(error))
+    stated = re.search(r"^# Takes ([\d.]+) GiB", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert stated, f"{path.name}: say what it takes, as tools/plan_memory.py counts it"
+    plan = plan_memory(load_config(["--config_file", str(path)]))
+    assert plan.source == "fake device"
+    assert plan.peak / GIB == pytest.approx(float(stated[1]), abs=0.11)
+    if card := re.search(r"_(\d+)gb$", path.stem):
+        assert fits(plan, int(card[1]) * GIB)
