@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 
 class RMSNorm(nn.RMSNorm):
@@ -88,7 +89,39 @@ def modulated_norm(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tenso
 
 def gelu(x: Tensor) -> Tensor:
     """Return GELU in the tanh form that both FLUX and Qwen-Image were trained with."""
-    return F.gelu(x, approximate="tanh")
+    return beside_gelu(None, x)
+
+
+def beside_gelu(first: Tensor | None, x: Tensor) -> Tensor:
+    """Return ``first`` [..., W] and GELU of ``x`` [..., M] side by side, [..., W + M]; GELU alone without ``first``.
+
+    Both passes write where the result is going to be: x's gradient takes the place of the output's. That one must be
+    nobody else's, as it is where a linear layer follows and nothing besides.
+    """
+    if torch.compiler.is_compiling():
+        activated = F.gelu(x, approximate="tanh")
+        return activated if first is None else torch.cat([first, activated], dim=-1)
+    return _BesideGelu.apply(first, x)
+
+
+class _BesideGelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, first: Tensor | None, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.width = width = 0 if first is None else first.shape[-1]
+        out = x.new_empty(*x.shape[:-1], width + x.shape[-1])
+        if first is not None:
+            out[..., :width] = first
+        torch.ops.aten.gelu.out(x, approximate="tanh", out=out[..., width:])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor]:
+        (x,), (gradient,) = ctx.saved_tensors, gradients
+        own = gradient[..., ctx.width :]
+        torch.ops.aten.gelu_backward.grad_input(own, x, approximate="tanh", grad_input=own)
+        return gradient[..., : ctx.width] if ctx.width else None, own
 
 
 def slice_tokens(x: Tensor, start: int = 0, end: int | None = None) -> Tensor:

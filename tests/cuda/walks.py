@@ -12,7 +12,6 @@ from typing import Any
 import accelerate  # noqa: F401  # before the device is one: they look for it as they are imported
 import diffusers  # noqa: F401
 import peft  # noqa: F401
-import torch
 import transformers  # noqa: F401
 
 import library.training.trainer as trainer_module
@@ -134,12 +133,8 @@ def _device() -> None:
 def _activation() -> None:
     import library.models.flux.model as flux
 
-    own = flux.gelu
-
-    def gelu(x: torch.Tensor) -> torch.Tensor:
-        return own(x * 1.0)
-
-    flux.gelu = gelu
+    own = flux.beside_gelu
+    flux.beside_gelu = lambda attended, wide: own(attended, wide * 1.0)
 
 
 # Faults that a walk must find: the loss read in every step, the loss times a tensor of the host, an activation twice.

@@ -38,7 +38,7 @@ from library.models.blocks import (
 from library.models.latents import pack_latents
 from library.nn.attention import Backend
 from library.nn.frozen_linear import project_recomputed
-from library.nn.norms import ModulationCache, clamp_fp16, gelu, modulated
+from library.nn.norms import ModulationCache, beside_gelu, clamp_fp16, modulated
 from library.nn.rope import MultiAxisRope, Table
 
 
@@ -137,14 +137,9 @@ class FluxSingleTransformerBlock(diffusers_flux.FluxSingleTransformerBlock):
         layers = [attn.to_q, attn.to_k, attn.to_v, self.proj_mlp]
         *qkv, wide = project_recomputed(layers, modulated(self.norm.norm), stream, shift, scale)
         attended = attn.processor.attend(attn, qkv, None, image_rotary_emb)
-        (update,) = project_recomputed([self.proj_out], _beside_gelu, attended, wide)
+        (update,) = project_recomputed([self.proj_out], beside_gelu, attended, wide)
         stream = clamp_fp16(stream + gate * update)
         return stream[:, :length], stream[:, length:]
-
-
-def _beside_gelu(attended: Tensor, wide: Tensor) -> Tensor:
-    """Return ``attended`` [B, S, W] and GELU of ``wide`` [B, S, M] side by side, [B, S, W + M]."""
-    return torch.cat([attended, gelu(wide)], dim=-1)
 
 
 def optimise_forward(transformer: FluxTransformer2DModel, backend: Backend = "auto") -> FluxTransformer2DModel:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import torch
+from torch import nn
 
 from library.config.schema import SharedTrainingKeys
 from library.errors import UserError
@@ -128,7 +129,14 @@ def in_words(count: int) -> str:
     return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.0f} MiB"
 
 
-def recompute_blocks(model: Any, blocks: int, training: SharedTrainingKeys, device: torch.device) -> None:
+def recompute_blocks(
+    model: Any,
+    blocks: int,
+    training: SharedTrainingKeys,
+    device: torch.device,
+    pairs: Mapping[nn.Module, nn.Module] | None = None,
+    carried: tuple[str, ...] = (),
+) -> None:
     """Let ``model`` compute its blocks again in backward, if ``training`` says so.
 
     Args:
@@ -136,11 +144,14 @@ def recompute_blocks(model: Any, blocks: int, training: SharedTrainingKeys, devi
         blocks: how many it has.
         training: which blocks, what is kept all the same, where inputs wait.
         device: where the model computes.
+        pairs, carried: blocks that may run within one checkpoint (:class:`ActivationCheckpointing`).
     """
     if not training.gradient_checkpointing:
         return
+    plain = training.checkpoint_every_n_blocks == 1 and not training.activation_budget_mb
+    together = pairs if plain and not training.cpu_offload_checkpointing else None
     offload = HostOffload(device) if training.cpu_offload_checkpointing else None
     keep = training.activation_budget_mb * 2**20
     model.enable_gradient_checkpointing(
-        ActivationCheckpointing(blocks, training.checkpoint_every_n_blocks, keep, offload)
+        ActivationCheckpointing(blocks, training.checkpoint_every_n_blocks, keep, offload, together, carried)
     )

@@ -41,6 +41,7 @@ from library.errors import UserError
 from library.models.family import Family, model_family
 from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
+from library.nn.checkpointing import neighbours
 from library.precision.checkpoint import WeightFiles
 from library.precision.linear import make_cpu_kernels
 from library.training.checkpoint.metadata import image_facts, lora_facts
@@ -185,7 +186,10 @@ class ImageLora(LoraTask):
         if plan.options.train_t5xxl:
             self.console.print("note: diffusers passes over T5's part of a LoRA file; ComfyUI and sd-scripts load it")
         blocks = family.blocks(transformer)
-        recompute_blocks(transformer, len(blocks), training, device)
+        # Not where a block's weights come for its turn: a pair runs forwards again before it runs backwards.
+        fetched = bool(training.blocks_to_swap or self.devices or config.parallel.splits_model)
+        pairs = {} if fetched else neighbours(blocks)
+        recompute_blocks(transformer, len(blocks), training, device, pairs, family.carried)
         if training.gradient_checkpointing and self.text_encoders is not None:
             self.text_encoders.enable_gradient_checkpointing()  # type: ignore[operator]
         if swapped := training.blocks_to_swap:
