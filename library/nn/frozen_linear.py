@@ -73,6 +73,8 @@ def add_input_gradient(layer: Any, gradient: Tensor, into: Tensor) -> Tensor:
 
     oneDNN makes itself a copy of a weight that it multiplies from this side, so it is given some rows at a time.
     """
+    if hasattr(layer, "add_input_gradient"):
+        return layer.add_input_gradient(gradient, into)
     if hasattr(layer, "input_gradient"):
         return into.add_(layer.input_gradient(gradient))
     weight = layer.weight.to(gradient.dtype)

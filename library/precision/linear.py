@@ -141,6 +141,14 @@ class QuantizedLinear(nn.Linear):
         """Return ``gradient @ W``: [n, out] -> [n, in]; what backward of :meth:`forward` does."""
         return _input_gradient(gradient, self.quantized(), self.compute)
 
+    def add_input_gradient(self, gradient: Tensor, into: Tensor) -> Tensor:
+        """Add ``gradient @ W`` to ``into`` [n, in] in place, within the product where the weight is one chunk."""
+        weight, way = self.quantized(), self.compute
+        whole = _step(gradient.device, self.in_features, self.out_features, weight.column_block) >= self.in_features
+        if way == "fused" or weight.rotates or not whole:
+            return into.add_(_input_gradient(gradient, weight, way))
+        return into.addmm_(gradient, weight.operand(gradient.dtype))
+
     def _way(self, device: torch.device) -> Compute:
         if self.compute != "auto":
             return self.compute

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from library.nn.checkpointing import ATTENTION, ActivationCheckpointing, HostOffload
+from library.nn.checkpointing import ATTENTION, ActivationCheckpointing, HostOffload, neighbours
 
 BLOCKS, TOKENS, WIDTH = 6, 32, 16
 INPUT = TOKENS * WIDTH * 4  # bytes
@@ -106,6 +106,29 @@ def test_gradients_are_those_of_a_step_that_keeps_everything(every: int, keep: i
 def test_one_block_of_so_many_is_computed_again(every: int, again: int) -> None:
     _, operations = step(stack(), ActivationCheckpointing(BLOCKS, every))
     assert operations.attentions == operations.forward_gelus == BLOCKS + again
+
+
+@pytest.mark.parametrize("count", [BLOCKS, BLOCKS - 1])
+def test_two_blocks_in_one_checkpoint_are_each_computed_again_once(count: int) -> None:
+    """Bit for bit the gradients of a step that keeps everything, of an odd number of blocks too."""
+    blocks = nn.ModuleList(list(stack())[:count])
+    expected, _ = step(blocks, None)
+    pairs = neighbours(list(blocks))
+    assert len(pairs) == count // 2
+    checkpointing = ActivationCheckpointing(count, pairs=pairs, carried=("x",))
+    for _ in range(2):
+        found, operations = step(blocks, checkpointing)
+        assert operations.attentions == operations.forward_gelus == 2 * count
+        assert len(found) == len(expected)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def test_blocks_of_two_classes_are_no_pair() -> None:
+    class Other(Block):
+        pass
+
+    blocks = [Block(), Other(), Other(), Block()]
+    assert neighbours(blocks) == {blocks[1]: blocks[2]}
 
 
 def test_attention_comes_first_and_whole_blocks_take_what_is_left() -> None:

@@ -9,7 +9,8 @@ random numbers are functions of seed and step, and the global generator and the 
 
 The price is loading the model twice. Where the option ``memory_dry_run`` is not set, a GPU run pays it only if it is in
 doubt: ``estimator`` says from the files' headers what a step holds, and what clearly fits, or clearly does not, is not
-tried.
+tried; where that is not clear, the step is counted on fake tensors (``plan``), and only within a GiB of the limit real
+ones decide.
 
 ``memory = "auto"``: the fastest memory policy with which the largest batch fits, found by real steps. From the fastest
 on: nothing is recomputed; everything is, but for as much as the free memory keeps; the inputs of blocks wait in host
@@ -55,6 +56,7 @@ from library.training.memory.budget import (
     tensor_bytes,
 )
 from library.training.memory.estimator import ModelMemory, ModelShape, StepOptions, estimate, model_memory
+from library.training.memory.plan import RESERVE, plan_memory
 from library.training.optim.factory import unwrapped
 from library.training.tasks.task import Task
 
@@ -183,6 +185,18 @@ class MemoryProbe:
         """Return what a step holds, from headers alone; None where that is not known."""
         return None if self.model is None else estimate(self.model, ParallelConfig(), self.options)
 
+    def counted(self) -> MemoryEstimate | None:
+        """Return what a step takes, walked on fake tensors on this card; None where that is not possible."""
+        accelerator = self.task.accelerator
+        on_card = accelerator.device.type == "cuda" and type(torch.empty(0, device=accelerator.device)) is Tensor
+        if not on_card or accelerator.num_processes > 1:
+            return None
+        with suppress(UserError):
+            parts = plan_memory(self.task.config, self.limit).phases()["step"]
+            lasting = {name.lower(): parts.get(name, 0) for name in ("weights", "LoRA", "gradients", "optimizer")}
+            return MemoryEstimate(**lasting, update=0, activations=parts["activations"])
+        return None
+
     def measure(self, training: TrainingConfig) -> Measured:
         """Take real steps under the memory policy of ``training``; everything is freed again."""
         family, accelerator = self.task.family, self.task.accelerator
@@ -283,11 +297,13 @@ def _in_doubt(probe: MemoryProbe, console: Console) -> bool:
     Raises:
         UserError: it clearly does not.
     """
-    memory, limit = probe.estimate(), probe.limit
+    memory, limit, how = probe.estimate(), probe.limit, "estimated"
     if memory is None or _CLEARLY_FITS * limit < memory.total < _CLEARLY_TOO_MUCH * limit:
-        return True
+        memory, how = probe.counted(), "counted"
+        if memory is None or memory.total <= limit < memory.total + RESERVE:
+            return True
     console.print(
-        f"memory dry run: a step of {probe.what} is estimated at {memory.describe()}, of {in_words(limit)}; no dry run",
+        f"memory dry run: a step of {probe.what} is {how} at {memory.describe()}, of {in_words(limit)}; no dry run",
         soft_wrap=True,
     )
     if memory.total < limit:

@@ -518,8 +518,11 @@ def _activations(
     lasting = sum(count * of(part) for count, part in local)
     passing = float(max(part.temporary for _, part in local))
     if options.checkpointing:
-        lasting = 0.0 if options.inputs_on_host else float(sum(count * part.inputs for count, part in local))
-        passing = max(of(part) + part.temporary for _, part in local)
+        fetched = options.swapped or layout.gathers_weights or layout.pp > 1 or layout.tp > 1 or options.full
+        pair = 1 if options.inputs_on_host or fetched else 2  # blocks within a checkpoint (library.nn.checkpointing)
+        inputs = sum(-(-count // pair) * part.inputs for count, part in local)
+        lasting = 0.0 if options.inputs_on_host else float(inputs)
+        passing = max(min(pair, count) * of(part) + part.temporary for count, part in local)
     casts = 0.0  # of trained weights, which autocast keeps to the end of forward unless they are gathered by block
     if options.full and options.checkpointing and not layout.gathers_weights:
         casts = sum(count * part.held[layout.tp][1] for count, part in local) * 2 / options.batch
