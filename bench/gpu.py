@@ -63,7 +63,7 @@ from library.config.schema import AccelerateConfig, LoggingConfig, ParallelConfi
 from library.errors import UserError, did_you_mean, exit_on_user_error
 from library.models.family import split_plan
 from library.models.registry import family_class
-from library.nn.checkpointing import ActivationCheckpointing, HostOffload
+from library.nn.checkpointing import ActivationCheckpointing, HostOffload, neighbours
 from library.precision.files.fp8 import Fp8Scheme
 from library.precision.recipe import Recipe, quantize_model
 from library.training.memory.block_swap import swap_blocks
@@ -415,7 +415,9 @@ def build(case: GpuCase, device: torch.device, tiny: bool) -> LoraStep:
     else:
         trained = _tandem(case, transformer, device, tiny)
         offload = HostOffload(device) if case.offloaded else None
-        checkpointing = ActivationCheckpointing(len(blocks), case.every, case.kept_mb * 2**20, offload)
+        plain = case.every == 1 and not (case.kept_mb or case.offloaded or case.swapped or case.compiled)
+        pairs, carried = neighbours(blocks) if plain else {}, family_class(case.family).carried
+        checkpointing = ActivationCheckpointing(len(blocks), case.every, case.kept_mb * 2**20, offload, pairs, carried)
     if case.checkpointing:
         transformer.enable_gradient_checkpointing(checkpointing)
     if case.compiled:

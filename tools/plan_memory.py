@@ -81,7 +81,7 @@ def draw(plan: MemoryPlan, title: str, limit: float | None, path: Path) -> None:
     top = max(plan.peak / GIB, limit or 0) * 1.12
     for start, end in zip(begins, [*begins[1:], len(phases)], strict=True):
         axes.axvline(start, color="#888888", lw=0.6)
-        if end - start > len(phases) / 40:
+        if end - start > len(phases) / 9:
             axes.text((start + end) / 2, top * 0.985, phases[start], ha="center", va="top", fontsize=8)
     if limit:
         axes.axhline(limit, color="black", ls="--", lw=1)

@@ -131,13 +131,16 @@ def _device() -> None:
 
 
 def _activation() -> None:
+    import library.models.blocks as flux_blocks
     import library.models.flux.model as flux
 
-    own = flux.beside_gelu
-    flux.beside_gelu = lambda attended, wide: own(attended, wide * 1.0)
+    flux.project_recomputed = lambda linears, prologue, *inputs: flux_blocks.project_together(
+        linears, prologue(*inputs)
+    )
 
 
-# Faults that a walk must find: the loss read in every step, the loss times a tensor of the host, an activation twice.
+# Faults that a walk must find: the loss read in every step, the loss times a tensor of the host, layers' inputs saved
+# beside what they are made of.
 _PLANTED: dict[str, Callable[[], None]] = {"item": _item, "device": _device, "activation": _activation}
 
 

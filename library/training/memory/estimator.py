@@ -45,6 +45,7 @@ from library.models.llm.spec import PRESETS, LMConfig
 from library.models.registry import family_class, lora_targets
 from library.nn.tensor_split import Parts
 from library.precision.recipe import Recipe
+from library.training.memory.block_swap import most_swapped, swapped_per_kind
 from library.training.memory.budget import GIB, MemoryEstimate
 from library.training.parallel.pipeline.stages import partition, stage_sizes
 from library.training.parallel.spec import lm_split_points
@@ -479,7 +480,10 @@ def _of_stage(
         return matrices * (1 if options.fp8 and not options.full else width) + (numbers - matrices) * width
 
     weights = (sum(count * stored(part.held) for count, part in local) + stored(outside)) * split
-    weights -= options.swapped * min(stored(part.held) for _, part in local)
+    if options.swapped:
+        sizes = [(count, part.held[1][1]) for count, part in local]
+        shares = swapped_per_kind(sizes, min(options.swapped, most_swapped(sizes)))
+        weights -= sum(share * stored(part.held) for share, (_, part) in zip(shares, local, strict=True))
     lora = sum(part.count * part.lora for part in model.parts) * trained_width / lora_shards
     trained = weights if options.full else lora
     numbers = trained / trained_width

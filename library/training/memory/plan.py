@@ -87,7 +87,7 @@ def plan_memory(config: TrainConfig, memory: int = 80 * GIB, traces: bool = Fals
         try:
             source, environment = "fake device", {"LD_PRELOAD": str(library_path())}
         except UserError as error:
-            return _by_formulas(config, str(error))
+            return by_formulas(config, str(error))
     request = {
         "config": config.model_dump(mode="json", exclude_unset=True),
         "memory": memory, "capability": capability, "traces": traces, "card": source == "card",
@@ -139,7 +139,7 @@ def _key(config: TrainConfig, request: dict[str, Any]) -> str:
     return code.hexdigest()[:24]
 
 
-def _by_formulas(config: TrainConfig, why: str) -> MemoryPlan:
+def by_formulas(config: TrainConfig, why: str) -> MemoryPlan:
     """Return the estimate of a training step, from headers alone."""
     from library.training.memory.dry_run import MemoryProbe
     from library.training.memory.stand_in import with_stand_ins
