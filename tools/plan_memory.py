@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.table import Table
 
 from library.config import load_config
+from library.config.load import names_language_model
 from library.config.schema import TrainConfig
 from library.console import Console
 from library.errors import UserError, exit_on_user_error
@@ -38,7 +39,10 @@ def arguments() -> tuple[argparse.Namespace, TrainConfig]:
     parser.add_argument("--save_to", type=Path, metavar="JSON", help="write the phases there too")
     parser.add_argument("--tensors", action="store_true", help="list the largest tensors at the peak")
     options, flags = parser.parse_known_args()
-    return options, load_config(["--config_file", str(options.config), *flags])
+    words = ["--config_file", str(options.config), *flags]
+    if names_language_model(words):
+        raise UserError(f"{options.config}: trains a language model; ask tools/plan_parallel.py --model")
+    return options, load_config(words)
 
 
 answer_early(__name__, lambda: arguments()[0])
