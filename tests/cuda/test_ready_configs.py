@@ -11,7 +11,7 @@ from library.config import load_config
 from library.errors import UserError
 from library.training.memory.budget import GIB
 from library.training.memory.fake_cuda import library_path
-from library.training.memory.plan import by_formulas, fits, plan_memory
+from library.training.memory.plan import fits, plan_memory
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*_lora*.toml"))
 
@@ -30,7 +30,7 @@ def test_a_ready_configuration_takes_what_it_says(path: Path) -> None:
     plan = plan_memory(load_config(["--config_file", str(path)]))
     assert plan.source == "fake device"
     assert plan.peak / GIB == pytest.approx(float(stated[1]), abs=0.11)
-    estimate = by_formulas(load_config(["--config_file", str(path)]), "")
+    estimate = plan_memory(load_config(["--config_file", str(path)]), source="formulas")
     step = sum(plan.phases()["step"].values())
     assert estimate.peak == pytest.approx(step, rel=0.05)  # what a machine without a compiler is told
     if card := re.search(r"_(\d+)gb$", path.stem):

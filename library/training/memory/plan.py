@@ -6,7 +6,8 @@ Three sources give one answer, a :class:`MemoryPlan`, which says which it was:
     fake device  the same walk on a device that computes nothing (``fake_cuda``), where PyTorch is a CPU build
     formulas     where there is no compiler for that either: what ``estimator`` says of a training step
 
-Walks run in a process of their own, which may import and patch what it likes, and take a minute at full depth. What
+Each answers in a process of its own (``walk``), which may import and patch what it likes; a walk takes a minute at full
+depth. What
 they found is remembered under ``~/.cache/tandem`` by configuration, model, dataset and code.
 """
 
@@ -21,7 +22,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -31,6 +32,7 @@ from library.files import write_text
 from library.training.memory.budget import GIB
 from library.training.memory.fake_cuda import cache_folder, library_path
 
+Source = Literal["card", "fake device", "formulas"]
 PARTS = ("encoders", "weights", "LoRA", "gradients", "optimizer", "activations")
 _ROOT = Path(__file__).resolve().parents[3]
 _LIMIT = 1800  # seconds; the longest walk that was seen took two minutes on a busy core
@@ -45,13 +47,13 @@ class MemoryPlan:
     """What a run takes.
 
     Attributes:
-        source: "card", "fake device" or "formulas".
+        source: where it is from.
         history: in the order of the run: the phase, and bytes by part.
         notes: what is not as the configuration says, in sentences.
         at_peak: the largest tensors then: bytes, how many, and where they were made; where asked for.
     """
 
-    source: str
+    source: Source
     history: list[tuple[str, dict[str, int]]]
     notes: list[str] = field(default_factory=list)
     at_peak: list[tuple[int, int, str]] = field(default_factory=list)
@@ -70,28 +72,35 @@ class MemoryPlan:
         return highest
 
 
-def plan_memory(config: TrainConfig, memory: int = 80 * GIB, traces: bool = False) -> MemoryPlan:
+def plan_memory(
+    config: TrainConfig, memory: int = 80 * GIB, traces: bool = False, source: Source | None = None
+) -> MemoryPlan:
     """Return what a run of ``config`` takes.
 
     Args:
         config: complete; its model and dataset need not be there: then the published model is counted, on one image.
         memory: of the card.
         traces: keep where the tensors at the peak were made.
+        source: default: the best there is.
 
     Raises:
         UserError: the configuration cannot run.
     """
-    source, environment = "card", {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")}
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else _HOPPER
-    if not torch.cuda.is_available():
+    notes, environment = list[str](), dict[str, str]()
+    if source is None and torch.cuda.is_available():
+        source = "card"
+    if source is None or source == "fake device":
         try:
             source, environment = "fake device", {"LD_PRELOAD": str(library_path())}
         except UserError as error:
-            return by_formulas(config, str(error))
+            source, notes = "formulas", [str(error)]
     request = {
         "config": config.model_dump(mode="json", exclude_unset=True),
-        "memory": memory, "capability": capability, "traces": traces, "card": source == "card",
-    }  # fmt: skip
+        "memory": memory,
+        "capability": torch.cuda.get_device_capability() if source == "card" else _HOPPER,
+        "traces": traces,
+        "source": source,
+    }
     kept = cache_folder() / "plans" / f"{_key(config, request)}.json"
     if kept.is_file():
         answer = json.loads(kept.read_text(encoding="utf-8"))
@@ -100,7 +109,7 @@ def plan_memory(config: TrainConfig, memory: int = 80 * GIB, traces: bool = Fals
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_text(kept, json.dumps(answer))
     history = [(phase, parts) for phase, parts in answer["history"]]
-    return MemoryPlan(source, history, answer["notes"], answer["at_peak"])
+    return MemoryPlan(source, history, [*notes, *answer["notes"]], answer["at_peak"])
 
 
 def _ask(request: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
@@ -137,27 +146,6 @@ def _key(config: TrainConfig, request: dict[str, Any]) -> str:
         for file in sorted((_ROOT / folder).rglob("*.py")):
             code.update(file.read_bytes())
     return code.hexdigest()[:24]
-
-
-def by_formulas(config: TrainConfig, why: str) -> MemoryPlan:
-    """Return the estimate of a training step, from headers alone."""
-    from library.training.memory.dry_run import MemoryProbe
-    from library.training.memory.stand_in import with_stand_ins
-    from library.training.tasks.image_lora import ImageLora
-
-    with tempfile.TemporaryDirectory() as folder:
-        whole, notes = with_stand_ins(config, Path(folder))
-        saving = whole.saving.model_copy(update={"output_dir": str(Path(folder, "run")), "overwrite": True})
-        task = ImageLora(whole.model_copy(update={"saving": saving}))
-        task.open()
-        task.read()
-        found = MemoryProbe(task).estimate()
-    if found is None:
-        raise UserError(f"{why}; without it only LoRAs of plain settings can be estimated")
-    values = {part: getattr(found, part.lower()) for part in PARTS if part != "encoders"}
-    lasting = {part: size for part, size in values.items() if part != "activations"}
-    update = lasting | {"activations": found.update}
-    return MemoryPlan("formulas", [("step", values), ("step", update)], [why, *notes])
 
 
 # What takes less, cheapest first: key, value, what it costs.

@@ -40,16 +40,7 @@ from library.training.tasks.image_lora import ImageLora
 
 def walk_run(config: TrainConfig, walk: Walk, folder: Path) -> None:
     """Go through a run of ``config``, whose files are there; ``walk`` notes what it takes, by phase."""
-    silent = {"overwrite": True, "output_dir": str(folder / "run"), "save_state": False}
-    changes = {
-        "saving": config.saving.model_copy(update=silent),
-        "training": config.training.model_copy(update={"resume": None, "memory_dry_run": False}),
-        "logging": config.logging.model_copy(update={"log_with": None}),
-    }
-    task = ImageLora(config.model_copy(update=changes))
-    task.console = Console(quiet=True)
-    task.open()
-    task.read()
+    task = _opened(config, folder)
     probe = MemoryProbe(task)
     width, height = probe.bucket[0].fit.bucket
     with _Phase(walk, "encoding images", "encoders"):
@@ -79,6 +70,35 @@ def walk_run(config: TrainConfig, walk: Walk, folder: Path) -> None:
             )
 
 
+def _opened(config: TrainConfig, folder: Path) -> ImageLora:
+    """Return the run's task with its data read, that writes nothing but into ``folder``."""
+    silent = {"overwrite": True, "output_dir": str(folder / "run"), "save_state": False}
+    changes = {
+        "saving": config.saving.model_copy(update=silent),
+        "training": config.training.model_copy(update={"resume": None, "memory_dry_run": False}),
+        "logging": config.logging.model_copy(update={"log_with": None}),
+    }
+    task = ImageLora(config.model_copy(update=changes))
+    task.console = Console(quiet=True)
+    task.open()
+    task.read()
+    return task
+
+
+def estimated(config: TrainConfig, folder: Path) -> list[tuple[str, dict[str, int]]]:
+    """Return what the estimate says of a step: its activations' peak, and its update's.
+
+    Raises:
+        UserError: it does not know what is trained.
+    """
+    task = _opened(config, folder)
+    found = MemoryProbe(task).estimate()
+    if found is None:
+        raise UserError("without a compiler only LoRAs of plain settings can be estimated; install g++")
+    lasting = {part: getattr(found, part.lower()) for part in ("weights", "LoRA", "gradients", "optimizer")}
+    return [("step", lasting | {"activations": size}) for size in (found.activations, found.update)]
+
+
 def _state(task: ImageLora) -> Iterable[Tensor]:
     states: Any = task.optimizer.state.values()
     return [value for state in states for value in state.values() if isinstance(value, Tensor)]
@@ -103,13 +123,16 @@ def main() -> None:
     answer: dict[str, Any]
     transformers.logging.set_verbosity_error()
     os.environ["HF_HUB_OFFLINE"] = "1"
-    walk = Walk(request["traces"])
+    walk, source = Walk(request["traces"]), request["source"]
     try:
         with tempfile.TemporaryDirectory() as scratch:
             config, notes = with_stand_ins(TrainConfig.model_validate(request["config"]), Path(scratch))
-            pretend(walk, request["memory"], tuple(request["capability"]), runtime=not request["card"])
-            with walking(walk):
-                walk_run(config, walk, Path(scratch))
+            if source == "formulas":
+                walk.history = estimated(config, Path(scratch))
+            else:
+                pretend(walk, request["memory"], tuple(request["capability"]), runtime=source != "card")
+                with walking(walk):
+                    walk_run(config, walk, Path(scratch))
         answer = {"history": walk.history, "notes": notes, "at_peak": _largest(walk)}
     except UserError as error:
         answer = {"error": list(map(str, error.args))}
