@@ -329,7 +329,7 @@ class _FakeTensors(FakeTensorMode):
 
 
 class Walk(TorchDispatchMode):
-    """Counts the bytes of the device's storages, and notes the host's waits; inside ``FakeTensorMode``.
+    """Counts the bytes of the device's storages, and notes the host's waits; what touches the device is fake.
 
     Attributes:
         live, peak: bytes now, and the most since :meth:`reset_peak`.
