@@ -1,7 +1,8 @@
 """How the benchmarks measure: cases side by side, and a report in one form.
 
 *Time*: every case lives in a process of its own with one thread; steps are taken in turn, round after round, and
-counted in CPU seconds, so that other programs on the machine disturb little. The median counts.
+counted in CPU seconds, so that other programs on the machine disturb little. The median counts. A case that knows its
+floor (``bench/floor.py``) runs that behind each step: their ratio is the median of the rounds' ratios.
 
 *Memory*: another process each, freshly loaded; what two steps add at most to the resident memory of the loaded model,
 files that are mapped in not counted (Linux: VmHWM, reset through /proc/self/clear_refs), gradients and optimizer state
@@ -60,20 +61,34 @@ Result = TypeVar("Result")
 def measure(cases: Mapping[Any, Case], rounds: int, memory_processes: int = 1) -> dict[Any, dict[str, float]]:
     """Return CPU seconds of a step of every case, median and least, and its memory (:func:`measure_memory`).
 
-    ``memory_processes`` run beside each other; 0 leaves memory out.
+    ``memory_processes`` run beside each other; 0 leaves memory out. With a floor, its seconds and the step's over them.
     """
     memory = measure_memory(cases, memory_processes) if memory_processes else {name: {} for name in cases}
-    seconds = measure_time(cases, rounds)
-    return {name: {"step_s": statistics.median(s), "step_min_s": min(s), **memory[name]} for name, s in seconds.items()}
+    return {name: _summary(taken) | memory[name] for name, taken in _measure_time(cases, rounds).items()}
 
 
 def measure_time(cases: Mapping[Any, Case], rounds: int) -> dict[Any, list[float]]:
     """Return the CPU seconds of every step of every case, taken in turn."""
+    return {name: [step for step, *_ in taken] for name, taken in _measure_time(cases, rounds).items()}
+
+
+def _summary(taken: list[list[float]]) -> dict[str, float]:
+    """Return the row of rounds of a step, each [its seconds] or [its seconds, its floor's]."""
+    steps = [step for step, *_ in taken]
+    found = {"step_s": statistics.median(steps), "step_min_s": min(steps)}
+    if len(taken[0]) > 1:
+        found["floor_s"] = statistics.median(floor for _, floor in taken)
+        found["time_over_floor"] = statistics.median(step / floor for step, floor in taken)
+    return found
+
+
+def _measure_time(cases: Mapping[Any, Case], rounds: int) -> dict[Any, list[list[float]]]:
+    """Return the CPU seconds of every step of every case, taken in turn, and of its floor if it has one."""
     workers = {}
     for name, case in cases.items():  # loaded one after the other: building needs memory
         workers[name] = start(_serve_time, case)
         _receive(*workers[name], name)
-    seconds: dict[Any, list[float]] = {name: [] for name in cases}
+    seconds: dict[Any, list[list[float]]] = {name: [] for name in cases}
     for _ in range(rounds):
         for name, (process, connection) in workers.items():
             connection.send(True)
@@ -228,16 +243,22 @@ def reset_peak() -> None:
 
 
 def _serve_time(connection: Connection, case: Case) -> None:
-    """Take a step whenever the parent says so; answer with its CPU seconds."""
+    """Take a step whenever the parent says so, and do its floor's work; answer with the CPU seconds of each."""
     torch.set_num_threads(1)
     build, arguments = case
     stepper = build(*arguments)
-    stepper.step()  # the first allocates and chooses kernels
+    calls = [stepper.step, *([stepper.floor] if hasattr(stepper, "floor") else [])]
+    for call in calls:  # the first allocates and chooses kernels
+        call()
     connection.send("ready")
     while connection.recv():
-        start = time.process_time()
-        stepper.step()
-        connection.send(time.process_time() - start)
+        connection.send([_cpu_seconds(call) for call in calls])
+
+
+def _cpu_seconds(call: Callable[[], object]) -> float:
+    start = time.process_time()
+    call()
+    return time.process_time() - start
 
 
 def _serve_memory(connection: Connection, case: Case) -> None:

@@ -4,7 +4,8 @@ The published width, few blocks (FLUX: 1 double and 2 single; Qwen-Image: 2), ra
 default, LoRA weights in fp32, 512 image and 128 text tokens, AdamW. ``bf16``: base in bf16 under autocast; ``fp32``:
 all in fp32; ``fp8``: autocast on a base in fp8, Tandem's ``fp8_scaled`` in runs of 64, and beside it the kohya
 trainers' way, a plain cast that autocast undoes for each product (``bench/quantized_step.py`` has the other formats).
-How time and memory are taken: ``bench/measure.py``.
+How time and memory are taken: ``bench/measure.py``. In bf16 and fp32 a step stands also beside its floor, its own
+products with frozen weights and its attention alone (``bench/floor.py``): what is above 1 could be won at most.
 
     python bench/train_step.py [--json PATH] [--families flux,qwen_image] [--widths 1536,3072] [--dtypes bf16,fp32,fp8]
                                [--rounds 8] [--checkpointing]
@@ -33,6 +34,7 @@ from bench.families import (
     peft_lora,
     tandem_network,
 )
+from bench.floor import FlooredStep
 from bench.measure import Case, Table, benchmark_parser, finish, measure
 from bench.read_only import SCHEMES as READ_ONLY
 from library.errors import exit_on_user_error
@@ -45,13 +47,20 @@ TRAINERS, DTYPES = ("tandem", "peft"), ("bf16", "fp32", "fp8")
 
 
 def build_step(
-    trainer: str, family_name: str, sizes: Sizes, dtype: str, checkpointing: bool, rank: int = RANK
+    trainer: str,
+    family_name: str,
+    sizes: Sizes,
+    dtype: str,
+    checkpointing: bool,
+    rank: int = RANK,
+    step: type[LoraStep] = LoraStep,
 ) -> LoraStep:
     """Load a case.
 
     Args:
         trainer: of ``TRAINERS``.
         dtype: of ``DTYPES``; for Tandem also the name of a scheme, and "fp8" is "block64".
+        step: of which class.
     """
     inputs, autocast = example_inputs(family_name, sizes, torch.device("cpu")), dtype != "fp32"
     transformer = build_transformer(family_name, sizes, torch.bfloat16 if autocast else torch.float32)
@@ -66,7 +75,7 @@ def build_step(
         trained = peft_lora(family_name, transformer, rank, fp8_cast=dtype == "fp8")
     if checkpointing:
         transformer.enable_gradient_checkpointing()
-    return LoraStep(transformer, trained, inputs, autocast)
+    return step(transformer, trained, inputs, autocast)
 
 
 def over_peft(row: dict[str, float], peft: dict[str, float]) -> dict[str, float]:
@@ -78,12 +87,14 @@ def over_peft(row: dict[str, float], peft: dict[str, float]) -> dict[str, float]
 
 
 def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the worst ratio of Tandem over peft, those of an fp8 base by themselves."""
+    """Return Tandem's worst ratios over peft, fp8 by itself, and over its floor, fp32 by itself."""
     found: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         if row["trainer"] == "tandem":
             for name in ("time_over_peft", "memory_over_peft"):
                 found[name + ("_fp8" if row["dtype"] == "fp8" else "")].append(row[name])
+            if "time_over_floor" in row:
+                found["time_over_floor" + ("_fp32" if row["dtype"] == "fp32" else "")].append(row["time_over_floor"])
     return {name: max(values) for name, values in sorted(found.items())}
 
 
@@ -100,14 +111,17 @@ def main() -> None:
     down, across = map(int, options.image_sides.split(","))
     keys = {"family": "<10", "width": "6", "dtype": "<5", "trainer": "<12"}
     table = Table(
-        keys | {"step_s": "8.3f", "added_mib": "9.0f", "time_over_peft": "14.3f", "memory_over_peft": "16.3f"}
+        keys
+        | {"step_s": "8.3f", "added_mib": "9.0f", "time_over_peft": "14.3f", "memory_over_peft": "16.3f"}
+        | {"time_over_floor": "15.3f"}
     )
     points = itertools.product(
         options.families.split(","), map(int, options.widths.split(",")), options.dtypes.split(",")
     )
     for family, width, dtype in points:
         sizes = Sizes(width, FEW_BLOCKS[family], (down, across), text_tokens=128)
-        arguments = (family, sizes, dtype, options.checkpointing)
+        step = LoraStep if dtype == "fp8" else FlooredStep
+        arguments = (family, sizes, dtype, options.checkpointing, RANK, step)
         cases: dict[str, Case] = {trainer: (build_step, (trainer, *arguments)) for trainer in TRAINERS}
         found = measure(cases, options.rounds)
         for trainer, row in found.items():

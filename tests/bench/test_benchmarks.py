@@ -17,12 +17,14 @@ from torch.utils.flop_counter import FlopCounterMode
 import bench.gpu as gpu
 import bench.train_step as train_step
 from bench.families import FAMILIES, Sizes, build_transformer, call_transformer
+from bench.floor import FlooredStep, Watch
 from bench.gpu import GpuCase, Job, cases
-from bench.measure import finish, measure_memory, measure_time
+from bench.measure import finish, measure, measure_memory, measure_time
 from bench.served_formats import as_q4_1
 from library.precision.linear import QuantizedLinear
 from tests.precision.files.gguf_files import blocks_of
 
+TINY_QWEN = Sizes(width=256, head_dim=64, blocks=(2,), image_sides=(4, 4), text_tokens=8)
 TINY = Sizes(width=256, head_dim=64, blocks=(1, 2), image_sides=(4, 4), text_tokens=8)
 
 
@@ -54,18 +56,49 @@ def fp8_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [m for m in model.modules() if isinstance(m, QuantizedLinear)]
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("trainer", train_step.TRAINERS)
+def test_the_floor_is_the_products_with_frozen_weights_and_attention(trainer: str, checkpointing: bool) -> None:
+    sizes = Sizes(width=512, blocks=(1, 2), image_sides=(16, 16), text_tokens=64)
+    step = train_step.build_step(trainer, "flux", sizes, "bf16", checkpointing, step=FlooredStep)
+    assert isinstance(step, FlooredStep)
+    step.floor()
+    with FlopCounterMode(display=False) as counter:  # counts products only: of attention it has no count on a CPU
+        step.floor()
+    # also the first block's inputs have gradients: those of its modulation, which is trained
+    wanted = (3 if checkpointing else 2) * sizes.forward_flops()[0]
+    # embedders, modulations and the last layer, left out of forward_flops, are a larger share of so small a model
+    assert counter.get_total_flops() == pytest.approx(wanted, rel=0.06)
+    with Watch(frozen=set()) as seen:
+        step.floor()
+    assert len(seen.work) == 3 * (3 if checkpointing else 2)  # blocks: attention forward, backward, recomputed
+
+
+def test_a_row_says_how_far_a_step_is_from_its_floor() -> None:
+    case = (train_step.build_step, ("tandem", "qwen_image", TINY_QWEN, "bf16", False, 4, FlooredStep))
+    row = measure({"tandem": case}, rounds=3, memory_processes=0)["tandem"]
+    assert row["step_s"] > row["floor_s"] > 0
+    assert row["time_over_floor"] > 1
+
+
 def test_ratios_are_the_worst_and_keep_fp8_apart() -> None:
     rows = []
     for dtype, ours, peft in (
         ("bf16", (1.0, 6.0), (2.0, 8.0)), ("fp32", (3.0, 1.0), (4.0, 2.0)), ("fp8", (1.0, 1.0), (4.0, 10.0)),
     ):  # fmt: skip
         found = {t: dict(zip(("step_s", "added_mib"), v, strict=True)) for t, v in (("tandem", ours), ("peft", peft))}
-        rows += [{"dtype": dtype, "trainer": t} | train_step.over_peft(row, found["peft"]) for t, row in found.items()]
+        if dtype != "fp8":
+            found["tandem"]["time_over_floor"] = found["peft"]["time_over_floor"] = ours[0]
+        rows += [
+            {"dtype": dtype, "trainer": t} | row | train_step.over_peft(row, found["peft"]) for t, row in found.items()
+        ]
     assert train_step.ratios(rows) == {
         "time_over_peft": 0.75,
         "memory_over_peft": 0.75,
         "time_over_peft_fp8": 0.25,
         "memory_over_peft_fp8": 0.1,
+        "time_over_floor": 1.0,
+        "time_over_floor_fp32": 3.0,
     }
 
 
