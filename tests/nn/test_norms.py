@@ -38,6 +38,27 @@ def test_adopted_torch_norm_gives_the_same_bits_forward_and_backward(dtype: torc
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("weighted", [True, False])
+def test_a_fixed_weight_gives_torchs_bits_and_the_formulas_gradient(dtype: torch.dtype, weighted: bool) -> None:
+    """More rows than go through at once, a part of a wider tensor; the gradient is rounded once, to 2^-9 in bf16."""
+    norm = RMSNorm(32, eps=1e-6, elementwise_affine=weighted).to(dtype)
+    if weighted:
+        norm.weight = torch.nn.Parameter(random(32, seed=1, dtype=dtype), requires_grad=False)
+    wide = random(3, 700, 4, 64, dtype=dtype)
+    x, given = wide[..., :32].requires_grad_(), random(3, 700, 4, 32, seed=2, dtype=dtype)
+    y = norm(x)
+    y.backward(given)
+    assert torch.equal(y, torch.nn.functional.rms_norm(x, (32,), norm.weight, 1e-6))
+    exact = wide[..., :32].double().requires_grad_()
+    weight = norm.weight.double() if weighted else 1.0
+    (exact / (exact.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight).backward(given.double())
+    assert x.grad is not None
+    assert exact.grad is not None
+    tolerance = 2e-6 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(x.grad.double(), exact.grad, rtol=tolerance, atol=tolerance * 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adopted_diffusers_norm_agrees_within_rounding(dtype: torch.dtype) -> None:
     theirs = DiffusersRMSNorm(32, eps=1e-6).to(dtype)
     theirs.weight.data = random(32, seed=1, dtype=dtype)
