@@ -16,10 +16,10 @@ from tests.cuda.device import FakeDevice
 MIB = 2**20
 # What is walked through: keywords of ``walks.train``.
 RUNS: dict[str, dict[str, Any]] = {
-    "flux, recomputed, sampled, validated": {
+    "flux, recomputed, sampled, validated, estimated": {
         "flags": ["--gradient_checkpointing", "--sample_prompts", "PROMPTS", "--sample_at_first",
                   "--validate_every_n_steps", "3"],
-        "validation": True,
+        "validation": True, "estimated": True,
     },
     "flux_fill, fp8, inputs on the host": {
         "model_type": "flux_fill",
@@ -31,29 +31,47 @@ RUNS: dict[str, dict[str, Any]] = {
     "qwen_image, fp8, a batch of two": {
         "model_type": "qwen_image", "flags": ["--gradient_checkpointing", "--fp8_scaled"], "batch": 2,
     },
-    "qwen_image_edit, activations within a budget": {
-        "model_type": "qwen_image_edit", "flags": ["--gradient_checkpointing", "--activation_budget_mb", "500"],
+    "qwen_image_edit, int8 by rows, activations within a budget": {
+        "model_type": "qwen_image_edit", "file": "int8_row",
+        "flags": ["--gradient_checkpointing", "--activation_budget_mb", "500"],
     },
     "qwen_image_edit_plus, every second block": {
         "model_type": "qwen_image_edit_plus", "flags": ["--gradient_checkpointing", "--checkpoint_every_n_blocks", "2"],
+        "blocks": 2,
     },
     "z_image, a batch of two with padded texts": {
         "model_type": "z_image", "flags": ["--gradient_checkpointing"], "batch": 2,
     },
-    "z_image, fp8, blocks swapped": {
-        "model_type": "z_image", "blocks": 4,
-        "flags": ["--blocks_to_swap", "2", "--gradient_checkpointing", "--fp8_scaled"],
-    },
     "flux, compiled": {"flags": ["--gradient_checkpointing", "--torch_compile", "--dynamo_backend", "aot_eager"]},
-    "flux, memory chosen": {"flags": ["--memory", "auto"], "blocks": 1},
+    "flux, memory chosen": {"flags": ["--memory", "auto"], "estimated": True},
     "flux, products in fp8": {
         "flags": ["--fp8_scaled", "--quantised_compute", "quantised", "--fp8_granularity", "row"],
     },
     "flux, DoRA, accumulated": {"flags": ["--network_type", "dora", "--gradient_accumulation_steps", "2"]},
     "flux, OFT": {"flags": ["--network_type", "oft", "--save_format", "comfy", "--gradient_checkpointing"]},
-    "flux, CLIP trained too": {
-        "flags": ["--text_encoder_lr", "1e-4", "--gradient_checkpointing"],
+    "flux, CLIP trained too": {"flags": ["--text_encoder_lr", "1e-4", "--gradient_checkpointing"]},
+    "flux, GGUF Q4_K with Q6_K, compiled": {
+        "file": "Q4_K", "flags": ["--gradient_checkpointing", "--torch_compile", "--dynamo_backend", "aot_eager"],
     },
+    "qwen_image, GGUF Q4_0, inputs on the host": {
+        "model_type": "qwen_image", "file": "Q4_0",
+        "flags": ["--gradient_checkpointing", "--cpu_offload_checkpointing"],
+    },
+    "z_image, GGUF Q8_0, DoRA": {
+        "model_type": "z_image", "file": "Q8_0", "flags": ["--network_type", "dora", "--gradient_checkpointing"],
+    },
+    "z_image, nf4, blocks swapped": {
+        "model_type": "z_image", "blocks": 3, "file": "nf4",
+        "flags": ["--blocks_to_swap", "1", "--gradient_checkpointing"],
+    },
+    "flux, int8 with ConvRot, products in int8": {
+        "file": "int8_convrot", "flags": ["--quantised_compute", "quantised", "--gradient_checkpointing"],
+    },
+    "flux_kontext, nvfp4, OFT": {
+        "model_type": "flux_kontext", "file": "nvfp4",
+        "flags": ["--network_type", "oft", "--save_format", "comfy", "--gradient_checkpointing"],
+    },
+    "flux_fill, mxfp8, nothing recomputed": {"model_type": "flux_fill", "file": "mxfp8", "flags": []},
 }  # fmt: skip
 
 
@@ -66,7 +84,7 @@ def test_a_run_goes_through(device: FakeDevice, tmp_path: Path, name: str) -> No
         keywords["batch"] = 2  # one of them is held out
     (tmp_path / "prompts.txt").write_text("a house --w 1024 --h 1024 --s 2")
     flags = [flag.replace("PROMPTS", str(tmp_path / "prompts.txt")) for flag in keywords.pop("flags")]
-    found = device.walk("train", tmp_path, flags=flags, **keywords)
+    found = device.walk("train", tmp_path, flags=flags, **{"blocks": 1, "side": 512} | keywords)
     assert "lora.safetensors" in found["saved"]
     assert ("samples" in found["saved"]) == ("--sample_prompts" in flags)
     assert found["waits"] == []
@@ -75,7 +93,7 @@ def test_a_run_goes_through(device: FakeDevice, tmp_path: Path, name: str) -> No
 
 def test_swapped_blocks_leave_the_device(device: FakeDevice, tmp_path: Path) -> None:
     """Of four blocks two are swapped: what stays and a ring of two slots, as four would take."""
-    flags = ["--gradient_checkpointing", "--fp8_scaled", "--no-memory_dry_run"]
+    flags = ["--gradient_checkpointing", "--fp8_scaled"]
     folders = [tmp_path / name for name in ("all", "swapped")]
     weights = []
     for folder, more in zip(folders, ([], ["--blocks_to_swap", "3"]), strict=True):

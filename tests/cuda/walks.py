@@ -23,6 +23,7 @@ from library.training.memory.plan import MemoryPlan
 from library.training.memory.stand_in import write_dataset, write_model
 from library.training.tasks.image_lora import ImageLora
 from library.training.tasks.image_step import FlowStep
+from tests.cuda.formats import write_quantised
 from tests.curves import without_curves
 
 
@@ -42,30 +43,34 @@ def train(
     flags: Sequence[str] = (),
     batch: int = 1,
     side: int = 1024,
-    model: str | None = None,
+    file: str | None = None,
     planted: str | None = None,
     dataset_text: str = "",
     steps: int = 3,
+    estimated: bool = False,
 ) -> dict[str, Any]:
     """Train as ``train_lora.py`` does, at full width with few blocks; of ``steps`` only the last is logged.
 
     Args:
-        flags: of the command line. model: a file; else one of ``model_type`` is made. dataset_text: more of its TOML.
-        planted: a fault, see ``_PLANTED``.
+        flags: of the command line. file: the format of a quantised transformer. dataset_text: more of its TOML.
+        planted: a fault, see ``_PLANTED``. estimated: with the estimate before a run, which takes as long as the steps.
 
     Returns:
         The host's waits in steps that are not logged; of each step the bytes by part at its peak; live copies of
         quantised weights after forward; the files; bytes when the first step begins.
     """
-    base = model or str(write_model(model_type, folder / "model", blocks))
+    base = write_model(model_type, folder / "model", blocks)
+    if file is not None:
+        base, flags = _with_file(base, model_type, file, flags)
     data = write_dataset(folder / "data", family_class(model_type).conditioning, side, batch)
     of_dataset, subset = data.read_text().split("[[datasets.subsets]]")
     subset += f"num_repeats = {4 * steps}\n"  # more than are trained on: the end of an epoch is logged
     data.write_text(f"{of_dataset}{dataset_text}[[datasets.subsets]]{subset}")
     config = load_config([
-        "--model_type", model_type, "--pretrained_model_name_or_path", base, "--dataset_config", str(data),
+        "--model_type", model_type, "--pretrained_model_name_or_path", str(base), "--dataset_config", str(data),
         "--output_dir", str(folder / "run"), "--max_train_steps", str(steps), "--log_every_n_steps", "100",
-        "--network_dim", "16", "--mixed_precision", "bf16", "--max_data_loader_n_workers", "0", "--overwrite", *flags,
+        "--network_dim", "16", "--mixed_precision", "bf16", "--max_data_loader_n_workers", "0", "--overwrite",
+        *([] if estimated else ["--no-memory_dry_run"]), *flags,
     ])  # fmt: skip
     walk, copies = Walk(), list[str]()
     pretend(walk)
@@ -86,6 +91,15 @@ def train(
         "saved": saved,
         "loaded": loaded,
     }
+
+
+def _with_file(folder: Path, model_type: str, file: str, flags: Sequence[str]) -> tuple[Path, Sequence[str]]:
+    """Return a file of ``folder``'s transformer in the format ``file``, and ``flags`` with those of its other parts."""
+    layout = family_class(model_type).layout
+    parts = {part.option: folder for part in (layout.vae, *layout.text_encoders)}
+    parts |= {part.option: folder / part.folder for part in layout.tokenizers}
+    made = write_quantised(folder / "transformer" / "diffusion_pytorch_model.safetensors", file)
+    return made, [*flags, *(word for option, path in parts.items() for word in (f"--{option}", str(path)))]
 
 
 def _watch(walk: Walk, copies: list[str]) -> None:

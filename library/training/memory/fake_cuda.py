@@ -208,12 +208,13 @@ def _pretend_runtime(walk: Walk, total: int, capability: tuple[int, int]) -> Non
 
 
 def _tensor(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Let ``torch.tensor`` read numbers out of fake tensors where the walk sees it."""
+    """Let ``torch.tensor`` read numbers out of fake tensors, and copy to the device, where the walk sees it."""
 
-    def tensor(data: Any, **options: Any) -> Tensor:
+    def tensor(data: Any, device: Any = None, **options: Any) -> Tensor:
         if isinstance(data, list) and any(isinstance(each, FakeTensor) for each in data):
             data = [each.item() if isinstance(each, FakeTensor) else each for each in data]
-        return own(data, **options)
+        made = own(data, **options)
+        return made if device is None else made.to(device)
 
     return tensor
 
@@ -384,7 +385,7 @@ class Walk(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.device.type == "cuda":
                 self._see(tensor, operation)
-        if operation in _NEVER or (operation is aten.any.default and args[0] in self._false):
+        if operation in _NEVER:
             self._false[result] = True
         if within := _WITHIN.get(operation):
             self._add(0, within(args))
@@ -420,7 +421,8 @@ class Walk(TorchDispatchMode):
             frame = frame.f_back
         if frame is None or frame.f_code is not read_rows.__code__:
             return False
-        return frame.f_locals["first"].file.stat().st_mtime < self.begun
+        first = frame.f_locals["first"]
+        return first.file.stat().st_mtime < self.begun and (first.dtype != "U8" or first.bytes > _LARGEST_TEXT)
 
     def _values_of(self, operation: Any, args: Any, kwargs: Any) -> Any:
         """Return what an operation gives, computed from the values that its inputs carry; None where one has none."""
@@ -507,10 +509,11 @@ class Walk(TorchDispatchMode):
 
 
 _SMALL, _VERY_MANY = 1 << 16, 1 << 20  # numbers
+_LARGEST_TEXT = 512  # bytes: what a file says of a layer is read
 _FACTORIES = {aten.arange.default, aten.arange.start, aten.arange.start_step, aten.zeros.default, aten.ones.default}
 _SIZED_BY_VALUES = {aten.repeat_interleave.Tensor, aten.nonzero.default, aten.unique_consecutive.default}
 _INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
-_NEVER = {aten.isnan.default, aten.isinf.default}
+_NEVER = {aten.isnan.default, aten.isinf.default, aten.any.default}  # what is searched for is what is wrong
 _COPIES = {aten._to_copy.default, aten.copy_.default}
 
 
