@@ -91,6 +91,15 @@ def test_a_run_goes_through(device: FakeDevice, tmp_path: Path, name: str) -> No
     assert found["copies"] == []
 
 
+@pytest.mark.parametrize("more", [["--gradient_checkpointing"], ["--torch_compile", "--dynamo_backend", "aot_eager"]])
+def test_pretraining_goes_through(device: FakeDevice, tmp_path: Path, more: list[str]) -> None:
+    """Llama 3.2 1B with two of its layers."""
+    flags = ["--preset", "llama3.2-1b", "--layers", "2", "--context", "512", *more]
+    found = device.walk("pretrain", tmp_path, flags=flags)
+    assert found["waits"] == []
+    assert found["saved"]
+
+
 def test_swapped_blocks_leave_the_device(device: FakeDevice, tmp_path: Path) -> None:
     """Of four blocks two are swapped: what stays and a ring of two slots, as four would take."""
     flags = ["--gradient_checkpointing", "--fp8_scaled"]
@@ -138,8 +147,7 @@ def test_an_activation_that_is_kept_twice_is_found(device: FakeDevice, tmp_path:
     assert held[1] - held[0] >= (4096 + 512) * 3072 * 2 * 5.5
 
 
-def test_tools_go_through(device: FakeDevice, tmp_path: Path) -> None:
-    """A model is quantised, a LoRA trained on it, merged into it, and compared with what is served."""
+def test_a_model_is_quantised(device: FakeDevice, tmp_path: Path) -> None:
     model = device.walk("make_model", tmp_path, model_type="flux", blocks=1)["path"]
     quantised = tmp_path / "quantised.safetensors"
     device.walk("tool", tmp_path, name="quantize_model", words=["--model", model, "--save_to", str(quantised)])

@@ -16,6 +16,8 @@ import transformers  # noqa: F401
 
 import library.training.trainer as trainer_module
 from library.config import load_config
+from library.config.load import load_for
+from library.config.scripts import LLM
 from library.models.registry import family_class
 from library.precision.linear import QuantizedLinear
 from library.training.memory.fake_cuda import Walk, pretend, walking
@@ -23,8 +25,10 @@ from library.training.memory.plan import MemoryPlan
 from library.training.memory.stand_in import write_dataset, write_model
 from library.training.tasks.image_lora import ImageLora
 from library.training.tasks.image_step import FlowStep
+from library.training.tasks.pretraining import Pretraining
 from tests.cuda.formats import write_quantised
 from tests.curves import without_curves
+from tests.pretraining_runs import write_corpus
 
 
 def answer(function: str, folder: Path, arguments: dict[str, Any], path: Path) -> None:
@@ -80,17 +84,36 @@ def train(
     with walking(walk), without_curves():
         task = ImageLora(config)
         trainer_module.Trainer(task).run()
-    waits = [[w.phase, w.operation, *w.where] for w in walk.waits if w.phase in {f"step {i}" for i in range(1, steps)}]
     plan = MemoryPlan("fake device", walk.history)
     loaded = next(sum(parts.values()) for phase, parts in walk.history if phase == "step 1")
     saved = [path.name for path in (folder / "run").iterdir()]
     return {
-        "waits": waits,
+        "waits": _waits(walk, steps),
         "phases": plan.phases(),
         "copies": copies,
         "saved": saved,
         "loaded": loaded,
     }
+
+
+def pretrain(folder: Path, flags: Sequence[str]) -> dict[str, Any]:
+    """Pretrain as ``train_llm.py`` does for three steps; return the host's waits, as :func:`train`."""
+    corpus = write_corpus(folder)
+    config = load_for(LLM, [
+        "--data_dir", str(corpus), "--output_dir", str(folder / "run"), "--max_train_steps", "3", "--log_every_n_steps",
+        "100", "--train_batch_size", "2", "--mixed_precision", "bf16", "--overwrite", *flags,
+    ])  # fmt: skip
+    walk = Walk()
+    pretend(walk)
+    _watch(walk, [])
+    with walking(walk), without_curves():
+        trainer_module.Trainer(Pretraining(config)).run()
+    return {"waits": _waits(walk, 3), "saved": [path.name for path in (folder / "run").iterdir()]}
+
+
+def _waits(walk: Walk, steps: int) -> list[list[str]]:
+    """Return the host's waits in ``steps`` but the last."""
+    return [[w.phase, w.operation, *w.where] for w in walk.waits if w.phase in {f"step {i}" for i in range(1, steps)}]
 
 
 def _with_file(folder: Path, model_type: str, file: str, flags: Sequence[str]) -> tuple[Path, Sequence[str]]:
