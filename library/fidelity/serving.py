@@ -412,7 +412,8 @@ class Models:
         family = self._part_family(served)
         recipe = None
         if served.dtype in ("fp8", "fp8_block64") and WeightFiles(family.files.text_encoders[-1]).quantized is None:
-            recipe = Recipe(Fp8Scheme("cast" if served.dtype == "fp8" else "block64"), exclude=())
+            scheme = Fp8Scheme("cast" if served.dtype == "fp8" else "block64", scale_dtype=torch.bfloat16)
+            recipe = Recipe(scheme, exclude=())
         return family.load_text_encoder(_HALVES.get(served.dtype or "", self.dtype), self.device, recipe=recipe)
 
     def _part_family(self, served: Served) -> Family:

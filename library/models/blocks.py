@@ -159,9 +159,23 @@ def modulation(
     return vector.unsqueeze(1).chunk(parts, dim=-1)
 
 
-def feedforward(stream: Tensor, norm: Callable[..., Tensor], layers: Any, modulation: Sequence[Tensor]) -> Tensor:
-    """Return ``stream + gate * MLP(norm(stream, shift, scale))``, with ``modulation`` shift, scale and gate."""
+def feedforward(
+    terms: tuple[Tensor, Tensor, Tensor], norm: Callable[..., Tensor], layers: Any, modulation: Sequence[Tensor]
+) -> Tensor:
+    """Return ``h + gate * MLP(norm(h, shift, scale))`` with ``h = stream + own_gate * update``.
+
+    Saved for backward are the ``terms``, which ``h`` was made of and which are saved anyway, and not ``h``.
+
+    Args:
+        terms: stream [B, S, W], own_gate [B, 1, W], update [B, S, W].
+        norm: see ``modulated``. layers: diffusers' feed-forward. modulation: shift, scale and gate, [B, 1, W].
+    """
     shift, scale, gate = modulation
-    (wide,) = project_recomputed([layers.net[0].proj], norm, stream, shift, scale)
+
+    def normed(stream: Tensor, own_gate: Tensor, update: Tensor, *more: Tensor) -> Tensor:
+        return norm(stream + own_gate * update, *more)
+
+    (wide,) = project_recomputed([layers.net[0].proj], normed, *terms, shift, scale)
     (update,) = project_recomputed([layers.net[2]], gelu, wide)
-    return stream + gate * update
+    stream, own_gate, first = terms
+    return stream + own_gate * first + gate * update

@@ -4,7 +4,7 @@ Without it every block saves some thirty times its input. Checkpointed, a block 
 in backward (Chen et al. 2016, arXiv 1604.06174). Between the two lie three choices, and they go together:
 
     pairs     two neighbouring blocks are one: half the inputs are saved, each block still runs once more, and two
-              blocks' activations are there at a time; of FLUX at 1024 x 1024 0.75 GiB less is saved
+              blocks' activations are there at a time. The last blocks stand alone (:func:`neighbours`)
     every     only one of n neighbouring blocks is checkpointed, the others save everything
     budget    so many bytes are saved all the same (selective checkpointing): of all blocks the outputs of attention,
               which cost most to recompute for their size, then everything of some blocks
@@ -155,14 +155,20 @@ class ActivationCheckpointing:
         return output
 
 
-def neighbours(blocks: Sequence[nn.Module]) -> dict[nn.Module, nn.Module]:
-    """Return every first of two neighbouring blocks of one class -> the second; a last odd one is alone."""
-    pairs, at = dict[nn.Module, nn.Module](), 0
-    while at + 1 < len(blocks):
-        alike = type(blocks[at]) is type(blocks[at + 1])
+# A block of FLUX or Qwen-Image saves twelve times its input for its backward pass. Backward begins at the last block,
+# while every input is there; as many blocks later, and some for the gradients that came meanwhile, a second block has
+# room beside the first.
+ALONE = 14
+
+
+def neighbours(blocks: Sequence[nn.Module], alone: int = ALONE) -> dict[nn.Module, nn.Module]:
+    """Return every first of two neighbouring blocks of one class -> the second, but for the last ``alone`` blocks."""
+    pairs, at = dict[nn.Module, nn.Module](), len(blocks) - alone - 1
+    while at > 0:
+        alike = type(blocks[at - 1]) is type(blocks[at])
         if alike:
-            pairs[blocks[at]] = blocks[at + 1]
-        at += 2 if alike else 1
+            pairs[blocks[at - 1]] = blocks[at]
+        at -= 2 if alike else 1
     return pairs
 
 

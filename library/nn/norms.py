@@ -131,8 +131,16 @@ def modulated(norm: Any) -> functools.partial[Tensor]:
 
 
 def modulated_norm(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """Return LayerNorm of ``x`` [B, S, W] times (1 + scale) plus shift, these [B, 1, W]."""
-    return F.layer_norm(x, x.shape[-1:], eps=eps) * (1 + scale) + shift
+    """Return LayerNorm of ``x`` [B, S, W] times (1 + scale) plus shift, these [B, 1, W], or [B, S, W] of each token."""
+    with torch.autocast(x.device.type, enabled=False):  # which would write the norm in fp32
+        if scale.shape[1] > 1:
+            return F.layer_norm(x.float(), x.shape[-1:], eps=eps) * (1 + scale) + shift
+        # On CPUs weights in fp32 keep the means in fp32 for backward; on GPUs, whose kernel wants one dtype, they are.
+        dtype = torch.float32 if x.device.type == "cpu" else x.dtype
+        weights, biases = ((1 + scale).to(dtype), shift.to(dtype))
+        parts = zip(x.unbind(), weights.flatten(1).unbind(), biases.flatten(1).unbind(), strict=True)
+        normed = [F.layer_norm(one, one.shape[-1:], weight, bias, eps) for one, weight, bias in parts]
+        return normed[0].unsqueeze(0) if len(normed) == 1 else torch.stack(normed)
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -175,6 +183,50 @@ class _BesideGelu(torch.autograd.Function):
 def slice_tokens(x: Tensor, start: int = 0, end: int | None = None) -> Tensor:
     """Return tokens ``start`` to ``end`` of ``x`` [B, S, W]."""
     return x[:, start:end]
+
+
+def join_tokens(text: Tensor, image: Tensor) -> Tensor:
+    """Return tokens [B, L, W] and [B, S, W] as one stream [B, L + S, W]; those of :func:`split_tokens` are not copied."""
+    return torch.cat([text, image], dim=1) if torch.compiler.is_compiling() else _Join.apply(text, image)
+
+
+def split_tokens(stream: Tensor, length: int) -> tuple[Tensor, Tensor]:
+    """Return the first ``length`` tokens of ``stream`` [B, L + S, W], and the others: views of it."""
+    if torch.compiler.is_compiling():
+        return stream[:, :length], stream[:, length:]
+    return _Split.apply(stream, length)
+
+
+def _side_by_side(text: Tensor, image: Tensor) -> Tensor:
+    """Return both as one tensor: that of which they are neighbouring parts, where there is one."""
+    whole = (text.shape[0], text.shape[1] + image.shape[1], text.shape[2])
+    follows = image.storage_offset() == text.storage_offset() + text.shape[1] * text.shape[2]
+    of_one = text.untyped_storage()._cdata == image.untyped_storage()._cdata and text.stride() == image.stride()
+    if follows and of_one and text.stride() == (whole[1] * whole[2], whole[2], 1):
+        return text.as_strided(whole, text.stride())
+    return torch.cat([text, image], dim=1)
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, text: Tensor, image: Tensor) -> Tensor:
+        ctx.length = text.shape[1]
+        return _side_by_side(text, image)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (gradient,) = gradients
+        return gradient[:, : ctx.length], gradient[:, ctx.length :]
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, stream: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        return stream[:, :length], stream[:, length:]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _side_by_side(*gradients), None
 
 
 def clamp_fp16(x: Tensor) -> Tensor:

@@ -233,13 +233,31 @@ def rotate_interleaved(x: Tensor, table: Table) -> Tensor:
     Compilers fuse the written-out form and cannot generate complex code, so they get that one.
     """
     cos, sin = _broadcast(table)
-    pairs = x.float().unflatten(-1, (-1, 2))
     if torch.compiler.is_compiling():
-        real, imaginary = pairs.unbind(-1)
+        real, imaginary = x.float().unflatten(-1, (-1, 2)).unbind(-1)
         turned = torch.stack((real * cos - imaginary * sin, imaginary * cos + real * sin), dim=-1)
-    else:
-        turned = torch.view_as_real(torch.view_as_complex(pairs) * torch.complex(cos, sin))
-    return turned.flatten(-2).to(x.dtype)
+        return turned.flatten(-2).to(x.dtype)
+    return _InterleavedTurn.apply(x, cos, sin)
+
+
+class _InterleavedTurn(torch.autograd.Function):
+    """The turn as a complex product; going back is turning the other way, so of all that only the table is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn_pairs(x, torch.complex(cos, sin))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn_pairs(gradients[0], torch.complex(cos, -sin)), None, None
+
+
+def _turn_pairs(x: Tensor, turns: Tensor) -> Tensor:
+    pairs = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format).unflatten(-1, (-1, 2))
+    torch.view_as_complex(pairs).mul_(turns)
+    return pairs.flatten(-2).to(x.dtype)
 
 
 def rotate_half_split(x: Tensor, table: Table) -> Tensor:

@@ -242,13 +242,13 @@ def dequantize(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tens
 
     Args:
         values: [out, in], e4m3fn or e5m2, finite (see :func:`holds_nan_or_inf`); may be a slice.
-        scale: [1 or out, blocks] fp32, or None.
+        scale: [1 or out, blocks] fp32 or bf16, or None.
         dtype: fp32, bf16 or fp16.
     """
     assert values.dtype in FP8_DTYPES, f"{values.dtype} is no fp8 dtype"
     if values.device.type == "cpu" and not torch.compiler.is_compiling():
         small = values.numel() < _LARGE or dtype not in _COMPILED_DTYPES
-        return (by_bits if small else _faster())(values, scale, dtype)
+        return (by_bits if small else _faster())(values, None if scale is None else scale.float(), dtype)
     if scale is None:
         return values.to(dtype)
     return scaled(values, scale, dtype)

@@ -113,7 +113,7 @@ def test_two_blocks_in_one_checkpoint_are_each_computed_again_once(count: int) -
     """Bit for bit the gradients of a step that keeps everything, of an odd number of blocks too."""
     blocks = nn.ModuleList(list(stack())[:count])
     expected, _ = step(blocks, None)
-    pairs = neighbours(list(blocks))
+    pairs = neighbours(list(blocks), alone=0)
     assert len(pairs) == count // 2
     checkpointing = ActivationCheckpointing(count, pairs=pairs, carried=("x",))
     for _ in range(2):
@@ -128,7 +128,8 @@ def test_blocks_of_two_classes_are_no_pair() -> None:
         pass
 
     blocks = [Block(), Other(), Other(), Block()]
-    assert neighbours(blocks) == {blocks[1]: blocks[2]}
+    assert neighbours(blocks, alone=0) == {blocks[1]: blocks[2]}
+    assert neighbours(blocks, alone=2) == {}
 
 
 def test_attention_comes_first_and_whole_blocks_take_what_is_left() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
 
-from library.nn.norms import RMSNorm
+from library.nn.norms import RMSNorm, join_tokens, modulated_norm, split_tokens
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -88,3 +88,59 @@ def test_norm_without_epsilon_uses_that_of_fp32_as_torch_does() -> None:
 def test_norm_over_several_axes_is_refused() -> None:
     with pytest.raises(ValueError, match="several axes"):
         RMSNorm.adopt(torch.nn.RMSNorm((2, 8)))
+
+
+@pytest.mark.parametrize("tokens", [1, 24], ids=["a vector a sample", "a vector a token"])
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
+def test_modulation_is_that_of_the_paper(dtype: torch.dtype, most: float, batch: int, tokens: int) -> None:
+    """LayerNorm(x) (1 + scale) + shift and its gradients in float64; bf16 rounds results and terms of sums, 2^-8."""
+    x, shift, scale = (random(batch, n, 64, seed=n).to(dtype) for n in (24, tokens, tokens))
+    gradient = random(batch, 24, 64, seed=5)
+    found = [each.clone().requires_grad_() for each in (x, shift, scale)]
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+        result = modulated_norm(*found, eps=1e-6)
+    exact = [each.double().requires_grad_() for each in (x, shift, scale)]
+    centred = exact[0] - exact[0].mean(-1, keepdim=True)
+    expected = centred / (centred.square().mean(-1, keepdim=True) + 1e-6).sqrt() * (1 + exact[2]) + exact[1]
+    result.backward(gradient.to(result.dtype))
+    expected.backward(gradient.to(result.dtype).double())
+    pairs = [(result, expected), *((one.grad, other.grad) for one, other in zip(found, exact, strict=True))]
+    for one, other in pairs:
+        assert one is not None
+        assert other is not None
+        assert (one.double() - other).norm() <= most * other.norm()
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_joining_what_was_split_copies_nothing(batch: int) -> None:
+    stream = random(batch, 7, 4).requires_grad_()
+    parts = split_tokens(stream * 1, 3)
+    joined = join_tokens(*parts)
+    assert joined.data_ptr() == parts[0].data_ptr()
+    assert torch.equal(joined, stream)
+    (joined * random(batch, 7, 4, seed=1)).sum().backward()
+    assert stream.grad is not None
+    assert torch.equal(stream.grad, random(batch, 7, 4, seed=1))
+
+
+@pytest.mark.parametrize("order", ["others", "swapped", "apart"])
+def test_joining_other_tokens_is_a_concatenation(order: str) -> None:
+    """Of two tensors, of one's parts the other way round, and of one with a gap; only one of them with a gradient."""
+    one, other = random(2, 3, 4).requires_grad_(), random(2, 5, 4, seed=1)
+    text, image = {
+        "others": (one * 1, other),
+        "swapped": split_tokens(torch.cat([other, one], dim=1), 5)[::-1],
+        "apart": tuple(torch.cat([one, other[:, :1], other], dim=1).split([3, 1, 5], dim=1))[::2],
+    }[order]
+    (join_tokens(text, image) * (weights := random(2, 8, 4, seed=2))).sum().backward()
+    assert torch.equal(join_tokens(text, image), torch.cat([one, other], dim=1))
+    assert one.grad is not None
+    assert torch.equal(one.grad, weights[:, :3])
+
+
+def test_one_part_of_a_split_may_be_all_that_is_used() -> None:
+    stream = random(1, 7, 4).requires_grad_()
+    split_tokens(stream, 3)[1].sum().backward()
+    assert stream.grad is not None
+    assert torch.equal(stream.grad, torch.cat([torch.zeros(1, 3, 4), torch.ones(1, 4, 4)], dim=1))

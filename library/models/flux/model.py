@@ -6,7 +6,6 @@ a token become its channels.
 
 *Forward* (:func:`optimise_forward`, ``library.models.blocks``). Beside norms, attention and blocks:
 
-- the MLP of a single block is projected together with q, k and v;
 - the *position table* has one cosine and sine per pair instead of two;
 - *timestep embedding*: diffusers casts the timestep to the compute dtype, *then* multiplies by 1000 and takes sines of
   it. In bf16, 0.711 x 1000 becomes 712, and sin(712) is a whole radian off. Here the timestep travels beside the pooled
@@ -38,7 +37,7 @@ from library.models.blocks import (
 from library.models.latents import pack_latents
 from library.nn.attention import Backend
 from library.nn.frozen_linear import project_recomputed
-from library.nn.norms import ModulationCache, beside_gelu, clamp_fp16, modulated
+from library.nn.norms import ModulationCache, beside_gelu, clamp_fp16, join_tokens, modulated, split_tokens
 from library.nn.rope import MultiAxisRope, Table
 
 
@@ -107,9 +106,8 @@ class FluxTransformerBlock(diffusers_flux.FluxTransformerBlock):
             (text, modulated(self.norm1_context.norm), text_mod),
         )
         image_update, text_update = joint_attention(self.attn, *streams, image_rotary_emb)
-        image = feedforward(image + image_mod[2] * image_update, modulated(self.norm2), self.ff, image_mod[3:])
-        text = text + text_mod[2] * text_update
-        text = feedforward(text, modulated(self.norm2_context), self.ff_context, text_mod[3:])
+        image = feedforward((image, image_mod[2], image_update), modulated(self.norm2), self.ff, image_mod[3:])
+        text = feedforward((text, text_mod[2], text_update), modulated(self.norm2_context), self.ff_context, text_mod[3:])
         return clamp_fp16(text), image
 
 
@@ -132,14 +130,15 @@ class FluxSingleTransformerBlock(diffusers_flux.FluxSingleTransformerBlock):
             return super().forward(hidden_states, encoder_hidden_states, temb, image_rotary_emb, joint_attention_kwargs)
         attn: Any = self.attn
         length = encoder_hidden_states.shape[1]
-        stream = torch.cat([encoder_hidden_states, hidden_states], dim=1)
+        stream = join_tokens(encoder_hidden_states, hidden_states)
         shift, scale, gate = modulation(self.norm.silu, self.norm.linear, temb, 3, modulation_cache, "both")
-        layers = [attn.to_q, attn.to_k, attn.to_v, self.proj_mlp]
-        *qkv, wide = project_recomputed(layers, modulated(self.norm.norm), stream, shift, scale)
+        norm = modulated(self.norm.norm)
+        qkv = project_recomputed([attn.to_q, attn.to_k, attn.to_v], norm, stream, shift, scale)
         attended = attn.processor.attend(attn, qkv, None, image_rotary_emb)
+        # Last, so that backward has done with its gradient, four times as wide as the stream, when attention's begins.
+        (wide,) = project_recomputed([self.proj_mlp], norm, stream, shift, scale)
         (update,) = project_recomputed([self.proj_out], beside_gelu, attended, wide)
-        stream = clamp_fp16(stream + gate * update)
-        return stream[:, :length], stream[:, length:]
+        return split_tokens(clamp_fp16(stream + gate * update), length)
 
 
 def optimise_forward(transformer: FluxTransformer2DModel, backend: Backend = "auto") -> FluxTransformer2DModel:

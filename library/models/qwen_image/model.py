@@ -86,10 +86,10 @@ class QwenImageTransformerBlock(diffusers_qwen.QwenImageTransformerBlock):
             (text, modulated(self.txt_norm1), text_mod),
         )
         image_update, text_update = joint_attention(self.attn, *streams, image_rotary_emb, encoder_hidden_states_mask)
-        image = image + _chosen(image_mod[2], modulate_index) * image_update
-        image_mod = (*image_mod[3:5], _chosen(image_mod[5], modulate_index))
-        image = feedforward(image, _modulated(self.img_norm2, modulate_index), self.img_mlp, image_mod)
-        text = feedforward(text + text_mod[2] * text_update, modulated(self.txt_norm2), self.txt_mlp, text_mod[3:])
+        gates = [_chosen(image_mod[i], modulate_index) for i in (2, 5)]
+        norm = _modulated(self.img_norm2, modulate_index)
+        image = feedforward((image, gates[0], image_update), norm, self.img_mlp, (*image_mod[3:5], gates[1]))
+        text = feedforward((text, text_mod[2], text_update), modulated(self.txt_norm2), self.txt_mlp, text_mod[3:])
         return clamp_fp16(text), clamp_fp16(image)
 
 

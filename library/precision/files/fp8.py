@@ -85,9 +85,9 @@ _SCALES, _INPUT_SCALES = ("scale_weight", "weight_scale"), ("scale_input", "inpu
 
 @dataclass(frozen=True)
 class Fp8Weight(QuantizedWeight):
-    """Values ``[out, in]`` (an fp8 dtype) and their scale ``[1 or out, blocks]`` fp32, or None for a plain cast.
+    """Values ``[out, in]`` (an fp8 dtype) and their scale ``[1 or out, blocks]``, or None for a plain cast.
 
-    A plain cast of a bias or a norm has values of any shape.
+    The scale is in fp32, or in bf16 where that loses nothing. A plain cast of a bias or a norm has values of any shape.
     """
 
     scale: Tensor | None = None
@@ -109,13 +109,13 @@ class Fp8Weight(QuantizedWeight):
         return Fp8Scheme(self.granularity, self.fp8, self.scale_dtype)
 
     def steps(self) -> Tensor | None:
-        """Return the scale."""
-        return self.scale
+        """Return the scale, fp32."""
+        return None if self.scale is None else self.scale.float()
 
     @property
     def factors(self) -> Tensor:
-        """The scale; of a plain cast 1."""
-        return torch.ones(1, 1, device=self.values.device) if self.scale is None else self.scale
+        """The scale, fp32; of a plain cast 1."""
+        return torch.ones(1, 1, device=self.values.device) if self.scale is None else self.scale.float()
 
     @property
     def column_block(self) -> int:
@@ -246,7 +246,7 @@ class Fp8Scheme(Scheme):
 
     def pack(self, units: Tensor, steps: Tensor | None) -> Fp8Weight:
         """Return values and scale."""
-        return Fp8Weight(units.to(self.fp8.dtype), steps, self.scale_dtype)
+        return Fp8Weight(units.to(self.fp8.dtype), _held(steps), self.scale_dtype)
 
     def store(self, layout: LayoutKind, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredFp8:
         """See :meth:`Scheme.store`; musubi-tuner's scales have the dtype of the weight."""
@@ -280,7 +280,7 @@ class Fp8Scheme(Scheme):
     ) -> Fp8Weight:
         """See :meth:`Scheme.rounded`; the same without a way to fp32 and back."""
         values = round_stochastically(units, self.fp8, generator) if stochastic else round_to_nearest(units, self.fp8)
-        return Fp8Weight(values, steps, self.scale_dtype)
+        return Fp8Weight(values, _held(steps), self.scale_dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +327,7 @@ class StoredFp8(StoredWeight):
         if self.scale_shape is None:
             return Fp8Weight(values)
         scale = file.read_scale(self.tensors["scale"]).reshape(self.scale_shape)
-        return Fp8Weight(values, scale_of_rows(scale, rows), self.scheme.scale_dtype)
+        return Fp8Weight(values, _held(scale_of_rows(scale, rows)), self.scheme.scale_dtype)
 
     def written(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """Return values and scale as the file has them."""
@@ -446,6 +446,17 @@ def _rounded_up(scale: Tensor, dtype: torch.dtype) -> Tensor:
     stored = scale.to(dtype)
     above = torch.nextafter(stored, torch.full_like(stored, math.inf))
     return torch.where(stored.float() < scale, above, stored).float()
+
+
+def _held(scale: Tensor | None) -> Tensor | None:
+    """Return ``scale`` [rows, blocks] as it lies in memory: of many blocks in bf16, where every one is exact in it.
+
+    A scale per 64 inputs of FLUX takes 0.7 GiB in fp32.
+    """
+    if scale is None or scale.shape[1] == 1 or scale.dtype == torch.bfloat16:
+        return scale
+    narrow = scale.to(torch.bfloat16)
+    return narrow if torch.equal(narrow.float(), scale.float()) else scale
 
 
 def _in_blocks(scale: Tensor, blocks: int) -> Tensor:

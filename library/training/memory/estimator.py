@@ -43,6 +43,7 @@ from library.models.llm.files import open_lm
 from library.models.llm.model import TransformerLM, lm_split_plan, separate_projections
 from library.models.llm.spec import PRESETS, LMConfig
 from library.models.registry import family_class, lora_targets
+from library.nn.checkpointing import ALONE
 from library.nn.tensor_split import Parts
 from library.precision.recipe import Recipe
 from library.training.memory.block_swap import most_swapped, swapped_per_kind
@@ -523,10 +524,17 @@ def _activations(
     passing = float(max(part.temporary for _, part in local))
     if options.checkpointing:
         fetched = options.swapped or layout.gathers_weights or layout.pp > 1 or layout.tp > 1 or options.full
-        pair = 1 if options.inputs_on_host or fetched else 2  # blocks within a checkpoint (library.nn.checkpointing)
-        inputs = sum(-(-count // pair) * part.inputs for count, part in local)
-        lasting = 0.0 if options.inputs_on_host else float(inputs)
-        passing = max(min(pair, count) * of(part) + part.temporary for count, part in local)
+        pairs = not (options.inputs_on_host or fetched)  # two blocks within a checkpoint (library.nn.checkpointing)
+        lasting, passing, left = 0.0, 0.0, ALONE
+        for count, part in reversed(local):
+            alone = min(left, count) if pairs else count
+            left -= alone
+            rest = count - alone
+            lasting += (alone + -(-rest // 2)) * part.inputs
+            freed = (ALONE - left) * part.inputs if pairs else 0  # when backward comes to the first pair
+            two = min(rest, 2) * of(part) - freed
+            passing = max(passing, (of(part) if alone else 0) + part.temporary, two + part.temporary)
+        lasting = 0.0 if options.inputs_on_host else lasting
     casts = 0.0  # of trained weights, which autocast keeps to the end of forward unless they are gathered by block
     if options.full and options.checkpointing and not layout.gathers_weights:
         casts = sum(count * part.held[layout.tp][1] for count, part in local) * 2 / options.batch

@@ -183,8 +183,9 @@ def transformer_recipe(config: PrecisionConfig, seed: int) -> Recipe | None:
     """
     if not (config.fp8_base or config.fp8_scaled):
         return None
+    granularity = config.fp8_granularity if config.fp8_scaled else "cast"
     return Recipe(
-        Fp8Scheme(config.fp8_granularity if config.fp8_scaled else "cast", format_named(config.fp8_format)),
+        Fp8Scheme(granularity, format_named(config.fp8_format), torch.bfloat16),
         exclude=tuple(config.fp8_exclude),
         exclude_patterns=tuple(config.fp8_exclude_patterns),
         stochastic=config.fp8_rounding == "stochastic",
@@ -194,7 +195,7 @@ def transformer_recipe(config: PrecisionConfig, seed: int) -> Recipe | None:
 
 def text_encoder_recipe(config: PrecisionConfig) -> Recipe | None:
     """Return how T5 becomes fp8; None if it does not."""
-    return Recipe(Fp8Scheme("block64"), exclude=()) if config.fp8_text_encoder else None
+    return Recipe(Fp8Scheme("block64", scale_dtype=torch.bfloat16), exclude=()) if config.fp8_text_encoder else None
 
 
 def describe_base(layout: QuantizedFile | None, fp8: WeightLoader, dtype: torch.dtype) -> str:

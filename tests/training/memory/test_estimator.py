@@ -7,6 +7,7 @@ import json
 import runpy
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -172,7 +173,10 @@ def test_each_layout_splits_what_the_page_says() -> None:
     stage = of(StepOptions(batch=2), dp=1, pp=2)
     assert (stage.weights, stage.lora, stage.gradients) == (2 * 2000 + 600, 800, 800)  # the first, with the embedding
     assert stage.activations == 2 * (2 * 3400 + 500 + 500)  # two microbatches wait; gradients of one
-    assert of(StepOptions(checkpointing=True)).activations == 2 * 100 + 2 * 3400 + 1000 + 500
+    assert of(StepOptions(checkpointing=True)).activations == 4 * 100 + 3400 + 1000 + 500
+    deep = replace(MODEL, blocks=(replace(BLOCK, count=20),))
+    pairs = estimate(deep, ParallelConfig(), StepOptions(checkpointing=True)).activations
+    assert pairs == (14 + 3) * 100 + (2 * 3400 - 14 * 100) + 1000 + 500  # backward is at the first of three pairs
     assert of(StepOptions(fp8=True)).weights == 4 * (800 + 400) + 800
     assert of(StepOptions(batch=3)).activations == 3 * plain["activations"]
     first, second, third = (of(dp=2, zero=stage) for stage in (1, 2, 3))
