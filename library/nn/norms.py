@@ -186,7 +186,7 @@ def slice_tokens(x: Tensor, start: int = 0, end: int | None = None) -> Tensor:
 
 
 def join_tokens(text: Tensor, image: Tensor) -> Tensor:
-    """Return tokens [B, L, W] and [B, S, W] as one stream [B, L + S, W]; those of :func:`split_tokens` are not copied."""
+    """Return tokens [B, L, W] and [B, S, W] as one, [B, L + S, W]; those of :func:`split_tokens` are not copied."""
     return torch.cat([text, image], dim=1) if torch.compiler.is_compiling() else _Join.apply(text, image)
 
 

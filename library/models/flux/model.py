@@ -107,7 +107,8 @@ class FluxTransformerBlock(diffusers_flux.FluxTransformerBlock):
         )
         image_update, text_update = joint_attention(self.attn, *streams, image_rotary_emb)
         image = feedforward((image, image_mod[2], image_update), modulated(self.norm2), self.ff, image_mod[3:])
-        text = feedforward((text, text_mod[2], text_update), modulated(self.norm2_context), self.ff_context, text_mod[3:])
+        text_norm = modulated(self.norm2_context)
+        text = feedforward((text, text_mod[2], text_update), text_norm, self.ff_context, text_mod[3:])
         return clamp_fp16(text), image
 
 
