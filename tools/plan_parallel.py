@@ -9,7 +9,8 @@ The model is a published one by name, a diffusers or language model's folder, or
 headers are read. Nothing is loaded and no GPU is needed: weights are counted, activations found by running a block of
 each kind on tensors without numbers. What is recommended is the first that fits, in the order of the table: copies
 before split weights before shared layers before a pipeline before ZeRO, which takes another package; without
-checkpointing before with; the base as it is before fp8.
+checkpointing before with; the base as it is before fp8. Where every process has an image model in full, the step is
+counted as tools/plan_memory.py does before it is recommended, which takes a minute.
 """
 
 from __future__ import annotations
@@ -17,14 +18,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.table import Table
 
+from library.config import load_config
 from library.config.markers import MOST_SIDE
 from library.config.schema import ParallelConfig
 from library.console import Console
@@ -66,10 +69,12 @@ answer_early(__name__, arguments)
 
 import torch
 
+from library.models.registry import family_class
 from library.training.memory.budget import GIB, MemoryEstimate
 from library.training.memory.estimator import (
     RESERVE,
     ModelMemory,
+    ModelShape,
     StepOptions,
     estimate,
     fits,
@@ -78,6 +83,8 @@ from library.training.memory.estimator import (
     settings_of,
     shape_of,
 )
+from library.training.memory.plan import MemoryPlan, plan_memory
+from library.training.memory.stand_in import write_dataset
 
 _TOKEN_SIDE = 16  # pixels of a token's side: 8 of the VAE times 2 of a patch
 
@@ -104,6 +111,26 @@ def plan(model: ModelMemory, gpus: int, in_machine: int, limit: int, full: bool 
                 parts = estimate(model, layout, options)
                 rows.append(Row(layout, options, parts, fits(parts, limit)))
     return rows
+
+
+def counted(options: argparse.Namespace, shape: ModelShape, row: Row) -> tuple[MemoryPlan, MemoryEstimate]:
+    """Return what a process that has the whole model takes, walked on fake tensors, and of that its step."""
+    with tempfile.TemporaryDirectory() as folder:
+        data = write_dataset(
+            Path(folder), family_class(shape.name).conditioning, options.resolution, options.batch_size
+        )
+        path = Path(options.model).expanduser()
+        model = str(path) if path.exists() else f"{folder}/{shape.name}"
+        words = [
+            "--model_type", shape.name, "--pretrained_model_name_or_path", model,
+            "--dataset_config", str(data), "--network_dim", str(options.network_dim), "--mixed_precision", "bf16",
+            "--output_dir", folder, "--max_train_steps", "2", "--max_data_loader_n_workers", "0",
+        ]  # fmt: skip
+        words += ["--gradient_checkpointing"] * row.options.checkpointing + ["--fp8_scaled"] * row.options.fp8
+        found = plan_memory(load_config(words), round(options.gpu_memory * GIB))
+    parts = found.phases()["step"]
+    step = {name: parts.get(name, 0) for name in ("weights", "optimizer", "activations")}
+    return found, replace(row.parts, **step, lora=parts.get("LoRA", 0), update=0)
 
 
 def settings(row: Row) -> Iterator[str]:
@@ -148,8 +175,19 @@ def main() -> None:
     model = model_memory(shape, tokens, options.text_tokens, 0 if full else options.network_dim, dtype)
     limit = round(options.gpu_memory * GIB)
     rows = plan(model, gpus, within, limit, full, options.batch_size)
-    best = next((row for row in rows if row.fits), None)
     console = Console(markup=False, highlight=False, width=140)
+    best, said = None, ""
+    for row in rows:
+        if not row.fits:
+            continue
+        if language or row.layout.splits_model or row.layout.zero:
+            best, said = row, "by formulas"
+            break
+        with console.status(f"counting {describe(row.layout)}, {row.options.describe()}: a minute"):
+            found, parts = counted(options, shape, row)
+        if fits(parts, limit):
+            best, said = row, f"its step takes {parts.total / GIB:.2f} GiB, source: {found.source}"
+            break
     weights = sum(part.count * part.weights for part in model.parts)
     seen = f"{tokens} tokens" if language else f"{options.resolution} x {options.resolution} pixels"
     batch = f"a batch of {options.batch_size} at {seen}, AdamW"
@@ -172,6 +210,7 @@ def main() -> None:
     script = "train_llm.py" if full else "train_lora.py"
     nodes = f"--nnodes {gpus // within} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
     start = f"torchrun {nodes if gpus > within else ''}--nproc-per-node {within}"
+    console.print(f"recommended: {describe(best.layout)}, {best.options.describe()}; {said}")
     console.print("", *lines, sep="\n")
     console.print(f"{start if gpus > 1 else 'python'} {script} --config_file ...")
 

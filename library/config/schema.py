@@ -388,8 +388,8 @@ class TrainingConfig(SharedTrainingKeys):
     )
     memory: Annotated[Literal["manual", "auto"], IMAGES, SAME_RESULT] = Field(
         "manual",
-        description="manual: as the keys above say; auto: take real steps before anything is cached, and choose the "
-        "fastest of gradient_checkpointing, activation_budget_mb, cpu_offload_checkpointing, blocks_to_swap that fits",
+        description="manual: as the keys above say; auto: choose the fastest of gradient_checkpointing, "
+        "activation_budget_mb, cpu_offload_checkpointing, blocks_to_swap that fits, counted before anything is cached",
     )
 
 

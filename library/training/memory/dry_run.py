@@ -12,10 +12,11 @@ doubt: ``estimator`` says from the files' headers what a step holds, and what cl
 tried; where that is not clear, the step is counted on fake tensors (``plan``), and only within a GiB of the limit real
 ones decide.
 
-``memory = "auto"``: the fastest memory policy with which the largest batch fits, found by real steps. From the fastest
-on: nothing is recomputed; everything is, but for as much as the free memory keeps; the inputs of blocks wait in host
-memory; frozen blocks do too. None of it changes a number of the training, so a run may be resumed under another choice.
-A GPU without other work is what is measured: a twentieth is left free for what the allocator wastes.
+``memory = "auto"``: the fastest memory policy with which the largest batch fits. From the fastest on: nothing is
+recomputed; everything is, but for as much as the free memory keeps; the inputs of blocks wait in host memory; frozen
+blocks do too. On a GPU each is counted on fake tensors (``plan``), a minute or two for a model at full depth the first
+time; on a CPU and with several processes real steps are taken. None of it changes a number of the training, so a run
+may be resumed under another choice. A twentieth of the memory is left free for what the allocator wastes.
 """
 
 from __future__ import annotations
@@ -185,17 +186,40 @@ class MemoryProbe:
         """Return what a step holds, from headers alone; None where that is not known."""
         return None if self.model is None else estimate(self.model, ParallelConfig(), self.options)
 
-    def counted(self) -> MemoryEstimate | None:
-        """Return what a step takes, walked on fake tensors on this card; None where that is not possible."""
-        accelerator = self.task.accelerator
-        on_card = accelerator.device.type == "cuda" and type(torch.empty(0, device=accelerator.device)) is Tensor
-        if not on_card or accelerator.num_processes > 1:
+    @property
+    def can_count(self) -> bool:
+        """Whether this process has a GPU for itself, and is no walk on fake tensors."""
+        device = self.task.accelerator.device
+        on_card = device.type == "cuda" and type(torch.empty(0, device=device)) is Tensor
+        return on_card and self.task.accelerator.num_processes == 1
+
+    def counted(self, training: TrainingConfig) -> Measured | None:
+        """Return what a step takes under the memory policy of ``training``, walked on fake tensors; None if not known.
+
+        A policy that cannot run, as compiled blocks with some others, is not known either.
+        """
+        if not self.can_count:
             return None
         with suppress(UserError):
-            parts = plan_memory(self.task.config, self.limit).phases()["step"]
+            config = self.task.config.model_copy(update={"training": _with(training, memory="manual")})
+            parts = plan_memory(config, self.limit).phases()["step"]
             lasting = {name.lower(): parts.get(name, 0) for name in ("weights", "LoRA", "gradients", "optimizer")}
-            return MemoryEstimate(**lasting, update=0, activations=parts["activations"])
+            memory = MemoryEstimate(**lasting, update=0, activations=parts["activations"])
+            return Measured(memory, memory.total + RESERVE <= self.limit, *self._swappable())
         return None
+
+    def _swappable(self) -> tuple[int, int]:
+        """How many blocks may be swapped, and bytes of one, by the files' headers; zeros where these do not say."""
+        if self.model is None:
+            return 0, 0
+        now, swapped = (
+            estimate(self.model, ParallelConfig(), replace(self.options, swapped=count)).weights for count in (0, 1)
+        )
+        return most_swapped([(part.count, part.weights) for part in self.model.blocks]), now - swapped
+
+    def policy(self, training: TrainingConfig) -> Measured:
+        """Return what a step takes under the memory policy of ``training``: counted where it can be, else taken."""
+        return self.counted(training) or self.measure(training)
 
     def measure(self, training: TrainingConfig) -> Measured:
         """Take real steps under the memory policy of ``training``; everything is freed again."""
@@ -299,9 +323,10 @@ def _in_doubt(probe: MemoryProbe, console: Console) -> bool:
     """
     memory, limit, how = probe.estimate(), probe.limit, "estimated"
     if memory is None or _CLEARLY_FITS * limit < memory.total < _CLEARLY_TOO_MUCH * limit:
-        memory, how = probe.counted(), "counted"
-        if memory is None or memory.total <= limit < memory.total + RESERVE:
+        found = probe.counted(probe.task.config.training)
+        if found is None or found.memory is None or found.memory.total <= limit < found.memory.total + RESERVE:
             return True
+        memory, how = found.memory, "counted"
     console.print(
         f"memory dry run: a step of {probe.what} is {how} at {memory.describe()}, of {in_words(limit)}; no dry run",
         soft_wrap=True,
@@ -434,22 +459,22 @@ def _restored(accelerator: Accelerator) -> Iterator[None]:
 
 
 def choose(probe: MemoryProbe) -> tuple[TrainingConfig, Measured]:
-    """Return the first policy that fits, fastest first, and the step that was taken with it.
+    """Return the first policy that fits, fastest first, and what a step takes with it.
 
     Raises:
         UserError: none does.
     """
     training, limit = probe.task.config.training, probe.limit
-    fastest = probe.measure(training)
+    fastest = probe.policy(training)
     if fastest.within(_ROOM, limit):
         return training, fastest
     recomputing = _with(training, gradient_checkpointing=True)
-    least = probe.measure(recomputing)
+    least = probe.policy(recomputing)
     if least.within(_ROOM, limit):
         return _keeping(probe, recomputing, fastest, least)
     last = least
     for candidate in _on_the_host(probe, recomputing, least):
-        last = probe.measure(candidate)
+        last = probe.policy(candidate)
         if last.within(_ROOM, limit):
             return candidate, last
     raise probe.refuse(last.memory, "set fp8_scaled = true, a smaller batch_size or a lower resolution")
@@ -466,7 +491,7 @@ def _keeping(
     compiled = probe.task.config.accelerate.torch_compile  # a compiled block does not show what it keeps
     if room >= _WORTH_KEEPING and not compiled:
         keeping = _with(recomputing, activation_budget_mb=room // 2**20)
-        measured = probe.measure(keeping)
+        measured = probe.policy(keeping)
         if measured.within(1.0, probe.limit):
             return keeping, measured
     return recomputing, least
