@@ -209,7 +209,7 @@ class _Place:
     @property
     def shape(self) -> tuple[int, ...]:
         """Its own shape, whatever holds its numbers."""
-        return tuple(self.tensor.shape if self.stored is None else self.stored.shape)
+        return tuple(self.tensor.shape if self.held is None else self.held.shape)
 
     @property
     def size(self) -> int:
@@ -222,26 +222,31 @@ class _Place:
         return str(self.tensor.dtype).removeprefix("torch.")
 
     @property
-    def stored(self) -> QuantizedWeight | None:
-        """The weight of a quantised layer."""
+    def held(self) -> QuantizedWeight | None:
+        """The weight of a quantised layer, where it is."""
         return self.module.quantized() if isinstance(self.module, QuantizedLinear) and self.leaf == "weight" else None
+
+    @property
+    def stored(self) -> QuantizedWeight | None:
+        """The weight of a quantised layer on the CPU, as :meth:`matrix` is."""
+        return None if self.held is None else self.held.to("cpu")
 
     @property
     def quantized(self) -> Fp8Weight | None:
         """Values and scale of an fp8 weight."""
-        return self.stored if isinstance(self.stored, Fp8Weight) else None
+        return stored if isinstance(stored := self.stored, Fp8Weight) else None
 
     def matrix(self) -> Tensor:
         """Return the numbers in fp32 on the CPU, [out, rest]; a vector is one row."""
-        numbers = self.tensor.float() if self.stored is None else self.stored.dequantize(torch.float32)
+        numbers = self.tensor.float() if self.held is None else self.held.dequantize(torch.float32)
         return numbers.cpu().reshape(1 if numbers.ndim < 2 else numbers.shape[0], -1)
 
 
 def model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter and buffer as numbers; a LoRA beside a layer is left out, what is quantised turned back."""
     for place in _walk(model, ""):
-        stored = place.stored
-        yield place.name, place.tensor if stored is None else stored.dequantize(torch.float32)
+        held = place.held
+        yield place.name, place.tensor if held is None else held.dequantize(torch.float32)
 
 
 def _places(model: nn.Module) -> dict[str, _Place]:
@@ -478,7 +483,7 @@ def _scale_rows(row: TensorRow, there: _Place, here: _Place, input_scale: Tensor
     rows = []
     quantized = here.quantized
     if quantized is not None and quantized.scale is not None:
-        scale = quantized.scale.cpu()
+        scale = quantized.factors
         granularity = quantized.granularity
         fresh = quantized.scheme.steps(quantized.scheme.magnitudes(there.matrix()))
         error = relative(scale, fresh) if fresh is not None else 0.0

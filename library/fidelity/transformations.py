@@ -86,7 +86,7 @@ def steps_of(served: Fp8Weight, wanted: Tensor, base: Tensor | None = None) -> S
     ``base``: what an update was merged into, if one was. The step is that at the larger of the two numbers: the base
     may have been rounded before.
     """
-    fp8, scale = served.fp8, served.scale
+    fp8, scale = served.fp8, served.steps()
     allowed = _MOST if base is None else 2 * _MOST
     beyond = off = near = drift = energy = subnormal = flushed = 0.0
     seen, farthest = 0, 0.0
@@ -169,7 +169,7 @@ def group_gains(numbers: Tensor, wanted: Tensor, rows: int, blocks: int) -> Tens
 
 def with_gains(quantized: Fp8Weight, gains: Tensor) -> Fp8Weight:
     """Return the same values with scales divided by ``gains``."""
-    scale = torch.ones(1, 1) if quantized.scale is None else quantized.scale
+    scale = quantized.factors
     return Fp8Weight(quantized.values, (scale / gains).float())
 
 
@@ -227,7 +227,7 @@ def _misrounded(served: ServedMatrix, wanted: Tensor) -> Diagnosis | None:
 
 def _beyond_are_flushed(served: Fp8Weight, wanted: Tensor) -> bool:
     """Return whether the served numbers are honest but where they are zero for a subnormal number."""
-    small = _over_scale(wanted, served.scale, slice(None)).abs() < 1.07 * served.fp8.min_normal
+    small = _over_scale(wanted, served.steps(), slice(None)).abs() < 1.07 * served.fp8.min_normal
     kept = torch.where((served.values.float() == 0) & small, torch.zeros(()), wanted)
     return steps_of(served, kept).beyond <= _RARE
 

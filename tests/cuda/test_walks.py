@@ -100,6 +100,21 @@ def test_pretraining_goes_through(device: FakeDevice, tmp_path: Path, more: list
     assert found["saved"]
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"sample_prompts": ["say 3"], "sample_tokens": 12, "sample_at_first": True},
+        {"model_type": "gpt2", "packing": True, "max_length": 30, "gradient_checkpointing": True},
+    ],
+    ids=["Llama, sampled", "GPT-2, packed"],
+)
+def test_a_chat_lora_goes_through(device: FakeDevice, tmp_path: Path, settings: dict[str, Any]) -> None:
+    found = device.walk("chat", tmp_path, **settings)
+    assert "lora" in found["saved"]
+    assert ("samples" in found["saved"]) == ("sample_prompts" in settings)
+    assert found["waits"] == []
+
+
 def test_swapped_blocks_leave_the_device(device: FakeDevice, tmp_path: Path) -> None:
     """Of four blocks two are swapped: what stays and a ring of two slots, as four would take."""
     flags = ["--gradient_checkpointing", "--fp8_scaled"]
@@ -147,8 +162,16 @@ def test_an_activation_that_is_kept_twice_is_found(device: FakeDevice, tmp_path:
     assert held[1] - held[0] >= (4096 + 512) * 3072 * 2 * 5.5
 
 
-def test_a_model_is_quantised(device: FakeDevice, tmp_path: Path) -> None:
+def test_tools_go_through(device: FakeDevice, tmp_path: Path) -> None:
+    """A model is quantised; an image is painted in fp8 with a LoRA: T5 in bf16 takes most, 4.76 billion numbers."""
     model = device.walk("make_model", tmp_path, model_type="flux", blocks=1)["path"]
     quantised = tmp_path / "quantised.safetensors"
     device.walk("tool", tmp_path, name="quantize_model", words=["--model", model, "--save_to", str(quantised)])
     assert quantised.is_file()
+    device.walk("train", tmp_path, blocks=1, side=256, steps=1)
+    words = ["image", "--model", model, "--lora", str(tmp_path / "run/lora.safetensors"), "--fp8_scaled",
+             "--mixed_precision", "bf16", "--prompt", "a house", "--s", "2", "--w", "256", "--h", "256",
+             "--save_to", str(tmp_path / "made")]  # fmt: skip
+    peak = device.walk("tool", tmp_path, name="generate", words=words)["peak"]
+    assert peak == pytest.approx(4.76e9 * 2, rel=0.05)
+    assert len(list((tmp_path / "made").glob("*.png"))) == 1

@@ -26,6 +26,7 @@ from library.training.memory.stand_in import write_dataset, write_model
 from library.training.tasks.image_lora import ImageLora
 from library.training.tasks.image_step import FlowStep
 from library.training.tasks.pretraining import Pretraining
+from tests import chat_runs
 from tests.cuda.formats import write_quantised
 from tests.curves import without_curves
 from tests.pretraining_runs import write_corpus
@@ -108,6 +109,17 @@ def pretrain(folder: Path, flags: Sequence[str]) -> dict[str, Any]:
     _watch(walk, [])
     with walking(walk), without_curves():
         trainer_module.Trainer(Pretraining(config)).run()
+    return {"waits": _waits(walk, 3), "saved": [path.name for path in (folder / "run").iterdir()]}
+
+
+def chat(folder: Path, **settings: object) -> dict[str, Any]:
+    """Train a LoRA on a tiny language model for three steps; return the host's waits, as :func:`train`."""
+    place, walk = chat_runs.write_place(folder), Walk()
+    pretend(walk)
+    _watch(walk, [])
+    settings |= {"max_train_steps": 3, "log_every_n_steps": 100, "mixed_precision": "bf16", "train_batch_size": 1}
+    with walking(walk):
+        chat_runs.run(place, folder / "run", gradient_accumulation_steps=1, **settings)
     return {"waits": _waits(walk, 3), "saved": [path.name for path in (folder / "run").iterdir()]}
 
 

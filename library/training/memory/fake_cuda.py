@@ -362,8 +362,16 @@ class Walk(TorchDispatchMode):
         """Begin to look for the most anew."""
         self.peak, self.at_peak = self.live, []
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let dynamo trace under this mode: it is what is compiled that is walked."""
+        return True
+
     def __torch_dispatch__(self, operation: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {key: value for key, value in (kwargs or {}).items() if key != "pin_memory"}
+        if torch.is_inference_mode_enabled() and operation.namespace == "aten" and operation._can_decompose():
+            with self:
+                return operation.decompose(*args, **kwargs)
         if operation in (aten._local_scalar_dense.default, aten.item.default) and isinstance(args[0], FakeTensor):
             return self._number(args[0])
         if operation is aten._fused_sdp_choice.default and args[0].is_cuda:
