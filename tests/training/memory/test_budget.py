@@ -32,7 +32,7 @@ class Device:
         config = SimpleNamespace(training=TrainingConfig(), accelerate=SimpleNamespace(torch_compile=compiled))
         self.task = SimpleNamespace(accelerator=SimpleNamespace(device=torch.device(kind)), config=config)
 
-    def measure(self, training: TrainingConfig) -> Measured:
+    def policy(self, training: TrainingConfig) -> Measured:
         self.tried.append(training)
         activations = 150 + training.activation_budget_mb if training.gradient_checkpointing else 1000
         activations -= 100 * training.cpu_offload_checkpointing

@@ -16,6 +16,8 @@ from library.errors import UserError
 from library.training.memory.budget import MemoryEstimate, available_bytes
 from library.training.memory.dry_run import MemoryProbe, suggestions
 from library.training.memory.estimator import BlockMemory, ModelMemory, StepOptions, estimate
+from library.training.memory.fake_cuda import library_path
+from library.training.memory.plan import RESERVE
 from tests.forked import run_script
 from tests.processes import run_command
 from tests.runs import ROOT, arguments, lora, run, write_dataset
@@ -185,6 +187,32 @@ def test_suggestions_add_up() -> None:
     least = 200 * 2 + 2 * (40 + 10 * 2) + 40 + 40 + 20 + (10 * 3 + 200 + 20 + 30) + 80
     assert totals["all of these, and every block swapped"] == measured.total - 5660 + least
     assert available_bytes(torch.device("cpu")) > 0
+
+
+@pytest.mark.parametrize(("room", "fits"), [(2**30, True), (2**19, False)])
+def test_where_a_step_can_be_counted_the_choice_takes_none(
+    room: int,
+    fits: bool,
+    base: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Of ``room`` beside what is kept for CUDA itself; a CPU says that it is a GPU where this is decided."""
+    try:
+        library_path()
+    except UserError as error:
+        pytest.skip(str(error))
+    monkeypatch.setattr(MemoryProbe, "can_count", True)
+    monkeypatch.delattr(MemoryProbe, "measure")
+    monkeypatch.setattr(dry_run, "available_bytes", lambda device: RESERVE + room)
+    settings = {"max_train_steps": 1, "memory": "auto", "mixed_precision": "bf16"}
+    if fits:
+        run(base, two_sizes(tmp_path), tmp_path / "out", **settings)
+        assert "memory: nothing recomputed; a step of 1 at 256x256 takes" in " ".join(capsys.readouterr().out.split())
+    else:
+        with pytest.raises(UserError, match="a step of 1 at 256x256 needs about .* of 1.0 GiB; set fp8_scaled"):
+            run(base, two_sizes(tmp_path), tmp_path / "out", **settings)
 
 
 @pytest.mark.parametrize(
