@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from library.training.memory.stand_in import write_dataset
 from tests.cuda.device import FakeDevice
+from tests.tiny import tiny_flux_pipeline
 
 MIB = 2**20
 # What is walked through: keywords of ``walks.train``.
@@ -175,3 +177,12 @@ def test_tools_go_through(device: FakeDevice, tmp_path: Path) -> None:
     peak = device.walk("tool", tmp_path, name="generate", words=words)["peak"]
     assert peak == pytest.approx(4.76e9 * 2, rel=0.05)
     assert len(list((tmp_path / "made").glob("*.png"))) == 1
+
+
+@pytest.mark.slow
+def test_the_precision_report_goes_through(device: FakeDevice, tmp_path: Path) -> None:
+    model, data = tiny_flux_pipeline(tmp_path / "tiny"), write_dataset(tmp_path / "data", side=64)
+    words = ["--model", str(model), "--deploy", "row", "--mixed_precision", "bf16", "--dataset_config", str(data),
+             "--images", "1", "--sigmas", "0.5", "--save_to", str(tmp_path / "report")]  # fmt: skip
+    device.walk("tool", tmp_path, name="precision_report", words=words)
+    assert (tmp_path / "report/report.json").is_file()

@@ -381,6 +381,8 @@ class Walk(TorchDispatchMode):
         if not self._is_fake(operation, args, kwargs):
             return operation(*args, **kwargs)
         values = self._values_of(operation, args, kwargs)
+        if values is None and operation is aten.nonzero.default:  # nothing is found, as in _NEVER
+            values = torch.zeros(0, args[0].ndim, dtype=torch.int64)
         if operation in _INDEXED:
             args = (args[0], self._without_masks(args[1]), *args[2:])
         if values is not None and operation in _SIZED_BY_VALUES:
