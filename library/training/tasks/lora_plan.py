@@ -184,8 +184,9 @@ def transformer_recipe(config: PrecisionConfig, seed: int) -> Recipe | None:
     if not (config.fp8_base or config.fp8_scaled):
         return None
     granularity = config.fp8_granularity if config.fp8_scaled else "cast"
+    many = granularity.startswith("block")  # scales: bf16 halves the room they take
     return Recipe(
-        Fp8Scheme(granularity, format_named(config.fp8_format), torch.bfloat16),
+        Fp8Scheme(granularity, format_named(config.fp8_format), torch.bfloat16 if many else torch.float32),
         exclude=tuple(config.fp8_exclude),
         exclude_patterns=tuple(config.fp8_exclude_patterns),
         stochastic=config.fp8_rounding == "stochastic",
