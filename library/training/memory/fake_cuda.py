@@ -395,7 +395,7 @@ class Walk(TorchDispatchMode):
         for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor) and tensor.device.type == "cuda":
                 self._see(tensor, operation)
-        if operation in _NEVER:
+        if operation in _NEVER or (operation is aten.any.default and args[0].dtype == torch.bool):
             self._false[result] = True
         if within := _WITHIN.get(operation):
             self._add(0, within(args))
@@ -523,7 +523,7 @@ _LARGEST_TEXT = 512  # bytes: what a file says of a layer is read
 _FACTORIES = {aten.arange.default, aten.arange.start, aten.arange.start_step, aten.zeros.default, aten.ones.default}
 _SIZED_BY_VALUES = {aten.repeat_interleave.Tensor, aten.nonzero.default, aten.unique_consecutive.default}
 _INDEXED = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default}
-_NEVER = {aten.isnan.default, aten.isinf.default, aten.any.default}  # what is searched for is what is wrong
+_NEVER = {aten.isnan.default, aten.isinf.default}  # nor anything in a mask: what is searched for is what is wrong
 _COPIES = {aten._to_copy.default, aten.copy_.default}
 
 
