@@ -133,11 +133,12 @@ def modulated(norm: Any) -> functools.partial[Tensor]:
 def modulated_norm(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
     """Return LayerNorm of ``x`` [B, S, W] times (1 + scale) plus shift, these [B, 1, W], or [B, S, W] of each token."""
     with torch.autocast(x.device.type, enabled=False):  # which would write the norm in fp32
+        wide = torch.promote_types(x.dtype, torch.float32)
         if scale.shape[1] > 1:
-            return F.layer_norm(x.float(), x.shape[-1:], eps=eps) * (1 + scale) + shift
+            return (F.layer_norm(x.to(wide), x.shape[-1:], eps=eps) * (1 + scale) + shift).to(x.dtype)
         # On CPUs weights in fp32 keep the means in fp32 for backward; on GPUs, whose kernel wants one dtype, they are.
-        dtype = torch.float32 if x.device.type == "cpu" else x.dtype
-        weights, biases = ((1 + scale).to(dtype), shift.to(dtype))
+        dtype = wide if x.device.type == "cpu" else x.dtype
+        weights, biases = (1 + scale).to(dtype), shift.to(dtype)
         parts = zip(x.unbind(), weights.flatten(1).unbind(), biases.flatten(1).unbind(), strict=True)
         normed = [F.layer_norm(one, one.shape[-1:], weight, bias, eps) for one, weight, bias in parts]
         return normed[0].unsqueeze(0) if len(normed) == 1 else torch.stack(normed)
