@@ -64,7 +64,7 @@ from library.errors import UserError, did_you_mean, exit_on_user_error
 from library.models.family import split_plan
 from library.models.registry import family_class
 from library.nn.checkpointing import ActivationCheckpointing, HostOffload, neighbours
-from library.precision.files.fp8 import Fp8Scheme
+from library.precision.files.fp8 import loaded_scheme
 from library.precision.recipe import Recipe, quantize_model
 from library.training.memory.block_swap import swap_blocks
 from library.training.parallel.device_map import place_blocks
@@ -429,9 +429,9 @@ def _tandem(case: GpuCase, transformer: Any, device: torch.device, tiny: bool) -
     family = family_class(case.family)
     family.optimise_forward(transformer)
     if case.base in ("fp8 dequant", "fp8 fused"):
-        quantize_model(transformer, Recipe(Fp8Scheme("block64")), compute=case.base.removeprefix("fp8 "))
+        quantize_model(transformer, Recipe(loaded_scheme("block64")), compute=case.base.removeprefix("fp8 "))
     elif case.base == "fp8 scaled_mm":
-        quantize_model(transformer, Recipe(Fp8Scheme("row")), compute="quantised")
+        quantize_model(transformer, Recipe(loaded_scheme("row")), compute="quantised")
     if case.swapped:
         transformer.to("cpu")  # random numbers are made faster on the GPU, but a swapped model comes from the host
     trained = tandem_network(case.family, transformer).parameters()

@@ -36,7 +36,7 @@ from library.nn.rope import MultiAxisRope
 from library.precision.activations import InputRounding, round_heads, round_inputs, rounded_positions, roundings
 from library.precision.checkpoint import ServedInput, WeightFiles
 from library.precision.files.base import QuantizedWeight, ReadOnlyScheme
-from library.precision.files.fp8 import Fp8Scheme
+from library.precision.files.fp8 import loaded_scheme
 from library.precision.fp8_numbers import E4M3FN, round_to_nearest
 from library.precision.linear import QuantizedLinear
 from library.precision.names import ActivationRounding
@@ -412,8 +412,7 @@ class Models:
         family = self._part_family(served)
         recipe = None
         if served.dtype in ("fp8", "fp8_block64") and WeightFiles(family.files.text_encoders[-1]).quantized is None:
-            scheme = Fp8Scheme("cast" if served.dtype == "fp8" else "block64", scale_dtype=torch.bfloat16)
-            recipe = Recipe(scheme, exclude=())
+            recipe = Recipe(loaded_scheme("cast" if served.dtype == "fp8" else "block64"), exclude=())
         return family.load_text_encoder(_HALVES.get(served.dtype or "", self.dtype), self.device, recipe=recipe)
 
     def _part_family(self, served: Served) -> Family:

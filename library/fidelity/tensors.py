@@ -234,12 +234,16 @@ class _Place:
     @property
     def quantized(self) -> Fp8Weight | None:
         """Values and scale of an fp8 weight."""
-        return stored if isinstance(stored := self.stored, Fp8Weight) else None
+        return _as_fp8(self.stored)
 
     def matrix(self) -> Tensor:
         """Return the numbers in fp32 on the CPU, [out, rest]; a vector is one row."""
         numbers = self.tensor.float() if self.held is None else self.held.dequantize(torch.float32)
         return numbers.cpu().reshape(1 if numbers.ndim < 2 else numbers.shape[0], -1)
+
+
+def _as_fp8(weight: QuantizedWeight | None) -> Fp8Weight | None:
+    return weight if isinstance(weight, Fp8Weight) else None
 
 
 def model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -303,7 +307,8 @@ def _look(there: _Place, here: _Place, update: LoraWeights | None, merged: bool,
         return _Look(row, True)
     if not bool(torch.isfinite(numbers).all()):
         return _Look(replace(row, error=1.0), False)
-    stored, quantized = here.stored, here.quantized
+    stored = here.stored
+    quantized = _as_fp8(stored)
     if quantized is not None:
         row = replace(row, kind=f"{quantized.fp8.name} {quantized.granularity}")
     elif stored is not None:
@@ -450,7 +455,7 @@ def _explained(
     if row.own_expected and not look.on_grid:
         row = replace(row, expected=row.own_expected if row.kind == main or vector else _expected(scheme, wanted))
     stored = here.stored
-    quantized = here.quantized if look.on_grid or stored is not None else _on_a_casts_grid(numbers)
+    quantized = _as_fp8(stored) if look.on_grid or stored is not None else _on_a_casts_grid(numbers)
     if look.settled or in_line:
         return _judged_by_format(row, quantized, main, vector)
     served = ServedMatrix(numbers, quantized, row.own_expected, merged and delta is not None)
@@ -481,9 +486,9 @@ def _judged_by_format(row: TensorRow, quantized: Fp8Weight | None, main: str, ve
 def _scale_rows(row: TensorRow, there: _Place, here: _Place, input_scale: Tensor | None) -> list[TensorRow]:
     """Return rows of a layer's scales; one that is not the reference's own is no fault while the numbers are right."""
     rows = []
-    quantized = here.quantized
+    quantized = _as_fp8(here.held)
     if quantized is not None and quantized.scale is not None:
-        scale = quantized.factors
+        scale = quantized.factors.cpu()
         granularity = quantized.granularity
         fresh = quantized.scheme.steps(quantized.scheme.magnitudes(there.matrix()))
         error = relative(scale, fresh) if fresh is not None else 0.0

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -237,26 +237,27 @@ def rotate_interleaved(x: Tensor, table: Table) -> Tensor:
         real, imaginary = x.float().unflatten(-1, (-1, 2)).unbind(-1)
         turned = torch.stack((real * cos - imaginary * sin, imaginary * cos + real * sin), dim=-1)
         return turned.flatten(-2).to(x.dtype)
-    return _InterleavedTurn.apply(x, cos, sin)
+    return _Turn.apply(_turn_pairs, x, cos, sin)
 
 
-class _InterleavedTurn(torch.autograd.Function):
-    """The turn as a complex product; going back is turning the other way, so of all that only the table is kept."""
+class _Turn(torch.autograd.Function):
+    """``turn(x, cos, sin)``; going back is turning the other way, so of all that only the table is kept."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(ctx: Any, turn: Callable[..., Tensor], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.turn = turn
         ctx.save_for_backward(cos, sin)
-        return _turn_pairs(x, torch.complex(cos, sin))
+        return turn(x, cos, sin)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor, None, None]:
         cos, sin = ctx.saved_tensors
-        return _turn_pairs(gradients[0], torch.complex(cos, -sin)), None, None
+        return None, ctx.turn(gradients[0], cos, -sin), None, None
 
 
-def _turn_pairs(x: Tensor, turns: Tensor) -> Tensor:
+def _turn_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     pairs = x.to(torch.float32, copy=True, memory_format=torch.contiguous_format).unflatten(-1, (-1, 2))
-    torch.view_as_complex(pairs).mul_(turns)
+    torch.view_as_complex(pairs).mul_(torch.complex(cos, sin))
     return pairs.flatten(-2).to(x.dtype)
 
 
@@ -267,21 +268,7 @@ def rotate_half_split(x: Tensor, table: Table) -> Tensor:
         real, imaginary = x.float().chunk(2, dim=-1)
         turned = torch.cat((real * cos - imaginary * sin, imaginary * cos + real * sin), dim=-1)
         return turned.to(x.dtype)
-    return _HalfSplitTurn.apply(x, cos, sin)
-
-
-class _HalfSplitTurn(torch.autograd.Function):
-    """The turn written into one new tensor; going back is turning the other way, so ``x`` is not kept."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _turn_halves(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _turn_halves(gradients[0], cos, -sin), None, None
+    return _Turn.apply(_turn_halves, x, cos, sin)
 
 
 def _turn_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

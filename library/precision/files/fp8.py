@@ -413,6 +413,12 @@ def _scale_shape(file: FileTensors, name: str, shape: Sequence[int]) -> tuple[in
     )
 
 
+def loaded_scheme(granularity: Granularity, fp8: Fp8Format = E4M3FN) -> Fp8Scheme:
+    """Return how a model becomes fp8 while it is loaded: scales of blocks are made exact in bf16, as they are held."""
+    narrow = block_size(granularity) is not None
+    return Fp8Scheme(granularity, fp8, torch.bfloat16 if narrow else torch.float32)
+
+
 def granularity_of(scale: Sequence[int] | None, in_features: int) -> Granularity:
     """Return the granularity of a scale of shape [rows, blocks] beside ``in_features`` inputs; None is a plain cast."""
     if scale is None:

@@ -533,7 +533,7 @@ def _activations(
             lasting += (alone + -(-rest // 2)) * part.inputs
             freed = (ALONE - left) * part.inputs if pairs else 0  # when backward comes to the first pair
             two = min(rest, 2) * of(part) - freed
-            passing = max(passing, (of(part) if alone else 0) + part.temporary, two + part.temporary)
+            passing = max(passing, max(min(alone, 1) * of(part), two) + part.temporary)
         lasting = 0.0 if options.inputs_on_host else lasting
     casts = 0.0  # of trained weights, which autocast keeps to the end of forward unless they are gathered by block
     if options.full and options.checkpointing and not layout.gathers_weights:

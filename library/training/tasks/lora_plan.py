@@ -31,7 +31,7 @@ from library.errors import UserError
 from library.models.layer_names import LoraTargets
 from library.precision.checkpoint import QuantizedFile
 from library.precision.files.base import device_is_capable
-from library.precision.files.fp8 import Fp8Scheme, device_has_fp8_matmul
+from library.precision.files.fp8 import Fp8Scheme, device_has_fp8_matmul, loaded_scheme
 from library.precision.fp8_numbers import format_named
 from library.precision.recipe import Recipe, WeightLoader
 from library.training.optim.factory import check_rates
@@ -184,9 +184,8 @@ def transformer_recipe(config: PrecisionConfig, seed: int) -> Recipe | None:
     if not (config.fp8_base or config.fp8_scaled):
         return None
     granularity = config.fp8_granularity if config.fp8_scaled else "cast"
-    many = granularity.startswith("block")  # scales: bf16 halves the room they take
     return Recipe(
-        Fp8Scheme(granularity, format_named(config.fp8_format), torch.bfloat16 if many else torch.float32),
+        loaded_scheme(granularity, format_named(config.fp8_format)),
         exclude=tuple(config.fp8_exclude),
         exclude_patterns=tuple(config.fp8_exclude_patterns),
         stochastic=config.fp8_rounding == "stochastic",
@@ -196,7 +195,7 @@ def transformer_recipe(config: PrecisionConfig, seed: int) -> Recipe | None:
 
 def text_encoder_recipe(config: PrecisionConfig) -> Recipe | None:
     """Return how T5 becomes fp8; None if it does not."""
-    return Recipe(Fp8Scheme("block64", scale_dtype=torch.bfloat16), exclude=()) if config.fp8_text_encoder else None
+    return Recipe(loaded_scheme("block64"), exclude=()) if config.fp8_text_encoder else None
 
 
 def describe_base(layout: QuantizedFile | None, fp8: WeightLoader, dtype: torch.dtype) -> str:
