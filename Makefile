@@ -65,7 +65,7 @@ test-web: $(WEB) ## the chat's page, in the Chromium of this machine
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-web-dev.txt
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs tests/tools/test_chat_page.py
 
-test-cuda: $(STAMP) ## every ready configuration at full depth, and the precision report, walked on a CUDA device that computes nothing (needs g++)
+test-cuda: $(STAMP) ## ready configurations and the report, walked on a CUDA device that computes nothing (needs g++)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow -n 2 -q -rs tests/cuda
 
 test-zero: $(ZERO) ## DeepSpeed's ZeRO on two processes (a minute or two)

@@ -35,6 +35,8 @@ from library.errors import UserError, exit_on_user_error
 from library.files import write_text
 from tools.command import answer_early, count, number, tool_parser, whole
 
+_TEXT_TOKENS = 512  # of a caption that is counted
+
 
 def arguments() -> argparse.Namespace:
     """Parse and check the command line."""
@@ -51,7 +53,7 @@ def arguments() -> argparse.Namespace:
         "--batch_size", type=count, default=1, help="of each process that has images or texts of its own"
     )
     parser.add_argument("--resolution", type=whole(most=MOST_SIDE), default=1024, help="side of an image in pixels")
-    parser.add_argument("--text_tokens", type=count, default=512, help="tokens of a caption")
+    parser.add_argument("--text_tokens", type=count, default=_TEXT_TOKENS, help="tokens of a caption")
     parser.add_argument("--tokens", type=count, help="tokens of a language model's text; default 2048 or its context")
     parser.add_argument("--network_dim", type=count, default=16, help="rank of the LoRA")
     parser.add_argument(
@@ -113,8 +115,8 @@ def plan(model: ModelMemory, gpus: int, in_machine: int, limit: int, full: bool 
     return rows
 
 
-def counted(options: argparse.Namespace, shape: ModelShape, row: Row) -> tuple[MemoryPlan, MemoryEstimate]:
-    """Return what a process that has the whole model takes, walked on fake tensors, and of that its step."""
+def counted(options: argparse.Namespace, shape: ModelShape, row: Row) -> MemoryPlan:
+    """Return what a process that has the whole model takes, walked on fake tensors."""
     with tempfile.TemporaryDirectory() as folder:
         data = write_dataset(
             Path(folder), family_class(shape.name).conditioning, options.resolution, options.batch_size
@@ -127,10 +129,7 @@ def counted(options: argparse.Namespace, shape: ModelShape, row: Row) -> tuple[M
             "--output_dir", folder, "--max_train_steps", "2", "--max_data_loader_n_workers", "0",
         ]  # fmt: skip
         words += ["--gradient_checkpointing"] * row.options.checkpointing + ["--fp8_scaled"] * row.options.fp8
-        found = plan_memory(load_config(words), round(options.gpu_memory * GIB))
-    parts = found.phases()["step"]
-    step = {name: parts.get(name, 0) for name in ("weights", "optimizer", "activations")}
-    return found, replace(row.parts, **step, lora=parts.get("LoRA", 0), update=0)
+        return plan_memory(load_config(words), round(options.gpu_memory * GIB))
 
 
 def settings(row: Row) -> Iterator[str]:
@@ -180,11 +179,12 @@ def main() -> None:
     for row in rows:
         if not row.fits:
             continue
-        if language or row.layout.splits_model or row.layout.zero:
+        if language or row.layout.splits_model or row.layout.zero or options.text_tokens != _TEXT_TOKENS:
             best, said = row, "by formulas"
             break
         with console.status(f"counting {describe(row.layout)}, {row.options.describe()}: a minute"):
-            found, parts = counted(options, shape, row)
+            found = counted(options, shape, row)
+        parts = replace(found.step(), gradients=row.parts.gradients)  # these are more where they are sent
         if fits(parts, limit):
             best, said = row, f"its step takes {parts.total / GIB:.2f} GiB, source: {found.source}"
             break

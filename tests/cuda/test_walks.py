@@ -91,6 +91,7 @@ def test_a_run_goes_through(device: FakeDevice, tmp_path: Path, name: str) -> No
     assert ("samples" in found["saved"]) == ("--sample_prompts" in flags)
     assert found["waits"] == []
     assert found["copies"] == []
+    assert bool(found["graphs"]) == ("--torch_compile" in flags)
 
 
 @pytest.mark.parametrize("more", [["--gradient_checkpointing"], ["--torch_compile", "--dynamo_backend", "aot_eager"]])
@@ -118,7 +119,7 @@ def test_a_chat_lora_goes_through(device: FakeDevice, tmp_path: Path, settings: 
 
 
 def test_swapped_blocks_leave_the_device(device: FakeDevice, tmp_path: Path) -> None:
-    """Of four blocks two are swapped: what stays and a ring of two slots, as four would take."""
+    """Of five blocks three are swapped: what stays and a ring of two slots are as large as two blocks."""
     flags = ["--gradient_checkpointing", "--fp8_scaled"]
     folders = [tmp_path / name for name in ("all", "swapped")]
     weights = []

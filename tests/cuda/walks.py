@@ -13,6 +13,7 @@ import accelerate  # noqa: F401  # before the device is one: they look for it as
 import diffusers  # noqa: F401
 import peft  # noqa: F401
 import transformers  # noqa: F401
+from torch._dynamo.utils import counters
 
 import library.training.trainer as trainer_module
 from library.config import load_config
@@ -62,7 +63,7 @@ def train(
 
     Returns:
         The host's waits in steps that are not logged; of each step the bytes by part at its peak; live copies of
-        quantised weights after forward; the files; bytes when the first step begins.
+        quantised weights after forward; the files; bytes when the first step begins; how many graphs were compiled.
     """
     base = write_model(model_type, folder / "model", blocks)
     if file is not None:
@@ -94,6 +95,7 @@ def train(
         "copies": copies,
         "saved": saved,
         "loaded": loaded,
+        "graphs": counters["stats"]["unique_graphs"],
     }
 
 
@@ -194,16 +196,16 @@ _PLANTED: dict[str, Callable[[], None]] = {"item": _item, "device": _device, "ac
 
 
 def tool(folder: Path, name: str, words: Sequence[str]) -> dict[str, Any]:
-    """Run ``tools/NAME.py``; return the peak and what it left in ``folder``."""
+    """Run ``tools/NAME.py``; return the peak."""
     import importlib
 
     module = importlib.import_module(f"tools.{name}")
     walk = Walk()
     pretend(walk)
-    sys.argv = [name, *(word.replace("{folder}", str(folder)) for word in words)]
+    sys.argv = [name, *words]
     with walking(walk):
         module.main()
-    return {"peak": walk.peak, "made": sorted(path.name for path in folder.iterdir())}
+    return {"peak": walk.peak}
 
 
 def make_model(folder: Path, model_type: str, blocks: int) -> dict[str, Any]:

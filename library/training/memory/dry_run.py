@@ -202,9 +202,7 @@ class MemoryProbe:
             return None
         with suppress(UserError):
             config = self.task.config.model_copy(update={"training": _with(training, memory="manual")})
-            parts = plan_memory(config, self.limit).phases()["step"]
-            lasting = {name.lower(): parts.get(name, 0) for name in ("weights", "LoRA", "gradients", "optimizer")}
-            memory = MemoryEstimate(**lasting, update=0, activations=parts["activations"])
+            memory = plan_memory(config, self.limit).step()
             return Measured(memory, memory.total + RESERVE <= self.limit, *self._swappable())
         return None
 
@@ -212,10 +210,8 @@ class MemoryProbe:
         """How many blocks may be swapped, and bytes of one, by the files' headers; zeros where these do not say."""
         if self.model is None:
             return 0, 0
-        now, swapped = (
-            estimate(self.model, ParallelConfig(), replace(self.options, swapped=count)).weights for count in (0, 1)
-        )
-        return most_swapped([(part.count, part.weights) for part in self.model.blocks]), now - swapped
+        sizes = [(part.count, part.weights) for part in self.model.blocks]
+        return most_swapped(sizes), _swapped_bytes(self.model, self.options)
 
     def policy(self, training: TrainingConfig) -> Measured:
         """Return what a step takes under the memory policy of ``training``: counted where it can be, else taken."""
@@ -373,9 +369,9 @@ def suggestions(
         return measured.total + estimate(model, ParallelConfig(), replace(options, **change)).total - now.total
 
     now = estimate(model, ParallelConfig(), options)
-    block = now.weights - estimate(model, ParallelConfig(), replace(options, swapped=1)).weights
+    block = 0 if options.swapped else _swapped_bytes(model, options)
     changes: dict[str, dict[str, Any]] = {"gradient_checkpointing = true": {"checkpointing": True}}
-    swaps = bool(swappable and not options.swapped and block)
+    swaps = bool(swappable and block)
     if swaps:
         needed = min(swappable, max(1, -(-(measured.total - limit) // block)))
         changes[f"blocks_to_swap = {needed}"] = {"swapped": needed}
@@ -389,6 +385,12 @@ def suggestions(
         changes["all of these" + (", and every block swapped" if swaps else "")] = together
     totals = {name: total(**change) for name, change in changes.items()}
     return [(name, total, total <= limit) for name, total in totals.items() if total < measured.total]
+
+
+def _swapped_bytes(model: ModelMemory, options: StepOptions) -> int:
+    """Return how much smaller the weights become with the first block that is swapped."""
+    none, one = (estimate(model, ParallelConfig(), replace(options, swapped=count)).weights for count in (0, 1))
+    return none - one
 
 
 def largest(data: TrainingData) -> tuple[Sample, int]:

@@ -336,7 +336,7 @@ class Walk(TorchDispatchMode):
         live, peak: bytes now, and the most since :meth:`reset_peak`.
         part: what is allocated from now on belongs to it, until :meth:`relabel` says more.
         parts: bytes now by part.
-        history: whenever these had changed by ``_STEP``: the phase, and bytes by part.
+        history: whenever the phase changed, or the bytes by ``_STEP``: the phase, and bytes by part.
         phase: what is done now, in a word or two; the caller sets it.
         waits: of the host.
         at_peak: what lived then, where ``traces``.
@@ -369,6 +369,7 @@ class Walk(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation: Any, _: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = {key: value for key, value in (kwargs or {}).items() if key != "pin_memory"}
+        # In inference mode autograd is not there to take composite operations apart.
         if torch.is_inference_mode_enabled() and operation.namespace == "aten" and operation._can_decompose():
             with self:
                 return operation.decompose(*args, **kwargs)
@@ -507,7 +508,7 @@ class Walk(TorchDispatchMode):
             self.peak = now
             if self.traces:
                 self.at_peak = self.living()
-        if abs(now - self._noted) >= _STEP or (self.history and self.history[-1][0] != self.phase):
+        if not self.history or self.history[-1][0] != self.phase or abs(now - self._noted) >= _STEP:
             self._noted = now
             parts = {**self.parts, "activations": self.parts["activations"] + within}
             self.history.append((self.phase, parts))

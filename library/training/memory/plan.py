@@ -29,7 +29,7 @@ import torch
 from library.config.schema import TrainConfig
 from library.errors import UserError
 from library.files import write_text
-from library.training.memory.budget import GIB
+from library.training.memory.budget import GIB, MemoryEstimate
 from library.training.memory.fake_cuda import cache_folder, library_path
 
 Source = Literal["card", "fake device", "formulas"]
@@ -62,6 +62,12 @@ class MemoryPlan:
     def peak(self) -> int:
         """Bytes at the highest point of the run."""
         return max(sum(parts.values()) for _, parts in self.history)
+
+    def step(self) -> MemoryEstimate:
+        """Return the highest point of a training step."""
+        parts = self.phases()["step"]
+        held = {name.lower(): parts.get(name, 0) for name in PARTS if name != "encoders"}
+        return MemoryEstimate(update=0, **held)
 
     def phases(self) -> dict[str, dict[str, int]]:
         """Return of each phase its highest point, bytes by part."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -34,6 +35,7 @@ from library.training.memory.estimator import (
     model_memory,
     shape_of,
 )
+from library.training.memory.fake_cuda import library_path
 from networks.network import inject_adapter
 from networks.options import parse_network_args
 from tests.runs import ROOT, run
@@ -226,6 +228,20 @@ def test_the_tool_recommends_settings_that_a_training_file_takes(
     chosen = ParallelConfig(**settings["parallel"])
     assert chosen.mesh(4) == ParallelConfig(**first["layout"]).mesh(4)
     assert "torchrun --nproc-per-node 4 train_llm.py" in said
+
+
+def test_a_layout_with_whole_models_is_counted_before_it_is_recommended(
+    base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        library_path()
+    except UserError as error:
+        pytest.skip(str(error))
+    words = ["--model", str(base), "--gpu_memory", "24", "--resolution", "64", "--network_dim", "4"]
+    assert re.search(
+        r"recommended: one process, bf16; its step takes 0\.\d\d GiB, source: fake device", plan(capsys, *words)
+    )
+    assert "recommended: one process, bf16; by formulas" in plan(capsys, *words, "--text_tokens", "100")
 
 
 def test_a_model_of_no_family_is_refused_by_name(tmp_path: Path) -> None:
