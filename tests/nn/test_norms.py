@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
 
-from library.nn.norms import RMSNorm, join_tokens, modulated_norm, split_tokens
+from library.nn.norms import RMSNorm, beside_gelu, gelu, join_tokens, modulated_norm, split_tokens
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -145,3 +145,20 @@ def test_one_part_of_a_split_may_be_all_that_is_used() -> None:
     split_tokens(stream, 3)[1].sum().backward()
     assert stream.grad is not None
     assert torch.equal(stream.grad, torch.cat([torch.zeros(1, 3, 4), torch.ones(1, 4, 4)], dim=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_gelu_is_the_published_formula(dtype: torch.dtype) -> None:
+    """In the tanh form, x (1 + tanh(sqrt(2 / pi) (x + 0.044715 x^3))) / 2; more than a piece, and large numbers."""
+    x = torch.cat([4 * random(2, 70, 2000, seed=3), 40 * random(2, 3, 2000, seed=4)], dim=1).to(dtype)
+    wide = x.double()
+    exact = wide * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (wide + 0.044715 * wide**3))) / 2
+    # One rounding to the dtype, and that of the arithmetic, in fp32 or fp64, where values are small beside x.
+    arithmetic = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    torch.testing.assert_close(gelu(x).double(), exact, rtol=torch.finfo(dtype).eps, atol=4 * arithmetic)
+
+
+def test_gelu_beside_another_tensor_is_both_side_by_side_with_its_gradient() -> None:
+    first, x = (random(2, 5, width, seed=width, dtype=torch.float64).requires_grad_() for width in (3, 7))
+    assert torch.equal(beside_gelu(first, x), torch.cat([first, gelu(x)], dim=-1))
+    assert torch.autograd.gradcheck(lambda a, b: beside_gelu(a, b) * 1.0, (first, x))
