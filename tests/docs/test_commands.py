@@ -40,7 +40,8 @@ SHORT = ["--max_train_steps", "2", "--lr_warmup_steps", "1", "--max_data_loader_
 
 
 # configs that swap more blocks than a tiny model has otherwise
-DEEP = {"flux_lora_16gb": "deep_flux", "flux_lora_12gb": "deep_flux", "qwen_image_lora_24gb": "deep_qwen"}
+DEEP = dict.fromkeys(("flux_lora_16gb", "flux_lora_12gb", "flux_lora_8gb"), "deep_flux")
+DEEP |= dict.fromkeys(("qwen_image_lora_24gb", "qwen_image_lora_12gb"), "deep_qwen")
 CALIBRATED = ("tools/refit_lora.py", "tools/merge_lora.py", "tools/quantize_model.py")
 
 
@@ -65,10 +66,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("guide")
     (folder / "models").mkdir()
     files = save_single_files(tiny_flux_pipeline(folder / "pipeline"), folder / "single")
-    deep = tiny_flux_pipeline(folder / "deep", double_blocks=11, single_blocks=20)
+    deep = tiny_flux_pipeline(folder / "deep", double_blocks=16, single_blocks=30)
     fill = save_single_files(tiny_flux_pipeline(folder / "fill", model_type="flux_fill"), folder / "single_fill")
     qwen = save_split_files(tiny_qwen_pipeline(folder / "qwen"), folder / "single_qwen")
-    deep_qwen = save_split_files(tiny_qwen_pipeline(folder / "deep_qwen", blocks=22), folder / "single_deep_qwen")
+    deep_qwen = save_split_files(tiny_qwen_pipeline(folder / "deep_qwen", blocks=42), folder / "single_deep_qwen")
     z_image = save_z_split_files(tiny_z_pipeline(folder / "z_image"), folder / "single_z_image")
     for source, name in (
         (files.transformer, "flux1-dev.safetensors"),
