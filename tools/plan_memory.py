@@ -136,10 +136,13 @@ def _advise(config: TrainConfig, plan: MemoryPlan, memory: int, console: Console
     last = None
     for last in remedies(config, memory):
         fitting = ": fits" if fits(last.plan, memory) else ""
-        console.print(f"  {last.lines[-1]:36}{last.plan.peak / GIB:6.2f} GiB{fitting}   ({last.cost})", soft_wrap=True)
+        console.print(
+            f"  {list(last.lines.values())[-1]:36}{last.plan.peak / GIB:6.2f} GiB{fitting}   ({last.cost})",
+            soft_wrap=True,
+        )
     if last is None or not fits(last.plan, memory):
         raise UserError("nothing of it is enough: lower resolution or batch_size in the dataset, or network_dim")
-    console.print("", "set:", *(f"  {line}" for line in last.lines), sep="\n")
+    console.print("", "set:", *(f"  {line}" for line in last.lines.values()), sep="\n")
 
 
 if __name__ == "__main__":

@@ -132,6 +132,12 @@ def kind_sizes(blocks: Sequence[nn.Module]) -> list[tuple[int, int]]:
     return [(len(kind), sum(tensor.numel() for tensor in _movable(kind[0]))) for kind in kinds_of(blocks)]
 
 
+def swappable(blocks: Sequence[nn.Module]) -> tuple[int, int]:
+    """Return how many of ``blocks`` may be swapped at most, and the bytes that each takes off the device."""
+    largest = max(kinds_of(blocks), key=lambda kind: sum(tensor.numel() for tensor in _movable(kind[0])))
+    return most_swapped(kind_sizes(blocks)), sum(tensor.nbytes for tensor in _movable(largest[0]))
+
+
 def _shares(swapped: int, sizes: Sequence[tuple[int, int]]) -> list[int]:
     """Return N shared evenly among kinds, the rest to the last ones, in blocks: a small kind gives several for one."""
     each, rest = divmod(swapped, len(sizes))

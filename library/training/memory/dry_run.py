@@ -47,7 +47,7 @@ from library.randomness import generator
 from library.safetensors_io import DamagedFile
 from library.training.checkpoint.state import Position
 from library.training.guard.update_guard import UpdateGuard
-from library.training.memory.block_swap import kind_sizes, most_swapped
+from library.training.memory.block_swap import most_swapped, swappable
 from library.training.memory.budget import (
     MemoryEstimate,
     available_bytes,
@@ -202,11 +202,12 @@ class MemoryProbe:
             return None
         with suppress(UserError):
             config = self.task.config.model_copy(update={"training": _with(training, memory="manual")})
-            memory = plan_memory(config, self.limit).step()
-            return Measured(memory, memory.total + RESERVE <= self.limit, *self._swappable())
+            plan = plan_memory(config, self.limit)
+            memory = plan.step()
+            return Measured(memory, memory.total + RESERVE <= self.limit, *plan.swappable)
         return None
 
-    def _swappable(self) -> tuple[int, int]:
+    def swappable(self) -> tuple[int, int]:
         """How many blocks may be swapped, and bytes of one, by the files' headers; zeros where these do not say."""
         if self.model is None:
             return 0, 0
@@ -234,12 +235,10 @@ class MemoryProbe:
                 if not is_out_of_memory(error):
                     raise
                 fits = False
-            blocks = family.blocks(task.transformer) if memory is not None else []
-            swappable = most_swapped(kind_sizes(blocks)) if accelerator.device.type != "cpu" else 0
-            frozen = [p for p in (blocks[0].parameters() if blocks else ()) if not p.requires_grad]
-            measured = Measured(memory, fits, swappable, tensor_bytes(frozen))
-            task = blocks = frozen = None  # type: ignore[assignment]
-        return measured
+            swaps = memory is not None and accelerator.device.type != "cpu"
+            most, size = swappable(family.blocks(task.transformer)) if swaps else (0, 0)
+            task = None  # type: ignore[assignment]
+        return Measured(memory, fits, most, size)
 
     def takes(self, memory: MemoryEstimate) -> str:
         """Return in words what a step takes, and of how much."""

@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -49,12 +49,14 @@ class MemoryPlan:
     Attributes:
         source: where it is from.
         history: in the order of the run: the phase, and bytes by part.
+        swappable: how many blocks may be swapped at most, and the bytes that each takes off the card.
         notes: what is not as the configuration says, in sentences.
         at_peak: the largest tensors then: bytes, how many, and where they were made; where asked for.
     """
 
     source: Source
     history: list[tuple[str, dict[str, int]]]
+    swappable: tuple[int, int] = (0, 0)
     notes: list[str] = field(default_factory=list)
     at_peak: list[tuple[int, int, str]] = field(default_factory=list)
 
@@ -115,7 +117,7 @@ def plan_memory(
         kept.parent.mkdir(parents=True, exist_ok=True)
         write_text(kept, json.dumps(answer))
     history = [(phase, parts) for phase, parts in answer["history"]]
-    return MemoryPlan(source, history, [*notes, *answer["notes"]], answer["at_peak"])
+    return MemoryPlan(source, history, tuple(answer["swappable"]), [*notes, *answer["notes"]], answer["at_peak"])
 
 
 def _ask(request: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]:
@@ -154,64 +156,90 @@ def _key(config: TrainConfig, request: dict[str, Any]) -> str:
     return code.hexdigest()[:24]
 
 
-# What takes less, cheapest first: key, value, what it costs.
-_REMEDIES: tuple[tuple[str, dict[str, dict[str, Any]], str], ...] = (
-    ("gradient_checkpointing = true", {"training": {"gradient_checkpointing": True}}, "about a third more time"),
-    (
-        "cpu_offload_checkpointing = true",
-        {"training": {"gradient_checkpointing": True, "cpu_offload_checkpointing": True}},
-        "host memory; hidden behind the blocks by a fast link",
+_TRAINING = ("loading", "first step", "step", "sampling")
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """A key that takes less: in which phases, and what it costs."""
+
+    section: str
+    key: str
+    value: Any
+    cost: str
+    phases: tuple[str, ...] = _TRAINING
+
+    def __str__(self) -> str:
+        return f"{self.key} = {json.dumps(self.value)}"
+
+    def put_into(self, config: TrainConfig) -> TrainConfig:
+        """Return ``config`` with the setting."""
+        changed = getattr(config, self.section).model_copy(update={self.key: self.value})
+        return config.model_copy(update={self.section: changed})
+
+
+# The cheapest first.
+_SETTINGS = (
+    _Setting(
+        "precision", "fp8_text_encoder", True, "embeddings of a quantised encoder: other ones", ("encoding captions",)
     ),
-    ('optimizer_type = "AdamW8bit"', {"optimizer": {"optimizer_type": "AdamW8bit"}}, "moments in eight bits"),
-    ("fp8_scaled = true", {"precision": {"fp8_scaled": True}}, "weights are dequantised for each product"),
-)  # fmt: skip
+    _Setting("training", "gradient_checkpointing", True, "about a third more time"),
+    _Setting("training", "cpu_offload_checkpointing", True, "host memory; hidden behind the blocks by a fast link"),
+    _Setting("optimizer", "optimizer_type", "AdamW8bit", "moments in eight bits"),
+    _Setting("precision", "fp8_scaled", True, "weights are dequantised for each product"),
+)
+_SWAPPING = "weights come from host memory as they are needed; hidden where a block computes longer than it is copied"
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """Settings that take less: ``lines`` all together, what the last one costs, and what is counted with them."""
+    """Settings that take less: what the last one costs, and what is counted with all.
 
-    lines: tuple[str, ...]
-    cost: str
+    Attributes:
+        lines: by key, the newest last.
+    """
+
+    config: TrainConfig
     plan: MemoryPlan
+    lines: Mapping[str, str] = field(default_factory=dict)
+    cost: str = ""
 
 
 def remedies(config: TrainConfig, memory: int) -> Iterator[Remedy]:
     """Yield what makes a run of ``config`` smaller, one setting after the other, until it fits into ``memory``.
 
-    In the order of what they cost; each comes on top of those before, and what takes nothing off is left out again.
+    In the order of what they cost; each comes on top of those before. What takes nothing off a phase that does not fit
+    is left out.
     """
-    least, lines = plan_memory(config, memory), tuple[str, ...]()
-    swaps = ((f"blocks_to_swap = {n}", {"training": {"blocks_to_swap": n}}, _SWAP) for n in _swaps(config))
-    for line, changes, cost in (*_REMEDIES, *swaps):
-        if fits(least, memory):
+    least = Remedy(config, plan_memory(config, memory))
+    for setting in _SETTINGS:
+        if (found := _better(least, setting, memory)) is not None:
+            yield (least := found)
+    most, block = least.plan.swappable
+    while (over := _over(least.plan, memory, _TRAINING)) and (now := least.config.training.blocks_to_swap) < most:
+        swaps = _Setting("training", "blocks_to_swap", min(most, now + -(-over // max(1, block))), _SWAPPING)
+        if (found := _better(least, swaps, memory)) is None:
             return
-        changed = _changed(config, changes)
-        if changed == config:
-            continue
-        try:
-            found = plan_memory(changed, memory)
-        except UserError:  # two settings that exclude each other
-            continue
-        if found.peak < least.peak:
-            kept = tuple(one for one in lines if one.partition(" ")[0] != line.partition(" ")[0])
-            config, least, lines = changed, found, (*kept, line)
-            yield Remedy(lines, cost, found)
+        yield (least := found)
 
 
-_SWAP = "weights come from host memory as they are needed; hidden where a block computes longer than it is copied"
+def _better(least: Remedy, setting: _Setting, memory: int) -> Remedy | None:
+    """Return ``least`` and ``setting``; None if that cannot be, or takes nothing off what is too much."""
+    over, changed = _over(least.plan, memory, setting.phases), setting.put_into(least.config)
+    if not over or changed == least.config or (setting.key == "fp8_scaled" and least.config.precision.fp8_base):
+        return None
+    try:
+        plan = plan_memory(changed, memory)
+    except UserError:  # two settings that exclude each other
+        return None
+    lines = {key: line for key, line in least.lines.items() if key != setting.key} | {setting.key: str(setting)}
+    return Remedy(changed, plan, lines, setting.cost) if _over(plan, memory, setting.phases) < over else None
 
 
-def _swaps(config: TrainConfig) -> Iterator[int]:
-    """Yield numbers of blocks to swap that are more than ``config`` has."""
-    yield from (n for n in (8, 16, 24, 32) if n > config.training.blocks_to_swap)
-
-
-def _changed(config: TrainConfig, changes: dict[str, dict[str, Any]]) -> TrainConfig:
-    if config.precision.fp8_base and "precision" in changes:
-        return config
-    sections = {name: getattr(config, name).model_copy(update=keys) for name, keys in changes.items()}
-    return config.model_copy(update=sections)
+def _over(plan: MemoryPlan, memory: int, phases: Collection[str]) -> int:
+    """Return by how many bytes the largest of ``phases`` exceeds ``memory``, with room for what is not counted."""
+    held = (sum(parts.values()) for phase, parts in plan.phases().items() if phase in phases)
+    return max(0, max(held, default=0) + RESERVE - memory)
 
 
 def fits(plan: MemoryPlan, memory: int) -> bool:

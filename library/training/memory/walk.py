@@ -30,6 +30,7 @@ from torch import Tensor
 from library.config.schema import TrainConfig
 from library.console import Console
 from library.errors import UserError
+from library.training.memory.block_swap import swappable
 from library.training.memory.dry_run import MemoryProbe, take_steps
 from library.training.memory.fake_cuda import Walk, pretend, walking
 from library.training.memory.stand_in import with_stand_ins
@@ -38,8 +39,12 @@ from library.training.sampling.images import Sampler
 from library.training.tasks.image_lora import ImageLora
 
 
-def walk_run(config: TrainConfig, walk: Walk, folder: Path) -> None:
-    """Go through a run of ``config``, whose files are there; ``walk`` notes what it takes, by phase."""
+def walk_run(config: TrainConfig, walk: Walk, folder: Path) -> tuple[int, int]:
+    """Go through a run of ``config``, whose files are there; ``walk`` notes what it takes, by phase.
+
+    Returns:
+        How many blocks may be swapped, and the bytes of one.
+    """
     task = _opened(config, folder)
     probe = MemoryProbe(task)
     width, height = probe.bucket[0].fit.bucket
@@ -68,6 +73,7 @@ def walk_run(config: TrainConfig, walk: Walk, folder: Path) -> None:
             Sampler(task.family, own, task.image_encoder, texts, folder, rules=rules, writes=False).sample(
                 task.transformer, 0
             )
+    return swappable(task.family.blocks(task.transformer))
 
 
 def _opened(config: TrainConfig, folder: Path) -> ImageLora:
@@ -85,18 +91,19 @@ def _opened(config: TrainConfig, folder: Path) -> ImageLora:
     return task
 
 
-def estimated(config: TrainConfig, folder: Path) -> list[tuple[str, dict[str, int]]]:
-    """Return what the estimate says of a step: its activations' peak, and its update's.
+def estimated(config: TrainConfig, folder: Path) -> tuple[list[tuple[str, dict[str, int]]], tuple[int, int]]:
+    """Return what the estimate says of a step, its activations' peak and its update's, and of blocks as `walk_run`.
 
     Raises:
         UserError: it does not know what is trained.
     """
-    task = _opened(config, folder)
-    found = MemoryProbe(task).estimate()
+    probe = MemoryProbe(_opened(config, folder))
+    found = probe.estimate()
     if found is None:
         raise UserError("without a compiler only LoRAs of plain settings can be estimated; install g++")
     lasting = {part: getattr(found, part.lower()) for part in ("weights", "LoRA", "gradients", "optimizer")}
-    return [("step", lasting | {"activations": size}) for size in (found.activations, found.update)]
+    history = [("step", lasting | {"activations": size}) for size in (found.activations, found.update)]
+    return history, probe.swappable()
 
 
 def _state(task: ImageLora) -> Iterable[Tensor]:
@@ -128,12 +135,12 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as scratch:
             config, notes = with_stand_ins(TrainConfig.model_validate(request["config"]), Path(scratch))
             if source == "formulas":
-                walk.history = estimated(config, Path(scratch))
+                walk.history, blocks = estimated(config, Path(scratch))
             else:
                 pretend(walk, request["memory"], tuple(request["capability"]), runtime=source != "card")
                 with walking(walk):
-                    walk_run(config, walk, Path(scratch))
-        answer = {"history": walk.history, "notes": notes, "at_peak": _largest(walk)}
+                    blocks = walk_run(config, walk, Path(scratch))
+        answer = {"history": walk.history, "notes": notes, "at_peak": _largest(walk), "swappable": blocks}
     except UserError as error:
         answer = {"error": list(map(str, error.args))}
     Path(sys.argv[2]).write_text(json.dumps(answer), encoding="utf-8")
