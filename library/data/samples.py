@@ -195,9 +195,7 @@ def _load_subset(
 ) -> tuple[list[Sample], list[Sample]]:
     """Samples of one subset: those to train on, those held out."""
     subset = group.subset
-    index.measure([source.image for source in sources])
-    index.measure([mask for source in sources for mask in (source.mask, source.inpaint_mask) if mask is not None])
-    index.measure({file.path: file for source in sources for file in source.control_images}.values())
+    index.measure({file.path: file for source in sources for file in source.files}.values())
     index.save()
     warnings += note_frames(subset.where, {source.name: source.image.frames for source in sources})
     split = 0.0 if subset.settings.is_reg else dataset.settings.validation_split
