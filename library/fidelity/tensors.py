@@ -489,25 +489,22 @@ def _scale_rows(row: TensorRow, there: _Place, here: _Place, input_scale: Tensor
     quantized = _as_fp8(here.held)
     if quantized is not None and quantized.scale is not None:
         scale = quantized.factors.cpu()
-        granularity = quantized.granularity
         fresh = quantized.scheme.steps(quantized.scheme.magnitudes(there.matrix()))
         error = relative(scale, fresh) if fresh is not None else 0.0
-        bad = not bool((torch.isfinite(scale) & (scale > 0)).all())
-        fault = ("wrong_scale", "some are zero, negative or not finite") if bad else ("", "")
         short = bool(torch.equal(scale.bfloat16().float(), scale))
-        kind = f"{'bfloat16' if short else 'float32'}, {granularity}"
-        rows.append(TensorRow(f"{row.layer}.scale", "scale", kind, scale.numel(), error, 0.0, 0.0, *_FINE, *fault))
+        kind = f"{'bfloat16' if short else 'float32'}, {quantized.granularity}"
+        rows.append(_scale_row(row.layer, "scale", kind, scale, error, "wrong_scale"))
     if input_scale is not None and row.name.endswith(".weight"):
-        bad = not bool((torch.isfinite(input_scale) & (input_scale > 0)).all())
-        fault = ("activation_scale", "zero, negative or not finite") if bad else ("", "")
         kind = f"{float(input_scale.float().mean()):.3g}"
-        rows.append(
-            TensorRow(f"{row.layer}.input_scale", "input_scale", kind, input_scale.numel(), 0, 0, 0, *_FINE, *fault)
-        )
+        rows.append(_scale_row(row.layer, "input_scale", kind, input_scale, 0.0, "activation_scale"))
     return rows
 
 
-_FINE = (1.0, 0.0, 0.0, 0.0, 0.0, None, None, None, False)  # gain to lora_at_share of a row that has none
+def _scale_row(layer: str, role: Role, kind: str, scale: Tensor, error: float, fault: str) -> TensorRow:
+    row = TensorRow(f"{layer}.{role}", role, kind, scale.numel(), error)
+    if bool((torch.isfinite(scale) & (scale > 0)).all()):
+        return row
+    return replace(row, fault=fault, diagnosis="zero, negative or not finite")
 
 
 def module_difference(reference: nn.Module, deployed: nn.Module) -> ModuleDifference | None:
