@@ -133,18 +133,13 @@ def add_lora_output(
     parser: argparse.ArgumentParser, precision_default: str = "the source's", format_required: bool = False
 ) -> None:
     """Add --save_to, --save_format, --save_precision, --model_type and --overwrite."""
+    layouts, precisions = choices(SavingConfig, "save_format"), choices(SavingConfig, "save_precision")
+    said = "of the result" if format_required else "(default: the source's, or diffusers)"
     parser.add_argument("--save_to", required=True, type=Path, help="the .safetensors file to write")
-    add_lora_format(parser, precision_default, format_required)
+    parser.add_argument("--save_format", required=format_required, choices=layouts, help=f"key layout {said}")
+    parser.add_argument("--save_precision", choices=precisions, help=f"default: {precision_default}")
     add_model_type(parser, "as the files say")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
-
-
-def add_lora_format(parser: Any, precision_default: str = "the source's", required: bool = False) -> None:
-    """Add --save_format and --save_precision."""
-    layouts, precisions = choices(SavingConfig, "save_format"), choices(SavingConfig, "save_precision")
-    said = "of the result" if required else "(default: the source's, or diffusers)"
-    parser.add_argument("--save_format", required=required, choices=layouts, help=f"key layout {said}")
-    parser.add_argument("--save_precision", choices=precisions, help=f"default: {precision_default}")
 
 
 def check_lora_output(save_to: Path, overwrite: bool) -> None:
