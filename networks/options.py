@@ -192,12 +192,8 @@ def _check_kind(config: NetworkConfig, values: Mapping[str, str]) -> None:
     """Refuse options that the kind of adapter, or the way it begins, has no meaning for."""
     kind, start = config.network_type, config.init_lora_weights
     low_rank = kind in ("lora", "dora")
-    dropouts = {
-        "network_dropout": config.network_dropout > 0,
-        "rank_dropout": "rank_dropout" in values,
-        "module_dropout": "module_dropout" in values,
-    }
-    for option, given in dropouts.items():
+    dropouts = {option: option in values for option in ("rank_dropout", "module_dropout")}
+    for option, given in {"network_dropout": config.network_dropout > 0, **dropouts}.items():
         if given and not (low_rank and (kind == "lora" or option != "module_dropout")):
             raise UserError(f"{option}: network_type {kind} has no such dropout; remove it")
         if given and start != "default":

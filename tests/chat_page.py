@@ -77,7 +77,8 @@ class Tab:
     """The page in a tab, in the words of one who uses it."""
 
     def __init__(self, browser: Any, address: str, width: int = 1100, height: int = 900) -> None:
-        self.page = browser.new_page(viewport={"width": width, "height": height})
+        self.page = browser.new_page()
+        self.page.set_viewport_size({"width": width, "height": height})
         self.page.set_default_timeout(WAIT)
         self.elsewhere: list[str] = []
         self.page.on("request", lambda request: request.url.startswith(address) or self.elsewhere.append(request.url))

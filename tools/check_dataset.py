@@ -12,8 +12,6 @@ leaves with exit code 2 if anything was found, as ``strict_dataset`` does in tra
 from __future__ import annotations
 
 import argparse
-import base64
-import io
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -61,7 +59,7 @@ from PIL import Image, ImageOps
 
 from library.conditions import ConditionKind
 from library.data.config import INPAINT_KEYS, REFERENCE_KEYS, DatasetConfig, load_dataset_config
-from library.data.gallery import BucketCards, CountTokens, gallery
+from library.data.gallery import BucketCards, CountTokens, data_url, gallery
 from library.data.lint import TITLES, Advance, Report, check, title, without_broken
 from library.data.samples import scan
 
@@ -149,13 +147,9 @@ def _thumbnail(path: str) -> str | None:
     try:
         with Image.open(path) as image:
             image.draft("RGB", (_SIDE, _SIDE))
-            small = ImageOps.exif_transpose(image).convert("RGB")
+            return data_url(ImageOps.exif_transpose(image), _SIDE)
     except Exception:  # Pillow's plugins raise many types here
         return None
-    small.thumbnail((_SIDE, _SIDE))
-    data = io.BytesIO()
-    small.save(data, "JPEG", quality=80)
-    return f"data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}"
 
 
 @exit_on_user_error

@@ -13,7 +13,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -133,18 +133,13 @@ def add_lora_output(
     parser: argparse.ArgumentParser, precision_default: str = "the source's", format_required: bool = False
 ) -> None:
     """Add --save_to, --save_format, --save_precision, --model_type and --overwrite."""
+    layouts, precisions = choices(SavingConfig, "save_format"), choices(SavingConfig, "save_precision")
+    said = "of the result" if format_required else "(default: the source's, or diffusers)"
     parser.add_argument("--save_to", required=True, type=Path, help="the .safetensors file to write")
-    add_lora_format(parser, precision_default, format_required)
+    parser.add_argument("--save_format", required=format_required, choices=layouts, help=f"key layout {said}")
+    parser.add_argument("--save_precision", choices=precisions, help=f"default: {precision_default}")
     add_model_type(parser, "as the files say")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")
-
-
-def add_lora_format(parser: Any, precision_default: str = "the source's", required: bool = False) -> None:
-    """Add --save_format and --save_precision."""
-    layouts, precisions = choices(SavingConfig, "save_format"), choices(SavingConfig, "save_precision")
-    said = "of the result" if required else "(default: the source's, or diffusers)"
-    parser.add_argument("--save_format", required=required, choices=layouts, help=f"key layout {said}")
-    parser.add_argument("--save_precision", choices=precisions, help=f"default: {precision_default}")
 
 
 def check_lora_output(save_to: Path, overwrite: bool) -> None:
@@ -178,10 +173,11 @@ def lora_source(text: str) -> LoraSource:
 # ---- an image model, and images to run it on
 
 
-def add_model_parts(group: Any) -> None:
+def add_model_parts(group: Any, precisions: Sequence[str] = ("no", "bf16")) -> None:
     """Add the flags of a single-file model's parts, and of how it computes."""
     for name in MODEL_FILE_KEYS:
         group.add_argument(f"--{name}", metavar="PATH", help=ModelConfig.model_fields[name].description)
+    group.add_argument("--mixed_precision", choices=precisions, help="default: bf16 on a GPU, no on a CPU")
 
 
 def model_config(options: argparse.Namespace, model: Path | str, *more: str) -> ModelConfig:
@@ -201,19 +197,25 @@ def device_and_dtype(precision: str | None) -> tuple[torch.device, torch.dtype]:
     return device, dtypes[precision or ("bf16" if device.type == "cuda" else "no")]
 
 
+def add_calibration_images(data: Any, required: bool, *, prefix: str = "calibration_", seed: bool = True) -> None:
+    """Add the flags of images that a model is run on; without --seed where the parser has it."""
+    data.add_argument("--dataset_config", required=required, metavar="TOML", help="dataset TOML, as in training")
+    data.add_argument(f"--{prefix}images", dest="calibration_images", type=count, default=8, metavar="N",
+                      help="default: %(default)s")  # fmt: skip
+    data.add_argument(f"--{prefix}sigmas", dest="calibration_sigmas", type=finite, nargs="+", metavar="X",
+                      default=[0.95, 0.75, 0.5, 0.25], help="noise levels of each image")  # fmt: skip
+    if seed:
+        data.add_argument("--seed", type=seed_number, default=0, help="chooses images, noise and stochastic rounding")
+    data.add_argument("--guidance_scale", type=guidance,
+                      help="guidance input (default: the family's; the built-in tiny models want 1)")  # fmt: skip
+    data.add_argument("--masked_loss", action="store_true", help="the dataset has loss masks, as in training")
+    data.add_argument("--cache_directory", metavar="DIR", help="of latents and text (default: beside the images)")
+
+
 def add_calibration(parser: argparse.ArgumentParser, required: bool, *, model_type: bool, seed: bool = True) -> None:
     """Add the flags of data, model parts and computing; without --model_type or --seed where the parser has it."""
     data = parser.add_argument_group("calibration")
-    data.add_argument("--dataset_config", required=required, help="dataset TOML, as in training")
-    data.add_argument("--calibration_images", type=count, default=8, metavar="N", help="default: %(default)s")
-    sigmas = [0.95, 0.75, 0.5, 0.25]
-    data.add_argument("--calibration_sigmas", type=finite, nargs="+", default=sigmas, metavar="X",
-                      help="noise levels of each image")  # fmt: skip
-    if seed:
-        data.add_argument("--seed", type=seed_number, default=0, help="chooses images, noise and stochastic rounding")
-    data.add_argument("--guidance_scale", type=guidance, help="guidance input (default: the family's)")
-    data.add_argument("--masked_loss", action="store_true", help="the dataset has loss masks, as in training")
-    data.add_argument("--cache_directory", metavar="DIR", help="of latents and text (default: beside the images)")
+    add_calibration_images(data, required, seed=seed)
     data.add_argument(
         "--statistics_gb",
         type=number(above=0),
@@ -225,7 +227,6 @@ def add_calibration(parser: argparse.ArgumentParser, required: bool, *, model_ty
     if model_type:
         model.add_argument("--model_type", choices=list(IMAGE_MODELS), help="architecture family")
     add_model_parts(model)
-    model.add_argument("--mixed_precision", choices=["no", "bf16"], help="default: bf16 on a GPU, no on a CPU")
 
 
 def calibration_plan(options: argparse.Namespace, model: Path) -> CalibrationPlan:

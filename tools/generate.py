@@ -79,12 +79,11 @@ def parser() -> argparse.ArgumentParser:
     model = sub.add_argument_group("model")
     model.add_argument("--model", required=True, help="diffusers folder, transformer file, or name on the hub")
     model.add_argument("--model_type", choices=list(IMAGE_MODELS), help="architecture family")
-    add_model_parts(model)
+    add_model_parts(model, ["no", "fp16", "bf16"])
     model.add_argument("--t5xxl_max_token_length", type=count, metavar="N", help="T5 tokens per prompt")
     zero_cond_t = ModelConfig.model_fields["zero_cond_t"].description
     model.add_argument("--zero_cond_t", action="store_true", default=None, help=zero_cond_t)
     model.add_argument("--lora", nargs="+", default=[], metavar="FILE[:STRENGTH]", help="LoRA files, of any layout")
-    model.add_argument("--mixed_precision", choices=["no", "fp16", "bf16"], help="default: bf16 on a GPU, no on a CPU")
     quantised = model.add_mutually_exclusive_group()
     for name in _FP8_FLAGS[:2]:
         quantised.add_argument(f"--{name}", action="store_true", help=PrecisionConfig.model_fields[name].description)

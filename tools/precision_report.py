@@ -30,11 +30,11 @@ from library.errors import UserError, exit_on_user_error
 from library.fidelity import FIXES, MERGES, SERVERS
 from library.precision.names import ActivationRounding
 from tools.command import (
+    add_calibration_images,
     add_model_parts,
     answer_early,
     calibration_plan,
     count,
-    finite,
     guidance,
     lora_source,
     number,
@@ -60,7 +60,6 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--model_type", choices=IMAGE_MODELS, default="flux", help="architecture family")
     add_model_parts(model)
     model.add_argument("--lora", nargs="+", default=[], metavar="FILE[:STRENGTH]", help="LoRAs, of any layout")
-    model.add_argument("--mixed_precision", choices=["no", "bf16"], help="default: bf16 on a GPU, no on a CPU")
     deployment = top.add_argument_group("the deployment, a cause a flag")
     deployment.add_argument("--deploy", metavar="FILE|FOLDER|RECIPE", help="the model that is served, "
                             "or a recipe (cast, tensor, int8_convrot, ...); :e5m2 and +all may follow")  # fmt: skip
@@ -119,11 +118,7 @@ def parser() -> argparse.ArgumentParser:
     given.add_argument("--paste", choices=["pixels", "latents"], help="known region put back into the finished "
                        "picture, or at each step (ComfyUI's noise mask)")  # fmt: skip
     eval_set = top.add_argument_group("what they run on")
-    eval_set.add_argument("--dataset_config", required=True, metavar="TOML", help="dataset as in training")
-    eval_set.add_argument("--images", dest="calibration_images", type=count, default=8, metavar="N",
-                          help="images (default: %(default)s)")  # fmt: skip
-    eval_set.add_argument("--sigmas", dest="calibration_sigmas", type=finite, nargs="+", metavar="X",
-                          default=[0.95, 0.75, 0.5, 0.25], help="noise levels")  # fmt: skip
+    add_calibration_images(eval_set, required=True, prefix="")
     top.set_defaults(statistics_gb=4.0)
     eval_set.add_argument(
         "--steps",
@@ -131,11 +126,6 @@ def parser() -> argparse.ArgumentParser:
         default=12,
         help="of a sampling run; 0 for none (default: %(default)s)",
     )
-    eval_set.add_argument("--guidance_scale", type=guidance, help="the reference's guidance input (default: the "
-                          "family's; the built-in tiny models want 1)")  # fmt: skip
-    eval_set.add_argument("--seed", type=seed_number, default=0, help="chooses images and noise (default: %(default)s)")
-    eval_set.add_argument("--cache_directory", metavar="DIR", help="of latents and text (default: beside the images)")
-    eval_set.add_argument("--masked_loss", action="store_true", help="the dataset has loss masks")
     eval_set.add_argument(
         "--explain",
         action="store_true",
@@ -173,7 +163,7 @@ from library.fidelity.report import measure
 from library.fidelity.runs import prepare_eval_set
 from library.fidelity.server_image import ServerPicture, explain_server
 from library.fidelity.servers import BY_NAME, Merging
-from library.fidelity.serving import REFERENCE, Models, PartDtype, Served, Variant
+from library.fidelity.serving import CONDITIONING, REFERENCE, Models, PartDtype, Served, Variant
 from library.training.sampling.generate import read_loras
 from networks.files.weights import LoraWeights
 from train_lora import train
@@ -201,25 +191,14 @@ def variant_of(options: argparse.Namespace) -> Variant:
     return Variant(
         weights=True,
         merge=merge,
-        strength=options.deploy_strength,
         activations=None if options.activations in (None, "none") else options.activations,
         lora_without=tuple(options.deploy_lora_without),
-        attention=options.attention,
         text=_served(text, options.deploy_text_dtype),
         vae=_served(vae, options.deploy_vae_dtype),
-        guidance=options.deploy_guidance,
-        shift=options.deploy_shift,
-        steps=options.deploy_steps,
         timestep=_LOW[options.timestep],
         positions=_LOW[options.positions],
-        mask_invert=options.mask_invert,
-        mask_grow=options.mask_grow,
-        mask_snap=options.mask_snap,
-        mask_blur=options.mask_blur,
-        blank=options.blank,
-        latents_dtype=options.latents_dtype,
-        crop_multiple=options.crop_multiple,
-        paste=options.paste,
+        **{name: getattr(options, name) for name in ("attention", "paste", *CONDITIONING)},
+        **{name: getattr(options, f"deploy_{name}") for name in ("strength", "guidance", "shift", "steps")},
     )
 
 

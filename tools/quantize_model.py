@@ -30,13 +30,7 @@ from library.config.schema import PrecisionConfig
 from library.console import Console
 from library.errors import UserError, exit_on_user_error
 from library.models.hub import find_model
-from library.precision.names import (
-    FORMAT_NAMES,
-    GRANULARITIES,
-    SCHEME_NAMES,
-    USUAL_LAYOUTS,
-    WRITTEN_LAYOUTS,
-)
+from library.precision.names import FORMAT_NAMES, GRANULARITIES, SCHEME_NAMES, USUAL_LAYOUTS, WRITTEN_LAYOUTS
 from tools.command import (
     add_calibration,
     answer_early,

@@ -35,39 +35,29 @@ class OptimizerType:
 
 _NESTEROV = {"momentum": 0.9, "nesterov": True}  # kohya's defaults for its SGDNesterov names
 
+
+def _classes(module: str, names: str, **about: Any) -> dict[str, OptimizerType]:
+    """Return the rows of optimizers that are alike and called as their classes are."""
+    return {name: OptimizerType(module, name, **about) for name in names.split()}
+
+
 OPTIMIZERS: dict[str, OptimizerType] = {
     "AdamW": OptimizerType("torch.optim", "AdamW", {"fused": True}, splits="elements"),
-    "Adam": OptimizerType("torch.optim", "Adam", splits="elements"),
-    "SGD": OptimizerType("torch.optim", "SGD", splits="elements"),
+    **_classes("torch.optim", "Adam SGD", splits="elements"),
     "SGDNesterov": OptimizerType("torch.optim", "SGD", _NESTEROV, splits="elements"),
-    "AdamW8bit": OptimizerType("bitsandbytes.optim", "AdamW8bit"),
-    "PagedAdamW": OptimizerType("bitsandbytes.optim", "PagedAdamW"),
-    "PagedAdamW8bit": OptimizerType("bitsandbytes.optim", "PagedAdamW8bit"),
-    "PagedAdamW32bit": OptimizerType("bitsandbytes.optim", "PagedAdamW32bit"),
-    "Lion8bit": OptimizerType("bitsandbytes.optim", "Lion8bit"),
-    "PagedLion8bit": OptimizerType("bitsandbytes.optim", "PagedLion8bit"),
-    "AdEMAMix8bit": OptimizerType("bitsandbytes.optim", "AdEMAMix8bit"),
-    "PagedAdEMAMix8bit": OptimizerType("bitsandbytes.optim", "PagedAdEMAMix8bit"),
+    **_classes("bitsandbytes.optim", "AdamW8bit PagedAdamW PagedAdamW8bit PagedAdamW32bit Lion8bit PagedLion8bit"),
+    **_classes("bitsandbytes.optim", "AdEMAMix8bit PagedAdEMAMix8bit"),
     "SGDNesterov8bit": OptimizerType("bitsandbytes.optim", "SGD8bit", _NESTEROV),
     "Prodigy": OptimizerType("prodigyopt", "Prodigy", splits="rows", estimates="run"),
-    "ProdigyPlusScheduleFree": OptimizerType(
-        "prodigyplus", "ProdigyPlusScheduleFree", estimates="group", averages=True
-    ),
+    **_classes("prodigyplus", "ProdigyPlusScheduleFree", estimates="group", averages=True),
     "Adafactor": OptimizerType("transformers.optimization", "Adafactor"),
     "CAME": OptimizerType("library.training.optim.came", "CAME"),
     "SOAP": OptimizerType("library.training.optim.soap", "SOAP"),
     "Lion": OptimizerType("lion_pytorch", "Lion"),
-    "AdamWScheduleFree": OptimizerType("schedulefree", "AdamWScheduleFree", averages=True),
-    "RAdamScheduleFree": OptimizerType("schedulefree", "RAdamScheduleFree", averages=True),
-    "SGDScheduleFree": OptimizerType("schedulefree", "SGDScheduleFree", averages=True),
+    **_classes("schedulefree", "AdamWScheduleFree RAdamScheduleFree SGDScheduleFree", averages=True),
     "DAdaptation": OptimizerType("dadaptation.experimental", "DAdaptAdamPreprint", estimates="run"),
-    "DAdaptAdamPreprint": OptimizerType("dadaptation.experimental", "DAdaptAdamPreprint", estimates="run"),
-    "DAdaptAdaGrad": OptimizerType("dadaptation", "DAdaptAdaGrad", estimates="run"),
-    "DAdaptAdam": OptimizerType("dadaptation", "DAdaptAdam", estimates="run"),
-    "DAdaptAdan": OptimizerType("dadaptation", "DAdaptAdan", estimates="run"),
-    "DAdaptAdanIP": OptimizerType("dadaptation.experimental", "DAdaptAdanIP", estimates="run"),
-    "DAdaptLion": OptimizerType("dadaptation", "DAdaptLion", estimates="run"),
-    "DAdaptSGD": OptimizerType("dadaptation", "DAdaptSGD", estimates="run"),
+    **_classes("dadaptation.experimental", "DAdaptAdamPreprint DAdaptAdanIP", estimates="run"),
+    **_classes("dadaptation", "DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD", estimates="run"),
 }
 PIP_NAMES = {  # where the package is not called as its module
     "prodigyplus": "prodigy-plus-schedule-free",

@@ -242,10 +242,8 @@ class CachedDataset(Dataset[Item]):
             return UnreadBatch(positions)
 
     def _read(self, position: tuple[int, int]) -> Item:
-        epoch, index = position
-        sample, sample_id = self.samples[int(self._owner[index])], self.sample_id(index)
-        rng = python_random("orientation and crop", self.seed, epoch, sample_id)
-        flipped = self._flipped(sample, rng)
+        source, rng = self._seen(position)
+        sample, flipped, epoch, sample_id = source.sample, source.flipped, source.epoch, source.sample_id
         assert self.image_fingerprint is not None, "ask missing_latents or cache_latents first"
         assert self.text_fingerprint is not None, "ask missing_text or cache_text first"
         cached = read_cached(latent_path(sample, flipped, self.image_fingerprint), self._crop(sample, rng))
@@ -253,10 +251,8 @@ class CachedDataset(Dataset[Item]):
         conditions = read_conditions(sample, flipped, epoch, sample_id, self.seed, self.image_fingerprint)
         if mask is None and self._has_masks:
             mask = self._default_mask(latents, conditions)
-        caption = self._caption(sample, epoch, sample_id)
-        job = self.text_job(sample, caption, flipped)
-        text = read_cached(job.path(self.text_folder, self.text_fingerprint))
-        return Item(latents, text, sample.group.loss_weight, mask, sample_id, caption, conditions)
+        text = read_cached(source.text.path(self.text_folder, self.text_fingerprint))
+        return Item(latents, text, sample.group.loss_weight, mask, sample_id, source.text.caption, conditions)
 
     def _caption(self, sample: Sample, epoch: int, sample_id: int) -> str:
         captions = self.captions_of(sample)
@@ -266,14 +262,16 @@ class CachedDataset(Dataset[Item]):
 
     def source(self, position: tuple[int, int]) -> ItemSource:
         """Return what the files of an item are made from."""
+        return self._seen(position)[0]
+
+    def _seen(self, position: tuple[int, int]) -> tuple[ItemSource, random.Random]:
+        """Return what an item is made from, and what its crop is drawn from."""
         epoch, index = position
         sample, sample_id = self.samples[int(self._owner[index])], self.sample_id(index)
-        flipped = self._flipped(sample, python_random("orientation and crop", self.seed, epoch, sample_id))
+        rng = python_random("orientation and crop", self.seed, epoch, sample_id)
+        flipped = sample.flips and rng.random() < 0.5
         text = self.text_job(sample, self._caption(sample, epoch, sample_id), flipped)
-        return ItemSource(sample, flipped, epoch, sample_id, self.seed, text)
-
-    def _flipped(self, sample: Sample, rng: random.Random) -> bool:
-        return sample.flips and rng.random() < 0.5
+        return ItemSource(sample, flipped, epoch, sample_id, self.seed, text), rng
 
     def _default_mask(self, latents: Tensor, conditions: Conditions) -> Tensor:
         """The loss mask [1, h, w] of a sample without one among others with: its region to fill, else all of it."""

@@ -157,12 +157,10 @@ def cached_files(sample: Sample, seed: int, fingerprint: str) -> list[Path]:
 def _files_of(sample: Sample, seed: int, fingerprint: str) -> Iterator[tuple[str, str, str, str, Size, Callable]]:
     """Yield folder, name, and what else an :class:`EncodeJob` has, of every file that a sample needs."""
     image, size = sample.image.path, sample.fit.encoded
-    masks = sample.group.subset.inpainting
-    variants = 0 if masks is None else 1 if sample.held_out else masks.variants
     for flipped in sample.orientations:
         load = functools.partial(_load_sample, sample, flipped)
         yield "latents", _latent_name(sample, flipped, fingerprint), "latents", image, size, load
-        for variant in range(variants):
+        for variant in range(sample.mask_variants):
             load = functools.partial(_load_masked, sample, flipped, variant, seed)
             name = _masked_name(sample, flipped, variant, seed, fingerprint)
             yield "conditions", name, "masked_latents", image, size, load
@@ -247,8 +245,7 @@ def previews(sample: Sample, seed: int) -> list[tuple[str, Image.Image]]:
     if sample.mask is not None or sample.settings.alpha_mask:
         mask = _load_sample(sample, False, 1)[1]["mask"]
         found.append(("loss mask", Image.fromarray((mask[0] * 255).to(torch.uint8).numpy())))
-    masks = sample.group.subset.inpainting
-    for variant in range(min(_PREVIEWED, 1 if masks and sample.held_out else masks.variants) if masks else 0):
+    for variant in range(min(_PREVIEWED, sample.mask_variants)):
         pixels, _ = _load_masked(sample, False, variant, seed, 1)
         found.append(("given to fill", to_image(pixels)))
     return found + [("control image", control.load()) for control in sample.control_images]
@@ -445,11 +442,7 @@ def discard_damaged(paths: Iterable[Path]) -> list[DamagedFile]:
 
 def inpaint_variant(sample: Sample, seed: int, epoch: int, sample_id: int) -> int:
     """Return which of a sample's masks is seen in ``epoch``."""
-    masks = sample.group.subset.inpainting
-    assert masks is not None
-    if sample.held_out:
-        return 0
-    return python_random("mask variant", seed, epoch, sample_id).randrange(masks.variants)
+    return python_random("mask variant", seed, epoch, sample_id).randrange(sample.mask_variants)
 
 
 def read_conditions(

@@ -485,11 +485,8 @@ def _check_value(where: str, key: str, value: Any) -> None:
         problem = error.errors()[0]["msg"].replace("Input should be", "should be")
         if key in ("resolution", "control_resolution"):
             problem = f"should be a number of pixels or [width, height], each from 1 to {MOST_SIDE}"
-        raise UserError(f"{where}: {key} = {_as_toml(value)}: {problem}; correct the value") from None
-
-
-def _as_toml(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value)
+        shown = str(value).lower() if isinstance(value, bool) else repr(value)  # as a TOML has it
+        raise UserError(f"{where}: {key} = {shown}: {problem}; correct the value") from None
 
 
 def refuse_climbing(where: str, key: str, value: str) -> None:

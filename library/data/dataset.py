@@ -24,6 +24,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -165,11 +166,8 @@ class TrainingData:
     def captions(self) -> list[str]:
         """Return every caption that can be asked for, each once: all variants, and "" where captions drop."""
         if self._captions is None:
-            texts: dict[str, None] = {}
-            for dataset in self._datasets:
-                for sample in dataset.samples:
-                    texts.update(dict.fromkeys(_captions_of(dataset, sample)))
-            self._captions = list(texts)
+            every = (_captions_of(dataset, sample) for dataset in self._datasets for sample in dataset.samples)
+            self._captions = list(dict.fromkeys(chain.from_iterable(every)))
         return self._captions
 
     @property

@@ -1,8 +1,8 @@
 """What is known about the files of a dataset, remembered from run to run.
 
 Opening 100,000 images at every start to learn their size takes minutes on a network disk, hashing their
-content longer. Each cache folder therefore keeps an ``index.json``: per file its bytes and modification
-time, and what was read while it had them (width and height, a hash of the content, a caption's text). A
+content longer. Each cache folder therefore keeps an ``index.json`` (:class:`FileMemory`): per file its bytes and
+modification time, and what was read while it had them (width and height, a hash of the content, a caption's text). A
 start lists each folder once and opens only what is new or changed. The file carries a checksum: where that does not
 fit, everything is read again.
 
@@ -15,10 +15,12 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from library.data.images import read_header
 from library.errors import UserError
@@ -28,6 +30,9 @@ MOST_CAPTION_BYTES = 2**20  # no model reads more than a few thousand
 _VERSION = 2
 _RACY_NS = 2_000_000_000
 _THREADS = 8  # waiting for the disk, not for the processor
+
+
+Stats = tuple[int, int]  # bytes, mtime_ns
 
 
 @dataclass(slots=True)
@@ -41,8 +46,12 @@ class SourceFile:
     content: str | None = None
     frames: int = 1  # or pages; read with the size
 
+    @property
+    def stat(self) -> Stats:
+        """What it was known by when it was listed."""
+        return self.bytes, self.mtime_ns
 
-Stats = tuple[int, int]  # bytes, mtime_ns
+
 _OF_SYSTEMS = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r", "__macosx"})  # hidden where they are made
 
 
@@ -60,10 +69,11 @@ def list_folder(
     """
     files: dict[str, Stats] = {}
     for name, entry in _walk(folder, recursive, besides):
-        if _is_file(entry):
-            stat = entry.stat()
-            files[name] = (stat.st_size, stat.st_mtime_ns)
-        elif dangling is not None and not _is_folder(entry):
+        if _is(entry.is_file):
+            with suppress(FileNotFoundError):  # deleted since it was listed
+                stat = entry.stat()
+                files[name] = (stat.st_size, stat.st_mtime_ns)
+        elif dangling is not None and not _is(entry.is_dir):
             dangling.append(name)
     return dict(sorted(files.items()))
 
@@ -74,7 +84,7 @@ def files_inside(folder: str | Path, besides: Iterable[Path] = ()) -> list[str]:
     An empty list where one of these folders cannot be read.
     """
     try:
-        return sorted(name for name, entry in _walk(folder, True, besides) if "/" in name and _is_file(entry))
+        return sorted(name for name, entry in _walk(folder, True, besides) if "/" in name and _is(entry.is_file))
     except UserError:
         return []
 
@@ -94,23 +104,17 @@ def _walk(folder: str | Path, recursive: bool, besides: Iterable[Path]) -> Itera
                     if entry.name.startswith(".") or entry.name.lower() in _OF_SYSTEMS:
                         continue
                     yield prefix + entry.name, entry
-                    if recursive and not _is_file(entry) and _is_folder(entry):
+                    if recursive and _is(entry.is_dir):
                         waiting.append((f"{prefix}{entry.name}/", entry.path))
         except OSError as error:
             raise UserError(f"{place}: cannot be read ({error.strerror}); check its permissions") from error
 
 
-def _is_folder(entry: os.DirEntry[str]) -> bool:
+def _is(ask: Callable[[], bool]) -> bool:
+    """Return what a listed entry answers; no of a symbolic link to itself."""
     try:
-        return entry.is_dir()
+        return ask()
     except OSError:
-        return False
-
-
-def _is_file(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_file()
-    except OSError:  # a symbolic link to itself
         return False
 
 
@@ -119,27 +123,57 @@ def content_hash(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
+class FileMemory:
+    """What was read of files, by kind and by a name for the file, as long as its bytes and modification time stay.
+
+    ``file`` is where that is kept, in a cache folder that need not exist yet.
+    """
+
+    def __init__(self, file: Path, version: int, kinds: Sequence[str]) -> None:
+        self._file, self._version = file, version
+        self._known: dict[str, dict[str, list[Any]]] = {kind: {} for kind in kinds}
+        self._changed = False
+        try:
+            stored = read_checked_json(file)
+            if stored["version"] == version:
+                self._known = {kind: dict(stored[kind]) for kind in kinds}
+        except (OSError, ValueError, KeyError, TypeError):
+            pass  # absent or damaged: everything is read again
+
+    def recall(self, kind: str, key: str, stat: Stats) -> list[Any]:
+        """Return the values that were read while the file was as ``stat`` says; empty if there are none."""
+        known = self._known[kind].get(key, [None, None])
+        return known[2:] if (known[0], known[1]) == stat else []
+
+    def keep(self, kind: str, key: str, stat: Stats, read_at_ns: int, *values: Any) -> None:
+        """Remember ``values``, which were read from ``read_at_ns`` on, unless the file had just been written."""
+        if read_at_ns - stat[1] > _RACY_NS:
+            self._known[kind][key] = [*stat, *values]
+            self._changed = True
+
+    def save(self) -> None:
+        """Write what was read since the last save."""
+        if not self._changed:
+            return
+        try:
+            write_checked_json(self._file, {"version": self._version, **self._known})
+        except UserError as error:
+            raise UserError(f"{error}: set cache_directory") from None
+        self._changed = False
+
+
 class FileIndex:
     """The memory of one cache folder; ``folder`` need not exist yet."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._root = str(folder.parent) + os.sep
-        self._images: dict[str, list] = {}  # key -> [bytes, mtime_ns, width, height, content or None, frames]
-        self._captions: dict[str, list] = {}  # key -> [bytes, mtime_ns, text]
+        # of images: width, height, content or None, frames; of captions: their text
+        self._memory = FileMemory(folder / "index.json", _VERSION, ("images", "captions"))
         self._files: dict[str, SourceFile] = {}
-        self._changed = False
-        self._load()
+        self.save = self._memory.save
 
-    def _load(self) -> None:
-        try:
-            stored = read_checked_json(self.folder / "index.json")
-            if stored["version"] == _VERSION:
-                self._images, self._captions = dict(stored["images"]), dict(stored["captions"])
-        except (OSError, ValueError, KeyError, TypeError):
-            pass  # absent or damaged: everything is read again
-
-    def image(self, path: str, stat: tuple[int, int]) -> SourceFile:
+    def image(self, path: str, stat: Stats) -> SourceFile:
         """Return the record of an image, with what is remembered of it; the same object for the same path.
 
         Raises:
@@ -150,9 +184,9 @@ class FileIndex:
             if any("\ud800" <= character <= "\udfff" for character in path):
                 raise UserError(f"{path}: the name is not UTF-8; rename the file")
             file = self._files[path] = SourceFile(path, *stat)
-            known = self._images.get(self._key(path))
-            if known is not None and (known[0], known[1]) == stat:
-                file.size, file.content, file.frames = (known[2], known[3]), known[4], known[5]
+            if known := self._memory.recall("images", self._key(path), stat):
+                width, height, file.content, file.frames = known
+                file.size = (width, height)
         return file
 
     def measure(self, files: Iterable[SourceFile]) -> None:
@@ -179,37 +213,23 @@ class FileIndex:
             for _ in pool.map(read, files, chunksize=64):
                 pass
         for file in files:
-            if file.size is not None and started - file.mtime_ns > _RACY_NS:
-                self._images[self._key(file.path)] = [file.bytes, file.mtime_ns, *file.size, file.content, file.frames]
-                self._changed = True
+            if file.size is not None:
+                values = (*file.size, file.content, file.frames)
+                self._memory.keep("images", self._key(file.path), file.stat, started, *values)
 
-    def caption(self, path: str, stat: tuple[int, int]) -> str:
+    def caption(self, path: str, stat: Stats) -> str:
         """Return a caption file's text (UTF-8), remembered or read."""
         key = self._key(path)
-        known = self._captions.get(key)
-        if known is not None and (known[0], known[1]) == stat:
-            return str(known[2])
+        if known := self._memory.recall("captions", key, stat):
+            return str(known[0])
         started = time.time_ns()
         text = read_text(path, most=MOST_CAPTION_BYTES)
-        if started - stat[1] > _RACY_NS:
-            self._captions[key] = [*stat, text]
-            self._changed = True
+        self._memory.keep("captions", key, stat, started, text)
         return text
 
     def knows(self, file: SourceFile) -> bool:
         """Whether ``file`` came from this index."""
         return self._files.get(file.path) is file
-
-    def save(self) -> None:
-        """Write what was read since the last save."""
-        if not self._changed:
-            return
-        stored = {"version": _VERSION, "images": self._images, "captions": self._captions}
-        try:
-            write_checked_json(self.folder / "index.json", stored)
-        except UserError as error:
-            raise UserError(f"{error}: set cache_directory") from None
-        self._changed = False
 
     def _key(self, path: str) -> str:
         """Files beside the cache folder go by relative name, so a moved folder is known; others in full."""

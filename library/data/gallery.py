@@ -162,10 +162,10 @@ def _card(sample: Sample, findings: list[Finding], seed: int, count_tokens: Coun
     )
 
 
-def data_url(image: Image.Image) -> str:
-    """Return an image, made small, as a data URL."""
+def data_url(image: Image.Image, side: int = SIDE) -> str:
+    """Return an image, made no larger than ``side``, as a data URL."""
     small = image.convert("RGB")
-    small.thumbnail((SIDE, SIDE), reducing_gap=2)
+    small.thumbnail((side, side), reducing_gap=2)
     data = io.BytesIO()
     small.save(data, "JPEG", quality=75)
     return f"data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}"

@@ -18,24 +18,22 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
-from library.data.file_index import SourceFile, content_hash
+from library.data.file_index import FileMemory, SourceFile, content_hash
 from library.data.images import decode, read_header
 from library.errors import UserError, reason_of
-from library.files import read_bytes, read_checked_json, write_checked_json
+from library.files import read_bytes
 
 _VERSION = 2
 _REDUCED = 256  # longer side of the reduced image in which borders are looked for
 _SAME_ROW = 24  # spread of a bar's row, of 255: a JPEG's bar is not quite even
 _SAME_BAR = 12  # and how far a row may lie from the bar's first one
-_RACY_NS = 2_000_000_000  # see file_index
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,42 +114,32 @@ def _reduced(data: bytes, name: str) -> Image.Image:
 
 
 class ImageStatsIndex:
-    """The cached stats of image files, in the cache folder; ``folder`` need not exist yet."""
+    """The cached stats of image files, in the cache ``folder``, which need not exist yet."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = folder / "image_stats.json"
-        self._known: dict[str, list[Any]] = {}  # path -> [bytes, mtime_ns, facts]
-        try:
-            stored = read_checked_json(self._file)
-            if stored["version"] == _VERSION:
-                self._known = dict(stored["images"])
-        except (OSError, ValueError, KeyError, TypeError):
-            pass  # absent or damaged: everything is measured again
+        self._memory = FileMemory(folder / "image_stats.json", _VERSION, ("images",))
 
     def measure(self, files: Sequence[SourceFile], advance: Callable[[int], None] = lambda _: None) -> list[ImageStats]:
         """Return what each file shows, from memory where it is as it was; ``advance`` counts those looked at."""
-        new = [file for file in files if self._remembered(file) is None]
+        found = {file.path: self._remembered(file) for file in files}
+        new = [file for file in files if found[file.path] is None]
         started = time.time_ns()
-        seen: dict[str, ImageStats] = {}
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow and hashing let go of the interpreter's lock
-            for file, facts in zip(new, pool.map(measure_image, [file.path for file in new]), strict=True):
-                seen[file.path] = facts
+            for file, stats in zip(new, pool.map(measure_image, [file.path for file in new]), strict=True):
+                found[file.path] = stats
                 advance(1)
-                if started - file.mtime_ns > _RACY_NS:
-                    self._known[file.path] = [file.bytes, file.mtime_ns, list(asdict(facts).values())]
-        if new:
-            write_checked_json(self._file, {"version": _VERSION, "images": self._known})
-        return [seen.get(file.path) or self._remembered(file) or measure_image(file.path) for file in files]
+                self._memory.keep("images", file.path, file.stat, started, list(asdict(stats).values()))
+        self._memory.save()
+        return [known for file in files if (known := found[file.path])]
 
     def missing(self, files: Sequence[SourceFile]) -> int:
         """Return how many of ``files`` have not been looked at as they are."""
         return sum(self._remembered(file) is None for file in files)
 
     def _remembered(self, file: SourceFile) -> ImageStats | None:
-        known = self._known.get(file.path)
-        if known is None or (known[0], known[1]) != (file.bytes, file.mtime_ns):
-            return None
-        problem, width, height, content, dhash, thumbnail, bars, frames = known[2]
-        if problem is not None:  # it may have passed: a plug-in was installed, a share is back
-            return None
-        return ImageStats(None, width, height, content, dhash, thumbnail, tuple(bars), frames)
+        names = [each.name for each in fields(ImageStats)]
+        for values in self._memory.recall("images", file.path, file.stat):
+            known = dict(zip(names, values, strict=True))
+            if known["problem"] is None:  # else it may have passed: a plug-in was installed, a share is back
+                return ImageStats(**known | {"bars": tuple(known["bars"])})
+        return None

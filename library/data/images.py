@@ -81,7 +81,8 @@ _SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
 def read_header(path: str) -> tuple[Size, int]:
     """Return the upright (width, height) of an image and the number of its frames or pages, without decoding it."""
     if path.lower().endswith(".jxl"):
-        return _read_jxl_size(path), 1
+        with reading(path), open(path, "rb") as file:
+            return _size_of_jxl(file.read(HEADER_BYTES), path), 1
     with _open(path, path) as image:
         width, height = image.size
         size = (height, width) if _orientation(image) >= 5 else (width, height)
@@ -164,11 +165,6 @@ def to_latent_mask(mask: Image.Image, latent_factor: int) -> Tensor:
     """Mask of mode L -> [1, H / factor, W / factor] fp32 in 0..1, each value the mean of its square."""
     array = torch.from_numpy(np.array(mask, dtype=np.uint8)).float().div_(255.0)
     return torch.nn.functional.avg_pool2d(array[None], latent_factor)
-
-
-def _read_jxl_size(path: str) -> Size:
-    with reading(path), open(path, "rb") as file:
-        return _size_of_jxl(file.read(HEADER_BYTES), path)
 
 
 def _size_of_jxl(start: bytes, name: str) -> Size:

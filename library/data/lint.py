@@ -29,10 +29,10 @@ from numpy.typing import NDArray
 from library.conditions import ConditionKind
 from library.data.buckets import Bucketing, same_shape, size_text
 from library.data.config import Dataset, DatasetConfig, Subset
-from library.data.file_index import FileIndex, SourceFile, list_folder
+from library.data.file_index import FileIndex, list_folder
 from library.data.image_stats import ImageStats, ImageStatsIndex
 from library.data.samples import FindSources, Sample, cache_folder
-from library.data.sources import Source, find_sources, is_image, note_frames, stem
+from library.data.sources import Source, caption_beside, find_sources, is_image, note_frames
 from library.errors import UserError, counted, names_in_short
 
 Advance = Callable[[int], None]
@@ -118,7 +118,7 @@ def check(
         for subset in dataset.subsets:
             folder = cache_folder(dataset, subset)
             sources = _sources(subset, FileIndex(folder), findings, notes, conditioning)
-            files = {file.path: file for source in sources for file in _files(source)}
+            files = {file.path: file for source in sources for file in source.files}
             index = ImageStatsIndex(folder)
             advance = start(f"checking {subset.written_dir}", index.missing(list(files.values())))
             stats = dict(zip(files, index.measure(list(files.values()), advance), strict=True))
@@ -160,11 +160,10 @@ def _sources(
     if subset.image_dir is None or subset.metadata_file is not None:
         return []
     listed = list_folder(subset.image_dir, subset.settings.recursive)
-    suffix = "." + subset.settings.caption_extension.removeprefix(".")
     found = []
     for name in filter(is_image, listed):
-        beside, caption = stem(name) + suffix, subset.settings.class_tokens or ""
-        if beside in listed:
+        caption = subset.settings.class_tokens or ""
+        if beside := caption_beside(name, listed, subset):
             caption = (subset.image_dir / beside).read_text(encoding="utf-8-sig", errors="replace").strip()
         found.append(Source(name, index.image(str(subset.image_dir / name), listed[name]), caption))
     return found
@@ -176,13 +175,9 @@ def without_broken(findings: Sequence[Finding]) -> FindSources:
 
     def find(subset: Subset, index: FileIndex, notes: list[str], conditioning: ConditionKind) -> list[Source]:
         sources = _sources(subset, index, [], notes, conditioning)
-        return [source for source in sources if not broken & {file.path for file in _files(source)}]
+        return [source for source in sources if not broken & {file.path for file in source.files}]
 
     return find
-
-
-def _files(source: Source) -> list[SourceFile]:
-    return [f for f in (source.image, source.mask, source.inpaint_mask, *source.control_images) if f is not None]
 
 
 def _of_files(stats: dict[str, ImageStats]) -> list[Finding]:

@@ -20,11 +20,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Self
 
 from PIL import Image
 
 from library.conditions import ConditionKind
-from library.data.buckets import Bucketing, ControlSizing, Fit, same_shape, size_text
+from library.data.buckets import Bucketing, ControlSizing, Fit, Size, same_shape, size_text
 from library.data.config import Dataset, DatasetConfig, Subset, SubsetSettings
 from library.data.file_index import FileIndex, SourceFile, checked_bytes
 from library.data.images import decode, fit_image
@@ -54,6 +55,14 @@ class ControlImage:
     file: SourceFile
     fit: Fit
     interpolation: str | None = None
+
+    @classmethod
+    def of(
+        cls, file: SourceFile, sizing: ControlSizing, trained: Size, unit: int, interpolation: str | None = None
+    ) -> Self:
+        """Return the control image in ``file`` as :meth:`ControlSizing.fit` sizes it."""
+        assert file.size is not None
+        return cls(file, sizing.fit(file.size, trained, unit, file.path), interpolation)
 
     def key(self) -> tuple[object, ...]:
         """Return what its pixels follow from; its content must have been hashed."""
@@ -102,6 +111,12 @@ class Sample:
     def flips(self) -> bool:
         """Whether some epochs see it mirrored."""
         return self.settings.flip_aug and not self.held_out
+
+    @property
+    def mask_variants(self) -> int:
+        """How many masks a fill model's sample is seen with, in turn; 0 of another model's."""
+        masks = self.group.subset.inpainting
+        return 0 if masks is None else 1 if self.held_out else masks.variants
 
     def sample_id(self, repeat: int) -> int:
         """Identity of one repeat, for noise, crops and choices (63 bits)."""
@@ -195,9 +210,7 @@ def _load_subset(
 ) -> tuple[list[Sample], list[Sample]]:
     """Samples of one subset: those to train on, those held out."""
     subset = group.subset
-    index.measure([source.image for source in sources])
-    index.measure([mask for source in sources for mask in (source.mask, source.inpaint_mask) if mask is not None])
-    index.measure({file.path: file for source in sources for file in source.control_images}.values())
+    index.measure({file.path: file for source in sources for file in source.files}.values())
     index.save()
     warnings += note_frames(subset.where, {source.name: source.image.frames for source in sources})
     split = 0.0 if subset.settings.is_reg else dataset.settings.validation_split
@@ -226,11 +239,7 @@ def _build_sample(
             check_mask_shape(mask, size)
     settings = group.subset.settings
     fit = buckets.fit(size, settings.random_crop and not held_out, source.image.path)
-    controls: list[ControlImage] = []
-    for file in source.control_images:
-        assert file.size is not None
-        control_fit = sizing.fit(file.size, fit.bucket, buckets.pixel_multiple, file.path)
-        controls.append(ControlImage(file, control_fit, settings.resize_interpolation))
+    unit, interpolation = buckets.pixel_multiple, settings.resize_interpolation
     return Sample(
         group,
         source.image,
@@ -241,7 +250,9 @@ def _build_sample(
         identity=identity,
         held_out=held_out,
         inpaint_mask=source.inpaint_mask,
-        control_images=tuple(controls),
+        control_images=tuple(
+            ControlImage.of(file, sizing, fit.bucket, unit, interpolation) for file in source.control_images
+        ),
     )
 
 

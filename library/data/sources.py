@@ -21,7 +21,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any
@@ -57,6 +57,11 @@ class Source:
     mask: SourceFile | None = None  # weighs the loss
     inpaint_mask: SourceFile | None = None
     control_images: tuple[SourceFile, ...] = ()
+
+    @property
+    def files(self) -> list[SourceFile]:
+        """The image, its masks and control images."""
+        return [f for f in (self.image, self.mask, self.inpaint_mask, *self.control_images) if f is not None]
 
 
 def find_sources(
@@ -135,7 +140,10 @@ def _find_control_images(
     for its_stem, name in plain.items():
         match = _NUMBERED.fullmatch(its_stem)
         if match and match[1] in known and its_stem not in known:
-            numbered[match[1]][int(match[2])] = name
+            other = numbered[match[1]].setdefault(int(match[2]), name)
+            if other != name:
+                both = f"{other} and {name}"
+                raise UserError(f"{where}: control_directory {folder} holds {both}, of one number; remove one")
     found: list[tuple[SourceFile, ...]] = []
     used: set[str] = set()
     for its_stem in stems:
@@ -199,21 +207,30 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str]) -> list[
         )
     if left_out := _left_out(files, names, dangling):
         warnings.append(f"{subset.where}: {left_out}")
-    suffix = subset.settings.caption_extension
-    suffix = suffix if not suffix or suffix.startswith(".") else f".{suffix}"
     found: list[Source] = []
     without: list[str] = []
     for name in names:
-        caption_name = stem(name) + suffix
-        if caption_name in files and caption_name != name:
+        if caption_name := caption_beside(name, files, subset):
             caption = _read_caption(f"{folder}{os.sep}{caption_name}", files[caption_name], subset, index)
         else:
             without.append(name)
             caption = subset.settings.class_tokens or ""
         found.append(Source(name, index.image(f"{folder}{os.sep}{name}", files[name]), caption))
     if without and subset.settings.class_tokens is None:
-        _complain_about_missing_captions(subset, files, without, suffix, len(names), warnings)
+        _complain_about_missing_captions(subset, files, without, len(names), warnings)
     return found
+
+
+def caption_beside(name: str, files: Collection[str], subset: Subset) -> str | None:
+    """Return which of the ``files`` of its folder is the caption of the image ``name``; None if there is none."""
+    found = stem(name) + _caption_suffix(subset)
+    return found if found in files and found != name else None
+
+
+def _caption_suffix(subset: Subset) -> str:
+    """Return what follows an image's stem in the name of its caption's file; the dot may be left out in the TOML."""
+    suffix = subset.settings.caption_extension
+    return suffix if not suffix or suffix.startswith(".") else f".{suffix}"
 
 
 def _read_caption(path: str, stat: tuple[int, int], subset: Subset, index: FileIndex) -> str:
@@ -227,10 +244,10 @@ def _complain_about_missing_captions(
     subset: Subset,
     files: dict[str, tuple[int, int]],
     without: list[str],
-    suffix: str,
     total: int,
     warnings: list[str],
 ) -> None:
+    suffix = _caption_suffix(subset)
     if len(without) < total:
         warnings.append(
             f"{subset.where}: no {suffix} file for {_some_of(without, total)}, trained with an empty caption; "

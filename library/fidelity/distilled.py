@@ -113,11 +113,10 @@ class Distilled:
         if self.equal is None:
             last = max(self.rows, key=lambda row: abs(row.strength - 1))
             times = last.error / one.error if one.error else math.inf
-            text += (
-                f"; at {last.strength:.2f} it has {last.shown:.2f} and is {times:.2f} times as far from what it does "
+            return (
+                f"{text}; at {last.strength:.2f} it has {last.shown:.2f} and is {times:.2f} times as far from what it "
+                "does on the base as at 1. No strength mends that; train it there (distill_from, distill_effect)."
             )
-            text += "on the base as at 1. No strength mends that; train it there (distill_from, distill_effect)."
-            return text
         return f"{text}; at strength {self.equal:.2f} it is as strong (cosine {self.at(self.equal).direction:.2f})."
 
     def as_json(self) -> dict[str, Any]:

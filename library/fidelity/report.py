@@ -174,12 +174,11 @@ def _words(models: Models, variant: Variant, cause: str) -> str:
     words = models.words(cause, getattr(variant, cause))
     if cause == "text":
         pairs = zip(*(models.text_encoder(each).models().items() for each in (REFERENCE, variant)), strict=True)
-        parts = {name: module_difference(high, own) for (name, high), (_, own) in pairs}
-        found = [f"{name}: {each.text if each else 'the same'}" for name, each in parts.items()]
+        found = (f"{name}: {module_difference(high, own) or 'the same'}" for (name, high), (_, own) in pairs)
         return "; ".join([words, *found])
     if cause == "vae":
         difference = module_difference(*(models.image_encoder(each).vae for each in (REFERENCE, variant)))
-        return f"{words}: {difference.text}" if difference else words
+        return f"{words}: {difference}" if difference else words
     return words
 
 

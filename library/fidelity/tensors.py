@@ -106,23 +106,6 @@ class TensorRow:
         return self.lora_doubt
 
 
-@dataclass(frozen=True)
-class ModuleDifference:
-    """How a VAE or a text encoder differs from the reference's.
-
-    Attributes:
-        cast: the format it was rounded to ("e4m3fn", "bfloat16", ...); empty where it is another file.
-        changed, tensors: how many differ, of how many. error: rms of all differences over the reference's rms.
-        text: in words.
-    """
-
-    cast: str
-    changed: int
-    tensors: int
-    error: float
-    text: str
-
-
 def compare_tensors(
     reference: nn.Module,
     deployed: nn.Module,
@@ -489,43 +472,36 @@ def _scale_rows(row: TensorRow, there: _Place, here: _Place, input_scale: Tensor
     quantized = _as_fp8(here.held)
     if quantized is not None and quantized.scale is not None:
         scale = quantized.factors.cpu()
-        granularity = quantized.granularity
         fresh = quantized.scheme.steps(quantized.scheme.magnitudes(there.matrix()))
         error = relative(scale, fresh) if fresh is not None else 0.0
-        bad = not bool((torch.isfinite(scale) & (scale > 0)).all())
-        fault = ("wrong_scale", "some are zero, negative or not finite") if bad else ("", "")
         short = bool(torch.equal(scale.bfloat16().float(), scale))
-        kind = f"{'bfloat16' if short else 'float32'}, {granularity}"
-        rows.append(TensorRow(f"{row.layer}.scale", "scale", kind, scale.numel(), error, 0.0, 0.0, *_FINE, *fault))
+        kind = f"{'bfloat16' if short else 'float32'}, {quantized.granularity}"
+        rows.append(_scale_row(row.layer, "scale", kind, scale, error, "wrong_scale"))
     if input_scale is not None and row.name.endswith(".weight"):
-        bad = not bool((torch.isfinite(input_scale) & (input_scale > 0)).all())
-        fault = ("activation_scale", "zero, negative or not finite") if bad else ("", "")
         kind = f"{float(input_scale.float().mean()):.3g}"
-        rows.append(
-            TensorRow(f"{row.layer}.input_scale", "input_scale", kind, input_scale.numel(), 0, 0, 0, *_FINE, *fault)
-        )
+        rows.append(_scale_row(row.layer, "input_scale", kind, input_scale, 0.0, "activation_scale"))
     return rows
 
 
-_FINE = (1.0, 0.0, 0.0, 0.0, 0.0, None, None, None, False)  # gain to lora_at_share of a row that has none
+def _scale_row(layer: str, role: Role, kind: str, scale: Tensor, error: float, fault: str) -> TensorRow:
+    row = TensorRow(f"{layer}.{role}", role, kind, scale.numel(), error)
+    if bool((torch.isfinite(scale) & (scale > 0)).all()):
+        return row
+    return replace(row, fault=fault, diagnosis="zero, negative or not finite")
 
 
-def module_difference(reference: nn.Module, deployed: nn.Module) -> ModuleDifference | None:
-    """Say how ``deployed`` differs from ``reference``, two modules of one class; None where they are the same."""
+def module_difference(reference: nn.Module, deployed: nn.Module) -> str:
+    """Say how ``deployed`` differs from ``reference``, two modules of one class; nothing where they are the same."""
     there, here = _places(reference), _places(deployed)
     strange = [name for name in {**there, **here} if name not in there or name not in here
                or there[name].shape != here[name].shape]  # fmt: skip
     if strange:
-        text = f"{names_in_short(strange)}: absent in one of the two, or of another shape"
-        return ModuleDifference("", len(strange), len(there), 1.0, f"another architecture ({text})")
+        return f"another architecture ({names_in_short(strange)}: absent in one of the two, or of another shape)"
     casts: Counter[str] = Counter()
     ranks: list[str] = []
     others: list[tuple[float, str, str]] = []
-    energy = size = 0.0
     for name, place in there.items():
         high, numbers = place.matrix(), here[name].matrix()
-        difference = numbers - high
-        energy, size = energy + dot(difference, difference), size + dot(high, high)
         if torch.equal(numbers, high):
             continue
         if cast := _cast_of(high, numbers, here[name].quantized):
@@ -534,13 +510,10 @@ def module_difference(reference: nn.Module, deployed: nn.Module) -> ModuleDiffer
         fault, text = diagnose(ServedMatrix(numbers, here[name].quantized), high)
         others.append((relative(numbers, high), name, text))
         ranks += [name] if fault == "other_lora" else []
-    changed, tensors = sum(casts.values()) + len(others), len(there)
-    if not changed:
-        return None
-    error = math.sqrt(energy / size) if size else 1.0
+    tensors = len(there)
+    rounded_to = f"rounded to {casts.most_common(1)[0][0]}" if casts else ""
     if not others:
-        cast = casts.most_common(1)[0][0]
-        return ModuleDifference(cast, changed, tensors, error, f"{changed} of {tensors} tensors rounded to {cast}")
+        return f"{casts.total()} of {tensors} tensors {rounded_to}" if casts else ""
     worst, name, text = max(others)
     what = f"{len(others)} of {tensors} tensors are not the reference's ({name}: {text})"
     if len(ranks) > 0.5 * len(others):
@@ -548,9 +521,7 @@ def module_difference(reference: nn.Module, deployed: nn.Module) -> ModuleDiffer
     elif len(others) > 0.5 * tensors:
         middle = median(one for one, _, _ in others)
         what = f"another file: {len(others)} of {tensors} tensors differ, in the median by {middle:.1%}"
-    if casts:
-        what += f"; {sum(casts.values())} more are rounded to {casts.most_common(1)[0][0]}"
-    return ModuleDifference("", changed, tensors, error, what)
+    return f"{what}; {casts.total()} more are {rounded_to}" if casts else what
 
 
 def _cast_of(high: Tensor, numbers: Tensor, quantized: Fp8Weight | None) -> str:

@@ -42,20 +42,10 @@ from library.randomness import derive_seed
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 _ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "assistant": "assistant",
-    "system": "system",
-    "developer": "system",
-    "tool": "tool",
-    "function": "tool",
-    "observation": "tool",
-    "ipython": "tool",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "assistant"), "assistant"),
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython"), "tool"),
 }
 _PAIRS = (("prompt", "completion"), ("prompt", "response"), ("question", "answer"), ("query", "response"))
 _SHAPES = "messages, conversations, instruction and output, or prompt and completion"
@@ -99,21 +89,17 @@ def parse_chat(record: Any, where: str) -> Chat:
     elif "instruction" in record and "output" in record:
         turns = _alpaca(record, where)
     elif pairs:
-        asked, said = (record[key] for key in pairs[0])
-        turns = [*_as_turns(asked, "user"), *_as_turns(said, "assistant")]
+        question, answer = (record[key] for key in pairs[0])
+        turns = [*_as_turns(question, "user"), *_as_turns(answer, "assistant")]
     else:
         keys = ", ".join(map(str, record)) or "no keys"
         raise UserError(f"{where}: has {keys}, which is no known shape; a record has {_SHAPES}")
     if isinstance(record.get("system"), str) and record["system"] and not _begins_with_system(turns):
         turns = [{"role": "system", "content": record["system"]}, *turns]
-    messages, trained = [], []
-    for turn in turns:
-        message, counts = _message(turn, where)
-        messages.append(message)
-        trained.append(counts)
-    if not any(trained):
+    said = [_message(turn, where) for turn in turns]
+    if not any(is_trained for _, is_trained in said):
         raise UserError(f"{where}: the assistant says nothing to train on; remove the record")
-    return Chat(tuple(messages), tuple(trained), where)
+    return Chat(tuple(message for message, _ in said), tuple(is_trained for _, is_trained in said), where)
 
 
 def _alpaca(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from library.errors import UserError
-from library.llm.chat_templates import Message, PromptTemplate, TextTemplate, Turn
+from library.llm.chat_templates import Message, PromptTemplate, TextTemplate, Turn, common
 from library.llm.generation import SamplingSettings, stream_tokens
 from library.llm.tokenizers import IncrementalDecoder
 from library.models.llm.model import TransformerLM
@@ -240,11 +240,7 @@ class ChatSession:
         """Return a cache for ``capacity`` tokens that holds as much of the prompt's beginning as was computed."""
         if self._cache is None:
             self._cache = model.new_cache(1, max(capacity, min(_FIRST_CAPACITY, self.context + 1)))
-        same = 0
-        for ours, theirs in zip(self._cached, prompt[:-1]):  # at least one token has to give the next one's logits
-            if ours != theirs:
-                break
-            same += 1
+        same = common(self._cached, prompt[:-1])  # at least one token has to give the next one's logits
         self._cache.rewind(same)
         self._cached = prompt[:same]
         if capacity > self._cache.capacity:

@@ -260,11 +260,11 @@ class ChatTemplate(PromptTemplate):
             while part < len(parts) and begin + len(parts[part]) <= cut:
                 part, begin, count = part + 1, begin + len(parts[part]), count + len(encoded[part])
             before = parts[part][: cut - begin].replace(_BREAK, "") if begin < cut else ""
-            counts.append(count + (_common(encode(before, special=not divided), encoded[part]) if before else 0))
+            counts.append(count + (common(encode(before, special=not divided), encoded[part]) if before else 0))
         return tokens, counts
 
 
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
+def common(first: Sequence[int], second: Sequence[int]) -> int:
     """Return how many tokens both begin with."""
     for place, (one, other) in enumerate(zip(first, second)):
         if one != other:

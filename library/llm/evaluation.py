@@ -151,8 +151,7 @@ def shard_documents(shards: TokenShards, tokenizer: Tokenizer) -> Iterator[Docum
     ends = [0, *shards.document_ends().tolist()]
     for start, end in itertools.pairwise(map(int, ends)):
         tokens = shards.read(start, end - start - 1)  # without the token that ends it
-        if tokenizer.bos not in (None, tokenizer.eos):
-            tokens = tokens[1:]
+        tokens = tokens[len(tokenizer.begins) :]
         text = tokenizer.decode(tokens.tolist())
         yield Document(tokens.astype(np.uint32), len(text.encode("utf-8")), len(text.split()))
 
@@ -290,12 +289,8 @@ def continuation_span(tokenizer: Tokenizer, context: str, continuation: str, lon
     """
     kept = context.rstrip()
     whole, given = tokenizer.encode(context + continuation), tokenizer.encode(kept)
-    begins = [] if tokenizer.bos in (None, tokenizer.eos) else [tokenizer.bos]
-    if not begins and not given:
-        begins = [token for token in (tokenizer.bos, tokenizer.eos) if token is not None][:1]
+    begins = tokenizer.begins if tokenizer.begins or given else [first_token(tokenizer)]
     scored = len(whole) - len(given)
-    if not begins and not given:
-        raise UserError("a question without context needs a token that begins a text; add <|endoftext|>")
     if not 0 < scored <= longest:
         raise UserError(f"{continuation[:40]!r}: {scored} tokens do not fit into {longest}; raise --context")
     return Span([*begins, *whole][-(longest + 1) :], scored)

@@ -55,13 +55,10 @@ class SamplingSettings:
 
     def __post_init__(self) -> None:
         """Refuse what has no meaning."""
+        warm = 1e-4 <= self.temperature < math.inf
         for name, fits, limit in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            (
-                "temperature",
-                self.temperature == 0 or 1e-4 <= self.temperature < math.inf,
-                "0 (greedy), or 0.0001 or more",
-            ),
+            ("temperature", self.greedy or warm, "0 (greedy), or 0.0001 or more"),
             ("top_k", self.top_k is None or self.top_k >= 1, "at least 1"),
             ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "between 0 and 1"),
@@ -70,7 +67,7 @@ class SamplingSettings:
             if not fits:
                 raise UserError(f"{name}: {getattr(self, name)} does not fit; it must be {limit}")
         filters = [name for name in ("top_k", "top_p", "min_p") if getattr(self, name) is not None]
-        if self.temperature == 0 and filters:
+        if self.greedy and filters:
             raise UserError(f"{filters[0]}: has no effect at temperature 0 (greedy); remove it or raise temperature")
 
     @property

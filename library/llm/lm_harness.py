@@ -125,8 +125,7 @@ class HarnessModel(LM):
 
     def _write(self, contexts: Sequence[str], settings: SamplingSettings, until: Sequence[str]) -> list[str]:
         room = self.context - settings.max_new_tokens
-        begins = [] if self.words.bos in (None, self.words.eos) else [self.words.bos]
-        prompts = [[*begins, *self.words.encode(context)][-room:] for context in contexts]
+        prompts = [[*self.words.begins, *self.words.encode(context)][-room:] for context in contexts]
         prompts = [prompt or [first_token(self.words)] for prompt in prompts]
         rows: list[list[int]] = [[] for _ in prompts]
         texts, done = [""] * len(prompts), [False] * len(prompts)

@@ -33,7 +33,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -150,13 +150,9 @@ def write_corpus(
     tokenizer = load_tokenizer(tokenizer_folder)
     if tokenizer.eos is None:
         raise UserError(f"{tokenizer_folder}: the tokenizer has no token that ends a text; add <|endoftext|> to it")
-    first = [] if tokenizer.bos in (None, tokenizer.eos) else [tokenizer.bos]
-    before, after = np.array(first, dtype=np.uint32), np.array([tokenizer.eos], dtype=np.uint32)
+    before, after = (np.array(tokens, dtype=np.uint32) for tokens in (tokenizer.begins, [tokenizer.eos]))
     dtype = token_dtype(tokenizer.vocab_size)
-    writers: dict[Split, ShardWriter] = {
-        "train": ShardWriter(folder, "train", dtype, shard_tokens),
-        "validation": ShardWriter(folder, "validation", dtype, shard_tokens),
-    }
+    writers = {split: ShardWriter(folder, split, dtype, shard_tokens) for split in get_args(Split)}
     number = 0
     for chunk in _tokenised(_chunks(documents), tokenizer_folder, workers):
         for tokens in chunk:
@@ -225,6 +221,10 @@ def _tokenise(texts: list[str]) -> list[np.ndarray]:
     return [np.asarray(_worker.encode(text), dtype=np.uint32) for text in texts]
 
 
+def _spoilt(file: Path, why: str) -> UserError:
+    return UserError(f"{file}: {why}; run tools/prepare_text.py again")
+
+
 class TokenShards:
     """One split of a prepared corpus.
 
@@ -248,10 +248,7 @@ class TokenShards:
         except FileNotFoundError:
             raise UserError(f"{self.folder / INDEX}: no such file; run tools/prepare_text.py first") from None
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{self.folder / INDEX}: damaged, or of another version of Tandem ({error}); "
-                "run tools/prepare_text.py again"
-            ) from None
+            raise _spoilt(self.folder / INDEX, f"damaged, or of another version of Tandem ({error})") from None
         self.tokens, self.documents, self.vocab_size = index.tokens, index.documents, int(about["vocab_size"])
         self._dtype = dtype = np.dtype(about["dtype"])
         for name, stored in about["files"].items():
@@ -260,9 +257,7 @@ class TokenShards:
         for shard in index.shards:
             file = self.folder / shard["file"]
             if not file.is_file() or file.stat().st_size != shard["tokens"] * dtype.itemsize:
-                raise UserError(
-                    f"{file}: missing or of another size than {INDEX} says; run tools/prepare_text.py again"
-                )
+                raise _spoilt(file, f"missing or of another size than {INDEX} says")
             for suffix in ("sums", "ends"):
                 self._check(_beside(file, suffix), shard[suffix])
             self._files.append(file)
@@ -275,9 +270,9 @@ class TokenShards:
         try:
             fits = checksum(file) == stored
         except OSError as error:
-            raise UserError(f"{file}: cannot be read ({error.strerror}); run tools/prepare_text.py again") from None
+            raise _spoilt(file, f"cannot be read ({error.strerror})") from None
         if not fits:
-            raise UserError(f"{file}: damaged (its checksum does not fit); run tools/prepare_text.py again")
+            raise _spoilt(file, "damaged (its checksum does not fit)")
 
     def _read_shard(self, shard: int, begin: int, end: int) -> np.ndarray:
         """Return the tokens ``begin`` to ``end`` of a shard, or to where it ends, after its blocks were checked."""
@@ -288,13 +283,10 @@ class TokenShards:
                 data.seek(first * _BLOCK)
                 blocks = [data.read(_BLOCK) for _ in self._sums[shard][first:behind]]
         except OSError as error:
-            raise UserError(f"{file}: cannot be read ({error.strerror}); run tools/prepare_text.py again") from None
+            raise _spoilt(file, f"cannot be read ({error.strerror})") from None
         for block, content in enumerate(blocks, first):
             if zlib.crc32(content) != self._sums[shard][block]:
-                raise UserError(
-                    f"{file}: damaged (the checksum of its bytes from {block * _BLOCK} does not fit); "
-                    "run tools/prepare_text.py again"
-                )
+                raise _spoilt(file, f"damaged (the checksum of its bytes from {block * _BLOCK} does not fit)")
         tokens = np.frombuffer(b"".join(blocks), dtype=self._dtype)
         return tokens[begin - first * _BLOCK // size : end - first * _BLOCK // size]
 

@@ -98,6 +98,11 @@ class Tokenizer(ABC):
         names = [self.eos, *(self.special.get(name) for name in _TURN_ENDS)]
         return tuple(dict.fromkeys(number for number in names if number is not None))
 
+    @property
+    def begins(self) -> list[int]:
+        """Return what stands before a text's own tokens: the first token, where texts do not end with it too."""
+        return [] if self.bos in (None, self.eos) else [self.bos]
+
     def _find_ends(self) -> None:
         self.bos = next((self.special[name] for name in _FIRST if name in self.special), None)
         self.eos = next((self.special[name] for name in _LAST if name in self.special), None)

@@ -305,12 +305,10 @@ class Reading:
 
     Attributes:
         weights: diffusers module name -> weights. source: the same -> what they were made of: keys and scale.
-        passed_over: the keys it has no use for.
     """
 
     weights: dict[str, AdapterWeights]
     source: dict[str, tuple[object, ...]]
-    passed_over: list[str]
 
 
 def read_as(
@@ -325,20 +323,14 @@ def read_as(
         targets: the family's row.
     """
     modules: dict[tuple[str, str], tuple[Keys, KeyPlace, dict[str, str]]] = {}  # component, stem -> ..., name -> key
-    passed_over = []
     for key in tensors:
-        if (found := _recognise(reader, key, targets)) is None:
-            passed_over.append(key)
-            continue
-        form, component, stem, place, name = found
-        modules.setdefault((component, stem), (form, place, {}))[2][name] = key
-    reading = Reading({}, {}, passed_over)
+        if found := _recognise(reader, key, targets):
+            form, component, stem, place, name = found
+            modules.setdefault((component, stem), (form, place, {}))[2][name] = key
+    reading = Reading({}, {})
     for (component, _), (form, place, keys) in modules.items():
-        parts = _read_module(form, place, {name: tensors[key] for name, key in keys.items()})
-        if parts is None:
-            passed_over += keys.values()
-            continue
-        for name, weights in parts.items():
+        module = {name: tensors[key] for name, key in keys.items()}
+        for name, weights in _read_module(form, place, module).items():
             stated = alphas.get(component.removesuffix(".") or targets.file_prefix) if reader.header else None
             if stated is not None and "down" in weights.tensors:
                 factor = stated.alpha_of(name, weights.rank) / weights.rank
@@ -363,12 +355,12 @@ def _recognise(reader: Reader, key: str, targets: LoraTargets) -> tuple[Keys, st
 _KNOWN = {name for reader in READERS for forms in reader.families.values() for keys in forms for name in keys.tensors}
 
 
-def _read_module(form: Keys, place: KeyPlace, tensors: dict[str, Tensor]) -> dict[str, AdapterWeights] | None:
-    """Return a module's weights under diffusers' names, None if the program can do nothing with them."""
+def _read_module(form: Keys, place: KeyPlace, tensors: dict[str, Tensor]) -> dict[str, AdapterWeights]:
+    """Return a module's weights under diffusers' names, nothing if the program can do nothing with them."""
     alpha = tensors.pop("alpha", None)
     kind = next((each for each in KINDS.values() if set(tensors) in each.complete), None)
     if kind is None or (form.needs_alpha and alpha is None):
-        return None
+        return {}
     if kind.kind == "oft" and tensors["oft_blocks"].ndim == 4:
         kind = KINDS["boft"]
     rank = rank_of(tensors)
@@ -380,7 +372,7 @@ def _read_module(form: Keys, place: KeyPlace, tensors: dict[str, Tensor]) -> dic
             return {place.modules[part]: of_rows for part, of_rows in split_rows(place.row, weights).items()}
         rows = place.row.part_rows(weights.up.shape[0], weights.down.shape[1])
     except ValueError:
-        return None
+        return {}
     ups = place.row.swap(weights.up).split(rows)
     return {name: _without_zeros(weights, up) for name, up in zip(place.modules, ups, strict=True)}
 

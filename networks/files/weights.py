@@ -315,19 +315,8 @@ class BoftWeights(OftWeights):
     marks: ClassVar[tuple[str, ...]] = ()
 
 
-KINDS: dict[str, type[AdapterWeights]] = {
-    each.kind: each
-    for each in (
-        LoraWeights,
-        DoraWeights,
-        LokrWeights,
-        LohaWeights,
-        OftWeights,
-        BoftWeights,
-        DoraLokrWeights,
-        DoraLohaWeights,
-    )
-}
+_ALL = (LoraWeights, DoraWeights, LokrWeights, LohaWeights, OftWeights, BoftWeights, DoraLokrWeights, DoraLohaWeights)
+KINDS: dict[str, type[AdapterWeights]] = {each.kind: each for each in _ALL}
 TITLES = {kind: each.title for kind, each in KINDS.items()}
 ADAPTER_MARKS = {mark: kind for kind, each in KINDS.items() for mark in each.marks}
 

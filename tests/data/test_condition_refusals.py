@@ -100,6 +100,14 @@ def test_control_images_are_numbered_from_0_without_gaps_or_not_at_all(folder: P
     )
 
 
+def test_two_control_images_of_one_number_are_refused(folder: Path) -> None:
+    for name in ("a_0.png", "a_00.png", "b.png"):
+        add_image(folder / "control", name, caption=None)
+    assert refused(folder, "references", "control_directory = 'control'") == (
+        "/dataset.toml: subset 1: control_directory /control holds a_0.png and a_00.png, of one number; remove one"
+    )
+
+
 def test_masks_and_control_images_of_no_image_are_told(folder: Path) -> None:
     for name in ("a.png", "b.png", "c.png"):
         add_image(folder / "control", name, caption=None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -133,3 +134,19 @@ def test_a_cache_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> No
     index.measure([record(index, path)])
     with pytest.raises(UserError, match=r"index\.json: cannot be written \(.*\); .*: set cache_directory$"):
         index.save()
+
+
+def test_a_file_that_is_deleted_while_its_folder_is_listed_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_image(tmp_path, "a.png", caption=None)
+    gone = add_image(tmp_path, "b.png", caption=None)
+    walk = module._walk
+
+    def slowly(*where: object) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        entries = list(walk(*where))  # type: ignore[arg-type]
+        gone.unlink()
+        yield from entries
+
+    monkeypatch.setattr(module, "_walk", slowly)
+    assert list(list_folder(tmp_path)) == ["a.png"]

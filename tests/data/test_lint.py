@@ -176,6 +176,15 @@ def test_broken_images_do_not_hide_the_others(folder: Path) -> None:
     assert long in gallery[: gallery.index("<article")]
 
 
+def test_captions_without_an_ending_are_found_where_training_would_refuse_the_rest(folder: Path) -> None:
+    for caption in (folder / "images").glob("*.txt"):
+        caption.rename(caption.with_suffix(""))
+    (folder / "images" / "0").write_text(" \n")  # an empty caption, at which training stops
+    text = (folder / "dataset.toml").read_text()
+    (folder / "dataset.toml").write_text(text.replace('caption_extension = ".txt"', 'caption_extension = ""'))
+    assert found(folder, "caption") == [{"0.png"}]
+
+
 def found_text(folder: Path, kind: str) -> str:
     return "\n".join(finding.text for finding in looked(folder).findings if finding.kind == kind)
 

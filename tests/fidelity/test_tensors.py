@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable
 
 import pytest
@@ -466,19 +465,13 @@ def test_a_cast_of_a_whole_module_is_told_from_another_file(dtype: torch.dtype, 
         torch.manual_seed(0)
         module = nn.Sequential(nn.Conv2d(3, 16, 3), nn.GroupNorm(4, 16), nn.Linear(16, 32)).requires_grad_(False)
         other = nn.Sequential(nn.Conv2d(3, 16, 3), nn.GroupNorm(4, 16), nn.Linear(16, 32)).requires_grad_(False)
-    assert module_difference(module, copy.deepcopy(module)) is None
+    assert module_difference(module, copy.deepcopy(module)) == ""
     cast = copy.deepcopy(module)
     for parameter in cast.parameters():
         if parameter.ndim > 1:
             parameter.copy_(parameter.to(dtype).float())
-    found = module_difference(module, cast)
-    assert found is not None
-    assert (found.cast, found.changed, found.tensors) == (name, 2, 6)
-    different = module_difference(module, other)
-    assert different is not None
-    assert different.cast == ""
-    assert "another file" in different.text
-    assert math.isfinite(different.error)
+    assert module_difference(module, cast) == f"2 of 6 tensors rounded to {name}"
+    assert module_difference(module, other).startswith("another file: ")
 
 
 def test_a_lora_in_one_of_two_text_encoders_is_told_from_another_file() -> None:
@@ -488,6 +481,4 @@ def test_a_lora_in_one_of_two_text_encoders_is_told_from_another_file() -> None:
         with_lora = copy.deepcopy(module)
         for layer in with_lora:
             layer.weight.add_(0.01 * torch.randn(96, 2) @ torch.randn(2, 96))  # type: ignore[union-attr, operator]
-    found = module_difference(module, with_lora)
-    assert found is not None
-    assert "a LoRA's few directions" in found.text
+    assert "a LoRA's few directions" in module_difference(module, with_lora)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ from library.models.llm.files import load_lm
 from library.training.tasks.chat_lora import put_lora_on
 from tests.chat_page import CHROMIUM, WAIT, Tab, expect, open_browser, serve_chat, words
 from tests.llm.talkers import write_chat_model, write_lora, write_story_model
+from tools.chatting.session import Loading, ModelRegistry, Session
+from tools.chatting.web import Page, gr  # which may be missing, as tests.chat_page says
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM, reason="no chromium on this machine")]
 
@@ -149,6 +152,69 @@ def test_tabs_wait_for_each_other_and_a_closed_one_holds_nobody_up(
     tab.wait_idle()
     tokens = prompt_of(models, [Message("user", "hello")])
     assert tab.answers() == [expected(models / "chat", tokens, 30)]
+
+
+def test_a_choice_and_a_reload_wait_for_another_tab_and_nothing_is_lost(
+    browser: object, address: str, tab: Tab
+) -> None:
+    other = Tab(browser, address)
+    other.choose("model", "story")
+    expect(other.page.locator("#introduction")).to_contain_text("story is a base model", timeout=WAIT)
+
+    def reload() -> None:
+        with tab.page.expect_request("**/run/**"):
+            tab.page.reload()
+
+    for begin, introduced in (
+        (lambda: tab.choose("model", "story"), "story is a base model"),
+        (reload, "story is a base model"),
+        (lambda: tab.choose("model", "chat"), "chat talks in turns"),
+    ):
+        other.send("the cat")
+        expect(other.page.locator("#stop")).to_be_enabled(timeout=WAIT)
+        begin()
+        tab.page.wait_for_timeout(500)  # nothing tells that the server knows
+        tab.send("too early")
+        expect(tab.page.locator("body")).to_contain_text("is not there yet; wait for it", timeout=WAIT)
+        other.page.click("#stop")
+        expect(tab.page.locator("#introduction")).to_contain_text(introduced, timeout=WAIT)
+        expect(tab.page.locator("#status")).to_have_text("", timeout=WAIT)
+        assert tab.page.input_value("#message textarea") == "too early"
+        assert tab.answers() == []
+        other.wait_idle()
+    other.page.close()
+
+
+_LATE = """
+const now = window.fetch;
+window.fetch = async (...asked) => {
+  const answer = await now(...asked);
+  if (!String(asked[0].url ?? asked[0]).includes('/queue/data')) return answer;
+  const late = new TransformStream({async transform(piece, out) {
+    await new Promise((done) => setTimeout(done, 1500));
+    out.enqueue(piece);
+  }});
+  return new Response(answer.body.pipeThrough(late), answer);
+};"""
+
+
+def test_a_choice_right_after_loading_arrives_on_a_slow_line(browser: object, address: str) -> None:
+    with closing(browser.new_context()) as context:  # type: ignore[attr-defined]
+        context.add_init_script(_LATE)
+        tab = Tab(context, address)
+        tab.choose("model", "story")
+        expect(tab.page.locator("#introduction")).to_contain_text("story is a base model", timeout=WAIT)
+
+
+def test_an_answer_ends_when_its_page_looks_away_before_the_tab_is_reported_gone(models: Path) -> None:
+    session = Session(ModelRegistry({"story": models / "story"}, {}, Loading()), SamplingSettings(ENDLESS))
+    page = Page(session)
+    shown = page._send("the cat", gr.Request(session_hash="tab"), "", 1, 0.8, 0, 1, 0, 1, ENDLESS, 0)
+    while len(next(shown).get(page.talk, [])) < 2:
+        pass  # not a word so far
+    (thread,) = page._threads.values()
+    shown.close()  # as gradio does
+    assert thread.finished.wait(WAIT / 1000)
 
 
 def test_a_lora_is_chosen_and_put_away_again(tab: Tab, models: Path) -> None:

@@ -3,8 +3,8 @@
 Nothing is asked of the internet: fonts and scripts come from gradio's package, its telemetry and history are off.
 
 Every tab has its own conversation; the model is one for all. An answer is made by a thread that holds the model's lock
-and knows nothing of the page, which looks at its progress twenty times a second: a tab that is closed while it is being
-answered leaves nothing locked, and the model is not slowed down by drawing.
+and knows nothing of the page, which looks at its progress twenty times a second: the model is not slowed down by
+drawing, and an answer that no page looks at any more is stopped. What needs the model waits for the lock.
 
 A tab keeps its talk in the browser (``sessionStorage``: for as long as the tab lives), so a reload, or another start of
 the server, goes on with it. What comes back from there is checked like any input.
@@ -16,6 +16,7 @@ import json
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -35,6 +36,7 @@ from tools.chatting.session import ANOTHER_SEED, Session
 _LOOK = 0.05  # seconds between looks at an answer's progress
 _NO_LORA = "none"
 _BUSY = "an answer is being written; stop it first"
+_CHOOSING = "the model or LoRA that was chosen is not there yet; wait for it"
 _WAITING = "another tab is being answered; this one is next ..."
 _FONT = (gr.themes.utils.fonts.LocalFont("IBM Plex Sans", weights=(400, 700)), "system-ui", "sans-serif")
 _CSS = """
@@ -146,6 +148,7 @@ class Page:
         self._first, self._lock = first, threading.Lock()
         self._sessions: dict[str, Session] = {}
         self._threads: dict[str, GenerationThread] = {}
+        self._choosing: set[str] = set()  # tabs that wait for a model or LoRA
         self._tries: dict[str, int] = {}  # of the newest answer
         settings, registry = first.settings, first.registry
         has_turns = first.conversation.template.has_turns
@@ -239,7 +242,8 @@ class Page:
             None, self.exported, None, js=_DOWNLOAD
         )
         self.saved.change(None, self.saved, None, js=_KEEP)
-        self.blocks.load(self._restore, self.saved, [*shown, *settings], js=_FETCH, **hidden)
+        # not in gradio's queue: its client never shows what is begun just before it reads that the last event is done
+        self.blocks.load(self._restore, self.saved, [*shown, *settings], js=_FETCH, queue=False, **hidden)
         self.blocks.unload(self._leave)
 
     def _send(
@@ -314,7 +318,8 @@ class Page:
                     yield {self.status: _WAITING}
                 elif thread.text:
                     yield {self.talk: [*talk, _message("assistant", thread.text)], self.status: ""}
-        finally:
+        finally:  # of a tab that went away gradio closes this generator, often before it calls _leave
+            thread.stop()
             self._threads.pop(tab, None)
         done: Updates = {self.send: gr.update(interactive=True), self.stop: gr.update(interactive=False)}
         if thread.error or not thread.begun:
@@ -331,8 +336,9 @@ class Page:
         return ["at temperature 0 every try gives the same answer; raise it for another"] if again else []
 
     def _refuse_while_busy(self, request: gr.Request) -> None:
-        if self._tab(request) in self._threads:
-            raise gr.Error(_BUSY, print_exception=False)
+        tab = self._tab(request)
+        if tab in self._choosing or tab in self._threads:
+            raise gr.Error(_CHOOSING if tab in self._choosing else _BUSY, print_exception=False)
 
     def _stop(self, request: gr.Request) -> None:
         if thread := self._threads.get(self._tab(request)):
@@ -348,15 +354,15 @@ class Page:
         return json.dumps(self._session(request).record(), ensure_ascii=False) + "\n"
 
     def _restore(self, saved: str, request: gr.Request) -> Updates:
-        """Show a new tab what it is, or one that was reloaded what it was; ``saved``: what the browser kept."""
+        """Show a tab that was reloaded what it was; ``saved``: what the browser kept."""
         session = self._session(request)
         try:
             talk = SavedTalk.model_validate_json(saved)
-        except ValidationError:  # nothing, or of another version
-            return self._shown(session)
+        except ValidationError:  # nothing, or of another version: the page stays as it was laid out
+            return {self.status: ""}
         error = ""
         if (talk.model, talk.lora) != (session.model_name, session.lora_name):
-            error = self._take(session, talk.model, talk.lora)
+            error = self._take(request, talk.model, talk.lora)
         with suppress(UserError):
             session.set_system(talk.system)
         if session.lora_name is not None and session.lora_name == talk.lora:
@@ -364,21 +370,30 @@ class Page:
         session.settings = talk.settings
         same = not error
         session.conversation.restore([Turn(q, a, tuple(said) if same else (), end) for q, a, said, end in talk.turns])
+        updates = self._shown(session)
         if error:
-            gr.Warning(error)
-        updates = self._shown(session) | {self.message: gr.update(value=talk.message)}
+            updates[self.status] = f"**{error}**"
+        if talk.message:  # otherwise what was typed meanwhile stays
+            updates[self.message]["value"] = talk.message
         return updates | {self.system: session.conversation.system} | self._settings_shown(talk.settings)
 
-    def _choose(self, model: str, lora: str, request: gr.Request) -> Updates:
+    def _choose(self, model: str, lora: str, request: gr.Request) -> Iterator[Updates]:
         """Take another model or LoRA; what cannot be done is said, and the choice goes back."""
-        session = self._session(request)
-        error = _BUSY if self._tab(request) in self._threads else ""
-        if not error:
+        tab, session = self._tab(request), self._session(request)
+        error = _BUSY if tab in self._threads else ""
+        if not error:  # a choice under way is no reason: gradio tells of every choice twice
             lora_name = None if lora == _NO_LORA or model != session.model_name else lora
-            error = self._take(session, model, lora_name)
+            self._choosing.add(tab)
+            try:
+                while self._lock.locked():
+                    yield {self.status: _WAITING}
+                    time.sleep(_LOOK)
+                error = self._take(request, model, lora_name)
+            finally:
+                self._choosing.discard(tab)
         if error:
             gr.Warning(error)
-        return self._shown(session)
+        yield self._shown(session)
 
     def _shown(self, session: Session) -> Updates:
         """Return the page of a session but for its settings."""
@@ -408,18 +423,19 @@ class Page:
             self.seed: settings.seed,
         }
 
-    def _take(self, session: Session, model: str, lora: str | None) -> str:
-        """Exchange model or LoRA; return why it cannot be, if so."""
+    def _take(self, request: gr.Request, model: str, lora: str | None) -> str:
+        """Exchange model or LoRA once no other tab is being answered; return why it cannot be, if so."""
+        session = self._session(request)
         if model not in self._first.registry.models:
             return f"{model} is not among the models of this server; the talk goes on with {session.model_name}"
-        if not self._lock.acquire(timeout=1):
-            return "another tab is being answered; choose again afterwards"
+        self._choosing.add(self._tab(request))
         try:
-            session.choose(model, lora)
+            with self._lock:
+                session.choose(model, lora)
         except UserError as problem:
             return one_line(problem)
         finally:
-            self._lock.release()
+            self._choosing.discard(self._tab(request))
         return ""
 
     def _leave(self, request: gr.Request) -> None:

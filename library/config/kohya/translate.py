@@ -87,6 +87,16 @@ class Translation:
         self.values[key] = value
         self.origins[key] = self.origins.get(source, source)
 
+    def rename(self, source: str, to: str, value: Any, becomes: str = "") -> None:
+        """Set ``to``, which ``source`` means, with a note on that."""
+        self.place(to, value, source)
+        self.note(source, "renamed", becomes or f"becomes {to} = {value}", to)
+
+    def default(self, key: str, value: Any, source: str, why: str) -> None:
+        """Set ``key``, which is unset, to what that means in kohya's trainers beside ``source``."""
+        self.place(key, value, source)
+        self.note(key, "default", why)
+
     def keep_dataset_keys(self) -> None:
         """Let ``dataset_args`` have what describes images beside a dataset TOML, as sd-scripts does (config_util.py).
 
@@ -102,15 +112,13 @@ class Translation:
             if beside and key in _IMAGE_SOURCES:
                 self.note(key, "note", "dataset_config is set and counts, as there")
             elif key == "train_data_dir":
-                self.place("dataset_config", value, key)
-                self.note(key, "renamed", "becomes dataset_config", "dataset_config")
+                self.rename(key, "dataset_config", value, "becomes dataset_config")
             else:
                 text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
                 pairs.append(f"{_DATASET_NAMES.get(key, key)}={text}")
                 if beside:
-                    self.note(
-                        key, "renamed", f"holds where {self.values['dataset_config']} does not say", "dataset_args"
-                    )
+                    said = f"holds where {self.values['dataset_config']} does not say"
+                    self.note(key, "renamed", said, "dataset_args")
                 else:
                     self.note(key, "accepted", f"describes {folder}")
         self.dataset.clear()
@@ -187,8 +195,7 @@ def _apply_flag(result: Translation, flag: Flag, known: Known) -> None:
         if key in result.values:
             result.note(flag.name, "left out", f"{key} is set too and counts")
         else:
-            result.place(key, value, flag.name)
-            result.note(flag.name, "renamed", f"becomes {key}" + (f"; {flag.why}" if flag.why else ""), key)
+            result.rename(flag.name, key, value, f"becomes {key}" + (f"; {flag.why}" if flag.why else ""))
     elif asks_for_nothing:
         result.note(flag.name, "left out", "asks for nothing")
     elif flag.fate == "noted":
@@ -221,8 +228,7 @@ def _fill_in_defaults(result: Translation, known: Known, tool: Tool) -> None:
             continue
         if key == "learning_rate" and (computed or estimated):
             continue  # nobody means 2e-6 as the factor of an estimated step
-        result.place(key, value, key)
-        result.note(key, "default", f"unset, so {value!r}, the default of {tool}")
+        result.default(key, value, key, f"unset, so {value!r}, the default of {tool}")
 
 
 def _drop_inert(result: Translation, known: Known) -> None:
@@ -262,9 +268,8 @@ def is_off(value: Any, off: Sequence[Any] = ()) -> bool:
 
 def _learning_rate(result: Translation, known: Known) -> None:
     if "unet_lr" in result.values and "unet_lr" not in known:
-        rate = result.take("unet_lr")
-        result.note("unet_lr", "renamed", "becomes learning_rate, which it wins over, as there", "learning_rate")
-        result.place("learning_rate", rate, "unet_lr")
+        said = "becomes learning_rate, which it wins over, as there"
+        result.rename("unet_lr", "learning_rate", result.take("unet_lr"), said)
 
 
 _MODEL_VERSIONS = {  # musubi-tuner's model_version -> model_type
@@ -290,11 +295,9 @@ def _model(result: Translation, known: Known) -> None:
         text = f"not taken: {named!r} is not a model family of this version; set one of {', '.join(_MODEL_VERSIONS)}"
         result.note(source, "refused", text)
         return
-    result.place("model_type", _MODEL_VERSIONS[named], source)
-    result.note(source, "renamed", f"becomes model_type = {_MODEL_VERSIONS[named]}", "model_type")
+    result.rename(source, "model_type", _MODEL_VERSIONS[named])
     if named == "edit-2511":
-        result.place("zero_cond_t", True, source)
-        result.note("zero_cond_t", "default", "true, which is what tells edit-2511 from edit-2509")
+        result.default("zero_cond_t", True, source, "true, which is what tells edit-2511 from edit-2509")
 
 
 def _vae(result: Translation, known: Known) -> None:
@@ -304,28 +307,24 @@ def _vae(result: Translation, known: Known) -> None:
         if "ae" in result.values:
             result.leave_out("vae", "ae is set too and counts")
         else:
-            result.place("ae", result.take("vae"), "vae")
-            result.note("vae", "renamed", "becomes ae; the VAE", "ae")
+            result.rename("vae", "ae", result.take("vae"), "becomes ae; the VAE")
 
 
 def _no_half_vae(result: Translation, known: Known) -> None:
     if not is_off(result.take("no_half_vae")):
-        result.place("vae_dtype", "fp32", "no_half_vae")
-        result.note("no_half_vae", "renamed", "becomes vae_dtype = fp32", "vae_dtype")
+        result.rename("no_half_vae", "vae_dtype", "fp32")
 
 
 def _deprecated(result: Translation, known: Known) -> None:
     """Older ways of saying a thing, each as sd-scripts takes it; the newer counts where both stand."""
     epochs, ratio = result.values.get("max_train_epochs"), result.values.get("save_n_epoch_ratio")
     counted = str(epochs).isdigit() and str(ratio).isdigit() and str(ratio) != "0"
+    every = max(1, int(str(epochs)) // int(str(ratio))) if counted else None
     meant: dict[str, tuple[str, Any]] = {
         "split_mode": ("blocks_to_swap", 18),
         "use_8bit_adam": ("optimizer_type", "AdamW8bit"),
         "use_lion_optimizer": ("optimizer_type", "Lion"),
-        "save_n_epoch_ratio": (
-            "save_every_n_epochs",
-            max(1, int(str(epochs)) // int(str(ratio))) if counted else None,
-        ),
+        "save_n_epoch_ratio": ("save_every_n_epochs", every),
     }
     for key, (name, value) in meant.items():
         if key not in result.values:
@@ -338,8 +337,7 @@ def _deprecated(result: Translation, known: Known) -> None:
             text = f"it depends on the number of epochs; set {name} to max_train_epochs divided by it"
             result.note(key, "refused", f"not taken: {text}")
         else:
-            result.place(name, value, key)
-            result.note(key, "renamed", f"becomes {name} = {value}", name)
+            result.rename(key, name, value)
 
 
 _DEEPSPEED = (
@@ -351,8 +349,7 @@ _DEEPSPEED = (
 def _deepspeed(result: Translation, known: Known) -> None:
     stage, on = result.take("zero_stage"), not is_off(result.take("deepspeed"))
     if on:
-        result.place("zero", 2 if stage is None else stage, "deepspeed")
-        result.note("deepspeed", "renamed", f"becomes zero = {result.values['zero']}", "zero")
+        result.rename("deepspeed", "zero", 2 if stage is None else stage)
         return
     for key in [key for key in _DEEPSPEED if key in result.values]:
         result.leave_out(key, "has no effect without deepspeed")
@@ -373,9 +370,8 @@ def _text_encoders(result: Translation, known: Known) -> None:
     elif not rates:
         estimated = estimates_step_size(str(result.values.get("optimizer_type", "")))
         rate = result.values.get("learning_rate", 1.0 if estimated else DEFAULTS["sd-scripts"]["learning_rate"])
-        result.place("text_encoder_lr", [rate], "text_encoder_lr")
         text = "CLIP-L is trained at learning_rate, as in sd-scripts without network_train_unet_only"
-        result.note("text_encoder_lr", "default", text)
+        result.default("text_encoder_lr", [rate], "text_encoder_lr", text)
 
 
 def _alpha(result: Translation, known: Known) -> None:
@@ -422,9 +418,8 @@ def _split_qkv(result: Translation, known: Known) -> None:
         return
     if not is_off(values.get("dim_from_weights")) or any(_key(pair) == "split_qkv" for pair in arguments):
         return
-    result.place("network_args", [*arguments, "split_qkv=False"], "network_args")
     text = "split_qkv=False is the default there: one LoRA on each joined qkv, where Tandem's default is one each"
-    result.note("network_args", "default", text)
+    result.default("network_args", [*arguments, "split_qkv=False"], "network_args", text)
 
 
 def _key(pair: object) -> str:
@@ -439,9 +434,8 @@ def _optimizer(result: Translation, known: Known) -> None:
     arguments = list(result.values.get("optimizer_args", []))
     relative = [a for a in arguments if a.replace(" ", "").startswith("relative_step=")]
     if not relative:
-        arguments.append("relative_step=True")
-        result.place("optimizer_args", arguments, "optimizer_type")
-        result.note("optimizer_args", "default", f"relative_step=True is Adafactor's default in {result.tool}")
+        text = f"relative_step=True is Adafactor's default in {result.tool}"
+        result.default("optimizer_args", [*arguments, "relative_step=True"], "optimizer_type", text)
     elif relative[0].replace(" ", "") != "relative_step=True":
         return
     for key in ("learning_rate", "lr_scheduler"):
@@ -483,8 +477,7 @@ def _huber(result: Translation, known: Known) -> None:
         except ValueError:
             result.note("huber_scale", "refused", f"{scale!r} is not a number; multiply huber_c by it and remove it")
             return
-        result.place("huber_c", c, "huber_scale")
-        result.note("huber_scale", "renamed", f"multiplies huber_c, which is then {c:g}", "huber_c")
+        result.rename("huber_scale", "huber_c", c, f"multiplies huber_c, which is then {c:g}")
 
 
 def _weighting(result: Translation, known: Known) -> None:
@@ -525,8 +518,7 @@ def _fp8(result: Translation, known: Known) -> None:
 
 def _tracking(result: Translation, known: Known) -> None:
     if result.tool and "logging_dir" in result.values and "log_with" not in result.values:
-        result.place("log_with", "tensorboard", "logging_dir")
-        result.note("log_with", "default", "logging_dir alone means tensorboard there")
+        result.default("log_with", "tensorboard", "logging_dir", "logging_dir alone means tensorboard there")
 
 
 def _sampling(result: Translation, known: Known) -> None:

@@ -158,19 +158,9 @@ def without_folders(sections: dict[str, dict[str, object]]) -> dict[str, dict[st
 
 
 _PATHS = {  # may be relative; what is absolute is known by itself
-    "pretrained_model_name_or_path",
-    *MODEL_FILE_KEYS,
-    "dataset_config",
-    "cache_directory",
-    "network_weights",
-    "base_weights",
-    "resume",
-    "output_dir",
-    "sample_prompts",
-    "logging_dir",
-    "tokenizer",
-    "train_data",
-    "validation_data",
+    *("pretrained_model_name_or_path", *MODEL_FILE_KEYS, "network_weights", "base_weights", "tokenizer"),
+    *("dataset_config", "cache_directory", "train_data", "validation_data", "sample_prompts"),
+    *("resume", "output_dir", "logging_dir"),
 }
 
 
@@ -190,27 +180,12 @@ def _cut(key: str, value: object) -> object:
 TAG_BYTES = 1 << 18
 
 _SUBSET_KEYS = (
-    "num_repeats",
-    "flip_aug",
-    "random_crop",
-    "shuffle_caption",
-    "keep_tokens",
-    "keep_tokens_separator",
-    "secondary_separator",
-    "enable_wildcard",
-    "caption_prefix",
-    "caption_suffix",
-    "resize_interpolation",
+    *("num_repeats", "flip_aug", "random_crop", "shuffle_caption", "keep_tokens", "keep_tokens_separator"),
+    *("secondary_separator", "enable_wildcard", "caption_prefix", "caption_suffix", "resize_interpolation"),
 )
 _ONE_VALUE_KEYS = (  # of subsets; said of the whole where all of them agree
-    "flip_aug",
-    "random_crop",
-    "shuffle_caption",
-    "keep_tokens",
-    "caption_dropout_rate",
-    "caption_dropout_every_n_epochs",
-    "caption_tag_dropout_rate",
-    "resize_interpolation",
+    *("flip_aug", "random_crop", "shuffle_caption", "keep_tokens", "caption_dropout_rate"),
+    *("caption_dropout_every_n_epochs", "caption_tag_dropout_rate", "resize_interpolation"),
 )
 
 

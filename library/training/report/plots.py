@@ -124,16 +124,14 @@ def draw_runs(runs: Sequence[Run], log: LogAxes = "auto", subject: str = "") -> 
     if has_loss:
         first = figure.add_subplot(grid[:, 0])
         _draw_loss(first, runs, log)
-        first.set_xlabel("optimizer step")
-        first.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     for row, (title, prefix) in enumerate(panels):
         axes = figure.add_subplot(grid[row, -1], sharex=first)
         first = first or axes
         _draw_panel(axes, runs, title, prefix, log)
         axes.tick_params(labelbottom=row == len(panels) - 1)
-        if row == len(panels) - 1:
-            axes.set_xlabel("optimizer step")
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    for lowest in {figure.axes[0 if has_loss else -1], figure.axes[-1]}:  # of each column
+        lowest.set_xlabel("optimizer step")
+        lowest.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     _head(figure, runs, subject)
     return figure
 

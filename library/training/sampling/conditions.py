@@ -158,12 +158,8 @@ def _masked_image(prompt: SamplePrompt, blank: Blank) -> tuple[Tensor, Tensor]:
 
 
 def _controls(prompt: SamplePrompt, rules: PromptImageRules) -> tuple[ControlImage, ...]:
-    controls = []
-    for file in map(_source, prompt.control_images):
-        assert file.size is not None
-        fit = rules.sizing.fit(file.size, (prompt.width, prompt.height), rules.pixel_multiple, file.path)
-        controls.append(ControlImage(file, fit))
-    return tuple(controls)
+    trained, files = (prompt.width, prompt.height), map(_source, prompt.control_images)
+    return tuple(ControlImage.of(file, rules.sizing, trained, rules.pixel_multiple) for file in files)
 
 
 def _source(path: str) -> SourceFile:

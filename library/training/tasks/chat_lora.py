@@ -283,9 +283,7 @@ def template_of(path: str | Path) -> str | None:
     return (read_safetensors_header(weight_file(Path(path))).get("__metadata__") or {}).get(TEMPLATE)
 
 
-def put_lora_on(
-    model: TransformerLM, path: str | Path, strength: float = 1.0, dtype: torch.dtype | None = None
-) -> AdapterNetwork:
+def put_lora_on(model: TransformerLM, path: str | Path, strength: float = 1.0) -> AdapterNetwork:
     """Put a LoRA or DoRA onto ``model`` in place, beside its weights, which may be fp8; return its layers.
 
     A LoRA's ``set_multiplier(x)`` changes its strength at any time; with 0 the model is its base.
@@ -294,7 +292,6 @@ def put_lora_on(
         model: of ``library.models.llm.files.load_lm``; it is frozen, and stays in the mode it is in.
         path: an adapter folder of PEFT's, ``train_lora.py``'s among them, or the safetensors file in it.
         strength: factor on the update.
-        dtype: of the LoRA's weights; default: the embedding's.
 
     Raises:
         UserError: no such file, it is no LoRA of this model, or the model has one already.
@@ -304,7 +301,7 @@ def put_lora_on(
     separate_projections(model)
     targets = lora_targets()[model.config.family]
     weights = load_adapter(path, targets).weights
-    network = attach_lora(model, weights, targets, str(path), dtype or model.embedding.weight.dtype)
+    network = attach_lora(model, weights, targets, str(path), model.embedding.weight.dtype)
     with error_prefix(str(path)):
         network.set_multiplier(strength)
     return network

@@ -87,9 +87,11 @@ def prepare_teacher(
             continue
         clear_leftovers(answers.path(todo[0][0], 0).parent)  # where an interrupted run stopped
         if answers is own:
-            runs, transformer, network = model_family(config.model), _load_own(config, accelerator), None
+            runs, network = model_family(config.model), None
+            loader = plan_base(config.precision, runs.quantized_file(), config.training.seed, accelerator.device)
+            transformer = _load_base(config, runs, loader, accelerator.device)
         else:
-            runs, (transformer, network) = family, _load(config, family, lora, accelerator)
+            runs, (transformer, network) = family, _load_teacher(config, family, lora, accelerator.device)
         with counting(console) as progress:
             advance = progress(
                 "velocities without a LoRA" if answers is own else "velocities of the teacher", len(todo)
@@ -114,11 +116,9 @@ def prepare_teacher(
     return teacher
 
 
-def _load_own(config: TrainConfig, accelerator: Accelerator) -> nn.Module:
-    """Load the model in training as the training is going to, without a LoRA beside it."""
-    family, device = model_family(config.model), accelerator.device
+def _load_base(config: TrainConfig, family: Family, loader: WeightLoader, device: torch.device) -> nn.Module:
+    """Load a transformer as the training is going to, its base LoRAs merged into it, without another beside it."""
     merged = read_base_weights(config.network.base_weights, config.network.base_weights_multiplier, family.targets)
-    loader = plan_base(config.precision, family.quantized_file(), config.training.seed, device)
     loader.changes = merged.changes(family.targets)
     dtype, backend = base_dtype(config.model, config.training), config.training.attention
     transformer = family.load_transformer(dtype, device, backend, fp8=loader)
@@ -126,17 +126,14 @@ def _load_own(config: TrainConfig, accelerator: Accelerator) -> nn.Module:
     return transformer.requires_grad_(False).eval()
 
 
-def _load(config: TrainConfig, family: Family, lora: str, accelerator: Accelerator) -> tuple[nn.Module, AdapterNetwork]:
-    dtype, backend = base_dtype(config.model, config.training), config.training.attention
-    targets = family.targets
-    merged = read_base_weights(config.network.base_weights, config.network.base_weights_multiplier, targets)
-    loader = WeightLoader(changes=merged.changes(targets))
-    transformer = family.load_transformer(dtype, accelerator.device, backend, fp8=loader)
+def _load_teacher(
+    config: TrainConfig, family: Family, lora: str, device: torch.device
+) -> tuple[nn.Module, AdapterNetwork]:
+    targets, transformer = family.targets, _load_base(config, family, WeightLoader(), device)
     weights = targets.by_component(load_lora(lora, targets).weights).get(targets.file_prefix, {})
     if not weights:
         raise UserError(f"distill_lora: {lora} has nothing for the transformer; give the LoRA that was trained in bf16")
-    network = attach_lora(transformer, weights, targets, lora)
-    return transformer.eval(), network
+    return transformer, attach_lora(transformer, weights, targets, lora)
 
 
 def _coming_batches(

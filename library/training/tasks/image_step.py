@@ -29,14 +29,7 @@ from library.data.dataset import TrainingData
 from library.errors import UserError
 from library.models.family import Family
 from library.safetensors_io import DamagedFile, read_checked
-from library.training.flow import (
-    add_noise,
-    loss_weights,
-    noise_for,
-    noisy_latents,
-    resolve_sampling,
-    sample_losses,
-)
+from library.training.flow import add_noise, loss_weights, noise_for, noisy_latents, resolve_sampling, sample_losses
 
 
 @dataclass(frozen=True)

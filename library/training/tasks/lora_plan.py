@@ -63,26 +63,21 @@ class NetworkPlan:
         """The text encoders that get a LoRA."""
         return [name for name in self.rates if name != self.targets.file_prefix]
 
+    def _loraplus_ratio(self, component: str) -> float | None:
+        own = component == self.targets.file_prefix
+        return self.options.loraplus_lr_ratio if own else self.options.loraplus_text_encoder_lr_ratio
+
     def learning_rates(self) -> set[float]:
         """Return the rates of all parameter groups, those of LoRA+ among them."""
-        found: set[float] = set()
-        for name, rate in self.rates.items():
-            own = name == self.targets.file_prefix
-            ratio = self.options.loraplus_lr_ratio if own else self.options.loraplus_text_encoder_lr_ratio
-            found |= {rate, rate * (ratio or 1.0)}
-        return found
+        return {rate * plus for name, rate in self.rates.items() for plus in (1.0, self._loraplus_ratio(name) or 1.0)}
 
     def parameter_groups(self, network: AdapterNetwork) -> list[dict]:
         """Return the optimizer's groups, each with its learning rate: ``lora``, and one for each text encoder."""
+        names = {self.targets.file_prefix: "lora"} | {each.name: each.group for each in self.targets.text_encoders}
         groups = []
-        if self.trains_transformer:
-            rate = self.rates[self.targets.file_prefix]
-            part = network.component(self.targets.file_prefix)
-            groups += part.parameter_groups(rate, self.options.loraplus_lr_ratio)
-        for encoder in self.targets.text_encoders:
-            if encoder.name in self.rates:
-                part, rate = network.component(encoder.name), self.rates[encoder.name]
-                groups += part.parameter_groups(rate, self.options.loraplus_text_encoder_lr_ratio, encoder.group)
+        for component, rate in self.rates.items():
+            part = network.component(component)
+            groups += part.parameter_groups(rate, self._loraplus_ratio(component), names[component])
         return groups
 
 

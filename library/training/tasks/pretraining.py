@@ -28,12 +28,7 @@ from torch.optim import Optimizer
 
 from library.accelerator import build_accelerator, dp_rank_and_size
 from library.config.markers import resume_keys
-from library.config.pretrain_schema import (
-    LLMDataConfig,
-    LLMModelConfig,
-    LLMOptimizerConfig,
-    PretrainConfig,
-)
+from library.config.pretrain_schema import LLMDataConfig, LLMModelConfig, LLMOptimizerConfig, PretrainConfig
 from library.config.schema import TrainingConfig
 from library.data.batches import Share
 from library.errors import UserError
@@ -57,13 +52,7 @@ from library.training.optim.factory import (
 )
 from library.training.optim.muon import MuonWithAdamW
 from library.training.optim.schedules import build_schedule, describe_steps, resolve_steps, run_length
-from library.training.parallel.gather import (
-    full_shapes,
-    gather_weights,
-    gathered,
-    local_parameters,
-    scatter_weights,
-)
+from library.training.parallel.gather import full_shapes, gather_weights, gathered, local_parameters, scatter_weights
 from library.training.parallel.parallelize import parallelize
 from library.training.parallel.spec import ParallelSpec, lm_parallel_spec
 from library.training.sampling.text import TextSampler
