@@ -28,7 +28,7 @@ from accelerate.utils import compile_regions
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.llm_train import LMStepper, loss_of, transformers_model
-from bench.measure import time_steps
+from bench.measure import reason, time_steps
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import LMConfig, gpt2, llama, preset
 from library.training.tasks.pretraining import flops_per_token
@@ -107,8 +107,7 @@ def climb(model: str, device: torch.device, tiny: bool) -> Iterator[dict[str, An
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION if rung.flash else SDPBackend.MATH):
                 seconds, peak = time_steps(_build(rung, config, context, device, tiny).loss, device, once=tiny)
         except Exception as error:  # whatever it is, the other rungs are worth having
-            memory = isinstance(error, torch.OutOfMemoryError)
-            row["error"] = "out of memory" if memory else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            row["error"] = reason(error)
         else:
             tokens = rung.batch * context / seconds
             row |= {"step_s": seconds, "tokens_per_s": tokens, "flops_per_s": tokens * flops, "peak_gib": peak / 2**30}

@@ -19,7 +19,7 @@ import bench.train_step as train_step
 from bench.families import FAMILIES, Sizes, build_transformer, call_transformer
 from bench.floor import FlooredStep, Watch
 from bench.gpu import GpuCase, Job, cases
-from bench.measure import finish, measure, measure_memory, measure_time
+from bench.measure import finish, measure, measure_memory, measure_time, reason
 from bench.served_formats import as_q4_1
 from library.precision.linear import QuantizedLinear
 from tests.precision.files.gguf_files import blocks_of
@@ -169,9 +169,9 @@ def test_the_gpu_benchmark_reports_failures_as_rows(tmp_path: Path, capsys: pyte
     late = gpu.Children("cpu", True, minutes=0)
     assert gpu.run(jobs[:1], late)[0]["error"] == "left out: the time was up"
     alone = gpu.Children("cpu", True, minutes=2)
-    alone.forked = False
+    alone.method = "spawn"
     assert alone.rows(jobs[0])[0]["step_s"] > 0
-    assert "KeyError: 'x'" in alone.rows(jobs[1])[-1]["error"]
+    assert alone.rows(jobs[1]) == [{"error": "KeyError: 'x'"}]
     finish(rows, gpu.ratios(rows), tmp_path / "r.json")
     assert json.loads((tmp_path / "r.json").read_text()).keys() == {"machine", "commit", "rows", "ratios"}
 
@@ -185,8 +185,8 @@ def test_a_case_that_takes_too_long_is_stopped() -> None:
 
 def test_what_is_not_installed_is_left_out_by_name() -> None:
     error = ModuleNotFoundError("No module named 'bitsandbytes'", name="bitsandbytes")
-    assert gpu.reason(error) == "left out: needs bitsandbytes, which is not installed"
-    assert gpu.reason(torch.OutOfMemoryError("CUDA out of memory. Tried ...")) == "out of memory"
+    assert reason(error) == "left out: needs bitsandbytes, which is not installed"
+    assert reason(torch.OutOfMemoryError("CUDA out of memory. Tried ...")) == "out of memory"
 
 
 def test_without_a_gpu_the_benchmark_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
