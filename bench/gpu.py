@@ -61,10 +61,11 @@ from library.config.schema import AccelerateConfig, LoggingConfig, ParallelConfi
 from library.errors import UserError, did_you_mean, exit_on_user_error
 from library.models.family import split_plan
 from library.models.registry import family_class
-from library.nn.checkpointing import ActivationCheckpointing, HostOffload, neighbours
+from library.nn.checkpointing import neighbours
 from library.precision.files.fp8 import loaded_scheme
 from library.precision.recipe import Recipe, quantize_model
 from library.training.memory.block_swap import swap_blocks
+from library.training.memory.budget import recompute_blocks
 from library.training.parallel.device_map import place_blocks
 from library.training.parallel.parallelize import parallelize
 from library.training.parallel.spec import ParallelSpec, transformer_split_points
@@ -378,9 +379,9 @@ def sizes_of(family_name: str, tiny: bool, batch: int = 1) -> Sizes:
 
 def measure(case: GpuCase, device: torch.device, tiny: bool) -> dict[str, Any]:
     """Return seconds of a step, and its memory; call it in a fresh process."""
-    step = build(case, device, tiny)
-    seconds, peak = time_steps(step.loss, device, once=tiny)
     sizes = sizes_of(case.family, tiny, case.batch)
+    step = build(case, sizes, device, tiny)
+    seconds, peak = time_steps(step.loss, device, once=tiny)
     found = {"step_s": seconds, "peak_gib": peak / 2**30, "weights_gib": step.base_bytes / 2**30}
     found["flops_per_s"] = sizes.step_flops() / seconds
     if not case.kept_mb:  # what is kept of a budget is found as it runs, and not counted
@@ -389,40 +390,49 @@ def measure(case: GpuCase, device: torch.device, tiny: bool) -> dict[str, Any]:
     return found
 
 
-def build(case: GpuCase, device: torch.device, tiny: bool) -> LoraStep:
+def build(case: GpuCase, sizes: Sizes, device: torch.device, tiny: bool) -> LoraStep:
     """Return the loaded case."""
-    sizes = sizes_of(case.family, tiny, case.batch)
-    transformer = build_transformer(case.family, sizes, torch.bfloat16, str(device))
-    blocks = family_class(case.family).blocks(transformer)
-    checkpointing = None  # as diffusers does it
     if case.trainer == "peft":
+        transformer = build_transformer(case.family, sizes, torch.bfloat16, str(device))
         trained = peft_lora(case.family, transformer, fp8_cast=case.base == "fp8 cast")
+        if case.checkpointing:
+            transformer.enable_gradient_checkpointing()
     else:
-        trained = _tandem(case, transformer, device, tiny)
-        offload = HostOffload(device) if case.offloaded else None
-        plain = case.every == 1 and not (case.kept_mb or case.offloaded or case.swapped or case.compiled)
-        pairs, carried = neighbours(blocks) if plain else {}, family_class(case.family).carried
-        checkpointing = ActivationCheckpointing(len(blocks), case.every, case.kept_mb * 2**20, offload, pairs, carried)
-    if case.checkpointing:
-        transformer.enable_gradient_checkpointing(checkpointing)
+        transformer, blocks, network = _tandem(case, sizes, device, fetched=bool(case.swapped))
+        trained = network.parameters()
+        if case.swapped:
+            swap_blocks(transformer, blocks, min(case.swapped, 3) if tiny else case.swapped, device)
     if case.compiled:
         transformer.compile_repeated_blocks(backend="eager" if tiny else "inductor")
     return LoraStep(transformer, trained, example_inputs(case.family, sizes, device))
 
 
-def _tandem(case: GpuCase, transformer: Any, device: torch.device, tiny: bool) -> list[nn.Parameter]:
+def _tandem(
+    case: GpuCase, sizes: Sizes, device: torch.device, fetched: bool
+) -> tuple[Any, list[nn.Module], AdapterNetwork]:
+    """Return a transformer, its blocks and the LoRA in it, as a run loads them.
+
+    ``fetched``: made on ``device``, which is faster, and put into host memory, from where its blocks are swapped or
+    placed.
+    """
     family = family_class(case.family)
-    family.optimise_forward(transformer)
+    transformer = family.optimise_forward(build_transformer(case.family, sizes, torch.bfloat16, str(device)))
     if case.base in ("fp8 dequant", "fp8 fused"):
         quantize_model(transformer, Recipe(loaded_scheme("block64")), compute=case.base.removeprefix("fp8 "))
     elif case.base == "fp8 scaled_mm":
         quantize_model(transformer, Recipe(loaded_scheme("row")), compute="quantised")
-    if case.swapped:
-        transformer.to("cpu")  # random numbers are made faster on the GPU, but a swapped model comes from the host
-    trained = tandem_network(case.family, transformer).parameters()
-    if case.swapped:
-        swap_blocks(transformer, family.blocks(transformer), min(case.swapped, 3) if tiny else case.swapped, device)
-    return trained
+    if fetched:
+        transformer.to("cpu")
+    network, blocks = tandem_network(case.family, transformer), family.blocks(transformer)
+    training = TrainingConfig(
+        gradient_checkpointing=case.checkpointing,
+        checkpoint_every_n_blocks=case.every,
+        activation_budget_mb=case.kept_mb,
+        cpu_offload_checkpointing=case.offloaded,
+    )
+    pairs = {} if fetched or case.compiled else neighbours(blocks)
+    recompute_blocks(transformer, len(blocks), training, device, pairs, family.carried)
+    return transformer, blocks, network
 
 
 LAYOUTS = ("dp", "shard", "pp", "tp")
@@ -477,23 +487,11 @@ def _measure_device_map(family_name: str, device: torch.device, tiny: bool) -> d
     if len(devices) < 2:
         devices.append(torch.device("cpu"))
         sizes = replace(sizes, blocks=tuple(min(_FEW_BLOCKS, blocks) for blocks in sizes.blocks))
-    transformer, blocks, network = _checkpointed(family_name, sizes, devices[0], devices[0])
+    transformer, blocks, network = _tandem(GpuCase(family_name, checkpointing=True), sizes, devices[0], fetched=True)
     placed = place_blocks(transformer, blocks, devices)
     step = LoraStep(transformer, network.parameters(), example_inputs(family_name, sizes, devices[0]))
     seconds, peak = time_steps(step.loss, devices[0], once=tiny)
     return {"step_s": seconds, "images": 1, "peak_gib": peak / 2**30, "placed": placed}
-
-
-def _checkpointed(
-    family_name: str, sizes: Sizes, device: torch.device, place: torch.device
-) -> tuple[Any, list[nn.Module], AdapterNetwork]:
-    """Return a transformer made on ``device`` and put on ``place``, its blocks, and the LoRA in it."""
-    family = family_class(family_name)
-    transformer = build_transformer(family_name, sizes, torch.bfloat16, str(device)).to(place)
-    network = tandem_network(family_name, family.optimise_forward(transformer))
-    blocks = family.blocks(transformer)
-    transformer.enable_gradient_checkpointing(ActivationCheckpointing(len(blocks)))
-    return transformer, blocks, network
 
 
 def _step_of(
@@ -501,9 +499,8 @@ def _step_of(
 ) -> Callable[[], Tensor]:
     """Return what takes a training step and returns its loss."""
     family, device = family_class(family_name), accelerator.device
-    # made faster on the GPU, but a run splits what lies in host memory
-    place = torch.device("cpu") if parallel.splits_model else device
-    transformer, blocks, network = _checkpointed(family_name, sizes, device, place)
+    case = GpuCase(family_name, checkpointing=True)
+    transformer, blocks, network = _tandem(case, sizes, device, fetched=parallel.splits_model)
     trained = network.parameters()
     inputs = example_inputs(family_name, sizes, device)
     batch = Images(inputs, target_of(inputs))
