@@ -81,17 +81,24 @@ def test_a_row_says_how_far_a_step_is_from_its_floor() -> None:
     assert row["time_over_floor"] > 1
 
 
-def test_ratios_are_the_worst_and_keep_fp8_apart() -> None:
+def test_ratios_are_the_worst_and_keep_quantised_bases_apart() -> None:
+    taken = {  # seconds and MiB: Tandem's, peft's
+        "bf16": ((1.0, 6.0), (2.0, 8.0)), "fp32": ((3.0, 1.0), (4.0, 2.0)), "fp8": ((1.0, 1.0), (4.0, 10.0)),
+        "nf4": ((3.0, 9.0), None),
+    }  # fmt: skip
     rows = []
-    for dtype, ours, peft in (
-        ("bf16", (1.0, 6.0), (2.0, 8.0)), ("fp32", (3.0, 1.0), (4.0, 2.0)), ("fp8", (1.0, 1.0), (4.0, 10.0)),
-    ):  # fmt: skip
-        found = {t: dict(zip(("step_s", "added_mib"), v, strict=True)) for t, v in (("tandem", ours), ("peft", peft))}
-        if dtype != "fp8":
-            found["tandem"]["time_over_floor"] = found["peft"]["time_over_floor"] = ours[0]
-        rows += [
-            {"dtype": dtype, "trainer": t} | row | train_step.over_peft(row, found["peft"]) for t, row in found.items()
-        ]
+    for dtype, pair in taken.items():
+        for trainer, values in zip(train_step.TRAINERS, pair, strict=True):
+            if values is None:
+                continue
+            row: dict = {"dtype": dtype, "trainer": trainer, "step_s": values[0], "added_mib": values[1]}
+            if pair[1] is not None:
+                row |= train_step.over("peft", row, dict(zip(("step_s", "added_mib"), pair[1], strict=True)))
+            if dtype in ("bf16", "fp32"):
+                row["time_over_floor"] = values[0]
+            else:
+                row |= train_step.over("bf16", row, {"step_s": 1.0, "added_mib": 6.0})
+            rows.append(row)
     assert train_step.ratios(rows) == {
         "time_over_peft": 0.75,
         "memory_over_peft": 0.75,
@@ -99,6 +106,10 @@ def test_ratios_are_the_worst_and_keep_fp8_apart() -> None:
         "memory_over_peft_fp8": 0.1,
         "time_over_floor": 1.0,
         "time_over_floor_fp32": 3.0,
+        "time_over_bf16_fp8": 1.0,
+        "memory_over_bf16_fp8": pytest.approx(1 / 6),
+        "time_over_bf16_nf4": 3.0,
+        "memory_over_bf16_nf4": 1.5,
     }
 
 
