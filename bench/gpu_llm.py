@@ -136,13 +136,11 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
     found: dict[str, float] = {}
     for model in LADDERS:
         own = [row for row in rows if row.get("model") == model and "step_s" in row]
-        peers = [row for row in own if row["who"] == _PEER]
-        climbed = [row for row in own if row["who"] != _PEER]
-        for peer in peers:
-            for row in climbed:
-                if row["step"] == peer["step"]:
-                    found[f"{model}_speed_over_transformers"] = row["tokens_per_s"] / peer["tokens_per_s"]
-                    found[f"{model}_memory_over_transformers"] = row["peak_gib"] / peer["peak_gib"]
-        if climbed and climbed[0]["step"] == "fp32":
-            found[f"{model}_speed_over_fp32"] = max(row["tokens_per_s"] for row in climbed) / climbed[0]["tokens_per_s"]
+        climbed = {row["step"]: row for row in own if row["who"] != _PEER}
+        for peer in (row for row in own if row["who"] == _PEER and row["step"] in climbed):
+            for name, key in (("speed", "tokens_per_s"), ("memory", "peak_gib")):
+                found[f"{model}_{name}_over_transformers"] = climbed[peer["step"]][key] / peer[key]
+        if "fp32" in climbed:
+            speeds = {step: row["tokens_per_s"] for step, row in climbed.items()}
+            found[f"{model}_speed_over_fp32"] = max(speeds.values()) / speeds["fp32"]
     return found

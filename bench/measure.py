@@ -62,22 +62,18 @@ def measure(cases: Mapping[Any, Case], rounds: int, memory_processes: int = 1) -
 
     ``memory_processes`` run beside each other; 0 leaves memory out. With a floor, its seconds and the step's over them.
     """
-    memory = measure_memory(cases, memory_processes) if memory_processes else {name: {} for name in cases}
-    return {name: _summary(taken) | memory[name] for name, taken in measure_time(cases, rounds).items()}
-
-
-def _summary(taken: list[list[float]]) -> dict[str, float]:
-    """Return the row of rounds of a step, each [its seconds] or [its seconds, its floor's]."""
-    steps = [step for step, *_ in taken]
-    found = {"step_s": statistics.median(steps), "step_min_s": min(steps)}
-    if len(taken[0]) > 1:
-        found["floor_s"] = statistics.median(floor for _, floor in taken)
-        found["time_over_floor"] = statistics.median(step / floor for step, floor in taken)
+    found = measure_memory(cases, memory_processes) if memory_processes else {name: {} for name in cases}
+    for name, taken in measure_time(cases, rounds).items():
+        steps = [step for step, *_ in taken]
+        found[name] |= {"step_s": statistics.median(steps), "step_min_s": min(steps)}
+        if len(taken[0]) > 1:
+            found[name]["floor_s"] = statistics.median(floor for _, floor in taken)
+            found[name]["time_over_floor"] = statistics.median(step / floor for step, floor in taken)
     return found
 
 
 def measure_time(cases: Mapping[Any, Case], rounds: int) -> dict[Any, list[list[float]]]:
-    """Return the CPU seconds of every step of every case, taken in turn, and of its floor if it has one."""
+    """Return the rounds of every case, taken in turn: CPU seconds of a step, and of its floor if it has one."""
     workers = {}
     for name, case in cases.items():  # loaded one after the other: building needs memory
         workers[name] = start(_serve_time, case)
