@@ -172,14 +172,14 @@ def test_every_case_of_the_gpu_benchmark_runs(case: GpuCase) -> None:
 def test_the_gpu_benchmark_reports_failures_as_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = {"family": "flux"}
     jobs = [Job(GpuCase("flux").name(), good), Job("broken", good | {"family": "x"})]
-    rows = gpu.run(jobs, gpu.Children("cpu", True, minutes=2))
+    rows = gpu.run(jobs, gpu.Children("cpu", True, minutes=4))
     assert rows[0]["step_s"] > 0
     assert rows[0]["hfu"] == rows[0]["mfu"] > 0  # nothing is recomputed
     assert rows[1]["error"] == "KeyError: 'x'"
     assert "flux, b1, tandem, bf16" in capsys.readouterr().out
     late = gpu.Children("cpu", True, minutes=0)
     assert gpu.run(jobs[:1], late)[0]["error"] == "left out: the time was up"
-    alone = gpu.Children("cpu", True, minutes=2)
+    alone = gpu.Children("cpu", True, minutes=4)
     alone.method = "spawn"
     assert alone.rows(jobs[0])[0]["step_s"] > 0
     assert alone.rows(jobs[1]) == [{"error": "KeyError: 'x'"}]
