@@ -39,12 +39,6 @@ TRAINING_IMAGES, STEPS, BASE_STEPS, GUIDANCE = 32, 4, 20, 3.5
 TOKENS, LORA_STEPS, TEACHER_STEPS, TEACHER_RATE = 32, 250, 100, 3e-4
 
 
-def without_masks(dataset: Path) -> Path:
-    """Take what is a fill model's out of a dataset TOML; return it."""
-    dataset.write_text(dataset.read_text().replace("inpaint_mask_variants = 4\n", ""))
-    return dataset
-
-
 def measure_seed(seed: int, held_out: Path, images: int, training: Path, turbo: Path, folder: Path) -> dict[str, Any]:
     """Train a LoRA with ``seed``; return case -> its row, and the equal strength under that name."""
     lora = folder / "lora.safetensors"
@@ -97,8 +91,8 @@ def main() -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
-        held_out = without_masks(paint(place / "held_out", options.images, seed=2026))
-        training = without_masks(paint(place / "training", TRAINING_IMAGES, seed=2027))
+        held_out = paint(place / "held_out", options.images, seed=2026, subset="")
+        training = paint(place / "training", TRAINING_IMAGES, seed=2027, subset="")
         turbo = place / "turbo"
         run("tools/merge_lora.py", "--model", MODEL, "--lora", DIFFERENCE, "--save_to", turbo)
         found = [

@@ -50,8 +50,8 @@ CALIBRATION = 48  # images that fixes are fitted to and trained on
 SIGMAS, STEPS, GUIDANCE = (0.8, 0.4), 4, 1.0
 
 
-def paint(folder: Path, count: int, seed: int) -> Path:
-    """Paint ``count`` images that no LoRA is trained on, with captions; return their dataset TOML."""
+def paint(folder: Path, count: int, seed: int, subset: str = "inpaint_mask_variants = 4\n") -> Path:
+    """Paint ``count`` images that no LoRA is trained on, with captions; return their dataset TOML, with ``subset``."""
     rng = np.random.default_rng(seed)
     (folder / "images").mkdir(parents=True)
     for number in range(count):
@@ -61,7 +61,7 @@ def paint(folder: Path, count: int, seed: int) -> Path:
     path = folder / "dataset.toml"
     path.write_text(
         '[general]\ncaption_extension = ".txt"\n[[datasets]]\nresolution = 128\nbatch_size = 4\n'
-        '[[datasets.subsets]]\nimage_dir = "images"\ninpaint_mask_variants = 4\n'
+        f'[[datasets.subsets]]\nimage_dir = "images"\n{subset}'
     )
     return path
 
@@ -129,27 +129,22 @@ def measure_seed(seed: int, held_out: Path, images: int, calibrating: Path, fold
     return found
 
 
-def _figure(differences: Differences, name: str) -> float:
-    assert differences.border is not None, "the images have masks"
-    return next(each.times for each in differences.border.figures if each.name == name)
-
-
 def row_of(case: str, seeds: list[Differences]) -> dict[str, Any]:
     """Return a case's row: means over the seeds and half the range of the latents' error."""
     latents = [each.latents for each in seeds]
-    figures = {name: [_figure(each, name) for each in seeds] for name in ("ring inside", "grain inside", "step")}
+    borders = [each.border.figures for each in seeds if each.border is not None]  # all have one: the images have masks
+    times = {name: mean(f.times for figures in borders for f in figures if f.name == name) for name in _FIGURES}
     return {
         "case": case,
         "velocity": mean(each.velocity for each in seeds),
         "latents": mean(latents),
         "latents_spread": (max(latents) - min(latents)) / 2,
         "image": mean(each.image for each in seeds),
-        "ring_over_noise": mean(figures["ring inside"]),
-        "grain_over_noise": mean(figures["grain inside"]),
-        "step_over_noise": mean(figures["step"]),
+        **{f"{_FIGURES[name]}_over_noise": value for name, value in times.items()},
     }
 
 
+_FIGURES = {"ring inside": "ring", "grain inside": "grain", "step": "step"}
 COLUMNS = {"case": "<42", "velocity": "8.2%", "latents": "8.2%", "latents_spread": "14.2%", "image": "8.2%"}
 COLUMNS |= {"ring_over_noise": "15.2f", "grain_over_noise": "16.2f", "step_over_noise": "15.2f"}
 

@@ -24,17 +24,14 @@ it for a machine that has a card and no network.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -44,6 +41,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.elastic.utils.distributed import get_free_port
 
 import bench.gpu_llm as gpu_llm
 from bench.families import (
@@ -57,16 +55,17 @@ from bench.families import (
     tandem_network,
     target_of,
 )
-from bench.measure import Table, benchmark_parser, finish, machine_name, run_with_limit, start, time_steps, wait_for
+from bench.measure import Table, benchmark_parser, finish, machine_name, reason, start, time_steps, wait_for
 from library.accelerator import build_accelerator
 from library.config.schema import AccelerateConfig, LoggingConfig, ParallelConfig, SavingConfig, TrainingConfig
 from library.errors import UserError, did_you_mean, exit_on_user_error
 from library.models.family import split_plan
 from library.models.registry import family_class
-from library.nn.checkpointing import ActivationCheckpointing, HostOffload, neighbours
+from library.nn.checkpointing import neighbours
 from library.precision.files.fp8 import loaded_scheme
 from library.precision.recipe import Recipe, quantize_model
 from library.training.memory.block_swap import swap_blocks
+from library.training.memory.budget import recompute_blocks
 from library.training.parallel.device_map import place_blocks
 from library.training.parallel.parallelize import parallelize
 from library.training.parallel.spec import ParallelSpec, transformer_split_points
@@ -96,96 +95,89 @@ def matmul_rate(device: torch.device, tiny: bool) -> float:
 
 
 class Job(NamedTuple):
-    """What one process, or a launcher's, measures."""
+    """What one process measures, or several together."""
 
     name: str
-    case: dict[str, Any]  # what ``serve`` takes
+    case: dict[str, Any]  # what :func:`measured` takes
     seconds: float = _CASE_SECONDS
     processes: int = 1
 
 
 class Children:
-    """Processes that measure, each with a time limit; none begins after the end.
+    """Processes that measure, each job with a time limit; none begins after the end.
 
     Attributes:
-        place: the flags that say where, and how large models are.
-        forked: a job of one process is forked from one that has imported the libraries, which saves seconds a case.
+        method: how a process starts. Forked from one that has imported the libraries it saves seconds a case.
     """
 
     def __init__(self, device: str, tiny: bool, minutes: float) -> None:
-        self.place = ["--device", device, *(["--tiny"] if tiny else [])]
-        self.forked = True
+        self.method = "forkserver"
         self._device, self._tiny = torch.device(device), tiny
         self._end = time.monotonic() + 60 * minutes
 
     def rows(self, job: Job) -> list[dict[str, Any]]:
-        """Return what the process that measures ``job`` found; the last is {"error": why} if it did not end well."""
+        """Return what the job's processes found; the last is {"error": why} if one of them did not end well."""
         limit = min(job.seconds, self._end - time.monotonic())
         if limit <= 0:
             return [{"error": "left out: the time was up"}]
-        if self.forked and job.processes == 1:
-            return self._of_a_fork(job, limit)
-        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(job.processes)]
-        command = [sys.executable, *(launcher if job.processes > 1 else []), __file__]
-        command += ["--case", json.dumps(job.case), *self.place]
+        rows, end = list[dict[str, Any]](), time.monotonic() + limit
+        workers = [
+            start(_send, job.case, self._device, self._tiny, environment, method=self.method)
+            for environment in _environments(job.processes)
+        ]
+        waiting: dict[Any, Any] = {connection: process for process, connection in workers}
         try:
-            done = run_with_limit(command, limit)
-        except subprocess.TimeoutExpired as late:
-            return [*_rows(late.stdout), {"error": f"stopped after {limit:.0f} s"}]
-        if done.returncode == 0:
-            return _rows(done.stdout)
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        why = "out of memory" if "OutOfMemoryError" in done.stderr else f"exit code {done.returncode}: {last}"
-        return [*_rows(done.stdout), {"error": why}]
-
-    def _of_a_fork(self, job: Job, limit: float) -> list[dict[str, Any]]:
-        process, connection = start(_send, job.case, self._device, self._tiny)
-        rows: list[dict[str, Any]] = []
-        end = time.monotonic() + limit
-        try:
-            while connection.poll(max(0.0, end - time.monotonic())):
-                row = connection.recv()
-                if row is None:
-                    process.join(_END_SECONDS)
-                    return rows
-                rows.append(row)
-            why = f"stopped after {limit:.0f} s"
-        except EOFError:
-            process.join(_END_SECONDS)
-            why = f"exit code {process.exitcode}, its error is above"
+            while waiting:
+                ready = wait([*waiting], max(0.0, end - time.monotonic()))
+                if not ready:
+                    return [*rows, {"error": f"stopped after {limit:.0f} s"}]
+                for connection in ready:
+                    said = _said(connection, waiting[connection])
+                    if isinstance(said, str):
+                        return [*rows, {"error": said}]
+                    if said is None:
+                        waiting.pop(connection).join(_END_SECONDS)
+                    else:
+                        rows.append(said)
+            return rows
         finally:
-            if process.is_alive():
+            for process in (process for process, _ in workers if process.is_alive()):
                 with suppress(ProcessLookupError):  # it has no group yet
                     os.killpg(process.pid, signal.SIGKILL)
                 process.kill()
                 process.join()
-        return [*rows, {"error": why}]
 
 
-def _send(connection: Connection, case: dict[str, Any], device: torch.device, tiny: bool) -> None:
-    """Send each row as it is measured, why there is none if it fails, then None."""
+def _environments(processes: int) -> list[dict[str, str]]:
+    """Return what a launcher would put into the environment of each of ``processes``; of one alone nothing."""
+    if processes == 1:
+        return [{}]
+    group = {"WORLD_SIZE": f"{processes}", "LOCAL_WORLD_SIZE": f"{processes}"}
+    group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{get_free_port()}"}
+    return [group | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} for rank in range(processes)]
+
+
+def _send(
+    connection: Connection, case: dict[str, Any], device: torch.device, tiny: bool, environment: dict[str, str]
+) -> None:
+    """Send each row as it is measured, then None; or, in words, why there is none if it fails."""
     os.setsid()  # with the processes that compile for it in one group, to be stopped together
+    os.environ |= environment
     try:
         for row in measured(case, device, tiny):
             connection.send(row)
     except Exception as error:  # whatever it is, the other cases are worth having
-        connection.send({"error": reason(error)})
-    connection.send(None)
+        connection.send(reason(error))
+    else:
+        connection.send(None)
 
 
-def reason(error: Exception) -> str:
-    """Return why a case has no row, in one line."""
-    if isinstance(error, torch.OutOfMemoryError):
-        return "out of memory"
-    if isinstance(error, ModuleNotFoundError):
-        return f"left out: needs {error.name}, which is not installed"
-    return f"{type(error).__name__}: {error}".partition("\n")[0]
-
-
-def _rows(printed: str) -> list[dict[str, Any]]:
-    """Return the rows among the lines, which libraries may have added to; a last one cut short is left out."""
-    whole = printed[: printed.rfind("\n") + 1]
-    return [json.loads(line) for line in whole.splitlines() if line.startswith("{")]
+def _said(connection: Any, process: Any) -> dict[str, Any] | str | None:
+    try:
+        return connection.recv()
+    except EOFError:
+        process.join(_END_SECONDS)
+        return f"exit code {process.exitcode}, its error is above"
 
 
 def run(jobs: list[Job], children: Children) -> list[dict[str, Any]]:
@@ -193,7 +185,7 @@ def run(jobs: list[Job], children: Children) -> list[dict[str, Any]]:
     products = Job("bf16 matrix products", {"rate": True})
     found = children.rows(products)[-1]
     if "error" in found:  # a library may have touched the card as it was imported, which no fork survives
-        children.forked = False
+        children.method = "spawn"
         found = children.rows(products)[-1]
     rate = found.get("rate")
     print(f"bf16 matrix products: {f'{rate / 1e12:.1f} TFLOP/s' if rate else found['error']}", flush=True)
@@ -250,7 +242,7 @@ def measured(case: dict[str, Any], device: torch.device, tiny: bool) -> Iterator
 
 @exit_on_user_error
 def main() -> None:
-    """Measure all cases, or the one that a parent process asks for."""
+    """Measure all cases."""
     families = [*FAMILIES, _LLM]
     # Asking the driver instead would make processes that are forked after an import that asks unable to use the card.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -260,22 +252,16 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=8, help="all ends then (default: %(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to see that every case runs")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("bench/gpu.py: needs a CUDA GPU; --device cpu --tiny runs every case, tiny, on the CPU")
     if options.device == "cpu" and not options.tiny:
         raise UserError("--device: published sizes would take hours on a CPU; add --tiny")
-    device = torch.device(options.device)
-    if options.case:
-        for row in measured(json.loads(options.case), device, options.tiny):
-            print(json.dumps(row), flush=True)  # at once: what is measured is kept if time runs out
-        return
     asked = options.families.split(",")
     for family in asked:
         if family not in families:
             raise UserError(f"--families: no {family!r}{did_you_mean(family, families)}; choose {', '.join(families)}")
-    jobs = [job for job in all_jobs(asked, device) if options.only in job.name]
+    jobs = [job for job in all_jobs(asked, torch.device(options.device)) if options.only in job.name]
     if not jobs:
         raise UserError(f"--only: no case's name holds {options.only!r}; leave it out to see the names")
     rows = run(jobs, Children(options.device, options.tiny, options.minutes))
@@ -393,9 +379,9 @@ def sizes_of(family_name: str, tiny: bool, batch: int = 1) -> Sizes:
 
 def measure(case: GpuCase, device: torch.device, tiny: bool) -> dict[str, Any]:
     """Return seconds of a step, and its memory; call it in a fresh process."""
-    step = build(case, device, tiny)
-    seconds, peak = time_steps(step.loss, device, once=tiny)
     sizes = sizes_of(case.family, tiny, case.batch)
+    step = build(case, sizes, device, tiny)
+    seconds, peak = time_steps(step.loss, device, once=tiny)
     found = {"step_s": seconds, "peak_gib": peak / 2**30, "weights_gib": step.base_bytes / 2**30}
     found["flops_per_s"] = sizes.step_flops() / seconds
     if not case.kept_mb:  # what is kept of a budget is found as it runs, and not counted
@@ -404,40 +390,49 @@ def measure(case: GpuCase, device: torch.device, tiny: bool) -> dict[str, Any]:
     return found
 
 
-def build(case: GpuCase, device: torch.device, tiny: bool) -> LoraStep:
+def build(case: GpuCase, sizes: Sizes, device: torch.device, tiny: bool) -> LoraStep:
     """Return the loaded case."""
-    sizes = sizes_of(case.family, tiny, case.batch)
-    transformer = build_transformer(case.family, sizes, torch.bfloat16, str(device))
-    blocks = family_class(case.family).blocks(transformer)
-    checkpointing = None  # as diffusers does it
     if case.trainer == "peft":
+        transformer = build_transformer(case.family, sizes, torch.bfloat16, str(device))
         trained = peft_lora(case.family, transformer, fp8_cast=case.base == "fp8 cast")
+        if case.checkpointing:
+            transformer.enable_gradient_checkpointing()
     else:
-        trained = _tandem(case, transformer, device, tiny)
-        offload = HostOffload(device) if case.offloaded else None
-        plain = case.every == 1 and not (case.kept_mb or case.offloaded or case.swapped or case.compiled)
-        pairs, carried = neighbours(blocks) if plain else {}, family_class(case.family).carried
-        checkpointing = ActivationCheckpointing(len(blocks), case.every, case.kept_mb * 2**20, offload, pairs, carried)
-    if case.checkpointing:
-        transformer.enable_gradient_checkpointing(checkpointing)
+        transformer, blocks, network = _tandem(case, sizes, device, fetched=bool(case.swapped))
+        trained = network.parameters()
+        if case.swapped:
+            swap_blocks(transformer, blocks, min(case.swapped, 3) if tiny else case.swapped, device)
     if case.compiled:
         transformer.compile_repeated_blocks(backend="eager" if tiny else "inductor")
     return LoraStep(transformer, trained, example_inputs(case.family, sizes, device))
 
 
-def _tandem(case: GpuCase, transformer: Any, device: torch.device, tiny: bool) -> list[nn.Parameter]:
+def _tandem(
+    case: GpuCase, sizes: Sizes, device: torch.device, fetched: bool
+) -> tuple[Any, list[nn.Module], AdapterNetwork]:
+    """Return a transformer, its blocks and the LoRA in it, as a run loads them.
+
+    ``fetched``: made on ``device``, which is faster, and put into host memory, from where its blocks are swapped or
+    placed.
+    """
     family = family_class(case.family)
-    family.optimise_forward(transformer)
+    transformer = family.optimise_forward(build_transformer(case.family, sizes, torch.bfloat16, str(device)))
     if case.base in ("fp8 dequant", "fp8 fused"):
         quantize_model(transformer, Recipe(loaded_scheme("block64")), compute=case.base.removeprefix("fp8 "))
     elif case.base == "fp8 scaled_mm":
         quantize_model(transformer, Recipe(loaded_scheme("row")), compute="quantised")
-    if case.swapped:
-        transformer.to("cpu")  # random numbers are made faster on the GPU, but a swapped model comes from the host
-    trained = tandem_network(case.family, transformer).parameters()
-    if case.swapped:
-        swap_blocks(transformer, family.blocks(transformer), min(case.swapped, 3) if tiny else case.swapped, device)
-    return trained
+    if fetched:
+        transformer.to("cpu")
+    network, blocks = tandem_network(case.family, transformer), family.blocks(transformer)
+    training = TrainingConfig(
+        gradient_checkpointing=case.checkpointing,
+        checkpoint_every_n_blocks=case.every,
+        activation_budget_mb=case.kept_mb,
+        cpu_offload_checkpointing=case.offloaded,
+    )
+    pairs = {} if fetched or case.compiled else neighbours(blocks)
+    recompute_blocks(transformer, len(blocks), training, device, pairs, family.carried)
+    return transformer, blocks, network
 
 
 LAYOUTS = ("dp", "shard", "pp", "tp")
@@ -469,7 +464,7 @@ class Images:
 def measure_layout(family_name: str, layout: str, device: torch.device, tiny: bool) -> dict[str, Any]:
     """Return seconds and images of a step and the fullest GPU's peak.
 
-    Call it in a fresh process, for all but ``device_map`` in each of a launcher's.
+    Call it in a fresh process, for all but ``device_map`` in each of the layout's.
     """
     if layout == "device_map":
         return _measure_device_map(family_name, device, tiny)
@@ -492,23 +487,11 @@ def _measure_device_map(family_name: str, device: torch.device, tiny: bool) -> d
     if len(devices) < 2:
         devices.append(torch.device("cpu"))
         sizes = replace(sizes, blocks=tuple(min(_FEW_BLOCKS, blocks) for blocks in sizes.blocks))
-    transformer, blocks, network = _checkpointed(family_name, sizes, devices[0], devices[0])
+    transformer, blocks, network = _tandem(GpuCase(family_name, checkpointing=True), sizes, devices[0], fetched=True)
     placed = place_blocks(transformer, blocks, devices)
     step = LoraStep(transformer, network.parameters(), example_inputs(family_name, sizes, devices[0]))
     seconds, peak = time_steps(step.loss, devices[0], once=tiny)
     return {"step_s": seconds, "images": 1, "peak_gib": peak / 2**30, "placed": placed}
-
-
-def _checkpointed(
-    family_name: str, sizes: Sizes, device: torch.device, place: torch.device
-) -> tuple[Any, list[nn.Module], AdapterNetwork]:
-    """Return a transformer made on ``device`` and put on ``place``, its blocks, and the LoRA in it."""
-    family = family_class(family_name)
-    transformer = build_transformer(family_name, sizes, torch.bfloat16, str(device)).to(place)
-    network = tandem_network(family_name, family.optimise_forward(transformer))
-    blocks = family.blocks(transformer)
-    transformer.enable_gradient_checkpointing(ActivationCheckpointing(len(blocks)))
-    return transformer, blocks, network
 
 
 def _step_of(
@@ -516,9 +499,8 @@ def _step_of(
 ) -> Callable[[], Tensor]:
     """Return what takes a training step and returns its loss."""
     family, device = family_class(family_name), accelerator.device
-    # made faster on the GPU, but a run splits what lies in host memory
-    place = torch.device("cpu") if parallel.splits_model else device
-    transformer, blocks, network = _checkpointed(family_name, sizes, device, place)
+    case = GpuCase(family_name, checkpointing=True)
+    transformer, blocks, network = _tandem(case, sizes, device, fetched=parallel.splits_model)
     trained = network.parameters()
     inputs = example_inputs(family_name, sizes, device)
     batch = Images(inputs, target_of(inputs))

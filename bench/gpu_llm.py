@@ -28,7 +28,7 @@ from accelerate.utils import compile_regions
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from bench.llm_train import LMStepper, loss_of, transformers_model
-from bench.measure import time_steps
+from bench.measure import reason, time_steps
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import LMConfig, gpt2, llama, preset
 from library.training.tasks.pretraining import flops_per_token
@@ -107,8 +107,7 @@ def climb(model: str, device: torch.device, tiny: bool) -> Iterator[dict[str, An
             with sdpa_kernel(SDPBackend.FLASH_ATTENTION if rung.flash else SDPBackend.MATH):
                 seconds, peak = time_steps(_build(rung, config, context, device, tiny).loss, device, once=tiny)
         except Exception as error:  # whatever it is, the other rungs are worth having
-            memory = isinstance(error, torch.OutOfMemoryError)
-            row["error"] = "out of memory" if memory else f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            row["error"] = reason(error)
         else:
             tokens = rung.batch * context / seconds
             row |= {"step_s": seconds, "tokens_per_s": tokens, "flops_per_s": tokens * flops, "peak_gib": peak / 2**30}
@@ -137,13 +136,11 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
     found: dict[str, float] = {}
     for model in LADDERS:
         own = [row for row in rows if row.get("model") == model and "step_s" in row]
-        peers = [row for row in own if row["who"] == _PEER]
-        climbed = [row for row in own if row["who"] != _PEER]
-        for peer in peers:
-            for row in climbed:
-                if row["step"] == peer["step"]:
-                    found[f"{model}_speed_over_transformers"] = row["tokens_per_s"] / peer["tokens_per_s"]
-                    found[f"{model}_memory_over_transformers"] = row["peak_gib"] / peer["peak_gib"]
-        if climbed and climbed[0]["step"] == "fp32":
-            found[f"{model}_speed_over_fp32"] = max(row["tokens_per_s"] for row in climbed) / climbed[0]["tokens_per_s"]
+        climbed = {row["step"]: row for row in own if row["who"] != _PEER}
+        for peer in (row for row in own if row["who"] == _PEER and row["step"] in climbed):
+            for name, key in (("speed", "tokens_per_s"), ("memory", "peak_gib")):
+                found[f"{model}_{name}_over_transformers"] = climbed[peer["step"]][key] / peer[key]
+        if "fp32" in climbed:
+            speeds = {step: row["tokens_per_s"] for step, row in climbed.items()}
+            found[f"{model}_speed_over_fp32"] = max(speeds.values()) / speeds["fp32"]
     return found

@@ -40,7 +40,7 @@ from library.errors import exit_on_user_error
 from library.models.llm.files import load_lm, meta_name
 from library.models.llm.spec import config_to_hf, llama
 
-Loader = Callable[[str, Path], Callable[[], nn.Module]]  # case, folder -> what is measured
+Cases = dict[str, Callable[[], nn.Module]]  # case -> what is measured; all it imports is imported already
 
 
 def random_weights(shapes: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
@@ -65,8 +65,8 @@ def write_flux(folder: Path, sizes: Sizes) -> None:
     save_file(bfl_state_dict(state), folder / "flux1.safetensors")
 
 
-def flux_loader(case: str, folder: Path) -> Callable[[], nn.Module]:
-    """Return the function that a case measures; everything it imports is imported already."""
+def flux_cases(folder: Path) -> Cases:
+    """Return the ways to load what :func:`write_flux` wrote: as it is, and from a single file into fp32."""
     from diffusers import FluxTransformer2DModel
     from diffusers.loaders.single_file_utils import convert_flux_transformer_checkpoint_to_diffusers
 
@@ -75,37 +75,39 @@ def flux_loader(case: str, folder: Path) -> Callable[[], nn.Module]:
     from library.models.weights import identity_map, load_into, read_config
     from library.precision.checkpoint import WeightFiles
 
-    dtype = torch.float32 if case.endswith("to fp32") else torch.bfloat16
     single, parts = folder / "flux1.safetensors", folder / "transformer"
     build = FluxTransformer2DModel.from_config
 
     def tandem_folder() -> nn.Module:
         weights, config = WeightFiles(parts), read_config(parts)
-        return load_into(lambda: build(config), weights, identity_map(weights.names), dtype)
+        return load_into(lambda: build(config), weights, identity_map(weights.names), torch.bfloat16)
 
-    def tandem_single() -> nn.Module:
+    def tandem_single(dtype: torch.dtype) -> nn.Module:
         weights = WeightFiles(single)
         prefix, config = file_arguments(weights, FILES)
         return load_into(lambda: build(config), weights, FILES.key_map(weights, prefix), dtype)
 
-    def plain_single() -> nn.Module:
+    def diffusers_single(dtype: torch.dtype) -> nn.Module:
+        return FluxTransformer2DModel.from_single_file(str(single), config=str(parts), torch_dtype=dtype)
+
+    def plain_single(dtype: torch.dtype) -> nn.Module:
         model = build(read_config(parts))
         model.load_state_dict(convert_flux_transformer_checkpoint_to_diffusers(load_file(single)))
         return model.to(dtype)
 
-    from_file = partial(FluxTransformer2DModel.from_single_file, str(single), config=str(parts))
-    return {
+    found: Cases = {
         "tandem folder": tandem_folder,
-        "diffusers folder": lambda: FluxTransformer2DModel.from_pretrained(parts, torch_dtype=dtype),
-        "tandem single file": tandem_single,
-        "diffusers single file": lambda: from_file(torch_dtype=dtype),
-        "plain single file": plain_single,
-    }[case.partition(",")[0]]
+        "diffusers folder": lambda: FluxTransformer2DModel.from_pretrained(parts, torch_dtype=torch.bfloat16),
+    }
+    singles = {"tandem": tandem_single, "diffusers": diffusers_single, "plain": plain_single}
+    for dtype, into in ((torch.bfloat16, ""), (torch.float32, ", bf16 to fp32")):
+        found |= {f"{who} single file{into}": partial(load, dtype) for who, load in singles.items()}
+    return found
 
 
-def measure(load_case: Loader, case: str, folder: Path) -> dict:
+def measure(cases: Callable[[Path], Cases], case: str, folder: Path) -> dict:
     """Load as ``case`` says and return its row; call it in a fresh process."""
-    load = load_case(case, folder)
+    load = cases(folder)[case]
     gc.collect()
     before, before_anonymous = resident("VmRSS"), resident("RssAnon")
     reset_peak()
@@ -168,8 +170,8 @@ def write_llm(folder: Path) -> None:
     (folder / "meta/params.json").write_text(json.dumps(params))
 
 
-def llm_loader(case: str, folder: Path) -> Callable[[], nn.Module]:
-    """Return the function that a case measures; everything it imports is imported already."""
+def llm_cases(folder: Path) -> Cases:
+    """Return the ways to load what :func:`write_llm` wrote."""
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
     from library.precision.files.fp8 import Fp8Scheme
@@ -178,32 +180,23 @@ def llm_loader(case: str, folder: Path) -> Callable[[], nn.Module]:
     one, file, dtype = folder / "one", folder / "one/model.safetensors", torch.bfloat16
     config = AutoConfig.from_pretrained(one)
 
-    def built() -> nn.Module:
-        return LlamaForCausalLM(config).to(dtype)
-
     def naive() -> nn.Module:
-        model = built()
+        model = LlamaForCausalLM(config).to(dtype)
         model.load_state_dict(load_file(file))
         return model
 
     def sequential() -> nn.Module:
-        model = built()
+        model = LlamaForCausalLM(config).to(dtype)
         with safe_open(file, "pt") as tensors, torch.no_grad():
             for name, parameter in model.named_parameters():
                 parameter.copy_(tensors.get_tensor(name))
         return model
 
-    def meta() -> nn.Module:
+    def taking_over(copied: bool) -> nn.Module:
         with torch.device("meta"):
             model = LlamaForCausalLM(config)
-        state = {name: tensor.clone() for name, tensor in load_file(file).items()}
+        state = {name: tensor.clone() if copied else tensor for name, tensor in load_file(file).items()}
         model.load_state_dict(state, assign=True)
-        return model
-
-    def mapped() -> nn.Module:
-        with torch.device("meta"):
-            model = LlamaForCausalLM(config)
-        model.load_state_dict(load_file(file), assign=True)
         return model
 
     fp8 = WeightLoader(recipe=Recipe(Fp8Scheme("row")), compute="dequant")
@@ -215,9 +208,9 @@ def llm_loader(case: str, folder: Path) -> Callable[[], nn.Module]:
         "transformers": lambda: AutoModelForCausalLM.from_pretrained(one, dtype=dtype),
         "naive": naive,
         "sequential": sequential,
-        "meta": meta,
-        "mmap": mapped,
-    }[case]
+        "meta": lambda: taking_over(copied=True),
+        "mmap": lambda: taking_over(copied=False),
+    }
 
 
 def llm_ratios(rows: list[dict]) -> dict[str, float]:
@@ -234,12 +227,6 @@ def llm_ratios(rows: list[dict]) -> dict[str, float]:
     }
 
 
-_FLUX_FILES = ["tandem single file", "diffusers single file", "plain single file"]
-_FLUX_CASES = ["tandem folder", "diffusers folder", *_FLUX_FILES, *(f"{case}, bf16 to fp32" for case in _FLUX_FILES)]
-_PEERS = ["transformers", "naive", "sequential", "meta", "mmap"]
-_LLM_CASES = ["tandem", "tandem sharded", "tandem Meta's file", "tandem fp8", *_PEERS]
-
-
 @exit_on_user_error
 def main() -> None:
     """Run every case and print the table."""
@@ -247,18 +234,17 @@ def main() -> None:
     parser.add_argument("--model", choices=("flux", "llm"), default="flux", help="what is loaded")
     parser.add_argument("--single-blocks", type=int, default=2, help="blocks of 0.28 GB to add")
     options = parser.parse_args()
-    is_llm = options.model == "llm"
-    load_case, ratios = (llm_loader, llm_ratios) if is_llm else (flux_loader, flux_ratios)
+    cases, ratios = (llm_cases, llm_ratios) if options.model == "llm" else (flux_cases, flux_ratios)
     sizes = {"model_bytes": "13,", "peak_bytes": "13,", "peak_over_model": "15.2f", "anonymous_over_model": "20.2f"}
     table = Table({"case": "<37", **sizes, "seconds": "8.2f"})
     with tempfile.TemporaryDirectory(prefix="tandem-loading-") as temporary:
         folder = Path(temporary)
-        if is_llm:
+        if options.model == "llm":
             write_llm(folder)
         else:
             write_flux(folder, Sizes(blocks=(1, options.single_blocks)))
-        for case in _LLM_CASES if is_llm else _FLUX_CASES:
-            table.add(run_alone(measure, load_case, case, folder))
+        for case in cases(folder):
+            table.add(run_alone(measure, cases, case, folder))
     finish(table.rows, ratios(table.rows), options.json)
 
 

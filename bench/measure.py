@@ -22,12 +22,11 @@ import os
 import platform
 import re
 import shutil
-import signal
 import statistics
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -63,27 +62,18 @@ def measure(cases: Mapping[Any, Case], rounds: int, memory_processes: int = 1) -
 
     ``memory_processes`` run beside each other; 0 leaves memory out. With a floor, its seconds and the step's over them.
     """
-    memory = measure_memory(cases, memory_processes) if memory_processes else {name: {} for name in cases}
-    return {name: _summary(taken) | memory[name] for name, taken in _measure_time(cases, rounds).items()}
-
-
-def measure_time(cases: Mapping[Any, Case], rounds: int) -> dict[Any, list[float]]:
-    """Return the CPU seconds of every step of every case, taken in turn."""
-    return {name: [step for step, *_ in taken] for name, taken in _measure_time(cases, rounds).items()}
-
-
-def _summary(taken: list[list[float]]) -> dict[str, float]:
-    """Return the row of rounds of a step, each [its seconds] or [its seconds, its floor's]."""
-    steps = [step for step, *_ in taken]
-    found = {"step_s": statistics.median(steps), "step_min_s": min(steps)}
-    if len(taken[0]) > 1:
-        found["floor_s"] = statistics.median(floor for _, floor in taken)
-        found["time_over_floor"] = statistics.median(step / floor for step, floor in taken)
+    found = measure_memory(cases, memory_processes) if memory_processes else {name: {} for name in cases}
+    for name, taken in measure_time(cases, rounds).items():
+        steps = [step for step, *_ in taken]
+        found[name] |= {"step_s": statistics.median(steps), "step_min_s": min(steps)}
+        if len(taken[0]) > 1:
+            found[name]["floor_s"] = statistics.median(floor for _, floor in taken)
+            found[name]["time_over_floor"] = statistics.median(step / floor for step, floor in taken)
     return found
 
 
-def _measure_time(cases: Mapping[Any, Case], rounds: int) -> dict[Any, list[list[float]]]:
-    """Return the CPU seconds of every step of every case, taken in turn, and of its floor if it has one."""
+def measure_time(cases: Mapping[Any, Case], rounds: int) -> dict[Any, list[list[float]]]:
+    """Return the rounds of every case, taken in turn: CPU seconds of a step, and of its floor if it has one."""
     workers = {}
     for name, case in cases.items():  # loaded one after the other: building needs memory
         workers[name] = start(_serve_time, case)
@@ -201,6 +191,15 @@ def resident(field: str) -> int:
     return int(line.split()[1]) * 1024
 
 
+def reason(error: Exception) -> str:
+    """Return why a case has no row, in one line."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    if isinstance(error, ModuleNotFoundError):
+        return f"left out: needs {error.name}, which is not installed"
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
+
+
 def wait_for(device: torch.device) -> None:
     """Return when ``device`` has done what it was given."""
     if device.type == "cuda":
@@ -279,10 +278,10 @@ def _serve_memory(connection: Connection, case: Case) -> None:
     connection.send((peak - loaded, peak, stepper.base_bytes))
 
 
-def start(serve: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
+def start(serve: Callable[..., None], *arguments: Any, method: str = "forkserver") -> tuple[Any, Connection]:
     """Call ``serve`` with a connection and ``arguments`` in a process of its own; return that and the other end."""
-    context = multiprocessing.get_context("forkserver")  # whose processes begin with the libraries imported
-    context.set_forkserver_preload(_PRELOADED)
+    context = multiprocessing.get_context(method)
+    context.set_forkserver_preload(_PRELOADED)  # with "forkserver" processes begin with the libraries imported
     here, there = context.Pipe()
     process = context.Process(target=serve, args=(there, *arguments), daemon=True)
     process.start()
@@ -296,34 +295,3 @@ def _receive(process: Any, connection: Connection, name: object) -> Any:
     except EOFError:
         process.join()
         raise RuntimeError(f"case {name!r} ended with exit code {process.exitcode}; its error is above") from None
-
-
-def run_with_limit(
-    command: Sequence[str], seconds: float, cwd: Path | None = None, environment: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    """Run ``command`` to its end, with its descendants in a process group; ``environment`` joins this process's.
-
-    ``subprocess.run`` kills only the child at its limit and then waits for the pipes, which a launcher's workers keep
-    open: one stuck worker would hold the caller for ever.
-
-    Raises:
-        subprocess.TimeoutExpired: it took longer; what it has printed until then is in it, as text.
-    """
-    process = subprocess.Popen(
-        command,
-        cwd=cwd,
-        env={**os.environ, **(environment or {})},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    )
-    try:
-        stdout, stderr = process.communicate(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        stdout, stderr = process.communicate()
-        raise subprocess.TimeoutExpired(list(command), seconds, stdout, stderr) from None
-    return subprocess.CompletedProcess(list(command), process.returncode, stdout, stderr)

@@ -23,7 +23,7 @@ on in a straight line. Swapped blocks, which are none, go up twice a step. A com
 fused that is neither product nor attention (:func:`fused`): a perfect compiler's, of which Inductor falls short. So is
 ``fp8 fused`` its dequantised one, with each product's dequantising within it.
 
-    python bench/roofline.py [--families flux] [--only fp8] [--measured gpu.json] [--picture shares.png] [--json PATH]
+    python bench/roofline.py [--only fp8] [--measured gpu.json] [--picture shares.png] [--json PATH]
     python bench/roofline.py --by-operation "flux, b1, tandem, bf16, checkpointing"
     python bench/roofline.py --fusions --only checkpointing
 """
@@ -172,6 +172,7 @@ class Trace(Walk):
         for argument, value in given:
             tensors = _tensors(value)
             writes = argument is not None and argument.alias_info is not None and argument.alias_info.is_write
+            writes = writes and argument.name != "grads"  # which a fused optimizer changes with a loss scaler alone
             written += tensors if writes else ()
             read += () if writes and (name in _OVERWRITES or argument.kwarg_only) else tensors
         known = {each.untyped_storage()._cdata for each in (*read, *written)}
@@ -259,13 +260,6 @@ class Fusion(NamedTuple):
     once: bool = False
 
 
-def _casts_lora(op: Operation) -> bool:
-    halves = op.cost.name == "_to_copy" and 2 * sum(op.writes.values()) == sum(op.reads.values())
-    return op.of("adapters/lora.py", of="_stacked") or (
-        halves and op.of("adapters/lora.py", of=("forward", "backward"))
-    )
-
-
 def _is_traffic(op: Operation) -> bool:
     return op.cost.kind == "traffic" and op.cost.phase != "update"
 
@@ -274,8 +268,13 @@ def _is_product(op: Operation) -> bool:
     return op.cost.kind == "products"
 
 
-_COMPILED = Fusion("compiled", _is_traffic)
-_DEQUANTISING = Fusion(
+def _casts_lora(op: Operation) -> bool:
+    halves = op.cost.name == "_to_copy" and 2 * sum(op.writes.values()) == sum(op.reads.values())
+    return op.of("adapters/lora.py", of=("_stacked", "forward", "backward") if halves else "_stacked")
+
+
+COMPILED = Fusion("compiled", _is_traffic)
+DEQUANTISING = Fusion(
     "dequantise inside the product", lambda op: _is_traffic(op) and op.of("fp8_numbers.py"), _is_product
 )
 FUSIONS = (
@@ -285,12 +284,11 @@ FUSIONS = (
         lambda op: _is_traffic(op) and (op.of("nn/rope.py", "nn/attention.py") or op.of("nn/norms.py", of="forward")),
     ),
     Fusion(
-        "modulation + LoRA down-projection",
-        lambda op: _is_traffic(op) and op.of("nn/norms.py", of="modulated_norm"),
+        "modulation + LoRA down-projection",  # Python 3.11 takes the loop over images for a function of its own
+        lambda op: _is_traffic(op) and op.of("nn/norms.py", of=("modulated_norm", "<listcomp>")),
         lambda op: _is_product(op) and op.of("networks/adapters/lora.py"),
     ),
-    Fusion("GELU + concatenation", lambda op: op.of("nn/norms.py", "flux/model.py", of=("gelu", "_beside_gelu"))),
-    _DEQUANTISING,
+    DEQUANTISING,
     Fusion("the update as one kernel", lambda op: op.cost.phase == "update", once=True),
 )
 
@@ -355,18 +353,17 @@ def walk(case: GpuCase, blocks: tuple[int, ...], sites: bool = False) -> tuple[l
 
     ``sites``: name the lines that backward's operations come from, which takes twice as long.
     """
-    trace, published = _process_trace(), FAMILIES[case.family]
-    FAMILIES[case.family] = replace(published, blocks=blocks)
+    trace, sizes = _process_trace(), replace(FAMILIES[case.family], blocks=blocks, batch=case.batch)
     trace.operations = []
     try:
         with walking(trace):
-            step = build(case, torch.device("cuda"), False)
+            step = build(case, sizes, torch.device("cuda"), tiny=False)
             step.loss()
             trace.on = True
             with torch.autograd.set_detect_anomaly(sites, check_nan=False):
                 step.loss()
     finally:
-        trace.on, FAMILIES[case.family] = False, published
+        trace.on = False
     return trace.operations, trace.living(), block_sizes(case.family, step.model)
 
 
@@ -379,18 +376,15 @@ def block_sizes(family: str, transformer: Any) -> Sizes:
 
 
 class Counted(NamedTuple):
-    """A step as it is, as a perfect compiler would have it, as a kernel that dequantises, with each fusion; sizes."""
+    """A step's costs as it is (""), and with each fusion by its name; sizes."""
 
-    eager: Counter[Cost]
-    compiled: Counter[Cost]
-    dequantising: Counter[Cost]
-    fusions: list[Counter[Cost]]
+    costs: dict[str, Counter[Cost]]
     sizes: Sizes
 
     def of(self, case: GpuCase) -> Counter[Cost]:
         """Return the costs of ``case``: of what is swapped, each block goes up in forward and in backward."""
-        eager = self.dequantising if case.base == "fp8 fused" else self.eager
-        costs, depth = Counter(self.compiled if case.compiled else eager), FAMILIES[case.family].blocks
+        fusion = COMPILED.name if case.compiled else DEQUANTISING.name if case.base == "fp8 fused" else ""
+        costs, depth = Counter(self.costs[fusion]), FAMILIES[case.family].blocks
         kinds = [(number, weights) for number, (weights, _) in zip(depth, self.sizes, strict=True)]
         for share, (_, size) in zip(swapped_per_kind(kinds, case.swapped), self.sizes, strict=True):
             for phase in ("forward", "backward"):
@@ -399,26 +393,31 @@ class Counted(NamedTuple):
 
 
 def count(case: GpuCase, sites: bool = False) -> Counted:
-    """Return what a step of the published depth costs, from steps of few blocks; in a process of :func:`walkers`."""
+    """Return what a step of the published depth costs, from steps of few blocks; in a process of :func:`walkers`.
+
+    Proposed fusions are counted with ``sites``, by which they know their operations.
+    """
     depth = FAMILIES[case.family].blocks
     few = [tuple(_FEW + (kind == more) for kind in range(len(depth))) for more in range(-1, len(depth))]
     walks = [walk(case, blocks, sites) for blocks in few]
 
-    def straight(cost_of: Callable[[list[Operation], set[int]], Counter[Cost]]) -> Counter[Cost]:
-        first, *others = (cost_of(operations, living) for operations, living, _ in walks)
+    def straight(fusion: Fusion | None) -> Counter[Cost]:
+        first, *others = (
+            fused(operations, living, fusion) if fusion else Counter(op.cost for op in operations)
+            for operations, living, _ in walks
+        )
         found = Counter(first)
         for blocks, other in zip(depth, others, strict=True):
             for cost in first | other:
                 found[cost] += (blocks - _FEW) * (other[cost] - first[cost])
         return found
 
-    fusions = [straight(functools.partial(fused, fusion=fusion)) for fusion in FUSIONS if sites]
-    joined = [straight(functools.partial(fused, fusion=fusion)) for fusion in (_COMPILED, _DEQUANTISING)]
-    return Counted(straight(lambda ops, _: Counter(op.cost for op in ops)), *joined, fusions, walks[0][2])
+    fusions = (COMPILED, *FUSIONS) if sites else (COMPILED, DEQUANTISING)
+    return Counted({"": straight(None)} | {fusion.name: straight(fusion) for fusion in fusions}, walks[0][2])
 
 
 @contextmanager
-def walkers(processes: int = 2) -> Iterator[ProcessPoolExecutor]:
+def walkers() -> Iterator[ProcessPoolExecutor]:
     """Yield processes in which ``cuda`` is a fake device, unless there is a card.
 
     Raises:
@@ -428,7 +427,7 @@ def walkers(processes: int = 2) -> Iterator[ProcessPoolExecutor]:
     if not torch.cuda.is_available():
         os.environ["LD_PRELOAD"] = f"{before} {library_path()}".strip()
     try:
-        with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        with ProcessPoolExecutor(2, get_context("spawn")) as pool:
             yield pool
     finally:
         os.environ["LD_PRELOAD"] = before
@@ -439,17 +438,21 @@ def row(case: GpuCase, counted: Counted, card: str, efficiency: float, launch_us
     costs = counted.of(case)
     every = {name: each.step(costs, efficiency) for name, each in CARDS.items()}
     seconds = {name: sum(parts.values()) for name, parts in every.items()}
-    link = sum(n * cost.bytes for cost, n in costs.items() if cost.kind == "link")
-    found: dict[str, Any] = {"case": case.name(), "needed_tflop": needed_flops(costs) / 1e12}
-    found["done_tflop"] = sum(n * cost.flops for cost, n in costs.items()) / 1e12
-    found["moved_gib"] = (sum(n * cost.bytes for cost, n in costs.items()) - link) / GIB
-    found |= {
-        "link_gib": link / GIB,
-        "launches": sum(costs.values()),
-        "launch_s": sum(costs.values()) * launch_us / 1e6,
+    moved, link, launches = Counter[bool](), "link", sum(costs.values())
+    for cost, n in costs.items():
+        moved[cost.kind == link] += n * cost.bytes
+    shares = {kind: s / seconds[card] for kind, s in every[card].items()} if seconds[card] < inf else {}
+    return {
+        "case": case.name(),
+        "needed_tflop": needed_flops(costs) / 1e12,
+        "done_tflop": sum(n * cost.flops for cost, n in costs.items()) / 1e12,
+        "moved_gib": moved[False] / GIB,
+        "link_gib": moved[True] / GIB,
+        "launches": launches,
+        "launch_s": launches * launch_us / 1e6,
+        **{name: each if each < inf else None for name, each in seconds.items()},
+        **shares,
     }
-    found |= {name: each if each < inf else None for name, each in seconds.items()}
-    return found | ({kind: s / seconds[card] for kind, s in every[card].items()} if seconds[card] < inf else {})
 
 
 def needed_flops(costs: Counter[Cost]) -> float:
@@ -475,8 +478,9 @@ def by_operation(costs: Counter[Cost], card: Card, efficiency: float, largest: i
 def savings(case: GpuCase, counted: Counted, efficiency: float) -> list[dict[str, Any]]:
     """Return what each fusion would save ``case``: launches, bytes, milliseconds of each card."""
     found = []
-    for fusion, after in zip(FUSIONS, counted.fusions, strict=True):
-        less = [(cost, counted.eager[cost] - after[cost]) for cost in {**counted.eager, **after}]
+    for fusion in FUSIONS:
+        eager, after = counted.costs[""], counted.costs[fusion.name]
+        less = [(cost, eager[cost] - after[cost]) for cost in {**eager, **after}]
         own = {"launches": sum(n for _, n in less), "gib": sum(n * cost.bytes for cost, n in less) / GIB}
         for name, card in CARDS.items():
             own[name] = 1e3 * sum(n * card.seconds(cost, efficiency) for cost, n in less if n)
@@ -515,11 +519,26 @@ def _eager(case: GpuCase) -> GpuCase:
     return replace(case, compiled=False, swapped=0, base="fp8 dequant" if case.base == "fp8 fused" else case.base)
 
 
+def _chosen(only: str | None, case: str | None) -> list[GpuCase]:
+    """Return the cases of the table, or the one that is asked for."""
+    every = {case.name(): case for case in countable()}
+    if case and case not in every:
+        raise UserError(f"--by-operation: no case {case!r}{did_you_mean(case, [*every])}; names are those of the table")
+    if case:
+        return [every[case]]
+    if only:
+        found = [each for name, each in every.items() if only in name]
+    else:
+        found = [each for each in every.values() if each.trainer == "tandem" and each.batch == 1]
+    if not found:
+        raise UserError(f"--only: no case's name holds {only!r}; leave it out to see the names")
+    return found
+
+
 @exit_on_user_error
 def main() -> None:
     """Count the cases, and print what each card needs for them."""
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--families", default=",".join(FAMILIES), help="default: %(default)s")
     parser.add_argument("--only", help="the cases whose name holds this text (default: Tandem's of one image)")
     parser.add_argument("--card", choices=CARDS, default="H100", help="of shares and picture (%(default)s)")
     parser.add_argument("--efficiency", type=float, default=1.0, help="of published rates, that products reach")
@@ -533,22 +552,7 @@ def main() -> None:
         raise UserError(f"--measured: {str(options.measured)!r} does not exist; write it with bench/gpu.py --json")
     report = json.loads(options.measured.read_text()) if options.measured else {"rows": []}
     measured = {row["case"]: row["step_s"] for row in report["rows"] if "step_s" in row}
-    every = {case.name(): case for case in countable()}
-    if options.by_operation and options.by_operation not in every:
-        near = did_you_mean(options.by_operation, [*every])
-        raise UserError(f"--by-operation: no case {options.by_operation!r}{near}; names are those of the table")
-    for family in options.families.split(","):
-        if family not in FAMILIES:
-            raise UserError(f"--families: no {family!r}{did_you_mean(family, FAMILIES)}; choose {', '.join(FAMILIES)}")
-    chosen = [case for case in every.values() if case.family in options.families.split(",")]
-    if options.only:
-        chosen = [case for case in chosen if options.only in case.name()]
-    else:
-        chosen = [case for case in chosen if case.trainer == "tandem" and case.batch == 1]
-    chosen = [every[options.by_operation]] if options.by_operation else chosen
-    if not chosen:
-        raise UserError(f"--only: no case's name holds {options.only!r}; leave it out to see the names")
-    sites = bool(options.fusions or options.by_operation)
+    chosen = _chosen(options.only, options.by_operation)
     if options.by_operation:
         numbers = {"launches": "8d", "tflop": "8.2f", "gib": "8.1f", "ms": "8.2f"}
         table = Table({"operation": "<44", "site": "<64", "phase": "<10", "kind": "<9"} | numbers)
@@ -558,15 +562,15 @@ def main() -> None:
         table = Table({"case": "<64", "needed_tflop": "12.0f", "done_tflop": "10.0f", "moved_gib": "9.0f",
                        "link_gib": "8.1f", "launches": "8d", "launch_s": "8.2f", **dict.fromkeys(CARDS, "7.3f"),
                        **dict.fromkeys(_KINDS, "9.0%"), "link": "5.0%", "measured_s": "10.3f"})  # fmt: skip
+    sites = bool(options.fusions or options.by_operation)
     with walkers() as pool:
-        eager = {case: _eager(case) for case in chosen}
-        found = {case: pool.submit(count, case, sites) for case in dict.fromkeys(eager.values())}
+        found = {case: pool.submit(count, case, sites) for case in dict.fromkeys(map(_eager, chosen))}
         for case in chosen:
-            counted = found[eager[case]].result()
+            counted = found[_eager(case)].result()
             if options.by_operation:
                 rows = by_operation(counted.of(case), CARDS[options.card], options.efficiency)
             elif options.fusions:
-                rows = savings(case, counted, options.efficiency) if case == eager[case] else []
+                rows = savings(case, counted, options.efficiency) if case in found else []
             else:
                 rows = [row(case, counted, options.card, options.efficiency, options.launch_us)]
                 rows[0] |= {"measured_s": measured[case.name()]} if case.name() in measured else {}

@@ -7,10 +7,8 @@ one number grows at a time. How time and memory are taken: ``bench/measure.py``.
 Starts are those of ``bench/startup.py`` with everything cached; how fast Tandem caches beside what encoders take is
 measured on small datasets of real images.
 
-    python bench/scaling.py [--json PATH] [--draw_to docs/images] [--only steps|starts] [--rounds 4] [--quick]
+    python bench/scaling.py [--json PATH] [--draw_to docs/images] [--only steps|starts] [--rounds 4]
     python bench/scaling.py --from PATH --draw_to docs/images      # draw again what was measured
-
-``--quick`` takes tiny models and datasets: does everything run?
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,72 +43,36 @@ class Point:
     rank: int = RANK
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What is measured.
-
-    Attributes:
-        sizes: of the transformer; a point says the rest.
-        sides: image tokens down and across, growing.
-        batches, ranks: those besides the base point's.
-        images: cached images at a start.
-        cached: images that are cached anew.
-    """
-
-    sizes: Sizes
-    base: Point
-    sides: tuple[tuple[int, int], ...]
-    batches: tuple[int, ...]
-    ranks: tuple[int, ...]
-    images: tuple[int, ...]
-    cached: tuple[int, ...]
-
-    def points(self) -> list[Point]:
-        """Return the base point, then those of each axis."""
-        return [
-            self.base,
-            *(replace(self.base, axis="tokens", rows=rows, columns=columns) for rows, columns in self.sides),
-            *(replace(self.base, axis="batch", batch=batch) for batch in self.batches),
-            *(replace(self.base, axis="rank", rank=rank) for rank in self.ranks),
-        ]
-
-
-FULL = Plan(
-    sizes=Sizes(width=1536, blocks=FEW_BLOCKS["flux"], text_tokens=128),
-    base=Point("base", 16, 32),
-    sides=((16, 16), (32, 32), (32, 64), (64, 64)),  # 256 to 1024 pixels a side
-    batches=(2, 4),
-    ranks=(4, 64, 256),
-    images=(1_000, 10_000, 100_000),
-    cached=(1_000, 4_000),
+SIZES = Sizes(width=1536, blocks=FEW_BLOCKS["flux"], text_tokens=128)  # a point says the rest
+BASE = Point("base", 16, 32)
+POINTS = (
+    BASE,
+    *(
+        replace(BASE, axis="tokens", rows=rows, columns=columns)
+        for rows, columns in ((16, 16), (32, 32), (32, 64), (64, 64))
+    ),
+    *(replace(BASE, axis="batch", batch=batch) for batch in (2, 4)),
+    *(replace(BASE, axis="rank", rank=rank) for rank in (4, 64, 256)),
 )
-QUICK = Plan(
-    sizes=Sizes(width=128, head_dim=64, blocks=(1, 1), text_tokens=8),
-    base=Point("base", 4, 4),
-    sides=((4, 8),),
-    batches=(2,),
-    ranks=(32,),
-    images=(8, 24),
-    cached=(6,),
-)
+STARTS = {"cached": (1_000, 10_000, 100_000), "cold": (1_000, 4_000)}  # images that are cached already, or anew
 
 
-def measure_steps(plan: Plan, rounds: int) -> list[dict[str, Any]]:
+def measure_steps(points: Sequence[Point], sizes: Sizes, rounds: int) -> list[dict[str, Any]]:
     """Return a row for each point and trainer; print each as it comes."""
     keys = {"axis": "<7", "rows": "5", "columns": "7", "batch": "5", "rank": "4", "trainer": "<7"}
     table = Table(keys | {"step_s": "8.2f", "added_mib": "9.0f"})
-    for point in plan.points():
-        sizes = replace(plan.sizes, image_sides=(point.rows, point.columns), batch=point.batch)
-        cases: dict[str, Case] = {t: (build_step, (t, "flux", sizes, "bf16", False, point.rank)) for t in TRAINERS}
+    for point in points:
+        own = replace(sizes, image_sides=(point.rows, point.columns), batch=point.batch)
+        cases: dict[str, Case] = {t: (build_step, (t, "flux", own, "bf16", False, point.rank)) for t in TRAINERS}
         for trainer, found in measure(cases, rounds, _AT_ONCE).items():
             table.add({**asdict(point), "trainer": trainer, **found})
     return table.rows
 
 
-def measure_starts(plan: Plan) -> list[dict[str, Any]]:
+def measure_starts(starts: Mapping[str, Sequence[int]]) -> list[dict[str, Any]]:
     """Return a row for each number of cached images, and for each number that is cached anew."""
     table = Table({"start": "<7", "images": "7", **startup.COLUMNS, "images_per_s": "12.1f"})
-    for kind, counts in (("cached", plan.images), ("cold", plan.cached)):
+    for kind, counts in starts.items():
         for images in counts:
             with tempfile.TemporaryDirectory() as temporary:
                 write = startup.write_cached_dataset if kind == "cached" else startup.write_dataset
@@ -140,16 +103,14 @@ def main() -> None:
     parser = benchmark_parser(__doc__, rounds=4)
     parser.add_argument("--draw_to", type=Path, metavar="FOLDER", help="draw the results into this folder")
     parser.add_argument("--only", choices=("steps", "starts"))
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to see that everything runs")
     parser.add_argument("--from", type=Path, nargs="+", dest="measured", metavar="JSON", help="do not measure, draw")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     if options.measured:
         rows = [row for path in options.measured for row in json.loads(path.read_text(encoding="utf-8"))["rows"]]
     else:
-        plan = QUICK if options.quick else FULL
-        rows += measure_steps(plan, options.rounds) if options.only != "starts" else []
-        rows += measure_starts(plan) if options.only != "steps" else []
+        rows += measure_steps(POINTS, SIZES, options.rounds) if options.only != "starts" else []
+        rows += measure_starts(STARTS) if options.only != "steps" else []
     finish(rows, ratios(rows), options.json)
     if options.draw_to:
         from bench.scaling_figures import draw  # matplotlib, which a start has no use for

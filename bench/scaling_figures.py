@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,16 +35,11 @@ def draw_steps(rows: Sequence[Row]) -> Figure:
     """Seconds of a step, and memory it adds, against each axis; the base point belongs to all of them."""
     figure = Figure(figsize=(9.2, 5.2), layout="constrained")
     panels = figure.subplots(2, len(_AXES), sharex="col", sharey="row")
-    values: dict[str, Callable[[Row], int]] = {
-        "tokens": lambda row: row["rows"] * row["columns"],
-        "batch": lambda row: row["batch"],
-        "rank": lambda row: row["rank"],
-    }
     for column, (axis, title) in zip(panels.T, _AXES.items(), strict=True):
         for trainer, (label, colour, style) in _TRAINERS.items():
             of_trainer = [row for row in rows if row["axis"] in (axis, "base") and row["trainer"] == trainer]
-            points = sorted(of_trainer, key=values[axis])
-            xs = [values[axis](row) for row in points]
+            points = sorted(of_trainer, key=partial(_size, axis=axis))
+            xs = [_size(row, axis) for row in points]
             for panel, key in zip(column, ("step_s", "added_mib"), strict=True):
                 panel.plot(xs, [row[key] for row in points], style, color=colour, label=label, markersize=4)
         column[1].set_xlabel(title)
@@ -57,6 +53,10 @@ def draw_steps(rows: Sequence[Row]) -> Figure:
         panel.yaxis.set_minor_formatter(NullFormatter())
     panels[0, 0].legend(frameon=False)
     return figure
+
+
+def _size(row: Row, axis: str) -> int:
+    return row["rows"] * row["columns"] if axis == "tokens" else row[axis]
 
 
 def draw_starts(rows: Sequence[Row]) -> Figure:

@@ -3,12 +3,17 @@
 The published width, few blocks (FLUX: 1 double and 2 single; Qwen-Image: 2), rank 16 on every layer that is trained by
 default, LoRA weights in fp32, 512 image and 128 text tokens, AdamW. ``bf16``: base in bf16 under autocast; ``fp32``:
 all in fp32; ``fp8``: autocast on a base in fp8, Tandem's ``fp8_scaled`` in runs of 64, and beside it the kohya
-trainers' way, a plain cast that autocast undoes for each product (``bench/quantized_step.py`` has the other formats).
-How time and memory are taken: ``bench/measure.py``. In bf16 and fp32 a step stands also beside its floor, its own
-products with frozen weights and its attention alone (``bench/floor.py``): what is above 1 could be won at most.
+trainers' way, a plain cast that autocast undoes for each product and keeps copies of. ``--dtypes`` also takes the names
+of Tandem's other formats (``ALONE``), which have nobody beside them. All that lies on a quantised base stands beside
+the same trainer's step on bf16 as well.
+
+How time and memory are taken: ``bench/measure.py``; `weights` is the size of the base. In bf16 and fp32 a step stands
+also beside its floor, its own products with frozen weights and its attention alone (``bench/floor.py``): what is above
+1 could be won at most.
 
     python bench/train_step.py [--json PATH] [--families flux,qwen_image] [--widths 1536,3072] [--dtypes bf16,fp32,fp8]
                                [--rounds 8] [--checkpointing]
+    python bench/train_step.py --families flux --dtypes quantised      # bf16 and all that is quantised
 """
 
 from __future__ import annotations
@@ -44,6 +49,7 @@ from library.precision.linear import make_cpu_kernels
 from library.precision.recipe import Recipe, quantize_model
 
 TRAINERS, DTYPES = ("tandem", "peft"), ("bf16", "fp32", "fp8")
+ALONE = ("cast", "tensor", "row", "int8_row", "int8_convrot", "nvfp4", "Q8_0", "Q4_K", "Q6_K", "nf4")
 
 
 def build_step(
@@ -59,7 +65,7 @@ def build_step(
 
     Args:
         trainer: of ``TRAINERS``.
-        dtype: of ``DTYPES``; for Tandem also the name of a scheme, and "fp8" is "block64".
+        dtype: of ``DTYPES``; for Tandem also the name of a scheme (``ALONE``), and "fp8" is "block64".
         step: of which class.
     """
     inputs, autocast = example_inputs(family_name, sizes, torch.device("cpu")), dtype != "fp32"
@@ -78,23 +84,21 @@ def build_step(
     return step(transformer, trained, inputs, autocast)
 
 
-def over_peft(row: dict[str, float], peft: dict[str, float]) -> dict[str, float]:
-    """Return the time and memory of ``row`` over those of ``peft``."""
-    return {
-        "time_over_peft": row["step_s"] / peft["step_s"],
-        "memory_over_peft": row["added_mib"] / peft["added_mib"],
-    }
+def over(name: str, row: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+    """Return the time and memory of ``row`` over those of ``other``, which is called ``name``."""
+    keys = {f"time_over_{name}": "step_s", f"memory_over_{name}": "added_mib"}
+    return {ratio: row[key] / other[key] for ratio, key in keys.items()}
 
 
 def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return Tandem's worst ratios over peft, fp8 by itself, and over its floor, fp32 by itself."""
+    """Return Tandem's worst ratios over peft, fp8 by itself; over its floor, fp32 by itself; over bf16, each format."""
     found: dict[str, list[float]] = defaultdict(list)
-    for row in rows:
-        if row["trainer"] == "tandem":
-            for name in ("time_over_peft", "memory_over_peft"):
-                found[name + ("_fp8" if row["dtype"] == "fp8" else "")].append(row[name])
-            if "time_over_floor" in row:
-                found["time_over_floor" + ("_fp32" if row["dtype"] == "fp32" else "")].append(row["time_over_floor"])
+    apart = {"peft": ("fp8",), "floor": ("fp32",), "bf16": ("fp8", *ALONE)}
+    for row in (row for row in rows if row["trainer"] == "tandem"):
+        for other, dtypes in apart.items():
+            for name in (f"time_over_{other}", f"memory_over_{other}"):
+                if name in row:
+                    found[name + (f"_{row['dtype']}" if row["dtype"] in dtypes else "")].append(row[name])
     return {name: max(values) for name, values in sorted(found.items())}
 
 
@@ -109,24 +113,27 @@ def main() -> None:
     parser.add_argument("--checkpointing", action="store_true")
     options = parser.parse_args()
     down, across = map(int, options.image_sides.split(","))
-    keys = {"family": "<10", "width": "6", "dtype": "<5", "trainer": "<12"}
-    table = Table(
-        keys
-        | {"step_s": "8.3f", "added_mib": "9.0f", "time_over_peft": "14.3f", "memory_over_peft": "16.3f"}
-        | {"time_over_floor": "15.3f"}
-    )
-    points = itertools.product(
-        options.families.split(","), map(int, options.widths.split(",")), options.dtypes.split(",")
-    )
-    for family, width, dtype in points:
+    dtypes = ["bf16", "fp8", *ALONE] if options.dtypes == "quantised" else options.dtypes.split(",")
+    numbers = {"step_s": "8.3f", "added_mib": "9.0f", "weights_mib": "11.0f"}
+    numbers |= {"time_over_peft": "14.3f", "memory_over_peft": "16.3f", "time_over_floor": "15.3f"}
+    numbers |= {"time_over_bf16": "14.3f", "memory_over_bf16": "16.3f"}
+    table = Table({"family": "<10", "width": "6", "dtype": "<12", "trainer": "<7"} | numbers)
+    for family, width in itertools.product(options.families.split(","), map(int, options.widths.split(","))):
         sizes = Sizes(width, FEW_BLOCKS[family], (down, across), text_tokens=128)
-        step = LoraStep if dtype == "fp8" else FlooredStep
-        arguments = (family, sizes, dtype, options.checkpointing, RANK, step)
-        cases: dict[str, Case] = {trainer: (build_step, (trainer, *arguments)) for trainer in TRAINERS}
+        cases: dict[tuple[str, str], Case] = {}
+        for dtype in dtypes:
+            step = FlooredStep if dtype in ("bf16", "fp32") else LoraStep
+            for trainer in TRAINERS if dtype in DTYPES else ["tandem"]:
+                arguments = (trainer, family, sizes, dtype, options.checkpointing, RANK, step)
+                cases[dtype, trainer] = build_step, arguments
         found = measure(cases, options.rounds)
-        for trainer, row in found.items():
-            keys = {"family": family, "width": width, "dtype": dtype, "trainer": trainer}
-            table.add(keys | row | over_peft(row, found["peft"]))
+        for (dtype, trainer), row in found.items():
+            row = {"family": family, "width": width, "dtype": dtype, "trainer": trainer} | row
+            if (dtype, "peft") in found:
+                row |= over("peft", row, found[dtype, "peft"])
+            if dtype not in ("bf16", "fp32") and ("bf16", trainer) in found:
+                row |= over("bf16", row, found["bf16", trainer])
+            table.add(row)
     finish(table.rows, ratios(table.rows), options.json)
 
 

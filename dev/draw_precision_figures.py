@@ -221,18 +221,13 @@ def save(figure: Figure, path: Path) -> Path:
     return path
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the command line's parser."""
-    top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    top.add_argument("--only", nargs="+", choices=[*FIGURES], default=[*FIGURES], help="of these")
-    top.add_argument("--save_to", type=Path, default=ROOT / "docs" / "images", help="folder (default: docs/images)")
-    return top
-
-
 @exit_on_user_error
 def main() -> None:
     """Parse the command line and draw."""
-    options = parser().parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=[*FIGURES], default=[*FIGURES], help="of these")
+    parser.add_argument("--save_to", type=Path, default=ROOT / "docs" / "images", help="folder (default: docs/images)")
+    options = parser.parse_args()
     console = Console(highlight=False, soft_wrap=True, markup=False)
     options.save_to.mkdir(parents=True, exist_ok=True)
     for name, draw in FIGURES.items():

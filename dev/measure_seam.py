@@ -377,20 +377,15 @@ def report(bench: Bench, results: Results, images: Path, console: Console) -> No
     console.print(str(save(pictures(bench), images / "precision_seam_images.png")))
 
 
-def parser() -> argparse.ArgumentParser:
-    """Return the command line's parser."""
-    top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    top.add_argument("--only", nargs="+", choices=["train", "measure", "draw"], help="of these; default: all")
-    top.add_argument("--folder", type=Path, default=Path("output/seam"), help="of LoRAs and results")
-    top.add_argument("--steps", type=int, default=8, help="sampling steps (default: %(default)s)")
-    top.add_argument("--save_to", type=Path, default=ROOT / "docs" / "images", help="folder (default: docs/images)")
-    return top
-
-
 @exit_on_user_error
 def main() -> None:
     """Train, measure and draw."""
-    options = parser().parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=["train", "measure", "draw"], help="of these; default: all")
+    parser.add_argument("--folder", type=Path, default=Path("output/seam"), help="of LoRAs and results")
+    parser.add_argument("--steps", type=int, default=8, help="sampling steps (default: %(default)s)")
+    parser.add_argument("--save_to", type=Path, default=ROOT / "docs" / "images", help="folder (default: docs/images)")
+    options = parser.parse_args()
     console = Console(highlight=False, soft_wrap=True, markup=False)
     asked = options.only or ["train", "measure", "draw"]
     folder = options.folder.resolve()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import signal
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-
-from bench.measure import run_with_limit
 
 LIMIT = 240  # seconds; the slowest command takes 20 on a quiet machine
 
@@ -51,3 +50,34 @@ def run_command(
         return run_with_limit(command, limit, cwd, {"OMP_NUM_THREADS": "1", **(environment or {})})
     except subprocess.TimeoutExpired as late:
         raise AssertionError(f"{' '.join(command)}: not done after {limit} s\n{late.stdout}\n{late.stderr}") from None
+
+
+def run_with_limit(
+    command: Sequence[str], seconds: float, cwd: Path | None = None, environment: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` to its end, with its descendants in a process group; ``environment`` joins this process's.
+
+    ``subprocess.run`` kills only the child at its limit and then waits for the pipes, which a launcher's workers keep
+    open: one stuck worker would hold the caller for ever.
+
+    Raises:
+        subprocess.TimeoutExpired: it took longer; what it has printed until then is in it, as text.
+    """
+    process = subprocess.Popen(
+        command,
+        cwd=cwd,
+        env={**os.environ, **(environment or {})},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        stdout, stderr = process.communicate()
+        raise subprocess.TimeoutExpired(list(command), seconds, stdout, stderr) from None
+    return subprocess.CompletedProcess(list(command), process.returncode, stdout, stderr)

@@ -91,7 +91,3 @@ def test_ladders_are_compared_where_transformers_stands() -> None:
         "gpt2-124m_memory_over_transformers": 0.5,
         "gpt2-124m_speed_over_fp32": 6.0,
     }
-
-
-def test_rows_of_a_process_that_was_stopped_are_kept() -> None:
-    assert gpu._rows('{"case": "a"}\nsome warning\n{"case": "b"}\n{"cas') == [{"case": "a"}, {"case": "b"}]

@@ -12,11 +12,10 @@ from accelerate.state import AcceleratorState
 from PIL import Image
 
 import bench.scaling as scaling
-from bench.scaling import QUICK
+from bench.families import Sizes
+from bench.scaling import Point
 from bench.startup import start, write_cached_dataset
 from library.data.cache import readable_files
-from tests.processes import run_command
-from tests.runs import ROOT
 
 
 def test_a_synthetic_cache_is_taken_for_a_complete_one(tmp_path: Path) -> None:
@@ -34,7 +33,7 @@ def test_a_synthetic_cache_is_taken_for_a_complete_one(tmp_path: Path) -> None:
 
 
 def test_points_grow_one_number_at_a_time() -> None:
-    base, *others = scaling.FULL.points()
+    base, *others = scaling.POINTS
     for point in others:
         same = replace(point, axis="base", **{key: getattr(base, key) for key in _keys(point.axis)})
         assert same == base
@@ -83,18 +82,26 @@ def test_what_was_measured_is_drawn_again(tmp_path: Path, monkeypatch: pytest.Mo
         assert len(image.getcolors(256) or []) > 10
 
 
+TINY = Sizes(width=128, head_dim=64, blocks=(1, 1), text_tokens=8)
+BASE = Point("base", 4, 4)
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_both_trainers_are_measured_at_a_point() -> None:
-    rows = scaling.measure_steps(replace(QUICK, sides=(), batches=(), ranks=()), rounds=1)
+    rows = scaling.measure_steps([BASE], TINY, rounds=1)
     assert [(row["axis"], row["trainer"]) for row in rows] == [("base", "tandem"), ("base", "peft")]
     assert all(row["step_s"] > 0 and row["added_mib"] > 0 for row in rows)
 
 
 @pytest.mark.slow
-def test_a_quick_run_measures_and_draws_everything(tmp_path: Path) -> None:
-    words = ["--quick", "--rounds", "1", "--json", str(tmp_path / "r.json"), "--draw_to", str(tmp_path)]
-    done = run_command([sys.executable, "bench/scaling.py", *words], ROOT)
-    assert done.returncode == 0, done.stderr
+def test_a_run_measures_and_draws_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    others = (replace(BASE, axis="tokens", columns=8), replace(BASE, axis="batch", batch=2))
+    monkeypatch.setattr(scaling, "POINTS", (BASE, *others, replace(BASE, axis="rank", rank=32)))
+    monkeypatch.setattr(scaling, "SIZES", TINY)
+    monkeypatch.setattr(scaling, "STARTS", {"cached": (8, 24), "cold": (6,)})
+    words = ["--rounds", "1", "--json", str(tmp_path / "r.json"), "--draw_to", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["scaling.py", *words])
+    scaling.main()
     report = json.loads((tmp_path / "r.json").read_text())
     kinds = [row.get("trainer") or row["start"] for row in report["rows"]]
     assert kinds == ["tandem", "peft"] * 4 + ["cached"] * 2 + ["cold"]

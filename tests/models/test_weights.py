@@ -224,11 +224,11 @@ import json, sys
 from pathlib import Path
 sys.path.insert(0, {str(ROOT)!r})
 from bench.families import Sizes
-from bench.loading import flux_loader, measure, write_flux
+from bench.loading import flux_cases, measure, write_flux
 folder = Path({str(tmp_path)!r})
 write_flux(folder, Sizes(width=1024, blocks=(1, 4)))
 cases = "tandem folder", "tandem single file, bf16 to fp32"
-print(json.dumps([measure(flux_loader, case, folder) for case in cases]))
+print(json.dumps([measure(flux_cases, case, folder) for case in cases]))
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
     for row in json.loads(done.stdout.splitlines()[-1]):
