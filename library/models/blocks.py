@@ -101,19 +101,13 @@ class AttentionProcessor:
             text_mask: as in a call.
         """
         head_dim = attn.inner_dim // attn.heads
-
-        def normalised(
-            projected: Sequence[Tensor], norm_q: nn.Module, norm_k: nn.Module
-        ) -> tuple[Tensor, Tensor, Tensor]:
-            query, key, value = (tensor.unflatten(-1, (-1, head_dim)) for tensor in projected)  # [B, S, H, D]
-            return norm_q(query), norm_k(key), value
-
-        streams = [normalised(image, attn.norm_q, attn.norm_k)]
+        streams = [(image, (attn.norm_q, attn.norm_k))]
         if text is not None:
-            streams.insert(0, normalised(text, attn.norm_added_q, attn.norm_added_k))
+            streams.insert(0, (text, (attn.norm_added_q, attn.norm_added_k)))
+        heads = [([tensor.unflatten(-1, (-1, head_dim)) for tensor in qkv], norms) for qkv, norms in streams]
         if text_mask is not None:
             mask = torch.cat([text_mask, text_mask.new_ones(image[0].shape[:2])], dim=1)
-        return attend_jointly(streams, rope, mask=mask, backend=self.backend, rounding=self.rounding).flatten(2)
+        return attend_jointly(heads, rope, mask=mask, backend=self.backend, rounding=self.rounding).flatten(2)
 
 
 Stream = tuple[Tensor, Callable[..., Tensor], Sequence[Tensor]]  # tokens, their norm, its shift and scale and more

@@ -6,6 +6,8 @@ wants [B, H, S, D]; the transposes are views and its kernels read strides, so no
 
     attend             the one call; PyTorch picks the kernel (flash, memory-efficient, cuDNN, plain math) from device,
                        dtype and shapes, ``backend`` forces one for this call, ``chosen_backend`` reports the choice
+    attend_recomputed  the same of queries and keys that are made of others, normed and turned: those are saved for
+                       backward, and what is made of them is made again
     attend_jointly     text and image tokens among one another, with rotary positions (MM-DiT, arXiv 2403.03206)
     document_mask      causal attention within each of several documents packed into one window: block diagonal
 
@@ -21,13 +23,16 @@ https://github.com/pytorch/pytorch/issues/196678); there it is not chosen.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from library.errors import UserError
@@ -108,8 +113,94 @@ class PackedGradient(torch.autograd.Function):
         return gradients[0].contiguous()
 
 
+Prologue = Callable[..., tuple[Tensor, Tensor]]
+
+
+def attend_recomputed(
+    prologue: Prologue, inputs: Sequence[Tensor], value: Tensor, mask: Tensor | None = None, backend: Backend = "auto"
+) -> Tensor:
+    """Return :func:`attend` of the query and key that ``prologue(*inputs)`` gives, and ``value``.
+
+    A kernel of attention saves query, key and value for backward, norms save what they norm: queries and keys would be
+    saved twice. Here ``inputs`` are, and backward runs the prologue again. Of FLUX's single block that is a sixth of
+    what it saves, for two passes over queries and keys.
+
+    Args:
+        prologue: cheap and differentiable, drawing no random numbers, with nothing to be trained.
+        inputs: its arguments, [B, S, H, D].
+        value, mask, backend: as for :func:`attend`.
+    """
+    everything = (*inputs, value)
+    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and all(t.requires_grad for t in everything)):
+        return attend(*prologue(*inputs), value, mask=mask, backend=backend)
+    output = _Recomputed.apply(prologue, functools.partial(attend, mask=mask, backend=backend), value, *inputs)
+    # Here too: a gradient that is a part of a wider tensor would keep all of that through the kernel's backward.
+    return PackedGradient.apply(output) if output.is_cuda else output
+
+
+class _Recomputed(torch.autograd.Function):
+    """``kernel(*prologue(*inputs), value)``.
+
+    The kernel's own graph is kept from forward to backward with places in the stead of the tensors it saves: of query,
+    key and value; what else it saves (its output, sums of exponentials) is saved here.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, prologue: Prologue, kernel: Callable[..., Tensor], value: Tensor, *inputs: Tensor) -> Tensor:
+        made = (*prologue(*inputs), value)
+        owners, count = {tensor.untyped_storage()._cdata: i for i, tensor in enumerate(made)}, len(made)
+        others, again = list[Tensor](), list[Tensor]()
+
+        def pack(tensor: Tensor) -> Any:
+            if (owner := owners.get(tensor.untyped_storage()._cdata)) is None:
+                others.append(tensor.detach())
+                return count + len(others) - 1
+            return owner, tensor.shape, tensor.stride(), tensor.storage_offset()
+
+        def unpack(place: Any) -> Tensor:
+            return again[place] if isinstance(place, int) else again[place[0]].as_strided(*place[1:])
+
+        anchor = torch.empty(0, requires_grad=True)
+        with torch.enable_grad(), saved_tensors_hooks(pack, unpack):
+            ends = [_Entry.apply(tensor, anchor) for tensor in made]
+            output = kernel(*ends)
+        ctx.prologue, ctx.again, ctx.count = prologue, again, len(inputs)
+        ctx.output, ctx.ends = get_gradient_edge(output), [get_gradient_edge(end) for end in ends]
+        ctx.autocast = torch.is_autocast_enabled(value.device.type), torch.get_autocast_dtype(value.device.type)
+        ctx.save_for_backward(*inputs, value, *others)
+        others.clear()  # the kernel's graph keeps the hooks, and what they know
+        return output.detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        saved, (enabled, dtype) = ctx.saved_tensors, ctx.autocast
+        inputs = [tensor.detach().requires_grad_() for tensor in saved[: ctx.count]]
+        with torch.enable_grad(), torch.autocast(saved[0].device.type, dtype, enabled=enabled):
+            made = ctx.prologue(*inputs)
+        ctx.again[:] = (*(tensor.detach() for tensor in made), *saved[ctx.count :])
+        *own, value_gradient = torch.autograd.grad(ctx.output, ctx.ends, gradients, retain_graph=True)
+        ctx.again.clear()
+        return None, None, value_gradient, *torch.autograd.grad(made, inputs, own)
+
+
+class _Entry(torch.autograd.Function):
+    """``x``, as a place in a graph that does not hold it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, anchor: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+Stream = tuple[Sequence[Tensor], Sequence[nn.Module]]  # query, key and value as projected, [B, S, H, D]; their norms
+
+
 def attend_jointly(
-    streams: Sequence[tuple[Tensor, Tensor, Tensor]],
+    streams: Sequence[Stream],
     rope: Table | None,
     *,
     mask: Tensor | None = None,
@@ -119,19 +210,29 @@ def attend_jointly(
     """Return attention of all streams' tokens among one another, [B, sum of S, H, D].
 
     Args:
-        streams: query, key and value of the text, of the image, ..., [B, S, H, D] each, S differing between streams.
+        streams: of the text, of the image, ..., S differing between them; norms of queries and of keys.
         rope: cos and sin [sum of S, D/2] that turn neighbouring pairs of queries and keys; or None.
         mask, backend: as for :func:`attend`.
         rounding: what becomes of query, key and value [B, S, H, D] before their products, where they are rounded.
     """
-    query, key, value = (
-        torch.cat(parts, dim=1) if len(parts) > 1 else parts[0] for parts in zip(*streams, strict=True)
-    )
-    if rope is not None:
-        query, key = rotate_interleaved(query, rope), rotate_interleaved(key, rope)
-    if rounding is not None:
-        query, key, value = rounding(query), rounding(key), rounding(value)
-    return attend(query, key, value, mask=mask, backend=backend)
+    norms = [norm for _, pair in streams for norm in pair]
+
+    def prologue(*projected: Tensor) -> tuple[Tensor, Tensor]:
+        normed = [norm(tensor) for norm, tensor in zip(norms, projected, strict=True)]
+        query, key = _joined(normed[::2]), _joined(normed[1::2])
+        if rope is not None:
+            query, key = rotate_interleaved(query, rope), rotate_interleaved(key, rope)
+        return (query, key) if rounding is None else (rounding(query), rounding(key))
+
+    inputs, value = [t for tensors, _ in streams for t in tensors[:2]], _joined([t[2] for t, _ in streams])
+    value = value if rounding is None else rounding(value)
+    if any(parameter.requires_grad for norm in norms for parameter in norm.parameters()):
+        return attend(*prologue(*inputs), value, mask=mask, backend=backend)
+    return attend_recomputed(prologue, inputs, value, mask, backend)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(parts), dim=1) if len(parts) > 1 else parts[0]
 
 
 def chosen_backend(

@@ -155,10 +155,10 @@ class ActivationCheckpointing:
         return output
 
 
-# A block of FLUX or Qwen-Image saves twelve times its input for its backward pass. Backward begins at the last block,
+# A block of FLUX or Qwen-Image saves ten times its input for its backward pass. Backward begins at the last block,
 # while every input is there; as many blocks later, and some for the gradients that came meanwhile, a second block has
 # room beside the first.
-ALONE = 14
+ALONE = 12
 
 
 def neighbours(blocks: Sequence[nn.Module], alone: int = ALONE) -> dict[nn.Module, nn.Module]:

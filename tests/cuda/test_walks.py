@@ -132,11 +132,10 @@ def test_swapped_blocks_leave_the_device(device: FakeDevice, tmp_path: Path) -> 
 
 
 def test_a_block_saves_what_its_backward_pass_needs(device: FakeDevice, tmp_path: Path) -> None:
-    """Of FLUX's tokens by width, in bf16: what a block gets, queries, keys and values as projected, queries and keys
-    as turned, attention's output, the four times as wide MLP, and what a trained gate multiplies; a double block has
-    two gates."""
+    """Of FLUX's tokens by width, in bf16: what a block gets, queries, keys and values as projected, attention's output,
+    the four times as wide MLP, and what a trained gate multiplies; a double block has two gates."""
     unit = (4096 + 512) * 3072 * 2
-    units = (1 + 3 + 2 + 1 + 4 + 1) + (1 + 3 + 2 + 1 + 4 + 2)
+    units = (1 + 3 + 1 + 4 + 1) + (1 + 3 + 1 + 4 + 2)
     held = []
     for blocks in (2, 3):
         folder = tmp_path / str(blocks)

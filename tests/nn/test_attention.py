@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from library.errors import UserError
-from library.nn.attention import PackedGradient, attend, chosen_backend
+from library.nn.attention import PackedGradient, attend, attend_recomputed, chosen_backend
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -118,3 +122,56 @@ def test_gradients_on_a_gpu_are_those_of_the_formula_whatever_is_concatenated_to
         assert ours is not None
         assert ours.isfinite().all()
         assert (ours - exact).norm() < 0.05 * exact.norm()  # bf16: 0.3 % where scores are small, more near -120
+
+
+def prologue(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return products, which save their factors."""
+    return query.sin() * query, key.tanh() * key
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_recomputed_queries_and_keys_give_the_same_bits(masked: bool, checkpointed: bool) -> None:
+    """Forward and backward, twice from one graph; with autocast, which backward has to enter again."""
+    mask = torch.tensor([[True] * 7, [True] * 4 + [False] * 3]) if masked else None
+    found = []
+    for recomputed in (False, True):
+        q, k, v = (random(2, 7, 3, 16, seed=i).requires_grad_() for i in range(3))
+
+        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recomputed: bool = recomputed) -> torch.Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                if recomputed:
+                    return attend_recomputed(prologue, [q, k], v, mask)
+                return attend(*prologue(q, k), v, mask=mask)
+
+        out = checkpoint(run, q, k, v, use_reentrant=False) if checkpointed else run(q, k, v)
+        for seed in (7, 8):
+            out.backward(random(2, 7, 3, 16, seed=seed).to(out.dtype), retain_graph=not checkpointed and seed == 7)
+            if checkpointed:
+                break
+        found.append([out, q.grad, k.grad, v.grad])
+    for plain, ours in zip(*found, strict=True):
+        assert torch.equal(plain, ours)
+
+
+def test_what_is_made_again_is_not_kept_and_nothing_is_kept_after_backward() -> None:
+    made: list[weakref.ref[torch.Tensor]] = []
+
+    def watched(query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        both = prologue(query, key)
+        made.extend(weakref.ref(tensor.untyped_storage()) for tensor in both)
+        return both
+
+    gc.disable()  # nothing may wait for it
+    try:
+        q, k, v = (random(2, 7, 3, 16, seed=i).requires_grad_() for i in range(3))
+        out = attend_recomputed(watched, [q * 1, k * 1], v)
+        assert [reference() for reference in made] == [None, None]
+        saved = weakref.ref(out.untyped_storage())
+        out.sum().backward()
+        assert len(made) == 4
+        assert all(reference() is None for reference in made)
+        del out
+        assert saved() is None
+    finally:
+        gc.enable()
