@@ -52,8 +52,7 @@ class FakeDevice:
 
     def close(self) -> None:
         """End the processes."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._process.terminate()  # processes that others have forked hold its standard input open
         self._process.wait(60)
 
 

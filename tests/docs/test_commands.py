@@ -170,12 +170,13 @@ def _assert_written(place: Path, *paths: str) -> None:
 
 
 def test_every_command_of_getting_started_runs_and_leaves_what_the_next_one_needs(place: Path) -> None:
-    _run_page("docs/getting_started.md", place, 9, curves="flux_lora_16gb")
+    _run_page("docs/getting_started.md", place, 10, curves="flux_lora_16gb")
     _assert_written(
         place,
         "output/flux_lora_24gb/flux_lora_24gb.safetensors",
         "output/flux_lora_16gb/lr.png",
         "output/flux_lora_12gb/metrics.jsonl",
+        "output/flux_lora_8gb/flux_lora_8gb.safetensors",
         "models/flux1-dev-dog.safetensors",
         "my.toml",
         "output/qwen_image_lora_24gb/qwen_image_lora_24gb.safetensors",

@@ -178,7 +178,7 @@ def test_each_layout_splits_what_the_page_says() -> None:
     assert of(StepOptions(checkpointing=True)).activations == 4 * 100 + 3400 + 1000 + 500
     deep = replace(MODEL, blocks=(replace(BLOCK, count=20),))
     pairs = estimate(deep, ParallelConfig(), StepOptions(checkpointing=True)).activations
-    assert pairs == (14 + 3) * 100 + (2 * 3400 - 14 * 100) + 1000 + 500  # backward is at the first of three pairs
+    assert pairs == (12 + 4) * 100 + (2 * 3400 - 12 * 100) + 1000 + 500  # backward is at the first of four pairs
     assert of(StepOptions(fp8=True)).weights == 4 * (800 + 400) + 800
     assert of(StepOptions(batch=3)).activations == 3 * plain["activations"]
     first, second, third = (of(dp=2, zero=stage) for stage in (1, 2, 3))
