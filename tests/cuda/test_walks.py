@@ -30,9 +30,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "flux_kontext, nothing recomputed, 8-bit AdamW": {
         "model_type": "flux_kontext", "flags": ["--optimizer_type", "AdamW8bit", "--full_bf16", "--ema_decay", "0.99"],
     },
-    "qwen_image, fp8, a batch of two": {
-        "model_type": "qwen_image", "flags": ["--gradient_checkpointing", "--fp8_scaled"], "batch": 2,
+    "qwen_image, fp8, a batch of two, compiled": {
+        "model_type": "qwen_image", "batch": 2,
+        "flags": ["--gradient_checkpointing", "--fp8_scaled", "--torch_compile", "--dynamo_backend", "aot_eager"],
     },
+    "qwen_image, nothing recomputed": {"model_type": "qwen_image", "flags": []},
     "qwen_image_edit, int8 by rows, activations within a budget": {
         "model_type": "qwen_image_edit", "file": "int8_row",
         "flags": ["--gradient_checkpointing", "--activation_budget_mb", "500"],
@@ -41,8 +43,8 @@ RUNS: dict[str, dict[str, Any]] = {
         "model_type": "qwen_image_edit_plus", "flags": ["--gradient_checkpointing", "--checkpoint_every_n_blocks", "2"],
         "blocks": 2,
     },
-    "z_image, a batch of two with padded texts": {
-        "model_type": "z_image", "flags": ["--gradient_checkpointing"], "batch": 2,
+    "z_image, a batch of two with padded texts, nothing recomputed": {
+        "model_type": "z_image", "flags": [], "batch": 2,
     },
     "flux, compiled": {"flags": ["--gradient_checkpointing", "--torch_compile", "--dynamo_backend", "aot_eager"]},
     "flux, memory chosen": {"flags": ["--memory", "auto"], "estimated": True},
@@ -50,28 +52,34 @@ RUNS: dict[str, dict[str, Any]] = {
         "flags": ["--fp8_scaled", "--quantised_compute", "quantised", "--fp8_granularity", "row"],
     },
     "flux, DoRA, accumulated": {"flags": ["--network_type", "dora", "--gradient_accumulation_steps", "2"]},
-    "flux, OFT": {"flags": ["--network_type", "oft", "--save_format", "comfy", "--gradient_checkpointing"]},
+    "flux, OFT, activations within a budget": {
+        "flags": ["--network_type", "oft", "--save_format", "comfy", "--gradient_checkpointing",
+                  "--activation_budget_mb", "300"],
+    },
     "flux, CLIP trained too": {"flags": ["--text_encoder_lr", "1e-4", "--gradient_checkpointing"]},
     "flux, GGUF Q4_K with Q6_K, compiled": {
         "file": "Q4_K", "flags": ["--gradient_checkpointing", "--torch_compile", "--dynamo_backend", "aot_eager"],
     },
-    "qwen_image, GGUF Q4_0, inputs on the host": {
-        "model_type": "qwen_image", "file": "Q4_0",
-        "flags": ["--gradient_checkpointing", "--cpu_offload_checkpointing"],
+    "qwen_image, GGUF Q4_0, blocks swapped and inputs on the host": {
+        "model_type": "qwen_image", "blocks": 3, "file": "Q4_0",
+        "flags": ["--blocks_to_swap", "1", "--gradient_checkpointing", "--cpu_offload_checkpointing"],
     },
-    "z_image, GGUF Q8_0, DoRA": {
-        "model_type": "z_image", "file": "Q8_0", "flags": ["--network_type", "dora", "--gradient_checkpointing"],
+    "z_image, GGUF Q8_0, DoRA, inputs on the host": {
+        "model_type": "z_image", "file": "Q8_0",
+        "flags": ["--network_type", "dora", "--gradient_checkpointing", "--cpu_offload_checkpointing"],
     },
     "z_image, nf4, blocks swapped": {
         "model_type": "z_image", "blocks": 3, "file": "nf4",
         "flags": ["--blocks_to_swap", "1", "--gradient_checkpointing"],
     },
-    "flux, int8 with ConvRot, products in int8": {
-        "file": "int8_convrot", "flags": ["--quantised_compute", "quantised", "--gradient_checkpointing"],
+    "flux, int8 with ConvRot, products in int8, blocks swapped": {
+        "blocks": 4, "file": "int8_convrot",
+        "flags": ["--quantised_compute", "quantised", "--gradient_checkpointing", "--blocks_to_swap", "1"],
     },
-    "flux_kontext, nvfp4, OFT": {
-        "model_type": "flux_kontext", "file": "nvfp4",
-        "flags": ["--network_type", "oft", "--save_format", "comfy", "--gradient_checkpointing"],
+    "flux_kontext, nvfp4, OFT, every second block": {
+        "model_type": "flux_kontext", "blocks": 2, "file": "nvfp4",
+        "flags": ["--network_type", "oft", "--save_format", "comfy", "--gradient_checkpointing",
+                  "--checkpoint_every_n_blocks", "2"],
     },
     "flux_fill, mxfp8, nothing recomputed": {"model_type": "flux_fill", "file": "mxfp8", "flags": []},
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import struct
 from pathlib import Path
@@ -13,7 +14,7 @@ from library.errors import UserError
 from library.training.memory import plan as plans
 from library.training.memory.budget import GIB
 from library.training.memory.fake_cuda import library_path
-from library.training.memory.plan import fits, plan_memory
+from library.training.memory.plan import RESERVE, fits, plan_memory, remedies
 from tests.forked import run_script
 from tests.runs import ROOT
 
@@ -62,6 +63,26 @@ def test_without_a_compiler_formulas_answer_and_say_so(monkeypatch: pytest.Monke
     assert 2**20 < plan.peak < GIB
     assert fits(plan, 2 * GIB)
     assert not fits(plan, GIB)
+
+
+def test_what_is_proposed_takes_something_off_a_phase_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the step alone is too much, nothing is done to the text encoder; where captions are, that comes first."""
+    try:
+        library_path()
+    except UserError as error:
+        pytest.skip(str(error))
+    monkeypatch.chdir(ROOT)
+    config = load_config(DEMO)
+    held = {phase: sum(parts.values()) for phase, parts in plan_memory(config).phases().items()}
+    between = RESERVE + (held["encoding captions"] + held["step"]) // 2
+    (enough,) = remedies(config, between)
+    assert list(enough.lines.values()) == ["gradient_checkpointing = true"]
+    assert enough.config.training.gradient_checkpointing
+    assert fits(enough.plan, between)
+    (first,) = itertools.islice(remedies(config, RESERVE + held["encoding captions"] - 2**20), 1)
+    assert list(first.lines.values()) == ["fp8_text_encoder = true"]
+    assert sum(first.plan.phases()["encoding captions"].values()) < held["encoding captions"]
+    assert sum(first.plan.phases()["step"].values()) == held["step"]
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -185,9 +186,11 @@ def _pretend_runtime(walk: Walk, total: int, capability: tuple[int, int]) -> Non
         return lambda *_, **__: value
 
     runtime: Any = torch.cuda
+    properties = SimpleNamespace(major=capability[0], minor=capability[1], total_memory=total, name="no card")
     answers: dict[str, Any] = {
         "is_available": True, "device_count": 1, "current_device": 0, "is_initialized": True, "_is_compiled": True,
         "_lazy_init": None, "init": None, "get_device_capability": capability, "get_device_name": "no card",
+        "get_device_properties": properties,
         "is_bf16_supported": True, "synchronize": None, "empty_cache": None, "current_stream": _Stream(),
         "default_stream": _Stream(), "set_stream": None, "set_device": None, "set_rng_state": None,
         "get_rng_state_all": [], "set_rng_state_all": None, "manual_seed": None, "manual_seed_all": None,
