@@ -27,7 +27,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -65,7 +64,7 @@ def load_lm(
     """
     config, weights, key_map = open_lm(Path(folder).expanduser())
     placing = fp8 if fp8 is not None else WeightLoader()
-    model = cast(TransformerLM, load_into(lambda: TransformerLM(config), weights, key_map, dtype, device, fp8=placing))
+    model = load_into(lambda: TransformerLM(config), weights, key_map, dtype, device, fp8=placing)
     if pad_vocabulary_to is not None:
         resize_vocabulary(model, config.padded(pad_vocabulary_to))
     return model
