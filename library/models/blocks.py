@@ -5,8 +5,8 @@ concatenation. Autograd saves the results of those for the LoRA's gradient; writ
 saves what they are made of, which the operation before it saves anyway, and recomputes them in backward. Layers that
 share an input (q, k, v) are projected together: LoRAs on one input share their down projection.
 
-A family's ``model.py`` gives diffusers' modules its own classes (:func:`adopt_classes`), RMSNorms that keep the dtype
-of their input under autocast, so that q and k stay bf16 beside v (:func:`adopt_norms`), and one attention processor.
+A family's ``model.py`` gives diffusers' modules its own classes and RMSNorms that keep the dtype of their input under
+autocast, so that q and k stay bf16 beside v (:func:`adopt`), and one attention processor.
 """
 
 from __future__ import annotations
@@ -25,20 +25,19 @@ from library.nn.norms import ModulationCache, RMSNorm, gelu, memoise, slice_toke
 from library.nn.rope import Table
 
 
-def adopt_norms(transformer: nn.Module) -> None:
-    """Put our RMSNorm, with the same weight, in the place of every RMSNorm of torch and diffusers."""
-    for parent in list(transformer.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, (nn.RMSNorm, DiffusersRMSNorm)) and not isinstance(child, RMSNorm):
-                setattr(parent, name, RMSNorm.adopt(child))
+def adopt(transformer: nn.Module, *classes: type[nn.Module]) -> None:
+    """Give every module of a base of ``classes`` that class of ours; nothing else of it changes.
 
-
-def adopt_classes(transformer: nn.Module, *classes: type[nn.Module]) -> None:
-    """Give every module of a base of ``classes`` that class of ours; nothing else of it changes."""
+    Our RMSNorm, with the same weight, takes the place of every RMSNorm of torch and diffusers.
+    """
     ours = {one.__base__: one for one in classes}
     for module in transformer.modules():
         if type(module) in ours:
             module.__class__ = ours[type(module)]
+    for parent in list(transformer.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, (nn.RMSNorm, DiffusersRMSNorm)) and not isinstance(child, RMSNorm):
+                setattr(parent, name, RMSNorm.adopt(child))
 
 
 class AttentionProcessor:
@@ -133,16 +132,6 @@ def joint_attention(
     (image_update,) = project_recomputed([attn.to_out[0]], functools.partial(slice_tokens, start=length), attended)
     (text_update,) = project_recomputed([attn.to_add_out], functools.partial(slice_tokens, end=length), attended)
     return image_update, text_update
-
-
-class ExactTimeEmbedding(nn.Module):
-    """Base in the place of diffusers' timestep embedding, fed an unrounded timestep; children keep their names."""
-
-    def __init__(self, original: nn.Module) -> None:
-        super().__init__()
-        for name, child in original.named_children():
-            self.add_module(name, child)
-        self.train(original.training)
 
 
 def modulation(

@@ -245,7 +245,6 @@ class Family:
         key_map = self.layout.key_map(weights, files.prefix)
         build = self.transformer_class.from_config
         transformer = load_into(lambda: build(files.transformer_config), weights, key_map, dtype, device, fp8=fp8)
-        assert isinstance(transformer, self.transformer_class)
         transformer.loaded_dtype = dtype  # whatever single weights have
         return self.optimise_forward(transformer, backend)
 
@@ -346,7 +345,11 @@ class Family:
         pipeline.vae_scale_factor = factor  # read from the VAE otherwise, which stays outside
         pipeline.set_progress_bar_config(disable=True)
         inputs = self.condition_inputs((width, height), seed, conditions)
-        inputs |= self._guided_text(plain, text, guidance, negative_text, cfg)
+        texts = {"": text} | ({"negative_": negative_text} if negative_text is not None and cfg > 1 else {})
+        inputs |= self.guidance_inputs(guidance, cfg if len(texts) > 1 else 1.0)
+        for prefix, each in texts.items():
+            one = each if each["prompt_embeds"].ndim == 3 else {name: row.unsqueeze(0) for name, row in each.items()}
+            inputs |= {prefix + name: value for name, value in self.pipeline_text(one, plain).items()}
         dtype = getattr(plain, "loaded_dtype", plain.dtype)
         with evaluating(plain), _autocast(plain.device, dtype), self.conditioned(plain, conditions):
             latents = pipeline(
@@ -366,29 +369,11 @@ class Family:
             )
         return pipeline.image_processor.postprocess(pixels, output_type="pil")[0]
 
-    def _guided_text(
-        self,
-        transformer: Any,
-        text: dict[str, Tensor],
-        guidance: float,
-        negative_text: dict[str, Tensor] | None,
-        cfg: float,
-    ) -> dict[str, Any]:
-        """Return what the pipeline is given of :meth:`sample`'s texts, and how strongly it follows them."""
-        texts = {"": text} | ({"negative_": negative_text} if negative_text is not None and cfg > 1 else {})
-        inputs = self.guidance_inputs(guidance, cfg if len(texts) > 1 else 1.0)
-        for prefix, each in texts.items():
-            one = each if each["prompt_embeds"].ndim == 3 else {name: row.unsqueeze(0) for name, row in each.items()}
-            inputs |= {prefix + name: value for name, value in self.pipeline_text(one, transformer).items()}
-        return inputs
-
     def scheduler(self) -> Any:
         """Return the folder's scheduler, or with single files the published one."""
-        if self.files.scheduler is not None:
-            return FlowMatchEulerDiscreteScheduler.from_config(
-                read_config(self.files.scheduler, "scheduler_config.json")
-            )
-        return FlowMatchEulerDiscreteScheduler(**self.published_scheduler)
+        folder = self.files.scheduler
+        config = self.published_scheduler if folder is None else read_config(folder, "scheduler_config.json")
+        return FlowMatchEulerDiscreteScheduler.from_config(config)
 
     def own_sampling(self) -> dict[str, Any]:
         """Return the options of ``[flow]`` by which training sees noise levels as sampling goes through them.

@@ -15,8 +15,6 @@ from typing import Any
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
 from library.models.layer_names import LoraTargets
 
-_LANGUAGE_MODELS = "library.models.llm.files"
-
 
 def family_class(model_type: str) -> Any:
     """Return the family's class: the architecture, of which what needs no files can be asked."""
@@ -33,7 +31,7 @@ def family_modules() -> list[ModuleType]:
 
 def all_modules() -> list[ModuleType]:
     """Return the module ``files`` of every family, language models last."""
-    return [*family_modules(), importlib.import_module(_LANGUAGE_MODELS)]
+    return [*family_modules(), importlib.import_module("library.models.llm.files")]
 
 
 @functools.cache

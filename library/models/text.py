@@ -125,7 +125,7 @@ def load_tokenizer(load: Callable[..., Any], folder_or_name: str | Path, option:
     folder = Path(folder_or_name).expanduser()
     if not folder.is_dir():
         folder = _tokenizer_from_hub(str(folder_or_name), option)
-    if not any((folder / name).is_file() for name in _VOCABULARIES):
+    if not _has_vocabulary(folder):
         raise UserError(
             f"{option}: {folder} holds no tokenizer (none of {', '.join(_VOCABULARIES)}); give a tokenizer folder"
         )
@@ -133,6 +133,10 @@ def load_tokenizer(load: Callable[..., Any], folder_or_name: str | Path, option:
         return load(str(folder), local_files_only=True)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{option}: {folder} holds no readable tokenizer; download it again") from error
+
+
+def _has_vocabulary(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in _VOCABULARIES)
 
 
 def byte_tokenizer() -> Qwen2Tokenizer:
@@ -156,7 +160,9 @@ def load_qwen_tokenizer(folder_or_name: str | Path, token: str, title: str) -> P
 def _tokenizer_from_hub(name: str, option: str) -> Path:
     """Return the folder of hub tokenizer ``name``: from the cache if it is there, else downloaded."""
     try:
-        return Path(snapshot_download(name, allow_patterns=_TOKENIZER_FILES, local_files_only=True))
+        cached = Path(snapshot_download(name, allow_patterns=_TOKENIZER_FILES, local_files_only=True))
+        if _has_vocabulary(cached):  # else the cache may have other files of the model alone
+            return cached
     except (OSError, ValueError):  # not cached, or no name of the hub's
         pass
     try:

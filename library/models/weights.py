@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from library.precision.recipe import WeightLoader
 from library.safetensors_io import RowRange
 
 KeyMap = Mapping[str, Sequence[RowRange]]
+Built = TypeVar("Built", bound=nn.Module)
 
 
 def read_config(folder: Path, name: str = "config.json") -> dict:
@@ -47,14 +48,14 @@ def identity_map(names: Iterable[str]) -> dict[str, list[RowRange]]:
 
 
 def load_into(
-    build: Callable[[], nn.Module],
+    build: Callable[[], Built],
     weights: WeightFiles,
     key_map: KeyMap,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     keep_fp32: Callable[[str], bool] = lambda name: False,
     fp8: WeightLoader | None = None,
-) -> nn.Module:
+) -> Built:
     """Build a module on the meta device and fill it from ``weights``; the result is frozen and in eval mode.
 
     Args:

@@ -45,8 +45,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def has_input_gradient(layer: nn.Module) -> bool:
-    """Return whether :func:`input_gradient` can be had of ``layer``: a frozen nn.Linear, or one that offers it."""
-    if hasattr(layer, "input_gradient"):
+    """Return whether :func:`input_gradient` can be had of ``layer``: a frozen nn.Linear, or one that adds it itself."""
+    if hasattr(layer, "add_input_gradient"):
         return True
     return type(layer) in (nn.Linear, FrozenLinear) and not any(p.requires_grad for p in layer.parameters())
 
@@ -75,8 +75,6 @@ def add_input_gradient(layer: Any, gradient: Tensor, into: Tensor) -> Tensor:
     """
     if hasattr(layer, "add_input_gradient"):
         return layer.add_input_gradient(gradient, into)
-    if hasattr(layer, "input_gradient"):
-        return into.add_(layer.input_gradient(gradient))
     weight = layer.weight.to(gradient.dtype)
     if not _use_onednn(gradient, weight.t()):
         return into.addmm_(gradient, weight)

@@ -102,11 +102,11 @@ def rope_frequencies(dim: int, theta: float = 10000.0, scaling: RopeScaling | No
             return frequencies / scaling.factor
         case YarnScaling():
             kept = _kept_by_yarn(dim, theta, scaling)
-            return frequencies * (kept + (1.0 - kept) / scaling.factor)
         case Llama31Scaling():
-            return scale_frequencies(frequencies, scaling)
+            kept = _kept_by_llama(frequencies, scaling)
         case _:
             return frequencies
+    return frequencies * (kept + (1.0 - kept) / scaling.factor)
 
 
 def _kept_by_yarn(dim: int, theta: float, scaling: YarnScaling) -> Tensor:
@@ -123,12 +123,11 @@ def _kept_by_yarn(dim: int, theta: float, scaling: YarnScaling) -> Tensor:
     return 1.0 - ((torch.arange(dim // 2, dtype=torch.float64) - first) / span).clamp(0.0, 1.0)
 
 
-def scale_frequencies(frequencies: Tensor, scaling: Llama31Scaling) -> Tensor:
-    """Apply Llama 3.1's rule (``apply_scaling`` in meta-llama/llama-models) to ``frequencies`` [D/2]."""
+def _kept_by_llama(frequencies: Tensor, scaling: Llama31Scaling) -> Tensor:
+    """Return how much of each of ``frequencies`` [D/2] stays (``apply_scaling`` in meta-llama/llama-models)."""
     turns = scaling.original_context * frequencies / (2 * math.pi)  # turns made over the original context
     span = scaling.high_frequency_factor - scaling.low_frequency_factor
-    kept = ((turns - scaling.low_frequency_factor) / span).clamp(0.0, 1.0)
-    return frequencies * (kept + (1.0 - kept) / scaling.factor)
+    return ((turns - scaling.low_frequency_factor) / span).clamp(0.0, 1.0)
 
 
 def rope_table(positions: Tensor, frequencies: Tensor) -> Table:

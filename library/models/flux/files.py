@@ -15,6 +15,7 @@ attention and feed-forward trained, as in sd-scripts.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -23,22 +24,20 @@ from library.models.inspection import Architecture
 from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets, TextEncoderTargets, count_blocks
 
 
-def _double(image: str, block: str) -> KeyRow:
-    return KeyRow(f"double_blocks.{{i}}.{image}", (f"transformer_blocks.{{i}}.{block}",))
+def _double(original: str, *parts: str, rows: tuple[int, ...] = ()) -> KeyRow:
+    modules = tuple(f"transformer_blocks.{{i}}.{part}" for part in parts)
+    return KeyRow(f"double_blocks.{{i}}.{original}", modules, rows)
+
+
+def _single(original: str, *parts: str, rows: tuple[int, ...] = ()) -> KeyRow:
+    modules = tuple(f"single_transformer_blocks.{{i}}.{part}" for part in parts)
+    return KeyRow(f"single_blocks.{{i}}.{original}", modules, rows)
 
 
 FLUX_KEYS = KeyNames(
     rows=(
-        KeyRow(
-            "double_blocks.{i}.img_attn.qkv",
-            tuple(f"transformer_blocks.{{i}}.attn.{name}" for name in ("to_q", "to_k", "to_v")),
-            rows=(1, 1, 1),
-        ),
-        KeyRow(
-            "double_blocks.{i}.txt_attn.qkv",
-            tuple(f"transformer_blocks.{{i}}.attn.{name}" for name in ("add_q_proj", "add_k_proj", "add_v_proj")),
-            rows=(1, 1, 1),
-        ),
+        _double("img_attn.qkv", "attn.to_q", "attn.to_k", "attn.to_v", rows=(1, 1, 1)),
+        _double("txt_attn.qkv", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", rows=(1, 1, 1)),
         _double("img_attn.proj", "attn.to_out.0"),
         _double("txt_attn.proj", "attn.to_add_out"),
         _double("img_mlp.0", "ff.net.0.proj"),
@@ -47,16 +46,9 @@ FLUX_KEYS = KeyNames(
         _double("txt_mlp.2", "ff_context.net.2"),
         _double("img_mod.lin", "norm1.linear"),
         _double("txt_mod.lin", "norm1_context.linear"),
-        KeyRow(
-            "single_blocks.{i}.linear1",
-            tuple(
-                f"single_transformer_blocks.{{i}}.{name}"
-                for name in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")
-            ),
-            rows=(1, 1, 1, 4),
-        ),
-        KeyRow("single_blocks.{i}.linear2", ("single_transformer_blocks.{i}.proj_out",)),
-        KeyRow("single_blocks.{i}.modulation.lin", ("single_transformer_blocks.{i}.norm.linear",)),
+        _single("linear1", "attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp", rows=(1, 1, 1, 4)),
+        _single("linear2", "proj_out"),
+        _single("modulation.lin", "norm.linear"),
         KeyRow("img_in", ("x_embedder",)),
         KeyRow("txt_in", ("context_embedder",)),
         KeyRow("time_in.in_layer", ("time_text_embed.timestep_embedder.linear_1",)),
@@ -118,44 +110,18 @@ FILES = FamilyFiles(
 # Text encoders, in transformers' names and in those of LoRA files. CLIP's layers lay below ``text_model`` until
 # transformers 5; every published file has that in its keys. T5 has one naming. diffusers knows CLIP's keys only and
 # passes over T5's.
-_CLIP_LAYERS = (
-    "self_attn.q_proj",
-    "self_attn.k_proj",
-    "self_attn.v_proj",
-    "self_attn.out_proj",
-    "mlp.fc1",
-    "mlp.fc2",
-)
-_T5_LAYERS = (
-    *(f"layer.0.SelfAttention.{name}" for name in "qkvo"),
-    *(f"layer.1.DenseReluDense.{name}" for name in ("wi_0", "wi_1", "wo")),
-)
-
-CLIP_KEYS = KeyNames(
-    tuple(
-        KeyRow(f"text_model.encoder.layers.{{i}}.{layer}", (f"encoder.layers.{{i}}.{layer}",)) for layer in _CLIP_LAYERS
-    )
-)
-T5_KEYS = KeyNames(
-    tuple(KeyRow(f"encoder.block.{{i}}.{layer}", (f"encoder.block.{{i}}.{layer}",)) for layer in _T5_LAYERS)
-)
-
-# Before a module's name, by layout; the first is written, all are read. lora_te2_ is OneTrainer's T5. ComfyUI
-# (``model_lora_keys_clip``) and diffusers read kohya's in every version, text_encoders.clip_l... only newer ComfyUI
-# does and diffusers raises on it; so comfy's is kohya's.
-CLIP_PREFIXES = {
-    "diffusers": ("text_encoder.",),
-    "kohya": ("lora_te1_", "lora_te_"),
-    "comfy": ("lora_te1_", "text_encoders.clip_l.transformer."),
-}
-T5_PREFIXES = {
-    "diffusers": ("text_encoder_2.",),
-    "kohya": ("lora_te3_", "lora_te2_"),
-    "comfy": ("lora_te3_", "text_encoders.t5xxl.transformer."),
-}
-
+# Prefixes stand before a module's name, by layout; the first is written, all are read. lora_te2_ is OneTrainer's T5.
+# ComfyUI (``model_lora_keys_clip``) and diffusers read kohya's in every version, text_encoders.clip_l... only newer
+# ComfyUI does and diffusers raises on it; so comfy's is kohya's.
 _CLIP = r"text_encoder\.encoder\.layers\.\d+\."
 _T5 = r"text_encoder_2\.encoder\.block\.\d+\.layer\."
+
+
+def _text_keys(stack: str, layers: Iterable[str], prefix: str = "") -> KeyNames:
+    """Return the names of ``layers`` in every block of ``stack``, which have ``prefix`` before them in files."""
+    names = [f"{stack}.{{i}}.{layer}" for layer in layers]
+    return KeyNames(tuple(KeyRow(prefix + name, (name,)) for name in names))
+
 
 FLUX_CLIP = TextEncoderTargets(
     name="text_encoder",
@@ -164,8 +130,16 @@ FLUX_CLIP = TextEncoderTargets(
         LayerGroup("clip_attn", _CLIP + r"self_attn\.(q_proj|k_proj|v_proj|out_proj)"),
         LayerGroup("clip_mlp", _CLIP + r"mlp\.(fc1|fc2)"),
     ),
-    keys=CLIP_KEYS,
-    prefixes=CLIP_PREFIXES,
+    keys=_text_keys(
+        "encoder.layers",
+        ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.out_proj", "mlp.fc1", "mlp.fc2"),
+        prefix="text_model.",
+    ),
+    prefixes={
+        "diffusers": ("text_encoder.",),
+        "kohya": ("lora_te1_", "lora_te_"),
+        "comfy": ("lora_te1_", "text_encoders.clip_l.transformer."),
+    },
 )
 FLUX_T5 = TextEncoderTargets(
     name="text_encoder_2",
@@ -174,8 +148,18 @@ FLUX_T5 = TextEncoderTargets(
         LayerGroup("t5_attn", _T5 + r"0\.SelfAttention\.(q|k|v|o)"),
         LayerGroup("t5_mlp", _T5 + r"1\.DenseReluDense\.(wi_0|wi_1|wo)"),
     ),
-    keys=T5_KEYS,
-    prefixes=T5_PREFIXES,
+    keys=_text_keys(
+        "encoder.block",
+        (
+            *(f"layer.0.SelfAttention.{name}" for name in "qkvo"),
+            *(f"layer.1.DenseReluDense.{name}" for name in ("wi_0", "wi_1", "wo")),
+        ),
+    ),
+    prefixes={
+        "diffusers": ("text_encoder_2.",),
+        "kohya": ("lora_te3_", "lora_te2_"),
+        "comfy": ("lora_te3_", "text_encoders.t5xxl.transformer."),
+    },
 )
 
 _DOUBLE = r"transformer_blocks\.\d+\."

@@ -25,15 +25,7 @@ from diffusers import FluxTransformer2DModel
 from diffusers.models.transformers import transformer_flux as diffusers_flux
 from torch import Tensor, nn
 
-from library.models.blocks import (
-    AttentionProcessor,
-    ExactTimeEmbedding,
-    adopt_classes,
-    adopt_norms,
-    feedforward,
-    joint_attention,
-    modulation,
-)
+from library.models.blocks import AttentionProcessor, adopt, feedforward, joint_attention, modulation
 from library.models.latents import pack_latents
 from library.nn.attention import Backend
 from library.nn.frozen_linear import project_recomputed
@@ -147,12 +139,10 @@ def optimise_forward(transformer: FluxTransformer2DModel, backend: Backend = "au
 
     Parameters are shared, not copied, and keep their names; LoRA may be injected before or after.
     """
-    adopt_norms(transformer)
-    adopt_classes(transformer, FluxTransformerBlock, FluxSingleTransformerBlock)
+    adopt(transformer, FluxTransformerBlock, FluxSingleTransformerBlock, TimeTextEmbedding, TimeGuidanceTextEmbedding)
     transformer.set_attn_processor(AttentionProcessor(backend))
-    transformer.pos_embed = MultiAxisRope(transformer.config.axes_dims_rope, theta=transformer.pos_embed.theta)
-    if not isinstance(transformer.time_text_embed, ExactTimeTextEmbedding):
-        transformer.time_text_embed = ExactTimeTextEmbedding(transformer.time_text_embed)
+    if not isinstance(transformer.pos_embed, MultiAxisRope):
+        transformer.pos_embed = MultiAxisRope(transformer.config.axes_dims_rope, theta=transformer.pos_embed.theta)
         transformer.register_forward_pre_hook(_before_forward, with_kwargs=True)
     return transformer
 
@@ -180,8 +170,8 @@ def _before_forward(
     return args, kwargs | {"pooled_projections": _PooledAndTimestep(pooled, timestep)}
 
 
-class ExactTimeTextEmbedding(ExactTimeEmbedding):
-    """diffusers' time, guidance and text embedding."""
+class TimeTextEmbedding(diffusers_flux.CombinedTimestepTextProjEmbeddings):
+    """diffusers' time and text embedding, fed an unrounded timestep."""
 
     def forward(self, timestep: Tensor, *guidance_and_pooled: Tensor) -> Tensor:
         """Return the conditioning vector [B, W].
@@ -195,8 +185,13 @@ class ExactTimeTextEmbedding(ExactTimeEmbedding):
         compute_dtype = timestep.dtype
         if isinstance(pooled, _PooledAndTimestep):
             pooled, timestep = pooled.pooled, pooled.timestep.float() * 1000
-        parts: Any = self  # its children are diffusers'
-        embedding = parts.timestep_embedder(parts.time_proj(timestep).to(compute_dtype))
+        embedding = self.timestep_embedder(self.time_proj(timestep).to(compute_dtype))
         if guidance:
-            embedding = embedding + parts.guidance_embedder(parts.time_proj(guidance[0]).to(compute_dtype))
-        return embedding + parts.text_embedder(pooled)
+            embedding = embedding + self.guidance_embedder(self.time_proj(guidance[0]).to(compute_dtype))
+        return embedding + self.text_embedder(pooled)
+
+
+class TimeGuidanceTextEmbedding(diffusers_flux.CombinedTimestepGuidanceTextProjEmbeddings):
+    """The same with guidance."""
+
+    forward = TimeTextEmbedding.forward

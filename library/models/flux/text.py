@@ -154,9 +154,7 @@ def load_clip(path: Path, dtype: torch.dtype, device: torch.device | str = "cpu"
         config = _clip_config(lambda name: weights.shape(used.get(name, name)), count_blocks(used, "encoder.layers."))
     config.attention_dropout = 0.0  # 0 as published
     key_map = {name: [RowRange(source)] for name, source in used.items()}
-    model = load_into(lambda: CLIPTextModel(config), weights, key_map, dtype, device)
-    assert isinstance(model, CLIPTextModel)
-    return model
+    return load_into(lambda: CLIPTextModel(config), weights, key_map, dtype, device)
 
 
 def load_t5(
@@ -184,10 +182,7 @@ def load_t5(
         model.encoder.set_input_embeddings(model.shared)  # also where the config says not to tie: one is published
         return model
 
-    fp8 = WeightLoader(recipe, compute="dequant")
-    model = load_into(build, weights, key_map, dtype, device, keep_fp32, fp8)
-    assert isinstance(model, T5EncoderModel)
-    return model
+    return load_into(build, weights, key_map, dtype, device, keep_fp32, WeightLoader(recipe, compute="dequant"))
 
 
 def clip_positions(path: Path) -> int:

@@ -21,10 +21,6 @@ from library.models.weights import KeyMap, identity_map
 from library.precision.checkpoint import WeightFiles
 from library.safetensors_io import RowRange
 
-# BFL's constants, https://github.com/black-forest-labs/flux/blob/main/src/flux/util.py
-FLUX_SCALING, FLUX_SHIFT = 0.3611, 0.1159
-
-
 PUBLISHED: dict[str, Any] = {  # as config.json of black-forest-labs/FLUX.1-dev has it
     "block_out_channels": (128, 256, 512, 512),
     "down_block_types": ("DownEncoderBlock2D",) * 4,
@@ -33,8 +29,9 @@ PUBLISHED: dict[str, Any] = {  # as config.json of black-forest-labs/FLUX.1-dev 
     "layers_per_block": 2,
     "use_quant_conv": False,
     "use_post_quant_conv": False,
-    "scaling_factor": FLUX_SCALING,
-    "shift_factor": FLUX_SHIFT,
+    "scaling_factor": 0.3611,
+    "shift_factor": 0.1159,
+    "sample_size": 1024,
 }
 
 
@@ -47,12 +44,11 @@ class FluxImageEncoder(ImageEncoder):
     @classmethod
     def describe_file(cls, weights: WeightFiles) -> tuple[dict[str, Any], KeyMap]:
         """Return config and key map of a file in BFL's layout, or in diffusers' without its config.json."""
-        if "encoder.conv_in.weight" not in weights or "decoder.conv_in.weight" not in weights:
-            raise UserError(
-                f"{weights.path}: not an autoencoder (no encoder.conv_in.weight); give FLUX's ae.safetensors"
-            )
         bfl = "encoder.down.0.block.0.conv1.weight" in weights
         down = "encoder.down.{}.block.{}.conv1.weight" if bfl else "encoder.down_blocks.{}.resnets.{}.conv1.weight"
+        for name in ("encoder.conv_in.weight", "decoder.conv_in.weight", down.format(0, 0)):
+            if name not in weights:
+                raise UserError(f"{weights.path}: not FLUX's autoencoder (no {name}); give FLUX's ae.safetensors")
         levels = next(i for i in itertools.count() if down.format(i, 0) not in weights)
         channels = [weights.shape(down.format(i, 0))[0] for i in range(levels)]
         attention = "encoder.mid.attn_1.q.weight" if bfl else "encoder.mid_block.attentions.0.to_q.weight"
@@ -61,22 +57,17 @@ class FluxImageEncoder(ImageEncoder):
             raise UserError(
                 f"{weights.path}: {latent_channels} latent channels, FLUX has 16; give FLUX's ae.safetensors"
             )
-        config: dict[str, Any] = {
+        config = PUBLISHED | {
             "in_channels": weights.shape("encoder.conv_in.weight")[1],
             "out_channels": weights.shape("decoder.conv_out.weight")[0],
             "down_block_types": ["DownEncoderBlock2D"] * levels,
             "up_block_types": ["UpDecoderBlock2D"] * levels,
             "block_out_channels": channels,
             "layers_per_block": next(i for i in itertools.count() if down.format(0, i) not in weights),
-            "latent_channels": latent_channels,
             "norm_num_groups": 32 if all(count % 32 == 0 for count in channels) else 8,
-            "sample_size": 1024,
-            "scaling_factor": FLUX_SCALING,
-            "shift_factor": FLUX_SHIFT,
             "use_quant_conv": "quant_conv.weight" in weights,
             "use_post_quant_conv": "post_quant_conv.weight" in weights,
             "mid_block_add_attention": attention in weights,
-            "force_upcast": True,
         }
         if not bfl:
             return config, identity_map(weights.names)

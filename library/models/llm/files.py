@@ -27,7 +27,6 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -38,7 +37,7 @@ from library.models.inspection import Architecture
 from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets
 from library.models.llm.model import TransformerLM, resize_vocabulary
 from library.models.llm.sources import Derived, DerivedWeights, TensorFlowFiles, TorchFiles
-from library.models.llm.spec import LMConfig, config_from_hf, config_to_hf, gpt2
+from library.models.llm.spec import LMConfig, LMFamily, config_from_hf, config_to_hf, gpt2
 from library.models.weights import KeyMap, load_into, read_config
 from library.nn.rope import Llama31Scaling, half_split_order
 from library.precision.checkpoint import WeightFiles
@@ -65,7 +64,7 @@ def load_lm(
     """
     config, weights, key_map = open_lm(Path(folder).expanduser())
     placing = fp8 if fp8 is not None else WeightLoader()
-    model = cast(TransformerLM, load_into(lambda: TransformerLM(config), weights, key_map, dtype, device, fp8=placing))
+    model = load_into(lambda: TransformerLM(config), weights, key_map, dtype, device, fp8=placing)
     if pad_vocabulary_to is not None:
         resize_vocabulary(model, config.padded(pad_vocabulary_to))
     return model
@@ -115,33 +114,27 @@ def export_hf(
     state = dict(weights or model.named_parameters())
     if any(tensor.dtype.itemsize == 1 for tensor in state.values()):
         raise UserError("a model with fp8 weights is not exported; load it without fp8 first")
-    plan = _export_plan(model.config)
-    layout = {}
-    for name, (ours, start, stop, transposed) in plan.items():
-        shape = (stop - start, *state[ours].shape[1:])
-        layout[name] = (dtype or state[ours].dtype, shape[::-1] if transposed else shape)
+    # transformers' name -> ours, its rows, whether it is stored transposed; and what the file says of it
+    plan: dict[str, tuple[str, slice, bool]] = {}
+    layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for ours, parts, transposed in hf_names(model.config):
+        start = 0
+        for name, rows in parts:
+            plan[name] = ours, slice(start, start + rows), transposed
+            shape = (rows, *state[ours].shape[1:])
+            layout[name] = (dtype or state[ours].dtype, shape[::-1] if transposed else shape)
+            start += rows
 
     def produce(name: str) -> Tensor:
-        ours, start, stop, transposed = plan[name]
-        rows = state[ours].detach()[start:stop].to(layout[name][0])
-        return rows.t() if transposed else rows
+        ours, rows, transposed = plan[name]
+        tensor = state[ours].detach()[rows].to(layout[name][0])
+        return tensor.t() if transposed else tensor
 
     stream_safetensors(folder / "model.safetensors", layout, produce, {"format": "pt", **(metadata or {})})
     stored = str(layout[next(iter(layout))][0]).removeprefix("torch.")
     config = config_to_hf(model.config) | {"torch_dtype": stored}
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     return folder
-
-
-def _export_plan(config: LMConfig) -> dict[str, tuple[str, int, int, bool]]:
-    """Return transformers' name -> (ours, first row, end row, transposed)."""
-    plan: dict[str, tuple[str, int, int, bool]] = {}
-    for ours, parts, transposed in hf_names(config):
-        start = 0
-        for name, rows in parts:
-            plan[name] = (ours, start, start + rows, transposed)
-            start += rows
-    return plan
 
 
 def _hf_files(folder: Path) -> WeightFiles:
@@ -363,55 +356,42 @@ def _in_order(order: Tensor, weight: Tensor) -> Tensor:
     return weight.view(-1, len(order), weight.shape[-1])[:, order].reshape(weight.shape)
 
 
-def _llama_rows() -> Iterator[KeyRow]:
-    """Yield the linear layers of a block: a LoRA trains the parts of joined matrices (``separate_projections``)."""
-    for ours, theirs in _BLOCKS["llama"].items():
+def _targets(family: LMFamily, stack: str, groups: Mapping[str, str]) -> LoraTargets:
+    """Return a family as LoRA sees it: a LoRA trains the parts of joined matrices (``separate_projections``).
+
+    ``stack`` is transformers' list of blocks; ``groups`` are the linear layers of a block by the name of their group.
+    """
+    rows = []
+    for ours, theirs in _BLOCKS[family].items():
         for name in theirs if not ours.endswith("norm") else ():
             part = f".{name.rpartition('.')[2]}" if len(theirs) > 1 else ""
-            yield KeyRow(f"blocks.{{i}}.{ours}{part}", (f"model.layers.{{i}}.{name}",))
+            rows.append(KeyRow(f"blocks.{{i}}.{ours}{part}", (f"{stack}.{{i}}.{name}",), transposed=family == "gpt2"))
+    in_block = re.escape(stack) + r"\.(\d+)\."
+    return LoraTargets(
+        family=family,
+        layer_groups=tuple(LayerGroup(name, in_block + re.escape(layer)) for name, layer in groups.items()),
+        block_options={"train_block_indices": in_block + ".*"},
+        keys=KeyNames(tuple(rows)),
+        file_prefix="language_model",
+        kohya_base=family,
+        architecture=family,
+        implementation="https://github.com/huggingface/transformers",
+        own_names=True,
+    )
 
 
-_LLAMA_LAYER = r"model\.layers\.\d+\."
-_GPT2_LAYER = r"transformer\.h\.\d+\."
-
-LLAMA_TARGETS = LoraTargets(
-    family="llama",
-    layer_groups=(
-        *(LayerGroup(name, rf"{_LLAMA_LAYER}self_attn\.{name}") for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
-        *(LayerGroup(name, rf"{_LLAMA_LAYER}mlp\.{name}") for name in ("gate_proj", "up_proj", "down_proj")),
-    ),
-    block_options={"train_block_indices": r"model\.layers\.(\d+)\..*"},
-    keys=KeyNames(tuple(_llama_rows())),
-    file_prefix="language_model",
-    kohya_base="llama",
-    architecture="llama",
-    implementation="https://github.com/huggingface/transformers",
-    own_names=True,
+_LLAMA_GROUPS = {name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+_LLAMA_GROUPS |= {name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
+_GPT2_GROUPS = {
+    "c_attn": "attn.c_attn",
+    "attn_c_proj": "attn.c_proj",
+    "c_fc": "mlp.c_fc",
+    "mlp_c_proj": "mlp.c_proj",
+}
+LORA_TARGETS = (
+    _targets("llama", "model.layers", _LLAMA_GROUPS),
+    _targets("gpt2", "transformer.h", _GPT2_GROUPS),
 )
-
-GPT2_TARGETS = LoraTargets(
-    family="gpt2",
-    layer_groups=(
-        LayerGroup("c_attn", _GPT2_LAYER + r"attn\.c_attn"),
-        LayerGroup("attn_c_proj", _GPT2_LAYER + r"attn\.c_proj"),
-        LayerGroup("c_fc", _GPT2_LAYER + r"mlp\.c_fc"),
-        LayerGroup("mlp_c_proj", _GPT2_LAYER + r"mlp\.c_proj"),
-    ),
-    block_options={"train_block_indices": r"transformer\.h\.(\d+)\..*"},
-    keys=KeyNames(
-        tuple(
-            KeyRow(f"blocks.{{i}}.{ours}", (f"transformer.h.{{i}}.{theirs}",), transposed=True)
-            for ours, (theirs,) in _BLOCKS["gpt2"].items()
-            if not ours.endswith("norm")
-        )
-    ),
-    file_prefix="language_model",
-    kohya_base="gpt2",
-    architecture="gpt2",
-    implementation="https://github.com/huggingface/transformers",
-    own_names=True,
-)
-LORA_TARGETS = (LLAMA_TARGETS, GPT2_TARGETS)
 ARCHITECTURES = (
     Architecture("Llama-style language model", (r"(model\.)?layers\.0\.input_layernorm\.weight",)),
     Architecture("GPT-2 language model", (r"(transformer\.)?h\.0\.ln_1\.weight",), without_bias="LayerNorm"),

@@ -206,7 +206,11 @@ class TransformerLM(nn.Module):
     def hidden(self, tokens: Tensor, cache: KVCache | None = None, documents: Tensor | None = None) -> Tensor:
         """Return the normed residual stream [B, S, W] that the head reads; arguments as for :meth:`forward`."""
         length, start = tokens.shape[1], cache.length if cache is not None else 0
-        self._check_length(start + length)
+        if self.positions is not None and start + length > self.config.context:
+            raise UserError(
+                f"{start + length} tokens do not fit into this model's {self.config.context} learned positions; "
+                "shorten the prompt or generate less"
+            )
         places, mask = (cache.positions(length), cache.mask(length)) if cache is not None else (None, None)
         if documents is not None:
             assert cache is None, "documents stand side by side in training only"
@@ -248,13 +252,6 @@ class TransformerLM(nn.Module):
         sizes = (config.layers, batch, kv_heads, capacity, config.head_dim)
         return KVCache(*sizes, dtype=dtype, device=weight.device, padding=padding)
 
-    def _check_length(self, length: int) -> None:
-        if self.positions is not None and length > self.config.context:
-            raise UserError(
-                f"{length} tokens do not fit into this model's {self.config.context} learned positions; shorten the "
-                "prompt or generate less"
-            )
-
 
 @torch.no_grad()
 def resize_vocabulary(model: TransformerLM, config: LMConfig) -> None:
@@ -289,13 +286,8 @@ def _norm(config: LMConfig) -> nn.Module:
     return nn.LayerNorm(config.width, eps=config.norm_eps)
 
 
-class JoinedLinear(nn.Module):
+class JoinedLinear(nn.ModuleDict):
     """Linear layers with a common input, outputs side by side: [..., in] to [..., sum of out]."""
-
-    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            self.add_module(name, part)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``x``; LoRA layers among the parts share their down-projection."""

@@ -89,10 +89,6 @@ class LMConfig:
         """Return the same model with its vocabulary's matrices padded to a multiple of rows."""
         return replace(self, padded_vocab_size=-(-self.vocab_size // multiple) * multiple)
 
-    def cut(self) -> LMConfig:
-        """Return the same model without padding rows."""
-        return replace(self, padded_vocab_size=self.vocab_size)
-
 
 def gpt2(width: int, layers: int, heads: int, vocab_size: int = 50257, context: int = 1024) -> LMConfig:
     """Return a GPT-2 of these sizes."""

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from diffusers import QwenImageTransformer2DModel
@@ -25,15 +25,7 @@ from diffusers.models.transformers import transformer_qwenimage as diffusers_qwe
 from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
 from torch import Tensor, nn
 
-from library.models.blocks import (
-    AttentionProcessor,
-    ExactTimeEmbedding,
-    adopt_classes,
-    adopt_norms,
-    feedforward,
-    joint_attention,
-    modulation,
-)
+from library.models.blocks import AttentionProcessor, adopt, feedforward, joint_attention, modulation
 from library.nn.attention import Backend
 from library.nn.norms import ModulationCache, clamp_fp16, modulated, modulated_norm
 from library.nn.rope import Table, make_room
@@ -117,12 +109,10 @@ def optimise_forward(
     Parameters are shared, not copied, and keep their names; LoRA may be injected before or after. The position table
     is made anew, so the model may come from the meta device.
     """
-    adopt_norms(transformer)
-    adopt_classes(transformer, QwenImageTransformerBlock)
+    adopt(transformer, QwenImageTransformerBlock, QwenTimeEmbedding)
     transformer.set_attn_processor(AttentionProcessor(backend))
     if not isinstance(transformer.pos_embed, JointRope):
         transformer.pos_embed = JointRope(transformer.config.axes_dims_rope, transformer.pos_embed.theta)
-        transformer.time_text_embed = QwenTimeEmbedding(transformer.time_text_embed)
         transformer.register_forward_pre_hook(_carry_exact_timestep, with_kwargs=True)
     return transformer
 
@@ -156,41 +146,30 @@ class JointRope(nn.Module):
         return self._known[key]
 
 
-class _Timestep(NamedTuple):
-    """What travels through diffusers' forward as ``additional_t_cond``, which it passes on unchanged."""
-
-    exact: Tensor  # [B], 0..1
-    additional: Tensor | None
-
-
 def _carry_exact_timestep(
     transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Forward pre-hook: keep the timestep from before the transformer rounds it."""
-    timestep = kwargs.get("timestep")
-    if timestep is None:
-        return args, kwargs
-    return args, kwargs | {"additional_t_cond": _Timestep(timestep, kwargs.get("additional_t_cond"))}
+    """Forward pre-hook: keep the timestep from before the transformer rounds it.
+
+    It travels as ``additional_t_cond``, which diffusers' forward passes on unchanged and only Qwen-Image-Layered, which
+    is no family here, has a use for.
+    """
+    return args, kwargs | {"additional_t_cond": kwargs.get("timestep")}
 
 
-class QwenTimeEmbedding(ExactTimeEmbedding):
+class QwenTimeEmbedding(diffusers_qwen.QwenTimestepProjEmbeddings):
     """diffusers' timestep embedding, and that of reference images."""
 
-    def forward(self, timestep: Tensor, hidden_states: Tensor, additional_t_cond: Any = None) -> Tensor:
+    def forward(self, timestep: Tensor, hidden_states: Tensor, addition_t_cond: Tensor | None = None) -> Tensor:
         """Return the conditioning vector [B, W]; [2B, W] where reference images have one of their own.
 
         Args:
             timestep: [B] or [2B] in the compute dtype (possibly rounded), 0 to 1; in the second half 0.
             hidden_states: whose dtype is the compute dtype.
-            additional_t_cond: the exact timestep, where the transformer's pre-hook has seen one.
+            addition_t_cond: the exact timestep [B], where the transformer's pre-hook has seen one.
         """
-        additional = additional_t_cond
-        if isinstance(additional_t_cond, _Timestep):
-            exact, additional = additional_t_cond.exact.float(), additional_t_cond.additional
+        if addition_t_cond is not None:
+            exact = addition_t_cond.float()
             clean = timestep.shape[0] - exact.shape[0]
             timestep = torch.cat([exact, exact.new_zeros(clean)]) if clean else exact
-        parts: Any = self  # its children are diffusers'
-        embedding = parts.timestep_embedder(parts.time_proj(timestep).to(hidden_states.dtype))
-        if additional is None:
-            return embedding
-        return embedding + parts.addition_t_embedding(additional).to(hidden_states.dtype)
+        return self.timestep_embedder(self.time_proj(timestep).to(hidden_states.dtype))

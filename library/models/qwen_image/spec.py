@@ -147,7 +147,11 @@ class QwenImageFamily(Family):
         }
 
     def check_references(self, conditions: Conditions) -> None:
-        """Refuse another number of images than the model takes; here there are none."""
+        """Raise a UserError where there are more images than the model takes, or none where it takes one."""
+        count = len(conditions.references)
+        if self.most_references is not None and count != self.most_references:
+            remedy = 'use model_type = "qwen_image_edit_plus"' if count else "give control_directory"
+            raise UserError(f"{self.name}: takes one reference image a sample, found {count}; {remedy}")
 
     def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
         """Return QwenImagePipeline, for edit models too: :meth:`conditioned` adds what they see."""
@@ -172,13 +176,6 @@ class QwenImageEditFamily(QwenImageFamily):
     conditioning: ConditionKind = "references"
     most_references: int | None = 1
 
-    def check_references(self, conditions: Conditions) -> None:
-        """Raise a UserError where there are more images than the model takes, or none where it takes one."""
-        count = len(conditions.references)
-        if self.most_references is not None and count != self.most_references:
-            remedy = 'use model_type = "qwen_image_edit_plus"' if count else "give control_directory"
-            raise UserError(f"{self.name}: takes one reference image a sample, found {count}; {remedy}")
-
     @contextmanager
     def conditioned(self, transformer: nn.Module, conditions: Conditions) -> Iterator[None]:
         """Put the references behind the tokens that the pipeline gives, and take their output off again."""
@@ -196,15 +193,9 @@ class QwenImageEditFamily(QwenImageFamily):
         def remove(_: nn.Module, args: tuple[Any, ...], output: tuple[Tensor]) -> tuple[Tensor]:
             return (output[0][:, : length[0]],)
 
-        hooks = [
-            transformer.register_forward_pre_hook(add, with_kwargs=True, prepend=True),
-            transformer.register_forward_hook(remove),
-        ]
-        try:
+        adding = transformer.register_forward_pre_hook(add, with_kwargs=True, prepend=True)
+        with adding, transformer.register_forward_hook(remove):
             yield
-        finally:
-            for hook in hooks:
-                hook.remove()
 
 
 class QwenImageEditPlusFamily(QwenImageEditFamily):

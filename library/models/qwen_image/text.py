@@ -60,14 +60,14 @@ class PromptTemplate:
         dropped: tokens of the template's beginning whose vectors are dropped.
         label: what stands before an image, ``{}`` for its number; None: images are not seen.
         area: pixels that an image is resized to, about.
-        references: how many images a caption may have, from and to (None: any number).
+        references: how many images a caption has; None: any number.
     """
 
     task: str
     dropped: int
     label: str | None = None
     area: int = 0
-    references: tuple[int, int | None] = (0, 0)
+    references: int | None = 0
 
     def fill(self, caption: str, images: Sequence[int]) -> str:
         """Return the whole prompt; ``images`` says how many tokens each image takes."""
@@ -83,8 +83,8 @@ class PromptTemplate:
 
 TEMPLATES = {
     "qwen_image": PromptTemplate(_DESCRIBE, 34),
-    "qwen_image_edit": PromptTemplate(_ALTER, 64, "", 1024 * 1024, (1, 1)),
-    "qwen_image_edit_plus": PromptTemplate(_ALTER, 64, "Picture {}: ", 384 * 384, (0, None)),
+    "qwen_image_edit": PromptTemplate(_ALTER, 64, "", 1024 * 1024, 1),
+    "qwen_image_edit_plus": PromptTemplate(_ALTER, 64, "Picture {}: ", 384 * 384, None),
 }
 
 
@@ -147,14 +147,13 @@ class QwenTextEncoder(LanguageModelEncoder):
         return inputs
 
     def _check_references(self, shown: Sequence[Sequence[Image.Image]]) -> None:
-        least, most = self.template.references
-        for images in shown:
-            if len(images) < least or (most is not None and len(images) > most):
-                takes = f"{least}" if least == most else f"at least {least}"
-                remedy = '; use model_type = "qwen_image_edit_plus"' if images and most == 1 else ""
+        taken = self.template.references
+        for count in map(len, shown):
+            if taken is not None and count != taken:
+                edits_several = count > 1 and taken == 1
+                remedy = 'use model_type = "qwen_image_edit_plus"' if edits_several else "give each image its own"
                 raise UserError(
-                    f"control_directory: {len(images)} reference images of one caption, this model takes "
-                    f"{takes}{remedy or '; give each image its own'}"
+                    f"control_directory: {count} reference images of one caption, this model takes {taken}; {remedy}"
                 )
 
     def _resized(self, image: Image.Image) -> Image.Image:
@@ -208,8 +207,7 @@ def load_qwen_text(
     def build() -> Any:
         return Qwen2_5_VLModel(config) if images else Qwen2_5_VLTextModel(config.text_config)
 
-    model: Any = load_into(build, weights, key_map, dtype, device, fp8=WeightLoader(recipe, compute="dequant"))
-    return model
+    return load_into(build, weights, key_map, dtype, device, fp8=WeightLoader(recipe, compute="dequant"))
 
 
 def check_qwen_text(path: Path, images: bool = False) -> None:

@@ -19,7 +19,7 @@ from diffusers import ZImageTransformer2DModel
 from diffusers.models.transformers import transformer_z_image as diffusers_z
 from torch import Tensor
 
-from library.models.blocks import AttentionProcessor, adopt_classes, adopt_norms
+from library.models.blocks import AttentionProcessor, adopt
 from library.nn.attention import Backend
 from library.nn.frozen_linear import project_recomputed, project_together
 
@@ -29,8 +29,7 @@ def optimise_forward(transformer: ZImageTransformer2DModel, backend: Backend = "
 
     Parameters are shared, not copied, and keep their names; LoRA may be injected before or after.
     """
-    adopt_norms(transformer)
-    adopt_classes(transformer, FeedForward, TimestepEmbedder)
+    adopt(transformer, FeedForward, TimestepEmbedder)
     for module in transformer.modules():
         if isinstance(module, diffusers_z.ZImageTransformerBlock):
             module.attention.set_processor(AttentionProcessor(backend))

@@ -66,9 +66,7 @@ def load_z_image_text(
         model.norm = nn.Identity()
         return model
 
-    model = load_into(build, weights, key_map, dtype, device, fp8=WeightLoader(recipe, compute="dequant"))
-    assert isinstance(model, Qwen3Model)
-    return model
+    return load_into(build, weights, key_map, dtype, device, fp8=WeightLoader(recipe, compute="dequant"))
 
 
 def text_width(path: Path) -> int:

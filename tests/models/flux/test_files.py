@@ -103,7 +103,7 @@ def test_single_file_asks_for_what_must_lie_beside_it(files: SingleFiles, option
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("ae", r"not an autoencoder \(no encoder\.conv_in\.weight\); give FLUX's ae\.safetensors"),
+        ("ae", r"not FLUX's autoencoder \(no encoder\.conv_in\.weight\); give FLUX's ae\.safetensors"),
         ("clip_l", r"not a CLIP text encoder .*; give clip_l\.safetensors as clip_l"),
         ("t5xxl", r"not a T5 encoder .*; give t5xxl_fp16\.safetensors as t5xxl"),
     ],
@@ -119,6 +119,15 @@ def test_autoencoder_of_stable_diffusion_is_refused(files: SingleFiles, tmp_path
     save_file(state, tmp_path / "sd.safetensors")
     with pytest.raises(UserError, match="4 latent channels, FLUX has 16"):
         model_family(files.model_config(ae=str(tmp_path / "sd.safetensors")))
+
+
+def test_autoencoder_of_qwen_image_with_diffusers_names_is_refused(files: SingleFiles, tmp_path: Path) -> None:
+    state = {"encoder.conv_in": (96, 3), "decoder.conv_in": (384, 16), "encoder.down_blocks.0.conv1": (96, 96)}
+    path = tmp_path / "qwen.safetensors"
+    save_file({f"{name}.weight": torch.zeros(*shape, 3, 3, 3) for name, shape in state.items()}, path)
+    lacking = r"not FLUX's autoencoder \(no encoder\.down_blocks\.0\.resnets\.0\.conv1\.weight\)"
+    with pytest.raises(UserError, match=lacking):
+        model_family(files.model_config(ae=str(path)))
 
 
 @pytest.mark.parametrize(
@@ -222,6 +231,17 @@ def test_tokenizer_that_cannot_be_had_names_its_option(
     family = model_family(files.model_config(**{option: "nobody/nothing"}))
     with pytest.raises(UserError, match=f"{option}: tokenizer 'nobody/nothing' is neither .*point {option} to a local"):
         family.load_text_encoder(torch.float32)
+
+
+def test_tokenizer_is_downloaded_where_the_cache_has_other_files_of_the_model_alone(
+    folder: Path, files: SingleFiles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def snapshot(name: str, allow_patterns: list[str], local_files_only: bool = False) -> str:
+        return str(tmp_path if local_files_only else folder / "tokenizer_2")
+
+    monkeypatch.setattr("library.models.text.snapshot_download", snapshot)
+    family = model_family(files.model_config(t5xxl_tokenizer="someone/t5"))
+    assert family.load_text_encoder(torch.float32).encode(["a"])
 
 
 def test_tokenizer_folder_without_a_tokenizer_is_named(files: SingleFiles, tmp_path: Path) -> None:

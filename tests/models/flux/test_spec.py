@@ -18,6 +18,7 @@ from library.models.family import model_family
 from library.models.flux.model import image_positions
 from library.models.flux.spec import FluxFamily
 from library.models.latents import pack_latents, unpack_latents
+from tests.models.sampled import assert_sample_is_the_pipelines
 from tests.tiny import save_single_files, tiny_flux_inputs, tiny_flux_pipeline
 
 TEXT = ("prompt_embeds", "pooled_prompt_embeds")
@@ -142,35 +143,8 @@ def test_image_of_an_odd_size_is_refused(folders: dict[str, Path]) -> None:
 @pytest.mark.parametrize(("kind", "cfg"), [("dev", 1.0), ("schnell", 1.0), ("dev", 3.0)])
 def test_sample_is_the_pipelines_picture(folders: dict[str, Path], kind: str, cfg: float) -> None:
     family, pipeline = family_of(folders[kind]), pipeline_of(folders[kind])
-    positive, negative = family.load_text_encoder(torch.float32).encode(["a red ball", "blurry"])
-    ours = family.sample(
-        family.load_transformer(torch.float32),
-        family.load_image_encoder(torch.float32),
-        positive,
-        width=64,
-        height=48,
-        steps=3,
-        guidance=3.5,
-        seed=7,
-        negative_text=negative if cfg > 1 else None,
-        cfg=cfg,
-    )
-    theirs = pipeline(
-        "a red ball",
-        negative_prompt="blurry" if cfg > 1 else None,
-        true_cfg_scale=cfg,
-        width=64,
-        height=48,
-        num_inference_steps=3,
-        guidance_scale=3.5,
-        max_sequence_length=24,
-        generator=torch.Generator().manual_seed(7),
-    ).images[0]
-    assert ours.size == theirs.size == (64, 48)
-    tokens = 64 * 48 // (2 * pipeline.vae_scale_factor) ** 2
-    assert family.sampling_sigmas(3, tokens) == pytest.approx(pipeline.scheduler.sigmas.tolist())
-    difference = np.abs(np.asarray(ours, dtype=int) - np.asarray(theirs, dtype=int))
-    assert difference.max() <= 1  # of 255: sums split differently may cross a rounding edge
+    guidance = {"guidance_scale": 3.5, "true_cfg_scale": cfg, "max_sequence_length": 24}
+    assert_sample_is_the_pipelines(family, pipeline, cfg, **guidance)
 
 
 def test_sampling_leaves_the_transformer_as_it_was(folders: dict[str, Path]) -> None:

@@ -6,7 +6,6 @@ import gc
 import weakref
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from diffusers import QwenImagePipeline
@@ -21,6 +20,7 @@ from library.models.qwen_image.spec import QwenImageFamily
 from library.precision.files.fp8 import Fp8Scheme
 from library.precision.recipe import Recipe, WeightLoader
 from library.training.tasks.image_step import FlowStep
+from tests.models.sampled import assert_sample_is_the_pipelines
 from tests.tiny_qwen import save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
 
 CAPTIONS = ["a red disc", "make the picture of a small plain disc blue, yellow and purple"]
@@ -173,36 +173,7 @@ def test_latents_are_the_normalised_mean_of_the_pipelines_vae_and_decode_back(
 
 @pytest.mark.parametrize("cfg", [1.0, 4.0])
 def test_samples_are_those_of_the_pipeline(folder: Path, pipeline: QwenImagePipeline, cfg: float) -> None:
-    family = family_of(folder)
-    transformer, encoder = family.load_transformer(torch.float32).train(), family.load_text_encoder(torch.float32)
-    text, negative = encoder.encode([CAPTIONS[0], "blurry, large"])
-    image = family.sample(
-        transformer,
-        family.load_image_encoder(torch.float32),
-        text,
-        width=64,
-        height=96,
-        steps=3,
-        guidance=3.5,
-        seed=7,
-        negative_text=negative if cfg > 1 else None,
-        cfg=cfg,
-    )
-    theirs = pipeline(
-        CAPTIONS[0],
-        negative_prompt="blurry, large" if cfg > 1 else None,
-        true_cfg_scale=cfg,
-        width=64,
-        height=96,
-        num_inference_steps=3,
-        generator=torch.Generator().manual_seed(7),
-    ).images[0]
-    assert image.size == theirs.size == (64, 96)
-    tokens = 64 * 96 // (2 * pipeline.vae_scale_factor) ** 2
-    assert family.sampling_sigmas(3, tokens) == pytest.approx(pipeline.scheduler.sigmas.tolist())
-    # the same numbers up to rounding, of which one step of 255 may be left
-    assert np.abs(np.asarray(image, dtype=int) - np.asarray(theirs, dtype=int)).max() <= 1
-    assert transformer.training, "the mode is put back"
+    assert_sample_is_the_pipelines(family_of(folder), pipeline, cfg, true_cfg_scale=cfg)
 
 
 def test_sampling_refuses_one_step_and_odd_sizes_and_keeps_no_reference(folder: Path) -> None:

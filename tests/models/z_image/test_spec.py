@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from diffusers import ZImagePipeline, ZImageTransformer2DModel
@@ -27,6 +26,7 @@ from library.training.flow import noise_for, sample_sigmas
 from library.training.tasks.image_step import FlowStep
 from networks.network import inject_adapter
 from networks.options import parse_network_args
+from tests.models.sampled import assert_sample_is_the_pipelines
 from tests.parity.peft_lora import assert_gradients_are_pefts, copy_to_peft, fill_up
 from tests.tiny_qwen import tiny_qwen_pipeline
 from tests.tiny_z_image import save_z_split_files, tiny_z_inputs, tiny_z_pipeline, tiny_z_transformer
@@ -182,37 +182,8 @@ def test_the_last_layer_of_the_text_encoder_is_not_loaded_and_an_fp8_one_is_near
 
 @pytest.mark.parametrize("cfg", [1.0, 4.0])
 def test_samples_are_those_of_the_pipeline(folder: Path, pipeline: ZImagePipeline, cfg: float) -> None:
-    family = family_of(folder)
-    transformer, encoder = family.load_transformer(torch.float32).train(), family.load_text_encoder(torch.float32)
-    text, negative = encoder.encode([CAPTIONS[0], "blurry, large"])
-    image = family.sample(
-        transformer,
-        family.load_image_encoder(torch.float32),
-        text,
-        width=64,
-        height=96,
-        steps=3,
-        guidance=3.5,
-        seed=7,
-        negative_text=negative if cfg > 1 else None,
-        cfg=cfg,
-    )
-    theirs = pipeline(
-        CAPTIONS[0],
-        negative_prompt="blurry, large",
-        guidance_scale=cfg - 1,  # the pipeline counts from 0
-        width=64,
-        height=96,
-        num_inference_steps=3,
-        generator=torch.Generator().manual_seed(7),
-    ).images[0]
-    assert image.size == theirs.size == (64, 96)
-    tokens = 64 * 96 // (2 * pipeline.vae_scale_factor) ** 2
-    assert family.sampling_sigmas(3, tokens) == pytest.approx(pipeline.scheduler.sigmas.tolist())
-    # the same numbers up to rounding, of which one step of 255 may be left
-    assert np.abs(np.asarray(image, dtype=int) - np.asarray(theirs, dtype=int)).max() <= 1
-    assert np.asarray(image).std() > 5
-    assert transformer.training, "the mode is put back"
+    # the pipeline counts from 0
+    assert_sample_is_the_pipelines(family_of(folder), pipeline, cfg, guidance_scale=cfg - 1)
 
 
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
