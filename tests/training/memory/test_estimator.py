@@ -178,7 +178,7 @@ def test_each_layout_splits_what_the_page_says() -> None:
     assert of(StepOptions(checkpointing=True)).activations == 4 * 100 + 3400 + 1000 + 500
     deep = replace(MODEL, blocks=(replace(BLOCK, count=20),))
     pairs = estimate(deep, ParallelConfig(), StepOptions(checkpointing=True)).activations
-    assert pairs == (14 + 3) * 100 + (2 * 3400 - 14 * 100) + 1000 + 500  # backward is at the first of three pairs
+    assert pairs == (12 + 4) * 100 + (2 * 3400 - 12 * 100) + 1000 + 500  # backward is at the first of four pairs
     assert of(StepOptions(fp8=True)).weights == 4 * (800 + 400) + 800
     assert of(StepOptions(batch=3)).activations == 3 * plain["activations"]
     first, second, third = (of(dp=2, zero=stage) for stage in (1, 2, 3))
@@ -219,9 +219,9 @@ def test_the_tool_recommends_settings_that_a_training_file_takes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     said = plan(capsys, "--model", "gpt2-124m", "--train", "all", "--gpu_memory", "5", "--gpus", "4",
-                "--tokens", "1024",
                 "--save_to", str(tmp_path / "rows.json"))  # fmt: skip
     rows = json.loads((tmp_path / "rows.json").read_text())
+    assert "a batch of 1 at 1024 tokens" in said  # which is all of its context
     first = next(row for row in rows if row["fits"])
     assert said.count("<- recommended") == 1
     settings = toml.loads("[" + said.partition("\n[")[2].rpartition("torchrun")[0])
