@@ -7,8 +7,8 @@ it. For a block of FLUX.1 (3072 x 15360) that is, in MiB beside the weight, inpu
                   weight    dequantised    fused
     fp8, int8     45, 48    90             0
     mxfp8         46        96             0
-    nvfp4         25        371            0        numbers are looked up in fp32 first
-    nf4           25, 23    186            0, 14    with double quantisation: magnitudes in fp32
+    nvfp4         25        190            0        numbers are looked up in fp32 first, some rows at a time
+    nf4           25, 23    186            0, 14    so are these; with double quantisation: magnitudes in fp32
     Q8_0          48        156            0
     Q4_0          25        172            0
 
