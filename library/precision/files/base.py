@@ -534,8 +534,11 @@ class FileTensors:
         for name in (name for name in self.entries if name.rpartition(".")[2] == "comfy_quant"):
             try:
                 configs[name.rpartition(".")[0]] = dict(json.loads(bytes(self.read(name).tolist())))
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, RecursionError):
                 raise self.refuse(name, "is not the JSON object ComfyUI writes") from None
+        for layer, config in configs.items():
+            if not isinstance(kind := config.get("format"), str | None):
+                raise self.refuse(f"{layer}.comfy_quant", f"names the format {kind!r}, which is not read")
         return configs
 
     def full_name(self, layer: str) -> str:

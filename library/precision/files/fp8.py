@@ -365,7 +365,7 @@ def _stored(file: FileTensors, name: str, fp8: Fp8Format, marked: bool, precise:
         layout, precise = "comfy_quant", bool(config.get(HIGH_PRODUCTS))
         if not beside:
             raise file.refuse(name, "is quantised by its marker and has no weight_scale")
-    elif layout == "rows" and scale_shape is not None and scale_shape[0] == 1 < shape[0]:
+    elif layout == "rows" and scale_shape is not None and scale_shape[0] == 1 and shape[:1] != (1,):
         raise file.refuse(beside[0], "is one scale without a comfy_quant marker or _quantization_metadata")
     elif marked and layout == "plain":
         layout = "comfy_scaled"
