@@ -71,6 +71,7 @@ answer_early(__name__, arguments)
 
 import torch
 
+from library.models.llm.spec import LMConfig
 from library.models.registry import family_class
 from library.training.memory.budget import GIB, MemoryEstimate
 from library.training.memory.estimator import (
@@ -166,10 +167,12 @@ def main() -> None:
     options = arguments()
     gpus, within = options.gpus, options.gpus_per_machine or options.gpus
     shape, full = shape_of(options.model), options.train == "all"
-    language = shape.is_language_model
-    if full and not language:
+    language = shape.arguments if isinstance(shape.arguments, LMConfig) else None
+    if full and language is None:
         raise UserError("--train all: Tandem trains LoRAs on image models; leave it out")
-    tokens = options.tokens or 2048 if language else (options.resolution // _TOKEN_SIDE) ** 2
+    tokens = (options.resolution // _TOKEN_SIDE) ** 2
+    if language is not None:
+        tokens = min(options.tokens or 2048, language.context)
     dtype = torch.float32 if full else torch.bfloat16
     model = model_memory(shape, tokens, options.text_tokens, 0 if full else options.network_dim, dtype)
     limit = round(options.gpu_memory * GIB)

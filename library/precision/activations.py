@@ -164,12 +164,11 @@ def roundings(
     found: dict[str, InputRounding] = {}
     for name in layers:
         said = served.get(name)
-        scale = said.scale if said else None
-        if how != "auto":
-            if how != "static" or scale is not None:
-                found[name] = InputRounding(how, scale if how in ("static", "nvfp4") else None)
-        elif said and said.how and (heeded is None or said.layout in heeded):
-            found[name] = InputRounding(said.how, scale if said.how in ("static", "nvfp4") else None)
+        asked = said.how if said and (heeded is None or said.layout in heeded) else None
+        word = asked if how == "auto" else how
+        scale = said.scale if said and word in ("static", "nvfp4") else None
+        if word and (word != "static" or scale is not None):
+            found[name] = InputRounding(word, scale)
     return found
 
 

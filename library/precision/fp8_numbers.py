@@ -81,12 +81,10 @@ FP8_DTYPES = {fp8.dtype: fp8 for fp8 in FORMATS}
 
 def format_named(name: str) -> Fp8Format:
     """Return the format called ``name``; ``fp8_e4m3fn`` and ``float8_e4m3fn`` are understood too."""
-    plain = name.removeprefix("float8_").removeprefix("fp8_")
-    for fp8 in FORMATS:
-        if plain == fp8.name:
-            return fp8
-    names = [fp8.name for fp8 in FORMATS]
-    raise UserError(f"fp8 format {name!r} is none of {', '.join(names)}{did_you_mean(plain, names)}")
+    plain, formats = name.removeprefix("float8_").removeprefix("fp8_"), {fp8.name: fp8 for fp8 in FORMATS}
+    if plain not in formats:
+        raise UserError(f"fp8 format {name!r} is none of {', '.join(formats)}{did_you_mean(plain, formats)}")
+    return formats[plain]
 
 
 def format_of(dtype: torch.dtype) -> Fp8Format:
@@ -150,8 +148,10 @@ def row_scale(x: Tensor, most: float, least: float) -> Tensor:
     return (largest / most).clamp_min(least)
 
 
-def whole_stochastically(values: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return the whole number below or above each of ``values``, the expected value unchanged."""
+def round_to_whole(values: Tensor, stochastic: bool, generator: torch.Generator | None) -> Tensor:
+    """Return the nearest whole number, the even one of two; or that below or above, the expected value unchanged."""
+    if not stochastic:
+        return values.round()
     below = values.floor()
     random = torch.rand(values.shape, generator=generator, device=values.device)
     return below.add_(random < values - below)

@@ -37,16 +37,6 @@ QUANTIZED_PRECISIONS: dict[str, tuple[LayoutKind, str]] = {
     "fp8": ("plain", "cast"),
     "fp8_scaled": ("comfy_scaled", "tensor"),
     "fp8_comfy_quant": ("comfy_quant", "tensor"),
-    "fp8_row": ("musubi", "row"),
-    "fp8_block64": ("musubi", "block64"),
-    "fp8_block128": ("musubi", "block128"),
+    **{f"fp8_{scales}": (USUAL_LAYOUTS[scales], scales) for scales in ("row", "block64", "block128")},
     **{name: (layout, name) for name, layout in USUAL_LAYOUTS.items() if name not in GRANULARITIES},
 }
-
-
-def high_precision_products(scheme: str) -> bool:
-    """Return whether new files of ``scheme`` ask ComfyUI for products in high precision.
-
-    Those in fp8 do, as training saw them; int8 and nvfp4 are chosen for their products, and no published file asks.
-    """
-    return scheme in GRANULARITIES

@@ -7,8 +7,8 @@ it. For a block of FLUX.1 (3072 x 15360) that is, in MiB beside the weight, inpu
                   weight    dequantised    fused
     fp8, int8     45, 48    90             0
     mxfp8         46        96             0
-    nvfp4         25        371            0        numbers are looked up in fp32 first
-    nf4           25, 23    186            0, 14    with double quantisation: magnitudes in fp32
+    nvfp4         25        190            0        numbers are looked up in fp32 first, some rows at a time
+    nf4           25, 23    186            0, 14    so are these; with double quantisation: magnitudes in fp32
     Q8_0          48        156            0
     Q4_0          25        172            0
 
@@ -63,7 +63,6 @@ from torch import Tensor
 
 from library.precision.files.base import Encoded, QuantizedWeight, device_is_capable
 
-_DEVICES = ("cuda",)
 _DTYPES = (torch.bfloat16, torch.float16)  # fp32 would not go to the tensor cores, and nothing would be gained
 # Of 8 warps: features, and terms of their sums, in a tile. 64 fp32 sums a thread; with three stages in flight at most
 # 73 KiB of shared memory, where a consumer's card has 99. Wider ones decode less often, and spill below Hopper.
@@ -87,7 +86,7 @@ def input_gradient(gradient: Tensor, weight: QuantizedWeight) -> Tensor | None:
 
 
 def _encoded(x: Tensor, weight: QuantizedWeight) -> Encoded | None:
-    if x.device.type not in _DEVICES or x.dtype not in _DTYPES or not x.numel() or len(weight.shape) != 2:
+    if not device_is_capable(x.device, (8, 0)) or x.dtype not in _DTYPES or not x.numel() or len(weight.shape) != 2:
         return None
     encoded = weight.encoded()
     if encoded is None or not all(t.is_contiguous() for t in (encoded.values, encoded.scale, encoded.table)):
@@ -110,7 +109,9 @@ def fused_product(
     out, block_n = x.new_empty(rows, features), min(_MOST_ROWS, max(_FEWEST_ROWS, triton.next_power_of_2(rows)))
     tensors = (x, _as_bytes(values), _as_bytes(scale), table, x if bias is None else bias, out)
     strides = (0 if scale.shape[0] == 1 else scale.shape[1], 0 if table.shape[0] == 1 else 1)
-    kind = {"CODE": _decoder(code, x.device), "SCALE": _kind(scale), "RUN": _run(scale, inputs)}
+    if code == "e4m3fn" and device_is_capable(x.device, (8, 9)):
+        code = "fp8e4nv"  # which Triton converts by an instruction of the card
+    kind = {"CODE": code, "SCALE": _kind(scale), "RUN": _run(scale, inputs)}
     which = {"BIAS": bias is not None, "BACKWARD": backward}
     tile = {"BLOCK_N": block_n, "BLOCK_F": BLOCK_F, "BLOCK_K": BLOCK_K, "GROUP": GROUP}
     grid = (triton.cdiv(rows, block_n) * triton.cdiv(features, BLOCK_F),)
@@ -125,11 +126,6 @@ def fused_product(
 @fused_product.register_fake
 def _(x, code, values, scale, table, outputs, inputs, bias, backward):
     return x.new_empty(x.shape[0], inputs if backward else outputs)
-
-
-def _decoder(code: str, device: torch.device) -> str:
-    """Return ``code``, or Triton's name of e4m3 where a card has an instruction that converts it."""
-    return "fp8e4nv" if code == "e4m3fn" and device_is_capable(device, (8, 9)) else code
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ included, stays bit for bit.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from library.errors import UserError, counted
 from library.precision.checkpoint import QuantizedFile, WeightFiles
 from library.precision.files.base import COMFY_PREFIX, HIGH_PRODUCTS, QuantizedWeight, StoredWeight
 from library.precision.fp8_numbers import E4M3FN
-from library.precision.names import LayoutKind, high_precision_products
+from library.precision.names import GRANULARITIES, LayoutKind
 from library.precision.recipe import Recipe
 from library.safetensors_io import DTYPES, read_tensor, stream_safetensors, tensor_bytes
 
@@ -108,7 +108,9 @@ def write_quantized(
     if source is not None and merge is None and low_precision_products is not None:
         return _write_products(source, target, low_precision_products, progress)
     if low_precision_products is None:
-        low_precision_products = not high_precision_products(recipe.scheme.name)
+        # fp8 is multiplied in high precision, as training saw it; int8 and nvfp4 are chosen for their products, and no
+        # published file in them asks for others
+        low_precision_products = recipe.scheme.name not in GRANULARITIES
     specs = {name: entry.spec for name, entry in weights.entries.items()}
     linears = linear_weights(weights)
     stored = _stored(weights, linears, layout, recipe)
@@ -120,7 +122,8 @@ def write_quantized(
         elif source is None:
             plan |= _tensors(stored[name], partial(_rounded, name, read, recipe, stored[name], merge))
             if layout == "comfy_quant":
-                plan |= _layer_marker(stored[name], low_precision_products)
+                asked = _asking(stored[name].comfy_config(), low_precision_products)
+                plan[f"{name.removesuffix('.weight')}.comfy_quant"] = _made(_json_tensor(asked))
         else:
             assert merge is not None
             plan |= _tensors(stored[name], partial(merge.rounded, name), weights)
@@ -128,7 +131,8 @@ def write_quantized(
         for name in source.bookkeeping - plan.keys():
             plan[name] = *source.file.entries[name].spec, partial(source.file.read, name)
     elif layout == "comfy_scaled":
-        plan |= _file_marker(specs, low_precision_products)
+        prefix = COMFY_PREFIX if any(name.startswith(COMFY_PREFIX) for name in specs) else ""
+        plan[f"{prefix}scaled_fp8"] = _made(_asking_marker(E4M3FN.dtype, low_precision_products))
     strings = dict(weights.metadata) | ({"quantised": recipe.describe()} if source is None else {})
     before, after = sum(tensor_bytes(*spec) for spec in specs.values()), _planned_bytes(plan)
     _stream(target, plan, strings | dict(metadata or {}), progress)
@@ -172,14 +176,12 @@ def _stored(
 ) -> dict[str, StoredWeight]:
     """Return which linear weights are quantised and how they lie in the file: as the recipe says, or as they do."""
     chosen: dict[str, StoredWeight] = {}
-    if weights.quantized is None:
+    if (source := weights.quantized) is not None:
+        chosen = {name: source.weights[name] for layer in linears if (name := f"{layer}.weight") in source.weights}
+    else:
         recipe.check_patterns(linears)
-    for layer in linears:
-        name = f"{layer}.weight"
-        if weights.quantized is not None:
-            if name in weights.quantized.weights:
-                chosen[name] = weights.quantized.weights[name]
-        else:
+        for layer in linears:
+            name = f"{layer}.weight"
             dtype, shape = weights.entries[name].spec
             if recipe.scheme_of(layer, shape) is not None:  # the layout is asked for the scheme, not for what fits
                 chosen[name] = recipe.scheme.store(layout, name, shape, dtype)
@@ -245,16 +247,6 @@ def _asking(config: Mapping[str, Any], low_precision_products: bool) -> dict[str
 
 def _json_tensor(config: Mapping[str, Any]) -> Tensor:
     return torch.tensor(list(json.dumps(config).encode()), dtype=torch.uint8)
-
-
-def _layer_marker(stored: StoredWeight, low_precision_products: bool) -> dict[str, _Planned]:
-    marker = _json_tensor(_asking(stored.comfy_config(), low_precision_products))
-    return {f"{stored.name.removesuffix('.weight')}.comfy_quant": _made(marker)}
-
-
-def _file_marker(names: Iterable[str], low_precision_products: bool) -> dict[str, _Planned]:
-    prefix = COMFY_PREFIX if any(name.startswith(COMFY_PREFIX) for name in names) else ""
-    return {f"{prefix}scaled_fp8": _made(_asking_marker(E4M3FN.dtype, low_precision_products))}
 
 
 def _asking_marker(dtype: torch.dtype, low_precision_products: bool) -> Tensor:

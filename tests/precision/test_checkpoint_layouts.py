@@ -149,9 +149,12 @@ REFUSED = {
     | {"b.scale_weight": torch.ones(1), "b.weight": torch.ones(2, 2)},
     "'a.weight_scale' is one scale without a comfy_quant marker": W | {"a.weight_scale": torch.ones(1)},
     "'a.comfy_quant' names the format 'int3'": W | {"a.comfy_quant": marker(format="int3")},
-    "'b.comfy_quant' marks a layer without a weight": W | {"b.comfy_quant": marker(format="float8_e4m3fn")},
-    "'a.weight' has dtype F8_E4M3 where its marker says e5m2": W | {"a.comfy_quant": marker(format="float8_e5m2")},
+    "'a.comfy_quant' names the format ['x']": W | {"a.comfy_quant": marker(format=["x"])},
+    "'a.weight' has dtype F8_E4M3 where float8_e5m2 has U8 or F8_E5M2": W
+    | {"a.comfy_quant": marker(format="float8_e5m2")},
     "'a.comfy_quant' is not the JSON object ComfyUI writes": W | {"a.comfy_quant": torch.zeros(3, dtype=torch.uint8)},
+    "is not the JSON object ComfyUI writes": W | {"a.comfy_quant": torch.full((10**5,), ord("["), dtype=torch.uint8)},
+    "'b.weight_scale' is one scale without a": {"b.weight": codes()[0, 0], "b.weight_scale": torch.ones(())},
     "'a.weight.absmax' belongs to a": {"a.weight": codes().view(torch.uint8), "a.weight.absmax": torch.ones(8)},
 }
 
@@ -167,6 +170,8 @@ def test_an_unknown_layout_is_refused_by_key_name(tmp_path: Path, message: str) 
 
 
 def test_a_broken_header_entry_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="'b.comfy_quant' marks a layer without a weight; download it again"):
+        layout(tmp_path, W | {"b.comfy_quant": marker(format="float8_e4m3fn")})
     with pytest.raises(UserError, match="'_quantization_metadata' is not the JSON object ComfyUI writes"):
         layout(tmp_path, dict(W), {"_quantization_metadata": "[]"})
 

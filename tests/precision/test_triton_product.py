@@ -148,7 +148,7 @@ def test_a_fake_card_gets_the_shapes_and_dtypes_of_a_dequantised_product(
 ) -> None:
     from library.precision import triton_product
 
-    monkeypatch.setattr(triton_product, "_DEVICES", ("cpu",))
+    monkeypatch.setattr(triton_product, "device_is_capable", lambda _, capability: capability == (8, 0))
     weight, launched = encoded_weights(136, 256)[name], []
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = weight.with_tensors({field: mode.from_tensor(t) for field, t in weight.tensors().items()})
@@ -188,7 +188,7 @@ class Allocations(TorchDispatchMode):
 def test_a_fused_product_makes_no_copy_of_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     from library.precision import triton_product
 
-    monkeypatch.setattr(triton_product, "_DEVICES", ("meta",))
+    monkeypatch.setattr(triton_product, "device_is_capable", lambda _, capability: capability == (8, 0))
     mebibytes, weights = {}, encoded_weights(32, 15360)
     for name in ("fp8_row", "fp8_block64", "int8_row", "mxfp8", "nvfp4", "nf4", "nf4_nested", "Q8_0", "Q4_0"):
         weight = without_numbers(weights[name], 96)
@@ -198,7 +198,7 @@ def test_a_fused_product_makes_no_copy_of_the_weight(monkeypatch: pytest.MonkeyP
             peaks = [peak_of(way, weight, each, held) for each in (x, gradient)]
             mebibytes[name, way] = [round(peak / 2**20) for peak in peaks]
     # the table in the module's first lines
-    dequantised = {"mxfp8": 96, "nvfp4": 371, "nf4": 186, "nf4_nested": 186, "Q8_0": 156, "Q4_0": 172}
+    dequantised = {"mxfp8": 96, "nvfp4": 190, "nf4": 186, "nf4_nested": 186, "Q8_0": 156, "Q4_0": 172}
     for (name, way), found in mebibytes.items():
         expected = dequantised.get(name, 90) if way == "dequant" else 14 if name == "nf4_nested" else 0
         assert found == [expected, expected], (name, way)
@@ -239,6 +239,21 @@ def test_a_card_multiplies_in_bf16_as_a_dequantised_weight_is_multiplied(name: s
         for fused, dequantised in zip(*results, strict=True):
             # the same numbers, summed in fp32 and rounded to bf16's 8 bits; the gradient's of outputs rounded likewise
             assert (fused.float() - dequantised.float()).norm() <= 2**-7 * dequantised.float().norm()
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
+def test_a_card_without_bf16_on_its_tensor_cores_has_the_weight_dequantised(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from library.precision import triton_product
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    weight = encoded_weights(40, 128)["fp8_row"]
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(2, 128, dtype=torch.bfloat16, device="cuda")
+        fused = triton_product.product(x, weight, None)
+    assert (fused is None) == (capability < (8, 0))
 
 
 @needs_triton

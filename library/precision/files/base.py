@@ -32,7 +32,7 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.precision.names import LayoutKind
-from library.safetensors_io import TensorEntry, TensorSpecs, read_tensor
+from library.safetensors_io import RowRange, TensorEntry, TensorSpecs, read_rows
 
 COMFY_PREFIX = "model.diffusion_model."
 HIGH_PRODUCTS = "full_precision_matrix_mult"  # key of ComfyUI's word about a layer
@@ -270,16 +270,19 @@ class Scheme(ABC):
         """
 
     @abstractmethod
-    def nearest(self, units: Tensor) -> Tensor:
-        """Return the nearest number there is to each of ``units``, fp32; saturating."""
+    def round(self, units: Tensor, stochastic: bool = False, generator: torch.Generator | None = None) -> Tensor:
+        """Return the nearest number there is to each of ``units`` fp32; saturating.
 
-    @abstractmethod
-    def stochastic(self, units: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Return of each of ``units`` one of its two neighbours, the expected value unchanged; saturating."""
+        Args:
+            stochastic: one of the two neighbours instead, the expected value unchanged. generator: for that.
+
+        Returns:
+            In fp32, or in a dtype that has just these numbers.
+        """
 
     @abstractmethod
     def pack(self, units: Tensor, steps: Tensor | None) -> QuantizedWeight:
-        """Return the weight of ``units`` [out, in], all of them numbers there are, and of ``steps``."""
+        """Return the weight of ``units`` [out, in], as :meth:`round` returns them, and of ``steps``."""
 
     def store(self, layout: LayoutKind, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredWeight:
         """Return how the weight ``name`` is to lie in a new file.
@@ -312,14 +315,7 @@ class Scheme(ABC):
         """
         values = self.rotate(weight.detach().float())
         steps = self.steps(self.magnitudes(values), before)
-        units = in_units(values, steps)
-        return self.rounded(units, steps, stochastic, generator)
-
-    def rounded(
-        self, units: Tensor, steps: Tensor | None, stochastic: bool, generator: torch.Generator | None
-    ) -> QuantizedWeight:
-        """Return the weight of ``units`` [out, in], rounded, and of ``steps``."""
-        return self.pack(self.stochastic(units, generator) if stochastic else self.nearest(units), steps)
+        return self.pack(self.round(in_units(values, steps), stochastic, generator), steps)
 
     def magnitudes(self, values: Tensor) -> Tensor:
         """Return the largest magnitude of each group of ``values`` [out, in], [rows, runs]."""
@@ -352,7 +348,7 @@ class ReadOnlyScheme(Scheme):
     def _refuse(self, *_: object, **__: object) -> Any:
         raise UserError(self.refusal)
 
-    groups = steps = nearest = stochastic = pack = quantize = store = _refuse
+    groups = steps = round = pack = quantize = store = _refuse
 
 
 def device_is_capable(device: torch.device, capability: tuple[int, int]) -> bool:
@@ -473,12 +469,15 @@ class StoredWeight(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class StoredReadOnly(StoredWeight):
-    """Where a weight of a format lies that nothing here writes."""
+    """Where a weight lies of a format, ``kind``, that nothing here writes, for ``reason``."""
+
+    reason: ClassVar[str]
+    kind: str
 
     @property
-    @abstractmethod
     def scheme(self) -> ReadOnlyScheme:
         """The format, and why none needs to be written."""
+        return ReadOnlyScheme(self.kind, self.reason)
 
     def specs(self) -> TensorSpecs:
         """Refuse: nothing here writes such a file."""
@@ -502,9 +501,12 @@ class FileTensors:
         entry = self.entries.get(name)
         return entry.dtype if entry is not None else None
 
-    def read(self, name: str) -> Tensor:
-        """Return tensor ``name``."""
-        return read_tensor(self.entries, name)
+    def read(self, name: str, rows: slice = slice(None), held: tuple[int, ...] | None = None) -> Tensor:
+        """Return some rows of tensor ``name``; as bytes of shape ``held``, if given, whatever the file calls them."""
+        entry = self.entries[name]
+        if held is not None:
+            entry = replace(entry, dtype="U8", shape=held)
+        return read_rows({name: entry}, [RowRange(name, rows.start or 0, rows.stop)])
 
     def read_scale(self, name: str) -> Tensor:
         """Return tensor ``name`` in fp32, a scale: positive and finite."""
@@ -532,8 +534,11 @@ class FileTensors:
         for name in (name for name in self.entries if name.rpartition(".")[2] == "comfy_quant"):
             try:
                 configs[name.rpartition(".")[0]] = dict(json.loads(bytes(self.read(name).tolist())))
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, RecursionError):
                 raise self.refuse(name, "is not the JSON object ComfyUI writes") from None
+        for layer, config in configs.items():
+            if not isinstance(kind := config.get("format"), str | None):
+                raise self.refuse(f"{layer}.comfy_quant", f"names the format {kind!r}, which is not read")
         return configs
 
     def full_name(self, layer: str) -> str:

@@ -40,7 +40,6 @@ from library.precision.files.base import (
     runs_of,
 )
 from library.precision.names import LayoutKind
-from library.safetensors_io import RowRange, read_rows
 
 _TILE_ROWS, _TILE_RUNS, _SIDE_BY_SIDE = 128, 4, 32
 
@@ -219,73 +218,56 @@ def from_tiles(tiles: Tensor, shape: Sequence[int]) -> Tensor:
     return by_rows.contiguous().view(tiles.dtype)
 
 
-@dataclass(frozen=True)
-class StoredBlockScales:
-    """How block scales lie in a file: ``dtype``, ``shape`` of the tensor, tiled or not; ``logical``: [rows, runs]."""
+def scales_are_tiled(file: FileTensors, name: str, weight: tuple[int, int], run: int, tiles: bool = True) -> bool:
+    """Return whether the block scales ``name`` of a ``weight`` of that shape lie in tiles, by their tensor's shape.
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    tiled: bool
-    logical: tuple[int, int]
+    Args:
+        run: inputs that share one.
+        tiles: whether whole tiles are taken for tiles; by rows they would have the same shape.
 
-    @classmethod
-    def tiles(cls, dtype: torch.dtype, logical: tuple[int, int]) -> StoredBlockScales:
-        """Return how scales of ``logical`` shape are to lie in tiles."""
-        return cls(dtype, tiled_shape(logical), True, logical)
-
-    @classmethod
-    def of(
-        cls, file: FileTensors, name: str, weight: tuple[int, int], run: int, tiles: bool = True
-    ) -> StoredBlockScales:
-        """Return how the scales ``name`` of a ``weight`` of that shape lie, by the shape of their tensor.
-
-        Args:
-            run: inputs that share one.
-            tiles: whether whole tiles are taken for tiles; by rows they would have the same shape.
-
-        Raises:
-            UserError: the shape is neither's.
-        """
-        if weight[1] % run:
-            raise file.refuse(name, f"cannot scale runs of {run} of {weight[1]} inputs")
-        logical, (dtype, shape) = (weight[0], weight[1] // run), file.entries[name].spec
-        tiled = tiled_shape(logical)
-        if tiles and shape in (tiled, (tiled[0] * tiled[1],)):
-            return cls(dtype, shape, True, logical)
-        if shape == logical:
-            return cls(dtype, shape, False, logical)
-        asked = f"{list(tiled)} (in tiles) or {list(logical)} (by rows)" if tiles else f"{list(logical)}, by rows"
-        raise file.refuse(name, f"of shape {list(shape)} are not the block scales of their weight, which are {asked}")
-
-    def read(self, file: FileTensors, name: str, dtype: torch.dtype) -> Tensor:
-        """Return the scales by rows, [rows, runs], of ``dtype``."""
-        scales = file.read(name).view(dtype)
-        return from_tiles(scales, self.logical) if self.tiled else scales
-
-    def written(self, scales: Tensor) -> Tensor:
-        """Return ``scales`` [rows, runs] as the file has them; fewer rows than there are filled up with zeros."""
-        whole = with_rows(scales, self.logical[0])
-        return (to_tiles(whole) if self.tiled else whole).view(self.dtype).reshape(self.shape)
+    Raises:
+        UserError: the shape is neither's.
+    """
+    if weight[1] % run:
+        raise file.refuse(name, f"cannot scale runs of {run} of {weight[1]} inputs")
+    by_rows, shape = (weight[0], weight[1] // run), file.entries[name].shape
+    tiled = tiled_shape(by_rows)
+    if tiles and shape in (tiled, (tiled[0] * tiled[1],)):
+        return True
+    if shape == by_rows:
+        return False
+    asked = f"{list(tiled)} (in tiles) or {list(by_rows)} (by rows)" if tiles else f"{list(by_rows)}, by rows"
+    raise file.refuse(name, f"of shape {list(shape)} are not the block scales of their weight, which are {asked}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredBlockScaled(StoredComfyWeight):
-    """A weight with block scales in a file; ``blocks``: how they lie."""
+    """A weight with block scales in a file; ``tiled``: whether they lie in tiles."""
 
-    blocks: StoredBlockScales
+    block: ClassVar[int]
+    tiled: bool
 
     def read_numbers(self, file: FileTensors, rows: slice, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return numbers and, as ``dtype``, block scales of some rows."""
         start, stop, _ = rows.indices(self.shape[0])
-        values = read_rows(file.entries, [RowRange(self.name, start, stop)])
-        return values, self.blocks.read(file, self.tensors["block_scale"], dtype)[start:stop]
+        values = file.read(self.name, slice(start, stop))
+        scales = file.read(self.tensors["block_scale"]).view(dtype)
+        if self.tiled:
+            scales = from_tiles(scales, (self._rows, self.shape[1] // self.block))
+        return values, scales[start:stop]
 
     def written(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """Return numbers and block scales as the file has them, rows filled up with zeros."""
         assert isinstance(weight, BlockScaledWeight)
-        dtype, shape = self.held[self.name]
-        blocks = self.blocks.written(weight.block_scale)
-        return {self.name: with_rows(weight.values, shape[0]).view(dtype), self.tensors["block_scale"]: blocks}
+        blocks = with_rows(weight.block_scale, self._rows)
+        found = {self.name: with_rows(weight.values, self._rows)}
+        found[self.tensors["block_scale"]] = to_tiles(blocks) if self.tiled else blocks
+        return {name: tensor.view(self.held[name][0]).reshape(self.held[name][1]) for name, tensor in found.items()}
+
+    @property
+    def _rows(self) -> int:
+        """The outputs with those that they are filled up with."""
+        return self.held[self.name][1][0]
 
 
 def has_block_products(device: torch.device) -> bool:

@@ -62,6 +62,7 @@ from library.precision.files.base import (
     runs_of,
     scale_of_rows,
 )
+from library.precision.files.comfy_quant import comfy_layers
 from library.precision.fp8_numbers import (
     E4M3FN,
     FORMATS,
@@ -74,7 +75,7 @@ from library.precision.fp8_numbers import (
     row_scale,
 )
 from library.precision.names import WRITTEN_LAYOUTS, Granularity, LayoutKind
-from library.safetensors_io import DTYPE_NAMES, RowRange, read_rows
+from library.safetensors_io import DTYPE_NAMES
 
 _ALIGNMENT = 16  # rows and columns of the fp8 operands, a rule of cuBLASLt
 _FP8 = {DTYPE_NAMES[fp8.dtype]: fp8 for fp8 in FORMATS}
@@ -213,7 +214,9 @@ class Fp8Scheme(Scheme):
 
     def describe(self) -> str:
         """Return format and scales in words."""
-        return f"{self.fp8.name}, {describe_scales(self.granularity)}"
+        words = {"cast": "plain cast", "tensor": "one scale a tensor", "row": "a scale a row"}
+        scales = words.get(self.granularity) or f"a scale per {block_size(self.granularity)} inputs"
+        return f"{self.fp8.name}, {scales}"
 
     def fitting(self, shape: Sequence[int]) -> Fp8Scheme:
         """Return the scheme, with rows where blocks do not divide the inputs (as musubi-tuner does)."""
@@ -236,13 +239,9 @@ class Fp8Scheme(Scheme):
             return torch.where(needed > before * (1 + 2.0**-20), scale, before)
         return torch.where(scale > 0, scale, torch.ones_like(scale))
 
-    def nearest(self, units: Tensor) -> Tensor:
-        """Return the nearest fp8 numbers, ties to the even one."""
-        return round_to_nearest(units, self.fp8).float()
-
-    def stochastic(self, units: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Return one of the two neighbours of each."""
-        return round_stochastically(units, self.fp8, generator).float()
+    def round(self, units: Tensor, stochastic: bool = False, generator: torch.Generator | None = None) -> Tensor:
+        """See :meth:`Scheme.round`; in fp8."""
+        return round_stochastically(units, self.fp8, generator) if stochastic else round_to_nearest(units, self.fp8)
 
     def pack(self, units: Tensor, steps: Tensor | None) -> Fp8Weight:
         """Return values and scale."""
@@ -274,13 +273,6 @@ class Fp8Scheme(Scheme):
         return StoredFp8(
             name=name, shape=shape, layout=layout, tensors=tensors, held=held, fp8=self.fp8, scale_shape=groups
         )
-
-    def rounded(
-        self, units: Tensor, steps: Tensor | None, stochastic: bool, generator: torch.Generator | None
-    ) -> Fp8Weight:
-        """See :meth:`Scheme.rounded`; the same without a way to fp32 and back."""
-        values = round_stochastically(units, self.fp8, generator) if stochastic else round_to_nearest(units, self.fp8)
-        return Fp8Weight(values, _held(steps), self.scale_dtype)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -321,7 +313,7 @@ class StoredFp8(StoredWeight):
 
     def read(self, file: FileTensors, rows: slice = slice(None)) -> Fp8Weight:
         """Return values and scale of some rows."""
-        values = read_rows(file.entries, [RowRange(self.name, rows.start or 0, rows.stop)]).view(self.fp8.dtype)
+        values = file.read(self.name, rows).view(self.fp8.dtype)
         if holds_nan_or_inf(values):
             raise file.refuse(self.name, "holds NaN or infinity", "download it again")
         if self.scale_shape is None:
@@ -343,15 +335,8 @@ class StoredFp8(StoredWeight):
 def find(file: FileTensors) -> dict[str, StoredWeight]:
     """Return the fp8 tensors of ``file``, by name."""
     formats = {name: _FP8[entry.dtype] for name, entry in file.entries.items() if entry.dtype in _FP8}
-    for layer, config in file.layer_configs.items():
-        if (fp8 := _COMFY_FORMATS.get(config.get("format", ""))) is None:
-            continue
-        weight, dtype = f"{layer}.weight", file.dtype(f"{layer}.weight")
-        if dtype is None:
-            raise file.refuse(f"{layer}.comfy_quant", "marks a layer without a weight")
-        if dtype not in ("U8", DTYPE_NAMES[fp8.dtype]):
-            raise file.refuse(weight, f"has dtype {dtype} where its marker says {fp8.name}")
-        formats[weight] = fp8
+    for kind, fp8 in _COMFY_FORMATS.items():
+        formats |= {layer.tensor("weight", ("U8", DTYPE_NAMES[fp8.dtype])): fp8 for layer in comfy_layers(file, kind)}
     others = {f"{layer}.weight" for layer, c in file.layer_configs.items() if c.get("format") not in _COMFY_FORMATS}
     markers = [name for name in formats if name.rpartition(".")[2] == "scaled_fp8"]
     precise = file.entries[markers[0]].shape[0] == 2 if markers and file.entries[markers[0]].shape else None
@@ -380,7 +365,7 @@ def _stored(file: FileTensors, name: str, fp8: Fp8Format, marked: bool, precise:
         layout, precise = "comfy_quant", bool(config.get(HIGH_PRODUCTS))
         if not beside:
             raise file.refuse(name, "is quantised by its marker and has no weight_scale")
-    elif layout == "rows" and scale_shape is not None and scale_shape[0] == 1 < shape[0]:
+    elif layout == "rows" and scale_shape is not None and scale_shape[0] == 1 and shape[:1] != (1,):
         raise file.refuse(beside[0], "is one scale without a comfy_quant marker or _quantization_metadata")
     elif marked and layout == "plain":
         layout = "comfy_scaled"
@@ -427,12 +412,6 @@ def granularity_of(scale: Sequence[int] | None, in_features: int) -> Granularity
     if blocks == 1:
         return "row" if rows > 1 else "tensor"
     return cast(Granularity, f"block{in_features // blocks}")
-
-
-def describe_scales(granularity: Granularity) -> str:
-    """Return a granularity in words."""
-    words = {"cast": "plain cast", "tensor": "one scale a tensor", "row": "a scale a row"}
-    return words.get(granularity) or f"a scale per {block_size(granularity)} inputs"
 
 
 def block_size(granularity: Granularity) -> int | None:

@@ -30,7 +30,7 @@ from library.precision.files.base import (
     StoredWeight,
     in_chunks,
 )
-from library.safetensors_io import DTYPES, RowRange, TensorEntry, read_rows
+from library.safetensors_io import DTYPES
 
 # type -> inputs and bytes of a block, and where its fp16 scales begin (``ggml/src/ggml-common.h``)
 TYPES: dict[str, tuple[int, int, tuple[int, ...]]] = {
@@ -47,6 +47,7 @@ TYPES: dict[str, tuple[int, int, tuple[int, ...]]] = {
     "Q6_K": (256, 210, (208,)),
     "IQ4_XS": (256, 136, (0,)),
 }
+_READ_ONLY = "of GGUF is read only here; its servers add a LoRA at run time, so nothing needs to be merged"
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class GgufWeight(CutWeight):
     @property
     def scheme(self) -> ReadOnlyScheme:
         """The type; never written."""
-        return _scheme(self.type)
+        return ReadOnlyScheme(self.type, _READ_ONLY)
 
     @property
     def spans(self) -> dict[str, int]:  # type: ignore[override]
@@ -89,35 +90,20 @@ class GgufWeight(CutWeight):
         return Encoded(self.type, self.values, self.values, self.values) if self.type in ("Q8_0", "Q4_0") else None
 
 
-def _scheme(kind: str) -> ReadOnlyScheme:
-    return ReadOnlyScheme(
-        kind, "of GGUF is read only here; its servers add a LoRA at run time, so nothing needs to be merged"
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class StoredGguf(StoredReadOnly):
-    """A weight in a GGUF file, of ``type``."""
+    """A weight in a GGUF file; ``kind``: of :data:`TYPES`."""
 
-    type: str
-
-    @property
-    def scheme(self) -> ReadOnlyScheme:
-        """The type; never written."""
-        return _scheme(self.type)
+    reason = _READ_ONLY
 
     def read(self, file: FileTensors, rows: slice = slice(None)) -> GgufWeight:
         """Return the blocks of some rows."""
-        block, block_bytes, scales = TYPES[self.type]
-        entry = file.entries[self.name]
-        shape = (self.shape[0], math.prod(self.shape[1:]) // block, block_bytes)
-        held = TensorEntry(entry.file, "U8", shape, entry.offset, entry.bytes)
-        start, stop, _ = rows.indices(shape[0])
-        values = read_rows({self.name: held}, [RowRange(self.name, start, stop)])
+        block, block_bytes, scales = TYPES[self.kind]
+        values = file.read(self.name, rows, (self.shape[0], math.prod(self.shape[1:]) // block, block_bytes))
         for offset in scales:
             if not torch.isfinite(values[..., offset : offset + 2].contiguous().view(torch.float16)).all():
                 raise file.refuse(self.name, "holds NaN or infinity", "download it again")
-        return GgufWeight(values, self.type)
+        return GgufWeight(values, self.kind)
 
 
 def find(file: FileTensors) -> dict[str, StoredWeight]:
@@ -136,6 +122,6 @@ def find(file: FileTensors) -> dict[str, StoredWeight]:
         if len(entry.shape) < 2 or math.prod(entry.shape[1:]) % TYPES[entry.dtype][0]:
             raise file.refuse(name, f"of shape {list(entry.shape)} is {entry.dtype} with rows that are no whole blocks")
         found[name] = StoredGguf(
-            name=name, shape=entry.shape, layout="gguf", tensors={"values": name}, type=entry.dtype
+            name=name, shape=entry.shape, layout="gguf", tensors={"values": name}, kind=entry.dtype
         )
     return found

@@ -43,9 +43,8 @@ from library.precision.files.base import (
     scale_of_rows,
 )
 from library.precision.files.comfy_quant import ComfyLayer, StoredComfyWeight, comfy_layers, new_fields
-from library.precision.fp8_numbers import refuse_nan, row_scale, scaled, whole_stochastically
+from library.precision.fp8_numbers import refuse_nan, round_to_whole, row_scale, scaled
 from library.precision.names import LayoutKind
-from library.safetensors_io import RowRange, read_rows
 
 _LARGEST = 127.0
 _SMALLEST_SCALE = 1e-30  # comfy-kitchen's, of a row of zeros
@@ -183,15 +182,10 @@ class Int8Scheme(Scheme):
         scale = scale.clamp_min(torch.finfo(self.scale_dtype).smallest_normal)
         return scale if before is None else torch.where(scale > before * (1 + 2.0**-20), scale, before)
 
-    def nearest(self, units: Tensor) -> Tensor:
-        """Return the nearest whole number, the even one of two, within -127..127."""
+    def round(self, units: Tensor, stochastic: bool = False, generator: torch.Generator | None = None) -> Tensor:
+        """See :meth:`Scheme.round`; whole numbers within -127..127."""
         refuse_nan(units, "int8")
-        return units.round().clamp_(-_LARGEST, _LARGEST)
-
-    def stochastic(self, units: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Return the whole number below or above, within -127..127."""
-        refuse_nan(units, "int8")
-        return whole_stochastically(units, generator).clamp_(-_LARGEST, _LARGEST)
+        return round_to_whole(units, stochastic, generator).clamp_(-_LARGEST, _LARGEST)
 
     def pack(self, units: Tensor, steps: Tensor | None) -> Int8Weight:
         """Return the weight of whole numbers ``units`` and of scales."""
@@ -233,7 +227,7 @@ class StoredInt8(StoredComfyWeight):
 
     def read(self, file: FileTensors, rows: slice = slice(None)) -> Int8Weight:
         """Return values and scale of some rows."""
-        values = read_rows(file.entries, [RowRange(self.name, rows.start or 0, rows.stop)])
+        values = file.read(self.name, rows)
         scale = file.read_scale(self.tensors["scale"]).reshape(-1, 1)
         return Int8Weight(values, scale_of_rows(scale, rows), self.group)
 

@@ -23,9 +23,9 @@ from library.precision.files.comfy_quant import (
     BlockScheme,
     ComfyLayer,
     StoredBlockScaled,
-    StoredBlockScales,
     comfy_layers,
     multiplied,
+    scales_are_tiled,
     to_tiles,
 )
 from library.precision.fp8_numbers import (
@@ -85,13 +85,9 @@ class Mxfp8Scheme(BlockScheme):
         steps = power_of_two(largest / E4M3FN.max, -126, 127)
         return steps if before is None else torch.maximum(steps, before)
 
-    def nearest(self, units: Tensor) -> Tensor:
-        """Return the nearest e4m3fn number, saturating."""
-        return round_to_nearest(units, E4M3FN).float()
-
-    def stochastic(self, units: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Return one of the two neighbours, saturating."""
-        return round_stochastically(units, E4M3FN, generator).float()
+    def round(self, units: Tensor, stochastic: bool = False, generator: torch.Generator | None = None) -> Tensor:
+        """See :meth:`Scheme.round`; in e4m3fn."""
+        return round_stochastically(units, E4M3FN, generator) if stochastic else round_to_nearest(units, E4M3FN)
 
     def pack(self, units: Tensor, steps: Tensor | None) -> Mxfp8Weight:
         """Return the weight of numbers ``units`` and of their steps."""
@@ -104,6 +100,7 @@ class StoredMxfp8(StoredBlockScaled):
     """An mxfp8 weight in a file."""
 
     kind = rounding = "mxfp8"
+    block = BLOCK
 
     @property
     def scheme(self) -> Mxfp8Scheme:
@@ -114,12 +111,10 @@ class StoredMxfp8(StoredBlockScaled):
         """Return numbers and scales of some rows."""
         values, blocks = self.read_numbers(file, rows, torch.uint8)
         values = values.view(E4M3FN.dtype)
-        for name, broken in (
-            (self.name, holds_nan_or_inf(values)),
-            (self.tensors["block_scale"], blocks.eq(255).any()),
-        ):
-            if broken:
-                raise file.refuse(name, "holds NaN", "download it again")
+        if holds_nan_or_inf(values):
+            raise file.refuse(self.name, "holds NaN", "download it again")
+        if blocks.eq(255).any():
+            raise file.refuse(self.tensors["block_scale"], "holds NaN", "download it again")
         return Mxfp8Weight(values, blocks)
 
 
@@ -132,5 +127,5 @@ def _stored(layer: ComfyLayer) -> StoredMxfp8:
     """Return where the weight of ``layer`` lies."""
     held, blocks = layer.matrix(("F8_E4M3", "U8")), layer.tensor("weight_scale", ("F8_E8M0", "U8"))
     shape = layer.unpadded(held, BLOCK)
-    stored = StoredBlockScales.of(layer.file, blocks, held, BLOCK)
-    return StoredMxfp8(**layer.fields(shape, block_scale=blocks), blocks=stored)
+    tiled = scales_are_tiled(layer.file, blocks, held, BLOCK)
+    return StoredMxfp8(**layer.fields(shape, block_scale=blocks), tiled=tiled)

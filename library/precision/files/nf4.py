@@ -43,9 +43,9 @@ from library.precision.files.base import (
     block_slice,
     in_chunks,
 )
-from library.safetensors_io import RowRange, TensorEntry, read_rows
 
 _STATE = ".quant_state.bitsandbytes__"
+_READ_ONLY = "of bitsandbytes is read only here; diffusers puts a LoRA beside it, so nothing needs to be merged"
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Nf4Weight(QuantizedWeight):
     @property
     def scheme(self) -> ReadOnlyScheme:
         """bitsandbytes'; never written."""
-        return _scheme(self.kind)
+        return ReadOnlyScheme(self.kind, _READ_ONLY)
 
     @property
     def column_block(self) -> int:
@@ -130,31 +130,18 @@ class Nf4Weight(QuantizedWeight):
         return cls(values, torch.cat(absmax), first.quant_map, kind=first.kind)
 
 
-def _scheme(kind: str) -> ReadOnlyScheme:
-    return ReadOnlyScheme(
-        kind, "of bitsandbytes is read only here; diffusers puts a LoRA beside it, so nothing needs to be merged"
-    )
-
-
 @dataclass(frozen=True, kw_only=True)
 class StoredNf4(StoredReadOnly):
     """A weight of 4 bits in a file; ``state``: what its JSON says. ``kind``: ``nf4`` or ``fp4``."""
 
+    reason = _READ_ONLY
     state: Mapping[str, Any]
-    kind: str
-
-    @property
-    def scheme(self) -> ReadOnlyScheme:
-        """bitsandbytes'; never written."""
-        return _scheme(self.kind)
 
     def read(self, file: FileTensors, rows: slice = slice(None)) -> Nf4Weight:
         """Return some rows, with the magnitudes of their own runs only."""
         outputs, inputs = self.shape
         start, stop, _ = rows.indices(outputs)
-        entry = file.entries[self.name]
-        held = TensorEntry(entry.file, "U8", (outputs, inputs // 2), entry.offset, entry.bytes)
-        values = read_rows({self.name: held}, [RowRange(self.name, start, stop)])
+        values = file.read(self.name, rows, (outputs, inputs // 2))
         absmax, nested = self._vector(file, "absmax"), self._nested(file)
         block = self.state["blocksize"]
         if inputs % block == 0:

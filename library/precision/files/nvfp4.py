@@ -34,26 +34,26 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from library.precision.files.base import Encoded, FileTensors, QuantizedWeight, StoredWeight, scale_of_rows
+from library.precision.files.base import Encoded, FileTensors, QuantizedWeight, StoredWeight, in_chunks
 from library.precision.files.comfy_quant import (
     BlockScaledWeight,
     BlockScheme,
     ComfyLayer,
     StoredBlockScaled,
-    StoredBlockScales,
     comfy_layers,
     multiplied,
     new_fields,
+    scales_are_tiled,
+    tiled_shape,
     to_tiles,
 )
-from library.precision.fp8_numbers import E4M3FN, holds_nan_or_inf, power_of_two, refuse_nan, whole_stochastically
+from library.precision.fp8_numbers import E4M3FN, holds_nan_or_inf, power_of_two, refuse_nan, round_to_whole
 from library.precision.names import LayoutKind
 
 BLOCK = 16
 _LARGEST = 6.0
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _SATURATION = 7 / 6  # what 6 can stand for: up to 7 numbers are rounded to it
-_CHUNK = 1 << 16  # numbers dequantised at a time on a CPU: 6 ms for 3072 x 3072; more are faster and cost memory
 
 
 @dataclass(frozen=True)
@@ -82,18 +82,15 @@ class Nvfp4Weight(BlockScaledWeight):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight: fp32 products, rounded once."""
-        values, whole = self.values, torch.compiler.is_compiling() or self.values.device.type != "cpu"
-        out = torch.empty(self.shape, dtype=dtype, device=values.device)
-        step = max(1, len(out) if whole else _CHUNK // max(1, out.shape[1]))
-        pairs = _pairs(values.device)
-        for start in range(0, len(out), step):
-            rows = slice(start, start + step)
+        pairs = _pairs(self.values.device)
+
+        def numbers(weight: Nvfp4Weight) -> Tensor:
             # e4m3fn times fp32, as comfy-kitchen has it, and only then times the number
-            scales = self.block_scale[rows].float().mul_(scale_of_rows(self.scale, rows))
-            numbers = pairs.index_select(0, values[rows].int().view(-1)).view(torch.float32)
-            product = numbers.view(*scales.shape, BLOCK).mul_(scales.unsqueeze(-1))
-            out[rows].copy_(product.view(-1, out.shape[1]))
-        return out
+            scales = weight.block_scale.float().mul_(weight.scale)
+            units = pairs.index_select(0, weight.values.int().view(-1)).view(torch.float32)
+            return units.view(*scales.shape, BLOCK).mul_(scales.unsqueeze(-1)).view(weight.shape)
+
+        return in_chunks(self, numbers, dtype)
 
     @property
     def is_operand(self) -> bool:
@@ -139,19 +136,12 @@ class Nvfp4Scheme(BlockScheme):
         exact = (steps / scale).to(E4M3FN.dtype).float() * scale == steps
         return scale if self.matrix is None or exact.all() else self.matrix
 
-    def nearest(self, units: Tensor) -> Tensor:
-        """Return the nearest number, of two the one with an even code, saturating."""
+    def round(self, units: Tensor, stochastic: bool = False, generator: torch.Generator | None = None) -> Tensor:
+        """See :meth:`Scheme.round`; between two numbers as near it takes the one with an even code."""
         refuse_nan(units, self.name)
         magnitude = units.abs().clamp_max_(_LARGEST)
         gap = gap_above(magnitude)
-        return (magnitude / gap).round_().mul_(gap).copysign_(units)
-
-    def stochastic(self, units: Tensor, generator: torch.Generator | None) -> Tensor:
-        """Return the number below or above, saturating."""
-        refuse_nan(units, self.name)
-        magnitude = units.abs().clamp_max_(_LARGEST)
-        gap = gap_above(magnitude)
-        return whole_stochastically(magnitude / gap, generator).mul_(gap).copysign_(units)
+        return round_to_whole(magnitude / gap, stochastic, generator).mul_(gap).copysign_(units)
 
     def pack(self, units: Tensor, steps: Tensor | None) -> Nvfp4Weight:
         """Return the weight of numbers ``units`` and of their steps."""
@@ -164,13 +154,12 @@ class Nvfp4Scheme(BlockScheme):
 
     def store(self, layout: LayoutKind, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredNvfp4:
         """See :meth:`Scheme.store`."""
-        blocks = StoredBlockScales.tiles(E4M3FN.dtype, self.groups(shape))
         held = {
             "values": ("weight", torch.uint8, (shape[0], shape[1] // 2)),
-            "block_scale": ("weight_scale", blocks.dtype, blocks.shape),
+            "block_scale": ("weight_scale", E4M3FN.dtype, tiled_shape(self.groups(shape))),
             "scale": ("weight_scale_2", torch.float32, ()),
         }
-        return StoredNvfp4(**new_fields(self.describe(), layout, name, shape, **held), blocks=blocks)
+        return StoredNvfp4(**new_fields(self.describe(), layout, name, shape, **held), tiled=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,6 +167,7 @@ class StoredNvfp4(StoredBlockScaled):
     """An nvfp4 weight in a file; ``low_first``: whether the first of two numbers is in the low four bits."""
 
     kind = rounding = "nvfp4"
+    block = BLOCK
     low_first: bool = False
 
     @property
@@ -231,8 +221,8 @@ def _stored(layer: ComfyLayer, marked: bool = True) -> StoredNvfp4:
     fields = layer.fields(layer.unpadded(whole, BLOCK), block_scale=blocks, scale=scale)
     if not marked:
         fields |= {"layout": "modelopt", "full_precision": None}
-    stored = StoredBlockScales.of(file, blocks, whole, BLOCK, tiles=marked)
-    return StoredNvfp4(**fields, blocks=stored, low_first=not marked)
+    tiled = scales_are_tiled(file, blocks, whole, BLOCK, tiles=marked)
+    return StoredNvfp4(**fields, tiled=tiled, low_first=not marked)
 
 
 def _matrix_scale(steps: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -81,8 +82,8 @@ def collect_inputs(
                     run()
             share = -(-CHECK_ROWS // max(1, len(check)))
             for number, run in enumerate(check):
-                keep = {first: _row_keeper(sums[first], share, (seed, "rows", first, number)) for first in sums}
-                with watched(model, keep):
+                keys = {first: (seed, "rows", first, number) for first in sums}
+                with watched(model, {first: partial(sums[first].keep, share, key) for first, key in keys.items()}):
                     run()
         yield {name: inputs for names in group for inputs in (sums[names[0]].finish(names[0]),) for name in names}
         del sums
@@ -107,6 +108,11 @@ class _Sum:
         self.amax = torch.maximum(self.amax, rows.abs().amax(dim=0))
         self.count += rows.shape[0]
 
+    def keep(self, count: int, key: tuple[int | str, ...], x: Tensor) -> None:
+        rows = x.detach().reshape(-1, self.features)
+        chosen = torch.randperm(rows.shape[0], generator=generator(*key))[:count].to(rows.device)
+        self.rows.append(rows[chosen].float())
+
     def finish(self, name: str) -> LayerInputs:
         assert self.moment is not None
         if not torch.isfinite(self.amax).all():
@@ -117,32 +123,20 @@ class _Sum:
         return LayerInputs(moment, self.count, self.amax, rows)
 
 
-def _row_keeper(sums: _Sum, count: int, key: tuple[int | str, ...]) -> Callable[[Tensor], None]:
-    def keep(x: Tensor) -> None:
-        rows = x.detach().reshape(-1, sums.features)
-        chosen = torch.randperm(rows.shape[0], generator=generator(*key))[:count].to(rows.device)
-        sums.rows.append(rows[chosen].float())
-
-    return keep
-
-
 def _layers_by_input(model: nn.Module, names: Sequence[str], run: Forward) -> list[list[str]]:
     """Return the layers in the order in which they are called, those with the very same input together."""
     shared: list[list[str]] = []
     last: list[Tensor] = []  # kept alive, so that no other input can have its identity
 
-    def note(name: str) -> Callable[[Tensor], None]:
-        def seen(x: Tensor) -> None:
-            if not any(name in layers for layers in shared):
-                if last and last[0] is x:
-                    shared[-1].append(name)
-                else:
-                    shared.append([name])
-            last[:] = [x]
+    def note(name: str, x: Tensor) -> None:
+        if not any(name in layers for layers in shared):
+            if last and last[0] is x:
+                shared[-1].append(name)
+            else:
+                shared.append([name])
+        last[:] = [x]
 
-        return seen
-
-    with torch.no_grad(), watched(model, {name: note(name) for name in names}):
+    with torch.no_grad(), watched(model, {name: partial(note, name) for name in names}):
         run()
     if missing := sorted(set(names) - {name for layers in shared for name in layers}):
         raise ValueError(f"never called: {', '.join(missing)}")

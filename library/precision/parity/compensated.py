@@ -82,7 +82,7 @@ def quantize_compensated(
         own = steps[rows] if steps.shape[0] > 1 else steps
         values[rows], largest_again = _round_columns(weight[rows], own, carry, order, scheme)
         largest = largest.index_copy(0, rows.nonzero().flatten(), largest_again) if own is not steps else largest_again
-    return scheme.pack(scheme.nearest(values), steps)
+    return scheme.pack(scheme.round(values), steps)
 
 
 def merge_into(base: QuantizedWeight, update: Tensor, moment: Tensor, scheme: Scheme) -> QuantizedWeight:
@@ -145,7 +145,7 @@ def _round_columns(
         errors = torch.empty_like(inner)
         for j in range(inner.shape[0]):
             step = scale[:, block_of[start + j]]
-            value = scheme.nearest(inner[j] / step)
+            value = scheme.round(inner[j] / step).float()
             rounded[:, start + j] = value
             errors[j] = inner[j] - value * step
             inner[j + 1 :].addr_(carry[start + j, start + j + 1 : columns.stop], errors[j], alpha=-1)

@@ -7,7 +7,6 @@ tensors of the largest bucket's size.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from library.config.schema import TrainingConfig
 from library.data.dataset import TrainingData
@@ -47,19 +46,15 @@ def choose_attention(
     Raises:
         UserError: the kernel that was asked for cannot run here.
     """
-
-    def tensors(tokens: int, masked: bool) -> tuple[list[Tensor], Tensor | None]:
+    found = []
+    tokens = shape[1] if asked == "auto" else _TRIED
+    for masked in (False, True)[: 1 + padded]:
         size = (1, tokens, *shape[2:])
         projections = [torch.empty(size, dtype=dtype, device=device, requires_grad=True) for _ in range(3)]
-        return projections, torch.ones(1, tokens, dtype=torch.bool, device=device) if masked else None
-
-    found = []
-    for masked in (False, True)[: 1 + padded]:
+        mask = torch.ones(1, tokens, dtype=torch.bool, device=device) if masked else None
         if asked == "auto":
-            projections, mask = tensors(shape[1], masked)
             found.append(chosen_backend(*projections, mask=mask))
             continue
-        projections, mask = tensors(_TRIED, masked)
         try:
             attend(*projections, mask=mask, backend=asked).sum().backward()
         except UserError:

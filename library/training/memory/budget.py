@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -44,12 +43,10 @@ def _address_space_is_spent() -> bool:
 
 def _address_limit() -> int | None:
     """Return Linux' limit of this process's addresses in bytes (``ulimit -v``), if there is one."""
-    if sys.platform != "linux":
+    if not psutil.LINUX:
         return None
-    import resource
-
-    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return None if limit == resource.RLIM_INFINITY else limit
+    limit = psutil.Process().rlimit(psutil.RLIMIT_AS)[0]
+    return None if limit == psutil.RLIM_INFINITY else limit
 
 
 @contextmanager
@@ -118,9 +115,8 @@ class MemoryEstimate:
 
     def describe(self) -> str:
         """Return the parts in one line."""
-        names = ("weights", "lora", "gradients", "optimizer", "activations")
-        spelt = {"lora": "LoRA"}
-        parts = ", ".join(f"{spelt.get(n, n)} {in_words(getattr(self, n))}" for n in names)
+        names = ("weights", "LoRA", "gradients", "optimizer", "activations")
+        parts = ", ".join(f"{name} {in_words(getattr(self, name.lower()))}" for name in names)
         return f"{in_words(self.total)} ({parts})"
 
 

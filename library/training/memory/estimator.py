@@ -56,6 +56,8 @@ from networks.options import parse_network_args
 # Number of processes that have a layer together (``tp``) -> numbers (weights) that the fullest of them holds, without a
 # LoRA, and those of them that ``fp8_scaled`` makes fp8.
 Held = Mapping[int, tuple[int, int]]
+Groups = dict[str, list[tuple[str, Tensor]]]  # of parameters, with their names
+Plans = dict[int, Mapping[str, Parts]]  # number of processes that have a layer together -> how they share each
 
 
 @dataclass(frozen=True)
@@ -113,16 +115,6 @@ class ModelShape:
     name: str  # of the family
     arguments: Mapping[str, Any] | LMConfig
 
-    @property
-    def is_language_model(self) -> bool:
-        """Whether it reads text alone."""
-        return isinstance(self.arguments, LMConfig)
-
-
-def published_shapes() -> list[str]:
-    """Return the names that :func:`shape_of` knows without files."""
-    return [*IMAGE_MODELS, *PRESETS]
-
 
 def shape_of(model: str) -> ModelShape:
     """Return the shape of a published model by name, or of a folder or file, of which headers are read.
@@ -135,7 +127,7 @@ def shape_of(model: str) -> ModelShape:
     if model in PRESETS:
         return ModelShape(PRESETS[model].family, PRESETS[model])
     if not (path := Path(model).expanduser()).exists() and "/" not in model:
-        names = published_shapes()
+        names = [*IMAGE_MODELS, *PRESETS]
         raise UserError(
             f"{model}: no file, folder or known model{did_you_mean(model, names)}; known: {', '.join(names)}"
         )
@@ -162,24 +154,21 @@ def model_memory(
     with torch.device("meta"):
         model, blocks, lora = _model(shape, base, rank)
         shallow, few, its_lora = _model(shape, base, rank, most_blocks=2)
-        plans = _tp_plans(shape, shallow, rank > 0)
-    whole, part = _numbers(model, blocks, lora, {1: {}}), _numbers(shallow, few, its_lora, plans)
+        plans = _tp_plans(shallow, rank > 0)
+    groups = _groups(shape, model, blocks)
+    whole = _numbers(model, groups, lora, {1: {}})
+    part = _numbers(shallow, _groups(shape, shallow, few), its_lora, plans)
     counts, in_shallow = Counter(_kinds(blocks)), Counter(_kinds(few))
     with FakeTensorMode(allow_non_fake_inputs=True):
         _as_fake(shallow)
         bytes_of = _step_bytes(shallow, few, _inputs(shape, shallow, tokens, text), autocast)
-    totals = Counter[str]()
-    kind_of = {id(p): type(block).__name__ for block in blocks for p in block.parameters()}
-    for name, parameter in model.named_parameters():
-        totals[kind_of.get(id(parameter), "")] += parameter.numel() * (name in lora)
 
     def of(kind: str, count: int) -> BlockMemory:
         held = {tp: _share(numbers, in_shallow[kind] or 1) for tp, numbers in part[kind].items()}
-        return BlockMemory(
-            count, held | {1: _share(whole[kind][1], count)}, round(totals[kind] / count), **bytes_of[kind]
-        )
+        trained = sum(parameter.numel() for name, parameter in groups[kind] if name in lora)
+        return BlockMemory(count, held | {1: _share(whole[kind][1], count)}, round(trained / count), **bytes_of[kind])
 
-    largest = max(p.numel() for p in model.parameters() if p.ndim == 2 and id(p) in kind_of)
+    largest = max(p.numel() for block in blocks for p in block.parameters() if p.ndim == 2)
     ends = (part["first"], part["every"], part["last"]) if "last" in part else None
     return ModelMemory(tuple(of(kind, count) for kind, count in counts.items()), of("", 1), largest, ends)
 
@@ -192,36 +181,36 @@ def _share(numbers: tuple[int, int], count: int) -> tuple[int, int]:
     return round(numbers[0] / count), round(numbers[1] / count)
 
 
-def _tp_plans(shape: ModelShape, model: Any, has_lora: bool) -> dict[int, Mapping[str, Parts]]:
+def _tp_plans(model: Any, has_lora: bool) -> Plans:
     """Return for each number of processes that can have layers together how these are split."""
-    is_text = isinstance(shape.arguments, LMConfig)
+    is_text = isinstance(model, TransformerLM)
     heads = model.config.heads if is_text else getattr(model.config, "num_attention_heads", 1)
-    plans: dict[int, Mapping[str, Parts]] = {1: {}}
+    plans: Plans = {1: {}}
     for tp in (n for n in range(2, heads + 1) if heads % n == 0):
         with suppress(UserError):  # something else than the heads does not divide, or there is no plan
-            kind: Any = None if is_text else family_class(shape.name).transformer_class
-            plans[tp] = lm_split_plan(model.config, tp, has_lora) if is_text else split_plan(kind, model.config, tp)
+            plan = lm_split_plan(model.config, tp, has_lora) if is_text else split_plan(type(model), model.config, tp)
+            plans[tp] = plan
     return plans
 
 
-def _numbers(
-    model: nn.Module, blocks: list[nn.Module], lora: set[str], plans: Mapping[int, Mapping[str, Parts]]
-) -> dict[str, dict[int, tuple[int, int]]]:
-    """Return what is held of all blocks of a kind, of "" the rest, and of that by stages of a pipeline."""
-    recipe, linear = Recipe(), (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
-    fp8 = {f"{name}.weight" for name in linear if not recipe.excluded_as(name.removesuffix(".base"))}
+def _groups(shape: ModelShape, model: nn.Module, blocks: list[nn.Module]) -> Groups:
+    """Return the parameters of all blocks of a kind, of "" the rest, and those of that by stages of a pipeline."""
     kind_of = {id(p): type(block).__name__ for block in blocks for p in block.parameters()}
-    groups: dict[str, list[tuple[str, Tensor]]] = {kind: [] for kind in (*_kinds(blocks), "")}
+    groups: Groups = {kind: [] for kind in (*_kinds(blocks), "")}
     for name, parameter in model.named_parameters():
         groups[kind_of.get(id(parameter), "")].append((name, parameter))
-    if points := _stage_points(model):
-        tables, behind = points
-        ends = {"first": tables, "last": behind}
-        for group, modules in ends.items():
-            inside = ((f"{at}.{name}", p) for at in modules for name, p in model.get_submodule(at).named_parameters())
-            groups[group] = list(inside)
-        at_ends = {id(parameter) for group in ends for _, parameter in groups[group]}
-        groups["every"] = [pair for pair in groups[""] if id(pair[1]) not in at_ends]
+    ends = _stage_ends(shape, model)
+    for end, modules in ends.items():
+        groups[end] = [(f"{at}.{name}", p) for at in modules for name, p in model.get_submodule(at).named_parameters()]
+    at_ends = {id(parameter) for end in ends for _, parameter in groups[end]}
+    groups["every"] = [pair for pair in groups[""] if id(pair[1]) not in at_ends]
+    return groups
+
+
+def _numbers(model: nn.Module, groups: Groups, lora: set[str], plans: Plans) -> dict[str, dict[int, tuple[int, int]]]:
+    """Return what is held of each group under each of ``plans``."""
+    recipe, linear = Recipe(), (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    fp8 = {f"{name}.weight" for name in linear if not recipe.excluded_as(name.removesuffix(".base"))}
 
     def held(name: str, parameter: Tensor, plan: Mapping[str, Parts], tp: int) -> int:
         layer, _, kind = name.rpartition(".")
@@ -242,14 +231,13 @@ def _numbers(
     return found
 
 
-def _stage_points(model: Any) -> tuple[Sequence[str], Sequence[str]] | None:
-    """Return what only the first and only the last stage of a pipeline has; None where the model cannot be cut."""
+def _stage_ends(shape: ModelShape, model: Any) -> dict[str, Sequence[str]]:
+    """Return the modules of only the ``first`` and only the ``last`` stage of a pipeline; none if it cannot be cut."""
     if isinstance(model, TransformerLM):
         points = lm_split_points(model)
-        return points.tables, points.behind
-    families = (family_class(name) for name in IMAGE_MODELS)
-    behind = next(family.behind_blocks for family in families if isinstance(model, family.transformer_class))
-    return ((), behind) if behind else None
+        return {"first": points.tables, "last": points.behind}
+    behind = family_class(shape.name).behind_blocks
+    return {"first": (), "last": behind} if behind else {}
 
 
 def _model(

@@ -50,7 +50,8 @@ def place_blocks(transformer: nn.Module, blocks: Sequence[nn.Module], devices: S
     sizes = [tensor_bytes((*block.parameters(), *block.buffers())) for block in blocks]
     within = {id(t) for block in blocks for t in (*block.parameters(), *block.buffers())}
     outside = tensor_bytes([t for t in (*transformer.parameters(), *transformer.buffers()) if id(t) not in within])
-    runs = partition([outside + sizes[0], *sizes[1:]], len(devices))
+    sizes[0] += outside
+    runs = partition(sizes, len(devices))
     places = {names[id(blocks[i])]: device for run, device in zip(runs, devices, strict=True) for i in run}
     elsewhere = dict.fromkeys(_beside(transformer, set(places)), devices[0])
     whole_map = {name: str(device) for name, device in (elsewhere | places).items()}
@@ -59,10 +60,8 @@ def place_blocks(transformer: nn.Module, blocks: Sequence[nn.Module], devices: S
         wanted = next((places[block] for block in places if name.startswith(f"{block}.")), devices[0])
         if tensor.device != wanted:
             raise UserError(f"device_map: accelerate left {name} on {tensor.device}, not {wanted}; use constraints.txt")
-    parts = []
-    for number, (device, run) in enumerate(zip(devices, runs, strict=True)):
-        held = sum(sizes[i] for i in run) + (0 if number else outside)
-        parts.append(f"{device} {len(run)} blocks, {in_words(held)}")
+    held = [in_words(sum(sizes[i] for i in run)) for run in runs]
+    parts = (f"{device} {len(run)} blocks, {size}" for device, run, size in zip(devices, runs, held, strict=True))
     return f"device map: {'; '.join(parts)}"
 
 

@@ -142,6 +142,7 @@ def _cut(layer: nn.Linear | nn.Embedding, split: Split, name: str) -> None:
     assert weight is not None
     if isinstance(layer, QuantizedLinear):
         layer.set_quantized(_quantized_part(layer.quantized(), split, name))
+        layer.set_compute(layer.compute)  # a part may be too narrow for fp8 products
     elif weight.shape[split.dim] * split.size != sum(split.blocks):  # else a head tied to the embedding, which was cut
         assert weight.shape[split.dim] == sum(split.blocks), f"{name} is {tuple(weight.shape)}, the plan {split.blocks}"
         weight.data = _part(weight, split, split.dim)
@@ -153,8 +154,6 @@ def _cut(layer: nn.Linear | nn.Embedding, split: Split, name: str) -> None:
         layer.bias.data = _part(layer.bias, split, 0)
     elif layer.bias is not None and split.group.rank() > 0 and not weight.requires_grad:
         layer.register_parameter("bias", None)  # it is added once
-    if isinstance(layer, QuantizedLinear):
-        layer.set_compute(layer.compute)  # a part may be too narrow for fp8 products
 
 
 def _quantized_part(weight: QuantizedWeight, split: Split, name: str) -> QuantizedWeight:

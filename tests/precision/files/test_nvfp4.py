@@ -136,7 +136,7 @@ def test_steps_are_found_again_from_a_packed_weight(largest: float) -> None:
     weight = uneven(48, 64)
     weight *= largest / weight.abs().max()
     steps = scheme.steps(scheme.magnitudes(weight))
-    packed = scheme.pack(scheme.nearest((weight.view(48, 4, 16) / steps[..., None]).view(48, 64)), steps)
+    packed = scheme.pack(scheme.round((weight.view(48, 4, 16) / steps[..., None]).view(48, 64)), steps)
     assert torch.equal(packed.block_scale.float() * packed.scale, steps)
     again = scheme.steps(scheme.magnitudes(weight) / 3, steps)
     assert torch.equal(again, steps)
@@ -170,12 +170,12 @@ def test_a_weight_that_is_rounded_again_stays_as_it_is(tmp_path: Path, made: str
 def test_rounding_to_nearest_takes_the_even_code_of_two() -> None:
     units = torch.tensor([[0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 7.0, -0.25, -0.2, -2.5, 1.3, 0.26, 4.9, 5.1, 6.0]])
     expected = [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 6.0, -0.0, -0.0, -2.0, 1.5, 0.5, 4.0, 6.0, 6.0]
-    assert Nvfp4Scheme().nearest(units)[0].tolist() == expected
+    assert Nvfp4Scheme().round(units)[0].tolist() == expected
 
 
 def test_stochastic_rounding_takes_a_neighbour_and_is_right_on_average() -> None:
     units = torch.tensor([[-6.0, -2.25, 0.1, 3.0, 4.5, 9.0]])
-    drawn = torch.cat([Nvfp4Scheme().stochastic(units, torch.Generator().manual_seed(s)) for s in range(4000)])
+    drawn = torch.cat([Nvfp4Scheme().round(units, True, torch.Generator().manual_seed(s)) for s in range(4000)])
     assert [set(column.tolist()) for column in drawn.T] == [{-6}, {-3, -2}, {0, 0.5}, {3}, {4, 6}, {6}]
     assert abs(drawn[:, 4].mean() - 4.5) < 0.06  # four standard deviations of the mean of 4000
     assert abs(drawn[:, 1].mean() + 2.25) < 0.03

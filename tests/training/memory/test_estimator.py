@@ -219,9 +219,9 @@ def test_the_tool_recommends_settings_that_a_training_file_takes(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     said = plan(capsys, "--model", "gpt2-124m", "--train", "all", "--gpu_memory", "5", "--gpus", "4",
-                "--tokens", "1024",
                 "--save_to", str(tmp_path / "rows.json"))  # fmt: skip
     rows = json.loads((tmp_path / "rows.json").read_text())
+    assert "a batch of 1 at 1024 tokens" in said  # which is all of its context
     first = next(row for row in rows if row["fits"])
     assert said.count("<- recommended") == 1
     settings = toml.loads("[" + said.partition("\n[")[2].rpartition("torchrun")[0])

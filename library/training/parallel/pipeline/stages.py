@@ -174,7 +174,9 @@ def cut(model: nn.Module, points: SplitPoints, comm: StageComm, balance: str) ->
     if not comm.is_last:
         for name in points.behind:
             model.set_submodule(name, AfterLastBlock())
-    _compare(weights_of(model, points.blocks), full, comm)
+    held = comm.of_all_stages((weights_of(model, points.blocks), full))
+    if any(there != full for _, there in held) or sum(there for there, _ in held) != full:
+        raise UserError("pp: the stages do not make up the model; give every process the same files and settings")
     return local
 
 
@@ -193,13 +195,6 @@ def _probe(comm: StageComm, two_streams: bool, _: nn.Module, args: tuple[Any, ..
     given = [kwargs[name] if name in kwargs else args[i] for i, name in enumerate(names)]
     comm.probed = tuple(reversed(given))
     raise ProbeDone
-
-
-def _compare(local: int, full: int, comm: StageComm) -> None:
-    """Raise a UserError unless the stages hold each block once."""
-    held = comm.of_all_stages((local, full))
-    if any(there != full for _, there in held) or sum(there for there, _ in held) != full:
-        raise UserError("pp: the stages do not make up the model; give every process the same files and settings")
 
 
 def check_microbatches(parallel: ParallelConfig, largest_batch: int) -> None:
