@@ -19,6 +19,7 @@ Rounding to nearest, stochastic rounding and rounding that looks at activations 
 
 from __future__ import annotations
 
+import functools
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,27 @@ from library.safetensors_io import RowRange, TensorEntry, TensorSpecs, read_rows
 
 COMFY_PREFIX = "model.diffusion_model."
 HIGH_PRODUCTS = "full_precision_matrix_mult"  # key of ComfyUI's word about a layer
+
+
+def cached_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return ``make``, a function of hashable arguments, with its tensors remembered.
+
+    Where it is first called does not matter: of sampling's inference mode autograd would take none, and those made on
+    fake tensors, which have no numbers, are not remembered.
+    """
+    known: dict[tuple[Any, ...], Tensor] = {}
+
+    @functools.wraps(make)
+    def cached(*key: Any) -> Tensor:
+        if key in known:
+            return known[key]
+        with torch.inference_mode(mode=False):
+            made = make(*key)
+        if type(made) is Tensor:
+            known[key] = made
+        return made
+
+    return cached
 
 
 class Encoded(NamedTuple):

@@ -25,7 +25,6 @@ Layers whose inputs no run of 256 divides get runs of 64 or 16, which ComfyUI re
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
@@ -40,6 +39,7 @@ from library.precision.files.base import (
     QuantizedWeight,
     Scheme,
     StoredWeight,
+    cached_tensor,
     scale_of_rows,
 )
 from library.precision.files.comfy_quant import ComfyLayer, StoredComfyWeight, comfy_layers, new_fields
@@ -273,7 +273,7 @@ def rotated(x: Tensor, group: int) -> Tensor:
     return out.view(x.shape)
 
 
-@functools.cache
+@cached_tensor
 def _rotation(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the rotation of ``size`` inputs; exact in every dtype, since the root of a power of four is one of two."""
     four = torch.tensor([[1.0, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]]) / 2

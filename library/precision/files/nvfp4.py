@@ -26,7 +26,6 @@ In memory the first number is in the high four bits and block scales are by rows
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
@@ -34,7 +33,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from library.precision.files.base import Encoded, FileTensors, QuantizedWeight, StoredWeight, in_chunks
+from library.precision.files.base import Encoded, FileTensors, QuantizedWeight, StoredWeight, cached_tensor, in_chunks
 from library.precision.files.comfy_quant import (
     BlockScaledWeight,
     BlockScheme,
@@ -250,7 +249,7 @@ def _swapped(values: Tensor) -> Tensor:
     return values << 4 | values >> 4
 
 
-@functools.cache
+@cached_tensor
 def _pairs(device: torch.device) -> Tensor:
     """Return the two fp32 numbers of each byte as one int64, [256]: one look-up gives both."""
     numbers = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)])
