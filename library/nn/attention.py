@@ -135,7 +135,7 @@ def attend_recomputed(
         return attend(*prologue(*inputs), value, mask=mask, backend=backend)
     output = _Recomputed.apply(prologue, functools.partial(attend, mask=mask, backend=backend), value, *inputs)
     # Here too: a gradient that is a part of a wider tensor would keep all of that through the kernel's backward.
-    return PackedGradient.apply(output) if output.is_cuda else output
+    return PackedGradient.apply(output)
 
 
 class _Recomputed(torch.autograd.Function):

@@ -9,11 +9,10 @@ from pathlib import Path
 import comfy_kitchen
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from library.errors import UserError
 from library.precision.files.base import StoredWeight
-from library.precision.files.int8 import Int8Scheme, find, rotated
+from library.precision.files.int8 import Int8Scheme, find
 from tests.precision.files.comfy import by_kitchen, comfy_tensors, in_double, marker, opened, rebuilt, same, uneven
 
 FORMAT = {"format": "int8_tensorwise"}
@@ -225,16 +224,3 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, change, config, w
 def test_other_layouts_than_comfyuis_are_refused() -> None:
     with pytest.raises(UserError, match="written in the layout comfy_quant"):
         Int8Scheme().store("musubi", "l.weight", (8, 32), torch.bfloat16)
-
-
-def test_what_is_remembered_of_a_rotation_serves_training_wherever_it_was_made_first() -> None:
-    """In sampling's inference mode, whose tensors autograd refuses, and on tensors that have no numbers."""
-    numbers = torch.randn(3, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    with FakeTensorMode():
-        rotated(torch.empty(3, 64, dtype=torch.float64), 16)
-    with torch.inference_mode():
-        turned = rotated(numbers, 16)
-    x = numbers.clone().requires_grad_()
-    rotated(x, 16).square().sum().backward()  # a rotation keeps the sum of squares
-    torch.testing.assert_close(x.grad, 2 * numbers)
-    torch.testing.assert_close(turned.square().sum(), numbers.square().sum())
