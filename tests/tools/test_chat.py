@@ -331,5 +331,6 @@ def test_what_does_not_go_together_is_refused(models: Path, words: list[str], me
 
 def test_the_browser_is_refused_in_one_line_where_gradio_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gradio", None)  # as if it were not installed
+    monkeypatch.delitem(sys.modules, "tools.chatting.web", raising=False)  # of a test before
     with pytest.raises(UserError, match="--web: gradio is not installed; run make setup-web"):
         chat(parser().parse_args(["--model", "x", "--web"]))
