@@ -196,11 +196,11 @@ class _Entry(torch.autograd.Function):
         return gradients[0], None
 
 
-Stream = tuple[Sequence[Tensor], Sequence[nn.Module]]  # query, key and value as projected, [B, S, H, D]; their norms
+ProjectedStream = tuple[Sequence[Tensor], Sequence[nn.Module]]  # query, key, value [B, S, H, D]; norms
 
 
 def attend_jointly(
-    streams: Sequence[Stream],
+    streams: Sequence[ProjectedStream],
     rope: Table | None,
     *,
     mask: Tensor | None = None,
@@ -231,8 +231,8 @@ def attend_jointly(
     return attend_recomputed(prologue, inputs, value, mask, backend)
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(parts), dim=1) if len(parts) > 1 else parts[0]
+def _joined(parts: list[Tensor]) -> Tensor:
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
 
 def chosen_backend(
