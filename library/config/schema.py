@@ -60,7 +60,7 @@ _QUANTISED = OnlyWith(any_of=True, fp8_base=True, fp8_scaled=True)
 _VALIDATED = OnlyWith(any_of=True, validate_every_n_steps=True, validate_every_n_epochs=True)
 _UPLOADED = OnlyWith(huggingface_repo_id=True)
 _PIPELINED = OnlyWith(pp=Above(1))
-_SIGMOIDS = ("sigmoid", "shift", "flux_shift", "qwen_shift")  # of timestep_sampling
+_SIGMOIDS = ("sigmoid", "shift", "flux_shift", "flux2_shift", "qwen_shift", "krea2_shift")  # of timestep_sampling
 _MIXED = ("qinglong_flux", "qinglong_qwen")
 _NORMAL = OnlyWith(any_of=True, weighting_scheme=("logit_normal",), timestep_sampling=("logsnr", "qinglong_flux"))
 GUIDED = tuple(name for name, row in MODEL_TYPES.items() if row.takes_guidance)
@@ -397,11 +397,11 @@ class FlowConfig(Section):
     """Timesteps, weighting and loss of the rectified flow."""
 
     timestep_sampling: Literal[
-        "auto", "uniform", "sigmoid", "shift", "flux_shift", "qwen_shift", "sigma", "logsnr", "qinglong_flux",
-        "qinglong_qwen",
+        "auto", "uniform", "sigmoid", "shift", "flux_shift", "flux2_shift", "qwen_shift", "krea2_shift", "sigma",
+        "logsnr", "qinglong_flux", "qinglong_qwen",
     ] = Field(
         "auto",
-        description="how sigmas are drawn; flux_shift and qwen_shift follow the size, as these models' samplers do; "
+        description="how sigmas are drawn; flux_shift and the like follow the size, as these models' samplers do; "
         "logsnr is normal in log SNR; qinglong mixes both; auto: as the model's scheduler does (Z-Image: shift of 3)",
     )  # fmt: skip
     sigmoid_scale: Annotated[float, Field(gt=0), OnlyWith(timestep_sampling=("auto", *_SIGMOIDS, *_MIXED))] = Field(

@@ -201,11 +201,12 @@ def sizes_by_region(
     sums: dict[str, dict[str, list[float]]] = {name: {} for name in linear_layers(model)}
     for number, batch in enumerate(eval_set.batches):
         mask = eval_set.mask(number)
-        parts = {} if mask is None else _token_regions(mask)
+        patch = calibration.family.patch_size
+        parts = {} if mask is None else _token_regions(mask, patch)
         if parts:
             # A stream holds the image's tokens, then those of references; blocks that join both have the text's first.
-            tokens, text = _tokens(batch.latents), batch.text["prompt_embeds"].shape[1]
-            own = tokens + sum(_tokens(reference) for reference in batch.conditions.references)
+            tokens, text = _tokens(batch.latents, patch), batch.text["prompt_embeds"].shape[1]
+            own = tokens + sum(_tokens(reference, patch) for reference in batch.conditions.references)
             places = {length: slice(start, start + tokens) for length, start in ((own, 0), (own + text, text))}
             shows = {name: partial(_add_regions, found, parts, places) for name, found in sums.items()}
             with torch.no_grad(), watched(model, shows):
@@ -237,14 +238,14 @@ def _sizes(inputs: LayerInputs, by_region: Mapping[str, float]) -> ActivationSiz
     return ActivationSizes(float(rms.square().mean().sqrt()), by_region, float(inputs.amax.max()), tuple(outliers))
 
 
-def _tokens(latents: Tensor) -> int:
-    return latents.shape[-2] * latents.shape[-1] // 4
+def _tokens(latents: Tensor, patch: int) -> int:
+    return latents.shape[-2] * latents.shape[-1] // patch**2
 
 
-def _token_regions(mask: Tensor) -> dict[str, Tensor]:
-    """Return region -> tokens of 2 x 2 cells, flat bool: filled, known, and both sides of the border."""
-    cells = mask[: mask.shape[0] // 2 * 2, : mask.shape[1] // 2 * 2]
-    tokens = cells.float().unfold(0, 2, 2).unfold(1, 2, 2).mean((-1, -2)) >= 0.5
+def _token_regions(mask: Tensor, patch: int) -> dict[str, Tensor]:
+    """Return region -> tokens of patch x patch cells, flat bool: filled, known, and both sides of the border."""
+    cells = mask[: mask.shape[0] // patch * patch, : mask.shape[1] // patch * patch]
+    tokens = cells.float().unfold(0, patch, patch).unfold(1, patch, patch).mean((-1, -2)) >= 0.5
     if not tokens.any() or tokens.all():
         return {}
     where = regions(tokens, 1)

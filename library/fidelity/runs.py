@@ -206,7 +206,7 @@ def run_variant(
                 advance(1)
             if not steps:
                 continue
-            sigmas = models.sigmas(variant, steps, each.window[2] * each.window[3] // 4)
+            sigmas = models.sigmas(variant, steps, each.window[2] * each.window[3] // models.family.patch_size**2)
             for step, latents in enumerate(_sample(velocity, sigmas, each, variant)):
                 outcome.path[step].append(latents[0].cpu())
                 advance(1)

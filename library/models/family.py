@@ -142,10 +142,11 @@ class Family:
     def velocity(self, output: Any, latents: Tensor) -> Tensor:
         """Return noise - image, like ``latents`` [B, C, h, w] and fp32, of the transformer's ``output``.
 
-        Here that is tokens [B, N, 4C], of which those of ``latents`` come first.
+        Here that is tokens [B, N, p²C] of ``patch_size`` p, of which those of ``latents`` come first.
         """
         height, width = latents.shape[-2:]
-        return unpack_latents(output[:, : height * width // 4].float(), height, width)
+        tokens = output[:, : height * width // self.patch_size**2]
+        return unpack_latents(tokens.float(), height, width, self.patch_size)
 
     def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
         """Return diffusers' pipeline around ``transformer``, without encoders."""
@@ -169,7 +170,7 @@ class Family:
 
     def unpack(self, latents: Tensor, height: int, width: int) -> Tensor:
         """Return latents [1, C, height, width] of what the pipeline gives, tokens or latents."""
-        return latents if latents.ndim == 4 else unpack_latents(latents, height, width)
+        return latents if latents.ndim == 4 else unpack_latents(latents, height, width, self.patch_size)
 
     def conditioned(self, transformer: nn.Module, conditions: Conditions) -> AbstractContextManager:
         """Let the transformer see ``conditions`` while the pipeline calls it, where the pipeline does not pass them."""

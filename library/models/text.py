@@ -65,10 +65,12 @@ class LanguageModelEncoder(TextEncoder):
     Attributes:
         title: of the model, for messages.
         dropped: tokens of the prompt's beginning whose vectors are left out.
+        layers: after which the vectors are read, to be put side by side; none: what the model gives.
     """
 
     title: str
     dropped = 0
+    layers: tuple[int, ...] = ()
 
     def __init__(self, load: Callable[[], Any], tokenizer: PreTrainedTokenizerBase, fingerprint: str) -> None:
         """``load`` gives the language model."""
@@ -84,8 +86,8 @@ class LanguageModelEncoder(TextEncoder):
             self._model = self._load()
         model = self._model
         inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
-        hidden = model(**inputs, use_cache=False).last_hidden_state.to(model.dtype).cpu()  # [B, T, D]
-        lengths = inputs["attention_mask"].sum(dim=1).tolist()
+        hidden = self.hidden(model, inputs).to(model.dtype).cpu()  # [B, T, D]
+        lengths = [self.kept(int(length)) for length in inputs["attention_mask"].sum(dim=1)]
         # Clones: a cached row must not keep its batch alive.
         rows = [row[self.dropped : length].clone() for row, length in zip(hidden, lengths, strict=True)]
         return [{"prompt_embeds": row, "prompt_embeds_mask": torch.ones(len(row), dtype=torch.bool)} for row in rows]
@@ -93,6 +95,17 @@ class LanguageModelEncoder(TextEncoder):
     def inputs(self, captions: list[str], references: list[list[Image]] | None) -> dict[str, Tensor]:
         """Return what the model is called with, ``input_ids`` and ``attention_mask`` [B, T] among it."""
         raise NotImplementedError
+
+    def hidden(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the vectors of all tokens [B, T, D]; those of several layers side by side."""
+        if not self.layers:
+            return model(**inputs, use_cache=False).last_hidden_state
+        states = model(**inputs, use_cache=False, output_hidden_states=True).hidden_states
+        return torch.cat([states[layer] for layer in self.layers], dim=-1)
+
+    def kept(self, length: int) -> int:
+        """Return how many vectors a prompt of ``length`` tokens keeps: more where padding is a part of the text."""
+        return length
 
     def models(self) -> dict[str, nn.Module]:
         """Load the language model."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from library.errors import UserError, names_in_short
 from library.files import read_json
@@ -25,6 +25,7 @@ from library.precision.recipe import WeightLoader
 from library.safetensors_io import RowRange
 
 KeyMap = Mapping[str, Sequence[RowRange]]
+_COUNTER = "num_batches_tracked"  # of a batch norm: how often it was trained
 Built = TypeVar("Built", bound=nn.Module)
 
 
@@ -72,7 +73,9 @@ def load_into(
     """
     with torch.device("meta"):
         module = build()
-    expected = {name: tuple(tensor.shape) for name, tensor in module.named_parameters()}
+    statistics = _statistics(module)
+    expected = {name: tuple(tensor.shape) for name, tensor in (*module.named_parameters(), *statistics.items())}
+    key_map = {name: pieces for name, pieces in key_map.items() if not name.endswith(_COUNTER)}
     _check(expected, weights, key_map)
     loader = fp8 if fp8 is not None else WeightLoader(compute="dequant")
     loader.check(module)
@@ -85,9 +88,17 @@ def load_into(
             continue
         wanted = torch.float32 if keep_fp32(name) else dtype
         tensor = tensor.to(device=device, dtype=wanted).reshape(shape)
-        _assign(module, name, nn.Parameter(tensor, requires_grad=False))
+        if name in statistics:
+            module.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = tensor
+        else:
+            _assign(module, name, nn.Parameter(tensor, requires_grad=False))
     _compute_buffers(module, device)
     return module.eval()
+
+
+def _statistics(module: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a file holds: mean and variance of batch norms."""
+    return {name: each for name, each in module.named_buffers() if name.endswith((".running_mean", ".running_var"))}
 
 
 def _check(expected: Mapping[str, tuple[int, ...]], weights: WeightFiles, key_map: KeyMap) -> None:
@@ -139,6 +150,8 @@ def _compute_buffers(module: nn.Module, device: torch.device | str) -> None:
             values = torch.arange(buffer.shape[-1]).expand(buffer.shape)
         elif leaf.endswith("inv_freq"):
             values = type(owner)(owner.config).get_buffer(leaf)  # on the CPU
+        elif leaf == _COUNTER:
+            values = torch.zeros_like(buffer, device="cpu")
         else:
             raise NotImplementedError(f"buffer {name} of {type(module).__name__} has no known value")
         owner._buffers[leaf] = values.to(device)

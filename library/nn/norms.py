@@ -204,6 +204,16 @@ def _write_gelu(x: Tensor, out: Tensor) -> None:
         torch.mul(_gelu_gate(wide), wide, out=result)
 
 
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Return SiLU of ``gate`` times ``up``, both [..., M] (Shazeer 2020, arXiv 2002.05202)."""
+    return F.silu(gate) * up
+
+
+def swiglu_halves(x: Tensor) -> Tensor:
+    """Return :func:`swiglu` [..., M] of a layer that gives gate and factor side by side, ``x`` [..., 2M]."""
+    return swiglu(*x.chunk(2, dim=-1))
+
+
 def slice_tokens(x: Tensor, start: int = 0, end: int | None = None) -> Tensor:
     """Return tokens ``start`` to ``end`` of ``x`` [B, S, W]."""
     return x[:, start:end]

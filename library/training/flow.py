@@ -6,7 +6,8 @@ into the model; in bf16 neighbouring timesteps would fall together (8 bits: step
 
 Densities and weights: Esser et al. 2024, "Scaling Rectified Flow Transformers" (arXiv 2403.03206), sections 3.1
 and 5.3.2; the resolution-dependent shift as in the models' own samplers (FLUX: mu 0.5 at 256 tokens, 1.15 at 4096;
-Qwen-Image: 0.5 at 256, 0.9 at 8192).
+Qwen-Image: 0.5 at 256, 0.9 at 8192; Krea 2: 0.5 at 256, 1.15 at 6400; FLUX.2 is trained with FLUX.1's line, as in
+musubi-tuner, though its sampler shifts further).
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def sample_sigmas(flow: FlowConfig, sample_ids: Sequence[int], tokens: int, *key
     Args:
         flow: distribution and its parameters; ``auto`` is resolved before (:func:`resolve_sampling`).
         sample_ids: of the B samples.
-        tokens: image tokens of the batch (h/2 * w/2), which flux_shift and qwen_shift depend on.
+        tokens: image tokens of the batch, which the shifts named after models depend on.
         key: (seed, step).
 
     Returns:
@@ -87,14 +88,16 @@ def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
     return shift * sigmas / (1 + (shift - 1) * sigmas)
 
 
-def flux_mu(tokens: int) -> float:
-    """Return FLUX's log shift for a number of image tokens: a line through (256, 0.5) and (4096, 1.15)."""
-    return 0.5 + (1.15 - 0.5) * (tokens - 256) / (4096 - 256)
+def _line(most_tokens: int, most: float) -> Callable[[int], float]:
+    """Return the log shift of a number of image tokens: a line through (256, 0.5) and ``most`` at ``most_tokens``."""
+    return lambda tokens: 0.5 + (most - 0.5) * (tokens - 256) / (most_tokens - 256)
 
 
-def qwen_mu(tokens: int) -> float:
-    """Return Qwen-Image's log shift for a number of image tokens: a line through (256, 0.5) and (8192, 0.9)."""
-    return 0.5 + (0.9 - 0.5) * (tokens - 256) / (8192 - 256)
+flux_mu, qwen_mu, krea2_mu = _line(4096, 1.15), _line(8192, 0.9), _line(6400, 1.15)
+
+
+def _by_size(mu: Callable[[int], float]) -> Callable[[FlowConfig, Tensor, Tensor, int], Tensor]:
+    return lambda flow, normal, uniform, tokens: shift_sigmas(_sigmoid(flow, normal), math.exp(mu(tokens)))
 
 
 def _sigmoid(flow: FlowConfig, normal: Tensor) -> Tensor:
@@ -123,8 +126,10 @@ SAMPLERS: dict[str, Callable[[FlowConfig, Tensor, Tensor, int], Tensor]] = {
     "uniform": lambda flow, normal, uniform, tokens: uniform,
     "sigmoid": lambda flow, normal, uniform, tokens: _sigmoid(flow, normal),
     "shift": lambda flow, normal, uniform, tokens: shift_sigmas(_sigmoid(flow, normal), flow.discrete_flow_shift),
-    "flux_shift": lambda flow, normal, uniform, tokens: shift_sigmas(_sigmoid(flow, normal), math.exp(flux_mu(tokens))),
-    "qwen_shift": lambda flow, normal, uniform, tokens: shift_sigmas(_sigmoid(flow, normal), math.exp(qwen_mu(tokens))),
+    "flux_shift": _by_size(flux_mu),
+    "flux2_shift": _by_size(flux_mu),
+    "qwen_shift": _by_size(qwen_mu),
+    "krea2_shift": _by_size(krea2_mu),
     "sigma": lambda flow, normal, uniform, tokens: shift_sigmas(
         1 - _density(flow, normal, uniform), flow.discrete_flow_shift
     ),

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from library.errors import UserError
 from library.models.flux.text import check_t5, load_t5
+from library.models.qwen3 import load_qwen3
 from library.models.qwen_image.text import check_qwen_text, load_qwen_text
-from library.models.z_image.text import load_z_image_text
 from tests.precision.files.gguf_files import blocks_of, write_gguf
 from tests.tiny import tiny_text_encoders
 from tests.tiny_qwen import tiny_qwen_text_encoder, tiny_qwen_tokenizer
@@ -36,7 +36,7 @@ def qwen2_vl() -> tuple[nn.Module, str]:
 
 KINDS: dict[str, tuple[Callable[[], tuple[nn.Module, str]], MODEL_ARCH, Callable[..., Any]]] = {
     "t5": (t5, MODEL_ARCH.T5ENCODER, load_t5),
-    "qwen3": (qwen3, MODEL_ARCH.QWEN3, load_z_image_text),
+    "qwen3": (qwen3, MODEL_ARCH.QWEN3, lambda path, dtype: load_qwen3(path, -1, dtype)),
     "qwen2vl": (qwen2_vl, MODEL_ARCH.QWEN2VL, load_qwen_text),
 }
 

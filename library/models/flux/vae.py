@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from diffusers import AutoencoderKL
@@ -36,10 +37,18 @@ PUBLISHED: dict[str, Any] = {  # as config.json of black-forest-labs/FLUX.1-dev 
 
 
 class FluxImageEncoder(ImageEncoder):
-    """Latents are normalised by one shift and one scale."""
+    """Latents are normalised by one shift and one scale.
 
-    autoencoder = AutoencoderKL
+    Attributes:
+        file: what it is published as. channels: of its latents.
+        published: arguments of ``autoencoder`` that no tensor shows, and all others of the published one.
+    """
+
+    autoencoder: Any = AutoencoderKL
     title = "FLUX's VAE"
+    file = "ae.safetensors"
+    channels = 16
+    published: Mapping[str, Any] = PUBLISHED
 
     @classmethod
     def describe_file(cls, weights: WeightFiles) -> tuple[dict[str, Any], KeyMap]:
@@ -48,16 +57,17 @@ class FluxImageEncoder(ImageEncoder):
         down = "encoder.down.{}.block.{}.conv1.weight" if bfl else "encoder.down_blocks.{}.resnets.{}.conv1.weight"
         for name in ("encoder.conv_in.weight", "decoder.conv_in.weight", down.format(0, 0)):
             if name not in weights:
-                raise UserError(f"{weights.path}: not FLUX's autoencoder (no {name}); give FLUX's ae.safetensors")
+                raise UserError(f"{weights.path}: not {cls.title} (no {name}); give {cls.file}")
         levels = next(i for i in itertools.count() if down.format(i, 0) not in weights)
         channels = [weights.shape(down.format(i, 0))[0] for i in range(levels)]
         attention = "encoder.mid.attn_1.q.weight" if bfl else "encoder.mid_block.attentions.0.to_q.weight"
         latent_channels = weights.shape("decoder.conv_in.weight")[1]
-        if latent_channels != 16:
+        if latent_channels != cls.channels:
             raise UserError(
-                f"{weights.path}: {latent_channels} latent channels, FLUX has 16; give FLUX's ae.safetensors"
+                f"{weights.path}: {latent_channels} latent channels, {cls.title} has {cls.channels}; give {cls.file}"
             )
-        config = PUBLISHED | {
+        quant, post_quant = cls.quant_convolutions(bfl)
+        config = dict(cls.published) | {
             "in_channels": weights.shape("encoder.conv_in.weight")[1],
             "out_channels": weights.shape("decoder.conv_out.weight")[0],
             "down_block_types": ["DownEncoderBlock2D"] * levels,
@@ -65,13 +75,18 @@ class FluxImageEncoder(ImageEncoder):
             "block_out_channels": channels,
             "layers_per_block": next(i for i in itertools.count() if down.format(0, i) not in weights),
             "norm_num_groups": 32 if all(count % 32 == 0 for count in channels) else 8,
-            "use_quant_conv": "quant_conv.weight" in weights,
-            "use_post_quant_conv": "post_quant_conv.weight" in weights,
+            "use_quant_conv": f"{quant}.weight" in weights,
+            "use_post_quant_conv": f"{post_quant}.weight" in weights,
             "mid_block_add_attention": attention in weights,
         }
         if not bfl:
             return config, identity_map(weights.names)
         return config, {_diffusers_name(name, levels): [RowRange(name)] for name in weights.names}
+
+    @staticmethod
+    def quant_convolutions(bfl: bool) -> tuple[str, str]:
+        """Return the names of the convolutions behind the encoder and before the decoder, where a file has them."""
+        return "quant_conv", "post_quant_conv"
 
     def set_latents(self, config: dict[str, Any]) -> None:
         """Read channels, factor, shift and scale."""
@@ -89,6 +104,7 @@ class FluxImageEncoder(ImageEncoder):
 
 
 _RENAMES = (
+    (r"^(encoder|decoder)\.((post_)?quant_conv)\.", r"\2."),
     (r"\.nin_shortcut\.", ".conv_shortcut."),
     (r"^encoder\.norm_out\.", "encoder.conv_norm_out."),
     (r"^decoder\.norm_out\.", "decoder.conv_norm_out."),

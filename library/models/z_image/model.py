@@ -14,7 +14,6 @@ learned one that is attended to, so a sample alone and in a batch gives the same
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from diffusers import ZImageTransformer2DModel
 from diffusers.models.transformers import transformer_z_image as diffusers_z
 from torch import Tensor
@@ -22,6 +21,7 @@ from torch import Tensor
 from library.models.blocks import AttentionProcessor, adopt
 from library.nn.attention import Backend
 from library.nn.frozen_linear import project_recomputed, project_together
+from library.nn.norms import swiglu
 
 
 def optimise_forward(transformer: ZImageTransformer2DModel, backend: Backend = "auto") -> ZImageTransformer2DModel:
@@ -56,12 +56,8 @@ class FeedForward(diffusers_z.FeedForward):
     def forward(self, x: Tensor) -> Tensor:
         """Map [B, S, W] to the same."""
         gate, up = project_together([self.w1, self.w3], x)
-        (out,) = project_recomputed([self.w2], _gated, gate, up)
+        (out,) = project_recomputed([self.w2], swiglu, gate, up)
         return out
-
-
-def _gated(gate: Tensor, up: Tensor) -> Tensor:
-    return F.silu(gate) * up
 
 
 class TimestepEmbedder(diffusers_z.TimestepEmbedder):

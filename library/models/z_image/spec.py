@@ -21,8 +21,9 @@ from library.conditions import Conditions
 from library.errors import UserError
 from library.models.family import Family
 from library.models.flux.vae import PUBLISHED, FluxImageEncoder
+from library.models.qwen3 import load_qwen3, published_qwen3, qwen3_width
 from library.models.text import load_qwen_tokenizer
-from library.models.z_image.text import MOST_TOKENS, ZImageTextEncoder, load_z_image_text, published_text, text_width
+from library.models.z_image.text import MOST_TOKENS, ZImageTextEncoder
 from library.precision.recipe import Recipe
 
 
@@ -46,7 +47,7 @@ class ZImageFamily(Family):
     @staticmethod
     def published_parts() -> dict[str, Callable[[], Any]]:
         """Return FLUX's autoencoder and Qwen3-4B."""
-        return {"vae": lambda: FluxImageEncoder.autoencoder(**PUBLISHED), **published_text()}
+        return {"vae": lambda: FluxImageEncoder.autoencoder(**PUBLISHED), **published_qwen3("4B", 35)}
 
     @staticmethod
     def blocks(transformer: Any) -> list[nn.Module]:
@@ -67,7 +68,7 @@ class ZImageFamily(Family):
     def check_text_encoders(self) -> None:
         """Compare the width of Qwen3 with what the transformer takes."""
         path, wanted = self.files.text_encoders[0], self.files.transformer_config.get("cap_feat_dim", 2560)
-        if (width := text_width(path)) != wanted:
+        if (width := qwen3_width(path)) != wanted:
             raise UserError(f"{path}: text {width} wide, the transformer takes {wanted}; give Qwen3-4B as text_encoder")
 
     def load_text_encoder(
@@ -77,7 +78,7 @@ class ZImageFamily(Family):
         (path,) = self.files.text_encoders
         fingerprint = self.text_fingerprint(dtype, recipe, self.name, MOST_TOKENS)
         tokenizer = load_qwen_tokenizer(self.files.tokenizers[0], "<|im_start|>", "Qwen3")
-        return ZImageTextEncoder(lambda: load_z_image_text(path, dtype, device, recipe), tokenizer, fingerprint)
+        return ZImageTextEncoder(lambda: load_qwen3(path, -1, dtype, device, recipe), tokenizer, fingerprint)
 
     def transformer_inputs(
         self, latents: Tensor, sigmas: Tensor, text: dict[str, Tensor], guidance: float, conditions: Conditions

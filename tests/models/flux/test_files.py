@@ -103,7 +103,7 @@ def test_single_file_asks_for_what_must_lie_beside_it(files: SingleFiles, option
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("ae", r"not FLUX's autoencoder \(no encoder\.conv_in\.weight\); give FLUX's ae\.safetensors"),
+        ("ae", r"not FLUX's VAE \(no encoder\.conv_in\.weight\); give FLUX's ae\.safetensors"),
         ("clip_l", r"not a CLIP text encoder .*; give clip_l\.safetensors as clip_l"),
         ("t5xxl", r"not a T5 encoder .*; give t5xxl_fp16\.safetensors as t5xxl"),
     ],
@@ -125,7 +125,7 @@ def test_autoencoder_of_qwen_image_with_diffusers_names_is_refused(files: Single
     state = {"encoder.conv_in": (96, 3), "decoder.conv_in": (384, 16), "encoder.down_blocks.0.conv1": (96, 96)}
     path = tmp_path / "qwen.safetensors"
     save_file({f"{name}.weight": torch.zeros(*shape, 3, 3, 3) for name, shape in state.items()}, path)
-    lacking = r"not FLUX's autoencoder \(no encoder\.down_blocks\.0\.resnets\.0\.conv1\.weight\)"
+    lacking = r"not FLUX's VAE \(no encoder\.down_blocks\.0\.resnets\.0\.conv1\.weight\)"
     with pytest.raises(UserError, match=lacking):
         model_family(files.model_config(ae=str(path)))
 

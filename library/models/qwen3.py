@@ -1,0 +1,128 @@
+"""Qwen3 as a text encoder, the language model of Qwen3-VL too: loaded as far as its layers are read.
+
+Diffusion models read the vectors between its layers. What follows the last one that is read is never loaded: the layers
+after it, the norm and the head. Qwen3-VL's language model is the same network with a larger base of the rotary
+positions, which no tensor shows; where there are no images its three position axes agree and turn like Qwen3's one
+(https://github.com/huggingface/transformers, ``modeling_qwen3_vl.py``: ``mrope_interleaved``).
+
+The file is a transformers folder or one of ComfyUI's (``qwen_3_4b.safetensors``), whose configuration follows from its
+shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Qwen3Config, Qwen3Model
+
+from library.errors import UserError
+from library.models.layer_names import count_blocks
+from library.models.text import byte_tokenizer
+from library.models.weights import load_into, read_config
+from library.precision.checkpoint import WeightFiles
+from library.precision.recipe import Recipe, WeightLoader
+from library.safetensors_io import RowRange
+
+THETA, VL_THETA = 1e6, 5e6  # config.json of Qwen/Qwen3-4B and of Qwen/Qwen3-VL-4B-Instruct
+_TYPES = {"qwen3": THETA, "qwen3_vl": VL_THETA, "qwen3_vl_text": VL_THETA}
+_EMBEDDINGS = "embed_tokens.weight"
+_SIZES = {"4B": (2560, 9728), "8B": (4096, 12288)}  # width, inner width
+
+
+def published_qwen3(size: str, layers: int, theta: float = THETA) -> dict[str, Callable[[], Any]]:
+    """Return what builds the first ``layers`` of Qwen3-4B or 8B, and a tokenizer of single bytes for it, by folder."""
+    width, inner = _SIZES[size]
+    config = Qwen3Config(
+        vocab_size=151936, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+    )  # fmt: skip
+    return {"text_encoder": lambda: _without_norm(config), "tokenizer": byte_tokenizer}
+
+
+def load_qwen3(
+    path: Path,
+    layers: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    recipe: Recipe | None = None,
+    theta: float = THETA,
+) -> Qwen3Model:
+    """Load the first ``layers`` of Qwen3, without the norm behind them.
+
+    Args:
+        path: a transformers folder or a file.
+        layers: how many; negative: all but so many.
+        dtype, device: of the weights.
+        recipe: how linear weights become fp8; None leaves them as the file has them.
+        theta: base of the rotary positions, of a single file; a folder says it itself.
+    """
+    weights = WeightFiles(path)
+    prefix, config = _describe(weights, theta)
+    everything = config.num_hidden_layers
+    kept = layers if layers >= 0 else everything + layers
+    if kept > everything:
+        raise UserError(f"{path}: Qwen3 of {everything} layers, {kept} are read; give the text encoder of the model")
+    config.num_hidden_layers, config.layer_types = kept, None
+    config = Qwen3Config.from_dict(config.to_dict())
+    wanted = (_EMBEDDINGS, *(f"layers.{i}." for i in range(kept)))
+    names = {name.removeprefix(prefix): name for name in weights.names if name.startswith(prefix)}
+    key_map = {name: [RowRange(source)] for name, source in names.items() if name.startswith(wanted)}
+    return load_into(
+        lambda: _without_norm(config), weights, key_map, dtype, device, fp8=WeightLoader(recipe, compute="dequant")
+    )
+
+
+def qwen3_width(path: Path) -> int:
+    """Return the width of the vectors that the Qwen3 in ``path`` gives; reads headers only."""
+    return _describe(WeightFiles(path), THETA)[1].hidden_size
+
+
+def _without_norm(config: Qwen3Config) -> Qwen3Model:
+    model = Qwen3Model(config)
+    model.norm = nn.Identity()
+    return model
+
+
+def _describe(weights: WeightFiles, theta: float) -> tuple[str, Qwen3Config]:
+    """Return what stands before the language model's names, and the configuration of all its layers."""
+    found = [name for name in weights.names if name.endswith(_EMBEDDINGS)]
+    prefix = found[0].removesuffix(_EMBEDDINGS) if found else "model."
+    if weights.path.is_dir():
+        known = read_config(weights.path)
+        if known.get("model_type") not in _TYPES:
+            raise UserError(
+                f"{weights.path / 'config.json'}: {known.get('model_type')!r}, not qwen3; give the text encoder of "
+                "the model"
+            )
+        base = _TYPES[known["model_type"]]
+        text = known.get("text_config", known)
+        ropes = text.get("rope_parameters") or text.get("rope_scaling") or text
+        text = {key: value for key, value in text.items() if key not in ("rope_scaling", "rope_theta", "model_type")}
+        theta = ropes.get("rope_theta") or known.get("text_config", known).get("rope_theta") or base
+        return prefix, Qwen3Config.from_dict(
+            text | {"layer_types": None, "rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+        )
+    first = f"{prefix}layers.0"
+    if f"{first}.self_attn.q_norm.weight" not in weights or f"{first}.mlp.gate_proj.weight" not in weights:
+        raise UserError(
+            f"{weights.path}: not Qwen3 (no {first}.self_attn.q_norm); give qwen_3_4b.safetensors as text_encoder"
+        )
+    vocabulary, width = weights.shape(prefix + _EMBEDDINGS)
+    (head_dim,) = weights.shape(f"{first}.self_attn.q_norm.weight")
+    return prefix, Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=weights.shape(f"{first}.mlp.gate_proj.weight")[0],
+        num_hidden_layers=count_blocks(weights.names, f"{prefix}layers."),
+        num_attention_heads=weights.shape(f"{first}.self_attn.q_proj.weight")[0] // head_dim,
+        num_key_value_heads=weights.shape(f"{first}.self_attn.k_proj.weight")[0] // head_dim,
+        head_dim=head_dim,
+        max_position_embeddings=40960,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+    )
