@@ -168,6 +168,7 @@ LORA_MATRIX = (
         }
         | _CHOSEN,
     ),
+    Row("sample_model", _each("changes full weights, which {layout} splits" + _ONE, "shard", "tp", "pp", "zero")),
     Row(
         "memory_dry_run",
         _each("loads the full model for its trial; remove it, or set {layout} = 1", "shard", "tp", "pp")
@@ -441,6 +442,11 @@ _IMAGES = (
         ("base_weights_multiplier", "base_weights"),
         lambda s: len(s.base_weights_multiplier) > len(s.base_weights),
         "has more strengths than base_weights has files; give one for each",
+    ),
+    Rule(
+        ("sample_model", "init_lora_weights"),
+        lambda s: s.sample_model and s.init_lora_weights != "default",
+        "takes the place of base weights, which {init_lora_weights} has changed; remove one of them",
     ),
     Rule(
         ("min_timestep", "max_timestep"),

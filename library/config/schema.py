@@ -544,6 +544,11 @@ class SamplingConfig(Section):
     sample_prompts: str | None = Field(
         None, description="prompts: text (--n --w --h --d --l --s --g --ci --mi), TOML or JSON, as kohya's"
     )
+    sample_model: Annotated[str | None, SAMPLED, IMAGES] = Field(
+        None,
+        description="folder, file or name on the hub of a model of the same architecture and format: samples are made "
+        "with it instead, without base_weights, in as many steps as it is distilled to (of a LoRA for a turbo model)",
+    )
     sample_every_n_steps: Annotated[Positive | None, SAMPLED] = Field(
         None, description="sample every so many optimizer steps"
     )

@@ -46,6 +46,9 @@ class AdapterLinear(LinearWrapper):
         """Draw the initial weights; the change is zero."""
         raise NotImplementedError
 
+    def measure_base(self) -> None:
+        """Measure what the kind keeps of the base's weights: they are others now."""
+
     def trained(self) -> dict[str, nn.Parameter]:
         """Return the trained parameters by the names they have in files (``lora_A.weight``, ``lokr_w1``)."""
         return dict(self.named_parameters(recurse=False))

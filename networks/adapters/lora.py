@@ -476,7 +476,7 @@ class DoRALinear(LoRALinear):
 
     def __init__(self, base: nn.Module, rank: int, alpha: float, **options: Any) -> None:
         super().__init__(base, rank, alpha, **options)
-        self.register_buffer("squared_norms", base_weight(base).square().sum(dim=1), persistent=False)
+        self.register_buffer("squared_norms", _squared_norms(base), persistent=False)
         # fp32 always: rounded to bf16, the layer would not begin as its base, and small steps would be lost
         self.magnitude = new_parameter(base, self.out_features, dtype=torch.float32)
 
@@ -523,6 +523,11 @@ class DoRALinear(LoRALinear):
         return rescaled
 
     @torch.no_grad()
+    @torch.no_grad()
+    def measure_base(self) -> None:
+        """Take the base's row norms."""
+        self.squared_norms.copy_(_squared_norms(self.base))
+
     def row_norms(self) -> Tensor:
         """Return |V|, [out] fp32."""
         down, up = self.lora_A.weight.float(), self.lora_B.weight.float()
@@ -545,3 +550,7 @@ class DoRALinear(LoRALinear):
         ratio = self.magnitude.float() / self.row_norms()
         out = z * ratio.to(z.dtype)
         return out if self.bias is None else out + ((1 - ratio) * self.bias.float()).to(z.dtype)
+
+
+def _squared_norms(base: nn.Module) -> Tensor:
+    return base_weight(base).square().sum(dim=1)

@@ -93,8 +93,8 @@ def test_what_is_not_there_is_refused_with_what_replaces_it() -> None:
         [*SHORT, "--model_version", "layered"]
     )
     assert "layered models are not in this version; remove it" in _problem([*SHORT, "--remove_first_image_from_target"])
-    assert "'krea2_shift' is not in this version; it belongs to Krea" in _problem(
-        [*SHORT, "--timestep_sampling", "krea2_shift"]
+    assert "'ideogram4_shift' is not in this version; it belongs to Ideogram" in _problem(
+        [*SHORT, "--timestep_sampling", "ideogram4_shift"]
     )
     patterns = ["--network_args", "exclude_patterns=['.*mlp.*']", "include_patterns=['.*5.*']"]
     assert "it brings back what exclude_patterns take there, here it restricts" in _problem([*SHORT, *patterns])

@@ -35,6 +35,7 @@ LAYOUT: dict[str, dict[str, Any]] = {
 # option -> what makes a row of the matrix hold, if it is more than a switch
 ROWS: dict[str, dict[str, Any]] = {
     "blocks_to_swap": {"blocks_to_swap": 2},
+    "sample_model": {"sample_model": "turbo", "sample_prompts": "prompts.txt"},
     "mixed_precision": {"mixed_precision": "fp16"},
     "full_bf16": {"full_bf16": True, "mixed_precision": "bf16"},
     "text_encoder_lr": {"text_encoder_lr": [1e-4]},

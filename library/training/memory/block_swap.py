@@ -30,7 +30,8 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -211,6 +212,19 @@ class Ring:
         following = 0 if forward_only and block == last else block + self._step
         if following not in self.held:
             self._load(following, 1 - slot)
+
+    @contextmanager
+    def at_home(self) -> Iterator[None]:
+        """Let the blocks' parameters be their homes inside, to be written to; the ring is filled again afterwards."""
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)  # nothing reads or fills a slot any more
+        held = [block for block in self.held if block is not None]
+        self.held = [None] * RING
+        for block, views in enumerate(self._at_home):
+            self._point(block, views)
+        yield
+        for slot, block in enumerate(held):
+            self._load(block, slot)
 
     def _slot_for(self, block: int) -> int:
         """Return the slot whose block is farther from ``block``: the nearer one may be running still."""

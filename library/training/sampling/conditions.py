@@ -7,7 +7,7 @@ height, and its region is blanked as the dataset's are; an edit model's referenc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -92,14 +92,23 @@ def check_prompt_images(
 
 
 def read_run_prompts(
-    path: str | None, seed: int, family: Family, pixel_multiple: int, say: Callable[[str], None]
+    path: str | None,
+    seed: int,
+    family: Family,
+    pixel_multiple: int,
+    say: Callable[[str], None],
+    distilled: bool = False,
 ) -> list[SamplePrompt]:
     """Read a run's sample prompts and check that they suit the model; remarks go to ``say``.
+
+    A prompt that says nothing of its steps takes as many as the model is ``distilled`` to.
 
     Raises:
         UserError: the file cannot be read, or a prompt asks for what the model does not take.
     """
-    prompts = read_prompts(path, seed, pixel_multiple, SamplePrompt("", guidance=family.sample_guidance))
+    usual = SamplePrompt("", guidance=family.sample_guidance)
+    usual = replace(usual, steps=family.distilled_steps) if distilled else usual
+    prompts = read_prompts(path, seed, pixel_multiple, usual)
     for remark in check_steering(prompts, family.guidance_input, family.sample_guidance):
         say(f"note: {remark}")
     check_prompt_images(prompts, family.conditioning, family.most_references)

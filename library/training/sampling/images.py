@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from library.models.vae import ImageEncoder
 from library.nn.modes import evaluating
 from library.training.sampling.conditions import PromptImageRules, encode_prompt_images, show_prompt_images, text_jobs
 from library.training.sampling.prompts import SamplePrompt
+from library.training.sampling.sample_model import SampleModel
 
 _CELL = 256  # pixels of an image's longer side on the sheet
 _CAPTION = 44  # pixels for two lines of prompt under a row
@@ -45,6 +47,7 @@ class Sampler:
         text_encoders: that are trained; their embeddings are computed when they are needed.
         rules: what becomes of the prompts' images; these are encoded once, when they are first needed.
         writes: else images are generated and dropped, as a collective call with the processes that write.
+        model: that takes the trained one's place while samples are made.
         sampled: the files by step.
     """
 
@@ -56,6 +59,7 @@ class Sampler:
     text_encoders: nn.Module | None = None
     rules: PromptImageRules = field(default_factory=PromptImageRules)
     writes: bool = True
+    model: SampleModel | None = None
     sampled: dict[int, list[Path]] = field(default_factory=dict)
     _conditions: dict[int, Conditions] = field(default_factory=dict)
 
@@ -69,10 +73,11 @@ class Sampler:
         """
         paths: list[Path] = []
         try:
-            for i, prompt in enumerate(self.prompts):
-                if is_stopping():
-                    return paths
-                paths.append(self._sample(transformer, i, prompt, step))
+            with nullcontext() if self.model is None else self.model.in_place(transformer):
+                for i, prompt in enumerate(self.prompts):
+                    if is_stopping():
+                        return paths
+                    paths.append(self._sample(transformer, i, prompt, step))
         finally:
             self.image_encoder.release()
         self.sampled[step] = paths
@@ -191,6 +196,7 @@ def build_sampler(
     folder: Path,
     text_encoders: nn.Module | None = None,
     writes: bool = True,
+    model: SampleModel | None = None,
 ) -> Sampler | None:
     """Return the sampler of a run, or None where no prompts were given; embeddings come from the dataset's cache."""
     if not prompts:
@@ -201,7 +207,7 @@ def build_sampler(
         for prompt in prompts
         for key, job in text_jobs(prompt, data.train.text_sees_references, rules).items()
     }
-    return Sampler(family, prompts, image_encoder, embeddings, folder, text_encoders, rules, writes)
+    return Sampler(family, prompts, image_encoder, embeddings, folder, text_encoders, rules, writes, model)
 
 
 def _shown_size(image: Path | Image.Image) -> tuple[int, int]:

@@ -49,7 +49,7 @@ from library.training.checkpoint.state import tidy
 from library.training.flow import resolve_sampling
 from library.training.guard.signals import ignore_signals
 from library.training.memory.attention_choice import attention_of_run
-from library.training.memory.block_swap import describe_rings, swap_blocks
+from library.training.memory.block_swap import Ring, describe_rings, swap_blocks
 from library.training.memory.budget import recompute_blocks
 from library.training.memory.dry_run import MemoryProbe, fit_memory
 from library.training.parallel.device_map import devices_to_fill, place_blocks
@@ -59,6 +59,7 @@ from library.training.report.progress import counting
 from library.training.sampling.conditions import PromptImageRules, read_run_prompts, text_jobs
 from library.training.sampling.images import build_sampler
 from library.training.sampling.prompts import SamplePrompt
+from library.training.sampling.sample_model import SampleModel, sample_family
 from library.training.tasks.distillation import prepare_teacher
 from library.training.tasks.image_step import FlowStep, Teacher, check_seam
 from library.training.tasks.lora import LoraTask, base_dtype
@@ -72,7 +73,7 @@ class ImageLora(LoraTask):
     """See the module's text.
 
     Attributes:
-        family: the model's.
+        family: the model's. shown: of the model that samples are made with.
         dtype: of the frozen weights.
         image_encoder, text_encoder: located; their weights are read when they are needed.
         data: the images, and those held out.
@@ -86,6 +87,7 @@ class ImageLora(LoraTask):
 
     config: TrainConfig
     family: Family
+    shown: Family
     dtype: torch.dtype
     image_encoder: ImageEncoder
     text_encoder: TextEncoder
@@ -95,6 +97,7 @@ class ImageLora(LoraTask):
     batches: EpochBatchSampler
     step: FlowStep
     teacher: Teacher | None = None
+    rings: Sequence[Ring] = ()
 
     def open(self) -> None:
         accelerator = self.accelerator
@@ -114,7 +117,11 @@ class ImageLora(LoraTask):
         recipe = text_encoder_recipe(config.precision)
         self.text_encoder = family.load_text_encoder(self.dtype, accelerator.device, recipe=recipe)
         multiple, file, seed = self.image_encoder.pixel_multiple, config.sampling.sample_prompts, config.training.seed
-        self.prompts = read_run_prompts(file, seed, family, multiple, self.console.print)
+        self.shown, other = family, config.sampling.sample_model
+        if other is not None:
+            self.shown = sample_family(other, config.model, family)
+        say = self.console.print
+        self.prompts = read_run_prompts(file, seed, self.shown, multiple, say, distilled=other is not None)
         if config.parallel.tp > 1:
             family.split_plan(config.parallel.tp)
         self.base_fingerprint = family.fingerprint()
@@ -147,8 +154,9 @@ class ImageLora(LoraTask):
         self._hold_out()
         samples, writes = self.names.folder / "samples", self.accelerator.is_main_process
         self.sampler = build_sampler(
-            family, self.prompts, self.image_encoder, self.data, samples, self.text_encoders, writes
-        )
+            self.shown, self.prompts, self.image_encoder, self.data, samples, self.text_encoders, writes,
+            None if self.shown is family else SampleModel(self._load_shown, self.rings),
+        )  # fmt: skip
         if writes:  # others write no files
             share, per_epoch = self.batches.share, self.batches.batches_per_epoch()
             own = image_facts(config, self.data, self.begun, per_epoch, share, self.total_epochs)
@@ -193,9 +201,18 @@ class ImageLora(LoraTask):
         if training.gradient_checkpointing and self.text_encoders is not None:
             self.text_encoders.enable_gradient_checkpointing()  # type: ignore[operator]
         if swapped := training.blocks_to_swap:
-            self.console.print(describe_rings(swap_blocks(transformer, blocks, swapped, device)))
+            self.rings = swap_blocks(transformer, blocks, swapped, device)
+            self.console.print(describe_rings(self.rings))
         if self.devices:
             self.console.print(place_blocks(transformer, blocks, self.devices))
+
+    def _load_shown(self) -> nn.Module:
+        """Read the transformer that samples are made with into host memory, as the base was loaded."""
+        config, shown = self.config, self.shown
+        fp8 = plan_base(config.precision, shown.quantized_file(), config.training.seed, self.accelerator.device)
+        transformer = shown.load_transformer(self.dtype, "cpu", config.training.attention, fp8=fp8)
+        fp8.round_inputs(transformer)
+        return transformer
 
     def parallel(self) -> ParallelSpec:
         family, transformer = self.family, self.transformer

@@ -103,7 +103,7 @@ def test_single_file_asks_for_what_must_lie_beside_it(files: SingleFiles, option
 @pytest.mark.parametrize(
     ("option", "message"),
     [
-        ("ae", r"not FLUX's VAE \(no encoder\.conv_in\.weight\); give FLUX's ae\.safetensors"),
+        ("ae", r"not FLUX's VAE \(no encoder\.conv_in\.weight\); give ae\.safetensors"),
         ("clip_l", r"not a CLIP text encoder .*; give clip_l\.safetensors as clip_l"),
         ("t5xxl", r"not a T5 encoder .*; give t5xxl_fp16\.safetensors as t5xxl"),
     ],
@@ -117,7 +117,7 @@ def test_autoencoder_of_stable_diffusion_is_refused(files: SingleFiles, tmp_path
     state = load_file(files.ae)
     state["decoder.conv_in.weight"] = state["decoder.conv_in.weight"][:, :4].contiguous()
     save_file(state, tmp_path / "sd.safetensors")
-    with pytest.raises(UserError, match="4 latent channels, FLUX has 16"):
+    with pytest.raises(UserError, match="4 latent channels, FLUX's VAE has 16"):
         model_family(files.model_config(ae=str(tmp_path / "sd.safetensors")))
 
 

@@ -1,0 +1,117 @@
+"""``sample_model``: samples are those of tools/generate.py on the other model, and training is as without it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from PIL.ImageChops import difference
+
+import tools.generate as generate
+from library.errors import UserError
+from tests.runs import largest_difference, lora, run, write_dataset
+from tests.tiny_z_image import tiny_z_pipeline
+from tests.training.tasks.test_base_weights import linked, merged
+
+PROMPT = "a red disc --w 64 --h 64 --d 5"
+Z_IMAGE: dict[str, object] = {"model_type": "z_image", "learning_rate": 0.02, "max_train_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A base and another model of its architecture."""
+    folder = tmp_path_factory.mktemp("models")
+    return tiny_z_pipeline(folder / "base", seed=0, layers=4), tiny_z_pipeline(folder / "turbo", seed=7, layers=4)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("data"), images=2)
+
+
+def picture(model: Path, text_from: Path, file: Path | None, folder: Path, *more: str) -> Image.Image:
+    """Generate the prompt's picture with ``model`` beside the text encoder of ``text_from``."""
+    words = [
+        "generate.py",
+        "image",
+        "--model",
+        str(model),
+        "--model_type",
+        "z_image",
+        *(["--lora", str(file)] if file else []),
+    ]
+    words += ["--text_encoder", str(text_from), "--vae", str(text_from)]
+    words += ["--prompt", PROMPT, "--s", "8", "--save_to", str(folder), *more]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", words)
+        generate.main()
+    (path,) = folder.glob("*.png")
+    return Image.open(path).convert("RGB")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"blocks_to_swap": 2},
+        {"fp8_scaled": True},
+        {"network_type": "dora"},
+    ],
+    ids=["plain", "swapped blocks", "quantised", "DoRA"],
+)
+def test_samples_are_the_other_models_and_training_is_unchanged(
+    models: tuple[Path, Path], dataset: Path, tmp_path: Path, settings: dict[str, object]
+) -> None:
+    base, turbo = models
+    (tmp_path / "prompts.txt").write_text(PROMPT)
+    asked = Z_IMAGE | settings | {"sample_prompts": tmp_path / "prompts.txt", "sample_every_n_steps": 1}
+    run(base, dataset, tmp_path / "with", **asked, sample_model=turbo)
+    run(base, dataset, tmp_path / "without", **asked)
+    assert largest_difference(lora(tmp_path / "with"), lora(tmp_path / "without")) == 0
+
+    file = tmp_path / "with/lora.safetensors"
+    if "network_type" in settings:  # no LoRA to generate with: merged it is
+        words = ["--lora", str(file), "--model_type", "z_image"]
+        turbo = linked(turbo, tmp_path / "whole", merged(turbo / "transformer", words, tmp_path / "merged"))
+        expected = picture(turbo, base, None, tmp_path / "generated")
+    else:
+        precision = ["--fp8_scaled"] if "fp8_scaled" in settings else []
+        expected = picture(turbo, base, file, tmp_path / "generated", *precision)
+    shown = Image.open(tmp_path / "with/samples/step000003_00.png").convert("RGB")
+    # the file holds the LoRA in bf16: at most a level or two of 255
+    assert max(high for _, high in difference(shown, expected).getextrema()) <= 3
+    others = Image.open(tmp_path / "without/samples/step000003_00.png").convert("RGB")
+    assert max(high for _, high in difference(shown, others).getextrema()) > 20, "the models differ"
+
+
+def test_a_training_adapter_is_left_out_of_samples(models: tuple[Path, Path], dataset: Path, tmp_path: Path) -> None:
+    _, turbo = models
+    run(turbo, dataset, tmp_path / "adapter", **Z_IMAGE | {"learning_rate": 0.2})
+    adapter = tmp_path / "adapter/lora.safetensors"
+    (tmp_path / "prompts.txt").write_text(PROMPT)
+    asked = Z_IMAGE | {"sample_prompts": tmp_path / "prompts.txt", "base_weights": [adapter], "sample_model": turbo}
+    run(turbo, dataset, tmp_path / "out", **asked)
+    expected = picture(turbo, turbo, tmp_path / "out/lora.safetensors", tmp_path / "generated")
+    shown = Image.open(tmp_path / "out/samples/step000003_00.png").convert("RGB")
+    assert max(high for _, high in difference(shown, expected).getextrema()) <= 3
+
+
+@pytest.mark.parametrize(
+    ("layers", "settings", "message"),
+    [
+        (3, {}, r"sample_model: .* not of one architecture \(one has layers\.3\..*; give a Z-Image model"),
+        (4, {"init_lora_weights": "pissa"}, "sample_model.*pissa has changed; remove one of them"),
+    ],
+    ids=["another size", "PiSSA"],
+)
+def test_what_cannot_take_the_place_is_refused_before_anything_is_loaded(
+    models: tuple[Path, Path], dataset: Path, tmp_path: Path, layers: int, settings: dict[str, object], message: str
+) -> None:
+    (tmp_path / "prompts.txt").write_text(PROMPT)
+    other = tiny_z_pipeline(tmp_path / "other", layers=layers)
+    asked = Z_IMAGE | settings | {"sample_prompts": tmp_path / "prompts.txt", "sample_model": other}
+    with pytest.raises(UserError, match=message):
+        run(models[0], dataset, tmp_path / "out", **asked)
+    assert not list((tmp_path / "out").glob("*.safetensors"))
