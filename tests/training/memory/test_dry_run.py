@@ -20,7 +20,7 @@ from library.training.memory.fake_cuda import library_path
 from library.training.memory.plan import RESERVE
 from tests.forked import run_script
 from tests.processes import run_command
-from tests.runs import ROOT, arguments, lora, run, write_dataset
+from tests.runs import ROOT, arguments, largest_difference, lora, run, write_dataset
 
 # train_lora.py, with the room that is left after the first step of the run limited to so many MiB
 LIMITED = """
@@ -149,8 +149,8 @@ def test_running_out_of_memory_names_the_batch_and_what_to_change(base: Path, tm
         saved = tmp_path / "out" / f"lora-step{step - 1:08d}.safetensors"
         assert saved.exists()
         run(base, data, tmp_path / "clean", max_train_steps=step - 1, seed=1)
-        one, other = lora(tmp_path / "out", saved.stem), lora(tmp_path / "clean")
-        assert all(torch.equal(one[key], other[key]) for key in other)
+        # On some CPUs MKL's order of summing follows where memory lies, which differs between processes: fp32 rounding.
+        assert largest_difference(lora(tmp_path / "out", saved.stem), lora(tmp_path / "clean")) < 1e-5
 
 
 @pytest.mark.parametrize("limited", [True, False])
