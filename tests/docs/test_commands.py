@@ -27,6 +27,7 @@ from library.config.schema import DatasetArguments
 from library.data.dataset import build_dataset
 from library.models.flux.files import FLUX_TARGETS
 from library.models.qwen_image.text import TEMPLATES
+from library.models.z_image.files import Z_IMAGE_TARGETS
 from networks.files.adapters import save_adapter
 from networks.files.weights import LoraWeights
 from tests.curves import without_curves
@@ -87,9 +88,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (qwen.vae, "qwen_image_vae.safetensors"),
         (qwen.text_encoder, "qwen_2.5_vl_7b.safetensors"),
         (z_image.transformer, "z_image_bf16.safetensors"),
+        (z_image.transformer, "z_image_turbo_bf16.safetensors"),
         (z_image.text_encoder, "qwen_3_4b.safetensors"),
     ):
         shutil.copy(source, folder / "models" / name)
+    up = {"layers.0.attention.to_q": LoraWeights(torch.ones(2, 64), torch.zeros(64, 2), 2.0)}
+    save_adapter(folder / "models/zimage_turbo_training_adapter_v2.safetensors", up, Z_IMAGE_TARGETS)
     shutil.copytree(ROOT / "configs", folder / "configs")
     (folder / "my_images").mkdir()
     for i in range(10):

@@ -31,6 +31,10 @@ def with_stand_ins(config: TrainConfig, folder: Path) -> tuple[TrainConfig, list
     model = _complete(config.model, folder / "model", notes)
     if model is not config.model:
         changes["model"] = model
+    if missing := [path for path in config.network.base_weights if not Path(path).expanduser().exists()]:
+        left = [path for path in config.network.base_weights if path not in missing]
+        changes["network"] = config.network.model_copy(update={"base_weights": left, "base_weights_multiplier": []})
+        notes.append(f"{missing[0]} is not there: merged as the base is loaded, it takes no memory of its own")
     if not Path(config.dataset.dataset_config).expanduser().exists():
         conditioning = family_class(config.model.model_type).conditioning
         toml = write_dataset(folder / "dataset", conditioning)
