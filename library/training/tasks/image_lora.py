@@ -144,6 +144,10 @@ class ImageLora(LoraTask):
         self.attention = attention_of_run(config.training, family, self.data, self.dtype, self.accelerator.device)
         console.print(f"attention: {self.attention}")
         self.summary["attention"] = self.attention
+        if self.shown is not family:
+            base, other = config.model.pretrained_model_name_or_path, config.sampling.sample_model
+            model = f"--model {base} --model_type {family.name} --distilled {other}"
+            self.summary["samples"] = f"made with {other}; how the LoRA fares there: tools/precision_report.py {model}"
         self.config = config = config.model_copy(update={"training": fit_memory(MemoryProbe(self), console)})
         # The encoders' weights are read only for what is not cached yet, and leave before the transformer comes.
         encoders = self.image_encoder, self.text_encoder
