@@ -223,7 +223,7 @@ def readable(
     reader: Reader, names: Iterable[str], targets: LoraTargets, save_format: str, kind: str = "lora"
 ) -> set[str]:
     """Return which modules a program would read from a file that holds ``names`` in ``save_format``."""
-    layout = layout_of(kind, save_format)
+    layout = layout_of(kind, save_format, targets)
     plain = save_format in targets.plain_layouts
     sets = [[layout.names.get(tensor, tensor) for tensor in complete] for complete in KINDS[kind].complete]
     written = [names for names in sets if None not in names]  # in one of these forms a module of the kind is written
