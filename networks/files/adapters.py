@@ -230,6 +230,8 @@ def _alpha_strings(weights: Mapping[str, AdapterWeights], targets: LoraTargets, 
         return {ADAPTER_METADATA_KEY: adapter_metadata(parts)}
     folded = any(module.alpha != module.rank for module in weights.values())
     trained = {TRAINED_ALPHA_KEY: alpha_metadata(parts)} if folded else {}
+    if layout.original:  # diffusers would take the ranks of its modules for those of the fused ones
+        return trained
     return {ADAPTER_METADATA_KEY: adapter_metadata(parts, folded=True), **trained}
 
 
