@@ -68,6 +68,19 @@ def _flux(name: str) -> ModelType:
     )
 
 
+def _flux2(name: str, tokenizer: str, guidance: bool, swappable: int) -> ModelType:
+    return ModelType(
+        family=f"library.models.flux2.spec:{name}",
+        title="FLUX.2",
+        files=("vae", "text_encoder"),
+        tokenizers={tokenizer: "tokenizer"},
+        takes_guidance=guidance,
+        swappable_blocks=swappable,
+        kohya_module="networks.lora_flux_2",
+        kohya_tool="musubi-tuner",
+    )
+
+
 def _qwen_image(name: str, *settings: str) -> ModelType:
     return ModelType(
         family=f"library.models.qwen_image.spec:{name}",
@@ -98,6 +111,8 @@ MODEL_TYPES: Mapping[str, ModelType] = {
         kohya_module="networks.lora_zimage",
         kohya_tool="musubi-tuner",
     ),
+    "flux2_klein": _flux2("KleinFamily", "qwen_tokenizer", False, 12),
+    "flux2_klein_edit": _flux2("KleinEditFamily", "qwen_tokenizer", False, 12),
     "llama": ModelType(family="", title="Llama 2 to 3.2"),
     "gpt2": ModelType(family="", title="GPT-2"),
 }

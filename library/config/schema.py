@@ -96,13 +96,14 @@ class ModelConfig(Section):
     t5xxl_max_token_length: Size | None = Field(
         None, description="T5 tokens per caption; default 512 for dev, 256 for schnell, less if the model says so"
     )
-    vae: str | None = Field(None, description="Qwen-Image, Z-Image: VAE file or folder, with a single file")
+    vae: str | None = Field(None, description="Qwen-Image, Z-Image, FLUX.2: VAE file or folder, with a single file")
     text_encoder: str | None = Field(
-        None, description="Qwen-Image: Qwen2.5-VL; Z-Image: Qwen3; file or folder, with a single file"
+        None,
+        description="Qwen-Image: Qwen2.5-VL; Z-Image, FLUX.2 klein: Qwen3; file or folder, with a single file",
     )
     qwen_tokenizer: str | None = Field(
         None,
-        description="Qwen-Image, Z-Image: tokenizer folder or hub name, with a single file; default "
+        description="Qwen-Image, Z-Image, FLUX.2 klein: tokenizer folder or hub name, with a single file; default "
         "Qwen/Qwen2.5-VL-7B-Instruct, Qwen/Qwen3-4B",
     )
     zero_cond_t: bool | None = Field(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from library.nn.attention import Backend, attend_jointly
 from library.nn.frozen_linear import project_recomputed, project_together
-from library.nn.norms import ModulationCache, RMSNorm, gelu, memoise, slice_tokens
+from library.nn.norms import ModulationCache, RMSNorm, gelu, memoise, slice_tokens, swiglu_halves
 from library.nn.rope import Table
 
 
@@ -158,7 +158,15 @@ def feedforward(
     def normed(stream: Tensor, own_gate: Tensor, update: Tensor, *more: Tensor) -> Tensor:
         return norm(stream + own_gate * update, *more)
 
-    (wide,) = project_recomputed([layers.net[0].proj], normed, *terms, shift, scale)
-    (update,) = project_recomputed([layers.net[2]], gelu, wide)
+    inner, outer, activation = _parts(layers)
+    (wide,) = project_recomputed([inner], normed, *terms, shift, scale)
+    (update,) = project_recomputed([outer], activation, wide)
     stream, own_gate, first = terms
     return stream + own_gate * first + gate * update
+
+
+def _parts(layers: Any) -> tuple[nn.Module, nn.Module, Callable[[Tensor], Tensor]]:
+    """Return the layers of diffusers' feed-forward and what is between them: SwiGLU since FLUX.2, else GELU."""
+    if hasattr(layers, "linear_in"):
+        return layers.linear_in, layers.linear_out, swiglu_halves
+    return layers.net[0].proj, layers.net[2], gelu

@@ -30,7 +30,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 # What tells models that no family here is, by a part of a tensor's name.
 _UNSUPPORTED = {
     ".input_blocks.": "Stable Diffusion or SDXL",
-    "double_stream_modulation": "FLUX.2",
     "distilled_guidance_layer": "Chroma",
     "joint_blocks.": "Stable Diffusion 3",
 }

@@ -128,12 +128,15 @@ def _each(names: str, *forms: Keys) -> dict[str, tuple[Keys, ...]]:
     return dict.fromkeys(names.split(), forms)
 
 
-def _alike(naming: Literal["diffusers", "original"], tensors: Mapping[str, str], *prefixes: str) -> tuple[Keys, ...]:
+def _alike(
+    naming: Literal["diffusers", "original"], tensors: Mapping[str, str], *prefixes: str, only: str = ".*"
+) -> tuple[Keys, ...]:
     """Return forms that differ in what stands before the module's name alone."""
-    return tuple(Keys(prefix, naming, tensors) for prefix in prefixes)
+    return tuple(Keys(prefix, naming, tensors, only) for prefix in prefixes)
 
 
 _FLUX, _QWEN = "flux flux_fill flux_kontext", "qwen_image qwen_image_edit qwen_image_edit_plus"
+_FLUX2 = "flux2_klein flux2_klein_edit"
 _FLUX_BLOCKS, _Z_BLOCKS = r"(single_)?transformer_blocks\..*", r"(layers|(noise|context)_refiner)\..*"
 _ALONE = _AB | _OLD | _MAGNITUDE | {"alpha": "takes the file for another trainer's, and finds no layer of it"}
 _PEFT_KEYS = Keys("transformer.", "diffusers", _ALONE)
@@ -148,6 +151,14 @@ READERS = (
             Keys("lora_unet_", "original", _DOWN_UP, _FLUX_BLOCKS),
             Keys("diffusion_model.", "original", _DOWN_UP, _FLUX_BLOCKS),
             Keys("lora_transformer_", "diffusers", _DOWN_UP, r".*(\.attn\.|embed).*|proj_out|norm_out.*", True),
+        )
+        | _each(
+            _FLUX2,
+            Keys("transformer.", "diffusers", _AB | _OLD | _MAGNITUDE),
+            Keys("diffusion_model.", "original", _AB),
+            Keys("diffusion_model.", "diffusers", _AB | _OLD, _FLUX_BLOCKS),
+            Keys("lora_unet_", "original", _DOWN_UP, r"(?!.*(modulation|guidance_embedder|norm_out)).*"),
+            Keys("lycoris_", "diffusers", _LOKR | {"alpha": "alpha"}, _FLUX_BLOCKS),
         )
         | _each(
             _QWEN,
@@ -181,6 +192,19 @@ READERS = (
             *_alike("diffusers", _OF_COMFYUI, "lora_transformer_"),
             *_alike("original", _OF_COMFYUI, "lora_unet_", "diffusion_model."),
         )
+        | _each(
+            _FLUX2,
+            *_alike(
+                "diffusers",
+                _OF_COMFYUI,
+                "transformer.",
+                "lycoris_",
+                "",
+                "lora_transformer_",
+                only=rf"{_FLUX_BLOCKS}|(x|context)_embedder|proj_out|norm_out.*",
+            ),
+            *_alike("original", _OF_COMFYUI, "lora_unet_", "diffusion_model."),
+        )
         | _each(_QWEN, *_OF_ALL_IN_COMFYUI, *_alike("diffusers", _OF_COMFYUI, "lora_unet_", "diffusion_model."))
         | _each(
             "z_image",
@@ -208,7 +232,7 @@ READERS = (
     ),
     Reader(
         "musubi-tuner",
-        _each("flux_kontext", Keys("lora_unet_", "original", _OF_MUSUBI, _FLUX_BLOCKS, True))
+        _each(f"flux_kontext {_FLUX2}", Keys("lora_unet_", "original", _OF_MUSUBI, _FLUX_BLOCKS, True))
         | _each(_QWEN, Keys("lora_unet_", "diffusers", _OF_MUSUBI, r"transformer_blocks\..*", True))
         | _each("z_image", Keys("lora_unet_", "diffusers", _OF_MUSUBI, _Z_BLOCKS, True)),
     ),
@@ -223,7 +247,7 @@ def readable(
     reader: Reader, names: Iterable[str], targets: LoraTargets, save_format: str, kind: str = "lora"
 ) -> set[str]:
     """Return which modules a program would read from a file that holds ``names`` in ``save_format``."""
-    layout = layout_of(kind, save_format)
+    layout = layout_of(kind, save_format, targets)
     plain = save_format in targets.plain_layouts
     sets = [[layout.names.get(tensor, tensor) for tensor in complete] for complete in KINDS[kind].complete]
     written = [names for names in sets if None not in names]  # in one of these forms a module of the kind is written

@@ -26,6 +26,7 @@ from tests.tiny import (
     tiny_text_encoders,
     tiny_vae,
 )
+from tests.tiny_flux2 import bfl_flux2_state_dict, tiny_flux2_transformer
 from tests.tiny_z_image import comfy_state_dict, tiny_z_transformer
 
 KINDS = ("Linear", "Embedding", "Conv2d", "Conv3d", "LayerNorm", "GroupNorm", "RMSNorm")
@@ -82,6 +83,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "flux": (lambda: tiny_flux_transformer(double_blocks=2), "FLUX.1 transformer (diffusers' names)"),
     "qwen": (qwen_image, "Qwen-Image transformer"),
     "z_image": (tiny_z_transformer, "Z-Image transformer"),
+    "flux2": (lambda: tiny_flux2_transformer(2), "FLUX.2 transformer (diffusers' names)"),
     "vae": (tiny_vae, "image autoencoder, AutoencoderKL (diffusers' names)"),
     "qwen_vae": (qwen_vae, "Qwen-Image autoencoder (diffusers' names)"),
     "clip": (lambda: tiny_text_encoders(50, 60)[0], "CLIP text encoder"),
@@ -130,6 +132,15 @@ def test_comfyuis_names_of_z_image_give_the_same_norms_as_diffusers(tmp_path: Pa
     save_file(comfy_state_dict(transformer.state_dict()), tmp_path / "z.safetensors")
     found = one_component(tmp_path / "z.safetensors")
     assert found.architecture == "Z-Image transformer"
+    ours, theirs = counts(found), modules_of(transformer)
+    assert (ours["LayerNorm"], ours["RMSNorm"]) == (theirs["LayerNorm"], theirs["RMSNorm"])
+
+
+def test_bfls_names_of_flux2_give_the_same_norms_as_diffusers(tmp_path: Path) -> None:
+    transformer = tiny_flux2_transformer(2)
+    save_file(bfl_flux2_state_dict(transformer.state_dict()), tmp_path / "f.safetensors")
+    found = one_component(tmp_path / "f.safetensors")
+    assert found.architecture == "FLUX.2 transformer (Black Forest Labs' names)"
     ours, theirs = counts(found), modules_of(transformer)
     assert (ours["LayerNorm"], ours["RMSNorm"]) == (theirs["LayerNorm"], theirs["RMSNorm"])
 

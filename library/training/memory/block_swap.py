@@ -113,11 +113,7 @@ def swapped_per_kind(sizes: Sequence[tuple[int, int]], swapped: int) -> list[int
 
 def most_swapped(sizes: Sequence[tuple[int, int]]) -> int:
     """Return the largest N for which the ring is left of each kind."""
-
-    def fits(n: int) -> bool:
-        return all(count <= there - RING for count, (there, _) in zip(_shares(n, sizes), sizes, strict=True))
-
-    return next((n for n in range(sum(there for there, _ in sizes), 0, -1) if fits(n)), 0)
+    return sum(most for _, most in _turns(sizes))
 
 
 def kinds_of(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
@@ -140,11 +136,21 @@ def swappable(blocks: Sequence[nn.Module]) -> tuple[int, int]:
 
 
 def _shares(swapped: int, sizes: Sequence[tuple[int, int]]) -> list[int]:
-    """Return N shared evenly among kinds, the rest to the last ones, in blocks: a small kind gives several for one."""
+    """Return N shared evenly among kinds, in blocks; what does not divide, or one has not, the last ones give."""
+    turns = _turns(sizes)
     each, rest = divmod(swapped, len(sizes))
+    asked = [each + (kind >= len(sizes) - rest) for kind in range(len(sizes))]
+    shares = [min(share, most) for share, (_, most) in zip(asked, turns, strict=True)]
+    for kind in reversed(range(len(sizes))):
+        shares[kind] += min(swapped - sum(shares), turns[kind][1] - shares[kind])
+    return [share * blocks for share, (blocks, _) in zip(shares, turns, strict=True)]
+
+
+def _turns(sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return of each kind how many blocks it gives for one of the largest, and how often before its ring is left."""
     largest = max(weights for _, weights in sizes)
-    shares = (each + (kind >= len(sizes) - rest) for kind in range(len(sizes)))
-    return [share * max(1, round(largest / max(1, weights))) for share, (_, weights) in zip(shares, sizes, strict=True)]
+    several = [max(1, round(largest / max(1, weights))) for _, weights in sizes]
+    return [(blocks, max(0, there - RING) // blocks) for blocks, (there, _) in zip(several, sizes, strict=True)]
 
 
 class Ring:

@@ -81,7 +81,8 @@ def write_model(model_type: str, folder: Path, most_blocks: int | None = None) -
 
 
 def _specs(module: nn.Module) -> TensorSpecs:
-    return {name: (torch.bfloat16, tuple(parameter.shape)) for name, parameter in module.named_parameters()}
+    statistics = ((name, each) for name, each in module.named_buffers() if ".running_" in name)  # of batch norms
+    return {name: (torch.bfloat16, tuple(each.shape)) for name, each in (*module.named_parameters(), *statistics)}
 
 
 def write_specs(path: Path, specs: TensorSpecs, metadata: Mapping[str, str] | None = None) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import FluxPipeline, QwenImagePipeline, ZImagePipeline
+from diffusers import Flux2KleinPipeline, FluxPipeline, QwenImagePipeline, ZImagePipeline
 from peft.tuners.lokr.layer import factorization
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from library.config.schema import NetworkConfig
 from library.errors import UserError
 from library.models.flux.files import FLUX_FILL_TARGETS, FLUX_KONTEXT_TARGETS, FLUX_TARGETS
+from library.models.flux2.files import FLUX2_TARGETS
 from library.models.layer_names import LoraTargets
 from library.models.qwen_image.files import QWEN_TARGETS
 from library.models.z_image.files import Z_IMAGE_TARGETS
@@ -34,6 +35,7 @@ from networks.files.weights import LoraWeights
 from networks.network import AdapterNetwork, attach_lora, inject_adapter
 from networks.options import parse_network_args
 from tests.networks.conftest import make_flux, run_flux
+from tests.tiny_flux2 import tiny_flux2_transformer
 from tests.tiny_qwen import tiny_qwen_transformer
 from tests.tiny_z_image import tiny_z_transformer
 
@@ -41,6 +43,7 @@ MODELS = {
     "flux": (make_flux, FLUX_TARGETS),
     "qwen_image": (tiny_qwen_transformer, QWEN_TARGETS),
     "z_image": (tiny_z_transformer, Z_IMAGE_TARGETS),
+    "flux2_klein": (tiny_flux2_transformer, FLUX2_TARGETS),
 }
 
 
@@ -133,12 +136,13 @@ def test_fp16_has_enough_bits_for_a_young_lora_at_a_small_scale(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("save_format", ["kohya", "comfy", "diffusers"])
-@pytest.mark.parametrize("family", ["qwen_image", "z_image"])
+@pytest.mark.parametrize("family", ["qwen_image", "z_image", "flux2_klein"])
 def test_diffusers_own_loader_does_what_the_rules_say(family: str, save_format: str, tmp_path: Path) -> None:
     inputs = ("txt_in_dim=2", "time_in_dim=2", "img_in_dim=2")
     _, network = trained(family, "lora", *inputs, network_dim=4, network_alpha=3.0)
     network.save(tmp_path / "a.safetensors", save_format, "fp32", {})
-    pipelines = {"qwen_image": (QwenImagePipeline, 4), "z_image": (ZImagePipeline, 4)}
+    pipelines = dict.fromkeys(MODELS, (QwenImagePipeline, 4)) | {"z_image": (ZImagePipeline, 4)}
+    pipelines["flux2_klein"] = (Flux2KleinPipeline, 4)
     pipeline, others = pipelines[family]
     arguments = [None] * others + [MODELS[family][0]()]
     pipe = pipeline(*arguments)
@@ -162,6 +166,7 @@ FOREIGN = [
     *[(family, prefix) for family in ("qwen_image", "z_image") for prefix in PREFIXES if prefix != "lora_transformer_"],
     ("flux", "transformer."),
     ("flux", "lora_transformer_"),
+    *[("flux2_klein", prefix) for prefix in PREFIXES],
 ]
 
 
@@ -170,9 +175,11 @@ def test_of_foreign_files_too_the_rules_say_what_diffusers_own_loader_does(
     family: str, prefix: str, tmp_path: Path
 ) -> None:
     make, targets = MODELS[family]
-    pipeline = {"flux": FluxPipeline, "qwen_image": QwenImagePipeline, "z_image": ZImagePipeline}[family]
+    pipeline = {"flux": FluxPipeline, "qwen_image": QwenImagePipeline, "z_image": ZImagePipeline}.get(family)
+    pipeline = pipeline or Flux2KleinPipeline
     layer = next(name for name, module in make().named_modules() if name.endswith("attn.to_q") or "to_k" in name)
-    mlp = next(name for name, module in make().named_modules() if name.endswith(("ff.net.2", "img_mlp.net.2", "w1")))
+    ends = ("ff.net.2", "img_mlp.net.2", "w1", "ff.linear_out")
+    mlp = next(name for name, module in make().named_modules() if name.endswith(ends))
     for (down, up), alpha, name in product(PAIRS, (True, False), (layer, mlp)):
         if (prefix, down) == ("transformer.", "lora_down.weight") and family == "flux":
             continue  # read without its alpha: not claimed
@@ -256,6 +263,13 @@ LOADS = {
     ("z_image", "dora", "diffusers"): {"diffusers"},
     ("z_image", "loha", "comfy"): {"ComfyUI"},
     ("z_image", "lokr", "kohya"): {"musubi-tuner"},
+    ("flux2_klein", "lora", "diffusers"): {"diffusers", "ComfyUI"},
+    ("flux2_klein", "lora", "kohya"): {"diffusers", "ComfyUI", "musubi-tuner"},
+    ("flux2_klein", "lora", "comfy"): {"diffusers", "ComfyUI"},
+    ("flux2_klein", "dora", "diffusers"): {"diffusers"},
+    ("flux2_klein", "dora", "comfy"): {"ComfyUI"},
+    ("flux2_klein", "lokr", "comfy"): {"diffusers", "ComfyUI"},
+    ("flux2_klein", "loha", "comfy"): {"ComfyUI"},
 }
 
 
@@ -361,6 +375,7 @@ def layers(targets: LoraTargets, *args: str, components: tuple[str, ...] = ("tra
 @pytest.mark.parametrize("family", MODELS)
 def test_the_layers_named_before_a_model_is_there_are_those_that_are_trained(family: str) -> None:
     args = {"flux": ["in_dims=[2,0,2,0,0]", "img_mod_dim=0"], "qwen_image": ["img_mod_dim=2"], "z_image": ["mlp_dim=0"]}
+    args |= {"flux2_klein": ["txt_in_dim=2", "single_dim=0"]}
     pattern = r"exclude_patterns=.*attn\.to_q|.*attention\.to_k"
     _, network = trained(family, "lora", *args[family], pattern)
     first = {name.replace(".1.", ".0.") for name in network.modules}

@@ -1,4 +1,4 @@
-"""Whole runs on tiny random models of Qwen-Image and Z-Image: what is equal must be equal, what is written readable."""
+"""Whole runs on tiny random models of Qwen-Image, Z-Image and FLUX.2: what is equal must be equal, what is written readable."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import QwenImagePipeline, ZImagePipeline
+from diffusers import Flux2KleinPipeline, QwenImagePipeline, ZImagePipeline
 from PIL import Image
 from safetensors import safe_open
 
@@ -24,6 +24,7 @@ from library.training.tasks.image_step import FlowStep
 from networks.network import inject_adapter
 from networks.options import parse_network_args
 from tests.runs import arguments, largest_difference, learn_by_heart, lora, losses_of, run, write_dataset
+from tests.tiny_flux2 import run_flux2, save_flux2_files, tiny_flux2_inputs, tiny_flux2_pipeline
 from tests.tiny_qwen import Kind, SplitFiles, run_qwen, save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
 from tests.tiny_z_image import run_z, save_z_split_files, tiny_z_inputs, tiny_z_pipeline
 from tests.training.test_host_waits import asked_by_more_steps
@@ -38,7 +39,7 @@ class Case:
     options: dict[str, str]
     write: Callable[[Path], Path]
     split: Callable[[Path, Path, str], SplitFiles]
-    pipeline: type[QwenImagePipeline | ZImagePipeline]
+    pipeline: type[QwenImagePipeline | ZImagePipeline | Flux2KleinPipeline]
     output: Callable[[torch.nn.Module], torch.Tensor]
     metadata: dict[str, str]
 
@@ -67,6 +68,19 @@ CASES = {
             "ss_network_module": "networks.lora_zimage",
             "ss_base_model_version": "z_image",
             "modelspec.architecture": "Z-Image/lora",
+        },
+    ),
+    "flux2_klein": Case(
+        {"model_type": "flux2_klein", "timestep_sampling": "flux2_shift"},
+        lambda folder: tiny_flux2_pipeline(folder, double_blocks=3, single_blocks=4),
+        save_flux2_files,
+        Flux2KleinPipeline,
+        run_flux2,
+        {
+            "ss_network_module": "networks.lora_flux_2",
+            "ss_base_model_version": "flux_2",
+            "modelspec.architecture": "flux-2-klein/lora",
+            "modelspec.implementation": "https://github.com/black-forest-labs/flux2",
         },
     ),
 }
@@ -167,13 +181,16 @@ def test_options_of_other_models_are_refused(option: dict[str, object], message:
 QWEN_KINDS: tuple[Kind, ...] = ("qwen_image", "qwen_image_edit", "qwen_image_edit_plus")
 
 
-@pytest.mark.parametrize("kind", [*QWEN_KINDS, "z_image"])
+@pytest.mark.parametrize("kind", [*QWEN_KINDS, "z_image", "flux2_klein", "flux2_klein_edit"])
 def test_one_image_is_learnt_by_heart(kind: str, tmp_path: Path) -> None:
     """A tenth of what predicting nothing would cost, for one image at one noise; the output layer is frozen."""
     if kind == "z_image":
         folder = tiny_z_pipeline(tmp_path / "base", layers=1)
         # attention and MLP alone stop at 0.4 of it: behind the last norm, whose scale they cannot change, it is frozen
         output, arguments, sampling = "all_final_layer.2-1.linear.weight", ["mod_dim=32"], "shift"
+    elif "flux2" in kind:
+        folder = tiny_flux2_pipeline(tmp_path / "base", single_blocks=1, heads=6)  # wider than a token's 128 numbers
+        output, arguments, sampling = "proj_out.weight", [], "flux2_shift"
     else:
         folder = tiny_qwen_pipeline(tmp_path / "base", kind, blocks=1)  # type: ignore[arg-type]
         output, arguments, sampling = "proj_out.weight", [], "qwen_shift"
@@ -183,8 +200,9 @@ def test_one_image_is_learnt_by_heart(kind: str, tmp_path: Path) -> None:
     targets = lora_targets()[kind]
     config = NetworkConfig(network_dim=32, network_alpha=32, network_args=arguments)
     network = inject_adapter(transformer, parse_network_args(config, targets), targets, seed=0)
-    inputs = (tiny_z_inputs if kind == "z_image" else tiny_qwen_inputs)(1, side=6)
-    text = {name: inputs[name] for name in ("prompt_embeds", "prompt_embeds_mask")}
+    make = {"z_image": tiny_z_inputs}.get(kind, tiny_flux2_inputs if "flux2" in kind else tiny_qwen_inputs)
+    inputs = make(1, side=6)
+    text = {name: inputs[name] for name in inputs if name.startswith("prompt")}
     references = (inputs["latents"].flip(-1),) if "edit" in kind else ()
     conditions = Conditions(references=references)
     batch = Batch(inputs["latents"], text, torch.ones(1), None, [3], conditions=conditions)
