@@ -20,6 +20,7 @@ from torch import nn
 from library.conditions import ConditionKind
 from library.config.schema import ModelConfig, TrainConfig
 from library.models.registry import family_class
+from library.models.weights import statistics
 from library.safetensors_io import DTYPE_NAMES, TensorSpecs
 
 _CAPTION = "a " * 256  # with a byte a token as long as what the published pipelines take, 512 tokens
@@ -77,7 +78,8 @@ def write_model(model_type: str, folder: Path, most_blocks: int | None = None) -
 
 
 def _specs(module: nn.Module) -> TensorSpecs:
-    return {name: (torch.bfloat16, tuple(parameter.shape)) for name, parameter in module.named_parameters()}
+    tensors = {**dict(module.named_parameters()), **statistics(module)}
+    return {name: (torch.bfloat16, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def write_specs(path: Path, specs: TensorSpecs, metadata: Mapping[str, str] | None = None) -> None:
