@@ -164,6 +164,8 @@ class LoraTargets:
         kohya_facts: other keys of kohya's metadata that are the same for every run of the family.
         text_encoders: those that can be trained, in the order of ``text_encoder_lr``.
         plain_layouts: layouts whose files have diffusers' module names although the original checkpoint has others.
+        folded_layouts: layouts whose LoRAs are written as ``lora_A`` and ``lora_B`` with the scale in B, since a
+            program reads no others.
         own_names: modules of the model have the key map's original names; those in files are transformers'.
     """
 
@@ -180,6 +182,7 @@ class LoraTargets:
     unused_modules: str = ""
     kohya_facts: Mapping[str, object] = field(default_factory=dict)
     plain_layouts: tuple[str, ...] = ()
+    folded_layouts: tuple[str, ...] = ()
     own_names: bool = False
 
     @property
