@@ -94,10 +94,23 @@ def _qwen_image(name: str, *settings: str) -> ModelType:
     )
 
 
+def _flux3(name: str, swappable_blocks: int) -> ModelType:
+    return ModelType(
+        family=f"library.models.flux3.spec:{name}",
+        title="FLUX.3",
+        files=("vae", "text_encoder"),
+        tokenizers={"qwen_tokenizer": "tokenizer"},
+        swappable_blocks=swappable_blocks,
+        texts_differ_in_length=True,
+    )
+
+
 MODEL_TYPES: Mapping[str, ModelType] = {
     "flux": _flux("FluxFamily"),
     "flux_fill": _flux("FluxFillFamily"),
     "flux_kontext": _flux("FluxKontextFamily"),
+    "flux3_klein": _flux3("Flux3KleinFamily", 36),
+    "flux3_klein_edit": _flux3("Flux3KleinEditFamily", 41),
     "qwen_image": _qwen_image("QwenImageFamily"),
     "qwen_image_edit": _qwen_image("QwenImageEditFamily"),
     "qwen_image_edit_plus": _qwen_image("QwenImageEditPlusFamily", "zero_cond_t"),

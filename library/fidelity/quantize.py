@@ -24,6 +24,7 @@ from library.console import Console
 from library.errors import UserError, counted
 from library.fidelity.calibration import IMAGES, CalibrationPlan
 from library.files import atomic_path, read_json
+from library.models.hub import pipeline_index
 from library.precision.checkpoint import WeightFiles
 from library.precision.names import LayoutKind
 from library.precision.parity.layer_errors import Candidate, choose_kept, measure_contributions
@@ -62,7 +63,7 @@ def quantize_checkpoint(
         low_precision_products: let ComfyUI multiply in the format; None: as is usual for it.
     """
     given, model = model, model.expanduser()
-    if (model / "model_index.json").is_file():
+    if pipeline_index(model) is not None:
         if not (model / "transformer").is_dir():
             raise UserError(
                 f"{model}: a pipeline without a transformer folder; give the folder of the model to quantise"

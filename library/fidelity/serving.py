@@ -31,6 +31,7 @@ from library.fidelity.transformations import same_in_bf16
 from library.files import weights_fingerprint
 from library.models.blocks import AttentionProcessor
 from library.models.family import Family, model_family
+from library.models.hub import pipeline_index
 from library.models.vae import ImageEncoder
 from library.nn.rope import MultiAxisRope
 from library.precision.activations import InputRounding, round_heads, round_inputs, rounded_positions, roundings
@@ -424,7 +425,7 @@ class Models:
     def folder(self) -> Family | None:
         """The deployed family if a whole pipeline is deployed, else None."""
         path = self.deployed.path
-        return self.deployed_family if path is not None and (path / "model_index.json").is_file() else None
+        return self.deployed_family if path is not None and pipeline_index(path) is not None else None
 
     def complete(self, variant: Variant) -> Variant:
         """Return ``variant`` with what a deployed pipeline brings besides the transformer, and what it lacks.

@@ -30,6 +30,7 @@ from library.config.schema import ModelConfig
 from library.errors import NotFiniteError, UserError
 from library.files import fingerprint, weights_fingerprint
 from library.models.files import FamilyFiles, locate
+from library.models.hub import pipeline_index
 from library.models.latents import unpack_latents
 from library.models.layer_names import LoraTargets
 from library.models.registry import family_class
@@ -200,6 +201,9 @@ class Family:
         """Refuse a transformer that is another variant than ``name``; set what depends on the transformer's config."""
         raise NotImplementedError
 
+    def check_trainable(self) -> None:
+        """Refuse a variant that can be sampled and not trained, with what to train in its place."""
+
     def check_text_encoders(self) -> None:
         """Refuse files that are no text encoders of this family; headers only."""
         raise NotImplementedError
@@ -240,12 +244,21 @@ class Family:
         """Load the transformer, frozen, in eval mode, with the optimised forward.
 
         ``backend`` is attention's; ``fp8`` says what is quantised, and how that computes; what the file has so stays as
-        it is.
+        it is. Modules of which diffusers says so (norms) stay fp32.
         """
         weights, files = WeightFiles(self.files.transformer), self.files
         key_map = self.layout.key_map(weights, files.prefix)
         build = self.transformer_class.from_config
-        transformer = load_into(lambda: build(files.transformer_config), weights, key_map, dtype, device, fp8=fp8)
+        wide = frozenset(self.transformer_class._keep_in_fp32_modules or ())
+        transformer = load_into(
+            lambda: build(files.transformer_config),
+            weights,
+            key_map,
+            dtype,
+            device,
+            keep_fp32=lambda name: not wide.isdisjoint(name.split(".")),
+            fp8=fp8,
+        )
         transformer.loaded_dtype = dtype  # whatever single weights have
         return self.optimise_forward(transformer, backend)
 
@@ -425,7 +438,7 @@ def with_transformer(config: ModelConfig, path: Path) -> ModelConfig:
     For a second model of the same family, such as the fp8 file of a bf16 folder.
     """
     root = Path(config.pretrained_model_name_or_path).expanduser()
-    if path.is_dir() and not (path / "model_index.json").is_file():
+    if path.is_dir() and pipeline_index(path) is None:
         files = sorted(path.glob("*.safetensors"))
         if len(files) != 1:
             raise UserError(f"{path}: {len(files)} safetensors files; give one file, or a complete pipeline folder")

@@ -11,6 +11,7 @@ What differs between families is a row, :class:`FamilyFiles`, in each family's `
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 
 from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.models.hub import find_model
+from library.models.hub import find_model, pipeline_index
 from library.models.inspection import UNKNOWN, Architecture, is_lora, recognise
 from library.models.layer_names import KeyNames, original_key_map
 from library.models.registry import family_modules
@@ -60,7 +61,7 @@ class FamilyFiles:
         arguments: from the shapes of a file, under diffusers' names, to the arguments of that class.
         keys, norms: names of a file that are not diffusers' (``library.models.layer_names``).
         vae, text_encoders, tokenizers: the other parts.
-        unused: tensors of a file that no parameter takes.
+        unused: regular expressions of a file's tensors that no parameter takes.
         variants: tensor -> a variant that has it and is not supported.
     """
 
@@ -79,7 +80,7 @@ class FamilyFiles:
     def key_map(self, weights: WeightFiles, prefix: str) -> KeyMap:
         """Return where each parameter of the transformer lies in ``weights``, whatever the layout of their names."""
         found = original_key_map(weights, prefix, self.keys, self.norms)
-        return {name: pieces for name, pieces in found.items() if name not in self.unused}
+        return {name: pieces for name, pieces in found.items() if not any(re.fullmatch(u, name) for u in self.unused)}
 
 
 @dataclass(frozen=True)
@@ -148,9 +149,9 @@ def _tokenizer(root: Path, config: ModelConfig, part: Part) -> str | Path:
 
 def pipeline_class(root: Path) -> str:
     """Return the class that a diffusers folder names."""
-    if not (root / "model_index.json").is_file():
+    if (index := pipeline_index(root)) is None:
         raise UserError(f"{root}: no model_index.json, so no diffusers pipeline; give the folder that holds it")
-    return read_config(root, "model_index.json").get("_class_name", "")
+    return read_config(root, index.name).get("_class_name", "")
 
 
 def _folder_arguments(root: Path, family: FamilyFiles) -> dict[str, Any]:

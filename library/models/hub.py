@@ -28,7 +28,12 @@ _FILE_ENDINGS = (".safetensors", ".sft", ".gguf", ".ckpt", ".pt", ".pth", ".bin"
 _READ = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")  # what is read of a folder
 _PICKLES = ("pytorch_model*.bin", "pytorch_model.bin.index.json")  # of a language model without safetensors
 _COPIES = ("*.fp16.*", "*.fp16-*", "*.bf16.*", "*.bf16-*", "*.non_ema*")  # in another precision
-_INDEX = "model_index.json"
+_INDEXES = ("model_index.json", "modular_model_index.json")  # diffusers' of a pipeline, and of a modular one
+
+
+def pipeline_index(folder: Path) -> Path | None:
+    """Return the file that tells of the parts of the pipeline in ``folder``; None: there is no pipeline."""
+    return next((folder / name for name in _INDEXES if (folder / name).is_file()), None)
 
 
 def find_model(given: str | Path, option: str, is_pipeline: bool | None = None, without: Collection[str] = ()) -> Path:
@@ -103,8 +108,8 @@ def _from_hub(name: str, option: str, is_pipeline: bool | None, without: frozens
         except (errors.HTTPError, errors.OfflineModeIsEnabled):
             return _cached(name, is_pipeline, without)
         files = [sibling.rfilename for sibling in info.siblings or []]
-        if _INDEX in files:
-            allowed = _pipeline_patterns(Path(hub.hf_hub_download(name, _INDEX, revision=info.sha)), without)
+        if index := next((each for each in _INDEXES if each in files), None):
+            allowed = _pipeline_patterns(Path(hub.hf_hub_download(name, index, revision=info.sha)), without)
         else:
             allowed = _folder_patterns(name, files, option, is_pipeline)
         return _download(name, allowed, option)
@@ -132,14 +137,17 @@ def _command(name: str, is_pipeline: bool | None) -> str:
     """Return the command that fetches what is read of a model, and little more."""
     if is_pipeline is None:
         return f"hf download {name}"
-    return f"hf download {name} " + (f'--include "*/*" --include {_INDEX}' if is_pipeline else '--exclude "*/*"')
+    return f"hf download {name} " + (
+        f'--include "*/*" --include "*{_INDEXES[0]}"' if is_pipeline else '--exclude "*/*"'
+    )
 
 
 def _pipeline_patterns(index: Path, without: Collection[str]) -> tuple[str, ...]:
     """Return what is read of a pipeline, of whose parts ``index`` tells, but for the parts ``without``."""
     parts = json.loads(index.read_text(encoding="utf-8"))
-    named = [key for key, value in parts.items() if isinstance(value, list) and None not in value]
-    return (_INDEX, *(f"{part}/{pattern}" for part in named if part not in without for pattern in _READ))
+    # A modular pipeline's parts may be named without their classes.
+    named = [k for k, v in parts.items() if isinstance(v, list) and (None not in v or isinstance(v[-1], dict))]
+    return (index.name, *(f"{part}/{pattern}" for part in named if part not in without for pattern in _READ))
 
 
 def _folder_patterns(name: str, files: Collection[str], option: str, is_pipeline: bool | None) -> tuple[str, ...]:
@@ -160,8 +168,8 @@ def _cached(name: str, is_pipeline: bool | None, without: Collection[str]) -> Pa
     """Return the copy in the cache if it is complete; raise LocalEntryNotFoundError if not."""
     import huggingface_hub as hub
 
-    index = hub.try_to_load_from_cache(name, _INDEX)
-    if isinstance(index, str):
+    cached = (hub.try_to_load_from_cache(name, each) for each in _INDEXES)
+    if index := next((each for each in cached if isinstance(each, str)), None):
         return _snapshot(name, _pipeline_patterns(Path(index), without), local_files_only=True)
     if is_pipeline:
         raise hub.errors.LocalEntryNotFoundError(name)
@@ -208,7 +216,7 @@ def _without_bars() -> Iterator[None]:
 def _snapshot(name: str, allowed: tuple[str, ...], **how: Any) -> Any:
     import huggingface_hub as hub
 
-    of_a_folder = () if _INDEX in allowed else ("*/*",)
+    of_a_folder = () if any(index in allowed for index in _INDEXES) else ("*/*",)
     found = hub.snapshot_download(name, allow_patterns=list(allowed), ignore_patterns=[*_COPIES, *of_a_folder], **how)
     return Path(found) if isinstance(found, str) else found
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from library.errors import UserError, printable
+from library.models.hub import pipeline_index
 from library.models.registry import all_modules
 from library.precision.checkpoint import quantized_file
 from library.precision.files.base import FileTensors
@@ -166,7 +167,7 @@ def weight_sets(path: Path) -> list[WeightSet]:
     if not path.is_dir():
         raise UserError(f"{path}: no such file or folder; check the path")
     parts = sorted({file.parent for file in path.glob("*/*.safetensors")})
-    if (path / "model_index.json").is_file() and parts:
+    if pipeline_index(path) is not None and parts:
         return [_read((part.name, files)) for part in parts for _, files in _sets_in(part)]
     if found := _sets_in(path):
         return [_read(one) for one in found]

@@ -73,8 +73,8 @@ def load_into(
     """
     with torch.device("meta"):
         module = build()
-    statistics = _statistics(module)
-    expected = {name: tuple(tensor.shape) for name, tensor in (*module.named_parameters(), *statistics.items())}
+    buffers = statistics(module)
+    expected = {name: tuple(tensor.shape) for name, tensor in (*module.named_parameters(), *buffers.items())}
     key_map = {name: pieces for name, pieces in key_map.items() if not name.endswith(_COUNTER)}
     _check(expected, weights, key_map)
     loader = fp8 if fp8 is not None else WeightLoader(compute="dequant")
@@ -88,7 +88,7 @@ def load_into(
             continue
         wanted = torch.float32 if keep_fp32(name) else dtype
         tensor = tensor.to(device=device, dtype=wanted).reshape(shape)
-        if name in statistics:
+        if name in buffers:
             module.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = tensor
         else:
             _assign(module, name, nn.Parameter(tensor, requires_grad=False))
@@ -96,7 +96,7 @@ def load_into(
     return module.eval()
 
 
-def _statistics(module: nn.Module) -> dict[str, Tensor]:
+def statistics(module: nn.Module) -> dict[str, Tensor]:
     """Return the buffers that a file holds: mean and variance of batch norms."""
     return {name: each for name, each in module.named_buffers() if name.endswith((".running_mean", ".running_var"))}
 

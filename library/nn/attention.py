@@ -210,7 +210,8 @@ def attend_jointly(
     """Return attention of all streams' tokens among one another, [B, sum of S, H, D].
 
     Args:
-        streams: of the text, of the image, ..., S differing between them; norms of queries and of keys.
+        streams: of the text, of the image, ..., S differing between them; norms of queries and of keys. What norms give
+            in more precision is turned so, and then rounded to the values' dtype.
         rope: cos and sin [sum of S, D/2] that turn neighbouring pairs of queries and keys; or None.
         mask, backend: as for :func:`attend`.
         rounding: what becomes of query, key and value [B, S, H, D] before their products, where they are rounded.
@@ -222,6 +223,7 @@ def attend_jointly(
         query, key = _joined(normed[::2]), _joined(normed[1::2])
         if rope is not None:
             query, key = rotate_interleaved(query, rope), rotate_interleaved(key, rope)
+        query, key = query.to(value.dtype), key.to(value.dtype)
         return (query, key) if rounding is None else (rounding(query), rounding(key))
 
     inputs, value = [t for tensors, _ in streams for t in tensors[:2]], _joined([t[2] for t, _ in streams])

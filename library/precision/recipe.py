@@ -41,10 +41,10 @@ from library.randomness import derive_seed
 _ROOT = r"(model\.diffusion_model\.|transformer\.)?"
 KINDS = {
     "embedders": _ROOT
-    + r"(x_embedder|all_x_embedder\..*|context_embedder|time_(text|guidance)_embed\..*|(cap|t)_embedder\..*"
-    r"|img_in|txt_in|(time|vector|guidance)_in\..*)",
+    + r"(x_embedders?(\.\w+)?|all_x_embedder\..*|context_embedder|time_(text|guidance)_embed\..*|(cap|t)_embedder\..*"
+    r"|(target_)?timestep_embedder\..*|img_in|txt_in|emb_in\..*|((ref_)?time|vector|guidance)_in\..*)",
     "modulation": r".*(\bnorm(1|1_context)?\.linear|\b(img|txt)_mod\.(1|lin)|\bmodulation\.lin|\badaLN_modulation\.0"
-    r"|_stream_modulation(_img|_txt)?\.lin(ear)?)",
+    r"|_stream_modulations?(_img|_txt|\.\w+)?\.lin(ear)?)",
     "final": _ROOT + r"(proj_out|norm_out\.linear|(all_)?final_layer\..*)",
 }
 # Matrices that are looked up rather than multiplied with, or tied to such: never fp8. LoRA: 67 % would become zero.

@@ -15,8 +15,8 @@ be the rank. So alpha / rank is multiplied into B (:func:`networks.files.weights
 wherever one looks for it. The alpha of the training is noted in the header for those who train on
 (``networks.files.metadata``). Which program reads which keys is in ``networks.files.readers``.
 
-A family may keep diffusers' names in a layout (``plain_layouts``), where not every program reads the original ones, or
-have ``lora_A`` and a folded scale in one (``folded_layouts``).
+A family may keep diffusers' names in a layout (``plain_layouts``), where not every program reads the original ones, and
+diffusers' tensors in another program's names (``folded_layouts``), where diffusers reads those names but no alpha.
 Text encoders' modules go into the same file; the family's table has their prefixes.
 
 Layouts of the original checkpoint have one module where diffusers has q, k, v (and the MLP). LoRAs A_i [r, in],
@@ -288,11 +288,14 @@ def check_save_format(kind: str, save_format: str) -> None:
 
 
 def layout_of(kind: str, save_format: str, targets: LoraTargets | None = None) -> Layout:
-    """Return the row that is written: other kinds than LoRA have keys of their own in ComfyUI and musubi-tuner."""
-    row = LAYOUTS[save_format if kind == "lora" else _OF_OTHER_KINDS.get(save_format, save_format)]
-    if kind == "lora" and targets is not None and save_format in targets.folded_layouts:
-        return replace(row, names=_PEFT, alpha="folded")
-    return row
+    """Return the row that is written: other kinds than LoRA have keys of their own in ComfyUI and musubi-tuner.
+
+    Of ``targets`` whose ``folded_layouts`` name it, the row has PEFT's tensors and no alpha.
+    """
+    if kind != "lora":
+        return LAYOUTS[_OF_OTHER_KINDS.get(save_format, save_format)]
+    folded = targets is not None and save_format in targets.folded_layouts
+    return replace(LAYOUTS[save_format], names=_PEFT, alpha="folded") if folded else LAYOUTS[save_format]
 
 
 def key_stem(name: str, targets: LoraTargets, layout: Layout, plain: bool) -> str:

@@ -19,15 +19,16 @@ peft            huggingface/peft 0.21.2                  ``utils/save_and_load.p
 
 *Scale.* alpha / rank, alpha being ``<module>.alpha`` in the file, without one the rank. sd-scripts and musubi-tuner's
 network stop without one. diffusers takes a file with one for a converted one, and then finds no layer of Qwen-Image or
-Z-Image below ``transformer.``. diffusers also multiplies by what the header says (``lora_adapter_metadata``), peft by
-what its ``adapter_config.json`` says; nobody else reads those.
+Z-Image below ``transformer.``; of FLUX.3 it refuses such a file. diffusers also multiplies by what the header says
+(``lora_adapter_metadata``), peft by what its ``adapter_config.json`` says; nobody else reads those.
 
 *Fused layers.* A LoRA on the original ``qkv`` is one of q, k and v with their rows of B. Where a program has the fused
 layer itself, that is the same update.
 
 *Layers.* A program that knows a form of keys may still not know every layer in it (``Keys.only``): diffusers puts
-FLUX's input layers, converted from kohya's names, where its own loader does not look for them; musubi-tuner's network
-(``--network_weights``, ``merge_lora.py``) has blocks alone, its ``*_generate_image.py`` every layer.
+FLUX's input layers, converted from kohya's names, where its own loader does not look for them, and renames nothing but
+FLUX.3's blocks; musubi-tuner's network (``--network_weights``, ``merge_lora.py``) has blocks alone, its
+``*_generate_image.py`` every layer.
 
 *Kinds.* A DoRA's norms have two names and meanings. diffusers and peft take ``lora_magnitude_vector`` (m, V's rows
 become that long); ComfyUI takes ``dora_scale`` and divides it by the norms of the *base's* rows. Each reads the other's
@@ -137,8 +138,10 @@ def _alike(
 
 _FLUX, _QWEN = "flux flux_fill flux_kontext", "qwen_image qwen_image_edit qwen_image_edit_plus"
 _FLUX2 = "flux2_klein flux2_klein_edit"
+_FLUX3 = "flux3_klein flux3_klein_edit"
 _FLUX_BLOCKS, _Z_BLOCKS = r"(single_)?transformer_blocks\..*", r"(layers|(noise|context)_refiner)\..*"
-_ALONE = _AB | _OLD | _MAGNITUDE | {"alpha": "takes the file for another trainer's, and finds no layer of it"}
+_FLUX3_BLOCKS = r"(single_transformer_blocks|txt_mode_blocks|mode_blocks\.\w+)\..*"
+_ALONE = _AB | _OLD | _MAGNITUDE | {"alpha": "takes the file for another trainer's and finds no layer, or refuses it"}
 _PEFT_KEYS = Keys("transformer.", "diffusers", _ALONE)
 _OF_ALL_IN_COMFYUI = _alike("diffusers", _OF_COMFYUI, "transformer.", "lycoris_", "")
 
@@ -159,6 +162,12 @@ READERS = (
             Keys("diffusion_model.", "diffusers", _AB | _OLD, _FLUX_BLOCKS),
             Keys("lora_unet_", "original", _DOWN_UP, r"(?!.*(modulation|guidance_embedder|norm_out)).*"),
             Keys("lycoris_", "diffusers", _LOKR | {"alpha": "alpha"}, _FLUX_BLOCKS),
+        )
+        | _each(
+            _FLUX3,
+            _PEFT_KEYS,
+            Keys("diffusion_model.", "original", _ALONE, _FLUX3_BLOCKS),
+            Keys("diffusion_model.", "diffusers", _ALONE),
         )
         | _each(
             _QWEN,
@@ -205,6 +214,7 @@ READERS = (
             ),
             *_alike("original", _OF_COMFYUI, "lora_unet_", "diffusion_model."),
         )
+        | _each(_FLUX3, *_alike("original", _OF_COMFYUI, "lora_unet_", "diffusion_model."))
         | _each(_QWEN, *_OF_ALL_IN_COMFYUI, *_alike("diffusers", _OF_COMFYUI, "lora_unet_", "diffusion_model."))
         | _each(
             "z_image",

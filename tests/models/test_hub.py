@@ -122,7 +122,7 @@ def test_what_is_in_the_way_is_one_line_with_the_remedy(hub: Hub, tmp_path: Path
 @pytest.mark.parametrize(
     ("kind", "command"),
     [
-        (", True", 'hf download acme/none --include "*/*" --include model_index.json'),
+        (", True", 'hf download acme/none --include "*/*" --include "*model_index.json"'),
         (", False", 'hf download acme/none --exclude "*/*"'),
         ("", "hf download acme/none"),
     ],

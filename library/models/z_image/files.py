@@ -78,7 +78,7 @@ FILES = FamilyFiles(
     vae=Part("vae", "vae", "ae.safetensors"),
     text_encoders=(Part("text_encoder", "text_encoder", "qwen_3_4b.safetensors"),),
     tokenizers=(Part("qwen_tokenizer", "tokenizer", "Qwen/Qwen3-4B"),),
-    unused=("norm_final.weight",),  # Lumina's
+    unused=(r"norm_final\.weight",),  # Lumina's
     variants={"siglip_pad_token": "Z-Image-Omni"},
 )
 

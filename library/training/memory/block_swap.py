@@ -54,7 +54,7 @@ def swap_blocks(model: nn.Module, blocks: Sequence[nn.Module], swapped: int, dev
 
     Args:
         model: the transformer, on the CPU.
-        blocks: its blocks in running order; blocks of one class form one ring.
+        blocks: its blocks in running order; blocks of one kind form one ring.
         swapped: N, in kohya's counting.
         device: where the model computes.
 
@@ -117,10 +117,13 @@ def most_swapped(sizes: Sequence[tuple[int, int]]) -> int:
 
 
 def kinds_of(blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Return the blocks of each class, in running order."""
-    kinds: dict[type[nn.Module], list[nn.Module]] = {}
+    """Return the blocks of each class, those of classes with the same tensors together, in running order."""
+    tensors: dict[type[nn.Module], tuple[object, ...]] = {}
+    kinds: dict[tuple[object, ...], list[nn.Module]] = {}
     for block in blocks:
-        kinds.setdefault(type(block), []).append(block)
+        if type(block) not in tensors:
+            tensors[type(block)] = tuple((tensor.dtype, tensor.shape) for tensor in _movable(block))
+        kinds.setdefault(tensors[type(block)], []).append(block)
     return list(kinds.values())
 
 

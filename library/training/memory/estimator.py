@@ -38,7 +38,7 @@ from library.config.schema import NetworkConfig, ParallelConfig
 from library.errors import UserError, did_you_mean
 from library.models.family import split_plan
 from library.models.files import transformer_of
-from library.models.hub import find_model
+from library.models.hub import find_model, pipeline_index
 from library.models.llm.files import open_lm
 from library.models.llm.model import TransformerLM, lm_split_plan, separate_projections
 from library.models.llm.spec import PRESETS, LMConfig
@@ -132,7 +132,7 @@ def shape_of(model: str) -> ModelShape:
             f"{model}: no file, folder or known model{did_you_mean(model, names)}; known: {', '.join(names)}"
         )
     path = find_model(model, "model")
-    if path.is_dir() and not (path / "model_index.json").is_file() and not (path / "transformer").is_dir():
+    if path.is_dir() and pipeline_index(path) is None and not (path / "transformer").is_dir():
         config, _, _ = open_lm(path)
         return ModelShape(config.family, config)
     return ModelShape(*transformer_of(path))

@@ -20,6 +20,7 @@ from torch import nn
 from library.conditions import ConditionKind
 from library.config.schema import ModelConfig, TrainConfig
 from library.models.registry import family_class
+from library.models.weights import statistics
 from library.safetensors_io import DTYPE_NAMES, TensorSpecs
 
 _CAPTION = "a " * 256  # with a byte a token as long as what the published pipelines take, 512 tokens
@@ -81,8 +82,8 @@ def write_model(model_type: str, folder: Path, most_blocks: int | None = None) -
 
 
 def _specs(module: nn.Module) -> TensorSpecs:
-    statistics = ((name, each) for name, each in module.named_buffers() if ".running_" in name)  # of batch norms
-    return {name: (torch.bfloat16, tuple(each.shape)) for name, each in (*module.named_parameters(), *statistics)}
+    tensors = {**dict(module.named_parameters()), **statistics(module)}
+    return {name: (torch.bfloat16, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def write_specs(path: Path, specs: TensorSpecs, metadata: Mapping[str, str] | None = None) -> None:

@@ -103,6 +103,7 @@ class ImageLora(LoraTask):
         accelerator = self.accelerator
         self.devices = devices_to_fill(self.config.parallel, accelerator)
         self.family = family = model_family(self.config.model)
+        family.check_trainable()
         config = self.config.model_copy(update={"flow": resolve_sampling(self.config.flow, family)})
         self.config = config
         self.plan = plan_network(config.network, config.optimizer, config.training, family.targets)

@@ -1,0 +1,229 @@
+"""FLUX.3 klein (https://github.com/black-forest-labs/flux-3-image-klein), base and distilled; editing after references.
+
+The transformer sees an image as a sequence: 2 x 2 latents of 32 channels are one token of 128 numbers. It takes the
+noise level and the text, and returns the velocity noise - image per token. There is no guidance input: images are
+steered by a negative prompt and true classifier-free guidance. Reference images are tokens of a mode of their own,
+clean at every noise level; one model generates and edits.
+
+The *distilled* model is a flow map: it is told the noise level that a step jumps to, besides where it begins, and
+returns the mean velocity between the two. It samples in 16 steps without a negative prompt and is not trained; LoRAs
+for it are trained on the base. Where its velocity is asked for outside of sampling, the jump is a step of the published
+schedule.
+
+diffusers has FLUX.3 as blocks of a modular pipeline. What runs here are those between text and latents.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from diffusers import Flux3DistilledModularPipeline, Flux3ModularPipeline, Flux3Transformer2DModel
+from diffusers.image_processor import VaeImageProcessor
+from diffusers.modular_pipelines.flux3 import modular_blocks_flux3, modular_blocks_flux3_distilled
+from torch import Tensor, nn
+
+import library.models.flux3.files as flux3_files
+import library.models.flux3.model as flux3_model
+from library.conditions import ConditionKind, Conditions
+from library.errors import UserError
+from library.models.family import Family
+from library.models.flux2.vae import PUBLISHED_FLUX2, Flux2ImageEncoder
+from library.models.flux3.model import DISTILLED_STEPS, SHIFT, image_positions, text_positions
+from library.models.flux3.text import LAYERS, MOST_TOKENS, Flux3TextEncoder
+from library.models.latents import pack_latents
+from library.models.qwen3 import VL_THETA, load_qwen3, published_qwen3, qwen3_width
+from library.models.text import load_qwen_tokenizer
+from library.precision.recipe import Recipe
+
+logging.getLogger("diffusers.guiders.guider_utils").setLevel(logging.ERROR)  # warns of itself with every sample
+
+
+class Flux3KleinFamily(Family):
+    """FLUX.3 klein, text to image."""
+
+    name = "flux3_klein"
+    layout = flux3_files.FILES
+    targets = flux3_files.FLUX3_TARGETS
+    transformer_class = Flux3Transformer2DModel
+    depths = ("num_layers", "num_single_layers")
+    image_encoder = Flux2ImageEncoder
+    published_scheduler = {"shift": SHIFT}  # noqa: RUF012
+    published_pipeline = "Flux3ModularPipeline"
+    distilled_steps = DISTILLED_STEPS
+    masks_padding = True
+    carried = ("hidden_states",)
+    repeated_blocks: tuple[str, ...] = (  # not cut into stages: modes run beside one another
+        "Flux3ModeTransformerBlock",
+        "Flux3TextTransformerBlock",
+        "Flux3SingleTransformerBlock",
+    )
+    optimise_forward = staticmethod(flux3_model.optimise_forward)
+
+    @staticmethod
+    def published_parts() -> dict[str, Callable[[], Any]]:
+        """Return FLUX.2's autoencoder and Qwen3-VL-4B."""
+        vae = Flux2ImageEncoder.autoencoder
+        return {"vae": lambda: vae(**PUBLISHED_FLUX2), **published_qwen3("4B", LAYERS[-1], VL_THETA)}
+
+    @staticmethod
+    def blocks(transformer: Any) -> list[nn.Module]:
+        """Return blocks of the image, of the text, then joint ones, in running order."""
+        return [
+            *transformer.mode_blocks["image"], *transformer.txt_mode_blocks, *transformer.single_transformer_blocks
+        ]  # fmt: skip
+
+    @classmethod
+    def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
+        """Return the arguments of a transformer of ``config``; one reference is as large as the image."""
+        inputs = {
+            "hidden_states": torch.randn(1, tokens, config.in_channels),
+            "encoder_hidden_states": torch.randn(1, text, config.joint_attention_dim),
+            "timestep": torch.rand(1),
+            "img_ids": torch.zeros(tokens, 4),
+            "txt_ids": torch.zeros(text, 4),
+            "return_dict": False,
+        }
+        if cls.conditioning == "references":
+            inputs["image_cond_hidden_states"] = torch.randn(1, tokens, config.cond_in_channels)
+            inputs["image_cond_ids"] = torch.zeros(tokens, 4)
+        return inputs
+
+    def check_variant(self) -> None:
+        """Read the latents' channels, and whether the model is the distilled one."""
+        config = self.files.transformer_config
+        self.latent_channels = config.get("in_channels", 128) // self.patch_size**2
+        self._distilled = bool(config.get("flow_map", False))
+
+    def check_trainable(self) -> None:
+        """Refuse the distilled model."""
+        if self._distilled:
+            raise UserError(
+                f"{self.files.transformer}: the distilled FLUX.3 klein, which jumps between noise levels and is not "
+                "trained; give flux-3-image-klein-base, whose LoRAs it takes"
+            )
+
+    def check_text_encoders(self) -> None:
+        """Compare the width of Qwen3-VL with what the transformer takes."""
+        path, wanted = self.files.text_encoders[0], self.files.transformer_config.get("joint_attention_dim", 20480)
+        if (width := qwen3_width(path)) * len(LAYERS) != wanted:
+            raise UserError(
+                f"{path}: text {width} wide, the transformer takes {wanted // len(LAYERS)}; give Qwen3-VL-4B as "
+                "text_encoder"
+            )
+
+    def load_text_encoder(
+        self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Recipe | None = None
+    ) -> Flux3TextEncoder:
+        """Return Qwen3-VL's language model."""
+        (path,) = self.files.text_encoders
+        fingerprint = self.text_fingerprint(dtype, recipe, "flux3", MOST_TOKENS)
+        tokenizer = load_qwen_tokenizer(self.files.tokenizers[0], "<|im_start|>", "Qwen3-VL")
+        return Flux3TextEncoder(
+            lambda: load_qwen3(path, LAYERS[-1], dtype, device, recipe, VL_THETA), tokenizer, fingerprint
+        )
+
+    def transformer_inputs(
+        self, latents: Tensor, sigmas: Tensor, text: dict[str, Tensor], guidance: float, conditions: Conditions
+    ) -> dict[str, Any]:
+        """Return the arguments of Flux3Transformer2DModel; references are latents [B, 32, h_i, w_i] each."""
+        embeds, mask = text["prompt_embeds"], text.get("prompt_embeds_mask")
+        inputs = {
+            "hidden_states": pack_latents(latents),
+            "encoder_hidden_states": embeds,
+            "encoder_hidden_states_mask": None if mask is None else mask.bool(),
+            "timestep": sigmas,
+            "img_ids": image_positions((_grid(latents),), latents.device),
+            "txt_ids": text_positions(embeds.shape[1], latents.device),
+        }
+        if references := conditions.references:
+            tokens = [pack_latents(each.to(latents.dtype)) for each in references]
+            inputs["image_cond_hidden_states"] = torch.cat(tokens, dim=1)
+            inputs["image_cond_ids"] = image_positions(tuple(map(_grid, references)), latents.device, first=-1)
+        return inputs
+
+    def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> Any:
+        """Return the modular pipeline's blocks between text and latents, called as a pipeline is."""
+        return _Sampler(transformer, scheduler, conditions.references)
+
+    def guidance_inputs(self, guidance: float, cfg: float) -> dict[str, Any]:
+        """Return the guidance by the negative text; refuse one for the distilled model."""
+        if self._distilled and cfg != 1.0:
+            raise UserError(
+                "the distilled FLUX.3 klein knows no negative prompt; remove --n and --l (negative_prompt, scale)"
+            )
+        return {"guidance_scale": cfg}
+
+    def pipeline_text(self, text: dict[str, Tensor], transformer: Any) -> dict[str, Any]:
+        """Return the embeddings; of a single caption all are real."""
+        return {"prompt_embeds": text["prompt_embeds"].to(transformer.device, torch.float32)}
+
+    def unpack(self, latents: Tensor, height: int, width: int) -> Tensor:
+        """Return latents [1, 32, height, width] of patches [1, 128, height/2, width/2]."""
+        return F.pixel_shuffle(latents, self.patch_size)
+
+
+def _grid(latents: Tensor) -> tuple[int, int]:
+    """Return rows and columns of the tokens of ``latents`` [B, C, h, w]."""
+    return latents.shape[-2] // 2, latents.shape[-1] // 2
+
+
+class _Sampler:
+    """diffusers' blocks from noise to latents, without encoders, with the interface of a pipeline."""
+
+    vae_scale_factor: int  # that of the pipeline's class, 8
+
+    def __init__(self, transformer: Any, scheduler: Any, references: tuple[Tensor, ...]) -> None:
+        distilled, edits = bool(transformer.config.flow_map), bool(references)
+        module: Any = modular_blocks_flux3_distilled if distilled else modular_blocks_flux3
+        kind = f"Flux3{'Distilled' if distilled else ''}{'ImageConditioned' if edits else ''}CoreDenoiseStep"
+        pipeline = Flux3DistilledModularPipeline if distilled else Flux3ModularPipeline
+        self._blocks = getattr(module, kind)()
+        self._pipeline = pipeline(blocks=self._blocks)
+        self._pipeline.register_components(transformer=_InFloat32(transformer), scheduler=scheduler)
+        self._references = [F.pixel_unshuffle(each.float(), 2) for each in references]
+        self.image_processor = VaeImageProcessor()
+
+    def set_progress_bar_config(self, **settings: Any) -> None:
+        """Pass ``settings`` to the block with the loop."""
+        self._pipeline.set_progress_bar_config(**settings)
+
+    def __call__(self, guidance_scale: float, output_type: str, return_dict: bool, **inputs: Any) -> tuple[Tensor]:
+        """Return patches [1, 128, h, w]; ``inputs`` are the blocks' own."""
+        if hasattr(self._pipeline, "guider"):
+            self._pipeline.guider.guidance_scale = guidance_scale
+        if self._references:
+            inputs["image_cond_latents"] = self._references
+        return (self._pipeline(**inputs, output="latents"),)
+
+
+class _InFloat32(nn.Module):
+    """The transformer for blocks that take the dtype of its weights for that of the solver."""
+
+    dtype = torch.float32
+
+    def __init__(self, transformer: Any) -> None:
+        super().__init__()
+        self._transformer = [transformer]  # no child: it stays where it is
+        self.config, self.device, self.forward = transformer.config, transformer.device, transformer.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the transformer, with its hooks."""
+        return self._transformer[0](*args, **kwargs)
+
+
+class Flux3KleinEditFamily(Flux3KleinFamily):
+    """FLUX.3 klein with reference images, any number of them."""
+
+    name = "flux3_klein_edit"
+    targets = flux3_files.FLUX3_EDIT_TARGETS
+    conditioning: ConditionKind = "references"
+
+    @staticmethod
+    def blocks(transformer: Any) -> list[nn.Module]:
+        """Return blocks of the image, of the text, of the references, then joint ones, in running order."""
+        own = [*transformer.mode_blocks["image"], *transformer.txt_mode_blocks, *transformer.mode_blocks["image_cond"]]
+        return [*own, *transformer.single_transformer_blocks]

@@ -1,0 +1,444 @@
+"""The FLUX.3 family against diffusers' modular pipeline: velocity, gradients, text, samples, files, a peft step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import Flux3ModularPipeline, Flux3Transformer2DModel
+from diffusers.loaders.single_file_utils import convert_flux3_transformer_checkpoint_to_diffusers
+from diffusers.modular_pipelines.flux3.encoders import Flux3TextEncoderStep, Flux3VaeEncoderStep
+from diffusers.quantizers.bfl.utils import dequantize_fp8r, quantize_fp8r
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from library.conditions import NO_CONDITIONS, Conditions
+from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
+from library.data.batches import Batch, Item, collate
+from library.errors import UserError
+from library.models.family import model_family
+from library.models.flux3.files import FLUX3_EDIT_TARGETS, FLUX3_TARGETS
+from library.models.flux3.model import optimise_forward, step_from
+from library.models.flux3.spec import Flux3KleinFamily
+from library.nn.checkpointing import ActivationCheckpointing, neighbours
+from library.precision.files.fp8 import Fp8Scheme
+from library.precision.recipe import Recipe, WeightLoader
+from library.training.flow import noise_for, sample_sigmas
+from library.training.tasks.image_step import FlowStep
+from networks.network import inject_adapter
+from networks.options import parse_network_args
+from tests.models.sampled import assert_sample_is_the_pipelines
+from tests.parity.peft_lora import assert_gradients_are_pefts, copy_to_peft, fill_up
+from tests.tiny_flux3 import (
+    call_by_hand,
+    flux3_reference,
+    save_flux3_split_files,
+    tiny_flux3_inputs,
+    tiny_flux3_pipeline,
+    tiny_flux3_transformer,
+)
+from tests.tiny_z_image import tiny_z_pipeline
+
+CAPTIONS = ["a red disc", "make the picture of a small plain disc blue, yellow and purple " * 6]  # 80 and 160 vectors
+FLOW = FlowConfig(timestep_sampling="shift", discrete_flow_shift=2.0)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_flux3_pipeline(tmp_path_factory.mktemp("flux3") / "model")
+
+
+@pytest.fixture(scope="module")
+def distilled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_flux3_pipeline(tmp_path_factory.mktemp("flux3") / "distilled", flow_map=True)
+
+
+def family_of(folder: Path, **changes: object) -> Flux3KleinFamily:
+    settings: dict[str, object] = {"model_type": "flux3_klein", "pretrained_model_name_or_path": str(folder)}
+    family = model_family(ModelConfig(**(settings | changes)))  # type: ignore[arg-type]
+    assert isinstance(family, Flux3KleinFamily)
+    return family
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Flux3ModularPipeline:
+    return flux3_reference(folder)
+
+
+def conditions_of(inputs: dict[str, Tensor]) -> Conditions:
+    return Conditions(references=(inputs["first"], inputs["second"]))
+
+
+CASES = ["plain", "one block of each kind", "checkpointing", "pairs in one checkpoint"]
+
+
+@pytest.mark.parametrize("edits", [False, True], ids=["text", "references"])
+@pytest.mark.parametrize("case", CASES)
+def test_velocity_and_input_gradients_are_diffusers(tmp_path: Path, case: str, edits: bool) -> None:
+    folder = tiny_flux3_pipeline(tmp_path / "model", blocks={"plain": 2, "one block of each kind": 1}.get(case, 4))
+    theirs = Flux3Transformer2DModel.from_pretrained(folder, subfolder="transformer")
+    family = family_of(folder, model_type="flux3_klein_edit" if edits else "flux3_klein")
+    transformer = family.load_transformer(torch.float32)
+    inputs = tiny_flux3_inputs(3)
+    weight = torch.randn(inputs["latents"].shape, generator=torch.Generator().manual_seed(2))
+    if case == "checkpointing":
+        transformer.enable_gradient_checkpointing()
+    elif case == "pairs in one checkpoint":
+        blocks = family.blocks(transformer)
+        pairs = neighbours(blocks, alone=0)
+        assert len(pairs) == (8 if edits else 6), "two of each stack, none across"
+        checkpointing = ActivationCheckpointing(len(blocks), pairs=pairs, carried=family.carried)
+        transformer.enable_gradient_checkpointing(checkpointing)
+
+    def gradients(forward: Any) -> tuple[Tensor, list[Tensor]]:
+        names = ("latents", "prompt_embeds", *(("first", "second") if edits else ()))
+        leaves = {name: inputs[name].clone().requires_grad_() for name in names}
+        velocity = forward(inputs | leaves)
+        (velocity * weight).sum().backward()
+        return velocity.detach(), [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
+
+    def our_velocity(given: dict[str, Tensor]) -> Tensor:
+        text = {"prompt_embeds": given["prompt_embeds"]}
+        conditions = conditions_of(given) if edits else NO_CONDITIONS
+        return family.predict_velocity(transformer, given["latents"], given["sigmas"], text, conditions=conditions)
+
+    def their_velocity(given: dict[str, Tensor]) -> Tensor:
+        references = (given["first"], given["second"]) if edits else ()
+        return call_by_hand(theirs, given["latents"], given["sigmas"], given["prompt_embeds"], references)
+
+    ours, our_gradients = gradients(our_velocity)
+    wanted, their_gradients = gradients(their_velocity)
+    # fp32 and the same operations; sums over tokens may be split differently
+    torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
+    assert len(our_gradients) == len(their_gradients) == (4 if edits else 2)
+    for one, other in zip(our_gradients, their_gradients, strict=True):
+        assert other.abs().max() > 1e-3  # every input matters
+        assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+
+
+def test_it_saves_less_for_backward_than_diffusers(folder: Path) -> None:
+    inputs = tiny_flux3_inputs(1, height=32, width=32, tokens=80)
+    options = parse_network_args(NetworkConfig(network_dim=4), FLUX3_TARGETS)
+    saved = []
+    for ours in (True, False):
+        transformer = tiny_flux3_transformer().requires_grad_(False)
+        inject_adapter(optimise_forward(transformer) if ours else transformer, options, FLUX3_TARGETS, seed=0)
+        sizes: dict[int, int] = {}
+
+        def keep(tensor: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            output = call_by_hand(transformer, inputs["latents"], inputs["sigmas"], inputs["prompt_embeds"])
+        saved.append(sum(sizes.values()))
+        del output
+    assert saved[0] < 0.6 * saved[1]
+
+
+def test_captions_of_different_lengths_have_the_losses_and_gradients_they_have_alone(folder: Path) -> None:
+    family, inputs = family_of(folder), tiny_flux3_inputs(3, tokens=160)
+    transformer = family.load_transformer(torch.float32)
+    step = FlowStep(family, FLOW, seed=4)
+    items = []
+    for i, length in enumerate((160, 80, 80)):
+        mask = torch.ones(length, dtype=torch.bool)
+        text = {"prompt_embeds": inputs["prompt_embeds"][i, :length], "prompt_embeds_mask": mask}
+        items.append(Item(inputs["latents"][i], text, 1.0, None, 20 + i))
+    together = step.validation_losses(transformer, collate(items), [0.2, 0.9]).view(2, 3)
+    alone = torch.stack([step.validation_losses(transformer, collate([item]), [0.2, 0.9]) for item in items], dim=1)
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=0)  # fp32: sums over keys in another order
+    assert (alone.amax() - alone.amin()) > 1e-3, "the samples differ"
+
+    weight = transformer.context_embedder.weight.requires_grad_()
+    step.loss(transformer, collate(items), 5)[0].backward()
+    assert weight.grad is not None
+    gradient, weight.grad = weight.grad, None
+    for item in items:
+        (step.loss(transformer, collate([item]), 5)[0] / 3).backward()
+    torch.testing.assert_close(gradient, weight.grad, rtol=1e-4, atol=1e-5 * gradient.abs().max().item())
+
+
+@pytest.mark.parametrize("edits", [False, True], ids=["text", "references"])
+def test_a_training_step_is_that_of_diffusers_and_peft(folder: Path, edits: bool) -> None:
+    inputs, step, ids = tiny_flux3_inputs(3, tokens=40), 11, [5, 6, 7]
+    targets = FLUX3_EDIT_TARGETS if edits else FLUX3_TARGETS
+    conditions = conditions_of(inputs) if edits else NO_CONDITIONS
+    batch = Batch(
+        inputs["latents"],
+        {"prompt_embeds": inputs["prompt_embeds"]},
+        torch.ones(3),
+        None,
+        ids,
+        conditions=conditions,
+    )
+    family = family_of(folder, model_type=targets.family)
+    transformer = family.load_transformer(torch.float32)
+    kinds = [f"{kind.name}_dim=2" for kind in targets.layer_groups if not kind.default]
+    options = parse_network_args(NetworkConfig(network_dim=4, network_alpha=3, network_args=kinds), targets)
+    network = inject_adapter(transformer, options, targets, seed=0, dtype=torch.float32)
+    fill_up(network)
+    loss, _ = FlowStep(family, FLOW, seed=9).loss(transformer.train(), batch, step)
+    loss.backward()
+
+    theirs = Flux3Transformer2DModel.from_pretrained(folder, subfolder="transformer").requires_grad_(False)
+    ranks = {name: layer.rank for name, layer in network.modules.items()}
+    exactly = {f"^{name}$": rank for name, rank in ranks.items()}
+    alphas = dict.fromkeys(exactly, 3.0)
+    theirs.add_adapter(LoraConfig(r=4, target_modules=list(ranks), rank_pattern=exactly, alpha_pattern=alphas))
+    named = dict(theirs.named_parameters())
+    copy_to_peft(network, named)
+    noise = noise_for(batch.latents, ids, 9, step)
+    sigmas = sample_sigmas(FLOW, ids, 16, 9, step)
+    noisy = torch.lerp(batch.latents, noise, sigmas.view(-1, 1, 1, 1))
+    velocity = call_by_hand(theirs.train(), noisy, sigmas, inputs["prompt_embeds"], conditions.references)
+    their_loss = torch.nn.functional.mse_loss(velocity, noise - batch.latents)
+    their_loss.backward()
+
+    linears = {name for name, module in tiny_flux3_transformer().named_modules() if isinstance(module, nn.Linear)}
+    left = {"norm_out.linear", "proj_out", *(n for n in linears if "image_cond" in n and not edits)}
+    assert linears - set(network.modules) == left
+    # fp32, the same operations with the down-projections of q, k, v stacked: rounding of sums, 1e-5 of the largest
+    torch.testing.assert_close(loss, their_loss, rtol=1e-6, atol=0)
+    assert_gradients_are_pefts(network, named, 1e-5)
+
+
+@pytest.mark.parametrize("caption", [*CAPTIONS, "", "a {brace} and <|im_end|>", "plain " * 9000])
+def test_text_embeddings_are_those_of_the_pipeline(folder: Path, reference: Flux3ModularPipeline, caption: str) -> None:
+    """The pipeline takes one caption at a time; ours is encoded beside a longer one."""
+    if len(caption) > 1000:
+        caption = caption[: 6 * 500]  # 6 vectors short of a multiple
+    encoder = family_of(folder).load_text_encoder(torch.float32)
+    with torch.no_grad():
+        theirs = Flux3TextEncoderStep._get_qwen3_vl_prompt_embeds(reference.text_encoder, reference.tokenizer, caption)
+    ours, _ = encoder.encode([caption, CAPTIONS[1]])
+    assert ours["prompt_embeds_mask"].tolist() == [True] * theirs.shape[1]
+    assert theirs.shape[1] % 80 == 0
+    torch.testing.assert_close(ours["prompt_embeds"], theirs[0], rtol=1e-5, atol=1e-5 * theirs.abs().max().item())
+
+
+def test_layers_of_the_text_encoder_that_are_not_read_are_not_loaded(folder: Path) -> None:
+    encoder = family_of(folder).load_text_encoder(torch.bfloat16)
+    encoder.encode(CAPTIONS[:1])
+    assert encoder._model is not None
+    assert len(encoder._model.layers) == 32
+    with pytest.raises(UserError, match="text_encoder_lr: Qwen3-VL"):
+        encoder.load_modules(["text_encoder"])
+
+
+@pytest.mark.parametrize("cfg", [1.0, 4.0])
+def test_samples_are_those_of_the_pipeline(folder: Path, reference: Flux3ModularPipeline, cfg: float) -> None:
+    reference.guider.guidance_scale = cfg
+    assert_sample_is_the_pipelines(family_of(folder), _AsPipeline(reference), cfg)
+
+
+def test_samples_of_the_distilled_model_are_those_of_its_pipeline(distilled: Path) -> None:
+    family = family_of(distilled)
+    assert_sample_is_the_pipelines(family, _AsPipeline(flux3_reference(distilled)), 1.0)
+    text = {"prompt_embeds": tiny_flux3_inputs(1)["prompt_embeds"]}
+    with pytest.raises(UserError, match="knows no negative prompt; remove --n"):
+        family.sample(
+            family.load_transformer(torch.float32), family.load_image_encoder(torch.float32), text, 64, 64, 2, 1.0, 0,
+            negative_text=text, cfg=2.0,
+        )  # fmt: skip
+
+
+class _AsPipeline:
+    """diffusers' modular pipeline, called as the others are."""
+
+    def __init__(self, pipeline: Flux3ModularPipeline) -> None:
+        self._pipeline = pipeline
+        self.vae_scale_factor, self.scheduler = pipeline.vae_scale_factor, pipeline.scheduler
+
+    def __call__(self, prompt: str, negative_prompt: str | None, **inputs: Any) -> Any:
+        if negative_prompt is not None:
+            inputs["negative_prompt"] = negative_prompt
+        self.images = self._pipeline(prompt=prompt, **inputs, output="images")
+        return self
+
+
+def test_outside_of_sampling_the_distilled_model_jumps_as_on_its_schedule(distilled: Path) -> None:
+    family, inputs = family_of(distilled), tiny_flux3_inputs(1)
+    levels = family.sampling_sigmas(16, 16)
+    torch.testing.assert_close(step_from(torch.tensor(levels[:-1])), torch.tensor(levels[1:]), rtol=1e-5, atol=1e-6)
+    transformer = family.load_transformer(torch.float32)
+    theirs = Flux3Transformer2DModel.from_pretrained(distilled, subfolder="transformer")
+    text, at = {"prompt_embeds": inputs["prompt_embeds"]}, torch.tensor([levels[5]])
+    # the base's family is asked about the distilled transformer too, by the report that compares the two
+    with torch.no_grad():
+        ours = family.predict_velocity(transformer, inputs["latents"], at, text)
+        jump = lambda **given: theirs(**given, target_timestep=torch.tensor([levels[6]]))  # noqa: E731
+        wanted = call_by_hand(jump, inputs["latents"], at, inputs["prompt_embeds"])  # type: ignore[arg-type]
+    torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_latents_are_those_of_the_pipelines_encoder(folder: Path, reference: Flux3ModularPipeline) -> None:
+    pixels = torch.rand(1, 3, 48, 80, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    ours = family_of(folder).load_image_encoder(torch.float32).encode(pixels)
+    vae = reference.vae
+    with torch.no_grad():
+        mean = vae.encode(pixels).latent_dist.mode()
+    packed = Flux3VaeEncoderStep._patchify_latents(mean)
+    deviation = torch.sqrt(vae.bn.running_var + vae.config.batch_norm_eps)
+    expected = (packed - vae.bn.running_mean.view(1, -1, 1, 1)) / deviation.view(1, -1, 1, 1)
+    torch.testing.assert_close(torch.nn.functional.pixel_unshuffle(ours, 2), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+def test_split_files_hold_the_same_model(folder: Path, tmp_path: Path, prefix: str) -> None:
+    files = save_flux3_split_files(folder, tmp_path, prefix)
+    single, whole = model_family(files.model_config()), family_of(folder)
+    assert isinstance(single, Flux3KleinFamily)
+    ours, theirs = (family.load_transformer(torch.float32) for family in (single, whole))
+    settings = [
+        {k: v for k, v in json.loads(model.to_json_string()).items() if k[0] != "_"} for model in (ours, theirs)
+    ]
+    assert settings[0] == settings[1]
+    assert all(torch.equal(ours.state_dict()[name], tensor) for name, tensor in theirs.state_dict().items())
+    pixels = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    encoders = [family.load_image_encoder(torch.float32) for family in (single, whole)]
+    assert torch.equal(*(encoder.encode(pixels) for encoder in encoders))
+    texts = [family.load_text_encoder(torch.float32).encode(CAPTIONS) for family in (single, whole)]
+    assert all(torch.equal(a["prompt_embeds"], b["prompt_embeds"]) for a, b in zip(*texts, strict=True))
+    schedules = [{k: v for k, v in f.scheduler().config.items() if k[0] != "_"} for f in (single, whole)]
+    assert schedules[0] == schedules[1]
+
+
+def test_bfls_names_are_those_that_diffusers_converts(distilled: Path, tmp_path: Path) -> None:
+    files = save_flux3_split_files(distilled, tmp_path)
+    converted = convert_flux3_transformer_checkpoint_to_diffusers(load_file(files.transformer))
+    state = load_file(distilled / "transformer" / "diffusion_pytorch_model.safetensors")
+    assert converted.keys() == state.keys()
+    assert all(torch.equal(converted[name], state[name]) for name in state)
+    loaded = family_of(files.transformer, **_parts(distilled)).load_transformer(torch.float32)
+    assert loaded.config.flow_map
+    assert all(torch.equal(loaded.state_dict()[name], state[name]) for name in state)
+
+
+def _parts(folder: Path) -> dict[str, object]:
+    return {"vae": str(folder), "text_encoder": str(folder), "qwen_tokenizer": str(folder / "tokenizer")}
+
+
+def test_a_lone_file_in_diffusers_names_is_read(folder: Path, tmp_path: Path) -> None:
+    state = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    save_file(state | {"repa_projectors.0.weight": torch.ones(1)}, tmp_path / "klein.safetensors")
+    loaded = family_of(tmp_path / "klein.safetensors", **_parts(folder)).load_transformer(torch.float32).state_dict()
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
+
+
+def test_bfls_fp8r_file_is_read_as_diffusers_dequantises_it(folder: Path, tmp_path: Path) -> None:
+    files = save_flux3_split_files(folder, tmp_path)
+    tensors, expected = dict[str, Tensor](), dict[str, Tensor]()
+    for name, tensor in load_file(files.transformer).items():
+        if name.split(".")[0] in ("single_blocks", "content_mode_blocks", "txt_mode_blocks") and tensor.ndim == 2:
+            tensors[name], tensors[f"{name}_scale"] = quantize_fp8r(tensor)
+            expected[name] = dequantize_fp8r(tensors[name], tensors[f"{name}_scale"])
+        else:
+            tensors[name] = expected[name] = tensor
+    save_file(tensors, files.transformer)
+    family = model_family(files.model_config())
+    loaded = family.load_transformer(torch.float32, fp8=WeightLoader(compute="dequant"))
+    plain = tiny_flux3_transformer()
+    plain.load_state_dict(convert_flux3_transformer_checkpoint_to_diffusers(expected))
+    inputs = tiny_flux3_inputs()
+    with torch.no_grad():
+        ours = family.predict_velocity(
+            loaded, inputs["latents"], inputs["sigmas"], {"prompt_embeds": inputs["prompt_embeds"]}
+        )
+        theirs = call_by_hand(plain, inputs["latents"], inputs["sigmas"], inputs["prompt_embeds"])
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("keep", [("embedders", "modulation", "final"), ("embedders", "final"), ()])
+def test_fp8_base_stays_near_and_keeps_its_inputs_high(folder: Path, keep: tuple[str, ...]) -> None:
+    family, inputs = family_of(folder), tiny_flux3_inputs()
+    loading = WeightLoader(Recipe(Fp8Scheme("block64"), exclude=keep), compute="dequant")
+    velocities = []
+    for fp8 in (None, loading):
+        transformer = family.load_transformer(torch.float32, fp8=fp8)
+        with torch.no_grad():
+            text = {"prompt_embeds": inputs["prompt_embeds"]}
+            velocities.append(family.predict_velocity(transformer, inputs["latents"], inputs["sigmas"], text))
+    # 6 in each of eight blocks, six modulations; text, two images, two of the timestep; two of the end
+    high = {"embedders": 5, "modulation": 6, "final": 2}
+    excluded = sum(high[kind] for kind in keep)
+    assert (loading.quantized, loading.excluded) == (48 + 13 - excluded, excluded)
+    error = (velocities[1] - velocities[0]).norm() / velocities[0].norm()
+    assert 0 < error < 0.1
+
+
+def test_bf16_weights_with_and_without_autocast_are_near(folder: Path) -> None:
+    family, inputs = family_of(folder), tiny_flux3_inputs()
+    arguments = (inputs["latents"], inputs["sigmas"], {"prompt_embeds": inputs["prompt_embeds"]})
+    with torch.no_grad():
+        exact = family.predict_velocity(family.load_transformer(torch.float32), *arguments)
+        transformer = family.load_transformer(torch.bfloat16)
+        plain = family.predict_velocity(transformer, *arguments)
+        with torch.autocast("cpu", torch.bfloat16):
+            cast = family.predict_velocity(transformer, *arguments)
+    for velocity in (plain, cast):
+        assert velocity.dtype == torch.float32
+        assert (velocity - exact).norm() / exact.norm() < 0.03  # six blocks of bf16, 8 bits
+
+
+def test_timesteps_that_bf16_cannot_tell_apart_are_told_apart(folder: Path) -> None:
+    family, inputs = family_of(folder), tiny_flux3_inputs(1)
+    transformer = family.load_transformer(torch.bfloat16)
+    sigmas = torch.tensor([0.7127, 0.7124])
+    assert len(set(sigmas.bfloat16().tolist())) == 1
+    text = {"prompt_embeds": inputs["prompt_embeds"]}
+    with torch.no_grad():
+        one, other = (family.predict_velocity(transformer, inputs["latents"], sigma[None], text) for sigma in sigmas)
+    assert not torch.equal(one, other)
+
+
+def test_queries_and_keys_are_rounded_once(folder: Path) -> None:
+    """bf16 attention of ours is diffusers' to the last bit, which norms and turns in fp32."""
+    ours = family_of(folder).load_transformer(torch.bfloat16)
+    theirs = Flux3Transformer2DModel.from_pretrained(folder, subfolder="transformer", torch_dtype=torch.bfloat16)
+    states = torch.randn(2, 30, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
+    ids = torch.rand(30, 4, generator=torch.Generator().manual_seed(4)) * 20
+    attn = ours.single_transformer_blocks[0].attn
+    qkv = [layer(states) for layer in (attn.to_q, attn.to_k, attn.to_v)]
+    mixed = attn.to_out[0](attn.processor.attend(attn, qkv, None, ours.pos_embed(ids)))
+    expected = theirs.single_transformer_blocks[0].attn(states, image_rotary_emb=theirs.pos_embed(ids))
+    assert torch.equal(mixed, expected)
+
+
+def test_the_distilled_model_is_sampled_but_not_trained(distilled: Path, folder: Path) -> None:
+    family_of(folder).check_trainable()
+    with pytest.raises(UserError, match="the distilled FLUX.3 klein.* give flux-3-image-klein-base") as caught:
+        family_of(distilled).check_trainable()
+    assert "\n" not in str(caught.value)
+
+
+def test_other_models_and_missing_parts_are_refused_in_one_line(folder: Path, tmp_path: Path) -> None:
+    files = save_flux3_split_files(folder, tmp_path / "files")
+    z_image = tiny_z_pipeline(tmp_path / "z")
+    lora = tmp_path / "lora.safetensors"
+    save_file({"diffusion_model.single_blocks.0.q_proj.lora_A.weight": torch.ones(1)}, lora)
+    wanted = {
+        "does not exist; give a local file or folder": {"pretrained_model_name_or_path": "nowhere"},
+        "not Flux3Transformer2DModel; set model_type = .z_image": {"pretrained_model_name_or_path": str(z_image)},
+        "needs vae beside it; set vae to flux2-vae": {"vae": None},
+        "needs text_encoder beside it; set text_encoder to qwen3vl_4b": {"text_encoder": None},
+        r"not Qwen3 \(no model.layers.0": {"text_encoder": str(files.vae)},
+        "text 64 wide, the transformer takes 32; give Qwen3-VL-4B": {"text_encoder": str(z_image)},
+        "a LoRA, not a base model": {"pretrained_model_name_or_path": str(lora)},
+    }
+    for message, changes in wanted.items():
+        with pytest.raises(UserError, match=message) as caught:
+            model_family(files.model_config(**changes))
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match='a FLUX.3 transformer.*, not FLUX.1; set model_type = "flux3_klein"'):
+        model_family(ModelConfig(pretrained_model_name_or_path=str(files.transformer)))
+
+
+def test_swapping_twice_changes_nothing() -> None:
+    transformer = optimise_forward(optimise_forward(tiny_flux3_transformer()))
+    assert transformer.state_dict().keys() == tiny_flux3_transformer().state_dict().keys()
