@@ -216,14 +216,15 @@ def attend_jointly(
         mask, backend: as for :func:`attend`.
         rounding: what becomes of query, key and value [B, S, H, D] before their products, where they are rounded.
     """
-    norms = [norm for _, pair in streams for norm in pair]
+    # The dtype, not the values: what the prologue refers to is held until backward.
+    norms, dtype = [norm for _, pair in streams for norm in pair], streams[0][0][2].dtype
 
     def prologue(*projected: Tensor) -> tuple[Tensor, Tensor]:
         normed = [norm(tensor) for norm, tensor in zip(norms, projected, strict=True)]
         query, key = _joined(normed[::2]), _joined(normed[1::2])
         if rope is not None:
             query, key = rotate_interleaved(query, rope), rotate_interleaved(key, rope)
-        query, key = query.to(value.dtype), key.to(value.dtype)
+        query, key = query.to(dtype), key.to(dtype)
         return (query, key) if rounding is None else (rounding(query), rounding(key))
 
     inputs, value = [t for tensors, _ in streams for t in tensors[:2]], _joined([t[2] for t, _ in streams])

@@ -523,11 +523,11 @@ class DoRALinear(LoRALinear):
         return rescaled
 
     @torch.no_grad()
-    @torch.no_grad()
     def measure_base(self) -> None:
         """Take the base's row norms."""
         self.squared_norms.copy_(_squared_norms(self.base))
 
+    @torch.no_grad()
     def row_norms(self) -> Tensor:
         """Return |V|, [out] fp32."""
         down, up = self.lora_A.weight.float(), self.lora_B.weight.float()

@@ -254,7 +254,7 @@ class _AsPipeline:
         self._pipeline = pipeline
         self.vae_scale_factor, self.scheduler = pipeline.vae_scale_factor, pipeline.scheduler
 
-    def __call__(self, prompt: str, negative_prompt: str | None, **inputs: Any) -> Any:
+    def __call__(self, prompt: str, negative_prompt: str | None = None, **inputs: Any) -> Any:
         if negative_prompt is not None:
             inputs["negative_prompt"] = negative_prompt
         self.images = self._pipeline(prompt=prompt, **inputs, output="images")
