@@ -99,12 +99,18 @@ class ModelConfig(Section):
     vae: str | None = Field(None, description="Qwen-Image, Z-Image, FLUX.2: VAE file or folder, with a single file")
     text_encoder: str | None = Field(
         None,
-        description="Qwen-Image: Qwen2.5-VL; Z-Image, FLUX.2 klein: Qwen3; file or folder, with a single file",
+        description="Qwen-Image: Qwen2.5-VL; Z-Image, FLUX.2 klein: Qwen3; FLUX.2 dev: Mistral Small 3; file or "
+        "folder, with a single file",
     )
     qwen_tokenizer: str | None = Field(
         None,
         description="Qwen-Image, Z-Image, FLUX.2 klein: tokenizer folder or hub name, with a single file; default "
         "Qwen/Qwen2.5-VL-7B-Instruct, Qwen/Qwen3-4B",
+    )
+    mistral_tokenizer: str | None = Field(
+        None,
+        description="FLUX.2 dev: tokenizer folder or hub name, with a single file; default "
+        "mistralai/Mistral-Small-3.1-24B-Instruct-2503",
     )
     zero_cond_t: bool | None = Field(
         None,

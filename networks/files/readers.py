@@ -136,7 +136,7 @@ def _alike(
 
 
 _FLUX, _QWEN = "flux flux_fill flux_kontext", "qwen_image qwen_image_edit qwen_image_edit_plus"
-_FLUX2 = "flux2_klein flux2_klein_edit"
+_FLUX2 = "flux2_klein flux2_klein_edit flux2_dev flux2_dev_edit"
 _FLUX_BLOCKS, _Z_BLOCKS = r"(single_)?transformer_blocks\..*", r"(layers|(noise|context)_refiner)\..*"
 _ALONE = _AB | _OLD | _MAGNITUDE | {"alpha": "takes the file for another trainer's, and finds no layer of it"}
 _PEFT_KEYS = Keys("transformer.", "diffusers", _ALONE)
