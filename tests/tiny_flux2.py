@@ -28,11 +28,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tests.tiny import _enliven, _seeded, bfl_vae_state_dict
+from tests.tiny import TEXT_WIDTH, _enliven, _seeded, bfl_vae_state_dict
 from tests.tiny_qwen import SplitFiles
 from tests.tiny_z_image import tiny_z_tokenizer
-
-TEXT_WIDTH = 32  # of a layer; three make a token of the transformer
 
 
 def tiny_flux2_transformer(

@@ -64,9 +64,11 @@ _SIGMOIDS = ("sigmoid", "shift", "flux_shift", "flux2_shift", "qwen_shift", "kre
 _MIXED = ("qinglong_flux", "qinglong_qwen")
 _NORMAL = OnlyWith(any_of=True, weighting_scheme=("logit_normal",), timestep_sampling=("logsnr", "qinglong_flux"))
 GUIDED = tuple(name for name, row in MODEL_TYPES.items() if row.takes_guidance)
-_SWAPPABLE = ", ".join(
-    dict.fromkeys(f"{row.swappable_blocks} of {row.title}" for row in MODEL_TYPES.values() if row.swappable_blocks)
-)
+_SWAPPED = {
+    title: dict.fromkeys(str(row.swappable_blocks) for row in MODEL_TYPES.values() if row.title == title)
+    for title in dict.fromkeys(row.title for row in MODEL_TYPES.values() if row.swappable_blocks)
+}
+_SWAPPABLE = ", ".join(f"{' or '.join(most)} of {title}" for title, most in _SWAPPED.items())
 _NOT_FROM_FILE = OnlyWith(
     ", which takes layers, ranks and alphas from the file", overridden=True, dim_from_weights=False
 )

@@ -1,4 +1,4 @@
-"""Whole runs on tiny models of Qwen-Image, Z-Image and FLUX.2: what is equal must be equal, what is written readable."""
+"""Whole runs on tiny models of Qwen-Image, Z-Image, FLUX.2: what is equal must be equal, what is written readable."""
 
 from __future__ import annotations
 
