@@ -1,4 +1,4 @@
-"""FLUX.2 from quantised files in BFL's names: the stacked q, k, v of double blocks, the fused layers of single blocks."""
+"""FLUX.2 from quantised files in BFL's names: stacked q, k, v of double blocks, fused layers of single blocks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import tools.quantize_model as quantize_model
-from library.config.schema import ModelConfig
 from library.models.family import model_family
 from library.precision.linear import QuantizedLinear
 from tests.precision.files.gguf_files import read_by_the_package, write_gguf
