@@ -1,8 +1,8 @@
 """Tiny random FLUX.2 models for tests: real classes and real file layouts, built in well under a second.
 
-``tiny_flux2_pipeline(folder)`` writes a whole diffusers pipeline folder; ``save_flux2_files(pipeline_folder, folder)``
-writes the same weights as BFL and ComfyUI publish them. The weights are random; they are scaled so that outputs depend
-on every input.
+``tiny_flux2_pipeline(folder)`` writes a whole diffusers pipeline folder of klein, ``tiny_dev_pipeline(folder)`` of dev;
+``save_flux2_files(pipeline_folder, folder)`` writes the same weights as BFL and ComfyUI publish them. The weights are
+random; they are scaled so that outputs depend on every input.
 """
 
 from __future__ import annotations
@@ -14,17 +14,23 @@ from diffusers import (
     AutoencoderKLFlux2,
     FlowMatchEulerDiscreteScheduler,
     Flux2KleinPipeline,
+    Flux2Pipeline,
     Flux2Transformer2DModel,
 )
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
-from tests.tiny import _enliven, _seeded, bfl_vae_state_dict
+from tests.tiny import TEXT_WIDTH, _enliven, _seeded, bfl_vae_state_dict
 from tests.tiny_qwen import SplitFiles
 from tests.tiny_z_image import tiny_z_tokenizer
-
-TEXT_WIDTH = 32  # of a layer; three make a token of the transformer
 
 
 def tiny_flux2_transformer(
@@ -135,6 +141,73 @@ def tiny_flux2_pipeline(folder: str | Path, seed: int = 0, **transformer: int) -
         text_encoder=tiny_flux2_text_encoder(len(tokenizer) + 3, seed),
         tokenizer=tokenizer,
         transformer=tiny_flux2_transformer(seed=seed, **transformer),
+    ).save_pretrained(folder)
+    return Path(folder)
+
+
+# What Mistral Small 3's published template makes of a system message and a user's message, texts both.
+_MISTRAL_CHAT = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{% if m.role == 'system' %}[SYSTEM_PROMPT]{{ m.content[0].text }}[/SYSTEM_PROMPT]"
+    "{% else %}[INST]{{ m.content[0].text }}[/INST]{% endif %}{% endfor %}"
+)
+
+
+def tiny_mistral_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer of single bytes that fills up at the beginning, as the published one does."""
+    specials = ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "<pad>", "[IMG]"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate([*specials, *alphabet])}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="<unk>",
+        additional_special_tokens=[s for s in specials if s.startswith("[")],
+        padding_side="left",
+    )
+    fast.chat_template = _MISTRAL_CHAT
+    return fast
+
+
+def tiny_mistral(vocabulary: int, seed: int = 0) -> Mistral3ForConditionalGeneration:
+    """Return a random Mistral 3 of 31 layers, one more than is read, with eyes."""
+    text = {
+        "model_type": "mistral",
+        "vocab_size": vocabulary,
+        "hidden_size": TEXT_WIDTH,
+        "intermediate_size": 48,
+        "num_hidden_layers": 31,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e9},
+    }
+    eyes = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    eyes |= {"num_attention_heads": 2, "image_size": 32, "patch_size": 16, "head_dim": 16}
+    config = Mistral3Config(text_config=text, vision_config=eyes, image_token_index=8)
+    model = _seeded(lambda: Mistral3ForConditionalGeneration(config), seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(8) if parameter.ndim > 1 else None
+    _enliven(model, seed)
+    return model.eval()
+
+
+def tiny_dev_pipeline(folder: str | Path, seed: int = 0, **transformer: int) -> Path:
+    """Write a complete random dev pipeline in diffusers' layout to ``folder``; return it."""
+    tokenizer = tiny_mistral_tokenizer()
+    Flux2Pipeline(
+        scheduler=tiny_flux2_scheduler(),
+        vae=tiny_flux2_vae(seed),
+        text_encoder=tiny_mistral(len(tokenizer) + 3, seed),
+        tokenizer=tokenizer,
+        transformer=tiny_flux2_transformer(guidance=True, seed=seed, **transformer),
     ).save_pretrained(folder)
     return Path(folder)
 

@@ -126,6 +126,8 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     ),
     "flux2_klein": _flux2("KleinFamily", "qwen_tokenizer", False, 12),
     "flux2_klein_edit": _flux2("KleinEditFamily", "qwen_tokenizer", False, 12),
+    "flux2_dev": _flux2("DevFamily", "mistral_tokenizer", True, 29),
+    "flux2_dev_edit": _flux2("DevEditFamily", "mistral_tokenizer", True, 29),
     "llama": ModelType(family="", title="Llama 2 to 3.2"),
     "gpt2": ModelType(family="", title="GPT-2"),
 }

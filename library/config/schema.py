@@ -64,9 +64,11 @@ _SIGMOIDS = ("sigmoid", "shift", "flux_shift", "flux2_shift", "qwen_shift", "kre
 _MIXED = ("qinglong_flux", "qinglong_qwen")
 _NORMAL = OnlyWith(any_of=True, weighting_scheme=("logit_normal",), timestep_sampling=("logsnr", "qinglong_flux"))
 GUIDED = tuple(name for name, row in MODEL_TYPES.items() if row.takes_guidance)
-_SWAPPABLE = ", ".join(
-    dict.fromkeys(f"{row.swappable_blocks} of {row.title}" for row in MODEL_TYPES.values() if row.swappable_blocks)
-)
+_SWAPPED = {
+    title: dict.fromkeys(str(row.swappable_blocks) for row in MODEL_TYPES.values() if row.title == title)
+    for title in dict.fromkeys(row.title for row in MODEL_TYPES.values() if row.swappable_blocks)
+}
+_SWAPPABLE = ", ".join(f"{' or '.join(most)} of {title}" for title, most in _SWAPPED.items())
 _NOT_FROM_FILE = OnlyWith(
     ", which takes layers, ranks and alphas from the file", overridden=True, dim_from_weights=False
 )
@@ -99,12 +101,18 @@ class ModelConfig(Section):
     vae: str | None = Field(None, description="Qwen-Image, Z-Image, FLUX.2: VAE file or folder, with a single file")
     text_encoder: str | None = Field(
         None,
-        description="Qwen-Image: Qwen2.5-VL; Z-Image, FLUX.2 klein: Qwen3; file or folder, with a single file",
+        description="Qwen-Image: Qwen2.5-VL; Z-Image, FLUX.2 klein: Qwen3; FLUX.2 dev: Mistral Small 3; file or "
+        "folder, with a single file",
     )
     qwen_tokenizer: str | None = Field(
         None,
         description="Qwen-Image, Z-Image, FLUX.2 klein: tokenizer folder or hub name, with a single file; default "
         "Qwen/Qwen2.5-VL-7B-Instruct, Qwen/Qwen3-4B",
+    )
+    mistral_tokenizer: str | None = Field(
+        None,
+        description="FLUX.2 dev: tokenizer folder or hub name, with a single file; default "
+        "mistralai/Mistral-Small-3.1-24B-Instruct-2503",
     )
     zero_cond_t: bool | None = Field(
         None,

@@ -50,7 +50,8 @@ class Family:
     Attributes:
         name: the ``model_type``.
         layout: how its models are kept. targets: the layers that LoRAs get, and their names.
-        transformer_class: diffusers' class. published: arguments of it that differ from its defaults.
+        transformer_class: diffusers' class. published: arguments of it that differ from its defaults, of the smallest
+            of several sizes.
         depths: arguments of it that count blocks.
         image_encoder: the class that reads its autoencoder.
         published_scheduler: arguments of the scheduler, for models in single files.
@@ -96,6 +97,11 @@ class Family:
     optimise_forward: Any
 
     # What each family writes.
+
+    @classmethod
+    def published_like(cls, name: str) -> tuple[Mapping[str, Any], dict[str, Callable[[], Any]]]:
+        """Return ``published`` and :meth:`published_parts` of the size of a model whose file is called ``name``."""
+        return cls.published, cls.published_parts()
 
     @staticmethod
     def published_parts() -> dict[str, Callable[[], Any]]:

@@ -69,17 +69,34 @@ def load_qwen3(
         raise UserError(f"{path}: Qwen3 of {everything} layers, {kept} are read; give the text encoder of the model")
     config.num_hidden_layers, config.layer_types = kept, None
     config = Qwen3Config.from_dict(config.to_dict())
-    wanted = (_EMBEDDINGS, *(f"layers.{i}." for i in range(kept)))
+    return load_layers(lambda: _without_norm(config), weights, prefix, kept, dtype, device, recipe)
+
+
+def load_layers(
+    build: Callable[[], Any],
+    weights: WeightFiles,
+    prefix: str,
+    layers: int,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    recipe: Recipe | None = None,
+) -> Any:
+    """Load a language model of so many ``layers``, and no norm behind them, from what ``prefix`` stands before."""
+    wanted = (_EMBEDDINGS, *(f"layers.{i}." for i in range(layers)))
     names = {name.removeprefix(prefix): name for name in weights.names if name.startswith(prefix)}
     key_map = {name: [RowRange(source)] for name, source in names.items() if name.startswith(wanted)}
-    return load_into(
-        lambda: _without_norm(config), weights, key_map, dtype, device, fp8=WeightLoader(recipe, compute="dequant")
-    )
+    return load_into(build, weights, key_map, dtype, device, fp8=WeightLoader(recipe, compute="dequant"))
 
 
 def qwen3_width(path: Path) -> int:
     """Return the width of the vectors that the Qwen3 in ``path`` gives; reads headers only."""
     return _describe(WeightFiles(path), THETA)[1].hidden_size
+
+
+def prefix_of(weights: WeightFiles) -> str:
+    """Return what stands before the names of the language model in a file."""
+    found = [name for name in weights.names if name.endswith(_EMBEDDINGS)]
+    return found[0].removesuffix(_EMBEDDINGS) if found else "model."
 
 
 def _without_norm(config: Qwen3Config) -> Qwen3Model:
@@ -90,8 +107,7 @@ def _without_norm(config: Qwen3Config) -> Qwen3Model:
 
 def _describe(weights: WeightFiles, theta: float) -> tuple[str, Qwen3Config]:
     """Return what stands before the language model's names, and the configuration of all its layers."""
-    found = [name for name in weights.names if name.endswith(_EMBEDDINGS)]
-    prefix = found[0].removesuffix(_EMBEDDINGS) if found else "model."
+    prefix = prefix_of(weights)
     if weights.path.is_dir():
         known = read_config(weights.path)
         if known.get("model_type") not in _TYPES:

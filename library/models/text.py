@@ -152,14 +152,16 @@ def _has_vocabulary(folder: Path) -> bool:
     return any((folder / name).is_file() for name in _VOCABULARIES)
 
 
-def byte_tokenizer() -> Qwen2Tokenizer:
-    """Return a Qwen tokenizer that takes each byte for a token, to count with where the published one is not there."""
+def byte_tokenizer(*specials: str) -> Qwen2Tokenizer:
+    """Return a tokenizer that takes each byte for a token, to count with where the published one is not there.
+
+    ``specials`` are its special tokens, by default Qwen's.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    specials = [
-        f"<|{name}|>" for name in ("im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad")
-    ]
+    names = ("im_start", "im_end", "vision_start", "vision_end", "image_pad", "video_pad")
+    specials = specials or tuple(f"<|{name}|>" for name in names)
     vocabulary = {piece: i for i, piece in enumerate([*alphabet, "<|endoftext|>"])}
-    return Qwen2Tokenizer(vocab=vocabulary, merges=[], extra_special_tokens=specials, model_max_length=32768)
+    return Qwen2Tokenizer(vocab=vocabulary, merges=[], extra_special_tokens=[*specials], model_max_length=32768)
 
 
 def load_qwen_tokenizer(folder_or_name: str | Path, token: str, title: str) -> PreTrainedTokenizerBase:

@@ -137,8 +137,8 @@ def _alike(
 
 
 _FLUX, _QWEN = "flux flux_fill flux_kontext", "qwen_image qwen_image_edit qwen_image_edit_plus"
-_FLUX2 = "flux2_klein flux2_klein_edit"
 _FLUX3 = "flux3_klein flux3_klein_edit"
+_FLUX2 = "flux2_klein flux2_klein_edit flux2_dev flux2_dev_edit"
 _FLUX_BLOCKS, _Z_BLOCKS = r"(single_)?transformer_blocks\..*", r"(layers|(noise|context)_refiner)\..*"
 _FLUX3_BLOCKS = r"(single_transformer_blocks|txt_mode_blocks|mode_blocks\.\w+)\..*"
 _ALONE = _AB | _OLD | _MAGNITUDE | {"alpha": "takes the file for another trainer's and finds no layer, or refuses it"}

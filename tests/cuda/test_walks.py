@@ -45,6 +45,17 @@ RUNS: dict[str, dict[str, Any]] = {
     "z_image, a batch of two with padded texts, nothing recomputed": {
         "model_type": "z_image", "flags": [], "batch": 2,
     },
+    "flux2_klein, fp8, compiled": {
+        "model_type": "flux2_klein",
+        "flags": ["--gradient_checkpointing", "--fp8_scaled", "--torch_compile", "--dynamo_backend", "aot_eager"],
+    },
+    "flux2_klein_edit, int8 with ConvRot, a batch of two, nothing recomputed": {
+        "model_type": "flux2_klein_edit", "file": "int8_convrot", "batch": 2, "flags": [],
+    },
+    "flux2_dev, nvfp4, blocks swapped and inputs on the host": {
+        "model_type": "flux2_dev", "file": "nvfp4", "blocks": 4,
+        "flags": ["--gradient_checkpointing", "--cpu_offload_checkpointing", "--blocks_to_swap", "1"],
+    },
     "flux, compiled": {"flags": ["--gradient_checkpointing", "--torch_compile", "--dynamo_backend", "aot_eager"]},
     "flux, memory chosen": {"flags": ["--memory", "auto"], "estimated": True},
     "flux, products in fp8": {

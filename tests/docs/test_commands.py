@@ -32,6 +32,7 @@ from networks.files.adapters import save_adapter
 from networks.files.weights import LoraWeights
 from tests.curves import without_curves
 from tests.tiny import save_single_files, tiny_flux_pipeline
+from tests.tiny_flux2 import save_flux2_files, tiny_flux2_pipeline
 from tests.tiny_qwen import save_split_files, tiny_qwen_pipeline
 from tests.tiny_z_image import save_z_split_files, tiny_z_pipeline
 
@@ -43,6 +44,7 @@ SHORT = ["--max_train_steps", "2", "--lr_warmup_steps", "1", "--max_data_loader_
 # configs that swap more blocks than a tiny model has otherwise
 DEEP = dict.fromkeys(("flux_lora_16gb", "flux_lora_12gb", "flux_lora_8gb"), "deep_flux")
 DEEP |= dict.fromkeys(("qwen_image_lora_24gb", "qwen_image_lora_12gb"), "deep_qwen")
+DEEP |= {"flux2_klein_9b_lora_12gb": "deep_flux2"}
 CALIBRATED = ("tools/refit_lora.py", "tools/merge_lora.py", "tools/quantize_model.py")
 
 
@@ -72,6 +74,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     qwen = save_split_files(tiny_qwen_pipeline(folder / "qwen"), folder / "single_qwen")
     deep_qwen = save_split_files(tiny_qwen_pipeline(folder / "deep_qwen", blocks=42), folder / "single_deep_qwen")
     z_image = save_z_split_files(tiny_z_pipeline(folder / "z_image"), folder / "single_z_image")
+    flux2 = save_flux2_files(tiny_flux2_pipeline(folder / "flux2"), folder / "single_flux2")
+    deep_flux2 = tiny_flux2_pipeline(folder / "deep_flux2", double_blocks=8, single_blocks=24)
     for source, name in (
         (files.transformer, "flux1-dev.safetensors"),
         (save_single_files(deep, folder / "single_deep").transformer, "deep_flux.safetensors"),
@@ -89,7 +93,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (qwen.text_encoder, "qwen_2.5_vl_7b.safetensors"),
         (z_image.transformer, "z_image_bf16.safetensors"),
         (z_image.transformer, "z_image_turbo_bf16.safetensors"),
-        (z_image.text_encoder, "qwen_3_4b.safetensors"),
+        (flux2.text_encoder, "qwen_3_4b.safetensors"),  # as wide as Z-Image's, and deeper
+        (flux2.text_encoder, "qwen_3_8b.safetensors"),
+        (flux2.transformer, "flux-2-klein-base-4b.safetensors"),
+        (flux2.transformer, "flux-2-klein-base-9b.safetensors"),
+        (save_flux2_files(deep_flux2, folder / "single_deep_flux2").transformer, "deep_flux2.safetensors"),
+        (flux2.vae, "flux2-vae.safetensors"),
     ):
         shutil.copy(source, folder / "models" / name)
     up = {"layers.0.attention.to_q": LoraWeights(torch.ones(2, 64), torch.zeros(64, 2), 2.0)}
@@ -128,7 +137,7 @@ def _run(words: list[str], place: Path, curves: bool = False) -> None:
     rest = [path for word in rest for path in (_matching(word, place) if "*" in word else [word])]
     clip, t5, qwen = (place / "tokenizers.txt").read_text().splitlines()
     tokenizers = ["--clip_l_tokenizer", clip, "--t5xxl_tokenizer", t5]
-    if any("qwen" in word or "z_image" in word for word in rest):
+    if any("qwen" in word or "z_image" in word or "flux2" in word for word in rest):
         tokenizers = ["--qwen_tokenizer", qwen]
     if script == "tools/lr_range_test.py":
         rest += [*SHORT[2:], "--network_dim", "2", "--range_steps", "3", *tokenizers]
@@ -284,7 +293,7 @@ def test_every_dataset_toml_in_the_pages_is_valid(page: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("config", sorted((ROOT / "configs").glob("[fqz]*.toml")), ids=lambda path: path.stem)
 def test_every_ready_config_trains(config: Path, place: Path) -> None:
-    if config.stem == "flux_lora" or config.stem.endswith("gb"):
+    if re.fullmatch(r"flux_lora|(flux|qwen_image)_lora_\d+gb", config.stem):
         pytest.skip("run by the guides' own commands")
     example = f"{config.stem.removesuffix('_lora')}.toml"  # of models that need more than images and captions
     dataset = example if (place / example).exists() else "dataset.toml"

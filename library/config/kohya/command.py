@@ -26,6 +26,7 @@ TRAINERS: dict[str, Tool] = {
     "qwen_image_train_network.py": "musubi-tuner",
     "zimage_train_network.py": "musubi-tuner",
     "flux_kontext_train_network.py": "musubi-tuner",
+    "flux_2_train_network.py": "musubi-tuner",
 }
 SCRIPT_SUFFIXES = (".sh", ".bat", ".cmd", ".ps1", ".txt")
 

@@ -18,8 +18,10 @@ place and leaves a note on every key that it touched.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
@@ -28,6 +30,7 @@ from library.config.kohya.flags import DEFAULTS, FLAGS, NEVER_LEFT_OUT, REFUSED_
 from library.config.markers import OnlyWith, is_nothing, words_of
 from library.config.model_types import MODEL_TYPES, kohya_model_type
 from library.config.optimizer_types import estimates_step_size
+from library.files import read_text
 
 _IMAGE_SOURCES = ("train_data_dir", "reg_data_dir", "in_json")
 _DATASET_NAMES = {"dataset_repeats": "num_repeats", "caption_extention": "caption_extension"}  # there -> in a TOML
@@ -280,8 +283,47 @@ _MODEL_VERSIONS = {  # musubi-tuner's model_version -> model_type
 }
 
 
+_FLUX2_VERSIONS = {"dev": "flux2_dev"} | dict.fromkeys(
+    ("klein-4b", "klein-base-4b", "klein-9b", "klein-base-9b"), "flux2_klein"
+)
+
+
 def _model(result: Translation, known: Known) -> None:
-    """musubi-tuner names the kind of Qwen-Image; its older switches count where it does not."""
+    """musubi-tuner names the kind of Qwen-Image or FLUX.2."""
+    if result.tool and result.values.get("network_module") == MODEL_TYPES["flux2_klein"].kohya_module:
+        _flux2(result)
+    else:
+        _qwen_image(result)
+
+
+def _flux2(result: Translation) -> None:
+    """The model_version is dev where it is not set; a dataset's control images are references."""
+    unset = "model_version" not in result.values
+    version = str(result.take("model_version") or "dev").lower()
+    if version not in _FLUX2_VERSIONS:
+        text = f"not taken: {version!r} is not a model family of this version; set one of {', '.join(_FLUX2_VERSIONS)}"
+        result.note("model_version", "refused", text)
+        return
+    model_type = _FLUX2_VERSIONS[version]
+    if _has_controls(str(result.values.get("dataset_config", ""))):
+        model_type += "_edit"
+    if unset:
+        result.place("model_type", model_type, "network_module")
+        result.note(
+            "model_version", "default", f"unset, so dev, the default of musubi-tuner: model_type = {model_type}"
+        )
+    else:
+        result.rename("model_version", "model_type", model_type)
+
+
+def _has_controls(dataset: str) -> bool:
+    """Whether the dataset TOML, if it is there, names control images."""
+    path = Path(dataset).expanduser()
+    return path.is_file() and re.search(r"^\s*control_directory\s*=", read_text(path), re.MULTILINE) is not None
+
+
+def _qwen_image(result: Translation) -> None:
+    """Older switches count where no version is named."""
     switches = {key: not is_off(result.take(key)) for key in ("edit", "edit_plus") if key in result.values}
     version = result.take("model_version")
     source = "model_version" if version else "edit_plus" if switches.get("edit_plus") else "edit"
@@ -410,9 +452,9 @@ def _network_args(result: Translation, known: Known) -> None:
 
 
 def _split_qkv(result: Translation, known: Known) -> None:
-    """kohya's trainers have one LoRA on each joined qkv of FLUX, unless sd-scripts' split_qkv is set."""
+    """kohya's trainers have one LoRA on each joined qkv of FLUX.1 and 2, unless sd-scripts' split_qkv is set."""
     values, arguments = result.values, result.values.get("network_args", [])
-    flux = values.get("network_module") == MODEL_TYPES["flux"].kohya_module
+    flux = values.get("network_module") in (MODEL_TYPES[name].kohya_module for name in ("flux", "flux2_klein"))
     other = values.get("network_type", "lora") != "lora" or values.get("init_lora_weights", "default") != "default"
     if not result.tool or not flux or other or not isinstance(arguments, list):
         return

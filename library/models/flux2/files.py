@@ -97,6 +97,12 @@ FILES = FamilyFiles(
     tokenizers=(Part("qwen_tokenizer", "tokenizer", "Qwen/Qwen3-4B"),),
 )
 
+DEV_FILES = replace(
+    FILES,
+    text_encoders=(Part("text_encoder", "text_encoder", "mistral_3_small_flux2_bf16.safetensors"),),
+    tokenizers=(Part("mistral_tokenizer", "tokenizer", "mistralai/Mistral-Small-3.1-24B-Instruct-2503"),),
+)
+
 _DOUBLE = r"transformer_blocks\.\d+\."
 FLUX2_TARGETS = LoraTargets(
     family="flux2_klein",
@@ -124,7 +130,17 @@ FLUX2_TARGETS = LoraTargets(
     folded_layouts=("comfy",),
 )
 FLUX2_EDIT_TARGETS = replace(FLUX2_TARGETS, family="flux2_klein_edit")
-LORA_TARGETS = (FLUX2_TARGETS, FLUX2_EDIT_TARGETS)
+DEV_TARGETS = replace(
+    FLUX2_TARGETS,
+    family="flux2_dev",
+    layer_groups=(
+        *FLUX2_TARGETS.layer_groups,
+        LayerGroup("guidance_in", r"time_guidance_embed\.guidance_embedder\.linear_[12]", default=False),
+    ),
+    architecture="flux-2-dev",
+)
+DEV_EDIT_TARGETS = replace(DEV_TARGETS, family="flux2_dev_edit")
+LORA_TARGETS = (FLUX2_TARGETS, FLUX2_EDIT_TARGETS, DEV_TARGETS, DEV_EDIT_TARGETS)
 
 ARCHITECTURES = (
     Architecture(

@@ -1,8 +1,9 @@
-"""FLUX.2 (https://github.com/black-forest-labs/flux2): klein 4B and 9B, base and distilled.
+"""FLUX.2 (https://github.com/black-forest-labs/flux2): klein 4B and 9B, base and distilled, and dev.
 
 The transformer sees an image as a sequence: 2 x 2 latents of 32 channels are one token of 128 numbers. It takes the
 noise level sigma and the text and returns the velocity noise - image per token. klein has no guidance input: base is
-steered by a negative text and true classifier-free guidance, the distilled model takes none and four steps.
+steered by a negative text and true classifier-free guidance, the distilled model takes none and four steps. dev, which
+is distilled for guidance, takes a guidance scale and no negative text.
 
 Every FLUX.2 also edits. Tokens of reference images, any number of any sizes, follow those of the image, clean at every
 noise level; what comes out for them is cut off. diffusers' pipelines scale a reference of more than one megapixel down
@@ -13,13 +14,13 @@ text encoder does not look at them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline, Flux2KleinPipeline, Flux2Transformer2DModel
+from diffusers import DiffusionPipeline, Flux2KleinPipeline, Flux2Pipeline, Flux2Transformer2DModel
 from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
 from torch import Tensor, nn
 
@@ -29,7 +30,16 @@ from library.conditions import ConditionKind, Conditions
 from library.errors import UserError
 from library.models.family import Family
 from library.models.flux2.model import image_positions, text_positions
-from library.models.flux2.text import MOST_TOKENS, QWEN_LAYERS, KleinTextEncoder
+from library.models.flux2.text import (
+    MOST_TOKENS,
+    QWEN_LAYERS,
+    DevTextEncoder,
+    KleinTextEncoder,
+    load_mistral,
+    load_mistral_tokenizer,
+    mistral_width,
+    published_mistral,
+)
 from library.models.flux2.vae import PUBLISHED_FLUX2, Flux2ImageEncoder
 from library.models.latents import pack_latents
 from library.models.qwen3 import load_qwen3, published_qwen3, qwen3_width
@@ -165,6 +175,14 @@ class KleinFamily(Flux2Family):
     }
     published_pipeline = "Flux2KleinPipeline"
 
+    @classmethod
+    def published_like(cls, name: str) -> tuple[Mapping[str, Any], dict[str, Callable[[], Any]]]:
+        """Return klein 9B with Qwen3-8B for a file that is called so, else 4B with Qwen3-4B."""
+        if "9b" not in name.lower():
+            return super().published_like(name)
+        sizes = {"num_layers": 8, "num_single_layers": 24, "num_attention_heads": 32, "joint_attention_dim": 12288}
+        return {**cls.published, **sizes}, cls.published_parts() | published_qwen3("8B", QWEN_LAYERS[-1])
+
     @staticmethod
     def published_parts() -> dict[str, Callable[[], Any]]:
         """Return FLUX.2's autoencoder and Qwen3-4B."""
@@ -205,4 +223,51 @@ class KleinEditFamily(KleinFamily):
 
     name = "flux2_klein_edit"
     targets = flux2_files.FLUX2_EDIT_TARGETS
+    conditioning: ConditionKind = "references"
+
+
+class DevFamily(Flux2Family):
+    """FLUX.2 dev."""
+
+    name = "flux2_dev"
+    layout = flux2_files.DEV_FILES
+    targets = flux2_files.DEV_TARGETS
+    published_pipeline = "Flux2Pipeline"
+    guidance_input = True
+    sample_guidance = 4.0  # the pipeline's default
+
+    @staticmethod
+    def published_parts() -> dict[str, Callable[[], Any]]:
+        """Return FLUX.2's autoencoder and Mistral Small 3."""
+        return {"vae": lambda: Flux2ImageEncoder.autoencoder(**PUBLISHED_FLUX2), **published_mistral()}
+
+    def check_text_encoders(self) -> None:
+        """Read the header of Mistral."""
+        self.check_width(mistral_width(self.files.text_encoders[0]), "Mistral Small 3")
+
+    def load_text_encoder(
+        self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Recipe | None = None
+    ) -> TextEncoder:
+        """Return Mistral."""
+        (path,) = self.files.text_encoders
+        fingerprint = self.text_fingerprint(dtype, recipe, "flux2_dev", MOST_TOKENS)
+        tokenizer = load_mistral_tokenizer(self.files.tokenizers[0])
+        return DevTextEncoder(lambda: load_mistral(path, dtype, device, recipe), tokenizer, fingerprint)
+
+    def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
+        """Return Flux2Pipeline, for editing too: :meth:`conditioned` adds what it sees."""
+        return _with_known_latents(Flux2Pipeline(scheduler, None, None, None, transformer))
+
+    def guidance_inputs(self, guidance: float, cfg: float) -> dict[str, Any]:
+        """Return the guidance input's; refuse a negative text."""
+        if cfg != 1.0:
+            raise UserError("FLUX.2 dev knows no negative prompt; remove --n and --l (negative_prompt, scale)")
+        return {"guidance_scale": guidance}
+
+
+class DevEditFamily(DevFamily):
+    """FLUX.2 dev with reference images."""
+
+    name = "flux2_dev_edit"
+    targets = flux2_files.DEV_EDIT_TARGETS
     conditioning: ConditionKind = "references"

@@ -3,17 +3,32 @@
 klein reads Qwen3 (4B or 8B) after layers 9, 18 and 27 of 36. A caption is a user's message in Qwen3's chat template
 with thinking switched off, which leaves an empty thought in front of the answer. It is cut at 512 tokens and filled up
 to as many: the transformer sees the vectors of the filling too, there is no mask.
+
+dev reads Mistral Small 3 after layers 10, 20 and 30 of 40; of a file that sees images too, the language model alone. A
+system message stands before the caption, and the filling before both.
 """
 
 from __future__ import annotations
 
-from PIL.Image import Image
-from torch import Tensor
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-from library.models.text import LanguageModelEncoder
+import torch
+from PIL.Image import Image
+from torch import Tensor, nn
+from transformers import MistralConfig, MistralModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from library.errors import UserError
+from library.models.layer_names import count_blocks
+from library.models.qwen3 import load_layers, prefix_of
+from library.models.text import LanguageModelEncoder, byte_tokenizer, load_tokenizer
+from library.models.weights import read_config
+from library.precision.checkpoint import WeightFiles
+from library.precision.recipe import Recipe
 
 MOST_TOKENS = 512  # of a caption with its template; all have as many
-QWEN_LAYERS = (9, 18, 27)
+QWEN_LAYERS, MISTRAL_LAYERS = (9, 18, 27), (10, 20, 30)
 _TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
@@ -43,3 +58,116 @@ class KleinTextEncoder(PaddedEncoder):
             prompts, padding="max_length", truncation=True, max_length=MOST_TOKENS, return_tensors="pt"
         )
         return {name: made[name] for name in ("input_ids", "attention_mask")}
+
+
+_SYSTEM_TOKEN, _PAD = "[SYSTEM_PROMPT]", "<pad>"
+# system_messages.py of https://github.com/black-forest-labs/flux2: a line ends in the middle of a sentence there
+_SYSTEM = (
+    "You are an AI that reasons about image descriptions. You give structured responses focusing on object "
+    "relationships, object\nattribution and actions without speculation."
+)
+_MISTRAL_TEMPLATE = f"<s>{_SYSTEM_TOKEN}{_SYSTEM}[/SYSTEM_PROMPT][INST]{{}}[/INST]"
+
+
+class DevTextEncoder(PaddedEncoder):
+    """Mistral Small 3 up to its 30th layer."""
+
+    title = "Mistral Small 3"
+    layers = MISTRAL_LAYERS
+
+    def inputs(self, captions: list[str], references: list[list[Image]] | None) -> dict[str, Tensor]:
+        """Return ids and mask [B, 512], filled up at the beginning; [IMG] would stand for an image and is taken out."""
+        prompts = [_MISTRAL_TEMPLATE.replace("{}", caption.replace("[IMG]", "")) for caption in captions]
+        rows = [self.tokenizer(prompt, add_special_tokens=False).input_ids[:MOST_TOKENS] for prompt in prompts]
+        pad: Any = self.tokenizer.convert_tokens_to_ids(_PAD)
+        return {
+            "input_ids": torch.tensor([[pad] * (MOST_TOKENS - len(row)) + row for row in rows]),
+            "attention_mask": torch.tensor([[0] * (MOST_TOKENS - len(row)) + [1] * len(row) for row in rows]),
+        }
+
+
+def load_mistral_tokenizer(folder_or_name: str | Path) -> PreTrainedTokenizerBase:
+    """Load Mistral Small 3's tokenizer from a folder or the hub."""
+    tokenizer = load_tokenizer(PreTrainedTokenizerFast.from_pretrained, folder_or_name, "mistral_tokenizer")
+    if _SYSTEM_TOKEN not in tokenizer.get_vocab():
+        raise UserError(
+            f"mistral_tokenizer: {folder_or_name} has no {_SYSTEM_TOKEN}; give the tokenizer of Mistral Small 3"
+        )
+    return tokenizer
+
+
+def published_mistral() -> dict[str, Callable[[], Any]]:
+    """Return what builds the layers of Mistral Small 3 that are read, and a tokenizer of single bytes, by folder."""
+    config = _mistral_config(
+        vocab_size=131072, hidden_size=5120, intermediate_size=32768, num_hidden_layers=MISTRAL_LAYERS[-1],
+        num_attention_heads=32, num_key_value_heads=8,
+    )  # fmt: skip
+    specials = (_PAD, "<s>", _SYSTEM_TOKEN, "[/SYSTEM_PROMPT]", "[INST]", "[/INST]")
+    return {"text_encoder": lambda: _without_norm(config), "tokenizer": lambda: byte_tokenizer(*specials)}
+
+
+def mistral_width(path: Path) -> int:
+    """Return the width of the vectors that the Mistral in ``path`` gives; reads headers only."""
+    return _describe(WeightFiles(path))[1].hidden_size
+
+
+def load_mistral(
+    path: Path, dtype: torch.dtype, device: torch.device | str = "cpu", recipe: Recipe | None = None
+) -> MistralModel:
+    """Load the layers of Mistral Small 3 that are read.
+
+    Args:
+        path: a transformers folder or a file.
+        dtype, device: of the weights.
+        recipe: how linear weights become fp8; None leaves them as the file has them.
+    """
+    weights = WeightFiles(path)
+    prefix, config = _describe(weights)
+    most = MISTRAL_LAYERS[-1]
+    if config.num_hidden_layers < most:
+        raise UserError(
+            f"{path}: a Mistral of {config.num_hidden_layers} layers, {most} are read; give Mistral Small 3"
+        )
+    config.num_hidden_layers = most
+    return load_layers(lambda: _without_norm(config), weights, prefix, most, dtype, device, recipe)
+
+
+def _without_norm(config: MistralConfig) -> MistralModel:
+    model = MistralModel(config)
+    model.norm = nn.Identity()
+    return model
+
+
+def _mistral_config(**sizes: int) -> MistralConfig:
+    """Return a configuration of such sizes; what no tensor shows is Mistral Small 3's."""
+    ropes = {"rope_type": "default", "rope_theta": 1e9}
+    fixed: dict[str, Any] = {"head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": None, "rope_parameters": ropes}
+    return MistralConfig(max_position_embeddings=131072, **(fixed | sizes))
+
+
+def _describe(weights: WeightFiles) -> tuple[str, MistralConfig]:
+    """Return what stands before the language model's names, and the configuration of all its layers."""
+    prefix = prefix_of(weights)
+    if weights.path.is_dir():
+        known = read_config(weights.path)
+        text = known.get("text_config", known)
+        if text.get("model_type") != "mistral":
+            raise UserError(
+                f"{weights.path / 'config.json'}: {text.get('model_type')!r}, not mistral; give FLUX.2 dev's text encoder"
+            )
+        return prefix, MistralConfig.from_dict(text)
+    first = f"{prefix}layers.0"
+    if f"{first}.self_attn.q_norm.weight" in weights or f"{first}.mlp.gate_proj.weight" not in weights:
+        raise UserError(
+            f"{weights.path}: not Mistral Small 3 (no {first}.mlp.gate_proj, or norms of queries); give "
+            "mistral_3_small_flux2_bf16.safetensors as text_encoder"
+        )
+    vocabulary, width = weights.shape(f"{prefix}embed_tokens.weight")
+    return prefix, _mistral_config(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=weights.shape(f"{first}.mlp.gate_proj.weight")[0],
+        num_hidden_layers=count_blocks(weights.names, f"{prefix}layers."),
+        num_attention_heads=weights.shape(f"{first}.self_attn.q_proj.weight")[0] // 128,
+        num_key_value_heads=weights.shape(f"{first}.self_attn.k_proj.weight")[0] // 128,
+    )

@@ -49,7 +49,7 @@ def _complete(model: ModelConfig, folder: Path, notes: list[str]) -> ModelConfig
     parts = (layout.vae, *layout.text_encoders)
     if root.is_dir():
         return model
-    write_model(model.model_type, folder)
+    write_model(model.model_type, folder, name=root.name)
     tokenizers = {part.option: str(folder / part.folder) for part in layout.tokenizers}
     if not root.exists():
         notes.append(f"{root} is not there: {layout.title} at its published size")
@@ -60,12 +60,16 @@ def _complete(model: ModelConfig, folder: Path, notes: list[str]) -> ModelConfig
     return model.model_copy(update={part.option: str(folder / part.folder) for part in missing} | tokenizers)
 
 
-def write_model(model_type: str, folder: Path, most_blocks: int | None = None) -> Path:
-    """Write a published model's pipeline folder without weights, of ``most_blocks`` of each kind; return it."""
+def write_model(model_type: str, folder: Path, most_blocks: int | None = None, name: str = "") -> Path:
+    """Write a published model's pipeline folder without weights, of ``most_blocks`` of each kind; return it.
+
+    ``name`` is that of a file, which may tell one of several sizes.
+    """
     family: Any = family_class(model_type)
+    arguments, builds = family.published_like(name)
     with torch.device("meta"):
-        transformer = family.build(family.published, most_blocks)
-        parts = {name: build() for name, build in family.published_parts().items()}
+        transformer = family.build(arguments, most_blocks)
+        parts = {part: build() for part, build in builds.items()}
     transformer.save_config(folder / "transformer")
     write_specs(folder / "transformer" / "diffusion_pytorch_model.safetensors", _specs(transformer))
     for name, part in parts.items():

@@ -10,11 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, ZImageTransformer2DModel
+from diffusers import FluxTransformer2DModel, ZImageTransformer2DModel
 from torch import Tensor, nn
 from torch.func import functional_call
 
 import library.models.flux.model as flux_attention
+import library.models.flux2.model as flux2_attention
 import library.models.qwen_image.model as qwen_attention
 from library.accelerator import build_accelerator, device_mesh
 from library.config.schema import (
@@ -27,7 +28,7 @@ from library.config.schema import (
 )
 from library.errors import UserError
 from library.models.family import split_plan
-from library.models.registry import lora_targets
+from library.models.registry import family_class, lora_targets
 from library.nn.cross_entropy import token_cross_entropy
 from library.nn.tensor_split import Parts
 from library.precision.linear import QuantizedLinear
@@ -38,6 +39,7 @@ from networks.options import parse_network_args
 from tests.precision.layers import quantize
 from tests.runs import pipeline_forward
 from tests.tiny import tiny_flux_inputs, tiny_flux_transformer
+from tests.tiny_flux2 import run_flux2, tiny_flux2_transformer
 from tests.tiny_qwen import tiny_qwen_inputs, tiny_qwen_transformer
 from tests.worker_group import Job, run_in_group
 
@@ -49,6 +51,7 @@ ARGUMENTS = {
     "flux_partly": ["include_patterns=['.*to_q', '.*proj_out', '.*ff.net.2']"],  # beside split layers without a LoRA
     "flux_fp8": [],
     "qwen": ["img_mod_dim=2"],
+    "flux2": ["single_mod_dim=2", "img_in_dim=2"],  # packed: a process has its share of q, k, v, gate and factor each
 }
 
 
@@ -98,7 +101,9 @@ BUILDERS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor]
     "flux_partly": (flux, flux_velocity),
     "flux_fp8": (flux, flux_velocity),
     "qwen": (tiny_qwen_transformer, qwen_velocity),
+    "flux2": (tiny_flux2_transformer, run_flux2),
 }
+FAMILIES = {"qwen": (qwen_attention, "qwen_image"), "flux2": (flux2_attention, "flux2_klein")}
 
 
 def with_lora(case: str, swap: bool) -> tuple[nn.Module, Any]:
@@ -106,9 +111,10 @@ def with_lora(case: str, swap: bool) -> tuple[nn.Module, Any]:
     model = BUILDERS[case][0]()
     if case.endswith("fp8"):
         quantised(model, plain=not swap)
+    module, family = FAMILIES.get(case, (flux_attention, "flux"))
     if swap:
-        (qwen_attention if case == "qwen" else flux_attention).optimise_forward(model)
-    targets = lora_targets()["qwen_image" if case == "qwen" else "flux"]
+        module.optimise_forward(model)
+    targets = lora_targets()[family]
     config = NetworkConfig(network_dim=4, network_alpha=2, network_args=ARGUMENTS[case])
     network = inject_adapter(model, parse_network_args(config, targets), targets, seed=0)
     draws = torch.Generator().manual_seed(1)
@@ -126,7 +132,7 @@ def compute_together(folder: Path, case: str) -> None:
     """Write the output and the LoRA's gradients of two processes that have the layers together."""
     accelerator = two_processes(folder)
     model, network = with_lora(case, swap=True)
-    kind = QwenImageTransformer2DModel if case == "qwen" else FluxTransformer2DModel
+    kind = family_class(FAMILIES.get(case, (None, "flux"))[1]).transformer_class
     split_layers(model, split_plan(kind, model.config, 2), device_mesh(accelerator)["tp"])
     output = BUILDERS[case][1](model)
     output.square().mean().backward()
