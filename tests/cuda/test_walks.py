@@ -45,6 +45,14 @@ RUNS: dict[str, dict[str, Any]] = {
     "z_image, a batch of two with padded texts, nothing recomputed": {
         "model_type": "z_image", "flags": [], "batch": 2,
     },
+    "flux3_klein, int8 with ConvRot, blocks swapped": {
+        "model_type": "flux3_klein", "file": "int8_convrot",
+        "flags": ["--gradient_checkpointing", "--blocks_to_swap", "2"],
+    },
+    "flux3_klein_edit, a batch of two, compiled": {
+        "model_type": "flux3_klein_edit", "batch": 2,
+        "flags": ["--gradient_checkpointing", "--torch_compile", "--dynamo_backend", "aot_eager"],
+    },
     "flux, compiled": {"flags": ["--gradient_checkpointing", "--torch_compile", "--dynamo_backend", "aot_eager"]},
     "flux, memory chosen": {"flags": ["--memory", "auto"], "estimated": True},
     "flux, products in fp8": {

@@ -1,10 +1,11 @@
-"""Whole runs on tiny random models of Qwen-Image and Z-Image: what is equal must be equal, what is written readable."""
+"""Whole runs on tiny random models of all families but FLUX.1: what is equal is equal, what is written readable."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,13 @@ from library.training.tasks.image_step import FlowStep
 from networks.network import inject_adapter
 from networks.options import parse_network_args
 from tests.runs import arguments, largest_difference, learn_by_heart, lora, losses_of, run, write_dataset
+from tests.tiny_flux3 import (
+    flux3_reference,
+    run_flux3,
+    save_flux3_split_files,
+    tiny_flux3_inputs,
+    tiny_flux3_pipeline,
+)
 from tests.tiny_qwen import Kind, SplitFiles, run_qwen, save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
 from tests.tiny_z_image import run_z, save_z_split_files, tiny_z_inputs, tiny_z_pipeline
 from tests.training.test_host_waits import asked_by_more_steps
@@ -33,12 +41,12 @@ SAME_IN_FP32 = 2e-4  # see test_flux_runs.py
 
 @dataclass(frozen=True)
 class Case:
-    """A family: options of its runs, its tiny model, diffusers' class, and what its LoRA's metadata say."""
+    """A family: options of its runs, its tiny model, diffusers' pipeline, and what its LoRA's metadata say."""
 
     options: dict[str, str]
     write: Callable[[Path], Path]
     split: Callable[[Path, Path, str], SplitFiles]
-    pipeline: type[QwenImagePipeline | ZImagePipeline]
+    pipeline: Callable[[Path], Any]
     output: Callable[[torch.nn.Module], torch.Tensor]
     metadata: dict[str, str]
 
@@ -48,7 +56,7 @@ CASES = {
         {"model_type": "qwen_image", "timestep_sampling": "qwen_shift"},
         lambda folder: tiny_qwen_pipeline(folder, blocks=4),
         save_split_files,
-        QwenImagePipeline,
+        QwenImagePipeline.from_pretrained,
         run_qwen,
         {
             "ss_network_module": "networks.lora_qwen_image",
@@ -61,12 +69,25 @@ CASES = {
         {"model_type": "z_image", "timestep_sampling": "shift"},
         lambda folder: tiny_z_pipeline(folder, layers=4),
         save_z_split_files,
-        ZImagePipeline,
+        ZImagePipeline.from_pretrained,
         run_z,
         {
             "ss_network_module": "networks.lora_zimage",
             "ss_base_model_version": "z_image",
             "modelspec.architecture": "Z-Image/lora",
+        },
+    ),
+    "flux3_klein": Case(
+        {"model_type": "flux3_klein", "timestep_sampling": "shift", "discrete_flow_shift": "6.93"},
+        lambda folder: tiny_flux3_pipeline(folder, blocks=3),
+        save_flux3_split_files,
+        flux3_reference,
+        run_flux3,
+        {
+            "ss_network_module": "peft",
+            "ss_base_model_version": "flux3",
+            "modelspec.architecture": "flux-3-klein/lora",
+            "modelspec.implementation": "https://github.com/black-forest-labs/flux-3-image-klein",
         },
     ),
 }
@@ -86,8 +107,8 @@ def base(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     dataset = write_dataset(folder, images=4, text="batch_size = 2")
-    for i in range(4):  # captions of different lengths, past Z-Image's 32 tokens: batches are padded
-        (folder / "images" / f"{i}.txt").write_text("a disc, " + "plain, " * (6 * i) + "red")
+    for i in range(4):  # captions of different lengths, past Z-Image's 32 and FLUX.3's 80 tokens: batches are padded
+        (folder / "images" / f"{i}.txt").write_text("a disc, " + "plain, " * (16 * i) + "red")
     return dataset
 
 
@@ -123,7 +144,7 @@ def test_a_run_leaves_a_lora_that_gives_diffusers_the_output_of_the_running_netw
         events = run(base, dataset, out, **case.options, **settings)
     with Image.open(out / "samples" / "step000004_01.png") as image:
         assert image.size == (96, 64)
-    pipeline = case.pipeline.from_pretrained(base)
+    pipeline = case.pipeline(base)
     ours, plain = case.output(events.task.transformer.eval()), case.output(pipeline.transformer)
     pipeline.load_lora_weights(out / "lora.safetensors")
     torch.testing.assert_close(case.output(pipeline.transformer), ours, rtol=1e-4, atol=1e-5)
@@ -167,13 +188,16 @@ def test_options_of_other_models_are_refused(option: dict[str, object], message:
 QWEN_KINDS: tuple[Kind, ...] = ("qwen_image", "qwen_image_edit", "qwen_image_edit_plus")
 
 
-@pytest.mark.parametrize("kind", [*QWEN_KINDS, "z_image"])
+@pytest.mark.parametrize("kind", [*QWEN_KINDS, "z_image", "flux3_klein", "flux3_klein_edit"])
 def test_one_image_is_learnt_by_heart(kind: str, tmp_path: Path) -> None:
     """A tenth of what predicting nothing would cost, for one image at one noise; the output layer is frozen."""
     if kind == "z_image":
         folder = tiny_z_pipeline(tmp_path / "base", layers=1)
         # attention and MLP alone stop at 0.4 of it: behind the last norm, whose scale they cannot change, it is frozen
         output, arguments, sampling = "all_final_layer.2-1.linear.weight", ["mod_dim=32"], "shift"
+    elif "flux3" in kind:
+        folder = tiny_flux3_pipeline(tmp_path / "base", blocks=1, channels=8)  # 64 wide it cannot give 128 numbers
+        output, arguments, sampling = "proj_out.weight", ["img_mod_dim=32"], "shift"
     else:
         folder = tiny_qwen_pipeline(tmp_path / "base", kind, blocks=1)  # type: ignore[arg-type]
         output, arguments, sampling = "proj_out.weight", [], "qwen_shift"
@@ -183,7 +207,12 @@ def test_one_image_is_learnt_by_heart(kind: str, tmp_path: Path) -> None:
     targets = lora_targets()[kind]
     config = NetworkConfig(network_dim=32, network_alpha=32, network_args=arguments)
     network = inject_adapter(transformer, parse_network_args(config, targets), targets, seed=0)
-    inputs = (tiny_z_inputs if kind == "z_image" else tiny_qwen_inputs)(1, side=6)
+    if "flux3" in kind:
+        inputs = tiny_flux3_inputs(1, 6, 6)
+        inputs["latents"] = inputs["latents"][:, :8]
+        inputs["prompt_embeds_mask"] = torch.ones(inputs["prompt_embeds"].shape[:2], dtype=torch.bool)
+    else:
+        inputs = (tiny_z_inputs if kind == "z_image" else tiny_qwen_inputs)(1, side=6)
     text = {name: inputs[name] for name in ("prompt_embeds", "prompt_embeds_mask")}
     references = (inputs["latents"].flip(-1),) if "edit" in kind else ()
     conditions = Conditions(references=references)
