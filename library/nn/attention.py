@@ -217,13 +217,14 @@ def attend_jointly(
         rounding: what becomes of query, key and value [B, S, H, D] before their products, where they are rounded.
     """
     norms = [norm for _, pair in streams for norm in pair]
+    dtype = streams[0][0][2].dtype  # not asked of the values below: a prologue that knows them keeps them
 
     def prologue(*projected: Tensor) -> tuple[Tensor, Tensor]:
         normed = [norm(tensor) for norm, tensor in zip(norms, projected, strict=True)]
         query, key = _joined(normed[::2]), _joined(normed[1::2])
         if rope is not None:
             query, key = rotate_interleaved(query, rope), rotate_interleaved(key, rope)
-        query, key = query.to(value.dtype), key.to(value.dtype)
+        query, key = query.to(dtype), key.to(dtype)
         return (query, key) if rounding is None else (rounding(query), rounding(key))
 
     inputs, value = [t for tensors, _ in streams for t in tensors[:2]], _joined([t[2] for t, _ in streams])
