@@ -36,10 +36,14 @@ _CHAT = (
 )
 
 
-def tiny_flux3_transformer(blocks: int = 2, seed: int = 0, flow_map: bool = False) -> Flux3Transformer2DModel:
+def tiny_flux3_transformer(
+    blocks: int = 2, seed: int = 0, flow_map: bool = False, channels: int = 32
+) -> Flux3Transformer2DModel:
     """Return diffusers' own FLUX.3 transformer, random, fp32, 64 wide, two heads; so many blocks of each kind."""
     transformer = _seeded(
         lambda: Flux3Transformer2DModel(
+            in_channels=4 * channels,
+            cond_in_channels=4 * channels,
             num_layers=blocks,
             num_single_layers=blocks,
             attention_head_dim=32,
@@ -194,15 +198,20 @@ def tiny_flux2_vae(seed: int = 0) -> AutoencoderKLFlux2:
     return vae.eval()
 
 
-def tiny_flux3_pipeline(folder: str | Path, seed: int = 0, blocks: int = 2, flow_map: bool = False) -> Path:
-    """Write a complete random model as the modular pipeline keeps it to ``folder``; return it."""
+def tiny_flux3_pipeline(
+    folder: str | Path, seed: int = 0, blocks: int = 2, flow_map: bool = False, channels: int = 32
+) -> Path:
+    """Write a complete random model as the modular pipeline keeps it to ``folder``; return it.
+
+    Of fewer ``channels`` than the autoencoder has, the transformer alone is of use.
+    """
     folder, tokenizer = Path(folder), tiny_flux3_tokenizer()
     parts = {
         "scheduler": FlowMatchEulerDiscreteScheduler(shift=6.93),
         "vae": tiny_flux2_vae(seed),
         "text_encoder": tiny_flux3_text_encoder(len(tokenizer) + 3, seed),
         "tokenizer": tokenizer,
-        "transformer": tiny_flux3_transformer(blocks, seed, flow_map),
+        "transformer": tiny_flux3_transformer(blocks, seed, flow_map, channels),
     }
     index: dict[str, object] = {"_class_name": "Flux3DistilledModularPipeline" if flow_map else "Flux3ModularPipeline"}
     for name, part in parts.items():

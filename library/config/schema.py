@@ -98,16 +98,14 @@ class ModelConfig(Section):
     t5xxl_max_token_length: Size | None = Field(
         None, description="T5 tokens per caption; default 512 for dev, 256 for schnell, less if the model says so"
     )
-    vae: str | None = Field(None, description="Qwen-Image, Z-Image, FLUX.2: VAE file or folder, with a single file")
+    vae: str | None = Field(None, description="VAE file or folder, with a single file")
     text_encoder: str | None = Field(
-        None,
-        description="Qwen-Image: Qwen2.5-VL; Z-Image, FLUX.2 klein: Qwen3; FLUX.2 dev: Mistral Small 3; file or "
-        "folder, with a single file",
+        None, description="text encoder's file or folder, with a single file; which one the guide of the family says"
     )
     qwen_tokenizer: str | None = Field(
         None,
-        description="Qwen-Image, Z-Image, FLUX.2 klein: tokenizer folder or hub name, with a single file; default "
-        "Qwen/Qwen2.5-VL-7B-Instruct, Qwen/Qwen3-4B",
+        description="tokenizer folder or hub name of a Qwen text encoder, with a single file; default: the published "
+        "encoder's",
     )
     mistral_tokenizer: str | None = Field(
         None,
@@ -250,10 +248,11 @@ class NetworkConfig(Section):
         description="key=value pairs: rank_dropout, module_dropout, loraplus_lr_ratio, loraplus_unet_lr_ratio, "
         "loraplus_text_encoder_lr_ratio, train_t5xxl, include_patterns, exclude_patterns, img_attn_dim, txt_attn_dim, "
         "img_mlp_dim, txt_mlp_dim, img_mod_dim, txt_mod_dim, single_dim, single_mod_dim, in_dims, attn_dim, mlp_dim, "
-        "mod_dim, refiner_dim (Z-Image), q_proj_dim, k_proj_dim, v_proj_dim, o_proj_dim, gate_proj_dim, up_proj_dim, "
-        "down_proj_dim (Llama), c_attn_dim, attn_c_proj_dim, c_fc_dim, mlp_c_proj_dim (GPT-2), "
-        "train_double_block_indices, train_single_block_indices, train_block_indices (Qwen-Image, Z-Image, Llama, "
-        "GPT-2); factor, decompose_both (lokr), split_qkv (lora), "
+        "mod_dim, refiner_dim (Z-Image), img_dim, txt_dim, ref_dim, ref_mod_dim (FLUX.3), q_proj_dim, k_proj_dim, "
+        "v_proj_dim, o_proj_dim, gate_proj_dim, up_proj_dim, down_proj_dim (Llama), c_attn_dim, attn_c_proj_dim, "
+        "c_fc_dim, mlp_c_proj_dim (GPT-2), train_double_block_indices, train_mode_block_indices (FLUX.3), "
+        "train_single_block_indices, train_block_indices (Qwen-Image, Z-Image, Llama, GPT-2); factor, "
+        "decompose_both (lokr), split_qkv (lora), "
         "dora_norm (dora)",
     )
     scale_weight_norms: Annotated[

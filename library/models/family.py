@@ -68,6 +68,7 @@ class Family:
         masks_padding: whether texts of different lengths in a batch are padded, and their padding masked.
         carried: arguments of a block that the outputs of the one before are, in the order of these.
         repeated_blocks: class names of the blocks, for regional compilation and sharding.
+        unused_parts: modules of the transformer that this variant never calls, which are not loaded.
         behind_blocks: names of what follows the blocks, for pipelines; none if it cannot be cut.
     """
 
@@ -92,6 +93,7 @@ class Family:
     masks_padding = False
     carried: tuple[str, ...] = ("encoder_hidden_states", "hidden_states")
     repeated_blocks: tuple[str, ...]
+    unused_parts: tuple[str, ...] = ()
     behind_blocks: tuple[str, ...] = ()
 
     optimise_forward: Any
@@ -187,11 +189,20 @@ class Family:
     def build(cls, arguments: Mapping[str, Any], most_blocks: int | None = None) -> Any:
         """Return the transformer with the optimised forward on the default device, of ``most_blocks`` of each kind."""
         known = {key: value for key, value in arguments.items() if not key.startswith("_")}
-        transformer = cls.transformer_class.from_config(known)
+        transformer = cls.outline(known)
         if most_blocks is not None:
             known |= {key: min(most_blocks, transformer.config[key]) for key in cls.depths}
-            transformer = cls.transformer_class.from_config(known)
+            transformer = cls.outline(known)
         return cls.optimise_forward(transformer)
+
+    @classmethod
+    def outline(cls, arguments: Mapping[str, Any]) -> Any:
+        """Return diffusers' transformer without its unused parts, on the default device."""
+        transformer = cls.transformer_class.from_config(arguments)
+        for part in cls.unused_parts:
+            parent, _, name = part.rpartition(".")
+            del transformer.get_submodule(parent)._modules[name]
+        return transformer
 
     # The files of one model.
 
@@ -253,13 +264,12 @@ class Family:
         it is. Modules of which diffusers says so (norms) stay fp32.
         """
         weights, files = WeightFiles(self.files.transformer), self.files
-        key_map = self.layout.key_map(weights, files.prefix)
-        build = self.transformer_class.from_config
+        key_map, unused = self.layout.key_map(weights, files.prefix), tuple(f"{part}." for part in self.unused_parts)
         wide = frozenset(self.transformer_class._keep_in_fp32_modules or ())
         transformer = load_into(
-            lambda: build(files.transformer_config),
+            lambda: self.outline(files.transformer_config),
             weights,
-            key_map,
+            {name: pieces for name, pieces in key_map.items() if not name.startswith(unused)},
             dtype,
             device,
             keep_fp32=lambda name: not wide.isdisjoint(name.split(".")),

@@ -15,7 +15,7 @@ from library.precision.files.registry import scheme_named
 from library.safetensors_io import TensorSpecs, read_entries
 from library.training.memory.stand_in import write_specs
 
-_QUANTISED = re.compile(r".*(blocks|layers)\.\d+\..*\.weight")
+_QUANTISED = re.compile(r".*(blocks|layers)\.(\w+\.)?\d+\..*\.weight")
 
 
 def write_quantised(transformer: Path, kind: str) -> Path:

@@ -56,6 +56,14 @@ RUNS: dict[str, dict[str, Any]] = {
         "model_type": "flux2_dev", "file": "nvfp4", "blocks": 4,
         "flags": ["--gradient_checkpointing", "--cpu_offload_checkpointing", "--blocks_to_swap", "1"],
     },
+    "flux3_klein, int8 with ConvRot, blocks swapped": {
+        "model_type": "flux3_klein", "file": "int8_convrot",
+        "flags": ["--gradient_checkpointing", "--blocks_to_swap", "2"],
+    },
+    "flux3_klein_edit, a batch of two, compiled": {
+        "model_type": "flux3_klein_edit", "batch": 2,
+        "flags": ["--gradient_checkpointing", "--torch_compile", "--dynamo_backend", "aot_eager"],
+    },
     "flux, compiled": {"flags": ["--gradient_checkpointing", "--torch_compile", "--dynamo_backend", "aot_eager"]},
     "flux, memory chosen": {"flags": ["--memory", "auto"], "estimated": True},
     "flux, products in fp8": {

@@ -33,6 +33,7 @@ from networks.files.weights import LoraWeights
 from tests.curves import without_curves
 from tests.tiny import save_single_files, tiny_flux_pipeline
 from tests.tiny_flux2 import save_flux2_files, tiny_flux2_pipeline
+from tests.tiny_flux3 import save_flux3_split_files, tiny_flux3_pipeline
 from tests.tiny_qwen import save_split_files, tiny_qwen_pipeline
 from tests.tiny_z_image import save_z_split_files, tiny_z_pipeline
 
@@ -73,6 +74,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fill = save_single_files(tiny_flux_pipeline(folder / "fill", model_type="flux_fill"), folder / "single_fill")
     qwen = save_split_files(tiny_qwen_pipeline(folder / "qwen"), folder / "single_qwen")
     deep_qwen = save_split_files(tiny_qwen_pipeline(folder / "deep_qwen", blocks=42), folder / "single_deep_qwen")
+    flux3 = save_flux3_split_files(tiny_flux3_pipeline(folder / "flux3"), folder / "single_flux3")
     z_image = save_z_split_files(tiny_z_pipeline(folder / "z_image"), folder / "single_z_image")
     flux2 = save_flux2_files(tiny_flux2_pipeline(folder / "flux2"), folder / "single_flux2")
     deep_flux2 = tiny_flux2_pipeline(folder / "deep_flux2", double_blocks=8, single_blocks=24)
@@ -99,6 +101,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (flux2.transformer, "flux-2-klein-base-9b.safetensors"),
         (save_flux2_files(deep_flux2, folder / "single_deep_flux2").transformer, "deep_flux2.safetensors"),
         (flux2.vae, "flux2-vae.safetensors"),
+        (flux3.transformer, "flux-3-image-klein-base.safetensors"),
+        (flux3.text_encoder, "qwen3vl_4b_bf16.safetensors"),
     ):
         shutil.copy(source, folder / "models" / name)
     up = {"layers.0.attention.to_q": LoraWeights(torch.ones(2, 64), torch.zeros(64, 2), 2.0)}
@@ -137,7 +141,7 @@ def _run(words: list[str], place: Path, curves: bool = False) -> None:
     rest = [path for word in rest for path in (_matching(word, place) if "*" in word else [word])]
     clip, t5, qwen = (place / "tokenizers.txt").read_text().splitlines()
     tokenizers = ["--clip_l_tokenizer", clip, "--t5xxl_tokenizer", t5]
-    if any("qwen" in word or "z_image" in word or "flux2" in word for word in rest):
+    if any(name in word for word in rest for name in ("qwen", "z_image", "flux2", "flux3")):
         tokenizers = ["--qwen_tokenizer", qwen]
     if script == "tools/lr_range_test.py":
         rest += [*SHORT[2:], "--network_dim", "2", "--range_steps", "3", *tokenizers]

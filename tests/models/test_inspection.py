@@ -27,6 +27,7 @@ from tests.tiny import (
     tiny_vae,
 )
 from tests.tiny_flux2 import bfl_flux2_state_dict, tiny_flux2_transformer
+from tests.tiny_flux3 import bfl_name, tiny_flux3_transformer
 from tests.tiny_z_image import comfy_state_dict, tiny_z_transformer
 
 KINDS = ("Linear", "Embedding", "Conv2d", "Conv3d", "LayerNorm", "GroupNorm", "RMSNorm")
@@ -84,6 +85,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "qwen": (qwen_image, "Qwen-Image transformer"),
     "z_image": (tiny_z_transformer, "Z-Image transformer"),
     "flux2": (lambda: tiny_flux2_transformer(2), "FLUX.2 transformer (diffusers' names)"),
+    "flux3": (tiny_flux3_transformer, "FLUX.3 transformer (diffusers' names)"),
     "vae": (tiny_vae, "image autoencoder, AutoencoderKL (diffusers' names)"),
     "qwen_vae": (qwen_vae, "Qwen-Image autoencoder (diffusers' names)"),
     "clip": (lambda: tiny_text_encoders(50, 60)[0], "CLIP text encoder"),
@@ -125,6 +127,16 @@ def test_the_norms_of_flux_are_told_apart(tmp_path: Path) -> None:
     assert ("norm_out.norm", "LayerNorm", 1, False) in norms
     save_file(tiny_vae().state_dict(), tmp_path / "v.safetensors")
     assert {group.kind for group in one_component(tmp_path / "v.safetensors").norms()} == {"GroupNorm"}
+
+
+def test_bfls_names_of_flux3_give_the_same_norms_as_diffusers(tmp_path: Path) -> None:
+    transformer = tiny_flux3_transformer(flow_map=True)
+    state = {bfl_name(name): tensor for name, tensor in transformer.state_dict().items()}
+    save_file(state, tmp_path / "klein.safetensors")
+    found = one_component(tmp_path / "klein.safetensors")
+    assert found.architecture == "FLUX.3 transformer (Black Forest Labs' names)"
+    assert found.facts == {"width": 64, "distilled": True}
+    assert counts(found) == modules_of(transformer)
 
 
 def test_comfyuis_names_of_z_image_give_the_same_norms_as_diffusers(tmp_path: Path) -> None:

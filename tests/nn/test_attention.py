@@ -7,10 +7,11 @@ import weakref
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from library.errors import UserError
-from library.nn.attention import PackedGradient, attend, attend_recomputed, chosen_backend
+from library.nn.attention import PackedGradient, attend, attend_jointly, attend_recomputed, chosen_backend
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -152,6 +153,20 @@ def test_recomputed_queries_and_keys_give_the_same_bits(masked: bool, checkpoint
         found.append([out, q.grad, k.grad, v.grad])
     for plain, ours in zip(*found, strict=True):
         assert torch.equal(plain, ours)
+
+
+def test_values_of_a_checkpointed_block_are_not_kept_until_its_second_run() -> None:
+    values: list[weakref.ref[torch.Tensor]] = []
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        query, key, value = (x * factor for factor in (1.0, 2.0, 3.0))
+        values.append(weakref.ref(value))
+        return attend_jointly([((query, key, value), (nn.Identity(), nn.Identity()))], None)
+
+    out = checkpoint(block, random(2, 7, 3, 16, seed=1).requires_grad_(), use_reentrant=False)
+    assert values[0]() is None
+    out.sum().backward()
+    assert len(values) == 2
 
 
 def test_what_is_made_again_is_not_kept_and_nothing_is_kept_after_backward() -> None:

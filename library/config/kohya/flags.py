@@ -1,8 +1,7 @@
-"""Every flag of kohya's FLUX, Qwen-Image and Z-Image LoRA trainers, and what becomes of it here: read from flags.toml.
+"""Every flag of kohya's LoRA trainers for the families there are, and what becomes of it here: read from flags.toml.
 
 They are those of sd-scripts' ``flux_train_network.py`` (sd-scripts 48d368f, February 2026) and of
-musubi-tuner's ``qwen_image_train_network.py``, ``zimage_train_network.py``, ``flux_2_train_network.py`` and ``flux_kontext_train_network.py``
-(musubi-tuner 30c658c, June 2026), read from their argument parsers, and keys that kohya_ss (the GUI, 45088f0)
+musubi-tuner's trainers (30c658c, June 2026) that ``MODEL_TYPES`` and ``command.py`` name, read from their argument parsers, and keys that kohya_ss (the GUI, 45088f0)
 writes into its TOML files. Each has one of six fates:
 
     same      a key of the schema, with the same meaning

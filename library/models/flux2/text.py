@@ -153,7 +153,8 @@ def _describe(weights: WeightFiles) -> tuple[str, MistralConfig]:
         text = known.get("text_config", known)
         if text.get("model_type") != "mistral":
             raise UserError(
-                f"{weights.path / 'config.json'}: {text.get('model_type')!r}, not mistral; give FLUX.2 dev's text encoder"
+                f"{weights.path / 'config.json'}: {text.get('model_type')!r}, not mistral; give FLUX.2 "
+                "dev's text encoder"
             )
         return prefix, MistralConfig.from_dict(text)
     first = f"{prefix}layers.0"

@@ -208,20 +208,21 @@ class Flux3Transformer2DModel(DiffusersTransformer):
         modulated_by = {mode: F.silu(embedded["image" if mode == "image" else "rest"]) for mode in given}
         masks = {"txt": encoder_hidden_states_mask}
 
-        streams: dict[str, Tensor] = {}
+        streams: dict[str, Tensor] = {}  # dicts of modules are asked by attribute: compiled, they have no keys
         for mode in ("image", "txt", "image_cond"):
             if mode not in given:
                 continue
-            embedder = self.context_embedder if mode == "txt" else self.x_embedders[mode]
+            embedder = self.context_embedder if mode == "txt" else getattr(self.x_embedders, mode)
             blocks = self.txt_mode_blocks if mode == "txt" else self.mode_blocks[mode]
             stream = embedder(given[mode][0])
-            vectors = self.early_stream_modulations[mode](modulated_by[mode]).unsqueeze(1)
+            vectors = getattr(self.early_stream_modulations, mode)(modulated_by[mode]).unsqueeze(1)
             for block in blocks:
                 stream = self._call(block, stream, vectors, ropes[mode], masks.get(mode))
             streams[mode] = stream
 
         stream = torch.cat([streams[mode] for mode in given], dim=1)
-        vectors = torch.stack([self.single_stream_modulations[mode](modulated_by[mode]) for mode in given], dim=1)
+        heads = [getattr(self.single_stream_modulations, mode) for mode in given]
+        vectors = torch.stack([head(modulated_by[mode]) for head, mode in zip(heads, given, strict=True)], dim=1)
         mask = encoder_hidden_states_mask
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(mask.shape[0], sum(lengths[1:]))], dim=1)

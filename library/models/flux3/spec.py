@@ -41,6 +41,8 @@ from library.precision.recipe import Recipe
 
 logging.getLogger("diffusers.guiders.guider_utils").setLevel(logging.ERROR)  # warns of itself with every sample
 
+_BY_MODE = ("mode_blocks", "x_embedders", "early_stream_modulations", "single_stream_modulations")
+
 
 class Flux3KleinFamily(Family):
     """FLUX.3 klein, text to image."""
@@ -61,6 +63,7 @@ class Flux3KleinFamily(Family):
         "Flux3TextTransformerBlock",
         "Flux3SingleTransformerBlock",
     )
+    unused_parts: tuple[str, ...] = tuple(f"{part}.image_cond" for part in _BY_MODE)
     optimise_forward = staticmethod(flux3_model.optimise_forward)
 
     @staticmethod
@@ -221,6 +224,7 @@ class Flux3KleinEditFamily(Flux3KleinFamily):
     name = "flux3_klein_edit"
     targets = flux3_files.FLUX3_EDIT_TARGETS
     conditioning: ConditionKind = "references"
+    unused_parts = ()
 
     @staticmethod
     def blocks(transformer: Any) -> list[nn.Module]:

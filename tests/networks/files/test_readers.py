@@ -10,10 +10,12 @@ import inspect
 import json
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from diffusers import Flux2KleinPipeline, FluxPipeline, QwenImagePipeline, ZImagePipeline
+from diffusers import Flux3ModularPipeline
+from diffusers.modular_pipelines.flux3.modular_blocks_flux3 import Flux3CoreDenoiseStep
 from peft.tuners.lokr.layer import factorization
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
@@ -24,6 +26,7 @@ from library.config.schema import NetworkConfig
 from library.errors import UserError
 from library.models.flux.files import FLUX_FILL_TARGETS, FLUX_KONTEXT_TARGETS, FLUX_TARGETS
 from library.models.flux2.files import FLUX2_TARGETS
+from library.models.flux3.files import FLUX3_TARGETS
 from library.models.layer_names import LoraTargets
 from library.models.qwen_image.files import QWEN_TARGETS
 from library.models.z_image.files import Z_IMAGE_TARGETS
@@ -36,6 +39,7 @@ from networks.network import AdapterNetwork, attach_lora, inject_adapter
 from networks.options import parse_network_args
 from tests.networks.conftest import make_flux, run_flux
 from tests.tiny_flux2 import tiny_flux2_transformer
+from tests.tiny_flux3 import tiny_flux3_transformer
 from tests.tiny_qwen import tiny_qwen_transformer
 from tests.tiny_z_image import tiny_z_transformer
 
@@ -44,6 +48,7 @@ MODELS = {
     "qwen_image": (tiny_qwen_transformer, QWEN_TARGETS),
     "z_image": (tiny_z_transformer, Z_IMAGE_TARGETS),
     "flux2_klein": (tiny_flux2_transformer, FLUX2_TARGETS),
+    "flux3_klein": (tiny_flux3_transformer, FLUX3_TARGETS),
 }
 
 
@@ -135,17 +140,31 @@ def test_fp16_has_enough_bits_for_a_young_lora_at_a_small_scale(tmp_path: Path) 
     assert check_file(tmp_path / "a.safetensors", network, "diffusers").largest == pytest.approx(worst, rel=1e-3)
 
 
+PIPELINES: dict[str, Any] = {
+    "flux": FluxPipeline,
+    "qwen_image": QwenImagePipeline,
+    "z_image": ZImagePipeline,
+    "flux2_klein": Flux2KleinPipeline,
+}
+
+
+def diffusers_pipeline(family: str, transformer: nn.Module) -> Any:
+    """Return diffusers' pipeline around ``transformer`` alone."""
+    if family == "flux3_klein":
+        modular = Flux3ModularPipeline(blocks=Flux3CoreDenoiseStep())
+        modular.update_components(transformer=transformer)
+        return modular
+    pipeline = PIPELINES[family]
+    return pipeline(**(dict.fromkeys(inspect.signature(pipeline).parameters) | {"transformer": transformer}))
+
+
 @pytest.mark.parametrize("save_format", ["kohya", "comfy", "diffusers"])
-@pytest.mark.parametrize("family", ["qwen_image", "z_image", "flux2_klein"])
+@pytest.mark.parametrize("family", ["qwen_image", "z_image", "flux2_klein", "flux3_klein"])
 def test_diffusers_own_loader_does_what_the_rules_say(family: str, save_format: str, tmp_path: Path) -> None:
     inputs = ("txt_in_dim=2", "time_in_dim=2", "img_in_dim=2")
     _, network = trained(family, "lora", *inputs, network_dim=4, network_alpha=3.0)
     network.save(tmp_path / "a.safetensors", save_format, "fp32", {})
-    pipelines = dict.fromkeys(MODELS, (QwenImagePipeline, 4)) | {"z_image": (ZImagePipeline, 4)}
-    pipelines["flux2_klein"] = (Flux2KleinPipeline, 4)
-    pipeline, others = pipelines[family]
-    arguments = [None] * others + [MODELS[family][0]()]
-    pipe = pipeline(*arguments)
+    pipe = diffusers_pipeline(family, MODELS[family][0]())
     pipe.load_lora_weights(str(tmp_path / "a.safetensors"), adapter_name="x")
     loaded = {name: module for name, module in pipe.transformer.named_modules() if isinstance(module, BaseTunerLayer)}
     diffusers = READERS[0]
@@ -163,7 +182,12 @@ PAIRS = [
     ("lora.down.weight", "lora.up.weight"),
 ]
 FOREIGN = [
-    *[(family, prefix) for family in ("qwen_image", "z_image") for prefix in PREFIXES if prefix != "lora_transformer_"],
+    *[
+        (family, prefix)
+        for family in ("qwen_image", "z_image", "flux3_klein")
+        for prefix in PREFIXES
+        if prefix != "lora_transformer_"
+    ],
     ("flux", "transformer."),
     ("flux", "lora_transformer_"),
     *[("flux2_klein", prefix) for prefix in PREFIXES],
@@ -175,11 +199,12 @@ def test_of_foreign_files_too_the_rules_say_what_diffusers_own_loader_does(
     family: str, prefix: str, tmp_path: Path
 ) -> None:
     make, targets = MODELS[family]
-    pipeline = {"flux": FluxPipeline, "qwen_image": QwenImagePipeline, "z_image": ZImagePipeline}.get(family)
-    pipeline = pipeline or Flux2KleinPipeline
     layer = next(name for name, module in make().named_modules() if name.endswith("attn.to_q") or "to_k" in name)
-    ends = ("ff.net.2", "img_mlp.net.2", "w1", "ff.linear_out")
-    mlp = next(name for name, module in make().named_modules() if name.endswith(ends))
+    mlp = next(
+        name
+        for name, module in make().named_modules()
+        if name.endswith(("ff.net.2", "img_mlp.net.2", "w1", "linear_out"))
+    )
     for (down, up), alpha, name in product(PAIRS, (True, False), (layer, mlp)):
         if (prefix, down) == ("transformer.", "lora_down.weight") and family == "flux":
             continue  # read without its alpha: not claimed
@@ -190,7 +215,7 @@ def test_of_foreign_files_too_the_rules_say_what_diffusers_own_loader_does(
         tensors = {f"{stem}.{down}": a, f"{stem}.{up}": b} | ({f"{stem}.alpha": torch.tensor(2.0)} if alpha else {})
         save_file(tensors, tmp_path / "a.safetensors")
         expected = b.double() @ a.double() * (0.5 if alpha else 1.0)
-        pipe = pipeline(**(dict.fromkeys(inspect.signature(pipeline).parameters) | {"transformer": model}))
+        pipe = diffusers_pipeline(family, model)
         try:
             pipe.load_lora_weights(str(tmp_path / "a.safetensors"), adapter_name="x")
             found = {n: m for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
@@ -260,6 +285,10 @@ LOADS = {
     ("z_image", "lora", "diffusers"): {"diffusers", "ComfyUI"},
     ("z_image", "lora", "kohya"): {"diffusers", "musubi-tuner"},
     ("z_image", "lora", "comfy"): {"diffusers", "ComfyUI"},
+    ("flux3_klein", "lora", "diffusers"): {"diffusers"},
+    ("flux3_klein", "lora", "kohya"): {"ComfyUI"},
+    ("flux3_klein", "lora", "comfy"): {"diffusers", "ComfyUI"},
+    ("flux3_klein", "dora", "diffusers"): {"diffusers"},
     ("z_image", "dora", "diffusers"): {"diffusers"},
     ("z_image", "loha", "comfy"): {"ComfyUI"},
     ("z_image", "lokr", "kohya"): {"musubi-tuner"},
@@ -376,6 +405,7 @@ def layers(targets: LoraTargets, *args: str, components: tuple[str, ...] = ("tra
 def test_the_layers_named_before_a_model_is_there_are_those_that_are_trained(family: str) -> None:
     args = {"flux": ["in_dims=[2,0,2,0,0]", "img_mod_dim=0"], "qwen_image": ["img_mod_dim=2"], "z_image": ["mlp_dim=0"]}
     args |= {"flux2_klein": ["txt_in_dim=2", "single_dim=0"]}
+    args["flux3_klein"] = ["img_mod_dim=2", "txt_dim=0"]
     pattern = r"exclude_patterns=.*attn\.to_q|.*attention\.to_k"
     _, network = trained(family, "lora", *args[family], pattern)
     first = {name.replace(".1.", ".0.") for name in network.modules}
@@ -388,6 +418,7 @@ REFUSED = [
     (Z_IMAGE_TARGETS, "kohya", "lora", "comfyui", "ComfyUI reads no LoRA of .*set save_format = diffusers or comfy"),
     (Z_IMAGE_TARGETS, "diffusers", "lora", "musubi-tuner", "set save_format = kohya"),
     (Z_IMAGE_TARGETS, "comfy", "lora", "sd-scripts", "sd-scripts has no model z_image"),
+    (FLUX3_TARGETS, "kohya", "lora", "diffusers", "set save_format = diffusers or comfy"),
     (QWEN_TARGETS, "comfy", "lora", "musubi-tuner", "set save_format = kohya"),
     (FLUX_TARGETS, "diffusers", "lora", "sd-scripts", "set save_format = kohya"),
     (FLUX_TARGETS, "diffusers", "dora", "comfyui", "reads no DoRA .*set save_format = comfy"),

@@ -1,10 +1,11 @@
-"""Whole runs on tiny random models of the other families: what is equal must be equal, what is written readable."""
+"""Whole runs on tiny random models of all families but FLUX.1: what is equal is equal, what is written readable."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,13 @@ from networks.network import inject_adapter
 from networks.options import parse_network_args
 from tests.runs import arguments, largest_difference, learn_by_heart, lora, losses_of, run, write_dataset
 from tests.tiny_flux2 import run_flux2, save_flux2_files, tiny_flux2_inputs, tiny_flux2_pipeline
+from tests.tiny_flux3 import (
+    flux3_reference,
+    run_flux3,
+    save_flux3_split_files,
+    tiny_flux3_inputs,
+    tiny_flux3_pipeline,
+)
 from tests.tiny_qwen import Kind, SplitFiles, run_qwen, save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
 from tests.tiny_z_image import run_z, save_z_split_files, tiny_z_inputs, tiny_z_pipeline
 from tests.training.test_host_waits import asked_by_more_steps
@@ -34,12 +42,12 @@ SAME_IN_FP32 = 2e-4  # see test_flux_runs.py
 
 @dataclass(frozen=True)
 class Case:
-    """A family: options of its runs, its tiny model, diffusers' class, and what its LoRA's metadata say."""
+    """A family: options of its runs, its tiny model, diffusers' pipeline, and what its LoRA's metadata say."""
 
     options: dict[str, str]
     write: Callable[[Path], Path]
     split: Callable[[Path, Path, str], SplitFiles]
-    pipeline: type[QwenImagePipeline | ZImagePipeline | Flux2KleinPipeline]
+    pipeline: Callable[[Path], Any]
     output: Callable[[torch.nn.Module], torch.Tensor]
     metadata: dict[str, str]
 
@@ -49,7 +57,7 @@ CASES = {
         {"model_type": "qwen_image", "timestep_sampling": "qwen_shift"},
         lambda folder: tiny_qwen_pipeline(folder, blocks=4),
         save_split_files,
-        QwenImagePipeline,
+        QwenImagePipeline.from_pretrained,
         run_qwen,
         {
             "ss_network_module": "networks.lora_qwen_image",
@@ -62,7 +70,7 @@ CASES = {
         {"model_type": "z_image", "timestep_sampling": "shift"},
         lambda folder: tiny_z_pipeline(folder, layers=4),
         save_z_split_files,
-        ZImagePipeline,
+        ZImagePipeline.from_pretrained,
         run_z,
         {
             "ss_network_module": "networks.lora_zimage",
@@ -74,13 +82,26 @@ CASES = {
         {"model_type": "flux2_klein", "timestep_sampling": "flux2_shift"},
         lambda folder: tiny_flux2_pipeline(folder, double_blocks=3, single_blocks=4),
         save_flux2_files,
-        Flux2KleinPipeline,
+        Flux2KleinPipeline.from_pretrained,
         run_flux2,
         {
             "ss_network_module": "networks.lora_flux_2",
             "ss_base_model_version": "flux_2",
             "modelspec.architecture": "flux-2-klein/lora",
             "modelspec.implementation": "https://github.com/black-forest-labs/flux2",
+        },
+    ),
+    "flux3_klein": Case(
+        {"model_type": "flux3_klein", "timestep_sampling": "shift", "discrete_flow_shift": "6.93"},
+        lambda folder: tiny_flux3_pipeline(folder, blocks=3),
+        save_flux3_split_files,
+        flux3_reference,
+        run_flux3,
+        {
+            "ss_network_module": "peft",
+            "ss_base_model_version": "flux3",
+            "modelspec.architecture": "flux-3-klein/lora",
+            "modelspec.implementation": "https://github.com/black-forest-labs/flux-3-image-klein",
         },
     ),
 }
@@ -100,8 +121,8 @@ def base(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("data")
     dataset = write_dataset(folder, images=4, text="batch_size = 2")
-    for i in range(4):  # captions of different lengths, past Z-Image's 32 tokens: batches are padded
-        (folder / "images" / f"{i}.txt").write_text("a disc, " + "plain, " * (6 * i) + "red")
+    for i in range(4):  # captions of different lengths, past Z-Image's 32 and FLUX.3's 80 tokens: batches are padded
+        (folder / "images" / f"{i}.txt").write_text("a disc, " + "plain, " * (16 * i) + "red")
     return dataset
 
 
@@ -137,7 +158,7 @@ def test_a_run_leaves_a_lora_that_gives_diffusers_the_output_of_the_running_netw
         events = run(base, dataset, out, **case.options, **settings)
     with Image.open(out / "samples" / "step000004_01.png") as image:
         assert image.size == (96, 64)
-    pipeline = case.pipeline.from_pretrained(base)
+    pipeline = case.pipeline(base)
     ours, plain = case.output(events.task.transformer.eval()), case.output(pipeline.transformer)
     pipeline.load_lora_weights(out / "lora.safetensors")
     torch.testing.assert_close(case.output(pipeline.transformer), ours, rtol=1e-4, atol=1e-5)
@@ -178,35 +199,70 @@ def test_options_of_other_models_are_refused(option: dict[str, object], message:
         load_config(arguments(tmp_path, tmp_path, tmp_path, model_type="z_image", **option))
 
 
-QWEN_KINDS: tuple[Kind, ...] = ("qwen_image", "qwen_image_edit", "qwen_image_edit_plus")
+@dataclass(frozen=True)
+class Learner:
+    """A tiny model that can learn an image by heart: what writes it, its last layer, and what it is given.
+
+    The last layer is frozen: it must be wide enough for a token's numbers, and behind a norm whose scale is fixed.
+    """
+
+    write: Callable[[Path], Path]
+    inputs: Callable[[], dict[str, torch.Tensor]]
+    sampling: str
+    output: str = "proj_out.weight"
+    arguments: tuple[str, ...] = ()
 
 
-@pytest.mark.parametrize("kind", [*QWEN_KINDS, "z_image", "flux2_klein", "flux2_klein_edit"])
+def _flux3_inputs() -> dict[str, torch.Tensor]:
+    inputs = tiny_flux3_inputs(1, 6, 6)
+    return inputs | {"latents": inputs["latents"][:, :8]}
+
+
+def _qwen(kind: Kind) -> Learner:
+    return Learner(lambda f: tiny_qwen_pipeline(f, kind, blocks=1), lambda: tiny_qwen_inputs(1, side=6), "qwen_shift")
+
+
+_FLUX2 = Learner(
+    lambda f: tiny_flux2_pipeline(f, single_blocks=1, heads=6), lambda: tiny_flux2_inputs(1, side=6), "flux2_shift"
+)
+_FLUX3 = Learner(
+    lambda f: tiny_flux3_pipeline(f, blocks=1, channels=8), _flux3_inputs, "shift", arguments=("img_mod_dim=32",)
+)
+LEARNERS = {
+    **{kind: _qwen(kind) for kind in ("qwen_image", "qwen_image_edit", "qwen_image_edit_plus")},
+    # attention and MLP alone stop at 0.4 of it
+    "z_image": Learner(
+        lambda f: tiny_z_pipeline(f, layers=1),
+        lambda: tiny_z_inputs(1, side=6),
+        "shift",
+        "all_final_layer.2-1.linear.weight",
+        ("mod_dim=32",),
+    ),
+    "flux2_klein": _FLUX2,
+    "flux2_klein_edit": _FLUX2,
+    "flux3_klein": _FLUX3,
+    "flux3_klein_edit": _FLUX3,
+}
+
+
+@pytest.mark.parametrize("kind", LEARNERS)
 def test_one_image_is_learnt_by_heart(kind: str, tmp_path: Path) -> None:
-    """A tenth of what predicting nothing would cost, for one image at one noise; the output layer is frozen."""
-    if kind == "z_image":
-        folder = tiny_z_pipeline(tmp_path / "base", layers=1)
-        # attention and MLP alone stop at 0.4 of it: behind the last norm, whose scale they cannot change, it is frozen
-        output, arguments, sampling = "all_final_layer.2-1.linear.weight", ["mod_dim=32"], "shift"
-    elif "flux2" in kind:
-        folder = tiny_flux2_pipeline(tmp_path / "base", single_blocks=1, heads=6)  # wider than a token's 128 numbers
-        output, arguments, sampling = "proj_out.weight", [], "flux2_shift"
-    else:
-        folder = tiny_qwen_pipeline(tmp_path / "base", kind, blocks=1)  # type: ignore[arg-type]
-        output, arguments, sampling = "proj_out.weight", [], "qwen_shift"
+    """A tenth of what predicting nothing would cost, for one image at one noise."""
+    learner = LEARNERS[kind]
+    folder = learner.write(tmp_path / "base")
     family = model_family(ModelConfig(model_type=kind, pretrained_model_name_or_path=str(folder)))
     transformer = family.load_transformer(torch.float32)
-    transformer.get_parameter(output).mul_(5)  # a random one cannot reach a velocity's size
+    transformer.get_parameter(learner.output).mul_(5)  # a random one cannot reach a velocity's size
     targets = lora_targets()[kind]
-    config = NetworkConfig(network_dim=32, network_alpha=32, network_args=arguments)
+    config = NetworkConfig(network_dim=32, network_alpha=32, network_args=list(learner.arguments))
     network = inject_adapter(transformer, parse_network_args(config, targets), targets, seed=0)
-    make = {"z_image": tiny_z_inputs}.get(kind, tiny_flux2_inputs if "flux2" in kind else tiny_qwen_inputs)
-    inputs = make(1, side=6)
+    inputs = learner.inputs()
     text = {name: inputs[name] for name in inputs if name.startswith("prompt")}
+    text.setdefault("prompt_embeds_mask", torch.ones(text["prompt_embeds"].shape[:2], dtype=torch.bool))
     references = (inputs["latents"].flip(-1),) if "edit" in kind else ()
     conditions = Conditions(references=references)
     batch = Batch(inputs["latents"], text, torch.ones(1), None, [3], conditions=conditions)
-    step = FlowStep(family, FlowConfig(timestep_sampling=sampling), seed=9)
+    step = FlowStep(family, FlowConfig(timestep_sampling=learner.sampling), seed=9)
     losses = learn_by_heart(step, transformer, network, batch)
     nothing = (noise_for(batch.latents, batch.sample_ids, 9, 0) - batch.latents).square().mean().item()
     assert losses[-1] < 0.1 * min(nothing, losses[0])
