@@ -12,6 +12,7 @@ other: nothing more lies on the device than in a training step. Weights of swapp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -49,8 +50,9 @@ def sample_family(path: str, config: ModelConfig, family: Family) -> Family:
             f"other not); give a {family.layout.title} model of the same size"
         )
     for name, (shape, kept) in formats[0].items():
-        if (shape, kept) != formats[1][name]:
-            there = formats[1][name]
+        there = formats[1][name]
+        same = shape == there[0] or (1 in map(len, (shape, there[0])) and math.prod(shape) == math.prod(there[0]))
+        if not same or kept != there[1]:  # a vector may stand for a table
             raise UserError(
                 f"sample_model: {path} has {name} as {there[1]} {list(there[0])}, the model that is trained has it as "
                 f"{kept} {list(shape)}; give a model of the same size in the same format"
