@@ -98,6 +98,15 @@ MODEL_TYPES: Mapping[str, ModelType] = {
         kohya_module="networks.lora_zimage",
         kohya_tool="musubi-tuner",
     ),
+    "krea2": ModelType(
+        family="library.models.krea2.spec:Krea2Family",
+        title="Krea 2",
+        files=("vae", "text_encoder"),
+        tokenizers={"qwen_tokenizer": "tokenizer"},
+        swappable_blocks=26,
+        kohya_module="networks.lora_krea2",
+        kohya_tool="musubi-tuner",
+    ),
     "llama": ModelType(family="", title="Llama 2 to 3.2"),
     "gpt2": ModelType(family="", title="GPT-2"),
 }

@@ -41,9 +41,10 @@ from library.randomness import derive_seed
 _ROOT = r"(model\.diffusion_model\.|transformer\.)?"
 KINDS = {
     "embedders": _ROOT + r"(x_embedder|all_x_embedder\..*|context_embedder|time_text_embed\..*|(cap|t)_embedder\..*"
-    r"|img_in|txt_in|(time|vector|guidance)_in\..*)",
+    r"|img_in|txt_in(\..*)?|(time|vector|guidance)_in\..*|time_embed\..*|time_mod_proj|text_fusion\..*"
+    r"|first|(tmlp|tproj|txtmlp|txtfusion)\..*)",
     "modulation": r".*(\bnorm(1|1_context)?\.linear|\b(img|txt)_mod\.(1|lin)|\bmodulation\.lin|\badaLN_modulation\.0)",
-    "final": _ROOT + r"(proj_out|norm_out\.linear|(all_)?final_layer\..*)",
+    "final": _ROOT + r"(proj_out|norm_out\.linear|(all_)?final_layer\..*|last\.linear)",
 }
 # Matrices that are looked up rather than multiplied with, or tied to such: never fp8. LoRA: 67 % would become zero.
 _NEVER = re.compile(
