@@ -119,7 +119,8 @@ KREA2_TARGETS = LoraTargets(
     layer_groups=(
         LayerGroup("attn", _BLOCK + _PARTS[0]),
         LayerGroup("mlp", _BLOCK + _PARTS[1]),
-        LayerGroup("txt_fusion", rf"text_fusion\.(projector|\w+_blocks\.\d+\.({_PARTS[0]}|{_PARTS[1]}))"),
+        LayerGroup("txt_fusion", rf"text_fusion\.\w+_blocks\.\d+\.({_PARTS[0]}|{_PARTS[1]})"),
+        LayerGroup("projector", r"text_fusion\.projector"),  # [1, layers]: a rank of 1 is all of it
         LayerGroup("img_in", r"img_in"),
         LayerGroup("txt_in", r"txt_in\.linear_[12]"),
         LayerGroup("time_in", r"time_embed\.linear_[12]|time_mod_proj"),

@@ -34,7 +34,15 @@ def optimise_forward(transformer: Krea2Transformer2DModel, backend: Backend = "a
 
     Parameters are shared, not copied, and keep their names; LoRA may be injected before or after.
     """
-    adopt(transformer, RMSNorm, Attention, FeedForward, TextFusionBlock, TransformerBlock, FinalLayer)
+    adopt(
+        transformer,
+        Krea2RMSNorm,
+        Krea2Attention,
+        Krea2SwiGLU,
+        Krea2TextFusionBlock,
+        Krea2TransformerBlock,
+        Krea2FinalLayer,
+    )
     transformer.set_attn_processor(AttentionProcessor(backend))
     if not isinstance(transformer.rotary_emb, JointRope):
         transformer.rotary_emb = JointRope(transformer.config.axes_dims_rope, transformer.config.rope_theta)
@@ -42,7 +50,7 @@ def optimise_forward(transformer: Krea2Transformer2DModel, backend: Backend = "a
     return transformer
 
 
-class RMSNorm(diffusers_krea2.Krea2RMSNorm):
+class Krea2RMSNorm(diffusers_krea2.Krea2RMSNorm):
     """x / sqrt(mean(x²) + eps) * (1 + weight), and the modulation behind it."""
 
     def forward(self, x: Tensor, shift: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
@@ -54,7 +62,7 @@ class RMSNorm(diffusers_krea2.Krea2RMSNorm):
         return normed.to(x.dtype)
 
 
-class Attention(diffusers_krea2.Krea2Attention):
+class Krea2Attention(diffusers_krea2.Krea2Attention):
     """Attention of few key and value heads, its output times a gate."""
 
     @property
@@ -89,7 +97,7 @@ def _gated(x: Tensor, gate: Tensor) -> Tensor:
     return x * gate.sigmoid()
 
 
-class FeedForward(diffusers_krea2.Krea2SwiGLU):
+class Krea2SwiGLU(diffusers_krea2.Krea2SwiGLU):
     """down(silu(gate(x)) * up(x))."""
 
     def forward(self, x: Tensor, *more: Tensor, prologue: Callable[..., Tensor] = torch.clone) -> Tensor:
@@ -98,7 +106,7 @@ class FeedForward(diffusers_krea2.Krea2SwiGLU):
         return project_recomputed([self.down], swiglu, gate, up)[0]
 
 
-class TextFusionBlock(diffusers_krea2.Krea2TextFusionBlock):
+class Krea2TextFusionBlock(diffusers_krea2.Krea2TextFusionBlock):
     """A block of the text's transformer: no positions, no modulation."""
 
     def forward(self, hidden_states: Tensor, attention_mask: Tensor | None = None) -> Tensor:
@@ -107,7 +115,7 @@ class TextFusionBlock(diffusers_krea2.Krea2TextFusionBlock):
         return hidden_states + update + self.ff(hidden_states, update, prologue=lambda x, y: self.norm2(x + y))
 
 
-class TransformerBlock(diffusers_krea2.Krea2TransformerBlock):
+class Krea2TransformerBlock(diffusers_krea2.Krea2TransformerBlock):
     """A block of text and image."""
 
     def forward(
@@ -136,7 +144,7 @@ class TransformerBlock(diffusers_krea2.Krea2TransformerBlock):
         return hidden_states + gate1 * update + gate2 * second
 
 
-class FinalLayer(diffusers_krea2.Krea2FinalLayer):
+class Krea2FinalLayer(diffusers_krea2.Krea2FinalLayer):
     """The norm and the projection of image tokens to latents."""
 
     def forward(self, hidden_states: Tensor, temb: Tensor) -> Tensor:

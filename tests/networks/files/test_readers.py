@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import FluxPipeline, QwenImagePipeline, ZImagePipeline
+from diffusers import FluxPipeline, Krea2Pipeline, QwenImagePipeline, ZImagePipeline
 from peft.tuners.lokr.layer import factorization
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from library.config.schema import NetworkConfig
 from library.errors import UserError
 from library.models.flux.files import FLUX_FILL_TARGETS, FLUX_KONTEXT_TARGETS, FLUX_TARGETS
+from library.models.krea2.files import KREA2_TARGETS
 from library.models.layer_names import LoraTargets
 from library.models.qwen_image.files import QWEN_TARGETS
 from library.models.z_image.files import Z_IMAGE_TARGETS
@@ -34,6 +35,7 @@ from networks.files.weights import LoraWeights
 from networks.network import AdapterNetwork, attach_lora, inject_adapter
 from networks.options import parse_network_args
 from tests.networks.conftest import make_flux, run_flux
+from tests.tiny_krea2 import tiny_krea2_transformer
 from tests.tiny_qwen import tiny_qwen_transformer
 from tests.tiny_z_image import tiny_z_transformer
 
@@ -41,12 +43,14 @@ MODELS = {
     "flux": (make_flux, FLUX_TARGETS),
     "qwen_image": (tiny_qwen_transformer, QWEN_TARGETS),
     "z_image": (tiny_z_transformer, Z_IMAGE_TARGETS),
+    "krea2": (tiny_krea2_transformer, KREA2_TARGETS),
 }
 
 
 def trained(family: str, kind: str = "lora", *args: str, **fields: object) -> tuple[nn.Module, AdapterNetwork]:
     """Return a tiny model and a network in it whose every layer does something."""
     make, targets = MODELS[family]
+    args += ("projector_dim=1",) if family == "krea2" else ()  # a layer of one output has no more directions
     settings = {"network_dim": 16, **({} if kind in ("oft", "boft") else {"network_alpha": 1.0}), **fields}
     config = NetworkConfig(network_type=kind, network_args=list(args), **settings)  # type: ignore[arg-type]
     model = make()
@@ -152,6 +156,7 @@ def test_diffusers_own_loader_does_what_the_rules_say(family: str, save_format: 
 
 # What precedes a module's name in published files -> whether dots are underscores in it.
 PREFIXES = {"transformer.": False, "diffusion_model.": False, "": False, "lora_unet_": True, "lora_transformer_": True}
+MLPS = ("ff.net.2", "img_mlp.net.2", "w1", "ff.up")
 PAIRS = [
     ("lora_A.weight", "lora_B.weight"),
     ("lora_A.default.weight", "lora_B.default.weight"),
@@ -159,7 +164,7 @@ PAIRS = [
     ("lora.down.weight", "lora.up.weight"),
 ]
 FOREIGN = [
-    *[(family, prefix) for family in ("qwen_image", "z_image") for prefix in PREFIXES if prefix != "lora_transformer_"],
+    *[(family, prefix) for family in [*MODELS][1:] for prefix in PREFIXES if prefix != "lora_transformer_"],
     ("flux", "transformer."),
     ("flux", "lora_transformer_"),
 ]
@@ -170,9 +175,11 @@ def test_of_foreign_files_too_the_rules_say_what_diffusers_own_loader_does(
     family: str, prefix: str, tmp_path: Path
 ) -> None:
     make, targets = MODELS[family]
-    pipeline = {"flux": FluxPipeline, "qwen_image": QwenImagePipeline, "z_image": ZImagePipeline}[family]
+    pipelines = {"flux": FluxPipeline, "qwen_image": QwenImagePipeline, "z_image": ZImagePipeline}
+    pipeline = (pipelines | {"krea2": Krea2Pipeline})[family]
+    required = [name for name, each in inspect.signature(pipeline).parameters.items() if each.default is each.empty]
     layer = next(name for name, module in make().named_modules() if name.endswith("attn.to_q") or "to_k" in name)
-    mlp = next(name for name, module in make().named_modules() if name.endswith(("ff.net.2", "img_mlp.net.2", "w1")))
+    mlp = next(name for name, module in make().named_modules() if name.endswith(MLPS))
     for (down, up), alpha, name in product(PAIRS, (True, False), (layer, mlp)):
         if (prefix, down) == ("transformer.", "lora_down.weight") and family == "flux":
             continue  # read without its alpha: not claimed
@@ -183,7 +190,7 @@ def test_of_foreign_files_too_the_rules_say_what_diffusers_own_loader_does(
         tensors = {f"{stem}.{down}": a, f"{stem}.{up}": b} | ({f"{stem}.alpha": torch.tensor(2.0)} if alpha else {})
         save_file(tensors, tmp_path / "a.safetensors")
         expected = b.double() @ a.double() * (0.5 if alpha else 1.0)
-        pipe = pipeline(**(dict.fromkeys(inspect.signature(pipeline).parameters) | {"transformer": model}))
+        pipe = pipeline(**(dict.fromkeys(required) | {"transformer": model}))
         try:
             pipe.load_lora_weights(str(tmp_path / "a.safetensors"), adapter_name="x")
             found = {n: m for n, m in model.named_modules() if isinstance(m, BaseTunerLayer)}
@@ -256,6 +263,12 @@ LOADS = {
     ("z_image", "dora", "diffusers"): {"diffusers"},
     ("z_image", "loha", "comfy"): {"ComfyUI"},
     ("z_image", "lokr", "kohya"): {"musubi-tuner"},
+    ("krea2", "lora", "diffusers"): {"diffusers", "ComfyUI"},
+    ("krea2", "lora", "kohya"): {"ComfyUI", "musubi-tuner"},
+    ("krea2", "lora", "comfy"): {"ComfyUI"},
+    ("krea2", "dora", "diffusers"): {"diffusers"},
+    ("krea2", "dora", "comfy"): {"ComfyUI"},
+    ("krea2", "loha", "comfy"): {"ComfyUI"},
 }
 
 
@@ -361,6 +374,7 @@ def layers(targets: LoraTargets, *args: str, components: tuple[str, ...] = ("tra
 @pytest.mark.parametrize("family", MODELS)
 def test_the_layers_named_before_a_model_is_there_are_those_that_are_trained(family: str) -> None:
     args = {"flux": ["in_dims=[2,0,2,0,0]", "img_mod_dim=0"], "qwen_image": ["img_mod_dim=2"], "z_image": ["mlp_dim=0"]}
+    args |= {"krea2": ["txt_in_dim=0"]}
     pattern = r"exclude_patterns=.*attn\.to_q|.*attention\.to_k"
     _, network = trained(family, "lora", *args[family], pattern)
     first = {name.replace(".1.", ".0.") for name in network.modules}
@@ -381,6 +395,7 @@ REFUSED = [
     (FLUX_KONTEXT_TARGETS, "comfy", "loha", "musubi-tuner", "takes no LoHa of ours"),
     (FLUX_KONTEXT_TARGETS, "kohya", "lokr", "comfyui", "ComfyUI reads no LoKr of .*set save_format = comfy"),
     (QWEN_TARGETS, "comfy", "lokr", "musubi-tuner", "set save_format = kohya"),
+    (KREA2_TARGETS, "comfy", "lora", "diffusers", "set save_format = diffusers"),
 ]
 
 
