@@ -42,6 +42,7 @@ def sample_family(path: str, config: ModelConfig, family: Family) -> Family:
     own = Path(config.pretrained_model_name_or_path).expanduser()
     left = {part.option: str(own) for part in parts if root.is_dir() and getattr(config, part.option) is None}
     other = model_family(with_transformer(config.model_copy(update=left), root))
+    other.distilled = True
     formats = _formats(family), _formats(other)
     if formats[0].keys() != formats[1].keys():
         name = sorted(formats[0].keys() ^ formats[1].keys())[0]
