@@ -96,14 +96,14 @@ class ModelConfig(Section):
     t5xxl_max_token_length: Size | None = Field(
         None, description="T5 tokens per caption; default 512 for dev, 256 for schnell, less if the model says so"
     )
-    vae: str | None = Field(None, description="Qwen-Image, Z-Image: VAE file or folder, with a single file")
+    vae: str | None = Field(None, description="Qwen-Image, Z-Image, Krea 2: VAE file or folder, with a single file")
     text_encoder: str | None = Field(
-        None, description="Qwen-Image: Qwen2.5-VL; Z-Image: Qwen3; file or folder, with a single file"
+        None, description="Qwen-Image: Qwen2.5-VL; Z-Image: Qwen3; Krea 2: Qwen3-VL; file or folder, with a single file"
     )
     qwen_tokenizer: str | None = Field(
         None,
-        description="Qwen-Image, Z-Image: tokenizer folder or hub name, with a single file; default "
-        "Qwen/Qwen2.5-VL-7B-Instruct, Qwen/Qwen3-4B",
+        description="Qwen-Image, Z-Image, Krea 2: tokenizer folder or hub name, with a single file; default "
+        "Qwen/Qwen2.5-VL-7B-Instruct, Qwen/Qwen3-4B, Qwen/Qwen3-VL-4B-Instruct",
     )
     zero_cond_t: bool | None = Field(
         None,
@@ -241,10 +241,11 @@ class NetworkConfig(Section):
         description="key=value pairs: rank_dropout, module_dropout, loraplus_lr_ratio, loraplus_unet_lr_ratio, "
         "loraplus_text_encoder_lr_ratio, train_t5xxl, include_patterns, exclude_patterns, img_attn_dim, txt_attn_dim, "
         "img_mlp_dim, txt_mlp_dim, img_mod_dim, txt_mod_dim, single_dim, single_mod_dim, in_dims, attn_dim, mlp_dim, "
-        "mod_dim, refiner_dim (Z-Image), q_proj_dim, k_proj_dim, v_proj_dim, o_proj_dim, gate_proj_dim, up_proj_dim, "
-        "down_proj_dim (Llama), c_attn_dim, attn_c_proj_dim, c_fc_dim, mlp_c_proj_dim (GPT-2), "
-        "train_double_block_indices, train_single_block_indices, train_block_indices (Qwen-Image, Z-Image, Llama, "
-        "GPT-2); factor, decompose_both (lokr), split_qkv (lora), "
+        "mod_dim, refiner_dim (Z-Image), txt_fusion_dim, projector_dim, final_dim (Krea 2), q_proj_dim, k_proj_dim, "
+        "v_proj_dim, o_proj_dim, gate_proj_dim, up_proj_dim, down_proj_dim (Llama), "
+        "c_attn_dim, attn_c_proj_dim, c_fc_dim, mlp_c_proj_dim (GPT-2), "
+        "train_double_block_indices, train_single_block_indices, train_block_indices (Qwen-Image, Z-Image, Krea 2, "
+        "Llama, GPT-2); factor, decompose_both (lokr), split_qkv (lora), "
         "dora_norm (dora)",
     )
     scale_weight_norms: Annotated[

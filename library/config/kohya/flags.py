@@ -1,9 +1,9 @@
-"""Every flag of kohya's FLUX, Qwen-Image and Z-Image LoRA trainers, and what becomes of it here: read from flags.toml.
+"""Every flag of kohya's image LoRA trainers, and what becomes of it here: read from flags.toml.
 
 They are those of sd-scripts' ``flux_train_network.py`` (sd-scripts 48d368f, February 2026) and of
-musubi-tuner's ``qwen_image_train_network.py``, ``zimage_train_network.py`` and ``flux_kontext_train_network.py``
-(musubi-tuner 30c658c, June 2026), read from their argument parsers, and keys that kohya_ss (the GUI, 45088f0)
-writes into its TOML files. Each has one of six fates:
+musubi-tuner's ``qwen_image_train_network.py``, ``zimage_train_network.py``, ``krea2_train_network.py`` and
+``flux_kontext_train_network.py`` (musubi-tuner 30c658c, June 2026), read from their argument parsers, and keys that
+kohya_ss (the GUI, 45088f0) writes into its TOML files. Each has one of six fates:
 
     same      a key of the schema, with the same meaning
     renamed   set under another name, the first of ``to`` that the schema has; refused if it has none
