@@ -6,7 +6,7 @@ takes the noise level sigma and returns the velocity noise - image per token. Th
 are steered by a negative prompt and true classifier-free guidance, Turbo takes none.
 
 Raw's noise levels are shifted by the image's size, Turbo's always as those of 1.15 (``is_distilled`` in the folder's
-``model_index.json``); nothing in a single file tells the two apart.
+``model_index.json``); nothing in a single file tells the two apart, and it is taken for Raw but as ``sample_model``.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ class Krea2Family(Family):
     masks_padding = True
     carried = ("hidden_states",)
     repeated_blocks = ("Krea2TransformerBlock",)
+    behind_blocks = ("final_layer",)
     optimise_forward = staticmethod(krea2_model.optimise_forward)
+
+    _text_layers: tuple[int, ...] = LAYERS
 
     @staticmethod
     def published_parts() -> dict[str, Callable[[], Any]]:
@@ -82,7 +85,7 @@ class Krea2Family(Family):
         config, folder, settings = self.files.transformer_config, self.files.transformer, dict[str, Any]()
         if folder.is_dir():
             settings = read_config(folder.parent, "model_index.json")
-        self._distilled = bool(settings.get("is_distilled"))
+        self.distilled = bool(settings.get("is_distilled"))
         self._text_layers = tuple(settings.get("text_encoder_select_layers") or LAYERS)
         if len(self._text_layers) != (wanted := config.get("num_text_layers", len(LAYERS))):
             raise UserError(
@@ -102,7 +105,7 @@ class Krea2Family(Family):
     def scheduler(self) -> Any:
         """Return the scheduler; Turbo's shift does not follow the size."""
         scheduler = super().scheduler()
-        if not self._distilled:
+        if not self.distilled:
             return scheduler
         return FlowMatchEulerDiscreteScheduler.from_config(
             scheduler.config, use_dynamic_shifting=False, shift=_TURBO_SHIFT

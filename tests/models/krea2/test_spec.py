@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import Krea2Pipeline, Krea2Transformer2DModel
+from diffusers import FlowMatchEulerDiscreteScheduler, Krea2Pipeline, Krea2Transformer2DModel
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from library.models.latents import pack_latents, unpack_latents
 from library.precision.files.fp8 import Fp8Scheme
 from library.precision.recipe import Recipe, WeightLoader
 from library.training.flow import noise_for, sample_sigmas
+from library.training.sampling.sample_model import sample_family
 from library.training.tasks.image_step import FlowStep
 from networks.network import inject_adapter
 from networks.options import parse_network_args
@@ -238,6 +239,17 @@ def test_turbo_samples_with_a_shift_that_does_not_follow_the_size(tmp_path: Path
         "timestep_sampling": "shift",
         "discrete_flow_shift": pytest.approx(math.exp(1.15)),
     }
+
+
+def test_a_single_file_is_raw_and_as_the_model_of_samples_turbo(folder: Path, tmp_path: Path) -> None:
+    files = save_krea2_split_files(folder, tmp_path)
+    config = ModelConfig(model_type="krea2", pretrained_model_name_or_path=str(folder))
+    shown = sample_family(str(files.transformer), config, family_of(folder))
+    scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+    scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / 8, 8).tolist(), mu=1.15)  # as Krea2Pipeline, is_distilled
+    for tokens in (256, 4096):
+        assert shown.sampling_sigmas(8, tokens) == pytest.approx(scheduler.sigmas.tolist())
+    assert model_family(files.model_config()).sampling_sigmas(8, 256) == family_of(folder).sampling_sigmas(8, 256)
 
 
 def test_training_is_shifted_as_raw_is_sampled(folder: Path) -> None:

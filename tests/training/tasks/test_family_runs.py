@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import QwenImagePipeline, ZImagePipeline
+from diffusers import Krea2Pipeline, QwenImagePipeline, ZImagePipeline
 from PIL import Image
 from safetensors import safe_open
 
@@ -24,6 +24,7 @@ from library.training.tasks.image_step import FlowStep
 from networks.network import inject_adapter
 from networks.options import parse_network_args
 from tests.runs import arguments, largest_difference, learn_by_heart, lora, losses_of, run, write_dataset
+from tests.tiny_krea2 import run_krea2, save_krea2_split_files, tiny_krea2_inputs, tiny_krea2_pipeline
 from tests.tiny_qwen import Kind, SplitFiles, run_qwen, save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
 from tests.tiny_z_image import run_z, save_z_split_files, tiny_z_inputs, tiny_z_pipeline
 from tests.training.test_host_waits import asked_by_more_steps
@@ -38,7 +39,7 @@ class Case:
     options: dict[str, str]
     write: Callable[[Path], Path]
     split: Callable[[Path, Path, str], SplitFiles]
-    pipeline: type[QwenImagePipeline | ZImagePipeline]
+    pipeline: type[Krea2Pipeline | QwenImagePipeline | ZImagePipeline]
     output: Callable[[torch.nn.Module], torch.Tensor]
     metadata: dict[str, str]
 
@@ -67,6 +68,19 @@ CASES = {
             "ss_network_module": "networks.lora_zimage",
             "ss_base_model_version": "z_image",
             "modelspec.architecture": "Z-Image/lora",
+        },
+    ),
+    "krea2": Case(
+        {"model_type": "krea2", "timestep_sampling": "krea2_shift"},
+        lambda folder: tiny_krea2_pipeline(folder, layers=4),
+        save_krea2_split_files,
+        Krea2Pipeline,
+        run_krea2,
+        {
+            "ss_network_module": "networks.lora_krea2",
+            "ss_base_model_version": "krea2",
+            "modelspec.architecture": "Krea-2/lora",
+            "modelspec.implementation": "https://github.com/krea-ai/krea-2",
         },
     ),
 }
@@ -167,13 +181,16 @@ def test_options_of_other_models_are_refused(option: dict[str, object], message:
 QWEN_KINDS: tuple[Kind, ...] = ("qwen_image", "qwen_image_edit", "qwen_image_edit_plus")
 
 
-@pytest.mark.parametrize("kind", [*QWEN_KINDS, "z_image"])
+@pytest.mark.parametrize("kind", [*QWEN_KINDS, "z_image", "krea2"])
 def test_one_image_is_learnt_by_heart(kind: str, tmp_path: Path) -> None:
     """A tenth of what predicting nothing would cost, for one image at one noise; the output layer is frozen."""
     if kind == "z_image":
         folder = tiny_z_pipeline(tmp_path / "base", layers=1)
         # attention and MLP alone stop at 0.4 of it: behind the last norm, whose scale they cannot change, it is frozen
         output, arguments, sampling = "all_final_layer.2-1.linear.weight", ["mod_dim=32"], "shift"
+    elif kind == "krea2":
+        folder = tiny_krea2_pipeline(tmp_path / "base", layers=1)
+        output, arguments, sampling = "final_layer.linear.weight", ["final_dim=0"], "krea2_shift"
     else:
         folder = tiny_qwen_pipeline(tmp_path / "base", kind, blocks=1)  # type: ignore[arg-type]
         output, arguments, sampling = "proj_out.weight", [], "qwen_shift"
@@ -183,7 +200,7 @@ def test_one_image_is_learnt_by_heart(kind: str, tmp_path: Path) -> None:
     targets = lora_targets()[kind]
     config = NetworkConfig(network_dim=32, network_alpha=32, network_args=arguments)
     network = inject_adapter(transformer, parse_network_args(config, targets), targets, seed=0)
-    inputs = (tiny_z_inputs if kind == "z_image" else tiny_qwen_inputs)(1, side=6)
+    inputs = {"z_image": tiny_z_inputs, "krea2": tiny_krea2_inputs}.get(kind, tiny_qwen_inputs)(1, side=6)
     text = {name: inputs[name] for name in ("prompt_embeds", "prompt_embeds_mask")}
     references = (inputs["latents"].flip(-1),) if "edit" in kind else ()
     conditions = Conditions(references=references)
