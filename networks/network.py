@@ -313,10 +313,10 @@ def select_modules(
     ranks = {name: rank for name, rank in ranks.items() if rank}
     counts: dict[str, int] = {}
     if options.include_patterns:
-        hits = _matching("include_patterns", options.include_patterns, list(ranks), counts)
+        hits = _matching("include_patterns", options.include_patterns, list(ranks), counts, targets)
         ranks = {name: rank for name, rank in ranks.items() if name in hits}
     if options.exclude_patterns:
-        hits = _matching("exclude_patterns", options.exclude_patterns, list(ranks), counts)
+        hits = _matching("exclude_patterns", options.exclude_patterns, list(ranks), counts, targets)
         ranks = {name: rank for name, rank in ranks.items() if name not in hits}
     if not ranks:
         raise UserError("network_args: nothing is left to train; relax the *_dim, block or pattern options")
@@ -363,11 +363,13 @@ def _in_chosen_blocks(names: list[str], options: NetworkOptions, targets: LoraTa
     return names
 
 
-def _matching(option: str, patterns: tuple[str, ...], names: list[str], counts: dict[str, int]) -> set[str]:
+def _matching(
+    option: str, patterns: tuple[str, ...], names: list[str], counts: dict[str, int], targets: LoraTargets
+) -> set[str]:
     """Return the names that some pattern matches; note each pattern's count in ``counts``."""
     matched: set[str] = set()
     for pattern in patterns:
-        hits = [name for name in names if re.fullmatch(pattern, name)]
+        hits = [name for name in names if targets.matches(pattern, name)]
         if not hits:
             partly = next((name for name in names if re.search(pattern, name)), None)
             hint = f"a name looks like {names[0]!r}" if names else "none is left"

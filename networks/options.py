@@ -13,8 +13,9 @@
                                    "0-3,8", "all" or "none"
     include_patterns, exclude_patterns
                                    regular expression, or a Python list of them, on whole module names as
-                                   diffusers has them. With include_patterns only what matches one of them
-                                   is trained; exclude_patterns then take away
+                                   diffusers has them, or, where none matches, as the original checkpoint has
+                                   them. With include_patterns only what matches one of them is trained;
+                                   exclude_patterns then take away
 
     split_qkv                      "False": one LoRA for the layers that are one in the original checkpoint (FLUX's and
                                    Z-Image's qkv, FLUX's linear1), which is sd-scripts' default; "True": each its own
@@ -37,7 +38,7 @@ from typing import Any
 from library.config.markers import split_pairs
 from library.config.schema import NetworkConfig
 from library.errors import UserError, did_you_mean, error_prefix
-from library.models.layer_names import LoraTargets
+from library.models.layer_names import MOST_BLOCKS, LoraTargets
 from networks.adapters.lora import StartName
 from networks.files.weights import DORA_NORMS
 
@@ -129,9 +130,9 @@ class NetworkOptions:
             return False
         if targets.text_encoder_of(name):
             return True
-        if self.include_patterns and not any(re.fullmatch(pattern, name) for pattern in self.include_patterns):
+        if self.include_patterns and not any(targets.matches(pattern, name) for pattern in self.include_patterns):
             return False
-        return not any(re.fullmatch(pattern, name) for pattern in self.exclude_patterns)
+        return not any(targets.matches(pattern, name) for pattern in self.exclude_patterns)
 
     def for_text_encoders(self) -> NetworkOptions:
         """Return what of these options speaks of text encoders too: the kind, its rank, alpha and dropouts."""
@@ -139,12 +140,9 @@ class NetworkOptions:
         return NetworkOptions(**{name: value for name, value in ours.items() if name not in _OF_TRANSFORMER})
 
 
-_MOST_BLOCKS = 100  # of any model here
-
-
 def _blocks_of(template: str) -> list[str]:
     """Return a layer's names in all blocks that there may be."""
-    return [template.replace("{i}", str(i)) for i in range(_MOST_BLOCKS if "{i}" in template else 1)]
+    return [template.replace("{i}", str(i)) for i in range(MOST_BLOCKS if "{i}" in template else 1)]
 
 
 def parse_network_args(config: NetworkConfig, targets: LoraTargets) -> NetworkOptions:

@@ -128,6 +128,15 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "flux2_klein_edit": _flux2("KleinEditFamily", "qwen_tokenizer", False, 12),
     "flux2_dev": _flux2("DevFamily", "mistral_tokenizer", True, 29),
     "flux2_dev_edit": _flux2("DevEditFamily", "mistral_tokenizer", True, 29),
+    "krea2": ModelType(
+        family="library.models.krea2.spec:Krea2Family",
+        title="Krea 2",
+        files=("vae", "text_encoder"),
+        tokenizers={"qwen_tokenizer": "tokenizer"},
+        swappable_blocks=26,
+        kohya_module="networks.lora_krea2",
+        kohya_tool="musubi-tuner",
+    ),
     "llama": ModelType(family="", title="Llama 2 to 3.2"),
     "gpt2": ModelType(family="", title="GPT-2"),
 }

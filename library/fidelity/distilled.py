@@ -153,6 +153,7 @@ def compare_distilled(
         raise UserError("--distilled: what is compared is the LoRA's effect on the transformer; give --lora")
     latents = eval_set.batches[0].latents
     tokens = latents.shape[-2] * latents.shape[-1] // models.family.patch_size**2
+    models.deployed_family.distilled = True
     sigmas = models.deployed_family.sampling_sigmas(steps, tokens)[:-1]
     eval_set = replace(eval_set, sigmas=sigmas)
     variant = Variant(weights=True, shift="deployed", steps=steps)

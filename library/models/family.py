@@ -65,6 +65,7 @@ class Family:
         guidance_input: whether the transformer takes a guidance scale.
         sample_guidance: default of images sampled with the guidance input.
         distilled_steps: that its distilled model is published to be sampled with.
+        distilled: of an instance, whether it is taken for the distilled model where no file tells.
         masks_padding: whether texts of different lengths in a batch are padded, and their padding masked.
         carried: arguments of a block that the outputs of the one before are, in the order of these.
         repeated_blocks: class names of the blocks, for regional compilation and sharding.
@@ -90,6 +91,7 @@ class Family:
     guidance_input = False
     sample_guidance = 1.0  # unused without the input
     distilled_steps = 4  # FLUX.1-schnell, FLUX.2 klein
+    distilled = False
     masks_padding = False
     carried: tuple[str, ...] = ("encoder_hidden_states", "hidden_states")
     repeated_blocks: tuple[str, ...]

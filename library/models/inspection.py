@@ -289,7 +289,7 @@ def _kind(owner: str, parts: Mapping[str, TensorEntry], architecture: Architectu
     """Return the class of a module, from its leaves."""
     if all(_BOOKKEEPING.fullmatch(leaf) for leaf in parts):
         return "quantisation marker"
-    if "gamma" in parts or ("scale" in parts and "norm" in owner):
+    if "gamma" in parts or ("scale" in parts and "weight" not in parts):
         return "RMSNorm"
     weight = parts.get("weight")
     if weight is None or not weight.shape:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TypeVar
 
 import torch
@@ -32,6 +32,7 @@ from library.precision.checkpoint import WeightFiles
 from library.safetensors_io import RowRange
 
 Weights = TypeVar("Weights")
+MOST_BLOCKS = 100  # of any model here
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,17 @@ class LoraTargets:
         groups = (self.text_encoder_of(module_name) or self).layer_groups
         return next((group for group in groups if re.fullmatch(group.pattern, module_name)), None)
 
+    def matches(self, pattern: str, module_name: str) -> bool:
+        """Return whether the regular expression is of ``module_name``.
+
+        Of its original name (``blocks.0.mlp.up``, as kohya's trainers have it) where the expression is of no module's
+        name in diffusers.
+        """
+        if re.fullmatch(pattern, module_name):
+            return True
+        place = None if self.own_names or self.text_encoder_of(module_name) else self.keys.find(module_name)
+        return place is not None and bool(re.fullmatch(pattern, place.original)) and not _is_of_any(self.keys, pattern)
+
     def text_encoder_of(self, module_name: str) -> TextEncoderTargets | None:
         """Return the text encoder that ``module_name`` lies in, None for the transformer."""
         component = module_name.split(".", 1)[0]
@@ -231,6 +243,13 @@ class LoraTargets:
         """Return option name -> group for every ``*_dim`` option."""
         listed = {name for names in self.dim_lists.values() for name in names}
         return {f"{group.name}_dim": group.name for group in self.layer_groups if group.name not in listed}
+
+
+@lru_cache
+def _is_of_any(keys: KeyNames, pattern: str) -> bool:
+    templates = (part for row in keys.rows for part in row.parts)
+    names = (part.replace("{i}", str(i)) for part in templates for i in range(MOST_BLOCKS if "{i}" in part else 1))
+    return any(re.fullmatch(pattern, name) for name in names)
 
 
 def count_blocks(names: Iterable[str], stack: str) -> int:

@@ -11,6 +11,7 @@ in the file. Renaming, splitting a fused qkv and swapping the halves of a modula
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -104,7 +105,8 @@ def statistics(module: nn.Module) -> dict[str, Tensor]:
 def _check(expected: Mapping[str, tuple[int, ...]], weights: WeightFiles, key_map: KeyMap) -> None:
     """Compare names and shapes; 1x1 convolutions may stand for linears (BFL's VAE attention).
 
-    GGUF does not keep a single row apart from a vector: Z-Image's ``x_pad_token``.
+    A vector may stand for a table of as many numbers, row by row: Krea 2's modulation; GGUF keeps no single row apart
+    from a vector (Z-Image's ``x_pad_token``).
     """
     missing = [name for name in expected if name not in key_map]
     missing += [rows.source for ranges in key_map.values() for rows in ranges if rows.source not in weights]
@@ -116,7 +118,7 @@ def _check(expected: Mapping[str, tuple[int, ...]], weights: WeightFiles, key_ma
         shapes = [weights.rows(rows) for rows in key_map[name]]
         found = (sum(rows[0] for rows in shapes), *shapes[0][1:])
         squeezed = found[: len(shape)] if all(side == 1 for side in found[len(shape) :]) else found
-        if squeezed != shape and (1, *found) != shape:
+        if squeezed != shape and (1, *found) != shape and found != (math.prod(shape),):
             raise UserError(
                 f"{weights.path}: tensor {key_map[name][0].source!r} has shape {found}, the architecture "
                 f"wants {shape}; use a file of the right model"

@@ -9,7 +9,8 @@ lost, so nothing here is derived from what we write (``networks.files.adapters``
 diffusers       huggingface/diffusers 0.42.1             ``loaders/lora_pipeline.py``, ``loaders/peft.py``,
                                                          ``loaders/lora_conversion_utils.py``, ``utils/peft_utils.py``
 ComfyUI         Comfy-Org/ComfyUI 17358c8, 09708ea       ``comfy/lora.py`` (``model_lora_keys_unet`` and ``_clip``),
-                                                         ``comfy/utils.py`` (``flux_to_diffusers``, ``z_image_to_``)
+                                                         ``comfy/utils.py`` (``flux_to_diffusers``, ``z_image_to_``,
+                                                         ``krea2_to_``)
                 xmarre/ComfyUI 6d4f9e8, a fork           ``comfy/weight_adapter/``, as it was in April 2026
 sd-scripts      kohya-ss/sd-scripts 48d368f              ``networks/lora_flux.py``, ``networks/flux_merge_lora.py``
 musubi-tuner    kohya-ss/musubi-tuner 30c658c            ``utils/lora_utils.py``, ``networks/lora*.py``, ``loha.py``,
@@ -142,6 +143,7 @@ _FLUX2 = "flux2_klein flux2_klein_edit flux2_dev flux2_dev_edit"
 _FLUX_BLOCKS, _Z_BLOCKS = r"(single_)?transformer_blocks\..*", r"(layers|(noise|context)_refiner)\..*"
 _FLUX3_BLOCKS = r"(single_transformer_blocks|txt_mode_blocks|mode_blocks\.\w+)\..*"
 _ALONE = _AB | _OLD | _MAGNITUDE | {"alpha": "takes the file for another trainer's and finds no layer, or refuses it"}
+_STOPS = {"alpha": "fails on the whole file"}
 _PEFT_KEYS = Keys("transformer.", "diffusers", _ALONE)
 _OF_ALL_IN_COMFYUI = _alike("diffusers", _OF_COMFYUI, "transformer.", "lycoris_", "")
 
@@ -184,7 +186,8 @@ READERS = (
             Keys("diffusion_model.", "diffusers", _CONVERTED | _OLD),
             Keys("", "diffusers", _DEFAULT),
             Keys("", "diffusers", _CONVERTED | _OLD, needs_alpha=True),
-        ),
+        )
+        | _each("krea2", _PEFT_KEYS, *_alike("original", _AB | _STOPS, "diffusion_model.", "base_model.model.")),
         text={
             "text_encoder": (
                 Keys("text_encoder.", "original", _AB),
@@ -222,6 +225,12 @@ READERS = (
             Keys("lora_unet_", "original", _OF_COMFYUI),
             Keys("diffusion_model.", "diffusers", _OF_COMFYUI),
             Keys("diffusion_model.", "original", _OF_COMFYUI),
+        )
+        | _each(
+            "krea2",
+            *_OF_ALL_IN_COMFYUI,
+            Keys("diffusion_model.", "diffusers", _OF_COMFYUI),
+            *_alike("original", _OF_COMFYUI, "lora_unet_", "diffusion_model."),
         ),
         text={
             "text_encoder": _alike(
@@ -244,7 +253,8 @@ READERS = (
         "musubi-tuner",
         _each(f"flux_kontext {_FLUX2}", Keys("lora_unet_", "original", _OF_MUSUBI, _FLUX_BLOCKS, True))
         | _each(_QWEN, Keys("lora_unet_", "diffusers", _OF_MUSUBI, r"transformer_blocks\..*", True))
-        | _each("z_image", Keys("lora_unet_", "diffusers", _OF_MUSUBI, _Z_BLOCKS, True)),
+        | _each("z_image", Keys("lora_unet_", "diffusers", _OF_MUSUBI, _Z_BLOCKS, True))
+        | _each("krea2", Keys("lora_unet_", "original", _OF_MUSUBI, needs_alpha=True)),
     ),
     Reader("peft", _each("llama gpt2", Keys("base_model.model.", "diffusers", _AB | _MAGNITUDE)), header=True),
 )

@@ -64,6 +64,15 @@ RUNS: dict[str, dict[str, Any]] = {
         "model_type": "flux3_klein_edit", "batch": 2,
         "flags": ["--gradient_checkpointing", "--torch_compile", "--dynamo_backend", "aot_eager"],
     },
+    "krea2, a batch of two with padded texts, nothing recomputed": {"model_type": "krea2", "flags": [], "batch": 2},
+    "krea2, fp8, blocks swapped, sampled": {
+        "model_type": "krea2", "blocks": 3,
+        "flags": ["--blocks_to_swap", "1", "--gradient_checkpointing", "--fp8_scaled", "--sample_prompts", "PROMPTS"],
+    },
+    "krea2, int8 by rows, compiled": {
+        "model_type": "krea2", "file": "int8_row",
+        "flags": ["--gradient_checkpointing", "--torch_compile", "--dynamo_backend", "aot_eager"],
+    },
     "flux, compiled": {"flags": ["--gradient_checkpointing", "--torch_compile", "--dynamo_backend", "aot_eager"]},
     "flux, memory chosen": {"flags": ["--memory", "auto"], "estimated": True},
     "flux, products in fp8": {

@@ -34,6 +34,7 @@ from tests.curves import without_curves
 from tests.tiny import save_single_files, tiny_flux_pipeline
 from tests.tiny_flux2 import save_flux2_files, tiny_flux2_pipeline
 from tests.tiny_flux3 import save_flux3_split_files, tiny_flux3_pipeline
+from tests.tiny_krea2 import save_krea2_split_files, tiny_krea2_pipeline
 from tests.tiny_qwen import save_split_files, tiny_qwen_pipeline
 from tests.tiny_z_image import save_z_split_files, tiny_z_pipeline
 
@@ -44,6 +45,7 @@ SHORT = ["--max_train_steps", "2", "--lr_warmup_steps", "1", "--max_data_loader_
 
 # configs that swap more blocks than a tiny model has otherwise
 DEEP = dict.fromkeys(("flux_lora_16gb", "flux_lora_12gb", "flux_lora_8gb"), "deep_flux")
+DEEP |= {"krea2_lora_12gb": "deep_krea2"}
 DEEP |= dict.fromkeys(("qwen_image_lora_24gb", "qwen_image_lora_12gb"), "deep_qwen")
 DEEP |= {"flux2_klein_9b_lora_12gb": "deep_flux2"}
 CALIBRATED = ("tools/refit_lora.py", "tools/merge_lora.py", "tools/quantize_model.py")
@@ -78,6 +80,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     z_image = save_z_split_files(tiny_z_pipeline(folder / "z_image"), folder / "single_z_image")
     flux2 = save_flux2_files(tiny_flux2_pipeline(folder / "flux2"), folder / "single_flux2")
     deep_flux2 = tiny_flux2_pipeline(folder / "deep_flux2", double_blocks=8, single_blocks=24)
+    krea2 = save_krea2_split_files(tiny_krea2_pipeline(folder / "krea2"), folder / "single_krea2")
+    deep_krea2 = save_krea2_split_files(tiny_krea2_pipeline(folder / "deep_krea2", layers=22), folder / "single_deep_k")
     for source, name in (
         (files.transformer, "flux1-dev.safetensors"),
         (save_single_files(deep, folder / "single_deep").transformer, "deep_flux.safetensors"),
@@ -103,6 +107,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (flux2.vae, "flux2-vae.safetensors"),
         (flux3.transformer, "flux-3-image-klein-base.safetensors"),
         (flux3.text_encoder, "qwen3vl_4b_bf16.safetensors"),
+        (krea2.transformer, "krea2_raw_bf16.safetensors"),
+        (deep_krea2.transformer, "deep_krea2.safetensors"),
     ):
         shutil.copy(source, folder / "models" / name)
     up = {"layers.0.attention.to_q": LoraWeights(torch.ones(2, 64), torch.zeros(64, 2), 2.0)}
@@ -141,7 +147,7 @@ def _run(words: list[str], place: Path, curves: bool = False) -> None:
     rest = [path for word in rest for path in (_matching(word, place) if "*" in word else [word])]
     clip, t5, qwen = (place / "tokenizers.txt").read_text().splitlines()
     tokenizers = ["--clip_l_tokenizer", clip, "--t5xxl_tokenizer", t5]
-    if any(name in word for word in rest for name in ("qwen", "z_image", "flux2", "flux3")):
+    if any(name in word for word in rest for name in ("qwen", "z_image", "flux2", "flux3", "krea2")):
         tokenizers = ["--qwen_tokenizer", qwen]
     if script == "tools/lr_range_test.py":
         rest += [*SHORT[2:], "--network_dim", "2", "--range_steps", "3", *tokenizers]

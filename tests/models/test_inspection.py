@@ -28,6 +28,7 @@ from tests.tiny import (
 )
 from tests.tiny_flux2 import bfl_flux2_state_dict, tiny_flux2_transformer
 from tests.tiny_flux3 import bfl_name, tiny_flux3_transformer
+from tests.tiny_krea2 import published_state_dict, tiny_krea2_transformer
 from tests.tiny_z_image import comfy_state_dict, tiny_z_transformer
 
 KINDS = ("Linear", "Embedding", "Conv2d", "Conv3d", "LayerNorm", "GroupNorm", "RMSNorm")
@@ -36,6 +37,7 @@ SAME = {
     "QwenImageRMS_norm": "RMSNorm",
     "T5LayerNorm": "RMSNorm",
     "LlamaRMSNorm": "RMSNorm",
+    "Krea2RMSNorm": "RMSNorm",
     "QwenImageCausalConv3d": "Conv3d",
     "Conv1D": "Linear",  # GPT-2's name for a linear layer
 }
@@ -86,6 +88,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "z_image": (tiny_z_transformer, "Z-Image transformer"),
     "flux2": (lambda: tiny_flux2_transformer(2), "FLUX.2 transformer (diffusers' names)"),
     "flux3": (tiny_flux3_transformer, "FLUX.3 transformer (diffusers' names)"),
+    "krea2": (tiny_krea2_transformer, "Krea 2 transformer"),
     "vae": (tiny_vae, "image autoencoder, AutoencoderKL (diffusers' names)"),
     "qwen_vae": (qwen_vae, "Qwen-Image autoencoder (diffusers' names)"),
     "clip": (lambda: tiny_text_encoders(50, 60)[0], "CLIP text encoder"),
@@ -111,6 +114,8 @@ def test_modules_norms_and_parameters_are_those_of_the_class(name: str, tmp_path
         expected["Embedding"] -= 1  # the class shows the one tensor as two modules
     if name == "z_image":
         expected["parameter"] = 1  # the model itself, for its two padding tokens
+    if name == "krea2":
+        expected["parameter"] = 3  # the tables of two blocks and of the last layer
     assert counts(found) == expected
     assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert found.bytes == 4 * found.parameters
@@ -155,6 +160,15 @@ def test_bfls_names_of_flux2_give_the_same_norms_as_diffusers(tmp_path: Path) ->
     assert found.architecture == "FLUX.2 transformer (Black Forest Labs' names)"
     ours, theirs = counts(found), modules_of(transformer)
     assert (ours["LayerNorm"], ours["RMSNorm"]) == (theirs["LayerNorm"], theirs["RMSNorm"])
+
+
+def test_published_names_of_krea2_give_the_same_modules_as_diffusers(tmp_path: Path) -> None:
+    transformer = tiny_krea2_transformer()
+    state = {name: each.contiguous() for name, each in published_state_dict(transformer.state_dict()).items()}
+    save_file(state, tmp_path / "raw.safetensors")
+    found = one_component(tmp_path / "raw.safetensors")
+    assert (found.architecture, found.facts) == ("Krea 2 transformer", {"width": 64})
+    assert counts(found) == modules_of(transformer) | {"parameter": 3}
 
 
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])

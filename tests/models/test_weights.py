@@ -148,6 +148,18 @@ def test_wrong_shape_names_tensor_and_both_shapes(linear_file: Path, tmp_path: P
         load_into(two_linears, weights, identity_map(weights.names), torch.float32)
 
 
+def test_a_vector_may_stand_for_a_table_of_as_many_numbers_row_by_row(linear_file: Path, tmp_path: Path) -> None:
+    state = load_file(linear_file)
+    save_file(state | {"0.weight": state["0.weight"].flatten()}, tmp_path / "flat.safetensors")
+    weights = WeightFiles(tmp_path / "flat.safetensors")
+    model = load_into(two_linears, weights, identity_map(weights.names), torch.float32)
+    assert torch.equal(model[0].weight, state["0.weight"])
+    save_file(state | {"0.weight": torch.ones(11)}, tmp_path / "short.safetensors")
+    weights = WeightFiles(tmp_path / "short.safetensors")
+    with pytest.raises(UserError, match=r"has shape \(11,\), the architecture wants \(4, 3\)"):
+        load_into(two_linears, weights, identity_map(weights.names), torch.float32)
+
+
 def test_integer_weights_are_refused(linear_file: Path, tmp_path: Path) -> None:
     state = load_file(linear_file) | {"0.weight": torch.ones(4, 3, dtype=torch.int8)}
     save_file(state, tmp_path / "int8.safetensors")

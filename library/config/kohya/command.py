@@ -25,6 +25,7 @@ TRAINERS: dict[str, Tool] = {
     "flux_train_network.py": "sd-scripts",
     "qwen_image_train_network.py": "musubi-tuner",
     "zimage_train_network.py": "musubi-tuner",
+    "krea2_train_network.py": "musubi-tuner",
     "flux_kontext_train_network.py": "musubi-tuner",
     "flux_2_train_network.py": "musubi-tuner",
 }
@@ -68,7 +69,7 @@ def read_command(words: Sequence[str]) -> Command:
     """Return the parts of a command that is already split into words.
 
     Raises:
-        UserError: the script is another than a FLUX, Qwen-Image or Z-Image LoRA trainer.
+        UserError: the script is none of :data:`TRAINERS`.
     """
     if len(words) == 1 and " " in words[0].strip():
         words = _split(words[0], _POSIX)

@@ -1,8 +1,9 @@
-"""Every flag of kohya's LoRA trainers for the families there are, and what becomes of it here: read from flags.toml.
+"""Every flag of kohya's image LoRA trainers, and what becomes of it here: read from flags.toml.
 
 They are those of sd-scripts' ``flux_train_network.py`` (sd-scripts 48d368f, February 2026) and of
-musubi-tuner's trainers (30c658c, June 2026) that ``MODEL_TYPES`` and ``command.py`` name, read from their argument parsers, and keys that kohya_ss (the GUI, 45088f0)
-writes into its TOML files. Each has one of six fates:
+musubi-tuner's trainers of FLUX.1 Kontext, FLUX.2, Krea 2, Qwen-Image and Z-Image (musubi-tuner 30c658c, June 2026; of
+Qwen-Image-2.1 a later one), read from their argument parsers, and keys that kohya_ss (the GUI, 45088f0) writes into its
+TOML files. Each has one of six fates:
 
     same      a key of the schema, with the same meaning
     renamed   set under another name, the first of ``to`` that the schema has; refused if it has none

@@ -12,6 +12,7 @@ other: nothing more lies on the device than in a training step. Weights of swapp
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -41,6 +42,7 @@ def sample_family(path: str, config: ModelConfig, family: Family) -> Family:
     own = Path(config.pretrained_model_name_or_path).expanduser()
     left = {part.option: str(own) for part in parts if root.is_dir() and getattr(config, part.option) is None}
     other = model_family(with_transformer(config.model_copy(update=left), root))
+    other.distilled = True
     formats = _formats(family), _formats(other)
     if formats[0].keys() != formats[1].keys():
         name = sorted(formats[0].keys() ^ formats[1].keys())[0]
@@ -49,8 +51,9 @@ def sample_family(path: str, config: ModelConfig, family: Family) -> Family:
             f"other not); give a {family.layout.title} model of the same size"
         )
     for name, (shape, kept) in formats[0].items():
-        if (shape, kept) != formats[1][name]:
-            there = formats[1][name]
+        there = formats[1][name]
+        same = shape == there[0] or (1 in map(len, (shape, there[0])) and math.prod(shape) == math.prod(there[0]))
+        if not same or kept != there[1]:  # a vector may stand for a table
             raise UserError(
                 f"sample_model: {path} has {name} as {there[1]} {list(there[0])}, the model that is trained has it as "
                 f"{kept} {list(shape)}; give a model of the same size in the same format"

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import Flux3ModularPipeline
+from diffusers import Flux3ModularPipeline, Krea2Pipeline
 from diffusers.modular_pipelines.flux3.modular_blocks_flux3 import Flux3CoreDenoiseStep
 from peft.tuners.lokr.layer import factorization
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -27,6 +27,7 @@ from library.errors import UserError
 from library.models.flux.files import FLUX_FILL_TARGETS, FLUX_KONTEXT_TARGETS, FLUX_TARGETS
 from library.models.flux2.files import FLUX2_TARGETS
 from library.models.flux3.files import FLUX3_TARGETS
+from library.models.krea2.files import KREA2_TARGETS
 from library.models.layer_names import LoraTargets
 from library.models.qwen_image.files import QWEN_TARGETS
 from library.models.z_image.files import Z_IMAGE_TARGETS
@@ -40,6 +41,7 @@ from networks.options import parse_network_args
 from tests.networks.conftest import make_flux, run_flux
 from tests.tiny_flux2 import tiny_flux2_transformer
 from tests.tiny_flux3 import tiny_flux3_transformer
+from tests.tiny_krea2 import tiny_krea2_transformer
 from tests.tiny_qwen import tiny_qwen_transformer
 from tests.tiny_z_image import tiny_z_transformer
 
@@ -49,12 +51,14 @@ MODELS = {
     "z_image": (tiny_z_transformer, Z_IMAGE_TARGETS),
     "flux2_klein": (tiny_flux2_transformer, FLUX2_TARGETS),
     "flux3_klein": (tiny_flux3_transformer, FLUX3_TARGETS),
+    "krea2": (tiny_krea2_transformer, KREA2_TARGETS),
 }
 
 
 def trained(family: str, kind: str = "lora", *args: str, **fields: object) -> tuple[nn.Module, AdapterNetwork]:
     """Return a tiny model and a network in it whose every layer does something."""
     make, targets = MODELS[family]
+    args += ("projector_dim=1",) if family == "krea2" else ()  # a layer of one output has no more directions
     settings = {"network_dim": 16, **({} if kind in ("oft", "boft") else {"network_alpha": 1.0}), **fields}
     config = NetworkConfig(network_type=kind, network_args=list(args), **settings)  # type: ignore[arg-type]
     model = make()
@@ -145,6 +149,7 @@ PIPELINES: dict[str, Any] = {
     "qwen_image": QwenImagePipeline,
     "z_image": ZImagePipeline,
     "flux2_klein": Flux2KleinPipeline,
+    "krea2": Krea2Pipeline,
 }
 
 
@@ -155,7 +160,8 @@ def diffusers_pipeline(family: str, transformer: nn.Module) -> Any:
         modular.update_components(transformer=transformer)
         return modular
     pipeline = PIPELINES[family]
-    return pipeline(**(dict.fromkeys(inspect.signature(pipeline).parameters) | {"transformer": transformer}))
+    required = [name for name, each in inspect.signature(pipeline).parameters.items() if each.default is each.empty]
+    return pipeline(**(dict.fromkeys(required) | {"transformer": transformer}))
 
 
 @pytest.mark.parametrize("save_format", ["kohya", "comfy", "diffusers"])
@@ -175,6 +181,7 @@ def test_diffusers_own_loader_does_what_the_rules_say(family: str, save_format: 
 
 # What precedes a module's name in published files -> whether dots are underscores in it.
 PREFIXES = {"transformer.": False, "diffusion_model.": False, "": False, "lora_unet_": True, "lora_transformer_": True}
+MLPS = ("ff.net.2", "img_mlp.net.2", "w1", "ff.up", "ff.linear_out")
 PAIRS = [
     ("lora_A.weight", "lora_B.weight"),
     ("lora_A.default.weight", "lora_B.default.weight"),
@@ -182,15 +189,10 @@ PAIRS = [
     ("lora.down.weight", "lora.up.weight"),
 ]
 FOREIGN = [
-    *[
-        (family, prefix)
-        for family in ("qwen_image", "z_image", "flux3_klein")
-        for prefix in PREFIXES
-        if prefix != "lora_transformer_"
-    ],
+    *[(family, prefix) for family in [*MODELS][1:] for prefix in PREFIXES if prefix != "lora_transformer_"],
     ("flux", "transformer."),
     ("flux", "lora_transformer_"),
-    *[("flux2_klein", prefix) for prefix in PREFIXES],
+    ("flux2_klein", "lora_transformer_"),
 ]
 
 
@@ -200,11 +202,7 @@ def test_of_foreign_files_too_the_rules_say_what_diffusers_own_loader_does(
 ) -> None:
     make, targets = MODELS[family]
     layer = next(name for name, module in make().named_modules() if name.endswith("attn.to_q") or "to_k" in name)
-    mlp = next(
-        name
-        for name, module in make().named_modules()
-        if name.endswith(("ff.net.2", "img_mlp.net.2", "w1", "linear_out"))
-    )
+    mlp = next(name for name, module in make().named_modules() if name.endswith(MLPS))
     for (down, up), alpha, name in product(PAIRS, (True, False), (layer, mlp)):
         if (prefix, down) == ("transformer.", "lora_down.weight") and family == "flux":
             continue  # read without its alpha: not claimed
@@ -299,6 +297,12 @@ LOADS = {
     ("flux2_klein", "dora", "comfy"): {"ComfyUI"},
     ("flux2_klein", "lokr", "comfy"): {"diffusers", "ComfyUI"},
     ("flux2_klein", "loha", "comfy"): {"ComfyUI"},
+    ("krea2", "lora", "diffusers"): {"diffusers", "ComfyUI"},
+    ("krea2", "lora", "kohya"): {"ComfyUI", "musubi-tuner"},
+    ("krea2", "lora", "comfy"): {"ComfyUI"},
+    ("krea2", "dora", "diffusers"): {"diffusers"},
+    ("krea2", "dora", "comfy"): {"ComfyUI"},
+    ("krea2", "loha", "comfy"): {"ComfyUI"},
 }
 
 
@@ -406,6 +410,7 @@ def test_the_layers_named_before_a_model_is_there_are_those_that_are_trained(fam
     args = {"flux": ["in_dims=[2,0,2,0,0]", "img_mod_dim=0"], "qwen_image": ["img_mod_dim=2"], "z_image": ["mlp_dim=0"]}
     args |= {"flux2_klein": ["txt_in_dim=2", "single_dim=0"]}
     args["flux3_klein"] = ["img_mod_dim=2", "txt_dim=0"]
+    args |= {"krea2": ["txt_in_dim=0"]}
     pattern = r"exclude_patterns=.*attn\.to_q|.*attention\.to_k"
     _, network = trained(family, "lora", *args[family], pattern)
     first = {name.replace(".1.", ".0.") for name in network.modules}
@@ -427,6 +432,7 @@ REFUSED = [
     (FLUX_KONTEXT_TARGETS, "comfy", "loha", "musubi-tuner", "takes no LoHa of ours"),
     (FLUX_KONTEXT_TARGETS, "kohya", "lokr", "comfyui", "ComfyUI reads no LoKr of .*set save_format = comfy"),
     (QWEN_TARGETS, "comfy", "lokr", "musubi-tuner", "set save_format = kohya"),
+    (KREA2_TARGETS, "comfy", "lora", "diffusers", "set save_format = diffusers"),
 ]
 
 

@@ -21,6 +21,7 @@ from tests.runs import run
 from tests.tiny import tiny_flux_transformer
 from tests.tiny_flux2 import tiny_flux2_transformer
 from tests.tiny_flux3 import tiny_flux3_transformer
+from tests.tiny_krea2 import tiny_krea2_transformer
 from tests.tiny_qwen import tiny_qwen_transformer
 from tests.tiny_z_image import tiny_z_transformer
 
@@ -85,7 +86,14 @@ def test_a_kernel_that_cannot_run_is_refused_before_anything_is_cached(
 
 @pytest.mark.parametrize(
     "build",
-    [tiny_flux_transformer, tiny_qwen_transformer, tiny_z_transformer, tiny_flux2_transformer, tiny_flux3_transformer],
+    [
+        tiny_flux_transformer,
+        tiny_qwen_transformer,
+        tiny_z_transformer,
+        tiny_flux2_transformer,
+        tiny_flux3_transformer,
+        tiny_krea2_transformer,
+    ],
 )
 @pytest.mark.parametrize("written", [True, False])
 def test_heads_are_known_before_the_transformer_is_loaded(build: Callable[[], Any], written: bool) -> None:
@@ -94,7 +102,8 @@ def test_heads_are_known_before_the_transformer_is_loaded(build: Callable[[], An
     if model is None:
         with torch.device("meta"):
             model = kind()  # the published sizes, which a config need not repeat
-    attention = next(module for module in model.modules() if hasattr(module, "processor"))
+    attention = [module for module in model.modules() if hasattr(module, "processor")][-1]
+    heads = getattr(attention, "heads", None) or attention.num_heads
 
     class WithoutFiles(Family):
         def __init__(self) -> None: ...
@@ -102,7 +111,7 @@ def test_heads_are_known_before_the_transformer_is_loaded(build: Callable[[], An
         transformer_class = kind
         files: Any = SimpleNamespace(transformer_config=dict(model.config) if written else {})
 
-    assert WithoutFiles().attention_heads() == (attention.heads, attention.inner_dim // attention.heads)
+    assert WithoutFiles().attention_heads() == (heads, attention.to_q.out_features // heads)
 
 
 def test_metadata_name_the_kernel() -> None:

@@ -246,7 +246,9 @@ def test_a_kinds_size_is_counted_in_the_model() -> None:
     assert round(weights / smaller) == 2  # as in the published model: 340 and 142 million
 
 
-@pytest.mark.parametrize("name", ["flux", "qwen_image", "z_image", "flux2_klein", "flux3_klein", "flux3_klein_edit"])
+@pytest.mark.parametrize(
+    "name", ["flux", "qwen_image", "z_image", "flux2_klein", "flux3_klein", "flux3_klein_edit", "krea2"]
+)
 def test_a_published_models_largest_number_is_the_one_in_the_configurations_table(name: str) -> None:
     family = family_class(name)
     with torch.device("meta"):

@@ -15,6 +15,7 @@ from tests.layouts import SETTINGS as LAYOUT_SETTINGS
 from tests.layouts import assert_goes_on_either_way, assert_same_metrics, chat_one, lines, train_one
 from tests.runs import arguments, largest_difference, lora, run, write_dataset
 from tests.tiny_flux2 import tiny_flux2_pipeline
+from tests.tiny_krea2 import tiny_krea2_pipeline
 from tests.tiny_qwen import tiny_qwen_pipeline
 from tests.training.guard.test_nonfinite import BAD, spoilt
 from tests.training.tasks.test_chat_lora_runs import adapter, place  # noqa: F401  # the fixture
@@ -35,6 +36,8 @@ FP8 |= {"network_args": ["train_double_block_indices=none"], "ema_decay": 0.5}
 QWEN: dict[str, object] = {"max_train_steps": 2, "model_type": "qwen_image", "timestep_sampling": "qwen_shift"}
 QWEN |= {"optimizer_args": ["eps=1e-6"]}
 FLUX2 = QWEN | {"model_type": "flux2_klein", "timestep_sampling": "flux2_shift", "network_args": ["single_mod_dim=2"]}
+KREA2: dict[str, object] = {"max_train_steps": 2, "model_type": "krea2", "timestep_sampling": "krea2_shift"}
+KREA2 |= {"optimizer_args": ["eps=1e-6"]}
 CHAT: dict[str, object] = {"max_train_steps": 3, "network_dropout": 0.0, "gradient_accumulation_steps": 2}
 CHAT |= {"train_batch_size": 4, "packing": True, "max_length": 20, "sample_prompts": ["say 1"], "sample_tokens": 6}
 
@@ -63,6 +66,8 @@ def runs(base: Path, place: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     run(qwen, captions, folder / "qwen_one", **QWEN)
     flux2 = tiny_flux2_pipeline(folder / "flux2", double_blocks=2, single_blocks=3)
     run(flux2, captions, folder / "flux2_one", **FLUX2)
+    krea2 = tiny_krea2_pipeline(folder / "krea2", layers=3)
+    run(krea2, captions, folder / "krea2_one", **KREA2)
     chat_run(place, folder / "chat_one", "gpt2", **CHAT)
     two, state = one | {"pp": 2}, folder / "one/lora-step00000002-state"
     all_forward = {"pp": 2, "microbatches": 2, "schedule": "gpipe", "pp_balance": "weights"}
@@ -72,6 +77,7 @@ def runs(base: Path, place: Path, tmp_path_factory: pytest.TempPathFactory) -> P
         ("fp8_two", train_one, (arguments(base, captions, folder / "fp8_two", **FP8, **all_forward),)),
         ("qwen_two", train_one, (arguments(qwen, captions, folder / "qwen_two", **QWEN, pp=2),)),
         ("flux2_two", train_one, (arguments(flux2, captions, folder / "flux2_two", **FLUX2, pp=2),)),
+        ("krea2_two", train_one, (arguments(krea2, captions, folder / "krea2_two", **KREA2, pp=2),)),
         ("chat_two", chat_one, (chat_flags(place, folder / "chat_two", "gpt2", **CHAT, **all_forward),)),
         ("many", train_one, (arguments(base, images, folder / "many", **two, microbatches=3),)),
     ]
@@ -100,7 +106,7 @@ def test_a_run_goes_on_under_another_layout(runs: Path) -> None:
     assert_goes_on_either_way(runs, SAME_IN_FP32)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "qwen", "flux2"])
+@pytest.mark.parametrize("kind", ["fp8", "qwen", "flux2", "krea2"])
 def test_other_bases_optimizers_and_families_too(kind: str, runs: Path) -> None:
     assert largest_difference(lora(runs / f"{kind}_two"), lora(runs / f"{kind}_one")) < SAME_IN_FP32
     one, two = (lines(runs / f"{kind}_{processes}") for processes in ("one", "two"))

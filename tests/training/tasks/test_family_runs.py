@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import Flux2KleinPipeline, QwenImagePipeline, ZImagePipeline
+from diffusers import Flux2KleinPipeline, Krea2Pipeline, QwenImagePipeline, ZImagePipeline
 from PIL import Image
 from safetensors import safe_open
 
@@ -33,6 +33,7 @@ from tests.tiny_flux3 import (
     tiny_flux3_inputs,
     tiny_flux3_pipeline,
 )
+from tests.tiny_krea2 import run_krea2, save_krea2_split_files, tiny_krea2_inputs, tiny_krea2_pipeline
 from tests.tiny_qwen import Kind, SplitFiles, run_qwen, save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
 from tests.tiny_z_image import run_z, save_z_split_files, tiny_z_inputs, tiny_z_pipeline
 from tests.training.test_host_waits import asked_by_more_steps
@@ -102,6 +103,19 @@ CASES = {
             "ss_base_model_version": "flux3",
             "modelspec.architecture": "flux-3-klein/lora",
             "modelspec.implementation": "https://github.com/black-forest-labs/flux-3-image-klein",
+        },
+    ),
+    "krea2": Case(
+        {"model_type": "krea2", "timestep_sampling": "krea2_shift"},
+        lambda folder: tiny_krea2_pipeline(folder, layers=4),
+        save_krea2_split_files,
+        Krea2Pipeline.from_pretrained,
+        run_krea2,
+        {
+            "ss_network_module": "networks.lora_krea2",
+            "ss_base_model_version": "krea2",
+            "modelspec.architecture": "Krea-2/lora",
+            "modelspec.implementation": "https://github.com/krea-ai/krea-2",
         },
     ),
 }
@@ -242,6 +256,13 @@ LEARNERS = {
     "flux2_klein_edit": _FLUX2,
     "flux3_klein": _FLUX3,
     "flux3_klein_edit": _FLUX3,
+    "krea2": Learner(
+        lambda f: tiny_krea2_pipeline(f, layers=1),
+        lambda: tiny_krea2_inputs(1, side=6),
+        "krea2_shift",
+        "final_layer.linear.weight",
+        ("final_dim=0",),
+    ),
 }
 
 

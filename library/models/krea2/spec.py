@@ -1,0 +1,162 @@
+"""Krea 2 (https://github.com/krea-ai/krea-2): Raw, which is trained, and Turbo, which is used, one architecture.
+
+The transformer sees one sequence: the caption's tokens, at the origin of the rotary positions, then the image's, 2 x 2
+latents of Qwen-Image's autoencoder each. Of each caption's token it takes the vectors of twelve layers of Qwen3-VL. It
+takes the noise level sigma and returns the velocity noise - image per token. There is no guidance input: images of Raw
+are steered by a negative prompt and true classifier-free guidance, Turbo takes none.
+
+Raw's noise levels are shifted by the image's size, Turbo's always as those of 1.15 (``is_distilled`` in the folder's
+``model_index.json``); nothing in a single file tells the two apart, and it is taken for Raw but as ``sample_model``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, Krea2Pipeline, Krea2Transformer2DModel
+from torch import Tensor
+
+import library.models.krea2.files as krea2_files
+import library.models.krea2.model as krea2_model
+from library.conditions import Conditions
+from library.errors import UserError
+from library.models.family import Family
+from library.models.flux.model import image_positions
+from library.models.krea2.text import LAYERS, MOST_TOKENS, Krea2TextEncoder
+from library.models.latents import pack_latents
+from library.models.qwen3 import VL_THETA, load_qwen3, published_qwen3, qwen3_width
+from library.models.qwen_image.vae import QwenImageEncoder
+from library.models.text import load_qwen_tokenizer
+from library.models.weights import read_config
+from library.precision.recipe import Recipe
+
+_TURBO_SHIFT = math.exp(1.15)  # Krea2Pipeline: mu of a distilled model
+
+
+class Krea2Family(Family):
+    """Krea 2 Raw and Turbo."""
+
+    name = "krea2"
+    layout = krea2_files.FILES
+    targets = krea2_files.KREA2_TARGETS
+    transformer_class = Krea2Transformer2DModel
+    depths = ("num_layers", "num_layerwise_text_blocks", "num_refiner_text_blocks")
+    image_encoder = QwenImageEncoder
+    published_scheduler = {  # Raw's, as Krea2Pipeline describes it  # noqa: RUF012
+        "use_dynamic_shifting": True,
+        "base_image_seq_len": 256,
+        "max_image_seq_len": 6400,
+        "base_shift": 0.5,
+        "max_shift": 1.15,
+    }
+    published_pipeline = "Krea2Pipeline"
+    timestep_sampling = "krea2_shift"
+    distilled_steps = 8
+    masks_padding = True
+    carried = ("hidden_states",)
+    repeated_blocks = ("Krea2TransformerBlock",)
+    behind_blocks = ("final_layer",)
+    optimise_forward = staticmethod(krea2_model.optimise_forward)
+
+    _text_layers: tuple[int, ...] = LAYERS
+
+    @staticmethod
+    def published_parts() -> dict[str, Callable[[], Any]]:
+        """Return Qwen-Image's autoencoder and Qwen3-VL-4B's language model."""
+        return {"vae": QwenImageEncoder.autoencoder, **published_qwen3("4B", LAYERS[-1], VL_THETA)}
+
+    @classmethod
+    def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
+        """Return the arguments of a transformer of ``config``; the image is square."""
+        side = round(tokens**0.5)
+        return {
+            "hidden_states": torch.randn(1, side * side, config.in_channels),
+            "encoder_hidden_states": torch.randn(1, text, config.num_text_layers, config.text_hidden_dim),
+            "timestep": torch.rand(1),
+            "position_ids": image_positions(side, side),
+            "return_dict": False,
+        }
+
+    def check_variant(self) -> None:
+        """Read what a folder says of its pipeline: whether it is Turbo, and the text encoder's layers."""
+        config, folder, settings = self.files.transformer_config, self.files.transformer, dict[str, Any]()
+        if folder.is_dir():
+            settings = read_config(folder.parent, "model_index.json")
+        self.distilled = bool(settings.get("is_distilled"))
+        self._text_layers = tuple(settings.get("text_encoder_select_layers") or LAYERS)
+        if len(self._text_layers) != (wanted := config.get("num_text_layers", len(LAYERS))):
+            raise UserError(
+                f"{folder}: takes {wanted} layers of the text encoder, {len(self._text_layers)} are read; give a "
+                "folder whose model_index.json names them (text_encoder_select_layers)"
+            )
+        self.latent_channels = config.get("in_channels", 64) // self.patch_size**2
+
+    def check_text_encoders(self) -> None:
+        """Compare the width of Qwen3-VL with what the transformer takes."""
+        path, wanted = self.files.text_encoders[0], self.files.transformer_config.get("text_hidden_dim", 2560)
+        if (width := qwen3_width(path)) != wanted:
+            raise UserError(
+                f"{path}: text {width} wide, the transformer takes {wanted}; give Qwen3-VL-4B as text_encoder"
+            )
+
+    def scheduler(self) -> Any:
+        """Return the scheduler; Turbo's shift does not follow the size."""
+        scheduler = super().scheduler()
+        if not self.distilled:
+            return scheduler
+        return FlowMatchEulerDiscreteScheduler.from_config(
+            scheduler.config, use_dynamic_shifting=False, shift=_TURBO_SHIFT
+        )
+
+    def load_text_encoder(
+        self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Recipe | None = None
+    ) -> Krea2TextEncoder:
+        """Return Qwen3-VL's language model."""
+        (path,), layers = self.files.text_encoders, self._text_layers
+        fingerprint = self.text_fingerprint(dtype, recipe, self.name, MOST_TOKENS, *layers)
+        tokenizer = load_qwen_tokenizer(self.files.tokenizers[0], "<|im_start|>", "Qwen3-VL")
+        return Krea2TextEncoder(
+            lambda: load_qwen3(path, max(layers), dtype, device, recipe, VL_THETA), tokenizer, fingerprint, layers
+        )
+
+    def transformer_inputs(
+        self, latents: Tensor, sigmas: Tensor, text: dict[str, Tensor], guidance: float, conditions: Conditions
+    ) -> dict[str, Any]:
+        """Return the arguments of Krea2Transformer2DModel; positions of the image alone, as its forward takes them."""
+        height, width = latents.shape[-2:]
+        mask = text.get("prompt_embeds_mask")
+        return {
+            "hidden_states": pack_latents(latents),
+            "encoder_hidden_states": self._by_layer(text["prompt_embeds"]),
+            "timestep": sigmas,
+            "position_ids": image_positions(height // 2, width // 2, latents.device),
+            "encoder_attention_mask": None if mask is None else mask.bool(),
+        }
+
+    def _by_layer(self, embeds: Tensor) -> Tensor:
+        """Return [B, L, layers, D] of ``embeds`` [B, L, layers * D]."""
+        return embeds.unflatten(-1, (len(self._text_layers), -1))
+
+    def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
+        """Return Krea2Pipeline."""
+        return _Unpadded(scheduler, None, None, None, transformer)
+
+    def guidance_inputs(self, guidance: float, cfg: float) -> dict[str, Any]:
+        """Return the guidance by the negative text, which the pipeline counts less by 1."""
+        return {"guidance_scale": cfg - 1}
+
+    def pipeline_text(self, text: dict[str, Tensor], transformer: Any) -> dict[str, Any]:
+        """Return the embeddings by layer and their mask."""
+        found = super().pipeline_text(text, transformer)
+        return found | {"prompt_embeds": self._by_layer(found["prompt_embeds"])}
+
+
+class _Unpadded(Krea2Pipeline):
+    """Krea2Pipeline for one caption, which has no padding: without a mask the fastest kernels compute attention."""
+
+    def encode_prompt(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Return the embeddings, and no mask."""
+        return super().encode_prompt(*args, **kwargs)[0], None
