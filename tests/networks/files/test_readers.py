@@ -14,7 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import Flux3ModularPipeline, Krea2Pipeline
+from diffusers import (
+    Flux2KleinPipeline,
+    Flux3ModularPipeline,
+    FluxPipeline,
+    Krea2Pipeline,
+    QwenImagePipeline,
+    ZImagePipeline,
+)
 from diffusers.modular_pipelines.flux3.modular_blocks_flux3 import Flux3CoreDenoiseStep
 from peft.tuners.lokr.layer import factorization
 from peft.tuners.tuners_utils import BaseTunerLayer
