@@ -57,10 +57,12 @@ class ParallelSpec:
         return [] if self.network is None else self.network.parameters()
 
 
-def transformer_split_points(model: nn.Module, blocks: Sequence[nn.Module], behind: Sequence[str]) -> SplitPoints:
-    """Return where a diffusion transformer with two streams can be cut."""
+def transformer_split_points(
+    model: nn.Module, blocks: Sequence[nn.Module], behind: Sequence[str], streams: int = 2
+) -> SplitPoints:
+    """Return where a diffusion transformer whose blocks pass on so many streams can be cut."""
     names = {id(module): name for name, module in model.named_modules()}
-    return SplitPoints([names[id(block)] for block in blocks], True, tuple(behind))
+    return SplitPoints([names[id(block)] for block in blocks], streams == 2, tuple(behind))
 
 
 def lm_split_points(model: TransformerLM) -> SplitPoints:

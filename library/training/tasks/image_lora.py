@@ -202,7 +202,9 @@ class ImageLora(LoraTask):
         return ParallelSpec(
             transformer,
             family.repeated_blocks,
-            lambda: transformer_split_points(transformer, family.blocks(transformer), family.behind_blocks),
+            lambda: transformer_split_points(
+                transformer, family.blocks(transformer), family.behind_blocks, len(family.carried)
+            ),
             family.split_plan,
             self.network,
             self.text_encoders,
