@@ -41,8 +41,9 @@ from library.randomness import derive_seed
 _ROOT = r"(model\.diffusion_model\.|transformer\.)?"
 KINDS = {
     "embedders": _ROOT + r"(x_embedder|all_x_embedder\..*|context_embedder|time_text_embed\..*|(cap|t)_embedder\..*"
-    r"|img_in|txt_in|(time|vector|guidance)_in\..*)",
-    "modulation": r".*(\bnorm(1|1_context)?\.linear|\b(img|txt)_mod\.(1|lin)|\bmodulation\.lin|\badaLN_modulation\.0)",
+    r"|img_in|txt_in(\..*)?|(time|vector|guidance)_in\..*)",
+    "modulation": r".*(\bnorm(1|1_context)?\.linear|\b(img|txt)_mod\.(1|lin)|\bmodulation\.(lin|1)"
+    r"|\badaLN_modulation\.0)",
     "final": _ROOT + r"(proj_out|norm_out\.linear|(all_)?final_layer\..*)",
 }
 # Matrices that are looked up rather than multiplied with, or tied to such: never fp8. LoRA: 67 % would become zero.
