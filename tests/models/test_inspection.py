@@ -26,6 +26,7 @@ from tests.tiny import (
     tiny_text_encoders,
     tiny_vae,
 )
+from tests.tiny_qwen_21 import tiny_21_transformer, tiny_21_vae
 from tests.tiny_z_image import comfy_state_dict, tiny_z_transformer
 
 KINDS = ("Linear", "Embedding", "Conv2d", "Conv3d", "LayerNorm", "GroupNorm", "RMSNorm")
@@ -81,9 +82,11 @@ def gpt2() -> nn.Module:
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "flux": (lambda: tiny_flux_transformer(double_blocks=2), "FLUX.1 transformer (diffusers' names)"),
     "qwen": (qwen_image, "Qwen-Image transformer"),
+    "qwen_21": (tiny_21_transformer, "Qwen-Image-2.1 transformer"),
     "z_image": (tiny_z_transformer, "Z-Image transformer"),
     "vae": (tiny_vae, "image autoencoder, AutoencoderKL (diffusers' names)"),
     "qwen_vae": (qwen_vae, "Qwen-Image autoencoder (diffusers' names)"),
+    "qwen_21_vae": (tiny_21_vae, "Qwen-Image-2.1 autoencoder (diffusers' names)"),
     "clip": (lambda: tiny_text_encoders(50, 60)[0], "CLIP text encoder"),
     "t5": (lambda: tiny_text_encoders(50, 60)[1], "T5 encoder"),
     "llama": (llama, "Llama-style language model"),

@@ -245,7 +245,7 @@ def test_a_kinds_size_is_counted_in_the_model() -> None:
     assert round(weights / smaller) == 2  # as in the published model: 340 and 142 million
 
 
-@pytest.mark.parametrize("name", ["flux", "qwen_image", "z_image"])
+@pytest.mark.parametrize("name", ["flux", "qwen_image", "qwen_image_21", "z_image"])
 def test_a_published_models_largest_number_is_the_one_in_the_configurations_table(name: str) -> None:
     family = family_class(name)
     with torch.device("meta"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from networks.network import inject_adapter
 from networks.options import parse_network_args
 from tests.runs import arguments, largest_difference, learn_by_heart, lora, losses_of, run, write_dataset
 from tests.tiny_qwen import Kind, SplitFiles, run_qwen, save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
+from tests.tiny_qwen_21 import run_21, save_21_split_files, tiny_21_inputs, tiny_21_loaded, tiny_21_pipeline
 from tests.tiny_z_image import run_z, save_z_split_files, tiny_z_inputs, tiny_z_pipeline
 from tests.training.test_host_waits import asked_by_more_steps
 
@@ -33,12 +35,12 @@ SAME_IN_FP32 = 2e-4  # see test_flux_runs.py
 
 @dataclass(frozen=True)
 class Case:
-    """A family: options of its runs, its tiny model, diffusers' class, and what its LoRA's metadata say."""
+    """A family: options of its runs, its tiny model, diffusers' pipeline of it, and what its LoRA's metadata say."""
 
     options: dict[str, str]
     write: Callable[[Path], Path]
     split: Callable[[Path, Path, str], SplitFiles]
-    pipeline: type[QwenImagePipeline | ZImagePipeline]
+    pipeline: Callable[[Path], Any]
     output: Callable[[torch.nn.Module], torch.Tensor]
     metadata: dict[str, str]
 
@@ -48,7 +50,7 @@ CASES = {
         {"model_type": "qwen_image", "timestep_sampling": "qwen_shift"},
         lambda folder: tiny_qwen_pipeline(folder, blocks=4),
         save_split_files,
-        QwenImagePipeline,
+        QwenImagePipeline.from_pretrained,
         run_qwen,
         {
             "ss_network_module": "networks.lora_qwen_image",
@@ -57,11 +59,24 @@ CASES = {
             "modelspec.implementation": "https://github.com/QwenLM/Qwen-Image",
         },
     ),
+    "qwen_image_21": Case(
+        {"model_type": "qwen_image_21", "timestep_sampling": "qwen_shift"},
+        lambda folder: tiny_21_pipeline(folder, blocks=4),
+        save_21_split_files,
+        tiny_21_loaded,
+        run_21,
+        {
+            "ss_network_module": "peft",
+            "ss_base_model_version": "qwen_image_21",
+            "modelspec.architecture": "Qwen-Image-2.1/lora",
+            "modelspec.implementation": "https://github.com/QwenLM/Qwen-Image",
+        },
+    ),
     "z_image": Case(
         {"model_type": "z_image", "timestep_sampling": "shift"},
         lambda folder: tiny_z_pipeline(folder, layers=4),
         save_z_split_files,
-        ZImagePipeline,
+        ZImagePipeline.from_pretrained,
         run_z,
         {
             "ss_network_module": "networks.lora_zimage",
@@ -99,8 +114,9 @@ def plain(case: Case, base: Path, dataset: Path, tmp_path_factory: pytest.TempPa
     return folder
 
 
-def test_steps_read_nothing_back_from_the_device(tmp_path: Path) -> None:
-    case = CASES["qwen_image"]
+@pytest.mark.parametrize("family", ["qwen_image", "qwen_image_21"])
+def test_steps_read_nothing_back_from_the_device(family: str, tmp_path: Path) -> None:
+    case = CASES[family]
     base = case.write(tmp_path / "base")
 
     def train(folder: Path, steps: int) -> None:
@@ -123,7 +139,7 @@ def test_a_run_leaves_a_lora_that_gives_diffusers_the_output_of_the_running_netw
         events = run(base, dataset, out, **case.options, **settings)
     with Image.open(out / "samples" / "step000004_01.png") as image:
         assert image.size == (96, 64)
-    pipeline = case.pipeline.from_pretrained(base)
+    pipeline = case.pipeline(base)
     ours, plain = case.output(events.task.transformer.eval()), case.output(pipeline.transformer)
     pipeline.load_lora_weights(out / "lora.safetensors")
     torch.testing.assert_close(case.output(pipeline.transformer), ours, rtol=1e-4, atol=1e-5)
@@ -167,13 +183,16 @@ def test_options_of_other_models_are_refused(option: dict[str, object], message:
 QWEN_KINDS: tuple[Kind, ...] = ("qwen_image", "qwen_image_edit", "qwen_image_edit_plus")
 
 
-@pytest.mark.parametrize("kind", [*QWEN_KINDS, "z_image"])
+@pytest.mark.parametrize("kind", [*QWEN_KINDS, "qwen_image_21", "qwen_image_21_edit", "z_image"])
 def test_one_image_is_learnt_by_heart(kind: str, tmp_path: Path) -> None:
     """A tenth of what predicting nothing would cost, for one image at one noise; the output layer is frozen."""
     if kind == "z_image":
         folder = tiny_z_pipeline(tmp_path / "base", layers=1)
         # attention and MLP alone stop at 0.4 of it: behind the last norm, whose scale they cannot change, it is frozen
         output, arguments, sampling = "all_final_layer.2-1.linear.weight", ["mod_dim=32"], "shift"
+    elif kind.startswith("qwen_image_21"):
+        folder = tiny_21_pipeline(tmp_path / "base", blocks=1)
+        output, arguments, sampling = "proj_out.weight", [], "qwen_shift"
     else:
         folder = tiny_qwen_pipeline(tmp_path / "base", kind, blocks=1)  # type: ignore[arg-type]
         output, arguments, sampling = "proj_out.weight", [], "qwen_shift"
@@ -183,7 +202,8 @@ def test_one_image_is_learnt_by_heart(kind: str, tmp_path: Path) -> None:
     targets = lora_targets()[kind]
     config = NetworkConfig(network_dim=32, network_alpha=32, network_args=arguments)
     network = inject_adapter(transformer, parse_network_args(config, targets), targets, seed=0)
-    inputs = (tiny_z_inputs if kind == "z_image" else tiny_qwen_inputs)(1, side=6)
+    makers = {"z_image": tiny_z_inputs, "qwen_image_21": tiny_21_inputs, "qwen_image_21_edit": tiny_21_inputs}
+    inputs = makers.get(kind, tiny_qwen_inputs)(1, side=6)
     text = {name: inputs[name] for name in ("prompt_embeds", "prompt_embeds_mask")}
     references = (inputs["latents"].flip(-1),) if "edit" in kind else ()
     conditions = Conditions(references=references)
