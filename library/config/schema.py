@@ -96,14 +96,14 @@ class ModelConfig(Section):
     t5xxl_max_token_length: Size | None = Field(
         None, description="T5 tokens per caption; default 512 for dev, 256 for schnell, less if the model says so"
     )
-    vae: str | None = Field(None, description="Qwen-Image, Z-Image: VAE file or folder, with a single file")
+    vae: str | None = Field(None, description="Qwen-Image, 2.1 too, Z-Image: VAE file or folder, with a single file")
     text_encoder: str | None = Field(
-        None, description="Qwen-Image: Qwen2.5-VL; Z-Image: Qwen3; file or folder, with a single file"
+        None, description="Qwen-Image: Qwen2.5-VL; 2.1: Qwen3-VL; Z-Image: Qwen3; file or folder, with a single file"
     )
     qwen_tokenizer: str | None = Field(
         None,
         description="Qwen-Image, Z-Image: tokenizer folder or hub name, with a single file; default "
-        "Qwen/Qwen2.5-VL-7B-Instruct, Qwen/Qwen3-4B",
+        "Qwen/Qwen2.5-VL-7B-Instruct, Qwen/Qwen3-VL-8B-Instruct, Qwen/Qwen3-4B",
     )
     zero_cond_t: bool | None = Field(
         None,
@@ -159,7 +159,7 @@ class PrecisionConfig(Section):
         "input (tensor), none (unit, ComfyUI) or the file's input_scale (static); to int8, nvfp4 or mxfp8",
     )
     fp8_text_encoder: Annotated[bool, IMAGES] = Field(
-        False, description="quantise T5, Qwen2.5-VL or Qwen3 to fp8, block64, as it is loaded"
+        False, description="quantise T5, Qwen2.5-VL, Qwen3-VL or Qwen3 to fp8, block64, as it is loaded"
     )
 
 

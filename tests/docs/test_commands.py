@@ -32,6 +32,7 @@ from networks.files.weights import LoraWeights
 from tests.curves import without_curves
 from tests.tiny import save_single_files, tiny_flux_pipeline
 from tests.tiny_qwen import save_split_files, tiny_qwen_pipeline
+from tests.tiny_qwen_21 import save_21_split_files, tiny_21_pipeline
 from tests.tiny_z_image import save_z_split_files, tiny_z_pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,6 +43,7 @@ SHORT = ["--max_train_steps", "2", "--lr_warmup_steps", "1", "--max_data_loader_
 # configs that swap more blocks than a tiny model has otherwise
 DEEP = dict.fromkeys(("flux_lora_16gb", "flux_lora_12gb", "flux_lora_8gb"), "deep_flux")
 DEEP |= dict.fromkeys(("qwen_image_lora_24gb", "qwen_image_lora_12gb"), "deep_qwen")
+DEEP["qwen_image_21_lora_12gb"] = "deep_qwen_21"
 CALIBRATED = ("tools/refit_lora.py", "tools/merge_lora.py", "tools/quantize_model.py")
 
 
@@ -70,6 +72,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fill = save_single_files(tiny_flux_pipeline(folder / "fill", model_type="flux_fill"), folder / "single_fill")
     qwen = save_split_files(tiny_qwen_pipeline(folder / "qwen"), folder / "single_qwen")
     deep_qwen = save_split_files(tiny_qwen_pipeline(folder / "deep_qwen", blocks=42), folder / "single_deep_qwen")
+    qwen_21 = save_21_split_files(tiny_21_pipeline(folder / "qwen_21"), folder / "single_qwen_21")
+    deep_qwen_21 = save_21_split_files(tiny_21_pipeline(folder / "deep_qwen_21", blocks=10), folder / "single_deep_21")
     z_image = save_z_split_files(tiny_z_pipeline(folder / "z_image"), folder / "single_z_image")
     for source, name in (
         (files.transformer, "flux1-dev.safetensors"),
@@ -86,6 +90,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (qwen.transformer, "qwen_image_edit_2509_bf16.safetensors"),
         (qwen.vae, "qwen_image_vae.safetensors"),
         (qwen.text_encoder, "qwen_2.5_vl_7b.safetensors"),
+        *((file, file.name) for file in (qwen_21.transformer, qwen_21.vae, qwen_21.text_encoder)),
+        (deep_qwen_21.transformer, "deep_qwen_21.safetensors"),
         (z_image.transformer, "z_image_bf16.safetensors"),
         (z_image.text_encoder, "qwen_3_4b.safetensors"),
     ):
@@ -111,7 +117,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _small(dataset: str) -> str:
     """Return a dataset TOML for the tiny models' sizes."""
     dataset = dataset.replace("control_resolution = 1024", "control_resolution = 64")
-    return dataset.replace("resolution = 1024", "resolution = 64\nbucket_reso_steps = 16\nmin_bucket_reso = 32", 1)
+    return dataset.replace("resolution = 1024", "resolution = 64\nbucket_reso_steps = 32\nmin_bucket_reso = 32", 1)
 
 
 def _run(words: list[str], place: Path, curves: bool = False) -> None:

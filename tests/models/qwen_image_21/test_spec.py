@@ -205,6 +205,8 @@ def test_split_files_hold_the_same_model(folder: Path, tmp_path: Path, prefix: s
         ours, theirs = load(single).state_dict(), load(whole).state_dict()
         assert ours.keys() == theirs.keys()
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    pixels = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(*(family.load_image_encoder(torch.float32).encode(pixels) for family in (single, whole)))
     texts = [family.load_text_encoder(torch.float32).encode(CAPTIONS) for family in (single, whole)]
     for one, other in zip(*texts, strict=True):
         assert torch.equal(one["prompt_embeds"], other["prompt_embeds"])

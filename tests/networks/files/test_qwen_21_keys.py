@@ -54,7 +54,10 @@ def by_comfyui(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         halves = {name: slice(None)}
         if name.endswith(".img_mlp.gate_up"):
             half = weight.shape[0] // 2
-            halves = {name.replace("gate_up", "gate_layer"): slice(half), name.replace("gate_up", "proj"): slice(half, None)}
+            halves = {
+                name.replace("gate_up", "gate_layer"): slice(half),
+                name.replace("gate_up", "proj"): slice(half, None),
+            }
         for known, rows in halves.items():
             for prefix in ("", "transformer."):
                 places[prefix + known] = key, rows

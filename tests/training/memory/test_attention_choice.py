@@ -82,7 +82,9 @@ def test_a_kernel_that_cannot_run_is_refused_before_anything_is_cached(
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
-@pytest.mark.parametrize("build", [tiny_flux_transformer, tiny_qwen_transformer, tiny_21_transformer, tiny_z_transformer])
+@pytest.mark.parametrize(
+    "build", [tiny_flux_transformer, tiny_qwen_transformer, tiny_21_transformer, tiny_z_transformer]
+)
 @pytest.mark.parametrize("written", [True, False])
 def test_heads_are_known_before_the_transformer_is_loaded(build: Callable[[], Any], written: bool) -> None:
     model = build() if written else None

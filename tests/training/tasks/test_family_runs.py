@@ -192,7 +192,7 @@ def test_one_image_is_learnt_by_heart(kind: str, tmp_path: Path) -> None:
         output, arguments, sampling = "all_final_layer.2-1.linear.weight", ["mod_dim=32"], "shift"
     elif kind.startswith("qwen_image_21"):
         folder = tiny_21_pipeline(tmp_path / "base", blocks=1)
-        output, arguments, sampling = "proj_out.weight", [], "qwen_shift"
+        output, arguments, sampling = "proj_out.weight", ["mod_dim=32"], "qwen_shift"  # as Z-Image's
     else:
         folder = tiny_qwen_pipeline(tmp_path / "base", kind, blocks=1)  # type: ignore[arg-type]
         output, arguments, sampling = "proj_out.weight", [], "qwen_shift"
