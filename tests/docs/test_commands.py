@@ -43,7 +43,6 @@ SHORT = ["--max_train_steps", "2", "--lr_warmup_steps", "1", "--max_data_loader_
 # configs that swap more blocks than a tiny model has otherwise
 DEEP = dict.fromkeys(("flux_lora_16gb", "flux_lora_12gb", "flux_lora_8gb"), "deep_flux")
 DEEP |= dict.fromkeys(("qwen_image_lora_24gb", "qwen_image_lora_12gb"), "deep_qwen")
-DEEP["qwen_image_21_lora_12gb"] = "deep_qwen_21"
 CALIBRATED = ("tools/refit_lora.py", "tools/merge_lora.py", "tools/quantize_model.py")
 
 
@@ -73,7 +72,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     qwen = save_split_files(tiny_qwen_pipeline(folder / "qwen"), folder / "single_qwen")
     deep_qwen = save_split_files(tiny_qwen_pipeline(folder / "deep_qwen", blocks=42), folder / "single_deep_qwen")
     qwen_21 = save_21_split_files(tiny_21_pipeline(folder / "qwen_21"), folder / "single_qwen_21")
-    deep_qwen_21 = save_21_split_files(tiny_21_pipeline(folder / "deep_qwen_21", blocks=10), folder / "single_deep_21")
     z_image = save_z_split_files(tiny_z_pipeline(folder / "z_image"), folder / "single_z_image")
     for source, name in (
         (files.transformer, "flux1-dev.safetensors"),
@@ -91,7 +89,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (qwen.vae, "qwen_image_vae.safetensors"),
         (qwen.text_encoder, "qwen_2.5_vl_7b.safetensors"),
         *((file, file.name) for file in (qwen_21.transformer, qwen_21.vae, qwen_21.text_encoder)),
-        (deep_qwen_21.transformer, "deep_qwen_21.safetensors"),
         (z_image.transformer, "z_image_bf16.safetensors"),
         (z_image.text_encoder, "qwen_3_4b.safetensors"),
     ):

@@ -36,6 +36,9 @@ SAME = {
     "T5LayerNorm": "RMSNorm",
     "LlamaRMSNorm": "RMSNorm",
     "QwenImageCausalConv3d": "Conv3d",
+    "QwenImage21RMS_norm": "RMSNorm",
+    "QwenImage21CausalConv3d": "Conv2d",  # of one frame
+    "QwenImage21ZeroCenterRMSNorm": "RMSNorm",
     "Conv1D": "Linear",  # GPT-2's name for a linear layer
 }
 

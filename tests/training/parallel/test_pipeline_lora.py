@@ -15,6 +15,7 @@ from tests.layouts import SETTINGS as LAYOUT_SETTINGS
 from tests.layouts import assert_goes_on_either_way, assert_same_metrics, chat_one, lines, train_one
 from tests.runs import arguments, largest_difference, lora, run, write_dataset
 from tests.tiny_qwen import tiny_qwen_pipeline
+from tests.tiny_qwen_21 import tiny_21_pipeline
 from tests.training.guard.test_nonfinite import BAD, spoilt
 from tests.training.tasks.test_chat_lora_runs import adapter, place  # noqa: F401  # the fixture
 from tests.training.tasks.test_chat_lora_runs import flags as chat_flags
@@ -33,6 +34,7 @@ FP8: dict[str, object] = {"max_train_steps": 2, "fp8_scaled": True, "optimizer_t
 FP8 |= {"network_args": ["train_double_block_indices=none"], "ema_decay": 0.5}
 QWEN: dict[str, object] = {"max_train_steps": 2, "model_type": "qwen_image", "timestep_sampling": "qwen_shift"}
 QWEN |= {"optimizer_args": ["eps=1e-6"]}
+QWEN_21 = QWEN | {"model_type": "qwen_image_21", "network_args": ["mod_dim=2"]}  # one stream
 CHAT: dict[str, object] = {"max_train_steps": 3, "network_dropout": 0.0, "gradient_accumulation_steps": 2}
 CHAT |= {"train_batch_size": 4, "packing": True, "max_length": 20, "sample_prompts": ["say 1"], "sample_tokens": 6}
 
@@ -59,6 +61,8 @@ def runs(base: Path, place: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     run(base, images, folder / "one", **one)
     run(base, captions, folder / "fp8_one", **FP8)
     run(qwen, captions, folder / "qwen_one", **QWEN)
+    qwen_21 = tiny_21_pipeline(folder / "qwen_21", blocks=3)
+    run(qwen_21, captions, folder / "qwen_21_one", **QWEN_21)
     chat_run(place, folder / "chat_one", "gpt2", **CHAT)
     two, state = one | {"pp": 2}, folder / "one/lora-step00000002-state"
     all_forward = {"pp": 2, "microbatches": 2, "schedule": "gpipe", "pp_balance": "weights"}
@@ -67,6 +71,7 @@ def runs(base: Path, place: Path, tmp_path_factory: pytest.TempPathFactory) -> P
         ("there", train_one, (arguments(base, images, folder / "there", **two, resume=state),)),
         ("fp8_two", train_one, (arguments(base, captions, folder / "fp8_two", **FP8, **all_forward),)),
         ("qwen_two", train_one, (arguments(qwen, captions, folder / "qwen_two", **QWEN, pp=2),)),
+        ("qwen_21_two", train_one, (arguments(qwen_21, captions, folder / "qwen_21_two", **QWEN_21, pp=2),)),
         ("chat_two", chat_one, (chat_flags(place, folder / "chat_two", "gpt2", **CHAT, **all_forward),)),
         ("many", train_one, (arguments(base, images, folder / "many", **two, microbatches=3),)),
     ]
@@ -95,7 +100,7 @@ def test_a_run_goes_on_under_another_layout(runs: Path) -> None:
     assert_goes_on_either_way(runs, SAME_IN_FP32)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "qwen"])
+@pytest.mark.parametrize("kind", ["fp8", "qwen", "qwen_21"])
 def test_other_bases_other_optimizers_and_qwen_image_too(kind: str, runs: Path) -> None:
     assert largest_difference(lora(runs / f"{kind}_two"), lora(runs / f"{kind}_one")) < SAME_IN_FP32
     one, two = (lines(runs / f"{kind}_{processes}") for processes in ("one", "two"))
