@@ -10,12 +10,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from diffusers import FluxTransformer2DModel, QwenImageTransformer2DModel, ZImageTransformer2DModel
+from diffusers import FluxTransformer2DModel, ZImageTransformer2DModel
 from torch import Tensor, nn
 from torch.func import functional_call
 
-import library.models.flux.model as flux_attention
-import library.models.qwen_image.model as qwen_attention
 from library.accelerator import build_accelerator, device_mesh
 from library.config.schema import (
     AccelerateConfig,
@@ -27,7 +25,7 @@ from library.config.schema import (
 )
 from library.errors import UserError
 from library.models.family import split_plan
-from library.models.registry import lora_targets
+from library.models.registry import family_class, lora_targets
 from library.nn.cross_entropy import token_cross_entropy
 from library.nn.tensor_split import Parts
 from library.precision.linear import QuantizedLinear
@@ -39,6 +37,7 @@ from tests.precision.layers import quantize
 from tests.runs import pipeline_forward
 from tests.tiny import tiny_flux_inputs, tiny_flux_transformer
 from tests.tiny_qwen import tiny_qwen_inputs, tiny_qwen_transformer
+from tests.tiny_qwen_21 import run_21, tiny_21_transformer
 from tests.worker_group import Job, run_in_group
 
 # Relative to a tensor's norm. Sums of a hundred fp32 products in another order, through a few blocks: findings
@@ -49,6 +48,7 @@ ARGUMENTS = {
     "flux_partly": ["include_patterns=['.*to_q', '.*proj_out', '.*ff.net.2']"],  # beside split layers without a LoRA
     "flux_fp8": [],
     "qwen": ["img_mod_dim=2"],
+    "qwen_21": ["mod_dim=2"],
 }
 
 
@@ -98,7 +98,9 @@ BUILDERS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor]
     "flux_partly": (flux, flux_velocity),
     "flux_fp8": (flux, flux_velocity),
     "qwen": (tiny_qwen_transformer, qwen_velocity),
+    "qwen_21": (tiny_21_transformer, run_21),
 }
+FAMILIES = {"qwen": "qwen_image", "qwen_21": "qwen_image_21"}
 
 
 def with_lora(case: str, swap: bool) -> tuple[nn.Module, Any]:
@@ -107,8 +109,8 @@ def with_lora(case: str, swap: bool) -> tuple[nn.Module, Any]:
     if case.endswith("fp8"):
         quantised(model, plain=not swap)
     if swap:
-        (qwen_attention if case == "qwen" else flux_attention).optimise_forward(model)
-    targets = lora_targets()["qwen_image" if case == "qwen" else "flux"]
+        family_class(FAMILIES.get(case, "flux")).optimise_forward(model)
+    targets = lora_targets()[FAMILIES.get(case, "flux")]
     config = NetworkConfig(network_dim=4, network_alpha=2, network_args=ARGUMENTS[case])
     network = inject_adapter(model, parse_network_args(config, targets), targets, seed=0)
     draws = torch.Generator().manual_seed(1)
@@ -126,7 +128,7 @@ def compute_together(folder: Path, case: str) -> None:
     """Write the output and the LoRA's gradients of two processes that have the layers together."""
     accelerator = two_processes(folder)
     model, network = with_lora(case, swap=True)
-    kind = QwenImageTransformer2DModel if case == "qwen" else FluxTransformer2DModel
+    kind = family_class(FAMILIES.get(case, "flux")).transformer_class
     split_layers(model, split_plan(kind, model.config, 2), device_mesh(accelerator)["tp"])
     output = BUILDERS[case][1](model)
     output.square().mean().backward()
