@@ -20,15 +20,19 @@ from library.models.qwen_image_21.files import FILES
 from library.models.qwen_image_21.spec import QwenImage21Family
 from library.precision.checkpoint import WeightFiles
 from library.precision.files.fp8 import Fp8Scheme
+from library.precision.linear import QuantizedLinear
 from library.precision.recipe import Recipe, WeightLoader
 from library.training.tasks.image_step import FlowStep
+from tests.precision.files.comfy import by_kitchen, comfy_tensors
 from tests.tiny_qwen_21 import (
     CHANNELS,
+    run_21,
     save_21_split_files,
     theirs_called,
     tiny_21_inputs,
     tiny_21_loaded,
     tiny_21_pipeline,
+    tiny_21_transformer,
 )
 
 CAPTIONS = ["a red disc", "make the picture of a small plain disc blue, yellow and purple"]
@@ -254,3 +258,30 @@ def test_the_transformer_loads_what_the_pipeline_saved(folder: Path) -> None:
     assert state.keys() == weights.keys()
     assert all(torch.equal(state[name], weights[name]) for name in weights)
     assert not any(parameter.requires_grad for parameter in loaded.parameters())
+
+
+def test_comfyuis_int8_file_with_the_fused_layer_is_read_as_it_is(folder: Path, tmp_path: Path) -> None:
+    """As ``qwen_image_2.1_int8_convrot.safetensors``: comfy-kitchen's own numbers, gate and factor in one matrix."""
+    files, options = save_21_split_files(folder, tmp_path), {"convrot": True, "convrot_groupsize": 64}
+    plain = load_file(files.transformer)
+    written, expected = dict(plain), dict(plain)
+    for key in [key for key in plain if "transformer_blocks" in key and "norm" not in key]:
+        quantised = by_kitchen(plain[key], "int8_tensorwise", per_channel=True, **options)
+        layer, config = key.removesuffix(".weight"), {"format": "int8_tensorwise", **options}
+        del written[key]
+        written |= comfy_tensors(layer, quantised, config)
+        expected[key] = quantised.dequantize()
+    save_file(written, files.transformer)
+    family = model_family(files.model_config())
+    loading = WeightLoader(compute="dequant")
+    transformer = family.load_transformer(torch.float32, fp8=loading)
+    assert sum(isinstance(module, QuantizedLinear) for module in transformer.modules()) == 2 * 7
+    reference = tiny_21_transformer()
+    for key in [key for key in expected if "gate_up" in key]:
+        gate, factor = expected.pop(key).chunk(2)
+        expected |= {key.replace("gate_up", "gate_layer"): gate, key.replace("gate_up", "proj"): factor}
+    reference.load_state_dict(expected)
+    with torch.no_grad():
+        ours, theirs, high = run_21(transformer), run_21(reference), run_21(tiny_21_transformer())
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert (theirs - high).norm() > 1e-3 * high.norm()
