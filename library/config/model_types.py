@@ -81,6 +81,16 @@ def _flux2(name: str, tokenizer: str, guidance: bool, swappable: int) -> ModelTy
     )
 
 
+def _qwen_image_21(name: str) -> ModelType:
+    return ModelType(
+        family=f"library.models.qwen_image_21.spec:{name}",
+        title="Qwen-Image-2.1",
+        files=("vae", "text_encoder"),
+        tokenizers={"qwen_tokenizer": "processor"},
+        swappable_blocks=30,
+    )
+
+
 def _qwen_image(name: str, *settings: str) -> ModelType:
     return ModelType(
         family=f"library.models.qwen_image.spec:{name}",
@@ -114,6 +124,8 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "qwen_image": _qwen_image("QwenImageFamily"),
     "qwen_image_edit": _qwen_image("QwenImageEditFamily"),
     "qwen_image_edit_plus": _qwen_image("QwenImageEditPlusFamily", "zero_cond_t"),
+    "qwen_image_21": _qwen_image_21("QwenImage21Family"),
+    "qwen_image_21_edit": _qwen_image_21("QwenImage21EditFamily"),
     "z_image": ModelType(
         family="library.models.z_image.spec:ZImageFamily",
         title="Z-Image",

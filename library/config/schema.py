@@ -166,7 +166,7 @@ class PrecisionConfig(Section):
         "input (tensor), none (unit, ComfyUI) or the file's input_scale (static); to int8, nvfp4 or mxfp8",
     )
     fp8_text_encoder: Annotated[bool, IMAGES] = Field(
-        False, description="quantise T5, Qwen2.5-VL or Qwen3 to fp8, block64, as it is loaded"
+        False, description="quantise T5, Qwen2.5-VL, Qwen3-VL or Qwen3 to fp8, block64, as it is loaded"
     )
 
 

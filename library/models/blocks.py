@@ -19,7 +19,7 @@ import torch
 from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
 from torch import Tensor, nn
 
-from library.nn.attention import Backend, attend_jointly
+from library.nn.attention import Backend, Segment, attend_jointly
 from library.nn.frozen_linear import project_recomputed, project_together
 from library.nn.norms import ModulationCache, RMSNorm, gelu, memoise, slice_tokens, swiglu_halves
 from library.nn.rope import Table
@@ -91,13 +91,15 @@ class AttentionProcessor:
         rope: Any,
         mask: Tensor | None = None,
         text_mask: Tensor | None = None,
+        segments: Sequence[Segment] = (),
     ) -> Tensor:
         """Return attention over text and image, [B, L + S, W].
 
         Args:
             attn: has the norms. image: projected q, k, v, each [B, S, W]; under tensor parallelism W, and so the heads,
             is this rank's share. text: q, k, v of the text, each [B, L, W], or None. rope: (cos, sin), or None. mask,
-            text_mask: as in a call.
+            text_mask: as in a call. segments: parts of a sequence that see what is before them alone, see
+            ``attend_in_order``.
         """
         head_dim = attn.inner_dim // attn.heads
         streams = [(image, (attn.norm_q, attn.norm_k))]
@@ -106,7 +108,8 @@ class AttentionProcessor:
         heads = [([tensor.unflatten(-1, (-1, head_dim)) for tensor in qkv], norms) for qkv, norms in streams]
         if text_mask is not None:
             mask = torch.cat([text_mask, text_mask.new_ones(image[0].shape[:2])], dim=1)
-        return attend_jointly(heads, rope, mask=mask, backend=self.backend, rounding=self.rounding).flatten(2)
+        options: Any = {"mask": mask, "segments": segments, "backend": self.backend, "rounding": self.rounding}
+        return attend_jointly(heads, rope, **options).flatten(2)
 
 
 Stream = tuple[Tensor, Callable[..., Tensor], Sequence[Tensor]]  # tokens, their norm, its shift and scale and more

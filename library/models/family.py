@@ -183,9 +183,18 @@ class Family:
         """Return latents [1, C, height, width] of what the pipeline gives, tokens or latents."""
         return latents if latents.ndim == 4 else unpack_latents(latents, height, width, self.patch_size)
 
-    def conditioned(self, transformer: nn.Module, conditions: Conditions) -> AbstractContextManager:
-        """Let the transformer see ``conditions`` while the pipeline calls it, where the pipeline does not pass them."""
+    def conditioned(
+        self, transformer: nn.Module, conditions: Conditions, text: dict[str, Tensor]
+    ) -> AbstractContextManager:
+        """Let the transformer see ``conditions`` while the pipeline calls it, where the pipeline does not pass them.
+
+        ``text`` is what the image is sampled from, without a batch axis or with one.
+        """
         return nullcontext()
+
+    def first_sigmas(self, steps: int) -> list[float] | None:
+        """Return the noise levels that the scheduler shifts, where the model itself says them; None: even ones."""
+        return None
 
     @classmethod
     def build(cls, arguments: Mapping[str, Any], most_blocks: int | None = None) -> Any:
@@ -377,13 +386,15 @@ class Family:
         pipeline.vae_scale_factor = factor  # read from the VAE otherwise, which stays outside
         pipeline.set_progress_bar_config(disable=True)
         inputs = self.condition_inputs((width, height), seed, conditions)
+        if (sigmas := self.first_sigmas(steps)) is not None:
+            inputs["sigmas"] = sigmas
         texts = {"": text} | ({"negative_": negative_text} if negative_text is not None and cfg > 1 else {})
         inputs |= self.guidance_inputs(guidance, cfg if len(texts) > 1 else 1.0)
         for prefix, each in texts.items():
             one = each if each["prompt_embeds"].ndim == 3 else {name: row.unsqueeze(0) for name, row in each.items()}
             inputs |= {prefix + name: value for name, value in self.pipeline_text(one, plain).items()}
         dtype = getattr(plain, "loaded_dtype", plain.dtype)
-        with evaluating(plain), _autocast(plain.device, dtype), self.conditioned(plain, conditions):
+        with evaluating(plain), _autocast(plain.device, dtype), self.conditioned(plain, conditions, text):
             latents = pipeline(
                 **inputs,
                 generator=torch.Generator().manual_seed(seed),
@@ -433,7 +444,7 @@ class Family:
             scheduler = type(scheduler).from_config(scheduler.config, use_dynamic_shifting=False, shift=shift)
         names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
         mu = calculate_shift(tokens, *(scheduler.config[name] for name in names))
-        scheduler.set_timesteps(sigmas=torch.linspace(1, 1 / steps, steps).tolist(), mu=mu)
+        scheduler.set_timesteps(sigmas=self.first_sigmas(steps) or torch.linspace(1, 1 / steps, steps).tolist(), mu=mu)
         return scheduler.sigmas.tolist()
 
     def _scheduler_of(self, steps: int) -> Any:

@@ -46,7 +46,7 @@ def published_qwen3(size: str, layers: int, theta: float = THETA) -> dict[str, C
 
 def load_qwen3(
     path: Path,
-    layers: int,
+    layers: int | None,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     recipe: Recipe | None = None,
@@ -56,7 +56,7 @@ def load_qwen3(
 
     Args:
         path: a transformers folder or a file.
-        layers: how many; negative: all but so many.
+        layers: how many; negative: all but so many; None: all.
         dtype, device: of the weights.
         recipe: how linear weights become fp8; None leaves them as the file has them.
         theta: base of the rotary positions, of a single file; a folder says it itself.
@@ -64,7 +64,7 @@ def load_qwen3(
     weights = WeightFiles(path)
     prefix, config = _describe(weights, theta)
     everything = config.num_hidden_layers
-    kept = layers if layers >= 0 else everything + layers
+    kept = everything if layers is None else layers if layers >= 0 else everything + layers
     if kept > everything:
         raise UserError(f"{path}: Qwen3 of {everything} layers, {kept} are read; give the text encoder of the model")
     config.num_hidden_layers, config.layer_types = kept, None

@@ -88,9 +88,9 @@ class LanguageModelEncoder(TextEncoder):
         inputs = {name: tensor.to(model.device) for name, tensor in inputs.items()}
         hidden = self.hidden(model, inputs).to(model.dtype).cpu()  # [B, T, D]
         lengths = [self.kept(int(length)) for length in inputs["attention_mask"].sum(dim=1)]
-        # Clones: a cached row must not keep its batch alive.
-        rows = [row[self.dropped : length].clone() for row, length in zip(hidden, lengths, strict=True)]
-        return [{"prompt_embeds": row, "prompt_embeds_mask": torch.ones(len(row), dtype=torch.bool)} for row in rows]
+        kept = [slice(self.dropped, length) for length in lengths]
+        rows = zip(kept, hidden, inputs["input_ids"].cpu(), strict=True)
+        return [self.conditioning(row[part], ids[part]) for part, row, ids in rows]
 
     def inputs(self, captions: list[str], references: list[list[Image]] | None) -> dict[str, Tensor]:
         """Return what the model is called with, ``input_ids`` and ``attention_mask`` [B, T] among it."""
@@ -102,6 +102,13 @@ class LanguageModelEncoder(TextEncoder):
             return model(**inputs, use_cache=False).last_hidden_state
         states = model(**inputs, use_cache=False, output_hidden_states=True).hidden_states
         return torch.cat([states[layer] for layer in self.layers], dim=-1)
+
+    def conditioning(self, row: Tensor, ids: Tensor) -> dict[str, Tensor]:
+        """Return one caption's entry of :meth:`encode`: ``row`` [L, D] are its vectors, ``ids`` [L] its tokens.
+
+        Of clones: a cached row must not keep its batch alive.
+        """
+        return {"prompt_embeds": row.clone(), "prompt_embeds_mask": torch.ones(len(row), dtype=torch.bool)}
 
     def kept(self, length: int) -> int:
         """Return how many vectors a prompt of ``length`` tokens keeps: more where padding is a part of the text."""

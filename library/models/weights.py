@@ -11,6 +11,7 @@ in the file. Renaming, splitting a fused qkv and swapping the halves of a modula
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -103,10 +104,11 @@ def statistics(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _check(expected: Mapping[str, tuple[int, ...]], weights: WeightFiles, key_map: KeyMap) -> None:
-    """Compare names and shapes; 1x1 convolutions may stand for linears (BFL's VAE attention).
+    """Compare names and shapes, but for sides of 1.
 
     A vector may stand for a table of as many numbers, row by row: Krea 2's modulation; GGUF keeps no single row apart
-    from a vector (Z-Image's ``x_pad_token``).
+    from a vector (Z-Image's ``x_pad_token``). 1x1 convolutions may stand for linears (BFL's VAE attention),
+    convolutions over one frame for those over images (Qwen-Image-2.1's VAE in ComfyUI's file).
     """
     missing = [name for name in expected if name not in key_map]
     missing += [rows.source for ranges in key_map.values() for rows in ranges if rows.source not in weights]
@@ -117,12 +119,15 @@ def _check(expected: Mapping[str, tuple[int, ...]], weights: WeightFiles, key_ma
     for name, shape in expected.items():
         shapes = [weights.rows(rows) for rows in key_map[name]]
         found = (sum(rows[0] for rows in shapes), *shapes[0][1:])
-        squeezed = found[: len(shape)] if all(side == 1 for side in found[len(shape) :]) else found
-        if squeezed != shape and (1, *found) != shape and found != (math.prod(shape),):
+        if _wide(found) != _wide(shape) and found != (math.prod(shape),):
             raise UserError(
                 f"{weights.path}: tensor {key_map[name][0].source!r} has shape {found}, the architecture "
                 f"wants {shape}; use a file of the right model"
             )
+
+
+def _wide(shape: tuple[int, ...]) -> list[int]:
+    return [side for side in shape if side != 1]
 
 
 def _some(names: Sequence[str]) -> str:
@@ -142,7 +147,7 @@ def _assign(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def _compute_buffers(module: nn.Module, device: torch.device | str) -> None:
-    """Give buffers that no file holds their values: CLIP's ``position_ids``, frequencies of transformers' RoPE."""
+    """Give buffers that no file holds their values: CLIP's ``position_ids``, frequencies of RoPE and of timesteps."""
     for name, buffer in list(module.named_buffers()):
         owner_name, _, leaf = name.rpartition(".")
         owner: Any = module.get_submodule(owner_name)
@@ -150,10 +155,16 @@ def _compute_buffers(module: nn.Module, device: torch.device | str) -> None:
             continue  # an fp8 layer's scale
         if leaf == "position_ids":
             values = torch.arange(buffer.shape[-1]).expand(buffer.shape)
-        elif leaf.endswith("inv_freq"):
-            values = type(owner)(owner.config).get_buffer(leaf)  # on the CPU
+        elif leaf.endswith(("inv_freq", "freqs")):
+            values = _made_again(owner).get_buffer(leaf)  # on the CPU
         elif leaf == _COUNTER:
             values = torch.zeros_like(buffer, device="cpu")
         else:
             raise NotImplementedError(f"buffer {name} of {type(module).__name__} has no known value")
         owner._buffers[leaf] = values.to(device)
+
+
+def _made_again(module: Any) -> Any:
+    """Return a module made with the arguments that ``module`` remembers by their names."""
+    names = [*inspect.signature(type(module).__init__).parameters][1:]
+    return type(module)(**{name: getattr(module, name) for name in names if hasattr(module, name)})

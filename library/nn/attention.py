@@ -9,6 +9,8 @@ wants [B, H, S, D]; the transposes are views and its kernels read strides, so no
     attend_recomputed  the same of queries and keys that are made of others, normed and turned: those are saved for
                        backward, and what is made of them is made again
     attend_jointly     text and image tokens among one another, with rotary positions (MM-DiT, arXiv 2403.03206)
+    attend_in_order    one sequence of texts and images: a token of a text sees what is before it, one of an image all
+                       of its image too; no mask is made
     document_mask      causal attention within each of several documents packed into one window: block diagonal
 
 There is no process-wide setting: whoever builds a model says which backend its attention uses.
@@ -113,13 +115,40 @@ class PackedGradient(torch.autograd.Function):
         return gradients[0].contiguous()
 
 
+Segment = tuple[int, int, bool]  # first token, the one behind the last, whether it is causal
+
+
+def attend_in_order(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    segments: Sequence[Segment],
+    mask: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Return attention of a sequence whose segments see themselves and what is before them, [B, S, H, D].
+
+    Args:
+        query, key, value: [B, S, H, D].
+        segments: neighbours from 0 to S. Within a causal one a token sees no later ones.
+        mask: boolean [B, S], which keys the last segment sees; None: all. The others see theirs whatever it says.
+        backend: as for :func:`attend`.
+    """
+    parts = []
+    for start, end, causal in segments:
+        keys = mask if end == key.shape[1] else None
+        q, k, v = query[:, start:end], key[:, :end], value[:, :end]
+        parts.append(attend(q, k, v, mask=keys, causal=causal, backend=backend))
+    return _joined(parts)
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 Prologue = Callable[..., tuple[Tensor, Tensor]]
 
 
-def attend_recomputed(
-    prologue: Prologue, inputs: Sequence[Tensor], value: Tensor, mask: Tensor | None = None, backend: Backend = "auto"
-) -> Tensor:
-    """Return :func:`attend` of the query and key that ``prologue(*inputs)`` gives, and ``value``.
+def attend_recomputed(prologue: Prologue, inputs: Sequence[Tensor], value: Tensor, kernel: Kernel = attend) -> Tensor:
+    """Return ``kernel`` of the query and key that ``prologue(*inputs)`` gives, and ``value``.
 
     A kernel of attention saves query, key and value for backward, norms save what they norm: queries and keys would be
     saved twice. Here ``inputs`` are, and backward runs the prologue again. Of FLUX's single block that is a sixth of
@@ -128,12 +157,13 @@ def attend_recomputed(
     Args:
         prologue: cheap and differentiable, drawing no random numbers, with nothing to be trained.
         inputs: its arguments, [B, S, H, D].
-        value, mask, backend: as for :func:`attend`.
+        value: [B, S, H, D].
+        kernel: :func:`attend`, or several calls of it on parts of these.
     """
     everything = (*inputs, value)
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and all(t.requires_grad for t in everything)):
-        return attend(*prologue(*inputs), value, mask=mask, backend=backend)
-    output = _Recomputed.apply(prologue, functools.partial(attend, mask=mask, backend=backend), value, *inputs)
+        return kernel(*prologue(*inputs), value)
+    output = _Recomputed.apply(prologue, kernel, value, *inputs)
     # Here too: a gradient that is a part of a wider tensor would keep all of that through the kernel's backward.
     return PackedGradient.apply(output)
 
@@ -146,7 +176,7 @@ class _Recomputed(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, prologue: Prologue, kernel: Callable[..., Tensor], value: Tensor, *inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, prologue: Prologue, kernel: Kernel, value: Tensor, *inputs: Tensor) -> Tensor:
         made = (*prologue(*inputs), value)
         owners, count = {tensor.untyped_storage()._cdata: i for i, tensor in enumerate(made)}, len(made)
         others, again = list[Tensor](), list[Tensor]()
@@ -204,6 +234,7 @@ def attend_jointly(
     rope: Table | None,
     *,
     mask: Tensor | None = None,
+    segments: Sequence[Segment] = (),
     backend: Backend = "auto",
     rounding: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
@@ -213,11 +244,13 @@ def attend_jointly(
         streams: of the text, of the image, ..., S differing between them; norms of queries and of keys. What norms give
             in more precision is turned so, and then rounded to the values' dtype.
         rope: cos and sin [sum of S, D/2] that turn neighbouring pairs of queries and keys; or None.
-        mask, backend: as for :func:`attend`.
+        mask, backend: as for :func:`attend`; with ``segments`` as for :func:`attend_in_order`, which these ask for.
         rounding: what becomes of query, key and value [B, S, H, D] before their products, where they are rounded.
     """
     # The dtype, not the values: what the prologue refers to is held until backward.
     norms, dtype = [norm for _, pair in streams for norm in pair], streams[0][0][2].dtype
+    ordered = functools.partial(attend_in_order, segments=segments) if segments else attend
+    kernel = functools.partial(ordered, mask=mask, backend=backend)
 
     def prologue(*projected: Tensor) -> tuple[Tensor, Tensor]:
         normed = [norm(tensor) for norm, tensor in zip(norms, projected, strict=True)]
@@ -230,8 +263,8 @@ def attend_jointly(
     inputs, value = [t for tensors, _ in streams for t in tensors[:2]], _joined([t[2] for t, _ in streams])
     value = value if rounding is None else rounding(value)
     if any(parameter.requires_grad for norm in norms for parameter in norm.parameters()):
-        return attend(*prologue(*inputs), value, mask=mask, backend=backend)
-    return attend_recomputed(prologue, inputs, value, mask, backend)
+        return kernel(*prologue(*inputs), value)
+    return attend_recomputed(prologue, inputs, value, kernel)
 
 
 def _joined(parts: list[Tensor]) -> Tensor:

@@ -131,16 +131,21 @@ def modulated(norm: Any) -> functools.partial[Tensor]:
     return functools.partial(modulated_norm, eps=norm.eps)
 
 
-def modulated_norm(x: Tensor, shift: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """Return LayerNorm of ``x`` [B, S, W] times (1 + scale) plus shift, these [B, 1, W], or [B, S, W] of each token."""
+def modulated_norm(x: Tensor, shift: Tensor | None, scale: Tensor, eps: float) -> Tensor:
+    """Return LayerNorm of ``x`` [B, S, W] times (1 + scale) plus shift, these [B, 1, W], or [B, S, W] of each token.
+
+    Without ``shift`` there is none.
+    """
     with torch.autocast(x.device.type, enabled=False):  # which would write the norm in fp32
         wide = torch.promote_types(x.dtype, torch.float32)
         if scale.shape[1] > 1:
-            return (F.layer_norm(x.to(wide), x.shape[-1:], eps=eps) * (1 + scale) + shift).to(x.dtype)
+            scaled = F.layer_norm(x.to(wide), x.shape[-1:], eps=eps) * (1 + scale)
+            return (scaled if shift is None else scaled + shift).to(x.dtype)
         # On CPUs weights in fp32 keep the means in fp32 for backward; on GPUs, whose kernel wants one dtype, they are.
         dtype = wide if x.device.type == "cpu" else x.dtype
-        weights, biases = (1 + scale).to(dtype), shift.to(dtype)
-        parts = zip(x.unbind(), weights.flatten(1).unbind(), biases.flatten(1).unbind(), strict=True)
+        weights = (1 + scale).to(dtype).flatten(1).unbind()
+        biases = [None] * len(weights) if shift is None else shift.to(dtype).flatten(1).unbind()
+        parts = zip(x.unbind(), weights, biases, strict=True)
         normed = [F.layer_norm(one, one.shape[-1:], weight, bias, eps) for one, weight, bias in parts]
         return normed[0].unsqueeze(0) if len(normed) == 1 else torch.stack(normed)
 

@@ -44,8 +44,8 @@ KINDS = {
     + r"(x_embedders?(\.\w+)?|all_x_embedder\..*|context_embedder|time_(text|guidance)_embed\..*|(cap|t)_embedder\..*"
     r"|(target_)?timestep_embedder\..*|img_in|txt_in(\..*)?|emb_in\..*|((ref_)?time|vector|guidance)_in\..*"
     r"|time_embed\..*|time_mod_proj|text_fusion\..*|first|(tmlp|tproj|txtmlp|txtfusion)\..*)",
-    "modulation": r".*(\bnorm(1|1_context)?\.linear|\b(img|txt)_mod\.(1|lin)|\bmodulation\.lin|\badaLN_modulation\.0"
-    r"|_stream_modulations?(_img|_txt|\.\w+)?\.lin(ear)?)",
+    "modulation": r".*(\bnorm(1|1_context)?\.linear|\b(img|txt)_mod\.(1|lin)|\bmodulation\.(lin|1)"
+    r"|\badaLN_modulation\.0|_stream_modulations?(_img|_txt|\.\w+)?\.lin(ear)?)",
     "final": _ROOT + r"(proj_out|norm_out\.linear|(all_)?final_layer\..*|last\.linear)",
 }
 # Matrices that are looked up rather than multiplied with, or tied to such: never fp8. LoRA: 67 % would become zero.

@@ -97,7 +97,8 @@ class Keys:
             meant = place.modules[place.part] if place.part is not None else None
         if meant is None or self.prefix + name != stem_of(self.prefix, meant):
             return None
-        return place if all(re.fullmatch(self.only, module) for module in place.modules) else None
+        modules = place.modules if place.part is None else [place.modules[place.part]]
+        return place if all(re.fullmatch(self.only, module) for module in modules) else None
 
 
 @dataclass(frozen=True)
@@ -144,6 +145,9 @@ _FLUX_BLOCKS, _Z_BLOCKS = r"(single_)?transformer_blocks\..*", r"(layers|(noise|
 _FLUX3_BLOCKS = r"(single_transformer_blocks|txt_mode_blocks|mode_blocks\.\w+)\..*"
 _ALONE = _AB | _OLD | _MAGNITUDE | {"alpha": "takes the file for another trainer's and finds no layer, or refuses it"}
 _STOPS = {"alpha": "fails on the whole file"}
+_QWEN_21 = "qwen_image_21 qwen_image_21_edit"
+# Of underscored names diffusers puts dots where it knows no better: gate.layer; outside of the blocks it knows some.
+_Q_UNDERSCORED = r".*\.(attn\..*|img_mlp\.(proj|out))|img_in|proj_out|norm_out.*|time_text_embed.*"
 _PEFT_KEYS = Keys("transformer.", "diffusers", _ALONE)
 _OF_ALL_IN_COMFYUI = _alike("diffusers", _OF_COMFYUI, "transformer.", "lycoris_", "")
 
@@ -175,6 +179,14 @@ READERS = (
             _QWEN,
             _PEFT_KEYS,
             *_alike("diffusers", _CONVERTED, "lora_unet_", "diffusion_model."),
+            Keys("", "diffusers", _DEFAULT),
+            Keys("", "diffusers", _CONVERTED, needs_alpha=True),
+        )
+        | _each(
+            _QWEN_21,
+            _PEFT_KEYS,
+            Keys("lora_unet_", "diffusers", _CONVERTED, _Q_UNDERSCORED),
+            Keys("diffusion_model.", "diffusers", _CONVERTED),
             Keys("", "diffusers", _DEFAULT),
             Keys("", "diffusers", _CONVERTED, needs_alpha=True),
         )
@@ -219,6 +231,11 @@ READERS = (
         )
         | _each(_FLUX3, *_alike("original", _OF_COMFYUI, "lora_unet_", "diffusion_model."))
         | _each(_QWEN, *_OF_ALL_IN_COMFYUI, *_alike("diffusers", _OF_COMFYUI, "lora_unet_", "diffusion_model."))
+        | _each(
+            _QWEN_21,  # its feed-forward is fused: below the first two, as a whole; elsewhere by its halves
+            *_alike("original", _OF_COMFYUI, "lora_unet_", "diffusion_model."),
+            *_OF_ALL_IN_COMFYUI,
+        )
         | _each(
             "z_image",
             *_OF_ALL_IN_COMFYUI,

@@ -36,6 +36,7 @@ from tests.tiny_flux2 import save_flux2_files, tiny_flux2_pipeline
 from tests.tiny_flux3 import save_flux3_split_files, tiny_flux3_pipeline
 from tests.tiny_krea2 import save_krea2_split_files, tiny_krea2_pipeline
 from tests.tiny_qwen import save_split_files, tiny_qwen_pipeline
+from tests.tiny_qwen_21 import save_21_split_files, tiny_21_pipeline
 from tests.tiny_z_image import save_z_split_files, tiny_z_pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -77,6 +78,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     qwen = save_split_files(tiny_qwen_pipeline(folder / "qwen"), folder / "single_qwen")
     deep_qwen = save_split_files(tiny_qwen_pipeline(folder / "deep_qwen", blocks=42), folder / "single_deep_qwen")
     flux3 = save_flux3_split_files(tiny_flux3_pipeline(folder / "flux3"), folder / "single_flux3")
+    qwen_21 = save_21_split_files(tiny_21_pipeline(folder / "qwen_21"), folder / "single_qwen_21")
     z_image = save_z_split_files(tiny_z_pipeline(folder / "z_image"), folder / "single_z_image")
     flux2 = save_flux2_files(tiny_flux2_pipeline(folder / "flux2"), folder / "single_flux2")
     deep_flux2 = tiny_flux2_pipeline(folder / "deep_flux2", double_blocks=8, single_blocks=24)
@@ -97,6 +99,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (qwen.transformer, "qwen_image_edit_2509_bf16.safetensors"),
         (qwen.vae, "qwen_image_vae.safetensors"),
         (qwen.text_encoder, "qwen_2.5_vl_7b.safetensors"),
+        *((file, file.name) for file in (qwen_21.transformer, qwen_21.vae, qwen_21.text_encoder)),
         (z_image.transformer, "z_image_bf16.safetensors"),
         (z_image.transformer, "z_image_turbo_bf16.safetensors"),
         (flux2.text_encoder, "qwen_3_4b.safetensors"),  # as wide as Z-Image's, and deeper
@@ -134,7 +137,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _small(dataset: str) -> str:
     """Return a dataset TOML for the tiny models' sizes."""
     dataset = dataset.replace("control_resolution = 1024", "control_resolution = 64")
-    return dataset.replace("resolution = 1024", "resolution = 64\nbucket_reso_steps = 16\nmin_bucket_reso = 32", 1)
+    return dataset.replace("resolution = 1024", "resolution = 64\nbucket_reso_steps = 32\nmin_bucket_reso = 32", 1)
 
 
 def _run(words: list[str], place: Path, curves: bool = False) -> None:

@@ -41,7 +41,7 @@ def assert_sample_is_the_pipelines(family: Family, pipeline: Any, cfg: float, **
         **theirs,
     ).images[0]
     assert image.size == expected.size == (64, 96)
-    tokens = 64 * 96 // (2 * pipeline.vae_scale_factor) ** 2
+    tokens = 64 * 96 // (family.patch_size * pipeline.vae_scale_factor) ** 2
     assert family.sampling_sigmas(3, tokens) == pytest.approx(pipeline.scheduler.sigmas.tolist())
     ours = np.asarray(image, dtype=int)
     # the same numbers up to rounding, sums may be split differently: one step of 255 may be left

@@ -29,6 +29,7 @@ from tests.tiny import (
 from tests.tiny_flux2 import bfl_flux2_state_dict, tiny_flux2_transformer
 from tests.tiny_flux3 import bfl_name, tiny_flux3_transformer
 from tests.tiny_krea2 import published_state_dict, tiny_krea2_transformer
+from tests.tiny_qwen_21 import tiny_21_transformer, tiny_21_vae
 from tests.tiny_z_image import comfy_state_dict, tiny_z_transformer
 
 KINDS = ("Linear", "Embedding", "Conv2d", "Conv3d", "LayerNorm", "GroupNorm", "RMSNorm")
@@ -39,6 +40,9 @@ SAME = {
     "LlamaRMSNorm": "RMSNorm",
     "Krea2RMSNorm": "RMSNorm",
     "QwenImageCausalConv3d": "Conv3d",
+    "QwenImage21RMS_norm": "RMSNorm",
+    "QwenImage21CausalConv3d": "Conv2d",  # of one frame
+    "QwenImage21ZeroCenterRMSNorm": "RMSNorm",
     "Conv1D": "Linear",  # GPT-2's name for a linear layer
 }
 
@@ -85,12 +89,14 @@ def gpt2() -> nn.Module:
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "flux": (lambda: tiny_flux_transformer(double_blocks=2), "FLUX.1 transformer (diffusers' names)"),
     "qwen": (qwen_image, "Qwen-Image transformer"),
+    "qwen_21": (tiny_21_transformer, "Qwen-Image-2.1 transformer"),
     "z_image": (tiny_z_transformer, "Z-Image transformer"),
     "flux2": (lambda: tiny_flux2_transformer(2), "FLUX.2 transformer (diffusers' names)"),
     "flux3": (tiny_flux3_transformer, "FLUX.3 transformer (diffusers' names)"),
     "krea2": (tiny_krea2_transformer, "Krea 2 transformer"),
     "vae": (tiny_vae, "image autoencoder, AutoencoderKL (diffusers' names)"),
     "qwen_vae": (qwen_vae, "Qwen-Image autoencoder (diffusers' names)"),
+    "qwen_21_vae": (tiny_21_vae, "Qwen-Image-2.1 autoencoder (diffusers' names)"),
     "clip": (lambda: tiny_text_encoders(50, 60)[0], "CLIP text encoder"),
     "t5": (lambda: tiny_text_encoders(50, 60)[1], "T5 encoder"),
     "llama": (llama, "Llama-style language model"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +12,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from library.errors import UserError
-from library.nn.attention import PackedGradient, attend, attend_jointly, attend_recomputed, chosen_backend
+from library.nn.attention import (
+    PackedGradient,
+    attend,
+    attend_in_order,
+    attend_jointly,
+    attend_recomputed,
+    chosen_backend,
+)
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -142,7 +150,7 @@ def test_recomputed_queries_and_keys_give_the_same_bits(masked: bool, checkpoint
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, recomputed: bool = recomputed) -> torch.Tensor:
             with torch.autocast("cpu", torch.bfloat16):
                 if recomputed:
-                    return attend_recomputed(prologue, [q, k], v, mask)
+                    return attend_recomputed(prologue, [q, k], v, partial(attend, mask=mask))
                 return attend(*prologue(q, k), v, mask=mask)
 
         out = checkpoint(run, q, k, v, use_reentrant=False) if checkpointed else run(q, k, v)
@@ -190,3 +198,26 @@ def test_what_is_made_again_is_not_kept_and_nothing_is_kept_after_backward() -> 
         assert saved() is None
     finally:
         gc.enable()
+
+
+def test_texts_and_images_in_order_see_what_is_before_them_and_images_themselves() -> None:
+    q, k, v = (random(2, 15, 2, 8, seed=seed) for seed in range(3))
+    segments = [(0, 3, True), (3, 7, False), (7, 8, True), (8, 10, True), (10, 15, False)]
+    seen = torch.ones(2, 15, dtype=torch.bool)
+    seen[1, 9] = False
+    allowed = torch.ones(15, 15, dtype=torch.bool).tril()
+    for start, end, causal in segments:
+        allowed[start:end, start:end] |= not causal
+    hidden = allowed.expand(2, -1, -1).clone()
+    hidden[:, 10:] &= seen[:, None]  # from the last image alone
+    for mask, shown in ((None, allowed), (seen, hidden[:, None])):
+        ours = attend_in_order(q, k, v, segments=segments, mask=mask)
+        torch.testing.assert_close(ours.double(), formula(q, k, v, shown), rtol=1e-5, atol=1e-6)
+
+    inputs = [each.clone().requires_grad_() for each in (q, k, v)]
+    kernel = partial(attend_in_order, segments=segments, mask=seen)
+    again = [each.clone().requires_grad_() for each in (q, k, v)]
+    attend_recomputed(lambda a, b: (a * 2, b + 1), inputs[:2], inputs[2], kernel).square().sum().backward()
+    kernel(again[0] * 2, again[1] + 1, again[2]).square().sum().backward()
+    for one, other in zip(inputs, again, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)

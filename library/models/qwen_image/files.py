@@ -126,6 +126,6 @@ ARCHITECTURES = (
     ),
     Architecture(
         "Qwen2.5-VL text encoder",
-        (r"(model\.)?visual\.blocks\.0\.attn\.qkv\.weight", r"(.*\.)?layers\.0\.self_attn\.q_proj\.weight"),
+        (r"(model\.)?visual\.blocks\.0\.mlp\.gate_proj\.weight", r"(.*\.)?layers\.0\.self_attn\.q_proj\.bias"),
     ),
 )

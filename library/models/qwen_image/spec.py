@@ -177,7 +177,7 @@ class QwenImageEditFamily(QwenImageFamily):
     most_references: int | None = 1
 
     @contextmanager
-    def conditioned(self, transformer: nn.Module, conditions: Conditions) -> Iterator[None]:
+    def conditioned(self, transformer: nn.Module, conditions: Conditions, text: dict[str, Tensor]) -> Iterator[None]:
         """Put the references behind the tokens that the pipeline gives, and take their output off again."""
         self.check_references(conditions)
         references = conditions.references

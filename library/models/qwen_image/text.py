@@ -59,8 +59,10 @@ class PromptTemplate:
         task: the system's message.
         dropped: tokens of the template's beginning whose vectors are dropped.
         label: what stands before an image, ``{}`` for its number; None: images are not seen.
-        area: pixels that an image is resized to, about.
+        area: pixels that an image is resized to, about; 0: it stays as it is.
         references: how many images a caption has; None: any number.
+        between: what stands between images.
+        most_tokens: of a caption without images; longer ones are cut, as in the pipeline. None: never.
     """
 
     task: str
@@ -68,17 +70,21 @@ class PromptTemplate:
     label: str | None = None
     area: int = 0
     references: int | None = 0
+    between: str = ""
+    most_tokens: int | None = MOST_TOKENS
+
+    @property
+    def system(self) -> str:
+        """The template's beginning."""
+        return f"<|im_start|>system\n{self.task}<|im_end|>\n"
 
     def fill(self, caption: str, images: Sequence[int]) -> str:
         """Return the whole prompt; ``images`` says how many tokens each image takes."""
-        shown = "".join(
+        shown = self.between.join(
             f"{(self.label or '').format(i)}<|vision_start|>{IMAGE_TOKEN * count}<|vision_end|>"
             for i, count in enumerate(images, start=1)
         )
-        return (
-            f"<|im_start|>system\n{self.task}<|im_end|>\n<|im_start|>user\n{shown}{caption}<|im_end|>\n"
-            "<|im_start|>assistant\n"
-        )
+        return f"{self.system}<|im_start|>user\n{shown}{caption}<|im_end|>\n<|im_start|>assistant\n"
 
 
 TEMPLATES = {
@@ -124,7 +130,7 @@ class QwenTextEncoder(LanguageModelEncoder):
     def inputs(self, captions: list[str], references: list[list[Image.Image]] | None) -> dict[str, Tensor]:
         """Return ids and mask [B, T], filled up at the end, and the reference images' patches.
 
-        Captions without images are cut at ``MOST_TOKENS``.
+        Captions without images are cut at the template's ``most_tokens``.
         """
         shown = references if references is not None else [[] for _ in captions]
         self._check_references(shown)
@@ -137,8 +143,8 @@ class QwenTextEncoder(LanguageModelEncoder):
             counts = [[next(tokens) for _ in images] for images in shown]
         prompts = [self.template.fill(caption, count) for caption, count in zip(captions, counts, strict=True)]
         ids = [self.tokenizer(prompt).input_ids for prompt in prompts]
-        if not self.sees_references:
-            ids = [row[: MOST_TOKENS + self.template.dropped] for row in ids]
+        if not self.sees_references and self.template.most_tokens is not None:
+            ids = [row[: self.template.most_tokens + self.template.dropped] for row in ids]
         inputs |= padded(ids)
         if flat:
             inputs["mm_token_type_ids"] = (
@@ -157,7 +163,7 @@ class QwenTextEncoder(LanguageModelEncoder):
                 )
 
     def _resized(self, image: Image.Image) -> Image.Image:
-        size = reference_size(self.template.area, *image.size)
+        size = reference_size(self.template.area, *image.size) if self.template.area else image.size
         return image if image.size == size else image.resize(size, Image.Resampling.LANCZOS)
 
 
@@ -198,7 +204,7 @@ def load_qwen_text(
     weights = WeightFiles(path)
     config, images = _config(weights), image_token is not None
     config.image_token_id = image_token if images else config.image_token_id
-    names = {_name(name): name for name in weights.names if not name.startswith("lm_head.")}
+    names = {vl_name(name): name for name in weights.names if not name.startswith("lm_head.")}
     if not images:
         inside = "language_model."
         names = {name.removeprefix(inside): source for name, source in names.items() if name.startswith(inside)}
@@ -214,7 +220,7 @@ def check_qwen_text(path: Path, images: bool = False) -> None:
     """Raise a UserError if ``path`` holds no Qwen2.5-VL, ``images``: that sees; reads headers only."""
     weights = WeightFiles(path)
     _config(weights)
-    if images and not any(_name(name).startswith("visual.") for name in weights.names):
+    if images and not any(vl_name(name).startswith("visual.") for name in weights.names):
         raise UserError(
             f"{path}: Qwen2.5-VL without its vision tower, as GGUF files have it; for a model that edits images give "
             "qwen_2.5_vl_7b.safetensors as text_encoder"
@@ -235,8 +241,8 @@ def image_processor(folder: Path | None) -> Qwen2VLImageProcessorPil:
     return Qwen2VLImageProcessorPil(**settings)
 
 
-def _name(name: str) -> str:
-    """Return the name in ``Qwen2_5_VLModel`` of a file's tensor."""
+def vl_name(name: str) -> str:
+    """Return the name in ``Qwen2_5_VLModel``, or in ``Qwen3VLModel``, of a file's tensor."""
     bare = name.removeprefix("model.")
     return bare if bare.startswith(("visual.", "language_model.")) else f"language_model.{bare}"
 
@@ -246,7 +252,7 @@ def _config(weights: WeightFiles) -> Qwen2_5_VLConfig:
     if weights.path.is_dir():
         known = read_config_of("qwen2_5_vl", weights.path, "give Qwen-Image's text encoder")
         return Qwen2_5_VLConfig.from_dict(known)
-    names = {_name(name): name for name in weights.names}
+    names = {vl_name(name): name for name in weights.names}
     sees = "visual.patch_embed.proj.weight" in names
     whole = sees or weights.metadata.get("general.architecture") == "qwen2vl"  # GGUF has the vision tower elsewhere
     if "language_model.layers.0.self_attn.q_proj.bias" not in names or not whole:

@@ -25,10 +25,6 @@ from library.models.weights import KeyMap, identity_map
 from library.precision.checkpoint import WeightFiles
 from library.safetensors_io import RowRange
 
-_DEFAULTS = {
-    name: parameter.default for name, parameter in inspect.signature(AutoencoderKLQwenImage.__init__).parameters.items()
-}
-
 
 class QwenImageEncoder(ImageEncoder):
     """Latents are normalised by a mean and a standard deviation for each channel."""
@@ -65,7 +61,8 @@ class QwenImageEncoder(ImageEncoder):
 
     def set_latents(self, config: dict[str, Any]) -> None:
         """Read channels, factor, means and deviations, each [1, C, 1, 1]; the published ones where it does not say."""
-        settings = _DEFAULTS | config
+        parameters = inspect.signature(self.autoencoder.__init__).parameters
+        settings = {name: parameter.default for name, parameter in parameters.items()} | config
         self.latent_channels, self.latent_factor = int(settings["z_dim"]), 2 ** len(settings["temperal_downsample"])
         self._mean = torch.tensor(settings["latents_mean"]).view(1, -1, 1, 1)
         self._std = torch.tensor(settings["latents_std"]).view(1, -1, 1, 1)
@@ -110,7 +107,7 @@ def _residuals(weights: WeightFiles, resample: str) -> int:
     return next((i for i in range(len(weights.names)) if resample.format(i) in weights), 0)
 
 
-_RENAMES = (
+RENAMES = (
     (r"^conv1\.", "quant_conv."),
     (r"^conv2\.", "post_quant_conv."),
     (r"^(encoder|decoder)\.conv1\.", r"\1.conv_in."),
@@ -130,7 +127,7 @@ _RENAMES = (
 
 def _diffusers_name(name: str, per_level: int) -> str:
     """Translate one of Wan's keys; a level of the decoder has ``per_level`` places, the last one its upsampler."""
-    for pattern, replacement in _RENAMES:
+    for pattern, replacement in RENAMES:
         name = re.sub(pattern, replacement, name)
     return re.sub(r"\.upsamples\.(\d+)\.", lambda match: _up_block(int(match[1]), per_level), name)
 

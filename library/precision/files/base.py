@@ -51,7 +51,7 @@ def cached_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def cached(*key: Any) -> Tensor:
         if key in known:
             return known[key]
-        with torch.inference_mode(mode=False):
+        with torch.inference_mode(False):
             made = make(*key)
         if type(made) is Tensor:
             known[key] = made

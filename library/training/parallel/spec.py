@@ -58,11 +58,11 @@ class ParallelSpec:
 
 
 def transformer_split_points(
-    model: nn.Module, blocks: Sequence[nn.Module], behind: Sequence[str], two_streams: bool = True
+    model: nn.Module, blocks: Sequence[nn.Module], behind: Sequence[str], streams: int = 2
 ) -> SplitPoints:
-    """Return where a diffusion transformer can be cut; ``two_streams``: its blocks take image and text."""
+    """Return where a diffusion transformer whose blocks pass on so many streams can be cut."""
     names = {id(module): name for name, module in model.named_modules()}
-    return SplitPoints([names[id(block)] for block in blocks], two_streams, tuple(behind))
+    return SplitPoints([names[id(block)] for block in blocks], streams == 2, tuple(behind))
 
 
 def lm_split_points(model: TransformerLM) -> SplitPoints:

@@ -225,7 +225,7 @@ class ImageLora(LoraTask):
             transformer,
             family.repeated_blocks,
             lambda: transformer_split_points(
-                transformer, family.blocks(transformer), family.behind_blocks, "encoder_hidden_states" in family.carried
+                transformer, family.blocks(transformer), family.behind_blocks, len(family.carried)
             ),
             family.split_plan,
             self.network,

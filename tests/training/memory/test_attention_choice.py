@@ -23,6 +23,7 @@ from tests.tiny_flux2 import tiny_flux2_transformer
 from tests.tiny_flux3 import tiny_flux3_transformer
 from tests.tiny_krea2 import tiny_krea2_transformer
 from tests.tiny_qwen import tiny_qwen_transformer
+from tests.tiny_qwen_21 import tiny_21_transformer
 from tests.tiny_z_image import tiny_z_transformer
 
 CPU = torch.device("cpu")
@@ -93,6 +94,7 @@ def test_a_kernel_that_cannot_run_is_refused_before_anything_is_cached(
         tiny_flux2_transformer,
         tiny_flux3_transformer,
         tiny_krea2_transformer,
+        tiny_21_transformer,
     ],
 )
 @pytest.mark.parametrize("written", [True, False])

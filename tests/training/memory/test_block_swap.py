@@ -247,7 +247,8 @@ def test_a_kinds_size_is_counted_in_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["flux", "qwen_image", "z_image", "flux2_klein", "flux3_klein", "flux3_klein_edit", "krea2"]
+    "name",
+    ["flux", "qwen_image", "qwen_image_21", "z_image", "flux2_klein", "flux3_klein", "flux3_klein_edit", "krea2"],
 )
 def test_a_published_models_largest_number_is_the_one_in_the_configurations_table(name: str) -> None:
     family = family_class(name)

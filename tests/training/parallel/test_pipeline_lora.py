@@ -17,6 +17,7 @@ from tests.runs import arguments, largest_difference, lora, run, write_dataset
 from tests.tiny_flux2 import tiny_flux2_pipeline
 from tests.tiny_krea2 import tiny_krea2_pipeline
 from tests.tiny_qwen import tiny_qwen_pipeline
+from tests.tiny_qwen_21 import tiny_21_pipeline
 from tests.training.guard.test_nonfinite import BAD, spoilt
 from tests.training.tasks.test_chat_lora_runs import adapter, place  # noqa: F401  # the fixture
 from tests.training.tasks.test_chat_lora_runs import flags as chat_flags
@@ -38,6 +39,7 @@ QWEN |= {"optimizer_args": ["eps=1e-6"]}
 FLUX2 = QWEN | {"model_type": "flux2_klein", "timestep_sampling": "flux2_shift", "network_args": ["single_mod_dim=2"]}
 KREA2: dict[str, object] = {"max_train_steps": 2, "model_type": "krea2", "timestep_sampling": "krea2_shift"}
 KREA2 |= {"optimizer_args": ["eps=1e-6"]}
+QWEN_21 = QWEN | {"model_type": "qwen_image_21", "network_args": ["mod_dim=2"]}  # one stream
 CHAT: dict[str, object] = {"max_train_steps": 3, "network_dropout": 0.0, "gradient_accumulation_steps": 2}
 CHAT |= {"train_batch_size": 4, "packing": True, "max_length": 20, "sample_prompts": ["say 1"], "sample_tokens": 6}
 
@@ -68,6 +70,8 @@ def runs(base: Path, place: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     run(flux2, captions, folder / "flux2_one", **FLUX2)
     krea2 = tiny_krea2_pipeline(folder / "krea2", layers=3)
     run(krea2, captions, folder / "krea2_one", **KREA2)
+    qwen_21 = tiny_21_pipeline(folder / "qwen_21", blocks=3)
+    run(qwen_21, captions, folder / "qwen_21_one", **QWEN_21)
     chat_run(place, folder / "chat_one", "gpt2", **CHAT)
     two, state = one | {"pp": 2}, folder / "one/lora-step00000002-state"
     all_forward = {"pp": 2, "microbatches": 2, "schedule": "gpipe", "pp_balance": "weights"}
@@ -78,6 +82,7 @@ def runs(base: Path, place: Path, tmp_path_factory: pytest.TempPathFactory) -> P
         ("qwen_two", train_one, (arguments(qwen, captions, folder / "qwen_two", **QWEN, pp=2),)),
         ("flux2_two", train_one, (arguments(flux2, captions, folder / "flux2_two", **FLUX2, pp=2),)),
         ("krea2_two", train_one, (arguments(krea2, captions, folder / "krea2_two", **KREA2, pp=2),)),
+        ("qwen_21_two", train_one, (arguments(qwen_21, captions, folder / "qwen_21_two", **QWEN_21, pp=2),)),
         ("chat_two", chat_one, (chat_flags(place, folder / "chat_two", "gpt2", **CHAT, **all_forward),)),
         ("many", train_one, (arguments(base, images, folder / "many", **two, microbatches=3),)),
     ]
@@ -106,7 +111,7 @@ def test_a_run_goes_on_under_another_layout(runs: Path) -> None:
     assert_goes_on_either_way(runs, SAME_IN_FP32)
 
 
-@pytest.mark.parametrize("kind", ["fp8", "qwen", "flux2", "krea2"])
+@pytest.mark.parametrize("kind", ["fp8", "qwen", "qwen_21", "flux2", "krea2"])
 def test_other_bases_optimizers_and_families_too(kind: str, runs: Path) -> None:
     assert largest_difference(lora(runs / f"{kind}_two"), lora(runs / f"{kind}_one")) < SAME_IN_FP32
     one, two = (lines(runs / f"{kind}_{processes}") for processes in ("one", "two"))

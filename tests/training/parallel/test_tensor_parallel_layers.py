@@ -14,9 +14,6 @@ from diffusers import FluxTransformer2DModel, ZImageTransformer2DModel
 from torch import Tensor, nn
 from torch.func import functional_call
 
-import library.models.flux.model as flux_attention
-import library.models.flux2.model as flux2_attention
-import library.models.qwen_image.model as qwen_attention
 from library.accelerator import build_accelerator, device_mesh
 from library.config.schema import (
     AccelerateConfig,
@@ -41,6 +38,7 @@ from tests.runs import pipeline_forward
 from tests.tiny import tiny_flux_inputs, tiny_flux_transformer
 from tests.tiny_flux2 import run_flux2, tiny_flux2_transformer
 from tests.tiny_qwen import tiny_qwen_inputs, tiny_qwen_transformer
+from tests.tiny_qwen_21 import run_21, tiny_21_transformer
 from tests.worker_group import Job, run_in_group
 
 # Relative to a tensor's norm. Sums of a hundred fp32 products in another order, through a few blocks: findings
@@ -52,6 +50,7 @@ ARGUMENTS = {
     "flux_fp8": [],
     "qwen": ["img_mod_dim=2"],
     "flux2": ["single_mod_dim=2", "img_in_dim=2"],  # packed: a process has its share of q, k, v, gate and factor each
+    "qwen_21": ["mod_dim=2"],
 }
 
 
@@ -102,8 +101,9 @@ BUILDERS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Tensor]
     "flux_fp8": (flux, flux_velocity),
     "qwen": (tiny_qwen_transformer, qwen_velocity),
     "flux2": (tiny_flux2_transformer, run_flux2),
+    "qwen_21": (tiny_21_transformer, run_21),
 }
-FAMILIES = {"qwen": (qwen_attention, "qwen_image"), "flux2": (flux2_attention, "flux2_klein")}
+FAMILIES = {"qwen": "qwen_image", "qwen_21": "qwen_image_21", "flux2": "flux2_klein"}
 
 
 def with_lora(case: str, swap: bool) -> tuple[nn.Module, Any]:
@@ -111,10 +111,9 @@ def with_lora(case: str, swap: bool) -> tuple[nn.Module, Any]:
     model = BUILDERS[case][0]()
     if case.endswith("fp8"):
         quantised(model, plain=not swap)
-    module, family = FAMILIES.get(case, (flux_attention, "flux"))
     if swap:
-        module.optimise_forward(model)
-    targets = lora_targets()[family]
+        family_class(FAMILIES.get(case, "flux")).optimise_forward(model)
+    targets = lora_targets()[FAMILIES.get(case, "flux")]
     config = NetworkConfig(network_dim=4, network_alpha=2, network_args=ARGUMENTS[case])
     network = inject_adapter(model, parse_network_args(config, targets), targets, seed=0)
     draws = torch.Generator().manual_seed(1)
@@ -132,7 +131,7 @@ def compute_together(folder: Path, case: str) -> None:
     """Write the output and the LoRA's gradients of two processes that have the layers together."""
     accelerator = two_processes(folder)
     model, network = with_lora(case, swap=True)
-    kind = family_class(FAMILIES.get(case, (None, "flux"))[1]).transformer_class
+    kind = family_class(FAMILIES.get(case, "flux")).transformer_class
     split_layers(model, split_plan(kind, model.config, 2), device_mesh(accelerator)["tp"])
     output = BUILDERS[case][1](model)
     output.square().mean().backward()

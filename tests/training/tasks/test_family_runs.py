@@ -35,6 +35,7 @@ from tests.tiny_flux3 import (
 )
 from tests.tiny_krea2 import run_krea2, save_krea2_split_files, tiny_krea2_inputs, tiny_krea2_pipeline
 from tests.tiny_qwen import Kind, SplitFiles, run_qwen, save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
+from tests.tiny_qwen_21 import run_21, save_21_split_files, tiny_21_inputs, tiny_21_loaded, tiny_21_pipeline
 from tests.tiny_z_image import run_z, save_z_split_files, tiny_z_inputs, tiny_z_pipeline
 from tests.training.test_host_waits import asked_by_more_steps
 
@@ -64,6 +65,19 @@ CASES = {
             "ss_network_module": "networks.lora_qwen_image",
             "ss_base_model_version": "qwen_image",
             "modelspec.architecture": "Qwen-Image/lora",
+            "modelspec.implementation": "https://github.com/QwenLM/Qwen-Image",
+        },
+    ),
+    "qwen_image_21": Case(
+        {"model_type": "qwen_image_21", "timestep_sampling": "qwen_shift"},
+        lambda folder: tiny_21_pipeline(folder, blocks=4),
+        save_21_split_files,
+        tiny_21_loaded,
+        run_21,
+        {
+            "ss_network_module": "peft",
+            "ss_base_model_version": "qwen_image_21",
+            "modelspec.architecture": "Qwen-Image-2.1/lora",
             "modelspec.implementation": "https://github.com/QwenLM/Qwen-Image",
         },
     ),
@@ -148,8 +162,9 @@ def plain(case: Case, base: Path, dataset: Path, tmp_path_factory: pytest.TempPa
     return folder
 
 
-def test_steps_read_nothing_back_from_the_device(tmp_path: Path) -> None:
-    case = CASES["qwen_image"]
+@pytest.mark.parametrize("family", ["qwen_image", "qwen_image_21"])
+def test_steps_read_nothing_back_from_the_device(family: str, tmp_path: Path) -> None:
+    case = CASES[family]
     base = case.write(tmp_path / "base")
 
     def train(folder: Path, steps: int) -> None:
@@ -242,6 +257,9 @@ _FLUX2 = Learner(
 _FLUX3 = Learner(
     lambda f: tiny_flux3_pipeline(f, blocks=1, channels=8), _flux3_inputs, "shift", arguments=("img_mod_dim=32",)
 )
+_QWEN_21 = Learner(
+    lambda f: tiny_21_pipeline(f, blocks=1), lambda: tiny_21_inputs(1, side=6), "qwen_shift", arguments=("mod_dim=32",)
+)
 LEARNERS = {
     **{kind: _qwen(kind) for kind in ("qwen_image", "qwen_image_edit", "qwen_image_edit_plus")},
     # attention and MLP alone stop at 0.4 of it
@@ -252,6 +270,8 @@ LEARNERS = {
         "all_final_layer.2-1.linear.weight",
         ("mod_dim=32",),
     ),
+    "qwen_image_21": _QWEN_21,
+    "qwen_image_21_edit": _QWEN_21,
     "flux2_klein": _FLUX2,
     "flux2_klein_edit": _FLUX2,
     "flux3_klein": _FLUX3,

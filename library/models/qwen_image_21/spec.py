@@ -1,0 +1,194 @@
+"""Qwen-Image-2.1 (https://github.com/QwenLM/Qwen-Image): images from text, and from other images.
+
+One latent of 64 channels, 16 x 16 pixels, is one token. The transformer sees one sequence: the caption, in which
+reference images stand where the caption's template names them, then the image that is painted; it takes the noise level
+sigma, which the painted image alone is modulated by, and returns the velocity noise - image. There is no guidance
+input; it is made to be sampled without guidance, and takes a negative prompt and true classifier-free guidance.
+
+One model does both. ``qwen_image_21`` trains on captions alone, for which the text encoder's vision tower is never
+loaded; ``qwen_image_21_edit`` with any number of reference images, of any sizes, clean at every noise level.
+
+Turbo is the same architecture, distilled to eight steps, whose noise levels its ``model_index.json`` has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from diffusers import DiffusionPipeline, QwenImage21Pipeline, QwenImage21Transformer2DModel
+from torch import Tensor, nn
+
+import library.models.qwen_image_21.files as qwen_files
+import library.models.qwen_image_21.model as qwen_model
+from library.conditions import ConditionKind, Conditions
+from library.errors import UserError
+from library.models.family import Family
+from library.models.latents import pack_latents
+from library.models.qwen3 import VL_THETA, load_qwen3, qwen3_width
+from library.models.qwen_image.spec import QwenImageFamily
+from library.models.qwen_image.text import IMAGE_TOKEN
+from library.models.qwen_image_21.text import QwenImage21TextEncoder, check_qwen3_vl, load_qwen3_vl, published_text
+from library.models.qwen_image_21.vae import QwenImage21Encoder
+from library.models.text import load_qwen_tokenizer
+from library.models.weights import read_config
+from library.precision.recipe import Recipe
+
+
+class QwenImage21Family(Family):
+    """Qwen-Image-2.1, of captions."""
+
+    name = "qwen_image_21"
+    layout = qwen_files.FILES
+    targets = qwen_files.QWEN_21_TARGETS
+    transformer_class = QwenImage21Transformer2DModel
+    depths = ("num_layers",)
+    image_encoder = QwenImage21Encoder
+    published_scheduler = QwenImageFamily.published_scheduler  # Qwen/Qwen-Image-2.1 has the same file
+    published_pipeline = "QwenImage21Pipeline"
+    patch_size = 1
+    timestep_sampling = "qwen_shift"
+    distilled_steps = 8  # sample_sigmas in model_index.json of Qwen/Qwen-Image-2.1-Turbo
+    masks_padding = True
+    carried = ("hidden_states",)
+    repeated_blocks = ("QwenImage21TransformerBlock",)
+    behind_blocks = ("norm_out", "proj_out")
+    optimise_forward = staticmethod(qwen_model.optimise_forward)
+
+    @classmethod
+    def published_parts(cls) -> dict[str, Callable[[], Any]]:
+        """Return Qwen-Image-2.1's autoencoder, and of Qwen3-VL what is used."""
+        return {"vae": QwenImage21Encoder.autoencoder, **published_text(cls.conditioning == "references")}
+
+    @classmethod
+    def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
+        """Return the arguments of a transformer of ``config``; the image is square, one reference is as large."""
+        side, images = round(tokens**0.5), 2 if cls.conditioning == "references" else 1
+        return {
+            "hidden_states": torch.randn(1, side * side * images, config.in_channels),
+            "encoder_hidden_states": torch.randn(1, text, config.context_in_dim),
+            "timestep": torch.rand(1),
+            "img_shapes": [[(1, side, side)] * images],
+            "return_dict": False,
+        }
+
+    def check_variant(self) -> None:
+        """Read the latents' channels; base and Turbo are one architecture."""
+        self.latent_channels = self.files.transformer_config.get("in_channels", 64)
+
+    def check_text_encoders(self) -> None:
+        """Compare the width of Qwen3-VL with what the transformer takes."""
+        path, wanted = self.files.text_encoders[0], self.files.transformer_config.get("context_in_dim", 4096)
+        if (width := qwen3_width(path)) != wanted:
+            raise UserError(f"{path}: text {width} wide, the transformer takes {wanted}; give Qwen3-VL-8B")
+
+    def load_text_encoder(
+        self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Recipe | None = None
+    ) -> QwenImage21TextEncoder:
+        """Return Qwen3-VL; with the vision tower where reference images are seen."""
+        (path,), sees = self.files.text_encoders, self.conditioning == "references"
+        tokenizer = load_qwen_tokenizer(self.files.tokenizers[0], IMAGE_TOKEN, "Qwen3-VL")
+        token: Any = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+
+        def load() -> Any:
+            if sees:
+                return load_qwen3_vl(path, token, dtype, device, recipe)
+            return load_qwen3(path, None, dtype, device, recipe, VL_THETA)
+
+        return QwenImage21TextEncoder(load, tokenizer, self.text_fingerprint(dtype, recipe, self.name), sees)
+
+    def transformer_inputs(
+        self, latents: Tensor, sigmas: Tensor, text: dict[str, Tensor], guidance: float, conditions: Conditions
+    ) -> dict[str, Any]:
+        """Return the arguments of the transformer; references are latents [B, 64, h_i, w_i] each."""
+        images, runs = [*(image.to(latents.dtype) for image in conditions.references), latents], text_runs(text)
+        embeds, mask = all_text(text), text.get("prompt_embeds_mask")
+        if mask is not None:
+            mask = torch.cat([mask.new_ones(len(mask), sum(runs)), mask], dim=1)
+        return {
+            "hidden_states": torch.cat([pack_latents(image, 1) for image in images], dim=1),
+            "timestep": sigmas,
+            "encoder_hidden_states": embeds,
+            "encoder_hidden_states_mask": mask,
+            "img_shapes": [[grid(image) for image in images]] * len(latents),
+            "text_runs": runs,
+        }
+
+    def first_sigmas(self, steps: int) -> list[float] | None:
+        """Return Turbo's own noise levels, which its folder has for one number of steps."""
+        index = self.files.transformer.parent / "model_index.json"
+        levels = read_config(index.parent, index.name).get("sample_sigmas") if index.is_file() else None
+        return levels if levels is not None and len(levels) == steps else None
+
+    def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
+        """Return QwenImage21Pipeline, with references too: :meth:`conditioned` adds what the transformer sees."""
+        return QwenImage21Pipeline(scheduler, None, None, _Processor(), transformer)
+
+    def guidance_inputs(self, guidance: float, cfg: float) -> dict[str, Any]:
+        """Return the guidance by the negative text."""
+        return {"true_cfg_scale": cfg, "use_kv_cache": False}
+
+    def pipeline_text(self, text: dict[str, Tensor], transformer: Any) -> dict[str, Any]:
+        """Return the text of all parts, in fp32 like the noise; a single sample has no padding."""
+        return {"prompt_embeds": all_text(text).to(transformer.device, torch.float32)}
+
+
+class _Processor:
+    """What the pipeline asks of its processor as it is made; texts come to it encoded."""
+
+    tokenizer = SimpleNamespace(encode=lambda text: [0])
+
+    def apply_chat_template(self, *_: object, **__: object) -> list[list[int]]:
+        """Return no tokens."""
+        return [[]]
+
+
+def text_runs(text: dict[str, Tensor]) -> tuple[int, ...]:
+    """Return how many tokens of ``text``, with a batch axis or without, stand before each reference image."""
+    return tuple(part.shape[-2] for part in _before(text))
+
+
+def all_text(text: dict[str, Tensor]) -> Tensor:
+    """Return the vectors of all parts of ``text`` [B, T, D]."""
+    return torch.cat([*_before(text), text["prompt_embeds"]], dim=-2)
+
+
+def _before(text: dict[str, Tensor]) -> list[Tensor]:
+    count = sum(name.startswith("before_image_") for name in text)
+    return [text[f"before_image_{i}"] for i in range(count)]
+
+
+def grid(latents: Tensor) -> tuple[int, int, int]:
+    """Return frames, rows and columns of the tokens of ``latents`` [B, C, h, w]."""
+    return 1, latents.shape[-2], latents.shape[-1]
+
+
+class QwenImage21EditFamily(QwenImage21Family):
+    """Qwen-Image-2.1 with any number of reference images."""
+
+    name = "qwen_image_21_edit"
+    targets = qwen_files.QWEN_21_EDIT_TARGETS
+    conditioning: ConditionKind = "references"
+
+    def check_text_encoders(self) -> None:
+        """As of captions alone; the vision tower must be there too."""
+        check_qwen3_vl(self.files.text_encoders[0])
+        super().check_text_encoders()
+
+    @contextmanager
+    def conditioned(self, transformer: nn.Module, conditions: Conditions, text: dict[str, Tensor]) -> Iterator[None]:
+        """Put the references before the tokens that the pipeline gives; the transformer's output has none of them."""
+        images, runs = conditions.references, text_runs(text)
+
+        def add(_: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+            tokens = kwargs["hidden_states"]
+            shown = [pack_latents(image.to(tokens.dtype), 1) for image in images]
+            shapes = [[*map(grid, images), *sample] for sample in kwargs["img_shapes"]]
+            joint = {"hidden_states": torch.cat([*shown, tokens], dim=1), "img_shapes": shapes}
+            return args, kwargs | joint | {"img_mask": None, "text_runs": runs}
+
+        with transformer.register_forward_pre_hook(add, with_kwargs=True, prepend=True):
+            yield

@@ -1,0 +1,287 @@
+"""The Qwen-Image-2.1 family against diffusers' QwenImage21Pipeline: velocity, text, latents, samples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from diffusers import QwenImage21Pipeline
+from PIL import Image
+from safetensors.torch import load_file, save_file
+
+from library.config.schema import FlowConfig, ModelConfig
+from library.data.batches import Batch, Item, collate
+from library.errors import UserError
+from library.models.family import model_family
+from library.models.files import file_arguments, transformer_of
+from library.models.qwen_image_21.files import FILES
+from library.models.qwen_image_21.spec import QwenImage21Family
+from library.precision.checkpoint import WeightFiles
+from library.precision.files.fp8 import Fp8Scheme
+from library.precision.linear import QuantizedLinear
+from library.precision.recipe import Recipe, WeightLoader
+from library.training.tasks.image_step import FlowStep
+from tests.precision.files.comfy import by_kitchen, comfy_tensors
+from tests.tiny_qwen_21 import (
+    CHANNELS,
+    run_21,
+    save_21_split_files,
+    theirs_called,
+    tiny_21_inputs,
+    tiny_21_loaded,
+    tiny_21_pipeline,
+    tiny_21_transformer,
+)
+
+CAPTIONS = ["a red disc", "make the picture of a small plain disc blue, yellow and purple"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_21_pipeline(tmp_path_factory.mktemp("qwen21") / "pipeline")
+
+
+@pytest.fixture(scope="module")
+def pipeline(folder: Path) -> QwenImage21Pipeline:
+    return tiny_21_loaded(folder)
+
+
+def family_of(folder: Path, **changes: object) -> QwenImage21Family:
+    settings: dict[str, object] = {"model_type": "qwen_image_21", "pretrained_model_name_or_path": str(folder)}
+    family = model_family(ModelConfig(**(settings | changes)))  # type: ignore[arg-type]
+    assert isinstance(family, QwenImage21Family)
+    return family
+
+
+def text_of(batch: int = 2) -> dict[str, torch.Tensor]:
+    inputs = tiny_21_inputs(batch)
+    return {name: inputs[name] for name in ("prompt_embeds", "prompt_embeds_mask")}
+
+
+def on_white(image: Image.Image) -> np.ndarray:
+    """Return an RGBA image as it looks on white, as integers."""
+    assert image.mode == "RGBA"
+    numbers = np.asarray(image, dtype=float) / 255
+    opacity = numbers[..., 3:]
+    return np.round((numbers[..., :3] * opacity + 1 - opacity) * 255).astype(int)
+
+
+def test_velocity_is_that_of_diffusers_called_by_hand(folder: Path, pipeline: QwenImage21Pipeline) -> None:
+    family, inputs, text = family_of(folder), tiny_21_inputs(), text_of()
+    text["prompt_embeds_mask"][1, 7:] = False
+    latents = inputs["latents"][..., :6]  # 8 x 6: a swapped axis would show
+    with torch.no_grad():
+        ours = family.predict_velocity(family.load_transformer(torch.float32), latents, inputs["sigmas"], text)
+        own = [text["prompt_embeds"][:1], text["prompt_embeds"][1:, :7]]  # padding moves the image in diffusers
+        samples = zip(latents.split(1), inputs["sigmas"].split(1), own, strict=True)
+        tokens = torch.cat([theirs_called(pipeline.transformer, [x], sigma, [words]) for x, sigma, words in samples])
+    theirs = QwenImage21Pipeline._unpack_latents(tokens, 8 * 16, 6 * 16, 16)[:, :, 0]
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+
+
+def test_captions_of_different_lengths_have_the_losses_and_gradients_they_have_alone(folder: Path) -> None:
+    family, inputs = family_of(folder), tiny_21_inputs(3)
+    transformer = family.load_transformer(torch.float32)
+    step = FlowStep(family, FlowConfig(timestep_sampling="qwen_shift"), seed=4)
+    items = []
+    for i, length in enumerate((12, 3, 7)):
+        text = {
+            "prompt_embeds": inputs["prompt_embeds"][i, :length],
+            "prompt_embeds_mask": torch.ones(length, dtype=torch.bool),
+        }
+        items.append(Item(inputs["latents"][i], text, 1.0, None, 20 + i))
+
+    def losses(batch: Batch) -> torch.Tensor:
+        return torch.stack([step.validation_losses(transformer, batch, [sigma]) for sigma in (0.2, 0.9)], dim=1)
+
+    together = losses(collate(items))
+    alone = torch.cat([losses(collate([item])) for item in items])
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=0)  # fp32: sums over keys in another order
+    assert (alone.amax() - alone.amin()) > 1e-2, "the samples differ"
+
+    weight = transformer.img_in.weight.requires_grad_()
+    step.loss(transformer, collate(items), 5)[0].backward()
+    assert weight.grad is not None
+    gradient, weight.grad = weight.grad, None
+    for item in items:
+        (step.loss(transformer, collate([item]), 5)[0] / 3).backward()
+    torch.testing.assert_close(gradient, weight.grad, rtol=1e-4, atol=1e-5 * gradient.abs().max().item())
+
+
+@pytest.mark.parametrize("captions", [CAPTIONS, CAPTIONS[:1], [""], ["a {brace} and <|im_end|>"], ["plain " * 1100]])
+def test_text_embeddings_are_those_of_the_pipeline(
+    folder: Path, pipeline: QwenImage21Pipeline, captions: list[str]
+) -> None:
+    encoder = family_of(folder).load_text_encoder(torch.float32)
+    with torch.no_grad():
+        embeds, mask, _ = pipeline.encode_prompt(captions)
+    for i, ours in enumerate(encoder.encode(captions)):
+        length = embeds.shape[1] if mask is None else int(mask[i].sum())
+        assert ours["prompt_embeds_mask"].tolist() == [True] * length
+        # the pipeline pads on the left: other positions, other sums
+        torch.testing.assert_close(ours["prompt_embeds"], embeds[i, :length], rtol=1e-4, atol=1e-4)
+    assert encoder._model is not None
+    assert not any("visual" in name for name, _ in encoder._model.named_parameters())
+
+
+def test_an_fp8_text_encoder_is_near(folder: Path) -> None:
+    family = family_of(folder)
+    plain = family.load_text_encoder(torch.bfloat16)
+    small = family.load_text_encoder(torch.bfloat16, recipe=Recipe(Fp8Scheme("block64"), exclude=()))
+    assert plain.fingerprint != small.fingerprint
+    (expected,), (found,) = plain.encode(CAPTIONS[:1]), small.encode(CAPTIONS[:1])
+    error = (found["prompt_embeds"] - expected["prompt_embeds"]).float().norm() / expected["prompt_embeds"].norm()
+    assert 0 < error < 0.15  # e4m3 rounds a weight by 2.6 % (rms); 21 matrices one after the other
+
+
+def test_latents_are_the_normalised_mean_of_opaque_images_and_decode_back_on_white(
+    folder: Path, pipeline: QwenImage21Pipeline
+) -> None:
+    encoder = family_of(folder).load_image_encoder(torch.float32)
+    assert (encoder.latent_factor, encoder.pixel_multiple, encoder.latent_channels) == (16, 32, CHANNELS)
+    image = Image.fromarray(np.random.default_rng(1).integers(0, 255, (96, 64, 3), dtype=np.uint8))
+    vae = pipeline.vae
+    with torch.no_grad():  # what the pipeline makes of a reference image without opacity
+        pixels = pipeline.image_processor.preprocess(image.convert("RGBA"), width=64, height=96).unsqueeze(2)
+        theirs = pipeline._encode_vae_image(pixels, None)
+        mean = vae.encode(pixels).latent_dist.mode()
+        decoded = vae.decode(mean).sample[:, :, 0]
+    ours = encoder.encode(torch.from_numpy(np.array(image)).permute(2, 0, 1)[None] / 127.5 - 1)
+    torch.testing.assert_close(ours, theirs[:, :, 0], rtol=1e-4, atol=1e-5)
+    (shown,) = pipeline.image_processor.postprocess(decoded, output_type="pil")
+    back = ((encoder.decode(ours)[0].permute(1, 2, 0) + 1) * 127.5).round().int().numpy()
+    assert np.abs(back - on_white(shown)).max() <= 2  # colour and opacity are rounded to integers there
+    with pytest.raises(UserError, match="64 x 80 pixels: sides must be multiples of 32"):
+        encoder.encode(torch.zeros(1, 3, 80, 64))
+
+
+@pytest.mark.parametrize("cfg", [1.0, 4.0])
+@pytest.mark.parametrize("turbo", [False, True])
+def test_samples_are_those_of_the_pipeline(folder: Path, tmp_path: Path, cfg: float, turbo: bool) -> None:
+    """Turbo's folder has noise levels of its own, for as many steps."""
+    levels = [1.0, 0.845148, 0.414568] if turbo else None  # of the eight in Qwen/Qwen-Image-2.1-Turbo
+    root = tiny_21_pipeline(tmp_path / "turbo", sample_sigmas=levels) if turbo else folder
+    family, pipeline = family_of(root), tiny_21_loaded(root, sample_sigmas=levels)
+    text, negative = family.load_text_encoder(torch.float32).encode(["a red disc", "blurry, large"])
+    transformer = family.load_transformer(torch.float32).train()
+    image = family.sample(
+        transformer,
+        family.load_image_encoder(torch.float32),
+        text,
+        width=64,
+        height=96,
+        steps=3,
+        guidance=1.0,
+        seed=7,
+        negative_text=negative if cfg > 1 else None,
+        cfg=cfg,
+    )
+    expected = pipeline(
+        "a red disc",
+        negative_prompt="blurry, large" if cfg > 1 else None,
+        true_cfg_scale=cfg,
+        width=64,
+        height=96,
+        num_inference_steps=3,
+        generator=torch.Generator().manual_seed(7),
+    ).images[0]
+    assert image.size == expected.size == (64, 96)
+    assert family.sampling_sigmas(3, 24) == pytest.approx(pipeline.scheduler.sigmas.tolist())
+    ours = np.asarray(image, dtype=int)
+    assert np.abs(ours - on_white(expected)).max() <= 2  # colour and opacity are rounded to integers there
+    assert ours.std() > 5, "a flat image would agree with another flat one"
+    assert transformer.training, "the mode is put back"
+    assert len(family.sampling_sigmas(4, 24)) == 5, "other numbers of steps are even ones"
+
+
+@pytest.mark.parametrize(("prefix", "fused"), [("", True), ("model.diffusion_model.", True), ("", False)])
+def test_split_files_hold_the_same_model(folder: Path, tmp_path: Path, prefix: str, fused: bool) -> None:
+    files = save_21_split_files(folder, tmp_path, prefix, fused)
+    single, whole = model_family(files.model_config()), family_of(folder)
+    config = single.files.transformer_config
+    assert {"num_layers": 2, "mlp_ratio": 3, "context_in_dim": 128, "in_channels": CHANNELS}.items() <= config.items()
+    for load in (
+        lambda family: family.load_transformer(torch.float32),
+        lambda family: family.load_image_encoder(torch.float32).vae,
+    ):
+        ours, theirs = load(single).state_dict(), load(whole).state_dict()
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    pixels = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(*(family.load_image_encoder(torch.float32).encode(pixels) for family in (single, whole)))
+    texts = [family.load_text_encoder(torch.float32).encode(CAPTIONS) for family in (single, whole)]
+    for one, other in zip(*texts, strict=True):
+        assert torch.equal(one["prompt_embeds"], other["prompt_embeds"])
+    schedules = [{k: v for k, v in f.scheduler().config.items() if k[0] != "_"} for f in (single, whole)]
+    assert schedules[0] == schedules[1]
+    assert transformer_of(files.transformer) == ("qwen_image_21", config)
+    assert file_arguments(WeightFiles(files.transformer), FILES)[0] == prefix
+
+
+def test_a_file_that_lacks_a_layer_or_is_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
+    files = save_21_split_files(folder, tmp_path)
+    weights = load_file(files.transformer)
+    weights.pop("transformer_blocks.1.img_mlp.gate_up.weight")
+    save_file(weights, files.transformer)
+    with pytest.raises(UserError, match=r"'transformer_blocks.1.img_mlp.gate_up.weight'.* missing"):
+        model_family(files.model_config()).load_transformer(torch.float32)
+    with pytest.raises(
+        UserError, match='a Qwen-Image-2.1 transformer, not Qwen-Image; set model_type = "qwen_image_21"'
+    ):
+        model_family(files.model_config(model_type="qwen_image"))
+    with pytest.raises(UserError, match=r"not Qwen-Image-2.1's VAE"):
+        model_family(files.model_config(vae=str(files.text_encoder)))
+    with pytest.raises(UserError, match="'QwenImage21Transformer2DModel', not ZImageTransformer2DModel"):
+        model_family(ModelConfig(model_type="z_image", pretrained_model_name_or_path=str(folder)))
+
+
+def test_fp8_base_stays_near_and_keeps_its_inputs_high(folder: Path) -> None:
+    family, inputs = family_of(folder), tiny_21_inputs()
+    loading = WeightLoader(Recipe(Fp8Scheme("block64")), compute="dequant")
+    velocities = []
+    for fp8 in (None, loading):
+        transformer = family.load_transformer(torch.float32, fp8=fp8)
+        with torch.no_grad():
+            velocities.append(family.predict_velocity(transformer, inputs["latents"], inputs["sigmas"], text_of()))
+    assert loading.quantized == 2 * 7 + 1  # the linear layers of two blocks, and the modulation
+    assert loading.excluded == 7
+    error = (velocities[1] - velocities[0]).norm() / velocities[0].norm()
+    assert 0 < error < 0.1
+
+
+def test_the_transformer_loads_what_the_pipeline_saved(folder: Path) -> None:
+    weights = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    loaded = family_of(folder).load_transformer(torch.float32)
+    state = loaded.state_dict()
+    assert state.keys() == weights.keys()
+    assert all(torch.equal(state[name], weights[name]) for name in weights)
+    assert not any(parameter.requires_grad for parameter in loaded.parameters())
+
+
+def test_comfyuis_int8_file_with_the_fused_layer_is_read_as_it_is(folder: Path, tmp_path: Path) -> None:
+    """As ``qwen_image_2.1_int8_convrot.safetensors``: comfy-kitchen's own numbers, gate and factor in one matrix."""
+    files, options = save_21_split_files(folder, tmp_path), {"convrot": True, "convrot_groupsize": 64}
+    plain = load_file(files.transformer)
+    written, expected = dict(plain), dict(plain)
+    for key in [key for key in plain if "transformer_blocks" in key and "norm" not in key]:
+        quantised = by_kitchen(plain[key], "int8_tensorwise", per_channel=True, **options)
+        layer, config = key.removesuffix(".weight"), {"format": "int8_tensorwise", **options}
+        del written[key]
+        written |= comfy_tensors(layer, quantised, config)
+        expected[key] = quantised.dequantize()
+    save_file(written, files.transformer)
+    family = model_family(files.model_config())
+    loading = WeightLoader(compute="dequant")
+    transformer = family.load_transformer(torch.float32, fp8=loading)
+    assert sum(isinstance(module, QuantizedLinear) for module in transformer.modules()) == 2 * 7
+    reference = tiny_21_transformer()
+    for key in [key for key in expected if "gate_up" in key]:
+        gate, factor = expected.pop(key).chunk(2)
+        expected |= {key.replace("gate_up", "gate_layer"): gate, key.replace("gate_up", "proj"): factor}
+    reference.load_state_dict(expected)
+    with torch.no_grad():
+        ours, theirs, high = run_21(transformer), run_21(reference), run_21(tiny_21_transformer())
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert (theirs - high).norm() > 1e-3 * high.norm()
