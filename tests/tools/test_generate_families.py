@@ -1,4 +1,4 @@
-"""tools/generate.py with Qwen-Image and Z-Image: split files and a LoRA, against diffusers' pipelines."""
+"""tools/generate.py with Qwen-Image, Z-Image and FLUX.2: split files and a LoRA, against diffusers' pipelines."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import QwenImagePipeline, ZImagePipeline
+from diffusers import Flux2KleinPipeline, QwenImagePipeline, ZImagePipeline
 from PIL import Image
 
 from library.errors import UserError
 from library.models.registry import lora_targets
 from networks.files.adapters import save_adapter
 from networks.files.weights import LoraWeights
+from tests.tiny_flux2 import save_flux2_files, tiny_flux2_pipeline, tiny_flux2_transformer
 from tests.tiny_qwen import SplitFiles, save_split_files, tiny_qwen_pipeline, tiny_qwen_transformer
 from tests.tiny_z_image import save_z_split_files, tiny_z_pipeline, tiny_z_transformer
 from tools.generate import image, parser
 
 
-def write_lora(path: Path, kind: str, transformer: torch.nn.Module, prefix: str = "") -> None:
+def write_lora(path: Path, kind: str, transformer: torch.nn.Module, prefix: str | tuple[str, ...] = "") -> None:
     """Write a random LoRA on the layers of the family whose names begin with ``prefix``."""
     targets, random = lora_targets()[kind], torch.Generator().manual_seed(1)
     weights = {
@@ -43,9 +44,17 @@ def flags_of(kind: str, files: SplitFiles, folder: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("kind", ["qwen_image", "z_image"])
+@pytest.mark.parametrize("kind", ["qwen_image", "z_image", "flux2_klein"])
 def test_split_files_with_a_lora_draw_what_diffusers_draws(kind: str, tmp_path: Path) -> None:
-    if kind == "qwen_image":
+    negative: dict[str, object] = {"negative_prompt": "large"}
+    if kind == "flux2_klein":
+        base = tiny_flux2_pipeline(tmp_path / "base")
+        files = save_flux2_files(base, tmp_path / "files")
+        pipeline, cfg = Flux2KleinPipeline.from_pretrained(base), {"guidance_scale": 3.0}
+        with torch.no_grad():
+            negative = {"negative_prompt_embeds": pipeline.encode_prompt("large")[0]}
+        write_lora(tmp_path / "lora.safetensors", kind, tiny_flux2_transformer(), ("transformer_b", "single_tr"))
+    elif kind == "qwen_image":
         base = tiny_qwen_pipeline(tmp_path / "base")
         files = save_split_files(base, tmp_path / "files")
         pipeline, cfg = QwenImagePipeline.from_pretrained(base), {"true_cfg_scale": 3.0}
@@ -62,8 +71,8 @@ def test_split_files_with_a_lora_draw_what_diffusers_draws(kind: str, tmp_path: 
     pipeline.load_lora_weights(str(tmp_path / "lora.safetensors"), adapter_name="lora")
     pipeline.set_adapters(["lora"], [0.5])
     theirs = pipeline(
-        "a red disc",
-        negative_prompt="large",
+        prompt="a red disc",
+        **negative,
         **cfg,
         width=64,
         height=48,

@@ -454,7 +454,7 @@ def _network_args(result: Translation, known: Known) -> None:
 def _split_qkv(result: Translation, known: Known) -> None:
     """kohya's trainers have one LoRA on each joined qkv of FLUX.1 and 2, unless sd-scripts' split_qkv is set."""
     values, arguments = result.values, result.values.get("network_args", [])
-    flux = values.get("network_module") in (MODEL_TYPES[name].kohya_module for name in ("flux", "flux2_klein"))
+    flux = values.get("network_module") in [MODEL_TYPES[name].kohya_module for name in ("flux", "flux2_klein")]
     other = values.get("network_type", "lora") != "lora" or values.get("init_lora_weights", "default") != "default"
     if not result.tool or not flux or other or not isinstance(arguments, list):
         return

@@ -120,7 +120,7 @@ class Flux2Family(Family):
         return {"prompt_embeds": text["prompt_embeds"].to(transformer.device, torch.float32)}
 
     @contextmanager
-    def conditioned(self, transformer: nn.Module, conditions: Conditions) -> Iterator[None]:
+    def conditioned(self, transformer: nn.Module, conditions: Conditions, text: dict[str, Tensor]) -> Iterator[None]:
         """Put the references behind the tokens that the pipeline gives, which takes their output off again."""
         references = conditions.references
 
