@@ -167,8 +167,10 @@ class JointRope(MultiAxisRope):
 
 def _expect_positions(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook: tell the table how many text tokens there are beside those that have positions."""
-    positions = kwargs["position_ids"]
-    tokens = kwargs["encoder_hidden_states"].shape[1] + kwargs["hidden_states"].shape[1]
+    given = (
+        dict(zip(("hidden_states", "encoder_hidden_states", "timestep", "position_ids"), args, strict=False)) | kwargs
+    )
+    positions, tokens = given["position_ids"], given["hidden_states"].shape[1] + given["encoder_hidden_states"].shape[1]
     transformer.rotary_emb.before = tokens - len(positions)
     if transformer.rotary_emb.before:  # the same tensor whenever the size is the same
         transformer.rotary_emb.expect(positions)

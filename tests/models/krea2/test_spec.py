@@ -117,6 +117,24 @@ def test_velocity_and_input_gradients_are_diffusers(folder: Path, pipeline: Krea
         assert (one - other).abs().max() <= 1e-5 * other.abs().max()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_any_shape_gives_diffusers_numbers(seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    batch, rows, columns, tokens = (int(torch.randint(1, most, (), generator=random)) for most in (4, 9, 9, 60))
+    mask = torch.rand(batch, tokens, generator=random) < 0.7
+    mask[:, 0] = True
+    shape = (batch, tokens, TEXT_LAYERS, TEXT_WIDTH)
+    leaves = [torch.randn(s, generator=random) for s in ((batch, rows * columns, 64), shape)]
+    sigmas, weight = torch.rand(batch, generator=random), torch.randn(leaves[0].shape, generator=random)
+    found = []
+    for model in (tiny_krea2_transformer(3, seed), optimise_forward(tiny_krea2_transformer(3, seed))):
+        image, text = (leaf.clone().requires_grad_() for leaf in leaves)
+        output = model(image, text, sigmas, positions(tokens, rows, columns), mask, return_dict=False)[0]
+        found.append([output, *torch.autograd.grad((output * weight).sum(), (image, text))])
+    for theirs, ours in zip(*found, strict=True):
+        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
 def test_a_block_saves_less_for_backward_than_diffusers() -> None:
     saved = []
     for optimise in (False, True):
