@@ -1,4 +1,4 @@
-"""tools/generate.py with Qwen-Image, Z-Image and FLUX.2: split files and a LoRA, against diffusers' pipelines."""
+"""tools/generate.py with the other families: split files and a LoRA, against diffusers' pipelines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from diffusers import Flux2KleinPipeline, QwenImagePipeline, ZImagePipeline
+from diffusers import Flux2KleinPipeline, Krea2Pipeline, QwenImagePipeline, ZImagePipeline
 from PIL import Image
 
 from library.errors import UserError
@@ -15,6 +15,7 @@ from library.models.registry import lora_targets
 from networks.files.adapters import save_adapter
 from networks.files.weights import LoraWeights
 from tests.tiny_flux2 import save_flux2_files, tiny_flux2_pipeline, tiny_flux2_transformer
+from tests.tiny_krea2 import save_krea2_split_files, tiny_krea2_pipeline, tiny_krea2_transformer
 from tests.tiny_qwen import SplitFiles, save_split_files, tiny_qwen_pipeline, tiny_qwen_transformer
 from tests.tiny_z_image import save_z_split_files, tiny_z_pipeline, tiny_z_transformer
 from tools.generate import image, parser
@@ -32,7 +33,7 @@ def write_lora(path: Path, kind: str, transformer: torch.nn.Module, prefix: str 
         for name, module in transformer.named_modules()
         if isinstance(module, torch.nn.Linear) and name.startswith(prefix) and targets.group_of(name)
     }
-    save_adapter(path, weights, targets, "kohya")
+    save_adapter(path, weights, targets, "diffusers" if kind == "krea2" else "kohya")  # diffusers reads no other of it
 
 
 def flags_of(kind: str, files: SplitFiles, folder: Path) -> list[str]:
@@ -44,7 +45,7 @@ def flags_of(kind: str, files: SplitFiles, folder: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("kind", ["qwen_image", "z_image", "flux2_klein"])
+@pytest.mark.parametrize("kind", ["qwen_image", "z_image", "flux2_klein", "krea2"])
 def test_split_files_with_a_lora_draw_what_diffusers_draws(kind: str, tmp_path: Path) -> None:
     negative: dict[str, object] = {"negative_prompt": "large"}
     if kind == "flux2_klein":
@@ -59,6 +60,11 @@ def test_split_files_with_a_lora_draw_what_diffusers_draws(kind: str, tmp_path: 
         files = save_split_files(base, tmp_path / "files")
         pipeline, cfg = QwenImagePipeline.from_pretrained(base), {"true_cfg_scale": 3.0}
         write_lora(tmp_path / "lora.safetensors", kind, tiny_qwen_transformer())
+    elif kind == "krea2":
+        base = tiny_krea2_pipeline(tmp_path / "base")
+        files = save_krea2_split_files(base, tmp_path / "files")
+        pipeline, cfg = Krea2Pipeline.from_pretrained(base), {"guidance_scale": 2.0}  # which counts from 0: --l 3
+        write_lora(tmp_path / "lora.safetensors", kind, tiny_krea2_transformer())
     else:
         base = tiny_z_pipeline(tmp_path / "base")
         files = save_z_split_files(base, tmp_path / "files")
