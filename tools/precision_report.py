@@ -100,7 +100,7 @@ def parser() -> argparse.ArgumentParser:
         "--distilled_steps",
         type=whole(least=1, most=MOST_STEPS),
         metavar="N",
-        help="sampling steps there (default: 8 of Z-Image, else 4)",
+        help="sampling steps there (default: 8 of Z-Image, 16 of FLUX.3, else 4)",
     )
     given = top.add_argument_group("what the server makes of picture and mask, a cause a flag")
     given.add_argument("--mask_invert", action="store_true", help="known and filled are swapped")
