@@ -101,6 +101,7 @@ def family_with(scheduler: FlowMatchEulerDiscreteScheduler | None, folder: Path,
         ("flux_fill", "flux_shift", None),
         ("flux", "flux_shift", None),
         ("qwen_image_edit", "qwen_shift", None),
+        ("qwen_image_21", "qwen_shift", None),
         ("z_image", "shift", 3.0),  # Tongyi-MAI/Z-Image-Turbo's scheduler_config.json
     ],
 )
