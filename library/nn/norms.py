@@ -210,8 +210,27 @@ def _write_gelu(x: Tensor, out: Tensor) -> None:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """Return SiLU of ``gate`` times ``up``, both [..., M] (Shazeer 2020, arXiv 2002.05202)."""
-    return F.silu(gate) * up
+    """Return SiLU of ``gate`` times ``up``, both [..., M] (Shazeer 2020, arXiv 2002.05202).
+
+    Backward writes one gradient where the output's is, which must be nobody else's: see :func:`beside_gelu`.
+    """
+    return F.silu(gate) * up if torch.compiler.is_compiling() else _SwiGLU.apply(gate, up)
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (gate, up), (own,) = ctx.saved_tensors, gradients
+        up_gradient = F.silu(gate).mul_(own)
+        own.mul_(up)
+        torch.ops.aten.silu_backward.grad_input(own, gate, grad_input=own)
+        return own, up_gradient
 
 
 def swiglu_halves(x: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
 
-from library.nn.norms import RMSNorm, beside_gelu, gelu, join_tokens, modulated_norm, split_tokens
+from library.nn.norms import RMSNorm, beside_gelu, gelu, join_tokens, modulated_norm, split_tokens, swiglu
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -111,6 +111,25 @@ def test_modulation_is_that_of_the_paper(dtype: torch.dtype, most: float, batch:
         assert one is not None
         assert other is not None
         assert (one.double() - other).norm() <= most * other.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swiglu_and_its_gradients_are_autograds_bit_for_bit(dtype: torch.dtype) -> None:
+    weight, found = random(64, 8, seed=3).to(dtype), []
+    for formula in (swiglu, lambda gate, up: torch.nn.functional.silu(gate) * up):
+        inputs = [random(3, 5, 64, seed=seed).to(dtype).requires_grad_() for seed in (1, 2)]
+        out = formula(*inputs)
+        (out @ weight).square().sum().backward()
+        found.append((out, *(each.grad for each in inputs)))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_without_a_shift_modulation_has_none() -> None:
+    x, scale = random(2, 5, 64), random(2, 1, 64, seed=1)
+    for vectors in (scale, scale.expand(-1, 5, -1)):
+        shifted = modulated_norm(x, torch.zeros_like(vectors), vectors, eps=1e-6)
+        assert torch.equal(modulated_norm(x, None, vectors, eps=1e-6), shifted)
 
 
 @pytest.mark.parametrize("batch", [1, 2])

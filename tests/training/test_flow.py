@@ -102,6 +102,7 @@ def family_with(scheduler: FlowMatchEulerDiscreteScheduler | None, folder: Path,
         ("flux", "flux_shift", None),
         ("qwen_image_edit", "qwen_shift", None),
         ("krea2", "krea2_shift", None),
+        ("qwen_image_21", "qwen_shift", None),
         ("z_image", "shift", 3.0),  # Tongyi-MAI/Z-Image-Turbo's scheduler_config.json
     ],
 )
