@@ -61,6 +61,12 @@ class Flux2Transformer2DModel(diffusers_flux2.Flux2Transformer2DModel):
 
     pos_embed: Any
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What pipelines give latents in: without biases the first parameter may be a quantised weight."""
+        attn: Any = self.single_transformer_blocks[0].attn
+        return attn.norm_q.weight.dtype
+
     def forward(
         self,
         hidden_states: Tensor,

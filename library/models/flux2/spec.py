@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,7 +49,13 @@ from library.precision.recipe import Recipe
 
 
 class Flux2Family(Family):
-    """What klein and dev share."""
+    """What klein and dev share.
+
+    Attributes:
+        text_width: path of a text encoder -> the width of its layers.
+    """
+
+    text_width: Callable[[Path], int]
 
     layout = flux2_files.FILES
     transformer_class = Flux2Transformer2DModel
@@ -92,13 +99,14 @@ class Flux2Family(Family):
             )
         self.latent_channels = self.files.transformer_config.get("in_channels", 128) // self.patch_size**2
 
-    def check_width(self, width: int, remedy: str) -> None:
-        """Compare three layers of the text encoder, each of ``width``, with what the transformer takes."""
-        wanted = self.files.transformer_config.get("joint_attention_dim", 15360)
+    def check_text_encoders(self) -> None:
+        """Compare three layers of the language model with what the transformer takes; headers only."""
+        (path,), (part,) = self.files.text_encoders, self.layout.text_encoders
+        width, wanted = self.text_width(path), self.files.transformer_config.get("joint_attention_dim", 15360)
         if 3 * width != wanted:
             raise UserError(
-                f"{self.files.text_encoders[0]}: three layers of {width} numbers, the transformer takes {wanted}; "
-                f"give {remedy} as text_encoder"
+                f"{path}: three layers of {width} numbers, the transformer takes {wanted}; give {part.published} as "
+                "text_encoder"
             )
 
     def transformer_inputs(
@@ -174,6 +182,7 @@ class KleinFamily(Flux2Family):
         "guidance_embeds": False,
     }
     published_pipeline = "Flux2KleinPipeline"
+    text_width = staticmethod(qwen3_width)
 
     @classmethod
     def published_like(cls, name: str) -> tuple[Mapping[str, Any], dict[str, Callable[[], Any]]]:
@@ -194,10 +203,6 @@ class KleinFamily(Flux2Family):
         super().check_variant()
         size = {7680: "-4b", 12288: "-9b"}.get(self.files.transformer_config.get("joint_attention_dim", 0), "")
         self.modelspec_architecture = self.targets.architecture + size
-
-    def check_text_encoders(self) -> None:
-        """Read the header of Qwen3."""
-        self.check_width(qwen3_width(self.files.text_encoders[0]), "Qwen3-4B (of klein 9B: Qwen3-8B)")
 
     def load_text_encoder(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Recipe | None = None
@@ -233,6 +238,7 @@ class DevFamily(Flux2Family):
     layout = flux2_files.DEV_FILES
     targets = flux2_files.DEV_TARGETS
     published_pipeline = "Flux2Pipeline"
+    text_width = staticmethod(mistral_width)
     guidance_input = True
     sample_guidance = 4.0  # the pipeline's default
 
@@ -240,10 +246,6 @@ class DevFamily(Flux2Family):
     def published_parts() -> dict[str, Callable[[], Any]]:
         """Return FLUX.2's autoencoder and Mistral Small 3."""
         return {"vae": lambda: Flux2ImageEncoder.autoencoder(**PUBLISHED_FLUX2), **published_mistral()}
-
-    def check_text_encoders(self) -> None:
-        """Read the header of Mistral."""
-        self.check_width(mistral_width(self.files.text_encoders[0]), "Mistral Small 3")
 
     def load_text_encoder(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Recipe | None = None

@@ -317,6 +317,7 @@ def test_fp8_base_stays_near_and_keeps_its_inputs_high(folder: Path, exclude: tu
     assert (loading.quantized, loading.excluded) == (25 - kept, kept)
     error = (velocities[1] - velocities[0]).norm() / velocities[0].norm()
     assert 0 < error < 0.1
+    assert transformer.dtype == torch.float32, "in which the pipeline gives it latents"
 
 
 def test_bf16_weights_with_and_without_autocast_are_near(folder: Path) -> None:
@@ -367,7 +368,7 @@ def test_other_models_and_missing_parts_are_refused_in_one_line(folder: Path, tm
             "pretrained_model_name_or_path": str(dev),
             "model_type": "flux2_klein_edit",
         },
-        "three layers of 40 numbers, the transformer takes 192; give Qwen3-4B": {"text_encoder": str(wide)},
+        "three layers of 40 numbers, the transformer takes 192; give qwen_3_4b": {"text_encoder": str(wide)},
         r"not Qwen3 \(no model.layers.0": {"text_encoder": str(files.vae)},
         "a LoRA, not a base model": {"pretrained_model_name_or_path": str(lora)},
         "image autoencoder.*, not FLUX.2": {"pretrained_model_name_or_path": str(files.vae)},
