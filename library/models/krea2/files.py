@@ -131,6 +131,7 @@ KREA2_TARGETS = LoraTargets(
     kohya_base="krea2",
     architecture="Krea-2",
     implementation="https://github.com/krea-ai/krea-2",
+    folded_layouts=("comfy",),
 )
 LORA_TARGETS = (KREA2_TARGETS,)
 

@@ -320,7 +320,7 @@ LOADS = {
     ("flux2_klein", "loha", "comfy"): {"ComfyUI"},
     ("krea2", "lora", "diffusers"): {"diffusers", "ComfyUI"},
     ("krea2", "lora", "kohya"): {"ComfyUI", "musubi-tuner"},
-    ("krea2", "lora", "comfy"): {"ComfyUI"},
+    ("krea2", "lora", "comfy"): {"diffusers", "ComfyUI"},
     ("krea2", "dora", "diffusers"): {"diffusers"},
     ("krea2", "dora", "comfy"): {"ComfyUI"},
     ("krea2", "loha", "comfy"): {"ComfyUI"},
@@ -454,7 +454,7 @@ REFUSED = [
     (FLUX_KONTEXT_TARGETS, "comfy", "loha", "musubi-tuner", "takes no LoHa of ours"),
     (FLUX_KONTEXT_TARGETS, "kohya", "lokr", "comfyui", "ComfyUI reads no LoKr of .*set save_format = comfy"),
     (QWEN_TARGETS, "comfy", "lokr", "musubi-tuner", "set save_format = kohya"),
-    (KREA2_TARGETS, "comfy", "lora", "diffusers", "set save_format = diffusers"),
+    (KREA2_TARGETS, "kohya", "lora", "diffusers", "set save_format = diffusers"),
 ]
 
 
