@@ -72,9 +72,10 @@ RUNS: dict[str, dict[str, Any]] = {
         "flags": ["--gradient_checkpointing", "--torch_compile", "--dynamo_backend", "aot_eager"],
     },
     "krea2, a batch of two with padded texts, nothing recomputed": {"model_type": "krea2", "flags": [], "batch": 2},
-    "krea2, fp8, blocks swapped, sampled": {
+    "krea2, fp8, blocks swapped, sampled with another model": {
         "model_type": "krea2", "blocks": 3,
-        "flags": ["--blocks_to_swap", "1", "--gradient_checkpointing", "--fp8_scaled", "--sample_prompts", "PROMPTS"],
+        "flags": ["--blocks_to_swap", "1", "--gradient_checkpointing", "--fp8_scaled", "--sample_prompts", "PROMPTS",
+                  "--sample_model", "MODEL"],
     },
     "krea2, int8 by rows, compiled": {
         "model_type": "krea2", "file": "int8_row",
@@ -127,7 +128,8 @@ def test_a_run_goes_through(device: FakeDevice, tmp_path: Path, name: str) -> No
         keywords["dataset_text"] = "validation_split = 0.5\n"
         keywords["batch"] = 2  # one of them is held out
     (tmp_path / "prompts.txt").write_text("a house --w 1024 --h 1024 --s 2")
-    flags = [flag.replace("PROMPTS", str(tmp_path / "prompts.txt")) for flag in keywords.pop("flags")]
+    paths = {"PROMPTS": str(tmp_path / "prompts.txt"), "MODEL": str(tmp_path / "model")}
+    flags = [paths.get(flag, flag) for flag in keywords.pop("flags")]
     found = device.walk("train", tmp_path, flags=flags, **{"blocks": 2, "side": 512} | keywords)
     assert "lora.safetensors" in found["saved"]
     assert ("samples" in found["saved"]) == ("--sample_prompts" in flags)

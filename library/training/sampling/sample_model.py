@@ -100,9 +100,9 @@ class SampleModel:
             for ring in self._rings:
                 stack.enter_context(ring.at_home())
             for name, mine in own.items():
-                kept = mine.detach().to(other[name].device, copy=True)
-                mine.data.copy_(other[name].data)
-                other[name].data.copy_(kept)
+                kept = mine.to(other[name].device, copy=True)
+                mine.copy_(other[name])
+                other[name].copy_(kept)
             for layer in transformer.modules():
                 if isinstance(layer, AdapterLinear):
                     layer.measure_base()
