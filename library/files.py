@@ -612,8 +612,8 @@ def fingerprint(path: str | Path) -> str:
 
     A file's size and 256 evenly spaced slices of it are hashed, so a 24 GB checkpoint takes milliseconds. Any
     retrained or requantised file differs in every slice; a file edited by hand in a few bytes may be missed.
-    A file that is one of several is the hash of all. A folder is that of its ``*.json``, ``*.safetensors`` and tokenizer files by relative name; where there are no
-    safetensors, of PyTorch's and TensorFlow's weight files.
+    A file that is one of several is the hash of all. A folder is that of its ``*.json``, ``*.safetensors`` and
+    tokenizer files by relative name; where there are no safetensors, of PyTorch's and TensorFlow's weight files.
     """
     root = Path(path)
     if not root.exists():

@@ -115,7 +115,7 @@ def _without_norm(config: Qwen3Config) -> Qwen3Model:
 def _kind(weights: WeightFiles) -> str | None:
     """Return which of the two the file is; None if nothing tells, as of a language model in a file by itself."""
     if weights.path.is_dir():
-        return _NAMES.get(_TYPES.get(read_config(weights.path).get("model_type"), 0.0))
+        return _NAMES.get(_TYPES.get(str(read_config(weights.path).get("model_type")), 0.0))
     if (architecture := weights.metadata.get("general.architecture")) is not None:  # of GGUF
         return {"qwen3": _NAMES[THETA], "qwen3vl": _NAMES[VL_THETA]}.get(architecture)
     return _NAMES[VL_THETA] if any("visual.deepstack_merger_list." in name for name in weights.names) else None
