@@ -599,27 +599,39 @@ def find_change(folder: Path, files: Collection[str] | None = None) -> str | Non
     return None
 
 
+def shards_of(file: Path) -> list[Path]:
+    """Return all files of the model that ``file`` is one of, ``<name>00001-of-00004.safetensors``; else itself."""
+    if (match := re.fullmatch(r"(.*?)\d{5}-of-(\d{5})\.safetensors", file.name)) is None:
+        return [file]
+    count = int(match[2])
+    return [file.with_name(f"{match[1]}{i + 1:05d}-of-{count:05d}.safetensors") for i in range(count)]
+
+
 def fingerprint(path: str | Path) -> str:
     """Return 16 hex digits that change when the weights or configs under ``path`` change.
 
     A file's size and 256 evenly spaced slices of it are hashed, so a 24 GB checkpoint takes milliseconds. Any
     retrained or requantised file differs in every slice; a file edited by hand in a few bytes may be missed.
-    A folder is the hash of its ``*.json``, ``*.safetensors`` and tokenizer files by relative name; where there are no
-    safetensors, of PyTorch's and TensorFlow's weight files.
+    A file that is one of several is the hash of all. A folder is that of its ``*.json``, ``*.safetensors`` and
+    tokenizer files by relative name; where there are no safetensors, of PyTorch's and TensorFlow's weight files.
     """
     root = Path(path)
     if not root.exists():
         raise UserError(f"{path}: no such file or folder; check the path")
     wanted = {".json", ".safetensors", ".txt", ".model"}
-    files = [root] if root.is_file() else sorted(f for f in root.rglob("*") if f.is_file())
+    files = (
+        [f for f in shards_of(root) if f.is_file()]
+        if root.is_file()
+        else sorted(f for f in root.rglob("*") if f.is_file())
+    )
     if root.is_dir():
         if not any(file.suffix == ".safetensors" for file in files):
             wanted |= {".bin", ".pth", *(file.suffix for file in files if file.suffix.startswith(".data-"))}
         files = [file for file in files if file.suffix in wanted]
-    digest = hashlib.sha256()
+    digest, folder = hashlib.sha256(), root if root.is_dir() else root.parent
     for file in files:
         size = file.stat().st_size
-        digest.update(os.fsencode(f"{'' if file == root else file.relative_to(root)}|{size}|"))
+        digest.update(os.fsencode(f"{'' if file == root else file.relative_to(folder)}|{size}|"))
         with open(file, "rb") as data:
             if size <= _FINGERPRINT_SLICES * _FINGERPRINT_SLICE_BYTES:
                 digest.update(data.read())

@@ -67,7 +67,7 @@ _QWEN_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", 
     f"blk.*.{theirs}": f"model.layers.*.{ours}" for theirs, ours in _QWEN.items()
 }
 # general.architecture -> llama.cpp's names against transformers', * for the block
-_NAMES = {"t5": _T5_NAMES, "t5encoder": _T5_NAMES, "qwen2vl": _QWEN_NAMES, "qwen3": _QWEN_NAMES}
+_NAMES = {"t5": _T5_NAMES, "t5encoder": _T5_NAMES, "qwen2vl": _QWEN_NAMES, "qwen3": _QWEN_NAMES, "qwen3vl": _QWEN_NAMES}
 
 
 def read_gguf_header(path: str | Path, file: BufferedReader, may_be_cut: bool = False) -> tuple[dict[str, Any], int]:

@@ -48,7 +48,7 @@ import torch
 from torch import Tensor
 
 from library.errors import UserError
-from library.files import atomic_path, open_own, read_json, reading
+from library.files import atomic_path, open_own, read_json, reading, shards_of
 from library.gguf_header import MAGIC, read_gguf_header
 
 MAX_HEADER_BYTES = 100_000_000
@@ -191,13 +191,19 @@ def _read_exactly(file: RawIOBase | BufferedReader, view: memoryview) -> None:
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Return the files of weights behind ``path``: itself, or those of a diffusers or transformers folder."""
+    """Return the files of weights behind ``path``: itself, or those of a diffusers or transformers folder.
+
+    A file that is one of several, ``model-00001-of-00004.safetensors``, stands for all of them.
+    """
     if path.is_file():
         if path.suffix.lower() not in (".safetensors", ".gguf"):
             raise UserError(
                 f"{path}: weights are read from .safetensors and .gguf files; convert it or download such a file"
             )
-        return [path]
+        shards = shards_of(path)
+        if missing := [shard.name for shard in shards if not shard.is_file()]:
+            raise UserError(f"{path}: one of {len(shards)} files, {missing[0]} is not beside it; download it too")
+        return shards
     if not path.is_dir():
         raise UserError(f"{path}: no such file or folder; check the path")
     for index in sorted(path.glob("*.safetensors.index.json")):

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from library.errors import UserError, printable
+from library.files import shards_of
 from library.models.hub import pipeline_index
 from library.models.registry import all_modules
 from library.precision.checkpoint import quantized_file
@@ -163,7 +164,8 @@ class WeightSet:
 def weight_sets(path: Path) -> list[WeightSet]:
     """Read the headers behind ``path``: a file, a model's folder, a pipeline's, or a folder of files."""
     if path.is_file():
-        return [_read(("", weight_files(path)))]
+        whole = all(file.is_file() for file in shards_of(path))
+        return [_read(("", weight_files(path) if whole else [path]))]
     if not path.is_dir():
         raise UserError(f"{path}: no such file or folder; check the path")
     parts = sorted({file.parent for file in path.glob("*/*.safetensors")})

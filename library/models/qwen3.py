@@ -29,6 +29,7 @@ from library.safetensors_io import RowRange
 
 THETA, VL_THETA = 1e6, 5e6  # config.json of Qwen/Qwen3-4B and of Qwen/Qwen3-VL-4B-Instruct
 _TYPES = {"qwen3": THETA, "qwen3_vl": VL_THETA, "qwen3_vl_text": VL_THETA}
+_NAMES = {THETA: "Qwen3", VL_THETA: "Qwen3-VL"}
 _EMBEDDINGS = "embed_tokens.weight"
 _SIZES = {"4B": (2560, 9728), "8B": (4096, 12288)}  # width, inner width
 
@@ -88,9 +89,15 @@ def load_layers(
     return load_into(build, weights, key_map, dtype, device, fp8=WeightLoader(recipe, compute="dequant"))
 
 
-def qwen3_width(path: Path) -> int:
-    """Return the width of the vectors that the Qwen3 in ``path`` gives; reads headers only."""
-    return _describe(WeightFiles(path), THETA)[1].hidden_size
+def qwen3_width(path: Path, theta: float = THETA) -> int:
+    """Return the width of the vectors that the Qwen3 in ``path`` gives, with ``VL_THETA`` Qwen3-VL's.
+
+    Reads headers only.
+
+    Raises:
+        UserError: it is the other of the two, which has the same shapes.
+    """
+    return _describe(WeightFiles(path), theta)[1].hidden_size
 
 
 def prefix_of(weights: WeightFiles) -> str:
@@ -105,9 +112,20 @@ def _without_norm(config: Qwen3Config) -> Qwen3Model:
     return model
 
 
+def _kind(weights: WeightFiles) -> str | None:
+    """Return which of the two the file is; None if nothing tells, as of a language model in a file by itself."""
+    if weights.path.is_dir():
+        return _NAMES.get(_TYPES.get(str(read_config(weights.path).get("model_type")), 0.0))
+    if (architecture := weights.metadata.get("general.architecture")) is not None:  # of GGUF
+        return {"qwen3": _NAMES[THETA], "qwen3vl": _NAMES[VL_THETA]}.get(architecture)
+    return _NAMES[VL_THETA] if any("visual.deepstack_merger_list." in name for name in weights.names) else None
+
+
 def _describe(weights: WeightFiles, theta: float) -> tuple[str, Qwen3Config]:
     """Return what stands before the language model's names, and the configuration of all its layers."""
-    prefix = prefix_of(weights)
+    prefix, wanted, found = prefix_of(weights), _NAMES[theta], _kind(weights)
+    if found not in (None, wanted):
+        raise UserError(f"{weights.path}: {found}, not {wanted}; give {wanted} as text_encoder")
     if weights.path.is_dir():
         known = read_config(weights.path)
         if known.get("model_type") not in _TYPES:
@@ -125,9 +143,7 @@ def _describe(weights: WeightFiles, theta: float) -> tuple[str, Qwen3Config]:
         )
     first = f"{prefix}layers.0"
     if f"{first}.self_attn.q_norm.weight" not in weights or f"{first}.mlp.gate_proj.weight" not in weights:
-        raise UserError(
-            f"{weights.path}: not Qwen3 (no {first}.self_attn.q_norm); give qwen_3_4b.safetensors as text_encoder"
-        )
+        raise UserError(f"{weights.path}: not {wanted} (no {first}.self_attn.q_norm); give {wanted} as text_encoder")
     vocabulary, width = weights.shape(prefix + _EMBEDDINGS)
     (head_dim,) = weights.shape(f"{first}.self_attn.q_norm.weight")
     return prefix, Qwen3Config(

@@ -110,12 +110,19 @@ class Reader:
         families: model family -> the keys it knows for the transformer; a family that is missing it does not have.
         text: text encoder's component -> the keys it knows for it.
         header: it reads ranks and alphas from the header, or PEFT's config beside the file.
+        stops: model family -> regular expression of a module's name in a file, with which it fails on the whole file.
     """
 
     name: str
     families: Mapping[str, tuple[Keys, ...]]
     text: Mapping[str, tuple[Keys, ...]] = field(default_factory=dict)
     header: bool = False
+    stops: Mapping[str, str] = field(default_factory=dict)
+
+    def fails(self, stems: Iterable[str], targets: LoraTargets) -> bool:
+        """Return whether the program stops at a file that has modules called ``stems``."""
+        expression = self.stops.get(targets.family)
+        return expression is not None and any(re.fullmatch(expression, stem) for stem in stems)
 
     def place(self, stem: str, targets: LoraTargets) -> Iterable[tuple[Keys, str, KeyPlace]]:
         """Yield each form in which ``stem`` is a module, the component's prefix ("" or "text_encoder."), its place."""
@@ -207,6 +214,7 @@ READERS = (
             )
         },
         header=True,
+        stops=dict.fromkeys(_QWEN_21.split(), r"lora_unet_(modulation|txt_in)_\w+"),
     ),
     Reader(
         "ComfyUI",
@@ -286,14 +294,17 @@ def readable(
     """Return which modules a program would read from a file that holds ``names`` in ``save_format``."""
     layout = layout_of(kind, save_format, targets)
     plain = save_format in targets.plain_layouts
+    stems = {name: key_stem(name, targets, layout, plain) for name in names}
+    if reader.fails(stems.values(), targets):
+        return set()
     sets = [[layout.names.get(tensor, tensor) for tensor in complete] for complete in KINDS[kind].complete]
     written = [names for names in sets if None not in names]  # in one of these forms a module of the kind is written
     return {
         name
-        for name in names
+        for name, stem in stems.items()
         if any(
             all(set(tensors) <= form.tensors.keys() for tensors in written)
-            for form, _, _ in reader.place(key_stem(name, targets, layout, plain), targets)
+            for form, _, _ in reader.place(stem, targets)
         )
     }
 
@@ -383,6 +394,8 @@ def read_as(
         alphas: component -> what the header, or PEFT's config, says.
         targets: the family's row.
     """
+    if reader.fails((key.partition(".")[0] for key in tensors), targets):
+        return Reading({}, {})
     modules: dict[tuple[str, str], tuple[Keys, KeyPlace, dict[str, str]]] = {}  # component, stem -> ..., name -> key
     for key in tensors:
         if found := _recognise(reader, key, targets):

@@ -221,11 +221,13 @@ def test_shards_are_one_model_and_loose_files_several(tmp_path: Path) -> None:
         save_file({name: state[name] for name in part}, tmp_path / f"model-0000{number}-of-00002.safetensors")
     loose = weight_sets(tmp_path)
     assert [weights.name for weights in loose] == [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    assert len(weight_sets(tmp_path / loose[0].name)[0].tensors) == len(names), "a shard is named for all"
     place = {name: f"model-0000{1 if name in names[:40] else 2}-of-00002.safetensors" for name in names}
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": place}))
     assert one_component(tmp_path).parameters == sum(tensor.numel() for tensor in state.values())
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
+    assert len(weight_sets(tmp_path / loose[0].name)[0].tensors) == 40, "what is there is shown"
     with pytest.raises(UserError, match="model-00002-of-00002.safetensors: missing, but model.safetensors.index.json"):
         weight_sets(tmp_path)
 

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from library.errors import UserError
+from library.files import fingerprint
 from library.models.flux.files import FLUX_KEYS, FLUX_NORMS
 from library.models.flux.vae import FluxImageEncoder
 from library.models.layer_names import original_key_map
@@ -89,6 +90,23 @@ def test_sharded_folder_is_read_as_one_model(tmp_path: Path) -> None:
         torch.float32,
     )
     assert all(torch.equal(ours.state_dict()[name], tensor) for name, tensor in transformer.state_dict().items())
+
+
+def test_one_of_several_files_stands_for_all_and_a_missing_one_is_named(tmp_path: Path) -> None:
+    """As musubi-tuner's documents name a text encoder: its first file, without an index beside it."""
+    state = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).state_dict()
+    one, other = (tmp_path / f"model-0000{i}-of-00002.safetensors" for i in (1, 2))
+    save_file({name: state[name] for name in ("0.weight", "0.bias")}, one)
+    save_file({name: state[name] for name in ("1.weight", "1.bias")}, other)
+    for file in (one, other):
+        model = load_into(two_linears, weights := WeightFiles(file), identity_map(weights.names), torch.float32)
+        assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
+    before = fingerprint(one)
+    save_file({"1.weight": state["1.weight"], "1.bias": state["1.bias"] + 1}, other)
+    assert fingerprint(one) != before
+    other.unlink()
+    with pytest.raises(UserError, match="model-00001-of-00002.safetensors: one of 2 files, model-00002-of-00002.safet"):
+        WeightFiles(one)
 
 
 def test_the_key_map_of_bfl_names_is_that_of_diffusers_converter(tmp_path: Path) -> None:

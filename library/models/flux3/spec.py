@@ -112,7 +112,7 @@ class Flux3KleinFamily(Family):
     def check_text_encoders(self) -> None:
         """Compare the width of Qwen3-VL with what the transformer takes."""
         path, wanted = self.files.text_encoders[0], self.files.transformer_config.get("joint_attention_dim", 20480)
-        if (width := qwen3_width(path)) * len(LAYERS) != wanted:
+        if (width := qwen3_width(path, VL_THETA)) * len(LAYERS) != wanted:
             raise UserError(
                 f"{path}: text {width} wide, the transformer takes {wanted // len(LAYERS)}; give Qwen3-VL-4B as "
                 "text_encoder"

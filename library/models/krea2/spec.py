@@ -97,7 +97,7 @@ class Krea2Family(Family):
     def check_text_encoders(self) -> None:
         """Compare the width of Qwen3-VL with what the transformer takes."""
         path, wanted = self.files.text_encoders[0], self.files.transformer_config.get("text_hidden_dim", 2560)
-        if (width := qwen3_width(path)) != wanted:
+        if (width := qwen3_width(path, VL_THETA)) != wanted:
             raise UserError(
                 f"{path}: text {width} wide, the transformer takes {wanted}; give Qwen3-VL-4B as text_encoder"
             )

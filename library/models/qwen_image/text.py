@@ -150,6 +150,9 @@ class QwenTextEncoder(LanguageModelEncoder):
             inputs["mm_token_type_ids"] = (
                 inputs["input_ids"] == self.tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
             ).int()
+            for caption, row, count in zip(captions, inputs["mm_token_type_ids"], counts, strict=True):
+                if int(row.sum()) != sum(count):
+                    raise UserError(f"caption {caption!r}: {IMAGE_TOKEN} is the model's word for a picture; remove it")
         return inputs
 
     def _check_references(self, shown: Sequence[Sequence[Image.Image]]) -> None:

@@ -82,7 +82,7 @@ class QwenImage21Family(Family):
     def check_text_encoders(self) -> None:
         """Compare the width of Qwen3-VL with what the transformer takes."""
         path, wanted = self.files.text_encoders[0], self.files.transformer_config.get("context_in_dim", 4096)
-        if (width := qwen3_width(path)) != wanted:
+        if (width := qwen3_width(path, VL_THETA)) != wanted:
             raise UserError(f"{path}: text {width} wide, the transformer takes {wanted}; give Qwen3-VL-8B")
 
     def load_text_encoder(

@@ -350,12 +350,14 @@ def test_timesteps_that_bf16_cannot_tell_apart_are_told_apart(folder: Path) -> N
 def test_other_models_and_missing_parts_are_refused_in_one_line(folder: Path, tmp_path: Path) -> None:
     files = save_flux2_files(folder, tmp_path / "files")
     z_image = tiny_z_pipeline(tmp_path / "z")
-    lora, dev, wide = (tmp_path / f"{name}.safetensors" for name in ("lora", "dev", "wide"))
+    lora, dev, wide, sees = (tmp_path / f"{name}.safetensors" for name in ("lora", "dev", "wide", "sees"))
     save_file({"diffusion_model.double_blocks.0.img_attn.qkv.lora_A.weight": torch.ones(1)}, lora)
     save_file(tiny_flux2_transformer(guidance=True).state_dict(), dev)
     text = tiny_flux2_text_encoder(50).state_dict()
     text = {name: tensor for name, tensor in text.items() if name != "lm_head.weight"}
     save_file(text | {"model.embed_tokens.weight": torch.zeros(50, 40)}, wide)
+    # Qwen3-VL of the same shapes: its vision tower, below visual. or model.visual., tells
+    save_file(text | {"visual.deepstack_merger_list.0.norm.weight": torch.ones(4)}, sees)
     wanted = {
         "does not exist; give a local file or folder": {"pretrained_model_name_or_path": "nowhere"},
         "not Flux2Transformer2DModel; set model_type = .z_image": {"pretrained_model_name_or_path": str(z_image)},
@@ -370,6 +372,7 @@ def test_other_models_and_missing_parts_are_refused_in_one_line(folder: Path, tm
         },
         "three layers of 40 numbers, the transformer takes 192; give qwen_3_4b": {"text_encoder": str(wide)},
         r"not Qwen3 \(no model.layers.0": {"text_encoder": str(files.vae)},
+        "sees.safetensors: Qwen3-VL, not Qwen3; give Qwen3 as text_encoder": {"text_encoder": str(sees)},
         "a LoRA, not a base model": {"pretrained_model_name_or_path": str(lora)},
         "image autoencoder.*, not FLUX.2": {"pretrained_model_name_or_path": str(files.vae)},
     }

@@ -431,8 +431,11 @@ def test_other_models_and_missing_parts_are_refused_in_one_line(folder: Path, tm
         "not Flux3Transformer2DModel; set model_type = .z_image": {"pretrained_model_name_or_path": str(z_image)},
         "needs vae beside it; set vae to flux2-vae": {"vae": None},
         "needs text_encoder beside it; set text_encoder to qwen3vl_4b": {"text_encoder": None},
-        r"not Qwen3 \(no model.layers.0": {"text_encoder": str(files.vae)},
-        "text 64 wide, the transformer takes 32; give Qwen3-VL-4B": {"text_encoder": str(z_image)},
+        r"not Qwen3-VL \(no model.layers.0": {"text_encoder": str(files.vae)},
+        "Qwen3, not Qwen3-VL; give Qwen3-VL as text_encoder": {"text_encoder": str(z_image)},
+        "text 64 wide, the transformer takes 32; give Qwen3-VL-4B": {
+            "text_encoder": str(z_image / "text_encoder/model.safetensors")
+        },
         "a LoRA, not a base model": {"pretrained_model_name_or_path": str(lora)},
     }
     for message, changes in wanted.items():

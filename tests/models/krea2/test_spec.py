@@ -354,7 +354,7 @@ def test_timesteps_that_bf16_cannot_tell_apart_are_told_apart(folder: Path) -> N
 def test_other_models_and_missing_parts_are_refused_in_one_line(folder: Path, tmp_path: Path) -> None:
     files = save_krea2_split_files(folder, tmp_path / "files")
     z_image = tiny_z_pipeline(tmp_path / "z")
-    lora = tmp_path / "lora.safetensors"
+    lora, alone = tmp_path / "lora.safetensors", z_image / "text_encoder/model.safetensors"
     save_file({"diffusion_model.blocks.0.attn.wq.lora_A.weight": torch.ones(1)}, lora)
     short = {**load_file(files.transformer)}
     short["txtfusion.projector.weight"] = torch.ones(1, 3)
@@ -364,8 +364,9 @@ def test_other_models_and_missing_parts_are_refused_in_one_line(folder: Path, tm
         "not Krea2Transformer2DModel; set model_type = .z_image": {"pretrained_model_name_or_path": str(z_image)},
         "needs vae beside it; set vae to qwen_image_vae.safetensors": {"vae": None},
         "needs text_encoder beside it; set text_encoder to qwen3vl_4b": {"text_encoder": None},
-        r"not Qwen3 \(no model.layers.0": {"text_encoder": str(files.vae)},
-        "text 64 wide, the transformer takes 32; give Qwen3-VL-4B": {"text_encoder": str(z_image)},
+        r"not Qwen3-VL \(no model.layers.0": {"text_encoder": str(files.vae)},
+        "Qwen3, not Qwen3-VL; give Qwen3-VL as text_encoder": {"text_encoder": str(z_image)},
+        "text 64 wide, the transformer takes 32; give Qwen3-VL-4B": {"text_encoder": str(alone)},
         "a LoRA, not a base model": {"pretrained_model_name_or_path": str(lora)},
         "takes 3 layers of the text encoder, 12 are read": {
             "pretrained_model_name_or_path": str(tmp_path / "short.safetensors")

@@ -126,6 +126,12 @@ def test_a_wrong_number_of_pictures_is_refused(folders: dict[str, Path]) -> None
     assert len(plus.encode(["a"])) == 1  # without pictures it reads the caption alone
 
 
+def test_a_caption_with_the_models_word_for_a_picture_is_refused_beside_pictures(folders: dict[str, Path]) -> None:
+    encoder = family_of(folders, "qwen_image_edit_plus").load_text_encoder(torch.float32)
+    with pytest.raises(UserError, match=r"caption 'two <\|image_pad\|>': .* the model's word for a picture; remove it"):
+        encoder.encode(["one", "two <|image_pad|>"], [[picture(32, 32)]] * 2)
+
+
 @pytest.mark.parametrize("name", ["qwen_image_edit", "qwen_image_edit_plus", "2511"])
 def test_velocity_is_that_of_diffusers_called_by_hand(folders: dict[str, Path], name: str) -> None:
     family, inputs = family_of(folders, name), tiny_qwen_inputs()

@@ -42,7 +42,7 @@ from library.models.qwen_image_21.files import QWEN_21_TARGETS
 from library.models.z_image.files import Z_IMAGE_TARGETS
 from networks.files.adapters import load_adapter, load_lora, save_adapter
 from networks.files.metadata import ADAPTER_METADATA_KEY, trained_alphas
-from networks.files.readers import READERS, check_readers, read_by_none, readable
+from networks.files.readers import READERS, check_readers, read_as, read_by_none, readable
 from networks.files.verify import check_file, loads_in
 from networks.files.weights import LoraWeights
 from networks.network import AdapterNetwork, attach_lora, inject_adapter
@@ -180,9 +180,9 @@ def diffusers_pipeline(family: str, transformer: nn.Module) -> Any:
 @pytest.mark.parametrize("save_format", ["kohya", "comfy", "diffusers"])
 @pytest.mark.parametrize("family", ["qwen_image", "qwen_image_21", "z_image", "flux2_klein", "flux3_klein"])
 def test_diffusers_own_loader_does_what_the_rules_say(family: str, save_format: str, tmp_path: Path) -> None:
-    inputs = ("txt_in_dim=2", "time_in_dim=2", "img_in_dim=2")
-    if (family, save_format) == ("qwen_image_21", "kohya"):
-        inputs = inputs[1:]  # with txt_in_in_layer it raises
+    inputs = ("time_in_dim=2", "img_in_dim=2")
+    if (family, save_format) != ("qwen_image_21", "kohya"):
+        inputs += ("txt_in_dim=2",)
     _, network = trained(family, "lora", *inputs, network_dim=4, network_alpha=3.0)
     network.save(tmp_path / "a.safetensors", save_format, "fp32", {})
     pipe = diffusers_pipeline(family, MODELS[family][0]())
@@ -193,6 +193,19 @@ def test_diffusers_own_loader_does_what_the_rules_say(family: str, save_format: 
     for name, delta in updates(network).items():
         if name in loaded:
             assert apart(loaded[name].get_delta_weight("x").double(), delta) < 1e-6
+
+
+@pytest.mark.parametrize("inputs", ["txt_in_dim=2", "mod_dim=2"])
+def test_a_module_that_diffusers_loader_stops_at_takes_all_others_with_it(inputs: str, tmp_path: Path) -> None:
+    _, network = trained("qwen_image_21", "lora", inputs, network_dim=4)
+    network.save(tmp_path / "a.safetensors", "kohya", "fp32", {})
+    pipe = diffusers_pipeline("qwen_image_21", tiny_21_transformer())
+    with pytest.raises(ValueError, match="state_dict. should be empty"):
+        pipe.load_lora_weights(str(tmp_path / "a.safetensors"), adapter_name="x")
+    assert readable(READERS[0], network.modules, QWEN_21_TARGETS, "kohya") == set()
+    tensors = load_file(tmp_path / "a.safetensors")
+    assert not read_as(READERS[0], tensors, {}, QWEN_21_TARGETS).weights
+    assert read_as(READERS[1], tensors, {}, QWEN_21_TARGETS).weights
 
 
 # What precedes a module's name in published files -> whether dots are underscores in it.
