@@ -13,8 +13,8 @@ ComfyUI         Comfy-Org/ComfyUI 17358c8, 09708ea       ``comfy/lora.py`` (``mo
                                                          ``krea2_to_``)
                 xmarre/ComfyUI 6d4f9e8, a fork           ``comfy/weight_adapter/``, as it was in April 2026
 sd-scripts      kohya-ss/sd-scripts 48d368f              ``networks/lora_flux.py``, ``networks/flux_merge_lora.py``
-musubi-tuner    kohya-ss/musubi-tuner 30c658c            ``utils/lora_utils.py``, ``networks/lora*.py``, ``loha.py``,
-                                                         ``lokr.py``
+musubi-tuner    kohya-ss/musubi-tuner 30c658c, a later   ``utils/lora_utils.py``, ``networks/lora*.py``, ``loha.py``,
+                one of Qwen-Image-2.1                    ``lokr.py``
 peft            huggingface/peft 0.21.2                  ``utils/save_and_load.py``, ``tuners/lora/``
 ==============  =======================================  ============================================================
 
@@ -269,7 +269,7 @@ READERS = (
     Reader(
         "musubi-tuner",
         _each(f"flux_kontext {_FLUX2}", Keys("lora_unet_", "original", _OF_MUSUBI, _FLUX_BLOCKS, True))
-        | _each(_QWEN, Keys("lora_unet_", "diffusers", _OF_MUSUBI, r"transformer_blocks\..*", True))
+        | _each(f"{_QWEN} {_QWEN_21}", Keys("lora_unet_", "diffusers", _OF_MUSUBI, r"transformer_blocks\..*", True))
         | _each("z_image", Keys("lora_unet_", "diffusers", _OF_MUSUBI, _Z_BLOCKS, True))
         | _each("krea2", Keys("lora_unet_", "original", _OF_MUSUBI, needs_alpha=True)),
     ),
