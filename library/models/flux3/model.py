@@ -32,6 +32,7 @@ from diffusers.models.transformers import transformer_flux3 as diffusers_flux3
 from torch import Tensor, nn
 
 from library.models.blocks import AttentionProcessor, adopt
+from library.models.latents import grid_positions, remembered
 from library.nn.attention import Backend
 from library.nn.frozen_linear import project_recomputed
 from library.nn.norms import RMSNorm, modulated, modulated_norm, swiglu_halves
@@ -41,28 +42,16 @@ SHIFT, DISTILLED_STEPS = 6.93, 16  # of the published schedules, and steps of th
 _STEP = 0.5  # of positions from row to row and from column to column
 
 
-@functools.lru_cache(maxsize=256)
-@torch.inference_mode(mode=False)  # made while sampling, it serves training too
-def text_positions(tokens: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return (0, 0, 0, l) of every text token, fp32 [tokens, 4]; the same tensor each time, not to be changed."""
-    return F.pad(torch.arange(tokens, device=device, dtype=torch.float32).unsqueeze(1), (3, 0))
-
-
-@functools.lru_cache(maxsize=256)
-@torch.inference_mode(mode=False)
-def image_positions(sizes: tuple[tuple[int, int], ...], device: torch.device | str = "cpu", first: int = 0) -> Tensor:
-    """Return (0, h, w, l) of the tokens of images, fp32 [tokens, 4]; the same tensor each time, not to be changed.
+@remembered
+def positions_of(sizes: tuple[tuple[int, int], ...], device: torch.device | str = "cpu", first: int = 0) -> Tensor:
+    """Return (0, h, w, l) of the tokens of images, fp32 [tokens, 4].
 
     Args:
         sizes: rows and columns of each image, in tokens.
         first: l of the first one; each further one is at 1 less.
     """
-    places = []
-    for i, (rows, columns) in enumerate(sizes):
-        axes = [torch.arange(n, device=device, dtype=torch.float32) * _STEP for n in (rows, columns)]
-        grid = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, 2)
-        places.append(F.pad(F.pad(grid, (1, 0)), (0, 1), value=first - i))
-    return torch.cat(places)
+    grids = [F.pad(grid_positions(*size, device, _STEP), (1, 0)) for size in sizes]
+    return torch.cat([F.pad(grid, (0, 1), value=first - i) for i, grid in enumerate(grids)])
 
 
 def step_from(sigmas: Tensor, steps: int = DISTILLED_STEPS, shift: float = SHIFT) -> Tensor:

@@ -283,7 +283,7 @@ def test_other_models_and_missing_parts_are_refused_in_one_line(folder: Path, tm
             "pretrained_model_name_or_path": str(dev),
             "model_type": "flux2_klein_edit",
         },
-        "three layers of 40 numbers, the transformer takes 192; give Qwen3-4B": {"text_encoder": str(wide)},
+        "text 40 wide, the transformer takes 64; give Qwen3-4B": {"text_encoder": str(wide)},
         r"not Qwen3 \(no model.layers.0": {"text_encoder": str(files.vae)},
         "a LoRA, not a base model": {"pretrained_model_name_or_path": str(lora)},
         "image autoencoder.*, not FLUX.2": {"pretrained_model_name_or_path": str(files.vae)},
