@@ -21,7 +21,7 @@ from transformers import MistralConfig, MistralModel, PreTrainedTokenizerBase, P
 
 from library.errors import UserError
 from library.models.qwen3 import load_layers, prefix_of, sizes_of, without_norm
-from library.models.text import LanguageModelEncoder, byte_tokenizer, load_tokenizer
+from library.models.text import LanguageModelEncoder, byte_tokenizer, load_tokenizer, padded
 from library.models.weights import read_config
 from library.precision.checkpoint import WeightFiles
 from library.precision.recipe import Recipe
@@ -80,10 +80,7 @@ class DevTextEncoder(PaddedEncoder):
         prompts = [_MISTRAL_TEMPLATE.replace("{}", caption.replace("[IMG]", "")) for caption in captions]
         rows = [self.tokenizer(prompt, add_special_tokens=False).input_ids[:MOST_TOKENS] for prompt in prompts]
         pad: Any = self.tokenizer.convert_tokens_to_ids(_PAD)
-        return {
-            "input_ids": torch.tensor([[pad] * (MOST_TOKENS - len(row)) + row for row in rows]),
-            "attention_mask": torch.tensor([[0] * (MOST_TOKENS - len(row)) + [1] * len(row) for row in rows]),
-        }
+        return padded(rows, MOST_TOKENS, pad, first=True)
 
 
 def load_mistral_tokenizer(folder_or_name: str | Path) -> PreTrainedTokenizerBase:
