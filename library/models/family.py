@@ -71,6 +71,8 @@ class Family:
         repeated_blocks: class names of the blocks, for regional compilation and sharding.
         unused_parts: modules of the transformer that this variant never calls, which are not loaded.
         behind_blocks: names of what follows the blocks, for pipelines; none if it cannot be cut.
+        int8_passes_bypass: whether newer versions of ComfyUI multiply some layers of its int8 files past a LoRA that
+            stays beside the weights.
     """
 
     name: str
@@ -97,6 +99,7 @@ class Family:
     repeated_blocks: tuple[str, ...]
     unused_parts: tuple[str, ...] = ()
     behind_blocks: tuple[str, ...] = ()
+    int8_passes_bypass = False
 
     optimise_forward: Any
 
@@ -121,8 +124,8 @@ class Family:
 
     @staticmethod
     def blocks(transformer: Any) -> list[nn.Module]:
-        """Return the transformer's blocks in running order, for checkpointing and offloading."""
-        return [*transformer.transformer_blocks]
+        """Return the transformer's blocks in running order, double ones first, for checkpointing and offloading."""
+        return [*transformer.transformer_blocks, *getattr(transformer, "single_transformer_blocks", ())]
 
     @classmethod
     def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
@@ -133,6 +136,17 @@ class Family:
             text: tokens of the caption.
         """
         raise NotImplementedError
+
+    @staticmethod
+    def example_streams(config: Any, tokens: int, text: int, width: int, **others: Any) -> dict[str, Any]:
+        """Return :meth:`example_inputs` of a transformer of image tokens and of text of ``width``, and ``others``."""
+        return {
+            "hidden_states": torch.randn(1, tokens, config.in_channels),
+            "encoder_hidden_states": torch.randn(1, text, width),
+            "timestep": torch.rand(1),
+            "return_dict": False,
+            **others,
+        }
 
     def load_text_encoder(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Recipe | None = None

@@ -24,12 +24,12 @@ from diffusers import FluxTransformer2DModel
 from diffusers.models.transformers import transformer_flux as diffusers_flux
 from torch import Tensor, nn
 
-from library.models.blocks import AttentionProcessor, adopt, feedforward, joint_attention, modulation
+from library.models.blocks import AttentionProcessor, adopt, adopt_positions, feedforward, joint_attention, modulation
 from library.models.latents import pack_latents, remembered
 from library.nn.attention import Backend
 from library.nn.frozen_linear import project_recomputed
 from library.nn.norms import ModulationCache, beside_gelu, clamp_fp16, join_tokens, modulated, split_tokens
-from library.nn.rope import MultiAxisRope, Table
+from library.nn.rope import Table
 
 
 def pack_mask(mask: Tensor, factor: int) -> Tensor:
@@ -126,8 +126,7 @@ def optimise_forward(transformer: FluxTransformer2DModel, backend: Backend = "au
     """
     adopt(transformer, FluxTransformerBlock, FluxSingleTransformerBlock, TimeTextEmbedding, TimeGuidanceTextEmbedding)
     transformer.set_attn_processor(AttentionProcessor(backend))
-    if not isinstance(transformer.pos_embed, MultiAxisRope):
-        transformer.pos_embed = MultiAxisRope(transformer.config.axes_dims_rope, theta=transformer.pos_embed.theta)
+    if adopt_positions(transformer):
         transformer.register_forward_pre_hook(_before_forward, with_kwargs=True)
     return transformer
 

@@ -37,7 +37,7 @@ from diffusers import (
     FluxPipeline,
     FluxTransformer2DModel,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import CLIPTokenizer, T5TokenizerFast
 
 import library.models.flux.files as flux_files
@@ -80,25 +80,15 @@ class FluxFamily(Family):
         """Return CLIP-L and T5-XXL."""
         return published_text()
 
-    @staticmethod
-    def blocks(transformer: Any) -> list[nn.Module]:
-        """Return double blocks, then single blocks."""
-        return [*transformer.transformer_blocks, *transformer.single_transformer_blocks]
-
     @classmethod
     def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
         """Return the arguments of a transformer of ``config``; one reference is as large as the image."""
         seen = tokens * (2 if cls.conditioning == "references" else 1)
-        inputs = {
-            "hidden_states": torch.randn(1, seen, config.in_channels),
-            "encoder_hidden_states": torch.randn(1, text, config.joint_attention_dim),
-            "pooled_projections": torch.randn(1, config.pooled_projection_dim),
-            "timestep": torch.rand(1),
-            "img_ids": torch.zeros(seen, 3),
-            "txt_ids": torch.zeros(text, 3),
-            "return_dict": False,
-        }
-        return inputs | ({"guidance": torch.ones(1)} if config.guidance_embeds else {})
+        ids = {"img_ids": torch.zeros(seen, 3), "txt_ids": torch.zeros(text, 3)}
+        guidance = {"guidance": torch.ones(1)} if config.guidance_embeds else {}
+        pooled = torch.randn(1, config.pooled_projection_dim)
+        width = config.joint_attention_dim
+        return cls.example_streams(config, seen, text, width, pooled_projections=pooled, **ids, **guidance)
 
     def check_variant(self) -> None:
         """Refuse a transformer whose inputs are not those of ``name``.

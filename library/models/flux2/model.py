@@ -25,12 +25,12 @@ from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers import transformer_flux2 as diffusers_flux2
 from torch import Tensor
 
-from library.models.blocks import AttentionProcessor, adopt, feedforward, joint_attention
+from library.models.blocks import AttentionProcessor, adopt, adopt_positions, feedforward, joint_attention, run_block
 from library.models.latents import image_positions, remembered
 from library.nn.attention import Backend
 from library.nn.frozen_linear import project_recomputed
 from library.nn.norms import clamp_fp16, join_tokens, modulated, split_tokens, swiglu_halves
-from library.nn.rope import MultiAxisRope, Table
+from library.nn.rope import Table
 
 REFERENCE_STEP = 10  # between the indices of images
 
@@ -79,11 +79,10 @@ class Flux2Transformer2DModel(diffusers_flux2.Flux2Transformer2DModel):
         image, text = self.x_embedder(hidden_states), self.context_embedder(encoder_hidden_states)
         self.pos_embed.expect(txt_ids, img_ids)
         rope = self.pos_embed(torch.cat([ids[0] if ids.ndim == 3 else ids for ids in (txt_ids, img_ids)]))
-        run = self._gradient_checkpointing_func if self.gradient_checkpointing and torch.is_grad_enabled() else _run
         for double in self.transformer_blocks:
-            text, image = run(double, image, text, image_mod, text_mod, rope)
+            text, image = run_block(self, double, image, text, image_mod, text_mod, rope)
         for single in self.single_transformer_blocks:
-            text, image = run(single, image, text, both_mod, rope)
+            text, image = run_block(self, single, image, text, both_mod, rope)
         output = self.proj_out(self.norm_out(image, temb))
         return Transformer2DModelOutput(output) if return_dict else (output,)
 
@@ -94,10 +93,6 @@ class Flux2Transformer2DModel(diffusers_flux2.Flux2Transformer2DModel):
         if guidance is None or embed.guidance_embedder is None:
             return temb
         return temb + embed.guidance_embedder(embed.time_proj(guidance.float() * 1000).to(dtype))
-
-
-def _run(block: Any, *arguments: Any) -> Any:
-    return block(*arguments)
 
 
 class Flux2TransformerBlock(diffusers_flux2.Flux2TransformerBlock):
@@ -168,6 +163,5 @@ def optimise_forward(
     """
     adopt(transformer, Flux2Transformer2DModel, Flux2TransformerBlock, Flux2SingleTransformerBlock)
     transformer.set_attn_processor(AttentionProcessor(backend))
-    if not isinstance(transformer.pos_embed, MultiAxisRope):
-        transformer.pos_embed = MultiAxisRope(transformer.config.axes_dims_rope, theta=transformer.pos_embed.theta)
+    adopt_positions(transformer)
     return transformer

@@ -62,24 +62,13 @@ class Flux2Family(Family):
     behind_blocks = ("norm_out", "proj_out")
     optimise_forward = staticmethod(flux2_model.optimise_forward)
 
-    @staticmethod
-    def blocks(transformer: Any) -> list[nn.Module]:
-        """Return double blocks, then single blocks."""
-        return [*transformer.transformer_blocks, *transformer.single_transformer_blocks]
-
     @classmethod
     def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
         """Return the arguments of a transformer of ``config``; one reference is as large as the image."""
         seen = tokens * (2 if cls.conditioning == "references" else 1)
-        inputs = {
-            "hidden_states": torch.randn(1, seen, config.in_channels),
-            "encoder_hidden_states": torch.randn(1, text, config.joint_attention_dim),
-            "timestep": torch.rand(1),
-            "img_ids": torch.zeros(seen, 4),
-            "txt_ids": torch.zeros(text, 4),
-            "return_dict": False,
-        }
-        return inputs | ({"guidance": torch.ones(1)} if config.guidance_embeds else {})
+        ids = {"img_ids": torch.zeros(seen, 4), "txt_ids": torch.zeros(text, 4)}
+        guidance = {"guidance": torch.ones(1)} if config.guidance_embeds else {}
+        return cls.example_streams(config, seen, text, config.joint_attention_dim, **ids, **guidance)
 
     def check_variant(self) -> None:
         """Refuse dev where klein is asked for, and the other way round: dev has a guidance input."""

@@ -85,14 +85,9 @@ class QwenImageFamily(Family):
     def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
         """Return the arguments of a transformer of ``config``; the image is square, one reference is as large."""
         side, images = round(tokens**0.5), 2 if cls.conditioning == "references" else 1
-        return {
-            "hidden_states": torch.randn(1, side * side * images, config.in_channels),
-            "encoder_hidden_states": torch.randn(1, text, config.joint_attention_dim),
-            "encoder_hidden_states_mask": None,
-            "timestep": torch.rand(1),
-            "img_shapes": [[(1, side, side)] * images],
-            "return_dict": False,
-        }
+        shapes, width = [[(1, side, side)] * images], config.joint_attention_dim
+        given = {"encoder_hidden_states_mask": None, "img_shapes": shapes}
+        return cls.example_streams(config, side * side * images, text, width, **given)
 
     def check_variant(self) -> None:
         """Refuse another pipeline's folder; let the option decide how references are modulated, where it is set."""

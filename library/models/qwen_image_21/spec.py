@@ -66,13 +66,8 @@ class QwenImage21Family(Family):
     def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
         """Return the arguments of a transformer of ``config``; the image is square, one reference is as large."""
         side, images = round(tokens**0.5), 2 if cls.conditioning == "references" else 1
-        return {
-            "hidden_states": torch.randn(1, side * side * images, config.in_channels),
-            "encoder_hidden_states": torch.randn(1, text, config.context_in_dim),
-            "timestep": torch.rand(1),
-            "img_shapes": [[(1, side, side)] * images],
-            "return_dict": False,
-        }
+        shapes, width = [[(1, side, side)] * images], config.context_in_dim
+        return cls.example_streams(config, side * side * images, text, width, img_shapes=shapes)
 
     def check_text_encoders(self) -> None:
         """Compare the width of Qwen3-VL with what the transformer takes."""

@@ -40,6 +40,7 @@ class ZImageFamily(Family):
     masks_padding = True
     carried = ("x",)
     repeated_blocks = ("ZImageTransformerBlock",)  # not cut into stages: microbatches' captions differ in length
+    int8_passes_bypass = True
     optimise_forward = staticmethod(z_image_model.optimise_forward)
 
     @staticmethod
