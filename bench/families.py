@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from library.config.schema import NetworkConfig
-from library.models.flux.model import image_positions
+from library.models.latents import image_positions
 from library.models.layer_names import LoraTargets
 from library.models.registry import family_class, lora_targets
 from networks.network import AdapterNetwork, inject_adapter, select_modules

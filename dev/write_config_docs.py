@@ -14,16 +14,16 @@ import json
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic.fields import FieldInfo
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from library.config.kohya.flags import DEFAULTS, FLAGS, NEVER_LEFT_OUT, Flag, Tool
+from library.config.kohya.flags import DEFAULTS, FLAGS, NEVER_LEFT_OUT, Flag
 from library.config.markers import MustMatch, OnlyWith, listed
-from library.config.model_types import MODEL_TYPES
+from library.config.model_types import MODEL_TYPES, Tool, kohya_trainers
 from library.config.rules import LAYOUTS, LORA_MATRIX, PRETRAIN_MATRIX, Row
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields, section_fields, sections
 from library.errors import UserError, exit_on_user_error
@@ -137,14 +137,14 @@ def kohya_page() -> str:
         needs = [str(marker) for marker in field.metadata if isinstance(marker, OnlyWith)]
         if key in FLAGS and key not in NEVER_LEFT_OUT and needs:
             lines.append(f"| `{key}` | {'; '.join(needs)} |")
-    lines += _flag_table("sd-scripts", "flux_train_network.py") + _flag_table(
-        "musubi-tuner", "qwen_image_train_network.py, zimage_train_network.py and flux_kontext_train_network.py"
-    )
+    for tool in get_args(Tool):
+        scripts = [script for script, its_tool in kohya_trainers().items() if its_tool == tool]
+        lines += _flag_table(tool, ", ".join(scripts))
     return "\n".join(lines) + "\n"
 
 
-def _flag_table(tool: Tool, script: str) -> list[str]:
-    lines = ["", f"## {tool}, {script}", "", "| flag | fate | more |", "|---|---|---|"]
+def _flag_table(tool: Tool, scripts: str) -> list[str]:
+    lines = ["", f"## {tool}: {scripts}", "", "| flag | fate | more |", "|---|---|---|"]
     flags = sorted((flag for flag in FLAGS.values() if tool in flag.tools), key=lambda flag: flag.name)
     return lines + [f"| `{flag.name}` | {' | '.join(_fate(flag))} |" for flag in flags]
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 Blank = Literal["grey", "black", "white", "noise"]  # what the region to fill is blanked with before it is encoded
 BLANKS: tuple[Blank, ...] = get_args(Blank)
+Tool = Literal["sd-scripts", "musubi-tuner"]  # kohya's projects
 
 
 @dataclass(frozen=True)
@@ -28,20 +29,22 @@ class ModelType:
         takes_guidance: whether the transformer takes a guidance scale.
         swappable_blocks: how many blocks can lie in host memory at most.
         texts_differ_in_length: whether a batch's texts keep their lengths; then its parts differ in shape.
-        kohya_module: the ``network_module`` that trains it in ``kohya_tool``, if any does; several variants of an
-            architecture share one, the first row is what it stands for.
+        kohya_tool: the project of kohya's that trains it, if any does.
+        kohya_script: the trainer there, which the variants of an architecture share.
+        kohya_module: its ``network_module``; the first row of a tool that has it is what it stands for.
     """
 
     family: str
     title: str
-    files: tuple[str, ...] = ()
-    tokenizers: Mapping[str, str] = field(default_factory=dict)
+    files: tuple[str, ...] = ("vae", "text_encoder")
+    tokenizers: Mapping[str, str] = field(default_factory=lambda: {"qwen_tokenizer": "tokenizer"})
     settings: tuple[str, ...] = ()
     takes_guidance: bool = False
     swappable_blocks: int = 0
     texts_differ_in_length: bool = False
+    kohya_tool: Tool = "musubi-tuner"
+    kohya_script: str = ""
     kohya_module: str = ""
-    kohya_tool: str = ""
 
     @property
     def is_language_model(self) -> bool:
@@ -54,71 +57,75 @@ class ModelType:
         return (*self.files, *self.tokenizers, *self.settings)
 
 
-def _flux(name: str) -> ModelType:
+def _flux(name: str, tool: Tool = "sd-scripts", script: str = "flux_train_network.py") -> ModelType:
     return ModelType(
-        family=f"library.models.flux.spec:{name}",
-        title="FLUX.1",
+        f"library.models.flux.spec:{name}",
+        "FLUX.1",
         files=("ae", "clip_l", "t5xxl"),
         tokenizers={"clip_l_tokenizer": "tokenizer", "t5xxl_tokenizer": "tokenizer_2"},
         settings=("t5xxl_max_token_length",),
         takes_guidance=True,
         swappable_blocks=35,
+        kohya_tool=tool,
+        kohya_script=script,
         kohya_module="networks.lora_flux",
-        kohya_tool="sd-scripts",
     )
 
 
-def _flux2(name: str, tokenizer: str, guidance: bool, swappable: int) -> ModelType:
+def _flux2(name: str, **of_dev: Any) -> ModelType:
     return ModelType(
-        family=f"library.models.flux2.spec:{name}",
-        title="FLUX.2",
-        files=("vae", "text_encoder"),
-        tokenizers={tokenizer: "tokenizer"},
-        takes_guidance=guidance,
-        swappable_blocks=swappable,
+        f"library.models.flux2.spec:{name}",
+        "FLUX.2",
+        **({"swappable_blocks": 12} | of_dev),
+        kohya_script="flux_2_train_network.py",
         kohya_module="networks.lora_flux_2",
-        kohya_tool="musubi-tuner",
     )
 
 
-def _qwen_image_21(name: str) -> ModelType:
-    return ModelType(
-        family=f"library.models.qwen_image_21.spec:{name}",
-        title="Qwen-Image-2.1",
-        files=("vae", "text_encoder"),
-        tokenizers={"qwen_tokenizer": "processor"},
-        swappable_blocks=30,
-    )
-
-
-def _qwen_image(name: str, *settings: str) -> ModelType:
-    return ModelType(
-        family=f"library.models.qwen_image.spec:{name}",
-        title="Qwen-Image",
-        files=("vae", "text_encoder"),
-        tokenizers={"qwen_tokenizer": "tokenizer"},
-        settings=settings,
-        swappable_blocks=58,
-        kohya_module="networks.lora_qwen_image",
-        kohya_tool="musubi-tuner",
-    )
+def _flux2_dev(name: str) -> ModelType:
+    tokenizers = {"mistral_tokenizer": "tokenizer"}
+    return _flux2(name, tokenizers=tokenizers, takes_guidance=True, swappable_blocks=29)
 
 
 def _flux3(name: str, swappable_blocks: int) -> ModelType:
     return ModelType(
-        family=f"library.models.flux3.spec:{name}",
-        title="FLUX.3",
-        files=("vae", "text_encoder"),
-        tokenizers={"qwen_tokenizer": "tokenizer"},
+        f"library.models.flux3.spec:{name}",
+        "FLUX.3",
         swappable_blocks=swappable_blocks,
         texts_differ_in_length=True,
     )
 
 
+def _qwen_image(name: str, *settings: str) -> ModelType:
+    return ModelType(
+        f"library.models.qwen_image.spec:{name}",
+        "Qwen-Image",
+        settings=settings,
+        swappable_blocks=58,
+        kohya_script="qwen_image_train_network.py",
+        kohya_module="networks.lora_qwen_image",
+    )
+
+
+def _qwen_image_21(name: str) -> ModelType:
+    return ModelType(
+        f"library.models.qwen_image_21.spec:{name}",
+        "Qwen-Image-2.1",
+        tokenizers={"qwen_tokenizer": "processor"},
+        swappable_blocks=30,
+        kohya_script="qwen_image_21_train_network.py",
+        kohya_module="networks.lora_qwen_image_21",
+    )
+
+
+def _language_model(title: str) -> ModelType:
+    return ModelType("", title, files=(), tokenizers={})
+
+
 MODEL_TYPES: Mapping[str, ModelType] = {
     "flux": _flux("FluxFamily"),
     "flux_fill": _flux("FluxFillFamily"),
-    "flux_kontext": _flux("FluxKontextFamily"),
+    "flux_kontext": _flux("FluxKontextFamily", "musubi-tuner", "flux_kontext_train_network.py"),
     "flux3_klein": _flux3("Flux3KleinFamily", 36),
     "flux3_klein_edit": _flux3("Flux3KleinEditFamily", 41),
     "qwen_image": _qwen_image("QwenImageFamily"),
@@ -127,37 +134,40 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "qwen_image_21": _qwen_image_21("QwenImage21Family"),
     "qwen_image_21_edit": _qwen_image_21("QwenImage21EditFamily"),
     "z_image": ModelType(
-        family="library.models.z_image.spec:ZImageFamily",
-        title="Z-Image",
-        files=("vae", "text_encoder"),
-        tokenizers={"qwen_tokenizer": "tokenizer"},
+        "library.models.z_image.spec:ZImageFamily",
+        "Z-Image",
         swappable_blocks=28,
         texts_differ_in_length=True,
+        kohya_script="zimage_train_network.py",
         kohya_module="networks.lora_zimage",
-        kohya_tool="musubi-tuner",
     ),
-    "flux2_klein": _flux2("KleinFamily", "qwen_tokenizer", False, 12),
-    "flux2_klein_edit": _flux2("KleinEditFamily", "qwen_tokenizer", False, 12),
-    "flux2_dev": _flux2("DevFamily", "mistral_tokenizer", True, 29),
-    "flux2_dev_edit": _flux2("DevEditFamily", "mistral_tokenizer", True, 29),
+    "flux2_klein": _flux2("KleinFamily"),
+    "flux2_klein_edit": _flux2("KleinEditFamily"),
+    "flux2_dev": _flux2_dev("DevFamily"),
+    "flux2_dev_edit": _flux2_dev("DevEditFamily"),
     "krea2": ModelType(
-        family="library.models.krea2.spec:Krea2Family",
-        title="Krea 2",
-        files=("vae", "text_encoder"),
-        tokenizers={"qwen_tokenizer": "tokenizer"},
+        "library.models.krea2.spec:Krea2Family",
+        "Krea 2",
         swappable_blocks=26,
+        kohya_script="krea2_train_network.py",
         kohya_module="networks.lora_krea2",
-        kohya_tool="musubi-tuner",
     ),
-    "llama": ModelType(family="", title="Llama 2 to 3.2"),
-    "gpt2": ModelType(family="", title="GPT-2"),
+    "llama": _language_model("Llama 2 to 3.2"),
+    "gpt2": _language_model("GPT-2"),
 }
 IMAGE_MODELS = tuple(name for name, row in MODEL_TYPES.items() if not row.is_language_model)
 MODEL_FILE_KEYS = tuple(dict.fromkeys(key for row in MODEL_TYPES.values() for key in (*row.files, *row.tokenizers)))
 LANGUAGE_MODELS = tuple(name for name, row in MODEL_TYPES.items() if row.is_language_model)
 
 
-def kohya_model_type(network_module: str) -> str | None:
-    """Return the ``model_type`` that a ``network_module`` of kohya's trainers stands for."""
-    named = (name for name, row in MODEL_TYPES.items() if row.kohya_module and row.kohya_module == network_module)
-    return next(named, None)
+def kohya_model_type(network_module: str, tool: Tool | None = None) -> str | None:
+    """Return the ``model_type`` that a ``network_module`` stands for in ``tool``; None: in the first that has it."""
+    for name, row in MODEL_TYPES.items():
+        if row.kohya_module == network_module and tool in (None, row.kohya_tool):
+            return name
+    return None
+
+
+def kohya_trainers() -> dict[str, Tool]:
+    """Return script -> project of every trainer of kohya's whose models are families here."""
+    return {row.kohya_script: row.kohya_tool for row in MODEL_TYPES.values() if row.kohya_script}

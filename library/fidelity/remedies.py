@@ -65,7 +65,7 @@ def _bypass(models: Models, full: Differences, without: Differences | None, lora
             f" Convert it first (tools/convert_lora.py --save_format comfy): {counted(len(dropped), 'layer')} of it "
             f"({dropped[0]}, ...) are parts of one layer in ComfyUI, and the bypass leaves such parts out."
         )
-    if models.family.name == "z_image" and any(each.how == "int8" for each in models.served_inputs.values()):
+    if models.family.int8_passes_bypass and any(each.how == "int8" for each in models.served_inputs.values()):
         text += " On int8 files of this model newer versions multiply some layers past it: compare one picture."
     return text
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from library.nn.attention import Backend, Segment, attend_jointly
 from library.nn.frozen_linear import project_recomputed, project_together
 from library.nn.norms import ModulationCache, RMSNorm, gelu, memoise, slice_tokens, swiglu_halves
-from library.nn.rope import Table
+from library.nn.rope import MultiAxisRope, Table
 
 
 def adopt(transformer: nn.Module, *classes: type[nn.Module]) -> None:
@@ -38,6 +38,20 @@ def adopt(transformer: nn.Module, *classes: type[nn.Module]) -> None:
         for name, child in list(parent.named_children()):
             if isinstance(child, (nn.RMSNorm, DiffusersRMSNorm)) and not isinstance(child, RMSNorm):
                 setattr(parent, name, RMSNorm.adopt(child))
+
+
+def adopt_positions(transformer: Any) -> bool:
+    """Let a ``MultiAxisRope`` take the place of diffusers' position table; return whether it was another before."""
+    if new := not isinstance(transformer.pos_embed, MultiAxisRope):
+        transformer.pos_embed = MultiAxisRope(transformer.config.axes_dims_rope, theta=transformer.pos_embed.theta)
+    return new
+
+
+def run_block(transformer: Any, block: nn.Module, *arguments: Any) -> Any:
+    """Return ``block(*arguments)``, which backward computes again where ``transformer`` checkpoints its blocks."""
+    if transformer.gradient_checkpointing and torch.is_grad_enabled():
+        return transformer._gradient_checkpointing_func(block, *arguments)
+    return block(*arguments)
 
 
 class AttentionProcessor:

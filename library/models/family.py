@@ -13,8 +13,8 @@ pipelines samples.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,8 @@ class Family:
         repeated_blocks: class names of the blocks, for regional compilation and sharding.
         unused_parts: modules of the transformer that this variant never calls, which are not loaded.
         behind_blocks: names of what follows the blocks, for pipelines; none if it cannot be cut.
+        int8_passes_bypass: whether newer versions of ComfyUI multiply some layers of its int8 files past a LoRA that
+            stays beside the weights.
     """
 
     name: str
@@ -97,6 +99,7 @@ class Family:
     repeated_blocks: tuple[str, ...]
     unused_parts: tuple[str, ...] = ()
     behind_blocks: tuple[str, ...] = ()
+    int8_passes_bypass = False
 
     optimise_forward: Any
 
@@ -104,12 +107,16 @@ class Family:
 
     @classmethod
     def published_like(cls, name: str) -> tuple[Mapping[str, Any], dict[str, Callable[[], Any]]]:
-        """Return ``published`` and :meth:`published_parts` of the size of a model whose file is called ``name``."""
-        return cls.published, cls.published_parts()
+        """Return ``published``, and what builds the other parts, of the size of a model whose file is called ``name``.
+
+        The parts are those of :meth:`published_texts` and the autoencoder, by folder.
+        """
+        encoder = cls.image_encoder
+        return cls.published, {"vae": lambda: encoder.autoencoder(**encoder.published), **cls.published_texts()}
 
     @staticmethod
-    def published_parts() -> dict[str, Callable[[], Any]]:
-        """Return what builds autoencoder and text encoders at their published sizes, by folder; and tokenizers.
+    def published_texts() -> dict[str, Callable[[], Any]]:
+        """Return what builds text encoders at their published sizes, by folder; and tokenizers.
 
         These have no vocabulary worth the name: to count memory, a text is as many tokens as there are.
         """
@@ -117,8 +124,8 @@ class Family:
 
     @staticmethod
     def blocks(transformer: Any) -> list[nn.Module]:
-        """Return the transformer's blocks in running order, for checkpointing and offloading."""
-        return [*transformer.transformer_blocks]
+        """Return the transformer's blocks in running order, double ones first, for checkpointing and offloading."""
+        return [*transformer.transformer_blocks, *getattr(transformer, "single_transformer_blocks", ())]
 
     @classmethod
     def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
@@ -129,6 +136,17 @@ class Family:
             text: tokens of the caption.
         """
         raise NotImplementedError
+
+    @staticmethod
+    def example_streams(config: Any, tokens: int, text: int, width: int, **others: Any) -> dict[str, Any]:
+        """Return :meth:`example_inputs` of a transformer of image tokens and of text of ``width``, and ``others``."""
+        return {
+            "hidden_states": torch.randn(1, tokens, config.in_channels),
+            "encoder_hidden_states": torch.randn(1, text, width),
+            "timestep": torch.rand(1),
+            "return_dict": False,
+            **others,
+        }
 
     def load_text_encoder(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Recipe | None = None
@@ -225,9 +243,17 @@ class Family:
         self.image_encoder.describe(WeightFiles(self.files.vae))
         self.check_text_encoders()
 
+    def argument(self, name: str) -> Any:
+        """Return an argument of the transformer: of the files, or the default of diffusers' class."""
+        default = inspect.signature(self.transformer_class.__init__).parameters[name].default
+        return self.files.transformer_config.get(name, default)
+
     def check_variant(self) -> None:
-        """Refuse a transformer that is another variant than ``name``; set what depends on the transformer's config."""
-        raise NotImplementedError
+        """Refuse a transformer that is another variant than ``name``; set what depends on the transformer's config.
+
+        Here that is how many channels the latents have whose patches are its tokens.
+        """
+        self.latent_channels = self.argument("in_channels") // self.patch_size**2
 
     def check_trainable(self) -> None:
         """Refuse a variant that can be sampled and not trained, with what to train in its place."""
@@ -235,6 +261,17 @@ class Family:
     def check_text_encoders(self) -> None:
         """Refuse files that are no text encoders of this family; headers only."""
         raise NotImplementedError
+
+    def check_text_width(self, width: int, name: str, remedy: str, layers: int = 1) -> None:
+        """Raise a UserError unless so many layers' vectors of ``width`` are the argument ``name`` of the transformer.
+
+        ``remedy``: the text encoder to give.
+        """
+        if layers * width != (wanted := self.argument(name)):
+            raise UserError(
+                f"{self.files.text_encoders[0]}: text {width} wide, the transformer takes {wanted // layers}; "
+                f"give {remedy} as text_encoder"
+            )
 
     def fingerprint(self) -> str:
         """Return a fingerprint of the transformer's weights."""
@@ -511,6 +548,17 @@ def split_plan(kind: Any, config: Mapping[str, Any], processes: int) -> dict[str
         if is_left and layer.out_features % processes == 0:
             plan[name] = Parts(0, (layer.out_features,), gathered=True)
     return plan
+
+
+@contextmanager
+def inputs_changed(transformer: nn.Module, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
+    """Let every call of ``transformer`` have the keyword arguments that ``change`` returns beside those given to it."""
+
+    def before(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        return args, kwargs | change(kwargs)
+
+    with transformer.register_forward_pre_hook(before, with_kwargs=True, prepend=True):
+        yield
 
 
 def unwrapped(module: nn.Module) -> Any:

@@ -11,17 +11,18 @@ shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import Qwen3Config, Qwen3Model
+from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3Model
 
 from library.errors import UserError
+from library.models.files import ModelFiles
 from library.models.layer_names import count_blocks
-from library.models.text import byte_tokenizer
+from library.models.text import byte_tokenizer, load_qwen_tokenizer
 from library.models.weights import load_into, read_config
 from library.precision.checkpoint import WeightFiles
 from library.precision.recipe import Recipe, WeightLoader
@@ -42,7 +43,7 @@ def published_qwen3(size: str, layers: int, theta: float = THETA) -> dict[str, C
         num_attention_heads=32, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": theta},
     )  # fmt: skip
-    return {"text_encoder": lambda: _without_norm(config), "tokenizer": byte_tokenizer}
+    return {"text_encoder": lambda: without_norm(Qwen3Model(config)), "tokenizer": byte_tokenizer}
 
 
 def load_qwen3(
@@ -70,7 +71,7 @@ def load_qwen3(
         raise UserError(f"{path}: Qwen3 of {everything} layers, {kept} are read; give the text encoder of the model")
     config.num_hidden_layers, config.layer_types = kept, None
     config = Qwen3Config.from_dict(config.to_dict())
-    return load_layers(lambda: _without_norm(config), weights, prefix, kept, dtype, device, recipe)
+    return load_layers(lambda: without_norm(Qwen3Model(config)), weights, prefix, kept, dtype, device, recipe)
 
 
 def load_layers(
@@ -87,6 +88,21 @@ def load_layers(
     names = {name.removeprefix(prefix): name for name in weights.names if name.startswith(prefix)}
     key_map = {name: [RowRange(source)] for name, source in names.items() if name.startswith(wanted)}
     return load_into(build, weights, key_map, dtype, device, fp8=WeightLoader(recipe, compute="dequant"))
+
+
+def qwen3_of(
+    files: ModelFiles,
+    layers: int | None,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    recipe: Recipe | None = None,
+    theta: float = THETA,
+) -> tuple[Callable[[], Qwen3Model], PreTrainedTokenizerBase]:
+    """Return what loads the text encoder of ``files``, as :func:`load_qwen3`, and its tokenizer, loaded now."""
+    (path,), (tokenizer,) = files.text_encoders, files.tokenizers
+    title = "Qwen3" if theta == THETA else "Qwen3-VL"
+    loaded = load_qwen_tokenizer(tokenizer, "<|im_start|>", title)
+    return lambda: load_qwen3(path, layers, dtype, device, recipe, theta), loaded
 
 
 def qwen3_width(path: Path, theta: float = THETA) -> int:
@@ -106,8 +122,8 @@ def prefix_of(weights: WeightFiles) -> str:
     return found[0].removesuffix(_EMBEDDINGS) if found else "model."
 
 
-def _without_norm(config: Qwen3Config) -> Qwen3Model:
-    model = Qwen3Model(config)
+def without_norm(model: Any) -> Any:
+    """Return a language model whose last layer's output nothing follows."""
     model.norm = nn.Identity()
     return model
 
@@ -119,6 +135,29 @@ def _kind(weights: WeightFiles) -> str | None:
     if (architecture := weights.metadata.get("general.architecture")) is not None:  # of GGUF
         return {"qwen3": _NAMES[THETA], "qwen3vl": _NAMES[VL_THETA]}.get(architecture)
     return _NAMES[VL_THETA] if any("visual.deepstack_merger_list." in name for name in weights.names) else None
+
+
+def sizes_of(
+    shape: Callable[[str], tuple[int, ...]], names: Iterable[str], prefix: str, head_dim: int
+) -> dict[str, int]:
+    """Return the arguments of a language model's configuration that its tensors show.
+
+    Args:
+        shape: from a tensor's name to its shape. names: of all tensors.
+        prefix: before the model's names.
+        head_dim: width of a head.
+    """
+    first = f"{prefix}layers.0"
+    vocabulary, width = shape(prefix + _EMBEDDINGS)
+    return {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "intermediate_size": shape(f"{first}.mlp.gate_proj.weight")[0],
+        "num_hidden_layers": count_blocks(names, f"{prefix}layers."),
+        "num_attention_heads": shape(f"{first}.self_attn.q_proj.weight")[0] // head_dim,
+        "num_key_value_heads": shape(f"{first}.self_attn.k_proj.weight")[0] // head_dim,
+        "head_dim": head_dim,
+    }
 
 
 def _describe(weights: WeightFiles, theta: float) -> tuple[str, Qwen3Config]:
@@ -144,16 +183,9 @@ def _describe(weights: WeightFiles, theta: float) -> tuple[str, Qwen3Config]:
     first = f"{prefix}layers.0"
     if f"{first}.self_attn.q_norm.weight" not in weights or f"{first}.mlp.gate_proj.weight" not in weights:
         raise UserError(f"{weights.path}: not {wanted} (no {first}.self_attn.q_norm); give {wanted} as text_encoder")
-    vocabulary, width = weights.shape(prefix + _EMBEDDINGS)
     (head_dim,) = weights.shape(f"{first}.self_attn.q_norm.weight")
     return prefix, Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=weights.shape(f"{first}.mlp.gate_proj.weight")[0],
-        num_hidden_layers=count_blocks(weights.names, f"{prefix}layers."),
-        num_attention_heads=weights.shape(f"{first}.self_attn.q_proj.weight")[0] // head_dim,
-        num_key_value_heads=weights.shape(f"{first}.self_attn.k_proj.weight")[0] // head_dim,
-        head_dim=head_dim,
+        **sizes_of(weights.shape, weights.names, prefix, head_dim),
         max_position_embeddings=40960,
         rms_norm_eps=1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": theta},

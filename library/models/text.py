@@ -123,15 +123,26 @@ class LanguageModelEncoder(TextEncoder):
         raise UserError(f"text_encoder_lr: {self.title}, is not trained; remove text_encoder_lr")
 
 
-def padded(rows: list[list[int]]) -> dict[str, Tensor]:
+def padded(rows: list[list[int]], length: int = 0, token: int = 0, first: bool = False) -> dict[str, Tensor]:
     """Return ``input_ids`` and ``attention_mask`` [B, T] of token ids, filled up at the end.
 
     What stands at the end is seen by no real token: attention looks back only.
+
+    Args:
+        rows: of each caption.
+        length: T, at least that of the longest row, which it is by default.
+        token: what rows are filled with.
+        first: whether the filling comes before the row.
     """
-    longest = max(map(len, rows))
+    length = length or max(map(len, rows))
+
+    def filled(row: list[int], filling: int) -> list[int]:
+        more = [filling] * (length - len(row))
+        return more + row if first else row + more
+
     return {
-        "input_ids": torch.tensor([row + [0] * (longest - len(row)) for row in rows]),
-        "attention_mask": torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows]),
+        "input_ids": torch.tensor([filled(row, token) for row in rows]),
+        "attention_mask": torch.tensor([filled([1] * len(row), 0) for row in rows]),
     }
 
 

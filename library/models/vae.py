@@ -7,6 +7,7 @@ beside the noise that training adds itself. Latents leave here normalised, each 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ class ImageEncoder:
 
     Attributes:
         autoencoder: diffusers' class. title: what people call it.
+        published: arguments of ``autoencoder`` as published that are not its defaults.
         is_video: it takes an image as a video of one frame.
         fingerprint: of weights, dtype and kind of latents; a part of the names of cached latents.
         latent_channels, latent_factor: of the latents, and pixels per latent.
@@ -32,6 +34,7 @@ class ImageEncoder:
 
     autoencoder: Any
     title: str
+    published: Mapping[str, Any] = {}
     is_video = False
     latent_channels: int
     latent_factor: int

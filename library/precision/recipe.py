@@ -38,15 +38,21 @@ from library.precision.linear import Compute, QuantizedLinear, QuantizedLinearOf
 from library.precision.names import ActivationRounding
 from library.randomness import derive_seed
 
-_ROOT = r"(model\.diffusion_model\.|transformer\.)?"
+
+def _at_the_root(names: str) -> str:
+    """Return the expression of modules of the whole model of these ``names``, and of all that is in them."""
+    return rf"(model\.diffusion_model\.|transformer\.)?({'|'.join(names.split())})(\..*)?"
+
+
 KINDS = {
-    "embedders": _ROOT
-    + r"(x_embedders?(\.\w+)?|all_x_embedder\..*|context_embedder|time_(text|guidance)_embed\..*|(cap|t)_embedder\..*"
-    r"|(target_)?timestep_embedder\..*|img_in|txt_in(\..*)?|emb_in\..*|((ref_)?time|vector|guidance)_in\..*"
-    r"|time_embed\..*|time_mod_proj|text_fusion\..*|first|(tmlp|tproj|txtmlp|txtfusion)\..*)",
+    "embedders": _at_the_root(
+        "x_embedders? all_x_embedder context_embedder cap_embedder t_embedder (target_)?timestep_embedder "
+        "time_(text_|guidance_)?embed time_mod_proj img_in txt_in emb_in (ref_)?time_in vector_in guidance_in "
+        "text_fusion first tmlp tproj txtmlp txtfusion"
+    ),
     "modulation": r".*(\bnorm(1|1_context)?\.linear|\b(img|txt)_mod\.(1|lin)|\bmodulation\.(lin|1)"
     r"|\badaLN_modulation\.0|_stream_modulations?(_img|_txt|\.\w+)?\.lin(ear)?)",
-    "final": _ROOT + r"(proj_out|norm_out\.linear|(all_)?final_layer\..*|last\.linear)",
+    "final": _at_the_root(r"proj_out norm_out\.linear (all_)?final_layer last\.linear"),
 }
 # Matrices that are looked up rather than multiplied with, or tied to such: never fp8. LoRA: 67 % would become zero.
 _NEVER = re.compile(

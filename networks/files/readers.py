@@ -13,8 +13,8 @@ ComfyUI         Comfy-Org/ComfyUI 17358c8, 09708ea       ``comfy/lora.py`` (``mo
                                                          ``krea2_to_``)
                 xmarre/ComfyUI 6d4f9e8, a fork           ``comfy/weight_adapter/``, as it was in April 2026
 sd-scripts      kohya-ss/sd-scripts 48d368f              ``networks/lora_flux.py``, ``networks/flux_merge_lora.py``
-musubi-tuner    kohya-ss/musubi-tuner 30c658c            ``utils/lora_utils.py``, ``networks/lora*.py``, ``loha.py``,
-                                                         ``lokr.py``
+musubi-tuner    kohya-ss/musubi-tuner 30c658c, a later   ``utils/lora_utils.py``, ``networks/lora*.py``, ``loha.py``,
+                one of Qwen-Image-2.1                    ``lokr.py``
 peft            huggingface/peft 0.21.2                  ``utils/save_and_load.py``, ``tuners/lora/``
 ==============  =======================================  ============================================================
 
@@ -134,8 +134,9 @@ class Reader:
                     yield form, component, place
 
 
-def _each(names: str, *forms: Keys) -> dict[str, tuple[Keys, ...]]:
-    return dict.fromkeys(names.split(), forms)
+def _by_family(rows: Mapping[str, tuple[Keys, ...]]) -> dict[str, tuple[Keys, ...]]:
+    """Return family -> forms, of rows whose key may name several families."""
+    return {name: forms for names, forms in rows.items() for name in names.split()}
 
 
 def _alike(
@@ -145,68 +146,76 @@ def _alike(
     return tuple(Keys(prefix, naming, tensors, only) for prefix in prefixes)
 
 
-_FLUX, _QWEN = "flux flux_fill flux_kontext", "qwen_image qwen_image_edit qwen_image_edit_plus"
-_FLUX3 = "flux3_klein flux3_klein_edit"
+_FLUX = "flux flux_fill flux_kontext"
 _FLUX2 = "flux2_klein flux2_klein_edit flux2_dev flux2_dev_edit"
-_FLUX_BLOCKS, _Z_BLOCKS = r"(single_)?transformer_blocks\..*", r"(layers|(noise|context)_refiner)\..*"
-_FLUX3_BLOCKS = r"(single_transformer_blocks|txt_mode_blocks|mode_blocks\.\w+)\..*"
-_ALONE = _AB | _OLD | _MAGNITUDE | {"alpha": "takes the file for another trainer's and finds no layer, or refuses it"}
-_STOPS = {"alpha": "fails on the whole file"}
+_FLUX3 = "flux3_klein flux3_klein_edit"
+_QWEN = "qwen_image qwen_image_edit qwen_image_edit_plus"
 _QWEN_21 = "qwen_image_21 qwen_image_21_edit"
+
+# Layers, by diffusers' names, that a form does not go beyond.
+_BLOCKS = r"(single_)?transformer_blocks\..*"
+_OF_FLUX2 = rf"{_BLOCKS}|(x|context)_embedder|proj_out|norm_out.*"
+_FLUX3_BLOCKS = r"(single_transformer_blocks|txt_mode_blocks|mode_blocks\.\w+)\..*"
+_Z_BLOCKS = r"(layers|(noise|context)_refiner)\..*"
 # Of underscored names diffusers puts dots where it knows no better: gate.layer; outside of the blocks it knows some.
 _Q_UNDERSCORED = r".*\.(attn\..*|img_mlp\.(proj|out))|img_in|proj_out|norm_out.*|time_text_embed.*"
+
+_ALONE = _AB | _OLD | _MAGNITUDE | {"alpha": "takes the file for another trainer's and finds no layer, or refuses it"}
+_STOPS = {"alpha": "fails on the whole file"}
 _PEFT_KEYS = Keys("transformer.", "diffusers", _ALONE)
 _OF_ALL_IN_COMFYUI = _alike("diffusers", _OF_COMFYUI, "transformer.", "lycoris_", "")
+_ORIGINALS_IN_COMFYUI = _alike("original", _OF_COMFYUI, "lora_unet_", "diffusion_model.")
 
 READERS = (
     Reader(
         "diffusers",
-        _each(
-            _FLUX,
-            Keys("transformer.", "diffusers", _AB | _OLD | _MAGNITUDE | {"alpha": "alpha"}),
-            Keys("lora_unet_", "original", _DOWN_UP, _FLUX_BLOCKS),
-            Keys("diffusion_model.", "original", _DOWN_UP, _FLUX_BLOCKS),
-            Keys("lora_transformer_", "diffusers", _DOWN_UP, r".*(\.attn\.|embed).*|proj_out|norm_out.*", True),
-        )
-        | _each(
-            _FLUX2,
-            Keys("transformer.", "diffusers", _AB | _OLD | _MAGNITUDE),
-            Keys("diffusion_model.", "original", _AB),
-            Keys("diffusion_model.", "diffusers", _AB | _OLD, _FLUX_BLOCKS),
-            Keys("lora_unet_", "original", _DOWN_UP, r"(?!.*(modulation|guidance_embedder|norm_out)).*"),
-            Keys("lycoris_", "diffusers", _LOKR | {"alpha": "alpha"}, _FLUX_BLOCKS),
-        )
-        | _each(
-            _FLUX3,
-            _PEFT_KEYS,
-            Keys("diffusion_model.", "original", _ALONE, _FLUX3_BLOCKS),
-            Keys("diffusion_model.", "diffusers", _ALONE),
-        )
-        | _each(
-            _QWEN,
-            _PEFT_KEYS,
-            *_alike("diffusers", _CONVERTED, "lora_unet_", "diffusion_model."),
-            Keys("", "diffusers", _DEFAULT),
-            Keys("", "diffusers", _CONVERTED, needs_alpha=True),
-        )
-        | _each(
-            _QWEN_21,
-            _PEFT_KEYS,
-            Keys("lora_unet_", "diffusers", _CONVERTED, _Q_UNDERSCORED),
-            Keys("diffusion_model.", "diffusers", _CONVERTED),
-            Keys("", "diffusers", _DEFAULT),
-            Keys("", "diffusers", _CONVERTED, needs_alpha=True),
-        )
-        | _each(
-            "z_image",
-            _PEFT_KEYS,
-            Keys("lora_unet_", "diffusers", _DOWN_UP | _OLD),
-            Keys("lora_unet_", "original", _DOWN_UP, r".*attention.*"),
-            Keys("diffusion_model.", "diffusers", _CONVERTED | _OLD),
-            Keys("", "diffusers", _DEFAULT),
-            Keys("", "diffusers", _CONVERTED | _OLD, needs_alpha=True),
-        )
-        | _each("krea2", _PEFT_KEYS, *_alike("original", _AB | _STOPS, "diffusion_model.", "base_model.model.")),
+        _by_family(
+            {
+                _FLUX: (
+                    Keys("transformer.", "diffusers", _AB | _OLD | _MAGNITUDE | {"alpha": "alpha"}),
+                    Keys("lora_unet_", "original", _DOWN_UP, _BLOCKS),
+                    Keys("diffusion_model.", "original", _DOWN_UP, _BLOCKS),
+                    Keys("lora_transformer_", "diffusers", _DOWN_UP, r".*(\.attn\.|embed).*|proj_out|norm_out.*", True),
+                ),
+                _FLUX2: (
+                    Keys("transformer.", "diffusers", _AB | _OLD | _MAGNITUDE),
+                    Keys("diffusion_model.", "original", _AB),
+                    Keys("diffusion_model.", "diffusers", _AB | _OLD, _BLOCKS),
+                    Keys("lora_unet_", "original", _DOWN_UP, r"(?!.*(modulation|guidance_embedder|norm_out)).*"),
+                    Keys("lycoris_", "diffusers", _LOKR | {"alpha": "alpha"}, _BLOCKS),
+                ),
+                _FLUX3: (
+                    _PEFT_KEYS,
+                    Keys("diffusion_model.", "original", _ALONE, _FLUX3_BLOCKS),
+                    Keys("diffusion_model.", "diffusers", _ALONE),
+                ),
+                _QWEN: (
+                    _PEFT_KEYS,
+                    *_alike("diffusers", _CONVERTED, "lora_unet_", "diffusion_model."),
+                    Keys("", "diffusers", _DEFAULT),
+                    Keys("", "diffusers", _CONVERTED, needs_alpha=True),
+                ),
+                _QWEN_21: (
+                    _PEFT_KEYS,
+                    Keys("lora_unet_", "diffusers", _CONVERTED, _Q_UNDERSCORED),
+                    Keys("diffusion_model.", "diffusers", _CONVERTED),
+                    Keys("", "diffusers", _DEFAULT),
+                    Keys("", "diffusers", _CONVERTED, needs_alpha=True),
+                ),
+                "z_image": (
+                    _PEFT_KEYS,
+                    Keys("lora_unet_", "diffusers", _DOWN_UP | _OLD),
+                    Keys("lora_unet_", "original", _DOWN_UP, r".*attention.*"),
+                    Keys("diffusion_model.", "diffusers", _CONVERTED | _OLD),
+                    Keys("", "diffusers", _DEFAULT),
+                    Keys("", "diffusers", _CONVERTED | _OLD, needs_alpha=True),
+                ),
+                "krea2": (
+                    _PEFT_KEYS,
+                    *_alike("original", _AB | _STOPS, "diffusion_model.", "base_model.model."),
+                ),
+            }
+        ),
         text={
             "text_encoder": (
                 Keys("text_encoder.", "original", _AB),
@@ -218,44 +227,40 @@ READERS = (
     ),
     Reader(
         "ComfyUI",
-        _each(
-            _FLUX,
-            *_OF_ALL_IN_COMFYUI,
-            *_alike("diffusers", _OF_COMFYUI, "lora_transformer_"),
-            *_alike("original", _OF_COMFYUI, "lora_unet_", "diffusion_model."),
-        )
-        | _each(
-            _FLUX2,
-            *_alike(
-                "diffusers",
-                _OF_COMFYUI,
-                "transformer.",
-                "lycoris_",
-                "",
-                "lora_transformer_",
-                only=rf"{_FLUX_BLOCKS}|(x|context)_embedder|proj_out|norm_out.*",
-            ),
-            *_alike("original", _OF_COMFYUI, "lora_unet_", "diffusion_model."),
-        )
-        | _each(_FLUX3, *_alike("original", _OF_COMFYUI, "lora_unet_", "diffusion_model."))
-        | _each(_QWEN, *_OF_ALL_IN_COMFYUI, *_alike("diffusers", _OF_COMFYUI, "lora_unet_", "diffusion_model."))
-        | _each(
-            _QWEN_21,  # its feed-forward is fused: below the first two, as a whole; elsewhere by its halves
-            *_alike("original", _OF_COMFYUI, "lora_unet_", "diffusion_model."),
-            *_OF_ALL_IN_COMFYUI,
-        )
-        | _each(
-            "z_image",
-            *_OF_ALL_IN_COMFYUI,
-            Keys("lora_unet_", "original", _OF_COMFYUI),
-            Keys("diffusion_model.", "diffusers", _OF_COMFYUI),
-            Keys("diffusion_model.", "original", _OF_COMFYUI),
-        )
-        | _each(
-            "krea2",
-            *_OF_ALL_IN_COMFYUI,
-            Keys("diffusion_model.", "diffusers", _OF_COMFYUI),
-            *_alike("original", _OF_COMFYUI, "lora_unet_", "diffusion_model."),
+        _by_family(
+            {
+                _FLUX: (
+                    *_OF_ALL_IN_COMFYUI,
+                    *_alike("diffusers", _OF_COMFYUI, "lora_transformer_"),
+                    *_ORIGINALS_IN_COMFYUI,
+                ),
+                _FLUX2: (
+                    *_alike(
+                        "diffusers", _OF_COMFYUI, "transformer.", "lycoris_", "", "lora_transformer_", only=_OF_FLUX2
+                    ),
+                    *_ORIGINALS_IN_COMFYUI,
+                ),
+                _FLUX3: _ORIGINALS_IN_COMFYUI,
+                _QWEN: (
+                    *_OF_ALL_IN_COMFYUI,
+                    *_alike("diffusers", _OF_COMFYUI, "lora_unet_", "diffusion_model."),
+                ),
+                _QWEN_21: (  # its feed-forward is fused: below the first two, as a whole; elsewhere by its halves
+                    *_ORIGINALS_IN_COMFYUI,
+                    *_OF_ALL_IN_COMFYUI,
+                ),
+                "z_image": (
+                    *_OF_ALL_IN_COMFYUI,
+                    Keys("lora_unet_", "original", _OF_COMFYUI),
+                    Keys("diffusion_model.", "diffusers", _OF_COMFYUI),
+                    Keys("diffusion_model.", "original", _OF_COMFYUI),
+                ),
+                "krea2": (
+                    *_OF_ALL_IN_COMFYUI,
+                    Keys("diffusion_model.", "diffusers", _OF_COMFYUI),
+                    *_ORIGINALS_IN_COMFYUI,
+                ),
+            }
         ),
         text={
             "text_encoder": _alike(
@@ -268,7 +273,7 @@ READERS = (
     ),
     Reader(
         "sd-scripts",
-        _each(_FLUX, Keys("lora_unet_", "original", _DOWN_UP, needs_alpha=True)),
+        _by_family({_FLUX: (Keys("lora_unet_", "original", _DOWN_UP, needs_alpha=True),)}),
         text={
             "text_encoder": (Keys("lora_te1_", "original", _DOWN_UP, needs_alpha=True),),
             "text_encoder_2": (Keys("lora_te3_", "original", _DOWN_UP, needs_alpha=True),),
@@ -276,12 +281,20 @@ READERS = (
     ),
     Reader(
         "musubi-tuner",
-        _each(f"flux_kontext {_FLUX2}", Keys("lora_unet_", "original", _OF_MUSUBI, _FLUX_BLOCKS, True))
-        | _each(_QWEN, Keys("lora_unet_", "diffusers", _OF_MUSUBI, r"transformer_blocks\..*", True))
-        | _each("z_image", Keys("lora_unet_", "diffusers", _OF_MUSUBI, _Z_BLOCKS, True))
-        | _each("krea2", Keys("lora_unet_", "original", _OF_MUSUBI, needs_alpha=True)),
+        _by_family(
+            {
+                f"flux_kontext {_FLUX2}": (Keys("lora_unet_", "original", _OF_MUSUBI, _BLOCKS, True),),
+                f"{_QWEN} {_QWEN_21}": (Keys("lora_unet_", "diffusers", _OF_MUSUBI, _BLOCKS, True),),
+                "z_image": (Keys("lora_unet_", "diffusers", _OF_MUSUBI, _Z_BLOCKS, True),),
+                "krea2": (Keys("lora_unet_", "original", _OF_MUSUBI, needs_alpha=True),),
+            }
+        ),
     ),
-    Reader("peft", _each("llama gpt2", Keys("base_model.model.", "diffusers", _AB | _MAGNITUDE)), header=True),
+    Reader(
+        "peft",
+        _by_family({"llama gpt2": (Keys("base_model.model.", "diffusers", _AB | _MAGNITUDE),)}),
+        header=True,
+    ),
 )
 
 

@@ -54,7 +54,8 @@ apply_t5_attn_mask guidance_scale timestep_sampling sigmoid_scale model_predicti
 model_type split_mode
 """)
 
-# and musubi-tuner 30c658c's qwen_image_train_network.py, then what zimage_, flux_kontext_ and krea2_ add
+# and musubi-tuner 30c658c's qwen_image_train_network.py, then what zimage_, flux_kontext_, krea2_ and (of a later
+# version) qwen_image_21_ add
 MUSUBI_FLAGS = _words("""
 dataset_config sdpa flash_attn sage_attn xformers flash3 split_attn compile compile_backend compile_mode
 compile_dynamic compile_fullgraph compile_cache_size_limit cuda_allow_tf32 cuda_cudnn_benchmark dynamo_backend
@@ -76,7 +77,7 @@ metadata_license metadata_tags metadata_reso metadata_arch huggingface_repo_id h
 huggingface_path_in_repo huggingface_token huggingface_repo_visibility save_state_to_huggingface
 resume_from_huggingface async_upload dit vae vae_dtype fp8_scaled text_encoder fp8_vl num_layers
 remove_first_image_from_target edit edit_plus model_version
-fp8_llm use_32bit_attention text_encoder1 text_encoder2 fp8_t5 turbo_dit turbo_dit_cache
+fp8_llm use_32bit_attention text_encoder1 text_encoder2 fp8_t5 turbo_dit turbo_dit_cache dit_config vae_tiling
 """)
 
 

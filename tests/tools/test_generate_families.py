@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,21 +24,6 @@ from tests.tiny_z_image import save_z_split_files, tiny_z_pipeline, tiny_z_trans
 from tools.generate import image, parser
 
 
-def write_lora(path: Path, kind: str, transformer: torch.nn.Module, prefix: str | tuple[str, ...] = "") -> None:
-    """Write a random LoRA on the layers of the family whose names begin with ``prefix``."""
-    targets, random = lora_targets()[kind], torch.Generator().manual_seed(1)
-    weights = {
-        name: LoraWeights(
-            torch.randn(4, module.in_features, generator=random) * 0.2,
-            torch.randn(module.out_features, 4, generator=random) * 0.2,
-            2.0,
-        )
-        for name, module in transformer.named_modules()
-        if isinstance(module, torch.nn.Linear) and name.startswith(prefix) and targets.group_of(name)
-    }
-    save_adapter(path, weights, targets, "diffusers" if kind == "krea2" else "kohya")  # diffusers reads no other of it
-
-
 def flags_of(kind: str, files: SplitFiles, folder: Path) -> list[str]:
     return [
         *("image", "--model", str(files.transformer), "--model_type", kind, "--vae", str(files.vae)),
@@ -45,31 +33,81 @@ def flags_of(kind: str, files: SplitFiles, folder: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("kind", ["qwen_image", "z_image", "flux2_klein", "krea2"])
+def negative_text(pipeline: Any) -> dict[str, Any]:
+    return {"negative_prompt": "large"}
+
+
+@torch.no_grad()
+def negative_embeds(pipeline: Any) -> dict[str, Any]:
+    return {"negative_prompt_embeds": pipeline.encode_prompt("large")[0]}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A family's tiny model, and how diffusers' pipeline is asked for what ``--l 3 --n large`` asks for.
+
+    ``lora_on``: beginnings of the layers that get a LoRA, in ``save_format``, which diffusers must read.
+    """
+
+    pipeline: Any
+    folder: Callable[[Path], Path]
+    files: Callable[[Path, Path], SplitFiles]
+    transformer: Callable[[], torch.nn.Module]
+    guidance: dict[str, float]
+    negative: Callable[[Any], dict[str, Any]] = negative_text
+    lora_on: str | tuple[str, ...] = ""
+    save_format: str = "kohya"
+
+
+FROM_ZERO = {"guidance_scale": 2.0}  # the pipeline's own count of 3
+ROWS = {
+    "qwen_image": Row(
+        QwenImagePipeline, tiny_qwen_pipeline, save_split_files, tiny_qwen_transformer, {"true_cfg_scale": 3.0}
+    ),
+    "z_image": Row(
+        ZImagePipeline, tiny_z_pipeline, save_z_split_files, tiny_z_transformer, FROM_ZERO, lora_on="layers."
+    ),
+    "flux2_klein": Row(
+        Flux2KleinPipeline,
+        tiny_flux2_pipeline,
+        save_flux2_files,
+        tiny_flux2_transformer,
+        {"guidance_scale": 3.0},
+        negative_embeds,
+        ("transformer_b", "single_tr"),
+    ),
+    "krea2": Row(
+        Krea2Pipeline,
+        tiny_krea2_pipeline,
+        save_krea2_split_files,
+        tiny_krea2_transformer,
+        FROM_ZERO,
+        save_format="diffusers",
+    ),
+}
+
+
+def write_lora(path: Path, kind: str, row: Row) -> None:
+    """Write a random LoRA on the layers of the family that the row names."""
+    targets, random = lora_targets()[kind], torch.Generator().manual_seed(1)
+    weights = {
+        name: LoraWeights(
+            torch.randn(4, module.in_features, generator=random) * 0.2,
+            torch.randn(module.out_features, 4, generator=random) * 0.2,
+            2.0,
+        )
+        for name, module in row.transformer().named_modules()
+        if isinstance(module, torch.nn.Linear) and name.startswith(row.lora_on) and targets.group_of(name)
+    }
+    save_adapter(path, weights, targets, row.save_format)
+
+
+@pytest.mark.parametrize("kind", ROWS)
 def test_split_files_with_a_lora_draw_what_diffusers_draws(kind: str, tmp_path: Path) -> None:
-    negative: dict[str, object] = {"negative_prompt": "large"}
-    if kind == "flux2_klein":
-        base = tiny_flux2_pipeline(tmp_path / "base")
-        files = save_flux2_files(base, tmp_path / "files")
-        pipeline, cfg = Flux2KleinPipeline.from_pretrained(base), {"guidance_scale": 3.0}
-        with torch.no_grad():
-            negative = {"negative_prompt_embeds": pipeline.encode_prompt("large")[0]}
-        write_lora(tmp_path / "lora.safetensors", kind, tiny_flux2_transformer(), ("transformer_b", "single_tr"))
-    elif kind == "qwen_image":
-        base = tiny_qwen_pipeline(tmp_path / "base")
-        files = save_split_files(base, tmp_path / "files")
-        pipeline, cfg = QwenImagePipeline.from_pretrained(base), {"true_cfg_scale": 3.0}
-        write_lora(tmp_path / "lora.safetensors", kind, tiny_qwen_transformer())
-    elif kind == "krea2":
-        base = tiny_krea2_pipeline(tmp_path / "base")
-        files = save_krea2_split_files(base, tmp_path / "files")
-        pipeline, cfg = Krea2Pipeline.from_pretrained(base), {"guidance_scale": 2.0}  # which counts from 0: --l 3
-        write_lora(tmp_path / "lora.safetensors", kind, tiny_krea2_transformer())
-    else:
-        base = tiny_z_pipeline(tmp_path / "base")
-        files = save_z_split_files(base, tmp_path / "files")
-        pipeline, cfg = ZImagePipeline.from_pretrained(base), {"guidance_scale": 2.0}  # which counts from 0: --l 3
-        write_lora(tmp_path / "lora.safetensors", kind, tiny_z_transformer(), "layers.")
+    row = ROWS[kind]
+    base = row.folder(tmp_path / "base")
+    files, pipeline = row.files(base, tmp_path / "files"), row.pipeline.from_pretrained(base)
+    write_lora(tmp_path / "lora.safetensors", kind, row)
     flags = flags_of(kind, files, tmp_path)
     (path,) = image(parser().parse_args(flags))
 
@@ -78,8 +116,8 @@ def test_split_files_with_a_lora_draw_what_diffusers_draws(kind: str, tmp_path: 
     pipeline.set_adapters(["lora"], [0.5])
     theirs = pipeline(
         prompt="a red disc",
-        **negative,
-        **cfg,
+        **row.negative(pipeline),
+        **row.guidance,
         width=64,
         height=48,
         num_inference_steps=3,

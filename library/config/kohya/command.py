@@ -17,18 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PureWindowsPath
 
-from library.config.kohya.flags import Tool
+from library.config.model_types import Tool, kohya_trainers
 from library.errors import UserError
 from library.files import read_text
 
-TRAINERS: dict[str, Tool] = {
-    "flux_train_network.py": "sd-scripts",
-    "qwen_image_train_network.py": "musubi-tuner",
-    "zimage_train_network.py": "musubi-tuner",
-    "krea2_train_network.py": "musubi-tuner",
-    "flux_kontext_train_network.py": "musubi-tuner",
-    "flux_2_train_network.py": "musubi-tuner",
-}
+TRAINERS = kohya_trainers()
 SCRIPT_SUFFIXES = (".sh", ".bat", ".cmd", ".ps1", ".txt")
 
 

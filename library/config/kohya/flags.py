@@ -26,8 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from library.config.model_types import MODEL_TYPES, Tool
+
 Fate = Literal["same", "renamed", "accepted", "noted", "dataset", "refused"]
-Tool = Literal["sd-scripts", "musubi-tuner"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Flag:
         why: what it means here, or why it is refused.
         instead: what to do where it is refused.
         to: the names it may have here.
-        only: the accepted values; empty for any.
+        only: the accepted values; empty for any. Of ``network_module`` they are those of the families.
         off: the values, beside false, zero and nothing, that ask for nothing.
     """
 
@@ -58,10 +59,12 @@ class Flag:
 
 
 def _rows(tables: dict[str, Any]) -> Iterator[Flag]:
+    modules = tuple(dict.fromkeys(row.kohya_module for row in MODEL_TYPES.values() if row.kohya_module))
     for fate in get_args(Fate):
         for row in tables[fate]:
             names, trainer = row.pop("flags").split(), row.pop("trainer", None)
             tools = (trainer,) if trainer else get_args(Tool)
+            row |= {"only": modules} if names == ["network_module"] and fate == "accepted" else {}
             yield from (Flag(name, fate, tools, **row) for name in names)
 
 

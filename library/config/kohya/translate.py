@@ -26,9 +26,9 @@ from typing import Any, Literal
 
 from pydantic.fields import FieldInfo
 
-from library.config.kohya.flags import DEFAULTS, FLAGS, NEVER_LEFT_OUT, REFUSED_VALUES, SAME_AS, Flag, Tool
+from library.config.kohya.flags import DEFAULTS, FLAGS, NEVER_LEFT_OUT, REFUSED_VALUES, SAME_AS, Flag
 from library.config.markers import OnlyWith, is_nothing, words_of
-from library.config.model_types import MODEL_TYPES, kohya_model_type
+from library.config.model_types import MODEL_TYPES, Tool, kohya_model_type
 from library.config.optimizer_types import estimates_step_size
 from library.files import read_text
 
@@ -155,10 +155,9 @@ def translate(
         tool: whose configuration it is; found out if not given.
     """
     result = Translation(dict(values), dict(origins), tool or find_tool(values))
-    module = str(result.values.get("network_module", "networks.lora_qwen_image"))
-    if result.tool == "musubi-tuner" and (model_type := kohya_model_type(module)):
-        # of FLUX.1 it trains Kontext alone
-        result.values.setdefault("model_type", "flux_kontext" if model_type == "flux" else model_type)
+    module = str(result.values.get("network_module", _QWEN_IMAGE))
+    if result.tool == "musubi-tuner" and (model_type := kohya_model_type(module, result.tool)):
+        result.values.setdefault("model_type", model_type)
     for key, value in list(result.values.items()) if result.tool else ():
         if value in ("", None, "None") and key != "optimizer_type":
             result.leave_out(key, "empty, so not set")
@@ -258,7 +257,7 @@ def _note_differences(result: Translation, known: Known) -> None:
         return
     text = "modulation is left out, as musubi-tuner means to and does not; img_mod_dim and txt_mod_dim train it"
     row = MODEL_TYPES.get(str(result.values.get("model_type")))
-    if row and row.kohya_module == "networks.lora_qwen_image":
+    if row and row.kohya_module == _QWEN_IMAGE:
         result.note("network_args", "note", text)
     if "mixed_precision" not in result.values:
         result.note("mixed_precision", "note", "unset, so that of accelerate launch in musubi-tuner; here it is no")
@@ -275,50 +274,58 @@ def _learning_rate(result: Translation, known: Known) -> None:
         result.rename("unet_lr", "learning_rate", result.take("unet_lr"), said)
 
 
-_MODEL_VERSIONS = {  # musubi-tuner's model_version -> model_type
-    "original": "qwen_image",
-    "edit": "qwen_image_edit",
-    "edit-2509": "qwen_image_edit_plus",
-    "edit-2511": "qwen_image_edit_plus",
+_QWEN_IMAGE, _FLUX_2 = "networks.lora_qwen_image", "networks.lora_flux_2"
+_VERSIONS = {  # musubi-tuner's model_version -> model_type
+    _QWEN_IMAGE: {
+        "original": "qwen_image",
+        "edit": "qwen_image_edit",
+        "edit-2509": "qwen_image_edit_plus",
+        "edit-2511": "qwen_image_edit_plus",
+    },
+    _FLUX_2: {"dev": "flux2_dev"}
+    | dict.fromkeys(("klein-4b", "klein-base-4b", "klein-9b", "klein-base-9b"), "flux2_klein"),
 }
 
 
-_FLUX2_VERSIONS = {"dev": "flux2_dev"} | dict.fromkeys(
-    ("klein-4b", "klein-base-4b", "klein-9b", "klein-base-9b"), "flux2_klein"
-)
-
-
 def _model(result: Translation, known: Known) -> None:
-    """musubi-tuner names the kind of Qwen-Image or FLUX.2."""
-    if result.tool and result.values.get("network_module") == MODEL_TYPES["flux2_klein"].kohya_module:
-        _flux2(result)
-    else:
+    """musubi-tuner names the kind of Qwen-Image and FLUX.2; of all but Qwen-Image control images ask for editing."""
+    module = result.values.get("network_module", _QWEN_IMAGE) if result.tool else _QWEN_IMAGE
+    if module == _QWEN_IMAGE:
         _qwen_image(result)
+        return
+    if module == _FLUX_2:
+        _flux2(result)
+    edits = f"{result.values.get('model_type')}_edit"
+    if result.tool == "musubi-tuner" and edits in MODEL_TYPES and _has_controls(result.values.get("dataset_config")):
+        result.default("model_type", edits, "dataset_config", f"{edits}, as the dataset has control images")
 
 
 def _flux2(result: Translation) -> None:
-    """The model_version is dev where it is not set; a dataset's control images are references."""
+    """The model_version is dev where it is not set."""
     unset = "model_version" not in result.values
     version = str(result.take("model_version") or "dev").lower()
-    if version not in _FLUX2_VERSIONS:
-        text = f"not taken: {version!r} is not a model family of this version; set one of {', '.join(_FLUX2_VERSIONS)}"
-        result.note("model_version", "refused", text)
+    if (model_type := _version(result, "model_version", version, _FLUX_2)) is None:
         return
-    model_type = _FLUX2_VERSIONS[version]
-    if _has_controls(str(result.values.get("dataset_config", ""))):
-        model_type += "_edit"
     if unset:
         result.place("model_type", model_type, "network_module")
-        result.note(
-            "model_version", "default", f"unset, so dev, the default of musubi-tuner: model_type = {model_type}"
-        )
+        text = f"unset, so dev, the default of musubi-tuner: model_type = {model_type}"
+        result.note("model_version", "default", text)
     else:
         result.rename("model_version", "model_type", model_type)
 
 
-def _has_controls(dataset: str) -> bool:
+def _version(result: Translation, source: str, version: str, module: str) -> str | None:
+    """Return the ``model_type`` of a version of a network module's models; note one that is none of them."""
+    known = _VERSIONS[module]
+    if version not in known:
+        text = f"not taken: {version!r} is not a model family of this version; set one of {', '.join(known)}"
+        result.note(source, "refused", text)
+    return known.get(version)
+
+
+def _has_controls(dataset: object) -> bool:
     """Whether the dataset TOML, if it is there, names control images."""
-    path = Path(dataset).expanduser()
+    path = Path(str(dataset or "")).expanduser()
     return path.is_file() and re.search(r"^\s*control_directory\s*=", read_text(path), re.MULTILINE) is not None
 
 
@@ -333,11 +340,9 @@ def _qwen_image(result: Translation) -> None:
             result.note(key, "left out", "has no effect there beside the others" if any(switches.values()) else "off")
     if not version and not any(switches.values()):
         return
-    if named not in _MODEL_VERSIONS:
-        text = f"not taken: {named!r} is not a model family of this version; set one of {', '.join(_MODEL_VERSIONS)}"
-        result.note(source, "refused", text)
+    if (model_type := _version(result, source, named, _QWEN_IMAGE)) is None:
         return
-    result.rename(source, "model_type", _MODEL_VERSIONS[named])
+    result.rename(source, "model_type", model_type)
     if named == "edit-2511":
         result.default("zero_cond_t", True, source, "true, which is what tells edit-2511 from edit-2509")
 
@@ -454,7 +459,7 @@ def _network_args(result: Translation, known: Known) -> None:
 def _split_qkv(result: Translation, known: Known) -> None:
     """kohya's trainers have one LoRA on each joined qkv of FLUX.1 and 2, unless sd-scripts' split_qkv is set."""
     values, arguments = result.values, result.values.get("network_args", [])
-    flux = values.get("network_module") in [MODEL_TYPES[name].kohya_module for name in ("flux", "flux2_klein")]
+    flux = values.get("network_module") in ("networks.lora_flux", _FLUX_2)
     other = values.get("network_type", "lora") != "lora" or values.get("init_lora_weights", "default") != "default"
     if not result.tool or not flux or other or not isinstance(arguments, list):
         return

@@ -62,14 +62,16 @@ FLUX_KEYS = KeyNames(
     )
 )
 
-# Norms of queries and keys, as regular expressions: BFL's names against diffusers'.
-FLUX_NORMS = (
-    (r"double_blocks\.(\d+)\.img_attn\.norm\.query_norm\.scale", r"transformer_blocks.\1.attn.norm_q.weight"),
-    (r"double_blocks\.(\d+)\.img_attn\.norm\.key_norm\.scale", r"transformer_blocks.\1.attn.norm_k.weight"),
-    (r"double_blocks\.(\d+)\.txt_attn\.norm\.query_norm\.scale", r"transformer_blocks.\1.attn.norm_added_q.weight"),
-    (r"double_blocks\.(\d+)\.txt_attn\.norm\.key_norm\.scale", r"transformer_blocks.\1.attn.norm_added_k.weight"),
-    (r"single_blocks\.(\d+)\.norm\.query_norm\.scale", r"single_transformer_blocks.\1.attn.norm_q.weight"),
-    (r"single_blocks\.(\d+)\.norm\.key_norm\.scale", r"single_transformer_blocks.\1.attn.norm_k.weight"),
+# Norms of queries and keys, as regular expressions: BFL's names, of FLUX.2 too, against diffusers'.
+_STREAMS = (
+    (r"double_blocks\.(\d+)\.img_attn", "transformer_blocks", "norm_"),
+    (r"double_blocks\.(\d+)\.txt_attn", "transformer_blocks", "norm_added_"),
+    (r"single_blocks\.(\d+)", "single_transformer_blocks", "norm_"),
+)
+FLUX_NORMS = tuple(
+    (rf"{theirs}\.norm\.{name}_norm\.(?:scale|weight)", rf"{blocks}.\1.attn.{norm}{name[0]}.weight")
+    for theirs, blocks, norm in _STREAMS
+    for name in ("query", "key")
 )
 
 

@@ -17,7 +17,6 @@ layers, which changes a last bit here and there (3e-7 of the largest output at 3
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -25,12 +24,12 @@ from diffusers import FluxTransformer2DModel
 from diffusers.models.transformers import transformer_flux as diffusers_flux
 from torch import Tensor, nn
 
-from library.models.blocks import AttentionProcessor, adopt, feedforward, joint_attention, modulation
-from library.models.latents import pack_latents
+from library.models.blocks import AttentionProcessor, adopt, adopt_positions, feedforward, joint_attention, modulation
+from library.models.latents import pack_latents, remembered
 from library.nn.attention import Backend
 from library.nn.frozen_linear import project_recomputed
 from library.nn.norms import ModulationCache, beside_gelu, clamp_fp16, join_tokens, modulated, split_tokens
-from library.nn.rope import MultiAxisRope, Table
+from library.nn.rope import Table
 
 
 def pack_mask(mask: Tensor, factor: int) -> Tensor:
@@ -44,24 +43,10 @@ def pack_mask(mask: Tensor, factor: int) -> Tensor:
     return pack_latents(cells.reshape(batch, factor * factor, height // factor, width // factor))
 
 
-@functools.lru_cache(maxsize=256)
-@torch.inference_mode(mode=False)  # made while sampling, it serves training too
+@remembered
 def text_positions(tokens: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return (0, 0, 0) for every text token, fp32 [tokens, 3]; the same tensor each time, not to be changed."""
+    """Return (0, 0, 0) for every text token, fp32 [tokens, 3]."""
     return torch.zeros(tokens, 3, device=device)
-
-
-@functools.lru_cache(maxsize=256)
-@torch.inference_mode(mode=False)  # made while sampling, it serves training too
-def image_positions(rows: int, columns: int, device: torch.device | str = "cpu", index: int = 0) -> Tensor:
-    """Return (index, row, column) of every image token, fp32 [rows * columns, 3].
-
-    The same tensor each time, not to be changed: tables of sines are remembered by it (``library.nn.rope``).
-    """
-    row = torch.arange(rows, device=device, dtype=torch.float32)
-    column = torch.arange(columns, device=device, dtype=torch.float32)
-    grid = torch.stack(torch.meshgrid(row, column, indexing="ij"), dim=-1).reshape(-1, 2)
-    return torch.nn.functional.pad(grid, (1, 0), value=index)
 
 
 class FluxTransformerBlock(diffusers_flux.FluxTransformerBlock):
@@ -141,8 +126,7 @@ def optimise_forward(transformer: FluxTransformer2DModel, backend: Backend = "au
     """
     adopt(transformer, FluxTransformerBlock, FluxSingleTransformerBlock, TimeTextEmbedding, TimeGuidanceTextEmbedding)
     transformer.set_attn_processor(AttentionProcessor(backend))
-    if not isinstance(transformer.pos_embed, MultiAxisRope):
-        transformer.pos_embed = MultiAxisRope(transformer.config.axes_dims_rope, theta=transformer.pos_embed.theta)
+    if adopt_positions(transformer):
         transformer.register_forward_pre_hook(_before_forward, with_kwargs=True)
     return transformer
 

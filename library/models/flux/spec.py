@@ -37,7 +37,7 @@ from diffusers import (
     FluxPipeline,
     FluxTransformer2DModel,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import CLIPTokenizer, T5TokenizerFast
 
 import library.models.flux.files as flux_files
@@ -45,10 +45,10 @@ import library.models.flux.model as flux_model
 from library.conditions import ConditionKind, Conditions
 from library.errors import UserError
 from library.models.family import Family
-from library.models.flux.model import image_positions, pack_mask, text_positions
+from library.models.flux.model import pack_mask, text_positions
 from library.models.flux.text import FluxTextEncoder, check_t5, clip_positions, load_clip, load_t5, published_text
-from library.models.flux.vae import PUBLISHED, FluxImageEncoder
-from library.models.latents import pack_latents
+from library.models.flux.vae import FluxImageEncoder
+from library.models.latents import image_positions, pack_latents, token_grid
 from library.models.text import load_tokenizer
 from library.precision.checkpoint import WeightFiles
 from library.precision.recipe import Recipe
@@ -76,29 +76,19 @@ class FluxFamily(Family):
     optimise_forward = staticmethod(flux_model.optimise_forward)
 
     @staticmethod
-    def published_parts() -> dict[str, Callable[[], Any]]:
-        """Return FLUX's autoencoder, CLIP-L and T5-XXL."""
-        return {"vae": lambda: FluxImageEncoder.autoencoder(**PUBLISHED), **published_text()}
-
-    @staticmethod
-    def blocks(transformer: Any) -> list[nn.Module]:
-        """Return double blocks, then single blocks."""
-        return [*transformer.transformer_blocks, *transformer.single_transformer_blocks]
+    def published_texts() -> dict[str, Callable[[], Any]]:
+        """Return CLIP-L and T5-XXL."""
+        return published_text()
 
     @classmethod
     def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
         """Return the arguments of a transformer of ``config``; one reference is as large as the image."""
         seen = tokens * (2 if cls.conditioning == "references" else 1)
-        inputs = {
-            "hidden_states": torch.randn(1, seen, config.in_channels),
-            "encoder_hidden_states": torch.randn(1, text, config.joint_attention_dim),
-            "pooled_projections": torch.randn(1, config.pooled_projection_dim),
-            "timestep": torch.rand(1),
-            "img_ids": torch.zeros(seen, 3),
-            "txt_ids": torch.zeros(text, 3),
-            "return_dict": False,
-        }
-        return inputs | ({"guidance": torch.ones(1)} if config.guidance_embeds else {})
+        ids = {"img_ids": torch.zeros(seen, 3), "txt_ids": torch.zeros(text, 3)}
+        guidance = {"guidance": torch.ones(1)} if config.guidance_embeds else {}
+        pooled = torch.randn(1, config.pooled_projection_dim)
+        width = config.joint_attention_dim
+        return cls.example_streams(config, seen, text, width, pooled_projections=pooled, **ids, **guidance)
 
     def check_variant(self) -> None:
         """Refuse a transformer whose inputs are not those of ``name``.
@@ -188,8 +178,7 @@ class FluxFamily(Family):
 
         The tokens of ``latents`` [B, 16, h, w] come first.
         """
-        height, width = latents.shape[-2:]
-        return pack_latents(latents), image_positions(height // 2, width // 2, latents.device)
+        return pack_latents(latents), image_positions(*token_grid(latents), latents.device)
 
     def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
         """Return FluxPipeline."""
@@ -325,7 +314,7 @@ class _GivenReferences(FluxKontextPipeline):
 def _reference_tokens(references: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """Return tokens [B, R, 64] of ``references``, each [B, 16, h, w], and their positions [R, 3]."""
     tokens = torch.cat([pack_latents(reference) for reference in references], dim=1)
-    sizes = [(reference.shape[-2] // 2, reference.shape[-1] // 2) for reference in references]
+    sizes = [token_grid(reference) for reference in references]
     placed = [
         image_positions(*size, tokens.device, index=1) + torch.tensor([0.0, *offset], device=tokens.device)
         for size, offset in zip(sizes, canvas_offsets(sizes), strict=True)

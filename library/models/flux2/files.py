@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import Any
 
 from library.models.files import FamilyFiles, Part, Shapes
+from library.models.flux.files import FLUX_NORMS
 from library.models.inspection import Architecture
 from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets, count_blocks
 
@@ -54,18 +55,6 @@ FLUX2_KEYS = KeyNames(
     )
 )
 
-# Norms of queries and keys, as regular expressions: BFL's names against diffusers'.
-_STREAMS = (
-    (r"double_blocks\.(\d+)\.img_attn", "transformer_blocks", "norm_"),
-    (r"double_blocks\.(\d+)\.txt_attn", "transformer_blocks", "norm_added_"),
-    (r"single_blocks\.(\d+)", "single_transformer_blocks", "norm_"),
-)
-FLUX2_NORMS = tuple(
-    (rf"{theirs}\.norm\.{name}_norm\.(?:scale|weight)", rf"{blocks}.\1.attn.{norm}{name[0]}.weight")
-    for theirs, blocks, norm in _STREAMS
-    for name in ("query", "key")
-)
-
 
 def _arguments(shapes: Shapes) -> dict[str, Any]:
     """Return the arguments of ``Flux2Transformer2DModel`` that fit a file; klein has no guidance input."""
@@ -91,7 +80,7 @@ FILES = FamilyFiles(
     transformer="Flux2Transformer2DModel",
     arguments=_arguments,
     keys=FLUX2_KEYS,
-    norms=FLUX2_NORMS,
+    norms=FLUX_NORMS,
     vae=Part("vae", "vae", "flux2-vae.safetensors"),
     text_encoders=(Part("text_encoder", "text_encoder", "qwen_3_4b.safetensors (of 9B: qwen_3_8b.safetensors)"),),
     tokenizers=(Part("qwen_tokenizer", "tokenizer", "Qwen/Qwen3-4B"),),

@@ -17,43 +17,32 @@ The modulation's vectors come from three layers of the whole model; each block i
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers import transformer_flux2 as diffusers_flux2
 from torch import Tensor
 
-from library.models.blocks import AttentionProcessor, adopt, feedforward, joint_attention
+from library.models.blocks import AttentionProcessor, adopt, adopt_positions, feedforward, joint_attention, run_block
+from library.models.latents import image_positions, remembered
 from library.nn.attention import Backend
 from library.nn.frozen_linear import project_recomputed
 from library.nn.norms import clamp_fp16, join_tokens, modulated, split_tokens, swiglu_halves
-from library.nn.rope import MultiAxisRope, Table
+from library.nn.rope import Table
 
 REFERENCE_STEP = 10  # between the indices of images
 
 
-@functools.lru_cache(maxsize=256)
-@torch.inference_mode(mode=False)  # made while sampling, it serves training too
-def text_positions(tokens: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return (0, 0, 0, number) of every text token, fp32 [tokens, 4]; the same tensor each time, not to be changed."""
-    return torch.nn.functional.pad(torch.arange(tokens, device=device, dtype=torch.float32).unsqueeze(1), (3, 0))
-
-
-@functools.lru_cache(maxsize=256)
-@torch.inference_mode(mode=False)  # made while sampling, it serves training too
-def image_positions(sizes: tuple[tuple[int, int], ...], device: torch.device | str = "cpu", first: int = 0) -> Tensor:
+@remembered
+def positions_of(sizes: tuple[tuple[int, int], ...], device: torch.device | str = "cpu", first: int = 0) -> Tensor:
     """Return (index, row, column, 0) of every token of images of ``sizes`` (rows, columns), fp32 [tokens, 4].
 
-    ``first`` is the number of the first image. The same tensor each time, not to be changed: tables of sines are
-    remembered by it (``library.nn.rope``).
+    ``first`` is the number of the first image.
     """
-    grids = []
-    for number, (rows, columns) in enumerate(sizes, first):
-        axes = (torch.tensor([number * REFERENCE_STEP]), torch.arange(rows), torch.arange(columns), torch.zeros(1))
-        grids.append(torch.cartesian_prod(*(axis.float() for axis in axes)))
-    return torch.cat(grids).to(device)
+    grids = [image_positions(*size, device, number * REFERENCE_STEP) for number, size in enumerate(sizes, first)]
+    return F.pad(torch.cat(grids), (0, 1))
 
 
 class Flux2Transformer2DModel(diffusers_flux2.Flux2Transformer2DModel):
@@ -96,11 +85,10 @@ class Flux2Transformer2DModel(diffusers_flux2.Flux2Transformer2DModel):
         image, text = self.x_embedder(hidden_states), self.context_embedder(encoder_hidden_states)
         self.pos_embed.expect(txt_ids, img_ids)
         rope = self.pos_embed(torch.cat([ids[0] if ids.ndim == 3 else ids for ids in (txt_ids, img_ids)]))
-        run = self._gradient_checkpointing_func if self.gradient_checkpointing and torch.is_grad_enabled() else _run
         for double in self.transformer_blocks:
-            text, image = run(double, image, text, image_mod, text_mod, rope)
+            text, image = run_block(self, double, image, text, image_mod, text_mod, rope)
         for single in self.single_transformer_blocks:
-            text, image = run(single, image, text, both_mod, rope)
+            text, image = run_block(self, single, image, text, both_mod, rope)
         output = self.proj_out(self.norm_out(image, temb))
         return Transformer2DModelOutput(output) if return_dict else (output,)
 
@@ -111,10 +99,6 @@ class Flux2Transformer2DModel(diffusers_flux2.Flux2Transformer2DModel):
         if guidance is None or embed.guidance_embedder is None:
             return temb
         return temb + embed.guidance_embedder(embed.time_proj(guidance.float() * 1000).to(dtype))
-
-
-def _run(block: Any, *arguments: Any) -> Any:
-    return block(*arguments)
 
 
 class Flux2TransformerBlock(diffusers_flux2.Flux2TransformerBlock):
@@ -185,6 +169,5 @@ def optimise_forward(
     """
     adopt(transformer, Flux2Transformer2DModel, Flux2TransformerBlock, Flux2SingleTransformerBlock)
     transformer.set_attn_processor(AttentionProcessor(backend))
-    if not isinstance(transformer.pos_embed, MultiAxisRope):
-        transformer.pos_embed = MultiAxisRope(transformer.config.axes_dims_rope, theta=transformer.pos_embed.theta)
+    adopt_positions(transformer)
     return transformer

@@ -14,9 +14,8 @@ text encoder does not look at them.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,9 +28,10 @@ import library.models.flux2.files as flux2_files
 import library.models.flux2.model as flux2_model
 from library.conditions import ConditionKind, Conditions
 from library.errors import UserError
-from library.models.family import Family
-from library.models.flux2.model import image_positions, text_positions
+from library.models.family import Family, inputs_changed
+from library.models.flux2.model import positions_of
 from library.models.flux2.text import (
+    MISTRAL_LAYERS,
     MOST_TOKENS,
     QWEN_LAYERS,
     DevTextEncoder,
@@ -41,21 +41,15 @@ from library.models.flux2.text import (
     mistral_width,
     published_mistral,
 )
-from library.models.flux2.vae import PUBLISHED_FLUX2, Flux2ImageEncoder
-from library.models.latents import pack_latents
-from library.models.qwen3 import load_qwen3, published_qwen3, qwen3_width
-from library.models.text import TextEncoder, load_qwen_tokenizer
+from library.models.flux2.vae import Flux2ImageEncoder
+from library.models.latents import pack_latents, text_numbers, token_grid
+from library.models.qwen3 import published_qwen3, qwen3_of, qwen3_width
+from library.models.text import TextEncoder
 from library.precision.recipe import Recipe
 
 
 class Flux2Family(Family):
-    """What klein and dev share.
-
-    Attributes:
-        text_width: path of a text encoder -> the width of its layers.
-    """
-
-    text_width: Callable[[Path], int]
+    """What klein and dev share."""
 
     layout = flux2_files.FILES
     transformer_class = Flux2Transformer2DModel
@@ -68,28 +62,17 @@ class Flux2Family(Family):
     behind_blocks = ("norm_out", "proj_out")
     optimise_forward = staticmethod(flux2_model.optimise_forward)
 
-    @staticmethod
-    def blocks(transformer: Any) -> list[nn.Module]:
-        """Return double blocks, then single blocks."""
-        return [*transformer.transformer_blocks, *transformer.single_transformer_blocks]
-
     @classmethod
     def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
         """Return the arguments of a transformer of ``config``; one reference is as large as the image."""
         seen = tokens * (2 if cls.conditioning == "references" else 1)
-        inputs = {
-            "hidden_states": torch.randn(1, seen, config.in_channels),
-            "encoder_hidden_states": torch.randn(1, text, config.joint_attention_dim),
-            "timestep": torch.rand(1),
-            "img_ids": torch.zeros(seen, 4),
-            "txt_ids": torch.zeros(text, 4),
-            "return_dict": False,
-        }
-        return inputs | ({"guidance": torch.ones(1)} if config.guidance_embeds else {})
+        ids = {"img_ids": torch.zeros(seen, 4), "txt_ids": torch.zeros(text, 4)}
+        guidance = {"guidance": torch.ones(1)} if config.guidance_embeds else {}
+        return cls.example_streams(config, seen, text, config.joint_attention_dim, **ids, **guidance)
 
     def check_variant(self) -> None:
         """Refuse dev where klein is asked for, and the other way round: dev has a guidance input."""
-        guided = bool(self.files.transformer_config.get("guidance_embeds", True))
+        guided = bool(self.argument("guidance_embeds"))
         if guided is not self.guidance_input:
             other = self.name.replace("dev", "klein") if self.guidance_input else self.name.replace("klein", "dev")
             has = "a" if guided else "no"
@@ -97,17 +80,7 @@ class Flux2Family(Family):
                 f"{self.files.transformer}: a transformer with {has} guidance input, which is FLUX.2 "
                 f'{"dev" if guided else "klein"}; set model_type = "{other}"'
             )
-        self.latent_channels = self.files.transformer_config.get("in_channels", 128) // self.patch_size**2
-
-    def check_text_encoders(self) -> None:
-        """Compare three layers of the language model with what the transformer takes; headers only."""
-        (path,), (part,) = self.files.text_encoders, self.layout.text_encoders
-        width, wanted = self.text_width(path), self.files.transformer_config.get("joint_attention_dim", 15360)
-        if 3 * width != wanted:
-            raise UserError(
-                f"{path}: three layers of {width} numbers, the transformer takes {wanted}; give {part.published} as "
-                "text_encoder"
-            )
+        super().check_variant()
 
     def transformer_inputs(
         self, latents: Tensor, sigmas: Tensor, text: dict[str, Tensor], guidance: float, conditions: Conditions
@@ -119,44 +92,36 @@ class Flux2Family(Family):
             "timestep": sigmas,
             "guidance": torch.full_like(sigmas, guidance) if self.guidance_input else None,
             "encoder_hidden_states": text["prompt_embeds"],
-            "txt_ids": text_positions(text["prompt_embeds"].shape[1], latents.device),
-            "img_ids": image_positions(_sizes(images), latents.device),
+            "txt_ids": text_numbers(text["prompt_embeds"].shape[1], latents.device),
+            "img_ids": positions_of(tuple(map(token_grid, images)), latents.device),
         }
 
     def pipeline_text(self, text: dict[str, Tensor], transformer: Any) -> dict[str, Any]:
         """Return the embeddings in fp32."""
         return {"prompt_embeds": text["prompt_embeds"].to(transformer.device, torch.float32)}
 
-    @contextmanager
-    def conditioned(self, transformer: nn.Module, conditions: Conditions, text: dict[str, Tensor]) -> Iterator[None]:
+    def conditioned(
+        self, transformer: nn.Module, conditions: Conditions, text: dict[str, Tensor]
+    ) -> AbstractContextManager:
         """Put the references behind the tokens that the pipeline gives, which takes their output off again."""
         references = conditions.references
 
-        def add(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def add(kwargs: dict[str, Any]) -> dict[str, Any]:
             tokens, ids = kwargs["hidden_states"], kwargs["img_ids"]
             shown = [pack_latents(image.to(tokens.dtype)) for image in references]
-            places = image_positions(_sizes(references), ids.device, first=1).to(ids.dtype).expand(len(ids), -1, -1)
-            return args, kwargs | {
+            places = positions_of(tuple(map(token_grid, references)), ids.device, first=1).to(ids.dtype)
+            return {
                 "hidden_states": torch.cat([tokens, *shown], dim=1),
-                "img_ids": torch.cat([ids, places], dim=1),
+                "img_ids": torch.cat([ids, places.expand(len(ids), -1, -1)], dim=1),
             }
 
-        if not references:
-            yield
-            return
-        with transformer.register_forward_pre_hook(add, with_kwargs=True, prepend=True):
-            yield
+        return inputs_changed(transformer, add) if references else nullcontext()
 
     def sampling_sigmas(self, steps: int, tokens: int, shift: float | None = None) -> list[float]:
         """As of every family; the pipelines' shift follows the number of steps too (``compute_empirical_mu``)."""
         if shift is None and self.scheduler().config.use_dynamic_shifting:
             shift = math.exp(compute_empirical_mu(tokens, steps))
         return super().sampling_sigmas(steps, tokens, shift)
-
-
-def _sizes(images: Any) -> tuple[tuple[int, int], ...]:
-    """Return rows and columns of each image's tokens."""
-    return tuple((image.shape[-2] // 2, image.shape[-1] // 2) for image in images)
 
 
 def _with_known_latents(pipeline: Any) -> DiffusionPipeline:
@@ -182,7 +147,6 @@ class KleinFamily(Flux2Family):
         "guidance_embeds": False,
     }
     published_pipeline = "Flux2KleinPipeline"
-    text_width = staticmethod(qwen3_width)
 
     @classmethod
     def published_like(cls, name: str) -> tuple[Mapping[str, Any], dict[str, Callable[[], Any]]]:
@@ -190,29 +154,31 @@ class KleinFamily(Flux2Family):
         if "9b" not in name.lower():
             return super().published_like(name)
         sizes = {"num_layers": 8, "num_single_layers": 24, "num_attention_heads": 32, "joint_attention_dim": 12288}
-        return {**cls.published, **sizes}, cls.published_parts() | published_qwen3("8B", QWEN_LAYERS[-1])
+        _, parts = super().published_like(name)
+        return {**cls.published, **sizes}, parts | published_qwen3("8B", QWEN_LAYERS[-1])
 
     @staticmethod
-    def published_parts() -> dict[str, Callable[[], Any]]:
-        """Return FLUX.2's autoencoder and Qwen3-4B."""
-        parts = published_qwen3("4B", QWEN_LAYERS[-1])
-        return {"vae": lambda: Flux2ImageEncoder.autoencoder(**PUBLISHED_FLUX2), **parts}
+    def published_texts() -> dict[str, Callable[[], Any]]:
+        """Return Qwen3-4B."""
+        return published_qwen3("4B", QWEN_LAYERS[-1])
 
     def check_variant(self) -> None:
         """As of every FLUX.2; 4B and 9B have names of their own."""
         super().check_variant()
-        size = {7680: "-4b", 12288: "-9b"}.get(self.files.transformer_config.get("joint_attention_dim", 0), "")
+        size = {7680: "-4b", 12288: "-9b"}.get(self.argument("joint_attention_dim"), "")
         self.modelspec_architecture = self.targets.architecture + size
+
+    def check_text_encoders(self) -> None:
+        """Read the header of Qwen3."""
+        width, remedy = qwen3_width(self.files.text_encoders[0]), "Qwen3-4B (of klein 9B: Qwen3-8B)"
+        self.check_text_width(width, "joint_attention_dim", remedy, len(QWEN_LAYERS))
 
     def load_text_encoder(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Recipe | None = None
     ) -> TextEncoder:
         """Return Qwen3."""
-        (path,) = self.files.text_encoders
         fingerprint = self.text_fingerprint(dtype, recipe, "flux2_klein", MOST_TOKENS)
-        tokenizer = load_qwen_tokenizer(self.files.tokenizers[0], "<|im_start|>", "Qwen3")
-        load = lambda: load_qwen3(path, QWEN_LAYERS[-1], dtype, device, recipe)  # noqa: E731
-        return KleinTextEncoder(load, tokenizer, fingerprint)
+        return KleinTextEncoder(*qwen3_of(self.files, QWEN_LAYERS[-1], dtype, device, recipe), fingerprint)
 
     def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
         """Return Flux2KleinPipeline, for edit models too: :meth:`conditioned` adds what they see."""
@@ -238,14 +204,18 @@ class DevFamily(Flux2Family):
     layout = flux2_files.DEV_FILES
     targets = flux2_files.DEV_TARGETS
     published_pipeline = "Flux2Pipeline"
-    text_width = staticmethod(mistral_width)
     guidance_input = True
     sample_guidance = 4.0  # the pipeline's default
 
     @staticmethod
-    def published_parts() -> dict[str, Callable[[], Any]]:
-        """Return FLUX.2's autoencoder and Mistral Small 3."""
-        return {"vae": lambda: Flux2ImageEncoder.autoencoder(**PUBLISHED_FLUX2), **published_mistral()}
+    def published_texts() -> dict[str, Callable[[], Any]]:
+        """Return Mistral Small 3."""
+        return published_mistral()
+
+    def check_text_encoders(self) -> None:
+        """Read the header of Mistral."""
+        width = mistral_width(self.files.text_encoders[0])
+        self.check_text_width(width, "joint_attention_dim", "Mistral Small 3", len(MISTRAL_LAYERS))
 
     def load_text_encoder(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Recipe | None = None

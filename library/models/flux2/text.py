@@ -16,19 +16,19 @@ from typing import Any
 
 import torch
 from PIL.Image import Image
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import MistralConfig, MistralModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from library.errors import UserError
-from library.models.layer_names import count_blocks
-from library.models.qwen3 import load_layers, prefix_of
-from library.models.text import LanguageModelEncoder, byte_tokenizer, load_tokenizer
+from library.models.qwen3 import load_layers, prefix_of, sizes_of, without_norm
+from library.models.text import LanguageModelEncoder, byte_tokenizer, load_tokenizer, padded
 from library.models.weights import read_config
 from library.precision.checkpoint import WeightFiles
 from library.precision.recipe import Recipe
 
 MOST_TOKENS = 512  # of a caption with its template; all have as many
 QWEN_LAYERS, MISTRAL_LAYERS = (9, 18, 27), (10, 20, 30)
+_HEAD_DIM = 128  # of Mistral Small 3
 _TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
@@ -80,10 +80,7 @@ class DevTextEncoder(PaddedEncoder):
         prompts = [_MISTRAL_TEMPLATE.replace("{}", caption.replace("[IMG]", "")) for caption in captions]
         rows = [self.tokenizer(prompt, add_special_tokens=False).input_ids[:MOST_TOKENS] for prompt in prompts]
         pad: Any = self.tokenizer.convert_tokens_to_ids(_PAD)
-        return {
-            "input_ids": torch.tensor([[pad] * (MOST_TOKENS - len(row)) + row for row in rows]),
-            "attention_mask": torch.tensor([[0] * (MOST_TOKENS - len(row)) + [1] * len(row) for row in rows]),
-        }
+        return padded(rows, MOST_TOKENS, pad, first=True)
 
 
 def load_mistral_tokenizer(folder_or_name: str | Path) -> PreTrainedTokenizerBase:
@@ -103,7 +100,7 @@ def published_mistral() -> dict[str, Callable[[], Any]]:
         num_attention_heads=32, num_key_value_heads=8,
     )  # fmt: skip
     specials = (_PAD, "<s>", _SYSTEM_TOKEN, "[/SYSTEM_PROMPT]", "[INST]", "[/INST]")
-    return {"text_encoder": lambda: _without_norm(config), "tokenizer": lambda: byte_tokenizer(*specials)}
+    return {"text_encoder": lambda: without_norm(MistralModel(config)), "tokenizer": lambda: byte_tokenizer(*specials)}
 
 
 def mistral_width(path: Path) -> int:
@@ -129,19 +126,18 @@ def load_mistral(
             f"{path}: a Mistral of {config.num_hidden_layers} layers, {most} are read; give Mistral Small 3"
         )
     config.num_hidden_layers = most
-    return load_layers(lambda: _without_norm(config), weights, prefix, most, dtype, device, recipe)
-
-
-def _without_norm(config: MistralConfig) -> MistralModel:
-    model = MistralModel(config)
-    model.norm = nn.Identity()
-    return model
+    return load_layers(lambda: without_norm(MistralModel(config)), weights, prefix, most, dtype, device, recipe)
 
 
 def _mistral_config(**sizes: int) -> MistralConfig:
     """Return a configuration of such sizes; what no tensor shows is Mistral Small 3's."""
     ropes = {"rope_type": "default", "rope_theta": 1e9}
-    fixed: dict[str, Any] = {"head_dim": 128, "rms_norm_eps": 1e-5, "sliding_window": None, "rope_parameters": ropes}
+    fixed: dict[str, Any] = {
+        "head_dim": _HEAD_DIM,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": None,
+        "rope_parameters": ropes,
+    }
     return MistralConfig(max_position_embeddings=131072, **(fixed | sizes))
 
 
@@ -163,12 +159,4 @@ def _describe(weights: WeightFiles) -> tuple[str, MistralConfig]:
             f"{weights.path}: not Mistral Small 3 (no {first}.mlp.gate_proj, or norms of queries); give "
             "mistral_3_small_flux2_bf16.safetensors as text_encoder"
         )
-    vocabulary, width = weights.shape(f"{prefix}embed_tokens.weight")
-    return prefix, _mistral_config(
-        vocab_size=vocabulary,
-        hidden_size=width,
-        intermediate_size=weights.shape(f"{first}.mlp.gate_proj.weight")[0],
-        num_hidden_layers=count_blocks(weights.names, f"{prefix}layers."),
-        num_attention_heads=weights.shape(f"{first}.self_attn.q_proj.weight")[0] // 128,
-        num_key_value_heads=weights.shape(f"{first}.self_attn.k_proj.weight")[0] // 128,
-    )
+    return prefix, _mistral_config(**sizes_of(weights.shape, weights.names, prefix, _HEAD_DIM))

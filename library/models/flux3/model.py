@@ -29,40 +29,29 @@ import torch.nn.functional as F
 from diffusers import Flux3Transformer2DModel as DiffusersTransformer
 from diffusers.models.modeling_outputs import Transformer2DModelOutput
 from diffusers.models.transformers import transformer_flux3 as diffusers_flux3
-from torch import Tensor, nn
+from torch import Tensor
 
-from library.models.blocks import AttentionProcessor, adopt
+from library.models.blocks import AttentionProcessor, adopt, adopt_positions, run_block
+from library.models.latents import grid_positions, remembered
 from library.nn.attention import Backend
 from library.nn.frozen_linear import project_recomputed
 from library.nn.norms import RMSNorm, modulated, modulated_norm, swiglu_halves
-from library.nn.rope import MultiAxisRope, Table
+from library.nn.rope import Table
 
 SHIFT, DISTILLED_STEPS = 6.93, 16  # of the published schedules, and steps of the distilled model's
 _STEP = 0.5  # of positions from row to row and from column to column
 
 
-@functools.lru_cache(maxsize=256)
-@torch.inference_mode(mode=False)  # made while sampling, it serves training too
-def text_positions(tokens: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return (0, 0, 0, l) of every text token, fp32 [tokens, 4]; the same tensor each time, not to be changed."""
-    return F.pad(torch.arange(tokens, device=device, dtype=torch.float32).unsqueeze(1), (3, 0))
-
-
-@functools.lru_cache(maxsize=256)
-@torch.inference_mode(mode=False)
-def image_positions(sizes: tuple[tuple[int, int], ...], device: torch.device | str = "cpu", first: int = 0) -> Tensor:
-    """Return (0, h, w, l) of the tokens of images, fp32 [tokens, 4]; the same tensor each time, not to be changed.
+@remembered
+def positions_of(sizes: tuple[tuple[int, int], ...], device: torch.device | str = "cpu", first: int = 0) -> Tensor:
+    """Return (0, h, w, l) of the tokens of images, fp32 [tokens, 4].
 
     Args:
         sizes: rows and columns of each image, in tokens.
         first: l of the first one; each further one is at 1 less.
     """
-    places = []
-    for i, (rows, columns) in enumerate(sizes):
-        axes = [torch.arange(n, device=device, dtype=torch.float32) * _STEP for n in (rows, columns)]
-        grid = torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, 2)
-        places.append(F.pad(F.pad(grid, (1, 0)), (0, 1), value=first - i))
-    return torch.cat(places)
+    grids = [F.pad(grid_positions(*size, device, _STEP), (1, 0)) for size in sizes]
+    return torch.cat([F.pad(grid, (0, 1), value=first - i) for i, grid in enumerate(grids)])
 
 
 def step_from(sigmas: Tensor, steps: int = DISTILLED_STEPS, shift: float = SHIFT) -> Tensor:
@@ -82,8 +71,7 @@ def optimise_forward(transformer: DiffusersTransformer, backend: Backend = "auto
     transformer.set_attn_processor(AttentionProcessor(backend))
     for attn in (module for module in transformer.modules() if isinstance(module, diffusers_flux3.Flux3Attention)):
         attn.norm_q.__class__ = attn.norm_k.__class__ = WideRMSNorm
-    if not isinstance(transformer.pos_embed, MultiAxisRope):
-        transformer.pos_embed = MultiAxisRope(transformer.config.axes_dims_rope, theta=transformer.pos_embed.theta)
+    adopt_positions(transformer)
     return transformer
 
 
@@ -217,7 +205,7 @@ class Flux3Transformer2DModel(DiffusersTransformer):
             stream = embedder(given[mode][0])
             vectors = getattr(self.early_stream_modulations, mode)(modulated_by[mode]).unsqueeze(1)
             for block in blocks:
-                stream = self._call(block, stream, vectors, ropes[mode], masks.get(mode))
+                stream = run_block(self, block, stream, vectors, ropes[mode], masks.get(mode))
             streams[mode] = stream
 
         stream = torch.cat([streams[mode] for mode in given], dim=1)
@@ -227,7 +215,7 @@ class Flux3Transformer2DModel(DiffusersTransformer):
         if mask is not None:
             mask = torch.cat([mask, mask.new_ones(mask.shape[0], sum(lengths[1:]))], dim=1)
         for block in self.single_transformer_blocks:
-            stream = self._call(block, stream, vectors, rope, mask, lengths)
+            stream = run_block(self, block, stream, vectors, rope, mask, lengths)
 
         image = stream[:, lengths[0] : lengths[0] + lengths[1]]
         scale, shift = self.norm_out.linear(modulated_by["image"]).unsqueeze(1).chunk(2, dim=-1)
@@ -242,8 +230,3 @@ class Flux3Transformer2DModel(DiffusersTransformer):
             jump = self.target_timestep_embedder(self.time_proj(target.float() * 1000).to(dtype))
             embedded = embedded + torch.cat([jump, jump])
         return dict(zip(("image", "rest"), embedded.chunk(2), strict=True))
-
-    def _call(self, block: nn.Module, *arguments: Any) -> Tensor:
-        if torch.is_grad_enabled() and self.gradient_checkpointing:
-            return self._gradient_checkpointing_func(block, *arguments)
-        return block(*arguments)

@@ -31,12 +31,11 @@ import library.models.flux3.model as flux3_model
 from library.conditions import ConditionKind, Conditions
 from library.errors import UserError
 from library.models.family import Family
-from library.models.flux2.vae import PUBLISHED_FLUX2, Flux2ImageEncoder
-from library.models.flux3.model import DISTILLED_STEPS, SHIFT, image_positions, text_positions
+from library.models.flux2.vae import Flux2ImageEncoder
+from library.models.flux3.model import DISTILLED_STEPS, SHIFT, positions_of
 from library.models.flux3.text import LAYERS, MOST_TOKENS, Flux3TextEncoder
-from library.models.latents import pack_latents
-from library.models.qwen3 import VL_THETA, load_qwen3, published_qwen3, qwen3_width
-from library.models.text import load_qwen_tokenizer
+from library.models.latents import pack_latents, text_numbers, token_grid
+from library.models.qwen3 import VL_THETA, published_qwen3, qwen3_of, qwen3_width
 from library.precision.recipe import Recipe
 
 logging.getLogger("diffusers.guiders.guider_utils").setLevel(logging.ERROR)  # warns of itself with every sample
@@ -67,10 +66,9 @@ class Flux3KleinFamily(Family):
     optimise_forward = staticmethod(flux3_model.optimise_forward)
 
     @staticmethod
-    def published_parts() -> dict[str, Callable[[], Any]]:
-        """Return FLUX.2's autoencoder and Qwen3-VL-4B."""
-        vae = Flux2ImageEncoder.autoencoder
-        return {"vae": lambda: vae(**PUBLISHED_FLUX2), **published_qwen3("4B", LAYERS[-1], VL_THETA)}
+    def published_texts() -> dict[str, Callable[[], Any]]:
+        """Return Qwen3-VL-4B's language model."""
+        return published_qwen3("4B", LAYERS[-1], VL_THETA)
 
     @staticmethod
     def blocks(transformer: Any) -> list[nn.Module]:
@@ -82,14 +80,8 @@ class Flux3KleinFamily(Family):
     @classmethod
     def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
         """Return the arguments of a transformer of ``config``; one reference is as large as the image."""
-        inputs = {
-            "hidden_states": torch.randn(1, tokens, config.in_channels),
-            "encoder_hidden_states": torch.randn(1, text, config.joint_attention_dim),
-            "timestep": torch.rand(1),
-            "img_ids": torch.zeros(tokens, 4),
-            "txt_ids": torch.zeros(text, 4),
-            "return_dict": False,
-        }
+        ids = {"img_ids": torch.zeros(tokens, 4), "txt_ids": torch.zeros(text, 4)}
+        inputs = cls.example_streams(config, tokens, text, config.joint_attention_dim, **ids)
         if cls.conditioning == "references":
             inputs["image_cond_hidden_states"] = torch.randn(1, tokens, config.cond_in_channels)
             inputs["image_cond_ids"] = torch.zeros(tokens, 4)
@@ -97,9 +89,8 @@ class Flux3KleinFamily(Family):
 
     def check_variant(self) -> None:
         """Read the latents' channels, and whether the model is the distilled one."""
-        config = self.files.transformer_config
-        self.latent_channels = config.get("in_channels", 128) // self.patch_size**2
-        self._distilled = bool(config.get("flow_map", False))
+        super().check_variant()
+        self._distilled = bool(self.argument("flow_map"))
 
     def check_trainable(self) -> None:
         """Refuse the distilled model."""
@@ -111,23 +102,15 @@ class Flux3KleinFamily(Family):
 
     def check_text_encoders(self) -> None:
         """Compare the width of Qwen3-VL with what the transformer takes."""
-        path, wanted = self.files.text_encoders[0], self.files.transformer_config.get("joint_attention_dim", 20480)
-        if (width := qwen3_width(path, VL_THETA)) * len(LAYERS) != wanted:
-            raise UserError(
-                f"{path}: text {width} wide, the transformer takes {wanted // len(LAYERS)}; give Qwen3-VL-4B as "
-                "text_encoder"
-            )
+        width = qwen3_width(self.files.text_encoders[0], VL_THETA)
+        self.check_text_width(width, "joint_attention_dim", "Qwen3-VL-4B", len(LAYERS))
 
     def load_text_encoder(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Recipe | None = None
     ) -> Flux3TextEncoder:
         """Return Qwen3-VL's language model."""
-        (path,) = self.files.text_encoders
         fingerprint = self.text_fingerprint(dtype, recipe, "flux3", MOST_TOKENS)
-        tokenizer = load_qwen_tokenizer(self.files.tokenizers[0], "<|im_start|>", "Qwen3-VL")
-        return Flux3TextEncoder(
-            lambda: load_qwen3(path, LAYERS[-1], dtype, device, recipe, VL_THETA), tokenizer, fingerprint
-        )
+        return Flux3TextEncoder(*qwen3_of(self.files, LAYERS[-1], dtype, device, recipe, VL_THETA), fingerprint)
 
     def transformer_inputs(
         self, latents: Tensor, sigmas: Tensor, text: dict[str, Tensor], guidance: float, conditions: Conditions
@@ -139,13 +122,13 @@ class Flux3KleinFamily(Family):
             "encoder_hidden_states": embeds,
             "encoder_hidden_states_mask": None if mask is None else mask.bool(),
             "timestep": sigmas,
-            "img_ids": image_positions((_grid(latents),), latents.device),
-            "txt_ids": text_positions(embeds.shape[1], latents.device),
+            "img_ids": positions_of((token_grid(latents),), latents.device),
+            "txt_ids": text_numbers(embeds.shape[1], latents.device),
         }
         if references := conditions.references:
             tokens = [pack_latents(each.to(latents.dtype)) for each in references]
             inputs["image_cond_hidden_states"] = torch.cat(tokens, dim=1)
-            inputs["image_cond_ids"] = image_positions(tuple(map(_grid, references)), latents.device, first=-1)
+            inputs["image_cond_ids"] = positions_of(tuple(map(token_grid, references)), latents.device, first=-1)
         return inputs
 
     def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> Any:
@@ -167,11 +150,6 @@ class Flux3KleinFamily(Family):
     def unpack(self, latents: Tensor, height: int, width: int) -> Tensor:
         """Return latents [1, 32, height, width] of patches [1, 128, height/2, width/2]."""
         return F.pixel_shuffle(latents, self.patch_size)
-
-
-def _grid(latents: Tensor) -> tuple[int, int]:
-    """Return rows and columns of the tokens of ``latents`` [B, C, h, w]."""
-    return latents.shape[-2] // 2, latents.shape[-1] // 2
 
 
 class _Sampler:

@@ -9,12 +9,13 @@ So captions of a batch have 80, 160, ... vectors each, and those filled up furth
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from PIL.Image import Image
 from torch import Tensor
 
-from library.models.text import LanguageModelEncoder
+from library.models.text import LanguageModelEncoder, padded
 
 LAYERS = (4, 8, 12, 16, 20, 24, 28, 32)  # after which the vectors are read
 MOST_TOKENS = 8192  # of a caption with its template; longer ones are cut, as in the pipeline
@@ -33,13 +34,11 @@ class Flux3TextEncoder(LanguageModelEncoder):
         assert references is None
         rows = [self.tokenizer(_TEMPLATE.replace("{}", caption)).input_ids[:MOST_TOKENS] for caption in captions]
         filled = max(self.kept(len(row)) for row in rows)
-        padding: int = self.tokenizer.pad_token_id
-        mask = torch.tensor([[1] * len(row) + [0] * (filled - len(row)) for row in rows])
-        return {
-            "input_ids": torch.tensor([row + [padding] * (filled - len(row)) for row in rows]),
-            "attention_mask": mask,
-            "position_ids": torch.arange(filled).expand_as(mask).masked_fill(mask == 0, _PADDING_PLACE),
-        }
+        padding: Any = self.tokenizer.pad_token_id
+        made = padded(rows, filled, padding)
+        mask = made["attention_mask"]
+        places = torch.arange(filled).expand_as(mask).masked_fill(mask == 0, _PADDING_PLACE)
+        return made | {"position_ids": places}
 
     def kept(self, length: int) -> int:
         """Return the multiple of 80 that a prompt of ``length`` tokens is filled up to."""

@@ -24,12 +24,10 @@ import library.models.krea2.model as krea2_model
 from library.conditions import Conditions
 from library.errors import UserError
 from library.models.family import Family
-from library.models.flux.model import image_positions
 from library.models.krea2.text import LAYERS, MOST_TOKENS, Krea2TextEncoder
-from library.models.latents import pack_latents
-from library.models.qwen3 import VL_THETA, load_qwen3, published_qwen3, qwen3_width
+from library.models.latents import image_positions, pack_latents, token_grid
+from library.models.qwen3 import VL_THETA, published_qwen3, qwen3_of, qwen3_width
 from library.models.qwen_image.vae import QwenImageEncoder
-from library.models.text import load_qwen_tokenizer
 from library.models.weights import read_config
 from library.precision.recipe import Recipe
 
@@ -64,9 +62,9 @@ class Krea2Family(Family):
     _text_layers: tuple[int, ...] = LAYERS
 
     @staticmethod
-    def published_parts() -> dict[str, Callable[[], Any]]:
-        """Return Qwen-Image's autoencoder and Qwen3-VL-4B's language model."""
-        return {"vae": QwenImageEncoder.autoencoder, **published_qwen3("4B", LAYERS[-1], VL_THETA)}
+    def published_texts() -> dict[str, Callable[[], Any]]:
+        """Return Qwen3-VL-4B's language model."""
+        return published_qwen3("4B", LAYERS[-1], VL_THETA)
 
     @classmethod
     def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
@@ -82,25 +80,21 @@ class Krea2Family(Family):
 
     def check_variant(self) -> None:
         """Read what a folder says of its pipeline: whether it is Turbo, and the text encoder's layers."""
-        config, folder, settings = self.files.transformer_config, self.files.transformer, dict[str, Any]()
+        super().check_variant()
+        folder, settings = self.files.transformer, dict[str, Any]()
         if folder.is_dir():
             settings = read_config(folder.parent, "model_index.json")
         self.distilled = bool(settings.get("is_distilled"))
         self._text_layers = tuple(settings.get("text_encoder_select_layers") or LAYERS)
-        if len(self._text_layers) != (wanted := config.get("num_text_layers", len(LAYERS))):
+        if len(self._text_layers) != (wanted := self.argument("num_text_layers")):
             raise UserError(
                 f"{folder}: takes {wanted} layers of the text encoder, {len(self._text_layers)} are read; give a "
                 "folder whose model_index.json names them (text_encoder_select_layers)"
             )
-        self.latent_channels = config.get("in_channels", 64) // self.patch_size**2
 
     def check_text_encoders(self) -> None:
         """Compare the width of Qwen3-VL with what the transformer takes."""
-        path, wanted = self.files.text_encoders[0], self.files.transformer_config.get("text_hidden_dim", 2560)
-        if (width := qwen3_width(path, VL_THETA)) != wanted:
-            raise UserError(
-                f"{path}: text {width} wide, the transformer takes {wanted}; give Qwen3-VL-4B as text_encoder"
-            )
+        self.check_text_width(qwen3_width(self.files.text_encoders[0], VL_THETA), "text_hidden_dim", "Qwen3-VL-4B")
 
     def scheduler(self) -> Any:
         """Return the scheduler; Turbo's shift does not follow the size."""
@@ -115,24 +109,22 @@ class Krea2Family(Family):
         self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Recipe | None = None
     ) -> Krea2TextEncoder:
         """Return Qwen3-VL's language model."""
-        (path,), layers = self.files.text_encoders, self._text_layers
+        layers = self._text_layers
         fingerprint = self.text_fingerprint(dtype, recipe, self.name, MOST_TOKENS, *layers)
-        tokenizer = load_qwen_tokenizer(self.files.tokenizers[0], "<|im_start|>", "Qwen3-VL")
         return Krea2TextEncoder(
-            lambda: load_qwen3(path, max(layers), dtype, device, recipe, VL_THETA), tokenizer, fingerprint, layers
+            *qwen3_of(self.files, max(layers), dtype, device, recipe, VL_THETA), fingerprint, layers
         )
 
     def transformer_inputs(
         self, latents: Tensor, sigmas: Tensor, text: dict[str, Tensor], guidance: float, conditions: Conditions
     ) -> dict[str, Any]:
         """Return the arguments of Krea2Transformer2DModel; positions of the image alone, as its forward takes them."""
-        height, width = latents.shape[-2:]
         mask = text.get("prompt_embeds_mask")
         return {
             "hidden_states": pack_latents(latents),
             "encoder_hidden_states": self._by_layer(text["prompt_embeds"]),
             "timestep": sigmas,
-            "position_ids": image_positions(height // 2, width // 2, latents.device),
+            "position_ids": image_positions(*token_grid(latents), latents.device),
             "encoder_attention_mask": None if mask is None else mask.bool(),
         }
 

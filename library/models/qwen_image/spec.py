@@ -26,9 +26,9 @@ import library.models.qwen_image.files as qwen_files
 import library.models.qwen_image.model as qwen_model
 from library.conditions import ConditionKind, Conditions
 from library.errors import UserError
-from library.models.family import Family
+from library.models.family import Family, inputs_changed
 from library.models.files import pipeline_class
-from library.models.latents import pack_latents
+from library.models.latents import pack_latents, token_grid
 from library.models.qwen_image.text import (
     IMAGE_TOKEN,
     MOST_TOKENS,
@@ -77,22 +77,17 @@ class QwenImageFamily(Family):
     optimise_forward = staticmethod(qwen_model.optimise_forward)
 
     @staticmethod
-    def published_parts() -> dict[str, Callable[[], Any]]:
-        """Return Qwen-Image's autoencoder and Qwen2.5-VL."""
-        return {"vae": QwenImageEncoder.autoencoder, **published_text()}
+    def published_texts() -> dict[str, Callable[[], Any]]:
+        """Return Qwen2.5-VL."""
+        return published_text()
 
     @classmethod
     def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
         """Return the arguments of a transformer of ``config``; the image is square, one reference is as large."""
         side, images = round(tokens**0.5), 2 if cls.conditioning == "references" else 1
-        return {
-            "hidden_states": torch.randn(1, side * side * images, config.in_channels),
-            "encoder_hidden_states": torch.randn(1, text, config.joint_attention_dim),
-            "encoder_hidden_states_mask": None,
-            "timestep": torch.rand(1),
-            "img_shapes": [[(1, side, side)] * images],
-            "return_dict": False,
-        }
+        shapes, width = [[(1, side, side)] * images], config.joint_attention_dim
+        given = {"encoder_hidden_states_mask": None, "img_shapes": shapes}
+        return cls.example_streams(config, side * side * images, text, width, **given)
 
     def check_variant(self) -> None:
         """Refuse another pipeline's folder; let the option decide how references are modulated, where it is set."""
@@ -109,7 +104,7 @@ class QwenImageFamily(Family):
         if found and self.name != "qwen_image_edit_plus":
             raise UserError(f'{root}: Qwen-Image-Edit-2511; set model_type = "qwen_image_edit_plus"')
         config["zero_cond_t"] = found or bool(self.config.zero_cond_t)
-        self.latent_channels = config.get("in_channels", 64) // self.patch_size**2
+        super().check_variant()
 
     def check_text_encoders(self) -> None:
         """Read the headers of Qwen2.5-VL."""
@@ -143,7 +138,7 @@ class QwenImageFamily(Family):
             "timestep": sigmas,
             "encoder_hidden_states": text["prompt_embeds"],
             "encoder_hidden_states_mask": None if mask is None else mask.bool(),
-            "img_shapes": [[grid(image) for image in images]] * len(latents),
+            "img_shapes": [[(1, *token_grid(image)) for image in images]] * len(latents),
         }
 
     def check_references(self, conditions: Conditions) -> None:
@@ -162,11 +157,6 @@ class QwenImageFamily(Family):
         return {"true_cfg_scale": cfg, "max_sequence_length": MOST_TOKENS}
 
 
-def grid(latents: Tensor) -> tuple[int, int, int]:
-    """Return frames, rows and columns of the tokens of ``latents`` [B, C, h, w]."""
-    return 1, latents.shape[-2] // 2, latents.shape[-1] // 2
-
-
 class QwenImageEditFamily(QwenImageFamily):
     """Qwen-Image-Edit: one reference image a caption."""
 
@@ -183,18 +173,17 @@ class QwenImageEditFamily(QwenImageFamily):
         references = conditions.references
         length: list[int] = []
 
-        def add(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def add(kwargs: dict[str, Any]) -> dict[str, Any]:
             tokens = kwargs["hidden_states"]
             length[:] = [tokens.shape[1]]
             shown = [pack_latents(image.to(tokens.dtype)) for image in references]
-            shapes = [[*sample, *(grid(image) for image in references)] for sample in kwargs["img_shapes"]]
-            return args, kwargs | {"hidden_states": torch.cat([tokens, *shown], dim=1), "img_shapes": shapes}
+            shapes = [[*sample, *((1, *token_grid(image)) for image in references)] for sample in kwargs["img_shapes"]]
+            return {"hidden_states": torch.cat([tokens, *shown], dim=1), "img_shapes": shapes}
 
         def remove(_: nn.Module, args: tuple[Any, ...], output: tuple[Tensor]) -> tuple[Tensor]:
             return (output[0][:, : length[0]],)
 
-        adding = transformer.register_forward_pre_hook(add, with_kwargs=True, prepend=True)
-        with adding, transformer.register_forward_hook(remove):
+        with inputs_changed(transformer, add), transformer.register_forward_hook(remove):
             yield
 
 

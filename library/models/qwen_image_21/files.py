@@ -6,12 +6,12 @@ in ``gate_up``, or one with diffusers' own names; ``vae`` and ``text_encoder`` l
 levels stand in the folder's ``model_index.json``, and no tensor of a file tells it apart.
 
 *LoRA files.* ComfyUI knows the halves of ``gate_up`` by diffusers' names below ``transformer.``, not below
-``diffusion_model.``, where it wants the whole (``comfy/lora.py``, ``model_lora_keys_unet``). kohya's trainers have no
-such model yet: what they would write by their rule, diffusers' names with underscores, ComfyUI reads but for the two
-halves, and diffusers but for ``gate_layer`` and what is outside of the blocks.
+``diffusion_model.``, where it wants the whole (``comfy/lora.py``, ``model_lora_keys_unet``). What musubi-tuner writes
+(``networks/lora_qwen_image_21.py``), diffusers' names of the blocks' layers with underscores, ComfyUI reads but for the
+two halves, and diffusers but for ``gate_layer``.
 
-*LoRA.* Attention and feed-forward are trained. Text and images go through the same layers, so all that are trained
-have a part in the image, in the last block too. The modulation is one layer for all blocks.
+*LoRA.* Attention and feed-forward are trained, as by musubi-tuner. Text and images go through the same layers, so all
+that are trained have a part in the image, in the last block too. The modulation is one layer for all blocks.
 """
 
 from __future__ import annotations

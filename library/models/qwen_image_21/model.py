@@ -29,7 +29,7 @@ import torch
 from diffusers.models.transformers import transformer_qwenimage21 as diffusers_qwen
 from torch import Tensor, nn
 
-from library.models.blocks import AttentionProcessor, adopt
+from library.models.blocks import AttentionProcessor, adopt, run_block
 from library.nn.attention import Backend, Segment
 from library.nn.frozen_linear import project_recomputed
 from library.nn.norms import clamp_fp16, modulated_norm, swiglu
@@ -150,10 +150,7 @@ class QwenImage21Transformer2DModel(diffusers_qwen.QwenImage21Transformer2DModel
         temb = self.time_text_embed(exact, stream)
         modulation = self.modulation(temb)
         for block in self.transformer_blocks:
-            if torch.is_grad_enabled() and self.gradient_checkpointing:
-                stream = self._gradient_checkpointing_func(block, stream, modulation, table, segments, key_valid)
-            else:
-                stream = block(stream, modulation, table, segments, key_valid)
+            stream = run_block(self, block, stream, modulation, table, segments, key_valid)
         output = self.proj_out(self.norm_out(stream[:, segments[-1][0] :], temb[:batch]))
         return diffusers_qwen.Transformer2DModelOutput(sample=output) if return_dict else (output,)
 

@@ -13,8 +13,8 @@ Turbo is the same architecture, distilled to eight steps, whose noise levels its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,9 +25,8 @@ from torch import Tensor, nn
 import library.models.qwen_image_21.files as qwen_files
 import library.models.qwen_image_21.model as qwen_model
 from library.conditions import ConditionKind, Conditions
-from library.errors import UserError
-from library.models.family import Family
-from library.models.latents import pack_latents
+from library.models.family import Family, inputs_changed
+from library.models.latents import pack_latents, token_grid
 from library.models.qwen3 import VL_THETA, load_qwen3, qwen3_width
 from library.models.qwen_image.spec import QwenImageFamily
 from library.models.qwen_image.text import IMAGE_TOKEN
@@ -59,31 +58,20 @@ class QwenImage21Family(Family):
     optimise_forward = staticmethod(qwen_model.optimise_forward)
 
     @classmethod
-    def published_parts(cls) -> dict[str, Callable[[], Any]]:
-        """Return Qwen-Image-2.1's autoencoder, and of Qwen3-VL what is used."""
-        return {"vae": QwenImage21Encoder.autoencoder, **published_text(cls.conditioning == "references")}
+    def published_texts(cls) -> dict[str, Callable[[], Any]]:
+        """Return of Qwen3-VL what is used."""
+        return published_text(cls.conditioning == "references")
 
     @classmethod
     def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
         """Return the arguments of a transformer of ``config``; the image is square, one reference is as large."""
         side, images = round(tokens**0.5), 2 if cls.conditioning == "references" else 1
-        return {
-            "hidden_states": torch.randn(1, side * side * images, config.in_channels),
-            "encoder_hidden_states": torch.randn(1, text, config.context_in_dim),
-            "timestep": torch.rand(1),
-            "img_shapes": [[(1, side, side)] * images],
-            "return_dict": False,
-        }
-
-    def check_variant(self) -> None:
-        """Read the latents' channels; base and Turbo are one architecture."""
-        self.latent_channels = self.files.transformer_config.get("in_channels", 64)
+        shapes, width = [[(1, side, side)] * images], config.context_in_dim
+        return cls.example_streams(config, side * side * images, text, width, img_shapes=shapes)
 
     def check_text_encoders(self) -> None:
         """Compare the width of Qwen3-VL with what the transformer takes."""
-        path, wanted = self.files.text_encoders[0], self.files.transformer_config.get("context_in_dim", 4096)
-        if (width := qwen3_width(path, VL_THETA)) != wanted:
-            raise UserError(f"{path}: text {width} wide, the transformer takes {wanted}; give Qwen3-VL-8B")
+        self.check_text_width(qwen3_width(self.files.text_encoders[0], VL_THETA), "context_in_dim", "Qwen3-VL-8B")
 
     def load_text_encoder(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Recipe | None = None
@@ -113,7 +101,7 @@ class QwenImage21Family(Family):
             "timestep": sigmas,
             "encoder_hidden_states": embeds,
             "encoder_hidden_states_mask": mask,
-            "img_shapes": [[grid(image) for image in images]] * len(latents),
+            "img_shapes": [[_grid(image) for image in images]] * len(latents),
             "text_runs": runs,
         }
 
@@ -161,9 +149,8 @@ def _before(text: dict[str, Tensor]) -> list[Tensor]:
     return [text[f"before_image_{i}"] for i in range(count)]
 
 
-def grid(latents: Tensor) -> tuple[int, int, int]:
-    """Return frames, rows and columns of the tokens of ``latents`` [B, C, h, w]."""
-    return 1, latents.shape[-2], latents.shape[-1]
+def _grid(latents: Tensor) -> tuple[int, int, int]:
+    return 1, *token_grid(latents, 1)  # frames, rows, columns
 
 
 class QwenImage21EditFamily(QwenImage21Family):
@@ -178,17 +165,17 @@ class QwenImage21EditFamily(QwenImage21Family):
         check_qwen3_vl(self.files.text_encoders[0])
         super().check_text_encoders()
 
-    @contextmanager
-    def conditioned(self, transformer: nn.Module, conditions: Conditions, text: dict[str, Tensor]) -> Iterator[None]:
+    def conditioned(
+        self, transformer: nn.Module, conditions: Conditions, text: dict[str, Tensor]
+    ) -> AbstractContextManager:
         """Put the references before the tokens that the pipeline gives; the transformer's output has none of them."""
         images, runs = conditions.references, text_runs(text)
 
-        def add(_: nn.Module, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+        def add(kwargs: dict[str, Any]) -> dict[str, Any]:
             tokens = kwargs["hidden_states"]
             shown = [pack_latents(image.to(tokens.dtype), 1) for image in images]
-            shapes = [[*map(grid, images), *sample] for sample in kwargs["img_shapes"]]
+            shapes = [[*map(_grid, images), *sample] for sample in kwargs["img_shapes"]]
             joint = {"hidden_states": torch.cat([*shown, tokens], dim=1), "img_shapes": shapes}
-            return args, kwargs | joint | {"img_mask": None, "text_runs": runs}
+            return joint | {"img_mask": None, "text_runs": runs}
 
-        with transformer.register_forward_pre_hook(add, with_kwargs=True, prepend=True):
-            yield
+        return inputs_changed(transformer, add)

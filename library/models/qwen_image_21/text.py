@@ -25,7 +25,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from library.errors import UserError
 from library.models.layer_names import count_blocks
-from library.models.qwen3 import VL_THETA, published_qwen3
+from library.models.qwen3 import VL_THETA, published_qwen3, sizes_of, without_norm
 from library.models.qwen_image.text import IMAGE_TOKEN, PromptTemplate, QwenTextEncoder, vl_name
 from library.models.text import byte_tokenizer
 from library.models.weights import load_into, read_config_of
@@ -125,7 +125,7 @@ def check_qwen3_vl(path: Path) -> None:
 
 def _without_norm(config: Qwen3VLConfig) -> Qwen3VLModel:
     model = Qwen3VLModel(config)
-    model.language_model.norm = torch.nn.Identity()
+    without_norm(model.language_model)
     return model
 
 
@@ -138,21 +138,14 @@ def _config(weights: WeightFiles) -> Qwen3VLConfig:
     def shape(name: str) -> tuple[int, ...]:
         return weights.shape(names[name])
 
-    first, vision = "language_model.layers.0", "visual.blocks.0"
-    vocabulary, width = shape("language_model.embed_tokens.weight")
-    (head_dim,) = shape(f"{first}.self_attn.q_norm.weight")
+    (head_dim,) = shape("language_model.layers.0.self_attn.q_norm.weight")
+    text = sizes_of(shape, names, "language_model.", head_dim)
     vision_width, _, frames, patch, _ = shape("visual.patch_embed.proj.weight")
     depth, read = count_blocks(names, "visual.blocks."), count_blocks(names, "visual.deepstack_merger_list.")
     every = max(1, depth // 3 - 1)  # of 27 blocks 8, 16 and 24
     return Qwen3VLConfig(
         text_config={
-            "vocab_size": vocabulary,
-            "hidden_size": width,
-            "intermediate_size": shape(f"{first}.mlp.gate_proj.weight")[0],
-            "num_hidden_layers": count_blocks(names, "language_model.layers."),
-            "num_attention_heads": shape(f"{first}.self_attn.q_proj.weight")[0] // head_dim,
-            "num_key_value_heads": shape(f"{first}.self_attn.k_proj.weight")[0] // head_dim,
-            "head_dim": head_dim,
+            **text,
             "max_position_embeddings": 262144,
             "rms_norm_eps": 1e-6,
             "rope_parameters": {"rope_type": "default", "rope_theta": VL_THETA, "mrope_section": _MROPE},
@@ -160,9 +153,9 @@ def _config(weights: WeightFiles) -> Qwen3VLConfig:
         vision_config={
             "depth": depth,
             "hidden_size": vision_width,
-            "intermediate_size": shape(f"{vision}.mlp.linear_fc1.weight")[0],
+            "intermediate_size": shape("visual.blocks.0.mlp.linear_fc1.weight")[0],
             "num_heads": _VISION_HEADS,
-            "out_hidden_size": width,
+            "out_hidden_size": text["hidden_size"],
             "patch_size": patch,
             "temporal_patch_size": frames,
             "num_position_embeddings": shape("visual.pos_embed.weight")[0],

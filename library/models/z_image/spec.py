@@ -18,11 +18,9 @@ from torch import Tensor, nn
 import library.models.z_image.files as z_image_files
 import library.models.z_image.model as z_image_model
 from library.conditions import Conditions
-from library.errors import UserError
 from library.models.family import Family
-from library.models.flux.vae import PUBLISHED, FluxImageEncoder
-from library.models.qwen3 import load_qwen3, published_qwen3, qwen3_width
-from library.models.text import load_qwen_tokenizer
+from library.models.flux.vae import FluxImageEncoder
+from library.models.qwen3 import published_qwen3, qwen3_of, qwen3_width
 from library.models.z_image.text import MOST_TOKENS, ZImageTextEncoder
 from library.precision.recipe import Recipe
 
@@ -42,12 +40,13 @@ class ZImageFamily(Family):
     masks_padding = True
     carried = ("x",)
     repeated_blocks = ("ZImageTransformerBlock",)  # not cut into stages: microbatches' captions differ in length
+    int8_passes_bypass = True
     optimise_forward = staticmethod(z_image_model.optimise_forward)
 
     @staticmethod
-    def published_parts() -> dict[str, Callable[[], Any]]:
-        """Return FLUX's autoencoder and Qwen3-4B."""
-        return {"vae": lambda: FluxImageEncoder.autoencoder(**PUBLISHED), **published_qwen3("4B", 35)}
+    def published_texts() -> dict[str, Callable[[], Any]]:
+        """Return Qwen3-4B."""
+        return published_qwen3("4B", 35)
 
     @staticmethod
     def blocks(transformer: Any) -> list[nn.Module]:
@@ -63,22 +62,18 @@ class ZImageFamily(Family):
 
     def check_variant(self) -> None:
         """Read the latents' channels; base and Turbo are one architecture."""
-        self.latent_channels = self.files.transformer_config.get("in_channels", 16)
+        self.latent_channels = self.argument("in_channels")
 
     def check_text_encoders(self) -> None:
         """Compare the width of Qwen3 with what the transformer takes."""
-        path, wanted = self.files.text_encoders[0], self.files.transformer_config.get("cap_feat_dim", 2560)
-        if (width := qwen3_width(path)) != wanted:
-            raise UserError(f"{path}: text {width} wide, the transformer takes {wanted}; give Qwen3-4B as text_encoder")
+        self.check_text_width(qwen3_width(self.files.text_encoders[0]), "cap_feat_dim", "Qwen3-4B")
 
     def load_text_encoder(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Recipe | None = None
     ) -> ZImageTextEncoder:
         """Return Qwen3."""
-        (path,) = self.files.text_encoders
         fingerprint = self.text_fingerprint(dtype, recipe, self.name, MOST_TOKENS)
-        tokenizer = load_qwen_tokenizer(self.files.tokenizers[0], "<|im_start|>", "Qwen3")
-        return ZImageTextEncoder(lambda: load_qwen3(path, -1, dtype, device, recipe), tokenizer, fingerprint)
+        return ZImageTextEncoder(*qwen3_of(self.files, -1, dtype, device, recipe), fingerprint)
 
     def transformer_inputs(
         self, latents: Tensor, sigmas: Tensor, text: dict[str, Tensor], guidance: float, conditions: Conditions

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,28 +9,33 @@ import numpy as np
 import pytest
 import torch
 from diffusers import Flux2KleinPipeline, Flux2Transformer2DModel
-from peft import LoraConfig
 from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from library.conditions import NO_CONDITIONS, Conditions
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
-from library.data.batches import Batch
 from library.data.images import to_pixels
 from library.errors import UserError
 from library.models.family import model_family
 from library.models.flux2.files import FLUX2_TARGETS
 from library.models.flux2.model import optimise_forward
 from library.models.flux2.spec import KleinFamily
-from library.precision.files.fp8 import Fp8Scheme
-from library.precision.recipe import Recipe, WeightLoader
-from library.training.flow import noise_for, sample_sigmas
-from library.training.tasks.image_step import FlowStep
 from networks.network import inject_adapter
 from networks.options import parse_network_args
+from tests.models.claims import (
+    assert_bf16_is_near,
+    assert_fp8_is_near,
+    assert_lone_file_is_read,
+    assert_refused,
+    assert_same_gradients,
+    assert_same_model,
+    assert_step_is_pefts,
+    assert_timesteps_are_exact,
+    gradients_of,
+    saved_bytes,
+)
 from tests.models.sampled import assert_sample_is_the_pipelines
-from tests.parity.peft_lora import assert_gradients_are_pefts, copy_to_peft, fill_up
 from tests.tiny_flux2 import (
     patched,
     save_flux2_files,
@@ -66,6 +70,10 @@ def pipeline(folder: Path) -> Flux2KleinPipeline:
     return loaded
 
 
+def text_of(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"prompt_embeds": inputs["prompt_embeds"]}
+
+
 def by_hand(
     transformer: nn.Module, latents: Tensor, sigmas: Tensor, embeds: Tensor, references: tuple[Tensor, ...] = ()
 ) -> Tensor:
@@ -97,29 +105,20 @@ def test_velocity_and_input_gradients_are_diffusers(folder: Path, pipeline: Flux
     random = torch.Generator().manual_seed(4)
     sizes = [(4, 6), (10, 2)] if case == "references" else []
     references = tuple(torch.randn(2, 32, *size, generator=random) for size in sizes)
-    weight = torch.randn(latents.shape, generator=random)
-
-    def gradients(forward: Any) -> tuple[Tensor, list[Tensor]]:
-        leaves = [latents.clone().requires_grad_(), inputs["prompt_embeds"].clone().requires_grad_()]
-        velocity = forward(leaves[0], inputs["sigmas"], leaves[1])
-        (velocity * weight).sum().backward()
-        return velocity.detach(), [leaf.grad for leaf in leaves if leaf.grad is not None]
-
     family = family_of(folder)
     transformer = family.load_transformer(torch.float32)
     if case == "checkpointing":
         transformer.enable_gradient_checkpointing()
-    conditions = Conditions(references=references)
-    ours, our_gradients = gradients(
-        lambda x, s, text: family.predict_velocity(transformer, x, s, {"prompt_embeds": text}, conditions=conditions)
-    )
-    theirs, their_gradients = gradients(lambda *given: by_hand(pipeline.transformer, *given, references))
-    # fp32 and the same operations; sums may be split differently
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    assert len(our_gradients) == len(their_gradients) == 2
-    for one, other in zip(our_gradients, their_gradients, strict=True):
-        assert other.abs().max() > 1e-3  # every input matters
-        assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+
+    def our_velocity(x: dict[str, Tensor]) -> Tensor:
+        conditions = Conditions(references=references)
+        return family.predict_velocity(transformer, x["latents"], x["sigmas"], text_of(x), conditions=conditions)
+
+    def their_velocity(x: dict[str, Tensor]) -> Tensor:
+        return by_hand(pipeline.transformer, x["latents"], x["sigmas"], x["prompt_embeds"], references)
+
+    names, given = ("latents", "prompt_embeds"), {**inputs, "latents": latents}
+    assert_same_gradients(*(gradients_of(each, given, names) for each in (our_velocity, their_velocity)))
 
 
 @pytest.mark.parametrize("heads", [1, 3])
@@ -140,57 +139,22 @@ def test_any_shape_has_diffusers_output(heads: int, guidance: bool) -> None:
 
 
 def test_less_is_saved_for_backward_than_by_diffusers() -> None:
+    inputs, options = tiny_flux2_inputs(side=24), parse_network_args(NetworkConfig(network_dim=2), FLUX2_TARGETS)
+
     def saved(model: nn.Module) -> int:
-        storages: dict[int, tuple[Tensor, int]] = {}  # the tensors too, or another one might have the same address
-
-        def pack(tensor: Tensor) -> Tensor:
-            if not isinstance(tensor, nn.Parameter):
-                storage = tensor.untyped_storage()
-                storages[storage.data_ptr()] = tensor, storage.nbytes()
-            return tensor
-
-        options = parse_network_args(NetworkConfig(network_dim=2), FLUX2_TARGETS)
         inject_adapter(model, options, FLUX2_TARGETS, seed=0)
-        inputs = tiny_flux2_inputs(side=24)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            by_hand(model, inputs["latents"], inputs["sigmas"], inputs["prompt_embeds"])
-        return sum(size for _, size in storages.values())
+        return saved_bytes(lambda: by_hand(model, inputs["latents"], inputs["sigmas"], inputs["prompt_embeds"]))
 
     theirs, ours = saved(tiny_flux2_transformer(2, 4)), saved(optimise_forward(tiny_flux2_transformer(2, 4)))
     assert ours < 0.6 * theirs  # measured: 0.54
 
 
 def test_a_training_step_is_that_of_diffusers_and_peft(folder: Path) -> None:
-    inputs, step, ids = tiny_flux2_inputs(3), 11, [5, 6, 7]
-    text = {"prompt_embeds": inputs["prompt_embeds"]}
-    batch = Batch(inputs["latents"], text, torch.ones(3), None, ids)
-    family = family_of(folder)
-    transformer = family.load_transformer(torch.float32)
-    kinds = [f"{kind.name}_dim=2" for kind in FLUX2_TARGETS.layer_groups if not kind.default]
-    options = parse_network_args(NetworkConfig(network_dim=4, network_alpha=3, network_args=kinds), FLUX2_TARGETS)
-    network = inject_adapter(transformer, options, FLUX2_TARGETS, seed=0, dtype=torch.float32)
-    fill_up(network)
-    loss, _ = FlowStep(family, FLOW, seed=9).loss(transformer.train(), batch, step)
-    loss.backward()
-
-    theirs = Flux2Transformer2DModel.from_pretrained(folder, subfolder="transformer").requires_grad_(False)
-    ranks = {name: layer.rank for name, layer in network.modules.items()}
-    alphas = dict.fromkeys(ranks, 3.0)
-    theirs.add_adapter(LoraConfig(r=4, target_modules=list(ranks), rank_pattern=ranks, alpha_pattern=alphas))
-    named = dict(theirs.named_parameters())
-    copy_to_peft(network, named)
-    noise = noise_for(batch.latents, ids, 9, step)
-    sigmas = sample_sigmas(FLOW, ids, 16, 9, step)
-    noisy = torch.lerp(batch.latents, noise, sigmas.view(-1, 1, 1, 1))
-    velocity = by_hand(theirs.train(), noisy, sigmas, inputs["prompt_embeds"])
-    their_loss = torch.nn.functional.mse_loss(velocity, noise - batch.latents)
-    their_loss.backward()
-
-    linears = {name for name, module in tiny_flux2_transformer().named_modules() if isinstance(module, nn.Linear)}
-    assert linears - set(network.modules) == {"norm_out.linear", "proj_out"}
-    # fp32, the same operations with the down-projections of q, k, v stacked: rounding of sums, 1e-5 of the largest
-    torch.testing.assert_close(loss, their_loss, rtol=1e-6, atol=0)
-    assert_gradients_are_pefts(network, named, 1e-5)
+    inputs = tiny_flux2_inputs(3)
+    theirs = Flux2Transformer2DModel.from_pretrained(folder, subfolder="transformer")
+    velocity = lambda *given: by_hand(*given, inputs["prompt_embeds"])  # noqa: E731
+    left = assert_step_is_pefts(family_of(folder), FLUX2_TARGETS, inputs, text_of(inputs), FLOW, theirs, velocity)
+    assert left == {"norm_out.linear", "proj_out"}
 
 
 @pytest.mark.parametrize("captions", [CAPTIONS, [""], ["a {brace} and <|im_end|>"], ["plain " * 600]])
@@ -274,77 +238,28 @@ def test_a_sample_with_references_is_what_the_pipeline_draws(
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
 def test_split_files_hold_the_same_model(folder: Path, tmp_path: Path, prefix: str) -> None:
     files = save_flux2_files(folder, tmp_path, prefix)
-    single, whole = model_family(files.model_config()), family_of(folder)
-    ours, theirs = (family.load_transformer(torch.float32) for family in (single, whole))
-    settings = [
-        {k: v for k, v in json.loads(model.to_json_string()).items() if k[0] != "_"} for model in (ours, theirs)
-    ]
-    assert settings[0] == settings[1]
-    assert all(torch.equal(ours.state_dict()[name], tensor) for name, tensor in theirs.state_dict().items())
-    pixels = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    encoders = [family.load_image_encoder(torch.float32) for family in (single, whole)]
-    assert torch.equal(*(encoder.encode(pixels) for encoder in encoders))
-    texts = [family.load_text_encoder(torch.float32).encode(CAPTIONS) for family in (single, whole)]
-    assert all(torch.equal(a["prompt_embeds"], b["prompt_embeds"]) for a, b in zip(*texts, strict=True))
-    schedules = [{k: v for k, v in f.scheduler().config.items() if k[0] != "_"} for f in (single, whole)]
-    assert schedules[0] == schedules[1]
+    assert_same_model(model_family(files.model_config()), family_of(folder), CAPTIONS)
 
 
 def test_a_lone_file_in_diffusers_names_is_read(folder: Path, tmp_path: Path) -> None:
-    state = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
-    save_file(state, tmp_path / "klein.safetensors")
-    parts = {"vae": str(folder), "text_encoder": str(folder), "qwen_tokenizer": str(folder / "tokenizer")}
-    loaded = family_of(tmp_path / "klein.safetensors", **parts).load_transformer(torch.float32).state_dict()
-    assert loaded.keys() == state.keys()
-    assert all(torch.equal(loaded[name], state[name]) for name in state)
+    assert_lone_file_is_read(folder, family_of, tmp_path / "klein.safetensors")
 
 
 @pytest.mark.parametrize("exclude", [("embedders", "final", "modulation"), ("embedders", "final"), ()])
 def test_fp8_base_stays_near_and_keeps_its_inputs_high(folder: Path, exclude: tuple[str, ...]) -> None:
-    family, inputs = family_of(folder), tiny_flux2_inputs()
-    loading = WeightLoader(Recipe(Fp8Scheme("block64"), exclude=exclude), compute="dequant")
-    velocities = []
-    for fp8 in (None, loading):
-        transformer = family.load_transformer(torch.float32, fp8=fp8)
-        with torch.no_grad():
-            velocities.append(
-                family.predict_velocity(
-                    transformer, inputs["latents"], inputs["sigmas"], {"prompt_embeds": inputs["prompt_embeds"]}
-                )
-            )
     # 12 of the double block, two of each single one; 3 modulations; picture, text, two of the timestep, two of the end
-    kept = {3: 9, 2: 6, 0: 0}[len(exclude)]
-    assert (loading.quantized, loading.excluded) == (25 - kept, kept)
-    error = (velocities[1] - velocities[0]).norm() / velocities[0].norm()
-    assert 0 < error < 0.1
-    assert transformer.dtype == torch.float32, "in which the pipeline gives it latents"
+    inputs, kept = tiny_flux2_inputs(), {3: 9, 2: 6, 0: 0}[len(exclude)]
+    assert_fp8_is_near(family_of(folder), inputs, text_of(inputs), exclude, (25 - kept, kept))
 
 
 def test_bf16_weights_with_and_without_autocast_are_near(folder: Path) -> None:
-    family, inputs = family_of(folder), tiny_flux2_inputs()
-    arguments = (inputs["latents"], inputs["sigmas"], {"prompt_embeds": inputs["prompt_embeds"]})
-    with torch.no_grad():
-        exact = family.predict_velocity(family.load_transformer(torch.float32), *arguments)
-        transformer = family.load_transformer(torch.bfloat16)
-        plain = family.predict_velocity(transformer, *arguments)
-        with torch.autocast("cpu", torch.bfloat16):
-            cast = family.predict_velocity(transformer, *arguments)
-    for velocity in (plain, cast):
-        assert velocity.dtype == torch.float32
-        assert (velocity - exact).norm() / exact.norm() < 0.03  # three blocks of bf16, 8 bits
+    inputs = tiny_flux2_inputs()
+    assert_bf16_is_near(family_of(folder), inputs, text_of(inputs))
 
 
 def test_timesteps_that_bf16_cannot_tell_apart_are_told_apart(folder: Path) -> None:
-    family, inputs = family_of(folder), tiny_flux2_inputs(1)
-    transformer = family.load_transformer(torch.bfloat16)
-    sigmas = torch.tensor([0.7127, 0.7124])
-    assert len(set(sigmas.bfloat16().tolist())) == 1
-    with torch.no_grad():
-        one, other = (
-            family.predict_velocity(transformer, inputs["latents"], s[None], {"prompt_embeds": inputs["prompt_embeds"]})
-            for s in sigmas
-        )
-    assert not torch.equal(one, other)
+    inputs = tiny_flux2_inputs(1)
+    assert_timesteps_are_exact(family_of(folder), inputs, text_of(inputs))
 
 
 def test_other_models_and_missing_parts_are_refused_in_one_line(folder: Path, tmp_path: Path) -> None:
@@ -370,16 +285,13 @@ def test_other_models_and_missing_parts_are_refused_in_one_line(folder: Path, tm
             "pretrained_model_name_or_path": str(dev),
             "model_type": "flux2_klein_edit",
         },
-        "three layers of 40 numbers, the transformer takes 192; give qwen_3_4b": {"text_encoder": str(wide)},
+        "text 40 wide, the transformer takes 64; give Qwen3-4B": {"text_encoder": str(wide)},
         r"not Qwen3 \(no model.layers.0": {"text_encoder": str(files.vae)},
         "sees.safetensors: Qwen3-VL, not Qwen3; give Qwen3 as text_encoder": {"text_encoder": str(sees)},
         "a LoRA, not a base model": {"pretrained_model_name_or_path": str(lora)},
         "image autoencoder.*, not FLUX.2": {"pretrained_model_name_or_path": str(files.vae)},
     }
-    for message, changes in wanted.items():
-        with pytest.raises(UserError, match=message) as caught:
-            model_family(files.model_config(**changes))
-        assert "\n" not in str(caught.value)
+    assert_refused(files.model_config, wanted)
     with pytest.raises(UserError, match='a FLUX.2 transformer .*, not FLUX.1; set model_type = "flux2_klein"'):
         model_family(ModelConfig(pretrained_model_name_or_path=str(files.transformer)))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +11,34 @@ from diffusers import Flux3ModularPipeline, Flux3Transformer2DModel
 from diffusers.loaders.single_file_utils import convert_flux3_transformer_checkpoint_to_diffusers
 from diffusers.modular_pipelines.flux3.encoders import Flux3TextEncoderStep, Flux3VaeEncoderStep
 from diffusers.quantizers.bfl.utils import dequantize_fp8r, quantize_fp8r
-from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from library.conditions import NO_CONDITIONS, Conditions
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
-from library.data.batches import Batch, Item, collate
 from library.errors import UserError
 from library.models.family import model_family
 from library.models.flux3.files import FLUX3_EDIT_TARGETS, FLUX3_TARGETS
 from library.models.flux3.model import optimise_forward, step_from
 from library.models.flux3.spec import Flux3KleinFamily
 from library.nn.checkpointing import ActivationCheckpointing, neighbours
-from library.precision.files.fp8 import Fp8Scheme
-from library.precision.recipe import Recipe, WeightLoader
-from library.training.flow import noise_for, sample_sigmas
-from library.training.tasks.image_step import FlowStep
+from library.precision.recipe import WeightLoader
 from networks.network import inject_adapter
 from networks.options import parse_network_args
+from tests.models.claims import (
+    assert_bf16_is_near,
+    assert_captions_are_as_alone,
+    assert_fp8_is_near,
+    assert_lone_file_is_read,
+    assert_refused,
+    assert_same_gradients,
+    assert_same_model,
+    assert_step_is_pefts,
+    assert_timesteps_are_exact,
+    gradients_of,
+    saved_bytes,
+)
 from tests.models.sampled import assert_sample_is_the_pipelines
-from tests.parity.peft_lora import assert_gradients_are_pefts, copy_to_peft, fill_up
 from tests.tiny_flux3 import (
     call_by_hand,
     flux3_reference,
@@ -69,6 +75,10 @@ def reference(folder: Path) -> Flux3ModularPipeline:
     return flux3_reference(folder)
 
 
+def text_of(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"prompt_embeds": inputs["prompt_embeds"]}
+
+
 def conditions_of(inputs: dict[str, Tensor]) -> Conditions:
     return Conditions(references=(inputs["first"], inputs["second"]))
 
@@ -84,7 +94,6 @@ def test_velocity_and_input_gradients_are_diffusers(tmp_path: Path, case: str, e
     family = family_of(folder, model_type="flux3_klein_edit" if edits else "flux3_klein")
     transformer = family.load_transformer(torch.float32)
     inputs = tiny_flux3_inputs(3)
-    weight = torch.randn(inputs["latents"].shape, generator=torch.Generator().manual_seed(2))
     if case == "checkpointing":
         transformer.enable_gradient_checkpointing()
     elif case == "pairs in one checkpoint":
@@ -94,117 +103,44 @@ def test_velocity_and_input_gradients_are_diffusers(tmp_path: Path, case: str, e
         checkpointing = ActivationCheckpointing(len(blocks), pairs=pairs, carried=family.carried)
         transformer.enable_gradient_checkpointing(checkpointing)
 
-    def gradients(forward: Any) -> tuple[Tensor, list[Tensor]]:
-        names = ("latents", "prompt_embeds", *(("first", "second") if edits else ()))
-        leaves = {name: inputs[name].clone().requires_grad_() for name in names}
-        velocity = forward(inputs | leaves)
-        (velocity * weight).sum().backward()
-        return velocity.detach(), [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
-
     def our_velocity(given: dict[str, Tensor]) -> Tensor:
-        text = {"prompt_embeds": given["prompt_embeds"]}
-        conditions = conditions_of(given) if edits else NO_CONDITIONS
-        return family.predict_velocity(transformer, given["latents"], given["sigmas"], text, conditions=conditions)
+        arguments = (transformer, given["latents"], given["sigmas"], text_of(given))
+        return family.predict_velocity(*arguments, conditions=conditions_of(given) if edits else NO_CONDITIONS)
 
     def their_velocity(given: dict[str, Tensor]) -> Tensor:
         references = (given["first"], given["second"]) if edits else ()
         return call_by_hand(theirs, given["latents"], given["sigmas"], given["prompt_embeds"], references)
 
-    ours, our_gradients = gradients(our_velocity)
-    wanted, their_gradients = gradients(their_velocity)
-    # fp32 and the same operations; sums over tokens may be split differently
-    torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-5)
-    assert len(our_gradients) == len(their_gradients) == (4 if edits else 2)
-    for one, other in zip(our_gradients, their_gradients, strict=True):
-        assert other.abs().max() > 1e-3  # every input matters
-        assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+    names = ("latents", "prompt_embeds", *(("first", "second") if edits else ()))
+    assert_same_gradients(*(gradients_of(each, inputs, names) for each in (our_velocity, their_velocity)))
 
 
-def test_it_saves_less_for_backward_than_diffusers(folder: Path) -> None:
-    inputs = tiny_flux3_inputs(1, height=32, width=32, tokens=80)
-    options = parse_network_args(NetworkConfig(network_dim=4), FLUX3_TARGETS)
-    saved = []
-    for ours in (True, False):
-        transformer = tiny_flux3_transformer().requires_grad_(False)
-        inject_adapter(optimise_forward(transformer) if ours else transformer, options, FLUX3_TARGETS, seed=0)
-        sizes: dict[int, int] = {}
+def test_it_saves_less_for_backward_than_diffusers() -> None:
+    x, options = tiny_flux3_inputs(1, height=32, width=32, tokens=80), NetworkConfig(network_dim=4)
 
-        def keep(tensor: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
-            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
+    def saved(model: nn.Module) -> int:
+        model.requires_grad_(False)
+        inject_adapter(model, parse_network_args(options, FLUX3_TARGETS), FLUX3_TARGETS, seed=0)
+        return saved_bytes(lambda: call_by_hand(model, x["latents"], x["sigmas"], x["prompt_embeds"]))
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            output = call_by_hand(transformer, inputs["latents"], inputs["sigmas"], inputs["prompt_embeds"])
-        saved.append(sum(sizes.values()))
-        del output
-    assert saved[0] < 0.6 * saved[1]
+    assert saved(optimise_forward(tiny_flux3_transformer())) < 0.6 * saved(tiny_flux3_transformer())
 
 
 def test_captions_of_different_lengths_have_the_losses_and_gradients_they_have_alone(folder: Path) -> None:
-    family, inputs = family_of(folder), tiny_flux3_inputs(3, tokens=160)
-    transformer = family.load_transformer(torch.float32)
-    step = FlowStep(family, FLOW, seed=4)
-    items = []
-    for i, length in enumerate((160, 80, 80)):
-        mask = torch.ones(length, dtype=torch.bool)
-        text = {"prompt_embeds": inputs["prompt_embeds"][i, :length], "prompt_embeds_mask": mask}
-        items.append(Item(inputs["latents"][i], text, 1.0, None, 20 + i))
-    together = step.validation_losses(transformer, collate(items), [0.2, 0.9]).view(2, 3)
-    alone = torch.stack([step.validation_losses(transformer, collate([item]), [0.2, 0.9]) for item in items], dim=1)
-    torch.testing.assert_close(together, alone, rtol=1e-5, atol=0)  # fp32: sums over keys in another order
-    assert (alone.amax() - alone.amin()) > 1e-3, "the samples differ"
-
-    weight = transformer.context_embedder.weight.requires_grad_()
-    step.loss(transformer, collate(items), 5)[0].backward()
-    assert weight.grad is not None
-    gradient, weight.grad = weight.grad, None
-    for item in items:
-        (step.loss(transformer, collate([item]), 5)[0] / 3).backward()
-    torch.testing.assert_close(gradient, weight.grad, rtol=1e-4, atol=1e-5 * gradient.abs().max().item())
+    inputs = tiny_flux3_inputs(3, tokens=160)
+    assert_captions_are_as_alone(family_of(folder), inputs, (160, 80, 80), "context_embedder", FLOW, 1e-3)
 
 
 @pytest.mark.parametrize("edits", [False, True], ids=["text", "references"])
 def test_a_training_step_is_that_of_diffusers_and_peft(folder: Path, edits: bool) -> None:
-    inputs, step, ids = tiny_flux3_inputs(3, tokens=40), 11, [5, 6, 7]
-    targets = FLUX3_EDIT_TARGETS if edits else FLUX3_TARGETS
+    inputs, targets = tiny_flux3_inputs(3, tokens=40), FLUX3_EDIT_TARGETS if edits else FLUX3_TARGETS
     conditions = conditions_of(inputs) if edits else NO_CONDITIONS
-    batch = Batch(
-        inputs["latents"],
-        {"prompt_embeds": inputs["prompt_embeds"]},
-        torch.ones(3),
-        None,
-        ids,
-        conditions=conditions,
-    )
     family = family_of(folder, model_type=targets.family)
-    transformer = family.load_transformer(torch.float32)
-    kinds = [f"{kind.name}_dim=2" for kind in targets.layer_groups if not kind.default]
-    options = parse_network_args(NetworkConfig(network_dim=4, network_alpha=3, network_args=kinds), targets)
-    network = inject_adapter(transformer, options, targets, seed=0, dtype=torch.float32)
-    fill_up(network)
-    loss, _ = FlowStep(family, FLOW, seed=9).loss(transformer.train(), batch, step)
-    loss.backward()
-
-    theirs = Flux3Transformer2DModel.from_pretrained(folder, subfolder="transformer").requires_grad_(False)
-    ranks = {name: layer.rank for name, layer in network.modules.items()}
-    exactly = {f"^{name}$": rank for name, rank in ranks.items()}
-    alphas = dict.fromkeys(exactly, 3.0)
-    theirs.add_adapter(LoraConfig(r=4, target_modules=list(ranks), rank_pattern=exactly, alpha_pattern=alphas))
-    named = dict(theirs.named_parameters())
-    copy_to_peft(network, named)
-    noise = noise_for(batch.latents, ids, 9, step)
-    sigmas = sample_sigmas(FLOW, ids, 16, 9, step)
-    noisy = torch.lerp(batch.latents, noise, sigmas.view(-1, 1, 1, 1))
-    velocity = call_by_hand(theirs.train(), noisy, sigmas, inputs["prompt_embeds"], conditions.references)
-    their_loss = torch.nn.functional.mse_loss(velocity, noise - batch.latents)
-    their_loss.backward()
-
-    linears = {name for name, module in tiny_flux3_transformer().named_modules() if isinstance(module, nn.Linear)}
-    left = {"norm_out.linear", "proj_out", *(n for n in linears if "image_cond" in n and not edits)}
-    assert linears - set(network.modules) == left
-    # fp32, the same operations with the down-projections of q, k, v stacked: rounding of sums, 1e-5 of the largest
-    torch.testing.assert_close(loss, their_loss, rtol=1e-6, atol=0)
-    assert_gradients_are_pefts(network, named, 1e-5)
+    theirs = Flux3Transformer2DModel.from_pretrained(folder, subfolder="transformer")
+    velocity = lambda *given: call_by_hand(*given, inputs["prompt_embeds"], conditions.references)  # noqa: E731
+    left = assert_step_is_pefts(family, targets, inputs, text_of(inputs), FLOW, theirs, velocity, conditions)
+    assert {name for name in left if "image_cond" not in name} == {"norm_out.linear", "proj_out"}
+    assert any("image_cond" in name for name in left) is not edits
 
 
 @pytest.mark.parametrize("caption", [*CAPTIONS, "", "a {brace} and <|im_end|>", "plain " * 9000])
@@ -290,23 +226,8 @@ def test_latents_are_those_of_the_pipelines_encoder(folder: Path, reference: Flu
 
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
 def test_split_files_hold_the_same_model(folder: Path, tmp_path: Path, prefix: str) -> None:
-    files = save_flux3_split_files(folder, tmp_path, prefix)
-    both = {"model_type": "flux3_klein_edit"}
-    single, whole = model_family(files.model_config(**both)), family_of(folder, **both)
-    assert isinstance(single, Flux3KleinFamily)
-    ours, theirs = (family.load_transformer(torch.float32) for family in (single, whole))
-    settings = [
-        {k: v for k, v in json.loads(model.to_json_string()).items() if k[0] != "_"} for model in (ours, theirs)
-    ]
-    assert settings[0] == settings[1]
-    assert all(torch.equal(ours.state_dict()[name], tensor) for name, tensor in theirs.state_dict().items())
-    pixels = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    encoders = [family.load_image_encoder(torch.float32) for family in (single, whole)]
-    assert torch.equal(*(encoder.encode(pixels) for encoder in encoders))
-    texts = [family.load_text_encoder(torch.float32).encode(CAPTIONS) for family in (single, whole)]
-    assert all(torch.equal(a["prompt_embeds"], b["prompt_embeds"]) for a, b in zip(*texts, strict=True))
-    schedules = [{k: v for k, v in f.scheduler().config.items() if k[0] != "_"} for f in (single, whole)]
-    assert schedules[0] == schedules[1]
+    files, both = save_flux3_split_files(folder, tmp_path, prefix), {"model_type": "flux3_klein_edit"}
+    assert_same_model(model_family(files.model_config(**both)), family_of(folder, **both), CAPTIONS)
 
 
 def test_bfls_names_are_those_that_diffusers_converts(distilled: Path, tmp_path: Path) -> None:
@@ -327,12 +248,8 @@ def _parts(folder: Path) -> dict[str, object]:
 
 
 def test_a_lone_file_in_diffusers_names_is_read(folder: Path, tmp_path: Path) -> None:
-    state = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
-    save_file(state | {"repa_projectors.0.weight": torch.ones(1)}, tmp_path / "klein.safetensors")
-    parts = _parts(folder) | {"model_type": "flux3_klein_edit"}
-    loaded = family_of(tmp_path / "klein.safetensors", **parts).load_transformer(torch.float32).state_dict()
-    assert loaded.keys() == state.keys()
-    assert all(torch.equal(loaded[name], state[name]) for name in state)
+    more, edits = {"repa_projectors.0.weight": torch.ones(1)}, "flux3_klein_edit"
+    assert_lone_file_is_read(folder, family_of, tmp_path / "klein.safetensors", more, model_type=edits)
 
 
 def test_bfls_fp8r_file_is_read_as_diffusers_dequantises_it(folder: Path, tmp_path: Path) -> None:
@@ -360,45 +277,20 @@ def test_bfls_fp8r_file_is_read_as_diffusers_dequantises_it(folder: Path, tmp_pa
 
 @pytest.mark.parametrize("keep", [("embedders", "modulation", "final"), ("embedders", "final"), ()])
 def test_fp8_base_stays_near_and_keeps_its_inputs_high(folder: Path, keep: tuple[str, ...]) -> None:
-    family, inputs = family_of(folder), tiny_flux3_inputs()
-    loading = WeightLoader(Recipe(Fp8Scheme("block64"), exclude=keep), compute="dequant")
-    velocities = []
-    for fp8 in (None, loading):
-        transformer = family.load_transformer(torch.float32, fp8=fp8)
-        with torch.no_grad():
-            text = {"prompt_embeds": inputs["prompt_embeds"]}
-            velocities.append(family.predict_velocity(transformer, inputs["latents"], inputs["sigmas"], text))
     # 6 in each of six blocks, four modulations; text, image, two of the timestep; two of the end
-    high = {"embedders": 4, "modulation": 4, "final": 2}
+    inputs, high = tiny_flux3_inputs(), {"embedders": 4, "modulation": 4, "final": 2}
     excluded = sum(high[kind] for kind in keep)
-    assert (loading.quantized, loading.excluded) == (36 + 10 - excluded, excluded)
-    error = (velocities[1] - velocities[0]).norm() / velocities[0].norm()
-    assert 0 < error < 0.1
+    assert_fp8_is_near(family_of(folder), inputs, text_of(inputs), keep, (36 + 10 - excluded, excluded))
 
 
 def test_bf16_weights_with_and_without_autocast_are_near(folder: Path) -> None:
-    family, inputs = family_of(folder), tiny_flux3_inputs()
-    arguments = (inputs["latents"], inputs["sigmas"], {"prompt_embeds": inputs["prompt_embeds"]})
-    with torch.no_grad():
-        exact = family.predict_velocity(family.load_transformer(torch.float32), *arguments)
-        transformer = family.load_transformer(torch.bfloat16)
-        plain = family.predict_velocity(transformer, *arguments)
-        with torch.autocast("cpu", torch.bfloat16):
-            cast = family.predict_velocity(transformer, *arguments)
-    for velocity in (plain, cast):
-        assert velocity.dtype == torch.float32
-        assert (velocity - exact).norm() / exact.norm() < 0.03  # six blocks of bf16, 8 bits
+    inputs = tiny_flux3_inputs()
+    assert_bf16_is_near(family_of(folder), inputs, text_of(inputs))
 
 
 def test_timesteps_that_bf16_cannot_tell_apart_are_told_apart(folder: Path) -> None:
-    family, inputs = family_of(folder), tiny_flux3_inputs(1)
-    transformer = family.load_transformer(torch.bfloat16)
-    sigmas = torch.tensor([0.7127, 0.7124])
-    assert len(set(sigmas.bfloat16().tolist())) == 1
-    text = {"prompt_embeds": inputs["prompt_embeds"]}
-    with torch.no_grad():
-        one, other = (family.predict_velocity(transformer, inputs["latents"], sigma[None], text) for sigma in sigmas)
-    assert not torch.equal(one, other)
+    inputs = tiny_flux3_inputs(1)
+    assert_timesteps_are_exact(family_of(folder), inputs, text_of(inputs))
 
 
 def test_queries_and_keys_are_rounded_once(folder: Path) -> None:
@@ -438,10 +330,7 @@ def test_other_models_and_missing_parts_are_refused_in_one_line(folder: Path, tm
         },
         "a LoRA, not a base model": {"pretrained_model_name_or_path": str(lora)},
     }
-    for message, changes in wanted.items():
-        with pytest.raises(UserError, match=message) as caught:
-            model_family(files.model_config(**changes))
-        assert "\n" not in str(caught.value)
+    assert_refused(files.model_config, wanted)
     with pytest.raises(UserError, match='a FLUX.3 transformer.*, not FLUX.1; set model_type = "flux3_klein"'):
         model_family(ModelConfig(pretrained_model_name_or_path=str(files.transformer)))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
-from library.data.batches import Batch, Item, collate
 from library.errors import UserError
 from library.models.family import model_family
 from library.models.krea2.files import KREA2_TARGETS
@@ -23,14 +21,24 @@ from library.models.krea2.model import optimise_forward
 from library.models.krea2.spec import Krea2Family
 from library.models.latents import pack_latents, unpack_latents
 from library.precision.files.fp8 import Fp8Scheme
-from library.precision.recipe import Recipe, WeightLoader
-from library.training.flow import noise_for, sample_sigmas
+from library.precision.recipe import Recipe
 from library.training.sampling.sample_model import sample_family
-from library.training.tasks.image_step import FlowStep
 from networks.network import inject_adapter
 from networks.options import parse_network_args
+from tests.models.claims import (
+    assert_bf16_is_near,
+    assert_captions_are_as_alone,
+    assert_fp8_is_near,
+    assert_lone_file_is_read,
+    assert_refused,
+    assert_same_gradients,
+    assert_same_model,
+    assert_step_is_pefts,
+    assert_timesteps_are_exact,
+    gradients_of,
+    saved_bytes,
+)
 from tests.models.sampled import assert_sample_is_the_pipelines
-from tests.parity.peft_lora import assert_gradients_are_pefts, copy_to_peft, fill_up
 from tests.tiny_krea2 import (
     TEXT_LAYERS,
     TEXT_WIDTH,
@@ -94,27 +102,19 @@ def test_velocity_and_input_gradients_are_diffusers(folder: Path, pipeline: Krea
     inputs = tiny_krea2_inputs(tokens=20)
     latents = inputs["latents"][..., :6]  # 8 x 6: a swapped axis would show
     text = text_of(inputs, *((20, 9) if case == "two lengths" else ()))
-    weight = torch.randn(latents.shape, generator=torch.Generator().manual_seed(2))
-
-    def gradients(forward: Any) -> tuple[Tensor, list[Tensor]]:
-        leaves = [latents.clone().requires_grad_(), text["prompt_embeds"].clone().requires_grad_()]
-        velocity = forward(leaves[0], inputs["sigmas"], text | {"prompt_embeds": leaves[1]})
-        (velocity * weight).sum().backward()
-        return velocity.detach(), [leaf.grad for leaf in leaves if leaf.grad is not None]
-
     family = family_of(folder)
     transformer = family.load_transformer(torch.float32)
     if case == "checkpointing":
         transformer.enable_gradient_checkpointing()
         transformer.train()
-    ours, our_gradients = gradients(lambda *given: family.predict_velocity(transformer, *given))
-    theirs, their_gradients = gradients(lambda *given: by_hand(pipeline.transformer, *given))
-    # fp32 and the same operations; sums over tokens may be split differently
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-    assert len(our_gradients) == len(their_gradients) == 2
-    for one, other in zip(our_gradients, their_gradients, strict=True):
-        assert other.abs().max() > 1e-3  # every input matters
-        assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+
+    def called(velocity: Any) -> Any:
+        return lambda x: velocity(x["latents"], inputs["sigmas"], text | {"prompt_embeds": x["prompt_embeds"]})
+
+    names, given = ("latents", "prompt_embeds"), {**inputs, "latents": latents}
+    ours = gradients_of(called(lambda *given: family.predict_velocity(transformer, *given)), given, names)
+    theirs = gradients_of(called(lambda *given: by_hand(pipeline.transformer, *given)), given, names)
+    assert_same_gradients(ours, theirs)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -144,74 +144,23 @@ def test_a_block_saves_less_for_backward_than_diffusers() -> None:
             inject_adapter(optimise_forward(model), parse_network_args(config, KREA2_TARGETS), KREA2_TARGETS, seed=0)
         else:
             model.requires_grad_(False).add_adapter(LoraConfig(r=4, target_modules="all-linear"))
-        block, sizes = model.transformer_blocks[0], dict[int, int]()
-
-        def pack(tensor: Tensor, sizes: dict[int, int] = sizes) -> Tensor:
-            if not isinstance(tensor, nn.Parameter):
-                sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            return tensor
-
         x, temb = torch.randn(1, 200, 64, requires_grad=True), torch.randn(1, 1, 6 * 64)
-        turns = model.rotary_emb(torch.zeros(200, 3))
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            block(x, temb, turns).sum().backward()
-        saved.append(sum(sizes.values()))
+        turns, block = model.rotary_emb(torch.zeros(200, 3)), model.transformer_blocks[0]
+        saved.append(saved_bytes(lambda block=block, turns=turns, x=x, temb=temb: block(x, temb, turns)))
     assert saved[1] < 0.65 * saved[0]
 
 
 def test_captions_of_different_lengths_have_the_losses_and_gradients_they_have_alone(folder: Path) -> None:
-    family, inputs = family_of(folder), tiny_krea2_inputs(3, tokens=40)
-    transformer = family.load_transformer(torch.float32)
-    step = FlowStep(family, FLOW, seed=4)
-    items = []
-    for i, length in enumerate((40, 3, 33)):
-        mask = torch.ones(length, dtype=torch.bool)
-        text = {"prompt_embeds": inputs["prompt_embeds"][i, :length], "prompt_embeds_mask": mask}
-        items.append(Item(inputs["latents"][i], text, 1.0, None, 20 + i))
-    together = step.validation_losses(transformer, collate(items), [0.2, 0.9]).view(2, 3)
-    alone = torch.stack([step.validation_losses(transformer, collate([item]), [0.2, 0.9]) for item in items], dim=1)
-    torch.testing.assert_close(together, alone, rtol=1e-5, atol=0)  # fp32: sums over keys in another order
-    assert (alone.amax() - alone.amin()) > 1e-2, "the samples differ"
-
-    weight = transformer.txt_in.linear_1.weight.requires_grad_()
-    step.loss(transformer, collate(items), 5)[0].backward()
-    assert weight.grad is not None
-    gradient, weight.grad = weight.grad, None
-    for item in items:
-        (step.loss(transformer, collate([item]), 5)[0] / 3).backward()
-    torch.testing.assert_close(gradient, weight.grad, rtol=1e-4, atol=1e-5 * gradient.abs().max().item())
+    inputs = tiny_krea2_inputs(3, tokens=40)
+    assert_captions_are_as_alone(family_of(folder), inputs, (40, 3, 33), "txt_in.linear_1", FLOW, 1e-2)
 
 
 def test_a_training_step_is_that_of_diffusers_and_peft_with_a_lora_on_every_linear_layer(folder: Path) -> None:
-    inputs, step = tiny_krea2_inputs(3, tokens=40), 11
-    text, ids = text_of(inputs, 40, 5, 33), [5, 6, 7]
-    batch = Batch(inputs["latents"], text, torch.ones(3), None, ids)
-    family = family_of(folder)
-    transformer = family.load_transformer(torch.float32)
-    options = parse_network_args(NetworkConfig(network_dim=4, network_alpha=3), KREA2_TARGETS)
-    network = inject_adapter(transformer, options, KREA2_TARGETS, seed=0, dtype=torch.float32)
-    fill_up(network)
-    loss, _ = FlowStep(family, FLOW, seed=9).loss(transformer.train(), batch, step)
-    loss.backward()
-
-    theirs = Krea2Transformer2DModel.from_pretrained(folder, subfolder="transformer").requires_grad_(False)
-    ranks = {name: layer.rank for name, layer in network.modules.items()}
-    alphas = dict.fromkeys(ranks, 3.0)
-    theirs.add_adapter(LoraConfig(r=4, target_modules=list(ranks), rank_pattern=ranks, alpha_pattern=alphas))
-    named = dict(theirs.named_parameters())
-    copy_to_peft(network, named)
-    noise = noise_for(batch.latents, ids, 9, step)
-    sigmas = sample_sigmas(FLOW, ids, 16, 9, step)
-    noisy = torch.lerp(batch.latents, noise, sigmas.view(-1, 1, 1, 1))
-    velocity = by_hand(theirs.train(), noisy, sigmas, text)
-    their_loss = torch.nn.functional.mse_loss(velocity, noise - batch.latents)
-    their_loss.backward()
-
-    linears = {name for name, module in tiny_krea2_transformer().named_modules() if isinstance(module, nn.Linear)}
-    assert linears == set(network.modules)
-    # fp32, the same operations with the down-projections of layers on one input stacked: rounding of sums
-    torch.testing.assert_close(loss, their_loss, rtol=1e-6, atol=0)
-    assert_gradients_are_pefts(network, named, 1e-5)
+    inputs = tiny_krea2_inputs(3, tokens=40)
+    text = text_of(inputs, 40, 5, 33)
+    theirs = Krea2Transformer2DModel.from_pretrained(folder, subfolder="transformer")
+    velocity = lambda *given: by_hand(*given, text)  # noqa: E731
+    assert not assert_step_is_pefts(family_of(folder), KREA2_TARGETS, inputs, text, FLOW, theirs, velocity)
 
 
 @pytest.mark.parametrize("captions", [CAPTIONS, [""], ["a {brace} and <|im_end|>"], ["plain " * 600]])
@@ -284,71 +233,29 @@ def test_training_is_shifted_as_raw_is_sampled(folder: Path) -> None:
 def test_split_files_hold_the_same_model(folder: Path, tmp_path: Path, prefix: str) -> None:
     files = save_krea2_split_files(folder, tmp_path, prefix)
     single, whole = model_family(files.model_config()), family_of(folder)
-    assert isinstance(single, Krea2Family)
-    ours, theirs = (family.load_transformer(torch.float32) for family in (single, whole))
-    settings = [
-        {k: v for k, v in json.loads(model.to_json_string()).items() if k[0] != "_"} for model in (ours, theirs)
-    ]
-    assert settings[0] == settings[1]
-    assert all(torch.equal(ours.state_dict()[name], tensor) for name, tensor in theirs.state_dict().items())
-    pixels = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    encoders = [family.load_image_encoder(torch.float32) for family in (single, whole)]
-    assert torch.equal(*(encoder.encode(pixels) for encoder in encoders))
-    texts = [family.load_text_encoder(torch.float32).encode(CAPTIONS) for family in (single, whole)]
-    assert all(torch.equal(a["prompt_embeds"], b["prompt_embeds"]) for a, b in zip(*texts, strict=True))
+    assert_same_model(single, whole, CAPTIONS)
     assert single.sampling_sigmas(8, 4096) == whole.sampling_sigmas(8, 4096)
 
 
 def test_a_lone_file_in_diffusers_names_is_read(folder: Path, tmp_path: Path) -> None:
-    state = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
-    save_file(state, tmp_path / "krea2.safetensors")
-    parts = {"vae": str(folder), "text_encoder": str(folder), "qwen_tokenizer": str(folder / "tokenizer")}
-    loaded = family_of(tmp_path / "krea2.safetensors", **parts).load_transformer(torch.float32).state_dict()
-    assert loaded.keys() == state.keys()
-    assert all(torch.equal(loaded[name], state[name]) for name in state)
+    assert_lone_file_is_read(folder, family_of, tmp_path / "krea2.safetensors")
 
 
 @pytest.mark.parametrize("keep", [("embedders", "final"), ()])
 def test_fp8_base_stays_near_and_keeps_its_inputs_high(folder: Path, keep: tuple[str, ...]) -> None:
-    family, inputs = family_of(folder), tiny_krea2_inputs()
-    loading = WeightLoader(Recipe(Fp8Scheme("block64"), exclude=keep), compute="dequant")
-    velocities = []
-    for fp8 in (None, loading):
-        transformer = family.load_transformer(torch.float32, fp8=fp8)
-        with torch.no_grad():
-            velocities.append(
-                family.predict_velocity(transformer, inputs["latents"], inputs["sigmas"], text_of(inputs))
-            )
     # 8 in each of two blocks; the text's transformer has 3 blocks of 8 and the projector, around it are 7
-    assert (loading.quantized, loading.excluded) == ((16, 32) if keep else (48, 0))
-    error = (velocities[1] - velocities[0]).norm() / velocities[0].norm()
-    assert 0 < error < 0.1
+    inputs, counts = tiny_krea2_inputs(), (16, 32) if keep else (48, 0)
+    assert_fp8_is_near(family_of(folder), inputs, text_of(inputs), keep, counts)
 
 
 def test_bf16_weights_with_and_without_autocast_are_near(folder: Path) -> None:
-    family, inputs = family_of(folder), tiny_krea2_inputs()
-    arguments = (inputs["latents"], inputs["sigmas"], text_of(inputs, 12, 7))
-    with torch.no_grad():
-        exact = family.predict_velocity(family.load_transformer(torch.float32), *arguments)
-        transformer = family.load_transformer(torch.bfloat16)
-        plain = family.predict_velocity(transformer, *arguments)
-        with torch.autocast("cpu", torch.bfloat16):
-            cast = family.predict_velocity(transformer, *arguments)
-    for velocity in (plain, cast):
-        assert velocity.dtype == torch.float32
-        assert (velocity - exact).norm() / exact.norm() < 0.03  # five blocks of bf16, 8 bits
+    inputs = tiny_krea2_inputs()
+    assert_bf16_is_near(family_of(folder), inputs, text_of(inputs, 12, 7))
 
 
 def test_timesteps_that_bf16_cannot_tell_apart_are_told_apart(folder: Path) -> None:
-    family, inputs = family_of(folder), tiny_krea2_inputs(1)
-    transformer = family.load_transformer(torch.bfloat16)
-    sigmas = torch.tensor([0.7127, 0.7124])
-    assert len(set(sigmas.bfloat16().tolist())) == 1
-    with torch.no_grad():
-        one, other = (
-            family.predict_velocity(transformer, inputs["latents"], sigma[None], text_of(inputs)) for sigma in sigmas
-        )
-    assert not torch.equal(one, other)
+    inputs = tiny_krea2_inputs(1)
+    assert_timesteps_are_exact(family_of(folder), inputs, text_of(inputs))
 
 
 def test_other_models_and_missing_parts_are_refused_in_one_line(folder: Path, tmp_path: Path) -> None:
@@ -373,10 +280,7 @@ def test_other_models_and_missing_parts_are_refused_in_one_line(folder: Path, tm
         },
         "a Qwen-Image autoencoder .*, not Krea 2": {"pretrained_model_name_or_path": str(files.vae)},
     }
-    for message, changes in wanted.items():
-        with pytest.raises(UserError, match=message) as caught:
-            model_family(files.model_config(**changes))
-        assert "\n" not in str(caught.value)
+    assert_refused(files.model_config, wanted)
     with pytest.raises(UserError, match='a Krea 2 transformer, not FLUX.1; set model_type = "krea2"'):
         model_family(ModelConfig(pretrained_model_name_or_path=str(files.transformer)))
 

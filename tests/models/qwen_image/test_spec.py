@@ -13,13 +13,17 @@ from safetensors.torch import load_file
 from torch import nn
 
 from library.config.schema import FlowConfig, ModelConfig
-from library.data.batches import Batch, Item, collate
 from library.errors import UserError
 from library.models.family import model_family
 from library.models.qwen_image.spec import QwenImageFamily
 from library.precision.files.fp8 import Fp8Scheme
-from library.precision.recipe import Recipe, WeightLoader
-from library.training.tasks.image_step import FlowStep
+from library.precision.recipe import Recipe
+from tests.models.claims import (
+    assert_bf16_is_near,
+    assert_captions_are_as_alone,
+    assert_fp8_is_near,
+    assert_same_model,
+)
 from tests.models.sampled import assert_sample_is_the_pipelines
 from tests.tiny_qwen import save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
 
@@ -69,48 +73,12 @@ def test_velocity_is_that_of_diffusers_called_by_hand(folder: Path, pipeline: Qw
 
 
 def test_captions_of_different_lengths_have_the_losses_and_gradients_they_have_alone(folder: Path) -> None:
-    family, inputs = family_of(folder), tiny_qwen_inputs(3)
-    transformer = family.load_transformer(torch.float32)
-    step = FlowStep(family, FlowConfig(timestep_sampling="qwen_shift"), seed=4)
-    items = []
-    for i, length in enumerate((12, 3, 7)):
-        text = {
-            "prompt_embeds": inputs["prompt_embeds"][i, :length],
-            "prompt_embeds_mask": torch.ones(length, dtype=torch.bool),
-        }
-        items.append(Item(inputs["latents"][i], text, 1.0, None, 20 + i))
-
-    def losses(batch: Batch) -> torch.Tensor:
-        seen: list[torch.Tensor] = []
-        for sigma in (0.2, 0.9):
-            seen.append(step.validation_losses(transformer, batch, [sigma]))
-        return torch.stack(seen, dim=1)
-
-    together = losses(collate(items))
-    alone = torch.cat([losses(collate([item])) for item in items])
-    torch.testing.assert_close(together, alone, rtol=1e-5, atol=0)  # fp32: sums over keys in another order
-    assert (alone.amax() - alone.amin()) > 1e-2, "the samples differ"
-
-    weight = transformer.img_in.weight.requires_grad_()
-    step.loss(transformer, collate(items), 5)[0].backward()
-    assert weight.grad is not None
-    gradient, weight.grad = weight.grad, None
-    for item in items:
-        (step.loss(transformer, collate([item]), 5)[0] / 3).backward()
-    torch.testing.assert_close(gradient, weight.grad, rtol=1e-4, atol=1e-5 * gradient.abs().max().item())
+    flow = FlowConfig(timestep_sampling="qwen_shift")
+    assert_captions_are_as_alone(family_of(folder), tiny_qwen_inputs(3), (12, 3, 7), "img_in", flow, 1e-2)
 
 
-def test_bf16_weights_without_autocast_take_fp32_latents(folder: Path) -> None:
-    family, inputs = family_of(folder), tiny_qwen_inputs()
-    results = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        transformer = family.load_transformer(dtype)
-        with torch.no_grad():
-            velocity = family.predict_velocity(transformer, inputs["latents"], inputs["sigmas"], text_of())
-        assert velocity.dtype == torch.float32
-        results[dtype] = velocity
-    difference = (results[torch.bfloat16] - results[torch.float32]).norm() / results[torch.float32].norm()
-    assert difference < 0.03  # two blocks of bf16, 8 bits
+def test_bf16_weights_with_and_without_autocast_are_near(folder: Path) -> None:
+    assert_bf16_is_near(family_of(folder), tiny_qwen_inputs(), text_of())
 
 
 @pytest.mark.parametrize("captions", [CAPTIONS, CAPTIONS[:1], [""], ["a {brace} and <|im_end|>"], ["plain " * 1100]])
@@ -196,38 +164,12 @@ def test_sampling_refuses_one_step_and_odd_sizes_and_keeps_no_reference(folder: 
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
 def test_split_files_hold_the_same_model(folder: Path, tmp_path: Path, prefix: str) -> None:
     files = save_split_files(folder, tmp_path, prefix)
-    single, whole = model_family(files.model_config()), family_of(folder)
-    assert isinstance(single, QwenImageFamily)
-    assert single.files.transformer_config["num_layers"] == 2
-    for load in (
-        lambda family: family.load_transformer(torch.float32),
-        lambda family: family.load_image_encoder(torch.float32).vae,
-    ):
-        ours, theirs = load(single).state_dict(), load(whole).state_dict()
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    pixels = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    encoders = [family.load_image_encoder(torch.float32) for family in (single, whole)]
-    assert torch.equal(*(encoder.encode(pixels) for encoder in encoders))
-    texts = [family.load_text_encoder(torch.float32).encode(CAPTIONS) for family in (single, whole)]
-    for one, other in zip(*texts, strict=True):
-        assert torch.equal(one["prompt_embeds"], other["prompt_embeds"])
-    schedules = [{k: v for k, v in f.scheduler().config.items() if k[0] != "_"} for f in (single, whole)]
-    assert schedules[0] == schedules[1]
+    assert_same_model(model_family(files.model_config()), family_of(folder), CAPTIONS)
 
 
 def test_fp8_base_stays_near_and_keeps_its_inputs_high(folder: Path) -> None:
-    family, inputs = family_of(folder), tiny_qwen_inputs()
-    loading = WeightLoader(Recipe(Fp8Scheme("block64")), compute="dequant")
-    velocities = []
-    for fp8 in (None, loading):
-        transformer = family.load_transformer(torch.float32, fp8=fp8)
-        with torch.no_grad():
-            velocities.append(family.predict_velocity(transformer, inputs["latents"], inputs["sigmas"], text_of()))
-    assert loading.quantized == 2 * 14  # the linear layers of two blocks; inputs, timestep and output stay
-    assert loading.excluded == 6
-    error = (velocities[1] - velocities[0]).norm() / velocities[0].norm()
-    assert 0 < error < 0.1
+    # quantised are the linear layers of two blocks; inputs, timestep and output stay
+    assert_fp8_is_near(family_of(folder), tiny_qwen_inputs(), text_of(), ("embedders", "final"), (2 * 14, 6))
 
 
 def test_the_transformer_loads_what_the_pipeline_saved(folder: Path) -> None:

@@ -12,7 +12,6 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from library.config.schema import FlowConfig, ModelConfig
-from library.data.batches import Batch, Item, collate
 from library.errors import UserError
 from library.models.family import model_family
 from library.models.files import file_arguments, transformer_of
@@ -22,7 +21,11 @@ from library.precision.checkpoint import WeightFiles
 from library.precision.files.fp8 import Fp8Scheme
 from library.precision.linear import QuantizedLinear
 from library.precision.recipe import Recipe, WeightLoader
-from library.training.tasks.image_step import FlowStep
+from tests.models.claims import (
+    assert_captions_are_as_alone,
+    assert_fp8_is_near,
+    assert_same_model,
+)
 from tests.precision.files.comfy import by_kitchen, comfy_tensors
 from tests.tiny_qwen_21 import (
     CHANNELS,
@@ -82,32 +85,8 @@ def test_velocity_is_that_of_diffusers_called_by_hand(folder: Path, pipeline: Qw
 
 
 def test_captions_of_different_lengths_have_the_losses_and_gradients_they_have_alone(folder: Path) -> None:
-    family, inputs = family_of(folder), tiny_21_inputs(3)
-    transformer = family.load_transformer(torch.float32)
-    step = FlowStep(family, FlowConfig(timestep_sampling="qwen_shift"), seed=4)
-    items = []
-    for i, length in enumerate((12, 3, 7)):
-        text = {
-            "prompt_embeds": inputs["prompt_embeds"][i, :length],
-            "prompt_embeds_mask": torch.ones(length, dtype=torch.bool),
-        }
-        items.append(Item(inputs["latents"][i], text, 1.0, None, 20 + i))
-
-    def losses(batch: Batch) -> torch.Tensor:
-        return torch.stack([step.validation_losses(transformer, batch, [sigma]) for sigma in (0.2, 0.9)], dim=1)
-
-    together = losses(collate(items))
-    alone = torch.cat([losses(collate([item])) for item in items])
-    torch.testing.assert_close(together, alone, rtol=1e-5, atol=0)  # fp32: sums over keys in another order
-    assert (alone.amax() - alone.amin()) > 1e-2, "the samples differ"
-
-    weight = transformer.img_in.weight.requires_grad_()
-    step.loss(transformer, collate(items), 5)[0].backward()
-    assert weight.grad is not None
-    gradient, weight.grad = weight.grad, None
-    for item in items:
-        (step.loss(transformer, collate([item]), 5)[0] / 3).backward()
-    torch.testing.assert_close(gradient, weight.grad, rtol=1e-4, atol=1e-5 * gradient.abs().max().item())
+    flow = FlowConfig(timestep_sampling="qwen_shift")
+    assert_captions_are_as_alone(family_of(folder), tiny_21_inputs(3), (12, 3, 7), "img_in", flow, 1e-2)
 
 
 @pytest.mark.parametrize("captions", [CAPTIONS, CAPTIONS[:1], [""], ["a {brace} and <|im_end|>"], ["plain " * 1100]])
@@ -202,20 +181,7 @@ def test_split_files_hold_the_same_model(folder: Path, tmp_path: Path, prefix: s
     single, whole = model_family(files.model_config()), family_of(folder)
     config = single.files.transformer_config
     assert {"num_layers": 2, "mlp_ratio": 3, "context_in_dim": 128, "in_channels": CHANNELS}.items() <= config.items()
-    for load in (
-        lambda family: family.load_transformer(torch.float32),
-        lambda family: family.load_image_encoder(torch.float32).vae,
-    ):
-        ours, theirs = load(single).state_dict(), load(whole).state_dict()
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(ours[name], theirs[name]) for name in ours)
-    pixels = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    assert torch.equal(*(family.load_image_encoder(torch.float32).encode(pixels) for family in (single, whole)))
-    texts = [family.load_text_encoder(torch.float32).encode(CAPTIONS) for family in (single, whole)]
-    for one, other in zip(*texts, strict=True):
-        assert torch.equal(one["prompt_embeds"], other["prompt_embeds"])
-    schedules = [{k: v for k, v in f.scheduler().config.items() if k[0] != "_"} for f in (single, whole)]
-    assert schedules[0] == schedules[1]
+    assert_same_model(single, whole, CAPTIONS)
     assert transformer_of(files.transformer) == ("qwen_image_21", config)
     assert file_arguments(WeightFiles(files.transformer), FILES)[0] == prefix
 
@@ -238,17 +204,8 @@ def test_a_file_that_lacks_a_layer_or_is_another_model_is_refused(folder: Path, 
 
 
 def test_fp8_base_stays_near_and_keeps_its_inputs_high(folder: Path) -> None:
-    family, inputs = family_of(folder), tiny_21_inputs()
-    loading = WeightLoader(Recipe(Fp8Scheme("block64")), compute="dequant")
-    velocities = []
-    for fp8 in (None, loading):
-        transformer = family.load_transformer(torch.float32, fp8=fp8)
-        with torch.no_grad():
-            velocities.append(family.predict_velocity(transformer, inputs["latents"], inputs["sigmas"], text_of()))
-    assert loading.quantized == 2 * 7 + 1  # the linear layers of two blocks, and the modulation
-    assert loading.excluded == 7
-    error = (velocities[1] - velocities[0]).norm() / velocities[0].norm()
-    assert 0 < error < 0.1
+    # quantised are the linear layers of two blocks, and the modulation
+    assert_fp8_is_near(family_of(folder), tiny_21_inputs(), text_of(), ("embedders", "final"), (2 * 7 + 1, 7))
 
 
 def test_the_transformer_loads_what_the_pipeline_saved(folder: Path) -> None:

@@ -310,7 +310,7 @@ LOADS = {
     ("qwen_image", "lokr", "kohya"): {"ComfyUI", "musubi-tuner"},
     ("qwen_image", "loha", "kohya"): {"ComfyUI", "musubi-tuner"},
     ("qwen_image_21", "lora", "diffusers"): {"diffusers", "ComfyUI"},
-    ("qwen_image_21", "lora", "kohya"): set(),
+    ("qwen_image_21", "lora", "kohya"): {"musubi-tuner"},
     ("qwen_image_21", "lora", "comfy"): {"ComfyUI"},
     ("qwen_image_21", "dora", "diffusers"): {"diffusers"},
     ("qwen_image_21", "lokr", "comfy"): {"ComfyUI"},

@@ -16,8 +16,8 @@ from library.config.model_types import MODEL_TYPES
 from library.config.schema import NetworkConfig
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
-from library.models.flux.model import image_positions, optimise_forward
-from library.models.latents import pack_latents
+from library.models.flux.model import optimise_forward
+from library.models.latents import image_positions, pack_latents
 from library.models.registry import family_class
 from library.precision.files.fp8 import Fp8Scheme
 from library.precision.recipe import Recipe, quantize_model

@@ -1,0 +1,223 @@
+"""What every family claims, each claim written once; a family's own tests say of which model, inputs and counts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from library.conditions import NO_CONDITIONS, Conditions
+from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
+from library.data.batches import Batch, Item, collate
+from library.errors import UserError
+from library.models.family import Family, model_family
+from library.models.layer_names import LoraTargets
+from library.precision.files.fp8 import Fp8Scheme
+from library.precision.recipe import Recipe, WeightLoader
+from library.training.flow import noise_for, sample_sigmas
+from library.training.tasks.image_step import FlowStep
+from networks.network import inject_adapter
+from networks.options import parse_network_args
+from tests.parity.peft_lora import assert_gradients_are_pefts, copy_to_peft, fill_up
+
+Text = dict[str, Tensor]
+
+
+def gradients_of(
+    forward: Callable[[dict[str, Tensor]], Tensor], inputs: Mapping[str, Tensor], names: Sequence[str]
+) -> tuple[Tensor, list[Tensor]]:
+    """Return ``forward(inputs)``, and the gradients of a random sum of it with respect to the inputs of ``names``."""
+    leaves = {name: inputs[name].clone().requires_grad_() for name in names}
+    output = forward(dict(inputs) | leaves)
+    weight = torch.randn(output.shape, generator=torch.Generator().manual_seed(2))
+    (output * weight).sum().backward()
+    return output.detach(), [leaf.grad for leaf in leaves.values() if leaf.grad is not None]
+
+
+def assert_same_gradients(ours: tuple[Tensor, list[Tensor]], theirs: tuple[Tensor, list[Tensor]]) -> None:
+    """Compare what :func:`gradients_of` gives: fp32 and the same operations; sums may be split differently."""
+    torch.testing.assert_close(ours[0], theirs[0], rtol=1e-5, atol=1e-5)
+    assert len(ours[1]) == len(theirs[1]) > 0
+    for one, other in zip(ours[1], theirs[1], strict=True):
+        assert other.abs().max() > 1e-3  # every input matters
+        assert (one - other).abs().max() <= 1e-5 * other.abs().max()
+
+
+def saved_bytes(forward: Callable[[], Any]) -> int:
+    """Return how many bytes beside parameters ``forward`` saves for backward."""
+    storages: dict[int, tuple[Tensor, int]] = {}  # the tensors too, or another one might have the same address
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = tensor, storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = forward()
+    total = sum(size for _, size in storages.values())
+    del output
+    return total
+
+
+def assert_captions_are_as_alone(
+    family: Family, inputs: Mapping[str, Tensor], lengths: Sequence[int], layer: str, flow: FlowConfig, least: float
+) -> None:
+    """Losses, and gradients of the weight of ``layer``, of captions cut to ``lengths`` in a batch and each alone.
+
+    ``least``: by how much losses of the samples must differ.
+    """
+    transformer = family.load_transformer(torch.float32)
+    step, items = FlowStep(family, flow, seed=4), []
+    for i, length in enumerate(lengths):
+        mask = torch.ones(length, dtype=torch.bool)
+        text = {"prompt_embeds": inputs["prompt_embeds"][i, :length], "prompt_embeds_mask": mask}
+        items.append(Item(inputs["latents"][i], text, 1.0, None, 20 + i))
+
+    def losses(batch: Batch) -> Tensor:
+        return torch.stack([step.validation_losses(transformer, batch, [sigma]) for sigma in (0.2, 0.9)], dim=1)
+
+    together, alone = losses(collate(items)), torch.cat([losses(collate([item])) for item in items])
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=0)  # fp32: sums over keys in another order
+    assert (alone.amax() - alone.amin()) > least, "the samples differ"
+
+    weight = transformer.get_submodule(layer).weight.requires_grad_()
+    step.loss(transformer, collate(items), 5)[0].backward()
+    assert weight.grad is not None
+    gradient, weight.grad = weight.grad, None
+    for item in items:
+        (step.loss(transformer, collate([item]), 5)[0] / len(items)).backward()
+    torch.testing.assert_close(gradient, weight.grad, rtol=1e-4, atol=1e-5 * gradient.abs().max().item())
+
+
+def assert_step_is_pefts(
+    family: Family,
+    targets: LoraTargets,
+    inputs: Mapping[str, Tensor],
+    text: Text,
+    flow: FlowConfig,
+    theirs: Any,
+    velocity: Callable[[Any, Tensor, Tensor], Tensor],
+    conditions: Conditions = NO_CONDITIONS,
+) -> set[str]:
+    """Compare loss and gradients of a step with a LoRA on all groups of ``targets`` with peft's.
+
+    Args:
+        inputs: ``latents`` of three samples.
+        theirs: diffusers' transformer with the same weights.
+        velocity: calls it, with noisy latents and noise levels.
+
+    Returns:
+        Linear layers of ``theirs`` that have no LoRA.
+    """
+    step, ids = 11, [5, 6, 7]
+    batch = Batch(inputs["latents"], text, torch.ones(3), None, ids, conditions=conditions)
+    transformer = family.load_transformer(torch.float32)
+    kinds = [f"{kind.name}_dim=2" for kind in targets.layer_groups if not kind.default]
+    options = parse_network_args(NetworkConfig(network_dim=4, network_alpha=3, network_args=kinds), targets)
+    network = inject_adapter(transformer, options, targets, seed=0, dtype=torch.float32)
+    fill_up(network)
+    loss, _ = FlowStep(family, flow, seed=9).loss(transformer.train(), batch, step)
+    loss.backward()
+
+    linears = {name for name, module in theirs.named_modules() if isinstance(module, nn.Linear)}
+    ranks = {f"^{name}$": layer.rank for name, layer in network.modules.items()}
+    alphas = dict.fromkeys(ranks, 3.0)
+    names = list(network.modules)
+    theirs.requires_grad_(False).add_adapter(
+        LoraConfig(r=4, target_modules=names, rank_pattern=ranks, alpha_pattern=alphas)
+    )
+    named = dict(theirs.named_parameters())
+    copy_to_peft(network, named)
+    noise = noise_for(batch.latents, ids, 9, step)
+    sigmas = sample_sigmas(flow, ids, 16, 9, step)
+    noisy = torch.lerp(batch.latents, noise, sigmas.view(-1, 1, 1, 1))
+    their_loss = torch.nn.functional.mse_loss(velocity(theirs.train(), noisy, sigmas), noise - batch.latents)
+    their_loss.backward()
+    # fp32, the same operations with the down-projections of layers on one input stacked: rounding of sums
+    torch.testing.assert_close(loss, their_loss, rtol=1e-6, atol=0)
+    assert_gradients_are_pefts(network, named, 1e-5)
+    return linears - set(names)
+
+
+def assert_same_model(single: Family, whole: Family, captions: list[str]) -> None:
+    """Compare a model in split files with that of the folder they were made of: settings, weights, latents, texts."""
+    ours, theirs = (family.load_transformer(torch.float32) for family in (single, whole))
+    settings = [
+        {k: v for k, v in json.loads(model.to_json_string()).items() if k[0] != "_"} for model in (ours, theirs)
+    ]
+    assert settings[0] == settings[1]
+    assert all(torch.equal(ours.state_dict()[name], tensor) for name, tensor in theirs.state_dict().items())
+    pixels = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    assert torch.equal(*(family.load_image_encoder(torch.float32).encode(pixels) for family in (single, whole)))
+    texts = [family.load_text_encoder(torch.float32).encode(captions) for family in (single, whole)]
+    assert all(torch.equal(a["prompt_embeds"], b["prompt_embeds"]) for a, b in zip(*texts, strict=True))
+    schedules = [{k: v for k, v in f.scheduler().config.items() if k[0] != "_"} for f in (single, whole)]
+    assert schedules[0] == schedules[1]
+
+
+def assert_lone_file_is_read(
+    folder: Path, family_of: Callable[..., Family], file: Path, more: dict[str, Tensor] | None = None, **changes: object
+) -> None:
+    """Read the folder's transformer as a file in diffusers' names, with ``more`` tensors that are passed over."""
+    state = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
+    save_file(state | (more or {}), file)
+    parts = {"vae": str(folder), "text_encoder": str(folder), "qwen_tokenizer": str(folder / "tokenizer")}
+    loaded = family_of(file, **parts, **changes).load_transformer(torch.float32).state_dict()
+    assert loaded.keys() == state.keys()
+    assert all(torch.equal(loaded[name], state[name]) for name in state)
+
+
+@torch.no_grad()
+def assert_fp8_is_near(
+    family: Family, inputs: Mapping[str, Tensor], text: Text, exclude: tuple[str, ...], counts: tuple[int, int]
+) -> None:
+    """Quantise all but the kinds of ``exclude``; ``counts``: of layers that are quantised, and that are excluded."""
+    loading = WeightLoader(Recipe(Fp8Scheme("block64"), exclude=exclude), compute="dequant")
+    plain, quantised = (
+        family.predict_velocity(
+            family.load_transformer(torch.float32, fp8=fp8), inputs["latents"], inputs["sigmas"], text
+        )
+        for fp8 in (None, loading)
+    )
+    assert (loading.quantized, loading.excluded) == counts
+    assert 0 < (quantised - plain).norm() / plain.norm() < 0.1
+
+
+@torch.no_grad()
+def assert_bf16_is_near(family: Family, inputs: Mapping[str, Tensor], text: Text) -> None:
+    """Compare bf16 weights, with and without autocast, with fp32."""
+    arguments = (inputs["latents"], inputs["sigmas"], text)
+    exact = family.predict_velocity(family.load_transformer(torch.float32), *arguments)
+    transformer = family.load_transformer(torch.bfloat16)
+    plain = family.predict_velocity(transformer, *arguments)
+    with torch.autocast("cpu", torch.bfloat16):
+        cast = family.predict_velocity(transformer, *arguments)
+    for velocity in (plain, cast):
+        assert velocity.dtype == torch.float32
+        assert (velocity - exact).norm() / exact.norm() < 0.03  # at most six blocks of bf16, 8 bits
+
+
+@torch.no_grad()
+def assert_timesteps_are_exact(family: Family, inputs: Mapping[str, Tensor], text: Text) -> None:
+    """Two noise levels that are one in bf16 give a bf16 model two velocities; ``inputs`` are of one sample."""
+    transformer = family.load_transformer(torch.bfloat16)
+    sigmas = torch.tensor([0.7127, 0.7124])
+    assert len(set(sigmas.bfloat16().tolist())) == len(set((1 - sigmas).bfloat16().tolist())) == 1
+    one, other = (family.predict_velocity(transformer, inputs["latents"], sigma[None], text) for sigma in sigmas)
+    assert not torch.equal(one, other)
+
+
+def assert_refused(config: Callable[..., ModelConfig], wanted: Mapping[str, Mapping[str, object]]) -> None:
+    """Build the family of ``config(**changes)`` for each of ``wanted``, message -> changes: an error of one line."""
+    for message, changes in wanted.items():
+        with pytest.raises(UserError, match=message) as caught:
+            model_family(config(**changes))
+        assert "\n" not in str(caught.value)
