@@ -98,7 +98,7 @@ def test_a_dora_is_shown_with_the_reason_why_it_cannot_be_loaded(network: Adapte
 def test_every_family_that_fits_is_named_unless_the_metadata_decide(tmp_path: Path) -> None:
     layer = {"transformer_blocks.0.attn.to_q": LoraWeights(torch.ones(1, 4), torch.ones(4, 1), 1.0)}
     save_adapter(tmp_path / "a", layer, FLUX_TARGETS)
-    assert inspect_lora(tmp_path / "a").families == ("flux", "qwen_image", "qwen_image_21", "flux2_klein", "krea2")
+    assert inspect_lora(tmp_path / "a").families == ("flux", "flux2_klein", "qwen_image", "qwen_image_21", "krea2")
     save_adapter(tmp_path / "b", layer, FLUX_TARGETS, metadata={"ss_base_model_version": "qwen_image"})
     assert inspect_lora(tmp_path / "b").families == ("qwen_image",)
 
