@@ -35,10 +35,17 @@ _EMBEDDINGS = "embed_tokens.weight"
 _SIZES = {"4B": (2560, 9728), "8B": (4096, 12288)}  # width, inner width
 
 
+class _Qwen3VLTextConfig(Qwen3Config):
+    """The configuration of Qwen3-VL's language model, which a folder then says that it is."""
+
+    model_type = "qwen3_vl_text"
+
+
 def published_qwen3(size: str, layers: int, theta: float = THETA) -> dict[str, Callable[[], Any]]:
     """Return what builds the first ``layers`` of Qwen3-4B or 8B, and a tokenizer of single bytes for it, by folder."""
     width, inner = _SIZES[size]
-    config = Qwen3Config(
+    kind = Qwen3Config if theta == THETA else _Qwen3VLTextConfig
+    config = kind(
         vocab_size=151936, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
         num_attention_heads=32, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": theta},

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from library.config.markers import listed
 from library.errors import UserError
 from library.models.layer_names import LoraTargets
 from library.models.registry import lora_targets
@@ -46,7 +47,7 @@ def _targets_of(path: Path, model_type: str | None) -> LoraTargets:
     likely = likely_targets(header)
     if model_type is None:
         if len(likely) > 1:
-            names = " and ".join(row.family for row in likely)
+            names = listed(tuple(row.family for row in likely))
             raise UserError(f"{path}: its keys fit {names}, and its metadata name none of them; set --model_type")
         return likely[0] if likely else best_targets(header)
     asked, stated = lora_targets()[model_type], stated_targets(header.get("__metadata__") or {})

@@ -32,7 +32,7 @@ from networks.files.adapters import save_adapter
 from networks.files.weights import LoraWeights
 from tests.curves import without_curves
 from tests.tiny import save_single_files, tiny_flux_pipeline
-from tests.tiny_flux2 import save_flux2_files, tiny_flux2_pipeline
+from tests.tiny_flux2 import save_flux2_files, tiny_dev_pipeline, tiny_flux2_pipeline
 from tests.tiny_flux3 import save_flux3_split_files, tiny_flux3_pipeline
 from tests.tiny_krea2 import save_krea2_split_files, tiny_krea2_pipeline
 from tests.tiny_qwen import save_split_files, tiny_qwen_pipeline
@@ -82,6 +82,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     z_image = save_z_split_files(tiny_z_pipeline(folder / "z_image"), folder / "single_z_image")
     flux2 = save_flux2_files(tiny_flux2_pipeline(folder / "flux2"), folder / "single_flux2")
     deep_flux2 = tiny_flux2_pipeline(folder / "deep_flux2", double_blocks=8, single_blocks=24)
+    dev = save_flux2_files(tiny_dev_pipeline(folder / "dev", double_blocks=8, single_blocks=48), folder / "single_dev")
     krea2 = save_krea2_split_files(tiny_krea2_pipeline(folder / "krea2"), folder / "single_krea2")
     deep_krea2 = save_krea2_split_files(tiny_krea2_pipeline(folder / "deep_krea2", layers=22), folder / "single_deep_k")
     for source, name in (
@@ -108,6 +109,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (flux2.transformer, "flux-2-klein-base-9b.safetensors"),
         (save_flux2_files(deep_flux2, folder / "single_deep_flux2").transformer, "deep_flux2.safetensors"),
         (flux2.vae, "flux2-vae.safetensors"),
+        (dev.transformer, "flux2-dev.safetensors"),
+        (dev.text_encoder, "mistral_3_small_flux2_bf16.safetensors"),
         (flux3.transformer, "flux-3-image-klein-base.safetensors"),
         (flux3.text_encoder, "qwen3vl_4b_bf16.safetensors"),
         (krea2.transformer, "krea2_raw_bf16.safetensors"),
@@ -126,7 +129,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "dataset.toml").write_text(_small(text))
     for example in (ROOT / "configs" / "datasets").glob("*.toml"):
         (folder / example.name).write_text(_small(example.read_text()))
-    (folder / "tokenizers.txt").write_text(f"{files.clip_l_tokenizer}\n{files.t5xxl_tokenizer}\n{qwen.tokenizer}")
+    (folder / "tokenizers.txt").write_text(
+        f"{files.clip_l_tokenizer}\n{files.t5xxl_tokenizer}\n{qwen.tokenizer}\n{dev.tokenizer}"
+    )
     shutil.copy(folder / "dataset.toml", folder / "my_dataset.toml")
     shutil.copy(files.transformer, folder / "flux1-dev.safetensors")
     (folder / "FLUX.1-dev").symlink_to(folder / "pipeline")
@@ -148,10 +153,12 @@ def _run(words: list[str], place: Path, curves: bool = False) -> None:
     """
     script, *rest = words
     rest = [path for word in rest for path in (_matching(word, place) if "*" in word else [word])]
-    clip, t5, qwen = (place / "tokenizers.txt").read_text().splitlines()
+    clip, t5, qwen, mistral = (place / "tokenizers.txt").read_text().splitlines()
     tokenizers = ["--clip_l_tokenizer", clip, "--t5xxl_tokenizer", t5]
     if any(name in word for word in rest for name in ("qwen", "z_image", "flux2", "flux3", "krea2")):
         tokenizers = ["--qwen_tokenizer", qwen]
+    if any("flux2_dev" in word for word in rest):
+        tokenizers = ["--mistral_tokenizer", mistral]
     if script == "tools/lr_range_test.py":
         rest += [*SHORT[2:], "--network_dim", "2", "--range_steps", "3", *tokenizers]
     if script == "train_lora.py":

@@ -47,7 +47,7 @@ def make_files(folder: Path) -> None:
     names = [f"transformer_blocks.{block}.attn.to_{part}" for block in range(2) for part in "qkv"]
     for name in ("a", "b"):
         weights = {each: LoraWeights(torch.randn(2, 32), torch.randn(32, 2), 2.0) for each in names}
-        step = {"ss_steps": str(ord(name)), "modelspec.title": "t", "x": "y"}
+        step = {"ss_base_model_version": "flux1", "ss_steps": str(ord(name)), "modelspec.title": "t", "x": "y"}
         save_adapter(folder / f"{name}.safetensors", weights, FLUX_TARGETS, "comfy", metadata=step)
     (folder / "images").mkdir()
     for number in range(3):

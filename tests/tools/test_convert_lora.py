@@ -227,7 +227,12 @@ def test_attention_of_qwen_image_keeps_its_names_by_its_metadata(
 @pytest.mark.parametrize(
     ("metadata", "flags", "message"),
     [
-        ({}, [], "its keys fit flux and qwen_image, and its metadata name none of them; set --model_type"),
+        (
+            {},
+            [],
+            "its keys fit flux, flux2_klein, qwen_image, qwen_image_21 or krea2, and its metadata name none of them; "
+            "set --model_type",
+        ),
         (
             {"ss_base_model_version": "qwen_image"},
             ["--model_type", "flux"],

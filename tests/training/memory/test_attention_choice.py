@@ -104,7 +104,7 @@ def test_heads_are_known_before_the_transformer_is_loaded(build: Callable[[], An
     if model is None:
         with torch.device("meta"):
             model = kind()  # the published sizes, which a config need not repeat
-    attention = [module for module in model.modules() if hasattr(module, "processor")][-1]
+    attention = [module for module in model.modules() if hasattr(module, "processor") and hasattr(module, "to_q")][-1]
     heads = getattr(attention, "heads", None) or attention.num_heads
 
     class WithoutFiles(Family):

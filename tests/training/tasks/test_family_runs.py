@@ -75,7 +75,7 @@ CASES = {
         tiny_21_loaded,
         run_21,
         {
-            "ss_network_module": "peft",
+            "ss_network_module": "networks.lora_qwen_image_21",
             "ss_base_model_version": "qwen_image_21",
             "modelspec.architecture": "Qwen-Image-2.1/lora",
             "modelspec.implementation": "https://github.com/QwenLM/Qwen-Image",
