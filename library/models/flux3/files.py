@@ -75,7 +75,8 @@ def _arguments(shapes: Shapes) -> dict[str, Any]:
     (head_dim,) = shapes["single_transformer_blocks.0.attn.norm_q.weight"]
     return {
         "in_channels": in_channels,
-        "cond_in_channels": shapes["x_embedders.image_cond.weight"][1],
+        # a file may leave out what only reference images go through
+        "cond_in_channels": shapes.get("x_embedders.image_cond.weight", shapes["x_embedders.image.weight"])[1],
         "num_layers": count_blocks(shapes, "txt_mode_blocks."),
         "num_single_layers": count_blocks(shapes, "single_transformer_blocks."),
         "attention_head_dim": head_dim,
