@@ -40,7 +40,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -601,10 +601,25 @@ def _check_norms(read: AdapterWeights) -> None:
             raise ValueError(f"{name} {shape} is not one norm a row or column of {out}x{columns}")
 
 
-def fitting_targets(keys: Iterable[str]) -> list[LoraTargets]:
-    """Return the row of each architecture that has a layer for every key of a LoRA (or LoKr, DoRA, ...) file."""
-    stems = {split_key(key)[0] for key in keys if key != "__metadata__"}
-    return [row for row in lora_namings() if stems and all(find_place(stem, row) for stem in stems)]
+def fitting_targets(header: Mapping[str, Any]) -> list[LoraTargets]:
+    """Return the row of each architecture that has a layer for every key of a LoRA (or LoKr, DoRA, ...) file.
+
+    Names alone do not tell FLUX.1 and 2 apart, whose fused layers have other widths: q, k, v and 4 or 6 of the MLP.
+    """
+    stems: dict[str, dict[str | None, Sequence[int]]] = {}
+    for key, entry in header.items():
+        if key != "__metadata__":
+            stem, part = split_key(key)
+            stems.setdefault(stem, {})[part] = entry["shape"]
+
+    def fits(stem: str, row: LoraTargets) -> bool:
+        if (found := find_place(stem, row)) is None:
+            return False
+        down, up = (stems[stem].get(part, ()) for part in ("down", "up"))
+        fused = sum(found.place.row.rows) if found.place.part is None else 0
+        return not fused or len(down) != 2 or len(up) != 2 or up[0] == fused * down[1]
+
+    return [row for row in lora_namings() if stems and all(fits(stem, row) for stem in stems)]
 
 
 def refuse_other_family(path: Path, targets: LoraTargets) -> None:

@@ -103,6 +103,16 @@ def test_every_family_that_fits_is_named_unless_the_metadata_decide(tmp_path: Pa
     assert inspect_lora(tmp_path / "b").families == ("qwen_image",)
 
 
+@pytest.mark.parametrize(("family", "outputs"), [("flux", 7 * 32), ("flux2_klein", 9 * 32)])
+def test_flux_1_and_2_are_told_apart_by_the_width_of_a_fused_layer(family: str, outputs: int, tmp_path: Path) -> None:
+    """As AI toolkit and ComfyUI write them: BFL's names, the same in both, and no metadata."""
+    stem = "diffusion_model.single_blocks.0.linear1"
+    pair = {f"{stem}.lora_A.weight": torch.ones(2, 32), f"{stem}.lora_B.weight": torch.ones(outputs, 2)}
+    save_file(pair, tmp_path / "a.safetensors")
+    assert family in inspect_lora(tmp_path / "a.safetensors").families
+    assert ("flux" in inspect_lora(tmp_path / "a.safetensors").families) == (family == "flux")
+
+
 @pytest.mark.parametrize("kind", ["dora", "lokr", "loha", "oft", "boft"])
 def test_another_kind_is_counted_with_one_note(kind: str, tmp_path: Path) -> None:
     _, network = trained(kind)
