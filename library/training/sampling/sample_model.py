@@ -99,10 +99,15 @@ class SampleModel:
         with ExitStack() as stack:
             for ring in self._rings:
                 stack.enter_context(ring.at_home())
-            for name, mine in own.items():
-                kept = mine.to(other[name].device, copy=True)
-                mine.copy_(other[name])
-                other[name].copy_(kept)
+            changed: list[str] = []
+            try:
+                for name in own:
+                    _swap(own[name], other[name])
+                    changed.append(name)
+            except BaseException:  # no memory for the copy: a run must not go on with half of each model
+                for name in changed:
+                    _swap(own[name], other[name])
+                raise
             for layer in transformer.modules():
                 if isinstance(layer, AdapterLinear):
                     layer.measure_base()
@@ -120,3 +125,9 @@ def _frozen(model: nn.Module) -> dict[str, Tensor]:
             tensors += module.named_buffers(recurse=False)
         found |= {f"{plain}.{name}": tensor for name, tensor in tensors if not tensor.requires_grad}
     return found
+
+
+def _swap(mine: Tensor, theirs: Tensor) -> None:
+    kept = mine.to(theirs.device, copy=True)
+    mine.copy_(theirs)
+    theirs.copy_(kept)

@@ -6,11 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from PIL import Image
 from PIL.ImageChops import difference
 
 import tools.generate as generate
 from library.errors import UserError
+from library.training.sampling.sample_model import SampleModel
 from tests.runs import largest_difference, lora, run, write_dataset
 from tests.tiny_z_image import tiny_z_pipeline
 from tests.training.tasks.test_base_weights import linked, merged
@@ -115,3 +117,12 @@ def test_what_cannot_take_the_place_is_refused_before_anything_is_loaded(
     with pytest.raises(UserError, match=message):
         run(models[0], dataset, tmp_path / "out", **asked)
     assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_weights_are_back_where_their_exchange_fails_half_way() -> None:
+    own, other = (torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, width)) for width in (4, 5))
+    own.requires_grad_(False)
+    before = {name: tensor.clone() for name, tensor in own.state_dict().items()}
+    with pytest.raises(RuntimeError), SampleModel(lambda: other.requires_grad_(False)).in_place(own):
+        raise AssertionError("weights of another shape cannot take the place")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in own.state_dict().items())
