@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -186,6 +187,17 @@ class AdapterNetwork:
                 layer.multiplier = multiplier
             elif multiplier != 1.0:
                 raise UserError(f"a {TITLES[layer.kind]} changes weights as a whole and has no strength; leave it at 1")
+
+    @contextmanager
+    def bypassed(self) -> Iterator[None]:
+        """Inside the block every layer is its base: the model answers as if it had never been trained."""
+        for layer in self.modules.values():
+            layer.bypassed = True
+        try:
+            yield
+        finally:
+            for layer in self.modules.values():
+                layer.bypassed = False
 
     def describe(self) -> str:
         """Return a table of what is trained: kinds, ranks, parameters, and what each pattern matched."""

@@ -249,6 +249,12 @@ LORA_MATRIX = (
         lambda s: MODEL_TYPES[s.model_type].texts_differ_in_length,
         ", ".join(name for name, row in MODEL_TYPES.items() if row.texts_differ_in_length),
     ),
+    Row(
+        "preserve",
+        {"pp": "asks the model twice in a step, stages are passed once; set shard or tp, or pp = 1"},
+        lambda s: s.preserve == "prior",
+        '"prior"',
+    ),
     Row("shard_lora", _each("splits the LoRA as shard splits the base, without tp and pp; remove it", "tp", "pp")),
     Row(
         "device_map",
@@ -432,6 +438,11 @@ _IMAGES = (
         ("distill_from", "text_encoder_lr"),
         lambda s: s.distill_from and any(s.text_encoder_lr),
         "its answers are to cached text, which text encoders in training change; remove text_encoder_lr",
+    ),
+    Rule(
+        ("preserve", "distill_from"),
+        lambda s: s.preserve != "none" and s.distill_from,
+        "a teacher's answers are the targets already; remove one of the two",
     ),
     Rule(
         ("text_encoder_lr", "dim_from_weights"),

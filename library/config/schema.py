@@ -59,6 +59,7 @@ SAMPLED = OnlyWith(sample_prompts=True)
 _QUANTISED = OnlyWith(any_of=True, fp8_base=True, fp8_scaled=True)
 _VALIDATED = OnlyWith(any_of=True, validate_every_n_steps=True, validate_every_n_epochs=True)
 _UPLOADED = OnlyWith(huggingface_repo_id=True)
+_PRESERVED = OnlyWith(preserve=("prior",))
 _PIPELINED = OnlyWith(pp=Above(1))
 _SIGMOIDS = ("sigmoid", "shift", "flux_shift", "flux2_shift", "qwen_shift", "krea2_shift")  # of timestep_sampling
 _MIXED = ("qinglong_flux", "qinglong_qwen")
@@ -219,6 +220,42 @@ class DatasetArguments(Section):
     )
 
 
+class PreservationConfig(Section):
+    """What a LoRA is to leave as it is: there the frozen model's own answers are the targets (docs/preservation.md)."""
+
+    preserve: Literal["none", "prior"] = Field(
+        "none",
+        description="prior: a share of the samples teaches the model to answer, with the LoRA, what it answers without "
+        "it: to regularisation images (is_reg), and to what the keys below name; without any, to preserve_prompts = "
+        "general",
+    )
+    preserve_share: Annotated[float, Field(gt=0, lt=1), _PRESERVED] = Field(
+        0.25, description="share of an epoch's samples that preserve, divided evenly among the kinds of them"
+    )
+    preserve_class: Annotated[str | None, _PRESERVED] = Field(
+        None,
+        description="word for what the subject is (person); images are seen with it in place of the trigger word too, "
+        "and the frozen model's answer to that is kept",
+    )
+    preserve_blank: Annotated[bool, _PRESERVED] = Field(False, description="likewise with an empty caption")
+    preserve_prompts: Annotated[str | None, _PRESERVED] = Field(
+        None,
+        description="prompts, general (those that come with Tandem) or a file like sample_prompts, of which the base "
+        "paints regularisation images, once: they are kept in cache_directory",
+    )
+    preserve_outside_mask: Annotated[bool, _PRESERVED, OnlyWith(masked_loss=True)] = Field(
+        False, description="outside of a mask the frozen model's answer is the target"
+    )
+    general_prompts: str = Field(
+        "auto",
+        description="prompts (general, a file or none) that are not trained on: with them validations measure what the "
+        "LoRA changes elsewhere, and they are painted at the end; auto: general with preserve, else none",
+    )
+    best_prior_weight: Annotated[NotNegative, OnlyWith(any_of=True, save_best=True, early_stop_patience=True)] = Field(
+        0.0, description="save_best and early_stop_patience go by val_loss plus so many times val_prior_loss"
+    )
+
+
 class NetworkConfig(Section):
     """The LoRA, or another kind of adapter."""
 
@@ -375,7 +412,7 @@ class TrainingConfig(SharedTrainingKeys):
     )
     seed: Seed = Field(0, description="all noise, timesteps, shuffles and initial weights follow from it")
     prior_loss_weight: Annotated[NotNegative, IMAGES] = Field(
-        1.0, description="weight of regularisation images (is_reg)"
+        1.0, description="weight of regularisation images (is_reg), and of all that preserves"
     )
     memory_dry_run: Annotated[bool | None, IMAGES, SAME_RESULT] = Field(
         None,
@@ -723,6 +760,7 @@ class TrainConfig(Section):
     precision: PrecisionConfig = PrecisionConfig()
     distillation: DistillationConfig = DistillationConfig()
     dataset: DatasetArguments
+    preservation: PreservationConfig = PreservationConfig()
     network: NetworkConfig = NetworkConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     training: TrainingConfig = TrainingConfig()

@@ -34,7 +34,7 @@ from library.accelerator import dp_rank_and_size
 from library.conditions import NO_CONDITIONS, Conditions, stack_conditions
 from library.data.buckets import Size
 from library.data.cache import Pixels, TextJob, latent_path, load_pixels, read_cached, read_conditions
-from library.data.captions import caption_variants, choose_caption, plain_caption
+from library.data.captions import can_drop, caption_variants, choose_caption, has_word, plain_caption, replace_word
 from library.data.samples import Sample
 from library.errors import UserError
 from library.randomness import generator, python_random
@@ -54,11 +54,41 @@ class Item:
     sample_id: int
     caption: str = ""
     conditions: Conditions = NO_CONDITIONS
+    prior: bool = False  # the frozen model's answer is the target
+
+
+@dataclass(frozen=True)
+class CaptionPreservation:
+    """How often, and with which captions, the frozen model's answers to training images are the targets.
+
+    Attributes:
+        share: of an image's appearances.
+        class_word: takes the trigger word's place where a subset names none (``preserve_class``).
+        blank: whether the empty caption is one of them.
+        loss_weight: of such a sample.
+    """
+
+    share: float
+    class_word: str | None
+    blank: bool
+    loss_weight: float
+
+    def captions(self, sample: Sample, caption: str) -> list[str]:
+        """Return the captions that a training image is seen with instead of ``caption``; none if it has no trigger."""
+        settings = sample.settings
+        if settings.is_reg or sample.held_out:
+            return []
+        trigger, word = settings.trigger_word, settings.preserve_class or self.class_word
+        classes = [replace_word(caption, trigger, word)] if trigger and word and has_word(caption, trigger) else []
+        return [*classes, *([""] if self.blank else [])]
 
 
 @dataclass(frozen=True)
 class ItemSource:
-    """What an item is made from: a sample as an epoch sees it, and its caption."""
+    """What an item is made from: a sample as an epoch sees it, and its caption.
+
+    ``prior``: the frozen model's answer is the target.
+    """
 
     sample: Sample
     flipped: bool
@@ -66,6 +96,7 @@ class ItemSource:
     sample_id: int
     seed: int
     text: TextJob
+    prior: bool = False
 
     def pixels(self) -> Pixels:
         """Return the pixels that its latents and conditions are encoded from; the image is decoded."""
@@ -107,22 +138,29 @@ class Batch(TensorBatch):
     sample_ids: list[int]  # of the B samples, on the host, where the noise that follows from them is drawn
     captions: list[str] = field(default_factory=list)  # what ``text`` was made from, for text encoders in training
     conditions: Conditions = NO_CONDITIONS
+    prior: list[bool] = field(default_factory=list)  # of the B samples, whose target is the frozen model's answer
 
     def __len__(self) -> int:
         return len(self.sample_ids)
 
     def only(self, sample: int) -> Batch:
         """Return a batch of one of the samples."""
-        return self._part(slice(sample, sample + 1))
+        return self.rows([sample])
 
     def chunk(self, count: int) -> list[Batch]:
         """Return ``count`` batches of equal size with the samples in their order."""
         size = len(self) // count
-        return [self._part(slice(first, first + size)) for first in range(0, len(self), size)]
+        return [self.rows(range(first, first + size)) for first in range(0, len(self), size)]
 
-    def _part(self, rows: slice) -> Batch:
-        part = self._map(lambda tensor: tensor[rows])
-        return replace(part, captions=part.captions[rows], sample_ids=part.sample_ids[rows])
+    def rows(self, rows: Sequence[int]) -> Batch:
+        """Return a batch of these of the samples."""
+
+        def chosen(values: list[Any]) -> list[Any]:
+            return [values[row] for row in rows] if values else []
+
+        part = self._map(lambda tensor: tensor[list(rows)])
+        ids, captions, prior = chosen(part.sample_ids), chosen(part.captions), chosen(part.prior)
+        return replace(part, sample_ids=ids, captions=captions, prior=prior)
 
 
 @dataclass
@@ -148,6 +186,7 @@ class CachedDataset(Dataset[Item]):
         text_folder: cache folder of the text embeddings.
         pixel_multiple: patch size in pixels; random crops move by whole patches.
         latent_factor: pixels per latent.
+        preservation: of training with ``preserve``, where regularisation images are its matter too; else None.
     """
 
     def __init__(
@@ -158,6 +197,7 @@ class CachedDataset(Dataset[Item]):
         text_folder: Path,
         pixel_multiple: int,
         latent_factor: int,
+        preservation: CaptionPreservation | None = None,
     ) -> None:
         self.samples = samples
         self.seed = seed
@@ -165,6 +205,7 @@ class CachedDataset(Dataset[Item]):
         self.text_folder = text_folder
         self.pixel_multiple = pixel_multiple
         self.latent_factor = latent_factor
+        self.preservation = preservation
         self.image_fingerprint: str | None = None  # of the encoders whose cached outputs are read;
         self.text_fingerprint: str | None = None  # set once the caches are looked into
         self.text_sees_references = False
@@ -200,6 +241,15 @@ class CachedDataset(Dataset[Item]):
         if sample.held_out:
             return (plain_caption(sample.caption, sample.settings),)
         return caption_variants(sample.caption, sample.settings, self.variants)
+
+    def all_captions(self, sample: Sample) -> tuple[str, ...]:
+        """Return all that a sample is ever seen with: its variants, "" where they drop, and what preserves."""
+        captions = self.captions_of(sample)
+        drops = (can_drop(sample.settings) and not sample.held_out) * ("",)
+        if self.preservation is None:
+            return captions + drops
+        instead = [other for caption in captions for other in self.preservation.captions(sample, caption)]
+        return (*captions, *drops, *dict.fromkeys(instead))
 
     def text_job(self, sample: Sample, caption: str, flipped: bool) -> TextJob:
         """Return what the text encoder makes the embeddings of a sample's caption from."""
@@ -252,13 +302,22 @@ class CachedDataset(Dataset[Item]):
         if mask is None and self._has_masks:
             mask = self._default_mask(latents, conditions)
         text = read_cached(source.text.path(self.text_folder, self.text_fingerprint))
-        return Item(latents, text, sample.group.loss_weight, mask, sample_id, source.text.caption, conditions)
+        weight = sample.group.loss_weight
+        if source.prior and self.preservation is not None:
+            weight, mask = self.preservation.loss_weight, None if mask is None else torch.ones_like(mask)
+        return Item(latents, text, weight, mask, sample_id, source.text.caption, conditions, source.prior)
 
-    def _caption(self, sample: Sample, epoch: int, sample_id: int) -> str:
+    def _caption(self, sample: Sample, epoch: int, sample_id: int) -> tuple[str, bool]:
+        """Return a sample's caption in an epoch, and whether the frozen model's answer to it is the target."""
         captions = self.captions_of(sample)
         if sample.held_out:
-            return captions[0]
-        return choose_caption(captions, sample.settings, self.seed, epoch, sample_id)
+            return captions[0], False
+        caption = choose_caption(captions, sample.settings, self.seed, epoch, sample_id)
+        if self.preservation is not None and (instead := self.preservation.captions(sample, caption)):
+            rng = python_random("preservation", self.seed, epoch, sample_id)
+            if rng.random() < self.preservation.share:
+                return rng.choice(instead), True
+        return caption, self.preservation is not None and sample.settings.is_reg
 
     def source(self, position: tuple[int, int]) -> ItemSource:
         """Return what the files of an item are made from."""
@@ -270,8 +329,9 @@ class CachedDataset(Dataset[Item]):
         sample, sample_id = self.samples[int(self._owner[index])], self.sample_id(index)
         rng = python_random("orientation and crop", self.seed, epoch, sample_id)
         flipped = sample.flips and rng.random() < 0.5
-        text = self.text_job(sample, self._caption(sample, epoch, sample_id), flipped)
-        return ItemSource(sample, flipped, epoch, sample_id, self.seed, text), rng
+        caption, prior = self._caption(sample, epoch, sample_id)
+        text = self.text_job(sample, caption, flipped)
+        return ItemSource(sample, flipped, epoch, sample_id, self.seed, text, prior), rng
 
     def _default_mask(self, latents: Tensor, conditions: Conditions) -> Tensor:
         """The loss mask [1, h, w] of a sample without one among others with: its region to fill, else all of it."""
@@ -331,6 +391,7 @@ def collate(items: list[Item]) -> Batch:
         sample_ids=[item.sample_id for item in items],
         captions=[item.caption for item in items],
         conditions=stack_conditions([item.conditions for item in items]),
+        prior=[item.prior for item in items],
     )
 
 

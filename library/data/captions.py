@@ -108,3 +108,13 @@ def _arrange_tags(caption: str, settings: SubsetSettings, rng: random.Random | N
     if rng and settings.caption_tag_dropout_rate:
         loose = [tag for tag in loose if rng.random() >= settings.caption_tag_dropout_rate]
     return f"{settings.caption_separator.strip()} ".join(head + loose + tail)
+
+
+def has_word(caption: str, word: str) -> bool:
+    """Return whether ``caption`` has ``word`` as a whole word, in any case."""
+    return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", caption, re.IGNORECASE) is not None
+
+
+def replace_word(caption: str, word: str, by: str) -> str:
+    """Return ``caption`` with each whole ``word``, in any case, replaced."""
+    return re.sub(rf"(?<!\w){re.escape(word)}(?!\w)", lambda _: by, caption, flags=re.IGNORECASE)

@@ -100,6 +100,8 @@ class SubsetSettings(_Table):
     inpaint_blank: Blank = "grey"
     is_reg: bool = False
     class_tokens: str | None = None
+    trigger_word: str | None = None
+    preserve_class: str | None = None
     num_repeats: Annotated[int, Field(ge=0, le=1_000_000)] = 1
     alpha_mask: bool = False
     flip_aug: bool = False

@@ -24,6 +24,7 @@ import gc
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -32,8 +33,8 @@ from torch import Tensor
 
 from library.conditions import ConditionKind
 from library.config.model_types import Blank
-from library.config.schema import DatasetArguments
-from library.data.batches import ALL, CachedDataset, EpochBatchSampler, Share, has_mask
+from library.config.schema import DatasetArguments, PreservationConfig
+from library.data.batches import ALL, CachedDataset, CaptionPreservation, EpochBatchSampler, Share, has_mask
 from library.data.buckets import ControlSizing
 from library.data.cache import (
     EncodeJob,
@@ -49,8 +50,7 @@ from library.data.cache import (
     missing_texts,
     read_cached,
 )
-from library.data.captions import can_drop
-from library.data.config import DatasetConfig, load_dataset_config
+from library.data.config import DatasetConfig, Subset, SubsetSettings, load_dataset_config
 from library.data.samples import Sample, Scan, control_sizing, scan
 from library.errors import UserError, counted
 from library.safetensors_io import DamagedFile
@@ -77,6 +77,8 @@ def build_dataset(
     prior_loss_weight: float,
     masked_loss: bool,
     conditioning: ConditionKind = "none",
+    preservation: PreservationConfig | None = None,
+    painted: Painted | None = None,
 ) -> TrainingData:
     """Read the dataset TOML and find all samples; nothing is encoded yet.
 
@@ -89,9 +91,21 @@ def build_dataset(
         masked_loss: whether the loss is weighed by masks; must agree with the dataset, but of a fill model the
             region to fill is a mask where there is no other.
         conditioning: what the model is given besides a caption.
+        preservation: which samples the frozen model's answers are the targets of.
+        painted: folders of pictures that the base has painted.
+
+    Raises:
+        UserError: anything wrong with the TOML or its files; masks and masked_loss do not agree; ``preserve_class``
+            has no trigger word to replace.
     """
     config = load_dataset_config(arguments.dataset_config, arguments, conditioning)
-    found = scan(config, seed, pixel_multiple, prior_loss_weight, conditioning)
+    painted = painted or Painted()
+    if painted.regularisation is not None:
+        added = painted_subset(painted.regularisation, is_reg=True)
+        with_it = (replace(each, subsets=(*each.subsets, added)) for each in config.datasets)
+        config = replace(config, datasets=tuple(with_it))
+    share, captions = _preserving(preservation or PreservationConfig(), config, prior_loss_weight)
+    found = scan(config, seed, pixel_multiple, prior_loss_weight, conditioning, regular_share=share)
     masked = [sample for sample in found.train if has_mask(sample)]
     if masked_loss and not masked and conditioning != "fill":
         raise UserError(
@@ -100,7 +114,53 @@ def build_dataset(
     if masked and not masked_loss:
         key = "conditioning_data_dir" if masked[0].mask is not None else "alpha_mask"
         raise UserError(f"{masked[0].group.subset.where}: {key} is set but masked_loss is not; set masked_loss = true")
-    return TrainingData(config, found, arguments, seed, pixel_multiple, latent_factor, conditioning)
+    data = TrainingData(config, found, arguments, seed, pixel_multiple, latent_factor, conditioning, captions)
+    if painted.general is not None:
+        first = config.datasets[0]
+        plain = first.settings.model_copy(update={"validation_split": 0.0})
+        alone = replace(first, settings=plain, subsets=(painted_subset(painted.general),))
+        data.measure_on(scan(replace(config, datasets=(alone,)), seed, pixel_multiple, 1.0, conditioning))
+    return data
+
+
+@dataclass(frozen=True)
+class Painted:
+    """Folders of pictures that the base has painted (``library.training.sampling.painting``).
+
+    Attributes:
+        regularisation: to train on beside the dataset.
+        general: to measure by what changes elsewhere.
+    """
+
+    regularisation: Path | None = None
+    general: Path | None = None
+
+
+def painted_subset(folder: Path, is_reg: bool = False) -> Subset:
+    """Return a folder of painted pictures as a subset."""
+    settings = SubsetSettings(image_dir=str(folder), caption_extension=".txt", is_reg=is_reg)
+    # known by the folder's name, which says what they are: samples are the same wherever the cache lies
+    return Subset(f"painted pictures in {folder}", settings, f"painted/{folder.name}", folder, None, None)
+
+
+def _preserving(
+    asked: PreservationConfig, config: DatasetConfig, loss_weight: float
+) -> tuple[float, CaptionPreservation | None]:
+    """Return the share of an epoch that regularisation images are, and how training images preserve."""
+    subsets = [subset.settings for dataset in config.datasets for subset in dataset.subsets]
+    has_class = bool(asked.preserve_class) or any(each.preserve_class for each in subsets)
+    if has_class and not any(each.trigger_word for each in subsets):
+        raise UserError(
+            f"{config.path}: preserve_class: takes the place of the trigger word, which no subset has; set trigger_word"
+        )
+    if asked.preserve == "none":
+        return 0.5, None
+    regular = any(each.is_reg and each.num_repeats for each in subsets)
+    in_captions = has_class + asked.preserve_blank
+    each = asked.preserve_share / max(1, in_captions + regular)
+    of_regular = each * regular
+    of_others = each * in_captions / (1 - of_regular)
+    return of_regular, CaptionPreservation(of_others, asked.preserve_class, asked.preserve_blank, loss_weight)
 
 
 class TrainingData:
@@ -109,6 +169,7 @@ class TrainingData:
     Attributes:
         train: the training samples.
         validation: the held-out samples, or None.
+        general: painted pictures of general prompts, which are measured by, or None.
         warnings: lines the user should read (also part of :meth:`describe`).
         listed: the samples for training as the TOML lists them, regularisation images not balanced.
         conditioning: what the samples bring besides a caption.
@@ -126,6 +187,7 @@ class TrainingData:
         pixel_multiple: int,
         latent_factor: int,
         conditioning: ConditionKind = "none",
+        preservation: CaptionPreservation | None = None,
     ) -> None:
         self.config = config
         self.conditioning = conditioning
@@ -136,17 +198,25 @@ class TrainingData:
         self.latent_factor = latent_factor
         self._indexes = found.indexes
         self.text_folder = Path(arguments.cache_directory or found.indexes[0].folder).expanduser().resolve()
-        shared = (seed, arguments.caption_variants, self.text_folder, pixel_multiple, latent_factor)
-        self.train = CachedDataset(found.train, *shared)
-        self.validation = CachedDataset(found.held_out, *shared) if found.held_out else None
+        self._shared = (seed, arguments.caption_variants, self.text_folder, pixel_multiple, latent_factor)
+        self.train = CachedDataset(found.train, *self._shared, preservation)
+        self.validation = CachedDataset(found.held_out, *self._shared) if found.held_out else None
+        self.general: CachedDataset | None = None
         self._captions: list[str] | None = None
         self._fill: dict[str, Callable[[Progress], None]] = {}  # by cache: encodes all that is missing
         for dataset in self._datasets:
             dataset.encode_again = self._encode_sample_again
 
+    def measure_on(self, found: Scan) -> None:
+        """Have the pictures in ``found`` cached with the others, to be measured by."""
+        self._indexes += found.indexes
+        samples = [replace(sample, held_out=True, repeats=1) for sample in found.train]
+        self.general = CachedDataset(samples, *self._shared)
+        self.general.encode_again = self._encode_sample_again
+
     @property
     def _datasets(self) -> list[CachedDataset]:
-        return [self.train, self.validation] if self.validation else [self.train]
+        return [each for each in (self.train, self.validation, self.general) if each is not None]
 
     @property
     def _samples(self) -> list[Sample]:
@@ -166,7 +236,7 @@ class TrainingData:
     def captions(self) -> list[str]:
         """Return every caption that can be asked for, each once: all variants, and "" where captions drop."""
         if self._captions is None:
-            every = (_captions_of(dataset, sample) for dataset in self._datasets for sample in dataset.samples)
+            every = (dataset.all_captions(sample) for dataset in self._datasets for sample in dataset.samples)
             self._captions = list(dict.fromkeys(chain.from_iterable(every)))
         return self._captions
 
@@ -326,16 +396,10 @@ class TrainingData:
                 dataset.text_job(sample, caption, flipped)
                 for dataset in self._datasets
                 for sample in dataset.samples
-                for caption in _captions_of(dataset, sample)
+                for caption in dataset.all_captions(sample)
                 for flipped in sample.orientations
             ]
         return missing_texts(self.text_folder, [*own, *map(_as_job, extra)], fingerprint)
-
-
-def _captions_of(dataset: CachedDataset, sample: Sample) -> tuple[str, ...]:
-    """A sample's caption variants, and "" where its captions drop."""
-    drops = can_drop(sample.settings) and not sample.held_out
-    return (*dataset.captions_of(sample), "") if drops else dataset.captions_of(sample)
 
 
 def _as_job(text: TextJob | str) -> TextJob:

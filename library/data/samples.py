@@ -8,13 +8,14 @@ The steps, for every dataset:
    ``validation_seed``, take the last ``round(n * split)``. These are the images sd-scripts holds back; it
    rounds the training part by itself, which can leave an image in both, here training is what remains;
 3. balance regularisation images (sd-scripts ``DreamBoothDataset``): go through them, ``num_repeats`` each,
-   until there are as many as training images; if they do not suffice, go round again, once each. Where they
-   are too many, the last ones are not used;
+   until there are as many as training images, or with ``preserve`` as many as its share; if they do not
+   suffice, go round again, once each. Where they are too many, the last ones are not used;
 4. give each image its bucket (:mod:`library.data.buckets`).
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -149,6 +150,7 @@ def scan(
     prior_loss_weight: float,
     conditioning: ConditionKind = "none",
     find: FindSources = find_sources,
+    regular_share: float = 0.5,
 ) -> Scan:
     """Find all samples.
 
@@ -159,6 +161,7 @@ def scan(
         prior_loss_weight: loss weight of regularisation images.
         conditioning: what the model is given besides a caption.
         find: lists a subset's images.
+        regular_share: of the samples of an epoch that are regularisation images; in sd-scripts half.
     """
     indexes: dict[Path, FileIndex] = {}
     identities: Counter[str] = Counter()
@@ -179,7 +182,7 @@ def scan(
             train += kept
             result.held_out.extend(held_back)
         result.listed.extend(train)
-        result.train.extend(_balance(train, dataset.where, result.warnings))
+        result.train.extend(_balance(train, dataset.where, result.warnings, regular_share))
     if (images := sum(sample.repeats for sample in result.train)) > MOST_IMAGES:
         raise UserError(
             f"{config.path}: an epoch of {images:,} images, each as often as num_repeats says; at most {MOST_IMAGES:,} "
@@ -272,11 +275,11 @@ def _held_out_positions(count: int, split: float, seed: int) -> set[int]:
     return set(order[count - round(count * split) :])
 
 
-def _balance(samples: list[Sample], where: str, warnings: list[str]) -> list[Sample]:
-    """Set the repeats of regularisation images so that they are as many as the training images."""
+def _balance(samples: list[Sample], where: str, warnings: list[str], share: float) -> list[Sample]:
+    """Set the repeats of regularisation images so that they are ``share`` of all: with 1/2 as many as the others."""
     training = [sample for sample in samples if not sample.settings.is_reg]
     regular = [sample for sample in samples if sample.settings.is_reg]
-    wanted = sum(sample.repeats for sample in training)
+    wanted = math.ceil(sum(sample.repeats for sample in training) * share / (1 - share))
     if not regular:
         return training
     if not training:

@@ -22,7 +22,7 @@ from library.training.guard.signals import NOTHING, SignalHandler, StopRequest, 
 from library.training.report.metrics import MetricsStream, peak_memory_bytes
 from library.training.report.plots import plot_runs
 from library.training.report.progress import TrainingProgress, duration, print_summary, shown_path
-from library.training.tasks.task import Task
+from library.training.tasks.task import Sampler, Task
 
 
 class RunEvents:
@@ -32,6 +32,7 @@ class RunEvents:
         stopped: whether training is to end before its last step.
         stop_request: from outside, that stopped the run.
         val_losses: every validation loss so far.
+        val_prior_loss: how much the last validation found changed elsewhere.
         state_saved_at: the step of the last state.
     """
 
@@ -51,6 +52,9 @@ class RunEvents:
         self.stopped = False
         self.stop_request: StopRequest = NOTHING
         self.val_losses: list[float] = []
+        self.val_prior_loss: float | None = None
+        preservation = getattr(config, "preservation", None)  # of an image LoRA
+        self._prior_weight: float = 0.0 if preservation is None else preservation.best_prior_weight
         self.state_saved_at: int | None = None
         self._validated_at: int | None = None
         self._sampled_at: int | None = None
@@ -176,6 +180,8 @@ class RunEvents:
             self._compare(position)
         if self.sampling.sample_at_end and self._sampled_at != position.step:
             self._sample(position.step)
+        if self.task.end_sampler is not None:
+            self._sample(position.step, self.task.end_sampler)
 
     def _plot(self) -> list[Path]:
         """Plot the learning rate curves and write the sheets of samples; return the images (main process only)."""
@@ -186,21 +192,28 @@ class RunEvents:
             images.append(self.names.folder / "lr.png")
 
         self.writer.write_optional(plot, "lr.png")
-        if self.task.sampler is not None:
-            sheets = self.task.sampler.write_sheets
-            self.writer.write_optional(lambda: images.extend(sheets()), "the sheets of samples")
+        for sampler in filter(None, (self.task.sampler, self.task.end_sampler)):
+            sheets = sampler.write_sheets
+            self.writer.write_optional(lambda sheets=sheets: images.extend(sheets()), "the sheets of samples")  # type: ignore[misc]
         return images
 
     def _validate(self, step: int) -> float | None:
+        """Measure what was learnt and what was changed elsewhere, as far as the task can; return the first."""
         if not self.task.validates:
             return None
         with self._looking("validating"):
-            loss = self.task.validate()
-        before = f", {self.val_losses[-1]:.4f} before" if self.val_losses else ""
-        self.progress.note(f"validated at step {step}: loss {loss:.4f}{before}")
-        self.metrics.write({"step": step, "val_loss": loss, **self.task.describe_validation(loss)})
-        self.val_losses.append(loss)
-        self._validated_at = step
+            loss, elsewhere = self.task.validate(), self.task.measure_elsewhere(step)
+        values, said = {}, []
+        if loss is not None:
+            said.append(f"loss {loss:.4f}" + (f", {self.val_losses[-1]:.4f} before" if self.val_losses else ""))
+            values = {"val_loss": loss, **self.task.describe_validation(loss)}
+            self.val_losses.append(loss)
+        if elsewhere is not None:
+            said.append(f"changed elsewhere {elsewhere:.4f}")
+            values["val_prior_loss"] = elsewhere
+        self.progress.note(f"validated at step {step}: {'; '.join(said)}")
+        self.metrics.write({"step": step, **values})
+        self.val_prior_loss, self._validated_at = elsewhere, step
         return loss
 
     def _compare(self, position: Position) -> None:
@@ -209,8 +222,9 @@ class RunEvents:
         if loss is None or position.validated_at == position.step:
             return
         position.validated_at = position.step
-        if position.best_val_loss is None or loss < position.best_val_loss:
-            position.best_val_loss, position.validations_since_best = loss, 0
+        score = loss + self._prior_weight * (self.val_prior_loss or 0.0)
+        if position.best_val_loss is None or score < position.best_val_loss:
+            position.best_val_loss, position.validations_since_best = score, 0
             if self.saving.save_best:
                 self._save(f"{self.names.name}-best", position, with_state=False)
         else:
@@ -226,14 +240,14 @@ class RunEvents:
         if self.task.accelerator.is_main_process:
             remove_old(self.names.folder, self.names.name, self.saving, **done)
 
-    def _sample(self, step: int) -> None:
-        if self.task.sampler is None:
+    def _sample(self, step: int, sampler: Sampler | None = None) -> None:
+        if sampler is None and (sampler := self.task.sampler) is None:
             return
         self._sampled_at = step
         with self._looking("sampling"):
             together = is_model_parallel(self.task.accelerator)  # then no process may stop alone
             if self.task.accelerator.is_main_process or together:
-                sampler, transformer = self.task.sampler, self.task.transformer
+                transformer = self.task.transformer
                 stopping = (lambda: False) if together else (lambda: self.requests.signalled)
                 self.writer.write_optional(lambda: sampler.sample(transformer, step, stopping), "sampling")
                 if files := sampler.sampled.get(step):
@@ -342,6 +356,8 @@ class RunEvents:
             for key, value in self.task.describe_validation(after).items():
                 first = "" if before is None else f"{self.task.describe_validation(before)[key]:.1f} -> "
                 rows.append((key.removeprefix("val_"), f"{first}{value:.1f}"))
+        if self.val_prior_loss is not None:
+            rows.append(("changed elsewhere", f"{self.val_prior_loss:.4f} (squared, of velocities on general prompts)"))
         rows += [*self.progress.summary(), ("peak memory", f"{peak_memory_bytes() / 2**30:.2f} GiB")]
         if self.stop_request.stop is not None:
             rows.append(("stopped", f"by {self.stop_request.stop} before step {self.task.total_steps}"))

@@ -32,10 +32,12 @@ class AdapterLinear(LinearWrapper):
     Attributes:
         rank, alpha: as the kind understands them.
         scaled: the trained parameter, by the names it may have, of which the change is a multiple.
+        bypassed: whether the layer is its base for the time being, the change left out.
     """
 
     kind: str
     scaled: tuple[str, ...] = ()
+    bypassed = False
 
     def __init__(self, base: nn.Module, rank: int, alpha: float) -> None:
         super().__init__(base)
@@ -55,7 +57,8 @@ class AdapterLinear(LinearWrapper):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., in]`` to ``[..., out]`` in the dtype the base computes in."""
-        return self.changed(self.base(x), x)
+        out = self.base(x)
+        return out if self.bypassed else self.changed(out, x)
 
     def changed(self, out: Tensor, x: Tensor) -> Tensor:
         """Return the base's outputs ``out`` of ``x`` with the change."""

@@ -149,7 +149,7 @@ class LoRALinear(AdapterLinear):
             One ``[..., out_i]`` per layer. Dropouts are drawn in the layers' order, as in separate calls.
         """
         simple = all(not layer._drops() and has_input_gradient(layer.base) for layer in layers)
-        if not simple or torch.compiler.is_compiling():
+        if not simple or layers[0].bypassed or torch.compiler.is_compiling():
             return LoRALinear._textbook(layers, prologue(x, *more) if prologue else x)
         split = layers[0].split
         holders = list(dict.fromkeys(layer.holder for layer in layers))
@@ -163,9 +163,12 @@ class LoRALinear(AdapterLinear):
 
     @staticmethod
     def _textbook(layers: Sequence[LoRALinear], x: Tensor) -> list[Tensor]:
-        """Return base(x) + scale * B(dropout(A(x))) of each layer."""
+        """Return base(x) + scale * B(dropout(A(x))) of each layer; base(x) of bypassed ones."""
         x = in_compute_dtype(entering(x, layers[0].split))
         rows = x.reshape(-1, x.shape[-1])  # [N, in]: base outputs are then no views and may be added to in place
+        if layers[0].bypassed:
+            plain = [leaving(layer.base(rows), layer.split) for layer in layers]
+            return [out.view(*x.shape[:-1], out.shape[-1]) for out in plain]
         first = list({layer.holder: layer for layer in reversed(layers)}.values())[::-1]  # of each A
         stacked = [layer._own_down().to(x.dtype) for layer in first]
         low = F.linear(rows, stacked[0] if len(stacked) == 1 else torch.cat(stacked))  # A(x): [N, sum of ranks]
@@ -543,6 +546,8 @@ class DoRALinear(LoRALinear):
     ) -> list[Tensor]:
         """Return ``[layer(x) for layer in layers]``; see :meth:`networks.adapters.lora.LoRALinear.forward_together`."""
         outputs = LoRALinear.forward_together(layers, x, *more, prologue=prologue)
+        if layers[0].bypassed:
+            return outputs
         return [layer._with_magnitude(z) for layer, z in zip(layers, outputs, strict=True)]
 
     def _with_magnitude(self, z: Tensor) -> Tensor:

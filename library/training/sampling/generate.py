@@ -22,6 +22,7 @@ from library.models.layer_names import LoraTargets
 from library.models.text import TextEncoder
 from library.precision.recipe import WeightLoader
 from library.safetensors_io import read_entries
+from library.training.memory.block_swap import kind_sizes, most_swapped, swap_blocks
 from library.training.sampling.conditions import PromptImageRules, check_prompt_images, encode_prompt_images, text_jobs
 from library.training.sampling.images import generate_image
 from library.training.sampling.prompts import SamplePrompt
@@ -44,6 +45,7 @@ def generate_images(
     fp8: WeightLoader | None = None,
     sizing: ControlSizing | None = None,
     blank: Blank | None = None,
+    swapped: int | None = 0,
 ) -> Iterator[tuple[SamplePrompt, Image]]:
     """Yield each prompt with its image.
 
@@ -57,6 +59,7 @@ def generate_images(
         fp8: which weights of the transformer become fp8; what its file has in fp8 stays so.
         sizing: of reference images; by default they get the prompt's width and height.
         blank: what the region to fill is blanked with; by default as the LoRAs' files say, else grey.
+        swapped: blocks whose weights wait in host memory; None: as many as can.
     """
     check_prompt_images(prompts, family.conditioning, family.most_references)
     weights = read_loras(loras, family, console)  # before anything that takes time
@@ -74,11 +77,14 @@ def generate_images(
     embeddings = encode_with_loras(text_encoder, texts, weights, targets, source)
     conditions = [encode_prompt_images(prompt, image_encoder, rules) for prompt in prompts]
     fp8 = fp8 or WeightLoader()
-    transformer = family.load_transformer(dtype, device, fp8=fp8)
+    transformer = family.load_transformer(dtype, device if swapped == 0 else "cpu", fp8=fp8)
     if (layout := family.quantized_file()) or fp8.recipe:
         console.print(f"base: {describe_base(layout, fp8, dtype)}")
     if own := weights.get(targets.file_prefix):
         attach_lora(transformer, own, targets, source)
+    if swapped != 0:
+        blocks = family.blocks(transformer)
+        swap_blocks(transformer, blocks, most_swapped(kind_sizes(blocks)) if swapped is None else swapped, device)
     for prompt, its_conditions in zip(prompts, conditions, strict=True):
         texts_of_it = {text: embeddings[prompt.text_key(text)] for text in prompt.texts()}
         yield prompt, generate_image(family, transformer, image_encoder, prompt, texts_of_it, its_conditions)

@@ -101,9 +101,8 @@ def prepare_teacher(
                 predict = partial(_velocity, runs, transformer, batch, step, config, accelerator)
                 velocity = predict()
                 if beside is not None and network is not None:
-                    network.set_multiplier(0.0)
-                    plain = predict()
-                    network.set_multiplier(1.0)
+                    with network.bypassed():
+                        plain = predict()
                     velocity = beside.blend(velocity, batch.sample_ids, step) + velocity - plain
                 _write(answers, batch, step, velocity)
                 advance(1)

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from library.conditions import ConditionKind
 from library.config.markers import resume_keys
-from library.config.schema import DatasetArguments, FlowConfig, TrainConfig, TrainingConfig
+from library.config.schema import DatasetArguments, FlowConfig, PreservationConfig, TrainConfig, TrainingConfig
 from library.console import Console
 from library.data.batches import (
     Batch,
@@ -35,7 +35,8 @@ from library.data.batches import (
     collate,
     collate_if_read,
 )
-from library.data.dataset import TrainingData, build_dataset
+from library.data.config import load_dataset_config
+from library.data.dataset import Painted, TrainingData, build_dataset
 from library.data.lint import check, summarise
 from library.errors import UserError
 from library.models.family import Family, model_family
@@ -58,6 +59,7 @@ from library.training.parallel.spec import ParallelSpec, transformer_split_point
 from library.training.report.progress import counting
 from library.training.sampling.conditions import PromptImageRules, read_run_prompts, text_jobs
 from library.training.sampling.images import build_sampler
+from library.training.sampling.painting import PaintedSet, paint, painted_sets, resolved
 from library.training.sampling.prompts import SamplePrompt
 from library.training.sampling.sample_model import SampleModel, sample_family
 from library.training.tasks.distillation import prepare_teacher
@@ -80,6 +82,7 @@ class ImageLora(LoraTask):
         attention: the kernel that it takes, in words.
         base_weights: LoRAs that are merged into the base as it is loaded.
         step: the forward pass.
+        general: prompts by which changes elsewhere are measured, and what the base paints of them.
     """
 
     metric: ClassVar[str] = "sigma_mean"
@@ -97,6 +100,7 @@ class ImageLora(LoraTask):
     batches: EpochBatchSampler
     step: FlowStep
     teacher: Teacher | None = None
+    general: PaintedSet | None = None
     rings: Sequence[Ring] = ()
 
     def open(self) -> None:
@@ -131,17 +135,29 @@ class ImageLora(LoraTask):
         self.settings = resume_keys(config) | trained_text | {"base_weights": self.base_weights.fingerprint()}
         self.check_saved(WeightFiles(family.files.transformer))
 
-    def read(self) -> None:
-        """Read the dataset; nothing is encoded, and no weights are loaded."""
+    def read(self, painted: Painted | None = None) -> None:
+        """Read the dataset, with what the base has painted beside it; nothing is encoded, and no weights are loaded."""
         config, family = self.config, self.family
         self.data = read_data(
             config.dataset, config.training, config.flow, self.image_encoder, self.accelerator, self.console,
-            family.conditioning, family.most_references,
+            family.conditioning, family.most_references, config.preservation, painted,
         )  # fmt: skip
+
+    def paint(self) -> Painted:
+        """Let the base paint what the run trains on and is measured by; what ``preserve`` means is settled by it."""
+        config, family, multiple = self.config, self.family, self.image_encoder.pixel_multiple
+        dataset = load_dataset_config(config.dataset.dataset_config, config.dataset, family.conditioning)
+        preservation = resolved(config.preservation, dataset, family.conditioning)
+        self.config = config = config.model_copy(update={"preservation": preservation})
+        samples = self.prompts if self.shown is family else []
+        sets = painted_sets(config, dataset, family, self.base_weights, multiple, samples)
+        self.general = sets[1]
+        return paint(sets, config, family, self.base_weights, self.accelerator, self.console)
 
     def prepare(self) -> None:
         config, family, console = self.config, self.family, self.console
-        self.read()
+        self.read(self.paint())
+        config = self.config
         self.attention = attention_of_run(config.training, family, self.data, self.dtype, self.accelerator.device)
         console.print(f"attention: {self.attention}")
         self.summary["attention"] = self.attention
@@ -152,7 +168,8 @@ class ImageLora(LoraTask):
         self.config = config = config.model_copy(update={"training": fit_memory(MemoryProbe(self), console)})
         # The encoders' weights are read only for what is not cached yet, and leave before the transformer comes.
         encoders = self.image_encoder, self.text_encoder
-        cache_data(self.data, config.dataset, *encoders, self.accelerator, self.prompts, console)
+        prompts = [*self.prompts, *(self.general.prompts if self.general else ())]
+        cache_data(self.data, config.dataset, *encoders, self.accelerator, prompts, console)
         self.teacher = prepare_teacher(config, self.data, self.accelerator, console)
         self.load_networks()
         self.wrap_networks()
@@ -162,6 +179,13 @@ class ImageLora(LoraTask):
             self.shown, self.prompts, self.image_encoder, self.data, samples, self.text_encoders, writes,
             None if self.shown is family else SampleModel(self._load_shown, self.rings),
         )  # fmt: skip
+        if self.general is not None and config.sampling.sample_at_end:
+            self.end_sampler = build_sampler(
+                family, [*self.general.prompts], self.image_encoder, self.data, samples / "general",
+                self.text_encoders, writes,
+            )  # fmt: skip
+            assert self.end_sampler is not None
+            self.end_sampler.sampled[0] = self.general.paths
         if writes:  # others write no files
             share, per_epoch = self.batches.share, self.batches.batches_per_epoch()
             own = image_facts(config, self.data, self.begun, per_epoch, share, self.total_epochs)
@@ -239,7 +263,12 @@ class ImageLora(LoraTask):
         self.batches, self.loader = training_loader(self.data, config.dataset, self.accelerator)
         self.wrap(many_shapes=len(sizes) > 1)
         self.loader = WholeBatches(self.loader, self.data.train, self.accelerator.device)
-        self.step = FlowStep(self.family, config.flow, config.training.seed, self.text_encoders, self.teacher)
+        outside = config.training.prior_loss_weight if config.preservation.preserve_outside_mask else 0.0
+        lockstep = config.preservation.preserve != "none" and config.parallel.gathers_weights
+        self.step = FlowStep(
+            self.family, config.flow, config.training.seed, self.text_encoders, self.teacher, self.network, outside,
+            lockstep,
+        )  # fmt: skip
 
     def trial(self, training: TrainingConfig) -> ImageLora:
         """Return this task with its networks loaded under another memory policy: what a dry run takes steps with."""
@@ -259,12 +288,34 @@ class ImageLora(LoraTask):
         Raises:
             UserError: validation was asked for and there is nothing to validate on.
         """
-        config = self.config.validation
+        config, saving = self.config.validation, self.config.saving
+        self.validates = self.data.validation is not None or self.data.general is not None
         if self.data.validation is not None:
-            self.validates, self.held_out = True, held_out_loader(self.data.validation, config.max_validation_images)
-        elif config.model_fields_set:
-            key = sorted(config.model_fields_set)[0]
-            raise UserError(f"{key}: no images are held out; set validation_split in the dataset TOML, or remove {key}")
+            self.held_out = held_out_loader(self.data.validation, config.max_validation_images)
+            return
+        keys = sorted(config.model_fields_set) if not self.validates else []
+        if keys := keys + [key for key in ("save_best", "early_stop_patience") if getattr(saving, key)]:
+            raise UserError(
+                f"{keys[0]}: no images are held out; set validation_split in the dataset TOML, or remove {keys[0]}"
+            )
+
+    def validate(self) -> float | None:
+        return None if self.data.validation is None else super().validate()
+
+    def measure_elsewhere(self, step: int) -> float | None:
+        """Return the mean squared difference that the LoRA makes to velocities on images of general prompts."""
+        general = self.data.general
+        if general is None:
+            return None
+        if step == 0 and self.config.network.network_weights is None:
+            return 0.0  # whatever the kind of adapter, it begins as its base
+        sigmas = self.config.validation.validation_sigmas
+
+        def difference(batch: Batch) -> tuple[Tensor, int]:
+            losses = self.step.prior_losses(self.models[0], batch.to(self.accelerator.device), sigmas)
+            return losses.double().sum(), len(losses)
+
+        return self.mean_over(lambda: held_out_loader(general, len(general)), difference)
 
     def held_out_batches(self) -> DataLoader[Any]:
         return self.held_out
@@ -325,6 +376,8 @@ def read_data(
     console: Console,
     conditioning: ConditionKind = "none",
     most_references: int | None = None,
+    preservation: PreservationConfig | None = None,
+    painted: Painted | None = None,
 ) -> TrainingData:
     """Read the dataset and look it over; nothing is encoded yet.
 
@@ -335,6 +388,7 @@ def read_data(
         console: where the dataset is described.
         conditioning: what the model is given besides a caption.
         most_references: control images that it takes at most; None for any number.
+        preservation, painted: what is to stay as it is, and the folders of what was painted for it.
 
     Raises:
         UserError: see ``build_dataset``; a seam without masks; more control images than the model takes.
@@ -347,6 +401,8 @@ def read_data(
         prior_loss_weight=training.prior_loss_weight,
         masked_loss=flow.masked_loss,
         conditioning=conditioning,
+        preservation=preservation,
+        painted=painted,
     )
     check_seam(flow, data)
     check_references(data, most_references)

@@ -11,11 +11,24 @@ so that a border cell inside the region weighs 1 + w, one outside it w. A cell i
 is on the ring if a cell of the other side lies within ``seam_width`` cells, diagonals counting as one step (Chebyshev
 distance). That is the dilation of the inside minus its erosion, both a ``max_pool2d``; the image's own edge is no
 border, as beyond it there is nothing to match.
+
+Where a sample preserves (``preserve = "prior"``), its target is the *frozen model's answer* v_0: the velocity at the
+same noisy latents, noise level and text with the LoRA switched off, from a forward pass without gradients. The data's
+target has the variance of noise - image given the noisy image, v_0 has none, so that little of it does much. Which
+samples preserve, the dataset says: regularisation images, and training images with another caption. With
+``preserve_outside_mask`` every masked sample does, outside of its mask:
+
+    m * l(v, noise - image) + w * (1 - m) * l(v, v_0)      l: loss_type by cell; w: prior_loss_weight
+
+The special cases are those of others. ``target[i] = v_0`` for samples marked so is sd-scripts' custom attribute
+``diff_output_preservation`` and OneTrainer's concept PRIOR_PREDICTION; ai-toolkit adds ``mean((v(class) -
+v_0(class))^2)`` to the loss of every batch, which is a sample with the class caption beside each (at half the weight of
+a mean over both); the sum over the mask is OneTrainer's ``masked_prior_preservation_weight`` (docs/preservation.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +43,7 @@ from library.errors import UserError
 from library.models.family import Family
 from library.safetensors_io import DamagedFile, read_checked
 from library.training.flow import add_noise, loss_weights, noise_for, noisy_latents, resolve_sampling, sample_losses
+from networks.network import AdapterNetwork
 
 
 @dataclass(frozen=True)
@@ -41,6 +55,9 @@ class FlowStep:
     seed: int
     text_encoders: nn.Module | None = None  # those that are trained, as prepared
     teacher: Teacher | None = None  # whose velocity is the target instead of the data's, or with it
+    network: AdapterNetwork | None = None  # that is switched off for the frozen model's answers
+    outside_mask: float = 0.0  # weight of these outside of masks
+    lockstep: bool = False  # every process runs the model as often as the others, which gather its weights with it
 
     def text(self, batch: Batch) -> dict[str, Tensor]:
         """Return the batch's text embeddings: as cached, those of encoders in training computed now."""
@@ -51,7 +68,7 @@ class FlowStep:
 
         Args:
             model: the network as prepared, wrapped or not; only called, so that engines see the forward pass.
-            batch: latents [B, C, h, w], text embeddings, weights [B], masks.
+            batch: latents [B, C, h, w], text embeddings, weights [B], masks, which samples preserve.
             step: part of the key of noise and sigmas.
         """
         tokens = batch.latents.shape[-2] * batch.latents.shape[-1] // self.family.patch_size**2
@@ -59,10 +76,34 @@ class FlowStep:
         noisy, target, sigmas = noisy_latents(flow, batch.latents, batch.sample_ids, tokens, self.seed, step)
         if self.teacher is not None:
             target = self.teacher.blend(target, batch.sample_ids, step)
-        regions = region_weights(self.flow, batch)
-        losses = self._losses(model, batch, self.text(batch), noisy, target, sigmas, regions)
+        regions, mask = region_weights(self.flow, batch), region_weights(self.flow, batch, seam=False)
+        outside = None if mask is None or not self.outside_mask else 1 - mask
+        frozen = self._frozen_answers(model, batch, noisy, target, sigmas, everywhere=outside is not None)
+        if any(batch.prior):
+            kept = torch.tensor(batch.prior).to(target.device, non_blocking=True).view(-1, 1, 1, 1)
+            target = torch.where(kept, frozen, target)
+        velocity = self._velocity(model, batch, self.text(batch), noisy, sigmas)
+        losses = sample_losses(self.flow, velocity, target, regions)
+        if outside is not None:
+            losses = losses + self.outside_mask * sample_losses(self.flow, velocity, frozen, outside)
         weights = loss_weights(self.flow, sigmas).to(losses.device, non_blocking=True) * batch.loss_weights
         return (losses * weights).mean(), sigmas
+
+    def _frozen_answers(
+        self, model: nn.Module, batch: Batch, noisy: Tensor, otherwise: Tensor, sigmas: Tensor, everywhere: bool
+    ) -> Tensor:
+        """Return v_0 of the samples that preserve, or of all, [B, C, h, w]; of the others what is there ``otherwise``.
+
+        With ``lockstep`` the model is run where nobody asks, too.
+        """
+        rows = [row for row, prior in enumerate(batch.prior) if prior]
+        rows = list(range(len(batch))) if everywhere else rows or [0] * self.lockstep
+        if not rows or self.network is None:
+            return otherwise
+        with torch.no_grad(), self.network.bypassed():
+            part = batch if len(rows) == len(batch) else batch.rows(rows)
+            answers = self._velocity(model, part, self.text(part), noisy[rows], sigmas[rows])
+        return otherwise.index_copy(0, torch.tensor(rows, device=otherwise.device), answers.to(otherwise.dtype))
 
     def validation_losses(self, model: nn.Module, batch: Batch, sigmas: Sequence[float]) -> Tensor:
         """Return each held-out sample's unweighted loss at each sigma, [len(sigmas) * B]; the noise never changes.
@@ -71,27 +112,41 @@ class FlowStep:
         """
         text, regions = self.text(batch), region_weights(self.flow, batch, seam=False)
         losses = []
-        for sigma in sigmas:
-            noise = noise_for(batch.latents, batch.sample_ids, "validation", round(sigma * 1e6))
-            everywhere = torch.full((len(batch.sample_ids),), sigma)
-            noisy, target = add_noise(batch.latents, noise, everywhere)
-            losses.append(self._losses(model, batch, text, noisy, target, everywhere, regions))
+        for noisy, target, everywhere in self._validated(batch, sigmas):
+            velocity = self._velocity(model, batch, text, noisy, everywhere)
+            losses.append(sample_losses(self.flow, velocity, target, regions))
         return torch.cat(losses)
 
-    def _losses(
-        self,
-        model: nn.Module,
-        batch: Batch,
-        text: dict[str, Tensor],
-        noisy: Tensor,
-        target: Tensor,
-        sigmas: Tensor,
-        regions: Tensor | None,
+    def prior_losses(self, model: nn.Module, batch: Batch, sigmas: Sequence[float]) -> Tensor:
+        """Return how far the LoRA has moved each sample's velocity at each sigma, [len(sigmas) * B].
+
+        That is mean((v - v_0)^2) at the noise of :meth:`validation_losses`. On pictures that the model itself has
+        painted v_0 is the best answer there is, and this is by how much the squared error grows: the same unit as that
+        of a fall of the held-out loss.
+        """
+        assert self.network is not None
+        differences = []
+        for noisy, _, everywhere in self._validated(batch, sigmas):
+            velocity = self._velocity(model, batch, self.text(batch), noisy, everywhere)
+            with self.network.bypassed():
+                frozen = self._velocity(model, batch, self.text(batch), noisy, everywhere)
+            differences.append((velocity - frozen).square().flatten(1).mean(1))
+        return torch.cat(differences)
+
+    @staticmethod
+    def _validated(batch: Batch, sigmas: Sequence[float]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield noisy latents, their velocity and the noise level [B] for each of ``sigmas``; the noise is fixed."""
+        for sigma in sigmas:
+            noise = noise_for(batch.latents, batch.sample_ids, "validation", round(sigma * 1e6))
+            everywhere = torch.full((len(batch),), sigma)
+            yield *add_noise(batch.latents, noise, everywhere), everywhere
+
+    def _velocity(
+        self, model: nn.Module, batch: Batch, text: dict[str, Tensor], noisy: Tensor, sigmas: Tensor
     ) -> Tensor:
-        """Return each sample's loss, [B], of the velocity at the latents ``noisy`` against ``target``."""
+        """Return the model's velocity at the latents ``noisy``, [B, C, h, w] fp32."""
         sigmas = sigmas.to(noisy.device, non_blocking=True)
-        velocity = self.family.predict_velocity(model, noisy, sigmas, text, self.flow.guidance_scale, batch.conditions)
-        return sample_losses(self.flow, velocity, target, regions)
+        return self.family.predict_velocity(model, noisy, sigmas, text, self.flow.guidance_scale, batch.conditions)
 
 
 def check_seam(flow: FlowConfig, data: TrainingData) -> None:

@@ -82,7 +82,7 @@ class Task(ABC):
         models: what the engine runs forward and backward; the first is ``transformer``.
         loader, batches: of training batches, and what orders them.
         settings: that a state must have been trained with.
-        sampler: None where nothing is sampled.
+        sampler: None where nothing is sampled. end_sampler: of what is sampled at the end alone.
         summary: rows for the table at the end of the run.
     """
 
@@ -107,6 +107,7 @@ class Task(ABC):
     pipeline: Pipeline | None = None
     average: WeightAverage | None = None
     sampler: Sampler | None = None
+    end_sampler: Sampler | None = None
     validates: bool = False
     validates_first: bool = True  # before the first step
     samples_first: bool  # likewise
@@ -251,22 +252,32 @@ class Task(ABC):
     def held_out_loss(self, batch: Any) -> tuple[Tensor, Tensor | int]:
         """Return the sum of a batch's losses [], and over how many it is (samples, tokens)."""
 
-    def validate(self) -> float:
-        """Return the mean loss on what is held out.
+    def validate(self) -> float | None:
+        """Return the mean loss on what is held out, None without.
 
         Each process takes its share of the batches; the sums are added up before the division, so the loss does not
         depend on the number of processes.
         """
-        accelerator, batches = self.accelerator, self.held_out_batches()
+        return self.mean_over(self.held_out_batches, self.held_out_loss)
+
+    def mean_over(
+        self, batches: Callable[[], Iterable[Any]], measure: Callable[[Any], tuple[Tensor, Tensor | int]]
+    ) -> float:
+        """Return the mean of what :meth:`held_out_loss` or another ``measure`` sums up over ``batches``."""
+        accelerator = self.accelerator
         sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
         rank, processes = dp_rank_and_size(accelerator)
         with evaluating(*self.models):
-            for own in lockstep_batches(islice(batches, rank, None, processes), accelerator):
-                loss, count = self.held_out_loss(next(iter(self.held_out_batches())) if own is None else own)
+            for own in lockstep_batches(islice(batches(), rank, None, processes), accelerator):
+                loss, count = measure(next(iter(batches())) if own is None else own)
                 if own is not None:  # else only to take part
                     sums += torch.stack([loss.double(), torch.as_tensor(count, device=loss.device).double()])
         loss, count = accelerator.reduce(sums, reduction="sum").tolist()
         return loss / count
+
+    def measure_elsewhere(self, step: int) -> float | None:
+        """Return how much was changed that was not to be, in the unit of the loss; None where nobody asks."""
+        return None
 
     def describe_validation(self, loss: float) -> dict[str, float]:
         """Return further metrics of a validation loss."""

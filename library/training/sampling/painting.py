@@ -1,0 +1,203 @@
+"""Pictures that the base paints of general prompts: to train on beside the subject, and to see what changes there.
+
+A set of prompts is painted once by the model as it is before training, with the guidance and steps of the run's own
+samples, into a folder named by all that the pictures follow from. What is there already is not painted again, so an
+interrupted run goes on, and the next run on the same base starts at once. Each picture has its prompt beside it as a
+caption: the folder is a subset like any other, whose images and captions are cached and batched as the others are.
+
+``general`` names prompts that come with Tandem (``general_prompts.toml``): some to train on, others, which nobody
+trains on, to measure by.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+
+from library.conditions import ConditionKind
+from library.config.schema import PreservationConfig, TrainConfig
+from library.console import Console
+from library.data.config import DatasetConfig
+from library.data.dataset import Painted
+from library.data.samples import cache_folder
+from library.errors import UserError
+from library.files import read_toml, write_text
+from library.models.family import Family
+from library.precision.recipe import WeightLoader
+from library.training.memory.budget import GIB, available_bytes, release
+from library.training.report.progress import counting
+from library.training.sampling.generate import generate_images
+from library.training.sampling.images import save_image
+from library.training.sampling.prompts import SamplePrompt, read_prompts
+from library.training.tasks.lora import base_dtype
+from library.training.tasks.lora_plan import plan_base
+from networks.merging.merge import BaseWeights
+
+GENERAL = Path(__file__).with_name("general_prompts.toml")
+_ROOM = 4 * GIB  # beside the weights, for a picture's activations and the autoencoder
+
+
+@dataclass(frozen=True)
+class PaintedSet:
+    """Prompts, and the folder of their pictures."""
+
+    folder: Path
+    prompts: Sequence[SamplePrompt]
+
+    def path(self, number: int) -> Path:
+        """Return the picture of a prompt, counted from 0."""
+        return self.folder / f"{number:04d}.png"
+
+    @property
+    def paths(self) -> list[Path]:
+        """The pictures, in the order of the prompts."""
+        return [self.path(number) for number in range(len(self.prompts))]
+
+
+def painted_sets(
+    config: TrainConfig,
+    dataset: DatasetConfig,
+    family: Family,
+    base_weights: BaseWeights,
+    pixel_multiple: int,
+    samples: Sequence[SamplePrompt],
+) -> tuple[PaintedSet | None, PaintedSet | None]:
+    """Return what is to be painted for a run: to train on, and to measure by; nothing is painted yet.
+
+    Args:
+        config: of the run, its preservation :func:`resolved`.
+        dataset: of the run.
+        family: its model.
+        base_weights: LoRAs that are merged into it.
+        pixel_multiple: sides of pictures are multiples of it.
+        samples: the run's sample prompts, of which the first says how pictures of this model are made.
+
+    Raises:
+        UserError: a prompt file cannot be read, or the model does not paint from text alone.
+    """
+    asked = config.preservation
+    measured = None if asked.general_prompts == "none" else asked.general_prompts
+    files = {"preserve_prompts": asked.preserve_prompts, "general_prompts": measured}
+    if not any(files.values()):
+        return None, None
+    width, height = max((d.resolution for d in dataset.datasets), key=lambda size: size[0] * size[1])
+    sides = [max(pixel_multiple, side // pixel_multiple * pixel_multiple) for side in (width, height)]
+    usual = replace(samples[0], prompt="") if samples else SamplePrompt("", guidance=family.sample_guidance)
+    usual = replace(usual, width=sides[0], height=sides[1], control_images=(), mask_image=None)
+    first = dataset.datasets[0]
+    cache = Path(config.dataset.cache_directory or cache_folder(first, first.subsets[0])).expanduser()
+    sets: list[PaintedSet | None] = []
+    for key, path in files.items():
+        if path is None:
+            sets.append(None)
+            continue
+        if family.conditioning != "none":
+            raise UserError(
+                f"{key}: this model is given images to change, so nothing can be painted from prompts alone; remove it "
+                "(for preservation set preserve_blank, or add an is_reg subset)"
+            )
+        prompts = _read(key, path, config.training.seed, pixel_multiple, usual)
+        sets.append(PaintedSet(cache / "painted" / _key(config, family, base_weights, prompts), prompts))
+    return sets[0], sets[1]
+
+
+def resolved(asked: PreservationConfig, dataset: DatasetConfig, conditioning: ConditionKind) -> PreservationConfig:
+    """Return ``asked`` with what ``preserve`` means where no key says it.
+
+    Without a kind of sample that preserves it is images of general prompts, or of a model that is given images, the
+    blank prompt; the other general prompts are measured with it.
+    """
+    preserves, paints = asked.preserve != "none", conditioning == "none"
+    values: dict[str, object] = {}
+    if asked.general_prompts == "auto":
+        values["general_prompts"] = "general" if preserves and paints else "none"
+    named = (asked.preserve_class, asked.preserve_blank, asked.preserve_prompts, asked.preserve_outside_mask)
+    subsets = [subset.settings for each in dataset.datasets for subset in each.subsets]
+    if preserves and not any(named) and not any(each.is_reg or each.preserve_class for each in subsets):
+        values |= {"preserve_prompts": "general"} if paints else {"preserve_blank": True}
+    return asked.model_copy(update=values)
+
+
+def _read(key: str, path: str, seed: int, pixel_multiple: int, usual: SamplePrompt) -> list[SamplePrompt]:
+    """Return the prompts of a file, or those of ``general``; seeds count up from the run's."""
+    if path != "general":
+        return read_prompts(path, seed, pixel_multiple, usual, key)
+    texts = read_toml(GENERAL)[0][key]
+    return [replace(usual, prompt=text, seed=seed + number) for number, text in enumerate(texts)]
+
+
+def _key(config: TrainConfig, family: Family, base_weights: BaseWeights, prompts: Sequence[SamplePrompt]) -> str:
+    precision = config.precision.model_dump()
+    parts = (
+        family.fingerprint(), base_weights.fingerprint(), sorted(precision.items()), config.model.base_dtype,
+        config.training.mixed_precision, [prompt.line() for prompt in prompts],
+    )  # fmt: skip
+    return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
+
+
+def paint(
+    sets: tuple[PaintedSet | None, PaintedSet | None],
+    config: TrainConfig,
+    family: Family,
+    base_weights: BaseWeights,
+    accelerator: Accelerator,
+    console: Console,
+) -> Painted:
+    """Paint what is missing of ``sets``, each process its share; return the folders.
+
+    The model is loaded for it and freed again, its encoders before it.
+
+    Raises:
+        UserError: the model is split among processes, of which none can paint alone; what ``generate_images`` says.
+    """
+    world, rank = accelerator.num_processes, accelerator.process_index
+    missing = [
+        (each.path(number), prompt)
+        for each in filter(None, sets)
+        for number, prompt in enumerate(each.prompts)
+        if not each.path(number).exists()
+    ]
+    if missing and config.parallel.splits_model:
+        raise UserError(
+            "preserve_prompts, general_prompts: their pictures are painted by one process, and the model is split; "
+            "paint them on one GPU first (tools/paint_regularisation.py with this configuration and cache_directory)"
+        )
+    if mine := missing[rank::world]:
+        loader = plan_base(config.precision, family.quantized_file(), config.training.seed, accelerator.device)
+        loader.changes = base_weights.changes(family.targets)
+        dtype, swapped = base_dtype(config.model, config.training), _swapped(config, family, loader, accelerator.device)
+        images = generate_images(
+            family, [prompt for _, prompt in mine], [], dtype, accelerator.device, console, loader, swapped=swapped
+        )
+        with counting(console) as progress:
+            advance = progress("painting general prompts", len(mine))
+            for (path, _), (prompt, image) in zip(mine, images, strict=True):
+                write_text(path.with_suffix(".txt"), prompt.prompt + "\n")
+                save_image(image, path, {"prompt": prompt.line()})
+                advance(1)
+        release()
+    accelerator.wait_for_everyone()
+    regularisation, general = sets
+    return Painted(_folder(regularisation), _folder(general))
+
+
+def _folder(painted: PaintedSet | None) -> Path | None:
+    return None if painted is None else painted.folder
+
+
+def _swapped(config: TrainConfig, family: Family, loader: WeightLoader, device: torch.device) -> int | None:
+    """Return how many blocks wait in host memory while pictures are painted; None: as many as can.
+
+    With ``memory = "auto"`` nobody has said it, and nothing is known yet but the size of the files.
+    """
+    if config.training.memory == "manual" or device.type == "cpu":
+        return config.training.blocks_to_swap
+    nbytes = sum(path.stat().st_size for path in weight_files(family.files.transformer)) // (
+        1 if loader.recipe is None else 2
+    )
+    return 0 if nbytes + _ROOM < available_bytes(device) else None

@@ -1,0 +1,144 @@
+"""Which samples of an epoch preserve, with which captions, and how many of each kind there are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from library.config.schema import DatasetArguments, PreservationConfig
+from library.data.batches import collate
+from library.data.dataset import Painted, TrainingData, build_dataset
+from library.errors import UserError
+from tests.data.folders import AverageEncoder, LettersEncoder, add_image, write_toml
+
+EPOCHS = 60
+
+
+def build(toml: Path, painted: Painted | None = None, weight: float = 0.5, **asked: object) -> TrainingData:
+    preservation = PreservationConfig(preserve="prior", **asked)
+    return build_dataset(
+        DatasetArguments(dataset_config=str(toml)), 3, 16, 8, weight, False, preservation=preservation, painted=painted
+    )
+
+
+def folder_of(path: Path, images: int, caption: str) -> Path:
+    for number in range(images):
+        add_image(path, f"{number}.png", caption=caption, seed=number)
+    return path
+
+
+def seen(data: TrainingData) -> Counter[tuple[str, bool]]:
+    """Return how often each caption is seen with and without the frozen model's answer in :data:`EPOCHS` epochs."""
+    found: Counter[tuple[str, bool]] = Counter()
+    for epoch in range(EPOCHS):
+        for batch in data.batch_sampler().plan_epoch(epoch):
+            sources = [data.train.source((epoch, index)) for index in batch]
+            found.update((source.text.caption, source.prior) for source in sources)
+    return found
+
+
+def test_a_share_of_the_appearances_has_the_class_for_the_trigger_and_the_frozen_answer(tmp_path: Path) -> None:
+    folder_of(tmp_path / "img", 10, "a zorbo on a Zorbo's zorbomat")
+    found = seen(
+        build(write_toml(tmp_path, general='trigger_word = "zorbo"'), preserve_class="toy", preserve_share=0.3)
+    )
+    assert set(found) == {("a zorbo on a Zorbo's zorbomat", False), ("a toy on a toy's zorbomat", True)}
+    # 600 draws of a share of 0.3: four standard deviations are 0.075
+    assert found["a toy on a toy's zorbomat", True] / found.total() == pytest.approx(0.3, abs=0.075)
+
+
+def test_the_share_is_that_of_all_samples_whatever_kinds_there_are(tmp_path: Path) -> None:
+    folder_of(tmp_path / "img", 12, "a zorbo")
+    folder_of(tmp_path / "reg", 3, "a house")
+    toml = write_toml(tmp_path, general='trigger_word = "zorbo"')
+    toml.write_text(toml.read_text() + "[[datasets.subsets]]\nimage_dir = 'reg'\nis_reg = true\n")
+    found = seen(build(toml, preserve_class="toy", preserve_blank=True, preserve_share=0.3))
+    kinds = {key: count / found.total() for key, count in found.items()}
+    assert kinds.keys() == {("a zorbo", False), ("a toy", True), ("", True), ("a house", True)}
+    # a tenth each; of twelve images two regularisation ones are the next whole number: 2 / 14
+    assert kinds["a house", True] == pytest.approx(2 / 14, abs=1e-9)
+    assert kinds["a toy", True] == pytest.approx(0.1, abs=0.04)
+    assert kinds["", True] == pytest.approx(0.1, abs=0.04)
+
+
+def test_without_preserve_regularisation_images_are_half_of_an_epoch_with_their_own_targets(tmp_path: Path) -> None:
+    folder_of(tmp_path / "img", 4, "a zorbo")
+    folder_of(tmp_path / "reg", 3, "a house")
+    toml = write_toml(tmp_path)
+    toml.write_text(toml.read_text() + "[[datasets.subsets]]\nimage_dir = 'reg'\nis_reg = true\n")
+    data = build_dataset(DatasetArguments(dataset_config=str(toml)), 3, 16, 8, 1.0, False)
+    assert seen(data) == {("a zorbo", False): 4 * EPOCHS, ("a house", False): 4 * EPOCHS}
+
+
+def test_each_concept_has_its_own_trigger_and_class(tmp_path: Path) -> None:
+    folder_of(tmp_path / "one", 4, "a zorbo")
+    folder_of(tmp_path / "two", 4, "a mup")
+    folder_of(tmp_path / "three", 4, "a thing")
+    toml = write_toml(tmp_path, subset="image_dir = 'one'\ntrigger_word = 'zorbo'\npreserve_class = 'toy'")
+    toml.write_text(
+        toml.read_text()
+        + "[[datasets.subsets]]\nimage_dir = 'two'\ntrigger_word = 'mup'\nnum_repeats = 2\n"
+        + "[[datasets.subsets]]\nimage_dir = 'three'\n"
+    )
+    found = seen(build(toml, preserve_class="animal", preserve_share=0.5))
+    assert {caption for caption, prior in found if prior} == {"a toy", "a animal"}
+    assert found["a mup", False] + found["a animal", True] == 2 * 4 * EPOCHS
+    assert found["a thing", False] == 4 * EPOCHS
+
+
+def test_what_preserves_is_cached_weighs_as_regularisation_images_and_counts_everywhere(tmp_path: Path) -> None:
+    folder_of(tmp_path / "img", 6, "a zorbo")
+    data = build(
+        write_toml(tmp_path, general='trigger_word = "zorbo"'), preserve_class="toy", preserve_share=0.5, weight=0.25
+    )
+    assert set(data.captions()) == {"a zorbo", "a toy"}
+    data.missing_latents("vae-1")
+    data.missing_text("letters-1")
+    encoder = LettersEncoder()
+    data.cache_latents(AverageEncoder(), 4, lambda *_: lambda _: None)
+    data.cache_text(encoder, [], 4, lambda *_: lambda _: None)
+    batch = collate([data.train[epoch, index] for epoch in range(3) for index in range(6)])
+    assert any(batch.prior)
+    assert not all(batch.prior)
+    assert batch.loss_weights.tolist() == [0.25 if prior else 1.0 for prior in batch.prior]
+    assert [caption == "a toy" for caption in batch.captions] == batch.prior
+    part = batch.rows([1, 3])
+    assert (part.prior, part.sample_ids) == (
+        [batch.prior[1], batch.prior[3]],
+        [batch.sample_ids[1], batch.sample_ids[3]],
+    )
+
+
+def test_held_out_images_are_never_seen_with_the_class(tmp_path: Path) -> None:
+    folder_of(tmp_path / "img", 8, "a zorbo")
+    toml = write_toml(tmp_path, "validation_split = 0.25", general='trigger_word = "zorbo"')
+    data = build(toml, preserve_class="toy", preserve_share=0.9)
+    assert data.validation is not None
+    sources = [data.validation.source((epoch, i)) for epoch in range(20) for i in range(len(data.validation))]
+    assert {(source.text.caption, source.prior) for source in sources} == {("a zorbo", False)}
+
+
+def test_painted_images_are_regularisation_images_of_every_resolution_and_measured_ones_are_not_trained_on(
+    tmp_path: Path,
+) -> None:
+    folder_of(tmp_path / "img", 9, "a zorbo")
+    kept = folder_of(tmp_path / "kept", 3, "a house")
+    general = folder_of(tmp_path / "general", 2, "a tree")
+    toml = write_toml(tmp_path)
+    toml.write_text(
+        toml.read_text() + "[[datasets]]\nresolution = 32\n[[datasets.subsets]]\nimage_dir = 'img'\nnum_repeats = 2\n"
+    )
+    data = build(toml, Painted(kept, general), preserve_share=0.25)
+    found = seen(data)
+    assert found == {("a zorbo", False): 27 * EPOCHS, ("a house", True): (3 + 6) * EPOCHS}
+    assert data.general is not None
+    assert [sample.caption for sample in data.general.samples] == ["a tree", "a tree"]
+    assert "a tree" in data.captions()
+
+
+def test_a_class_without_a_trigger_word_ends_in_a_line(tmp_path: Path) -> None:
+    folder_of(tmp_path / "img", 2, "a zorbo")
+    with pytest.raises(UserError, match=r"dataset\.toml: preserve_class: .*set trigger_word"):
+        build(write_toml(tmp_path), preserve_class="toy")
