@@ -35,6 +35,7 @@ from library.data.batches import (
     collate,
     collate_if_read,
 )
+from library.data.caption_command import write_captions
 from library.data.dataset import TrainingData, build_dataset
 from library.data.lint import check, summarise
 from library.errors import UserError
@@ -44,7 +45,7 @@ from library.models.vae import ImageEncoder
 from library.nn.checkpointing import neighbours
 from library.precision.checkpoint import WeightFiles
 from library.precision.linear import make_cpu_kernels
-from library.training.checkpoint.metadata import image_facts, lora_facts
+from library.training.checkpoint.metadata import image_facts, lora_facts, trigger_phrase
 from library.training.checkpoint.state import tidy
 from library.training.flow import resolve_sampling
 from library.training.guard.signals import ignore_signals
@@ -286,6 +287,7 @@ class ImageLora(LoraTask):
             "attention": self.attention,
             "base_weights": self.base_weights.described(),
             "inpaint_blank": " ".join(self.data.inpaint_blanks),
+            "trigger_phrase": None if self.config.saving.no_metadata else trigger_phrase(self.data.config),
         }
 
     def memory_advice(self) -> str:
@@ -337,8 +339,11 @@ def read_data(
         most_references: control images that it takes at most; None for any number.
 
     Raises:
-        UserError: see ``build_dataset``; a seam without masks; more control images than the model takes.
+        UserError: see ``write_captions`` and ``build_dataset``; a seam without masks; more control images than the
+            model takes.
     """
+    with accelerator.main_process_first(), counting(console) as start:  # the others find what it wrote
+        write_captions(arguments, conditioning, start)
     data = build_dataset(
         arguments,
         seed=training.seed,
