@@ -120,6 +120,22 @@ def test_a_word_without_effect_is_refused(tmp_path: Path, subset: str, general: 
     assert "\n" not in str(caught.value)
 
 
+def test_each_concept_has_its_word_its_class_and_its_repeats(tmp_path: Path) -> None:
+    add_image(tmp_path / "img", "a.png", caption="on grass", seed=1)
+    add_image(tmp_path / "dog", "b.png", caption="[trigger] asleep", seed=2)
+    add_image(tmp_path / "both", "c.png", caption="zorbo and blorp", seed=3)
+    subsets = [
+        "image_dir = 'img'\ntrigger_word = 'zorbo'\npreserve_class = 'man'\nnum_repeats = 4",
+        "image_dir = 'dog'\ntrigger_word = 'blorp'\npreserve_class = 'dog'\nnum_repeats = 3",
+        "image_dir = 'both'\nnum_repeats = 2",
+    ]
+    data = build(write_toml(tmp_path, subset="\n[[datasets.subsets]]\n".join(subsets)))
+    captions = {caption for sample in data.train.samples for caption in data.train.captions_of(sample)}
+    assert captions == {"zorbo, on grass", "blorp asleep", "zorbo and blorp"}
+    assert [(s.settings.preserve_class, s.repeats) for s in data.train.samples] == [("man", 4), ("dog", 3), (None, 2)]
+    assert trigger_phrase(data.config) == "zorbo, blorp"
+
+
 def test_the_mark_without_a_word_is_refused_with_the_images(tmp_path: Path) -> None:
     add_image(tmp_path / "img", "a.png", caption="a cat")
     add_image(tmp_path / "img", "b.png", caption="a [trigger]")
