@@ -6,7 +6,8 @@
 Every file is decoded once; what was found is cached, so the next look takes a second. ``--report`` writes an HTML page
 that needs nothing beside it: the findings, and the images as training sees them, by bucket, with crop, masks, control
 images, captions and repeats. With ``--model`` (a diffusers folder) captions are counted in its tokens. ``--strict``
-leaves with exit code 2 if anything was found, as ``strict_dataset`` does in training.
+leaves with exit code 2 if anything was found, as ``strict_dataset`` does in training. With the training's
+``caption_command`` it shows what that says of the first images without a caption, and writes none of it.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from library.files import read_toml, write_text
 from library.training.report.progress import counting
 from tools.command import answer_early, seed_number, tool_console, tool_parser, whole
 
+_PREVIEW = 3
+
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
@@ -38,6 +41,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--model", type=Path, metavar="DIR", help="diffusers folder, to count captions in its tokens")
     parser.add_argument("--seed", type=seed_number, default=0, help="the training's: masks and held-out images follow")
     parser.add_argument("--strict", action="store_true", help="exit code 2 if anything is found")
+    parser.add_argument("--trigger_word", help="as in training: for subsets that name none")
+    parser.add_argument("--caption_command", help="as in training: show what it says of images without a caption")
+    parser.add_argument("--preview", type=whole(), metavar="N", help=f"of so many images; default {_PREVIEW}")
     parser.add_argument("--cache_directory", help="as in training; default .tandem_cache beside the images")
     parser.add_argument(
         "--pixel_multiple",
@@ -58,6 +64,7 @@ answer_early(__name__, lambda: parser().parse_args())
 from PIL import Image, ImageOps
 
 from library.conditions import ConditionKind
+from library.data.caption_command import all_uncaptioned, caption_of, command_words
 from library.data.config import INPAINT_KEYS, REFERENCE_KEYS, DatasetConfig, load_dataset_config
 from library.data.gallery import BucketCards, CountTokens, data_url, gallery
 from library.data.lint import TITLES, Advance, Report, check, title, without_broken
@@ -92,16 +99,21 @@ _MOST = 60  # findings of a kind that are shown with images ...
 _IMAGES = 12  # ... and images of a finding
 
 
-def page(report: Report, dataset: Path, buckets: list[BucketCards], refused: str | None, most: int) -> str:
-    """Return the HTML page; ``refused`` is why there are no buckets."""
+Gallery = tuple[list[BucketCards], str | None]  # or why there is none
+Said = list[tuple[Path, str]]  # by a caption command, of images
+
+
+def page(report: Report, config: DatasetConfig, shown: Gallery, most: int, said: Said) -> str:
+    """Return the HTML page; ``most`` cards were asked for."""
     from jinja2 import Environment
 
     source = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
     template = Environment(autoescape=True, keep_trailing_newline=True).from_string(source)
     broken = sorted({Path(one.paths[0]).name for one in report.findings if one.is_error and one.paths})
     return template.render(
-        dataset=dataset, report=report, titles=TITLES, title=title, counted=counted, shown=_MOST, images_each=_IMAGES,
-        thumbnail=_thumbnail, buckets=buckets, broken=broken, refused=refused, most=most,
+        dataset=config.path, datasets=config.datasets, report=report, titles=TITLES, title=title, counted=counted,
+        shown=_MOST, images_each=_IMAGES, thumbnail=_thumbnail, buckets=shown[0], refused=shown[1], broken=broken,
+        most=most, said=said,
     )  # fmt: skip
 
 
@@ -130,7 +142,7 @@ def cards(
     options: argparse.Namespace,
     conditioning: ConditionKind,
     start: Callable[[str, int], Advance],
-) -> tuple[list[BucketCards], str | None]:
+) -> Gallery:
     """Return the gallery of what training would not stop at, or why there is none."""
     count_tokens = token_counter(options.model)
     try:
@@ -142,7 +154,21 @@ def cards(
     return gallery(samples, report.findings, options.seed, options.images, count_tokens, advance), None
 
 
-def _thumbnail(path: str) -> str | None:
+def preview(config: DatasetConfig, command: str | None, most: int | None, console: Console) -> Said:
+    """Print what a caption command says of the first images without a caption, and return it."""
+    if not command:
+        if most is not None:
+            raise UserError("--preview: has no effect without --caption_command; give the command, or remove it")
+        return []
+    words, waiting, said = command_words(command), list(all_uncaptioned(config)), Said()
+    for image in waiting[: most or _PREVIEW]:
+        said.append((image, caption_of(words, image)))
+        console.print(f"{image.name}: {said[-1][1]}", soft_wrap=True)
+    console.print(f"caption_command: {len(said)} of {counted(len(waiting), 'image')} without a caption shown")
+    return said
+
+
+def _thumbnail(path: str | Path) -> str | None:
     """Return an image as a data URL, or None if it cannot be shown, which is what its finding says."""
     try:
         with Image.open(path) as image:
@@ -158,17 +184,19 @@ def main() -> None:
     options = parser().parse_args()
     if options.report is not None and options.report.suffix not in (".html", ".htm"):
         raise UserError(f"--report {options.report}: the page is HTML; give it a name that ends in .html")
-    arguments = DatasetArguments(dataset_config=str(options.dataset), cache_directory=options.cache_directory)
+    given = {"cache_directory": options.cache_directory, "trigger_word": options.trigger_word}
+    arguments = DatasetArguments(dataset_config=str(options.dataset), **given)
     conditioning = options.conditioning or conditioning_of(options.dataset)
     config = load_dataset_config(options.dataset, arguments, conditioning)
     console = tool_console()
     with counting(console) as start:
         report = check(config, options.pixel_multiple, conditioning, start)
     show(report, console)
+    said = preview(config, options.caption_command, options.preview, console)
     if options.report is not None:
         with counting(console) as start:
-            buckets, refused = cards(config, report, options, conditioning, start)
-        html = page(report, options.dataset, buckets, refused, options.images)
+            shown = cards(config, report, options, conditioning, start)
+        html = page(report, config, shown, options.images, said)
         write_text(options.report, printable(html, keep="\n\t"))  # a name may turn a browser's text around, too
         console.print(f"written: {options.report}")
     if options.strict and report.findings:

@@ -1,7 +1,8 @@
 """From the text beside an image to the captions it is trained with.
 
 The steps are kohya's (sd-scripts ``process_caption``): choose a line, add prefix and suffix, replace
-wildcards ``{a|b}``, shuffle and drop tags except the kept ones, replace the secondary separator. Text
+wildcards ``{a|b}``, shuffle and drop tags except the kept ones, replace the secondary separator. Then the
+trigger word is put in: for ``[trigger]`` (ai-toolkit's mark), or in front where the caption lacks it. Text
 encoder outputs are cached, so the random steps cannot be taken anew every time a sample is seen. Instead
 each caption gets up to ``caption_variants`` *variants*, drawn once from a generator seeded with the caption
 itself, and an epoch chooses one of them. Eight variants of a ten-tag caption show the model eight of its
@@ -20,6 +21,10 @@ from library.data.config import SubsetSettings
 from library.randomness import python_random
 
 _WILDCARD = re.compile(r"\{([^{}]+)\}")
+TRIGGER = "[trigger]"
+# A letter or digit of a script that puts blanks between words: in Thai, Lao, Chinese, Japanese, and before the endings
+# of Korean, a Latin trigger word stands between letters and is a word all the same.
+_LETTER = r"[^\W\u0e00-\u0eff\u1100-\u11ff\u2e80-\u9fff\uac00-\ud7ff\uf900-\ufaff]"
 _OPEN, _CLOSE = "\ue000", "\ue001"  # stand for {{ and }} while wildcards are replaced (private use characters)
 
 
@@ -39,6 +44,33 @@ def caption_variants(raw: str, settings: SubsetSettings, count: int) -> tuple[st
 def plain_caption(raw: str, settings: SubsetSettings) -> str:
     """Return the caption without chance: first line, first choice of each wildcard, tags in order."""
     return _compose(raw, settings, None)
+
+
+def has_word(caption: str, word: str) -> bool:
+    """Return whether a caption holds ``word`` (or several), whole and in any case."""
+    return _whole_word(word).search(caption) is not None
+
+
+def replace_word(caption: str, word: str, by: str) -> str:
+    """Return a caption with ``by`` wherever it holds ``word``, whole and in any case."""
+    return _whole_word(word).sub(lambda _: by, caption)
+
+
+def words_around(caption: str, word: str) -> set[str]:
+    """Return the longer words, in lower case, of which ``word`` is a part: "cartoon" of "art"."""
+    part = word.lower()
+    found = re.findall(f"(?<!{_LETTER}){_LETTER}*?{re.escape(part)}{_LETTER}*", caption.lower())  # linear in its length
+    return set(found) - {part}
+
+
+def lacks_trigger(raw: str, settings: SubsetSettings) -> bool:
+    """Return whether the trigger word has to be put in front of a caption."""
+    word = settings.trigger_word
+    return bool(word) and not has_word(_arrange(raw, settings, None).replace(TRIGGER, str(word)), str(word))
+
+
+def _whole_word(word: str) -> re.Pattern[str]:
+    return re.compile(f"(?<!{_LETTER}){re.escape(word)}(?!{_LETTER})", re.IGNORECASE)
 
 
 def can_drop(settings: SubsetSettings) -> bool:
@@ -68,6 +100,17 @@ def _is_random(raw: str, settings: SubsetSettings) -> bool:
 
 
 def _compose(raw: str, settings: SubsetSettings, rng: random.Random | None) -> str:
+    caption, word = _arrange(raw, settings, rng), settings.trigger_word
+    if not word:
+        return caption
+    caption = caption.replace(TRIGGER, word)
+    if has_word(caption, word):
+        return caption
+    return f"{word}{settings.caption_separator.strip()} {caption}" if caption else word
+
+
+def _arrange(raw: str, settings: SubsetSettings, rng: random.Random | None) -> str:
+    """Return the caption after all steps but the trigger word's."""
     lines = raw.split("\n")
     caption = rng.choice(lines) if rng and settings.enable_wildcard else lines[0]
     caption = " ".join(part for part in (settings.caption_prefix, caption, settings.caption_suffix) if part)
@@ -108,13 +151,3 @@ def _arrange_tags(caption: str, settings: SubsetSettings, rng: random.Random | N
     if rng and settings.caption_tag_dropout_rate:
         loose = [tag for tag in loose if rng.random() >= settings.caption_tag_dropout_rate]
     return f"{settings.caption_separator.strip()} ".join(head + loose + tail)
-
-
-def has_word(caption: str, word: str) -> bool:
-    """Return whether ``caption`` has ``word`` as a whole word, in any case."""
-    return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", caption, re.IGNORECASE) is not None
-
-
-def replace_word(caption: str, word: str, by: str) -> str:
-    """Return ``caption`` with each whole ``word``, in any case, replaced."""
-    return re.sub(rf"(?<!\w){re.escape(word)}(?!\w)", lambda _: by, caption, flags=re.IGNORECASE)

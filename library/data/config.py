@@ -4,7 +4,7 @@ A dataset TOML has an optional ``[general]`` table, ``[[datasets]]`` tables and 
 each of them. A key is looked for in the subset, then in its dataset, then in ``[general]``; what is found first counts
 (the lookup order of sd-scripts' ``config_util.py``). Keys that describe batches and buckets belong to datasets, keys
 that say which files to read belong to subsets. musubi-tuner's flat form, a dataset that names its ``image_directory``
-itself, is read as a dataset with one subset.
+itself, is read as a dataset with one subset. A table with ``resolutions`` becomes a dataset for each of them.
 
 Every table is checked by itself, so a message names the table and line of the mistake. The ``toml`` package gives
 values without positions, so the text is walked once more for a line; inline tables are not followed, and the line is
@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError
 
 from library.conditions import ConditionKind
 from library.config.kohya.flags import FLAGS
@@ -79,6 +79,7 @@ Interpolation = Literal["lanczos", "area", "box", "bicubic", "cubic", "bilinear"
 Side = Annotated[int, Field(ge=1, le=MOST_SIDE)]
 _AsTuple = BeforeValidator(lambda value: tuple(value) if type(value) is list else value)
 Sides = Annotated[Side | tuple[Side, Side], _AsTuple]
+Word = Annotated[str, StringConstraints(strip_whitespace=True)]
 
 
 class _Table(BaseModel):
@@ -100,8 +101,6 @@ class SubsetSettings(_Table):
     inpaint_blank: Blank = "grey"
     is_reg: bool = False
     class_tokens: str | None = None
-    trigger_word: str | None = None
-    preserve_class: str | None = None
     num_repeats: Annotated[int, Field(ge=0, le=1_000_000)] = 1
     alpha_mask: bool = False
     flip_aug: bool = False
@@ -119,12 +118,15 @@ class SubsetSettings(_Table):
     caption_dropout_rate: Fraction = 0.0
     caption_dropout_every_n_epochs: Annotated[int, Field(ge=0, le=MOST)] = 0
     caption_tag_dropout_rate: Fraction = 0.0
+    trigger_word: Word | None = None
+    preserve_class: Word | None = None
 
 
 class DatasetSettings(_Table):
     """Keys of ``[[datasets]]``; all may also stand in ``[general]``."""
 
     resolution: Sides | None = None
+    resolutions: Annotated[tuple[Sides, ...], _AsTuple, Field(min_length=1)] | None = None
     batch_size: Batch = 1
     enable_bucket: bool = False
     bucket_no_upscale: bool = False
@@ -141,6 +143,7 @@ class DatasetSettings(_Table):
 SUBSET_ONLY = frozenset(
     {"image_dir", "metadata_file", "conditioning_data_dir", "control_directory", "inpaint_mask_directory", "is_reg"}
 )
+_RESOLUTIONS = frozenset({"resolution", "resolutions"})
 SUBSET_KEYS = frozenset(SubsetSettings.model_fields)
 DATASET_KEYS = frozenset(DatasetSettings.model_fields)
 OTHER_NAMES = {  # musubi-tuner's names, some of single models
@@ -164,6 +167,7 @@ _OF_VIDEOS = ("video_directory", "video_jsonl_file", "target_frames", "frame_ext
 REFUSED_KEYS = {
     **{key: f"{FLAGS[key].why}; {FLAGS[key].instead}" for key in _OF_TRAINERS},
     **dict.fromkeys(_OF_VIDEOS, "models are trained on still images; use image_dir"),
+    "caption_command": "a dataset may come from a stranger and names no commands; set it in the training TOML",
     "custom_attributes": "nothing reads it; remove it",
     "network_multiplier": "the network is always trained at full strength; remove it and use num_repeats",
 }
@@ -194,6 +198,7 @@ class Dataset:
     cache_directory: Path | None
     subsets: tuple[Subset, ...]
     control_resolution: tuple[int, int] | None = None
+    number: int = 1  # of its table; those of one table with several resolutions share it
 
 
 @dataclass(frozen=True)
@@ -247,7 +252,7 @@ def load_dataset_config(
 
     Args:
         path: the TOML, or a folder of folders named ``10_name class``.
-        defaults: batch size, cache folder and ``dataset_args``, which hold where it names none.
+        defaults: batch size, cache folder, trigger word and ``dataset_args``, which hold where it names none.
         conditioning: what the model is given besides a caption, which decides which keys are taken.
     """
     found = Path(path).expanduser()
@@ -263,14 +268,17 @@ def load_dataset_config(
     file = _File(found / "*" if found.is_dir() else found, tables, text, conditioning, refused)
     _check_top_level(file)
     fallback = _checked(replace(file, path=Path("dataset_args"), text=""), "", args)
-    general = fallback | _checked(file, "[general]", file.tables.get("general", {}))
+    general = _inherit(fallback, _checked(file, "[general]", file.tables.get("general", {})))
     written = file.tables.get("datasets")
     if isinstance(written, dict):
         raise UserError(f"{file.path}: [datasets] is one table of several; write it in double brackets: [[datasets]]")
     if not isinstance(written, list) or not written or not all(isinstance(table, dict) for table in written):
         raise UserError(f"{file.path}: no [[datasets]] table; add one with a [[datasets.subsets]] below it")
-    datasets = tuple(_read_dataset(file, number, general, defaults) for number in range(len(written)))
-    return DatasetConfig(file.path, datasets)
+    datasets = [dataset for number in range(len(written)) for dataset in _read_table(file, number, general, defaults)]
+    classes = {subset.settings.preserve_class for dataset in datasets for subset in dataset.subsets}
+    if any(table.get("preserve_class") for table in (general, *written)) and classes == {None}:
+        raise UserError(f"{file.path}: preserve_class: has no effect, no subset has a trigger_word; set one")
+    return DatasetConfig(file.path, tuple(datasets))
 
 
 def dataset_value(key: str, value: Any) -> Any:
@@ -283,6 +291,9 @@ def dataset_value(key: str, value: Any) -> Any:
     if key == "resolution" and isinstance(value, str):
         sides = [int(side) for side in value.split(",") if side.strip().isdigit()]
         return sides[0] if len(sides) == 1 else sides
+    if key == "resolutions" and isinstance(value, str):  # 512,768x1024
+        entries = [[int(side) for side in part.split("x") if side.strip().isdigit()] for part in value.split(",")]
+        return [sides[0] if len(sides) == 1 else sides for sides in entries]
     if field is None:
         return value
     try:
@@ -354,7 +365,14 @@ def _check_top_level(file: _File) -> None:
         raise UserError(f"{file.where('', key)}: unknown {kind} {key!r}{near}")
 
 
-def _read_dataset(file: _File, number: int, general: dict[str, Any], defaults: DatasetArguments) -> Dataset:
+def _inherit(outer: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Return a table's keys over those further up; of ``resolution`` and ``resolutions`` the nearest counts."""
+    hidden = _RESOLUTIONS if own.keys() & _RESOLUTIONS else ()
+    return {key: value for key, value in outer.items() if key not in hidden} | own
+
+
+def _read_table(file: _File, number: int, general: dict[str, Any], defaults: DatasetArguments) -> list[Dataset]:
+    """Return what a ``[[datasets]]`` table describes: a dataset, or one for each of its ``resolutions``."""
     table = file.tables["datasets"][number]
     name = f"dataset {number + 1}"
     written = {key: value for key, value in table.items() if key != "subsets"}
@@ -362,17 +380,21 @@ def _read_dataset(file: _File, number: int, general: dict[str, Any], defaults: D
     if not isinstance(subset_tables, list) or not all(isinstance(subset, dict) for subset in subset_tables):
         raise UserError(f"{file.path}: {name}: subsets must be [[datasets.subsets]] tables; write the double brackets")
     own = _checked(file, name, written, (number,), flat=not subset_tables)
-    inherited: dict[str, Any] = {"batch_size": defaults.train_batch_size} | general | own
+    outer = {"batch_size": defaults.train_batch_size, "trigger_word": defaults.trigger_word} | general
+    inherited = _inherit(outer, own)
     settings = DatasetSettings.model_validate({k: v for k, v in inherited.items() if k in DATASET_KEYS})
     where = f"{file.path}: {name}" if len(file.tables["datasets"]) > 1 else f"{file.path}"
-    if settings.resolution is None:
+    sizes = [_both(one) for one in settings.resolutions or (settings.resolution,) if one is not None]
+    if not sizes:
         raise UserError(f"{where}: no resolution; write e.g. resolution = 1024 below [[datasets]]")
+    if twice := [size for size in sizes if sizes.count(size) > 1]:
+        raise UserError(f"{where}: resolutions: {twice[0][0]}x{twice[0][1]} stands there twice; keep one")
     control = settings.control_resolution
     shared = {key: value for key, value in inherited.items() if key in SUBSET_KEYS}
     if subset_tables:
         subsets = tuple(_read_subset(file, number, i, shared) for i in range(len(subset_tables)))
     elif shared.keys() & {"image_dir", "metadata_file"}:
-        subsets = (_build_subset(file, f"{file.path}: {name}", shared),)
+        subsets = (_build_subset(file, f"{file.path}: {name}", shared, own),)
     else:
         raise UserError(f"{where}: no [[datasets.subsets]]; add one with image_dir or metadata_file")
     cache = settings.cache_directory
@@ -383,7 +405,10 @@ def _read_dataset(file: _File, number: int, general: dict[str, Any], defaults: D
     if defaults.cache_directory and not cache:
         cache_directory = written_path(defaults.cache_directory, "cache_directory").resolve()
     control_resolution = None if control is None else _both(control)
-    return Dataset(where, settings, _both(settings.resolution), cache_directory, subsets, control_resolution)
+    return [  # samples are told apart by their subset: each has copies of its own
+        Dataset(where, settings, size, cache_directory, tuple(map(replace, subsets)), control_resolution, number + 1)
+        for size in sizes
+    ]
 
 
 def _both(sides: int | tuple[int, int]) -> tuple[int, int]:
@@ -398,11 +423,12 @@ def _read_subset(file: _File, dataset: int, number: int, inherited: dict[str, An
     folders_inside = {"image_dir", "conditioning_data_dir", "control_directory", "inpaint_mask_directory"}
     if own.get("recursive") and values.get("metadata_file") and not folders_inside & values.keys():
         raise UserError(f"{file.path}: {name}: recursive: has no effect, metadata_file lists the images; remove it")
-    return _build_subset(file, f"{file.path}: {name}", values)
+    return _build_subset(file, f"{file.path}: {name}", values, own)
 
 
-def _build_subset(file: _File, where: str, values: dict[str, Any]) -> Subset:
-    settings = SubsetSettings.model_validate(values)
+def _build_subset(file: _File, where: str, values: dict[str, Any], own: dict[str, Any]) -> Subset:
+    """Return the subset with all its ``values``; ``own`` are those of them that are not inherited."""
+    settings = SubsetSettings.model_validate(_without_idle_words(where, values, own))
     if settings.image_dir is None and settings.metadata_file is None:
         raise UserError(f"{where}: neither image_dir nor metadata_file; name the folder that holds the images")
     if settings.alpha_mask and settings.conditioning_data_dir is not None:
@@ -428,6 +454,16 @@ def _build_subset(file: _File, where: str, values: dict[str, Any]) -> Subset:
         inpaint_mask_dir=found("inpaint_mask_directory", "folder"),
         inpainting=inpainting,
     )
+
+
+def _without_idle_words(where: str, values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Return ``values`` without inherited words that mean nothing to this subset; its own ones are refused."""
+    regular, word = values.get("is_reg"), (values.get("trigger_word") or "").strip()
+    idle = ("trigger_word", "preserve_class") if regular else () if word else ("preserve_class",)
+    if named := [key for key in idle if own.get(key)]:
+        why = "on regularisation images, which show other things" if regular else "without trigger_word"
+        raise UserError(f"{where}: {named[0]}: has no effect {why}; remove it")
+    return {key: value for key, value in values.items() if key not in idle}
 
 
 def _inpaint_masks(where: str, settings: SubsetSettings) -> InpaintMasks:
@@ -465,6 +501,9 @@ def _checked(file: _File, name: str, table: Mapping[str, Any], place: Place = ()
         _check_key(where, written, key, is_subset=len(place) == 2, takes_files=flat or len(place) == 2)
         _check_value(where, key, value)
         values[key] = value
+    if values.keys() >= _RESOLUTIONS:
+        where = file.where(name, "resolutions", place)
+        raise UserError(f"{where}: resolution and resolutions both say at which size; keep one of them")
     return values
 
 
@@ -485,8 +524,9 @@ def _check_value(where: str, key: str, value: Any) -> None:
         model.model_validate({key: value})
     except ValidationError as error:
         problem = error.errors()[0]["msg"].replace("Input should be", "should be")
-        if key in ("resolution", "control_resolution"):
-            problem = f"should be a number of pixels or [width, height], each from 1 to {MOST_SIDE}"
+        if key in ("resolution", "resolutions", "control_resolution"):
+            entries = "a list, each entry " if key == "resolutions" else ""
+            problem = f"should be {entries}a number of pixels or [width, height], each from 1 to {MOST_SIDE}"
         shown = str(value).lower() if isinstance(value, bool) else repr(value)  # as a TOML has it
         raise UserError(f"{where}: {key} = {shown}: {problem}; correct the value") from None
 

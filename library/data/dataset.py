@@ -192,7 +192,7 @@ class TrainingData:
         self.config = config
         self.conditioning = conditioning
         self.seed = seed
-        self.warnings = found.warnings
+        self.warnings = list(dict.fromkeys(found.warnings))  # once, at however many resolutions
         self.listed = found.listed
         self.pixel_multiple = pixel_multiple
         self.latent_factor = latent_factor
@@ -357,14 +357,14 @@ class TrainingData:
             settings = dataset.settings
             width, height = dataset.resolution
             kind = "buckets" if settings.enable_bucket else "one size"
-            lines.append(f"dataset {number + 1}: {width}x{height}, {kind}, batch size {settings.batch_size}")
+            lines.append(f"dataset {dataset.number}: {width}x{height}, {kind}, batch size {settings.batch_size}")
             for subset in dataset.subsets:
                 of_subset = [s for s in self._samples if s.group.subset is subset]
                 lines.append(f"  {_describe_subset(subset.written_dir, of_subset)}")
             in_buckets = Counter(key[1] for key in self.train.buckets if key[0] == number)
             for (wide, high), count in sorted(in_buckets.items()):
                 lines.append(f"    {wide:>5} x {high:<5} {count:>7} samples an epoch")
-        held_out = len(self.validation) if self.validation else 0
+        held_out = len({sample.image.path for sample in self._samples if sample.held_out})
         batches = self.batch_sampler().batches_per_epoch()
         lines.append(
             f"{counted(len(self.train), 'sample')} and {counted(batches, 'batch', 'batches')} an epoch, "

@@ -142,6 +142,8 @@ def _card(sample: Sample, findings: list[Finding], seed: int, count_tokens: Coun
     captions = list(dict.fromkeys(caption_variants(sample.caption, settings, _CAPTIONS_SHOWN)))
     marks = ["held out"] if sample.held_out else []
     marks += ["regularisation"] if settings.is_reg else []
+    marks += [f"trigger word: {settings.trigger_word}"] if settings.trigger_word else []
+    marks += [f"class: {settings.preserve_class}"] if settings.preserve_class else []
     marks += ["mirrored half of the time"] if sample.flips else []
     marks += ["caption dropped at times"] if can_drop(settings) and not sample.held_out else []
     assert sample.image.size is not None

@@ -8,6 +8,7 @@ setup          what training would refuse: a missing file, a caption that is no 
 duplicate      images of the same bytes
 alike          images that look the same: another size, another compression (see :mod:`library.data.image_stats`)
 caption        empty captions, and one caption for several images
+trigger        a trigger word that captions use for something else
 upscaled       images smaller than their bucket, which are enlarged
 bars           letterbox or pillarbox: even bars on two opposite sides, which the model learns to paint
 =============  =======================================================================================================
@@ -21,14 +22,16 @@ import base64
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from library.conditions import ConditionKind
-from library.data.buckets import Bucketing, same_shape, size_text
-from library.data.config import Dataset, DatasetConfig, Subset
+from library.data.buckets import Bucketing, Fit, same_shape, size_text
+from library.data.captions import has_word, words_around
+from library.data.config import DatasetConfig, Subset, SubsetSettings
 from library.data.file_index import FileIndex, list_folder
 from library.data.image_stats import ImageStats, ImageStatsIndex
 from library.data.samples import FindSources, Sample, cache_folder
@@ -36,6 +39,7 @@ from library.data.sources import Source, caption_beside, find_sources, is_image,
 from library.errors import UserError, counted, names_in_short
 
 Advance = Callable[[int], None]
+Caption = tuple[str, str, SubsetSettings]  # of an image: its path, raw caption, what its subset says
 
 ERRORS = ("unreadable", "mask", "setup")  # training would stop at these
 TITLES = {
@@ -46,6 +50,7 @@ TITLES = {
     "duplicate": "The same file twice",
     "alike": "Nearly the same image",
     "caption": "Captions",
+    "trigger": "Trigger words",
     "upscaled": "Smaller than their bucket",
     "bars": "Bars at the border",
 }
@@ -110,13 +115,12 @@ def check(
     """
     findings: list[Finding] = []
     images: dict[str, ImageStats] = {}
-    captions: list[tuple[str, str, bool]] = []
-    count = 0
+    captions: list[Caption] = []
     notes: list[str] = []
-    for dataset in config.datasets:
-        buckets = Bucketing(dataset, pixel_multiple)
-        for subset in dataset.subsets:
-            folder = cache_folder(dataset, subset)
+    for _, [*datasets] in groupby(config.datasets, key=lambda dataset: dataset.number):  # each resolution of a table
+        buckets = [Bucketing(dataset, pixel_multiple) for dataset in datasets]
+        for subset in datasets[0].subsets:
+            folder = cache_folder(datasets[0], subset)
             sources = _sources(subset, FileIndex(folder), findings, notes, conditioning)
             files = {file.path: file for source in sources for file in source.files}
             index = ImageStatsIndex(folder)
@@ -125,25 +129,25 @@ def check(
             findings += _of_files(stats)
             notes += note_frames(subset.where, {source.name: stats[source.image.path].frames for source in sources})
             for source in sources:
-                findings += _of_image(source, stats, dataset, subset, buckets)
-            tokens = subset.settings.class_tokens is not None or subset.settings.is_reg
-            captions += [(source.image.path, source.caption, tokens) for source in sources]
+                findings += _of_image(source, stats, subset, buckets)
+            captions += [(source.image.path, source.caption, subset.settings) for source in sources]
             images |= {source.image.path: stats[source.image.path] for source in sources}
-            count += len(sources)
     readable = {path: stats for path, stats in images.items() if stats.problem is None}
-    findings += [*_duplicates(readable), *_alike(readable), *_captions(captions)]
-    return Report(count, findings, tuple(notes))
+    findings += [*_duplicates(readable), *_alike(readable), *_captions(captions), *_trigger_words(captions)]
+    return Report(len(images), findings, tuple(notes))
 
 
 def summarise(samples: Sequence[Sample]) -> list[str]:
     """Return lines on what a start knows of its samples anyway: captions, and sizes against buckets."""
     images = {sample.image.path: sample for sample in samples}
-    findings = _captions(
-        [(path, s.caption, s.settings.class_tokens is not None or s.settings.is_reg) for path, s in images.items()]
-    )
-    for sample in images.values():
+    captions = [(path, sample.caption, sample.settings) for path, sample in images.items()]
+    findings = [*_captions(captions), *_trigger_words(captions)]
+    fits: dict[str, list[Fit]] = defaultdict(list)
+    for sample in samples:
+        fits[sample.image.path].append(sample.fit)
+    for path, sample in images.items():
         assert sample.image.size is not None
-        findings += _upscaled(sample.image.path, sample.image.size, sample.fit.resized)
+        findings += _upscaled(path, sample.image.size, fits[path])
     return Report(len(images), findings).lines()
 
 
@@ -189,7 +193,7 @@ def _of_files(stats: dict[str, ImageStats]) -> list[Finding]:
 
 
 def _of_image(
-    source: Source, stats: dict[str, ImageStats], dataset: Dataset, subset: Subset, buckets: Bucketing
+    source: Source, stats: dict[str, ImageStats], subset: Subset, buckets: Sequence[Bucketing]
 ) -> list[Finding]:
     """Findings about an image's size, borders and companions."""
     path, own = source.image.path, stats[source.image.path]
@@ -203,8 +207,7 @@ def _of_image(
                 sizes = f"{size_text(size)} for an image of {size_text(own.size)}"
                 found.append(Finding(kind, (path, file.path), f"{Path(file.path).name}: {sizes}"))
     try:
-        fit = buckets.fit(own.size, subset.settings.random_crop, path)
-        found += _upscaled(path, own.size, fit.resized)
+        found += _upscaled(path, own.size, [one.fit(own.size, subset.settings.random_crop, path) for one in buckets])
     except UserError as error:
         found.append(Finding("setup", (path,), str(error)))
     left, top, right, bottom = own.bars
@@ -215,11 +218,18 @@ def _of_image(
     return found
 
 
-def _upscaled(path: str, size: tuple[int, int], resized: tuple[int, int]) -> list[Finding]:
-    factor = max(resized[0] / size[0], resized[1] / size[1])
-    if min(resized[0] / size[0], resized[1] / size[1]) <= 1:  # rounding may enlarge one side by a pixel
+def _upscaled(path: str, size: tuple[int, int], fits: Sequence[Fit]) -> list[Finding]:
+    """What is said of an image that is smaller than its bucket at one resolution or several."""
+    factors = {
+        fit.bucket: sorted(resized / own for resized, own in zip(fit.resized, size, strict=True)) for fit in fits
+    }
+    large = {bucket: both[1] for bucket, both in factors.items() if both[0] > 1}  # rounding may enlarge one by a pixel
+    if not large:
         return []
-    return [Finding("upscaled", (path,), f"{Path(path).name}: {size_text(size)} is enlarged {factor:.2f} times")]
+    times = ", ".join(f"{factor:.2f} times to fill {size_text(bucket)}" for bucket, factor in large.items())
+    fitting = [size_text(bucket) for bucket in factors if bucket not in large]
+    remedy = f"; it fills {fitting[-1]} (bucket_no_upscale enlarges none)" if fitting else ""
+    return [Finding("upscaled", (path,), f"{Path(path).name}: {size_text(size)} is enlarged {times}{remedy}")]
 
 
 def _duplicates(images: dict[str, ImageStats]) -> list[Finding]:
@@ -259,20 +269,37 @@ def _thumbnail(stats: ImageStats) -> NDArray[np.uint8]:
     return np.frombuffer(base64.b64decode(stats.thumbnail), np.uint8)
 
 
-def _captions(captions: Iterable[tuple[str, str, bool]]) -> list[Finding]:
-    """Empty captions, and captions that several images share where no class token is meant to."""
+def _captions(captions: Iterable[Caption]) -> list[Finding]:
+    """Empty captions without a trigger word, and captions that several images share where none is meant to."""
     by_text: dict[str, list[str]] = defaultdict(list)
     empty: list[str] = []
-    for path, caption, is_shared in captions:
+    for path, caption, settings in captions:
         if not caption.strip():
-            empty.append(path)
-        elif not is_shared:
+            empty += [] if settings.trigger_word else [path]
+        elif settings.class_tokens is None and not settings.is_reg:
             by_text[caption.strip()].append(path)
     found = [Finding("caption", tuple(empty), f"{_names(empty)}: empty caption")] if empty else []
     for text, paths in by_text.items():
         if len(set(paths)) > 1:
             short = text if len(text) <= 40 else f"{text[:40]}..."
             found.append(Finding("caption", tuple(paths), f"{_names(paths)} share the caption {short!r}"))
+    return found
+
+
+def _trigger_words(captions: Sequence[Caption]) -> list[Finding]:
+    """Trigger words in captions of regularisation images, and within other words."""
+    found: list[Finding] = []
+    for word in filter(None, dict.fromkeys(settings.trigger_word for _, _, settings in captions)):
+        if regular := [path for path, caption, of in captions if of.is_reg and has_word(caption, word)]:
+            text = f"{_names(regular)}: a caption of regularisation images says {word!r}, the trigger word"
+            found.append(Finding("trigger", tuple(regular), text))
+        within: dict[str, list[str]] = defaultdict(list)
+        for path, caption, _ in captions:
+            for longer in words_around(caption, word):
+                within[longer].append(path)
+        for longer, paths in sorted(within.items()):
+            text = f"{_names(paths)}: the trigger word {word!r} is part of {longer!r}; a rarer one is told apart"
+            found.append(Finding("trigger", tuple(paths), text))
     return found
 
 

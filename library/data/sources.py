@@ -27,6 +27,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from library.conditions import ConditionKind
+from library.data.captions import TRIGGER, lacks_trigger
 from library.data.config import Subset, refused_condition_keys
 from library.data.file_index import FileIndex, SourceFile, Stats, files_inside, list_folder
 from library.data.images import IMAGE_SUFFIXES
@@ -84,9 +85,25 @@ def find_sources(
     white = "add an image of the same name, white where to fill"
     fills = _find_masks(subset, "inpaint_mask_directory", subset.inpaint_mask_dir, found, index, warnings, white)
     found = [replace(s, mask=mask, inpaint_mask=fill) for s, mask, fill in zip(found, masks, fills, strict=True)]
+    _note_trigger(subset, found, warnings)
     if conditioning == "references":
         found = _with_control_images(subset, found, index, warnings)
     return found
+
+
+def _note_trigger(subset: Subset, found: list[Source], warnings: list[str]) -> None:
+    """Say where the trigger word is put in; its mark without a word would be learnt as text, so it is refused."""
+    settings, where = subset.settings, subset.where
+    if word := settings.trigger_word:
+        bare = sum(lacks_trigger(source.caption, settings) for source in found)
+        done = f"put in front of {bare} of {counted(len(found), 'caption')}" if bare else "in every caption"
+        known_as = f" (preserve_class {settings.preserve_class!r})" if settings.preserve_class else ""
+        warnings.append(f"{where}: trigger word {word!r}{known_as} {done}")
+        return
+    added = f"{settings.caption_prefix}{settings.caption_suffix}"
+    if marked := [source.name for source in found if TRIGGER in source.caption or TRIGGER in added]:
+        remedy = "write captions without it, as is_reg has no trigger word" if settings.is_reg else "set trigger_word"
+        raise UserError(f"{where}: {TRIGGER} in the captions of {_some_of(marked, len(found))}; {remedy}")
 
 
 def _with_control_images(subset: Subset, found: list[Source], index: FileIndex, warnings: list[str]) -> list[Source]:
@@ -227,6 +244,18 @@ def caption_beside(name: str, files: Collection[str], subset: Subset) -> str | N
     return found if found in files and found != name else None
 
 
+def uncaptioned(subset: Subset) -> dict[Path, Path]:
+    """Return the images of a subset with an ``image_dir`` that have no caption, with the files that one belongs in."""
+    folder, suffix = subset.image_dir, _caption_suffix(subset)
+    assert folder is not None
+    if is_image(f"x{suffix}"):
+        raise UserError(f"{subset.where}: caption_extension {suffix!r} is that of an image; name another, as '.txt'")
+    besides = [path for path in (subset.mask_dir, subset.control_dir, subset.inpaint_mask_dir) if path != folder]
+    files = list_folder(folder, subset.settings.recursive, [path for path in besides if path is not None])
+    without = [name for name in files if is_image(name) and not caption_beside(name, files, subset)]
+    return {folder / name: folder / (stem(name) + suffix) for name in without}
+
+
 def _caption_suffix(subset: Subset) -> str:
     """Return what follows an image's stem in the name of its caption's file; the dot may be left out in the TOML."""
     suffix = subset.settings.caption_extension
@@ -248,14 +277,16 @@ def _complain_about_missing_captions(
     warnings: list[str],
 ) -> None:
     suffix = _caption_suffix(subset)
-    if len(without) < total:
+    word = subset.settings.trigger_word
+    stems = {stem(name) for name in without}
+    beside = [end for end in _CAPTIONS if any(stem + end in files for stem in stems)]
+    if len(without) < total or (word and not beside):
+        text = "the trigger word alone" if word else "an empty caption"
         warnings.append(
-            f"{subset.where}: no {suffix} file for {_some_of(without, total)}, trained with an empty caption; "
+            f"{subset.where}: no {suffix} file for {_some_of(without, total)}, trained with {text}; "
             "write captions or set class_tokens"
         )
         return
-    stems = {stem(name) for name in without}
-    beside = [end for end in _CAPTIONS if any(stem + end in files for stem in stems)]
     if beside:
         remedy = f"set caption_extension = '{beside[0]}'"
     else:
@@ -357,7 +388,8 @@ def _metadata_caption(subset: Subset, entry: dict[str, Any], where: str) -> str:
     one_line_of_tags = glue.join(tag.strip() for tag in (tags or "").splitlines() if tag.strip())
     if one_line_of_tags:
         lines = [f"{line}{glue}{one_line_of_tags}" for line in lines] or [one_line_of_tags]
-    if not lines and caption is None and tags is None and subset.settings.class_tokens is None:
+    other = subset.settings.trigger_word or subset.settings.class_tokens
+    if not lines and caption is None and tags is None and other is None:
         raise UserError(f'{where}: neither "caption" nor "tags"; add one, or set class_tokens')
     return "\n".join(lines) or (subset.settings.class_tokens or "" if caption is None else "")
 

@@ -53,6 +53,7 @@ def build_metadata(
     architecture: str | None = None,
     resolution: tuple[int, int] | None = None,
     description: str | None = None,
+    trigger_phrase: str | None = None,
     spec: Mapping[str, str] | None = None,
     **own: str | None,
 ) -> dict[str, str]:
@@ -66,6 +67,7 @@ def build_metadata(
         timestamp: seconds since 1970 of this save.
         architecture: ModelSpec's name of the base, "flux-1-dev" or "flux-1-schnell"; None: the family's.
         resolution: width and height trained at, in pixels; None for what has no pixels.
+        trigger_phrase: what calls the subject up in a prompt.
         spec: further fields of ModelSpec (``author``, ``license``), or others instead of those above.
         own: what stands under ``tandem.*`` (``base_fingerprint``, ``config``), None and "" left out.
     """
@@ -84,6 +86,7 @@ def build_metadata(
         "resolution": f"{resolution[0]}x{resolution[1]}" if resolution else None,
         "date": datetime.fromtimestamp(int(timestamp), tz=UTC).isoformat(),
         "description": description,
+        "trigger_phrase": trigger_phrase or None,
         **(spec or {}),
     }
     metadata |= {f"modelspec.{key}": value for key, value in fields.items() if value is not None}

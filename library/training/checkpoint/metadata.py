@@ -37,7 +37,8 @@ from library.config.model_types import MODEL_FILE_KEYS
 from library.config.schema import SavingConfig, TrainConfig, effective_learning_rate
 from library.data.batches import Share
 from library.data.buckets import Bucketing
-from library.data.config import Dataset, Subset
+from library.data.captions import plain_caption
+from library.data.config import Dataset, DatasetConfig, Subset
 from library.data.dataset import TrainingData
 from library.data.samples import Sample
 from library.errors import UserError
@@ -146,6 +147,12 @@ def spec_fields(saving: SavingConfig) -> dict[str, str]:
     return {key: value for key, value in fields.items() if value}
 
 
+def trigger_phrase(config: DatasetConfig) -> str:
+    """Return the trigger words of a dataset's subsets, each once; "" without any."""
+    words = (subset.settings.trigger_word for dataset in config.datasets for subset in dataset.subsets)
+    return ", ".join(dict.fromkeys(filter(None, words)))
+
+
 def save_facts(position: Position, total_steps: int, now: float) -> dict[str, object]:
     """Return the facts of one file. Epochs are counted from 1: those done, and at the end of training those begun."""
     at_end = position.step >= total_steps and position.batches > 0
@@ -153,8 +160,12 @@ def save_facts(position: Position, total_steps: int, now: float) -> dict[str, ob
 
 
 def without_folders(sections: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
-    """Return the configuration with paths cut to their last part: a published LoRA shows nobody's home folder."""
-    return {name: {key: _cut(key, value) for key, value in keys.items()} for name, keys in sections.items()}
+    """Return the configuration with paths cut to their last part: a published LoRA shows nobody's home folder.
+
+    A command is left out: what it holds, folders and passwords too, is nobody's business.
+    """
+    left = {name: {key: keys[key] for key in keys if key != "caption_command"} for name, keys in sections.items()}
+    return {name: {key: _cut(key, value) for key, value in keys.items()} for name, keys in left.items()}
 
 
 _PATHS = {  # may be relative; what is absolute is known by itself
@@ -303,7 +314,9 @@ def _tag_frequency(samples: Iterable[Sample]) -> dict[str, Counter[str]]:
     """Return folder -> tag -> captions it stands in (as often as it stands there)."""
     frequency: dict[str, Counter[str]] = {}
     for sample in samples:
-        tags = (tag.strip().lower() for tag in sample.caption.split(","))
+        settings = sample.settings
+        caption = plain_caption(sample.caption, settings) if settings.trigger_word else sample.caption
+        tags = (tag.strip().lower() for tag in caption.split(","))
         frequency.setdefault(_folder(sample.group.subset), Counter()).update(tag for tag in tags if tag)
     return frequency
 

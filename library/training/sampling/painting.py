@@ -28,6 +28,7 @@ from library.data.samples import cache_folder
 from library.errors import UserError
 from library.files import read_toml, write_text
 from library.models.family import Family
+from library.precision.checkpoint import WeightFiles
 from library.precision.recipe import WeightLoader
 from library.training.memory.budget import GIB, available_bytes, release
 from library.training.report.progress import counting
@@ -197,7 +198,6 @@ def _swapped(config: TrainConfig, family: Family, loader: WeightLoader, device: 
     """
     if config.training.memory == "manual" or device.type == "cpu":
         return config.training.blocks_to_swap
-    nbytes = sum(path.stat().st_size for path in weight_files(family.files.transformer)) // (
-        1 if loader.recipe is None else 2
-    )
+    files = {entry.path for entry in WeightFiles(family.files.transformer).entries.values()}
+    nbytes = sum(file.stat().st_size for file in files) // (1 if loader.recipe is None else 2)
     return 0 if nbytes + _ROOM < available_bytes(device) else None

@@ -35,6 +35,7 @@ from library.data.batches import (
     collate,
     collate_if_read,
 )
+from library.data.caption_command import write_captions
 from library.data.config import load_dataset_config
 from library.data.dataset import Painted, TrainingData, build_dataset
 from library.data.lint import check, summarise
@@ -45,7 +46,7 @@ from library.models.vae import ImageEncoder
 from library.nn.checkpointing import neighbours
 from library.precision.checkpoint import WeightFiles
 from library.precision.linear import make_cpu_kernels
-from library.training.checkpoint.metadata import image_facts, lora_facts
+from library.training.checkpoint.metadata import image_facts, lora_facts, trigger_phrase
 from library.training.checkpoint.state import tidy
 from library.training.flow import resolve_sampling
 from library.training.guard.signals import ignore_signals
@@ -337,6 +338,7 @@ class ImageLora(LoraTask):
             "attention": self.attention,
             "base_weights": self.base_weights.described(),
             "inpaint_blank": " ".join(self.data.inpaint_blanks),
+            "trigger_phrase": None if self.config.saving.no_metadata else trigger_phrase(self.data.config),
         }
 
     def memory_advice(self) -> str:
@@ -391,8 +393,11 @@ def read_data(
         preservation, painted: what is to stay as it is, and the folders of what was painted for it.
 
     Raises:
-        UserError: see ``build_dataset``; a seam without masks; more control images than the model takes.
+        UserError: see ``write_captions`` and ``build_dataset``; a seam without masks; more control images than the
+            model takes.
     """
+    with accelerator.main_process_first(), counting(console) as start:  # the others find what it wrote
+        write_captions(arguments, conditioning, start)
     data = build_dataset(
         arguments,
         seed=training.seed,

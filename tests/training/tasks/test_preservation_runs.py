@@ -49,7 +49,7 @@ def measured(output: Path) -> dict[int, tuple[float, float]]:
 def test_the_velocity_on_prompts_without_the_trigger_stays_the_bases(
     base: Path, files: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Without the feature the first assertion fails: the answers elsewhere move about as far as with no preservation."""
+    """Without the feature the answers elsewhere move about as far as with no preservation."""
     steps = {"max_train_steps": 40, "learning_rate": 4e-3, "validate_every_n_steps": 20}
     plain = files | {"preserve": "none", "preserve_prompts": None}
     run(base, output=tmp_path / "plain", dataset=plain.pop("dataset_config"), **plain, **steps)
@@ -67,8 +67,7 @@ def test_images_are_painted_once_and_what_is_missing_again_bit_by_bit(
     dataset = files.pop("dataset_config")
     run(base, dataset, tmp_path / "one", **files)
     images = painted(tmp_path / "cache")
-    assert [Image.open(path).size for path in images] in ([(64, 64), (64, 32), (64, 64), (64, 64)],
-                                                          [(64, 64), (64, 64), (64, 64), (64, 32)])  # fmt: skip
+    assert sorted(Image.open(path).size for path in images) == [(64, 32), (64, 64), (64, 64), (64, 64)]
     contents = {path: path.read_bytes() for path in images}
     assert all(
         Image.open(path).info["prompt"].startswith(path.with_suffix(".txt").read_text().strip()) for path in images
@@ -165,7 +164,7 @@ def test_text_encoders_in_training_are_switched_off_too(base: Path, files: dict[
 
 @pytest.mark.parametrize("layout", [{}, {"shard": 2}], ids=["ddp", "shard"])
 def test_two_processes_equal_one(base: Path, files: dict[str, Any], tmp_path: Path, layout: dict[str, int]) -> None:
-    """Where weights are gathered, a process without a sample that preserves must still run the model with the others."""
+    """Where weights are gathered, a process without a sample that preserves must run the model with the others."""
     dataset = files.pop("dataset_config")
     dataset.write_text(dataset.read_text().replace("batch_size = 2", "batch_size = 1"))
     kept = files | {"preserve_class": "ring", "preserve_share": 0.4, "validate_every_n_steps": 2}
