@@ -3,8 +3,8 @@
     python tools/cache_dataset.py --config_file configs/flux_lora.toml --dataset_config my_dataset.toml
     torchrun --nproc-per-node 2 tools/cache_dataset.py --config_file ...
 
-Does what train_lora.py does before it loads the transformer; nothing is written but caches. Training with the
-same settings then finds everything there and loads no encoder.
+Does what train_lora.py does before it loads the transformer to train it; nothing is written but caches, and images
+that the base paints ([preservation]). Training with the same settings then finds everything there and loads no encoder.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.config import TrainConfig, load_config
 from library.config.kohya.translate import Note, summary
-from library.console import Console
 from library.errors import exit_on_user_error
 from tools.command import training_tool_parser
 
@@ -29,27 +28,13 @@ if TYPE_CHECKING:
 
 def cache_dataset(config: TrainConfig) -> TrainingData:
     """Encode whatever training as ``config`` says needs and is not cached yet."""
-    from library.accelerator import build_accelerator
-    from library.models.family import model_family
-    from library.training.sampling.conditions import read_run_prompts
-    from library.training.tasks.image_lora import cache_data, read_data
-    from library.training.tasks.lora import base_dtype
-    from library.training.tasks.lora_plan import text_encoder_recipe
+    from library.training.tasks.image_lora import ImageLora
 
-    accelerator = build_accelerator(config.accelerate, config.training, config.saving, config.logging)
-    console = Console(quiet=not accelerator.is_main_process, markup=False)
-    family = model_family(config.model)
-    dtype = base_dtype(config.model, config.training)
-    image_encoder = family.load_image_encoder(dtype, accelerator.device)
-    text_encoder = family.load_text_encoder(dtype, accelerator.device, recipe=text_encoder_recipe(config.precision))
-    multiple, seed = image_encoder.pixel_multiple, config.training.seed
-    prompts = read_run_prompts(config.sampling.sample_prompts, seed, family, multiple, console.print)
-    data = read_data(
-        config.dataset, config.training, config.flow, image_encoder, accelerator, console, family.conditioning,
-        family.most_references,
-    )  # fmt: skip
-    cache_data(data, config.dataset, image_encoder, text_encoder, accelerator, prompts, console)
-    return data
+    task = ImageLora(config)
+    task.open()
+    task.read(task.paint())
+    task.cache()
+    return task.data
 
 
 @exit_on_user_error

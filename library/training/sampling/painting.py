@@ -198,6 +198,6 @@ def _swapped(config: TrainConfig, family: Family, loader: WeightLoader, device: 
     """
     if config.training.memory == "manual" or device.type == "cpu":
         return config.training.blocks_to_swap
-    files = {entry.path for entry in WeightFiles(family.files.transformer).entries.values()}
+    files = {entry.file for entry in WeightFiles(family.files.transformer).entries.values()}
     nbytes = sum(file.stat().st_size for file in files) // (1 if loader.recipe is None else 2)
     return 0 if nbytes + _ROOM < available_bytes(device) else None

@@ -155,6 +155,12 @@ class ImageLora(LoraTask):
         self.general = sets[1]
         return paint(sets, config, family, self.base_weights, self.accelerator, self.console)
 
+    def cache(self) -> None:
+        """Encode what is not cached yet; for that alone the encoders' weights are read, and freed again."""
+        prompts = [*self.prompts, *(self.general.prompts if self.general else ())]
+        encoders = self.image_encoder, self.text_encoder
+        cache_data(self.data, self.config.dataset, *encoders, self.accelerator, prompts, self.console)
+
     def prepare(self) -> None:
         config, family, console = self.config, self.family, self.console
         self.read(self.paint())
@@ -167,10 +173,7 @@ class ImageLora(LoraTask):
             model = f"--model {base} --model_type {family.name} --distilled {other}"
             self.summary["samples"] = f"made with {other}; how the LoRA fares there: tools/precision_report.py {model}"
         self.config = config = config.model_copy(update={"training": fit_memory(MemoryProbe(self), console)})
-        # The encoders' weights are read only for what is not cached yet, and leave before the transformer comes.
-        encoders = self.image_encoder, self.text_encoder
-        prompts = [*self.prompts, *(self.general.prompts if self.general else ())]
-        cache_data(self.data, config.dataset, *encoders, self.accelerator, prompts, console)
+        self.cache()
         self.teacher = prepare_teacher(config, self.data, self.accelerator, console)
         self.load_networks()
         self.wrap_networks()
