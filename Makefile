@@ -69,7 +69,7 @@ test-cuda: $(STAMP) ## ready configurations and the report, walked on a CUDA dev
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow -n 2 -q -rs tests/cuda
 
 test-zero: $(ZERO) ## DeepSpeed's ZeRO on two processes (a minute or two)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs tests/training/parallel/test_zero_lora.py
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs -k zero tests/training/parallel/test_zero_lora.py tests/training/tasks/test_preservation_runs.py
 
 test-triton: $(TRITON) ## the Triton kernel: numbers in its interpreter, machine code for six cards (three minutes)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -q -rs tests/precision/test_triton_product.py

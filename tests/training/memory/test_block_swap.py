@@ -216,8 +216,13 @@ def test_a_run_with_swapped_blocks_gives_the_same_lora_and_samples(tmp_path: Pat
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a disc --w 64 --h 64 --s 2\n")
     settings: dict[str, object] = {"sample_prompts": prompts, "sample_every_n_steps": 2, "max_train_steps": 3}
-    whole = run(base, dataset, tmp_path / "whole", **settings)
-    swapped = run(base, dataset, tmp_path / "swapped", blocks_to_swap=SWAPPED, **settings)
+    settings |= {"preserve": "prior", "preserve_prompts": prompts, "general_prompts": "none"}  # the LoRA is off between
+    whole = run(base, dataset, tmp_path / "whole", cache_directory=tmp_path / "one", **settings)
+    swapped = run(
+        base, dataset, tmp_path / "swapped", blocks_to_swap=SWAPPED, cache_directory=tmp_path / "other", **settings
+    )
+    painted = [next((tmp_path / cache).glob("painted/*/0000.png")).read_bytes() for cache in ("one", "other")]
+    assert painted[0] == painted[1]
     assert all(torch.equal(lora(tmp_path / "swapped")[k], v) for k, v in lora(tmp_path / "whole").items())
     assert whole.val_loss == swapped.val_loss
     for picture in (tmp_path / "whole" / "samples").glob("step*.png"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -162,19 +163,45 @@ def test_text_encoders_in_training_are_switched_off_too(base: Path, files: dict[
     assert (trained - fresh).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("layout", [{}, {"shard": 2}], ids=["ddp", "shard"])
+LAYOUTS = [{}, {"shard": 2}, {"tp": 2, "gradient_accumulation_steps": 2}]
+DEEPSPEED = pytest.mark.skipif(not find_spec("deepspeed"), reason="DeepSpeed is not installed (make test-zero)")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *LAYOUTS,
+        *(pytest.param({"zero": stage, "network_dim": 1}, marks=(pytest.mark.slow, DEEPSPEED)) for stage in (2, 3)),
+    ],
+    ids=["ddp", "shard", "tp", "zero-2", "zero-3"],
+)
 def test_two_processes_equal_one(base: Path, files: dict[str, Any], tmp_path: Path, layout: dict[str, int]) -> None:
     """Where weights are gathered, a process without a sample that preserves must run the model with the others."""
     dataset = files.pop("dataset_config")
     dataset.write_text(dataset.read_text().replace("batch_size = 2", "batch_size = 1"))
     kept = files | {"preserve_class": "ring", "preserve_share": 0.4, "validate_every_n_steps": 2}
     steps = {"max_train_steps": 5, "learning_rate": 1e-3}
-    run(base, dataset, tmp_path / "one", **kept, **steps, gradient_accumulation_steps=2)
+    one = {key: value for key, value in layout.items() if key == "network_dim"}
+    run(base, dataset, tmp_path / "one", **kept, **steps, **one | {"gradient_accumulation_steps": 2})
     job = ("two", train_one, (arguments(base, dataset, tmp_path / "two", **kept, **steps, **layout),))
     assert run_in_group([job], tmp_path) == {"two": ""}
     keys = ("loss", "val_loss", "val_prior_loss", "grad_norm")
     # AdamW's first steps have the gradient's sign: entries near zero may go either way (tests/training/parallel)
     assert_same_metrics(lines(tmp_path / "one"), lines(tmp_path / "two"), keys, rel=2e-3)
+
+
+def test_compiled_blocks_and_swapped_ones_give_the_same_lora(base: Path, files: dict[str, Any], tmp_path: Path) -> None:
+    dataset = files.pop("dataset_config")
+    torch._dynamo.reset()
+    run(base, dataset, tmp_path / "plain", **files, max_train_steps=6)
+    others = {
+        "compiled": {"torch_compile": True, "dynamo_backend": "eager"},
+        "checkpointed": {"gradient_checkpointing": True},
+    }
+    for name, settings in others.items():
+        run(base, dataset, tmp_path / name, **files, max_train_steps=6, **settings)
+        # the textbook form of the LoRA under a compiler: rounding, and AdamW's first steps have the gradient's sign
+        assert largest_difference(lora(tmp_path / "plain"), lora(tmp_path / name)) < 2e-3
 
 
 @pytest.mark.parametrize(

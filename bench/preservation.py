@@ -1,0 +1,226 @@
+"""What a LoRA of the tiny FLUX learns of a subject, and what it changes elsewhere, with each way of preserving.
+
+    python bench/preservation.py --json preservation.json
+    python bench/preservation.py --subjects zorbo --seeds 1        # a quick look
+
+Three subjects that the base has never seen, painted from the scene maker's shapes, each trained with several seeds; the
+rate is constant, so that a run's validations can be compared with another's. *learnt* is the fall of the held-out loss,
+*elsewhere* the mean squared change of the velocity on prompts that no run trains on: the same unit. As a way that
+preserves learns more slowly, *at equal learning* is elsewhere at the validation loss that all ways reach, between
+validations by straight lines, and *time* what a run took until there, over that of no preservation; images that are
+painted are counted apart, as they are painted once.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import numpy as np
+from PIL import Image
+
+from bench.measure import Table, benchmark_parser, finish
+from dev.tiny_models.painting import Pixels, coverage, paint, paint_shape, to_image
+from dev.tiny_models.scenes import background, paint_zorbo
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL, DEMO = ROOT / "assets" / "tiny-flux", ROOT / "assets" / "demo_dataset"
+IMAGES, STEPS, EVERY, BATCH = 16, 240, 30, 2
+FLAGS = (
+    "--network_dim", 16, "--network_alpha", 16, "--learning_rate", 2e-3, "--lr_scheduler", "constant_with_warmup",
+    "--lr_warmup_steps", 20, "--timestep_sampling", "shift", "--discrete_flow_shift", 1.6, "--max_train_steps", STEPS,
+    "--validate_every_n_steps", EVERY, "--general_prompts", DEMO / "general.txt", "--max_data_loader_n_workers", 0,
+    "--no-sample_at_end",
+)  # fmt: skip
+
+
+def paint_mup(image: Pixels, centre: tuple[float, float], radius: float) -> None:
+    """A cyan box on two black wheels with one large eye."""
+    (x, y), r = centre, radius
+    for side in (-1, 1):
+        paint_shape(image, "circle", (x + side * 0.55 * r, y + 0.95 * r), 0.32 * r, (0.05, 0.05, 0.05))
+    paint_shape(image, "square", (x, y), 1.1 * r, (0.15, 0.75, 0.85))
+    paint_shape(image, "circle", (x, y - 0.15 * r), 0.5 * r, (1.0, 1.0, 1.0))
+    paint_shape(image, "circle", (x + 0.12 * r, y - 0.1 * r), 0.24 * r, (0.85, 0.1, 0.15))
+
+
+def paint_quell(image: Pixels, centre: tuple[float, float], radius: float) -> None:
+    """A green star with a pink heart on it and a brown stalk."""
+    (x, y), r = centre, radius
+    stalk = np.array([(-0.1, 0.3), (0.1, 0.3), (0.1, 1.5), (-0.1, 1.5)], np.float32)
+    paint(image, coverage(stalk, *image.shape[:2], centre, r), (0.45, 0.27, 0.12))
+    paint_shape(image, "star", (x, y - 0.2 * r), 1.25 * r, (0.15, 0.65, 0.2))
+    paint_shape(image, "heart", (x, y - 0.15 * r), 0.5 * r, (1.0, 0.5, 0.75))
+
+
+Painter = Callable[[Pixels, tuple[float, float], float], None]
+# name -> its painter, colours that a background must not have, a word of the base's for what it is
+SUBJECTS: Mapping[str, tuple[Painter, tuple[str, ...], str]] = {
+    "zorbo": (paint_zorbo, ("purple", "orange"), "circle"),
+    "mup": (paint_mup, ("cyan", "black"), "square"),
+    "quell": (paint_quell, ("green", "brown"), "star"),
+}
+
+
+def write_dataset(folder: Path, name: str) -> None:
+    """Write images of a subject with captions and masks, and a dataset TOML without and with the masks."""
+    painter, avoid, _ = SUBJECTS[name]
+    rng = np.random.default_rng(sum(name.encode()))
+    for kind in ("images", "masks"):
+        (folder / kind).mkdir(parents=True)
+    for number in range(IMAGES):
+        words, image, _ = background(rng, 128, 128, avoid)
+        empty = image.copy()
+        big = rng.random() < 0.4
+        painter(image, (64.0, 70.0), 40.0 if big else 30.0)
+        to_image(image).save(folder / "images" / f"{number:02d}.png")
+        (folder / "images" / f"{number:02d}.txt").write_text(f"a {'big ' if big else ''}{name} on {words}")
+        inside = np.abs(image - empty).max(axis=2) > 0.02
+        Image.fromarray((inside * 255).astype(np.uint8)).save(folder / "masks" / f"{number:02d}.png")
+    text = (
+        f'[general]\ncaption_extension = ".txt"\ntrigger_word = "{name}"\n[[datasets]]\nresolution = 128\n'
+        f"batch_size = {BATCH}\nvalidation_split = 0.25\nvalidation_seed = 1\n"
+        '[[datasets.subsets]]\nimage_dir = "images"\nnum_repeats = 10\n'
+    )
+    (folder / "plain.toml").write_text(text)
+    (folder / "masked.toml").write_text(text + 'conditioning_data_dir = "masks"\n')
+    (folder / "regularised.toml").write_text(text + '[[datasets.subsets]]\nimage_dir = "../kept"\nis_reg = true\n')
+
+
+def ways(word: str) -> dict[str, tuple[str, tuple[object, ...]]]:
+    """Return way -> dataset TOML and flags; ``word`` is what the subject's class is called."""
+    painted = ("--preserve", "prior", "--preserve_prompts", DEMO / "preserve.txt", "--preserve_share", 0.4)
+    return {
+        "none": ("plain", ()),
+        "regularisation images": ("regularised", ()),
+        "prior": ("plain", painted),
+        "prior, weight 3": ("plain", (*painted, "--prior_loss_weight", 3)),
+        "class word": ("plain", ("--preserve", "prior", "--preserve_class", word, "--preserve_share", 0.4)),
+        "masked": ("masked", ("--preserve", "prior", "--preserve_outside_mask", "--masked_loss")),
+    }
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A run's validations: seconds of training until there, held-out loss, change elsewhere."""
+
+    seconds: tuple[float, ...]
+    losses: tuple[float, ...]
+    elsewhere: tuple[float, ...]
+
+    def at(self, loss: float, values: Sequence[float]) -> float:
+        """Return ``values`` where the loss is first as low as ``loss``, on a line between two validations."""
+        for i in range(1, len(self.losses)):
+            before, after = self.losses[i - 1], self.losses[i]
+            if after <= loss:
+                share = (before - loss) / (before - after) if before > after else 1.0
+                return values[i - 1] + share * (values[i] - values[i - 1])
+        return values[-1]
+
+
+def run(folder: Path, name: str, way: str, seed: int) -> Curve:
+    """Train one LoRA; return how its validations went."""
+    from accelerate.state import AcceleratorState
+
+    from library.config import load_config
+    from train_lora import train
+
+    dataset, flags = ways(SUBJECTS[name][2])[way]
+    output = folder / "runs" / f"{name}-{way}-{seed}"
+    arguments = (
+        "--pretrained_model_name_or_path", MODEL, "--dataset_config", folder / name / f"{dataset}.toml", *FLAGS, *flags,
+        "--cache_directory", folder / "cache" / f"{name}-{dataset}", "--output_dir", output, "--seed", seed,
+    )  # fmt: skip
+    AcceleratorState._reset_state(reset_partial_state=True)
+    with open(os.devnull, "w") as nothing:
+        kept, sys.stdout = sys.stdout, nothing
+        try:
+            train(load_config(list(map(str, arguments))))
+        finally:
+            sys.stdout = kept
+    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    per_step = {line["step"]: line["s_per_it"] for line in lines if "loss" in line}
+    found = [line for line in lines if "val_loss" in line]
+    return Curve(
+        tuple(sum(s for step, s in per_step.items() if step <= line["step"]) for line in found),
+        tuple(line["val_loss"] for line in found),
+        tuple(line["val_prior_loss"] for line in found),
+    )
+
+
+def rows_of(found: Mapping[str, Mapping[tuple[str, int], Curve]]) -> list[dict[str, Any]]:
+    """Return a row for each way: means over subjects and seeds, and half the range of the ratio."""
+    cases = list(found["none"])
+    # the validation loss that all ways have reached, of each subject and seed
+    level = {case: max(min(found[way][case].losses) for way in found if way != "masked") for case in cases}
+    rows = []
+    for way, curves in found.items():
+        row: dict[str, Any] = {"way": way}
+        row["learnt"] = mean(curves[case].losses[0] - curves[case].losses[-1] for case in cases)
+        row["elsewhere"] = mean(curves[case].elsewhere[-1] for case in cases)
+        if way != "masked":  # whose loss is that of the subject alone
+            equal = {case: curves[case].at(level[case], curves[case].elsewhere) for case in cases}
+            plain = {case: found["none"][case].at(level[case], found["none"][case].elsewhere) for case in cases}
+            shares = [equal[case] / plain[case] for case in cases]
+            row |= {"equal": mean(equal.values()), "share": mean(shares), "spread": (max(shares) - min(shares)) / 2}
+            until = {case: curves[case].at(level[case], curves[case].seconds) for case in cases}
+            none = {case: found["none"][case].at(level[case], found["none"][case].seconds) for case in cases}
+            row["time"] = mean(until[case] / none[case] for case in cases)
+        rows.append(row)
+    return rows
+
+
+COLUMNS = {"way": "<24", "learnt": "8.3f", "elsewhere": "10.4f", "equal": "8.4f", "share": "8.2f", "spread": "8.2f"}
+COLUMNS |= {"time": "8.2f"}
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = benchmark_parser(__doc__)
+    parser.add_argument("--seeds", type=int, default=3, help="training seeds (default: %(default)s)")
+    parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
+    parser.add_argument("--jobs", type=int, default=2, help="runs side by side, a thread each (default: %(default)s)")
+    options = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for name in options.subjects:
+            write_dataset(folder / name, name)
+        from bench.fp8_parity import run as command
+
+        begun = time.perf_counter()
+        command(
+            "tools/generate.py", "image", "--model", MODEL, "--from_file", DEMO / "preserve.txt", "--save_to",
+            folder / "kept", "--caption_extension", ".txt",
+        )  # fmt: skip
+        painted = time.perf_counter() - begun
+        names = list(ways("circle"))
+        cases = [(name, seed) for name in options.subjects for seed in range(1, options.seeds + 1)]
+        with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=8) as pool:
+            waiting = {
+                (w, case): pool.submit(partial(run, folder, case[0], w, case[1])) for case in cases for w in names
+            }
+            found = {way: {case: waiting[way, case].result() for case in cases} for way in names}
+    table = Table(COLUMNS)
+    for row in rows_of(found):
+        table.add(row)
+    print(f"painting {sum(1 for _ in open(DEMO / 'preserve.txt'))} images: {painted:.0f} s")
+    ratios = {f"elsewhere_{row['way'].replace(' ', '_')}": row["share"] for row in table.rows if "share" in row}
+    finish(table.rows, ratios, options.json)
+
+
+if __name__ == "__main__":
+    main()
