@@ -20,7 +20,7 @@ from library.training.checkpoint.saving import CheckpointWriter, fallback_folder
 from library.training.checkpoint.state import OutputNames, Position, save_training_state
 from library.training.guard.signals import NOTHING, SignalHandler, StopRequest, resume_hint
 from library.training.report.metrics import MetricsStream, peak_memory_bytes
-from library.training.report.plots import plot_runs
+from library.training.report.plots import plot_noise_levels, plot_runs
 from library.training.report.progress import TrainingProgress, duration, print_summary, shown_path
 from library.training.tasks.task import Task
 
@@ -184,6 +184,7 @@ class RunEvents:
         def plot() -> None:
             plot_runs([self.names.folder], self.names.folder / "lr.png")
             images.append(self.names.folder / "lr.png")
+            images.extend(plot_noise_levels(self.names.folder, self.names.folder / "noise_levels.png")[:1])
 
         self.writer.write_optional(plot, "lr.png")
         if self.task.sampler is not None:
@@ -195,10 +196,11 @@ class RunEvents:
         if not self.task.validates:
             return None
         with self._looking("validating"):
-            loss = self.task.validate()
+            losses = self.task.validate()
+        loss = losses["val_loss"]
         before = f", {self.val_losses[-1]:.4f} before" if self.val_losses else ""
         self.progress.note(f"validated at step {step}: loss {loss:.4f}{before}")
-        self.metrics.write({"step": step, "val_loss": loss, **self.task.describe_validation(loss)})
+        self.metrics.write({"step": step, **losses, **self.task.describe_validation(loss)})
         self.val_losses.append(loss)
         self._validated_at = step
         return loss

@@ -46,7 +46,7 @@ from library.precision.checkpoint import WeightFiles
 from library.precision.linear import make_cpu_kernels
 from library.training.checkpoint.metadata import image_facts, lora_facts
 from library.training.checkpoint.state import tidy
-from library.training.flow import resolve_sampling
+from library.training.flow import NOISE_LEVELS, resolve_sampling
 from library.training.guard.signals import ignore_signals
 from library.training.memory.attention_choice import attention_of_run
 from library.training.memory.block_swap import Ring, describe_rings, swap_blocks
@@ -83,6 +83,7 @@ class ImageLora(LoraTask):
     """
 
     metric: ClassVar[str] = "sigma_mean"
+    more_metrics = tuple(f"loss/sigma_{i / NOISE_LEVELS:g}-{(i + 1) / NOISE_LEVELS:g}" for i in range(NOISE_LEVELS))
     suffix: ClassVar[str] = ".safetensors"
 
     config: TrainConfig
@@ -269,10 +270,14 @@ class ImageLora(LoraTask):
     def held_out_batches(self) -> DataLoader[Any]:
         return self.held_out
 
+    @property
+    def held_out_parts(self) -> Sequence[str]:
+        return [f"val_loss/sigma_{sigma:g}" for sigma in self.config.validation.validation_sigmas]
+
     def held_out_loss(self, batch: Batch) -> tuple[Tensor, int]:
         on_device, sigmas = batch.to(self.accelerator.device), self.config.validation.validation_sigmas
         losses = self.step.validation_losses(self.models[0], on_device, sigmas)
-        return losses.double().sum(), len(losses)
+        return losses.double().view(len(sigmas), -1).sum(dim=1), len(batch)
 
     @property
     def save_format(self) -> str:  # type: ignore[override]

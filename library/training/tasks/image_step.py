@@ -29,7 +29,15 @@ from library.data.dataset import TrainingData
 from library.errors import UserError
 from library.models.family import Family
 from library.safetensors_io import DamagedFile, read_checked
-from library.training.flow import add_noise, loss_weights, noise_for, noisy_latents, resolve_sampling, sample_losses
+from library.training.flow import (
+    add_noise,
+    by_noise_level,
+    loss_weights,
+    noise_for,
+    noisy_latents,
+    resolve_sampling,
+    sample_losses,
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +55,9 @@ class FlowStep:
         return batch.text if self.text_encoders is None else batch.text | self.text_encoders(batch.captions)
 
     def loss(self, model: nn.Module, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
-        """Return the batch's loss (a scalar with gradient) and its sigmas ([B] fp32, CPU) at optimizer step ``step``.
+        """Return the batch's loss (a scalar with gradient) at optimizer step ``step``, and each sample's metrics.
+
+        These are its sigma and its loss before weights by noise level, [B, 1 + NOISE_LEVELS].
 
         Args:
             model: the network as prepared, wrapped or not; only called, so that engines see the forward pass.
@@ -62,7 +72,9 @@ class FlowStep:
         regions = region_weights(self.flow, batch)
         losses = self._losses(model, batch, self.text(batch), noisy, target, sigmas, regions)
         weights = loss_weights(self.flow, sigmas).to(losses.device, non_blocking=True) * batch.loss_weights
-        return (losses * weights).mean(), sigmas
+        sigmas = sigmas.to(losses.device, non_blocking=True)
+        metrics = torch.column_stack([sigmas, by_noise_level(losses.detach(), sigmas)])
+        return (losses * weights).mean(), metrics
 
     def validation_losses(self, model: nn.Module, batch: Batch, sigmas: Sequence[float]) -> Tensor:
         """Return each held-out sample's unweighted loss at each sigma, [len(sigmas) * B]; the noise never changes.
