@@ -196,16 +196,19 @@ def _draw_held_out(axes: Axes, run: Run) -> None:
     validated = points[0][1][0]
     for at, colour in ((0, _GREY), (-1, _COLOURS[1]))[: len(validated)]:
         axes.plot(sigmas, ends[at], color=colour, label=f"step {validated[at]:.0f}", **_HELD_OUT)
-    axes.fill_between(sigmas, *ends, color=_COLOURS[1], alpha=0.1, linewidth=0)
+    axes.fill_between(sigmas, ends[0], ends[1], color=_COLOURS[1], alpha=0.1, linewidth=0)
     for sigma, before, after in zip(sigmas, *ends, strict=True):
-        change = f"{(after / before - 1) * 100:+.0f} %".replace("-", "−")
+        change = f"{(after / before - 1) * 100:+.0f} %".replace("-", "−") if len(validated) > 1 else ""
+        has_room = abs(after - before) > 0.2 * np.nanmax(ends)  # between the curves
+        place, below = ((before + after) / 2, 0) if has_room else (min(before, after), -13)
         axes.annotate(
-            change if len(validated) > 1 else "",
-            (sigma, (before + after) / 2),
+            change,
+            (sigma, place),
+            xytext=(0, below),
+            textcoords="offset points",
             ha="center",
             va="center",
             fontsize=8.5,
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0},
         )
     axes.set_title("Held-out loss at fixed noise")
     _scale(axes, [*ends, np.zeros(1)], "off", margin=0.16, from_zero=True)
@@ -381,16 +384,16 @@ def _draw_learnt(axes: Axes, runs: Sequence[Run], log: LogAxes) -> None:
     Both are mean squared differences of velocities, so they share the axis.
     """
     shown: list[Values] = []
-    for i, run in enumerate(runs):
-        for key, label, style in (("val_loss", "learnt", "-"), ("val_prior_loss", "changed elsewhere", "--")):
-            if "val_prior_loss" in run.columns and key in run.columns:
-                steps, values = run.columns[key]
-                shown.append(values[0] - values if key == "val_loss" else values)
-                colour = _COLOURS[key != "val_loss"] if len(runs) == 1 else _colour(i)
-                name = label if i == 0 else None
-                axes.plot(steps, shown[-1], color=colour, marker="o", markersize=4, linestyle=style, label=name)
+    measured = [i for i, run in enumerate(runs) if {"val_loss", "val_prior_loss"} <= run.columns.keys()]
+    for i in measured:
+        for key, label, style in (("val_loss", "learnt", "-"), ("val_prior_loss", "elsewhere", "--")):
+            steps, values = runs[i].columns[key]
+            shown.append(values[0] - values if key == "val_loss" else values)
+            colour = _COLOURS[key != "val_loss"] if len(runs) == 1 else _colour(i)
+            name = label if i == measured[0] else "_"  # once in the legend
+            axes.plot(steps, shown[-1], color=colour, marker="o", markersize=4, linestyle=style, label=name)
     _scale(axes, shown, "off" if log == "auto" else log)
-    axes.legend(ncols=2, handlelength=2.6, **_BESIDE_TITLE)
+    axes.legend(ncols=2, columnspacing=1.0, **_BESIDE_TITLE)
 
 
 def _mark(axes: Axes, runs: Sequence[Run], prefix: str) -> None:
