@@ -20,7 +20,7 @@ from library.training.checkpoint.saving import CheckpointWriter, fallback_folder
 from library.training.checkpoint.state import OutputNames, Position, save_training_state
 from library.training.guard.signals import NOTHING, SignalHandler, StopRequest, resume_hint
 from library.training.report.metrics import MetricsStream, peak_memory_bytes
-from library.training.report.plots import plot_runs
+from library.training.report.plots import plot_noise_levels, plot_runs
 from library.training.report.progress import TrainingProgress, duration, print_summary, shown_path
 from library.training.tasks.task import Sampler, Task
 
@@ -190,6 +190,7 @@ class RunEvents:
         def plot() -> None:
             plot_runs([self.names.folder], self.names.folder / "lr.png")
             images.append(self.names.folder / "lr.png")
+            images.extend(plot_noise_levels(self.names.folder, self.names.folder / "noise_levels.png")[:1])
 
         self.writer.write_optional(plot, "lr.png")
         for sampler in filter(None, (self.task.sampler, self.task.end_sampler)):
@@ -202,15 +203,14 @@ class RunEvents:
         if not self.task.validates:
             return None
         with self._looking("validating"):
-            loss, elsewhere = self.task.validate(), self.task.measure_elsewhere(step)
-        values, said = {}, []
+            values = self.task.validate(step)
+        loss, elsewhere, said = values.get("val_loss"), values.get("val_prior_loss"), list[str]()
         if loss is not None:
             said.append(f"loss {loss:.4f}" + (f", {self.val_losses[-1]:.4f} before" if self.val_losses else ""))
-            values = {"val_loss": loss, **self.task.describe_validation(loss)}
+            values |= self.task.describe_validation(loss)
             self.val_losses.append(loss)
         if elsewhere is not None:
             said.append(f"changed elsewhere {elsewhere:.4f}")
-            values["val_prior_loss"] = elsewhere
         self.progress.note(f"validated at step {step}: {'; '.join(said)}")
         self.metrics.write({"step": step, **values})
         self.val_prior_loss, self._validated_at = elsewhere, step

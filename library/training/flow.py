@@ -23,6 +23,7 @@ from library.models.family import Family
 from library.randomness import generator
 
 _MOST_DRAWS = 1000  # of preserve_distribution_shape, as in musubi-tuner; what is outside then goes to the nearer end
+NOISE_LEVELS = 5  # of equal width, by which losses are told apart
 _SMALLEST_SIGMA = 1e-4  # keeps 1/sigma^2 weights finite; a tenth of the finest step of the 1000-step schedule
 
 
@@ -196,6 +197,13 @@ def loss_weights(flow: FlowConfig, sigmas: Tensor) -> Tensor:
     if flow.weighting_scheme == "cosmap":
         return 2 / (math.pi * (1 - 2 * sigmas + 2 * sigmas**2))
     return torch.ones_like(sigmas)
+
+
+def by_noise_level(losses: Tensor, sigmas: Tensor) -> Tensor:
+    """Return each sample's loss in the column of its noise level, NaN in the others: [B, NOISE_LEVELS] fp32."""
+    level = (sigmas * NOISE_LEVELS).long().clamp(max=NOISE_LEVELS - 1)  # [B]; level i begins at i / NOISE_LEVELS
+    table = torch.full((len(losses), NOISE_LEVELS), torch.nan, device=losses.device)
+    return table.scatter(1, level[:, None], losses.float()[:, None])
 
 
 def sample_losses(flow: FlowConfig, prediction: Tensor, target: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -144,9 +144,9 @@ class Trainer:
         for (batch, waited), micro in zip(_timed(task.loader), task.batches.micro_steps(), strict=True):
             self.guard.begin(position, record.ema)
             with when_memory_runs_out(partial(self._out_of_memory, batch)):
-                loss, values, grad_norm = self._batch(batch, micro)
+                loss, metrics, grad_norm = self._batch(batch, micro)
             position.batches += micro.done
-            record.add(loss, values, waited, len(batch) if micro.weight else 0, micro.samples)
+            record.add(loss, metrics, waited, len(batch) if micro.weight else 0, micro.samples)
             if grad_norm is None:
                 continue
             position.step += 1
@@ -175,7 +175,7 @@ class Trainer:
     def _batch(self, batch: Any, micro: MicroStep) -> tuple[Tensor, Tensor, Tensor | None]:
         """Forward and backward of one batch, and the update where the accumulation is complete.
 
-        Return its loss [] times its weight, its values, and at the end of a step the gradients' norm.
+        Return its loss [] times its weight, its metrics' totals, and at the end of a step the gradients' norm.
         """
         task, position, grad_norm = self.task, self.position, None
 
@@ -185,14 +185,14 @@ class Trainer:
         with task.accumulate(micro.ends_step):
             # LoRA dropout is the one global draw; seeding it here makes it a function of the batch's place too.
             torch.manual_seed(derive_seed(task.seed, "dropout", position.step, micro.number))
-            loss, values = task.forward_backward(batch, position.step, checked)
+            loss, metrics = task.forward_backward(batch, position.step, checked)
             if micro.ends_step:
                 grad_norm = task.clip_gradients(position.step)
                 if self._is_logged(position.step + 1):
                     self.rates = read_learning_rates(task.optimizer)  # as this step is going to use them
                 self.guard.update(grad_norm, self._update)
             task.optimizer.zero_grad()
-        return loss * micro.weight, values, grad_norm
+        return loss * micro.weight, metrics, grad_norm
 
     def _update(self, good: Tensor | None) -> None:
         self.task.optimizer.step()
@@ -241,17 +241,17 @@ class _Record:
         self._task, self._accelerator, self._position = task, task.accelerator, position
         self.ema: Tensor | None = None
         self._losses: list[Tensor] = []
-        self._values: list[Tensor] = []
+        self._totals: list[Tensor] = []
         self._steps, self._samples, self._all_samples, self._waited, self._busy = 0, 0, 0, 0.0, 0.0
         self._loss = self._grad_norm = torch.zeros(())
         self._clock = time.perf_counter()
 
-    def add(self, loss: Tensor, values: Tensor, waited: float, samples: int, of_all: int) -> None:
-        """Take in one batch: its weighted loss, its samples, and those of all processes."""
+    def add(self, loss: Tensor, metrics: Tensor, waited: float, samples: int, of_all: int) -> None:
+        """Take in one batch: its weighted loss, its metrics' totals, its samples, and those of all processes."""
         self._samples += samples
         self._all_samples += of_all
         self._losses.append(loss)
-        self._values.append(values)
+        self._totals.append(metrics * bool(samples))  # not of a batch that another process has counted
         self._waited += waited
 
     def end_step(self, grad_norm: Tensor) -> None:
@@ -267,8 +267,11 @@ class _Record:
         self._steps += 1
 
     def go_back(self, ema: Tensor | None) -> None:
-        """Forget the steps since one at whose beginning ``ema`` was the average, and the batches of one half done."""
-        self.ema, self._losses = ema, []
+        """Forget the steps since one at whose beginning ``ema`` was the average, and the batches of one half done.
+
+        What was added up since the last line has what was not finite in it.
+        """
+        self.ema, self._losses, self._totals = ema, [], []
 
     def start_clock(self) -> None:
         """Leave out of s/it what was done between steps: saving, sampling, validating."""
@@ -284,14 +287,17 @@ class _Record:
         self._position.loss_ema = float(self._accelerator.reduce(self.ema, reduction="mean"))
 
     def read(self) -> dict[str, float]:
-        """Return the metrics since the last call, the loss averaged over processes."""
+        """Return the metrics since the last call, averaged over processes or over all their samples."""
         ema = self.ema if self.ema is not None else self._loss
         on_device = torch.stack([self._loss, ema, torch.as_tensor(self._grad_norm, device=ema.device)])
-        loss, ema_value, grad_norm = self._accelerator.reduce(on_device, reduction="mean").tolist()
+        on_device = torch.cat([on_device, torch.stack(self._totals).sum(dim=0).flatten()])
+        loss, ema_value, grad_norm, *totals = self._accelerator.reduce(on_device, reduction="mean").tolist()
+        sums, counts = totals[: len(totals) // 2], totals[len(totals) // 2 :]
         self._position.loss_ema = ema_value
         values = {"loss": loss, "loss_ema": ema_value, "grad_norm": grad_norm}
-        if self._task.metric is not None:
-            values[self._task.metric] = float(torch.cat(self._values).mean())
+        for name, total, count in zip((self._task.metric, *self._task.more_metrics), sums, counts, strict=True):
+            if name is not None and count:
+                values[name] = total / count
         throughput, units = self._task.throughput
         speed = {
             throughput: self._samples * units / self._busy,
@@ -300,7 +306,7 @@ class _Record:
         }
         each = of_each_process(self._accelerator, speed | {"peak_mem_bytes": peak_memory_bytes()})
         speed[throughput] = self._all_samples * units / self._busy
-        self._values, self._steps, self._samples, self._all_samples = [], 0, 0, 0
+        self._totals, self._steps, self._samples, self._all_samples = [], 0, 0, 0
         self._waited = self._busy = 0.0
         return values | speed | each
 

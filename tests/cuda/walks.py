@@ -12,6 +12,7 @@ from typing import Any
 import accelerate  # noqa: F401  # before the device is one: they look for it as they are imported
 import diffusers  # noqa: F401
 import peft  # noqa: F401
+import torch
 import transformers  # noqa: F401
 from torch._dynamo.utils import counters
 
@@ -163,10 +164,10 @@ def _item() -> None:
     own = FlowStep.loss
 
     def loss(self: Any, *arguments: Any) -> Any:
-        found, sigmas = own(self, *arguments)
+        found, metrics = own(self, *arguments)
         if float(found) > 1e9:
             raise AssertionError
-        return found, sigmas
+        return found, metrics
 
     FlowStep.loss = loss  # type: ignore[method-assign]
 
@@ -175,8 +176,8 @@ def _device() -> None:
     own = FlowStep.loss
 
     def loss(self: Any, *arguments: Any) -> Any:
-        found, sigmas = own(self, *arguments)
-        return (found * (1 + sigmas)).mean(), sigmas
+        found, metrics = own(self, *arguments)
+        return (found * torch.ones(2)).mean(), metrics
 
     FlowStep.loss = loss  # type: ignore[method-assign]
 

@@ -28,6 +28,8 @@ def written(folder: Path) -> dict[str, str]:
     for values in pretraining_runs.lines(folder):
         line = "validation" if "val_loss" in values else "training"
         keys = {re.sub(r"^(lr|d|d\*lr)/.+$", r"\1/<group>", key) for key in values}
+        keys = {re.sub(r"^loss/sigma_.+$", "loss/sigma_<range>", key) for key in keys}
+        keys = {re.sub(r"^val_loss/sigma_.+$", "val_loss/sigma_<sigma>", key) for key in keys}
         found |= {key: "all" if found.get(key, line) != line else line for key in keys}
     return found
 

@@ -33,6 +33,7 @@ from library.randomness import derive_seed
 from library.training.checkpoint.state import Position
 from library.training.parallel.gather import to_local
 from library.training.parallel.step import drop_gradients, lockstep_batches
+from library.training.report.metrics import totals
 from library.training.tasks.task import Task
 
 _NAMED = 4  # samples that a message names
@@ -126,9 +127,10 @@ def _look_at(task: Task, batch: Any, position: Position, number: int) -> tuple[B
         # DeepSpeed's engine would take in the gradients, so under ZeRO the model runs by itself
         by_itself = zero_stage(accelerator) > 0
         if task.pipeline is not None:
-            loss, values = task.forward_backward(batch, position.step)
+            loss, (sums, counts) = task.forward_backward(batch, position.step)
         else:
             loss, values = task.loss(task.transformer if by_itself else task.models[0], batch, position.step)
+            sums, counts = totals(values)
         what, module = "loss", next(iter(_of_all_stages(task, list(seen))), None)
         is_bad = not bool(loss.isfinite())
         trained = task.named_parameters()
@@ -146,7 +148,7 @@ def _look_at(task: Task, batch: Any, position: Position, number: int) -> tuple[B
             is_bad, module = bool(spoilt), module or (f"the gradient of {spoilt[-1]}" if spoilt else None)
         drop_gradients(task.optimizer)
     module = task.bad_input(batch) or module
-    metric = f"{(task.metric or 'loss').removesuffix('_mean')} {float(values.mean()):.4g}"
+    metric = f"{(task.metric or 'loss').removesuffix('_mean')} {float(sums[0] / counts[0]):.4g}"
     return BadSample(task.sample_names(batch)[0], task.sample_identity(batch), metric, what, module), is_bad
 
 

@@ -27,6 +27,7 @@ import torch
 from accelerate import Accelerator
 from numpy.typing import NDArray
 from pydantic import BaseModel
+from torch import Tensor
 
 from library import __version__
 from library.config.markers import MOST
@@ -127,6 +128,15 @@ def of_each_process(accelerator: Accelerator, values: Mapping[str, float]) -> di
     own = torch.tensor([list(values.values())], dtype=torch.float64, device=accelerator.device)
     everyone = accelerator.gather(own).tolist()
     return {f"{key}/{rank}": row[i] for i, key in enumerate(values) for rank, row in enumerate(everyone)}
+
+
+def totals(values: Tensor) -> Tensor:
+    """Return the columns' sums and what they are over, [2, columns] fp32, of ``values`` [n] or [n, columns].
+
+    NaN does not count. Totals of batches and of processes can be added up, where means cannot.
+    """
+    table = values.detach().float().view(len(values), -1)
+    return torch.stack([table.nansum(dim=0), (~table.isnan()).sum(dim=0)])
 
 
 def peak_memory_bytes() -> int:

@@ -1,8 +1,8 @@
 """One image of how runs went: learning rate, d, d*lr, loss and gradient norm, from their ``metrics.jsonl``.
 
-``plot_runs`` draws one run or several over each other and writes the image as PNG (to look at) and SVG (to
-print and zoom). Nothing here needs a display or changes matplotlib's global settings: figures are made
-without pyplot.
+``plot_runs`` draws one run or several over each other, ``plot_noise_levels`` one run's loss and gradient norm by noise
+level; both write the image as PNG (to look at) and SVG (to print and zoom). Nothing here needs a display or changes
+matplotlib's global settings: figures are made without pyplot.
 
 Colour means run, line style means parameter group (groups with equal values share a line). Runs whose lines lie on each
 other share one line whose dashes take turns. The palette is Okabe and Ito's (2008, "Color Universal Design"), which
@@ -34,6 +34,8 @@ from library.training.report.metrics import Run, Series, Values, read_run
 LogAxes = Literal["auto", "on", "off"]
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+_LEVEL_COLOURS = ("#E69F00", "#D55E00", "#CC79A7", "#0072B2", "#000000")  # from detail to composition
+_FEWEST = 5  # steps that a median is taken of
 _GREY = "#555555"  # what a legend shows that stands for every colour
 _STYLES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
 _HELD_OUT: dict[str, Any] = {"marker": "o", "markersize": 5, "markeredgecolor": "white"}
@@ -44,6 +46,7 @@ _EMA_DECAY = 0.98  # where a run wrote no loss_ema
 _SAME = 0.003  # of a panel's height: lines that are nowhere further apart lie on each other
 _DASH = 7.0  # line widths, of a run's turn
 _LR_SPAN = 1e3  # a schedule that ends at 0 is shown this far below its peak
+_BY_LEVEL = ("loss/sigma_", "val_loss/sigma_")
 STYLE: dict[Any, Any] = {
     "font.size": 9.5,
     "axes.titlesize": 10.5,
@@ -83,6 +86,20 @@ def plot_runs(runs: Sequence[Path], save_to: Path, log: LogAxes = "auto") -> lis
     return save_figure(draw_runs(loaded, log, subject), Path(save_to))
 
 
+def plot_noise_levels(run: Path, save_to: Path) -> list[Path]:
+    """Draw the loss and the gradient norm of ``run`` by noise level; return the paths of the PNG and the SVG.
+
+    Nothing is drawn, and nothing returned, where no noise level is in the metrics (of language models).
+
+    Raises:
+        UserError: a run without metrics, or a folder that cannot be written to.
+    """
+    loaded = read_run(Path(run), _distinct_names([run])[0])
+    if not any(key.startswith(_BY_LEVEL) for key in loaded.columns):
+        return []
+    return save_figure(draw_noise_levels(loaded, _subject(_folder(Path(run)))), Path(save_to))
+
+
 def save_figure(figure: Figure, save_to: Path) -> list[Path]:
     """Write ``figure`` as PNG and SVG; return their paths."""
     if not save_to.name:  # "." and "/"
@@ -112,6 +129,7 @@ def draw_runs(runs: Sequence[Run], log: LogAxes = "auto", subject: str = "") -> 
             ("Distance estimate d", "d/"),
             ("Step size d · lr", "d*lr/"),
             ("Gradient norm", "grad_norm"),
+            ("Learnt, and changed elsewhere", "val_prior_loss"),
         )
         if any(key.startswith(prefix) for run in runs for key in run.columns)
     ]
@@ -134,6 +152,92 @@ def draw_runs(runs: Sequence[Run], log: LogAxes = "auto", subject: str = "") -> 
         lowest.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     _head(figure, runs, subject)
     return figure
+
+
+@matplotlib.rc_context(STYLE)
+def draw_noise_levels(run: Run, subject: str = "") -> Figure:
+    """Draw the figure: at the left the training loss, at the right held-out loss and gradient norm by noise level."""
+    trained, held_out = ({key.removeprefix(p): run.columns[key] for key in run.columns if key.startswith(p)}
+                         for p in _BY_LEVEL)  # fmt: skip
+    of_steps = {"grad_norm", "sigma_mean", "samples_per_s", "s_per_it"} <= run.columns.keys()
+    figure = Figure(figsize=(11, 6.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    right = [draw for draw, has in ((_draw_held_out, held_out), (_draw_gradients, of_steps)) if has]
+    grid = figure.add_gridspec(max(1, len(right)), 2 if trained and right else 1)
+    if trained:
+        axes = figure.add_subplot(grid[:, 0])
+        axes.set_title("Training loss by noise level")
+        shown: list[Values] = []
+        for (level, (steps, values)), colour in zip(sorted(trained.items()), _LEVEL_COLOURS, strict=False):
+            begin = min(_FEWEST, len(steps)) - 1  # an average of few samples is none
+            average = steps[begin:], _moving_average(values)[begin:]
+            label = f"σ {level.replace('-', '–')}"
+            axes.plot(*_thin(average), color=colour, linewidth=1.9, label=label, **_dot(average))
+            shown.append(average[1])
+        _scale(axes, shown, "auto", margin=0.14, from_zero=True)
+        axes.set_xlabel("optimizer step (moving average, before loss weights)")
+        axes.legend(ncols=5, columnspacing=0.9, handlelength=1.1, handletextpad=0.4, loc="upper left")
+    for row, draw in enumerate(right):
+        draw(axes := figure.add_subplot(grid[row, -1]), run)
+        axes.set_xlim(0, 1)
+        axes.set_xlabel("σ: 0 the image, 1 noise alone" if row == len(right) - 1 else "")
+    _head(figure, [run], subject)
+    return figure
+
+
+def _draw_held_out(axes: Axes, run: Run) -> None:
+    """Draw the held-out loss over sigma at the first and the last validation, and its change."""
+    prefix = _BY_LEVEL[1]
+    points = sorted(
+        (float(key.removeprefix(prefix)), run.columns[key]) for key in run.columns if key.startswith(prefix)
+    )
+    sigmas = [sigma for sigma, _ in points]
+    ends = [np.array([values[at] for _, (_, values) in points]) for at in (0, -1)]
+    validated = points[0][1][0]
+    for at, colour in ((0, _GREY), (-1, _COLOURS[1]))[: len(validated)]:
+        axes.plot(sigmas, ends[at], color=colour, label=f"step {validated[at]:.0f}", **_HELD_OUT)
+    axes.fill_between(sigmas, ends[0], ends[1], color=_COLOURS[1], alpha=0.1, linewidth=0)
+    for sigma, before, after in zip(sigmas, *ends, strict=True):
+        change = f"{(after / before - 1) * 100:+.0f} %".replace("-", "−") if len(validated) > 1 else ""
+        has_room = abs(after - before) > 0.2 * np.nanmax(ends)  # between the curves
+        place, below = ((before + after) / 2, 0) if has_room else (min(before, after), -13)
+        axes.annotate(
+            change,
+            (sigma, place),
+            xytext=(0, below),
+            textcoords="offset points",
+            ha="center",
+            va="center",
+            fontsize=8.5,
+        )
+    axes.set_title("Held-out loss at fixed noise")
+    _scale(axes, [*ends, np.zeros(1)], "off", margin=0.16, from_zero=True)
+    axes.legend(ncols=2, **_BESIDE_TITLE)
+
+
+def _draw_gradients(axes: Axes, run: Run) -> None:
+    """Draw each step's gradient norm over its noise level, with median and quartiles of every tenth of the axis."""
+    steps, norms = run.columns["grad_norm"]
+    of_step = dict(zip(*run.columns["sigma_mean"], strict=True))
+    sigmas = np.array([of_step.get(step, math.nan) for step in steps])
+    axes.plot(sigmas, norms, "o", color=_COLOURS[0], markersize=2.4, alpha=0.25, markeredgewidth=0)
+    for level in range(10):
+        inside = norms[(sigmas >= level / 10) & (sigmas < (level + 1) / 10) & np.isfinite(norms)]
+        if len(inside) >= _FEWEST:
+            low, median, high = np.percentile(inside, [25, 50, 75])
+            around = [[median - low], [high - median]]
+            axes.errorbar(level / 10 + 0.05, median, around, fmt="o", color=_COLOURS[1], markersize=5, linewidth=1.8)
+    axes.set_title("Gradient norm (median, quartiles)")
+    _scale(axes, [norms], "auto")
+    samples = _samples_of_line(run)
+    said = "one sample: exact" if samples == 1 else f"{samples} samples at their mean σ"
+    axes.text(1.0, 1.02, f"a dot: {said}", transform=axes.transAxes, ha="right", fontsize=8.5, color=_GREY)
+
+
+def _samples_of_line(run: Run) -> int:
+    """Return how many samples a training line's sigma_mean is the mean of, at most."""
+    per_step = run.columns["samples_per_s"][1] * run.columns["s_per_it"][1]
+    return round(float(np.nanmax(per_step)) * float(np.median(np.diff(run.columns["s_per_it"][0], prepend=0))))
 
 
 def _head(figure: Figure, runs: Sequence[Run], subject: str) -> None:
@@ -254,6 +358,9 @@ def _draw_panel(axes: Axes, runs: Sequence[Run], title: str, prefix: str, log: L
                 shown += _draw_noisy(axes, series, None, _colour(i), looks[i], with_steps=len(runs) == 1)
         _scale(axes, shown, log)
         return
+    if prefix == "val_prior_loss":
+        _draw_learnt(axes, runs, log)
+        return
     names = list(dict.fromkeys(name for run in runs for group in run.groups(prefix) for name in group))
     lines = [(i, group, series) for i, run in enumerate(runs) for group, series in run.groups(prefix).items()]
     for (i, group, series), look in zip(lines, _looks([series for _, _, series in lines]), strict=True):
@@ -269,6 +376,24 @@ def _draw_panel(axes: Axes, runs: Sequence[Run], title: str, prefix: str, log: L
             Line2D([], [], color=_GREY, linestyle=_style(j), label=as_written(name)) for j, name in enumerate(names)
         ]
         axes.legend(handles=handles, ncols=4, handlelength=2.6, **_BESIDE_TITLE)
+
+
+def _draw_learnt(axes: Axes, runs: Sequence[Run], log: LogAxes) -> None:
+    """Draw by how much the held-out loss fell, and how far the model is from the base on other prompts.
+
+    Both are mean squared differences of velocities, so they share the axis.
+    """
+    shown: list[Values] = []
+    measured = [i for i, run in enumerate(runs) if {"val_loss", "val_prior_loss"} <= run.columns.keys()]
+    for i in measured:
+        for key, label, style in (("val_loss", "learnt", "-"), ("val_prior_loss", "elsewhere", "--")):
+            steps, values = runs[i].columns[key]
+            shown.append(values[0] - values if key == "val_loss" else values)
+            colour = _COLOURS[key != "val_loss"] if len(runs) == 1 else _colour(i)
+            name = label if i == measured[0] else "_"  # once in the legend
+            axes.plot(steps, shown[-1], color=colour, marker="o", markersize=4, linestyle=style, label=name)
+    _scale(axes, shown, "off" if log == "auto" else log)
+    axes.legend(ncols=2, columnspacing=1.0, **_BESIDE_TITLE)
 
 
 def _mark(axes: Axes, runs: Sequence[Run], prefix: str) -> None:

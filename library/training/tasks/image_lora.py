@@ -48,7 +48,7 @@ from library.precision.checkpoint import WeightFiles
 from library.precision.linear import make_cpu_kernels
 from library.training.checkpoint.metadata import image_facts, lora_facts, trigger_phrase
 from library.training.checkpoint.state import tidy
-from library.training.flow import resolve_sampling
+from library.training.flow import NOISE_LEVELS, resolve_sampling
 from library.training.guard.signals import ignore_signals
 from library.training.memory.attention_choice import attention_of_run
 from library.training.memory.block_swap import Ring, describe_rings, swap_blocks
@@ -87,6 +87,7 @@ class ImageLora(LoraTask):
     """
 
     metric: ClassVar[str] = "sigma_mean"
+    more_metrics = tuple(f"loss/sigma_{i / NOISE_LEVELS:g}-{(i + 1) / NOISE_LEVELS:g}" for i in range(NOISE_LEVELS))
     suffix: ClassVar[str] = ".safetensors"
 
     config: TrainConfig
@@ -303,31 +304,33 @@ class ImageLora(LoraTask):
                 f"{keys[0]}: no images are held out; set validation_split in the dataset TOML, or remove {keys[0]}"
             )
 
-    def validate(self) -> float | None:
-        return None if self.data.validation is None else super().validate()
-
-    def measure_elsewhere(self, step: int) -> float | None:
-        """Return the mean squared difference that the LoRA makes to velocities on images of general prompts."""
-        general = self.data.general
-        if general is None:
-            return None
+    def validate(self, step: int) -> dict[str, float]:
+        """Return what was learnt of held-out images, and what the LoRA changes on images of general prompts."""
+        losses = {} if self.data.validation is None else super().validate(step)
+        if (general := self.data.general) is None:
+            return losses
         if step == 0 and self.config.network.network_weights is None:
-            return 0.0  # whatever the kind of adapter, it begins as its base
+            return losses | {"val_prior_loss": 0.0}  # whatever the kind of adapter, it begins as its base
         sigmas = self.config.validation.validation_sigmas
 
         def difference(batch: Batch) -> tuple[Tensor, int]:
             losses = self.step.prior_losses(self.models[0], batch.to(self.accelerator.device), sigmas)
             return losses.double().sum(), len(losses)
 
-        return self.mean_over(lambda: held_out_loader(general, len(general)), difference)
+        (changed,) = self.mean_over(lambda: held_out_loader(general, len(general)), difference)
+        return losses | {"val_prior_loss": changed}
 
     def held_out_batches(self) -> DataLoader[Any]:
         return self.held_out
 
+    @property
+    def held_out_parts(self) -> Sequence[str]:
+        return [f"val_loss/sigma_{sigma:g}" for sigma in self.config.validation.validation_sigmas]
+
     def held_out_loss(self, batch: Batch) -> tuple[Tensor, int]:
         on_device, sigmas = batch.to(self.accelerator.device), self.config.validation.validation_sigmas
         losses = self.step.validation_losses(self.models[0], on_device, sigmas)
-        return losses.double().sum(), len(losses)
+        return losses.double().view(len(sigmas), -1).sum(dim=1), len(batch)
 
     @property
     def save_format(self) -> str:  # type: ignore[override]

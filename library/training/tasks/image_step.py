@@ -42,7 +42,15 @@ from library.data.dataset import TrainingData
 from library.errors import UserError
 from library.models.family import Family
 from library.safetensors_io import DamagedFile, read_checked
-from library.training.flow import add_noise, loss_weights, noise_for, noisy_latents, resolve_sampling, sample_losses
+from library.training.flow import (
+    add_noise,
+    by_noise_level,
+    loss_weights,
+    noise_for,
+    noisy_latents,
+    resolve_sampling,
+    sample_losses,
+)
 from networks.network import AdapterNetwork
 
 
@@ -64,7 +72,10 @@ class FlowStep:
         return batch.text if self.text_encoders is None else batch.text | self.text_encoders(batch.captions)
 
     def loss(self, model: nn.Module, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
-        """Return the batch's loss (a scalar with gradient) and its sigmas ([B] fp32, CPU) at optimizer step ``step``.
+        """Return the batch's loss (a scalar with gradient) at optimizer step ``step``, and each sample's metrics.
+
+        These are its sigma and its loss before weights by noise level, [B, 1 + NOISE_LEVELS]; of a sample that
+        preserves its sigma alone.
 
         Args:
             model: the network as prepared, wrapped or not; only called, so that engines see the forward pass.
@@ -79,15 +90,17 @@ class FlowStep:
         regions, mask = region_weights(self.flow, batch), region_weights(self.flow, batch, seam=False)
         outside = None if mask is None or not self.outside_mask else 1 - mask
         frozen = self._frozen_answers(model, batch, noisy, target, sigmas, everywhere=outside is not None)
-        if any(batch.prior):
-            kept = torch.tensor(batch.prior).to(target.device, non_blocking=True).view(-1, 1, 1, 1)
-            target = torch.where(kept, frozen, target)
+        kept = torch.tensor(batch.prior or [False] * len(batch)).to(target.device, non_blocking=True)
+        target = torch.where(kept.view(-1, 1, 1, 1), frozen, target)
         velocity = self._velocity(model, batch, self.text(batch), noisy, sigmas)
-        losses = sample_losses(self.flow, velocity, target, regions)
+        losses = taught = sample_losses(self.flow, velocity, target, regions)
         if outside is not None:
             losses = losses + self.outside_mask * sample_losses(self.flow, velocity, frozen, outside)
         weights = loss_weights(self.flow, sigmas).to(losses.device, non_blocking=True) * batch.loss_weights
-        return (losses * weights).mean(), sigmas
+        sigmas = sigmas.to(losses.device, non_blocking=True)
+        by_level = by_noise_level(taught.detach().masked_fill(kept, torch.nan), sigmas)
+        metrics = torch.column_stack([sigmas, by_level])
+        return (losses * weights).mean(), metrics
 
     def _frozen_answers(
         self, model: nn.Module, batch: Batch, noisy: Tensor, otherwise: Tensor, sigmas: Tensor, everywhere: bool

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
@@ -45,6 +45,7 @@ from library.training.optim.factory import averaged_weights
 from library.training.parallel.pipeline.schedule import Pipeline
 from library.training.parallel.spec import ParallelSpec
 from library.training.parallel.step import clip_gradients, lockstep_batches, no_sync
+from library.training.report.metrics import totals
 
 
 class Batches(Protocol):
@@ -75,7 +76,8 @@ class Task(ABC):
 
     Attributes:
         asked, config: the settings as given, and with what a resume and a dry run made of them.
-        metric: what the metrics call the mean of the second value of :meth:`loss`.
+        metric: what the metrics call the mean of the second value of :meth:`loss`, or of its first column.
+        more_metrics: likewise the means of its further columns.
         throughput: the metric of speed, and how many of its units a sample counts.
         rolls_back: whether there is memory for a copy of what is trained, to undo a step that is not finite.
         transformer: the network itself, out of any wrapper.
@@ -87,6 +89,7 @@ class Task(ABC):
     """
 
     metric: ClassVar[str | None] = None
+    more_metrics: ClassVar[Sequence[str]] = ()
     throughput: tuple[str, int] = ("samples_per_s", 1)
     rolls_back: ClassVar[bool] = True
     verifies: ClassVar[bool] = True  # what was saved last
@@ -201,20 +204,25 @@ class Task(ABC):
 
     @abstractmethod
     def loss(self, model: nn.Module, batch: Any, step: int) -> tuple[Tensor, Tensor]:
-        """Return the batch's loss [] with gradient, and a value a sample, [B] or [1], whose mean ``metric`` is."""
+        """Return the batch's loss [] with gradient, and what the metrics are means of.
+
+        That is a row a sample (or one for the batch), with a column for ``metric`` and each of ``more_metrics``; NaN
+        does not count.
+        """
 
     def forward_backward(
         self, batch: Any, step: int, checked: Callable[[Tensor], Tensor] = lambda loss: loss
     ) -> tuple[Tensor, Tensor]:
-        """Add a batch's gradients to those of the optimizer step ``step``; return its loss [] and its values.
+        """Add a batch's gradients to those of the optimizer step ``step``; return its loss [], and its metrics' totals.
 
         ``checked`` is put around every loss before its gradients are made.
         """
         if self.pipeline is not None:
-            return self.pipeline.forward_backward(batch, partial(self.loss, self.models[0], step=step), checked)
+            compute, columns = partial(self.loss, self.models[0], step=step), 1 + len(self.more_metrics)
+            return self.pipeline.forward_backward(batch, compute, checked, columns)
         loss, values = self.loss(self.models[0], batch, step)
         self.accelerator.backward(checked(loss))
-        return loss.detach(), values
+        return loss.detach(), totals(values)
 
     @abstractmethod
     def named_parameters(self) -> dict[str, nn.Parameter]:
@@ -244,40 +252,47 @@ class Task(ABC):
     def parallel(self) -> ParallelSpec:
         """Return what layouts ask about the loaded model."""
 
+    @property
+    def held_out_parts(self) -> Sequence[str]:
+        """What the metrics call the losses that a validation loss is the mean of, where it has parts."""
+        return ()
+
     @abstractmethod
     def held_out_batches(self) -> Iterable[Any]:
         """Return what to validate on, the same on every process."""
 
     @abstractmethod
     def held_out_loss(self, batch: Any) -> tuple[Tensor, Tensor | int]:
-        """Return the sum of a batch's losses [], and over how many it is (samples, tokens)."""
+        """Return the sum of a batch's losses, [] or for each of ``held_out_parts``, and over how many samples or tokens
+        it is."""
 
-    def validate(self) -> float | None:
-        """Return the mean loss on what is held out, None without.
+    def validate(self, step: int) -> dict[str, float]:
+        """Return the mean loss on what is held out, ``val_loss``, and the means that it is the mean of.
 
         Each process takes its share of the batches; the sums are added up before the division, so the loss does not
         depend on the number of processes.
         """
-        return self.mean_over(self.held_out_batches, self.held_out_loss)
+        means = self.mean_over(self.held_out_batches, self.held_out_loss, max(1, len(self.held_out_parts)))
+        return {"val_loss": sum(means) / len(means), **dict(zip(self.held_out_parts, means, strict=False))}
 
     def mean_over(
-        self, batches: Callable[[], Iterable[Any]], measure: Callable[[Any], tuple[Tensor, Tensor | int]]
-    ) -> float:
-        """Return the mean of what :meth:`held_out_loss` or another ``measure`` sums up over ``batches``."""
+        self,
+        batches: Callable[[], Iterable[Any]],
+        measure: Callable[[Any], tuple[Tensor, Tensor | int]],
+        parts: int = 1,
+    ) -> list[float]:
+        """Return the means of the ``parts`` that ``measure``, like :meth:`held_out_loss`, sums up over ``batches``."""
         accelerator = self.accelerator
-        sums = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+        sums = torch.zeros(parts + 1, dtype=torch.float64, device=accelerator.device)
         rank, processes = dp_rank_and_size(accelerator)
         with evaluating(*self.models):
             for own in lockstep_batches(islice(batches(), rank, None, processes), accelerator):
                 loss, count = measure(next(iter(batches())) if own is None else own)
                 if own is not None:  # else only to take part
-                    sums += torch.stack([loss.double(), torch.as_tensor(count, device=loss.device).double()])
-        loss, count = accelerator.reduce(sums, reduction="sum").tolist()
-        return loss / count
-
-    def measure_elsewhere(self, step: int) -> float | None:
-        """Return how much was changed that was not to be, in the unit of the loss; None where nobody asks."""
-        return None
+                    number = torch.as_tensor(count, device=loss.device).double()
+                    sums += torch.cat([loss.double().view(parts), number[None]])
+        *losses, count = accelerator.reduce(sums, reduction="sum").tolist()
+        return [loss / count for loss in losses]
 
     def describe_validation(self, loss: float) -> dict[str, float]:
         """Return further metrics of a validation loss."""

@@ -103,7 +103,7 @@ def test_when_the_host_asks_changes_nothing(
     assert finite(lora(tmp_path / "each"))
     metrics = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("each", "once")]
     assert all('"updates_dropped": 1' in text for text in metrics)
-    assert "NaN" not in metrics[0]
+    assert not [word for text in metrics for word in ("NaN", "Infinity") if word in text]
     assert each.task.lr_schedule.last_epoch == once.task.lr_schedule.last_epoch == 7  # dropped updates do not count
 
 

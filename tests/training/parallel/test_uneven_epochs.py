@@ -39,7 +39,9 @@ EPOCHS: dict[str, object] = {
     "lr_scheduler": "cosine",
     "validate_every_n_epochs": 1,
 }
-KEYS = ("step", "epoch", "loss", "loss_ema", "grad_norm", "val_loss", "lr/transformer")
+KEYS = ("step", "epoch", "loss", "loss_ema", "grad_norm", "val_loss", "lr/transformer", "sigma_mean")
+LEVELS = [f"loss/sigma_{low:g}-{high:g}" for low, high in ((0, 0.2), (0.2, 0.4), (0.4, 0.6), (0.6, 0.8), (0.8, 1))]
+LEVELS += [f"val_loss/sigma_{sigma}" for sigma in (0.1, 0.3, 0.5, 0.7, 0.9)]
 
 
 def write_images(folder: Path) -> Path:
@@ -109,7 +111,8 @@ def test_two_processes_train_as_one(runs: Path, several: str, one: str) -> None:
     if several == "resumed":
         expected = [line for line in expected if line["step"] > 3]
         found = [line for line in found if line["step"] > 3]
-    assert_same_metrics(expected, found, KEYS, rel=1e-4)
+    assert_same_metrics(expected, found, (*KEYS, *LEVELS), rel=1e-4)
+    assert len({key for line in found for key in line if "/sigma_" in key}) >= 4
 
 
 def test_the_last_step_of_an_epoch_has_the_batches_that_are_left(runs: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -18,7 +19,7 @@ from PIL import Image
 
 from library.errors import UserError
 from library.training.report.metrics import Run, read_run
-from library.training.report.plots import LogAxes, draw_runs, plot_runs
+from library.training.report.plots import LogAxes, draw_noise_levels, draw_runs, plot_noise_levels, plot_runs
 from tests.forked import run_script
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -249,3 +250,81 @@ def test_steps_are_whole_and_no_legend_lies_over_a_panel(tmp_path: Path, steps: 
             assert legend.get_window_extent(renderer).y0 >= axes.get_window_extent(renderer).y1
             title = axes._left_title.get_window_extent(renderer)
             assert not legend.get_window_extent(renderer).overlaps(title)
+
+
+def write_noisy_run(folder: Path, batch: int = 1, every: int = 1) -> dict[str, list[float]]:
+    """A run on images whose loss and gradient norm follow from the noise level; return its sigmas and norms."""
+    folder.mkdir(parents=True)
+    random = np.random.default_rng(0)
+    drawn: dict[str, list[float]] = {"sigma": [], "norm": []}
+    lines: list[dict[str, float]] = [{"step": 0, "val_loss": 0.7, "val_loss/sigma_0.1": 0.8, "val_loss/sigma_0.9": 0.6}]
+    for step in range(every, 300 * every + 1, every):
+        sigma = float(random.uniform(0.01, 0.99))
+        drawn["sigma"].append(sigma)
+        drawn["norm"].append(1 + sigma + float(random.uniform(0, 0.1)))
+        low = int(sigma * 5) / 5
+        line = {"step": step, "loss": sigma, f"loss/sigma_{low:g}-{low + 0.2:g}": sigma, "lr/lora": 1.0}
+        line |= {"sigma_mean": sigma, "grad_norm": drawn["norm"][-1], "samples_per_s": batch * 2.0, "s_per_it": 0.5}
+        lines.append(line)
+    lines.append({"step": 300 * every, "val_loss": 0.5, "val_loss/sigma_0.1": 0.76, "val_loss/sigma_0.9": 0.24})
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    return drawn
+
+
+def test_the_tool_draws_loss_and_gradient_norm_by_noise_level(tmp_path: Path) -> None:
+    write_noisy_run(run := tmp_path / "castle")
+    done = run_script(ROOT / "tools" / "plot_lr.py", [str(run), "--noise_levels"], tmp_path)
+    assert done.stdout.split() == [str(run / "noise_levels.png"), str(run / "noise_levels.svg")], done.stderr
+    shown = texts(run / "noise_levels.svg")
+    for text in ("castle", "Training loss by noise level", "σ 0.2–0.4", "step 0", "step 300", "−5 %", "−60 %", "exact"):
+        assert text in shown, text
+    seen = colours(run / "noise_levels.png", (0.0, 0.15, 0.5, 1.0))
+    assert min(seen[colour] for colour in ("#E69F00", "#D55E00", "#CC79A7", "#0072B2", "#000000")) > 50, seen
+
+
+def test_the_picture_has_each_levels_loss_and_the_median_gradient_of_each_tenth(tmp_path: Path) -> None:
+    drawn = write_noisy_run(tmp_path / "castle")
+    training, held_out, gradient = draw_noise_levels(read_run(tmp_path / "castle")).axes
+    for level, line in enumerate(training.get_lines()):
+        assert all(level / 5 <= loss <= level / 5 + 0.2 for loss in line.get_ydata())  # averages of such losses
+    assert len(training.get_lines()) == 5
+    assert [line.get_ydata().tolist() for line in held_out.get_lines()] == [[0.8, 0.6], [0.76, 0.24]]
+    medians = {round(float(bar[0].get_xdata()[0]), 2): bar[0].get_ydata()[0] for bar in gradient.containers}
+    expected = {
+        round(tenth / 10 + 0.05, 2): statistics.median(
+            norm for sigma, norm in zip(drawn["sigma"], drawn["norm"], strict=True) if int(sigma * 10) == tenth
+        )
+        for tenth in range(10)
+    }
+    assert medians == pytest.approx(expected)
+
+
+def test_the_picture_says_that_steps_of_several_samples_have_no_one_level(tmp_path: Path) -> None:
+    write_noisy_run(tmp_path / "castle", batch=4, every=10)
+    figure = draw_noise_levels(read_run(tmp_path / "castle"))
+    assert "a dot: 40 samples at their mean σ" in [text.get_text() for text in figure.axes[-1].texts]
+
+
+def test_runs_without_noise_levels_have_no_picture_of_them(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "text")
+    assert plot_noise_levels(run, tmp_path / "noise_levels.png") == []
+    done = run_script(ROOT / "tools" / "plot_lr.py", [str(run), "--noise_levels"], tmp_path)
+    assert done.returncode == 2
+    assert "its metrics have no noise levels" in done.stderr
+    done = run_script(ROOT / "tools" / "plot_lr.py", [str(run), str(run), "--noise_levels"], tmp_path)
+    assert "name one run" in done.stderr
+
+
+def test_what_was_learnt_stands_beside_what_changed_elsewhere(tmp_path: Path) -> None:
+    (folder := tmp_path / "castle").mkdir()
+    validations = {0: (0.65, 0.0), 10: (0.4, 0.05), 20: (0.3, 0.2)}  # held out, on other prompts
+    lines = [{"step": step, "val_loss": own, "val_prior_loss": other} for step, (own, other) in validations.items()]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, [*lines, {"step": 20, "loss": 0.5}])) + "\n")
+    (panel,) = (axes for axes in draw_runs([read_run(folder)]).axes if "elsewhere" in axes.get_title(loc="left"))
+    learnt, changed = panel.get_lines()
+    assert learnt.get_xdata().tolist() == changed.get_xdata().tolist() == [0, 10, 20]
+    assert learnt.get_ydata() == pytest.approx([0.0, 0.25, 0.35])
+    assert changed.get_ydata() == pytest.approx([0.0, 0.05, 0.2])
+    legend = panel.get_legend()
+    assert legend is not None
+    assert [text.get_text() for text in legend.get_texts()] == ["learnt", "elsewhere"]

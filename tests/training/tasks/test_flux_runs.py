@@ -49,7 +49,14 @@ def test_a_run_leaves_lora_metrics_plots_samples_and_its_settings(base: Path, tm
     validations = [line for line in _metrics(out) if "val_loss" in line]
     assert [line["step"] for line in validations] == [0, 4]
     assert events.val_loss == validations[-1]["val_loss"]
-    for name in ("lora.safetensors", "lora-step00000002.safetensors", "lora-000001.safetensors", "lr.png", "lr.svg"):
+    for name in (
+        "lora.safetensors",
+        "lora-step00000002.safetensors",
+        "lora-000001.safetensors",
+        "lr.png",
+        "lr.svg",
+        "noise_levels.png",
+    ):
         assert (out / name).stat().st_size > 0, name
     with Image.open(out / "samples" / "step000004_01.png") as image:
         assert image.size == (96, 64)

@@ -24,8 +24,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from library.randomness import derive_seed
 from library.training.parallel.pipeline.p2p import ProbeDone, StageComm, StageDone, Streams, contiguous_gradient
+from library.training.report.metrics import totals
 
-Compute = Callable[[Any], tuple[Tensor, Tensor]]  # a microbatch -> its loss [], metrics [n]
+Compute = Callable[[Any], tuple[Tensor, Tensor]]  # a microbatch -> its loss [], metrics [n] or [n, columns]
 _MOST_SCHEDULES = 4  # whose buffers are kept
 Kinds = list[tuple[torch.dtype, bool]]  # of streams: dtype, and whether they have a gradient
 
@@ -40,7 +41,7 @@ class _Stage(nn.Module):
         self.compute: Compute | None = None
         self.checked: Callable[[Tensor], Tensor] = lambda loss: loss
         self.scale = 1.0
-        self.seen: list[Tensor] = []  # loss and metric of each microbatch, on the last stage
+        self.seen: list[Tensor] = []  # loss and totals of each microbatch, [1 + 2 * columns], on the last stage
         self.kinds: tuple[Kinds, Kinds] | None = None  # of what comes in, of what goes out
 
     def forward(self, *received: Tensor, number: Tensor) -> Any:
@@ -50,7 +51,7 @@ class _Stage(nn.Module):
         self.comm.inbox = tuple(map(contiguous_gradient, received))
         try:
             loss, metrics = self.compute(self.microbatches[i])
-            self.seen[i] = torch.stack([loss.detach().float(), metrics.to(loss.device, torch.float32).mean()])
+            self.seen[i] = torch.cat([loss.detach().float()[None], totals(metrics).to(loss.device).flatten()])
             streams: Streams = (self.checked(loss) * self.scale,)
         except StageDone:
             streams = self.comm.outbox
@@ -77,14 +78,15 @@ class Pipeline:
         self._schedules: dict[Any, Any] = {}
 
     def forward_backward(
-        self, batch: Any, compute: Compute, checked: Callable[[Tensor], Tensor] = lambda loss: loss
+        self, batch: Any, compute: Compute, checked: Callable[[Tensor], Tensor] = lambda loss: loss, columns: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """Add the batch's gradients to the stage's weights; return on every stage its loss [] and mean metric [1].
+        """Add the batch's gradients to the stage's weights; return on every stage its loss [] and metrics' ``totals``.
 
         Args:
             batch: has a length and ``chunk(count)``, as tensors have; the same on all stages.
             compute: the loss of one of its microbatches. A batch's loss is the mean over them.
             checked: is put around every loss before its gradients are made.
+            columns: of the metrics.
         """
         stage, comm = self._stage, self.comm
         count = microbatches_of(len(batch), self._count)
@@ -102,9 +104,9 @@ class Pipeline:
         finally:
             comm.scheduled = False
             stage.microbatches, stage.compute = [], None
-        means = torch.stack(stage.seen).mean(dim=0) if comm.is_last else torch.empty(2, device=comm.device)
-        dist.broadcast(means, comm.rank(comm.count - 1), comm.group)
-        return means[0], means[1:]
+        seen = torch.stack(stage.seen).sum(dim=0) if comm.is_last else torch.empty(1 + 2 * columns, device=comm.device)
+        dist.broadcast(seen, comm.rank(comm.count - 1), comm.group)
+        return seen[0] / count, seen[1:].view(2, columns)
 
     def gathered(self, values: list[Any]) -> list[Any]:
         """Return all stages' ``values``, in the stages' order."""
