@@ -25,7 +25,6 @@ of known shapes too: it was still learning, and `--stage fill --resume --steps 6
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -69,8 +68,6 @@ from dev.tiny_models.transformer import (
     write_samples,
 )
 from library.files import atomic_folder
-from tools.generate import generate
-from tools.generate import parser as command_line
 
 ASSETS = Path(__file__).resolve().parents[1] / "assets"
 STATE = ASSETS.parent / "output/tiny-flux-training"
@@ -208,9 +205,6 @@ def export(options: argparse.Namespace, plan: Plan) -> None:
 def make_demo(options: argparse.Namespace, plan: Plan) -> None:
     with atomic_folder(options.demo_out) as temporary:
         count = write_demo_dataset(temporary)
-        prompts, painted = temporary / "regularisation.txt", temporary / "regularisation"
-        command = ["image", f"--model={os.path.relpath(options.out)}", f"--from_file={prompts}", f"--save_to={painted}"]
-        count += len(generate(command_line().parse_args([*command, "--caption_extension=.txt"])))
     print(f"demo: {count} images in {options.demo_out}", flush=True)
 
 

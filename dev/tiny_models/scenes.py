@@ -23,6 +23,7 @@ LoRA on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -300,14 +301,8 @@ validation_seed = 1
   num_repeats = 10
 """
 
-REGULARISED_TOML = f"""\
-{DATASET_TOML}
-  [[datasets.subsets]]
-  image_dir = "regularisation" # the base model's own pictures of other things: they keep what it can already do
-  is_reg = true
-"""
-
 SAMPLED = "--s 20 --g 3.5"
+PRESERVED = 32  # images for the base to paint: a quarter of a minute
 PROMPTS_TXT = f"""\
 # What the demo draws as its LoRA learns; the last two show what the LoRA does to subjects of the base model.
 a {TRIGGER} on a blue background --w 128 --h 128 --d 1 {SAMPLED}
@@ -318,23 +313,29 @@ a red house on green grass under a night sky with stars and a moon --w 128 --h 1
 a yellow house and a tree on white snow under a sunset sky with a sun --w 128 --h 128 --d 6 {SAMPLED}
 """
 
-REGULARISATION = (  # subjects of the base's own domain, none of them among the prompts above
-    "a yellow circle on a blue background",
-    "a big green square on a striped pink background",
-    "a red heart on the left on a white background",
-    "a white star on a checkered green background",
-    "a red circle above a blue square on a gray background",
-    "three cyan diamonds on a black background",
-    "a big smiling orange circle on a cyan background",
-    "a purple hexagon on the right on a yellow background",
-    "a blue house on green grass under a night sky with stars",
-    "a white house and a tree on yellow sand under a blue sky with a sun",
-    "an orange house on white snow under a night sky with a moon",
-    "a tree and a red car on green grass under a sunset sky with a sun",
+GENERAL = (  # subjects of the base's own domain, by which the demo measures what the LoRA changes elsewhere
+    "a red house on green grass under a night sky with stars and a moon",
+    "a yellow house and a tree on white snow under a sunset sky with a sun",
+    "a tree on green grass under a blue sky with clouds",
+    "a purple diamond on a cyan background",
+    "three yellow stars on a blue background",
+    "a big white square on a striped red background",
 )
-REGULARISATION_TXT = "".join(
-    f"{prompt} --w 128 --h 128 --d {seed} {SAMPLED}\n" for seed, prompt in enumerate(REGULARISATION, start=101)
-)
+
+
+def preserved_captions(count: int, seed: int = 7) -> list[str]:
+    """Captions of other scenes, in the words that the base knows: what the demo's LoRA is to leave as it is."""
+    rng, known, found = np.random.default_rng(seed), {"A", "a", "An", "an", *scene_words()}, dict[str, None]()
+    while len(found) < count:
+        caption = random_scene(rng).caption.rstrip(".")
+        if set(caption.split()) <= known and caption not in GENERAL:
+            found[caption] = None
+    return list(found)
+
+
+def prompt_lines(captions: Sequence[str], first_seed: int) -> str:
+    """Write captions as lines of a prompt file."""
+    return "".join(f"{text} --w 128 --h 128 --d {seed} {SAMPLED}\n" for seed, text in enumerate(captions, first_seed))
 
 
 def write_demo_dataset(folder: Path, seed: int = 11) -> int:
@@ -351,7 +352,7 @@ def write_demo_dataset(folder: Path, seed: int = 11) -> int:
             to_image(scene.image).save(temporary, "PNG", optimize=True)
         write_text(images / f"{TRIGGER}_{number:02d}.txt", scene.caption + "\n")
     write_text(folder / "dataset.toml", DATASET_TOML)
-    write_text(folder / "regularised.toml", REGULARISED_TOML)
     write_text(folder / "prompts.txt", PROMPTS_TXT)
-    write_text(folder / "regularisation.txt", REGULARISATION_TXT)
+    write_text(folder / "preserve.txt", prompt_lines(preserved_captions(PRESERVED), 101))
+    write_text(folder / "general.txt", prompt_lines(GENERAL, 201))
     return len(sizes)

@@ -164,16 +164,18 @@ def test_every_demo_image_has_a_caption_with_the_trigger_word(source: str, smoke
 
 
 @pytest.mark.parametrize("source", ["smoke", "committed"])
-def test_the_demos_regularisation_images_are_of_what_the_base_knows(source: str, smoke_run: Path) -> None:
+def test_what_the_demo_preserves_the_base_knows_and_what_it_measures_is_not_among_it(
+    source: str, smoke_run: Path
+) -> None:
     folder = DEMO if source == "committed" else smoke_run / "demo"
-    _, added = tomllib.loads((folder / "regularised.toml").read_text())["datasets"][0]["subsets"]
-    images = sorted((folder / added["image_dir"]).glob("*.png"))
-    captions = [path.with_suffix(".txt").read_text().strip() for path in images]
-    assert added["is_reg"]
-    assert len(captions) == 12
-    assert captions == [known_part(caption) for caption in captions]
-    shown = [line.split(" --")[0] for line in (folder / "prompts.txt").read_text().splitlines()]
-    assert not set(captions) & set(shown)  # what the demo shows of the base's subjects was not trained on
+    prompts = {
+        name: [line.split(" --")[0] for line in (folder / f"{name}.txt").read_text().splitlines()]
+        for name in ("preserve", "general", "prompts")
+    }
+    assert len(set(prompts["preserve"])) == 32
+    for caption in prompts["preserve"] + prompts["general"]:
+        assert caption == known_part(caption)
+    assert not set(prompts["preserve"]) & {*prompts["general"], *prompts["prompts"]}
 
 
 @pytest.fixture(scope="module")
