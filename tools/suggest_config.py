@@ -61,8 +61,6 @@ import torch
 from library.training import suggestion
 from library.training.memory.budget import GIB
 
-_NAMES = ("config.toml", "dataset.toml", "prompts.txt")
-
 
 def answer(
     options: argparse.Namespace, flag: str, question: str, read: Callable[[str], Any] = str, among: Sequence[str] = ()
@@ -119,8 +117,9 @@ def answers(options: argparse.Namespace) -> tuple[suggestion.Answers, Mapping[st
         options.gpu_memory = torch.cuda.get_device_properties(0).total_memory / GIB
     gpu_memory = round(answer(options, "gpu_memory", "GiB of the card, or cpu", memory) * GIB) or None
     save_to = answer(options, "save_to", "Folder to write into", Path)
-    if not options.overwrite and (old := [name for name in _NAMES if (save_to / name).exists()]):
-        raise UserError(f"{save_to / old[0]}: exists; choose another --save_to or give --overwrite")
+    old = [save_to / name for name in ("config.toml", "dataset.toml", "prompts.txt") if (save_to / name).exists()]
+    if old and not options.overwrite:
+        raise UserError(f"{old[0]}: exists; choose another --save_to or give --overwrite")
     said = (options.control_directory, options.trigger_word, options.class_word, gpu_memory, save_to)
     return suggestion.Answers(kind, model, model_type, parts, images, *said), arguments
 
@@ -134,10 +133,11 @@ def main() -> None:
     for name, text in suggestion.suggest(asked, found, chosen).items():  # config.toml names the others: the last
         write_text(asked.save_to / name, text)
     settings = [f"{key} = {value}" for key, value in chosen.settings.items()] or ["nothing quantised or swapped"]
-    training = [f"{key} = {values[key][0]}" for key in ("network_dim", "learning_rate", "max_train_steps")]
+    training = (f"{key} = {values[key][0]}" for key in ("network_dim", "learning_rate", "max_train_steps"))
     print(f"model     {asked.model}: {asked.model_type}")
     print(f"images    {counted(len(found.samples), 'image')} of about {found.side} x {found.side}")
-    print(f"memory    {', '.join(settings)} ({chosen.describe()})")
+    print(f"card      {f'{asked.gpu_memory / GIB:.1f} GiB; ' if asked.gpu_memory else ''}{chosen.describe()}")
+    print(f"memory    {', '.join(settings)}")
     print(f"training  {', '.join(training)}")
     if missing := found.without_caption:
         print(f"note: {missing} without a caption; write them, or a command: {suggestion.CAPTIONER} in [dataset]")

@@ -35,7 +35,6 @@ from library.training.memory.plan import RESERVE
 Kind = Literal["subject", "style", "edit"]
 CAPTIONER = 'caption_command = "my_captioner {image}"'
 _CAPTION_ENDINGS = (".txt", ".caption")
-_PLUS = ("2509", "2511", "plus")  # in the names of Qwen-Image-Edit's later versions
 
 
 @dataclass(frozen=True)
@@ -73,16 +72,18 @@ class Look:
 
 @dataclass(frozen=True)
 class Memory:
-    """Settings that fit into a card, the memory that was counted for them in GiB, and how; none on a CPU."""
+    """Settings that fit into a card, the GiB that were counted for them, how, and for samples; none on a CPU."""
 
     settings: Mapping[str, Any]
     gib: float = 0.0
     count: str = ""
+    samples: float = 0.0
 
     def describe(self) -> str:
         """Return where the settings are from."""
-        counted = f"counted: {self.gib} GiB at 1024 x 1024, batch size 1 (tools/plan_memory.py {self.count})"
-        return counted if self.count else "on the CPU"
+        more = f", samples up to {self.samples} more" if self.samples else ""
+        counted = f"counted: {self.gib} GiB at 1024 x 1024, batch size 1{more} (tools/plan_memory.py {self.count})"
+        return counted if self.count else "no card"
 
 
 @cache
@@ -108,8 +109,8 @@ def presets(model_type: str) -> dict[str, tuple[Any, str]]:
 def _sources(row: Mapping[str, Any]) -> str:
     given = [row["source"], *row.get("others", ())] if "source" in row else []
     cited = [f"{trainer}, {file}: {' '.join(says.split())}" for trainer, file, says in given]
-    others = [f"others: {'; '.join(cited[1:])}"] if cited[1:] else []
-    return "\n".join([*cited[:1], *others, *([row["note"]] if "note" in row else [])])
+    others = f"others: {'; '.join(cited[1:])}" if cited[1:] else ""
+    return "\n".join(filter(None, (*cited[:1], others, row.get("note"))))
 
 
 def find_model_type(model: str, kind: Kind, given: str | None = None) -> tuple[str, Mapping[str, Any]]:
@@ -134,12 +135,10 @@ def find_model_type(model: str, kind: Kind, given: str | None = None) -> tuple[s
 
     def alike(name: str) -> list[bool]:
         family = family_class(name)
-        return [
-            family.published_pipeline == pipeline,
-            (family.conditioning == "fill") == (arguments.get("in_channels") == 384),
-            family.guidance_input == bool(arguments.get("guidance_embeds")),
-            ("plus" in name) == any(word in path.name.lower() for word in _PLUS),
-        ]
+        is_fill, is_guided = arguments.get("in_channels") == 384, bool(arguments.get("guidance_embeds"))
+        fits = [family.published_pipeline == pipeline, (family.conditioning == "fill") == is_fill]
+        is_plus = any(word in path.name.lower() for word in ("2509", "2511", "plus"))  # Qwen-Image-Edit's later ones
+        return [*fits, family.guidance_input == is_guided, ("plus" in name) == is_plus]
 
     return max(fitting, key=alike), arguments
 
@@ -154,17 +153,18 @@ def choose_memory(model_type: str, model: str, arguments: Mapping[str, Any], gpu
         return Memory({})
     rows = [row for row in tables()["memory"] if model_type in row["models"]]
     size = "9b" if "9b" in Path(model).name.lower() or arguments.get("joint_attention_dim") == 12288 else "4b"
-    rows = [Memory(row["settings"], row["gib"], row["count"]) for row in rows if row.get("size", size) == size]
+    samples = tables()["samples"][MODEL_TYPES[model_type].title]
+    rows = [Memory(row["settings"], row["gib"], row["count"], samples) for row in rows if row.get("size", size) == size]
     blocks = sum(number for key, number in arguments.items() if key.endswith("layers") and isinstance(number, int))
     for row in rows:
-        if row.gib * GIB + RESERVE <= gpu_memory:
+        if (row.gib + samples) * GIB + RESERVE <= gpu_memory:
             few = 0 < blocks <= row.settings.get("blocks_to_swap", 0)  # a smaller model than the published one
             return replace(row, settings={k: v for k, v in row.settings.items() if k != "blocks_to_swap" or not few})
     least = min(tables()["memory"], key=lambda row: row["gib"])
     raise UserError(
-        f"--gpu_memory {gpu_memory / GIB:g}: {model_type} takes at least {rows[-1].gib} GiB and 1 for CUDA itself "
-        f"(tools/plan_memory.py {rows[-1].count}); take a larger card, a smaller model ({least['models'][0]} takes "
-        f"{least['gib']}), or train at a lower resolution: plan_memory counts what your own settings take"
+        f"--gpu_memory {gpu_memory / GIB:g}: {model_type} takes at least {rows[-1].gib + samples:g} GiB and 1 for CUDA "
+        f"itself (tools/plan_memory.py {rows[-1].count}); take a larger card, or a smaller model: "
+        f"{least['models'][0]} takes {least['gib']}"
     )
 
 
@@ -186,12 +186,11 @@ def look(answers: Answers) -> Look:
                 subset["control_directory"] = str(answers.controls.resolve())
             path, table = Path(scratch, "dataset.toml"), {"resolution": 1024, "cache_directory": scratch}
             path.write_text(toml_text({"datasets": [{**table, "subsets": [subset]}]}), encoding="utf-8")
-        config = load_dataset_config(path, DatasetArguments(dataset_config=str(path)), conditioning)
-        found = scan(config, 0, 16, 1.0, conditioning)
+        defaults = DatasetArguments(dataset_config=str(path))
+        found = scan(load_dataset_config(path, defaults, conditioning), 0, 16, 1.0, conditioning)
     samples = [sample for sample in [*found.train, *found.held_out] if not sample.settings.is_reg]
     sides = [(sample.image.size[0] * sample.image.size[1]) ** 0.5 for sample in samples if sample.image.size]
-    without = sum(not sample.caption for sample in samples)
-    return Look(samples, round(median(sides)), without, len(found.held_out), ending)
+    return Look(samples, round(median(sides)), sum(not one.caption for one in samples), len(found.held_out), ending)
 
 
 def suggest(answers: Answers, found: Look, memory: Memory) -> dict[str, str]:
