@@ -203,7 +203,7 @@ def _assert_written(place: Path, *paths: str) -> None:
 
 
 def test_every_command_of_getting_started_runs_and_leaves_what_the_next_one_needs(place: Path) -> None:
-    _run_page("docs/getting_started.md", place, 10, curves="flux_lora_16gb")
+    _run_page("docs/getting_started.md", place, 11, curves="flux_lora_16gb")
     _assert_written(
         place,
         "output/flux_lora_24gb/flux_lora_24gb.safetensors",

@@ -1,0 +1,228 @@
+"""A first configuration for a LoRA: of published presets, counted memory, and what the images are like.
+
+``presets.toml`` (beside the schema) holds what other trainers publish for each family, with the file where it stands,
+and which settings fit into which card, with the memory that ``memory.plan`` counts for them. Nothing else decides a
+number here: values come from there with their sources as comments, resolution, validation and captions follow from the
+images. :func:`find_model_type` and :func:`look` see what there is, :func:`suggest` returns the files' texts.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
+from library.config.schema import DatasetArguments
+from library.data.config import load_dataset_config
+from library.data.file_index import list_folder
+from library.data.samples import Sample, scan
+from library.data.sources import is_image, stem
+from library.errors import UserError
+from library.files import read_toml, toml_text
+from library.models.files import pipeline_class, transformer_of
+from library.models.registry import family_class
+from library.training.memory.budget import GIB
+from library.training.memory.plan import RESERVE
+
+Kind = Literal["subject", "style", "edit"]
+CAPTIONER = 'caption_command = "my_captioner {image}"'
+_CAPTION_ENDINGS = (".txt", ".caption")
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a person has said.
+
+    Attributes:
+        model: file, folder, or name on the hub. parts: key -> path of what a single file needs beside it.
+        images: folder or dataset TOML. controls: folder of what an edit model is given.
+        gpu_memory: bytes; None: trained on the CPU.
+    """
+
+    kind: Kind
+    model: str
+    model_type: str
+    parts: Mapping[str, str]
+    images: Path
+    controls: Path | None
+    trigger: str | None
+    class_word: str | None
+    gpu_memory: int | None
+    save_to: Path
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the dataset is like: its samples, the side of a square as large as the middle image, missing captions."""
+
+    samples: Sequence[Sample]
+    side: int
+    without_caption: int
+    held_out: int
+    caption_extension: str = _CAPTION_ENDINGS[0]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Settings that fit into a card, the GiB that were counted for them, how, and for samples; none on a CPU."""
+
+    settings: Mapping[str, Any]
+    gib: float = 0.0
+    count: str = ""
+    samples: float = 0.0
+
+    def describe(self) -> str:
+        """Return where the settings are from."""
+        more = f", samples up to {self.samples} more" if self.samples else ""
+        counted = f"counted: {self.gib} GiB at 1024 x 1024, batch size 1{more} (tools/plan_memory.py {self.count})"
+        return counted if self.count else "no card"
+
+
+@cache
+def tables() -> dict[str, Any]:
+    """Return ``presets.toml``, which explains itself."""
+    return read_toml(Path(__file__).parents[1] / "config" / "presets.toml", "restore it")[0]
+
+
+def presets(model_type: str) -> dict[str, tuple[Any, str]]:
+    """Return key -> value and comment for a family: its own, then what it takes from the group it is like."""
+    found: dict[str, tuple[Any, str]] = {}
+    group, whose = model_type, ""
+    while group:
+        rows = tables()["presets"][group]
+        own = {key: (row["value"], whose + _sources(row)) for key, row in rows.items() if isinstance(row, dict)}
+        found, group = own | found, rows.get("like", "")
+        if rows.get("nearest"):
+            whose = f"no trainer publishes a preset for {model_type}; of {group}, the nearest:\n"
+        whose = "" if group == "all" else whose
+    return found
+
+
+def _sources(row: Mapping[str, Any]) -> str:
+    given = [row["source"], *row.get("others", ())] if "source" in row else []
+    cited = [f"{trainer}, {file}: {' '.join(says.split())}" for trainer, file, says in given]
+    others = f"others: {'; '.join(cited[1:])}" if cited[1:] else ""
+    return "\n".join(filter(None, (*cited[:1], others, row.get("note"))))
+
+
+def find_model_type(model: str, kind: Kind, given: str | None = None) -> tuple[str, Mapping[str, Any]]:
+    """Return the ``model_type`` for ``kind``, and the transformer's arguments as far as the model is here.
+
+    Args:
+        given: needed where ``model`` is neither here nor known by its name.
+
+    Raises:
+        UserError: it is not trained for this kind, or of another family than ``given``.
+    """
+    path, arguments, pipeline = Path(model).expanduser(), dict[str, Any](), ""
+    names = tables()["hub"].get(model, [given] if given else [])
+    if path.exists():
+        told, arguments = transformer_of(path)
+        pipeline = pipeline_class(path) if path.is_dir() else ""
+        names = [name for name in IMAGE_MODELS if MODEL_TYPES[name].title == MODEL_TYPES[told].title]
+    able = [name for name in IMAGE_MODELS if (family_class(name).conditioning == "references") == (kind == "edit")]
+    fitting = [name for name in names if name in able and given in (None, name)]
+    if not fitting:
+        raise UserError(f"--kind {kind}: {model} is no {given or 'model'} for it; take {', '.join(able)}")
+
+    def alike(name: str) -> list[bool]:
+        family = family_class(name)
+        is_fill, is_guided = arguments.get("in_channels") == 384, bool(arguments.get("guidance_embeds"))
+        fits = [family.published_pipeline == pipeline, (family.conditioning == "fill") == is_fill]
+        is_plus = any(word in path.name.lower() for word in ("2509", "2511", "plus"))  # Qwen-Image-Edit's later ones
+        return [*fits, family.guidance_input == is_guided, ("plus" in name) == is_plus]
+
+    return max(fitting, key=alike), arguments
+
+
+def choose_memory(model_type: str, model: str, arguments: Mapping[str, Any], gpu_memory: int | None) -> Memory:
+    """Return the settings of the ready configuration with the most memory that fits.
+
+    Raises:
+        UserError: none fits.
+    """
+    if gpu_memory is None:
+        return Memory({})
+    rows = [row for row in tables()["memory"] if model_type in row["models"]]
+    size = "9b" if "9b" in Path(model).name.lower() or arguments.get("joint_attention_dim") == 12288 else "4b"
+    samples = tables()["samples"][MODEL_TYPES[model_type].title]
+    rows = [Memory(row["settings"], row["gib"], row["count"], samples) for row in rows if row.get("size", size) == size]
+    blocks = sum(number for key, number in arguments.items() if key.endswith("layers") and isinstance(number, int))
+    for row in rows:
+        if (row.gib + samples) * GIB + RESERVE <= gpu_memory:
+            few = 0 < blocks <= row.settings.get("blocks_to_swap", 0)  # a smaller model than the published one
+            return replace(row, settings={k: v for k, v in row.settings.items() if k != "blocks_to_swap" or not few})
+    least = min(tables()["memory"], key=lambda row: row["gib"])
+    raise UserError(
+        f"--gpu_memory {gpu_memory / GIB:g}: {model_type} takes at least {rows[-1].gib + samples:g} GiB and 1 for CUDA "
+        f"itself (tools/plan_memory.py {rows[-1].count}); take a larger card, or a smaller model: "
+        f"{least['models'][0]} takes {least['gib']}"
+    )
+
+
+def look(answers: Answers) -> Look:
+    """Look the dataset over, reading headers and captions as a training does.
+
+    Raises:
+        UserError: there is none, or training would refuse it.
+    """
+    conditioning, path, ending = family_class(answers.model_type).conditioning, answers.images, _CAPTION_ENDINGS[0]
+    with tempfile.TemporaryDirectory() as scratch:
+        if path.is_dir():
+            files = list_folder(path)
+            if not (stems := {stem(name) for name in files if is_image(name)}):
+                raise UserError(f"--images {path}: holds no images (png, jpg, webp, ...); name the folder that does")
+            ending = max(_CAPTION_ENDINGS, key=lambda end: sum(name + end in files for name in stems))
+            subset = {"image_dir": str(path.resolve()), "caption_extension": ending, "class_tokens": ""}
+            if answers.controls:
+                subset["control_directory"] = str(answers.controls.resolve())
+            path, table = Path(scratch, "dataset.toml"), {"resolution": 1024, "cache_directory": scratch}
+            path.write_text(toml_text({"datasets": [{**table, "subsets": [subset]}]}), encoding="utf-8")
+        defaults = DatasetArguments(dataset_config=str(path))
+        found = scan(load_dataset_config(path, defaults, conditioning), 0, 16, 1.0, conditioning)
+    samples = [sample for sample in [*found.train, *found.held_out] if not sample.settings.is_reg]
+    sides = [(sample.image.size[0] * sample.image.size[1]) ** 0.5 for sample in samples if sample.image.size]
+    return Look(samples, round(median(sides)), sum(not one.caption for one in samples), len(found.held_out), ending)
+
+
+def suggest(answers: Answers, found: Look, memory: Memory) -> dict[str, str]:
+    """Return file name -> text: the dataset TOML of a folder, the prompts of the samples, the configuration."""
+    values, folder = presets(answers.model_type), answers.images.is_dir()
+    share = round(len(found.samples) * values["validation_split"][0])
+    held_out = found.held_out if not folder else share if share > 1 else 0  # one image is too few to tell anything by
+    pairs = [one for one in found.samples if one.caption and " --" not in one.caption][:3]  # options begin with it
+    # a sample of a fill model needs an image and a mask
+    sampled = bool(pairs) if answers.kind == "edit" else family_class(answers.model_type).conditioning != "fill"
+
+    def lines(values: Mapping[str, tuple[Any, str]], *keys: str) -> str:
+        return "\n".join(f"{_comment(values[k][1])}\n{k} = {_toml(values[k][0])}" for k in keys if k in values)
+
+    chosen = {key: (value, memory.describe()) for key, value in memory.settings.items()}
+    how: Any = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    jinja = Environment(loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, **how)
+    jinja.filters |= {"toml": _toml, "comment": _comment}
+    context = {
+        "answers": answers, "found": found, "chosen": chosen, "values": values, "folder": folder, "held_out": held_out,
+        "trained": len(found.samples) - held_out, "sampled": sampled, "pairs": pairs, "captioner": CAPTIONER,
+        "title": MODEL_TYPES[answers.model_type].title, "lines": lines, "name": answers.save_to.resolve().name,
+        "place": lambda name: (answers.save_to / name).as_posix(),
+    }  # fmt: skip
+    wanted = [*["dataset.toml"] * folder, *["prompts.txt"] * sampled, "config.toml"]
+    return {name: jinja.get_template(f"suggested_{Path(name).stem}.jinja").render(context) for name in wanted}
+
+
+def _toml(value: Any) -> str:
+    return toml_text({"value": value}).removeprefix("value = ").strip()
+
+
+def _comment(text: str) -> str:
+    how: Any = {"initial_indent": "# ", "subsequent_indent": "# ", "break_long_words": False, "break_on_hyphens": False}
+    return "\n".join(line for part in text.splitlines() for line in textwrap.wrap(part, 118, **how))

@@ -1,0 +1,364 @@
+"""tools/suggest_config.py: what it cites and counts is so, what it writes trains, what it lacks it asks for."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import toml
+from accelerate.state import AcceleratorState
+from PIL import Image
+
+from library.config import load_config
+from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
+from library.config.schema import TrainConfig
+from library.data.config import SubsetSettings
+from library.errors import UserError
+from library.models.registry import family_class
+from library.training.memory.budget import GIB
+from library.training.suggestion import Answers, choose_memory, find_model_type, look, presets, suggest
+from tests.curves import without_curves
+from tests.runs import ROOT, train_flags
+from tests.tiny import save_single_files
+from tests.tiny_flux2 import tiny_flux2_pipeline
+from tools import suggest_config
+
+TABLES = tomllib.loads((ROOT / "library/config/presets.toml").read_text())
+IMAGES = "assets/demo_dataset/images"
+STYLE = ["--kind", "style", "--model", "assets/tiny-flux", "--images", IMAGES, "--gpu_memory", "cpu"]
+SUBJECT = ["--kind", "subject", *STYLE[2:], "--trigger_word", "zorbo", "--class_word", "creature"]
+Capture = pytest.CaptureFixture[str]
+needs_preservation = pytest.mark.skipif(
+    "preservation" not in TrainConfig.model_fields or "trigger_word" not in SubsetSettings.model_fields,
+    reason="the keys that preserve are not there yet",
+)
+
+
+@pytest.fixture(autouse=True)
+def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def write(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Run the tool in this process; return the folder that it wrote."""
+    monkeypatch.setattr(sys, "argv", ["suggest_config.py", *words, "--save_to", str(folder)])
+    suggest_config.main()
+    return folder
+
+
+def refused(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> str:
+    """Run the tool, which ends with exit code 2; return the one line that it says."""
+    monkeypatch.setattr(sys, "argv", ["suggest_config.py", *words])
+    with pytest.raises(SystemExit) as stopped:
+        suggest_config.main()
+    assert stopped.value.code == 2
+    said = capsys.readouterr().err.strip()
+    assert "\n" not in said
+    return said
+
+
+def trained(folder: Path) -> Path:
+    """Train three steps as the configuration says, the pictures aside; return the LoRA's file."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    config = load_config(["--config_file", str(folder / "config.toml")])
+    with without_curves():
+        train_flags(["--config_file", str(folder / "config.toml"), "--max_train_steps", "3",
+                     "--sample_every_n_steps", "2", "--max_data_loader_n_workers", "0"])  # fmt: skip
+    assert (folder / "output" / "metrics.jsonl").read_text().count('"loss"') >= 3
+    return Path(config.saving.output_dir) / f"{config.saving.output_name}.safetensors"
+
+
+# ---- the tables
+
+
+def rows() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    for group, keys in TABLES["presets"].items():
+        for key, row in keys.items():
+            if isinstance(row, dict):
+                yield group, key, row
+
+
+def numbers(text: str) -> set[float]:
+    return {float(found) for found in re.findall(r"\d+(?:\.\d+)?(?:e-?\d+)?", text)}
+
+
+IN_OTHER_WORDS = {
+    ("z_image", "network_alpha"): "equal to `rank`",
+    ("flux3_klein", "timestep_sampling"): "flux2_shift",  # auto is this model's own, see its note
+    ("all", "bucket_no_upscale"): "never upscaled",
+    ("all", "class_tokens"): "a photo of",
+}
+
+
+@pytest.mark.parametrize(
+    ("group", "key", "row"), list(rows()), ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_every_value_stands_in_the_preset_that_it_cites(group: str, key: str, row: dict[str, Any]) -> None:
+    """Trainer, file and the words there: the words hold the value. Ours are the sizes of references (configs/)."""
+    if "source" not in row:
+        assert key in ("control_resolution", "no_resize_control")
+        path = re.search(r"configs/[\w/]+\.toml", TABLES["presets"][group]["control_resolution"]["note"])
+        assert path is not None
+        assert toml.load(ROOT / path[0])["datasets"][0][key] == row["value"]
+        return
+    for trainer, file, says in (row["source"], *row.get("others", ())):
+        assert trainer in TABLES["read"]
+        assert re.search(r"\.(md|yaml|json|py|tsx?)$", file)
+        assert says.strip()
+    says, value = row["source"][2], row["value"]
+    if words := IN_OTHER_WORDS.get((group, key)):
+        assert words in says
+    elif key == "sample":
+        assert numbers(value) <= numbers(" ".join(cited[2] for cited in (row["source"], *row.get("others", ()))))
+    elif isinstance(value, str):
+        assert value.lower() in says.lower()
+    elif isinstance(value, bool):
+        assert str(value).lower() in says.lower()
+    else:
+        assert set(value if isinstance(value, list) else [value]) <= numbers(says)
+
+
+@pytest.mark.parametrize("model_type", IMAGE_MODELS)
+def test_every_family_has_values_and_says_where_they_are_only_the_nearest_familys(model_type: str) -> None:
+    values = presets(model_type)
+    assert {"network_dim", "network_alpha", "learning_rate", "max_train_steps", "timestep_sampling"} <= values.keys()
+    assert ("guidance_scale" in values) == MODEL_TYPES[model_type].takes_guidance
+    assert ("discrete_flow_shift" in values) == (values["timestep_sampling"][0] == "shift")
+    borrowed = "no trainer publishes" in values["network_dim"][1]
+    assert borrowed == (model_type in ("flux_fill", "flux3_klein", "flux3_klein_edit"))
+    assert "no trainer" not in values["optimizer_type"][1]  # of all families
+
+
+def memory_rows(model_type: str) -> list[dict[str, Any]]:
+    return [row for row in TABLES["memory"] if model_type in row["models"]]
+
+
+@pytest.mark.parametrize("row", TABLES["memory"], ids=lambda row: row["count"])
+def test_counted_memory_is_that_of_the_ready_configurations(row: dict[str, Any]) -> None:
+    """Without flags the file's own head says it; the settings are the file's with the flags."""
+    name, *flags = row["count"].split()
+    text = (ROOT / name).read_text()
+    config = load_config(["--config_file", str(ROOT / name), *flags])
+    said = re.search(r"Takes ([\d.]+) GiB", text)
+    assert said is not None
+    if not flags:
+        assert row["gib"] == float(said[1])
+        assert config.model.model_type in row["models"]
+    given = {**config.precision.model_dump(), **config.training.model_dump()}
+    used = {key: given[key] for key in ("fp8_scaled", "fp8_text_encoder", "blocks_to_swap") if given[key]}
+    assert row["settings"] == used
+    assert given["gradient_checkpointing"]
+    rank, alpha = (presets(row["models"][0])[key][0] for key in ("network_dim", "network_alpha"))
+    assert (config.network.network_dim, config.network.network_alpha) == (rank, alpha)
+
+
+@pytest.mark.parametrize("model_type", IMAGE_MODELS)
+def test_a_larger_card_is_never_told_to_save_more(model_type: str) -> None:
+    for size in ("4b", "9b"):
+        of_size = [row["gib"] for row in memory_rows(model_type) if row.get("size", size) == size]
+        assert of_size
+        assert of_size == sorted(of_size, reverse=True)
+    assert choose_memory(model_type, "m", {}, 200 * GIB).gib == memory_rows(model_type)[0]["gib"]
+
+
+# ---- what is written
+
+
+@pytest.mark.parametrize("model_type", IMAGE_MODELS)
+@pytest.mark.parametrize("gib", [None, 48])
+def test_what_is_written_for_every_family_passes_the_rules(model_type: str, gib: int | None, tmp_path: Path) -> None:
+    conditioning = family_class(model_type).conditioning
+    kind, controls = ("edit", tmp_path / "before") if conditioning == "references" else ("style", None)
+    shutil.copytree(IMAGES, tmp_path / "before")
+    memory = None if gib is None else gib * GIB
+    given = Answers(kind, "m", model_type, {}, Path(IMAGES), controls, None, None, memory, tmp_path)
+    files = suggest(given, look(given), choose_memory(model_type, "m", {}, memory))
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    config = load_config(["--config_file", str(tmp_path / "config.toml")])
+    values = presets(model_type)
+    assert config.optimizer.learning_rate == values["learning_rate"][0]
+    assert config.network.network_dim == values["network_dim"][0]
+    assert config.flow.timestep_sampling == values["timestep_sampling"][0]
+    assert config.training.gradient_checkpointing == (gib is not None)
+    assert config.sampling.sample_prompts == (None if conditioning == "fill" else f"{tmp_path}/prompts.txt")
+    dataset = toml.loads(files["dataset.toml"])["datasets"][0]
+    assert dataset["resolution"] == 512  # the least that ai-toolkit trains at; its images have 128
+    assert len(look(given).samples) == 16
+
+
+@pytest.mark.slow
+def test_a_style_trains_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(STYLE, tmp_path / "my style", monkeypatch)
+    assert trained(folder).is_file()
+    assert list((folder / "output").rglob("*.png"))  # pictures of the first step on
+
+
+@pytest.mark.slow
+@needs_preservation
+def test_a_subject_trains_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(SUBJECT, tmp_path / "zorbo", monkeypatch)
+    assert trained(folder).is_file()
+
+
+def test_a_subject_is_preserved_and_called_by_its_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write(SUBJECT, tmp_path, monkeypatch)
+    written = toml.load(folder / "config.toml")
+    assert written["preservation"] == {"preserve": "prior", "preserve_class": "creature", "preserve_prompts": "general"}
+    assert toml.load(folder / "dataset.toml")["datasets"][0]["subsets"][0]["trigger_word"] == "zorbo"
+    assert "a photo of zorbo creature --w 128" in (folder / "prompts.txt").read_text()
+    style = toml.load(write(STYLE, tmp_path / "style", monkeypatch) / "config.toml")
+    assert "preservation" not in style
+
+
+@pytest.mark.slow
+def test_edits_train_as_they_are_written_and_show_their_references(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_flux2_pipeline(tmp_path / "model")
+    for folder, shade in (("before", 60), ("after", 200)):
+        (tmp_path / folder).mkdir()
+        for i in range(20):
+            Image.new("RGB", (64, 64), (shade, 10 * i, 0)).save(tmp_path / folder / f"{i}.png")
+            (tmp_path / folder / f"{i}.txt").write_text("make it bright")
+    words = ["--kind", "edit", "--model", str(model), "--images", str(tmp_path / "after"),
+             "--control_directory", str(tmp_path / "before"), "--gpu_memory", "cpu"]  # fmt: skip
+    folder = write(words, tmp_path / "my_edit", monkeypatch)
+    assert toml.load(folder / "config.toml")["model"]["model_type"] == "flux2_klein_edit"
+    assert toml.load(folder / "dataset.toml")["datasets"][0]["validation_split"] == 0.1  # 2 of 20
+    assert f"--ci {tmp_path / 'before'}" in (folder / "prompts.txt").read_text()
+    assert trained(folder).is_file()
+
+
+def test_a_dataset_toml_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dataset = "assets/demo_dataset/dataset.toml"
+    words = ["--kind", "style", "--model", "assets/tiny-flux", "--images", dataset, "--gpu_memory", "8"]
+    folder = write(words, tmp_path / "kept", monkeypatch)
+    assert sorted(path.name for path in folder.iterdir()) == ["config.toml", "prompts.txt"]
+    config = load_config(["--config_file", str(folder / "config.toml")])
+    assert config.dataset.dataset_config == dataset
+    assert config.validation.validate_every_n_steps == 250  # it holds images out
+    assert config.precision.fp8_text_encoder
+    assert not config.training.blocks_to_swap  # of a model with fewer blocks than that nothing is swapped
+
+
+def test_missing_captions_are_made_of_the_words_or_by_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    shutil.copytree(IMAGES, tmp_path / "images", ignore=shutil.ignore_patterns("*.txt"))
+    swapped = [str(tmp_path / "images") if word == IMAGES else word for word in SUBJECT]
+    folder = write(swapped, tmp_path / "subject", monkeypatch)
+    subset = toml.load(folder / "dataset.toml")["datasets"][0]["subsets"][0]
+    assert subset["class_tokens"] == "a photo of zorbo creature"
+    swapped = [str(tmp_path / "images") if word == IMAGES else word for word in STYLE]
+    folder = write(swapped, tmp_path / "style", monkeypatch)
+    assert "class_tokens" not in (folder / "dataset.toml").read_text()
+    assert '\n# caption_command = "my_captioner {image}"\n' in (folder / "config.toml").read_text()
+    assert "16 without a caption" in capsys.readouterr().out
+
+
+# ---- the model and the card
+
+
+@pytest.mark.parametrize(
+    ("model", "kind", "model_type"),
+    [
+        ("black-forest-labs/FLUX.1-dev", "style", "flux"),
+        ("black-forest-labs/FLUX.2-klein-base-9B", "edit", "flux2_klein_edit"),
+        ("Qwen/Qwen-Image-Edit-2511", "edit", "qwen_image_edit_plus"),
+        ("assets/tiny-flux", "subject", "flux"),
+        ("assets/tiny-flux", "edit", "flux_kontext"),
+        ("assets/tiny-flux-fill", "style", "flux_fill"),
+    ],
+)
+def test_the_family_is_told_by_the_model_and_the_kind(model: str, kind: Any, model_type: str) -> None:
+    assert find_model_type(model, kind)[0] == model_type
+
+
+def test_a_size_is_told_by_the_name_or_by_the_width_of_its_texts() -> None:
+    """Klein 9B does not fit where 4B does."""
+    nine = {"joint_attention_dim": 12288}  # as published: https://huggingface.co/black-forest-labs/FLUX.2-klein-9B
+    assert "9b" in choose_memory("flux2_klein", "klein-9B.safetensors", {}, 10 * GIB).count
+    assert "9b" in choose_memory("flux2_klein", "mine.safetensors", nine, 10 * GIB).count
+    assert "4b" in choose_memory("flux2_klein", "mine.safetensors", {}, 10 * GIB).count
+
+
+def test_a_card_that_is_too_small_is_told_what_would_do() -> None:
+    with pytest.raises(UserError, match=r"--gpu_memory 4: flux takes at least 6.5 GiB .*flux2_klein takes 5.3"):
+        choose_memory("flux", "m", {}, 4 * GIB)
+
+
+def test_a_single_file_wants_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+    files = save_single_files(ROOT / "assets/tiny-flux", tmp_path / "single")
+    words = ["--kind", "style", "--model", str(files.transformer), *STYLE[4:], "--save_to", str(tmp_path / "out")]
+    assert refused(words, monkeypatch, capsys).startswith("error: --ae is missing")
+    parts = ["--ae", str(files.ae), "--clip_l", str(files.clip_l), "--t5xxl", str(files.t5xxl)]
+    folder = write([*words[:-2], *parts], tmp_path / "out", monkeypatch)
+    assert load_config(["--config_file", str(folder / "config.toml")]).model.t5xxl == str(files.t5xxl)
+
+
+# ---- asking, and what is refused
+
+
+def test_what_no_flag_says_is_asked_until_it_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = iter(["a dog", "style", "assets/tiny-flux", IMAGES, "much", "cpu"])
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda _: next(said))
+    folder = write([], tmp_path / "asked", monkeypatch)
+    assert list(said) == []
+    assert (folder / "config.toml").read_text() == (
+        write(STYLE, tmp_path / "flags" / "asked", monkeypatch) / "config.toml"
+    ).read_text().replace(str(tmp_path / "flags"), str(tmp_path))
+
+
+def test_the_end_of_the_answers_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    def ended(_: str) -> str:
+        raise EOFError
+
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", ended)
+    assert "--kind is missing" in refused(["--save_to", str(tmp_path / "out")], monkeypatch, capsys)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([*STYLE[2:]], "--kind is missing"),
+        ([*SUBJECT[:-2]], "--class_word is missing"),
+        ([*STYLE, "--images", "no_such_folder"], "--images no_such_folder: does not exist"),
+        ([*STYLE, "--images", "docs"], "--images docs: holds no images"),
+        ([*STYLE, "--model", "assets/tiny-fluxx"], "assets/tiny-fluxx is neither here nor a name that is known"),
+        ([*STYLE, "--model", "somebody/FLUX"], "--model_type is missing"),
+        ([*STYLE, "--model_type", "z_image"], "--kind style: assets/tiny-flux is no z_image for it"),
+        ([*STYLE, "--class_word", "dog"], "--class_word: has no meaning for --kind style"),
+        ([*STYLE, "--vae", "v"], "--vae: assets/tiny-flux takes none"),
+        (["--kind", "edit", "--model", "krea/Krea-2-Raw"], "--kind edit: krea/Krea-2-Raw is no model for it; take "),
+        (["--kind", "edit", *STYLE[2:]], "--control_directory is missing"),
+        (["--kind", "edit", *STYLE[2:], "--control_directory", "before"], "--control_directory before: does not exist"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_or_does_not_fit_is_one_line(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    assert said in refused([*words, "--save_to", str(tmp_path / "out")], monkeypatch, capsys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_there_is_replaced_only_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    write(STYLE, tmp_path, monkeypatch)
+    (tmp_path / "config.toml").write_text("mine")
+    assert f"{tmp_path / 'config.toml'}: exists" in refused([*STYLE, "--save_to", str(tmp_path)], monkeypatch, capsys)
+    assert (tmp_path / "config.toml").read_text() == "mine"
+    write([*STYLE, "--overwrite"], tmp_path, monkeypatch)
+    assert (tmp_path / "config.toml").read_text() != "mine"
