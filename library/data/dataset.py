@@ -106,6 +106,9 @@ def build_dataset(
         config = replace(config, datasets=tuple(with_it))
     share, captions = _preserving(preservation or PreservationConfig(), config, prior_loss_weight)
     found = scan(config, seed, pixel_multiple, prior_loss_weight, conditioning, regular_share=share)
+    classes = (subset for dataset in config.datasets for subset in dataset.subsets if subset.settings.preserve_class)
+    if captions is None and (inert := next(classes, None)):
+        found.warnings.append(f'{inert.where}: no effect without preserve = "prior": preserve_class')
     masked = [sample for sample in found.train if has_mask(sample)]
     if masked_loss and not masked and conditioning != "fill":
         raise UserError(

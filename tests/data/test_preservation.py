@@ -142,3 +142,11 @@ def test_a_class_without_a_trigger_word_ends_in_a_line(tmp_path: Path) -> None:
     folder_of(tmp_path / "img", 2, "a zorbo")
     with pytest.raises(UserError, match=r"dataset\.toml: preserve_class: .*set trigger_word"):
         build(write_toml(tmp_path), preserve_class="toy")
+
+
+def test_a_class_in_the_dataset_of_a_run_that_does_not_preserve_is_noted(tmp_path: Path) -> None:
+    folder_of(tmp_path / "img", 2, "a zorbo")
+    toml = write_toml(tmp_path, general='trigger_word = "zorbo"\npreserve_class = "toy"')
+    data = build_dataset(DatasetArguments(dataset_config=str(toml)), 3, 16, 8, 1.0, False)
+    assert any('no effect without preserve = "prior": preserve_class' in line for line in data.describe())
+    assert not any("no effect" in line for line in build(toml).describe())

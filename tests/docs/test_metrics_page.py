@@ -40,7 +40,8 @@ def test_the_page_has_the_keys_that_a_run_writes(kind: str, tmp_path: Path) -> N
     output = tmp_path / "output"
     if kind == "images":
         dataset = runs.write_dataset(tmp_path / "data", text="validation_split = 0.25")
-        runs.run(runs.write_base(tmp_path / "base"), dataset, output, **prodigy)
+        (prompts := tmp_path / "general.txt").write_text("a bow --s 2\n")
+        runs.run(runs.write_base(tmp_path / "base"), dataset, output, **prodigy, general_prompts=prompts)
     elif kind == "chats":
         place = chat_runs.write_place(tmp_path)
         chat_runs.run(place, output, validation_split=0.25, **prodigy)
