@@ -6,9 +6,10 @@
 Three subjects that the base has never seen, painted from the scene maker's shapes, each trained with several seeds; the
 rate is constant, so that a run's validations can be compared with another's. *learnt* is the fall of the held-out loss,
 *elsewhere* the mean squared change of the velocity on prompts that no run trains on: the same unit. As a way that
-preserves learns more slowly, *at equal learning* is elsewhere at the validation loss that all ways reach, between
-validations by straight lines, and *time* what a run took until there, over that of no preservation; images that are
-painted are counted apart, as they are painted once.
+preserves learns more slowly, *equal* is elsewhere at the validation loss that all ways reach, between validations by
+straight lines, *share* that of no preservation (half the range in *spread*), and *time* what a run took until there,
+over that of no preservation; images are painted once, and counted apart. The two ways with masks have a held-out loss of
+their own, of what lies inside, and are compared with each other.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 from PIL import Image
 
+from bench.fp8_parity import run as command
 from bench.measure import Table, benchmark_parser, finish
 from dev.tiny_models.painting import Pixels, coverage, paint, paint_shape, to_image
 from dev.tiny_models.scenes import background, paint_zorbo
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL, DEMO = ROOT / "assets" / "tiny-flux", ROOT / "assets" / "demo_dataset"
-IMAGES, STEPS, EVERY, BATCH = 16, 240, 30, 2
+IMAGES, STEPS, EVERY, BATCH = 16, 150, 50, 2
 FLAGS = (
     "--network_dim", 16, "--network_alpha", 16, "--learning_rate", 2e-3, "--lr_scheduler", "constant_with_warmup",
     "--lr_warmup_steps", 20, "--timestep_sampling", "shift", "--discrete_flow_shift", 1.6, "--max_train_steps", STEPS,
@@ -100,16 +102,20 @@ def write_dataset(folder: Path, name: str) -> None:
     (folder / "regularised.toml").write_text(text + '[[datasets.subsets]]\nimage_dir = "../kept"\nis_reg = true\n')
 
 
+PLAIN, MASKED = "none", "masked loss"  # with what the others are compared
+PAINTED = ("--preserve", "prior", "--preserve_prompts", DEMO / "preserve.txt")
+
+
 def ways(word: str) -> dict[str, tuple[str, tuple[object, ...]]]:
     """Return way -> dataset TOML and flags; ``word`` is what the subject's class is called."""
-    painted = ("--preserve", "prior", "--preserve_prompts", DEMO / "preserve.txt", "--preserve_share", 0.4)
+    shared = ("--preserve_share", 0.4, "--prior_loss_weight", 4)
     return {
-        "none": ("plain", ()),
+        PLAIN: ("plain", ()),
         "regularisation images": ("regularised", ()),
-        "prior": ("plain", painted),
-        "prior, weight 3": ("plain", (*painted, "--prior_loss_weight", 3)),
-        "class word": ("plain", ("--preserve", "prior", "--preserve_class", word, "--preserve_share", 0.4)),
-        "masked": ("masked", ("--preserve", "prior", "--preserve_outside_mask", "--masked_loss")),
+        "prior": ("plain", (*PAINTED, *shared)),
+        "class word": ("plain", ("--preserve", "prior", "--preserve_class", word, *shared)),
+        MASKED: ("masked", ("--masked_loss",)),
+        "masked, prior outside": ("masked", ("--preserve", "prior", "--preserve_outside_mask", "--masked_loss")),
     }
 
 
@@ -142,7 +148,7 @@ def run(folder: Path, name: str, way: str, seed: int) -> Curve:
     output = folder / "runs" / f"{name}-{way}-{seed}"
     arguments = (
         "--pretrained_model_name_or_path", MODEL, "--dataset_config", folder / name / f"{dataset}.toml", *FLAGS, *flags,
-        "--cache_directory", folder / "cache" / f"{name}-{dataset}", "--output_dir", output, "--seed", seed,
+        "--cache_directory", folder / "cache", "--output_dir", output, "--seed", seed,
     )  # fmt: skip
     AcceleratorState._reset_state(reset_partial_state=True)
     with open(os.devnull, "w") as nothing:
@@ -162,23 +168,28 @@ def run(folder: Path, name: str, way: str, seed: int) -> Curve:
 
 
 def rows_of(found: Mapping[str, Mapping[tuple[str, int], Curve]]) -> list[dict[str, Any]]:
-    """Return a row for each way: means over subjects and seeds, and half the range of the ratio."""
-    cases = list(found["none"])
-    # the validation loss that all ways have reached, of each subject and seed
-    level = {case: max(min(found[way][case].losses) for way in found if way != "masked") for case in cases}
-    rows = []
+    """Return a row for each way: means over subjects and seeds."""
+    cases, rows = list(found[PLAIN]), []
     for way, curves in found.items():
-        row: dict[str, Any] = {"way": way}
-        row["learnt"] = mean(curves[case].losses[0] - curves[case].losses[-1] for case in cases)
-        row["elsewhere"] = mean(curves[case].elsewhere[-1] for case in cases)
-        if way != "masked":  # whose loss is that of the subject alone
-            equal = {case: curves[case].at(level[case], curves[case].elsewhere) for case in cases}
-            plain = {case: found["none"][case].at(level[case], found["none"][case].elsewhere) for case in cases}
-            shares = [equal[case] / plain[case] for case in cases]
-            row |= {"equal": mean(equal.values()), "share": mean(shares), "spread": (max(shares) - min(shares)) / 2}
-            until = {case: curves[case].at(level[case], curves[case].seconds) for case in cases}
-            none = {case: found["none"][case].at(level[case], found["none"][case].seconds) for case in cases}
-            row["time"] = mean(until[case] / none[case] for case in cases)
+        beside = {other: c for other, c in found.items() if other.startswith("masked") == way.startswith("masked")}
+        plain = beside[MASKED if way.startswith("masked") else PLAIN]
+        # the validation loss that all of them have reached
+        level = {case: max(min(each[case].losses) for each in beside.values()) for case in cases}
+        equal = {case: curves[case].at(level[case], curves[case].elsewhere) for case in cases}
+        shares = [equal[case] / plain[case].at(level[case], plain[case].elsewhere) for case in cases]
+        times = [
+            curves[case].at(level[case], curves[case].seconds) / plain[case].at(level[case], plain[case].seconds)
+            for case in cases
+        ]
+        row = {
+            "way": way,
+            "learnt": mean(curves[case].losses[0] - curves[case].losses[-1] for case in cases),
+            "elsewhere": mean(curves[case].elsewhere[-1] for case in cases),
+            "equal": mean(equal.values()),
+            "share": mean(shares),
+            "spread": (max(shares) - min(shares)) / 2,
+            "time": mean(times),
+        }
         rows.append(row)
     return rows
 
@@ -199,12 +210,11 @@ def main() -> None:
         folder = Path(temporary)
         for name in options.subjects:
             write_dataset(folder / name, name)
-        from bench.fp8_parity import run as command
-
         begun = time.perf_counter()
         command(
-            "tools/generate.py", "image", "--model", MODEL, "--from_file", DEMO / "preserve.txt", "--save_to",
-            folder / "kept", "--caption_extension", ".txt",
+            "tools/paint_regularisation.py", "--pretrained_model_name_or_path", MODEL, "--dataset_config",
+            folder / options.subjects[0] / "plain.toml", *FLAGS, *PAINTED, "--cache_directory", folder / "cache",
+            "--save_to", folder / "kept",
         )  # fmt: skip
         painted = time.perf_counter() - begun
         names = list(ways("circle"))
@@ -218,7 +228,7 @@ def main() -> None:
     for row in rows_of(found):
         table.add(row)
     print(f"painting {len((DEMO / 'preserve.txt').read_text().splitlines())} images: {painted:.0f} s")
-    ratios = {f"elsewhere_{row['way'].replace(' ', '_')}": row["share"] for row in table.rows if "share" in row}
+    ratios = {f"elsewhere, {row['way']}": row["share"] for row in table.rows}
     finish(table.rows, ratios, options.json)
 
 

@@ -141,7 +141,8 @@ class Painted:
 
 def painted_subset(folder: Path, is_reg: bool = False) -> Subset:
     """Return a folder of painted pictures as a subset."""
-    settings = SubsetSettings(image_dir=str(folder), caption_extension=".txt", is_reg=is_reg)
+    # mirrored ones too are trained on: what the frozen model answers to them is as good a target, for no painting
+    settings = SubsetSettings(image_dir=str(folder), caption_extension=".txt", is_reg=is_reg, flip_aug=is_reg)
     # known by the folder's name, which says what they are: samples are the same wherever the cache lies
     return Subset(f"painted pictures in {folder}", settings, f"painted/{folder.name}", folder, None, None)
 
