@@ -34,7 +34,7 @@ from networks.files.adapters import load_lora
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL, DIFFERENCE = ROOT / "assets" / "tiny-flux", ROOT / "assets" / "tiny-flux-turbo.safetensors"
-DEMO = ROOT / "assets" / "demo_dataset" / "regularised.toml"
+DEMO = ROOT / "assets" / "demo_dataset"
 TRAINING_IMAGES, STEPS, BASE_STEPS, GUIDANCE = 32, 4, 20, 3.5
 TOKENS, LORA_STEPS, TEACHER_STEPS, TEACHER_RATE = 32, 250, 100, 3e-4
 
@@ -42,8 +42,9 @@ TOKENS, LORA_STEPS, TEACHER_STEPS, TEACHER_RATE = 32, 250, 100, 3e-4
 def measure_seed(seed: int, held_out: Path, images: int, training: Path, turbo: Path, folder: Path) -> dict[str, Any]:
     """Train a LoRA with ``seed``; return case -> its row, and the equal strength under that name."""
     lora = folder / "lora.safetensors"
-    run("train_lora.py", "--pretrained_model_name_or_path", MODEL, "--dataset_config", DEMO, "--seed", seed,
-        "--network_dim", 16, "--network_alpha", 16, "--optimizer_type", "AdamW", "--learning_rate", 2e-3,
+    run("train_lora.py", "--pretrained_model_name_or_path", MODEL, "--seed", seed,
+        "--dataset_config", DEMO / "dataset.toml", "--preserve", "prior", "--preserve_prompts", DEMO / "preserve.txt",
+        "--general_prompts", "none", "--network_dim", 16, "--network_alpha", 16, "--optimizer_type", "AdamW", "--learning_rate", 2e-3,
         "--lr_scheduler", "cosine", "--lr_warmup_steps", 20, "--lr_scheduler_min_lr_ratio", 0.1,
         "--timestep_sampling", "shift", "--discrete_flow_shift", 1.6, "--max_train_steps", LORA_STEPS,
         "--t5xxl_max_token_length", TOKENS, "--max_data_loader_n_workers", 0, "--output_dir", folder,

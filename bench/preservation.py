@@ -8,7 +8,7 @@ rate is constant, so that a run's validations can be compared with another's. *l
 *elsewhere* the mean squared change of the velocity on prompts that no run trains on: the same unit. As a way that
 preserves learns more slowly, *equal* is elsewhere at the validation loss that all ways reach, between validations by
 straight lines, *share* that of no preservation (half the range in *spread*), and *time* what a run took until there,
-over that of no preservation; images are painted once, and counted apart. The two ways with masks have a held-out loss of
+over that of no preservation; images are painted once, and counted apart. Ways with masks have a held-out loss of
 their own, of what lies inside, and are compared with each other.
 """
 
