@@ -44,9 +44,10 @@ def measure_seed(seed: int, held_out: Path, images: int, training: Path, turbo: 
     lora = folder / "lora.safetensors"
     run("train_lora.py", "--pretrained_model_name_or_path", MODEL, "--seed", seed,
         "--dataset_config", DEMO / "dataset.toml", "--preserve", "prior", "--preserve_prompts", DEMO / "preserve.txt",
-        "--general_prompts", "none", "--network_dim", 16, "--network_alpha", 16, "--optimizer_type", "AdamW", "--learning_rate", 2e-3,
-        "--lr_scheduler", "cosine", "--lr_warmup_steps", 20, "--lr_scheduler_min_lr_ratio", 0.1,
-        "--timestep_sampling", "shift", "--discrete_flow_shift", 1.6, "--max_train_steps", LORA_STEPS,
+        "--general_prompts", "none", "--network_dim", 16, "--network_alpha", 16, "--optimizer_type", "AdamW",
+        "--learning_rate", 2e-3, "--lr_scheduler", "cosine", "--lr_warmup_steps", 20,
+        "--lr_scheduler_min_lr_ratio", 0.1, "--timestep_sampling", "shift", "--discrete_flow_shift", 1.6,
+        "--max_train_steps", LORA_STEPS,
         "--t5xxl_max_token_length", TOKENS, "--max_data_loader_n_workers", 0, "--output_dir", folder,
         "--output_name", "lora", "--cache_directory", folder / "cache")  # fmt: skip
     config = ModelConfig(pretrained_model_name_or_path=str(MODEL), t5xxl_max_token_length=TOKENS)
