@@ -295,8 +295,8 @@ def _balance(samples: list[Sample], where: str, warnings: list[str], share: floa
     if len(used) < len(regular):
         unused = len(regular) - len(used)
         warnings.append(
-            f"{where}: {unused} of {len(regular)} regularisation images are not needed and not used; a higher num_repeats "
-            "of the images to train on uses more"
+            f"{where}: {unused} of {len(regular)} regularisation images are not needed and not used; a "
+            "higher num_repeats of the images to train on uses more"
         )
     balanced = []
     for position, (sample, repeats) in enumerate(zip(regular, used, strict=False)):

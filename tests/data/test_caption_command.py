@@ -140,7 +140,7 @@ def test_a_command_that_fails_or_says_nothing_is_one_line_and_what_is_written_st
 def test_what_is_no_caption_is_not_written(tmp_path: Path, printed: str, said: str) -> None:
     add_image(tmp_path / "img", "a.png", caption=None)
     with pytest.raises(UserError, match=f"a\\.png: caption_command prints {said}"):
-        caption(write_toml(tmp_path), f"sh -c \"printf {printed}\" sh {{image}}")
+        caption(write_toml(tmp_path), f'sh -c "printf {printed}" sh {{image}}')
     assert not (tmp_path / "img" / "a.txt").exists()
 
 

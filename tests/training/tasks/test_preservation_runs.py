@@ -245,9 +245,7 @@ def test_a_number_that_would_mean_nothing_is_refused(
         run(base, files.pop("dataset_config"), tmp_path / "out", **files | settings)
 
 
-def test_a_caption_that_is_gone_comes_back_without_painting(
-    base: Path, files: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_caption_that_is_gone_comes_back_without_painting(base: Path, files: dict[str, Any], tmp_path: Path) -> None:
     dataset = files.pop("dataset_config")
     run(base, dataset, tmp_path / "one", **files)
     times = {path: path.stat().st_mtime_ns for path in painted(tmp_path / "cache")}
