@@ -58,6 +58,7 @@ answer_early(__name__, lambda: parser().parse_args())
 
 import torch
 
+from library.data.captions import has_word
 from library.training import suggestion
 from library.training.memory.budget import GIB
 
@@ -103,6 +104,8 @@ def answers(options: argparse.Namespace) -> tuple[suggestion.Answers, Mapping[st
     if unused := [key for key in FILES if getattr(options, key) is not None and key not in wanted]:
         raise UserError(f"--{unused[0]}: {model} takes none; remove it")
     images = answer(options, "images", "Images: a folder, or a dataset TOML", Path)
+    if images.is_file() and images.suffix.lower() != ".toml":
+        raise UserError(f"--images {images}: is neither a folder nor a dataset TOML; name the folder it lies in")
     if images.is_file() and options.control_directory is not None:
         raise UserError(f"--control_directory: {images} says itself where they are; remove it")
     if kind == "edit" and not images.is_file():
@@ -113,6 +116,8 @@ def answers(options: argparse.Namespace) -> tuple[suggestion.Answers, Mapping[st
     if kind == "subject":
         answer(options, "trigger_word", "Word that will call the subject up")
         answer(options, "class_word", "Word for what it is (person, dog)")
+        if not (trigger := options.trigger_word.strip()) or has_word(options.class_word, trigger):
+            raise UserError(f"--class_word {options.class_word}: holds the trigger word {trigger!r}; change one")
     if options.gpu_memory is None and torch.cuda.is_available():
         options.gpu_memory = torch.cuda.get_device_properties(0).total_memory / GIB
     gpu_memory = round(answer(options, "gpu_memory", "GiB of the card, or cpu", memory) * GIB) or None

@@ -445,6 +445,11 @@ _IMAGES = (
         "a teacher's answers are the targets already; remove one of the two",
     ),
     Rule(
+        ("prior_loss_weight", "preserve"),
+        lambda s: s.preserve != "none" and not s.prior_loss_weight,
+        "0 leaves preserve = {preserve!r} without effect; raise it, or remove preserve",
+    ),
+    Rule(
         ("text_encoder_lr", "dim_from_weights"),
         lambda s: s.dim_from_weights and any(s.text_encoder_lr),
         "dim_from_weights trains the transformer's layers of a file and nothing else; remove one of the two",

@@ -23,6 +23,7 @@ from library.errors import UserError
 from library.files import write_text
 
 _IMAGE = "{image}"
+_CONTROL, _LONGEST = re.compile(r"[\x00-\x1f\x7f]"), 20_000  # characters; text encoders read a few thousand
 # An argument of its own, or the end of one (--image={image}, file=@{image}): within code for a shell or Python, a name
 # that holds code would run.
 _PLACE = re.compile(r"[\w=:@/.,+-]*\{image\}")
@@ -97,4 +98,7 @@ def caption_of(words: list[str], image: Path) -> str:
         said = done.stderr.decode("utf-8", "replace").strip().splitlines()[-1:] or ["nothing on stderr"]
         ended = f"exit status {done.returncode}{'' if done.returncode else ' and no caption'} ({said[0].strip()})"
         raise UserError(f"{image}: caption_command ended with {ended}; put it right: captions already written stay")
+    if len(text) > _LONGEST or _CONTROL.search(text):
+        told = "control characters, as of colours" if len(text) <= _LONGEST else f"{len(text):,} characters"
+        raise UserError(f"{image}: caption_command prints {told}; let it print the caption alone")
     return text

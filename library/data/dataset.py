@@ -50,6 +50,7 @@ from library.data.cache import (
     missing_texts,
     read_cached,
 )
+from library.data.captions import has_word
 from library.data.config import DatasetConfig, Subset, SubsetSettings, load_dataset_config
 from library.data.samples import Sample, Scan, control_sizing, scan
 from library.errors import UserError, counted
@@ -157,13 +158,22 @@ def _preserving(
         raise UserError(
             f"{config.path}: preserve_class: takes the place of the trigger word, which no subset has; set trigger_word"
         )
+    for each in subsets:
+        trigger, word = each.trigger_word, each.preserve_class or asked.preserve_class
+        if trigger and word and has_word(word, trigger):
+            raise UserError(
+                f"{config.path}: preserve_class {word!r} holds the trigger word {trigger!r}, which is to be learnt; "
+                "name what the subject is an example of"
+            )
     if asked.preserve == "none":
         return 0.5, None
     regular = any(each.is_reg and each.num_repeats for each in subsets)
     in_captions = has_class + asked.preserve_blank
-    each = asked.preserve_share / max(1, in_captions + regular)
-    of_regular = each * regular
-    of_others = each * in_captions / (1 - of_regular)
+    if not regular + in_captions and "preserve_share" in asked.model_fields_set:
+        raise UserError("preserve_share: has no effect with preserve_outside_mask alone: every mask counts; remove it")
+    share = asked.preserve_share / max(1, in_captions + regular)
+    of_regular = share * regular
+    of_others = share * in_captions / (1 - of_regular)
     return of_regular, CaptionPreservation(of_others, asked.preserve_class, asked.preserve_blank, loss_weight)
 
 

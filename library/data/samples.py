@@ -294,7 +294,10 @@ def _balance(samples: list[Sample], where: str, warnings: list[str], share: floa
     rounds, rest = divmod(max(0, wanted - total), len(used))
     if len(used) < len(regular):
         unused = len(regular) - len(used)
-        warnings.append(f"{where}: {unused} of {len(regular)} regularisation images are not needed and not used")
+        warnings.append(
+            f"{where}: {unused} of {len(regular)} regularisation images are not needed and not used; a "
+            "higher num_repeats of the images to train on uses more"
+        )
     balanced = []
     for position, (sample, repeats) in enumerate(zip(regular, used, strict=False)):
         balanced.append(replace(sample, repeats=repeats + rounds + (position < rest)))
@@ -306,9 +309,10 @@ def _check_split(config: DatasetConfig, result: Scan) -> None:
         raise UserError(f"{config.path}: no images left to train on; lower validation_split or add images")
     splits = [dataset.settings.validation_split for dataset in config.datasets]
     if any(splits) and not result.held_out:
+        images = sum(not sample.settings.is_reg for sample in result.train)  # of the others none is held out
         raise UserError(
-            f"{config.path}: validation_split {max(splits):g} holds out none of {counted(len(result.train), 'image')}; "
-            f"use at least {1 / len(result.train):.2g}, or 0"
+            f"{config.path}: validation_split {max(splits):g} holds out none of {counted(images, 'image')}; "
+            + (f"use at least {1 / images:.2g}, or 0" if images > 1 else "add images, or set 0")
         )
 
 

@@ -187,7 +187,10 @@ def look(answers: Answers) -> Look:
             path, table = Path(scratch, "dataset.toml"), {"resolution": 1024, "cache_directory": scratch}
             path.write_text(toml_text({"datasets": [{**table, "subsets": [subset]}]}), encoding="utf-8")
         defaults = DatasetArguments(dataset_config=str(path))
-        found = scan(load_dataset_config(path, defaults, conditioning), 0, 16, 1.0, conditioning)
+        try:
+            found = scan(load_dataset_config(path, defaults, conditioning), 0, 16, 1.0, conditioning)
+        except UserError as error:  # not of a file that is gone by now
+            raise UserError(str(error).replace(f"{path}: subset 1", f"--images {answers.images}")) from None
     samples = [sample for sample in [*found.train, *found.held_out] if not sample.settings.is_reg]
     sides = [(sample.image.size[0] * sample.image.size[1]) ** 0.5 for sample in samples if sample.image.size]
     return Look(samples, round(median(sides)), sum(not one.caption for one in samples), len(found.held_out), ending)

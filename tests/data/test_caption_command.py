@@ -134,6 +134,16 @@ def test_a_command_that_fails_or_says_nothing_is_one_line_and_what_is_written_st
         caption(toml, "no-such-captioner {image}")
 
 
+@pytest.mark.parametrize(
+    ("printed", "said"), [("'\\033[31mred'", "control characters"), ("$(seq -s, 9999)", "48,887 characters")]
+)
+def test_what_is_no_caption_is_not_written(tmp_path: Path, printed: str, said: str) -> None:
+    add_image(tmp_path / "img", "a.png", caption=None)
+    with pytest.raises(UserError, match=f"a\\.png: caption_command prints {said}"):
+        caption(write_toml(tmp_path), f'sh -c "printf {printed}" sh {{image}}')
+    assert not (tmp_path / "img" / "a.txt").exists()
+
+
 def test_subsets_that_have_their_captions_are_left_alone(tmp_path: Path, captioner: str) -> None:
     for name in ("img", "named", "listed", "off"):
         add_image(tmp_path / name, "a.png", caption=None)

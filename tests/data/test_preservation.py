@@ -150,3 +150,18 @@ def test_a_class_in_the_dataset_of_a_run_that_does_not_preserve_is_noted(tmp_pat
     data = build_dataset(DatasetArguments(dataset_config=str(toml)), 3, 16, 8, 1.0, False)
     assert any('no effect without preserve = "prior": preserve_class' in line for line in data.describe())
     assert not any("no effect" in line for line in build(toml).describe())
+
+
+@pytest.mark.parametrize("word", ["Zorbo", "purple zorbo"])
+def test_a_class_that_holds_the_trigger_word_ends_in_a_line(tmp_path: Path, word: str) -> None:
+    folder_of(tmp_path / "img", 2, "a zorbo")
+    with pytest.raises(UserError, match=f"preserve_class '{word}' holds the trigger word 'zorbo'"):
+        build(write_toml(tmp_path, general='trigger_word = "zorbo"'), preserve_class=word)
+
+
+def test_a_split_that_holds_out_nothing_counts_what_could_be_held_out(tmp_path: Path) -> None:
+    folder_of(tmp_path / "img", 1, "a zorbo")
+    folder_of(tmp_path / "reg", 3, "a tree")
+    subsets = "image_dir = 'img'\n[[datasets.subsets]]\nimage_dir = 'reg'\nis_reg = true"
+    with pytest.raises(UserError, match=r"holds out none of 1 image; add images, or set 0"):
+        build(write_toml(tmp_path, "validation_split = 0.25", subsets))

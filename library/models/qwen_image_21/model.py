@@ -127,7 +127,7 @@ class QwenImage21Transformer2DModel(diffusers_qwen.QwenImage21Transformer2DModel
         shapes, text, valid = [tuple(shape) for shape in img_shapes[0]], encoder_hidden_states, None
         if encoder_hidden_states_mask is not None:
             valid = encoder_hidden_states_mask.bool()
-        if img_mask is not None:
+        if img_mask is not None and len(shapes) > 1:  # one image is painted, none stands in the text
             places = img_mask[0, : text.shape[1]]
             text_runs = _text_before(img_mask[0].tolist(), shapes)
             text, valid = text[:, ~places], None if valid is None else valid[:, ~places]

@@ -384,9 +384,9 @@ def _draw_learnt(axes: Axes, runs: Sequence[Run], log: LogAxes) -> None:
     Both are mean squared differences of velocities, so they share the axis.
     """
     shown: list[Values] = []
-    measured = [i for i, run in enumerate(runs) if {"val_loss", "val_prior_loss"} <= run.columns.keys()]
-    for i in measured:
-        for key, label, style in (("val_loss", "learnt", "-"), ("val_prior_loss", "elsewhere", "--")):
+    for key, label, style in (("val_loss", "learnt", "-"), ("val_prior_loss", "elsewhere", "--")):
+        measured = [i for i, run in enumerate(runs) if {key, "val_prior_loss"} <= run.columns.keys()]
+        for i in measured:  # of a run that holds nothing out only the second
             steps, values = runs[i].columns[key]
             shown.append(values[0] - values if key == "val_loss" else values)
             colour = _COLOURS[key != "val_loss"] if len(runs) == 1 else _colour(i)

@@ -104,6 +104,12 @@ def painted_sets(
             )
         prompts = _read(key, path, config.training.seed, pixel_multiple, usual)
         sets.append(PaintedSet(cache / "painted" / _key(config, family, base_weights, prompts), prompts))
+    trained, held_out = ({prompt.prompt for prompt in each.prompts} if each else set() for each in sets)
+    if both := sorted(trained & held_out):
+        raise UserError(
+            f"general_prompts: {both[0]!r} is one of preserve_prompts too, and what is trained on is no measure of the "
+            "rest; give other prompts to one of them"
+        )
     return sets[0], sets[1]
 
 
@@ -157,12 +163,11 @@ def paint(
         UserError: the model is split among processes, of which none can paint alone; what ``generate_images`` says.
     """
     world, rank = accelerator.num_processes, accelerator.process_index
-    missing = [
-        (each.path(number), prompt)
-        for each in filter(None, sets)
-        for number, prompt in enumerate(each.prompts)
-        if not each.path(number).exists()
-    ]
+    wanted = [(each.path(n), prompt) for each in filter(None, sets) for n, prompt in enumerate(each.prompts)]
+    for path, prompt in wanted[rank::world]:
+        if not (caption := path.with_suffix(".txt")).exists():  # before its picture: none is without its caption
+            write_text(caption, prompt.prompt + "\n")
+    missing = [(path, prompt) for path, prompt in wanted if not path.exists()]
     if missing and config.parallel.splits_model:
         raise UserError(
             "preserve_prompts, general_prompts: their pictures are painted by one process, and the model is split; "
@@ -178,7 +183,6 @@ def paint(
         with counting(console) as progress:
             advance = progress("painting general prompts", len(mine))
             for (path, _), (prompt, image) in zip(mine, images, strict=True):
-                write_text(path.with_suffix(".txt"), prompt.prompt + "\n")
                 save_image(image, path, {"prompt": prompt.line()})
                 advance(1)
         release()

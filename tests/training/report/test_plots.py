@@ -328,3 +328,12 @@ def test_what_was_learnt_stands_beside_what_changed_elsewhere(tmp_path: Path) ->
     legend = panel.get_legend()
     assert legend is not None
     assert [text.get_text() for text in legend.get_texts()] == ["learnt", "elsewhere"]
+
+
+def test_without_held_out_images_what_changed_elsewhere_is_drawn_alone(tmp_path: Path) -> None:
+    (folder := tmp_path / "castle").mkdir()
+    lines = [{"step": 0, "val_prior_loss": 0.0}, {"step": 10, "loss": 0.5}, {"step": 10, "val_prior_loss": 0.05}]
+    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
+    (panel,) = (axes for axes in draw_runs([read_run(folder)]).axes if "elsewhere" in axes.get_title(loc="left"))
+    (changed,) = panel.get_lines()
+    assert changed.get_ydata() == pytest.approx([0.0, 0.05])

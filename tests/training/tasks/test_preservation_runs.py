@@ -212,6 +212,7 @@ def test_compiled_blocks_and_swapped_ones_give_the_same_lora(base: Path, files: 
         ({"preserve_outside_mask": True}, "preserve_outside_mask: has no effect"),
         ({"best_prior_weight": 1.0}, "best_prior_weight: has no effect"),
         ({"preserve_share": 1.0}, "preserve_share"),
+        ({"prior_loss_weight": 0.0}, "prior_loss_weight: 0 leaves preserve = 'prior' without effect"),
     ],
 )
 def test_what_does_not_go_together_is_refused_in_a_line(
@@ -219,3 +220,39 @@ def test_what_does_not_go_together_is_refused_in_a_line(
 ) -> None:
     with pytest.raises(UserError, match=said):
         load_config(arguments(base, files.pop("dataset_config"), tmp_path, **files | settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"general_prompts": "kept.txt"}, "general_prompts: 'a line, white' is one of preserve_prompts too"),
+        (
+            {"general_prompts": "none", "save_best": True, "validate_every_n_steps": 2, "best_prior_weight": 1.0},
+            "best_prior_weight: no val_prior_loss is measured",
+        ),
+    ],
+)
+def test_a_number_that_would_mean_nothing_is_refused(
+    base: Path,
+    files: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, Any],
+    said: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=said):
+        run(base, files.pop("dataset_config"), tmp_path / "out", **files | settings)
+
+
+def test_a_caption_that_is_gone_comes_back_without_painting(base: Path, files: dict[str, Any], tmp_path: Path) -> None:
+    dataset = files.pop("dataset_config")
+    run(base, dataset, tmp_path / "one", **files)
+    times = {path: path.stat().st_mtime_ns for path in painted(tmp_path / "cache")}
+    captions = {path.with_suffix(".txt"): path.with_suffix(".txt").read_text() for path in times}
+    for path in captions:
+        path.unlink()
+    run(base, dataset, tmp_path / "two", **files)
+    assert {path: path.read_text() for path in captions} == captions
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+    assert largest_difference(lora(tmp_path / "one"), lora(tmp_path / "two")) == 0
