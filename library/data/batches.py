@@ -219,6 +219,17 @@ class CachedDataset(Dataset[Item]):
             for sample in samples
         ]
         self.buckets: list[Bucket] = [self.sample_buckets[owner] for owner in self._owner.tolist()]
+        regular: dict[Bucket, list[int]] = defaultdict(list)
+        for i, sample in enumerate(samples):
+            if sample.settings.is_reg:
+                regular[self.sample_buckets[i]].append(i)
+        # sample -> the samples that it takes turns with, and how many of them an epoch has
+        self._turns: dict[int, tuple[list[int], int]] = {
+            i: (group, due)
+            for group in regular.values()
+            if (due := sum(samples[i].repeats for i in group)) < len(group)
+            for i in group
+        }
         self.batch_sizes: dict[Bucket, int] = {
             bucket: sample.group.batch_size for bucket, sample in zip(self.sample_buckets, samples, strict=True)
         }
@@ -233,7 +244,8 @@ class CachedDataset(Dataset[Item]):
 
     def samples_of(self, sample_ids: Sequence[int]) -> list[Sample]:
         """Return the samples with these ids, in their order; for messages: all ids are computed for it."""
-        by_id = {sample.sample_id(repeat): sample for sample in self.samples for repeat in range(sample.repeats)}
+        repeated = ((sample, repeat) for sample in self.samples for repeat in range(max(1, sample.repeats)))
+        by_id = {sample.sample_id(repeat): sample for sample, repeat in repeated}
         return [by_id[one] for one in sample_ids]
 
     def captions_of(self, sample: Sample) -> tuple[str, ...]:
@@ -326,7 +338,13 @@ class CachedDataset(Dataset[Item]):
     def _seen(self, position: tuple[int, int]) -> tuple[ItemSource, random.Random]:
         """Return what an item is made from, and what its crop is drawn from."""
         epoch, index = position
-        sample, sample_id = self.samples[int(self._owner[index])], self.sample_id(index)
+        owner = int(self._owner[index])
+        sample, sample_id = self.samples[owner], self.sample_id(index)
+        if owner in self._turns:
+            group, due = self._turns[owner]
+            place = [i for i in group if self.samples[i].repeats].index(owner)
+            sample = self.samples[group[(epoch * due + place) % len(group)]]
+            sample_id = sample.sample_id(0)
         rng = python_random("orientation and crop", self.seed, epoch, sample_id)
         flipped = sample.flips and rng.random() < 0.5
         caption, prior = self._caption(sample, epoch, sample_id)

@@ -106,7 +106,8 @@ def build_dataset(
         with_it = (replace(each, subsets=(*each.subsets, added)) for each in config.datasets)
         config = replace(config, datasets=tuple(with_it))
     share, captions = _preserving(preservation or PreservationConfig(), config, prior_loss_weight)
-    found = scan(config, seed, pixel_multiple, prior_loss_weight, conditioning, regular_share=share)
+    in_turn = captions is not None
+    found = scan(config, seed, pixel_multiple, prior_loss_weight, conditioning, regular_share=share, in_turn=in_turn)
     classes = (subset for dataset in config.datasets for subset in dataset.subsets if subset.settings.preserve_class)
     if captions is None and (inert := next(classes, None)):
         found.warnings.append(f'{inert.where}: no effect without preserve = "prior": preserve_class')
@@ -142,8 +143,7 @@ class Painted:
 
 def painted_subset(folder: Path, is_reg: bool = False) -> Subset:
     """Return a folder of painted pictures as a subset."""
-    # mirrored ones too are trained on: what the frozen model answers to them is as good a target, for no painting
-    settings = SubsetSettings(image_dir=str(folder), caption_extension=".txt", is_reg=is_reg, flip_aug=is_reg)
+    settings = SubsetSettings(image_dir=str(folder), caption_extension=".txt", is_reg=is_reg)
     # known by the folder's name, which says what they are: samples are the same wherever the cache lies
     return Subset(f"painted pictures in {folder}", settings, f"painted/{folder.name}", folder, None, None)
 
@@ -442,6 +442,8 @@ def _describe_subset(name: str, samples: list[Sample]) -> str:
     trained = [sample for sample in samples if not sample.held_out]
     repeats = sorted({sample.repeats for sample in trained}) or [0]
     times = f"{repeats[0]}" if len(repeats) == 1 else f"{repeats[0]} to {repeats[-1]}"
+    if samples[0].settings.is_reg and repeats[0] == 0:
+        times = f"1, {sum(sample.repeats for sample in trained)} an epoch in turn"
     parts = [f"{name}: {counted(len(trained), 'image')} x {times}"]
     if len(samples) > len(trained):
         parts.append(f"{len(samples) - len(trained)} held out")

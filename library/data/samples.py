@@ -151,6 +151,7 @@ def scan(
     conditioning: ConditionKind = "none",
     find: FindSources = find_sources,
     regular_share: float = 0.5,
+    in_turn: bool = False,
 ) -> Scan:
     """Find all samples.
 
@@ -162,6 +163,7 @@ def scan(
         conditioning: what the model is given besides a caption.
         find: lists a subset's images.
         regular_share: of the samples of an epoch that are regularisation images; in sd-scripts half.
+        in_turn: where they are more than that, all of them are seen, epoch after epoch.
     """
     indexes: dict[Path, FileIndex] = {}
     identities: Counter[str] = Counter()
@@ -182,7 +184,7 @@ def scan(
             train += kept
             result.held_out.extend(held_back)
         result.listed.extend(train)
-        result.train.extend(_balance(train, dataset.where, result.warnings, regular_share))
+        result.train.extend(_balance(train, dataset.where, result.warnings, regular_share, in_turn))
     if (images := sum(sample.repeats for sample in result.train)) > MOST_IMAGES:
         raise UserError(
             f"{config.path}: an epoch of {images:,} images, each as often as num_repeats says; at most {MOST_IMAGES:,} "
@@ -275,8 +277,14 @@ def _held_out_positions(count: int, split: float, seed: int) -> set[int]:
     return set(order[count - round(count * split) :])
 
 
-def _balance(samples: list[Sample], where: str, warnings: list[str], share: float) -> list[Sample]:
-    """Set the repeats of regularisation images so that they are ``share`` of all: with 1/2 as many as the others."""
+def _balance(
+    samples: list[Sample], where: str, warnings: list[str], share: float, in_turn: bool = False
+) -> list[Sample]:
+    """Set the repeats of regularisation images so that they are ``share`` of all: with 1/2 as many as the others.
+
+    Where they are too many, the last ones are left out; with ``in_turn`` they stay, with repeats of 0, and epochs see
+    them in turn. Those of one bucket keep their number in every epoch, so that epochs have the same batches.
+    """
     training = [sample for sample in samples if not sample.settings.is_reg]
     regular = [sample for sample in samples if sample.settings.is_reg]
     wanted = math.ceil(sum(sample.repeats for sample in training) * share / (1 - share))
@@ -284,6 +292,10 @@ def _balance(samples: list[Sample], where: str, warnings: list[str], share: floa
         return training
     if not training:
         raise UserError(f"{where}: only regularisation images (is_reg); add a subset to train on")
+    if in_turn and wanted < len(regular):
+        regular.sort(key=lambda sample: sample.fit.bucket)
+        due = {number * len(regular) // wanted for number in range(wanted)}
+        return training + [replace(sample, repeats=int(i in due)) for i, sample in enumerate(regular)]
     used: list[int] = []
     total = 0
     for sample in regular:

@@ -165,3 +165,31 @@ def test_a_split_that_holds_out_nothing_counts_what_could_be_held_out(tmp_path: 
     subsets = "image_dir = 'img'\n[[datasets.subsets]]\nimage_dir = 'reg'\nis_reg = true"
     with pytest.raises(UserError, match=r"holds out none of 1 image; add images, or set 0"):
         build(write_toml(tmp_path, "validation_split = 0.25", subsets))
+
+
+def test_more_regularisation_images_than_an_epoch_takes_are_seen_in_turn_as_many_of_each_size(tmp_path: Path) -> None:
+    folder_of(tmp_path / "img", 9, "a zorbo")
+    for number in range(7):
+        size = (64, 64) if number < 5 else (128, 64)
+        add_image(tmp_path / "reg", f"{number}.png", size, caption=f"house {number}", seed=number)
+    toml = write_toml(tmp_path, "enable_bucket = true")
+    toml.write_text(toml.read_text() + "[[datasets.subsets]]\nimage_dir = 'reg'\nis_reg = true\n")
+    data = build(toml, preserve_share=0.25)  # three of seven an epoch
+    batches = {data.batch_sampler().batches_per_epoch()}
+    epochs = []
+    for epoch in range(14):
+        plan = data.batch_sampler().plan_epoch(epoch)
+        batches.add(len(plan))
+        sources = [data.train.source((epoch, index)) for batch in plan for index in batch]
+        epochs.append(sorted(source.text.caption for source in sources if source.prior))
+        for batch in plan:  # whatever is in turn, the samples of a batch have one size
+            assert len({data.train.source((epoch, index)).sample.fit.bucket for index in batch}) == 1
+        assert all(data.train.samples_of([source.sample_id])[0] is source.sample for source in sources)
+    assert len(batches) == 1
+    assert all(len(set(each)) == 3 for each in epochs)
+    counts = Counter(caption for each in epochs for caption in each)
+    assert set(counts) == {f"house {number}" for number in range(7)}
+    small, large = ([counts[f"house {n}"] for n in numbers] for numbers in (range(5), range(5, 7)))
+    assert max(small) - min(small) <= 1
+    assert max(large) - min(large) <= 1
+    assert any("7 images x 1, 3 an epoch in turn" in line for line in data.describe())
