@@ -12,7 +12,7 @@ trains on, to measure by.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -50,14 +50,10 @@ class PaintedSet:
     folder: Path
     prompts: Sequence[SamplePrompt]
 
-    def path(self, number: int) -> Path:
-        """Return the picture of a prompt, counted from 0."""
-        return self.folder / f"{number:04d}.png"
-
     @property
     def paths(self) -> list[Path]:
         """The pictures, in the order of the prompts."""
-        return [self.path(number) for number in range(len(self.prompts))]
+        return [self.folder / f"{number:04d}.png" for number in range(len(self.prompts))]
 
 
 def painted_sets(
@@ -67,8 +63,8 @@ def painted_sets(
     base_weights: BaseWeights,
     pixel_multiple: int,
     samples: Sequence[SamplePrompt],
-) -> tuple[PaintedSet | None, PaintedSet | None]:
-    """Return what is to be painted for a run: to train on, and to measure by; nothing is painted yet.
+) -> dict[str, PaintedSet]:
+    """Return what is to be painted for a run, by the key that names the prompts; nothing is painted yet.
 
     Args:
         config: of the run, its preservation :func:`resolved`.
@@ -84,27 +80,24 @@ def painted_sets(
     asked = config.preservation
     measured = None if asked.general_prompts == "none" else asked.general_prompts
     files = {"preserve_prompts": asked.preserve_prompts, "general_prompts": measured}
-    if not any(files.values()):
-        return None, None
+    if not (keys := [key for key, path in files.items() if path]):
+        return {}
+    if family.conditioning != "none":
+        raise UserError(
+            f"{keys[0]}: this model is given images to change, so nothing can be painted from prompts alone; remove it "
+            "(for preservation set preserve_blank, or add an is_reg subset)"
+        )
     width, height = max((d.resolution for d in dataset.datasets), key=lambda size: size[0] * size[1])
     sides = [max(pixel_multiple, side // pixel_multiple * pixel_multiple) for side in (width, height)]
     usual = replace(samples[0], prompt="") if samples else SamplePrompt("", guidance=family.sample_guidance)
     usual = replace(usual, width=sides[0], height=sides[1], control_images=(), mask_image=None)
     first = dataset.datasets[0]
     cache = Path(config.dataset.cache_directory or cache_folder(first, first.subsets[0])).expanduser()
-    sets: list[PaintedSet | None] = []
-    for key, path in files.items():
-        if path is None:
-            sets.append(None)
-            continue
-        if family.conditioning != "none":
-            raise UserError(
-                f"{key}: this model is given images to change, so nothing can be painted from prompts alone; remove it "
-                "(for preservation set preserve_blank, or add an is_reg subset)"
-            )
-        prompts = _read(key, path, config.training.seed, pixel_multiple, usual)
-        sets.append(PaintedSet(cache / "painted" / _key(config, family, base_weights, prompts), prompts))
-    return sets[0], sets[1]
+    prompts = {key: _read(key, str(files[key]), config.training.seed, pixel_multiple, usual) for key in keys}
+    return {
+        key: PaintedSet(cache / "painted" / _key(config, family, base_weights, each), each)
+        for key, each in prompts.items()
+    }
 
 
 def resolved(asked: PreservationConfig, dataset: DatasetConfig, conditioning: ConditionKind) -> PreservationConfig:
@@ -142,7 +135,7 @@ def _key(config: TrainConfig, family: Family, base_weights: BaseWeights, prompts
 
 
 def paint(
-    sets: tuple[PaintedSet | None, PaintedSet | None],
+    sets: Mapping[str, PaintedSet],
     config: TrainConfig,
     family: Family,
     base_weights: BaseWeights,
@@ -156,19 +149,12 @@ def paint(
     Raises:
         UserError: the model is split among processes, of which none can paint alone; what ``generate_images`` says.
     """
-    world, rank = accelerator.num_processes, accelerator.process_index
-    missing = [
-        (each.path(number), prompt)
-        for each in filter(None, sets)
-        for number, prompt in enumerate(each.prompts)
-        if not each.path(number).exists()
-    ]
-    if missing and config.parallel.splits_model:
+    if missing_of(sets) and config.parallel.splits_model:
         raise UserError(
             "preserve_prompts, general_prompts: their pictures are painted by one process, and the model is split; "
             "paint them on one GPU first (tools/paint_regularisation.py with this configuration and cache_directory)"
         )
-    if mine := missing[rank::world]:
+    if mine := missing_of(sets, accelerator.process_index, accelerator.num_processes):
         loader = plan_base(config.precision, family.quantized_file(), config.training.seed, accelerator.device)
         loader.changes = base_weights.changes(family.targets)
         dtype, swapped = base_dtype(config.model, config.training), _swapped(config, family, loader, accelerator.device)
@@ -183,12 +169,17 @@ def paint(
                 advance(1)
         release()
     accelerator.wait_for_everyone()
-    regularisation, general = sets
-    return Painted(_folder(regularisation), _folder(general))
+    folders = {key: each.folder for key, each in sets.items()}
+    return Painted(folders.get("preserve_prompts"), folders.get("general_prompts"))
 
 
-def _folder(painted: PaintedSet | None) -> Path | None:
-    return None if painted is None else painted.folder
+def missing_of(sets: Mapping[str, PaintedSet], rank: int = 0, world: int = 1) -> list[tuple[Path, SamplePrompt]]:
+    """Return path and prompt of the pictures that one of ``world`` processes has to paint.
+
+    Which are its own does not follow from what is there: others may be painting when it looks.
+    """
+    every = [picture for each in sets.values() for picture in zip(each.paths, each.prompts, strict=True)]
+    return [(path, prompt) for path, prompt in every[rank::world] if not path.exists()]
 
 
 def _swapped(config: TrainConfig, family: Family, loader: WeightLoader, device: torch.device) -> int | None:

@@ -153,7 +153,7 @@ class ImageLora(LoraTask):
         self.config = config = config.model_copy(update={"preservation": preservation})
         samples = self.prompts if self.shown is family else []
         sets = painted_sets(config, dataset, family, self.base_weights, multiple, samples)
-        self.general = sets[1]
+        self.general = sets.get("general_prompts")
         return paint(sets, config, family, self.base_weights, self.accelerator, self.console)
 
     def cache(self) -> None:
