@@ -60,7 +60,6 @@ class PromptTemplate:
         dropped: tokens of the template's beginning whose vectors are dropped.
         label: what stands before an image, ``{}`` for its number; None: images are not seen.
         area: pixels that an image is resized to, about; 0: it stays as it is.
-        references: how many images a caption has; None: any number.
         between: what stands between images.
         most_tokens: of a caption without images; longer ones are cut, as in the pipeline. None: never.
     """
@@ -69,7 +68,6 @@ class PromptTemplate:
     dropped: int
     label: str | None = None
     area: int = 0
-    references: int | None = 0
     between: str = ""
     most_tokens: int | None = MOST_TOKENS
 
@@ -89,8 +87,8 @@ class PromptTemplate:
 
 TEMPLATES = {
     "qwen_image": PromptTemplate(_DESCRIBE, 34),
-    "qwen_image_edit": PromptTemplate(_ALTER, 64, "", 1024 * 1024, 1),
-    "qwen_image_edit_plus": PromptTemplate(_ALTER, 64, "Picture {}: ", 384 * 384, None),
+    "qwen_image_edit": PromptTemplate(_ALTER, 64, "", 1024 * 1024),
+    "qwen_image_edit_plus": PromptTemplate(_ALTER, 64, "Picture {}: ", 384 * 384),
 }
 
 
@@ -133,7 +131,6 @@ class QwenTextEncoder(LanguageModelEncoder):
         Captions without images are cut at the template's ``most_tokens``.
         """
         shown = references if references is not None else [[] for _ in captions]
-        self._check_references(shown)
         counts: list[list[int]] = [[] for _ in captions]
         inputs: dict[str, Tensor] = {}
         flat = [self._resized(image) for images in shown for image in images]
@@ -154,16 +151,6 @@ class QwenTextEncoder(LanguageModelEncoder):
                 if int(row.sum()) != sum(count):
                     raise UserError(f"caption {caption!r}: {IMAGE_TOKEN} is the model's word for a picture; remove it")
         return inputs
-
-    def _check_references(self, shown: Sequence[Sequence[Image.Image]]) -> None:
-        taken = self.template.references
-        for count in map(len, shown):
-            if taken is not None and count != taken:
-                edits_several = count > 1 and taken == 1
-                remedy = 'use model_type = "qwen_image_edit_plus"' if edits_several else "give each image its own"
-                raise UserError(
-                    f"control_directory: {count} reference images of one caption, this model takes {taken}; {remedy}"
-                )
 
     def _resized(self, image: Image.Image) -> Image.Image:
         size = reference_size(self.template.area, *image.size) if self.template.area else image.size

@@ -48,8 +48,7 @@ class QwenImage21TextEncoder(QwenTextEncoder):
         self, load: Callable[[], Any], tokenizer: PreTrainedTokenizerBase, fingerprint: str, sees: bool
     ) -> None:
         """``load`` gives the language model, or what ``sees`` images."""
-        label, most = ("<image{}>", None) if sees else (None, 0)
-        template = PromptTemplate(_TASK, 0, label, references=most, between=" ", most_tokens=None)
+        template = PromptTemplate(_TASK, 0, "<image{}>" if sees else None, between=" ", most_tokens=None)
         super().__init__(load, tokenizer, template, fingerprint, image_processor() if sees else None)
         self.dropped = len(tokenizer(template.system).input_ids)
         self._image_token = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
