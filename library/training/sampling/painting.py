@@ -28,6 +28,8 @@ from library.data.samples import cache_folder
 from library.errors import UserError
 from library.files import read_toml, write_text
 from library.models.family import Family
+from library.models.text import TextEncoder
+from library.models.vae import ImageEncoder
 from library.precision.checkpoint import WeightFiles
 from library.precision.recipe import WeightLoader
 from library.training.memory.budget import GIB, available_bytes, release
@@ -39,6 +41,7 @@ from library.training.tasks.lora import base_dtype
 from library.training.tasks.lora_plan import plan_base
 from networks.merging.merge import BaseWeights
 
+Encoders = tuple[ImageEncoder, TextEncoder]
 GENERAL = Path(__file__).with_name("general_prompts.toml")
 _ROOM = 4 * GIB  # beside the weights, for a picture's activations and the autoencoder
 
@@ -61,7 +64,7 @@ def painted_sets(
     dataset: DatasetConfig,
     family: Family,
     base_weights: BaseWeights,
-    pixel_multiple: int,
+    encoders: Encoders,
     samples: Sequence[SamplePrompt],
 ) -> dict[str, PaintedSet]:
     """Return what is to be painted for a run, by the key that names the prompts; nothing is painted yet.
@@ -71,7 +74,7 @@ def painted_sets(
         dataset: of the run.
         family: its model.
         base_weights: LoRAs that are merged into it.
-        pixel_multiple: sides of pictures are multiples of it.
+        encoders: its own, as the run has them.
         samples: the run's sample prompts, of which the first says how pictures of this model are made.
 
     Raises:
@@ -87,6 +90,7 @@ def painted_sets(
             f"{keys[0]}: this model is given images to change, so nothing can be painted from prompts alone; remove it "
             "(for preservation set preserve_blank, or add an is_reg subset)"
         )
+    pixel_multiple = encoders[0].pixel_multiple
     width, height = max((d.resolution for d in dataset.datasets), key=lambda size: size[0] * size[1])
     sides = [max(pixel_multiple, side // pixel_multiple * pixel_multiple) for side in (width, height)]
     usual = replace(samples[0], prompt="") if samples else SamplePrompt("", guidance=family.sample_guidance)
@@ -94,10 +98,8 @@ def painted_sets(
     first = dataset.datasets[0]
     cache = Path(config.dataset.cache_directory or cache_folder(first, first.subsets[0])).expanduser()
     prompts = {key: _read(key, str(files[key]), config.training.seed, pixel_multiple, usual) for key in keys}
-    return {
-        key: PaintedSet(cache / "painted" / _key(config, family, base_weights, each), each)
-        for key, each in prompts.items()
-    }
+    weights = [family.fingerprint(), base_weights.fingerprint(), *(one.fingerprint for one in encoders)]
+    return {key: PaintedSet(cache / "painted" / _key(config, weights, each), each) for key, each in prompts.items()}
 
 
 def resolved(asked: PreservationConfig, dataset: DatasetConfig, conditioning: ConditionKind) -> PreservationConfig:
@@ -125,10 +127,9 @@ def _read(key: str, path: str, seed: int, pixel_multiple: int, usual: SampleProm
     return [replace(usual, prompt=text, seed=seed + number) for number, text in enumerate(texts)]
 
 
-def _key(config: TrainConfig, family: Family, base_weights: BaseWeights, prompts: Sequence[SamplePrompt]) -> str:
-    precision = config.precision.model_dump()
+def _key(config: TrainConfig, weights: Sequence[str], prompts: Sequence[SamplePrompt]) -> str:
     parts = (
-        family.fingerprint(), base_weights.fingerprint(), sorted(precision.items()), config.model.base_dtype,
+        weights, sorted(config.precision.model_dump().items()), config.model.base_dtype,
         config.training.mixed_precision, [prompt.line() for prompt in prompts],
     )  # fmt: skip
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
@@ -139,6 +140,7 @@ def paint(
     config: TrainConfig,
     family: Family,
     base_weights: BaseWeights,
+    encoders: Encoders,
     accelerator: Accelerator,
     console: Console,
 ) -> Painted:
@@ -159,14 +161,16 @@ def paint(
         loader.changes = base_weights.changes(family.targets)
         dtype, swapped = base_dtype(config.model, config.training), _swapped(config, family, loader, accelerator.device)
         images = generate_images(
-            family, [prompt for _, prompt in mine], [], dtype, accelerator.device, console, loader, swapped=swapped
-        )
+            family, [prompt for _, prompt in mine], [], dtype, accelerator.device, console, loader, swapped=swapped,
+            encoders=encoders,
+        )  # fmt: skip
         with counting(console) as progress:
             advance = progress("painting general prompts", len(mine))
             for (path, _), (prompt, image) in zip(mine, images, strict=True):
                 write_text(path.with_suffix(".txt"), prompt.prompt + "\n")
                 save_image(image, path, {"prompt": prompt.line()})
                 advance(1)
+        encoders[0].release()
         release()
     accelerator.wait_for_everyone()
     folders = {key: each.folder for key, each in sets.items()}
