@@ -38,7 +38,7 @@ from typing import Any
 from library.config.markers import split_pairs
 from library.config.schema import NetworkConfig
 from library.errors import UserError, did_you_mean, error_prefix
-from library.models.layer_names import MOST_BLOCKS, LoraTargets
+from library.models.layer_names import LoraTargets, in_all_blocks
 from networks.adapters.lora import StartName
 from networks.files.weights import DORA_NORMS
 
@@ -121,7 +121,7 @@ class NetworkOptions:
             for row in keys.rows
             for part in row.parts
         ]
-        found = (next((n for n in _blocks_of(each) if self._trains(n, targets)), None) for each in templates)
+        found = (next((n for n in in_all_blocks(each) if self._trains(n, targets)), None) for each in templates)
         return [name for name in found if name is not None]
 
     def _trains(self, name: str, targets: LoraTargets) -> bool:
@@ -138,11 +138,6 @@ class NetworkOptions:
         """Return what of these options speaks of text encoders too: the kind, its rank, alpha and dropouts."""
         ours = {field.name: getattr(self, field.name) for field in fields(self)}
         return NetworkOptions(**{name: value for name, value in ours.items() if name not in _OF_TRANSFORMER})
-
-
-def _blocks_of(template: str) -> list[str]:
-    """Return a layer's names in all blocks that there may be."""
-    return [template.replace("{i}", str(i)) for i in range(MOST_BLOCKS if "{i}" in template else 1)]
 
 
 def parse_network_args(config: NetworkConfig, targets: LoraTargets) -> NetworkOptions:

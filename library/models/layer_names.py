@@ -248,8 +248,12 @@ class LoraTargets:
 @lru_cache
 def _is_of_any(keys: KeyNames, pattern: str) -> bool:
     templates = (part for row in keys.rows for part in row.parts)
-    names = (part.replace("{i}", str(i)) for part in templates for i in range(MOST_BLOCKS if "{i}" in part else 1))
-    return any(re.fullmatch(pattern, name) for name in names)
+    return any(re.fullmatch(pattern, name) for template in templates for name in in_all_blocks(template))
+
+
+def in_all_blocks(template: str) -> list[str]:
+    """Return a module's names in all blocks that there may be."""
+    return [template.replace("{i}", str(i)) for i in range(MOST_BLOCKS if "{i}" in template else 1)]
 
 
 def count_blocks(names: Iterable[str], stack: str) -> int:

@@ -48,6 +48,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "ema_decay": {"ema_decay": 0.9},
     "on_nan": {"on_nan": "skip"},
     "memory": {"memory": "auto"},
+    "preserve": {"preserve": "prior"},
     "model_type": {"model_type": "z_image"},
     "shard": {"shard": 2},
     "shard_lora": {"shard": 2, "shard_lora": True},

@@ -190,14 +190,10 @@ class DevFamily(Flux2Family):
     name = "flux2_dev"
     layout = flux2_files.DEV_FILES
     targets = flux2_files.DEV_TARGETS
+    published_texts = staticmethod(published_mistral)
     published_pipeline = "Flux2Pipeline"
     guidance_input = True
     sample_guidance = 4.0  # the pipeline's default
-
-    @staticmethod
-    def published_texts() -> dict[str, Callable[[], Any]]:
-        """Return Mistral Small 3."""
-        return published_mistral()
 
     def check_text_encoders(self) -> None:
         """Read the header of Mistral."""

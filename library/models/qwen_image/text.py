@@ -32,6 +32,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from library.errors import UserError
 from library.models.layer_names import count_blocks
+from library.models.qwen3 import sizes_of
 from library.models.text import LanguageModelEncoder, byte_tokenizer, padded
 from library.models.weights import load_into, read_config, read_config_of
 from library.precision.checkpoint import WeightFiles
@@ -254,8 +255,7 @@ def _config(weights: WeightFiles) -> Qwen2_5_VLConfig:
     def shape(name: str) -> tuple[int, ...]:
         return weights.shape(names[name])
 
-    first, vision, tower = "language_model.layers.0", "visual.blocks.0", {}
-    vocabulary, width = shape("language_model.embed_tokens.weight")
+    text, tower = sizes_of(shape, names, "language_model.", _HEAD_DIM), {}
     if sees:
         vision_width, _, frames, patch, _ = shape("visual.patch_embed.proj.weight")
         depth = count_blocks(names, "visual.blocks.")
@@ -263,9 +263,9 @@ def _config(weights: WeightFiles) -> Qwen2_5_VLConfig:
         tower = {
             "depth": depth,
             "hidden_size": vision_width,
-            "intermediate_size": shape(f"{vision}.mlp.gate_proj.weight")[0],
+            "intermediate_size": shape("visual.blocks.0.mlp.gate_proj.weight")[0],
             "num_heads": vision_width // _VISION_HEAD_DIM,
-            "out_hidden_size": width,
+            "out_hidden_size": text["hidden_size"],
             "patch_size": patch,
             "temporal_patch_size": frames,
             "fullatt_block_indexes": list(range(every - 1, depth, every)),
@@ -273,12 +273,7 @@ def _config(weights: WeightFiles) -> Qwen2_5_VLConfig:
         }
     return Qwen2_5_VLConfig(
         text_config={
-            "vocab_size": vocabulary,
-            "hidden_size": width,
-            "intermediate_size": shape(f"{first}.mlp.gate_proj.weight")[0],
-            "num_hidden_layers": count_blocks(names, "language_model.layers."),
-            "num_attention_heads": width // _HEAD_DIM,
-            "num_key_value_heads": shape(f"{first}.self_attn.k_proj.weight")[0] // _HEAD_DIM,
+            **text,
             "max_position_embeddings": 128000,
             "rms_norm_eps": 1e-6,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": _MROPE},
