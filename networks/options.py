@@ -38,7 +38,7 @@ from typing import Any
 from library.config.markers import split_pairs
 from library.config.schema import NetworkConfig
 from library.errors import UserError, did_you_mean, error_prefix
-from library.models.layer_names import LoraTargets, in_all_blocks
+from library.models.layer_names import LoraTargets
 from networks.adapters.lora import StartName
 from networks.files.weights import DORA_NORMS
 
@@ -114,14 +114,9 @@ class NetworkOptions:
         """
         tables = [("", targets.file_prefix, targets.keys)]
         tables += [(f"{encoder.name}.", encoder.name, encoder.keys) for encoder in targets.text_encoders]
-        templates = [
-            prefix + part
-            for prefix, name, keys in tables
-            if name in components
-            for row in keys.rows
-            for part in row.parts
-        ]
-        found = (next((n for n in in_all_blocks(each) if self._trains(n, targets)), None) for each in templates)
+        wanted = [(prefix, keys) for prefix, component, keys in tables if component in components]
+        modules = ([prefix + name for name in names] for prefix, keys in wanted for names in keys.modules)
+        found = (next((name for name in names if self._trains(name, targets)), None) for names in modules)
         return [name for name in found if name is not None]
 
     def _trains(self, name: str, targets: LoraTargets) -> bool:

@@ -195,11 +195,7 @@ def load_qwen_text(
     weights = WeightFiles(path)
     config, images = _config(weights), image_token is not None
     config.image_token_id = image_token if images else config.image_token_id
-    names = {vl_name(name): name for name in weights.names if not name.startswith("lm_head.")}
-    if not images:
-        inside = "language_model."
-        names = {name.removeprefix(inside): source for name, source in names.items() if name.startswith(inside)}
-    key_map = {name: [RowRange(source)] for name, source in names.items()}
+    key_map = vl_key_map(weights, "" if images else "language_model.")
 
     def build() -> Any:
         return Qwen2_5_VLModel(config) if images else Qwen2_5_VLTextModel(config.text_config)
@@ -236,6 +232,12 @@ def vl_name(name: str) -> str:
     """Return the name in ``Qwen2_5_VLModel``, or in ``Qwen3VLModel``, of a file's tensor."""
     bare = name.removeprefix("model.")
     return bare if bare.startswith(("visual.", "language_model.")) else f"language_model.{bare}"
+
+
+def vl_key_map(weights: WeightFiles, part: str = "") -> dict[str, list[RowRange]]:
+    """Return where the parameters of a ``part`` of the model lie, by default of the whole; its head is left out."""
+    names = {vl_name(name): name for name in weights.names if not name.startswith("lm_head.")}
+    return {name.removeprefix(part): [RowRange(source)] for name, source in names.items() if name.startswith(part)}
 
 
 def _config(weights: WeightFiles) -> Qwen2_5_VLConfig:
