@@ -38,7 +38,7 @@ from typing import Any
 from library.config.markers import split_pairs
 from library.config.schema import NetworkConfig
 from library.errors import UserError, did_you_mean, error_prefix
-from library.models.layer_names import MOST_BLOCKS, LoraTargets
+from library.models.layer_names import LoraTargets
 from networks.adapters.lora import StartName
 from networks.files.weights import DORA_NORMS
 
@@ -114,14 +114,9 @@ class NetworkOptions:
         """
         tables = [("", targets.file_prefix, targets.keys)]
         tables += [(f"{encoder.name}.", encoder.name, encoder.keys) for encoder in targets.text_encoders]
-        templates = [
-            prefix + part
-            for prefix, name, keys in tables
-            if name in components
-            for row in keys.rows
-            for part in row.parts
-        ]
-        found = (next((n for n in _blocks_of(each) if self._trains(n, targets)), None) for each in templates)
+        wanted = [(prefix, keys) for prefix, component, keys in tables if component in components]
+        modules = ([prefix + name for name in names] for prefix, keys in wanted for names in keys.modules)
+        found = (next((name for name in names if self._trains(name, targets)), None) for names in modules)
         return [name for name in found if name is not None]
 
     def _trains(self, name: str, targets: LoraTargets) -> bool:
@@ -138,11 +133,6 @@ class NetworkOptions:
         """Return what of these options speaks of text encoders too: the kind, its rank, alpha and dropouts."""
         ours = {field.name: getattr(self, field.name) for field in fields(self)}
         return NetworkOptions(**{name: value for name, value in ours.items() if name not in _OF_TRANSFORMER})
-
-
-def _blocks_of(template: str) -> list[str]:
-    """Return a layer's names in all blocks that there may be."""
-    return [template.replace("{i}", str(i)) for i in range(MOST_BLOCKS if "{i}" in template else 1)]
 
 
 def parse_network_args(config: NetworkConfig, targets: LoraTargets) -> NetworkOptions:

@@ -116,10 +116,6 @@ class Row:
                 yield Conflict((self.key, layout.split(" ")[0]), f"{self.key}: {message}")
 
 
-def _trains_text_encoders(s: Settings) -> bool:
-    return s.network_train_text_encoder_only or any(s.text_encoder_lr)
-
-
 def _saves_with_base_weights(s: Settings) -> bool:
     """Whether saving takes the base's weights, not only what is trained: DoRA in the other programs' layouts."""
     of_images = s.model_type in IMAGE_MODELS  # of the others it is peft's whatever save_format says
@@ -197,7 +193,7 @@ LORA_MATRIX = (
         "text_encoder_lr",
         _each("{layout} takes a single network; remove it, or {layout}", "shard", "device_map", "zero")
         | _each("text encoders are not split; remove it, or set {layout} = 1", "tp", "pp"),
-        _trains_text_encoders,
+        lambda s: s.network_train_text_encoder_only or any(s.text_encoder_lr),
     ),
     Row("save_format", _each(_DORA, "shard", "pp", "zero = 3"), _saves_with_base_weights, "of DoRA, not diffusers"),
     Row(

@@ -378,7 +378,7 @@ class TrainingData:
             in_buckets = Counter(key[1] for key in self.train.buckets if key[0] == number)
             for (wide, high), count in sorted(in_buckets.items()):
                 lines.append(f"    {wide:>5} x {high:<5} {count:>7} samples an epoch")
-        held_out = len({sample.image.path for sample in self._samples if sample.held_out})
+        held_out = len({sample.image.path for sample in (self.validation.samples if self.validation else ())})
         batches = self.batch_sampler().batches_per_epoch()
         lines.append(
             f"{counted(len(self.train), 'sample')} and {counted(batches, 'batch', 'batches')} an epoch, "

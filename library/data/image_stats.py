@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +30,7 @@ from library.data.images import decode, read_header
 from library.errors import UserError, reason_of
 from library.files import read_bytes
 
-_VERSION = 2
+_VERSION = 3
 _REDUCED = 256  # longer side of the reduced image in which borders are looked for
 _SAME_ROW = 24  # spread of a bar's row, of 255: a JPEG's bar is not quite even
 _SAME_BAR = 12  # and how far a row may lie from the bar's first one
@@ -113,33 +113,31 @@ def _reduced(data: bytes, name: str) -> Image.Image:
     return small
 
 
-class ImageStatsIndex:
-    """The cached stats of image files, in the cache ``folder``, which need not exist yet."""
+def measure_images(
+    folder: Path, files: Sequence[SourceFile], start: Callable[[int], Callable[[int], None]]
+) -> list[ImageStats]:
+    """Return what each file shows, from memory where it is as it was.
 
-    def __init__(self, folder: Path) -> None:
-        self._memory = FileMemory(folder / "image_stats.json", _VERSION, ("images",))
+    Args:
+        folder: the cache, which need not exist yet.
+        files: to look at.
+        start: ``start(total) -> advance(n)``, of those that have not been looked at as they are.
+    """
+    memory = FileMemory(folder / "image_stats.json", _VERSION, ("images",))
+    found = {file.path: _remembered(memory, file) for file in files}
+    new = [file for file in files if found[file.path] is None]
+    advance, started = start(len(new)), time.time_ns()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow and hashing let go of the interpreter's lock
+        for file, stats in zip(new, pool.map(measure_image, [file.path for file in new]), strict=True):
+            found[file.path] = stats
+            advance(1)
+            memory.keep("images", file.path, file.stat, started, asdict(stats))
+    memory.save()
+    return [known for file in files if (known := found[file.path])]
 
-    def measure(self, files: Sequence[SourceFile], advance: Callable[[int], None] = lambda _: None) -> list[ImageStats]:
-        """Return what each file shows, from memory where it is as it was; ``advance`` counts those looked at."""
-        found = {file.path: self._remembered(file) for file in files}
-        new = [file for file in files if found[file.path] is None]
-        started = time.time_ns()
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow and hashing let go of the interpreter's lock
-            for file, stats in zip(new, pool.map(measure_image, [file.path for file in new]), strict=True):
-                found[file.path] = stats
-                advance(1)
-                self._memory.keep("images", file.path, file.stat, started, list(asdict(stats).values()))
-        self._memory.save()
-        return [known for file in files if (known := found[file.path])]
 
-    def missing(self, files: Sequence[SourceFile]) -> int:
-        """Return how many of ``files`` have not been looked at as they are."""
-        return sum(self._remembered(file) is None for file in files)
-
-    def _remembered(self, file: SourceFile) -> ImageStats | None:
-        names = [each.name for each in fields(ImageStats)]
-        for values in self._memory.recall("images", file.path, file.stat):
-            known = dict(zip(names, values, strict=True))
-            if known["problem"] is None:  # else it may have passed: a plug-in was installed, a share is back
-                return ImageStats(**known | {"bars": tuple(known["bars"])})
-        return None
+def _remembered(memory: FileMemory, file: SourceFile) -> ImageStats | None:
+    for known in memory.recall("images", file.path, file.stat):
+        if known["problem"] is None:  # else it may have passed: a plug-in was installed, a share is back
+            return ImageStats(**known | {"bars": tuple(known["bars"])})
+    return None

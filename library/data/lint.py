@@ -22,18 +22,18 @@ import base64
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from library.conditions import ConditionKind
 from library.data.buckets import Bucketing, Fit, same_shape, size_text
 from library.data.captions import has_word, words_around
 from library.data.config import DatasetConfig, Subset, SubsetSettings
 from library.data.file_index import FileIndex, list_folder
-from library.data.image_stats import ImageStats, ImageStatsIndex
+from library.data.image_stats import ImageStats, measure_images
 from library.data.samples import FindSources, Sample, cache_folder
 from library.data.sources import Source, caption_beside, find_sources, is_image, note_frames
 from library.errors import UserError, counted, names_in_short
@@ -123,9 +123,8 @@ def check(
             folder = cache_folder(datasets[0], subset)
             sources = _sources(subset, FileIndex(folder), findings, notes, conditioning)
             files = {file.path: file for source in sources for file in source.files}
-            index = ImageStatsIndex(folder)
-            advance = start(f"checking {subset.written_dir}", index.missing(list(files.values())))
-            stats = dict(zip(files, index.measure(list(files.values()), advance), strict=True))
+            begin = partial(start, f"checking {subset.written_dir}")
+            stats = dict(zip(files, measure_images(folder, list(files.values()), begin), strict=True))
             findings += _of_files(stats)
             notes += note_frames(subset.where, {source.name: stats[source.image.path].frames for source in sources})
             for source in sources:
@@ -250,7 +249,8 @@ def _alike(images: dict[str, ImageStats]) -> list[Finding]:
     if len(paths) < 2:
         return []
     hashes = np.array([images[path].dhash for path in paths], np.uint64)
-    thumbnails = np.stack([_thumbnail(images[path]) for path in paths]).astype(np.float32)
+    decoded = [np.frombuffer(base64.b64decode(images[path].thumbnail), np.uint8) for path in paths]
+    thumbnails = np.stack(decoded).astype(np.float32)
     groups = {path: {path} for path in paths}
     for first in range(0, len(paths), _ROWS):
         distances = np.bitwise_count(hashes[first : first + _ROWS, None] ^ hashes[None, first:])
@@ -263,10 +263,6 @@ def _alike(images: dict[str, ImageStats]) -> list[Finding]:
                 groups |= dict.fromkeys(joined, joined)
     distinct = {min(group): sorted(group) for group in groups.values() if len(group) > 1}
     return [Finding("alike", tuple(group), f"{_names(group)} look the same") for group in distinct.values()]
-
-
-def _thumbnail(stats: ImageStats) -> NDArray[np.uint8]:
-    return np.frombuffer(base64.b64decode(stats.thumbnail), np.uint8)
 
 
 def _captions(captions: Iterable[Caption]) -> list[Finding]:

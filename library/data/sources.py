@@ -80,10 +80,7 @@ def find_sources(
         found = _from_metadata(subset, index, conditioning)
     else:
         found = _from_folder(subset, index, warnings)
-    white = "add a white image of the same name to train all of it"
-    masks = _find_masks(subset, "conditioning_data_dir", subset.mask_dir, found, index, warnings, white)
-    white = "add an image of the same name, white where to fill"
-    fills = _find_masks(subset, "inpaint_mask_directory", subset.inpaint_mask_dir, found, index, warnings, white)
+    masks, fills = (_find_masks(subset, key, found, index, warnings) for key in _MASKS)
     found = [replace(s, mask=mask, inpaint_mask=fill) for s, mask, fill in zip(found, masks, fills, strict=True)]
     _note_trigger(subset, found, warnings)
     if conditioning == "references":
@@ -124,16 +121,18 @@ def _with_control_images(subset: Subset, found: list[Source], index: FileIndex, 
     return found
 
 
+_MASKS = {  # key -> what is known of the folder that it names, and what to do about an image without a mask
+    "conditioning_data_dir": ("mask_dir", "add a white image of the same name to train all of it"),
+    "inpaint_mask_directory": ("inpaint_mask_dir", "add an image of the same name, white where to fill"),
+}
+
+
 def _find_masks(
-    subset: Subset,
-    key: str,
-    folder: Path | None,
-    sources: Sequence[Source],
-    index: FileIndex,
-    warnings: list[str],
-    remedy: str,
+    subset: Subset, key: str, sources: Sequence[Source], index: FileIndex, warnings: list[str]
 ) -> Sequence[SourceFile | None]:
-    """Return the mask of every image in ``folder``, which ``key`` names; ``remedy`` is for an image without one."""
+    """Return the mask of every image in the folder that ``key`` names."""
+    attribute, remedy = _MASKS[key]
+    folder: Path | None = getattr(subset, attribute)
     if folder is None:
         return [None] * len(sources)
     recursive = subset.settings.recursive

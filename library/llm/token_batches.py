@@ -75,7 +75,7 @@ class ShardWriter:
 
     def add(self, document: np.ndarray) -> None:
         """Append one document."""
-        if self._file is not None and self._shard_tokens() + len(document) > self._limit:
+        if self._file is not None and self.index.shards[-1]["tokens"] + len(document) > self._limit:
             self.close()
         if self._file is None:
             name = f"{self._split}_{len(self.index.shards):05d}.bin"
@@ -104,9 +104,6 @@ class ShardWriter:
             np.asarray([zlib.crc32(block) for block in blocks], dtype=np.uint32).tofile(sums)
         shard |= {"sums": checksum(sums), "ends": checksum(ends)}
         self._file, self._ends = None, []
-
-    def _shard_tokens(self) -> int:
-        return self.index.shards[-1]["tokens"]
 
 
 def _beside(shard: Path, suffix: str) -> Path:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -313,16 +314,14 @@ class Family:
         """
         weights, files = WeightFiles(self.files.transformer), self.files
         key_map, unused = self.layout.key_map(weights, files.prefix), tuple(f"{part}." for part in self.unused_parts)
+        used = {name: pieces for name, pieces in key_map.items() if not name.startswith(unused)}
         wide = frozenset(self.transformer_class._keep_in_fp32_modules or ())
-        transformer = load_into(
-            lambda: self.outline(files.transformer_config),
-            weights,
-            {name: pieces for name, pieces in key_map.items() if not name.startswith(unused)},
-            dtype,
-            device,
-            keep_fp32=lambda name: not wide.isdisjoint(name.split(".")),
-            fp8=fp8,
-        )
+
+        def keep_fp32(name: str) -> bool:
+            return not wide.isdisjoint(name.split("."))
+
+        outline = partial(self.outline, files.transformer_config)
+        transformer = load_into(outline, weights, used, dtype, device, keep_fp32, fp8)
         transformer.loaded_dtype = dtype  # whatever single weights have
         return self.optimise_forward(transformer, backend)
 

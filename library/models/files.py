@@ -21,7 +21,7 @@ from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.models.hub import find_model, pipeline_index
 from library.models.inspection import UNKNOWN, Architecture, is_lora, recognise
-from library.models.layer_names import KeyNames, original_key_map
+from library.models.layer_names import KeyNames, count_blocks, original_key_map
 from library.models.registry import family_modules
 from library.models.weights import KeyMap, read_config
 from library.precision.checkpoint import WeightFiles
@@ -190,7 +190,7 @@ def file_arguments(weights: WeightFiles, family: FamilyFiles) -> tuple[str, dict
                 f"{weights.path}: {variant}, not a model family of this version; give another {family.title} model"
             )
     pieces = original_key_map(weights, prefix, family.keys, family.norms)
-    shapes = {name: weights.rows(first[0]) for name, first in pieces.items() if first[0].source in weights}
+    shapes = {name: weights.shape_of(rows) for name, rows in pieces.items() if rows[0].source in weights}
     try:
         return prefix, family.arguments(shapes)
     except KeyError as error:
@@ -222,6 +222,22 @@ def transformer_of(path: Path) -> tuple[str, dict[str, Any]]:
         titles = ", ".join(one.title for one in families)
         raise UserError(f"{path}: {what}, no family of this version; give one of {titles}")
     return found.model_type, arguments
+
+
+def block_sizes(shapes: Shapes, inputs: str, norm: str, **stacks: str) -> dict[str, Any]:
+    """Return the arguments of a transformer that its first layer and its blocks show: channels, heads, blocks.
+
+    Args:
+        shapes: of a file.
+        inputs: the layer that latents go into.
+        norm: that of a head's queries.
+        stacks: argument -> what stands before the index of the blocks that it counts.
+    """
+    width, in_channels = shapes[f"{inputs}.weight"]
+    (head_dim,) = shapes[f"{norm}.weight"]
+    blocks = {argument: count_blocks(shapes, f"{stack}.") for argument, stack in stacks.items()}
+    heads = {"attention_head_dim": head_dim, "num_attention_heads": width // head_dim}
+    return {"in_channels": in_channels, **blocks, **heads}
 
 
 def rope_axes(head_dim: int) -> tuple[int, int, int]:

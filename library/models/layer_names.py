@@ -102,6 +102,12 @@ class KeyNames:
         return None
 
     @cached_property
+    def modules(self) -> list[list[str]]:
+        """Of each diffusers module the names in all blocks that there may be."""
+        parts = (part for row in self.rows for part in row.parts)
+        return [[part.replace("{i}", str(i)) for i in range(MOST_BLOCKS if "{i}" in part else 1)] for part in parts]
+
+    @cached_property
     def _patterns(self) -> list[tuple[re.Pattern[str], KeyRow, int | None]]:
         renamed = [row for row in self.rows if row.original not in row.parts]  # the others' names say the part
         templates: list[tuple[str, KeyRow, int | None]] = [(row.original, row, None) for row in renamed]
@@ -247,9 +253,7 @@ class LoraTargets:
 
 @lru_cache
 def _is_of_any(keys: KeyNames, pattern: str) -> bool:
-    templates = (part for row in keys.rows for part in row.parts)
-    names = (part.replace("{i}", str(i)) for part in templates for i in range(MOST_BLOCKS if "{i}" in part else 1))
-    return any(re.fullmatch(pattern, name) for name in names)
+    return any(re.fullmatch(pattern, name) for names in keys.modules for name in names)
 
 
 def count_blocks(names: Iterable[str], stack: str) -> int:

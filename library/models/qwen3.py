@@ -12,17 +12,18 @@ shapes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase, Qwen3Config, Qwen3Model
+from transformers import Qwen3Config, Qwen3Model
 
 from library.errors import UserError
-from library.models.files import ModelFiles
+from library.models.family import Family
 from library.models.layer_names import count_blocks
-from library.models.text import byte_tokenizer, load_qwen_tokenizer
+from library.models.text import LanguageModelEncoder, byte_tokenizer, load_qwen_tokenizer
 from library.models.weights import load_into, read_config
 from library.precision.checkpoint import WeightFiles
 from library.precision.recipe import Recipe, WeightLoader
@@ -42,11 +43,14 @@ class _Qwen3VLTextConfig(Qwen3Config):
 
 
 def published_qwen3(size: str, layers: int, theta: float = THETA) -> dict[str, Callable[[], Any]]:
-    """Return what builds the first ``layers`` of Qwen3-4B or 8B, and a tokenizer of single bytes for it, by folder."""
+    """Return what builds the first ``layers`` of Qwen3-4B or 8B, and a tokenizer of single bytes for it, by folder.
+
+    Negative: all but so many, as of :func:`load_qwen3`.
+    """
     width, inner = _SIZES[size]
     kind = Qwen3Config if theta == THETA else _Qwen3VLTextConfig
     config = kind(
-        vocab_size=151936, hidden_size=width, intermediate_size=inner, num_hidden_layers=layers,
+        vocab_size=151936, hidden_size=width, intermediate_size=inner, num_hidden_layers=len(range(36)[:layers]),
         num_attention_heads=32, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": theta},
     )  # fmt: skip
@@ -95,21 +99,6 @@ def load_layers(
     names = {name.removeprefix(prefix): name for name in weights.names if name.startswith(prefix)}
     key_map = {name: [RowRange(source)] for name, source in names.items() if name.startswith(wanted)}
     return load_into(build, weights, key_map, dtype, device, fp8=WeightLoader(recipe, compute="dequant"))
-
-
-def qwen3_of(
-    files: ModelFiles,
-    layers: int | None,
-    dtype: torch.dtype,
-    device: torch.device | str = "cpu",
-    recipe: Recipe | None = None,
-    theta: float = THETA,
-) -> tuple[Callable[[], Qwen3Model], PreTrainedTokenizerBase]:
-    """Return what loads the text encoder of ``files``, as :func:`load_qwen3`, and its tokenizer, loaded now."""
-    (path,), (tokenizer,) = files.text_encoders, files.tokenizers
-    title = "Qwen3" if theta == THETA else "Qwen3-VL"
-    loaded = load_qwen_tokenizer(tokenizer, "<|im_start|>", title)
-    return lambda: load_qwen3(path, layers, dtype, device, recipe, theta), loaded
 
 
 def qwen3_width(path: Path, theta: float = THETA) -> int:
@@ -197,3 +186,42 @@ def _describe(weights: WeightFiles, theta: float) -> tuple[str, Qwen3Config]:
         rms_norm_eps=1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": theta},
     )
+
+
+class Qwen3Family(Family):
+    """A family whose captions are read by Qwen3, or by the language model of Qwen3-VL.
+
+    Attributes:
+        text_encoder: what puts captions to it and keeps of its vectors what the transformer is given.
+        text_layers: how many layers are loaded; negative: all but so many.
+        text_settings: what its vectors depend on, for the names of cached ones.
+        text_argument: of the transformer, how wide they are.
+        text_model: to give, for messages.
+        theta: base of the rotary positions.
+    """
+
+    text_encoder: type[LanguageModelEncoder]
+    text_layers: int
+    text_settings: tuple[object, ...]
+    text_argument = "joint_attention_dim"
+    text_model = "Qwen3-4B"
+    theta = THETA
+
+    @classmethod
+    def published_texts(cls) -> dict[str, Callable[[], Any]]:
+        """Return the layers of the 4B model that are loaded."""
+        return published_qwen3("4B", cls.text_layers, cls.theta)
+
+    def check_text_encoders(self) -> None:
+        """Compare the width of the vectors with what the transformer takes."""
+        width = qwen3_width(self.files.text_encoders[0], self.theta)
+        self.check_text_width(width, self.text_argument, self.text_model, len(self.text_encoder.layers) or 1)
+
+    def load_text_encoder(
+        self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Recipe | None = None
+    ) -> LanguageModelEncoder:
+        """Return the text encoder; its tokenizer is loaded now."""
+        (path,), (folder,) = self.files.text_encoders, self.files.tokenizers
+        tokenizer = load_qwen_tokenizer(folder, "<|im_start|>", _NAMES[self.theta])
+        load = partial(load_qwen3, path, self.text_layers, dtype, device, recipe, self.theta)
+        return self.text_encoder(load, tokenizer, self.text_fingerprint(dtype, recipe, *self.text_settings))

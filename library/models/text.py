@@ -151,8 +151,13 @@ _VOCABULARIES = ("tokenizer.json", "vocab.json", "spiece.model")
 _TOKENIZER_FILES = [*_VOCABULARIES, "merges.txt", "tokenizer_config.json", "special_tokens_map.json"]
 
 
-def load_tokenizer(load: Callable[..., Any], folder_or_name: str | Path, option: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer with ``load`` from a folder or the hub (cache first); errors name ``option``."""
+def load_tokenizer(
+    load: Callable[..., Any], folder_or_name: str | Path, option: str, token: str = "", title: str = ""
+) -> PreTrainedTokenizerBase:
+    """Load a tokenizer with ``load`` from a folder or the hub (cache first); errors name ``option``.
+
+    One without ``token`` is another model's than that called ``title``.
+    """
     folder = Path(folder_or_name).expanduser()
     if not folder.is_dir():
         folder = _tokenizer_from_hub(str(folder_or_name), option)
@@ -161,9 +166,12 @@ def load_tokenizer(load: Callable[..., Any], folder_or_name: str | Path, option:
             f"{option}: {folder} holds no tokenizer (none of {', '.join(_VOCABULARIES)}); give a tokenizer folder"
         )
     try:
-        return load(str(folder), local_files_only=True)
+        tokenizer = load(str(folder), local_files_only=True)
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{option}: {folder} holds no readable tokenizer; download it again") from error
+    if token and token not in tokenizer.get_vocab():
+        raise UserError(f"{option}: {folder_or_name} has no {token}; give the tokenizer of {title}")
+    return tokenizer
 
 
 def _has_vocabulary(folder: Path) -> bool:
@@ -184,10 +192,7 @@ def byte_tokenizer(*specials: str) -> Qwen2Tokenizer:
 
 def load_qwen_tokenizer(folder_or_name: str | Path, token: str, title: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a Qwen model from a folder or the hub; one without ``token`` is another model's."""
-    tokenizer = load_tokenizer(Qwen2Tokenizer.from_pretrained, folder_or_name, "qwen_tokenizer")
-    if token not in tokenizer.get_vocab():
-        raise UserError(f"qwen_tokenizer: {folder_or_name} has no {token}; give the tokenizer of {title}")
-    return tokenizer
+    return load_tokenizer(Qwen2Tokenizer.from_pretrained, folder_or_name, "qwen_tokenizer", token, title)
 
 
 def _tokenizer_from_hub(name: str, option: str) -> Path:

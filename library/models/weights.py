@@ -104,12 +104,7 @@ def statistics(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _check(expected: Mapping[str, tuple[int, ...]], weights: WeightFiles, key_map: KeyMap) -> None:
-    """Compare names and shapes, but for sides of 1.
-
-    A vector may stand for a table of as many numbers, row by row: Krea 2's modulation; GGUF keeps no single row apart
-    from a vector (Z-Image's ``x_pad_token``). 1x1 convolutions may stand for linears (BFL's VAE attention),
-    convolutions over one frame for those over images (Qwen-Image-2.1's VAE in ComfyUI's file).
-    """
+    """Compare names and shapes."""
     missing = [name for name in expected if name not in key_map]
     missing += [rows.source for ranges in key_map.values() for rows in ranges if rows.source not in weights]
     if missing:
@@ -117,17 +112,23 @@ def _check(expected: Mapping[str, tuple[int, ...]], weights: WeightFiles, key_ma
     if extra := [key_map[name][0].source for name in key_map if name not in expected]:
         raise UserError(f"{weights.path}: {_some(extra)} unknown to this architecture; use the plain model file")
     for name, shape in expected.items():
-        shapes = [weights.rows(rows) for rows in key_map[name]]
-        found = (sum(rows[0] for rows in shapes), *shapes[0][1:])
-        if _wide(found) != _wide(shape) and found != (math.prod(shape),):
+        found = weights.shape_of(key_map[name])
+        if not stands_for(found, shape):
             raise UserError(
                 f"{weights.path}: tensor {key_map[name][0].source!r} has shape {found}, the architecture "
                 f"wants {shape}; use a file of the right model"
             )
 
 
-def _wide(shape: tuple[int, ...]) -> list[int]:
-    return [side for side in shape if side != 1]
+def stands_for(found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Return whether a file's tensor may have the shape ``found`` where the architecture has ``wanted``.
+
+    Sides of 1 do not count: 1x1 convolutions may stand for linears (BFL's VAE attention), convolutions over one frame
+    for those over images (Qwen-Image-2.1's VAE in ComfyUI's file). A vector may stand for a table of as many numbers,
+    row by row: Krea 2's modulation; GGUF keeps no single row apart from a vector (Z-Image's ``x_pad_token``).
+    """
+    wide = [[side for side in shape if side != 1] for shape in (found, wanted)]
+    return wide[0] == wide[1] or found == (math.prod(wanted),)
 
 
 def _some(names: Sequence[str]) -> str:

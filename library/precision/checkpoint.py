@@ -81,9 +81,10 @@ class WeightFiles:
         stored = self.quantized.weights.get(name) if self.quantized else None
         return self.entries[name].shape if stored is None else stored.shape
 
-    def rows(self, rows: RowRange) -> tuple[int, ...]:
-        """Return the shape of ``rows``."""
-        return rows.of(self.shape(rows.source))
+    def shape_of(self, ranges: Sequence[RowRange]) -> tuple[int, ...]:
+        """Return the shape of the rows of ``ranges``, one below the other."""
+        shapes = [rows.of(self.shape(rows.source)) for rows in ranges]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def read(self, ranges: Sequence[RowRange]) -> Tensor:
         """Return the rows of ``ranges`` one below the other, in memory of their own, in the file's dtype."""

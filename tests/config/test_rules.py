@@ -49,6 +49,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "on_nan": {"on_nan": "skip"},
     "preserve": {"preserve": "prior"},
     "memory": {"memory": "auto"},
+    "preserve": {"preserve": "prior"},
     "model_type": {"model_type": "z_image"},
     "shard": {"shard": 2},
     "shard_lora": {"shard": 2, "shard_lora": True},

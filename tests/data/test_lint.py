@@ -16,7 +16,7 @@ import library.data.image_stats as image_stats
 from library.config.schema import DatasetArguments
 from library.data.config import load_dataset_config
 from library.data.file_index import SourceFile
-from library.data.image_stats import ImageStatsIndex, difference_hash, find_bars
+from library.data.image_stats import difference_hash, find_bars, measure_images
 from library.data.lint import Report, check
 from library.data.samples import scan
 from tests.forked import run_script
@@ -265,9 +265,9 @@ def test_what_could_not_be_read_is_looked_at_again(tmp_path: Path) -> None:
     good = tmp_path / "good.png"
     Image.new("RGB", (32, 32), "red").save(good)
     data, path = good.read_bytes(), tmp_path / "a.png"
-    index = ImageStatsIndex(tmp_path / "cache")
     for content, readable in ((bytes(len(data)), False), (data, True)):
         path.write_bytes(content)
         os.utime(path, ns=(10**18, 10**18))
-        (found,) = index.measure([SourceFile(str(path), len(data), 10**18)])
+        file = SourceFile(str(path), len(data), 10**18)
+        (found,) = measure_images(tmp_path / "cache", [file], lambda total: lambda done: None)
         assert (found.problem is None) is readable

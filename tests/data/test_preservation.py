@@ -136,6 +136,7 @@ def test_painted_images_are_regularisation_images_of_every_resolution_and_measur
     assert data.general is not None
     assert [sample.caption for sample in data.general.samples] == ["a tree", "a tree"]
     assert "a tree" in data.captions()
+    assert ", 0 images held out, " in data.describe()[-1]  # of the dataset
 
 
 def test_a_class_without_a_trigger_word_ends_in_a_line(tmp_path: Path) -> None:

@@ -463,14 +463,11 @@ def _split_qkv(result: Translation, known: Known) -> None:
     other = values.get("network_type", "lora") != "lora" or values.get("init_lora_weights", "default") != "default"
     if not result.tool or not flux or other or not isinstance(arguments, list):
         return
-    if not is_off(values.get("dim_from_weights")) or any(_key(pair) == "split_qkv" for pair in arguments):
+    named = {str(pair).partition("=")[0].strip() for pair in arguments}
+    if not is_off(values.get("dim_from_weights")) or "split_qkv" in named:
         return
     text = "split_qkv=False is the default there: one LoRA on each joined qkv, where Tandem's default is one each"
     result.default("network_args", [*arguments, "split_qkv=False"], "network_args", text)
-
-
-def _key(pair: object) -> str:
-    return str(pair).partition("=")[0].strip()
 
 
 def _optimizer(result: Translation, known: Known) -> None:

@@ -19,9 +19,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from library.models.files import FamilyFiles, Part, Shapes, rope_axes
+from library.models.files import FamilyFiles, Part, Shapes, block_sizes, rope_axes
 from library.models.inspection import Architecture
-from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets, TextEncoderTargets, count_blocks
+from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets, TextEncoderTargets
 
 
 def _double(original: str, *parts: str, rows: tuple[int, ...] = ()) -> KeyRow:
@@ -29,11 +29,21 @@ def _double(original: str, *parts: str, rows: tuple[int, ...] = ()) -> KeyRow:
     return KeyRow(f"double_blocks.{{i}}.{original}", modules, rows)
 
 
+def embedder_rows(theirs: str, ours: str) -> list[KeyRow]:
+    """Return the two layers of an embedder of all FLUX models, by BFL's name of it and diffusers'."""
+    return [KeyRow(f"{theirs}.{layer}_layer", (f"{ours}.linear_{i}",)) for i, layer in ((1, "in"), (2, "out"))]
+
+
 def _single(original: str, *parts: str, rows: tuple[int, ...] = ()) -> KeyRow:
     modules = tuple(f"single_transformer_blocks.{{i}}.{part}" for part in parts)
     return KeyRow(f"single_blocks.{{i}}.{original}", modules, rows)
 
 
+FLUX_STACKS = {"num_layers": "transformer_blocks", "num_single_layers": "single_transformer_blocks"}
+FLUX_BLOCK_OPTIONS = {
+    "train_double_block_indices": r"transformer_blocks\.(\d+)\..*",
+    "train_single_block_indices": r"single_transformer_blocks\.(\d+)\..*",
+}
 FLUX_KEYS = KeyNames(
     rows=(
         _double("img_attn.qkv", "attn.to_q", "attn.to_k", "attn.to_v", rows=(1, 1, 1)),
@@ -51,12 +61,9 @@ FLUX_KEYS = KeyNames(
         _single("modulation.lin", "norm.linear"),
         KeyRow("img_in", ("x_embedder",)),
         KeyRow("txt_in", ("context_embedder",)),
-        KeyRow("time_in.in_layer", ("time_text_embed.timestep_embedder.linear_1",)),
-        KeyRow("time_in.out_layer", ("time_text_embed.timestep_embedder.linear_2",)),
-        KeyRow("vector_in.in_layer", ("time_text_embed.text_embedder.linear_1",)),
-        KeyRow("vector_in.out_layer", ("time_text_embed.text_embedder.linear_2",)),
-        KeyRow("guidance_in.in_layer", ("time_text_embed.guidance_embedder.linear_1",)),
-        KeyRow("guidance_in.out_layer", ("time_text_embed.guidance_embedder.linear_2",)),
+        *embedder_rows("time_in", "time_text_embed.timestep_embedder"),
+        *embedder_rows("vector_in", "time_text_embed.text_embedder"),
+        *embedder_rows("guidance_in", "time_text_embed.guidance_embedder"),
         KeyRow("final_layer.linear", ("proj_out",)),
         KeyRow("final_layer.adaLN_modulation.1", ("norm_out.linear",), halves_swapped=True),
     )
@@ -77,20 +84,14 @@ FLUX_NORMS = tuple(
 
 def _arguments(shapes: Shapes) -> dict[str, Any]:
     """Return the arguments of ``FluxTransformer2DModel`` that fit a file; schnell has no guidance input."""
-    width, in_channels = shapes["x_embedder.weight"]
-    (head_dim,) = shapes["transformer_blocks.0.attn.norm_q.weight"]
-    return {
+    sizes = block_sizes(shapes, "x_embedder", "transformer_blocks.0.attn.norm_q", **FLUX_STACKS)
+    return sizes | {
         "patch_size": 1,
-        "in_channels": in_channels,
         "out_channels": shapes["proj_out.weight"][0],
-        "num_layers": count_blocks(shapes, "transformer_blocks."),
-        "num_single_layers": count_blocks(shapes, "single_transformer_blocks."),
-        "attention_head_dim": head_dim,
-        "num_attention_heads": width // head_dim,
         "joint_attention_dim": shapes["context_embedder.weight"][1],
         "pooled_projection_dim": shapes["time_text_embed.text_embedder.linear_1.weight"][1],
         "guidance_embeds": "time_text_embed.guidance_embedder.linear_1.weight" in shapes,
-        "axes_dims_rope": rope_axes(head_dim),
+        "axes_dims_rope": rope_axes(sizes["attention_head_dim"]),
     }
 
 
@@ -184,10 +185,7 @@ FLUX_TARGETS = LoraTargets(
         LayerGroup("guidance_in", r"time_text_embed\.guidance_embedder\.linear_[12]", default=False),
         LayerGroup("txt_in", r"context_embedder", default=False),
     ),
-    block_options={
-        "train_double_block_indices": r"transformer_blocks\.(\d+)\..*",
-        "train_single_block_indices": r"single_transformer_blocks\.(\d+)\..*",
-    },
+    block_options=FLUX_BLOCK_OPTIONS,
     keys=FLUX_KEYS,
     kohya_base="flux1",
     architecture="flux-1-dev",

@@ -25,7 +25,6 @@ below them, whichever reaches less far.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -73,12 +72,8 @@ class FluxFamily(Family):
     sample_guidance = 3.5  # the published pipelines' default
     repeated_blocks = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
     behind_blocks = ("norm_out", "proj_out")
+    published_texts = staticmethod(published_text)  # CLIP-L and T5-XXL
     optimise_forward = staticmethod(flux_model.optimise_forward)
-
-    @staticmethod
-    def published_texts() -> dict[str, Callable[[], Any]]:
-        """Return CLIP-L and T5-XXL."""
-        return published_text()
 
     @classmethod
     def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:

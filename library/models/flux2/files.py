@@ -17,10 +17,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from library.models.files import FamilyFiles, Part, Shapes
-from library.models.flux.files import FLUX_NORMS
+from library.models.files import FamilyFiles, Part, Shapes, block_sizes
+from library.models.flux.files import FLUX_BLOCK_OPTIONS, FLUX_NORMS, FLUX_STACKS, embedder_rows
 from library.models.inspection import Architecture
-from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets, count_blocks
+from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets
 
 
 def _double(stream: str, qkv: tuple[str, ...], out: str, mlp: str) -> tuple[KeyRow, ...]:
@@ -34,7 +34,6 @@ def _double(stream: str, qkv: tuple[str, ...], out: str, mlp: str) -> tuple[KeyR
 
 
 _MODULATIONS = ("double_stream_modulation_img", "double_stream_modulation_txt", "single_stream_modulation")
-_EMBEDDERS = {"time_in": "timestep_embedder", "guidance_in": "guidance_embedder"}
 
 FLUX2_KEYS = KeyNames(
     rows=(
@@ -43,11 +42,8 @@ FLUX2_KEYS = KeyNames(
         KeyRow("single_blocks.{i}.linear1", ("single_transformer_blocks.{i}.attn.to_qkv_mlp_proj",)),
         KeyRow("single_blocks.{i}.linear2", ("single_transformer_blocks.{i}.attn.to_out",)),
         *(KeyRow(f"{name}.lin", (f"{name}.linear",)) for name in _MODULATIONS),
-        *(
-            KeyRow(f"{theirs}.{side}_layer", (f"time_guidance_embed.{ours}.linear_{number}",))
-            for theirs, ours in _EMBEDDERS.items()
-            for number, side in ((1, "in"), (2, "out"))
-        ),
+        *embedder_rows("time_in", "time_guidance_embed.timestep_embedder"),
+        *embedder_rows("guidance_in", "time_guidance_embed.guidance_embedder"),
         KeyRow("img_in", ("x_embedder",)),
         KeyRow("txt_in", ("context_embedder",)),
         KeyRow("final_layer.linear", ("proj_out",)),
@@ -58,18 +54,13 @@ FLUX2_KEYS = KeyNames(
 
 def _arguments(shapes: Shapes) -> dict[str, Any]:
     """Return the arguments of ``Flux2Transformer2DModel`` that fit a file; klein has no guidance input."""
-    width, in_channels = shapes["x_embedder.weight"]
-    (head_dim,) = shapes["single_transformer_blocks.0.attn.norm_q.weight"]
-    return {
-        "in_channels": in_channels,
-        "num_layers": count_blocks(shapes, "transformer_blocks."),
-        "num_single_layers": count_blocks(shapes, "single_transformer_blocks."),
-        "attention_head_dim": head_dim,
-        "num_attention_heads": width // head_dim,
+    sizes = block_sizes(shapes, "x_embedder", "single_transformer_blocks.0.attn.norm_q", **FLUX_STACKS)
+    width, inner = shapes["transformer_blocks.0.ff.linear_out.weight"]
+    return sizes | {
         "joint_attention_dim": shapes["context_embedder.weight"][1],
         "timestep_guidance_channels": shapes["time_guidance_embed.timestep_embedder.linear_1.weight"][1],
-        "mlp_ratio": shapes["transformer_blocks.0.ff.linear_out.weight"][1] / width,
-        "axes_dims_rope": [head_dim // 4] * 4,
+        "mlp_ratio": inner / width,
+        "axes_dims_rope": [sizes["attention_head_dim"] // 4] * 4,
         "guidance_embeds": "time_guidance_embed.guidance_embedder.linear_1.weight" in shapes,
     }
 
@@ -108,10 +99,7 @@ FLUX2_TARGETS = LoraTargets(
         LayerGroup("txt_in", r"context_embedder", default=False),
         LayerGroup("time_in", r"time_guidance_embed\.timestep_embedder\.linear_[12]", default=False),
     ),
-    block_options={
-        "train_double_block_indices": r"transformer_blocks\.(\d+)\..*",
-        "train_single_block_indices": r"single_transformer_blocks\.(\d+)\..*",
-    },
+    block_options=FLUX_BLOCK_OPTIONS,
     keys=FLUX2_KEYS,
     kohya_base="flux_2",
     architecture="flux-2-klein",

@@ -43,7 +43,7 @@ from library.models.flux2.text import (
 )
 from library.models.flux2.vae import Flux2ImageEncoder
 from library.models.latents import pack_latents, text_numbers, token_grid
-from library.models.qwen3 import published_qwen3, qwen3_of, qwen3_width
+from library.models.qwen3 import Qwen3Family, published_qwen3
 from library.models.text import TextEncoder
 from library.precision.recipe import Recipe
 
@@ -134,11 +134,15 @@ def _with_known_latents(pipeline: Any) -> DiffusionPipeline:
     return pipeline
 
 
-class KleinFamily(Flux2Family):
+class KleinFamily(Qwen3Family, Flux2Family):
     """FLUX.2 klein."""
 
     name = "flux2_klein"
     targets = flux2_files.FLUX2_TARGETS
+    text_encoder = KleinTextEncoder
+    text_layers = QWEN_LAYERS[-1]
+    text_settings = ("flux2_klein", MOST_TOKENS)
+    text_model = "Qwen3-4B (of klein 9B: Qwen3-8B)"
     published = {  # of 4B  # noqa: RUF012
         "num_layers": 5,
         "num_single_layers": 20,
@@ -157,28 +161,11 @@ class KleinFamily(Flux2Family):
         _, parts = super().published_like(name)
         return {**cls.published, **sizes}, parts | published_qwen3("8B", QWEN_LAYERS[-1])
 
-    @staticmethod
-    def published_texts() -> dict[str, Callable[[], Any]]:
-        """Return Qwen3-4B."""
-        return published_qwen3("4B", QWEN_LAYERS[-1])
-
     def check_variant(self) -> None:
         """As of every FLUX.2; 4B and 9B have names of their own."""
         super().check_variant()
         size = {7680: "-4b", 12288: "-9b"}.get(self.argument("joint_attention_dim"), "")
         self.modelspec_architecture = self.targets.architecture + size
-
-    def check_text_encoders(self) -> None:
-        """Read the header of Qwen3."""
-        width, remedy = qwen3_width(self.files.text_encoders[0]), "Qwen3-4B (of klein 9B: Qwen3-8B)"
-        self.check_text_width(width, "joint_attention_dim", remedy, len(QWEN_LAYERS))
-
-    def load_text_encoder(
-        self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Recipe | None = None
-    ) -> TextEncoder:
-        """Return Qwen3."""
-        fingerprint = self.text_fingerprint(dtype, recipe, "flux2_klein", MOST_TOKENS)
-        return KleinTextEncoder(*qwen3_of(self.files, QWEN_LAYERS[-1], dtype, device, recipe), fingerprint)
 
     def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
         """Return Flux2KleinPipeline, for edit models too: :meth:`conditioned` adds what they see."""
@@ -203,14 +190,10 @@ class DevFamily(Flux2Family):
     name = "flux2_dev"
     layout = flux2_files.DEV_FILES
     targets = flux2_files.DEV_TARGETS
+    published_texts = staticmethod(published_mistral)
     published_pipeline = "Flux2Pipeline"
     guidance_input = True
     sample_guidance = 4.0  # the pipeline's default
-
-    @staticmethod
-    def published_texts() -> dict[str, Callable[[], Any]]:
-        """Return Mistral Small 3."""
-        return published_mistral()
 
     def check_text_encoders(self) -> None:
         """Read the header of Mistral."""

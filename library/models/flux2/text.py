@@ -85,19 +85,15 @@ class DevTextEncoder(PaddedEncoder):
 
 def load_mistral_tokenizer(folder_or_name: str | Path) -> PreTrainedTokenizerBase:
     """Load Mistral Small 3's tokenizer from a folder or the hub."""
-    tokenizer = load_tokenizer(PreTrainedTokenizerFast.from_pretrained, folder_or_name, "mistral_tokenizer")
-    if _SYSTEM_TOKEN not in tokenizer.get_vocab():
-        raise UserError(
-            f"mistral_tokenizer: {folder_or_name} has no {_SYSTEM_TOKEN}; give the tokenizer of Mistral Small 3"
-        )
-    return tokenizer
+    load = PreTrainedTokenizerFast.from_pretrained
+    return load_tokenizer(load, folder_or_name, "mistral_tokenizer", _SYSTEM_TOKEN, "Mistral Small 3")
 
 
 def published_mistral() -> dict[str, Callable[[], Any]]:
     """Return what builds the layers of Mistral Small 3 that are read, and a tokenizer of single bytes, by folder."""
     config = _mistral_config(
         vocab_size=131072, hidden_size=5120, intermediate_size=32768, num_hidden_layers=MISTRAL_LAYERS[-1],
-        num_attention_heads=32, num_key_value_heads=8,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=_HEAD_DIM,
     )  # fmt: skip
     specials = (_PAD, "<s>", _SYSTEM_TOKEN, "[/SYSTEM_PROMPT]", "[INST]", "[/INST]")
     return {"text_encoder": lambda: without_norm(MistralModel(config)), "tokenizer": lambda: byte_tokenizer(*specials)}
@@ -131,14 +127,8 @@ def load_mistral(
 
 def _mistral_config(**sizes: int) -> MistralConfig:
     """Return a configuration of such sizes; what no tensor shows is Mistral Small 3's."""
-    ropes = {"rope_type": "default", "rope_theta": 1e9}
-    fixed: dict[str, Any] = {
-        "head_dim": _HEAD_DIM,
-        "rms_norm_eps": 1e-5,
-        "sliding_window": None,
-        "rope_parameters": ropes,
-    }
-    return MistralConfig(max_position_embeddings=131072, **(fixed | sizes))
+    fixed: dict[str, Any] = {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "sliding_window": None}
+    return MistralConfig(rope_parameters={"rope_type": "default", "rope_theta": 1e9}, **fixed, **sizes)
 
 
 def _describe(weights: WeightFiles) -> tuple[str, MistralConfig]:

@@ -19,9 +19,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from library.models.files import FamilyFiles, Part, Shapes
+from library.models.files import FamilyFiles, Part, Shapes, block_sizes
+from library.models.flux.files import embedder_rows
 from library.models.inspection import Architecture
-from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets, count_blocks
+from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets
 
 _LAYERS = {
     **{f"{x}_proj": f"attn.to_{x}" for x in "qkv"},
@@ -35,7 +36,6 @@ _STACKS = {  # BFL's name -> diffusers'
     "txt_mode_blocks": "txt_mode_blocks",
     "single_blocks": "single_transformer_blocks",
 }
-_EMBEDDERS = {"time_in": "timestep_embedder", "ref_time_in": "target_timestep_embedder"}
 
 FLUX3_KEYS = KeyNames(
     rows=(
@@ -51,11 +51,8 @@ FLUX3_KEYS = KeyNames(
         ),
         *(KeyRow(f"emb_in.{mode}", (f"x_embedders.{mode}",)) for mode in ("image", "image_cond")),
         KeyRow("txt_in", ("context_embedder",)),
-        *(
-            KeyRow(f"{theirs}.{layer}_layer", (f"{ours}.linear_{i}",))
-            for theirs, ours in _EMBEDDERS.items()
-            for i, layer in enumerate(("in", "out"), start=1)
-        ),
+        *embedder_rows("time_in", "timestep_embedder"),
+        *embedder_rows("ref_time_in", "target_timestep_embedder"),
         KeyRow("final_layer.image.linear", ("proj_out",)),
         KeyRow("final_layer.image.adaLN_modulation.1", ("norm_out.linear",), halves_swapped=True),
     )
@@ -71,20 +68,18 @@ FLUX3_NORMS = tuple(
 
 def _arguments(shapes: Shapes) -> dict[str, Any]:
     """Return the arguments of ``Flux3Transformer2DModel`` that fit a file."""
-    width, in_channels = shapes["x_embedders.image.weight"]
-    (head_dim,) = shapes["single_transformer_blocks.0.attn.norm_q.weight"]
-    return {
-        "in_channels": in_channels,
+    sizes = block_sizes(
+        shapes, "x_embedders.image", "single_transformer_blocks.0.attn.norm_q",
+        num_layers="txt_mode_blocks", num_single_layers="single_transformer_blocks",
+    )  # fmt: skip
+    width, inner = shapes["single_transformer_blocks.0.ff.linear_out.weight"]
+    return sizes | {
         # a file may leave out what only reference images go through
         "cond_in_channels": shapes.get("x_embedders.image_cond.weight", shapes["x_embedders.image.weight"])[1],
-        "num_layers": count_blocks(shapes, "txt_mode_blocks."),
-        "num_single_layers": count_blocks(shapes, "single_transformer_blocks."),
-        "attention_head_dim": head_dim,
-        "num_attention_heads": width // head_dim,
         "joint_attention_dim": shapes["context_embedder.weight"][1],
         "timestep_channels": shapes["timestep_embedder.linear_1.weight"][1],
-        "mlp_ratio": shapes["single_transformer_blocks.0.ff.linear_out.weight"][1] / width,
-        "axes_dims_rope": (head_dim // 4,) * 4,  # no tensor shows it
+        "mlp_ratio": inner / width,
+        "axes_dims_rope": (sizes["attention_head_dim"] // 4,) * 4,  # no tensor shows it
         "flow_map": "target_timestep_embedder.linear_1.weight" in shapes,
     }
 

@@ -16,7 +16,6 @@ diffusers has FLUX.3 as blocks of a modular pipeline. What runs here are those b
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,20 +29,18 @@ import library.models.flux3.files as flux3_files
 import library.models.flux3.model as flux3_model
 from library.conditions import ConditionKind, Conditions
 from library.errors import UserError
-from library.models.family import Family
 from library.models.flux2.vae import Flux2ImageEncoder
 from library.models.flux3.model import DISTILLED_STEPS, SHIFT, positions_of
 from library.models.flux3.text import LAYERS, MOST_TOKENS, Flux3TextEncoder
 from library.models.latents import pack_latents, text_numbers, token_grid
-from library.models.qwen3 import VL_THETA, published_qwen3, qwen3_of, qwen3_width
-from library.precision.recipe import Recipe
+from library.models.qwen3 import VL_THETA, Qwen3Family
 
 logging.getLogger("diffusers.guiders.guider_utils").setLevel(logging.ERROR)  # warns of itself with every sample
 
 _BY_MODE = ("mode_blocks", "x_embedders", "early_stream_modulations", "single_stream_modulations")
 
 
-class Flux3KleinFamily(Family):
+class Flux3KleinFamily(Qwen3Family):
     """FLUX.3 klein, text to image."""
 
     name = "flux3_klein"
@@ -52,6 +49,11 @@ class Flux3KleinFamily(Family):
     transformer_class = Flux3Transformer2DModel
     depths = ("num_layers", "num_single_layers")
     image_encoder = Flux2ImageEncoder
+    text_encoder = Flux3TextEncoder
+    text_layers = LAYERS[-1]
+    text_settings = ("flux3", MOST_TOKENS)
+    text_model = "Qwen3-VL-4B"
+    theta = VL_THETA
     published_scheduler = {"shift": SHIFT}  # noqa: RUF012
     published_pipeline = "Flux3ModularPipeline"
     distilled_steps = DISTILLED_STEPS
@@ -64,11 +66,6 @@ class Flux3KleinFamily(Family):
     )
     unused_parts: tuple[str, ...] = tuple(f"{part}.image_cond" for part in _BY_MODE)
     optimise_forward = staticmethod(flux3_model.optimise_forward)
-
-    @staticmethod
-    def published_texts() -> dict[str, Callable[[], Any]]:
-        """Return Qwen3-VL-4B's language model."""
-        return published_qwen3("4B", LAYERS[-1], VL_THETA)
 
     @staticmethod
     def blocks(transformer: Any) -> list[nn.Module]:
@@ -99,18 +96,6 @@ class Flux3KleinFamily(Family):
                 f"{self.files.transformer}: the distilled FLUX.3 klein, which jumps between noise levels and is not "
                 "trained; give flux-3-image-klein-base, whose LoRAs it takes"
             )
-
-    def check_text_encoders(self) -> None:
-        """Compare the width of Qwen3-VL with what the transformer takes."""
-        width = qwen3_width(self.files.text_encoders[0], VL_THETA)
-        self.check_text_width(width, "joint_attention_dim", "Qwen3-VL-4B", len(LAYERS))
-
-    def load_text_encoder(
-        self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Recipe | None = None
-    ) -> Flux3TextEncoder:
-        """Return Qwen3-VL's language model."""
-        fingerprint = self.text_fingerprint(dtype, recipe, "flux3", MOST_TOKENS)
-        return Flux3TextEncoder(*qwen3_of(self.files, LAYERS[-1], dtype, device, recipe, VL_THETA), fingerprint)
 
     def transformer_inputs(
         self, latents: Tensor, sigmas: Tensor, text: dict[str, Tensor], guidance: float, conditions: Conditions

@@ -14,9 +14,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from library.models.files import FamilyFiles, Part, Shapes
+from library.models.files import FamilyFiles, Part, Shapes, block_sizes
 from library.models.inspection import Architecture
-from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets, count_blocks
+from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets
 
 _STACKS = {
     "blocks.{i}": "transformer_blocks.{i}",
@@ -75,15 +75,15 @@ KREA2_NORMS = (
 
 def _arguments(shapes: Shapes) -> dict[str, Any]:
     """Return the arguments of ``Krea2Transformer2DModel`` that fit a file."""
-    width, in_channels = shapes["img_in.weight"]
     text_width = shapes["txt_in.linear_1.weight"][1]
     block, fusion = "transformer_blocks.0", "text_fusion.layerwise_blocks.0"
-    (head_dim,), (text_head_dim,) = (shapes[f"{name}.attn.norm_q.weight"] for name in (block, fusion))
-    return {
-        "in_channels": in_channels,
-        "num_layers": count_blocks(shapes, "transformer_blocks."),
-        "attention_head_dim": head_dim,
-        "num_attention_heads": width // head_dim,
+    (text_head_dim,) = shapes[f"{fusion}.attn.norm_q.weight"]
+    sizes = block_sizes(
+        shapes, "img_in", f"{block}.attn.norm_q", num_layers="transformer_blocks",
+        num_layerwise_text_blocks="text_fusion.layerwise_blocks", num_refiner_text_blocks="text_fusion.refiner_blocks",
+    )  # fmt: skip
+    head_dim = sizes["attention_head_dim"]
+    return sizes | {
         "num_key_value_heads": shapes[f"{block}.attn.to_k.weight"][0] // head_dim,
         "intermediate_size": shapes[f"{block}.ff.gate.weight"][0],
         "timestep_embed_dim": shapes["time_embed.linear_1.weight"][1],
@@ -92,8 +92,6 @@ def _arguments(shapes: Shapes) -> dict[str, Any]:
         "text_num_attention_heads": text_width // text_head_dim,
         "text_num_key_value_heads": shapes[f"{fusion}.attn.to_k.weight"][0] // text_head_dim,
         "text_intermediate_size": shapes[f"{fusion}.ff.gate.weight"][0],
-        "num_layerwise_text_blocks": count_blocks(shapes, "text_fusion.layerwise_blocks."),
-        "num_refiner_text_blocks": count_blocks(shapes, "text_fusion.refiner_blocks."),
         # diffusers' default; no tensor shows how a head is shared among the axes
         "axes_dims_rope": (head_dim // 4, head_dim * 3 // 8, head_dim * 3 // 8),
     }

@@ -12,7 +12,6 @@ Raw's noise levels are shifted by the image's size, Turbo's always as those of 1
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,18 +22,18 @@ import library.models.krea2.files as krea2_files
 import library.models.krea2.model as krea2_model
 from library.conditions import Conditions
 from library.errors import UserError
-from library.models.family import Family
 from library.models.krea2.text import LAYERS, MOST_TOKENS, Krea2TextEncoder
 from library.models.latents import image_positions, pack_latents, token_grid
-from library.models.qwen3 import VL_THETA, published_qwen3, qwen3_of, qwen3_width
+from library.models.qwen3 import VL_THETA, Qwen3Family
 from library.models.qwen_image.vae import QwenImageEncoder
+from library.models.text import LanguageModelEncoder
 from library.models.weights import read_config
 from library.precision.recipe import Recipe
 
 _TURBO_SHIFT = math.exp(1.15)  # Krea2Pipeline: mu of a distilled model
 
 
-class Krea2Family(Family):
+class Krea2Family(Qwen3Family):
     """Krea 2 Raw and Turbo."""
 
     name = "krea2"
@@ -43,6 +42,11 @@ class Krea2Family(Family):
     transformer_class = Krea2Transformer2DModel
     depths = ("num_layers", "num_layerwise_text_blocks", "num_refiner_text_blocks")
     image_encoder = QwenImageEncoder
+    text_encoder = Krea2TextEncoder
+    text_layers = LAYERS[-1]
+    text_argument = "text_hidden_dim"
+    text_model = "Qwen3-VL-4B"
+    theta = VL_THETA
     published_scheduler = {  # Raw's, as Krea2Pipeline describes it  # noqa: RUF012
         "use_dynamic_shifting": True,
         "base_image_seq_len": 256,
@@ -59,12 +63,7 @@ class Krea2Family(Family):
     behind_blocks = ("final_layer",)
     optimise_forward = staticmethod(krea2_model.optimise_forward)
 
-    _text_layers: tuple[int, ...] = LAYERS
-
-    @staticmethod
-    def published_texts() -> dict[str, Callable[[], Any]]:
-        """Return Qwen3-VL-4B's language model."""
-        return published_qwen3("4B", LAYERS[-1], VL_THETA)
+    _read_layers: tuple[int, ...] = LAYERS
 
     @classmethod
     def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
@@ -85,16 +84,14 @@ class Krea2Family(Family):
         if folder.is_dir():
             settings = read_config(folder.parent, "model_index.json")
         self.distilled = bool(settings.get("is_distilled"))
-        self._text_layers = tuple(settings.get("text_encoder_select_layers") or LAYERS)
-        if len(self._text_layers) != (wanted := self.argument("num_text_layers")):
+        self._read_layers = tuple(settings.get("text_encoder_select_layers") or LAYERS)
+        self.text_layers = max(self._read_layers)
+        self.text_settings = ("krea2", MOST_TOKENS, *self._read_layers)
+        if len(self._read_layers) != (wanted := self.argument("num_text_layers")):
             raise UserError(
-                f"{folder}: takes {wanted} layers of the text encoder, {len(self._text_layers)} are read; give a "
+                f"{folder}: takes {wanted} layers of the text encoder, {len(self._read_layers)} are read; give a "
                 "folder whose model_index.json names them (text_encoder_select_layers)"
             )
-
-    def check_text_encoders(self) -> None:
-        """Compare the width of Qwen3-VL with what the transformer takes."""
-        self.check_text_width(qwen3_width(self.files.text_encoders[0], VL_THETA), "text_hidden_dim", "Qwen3-VL-4B")
 
     def scheduler(self) -> Any:
         """Return the scheduler; Turbo's shift does not follow the size."""
@@ -107,13 +104,11 @@ class Krea2Family(Family):
 
     def load_text_encoder(
         self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Recipe | None = None
-    ) -> Krea2TextEncoder:
-        """Return Qwen3-VL's language model."""
-        layers = self._text_layers
-        fingerprint = self.text_fingerprint(dtype, recipe, self.name, MOST_TOKENS, *layers)
-        return Krea2TextEncoder(
-            *qwen3_of(self.files, max(layers), dtype, device, recipe, VL_THETA), fingerprint, layers
-        )
+    ) -> LanguageModelEncoder:
+        """Return Qwen3-VL's language model, of which the layers are read that the folder says."""
+        encoder = super().load_text_encoder(dtype, device, recipe=recipe)
+        encoder.layers = self._read_layers
+        return encoder
 
     def transformer_inputs(
         self, latents: Tensor, sigmas: Tensor, text: dict[str, Tensor], guidance: float, conditions: Conditions
@@ -130,7 +125,7 @@ class Krea2Family(Family):
 
     def _by_layer(self, embeds: Tensor) -> Tensor:
         """Return [B, L, layers, D] of ``embeds`` [B, L, layers * D]."""
-        return embeds.unflatten(-1, (len(self._text_layers), -1))
+        return embeds.unflatten(-1, (len(self._read_layers), -1))
 
     def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
         """Return Krea2Pipeline."""

@@ -8,12 +8,8 @@ and these are read here. No images are looked at.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from PIL.Image import Image
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
 from library.models.qwen_image.text import TEMPLATES
 from library.models.text import LanguageModelEncoder, padded
@@ -26,17 +22,13 @@ _END = 5  # tokens of the template's end
 
 
 class Krea2TextEncoder(LanguageModelEncoder):
-    """Qwen3-VL's language model as far as the last layer that is read; ``prompt_embeds`` [L, layers * D]."""
+    """Qwen3-VL's language model as far as the last layer that is read; ``prompt_embeds`` [L, layers * D].
+
+    Which are read, a model's folder says: ``layers`` are set by the family.
+    """
 
     title = "Qwen3-VL, 4 billion weights"
     dropped = _TEMPLATE.dropped
-
-    def __init__(
-        self, load: Callable[[], Any], tokenizer: PreTrainedTokenizerBase, fingerprint: str, layers: tuple[int, ...]
-    ) -> None:
-        """``load`` gives the language model; ``layers`` are those whose outputs are read, 0 being the embeddings."""
-        super().__init__(load, tokenizer, fingerprint)
-        self.layers = layers
 
     def inputs(self, captions: list[str], references: list[list[Image]] | None) -> dict[str, Tensor]:
         """Return ids and mask [B, T], filled up at the end."""

@@ -22,9 +22,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from library.models.files import FamilyFiles, Part, Shapes, rope_axes
+from library.models.files import FamilyFiles, Part, Shapes, block_sizes, rope_axes
 from library.models.inspection import Architecture
-from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets, count_blocks
+from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets
 
 _ZERO_COND_MARKER = "__index_timestep_zero__"
 
@@ -49,17 +49,12 @@ QWEN_KEYS = KeyNames(
 
 def _arguments(shapes: Shapes) -> dict[str, Any]:
     """Return the arguments of ``QwenImageTransformer2DModel`` that fit a file."""
-    width, in_channels = shapes["img_in.weight"]
-    (head_dim,) = shapes["transformer_blocks.0.attn.norm_q.weight"]
-    return {
+    sizes = block_sizes(shapes, "img_in", "transformer_blocks.0.attn.norm_q", num_layers="transformer_blocks")
+    return sizes | {
         "patch_size": 2,
-        "in_channels": in_channels,
         "out_channels": shapes["proj_out.weight"][0] // 4,
-        "num_layers": count_blocks(shapes, "transformer_blocks."),
-        "attention_head_dim": head_dim,
-        "num_attention_heads": width // head_dim,
         "joint_attention_dim": shapes["txt_in.weight"][1],
-        "axes_dims_rope": rope_axes(head_dim),
+        "axes_dims_rope": rope_axes(sizes["attention_head_dim"]),
         "zero_cond_t": _ZERO_COND_MARKER in shapes,
     }
 

@@ -14,8 +14,9 @@ reference tokens are modulated as at timestep 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,12 +75,8 @@ class QwenImageFamily(Family):
     masks_padding = True
     repeated_blocks = ("QwenImageTransformerBlock",)
     behind_blocks = ("norm_out", "proj_out")
+    published_texts = staticmethod(published_text)
     optimise_forward = staticmethod(qwen_model.optimise_forward)
-
-    @staticmethod
-    def published_texts() -> dict[str, Callable[[], Any]]:
-        """Return Qwen2.5-VL."""
-        return published_text()
 
     @classmethod
     def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
@@ -119,13 +116,8 @@ class QwenImageFamily(Family):
         tokenizer = load_qwen_tokenizer(self.files.tokenizers[0], IMAGE_TOKEN, "Qwen2.5-VL")
         processor = image_processor(self.files.processor) if template.label is not None else None
         token: Any = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN) if processor is not None else None
-        return QwenTextEncoder(
-            lambda: load_qwen_text(path, dtype, device, recipe, image_token=token),
-            tokenizer,
-            template,
-            fingerprint,
-            processor,
-        )
+        load = partial(load_qwen_text, path, dtype, device, recipe, image_token=token)
+        return QwenTextEncoder(load, tokenizer, template, fingerprint, processor)
 
     def transformer_inputs(
         self, latents: Tensor, sigmas: Tensor, text: dict[str, Tensor], guidance: float, conditions: Conditions

@@ -32,6 +32,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from library.errors import UserError
 from library.models.layer_names import count_blocks
+from library.models.qwen3 import sizes_of
 from library.models.text import LanguageModelEncoder, byte_tokenizer, padded
 from library.models.weights import load_into, read_config, read_config_of
 from library.precision.checkpoint import WeightFiles
@@ -60,7 +61,6 @@ class PromptTemplate:
         dropped: tokens of the template's beginning whose vectors are dropped.
         label: what stands before an image, ``{}`` for its number; None: images are not seen.
         area: pixels that an image is resized to, about; 0: it stays as it is.
-        references: how many images a caption has; None: any number.
         between: what stands between images.
         most_tokens: of a caption without images; longer ones are cut, as in the pipeline. None: never.
     """
@@ -69,7 +69,6 @@ class PromptTemplate:
     dropped: int
     label: str | None = None
     area: int = 0
-    references: int | None = 0
     between: str = ""
     most_tokens: int | None = MOST_TOKENS
 
@@ -89,8 +88,8 @@ class PromptTemplate:
 
 TEMPLATES = {
     "qwen_image": PromptTemplate(_DESCRIBE, 34),
-    "qwen_image_edit": PromptTemplate(_ALTER, 64, "", 1024 * 1024, 1),
-    "qwen_image_edit_plus": PromptTemplate(_ALTER, 64, "Picture {}: ", 384 * 384, None),
+    "qwen_image_edit": PromptTemplate(_ALTER, 64, "", 1024 * 1024),
+    "qwen_image_edit_plus": PromptTemplate(_ALTER, 64, "Picture {}: ", 384 * 384),
 }
 
 
@@ -133,7 +132,6 @@ class QwenTextEncoder(LanguageModelEncoder):
         Captions without images are cut at the template's ``most_tokens``.
         """
         shown = references if references is not None else [[] for _ in captions]
-        self._check_references(shown)
         counts: list[list[int]] = [[] for _ in captions]
         inputs: dict[str, Tensor] = {}
         flat = [self._resized(image) for images in shown for image in images]
@@ -154,16 +152,6 @@ class QwenTextEncoder(LanguageModelEncoder):
                 if int(row.sum()) != sum(count):
                     raise UserError(f"caption {caption!r}: {IMAGE_TOKEN} is the model's word for a picture; remove it")
         return inputs
-
-    def _check_references(self, shown: Sequence[Sequence[Image.Image]]) -> None:
-        taken = self.template.references
-        for count in map(len, shown):
-            if taken is not None and count != taken:
-                edits_several = count > 1 and taken == 1
-                remedy = 'use model_type = "qwen_image_edit_plus"' if edits_several else "give each image its own"
-                raise UserError(
-                    f"control_directory: {count} reference images of one caption, this model takes {taken}; {remedy}"
-                )
 
     def _resized(self, image: Image.Image) -> Image.Image:
         size = reference_size(self.template.area, *image.size) if self.template.area else image.size
@@ -207,11 +195,7 @@ def load_qwen_text(
     weights = WeightFiles(path)
     config, images = _config(weights), image_token is not None
     config.image_token_id = image_token if images else config.image_token_id
-    names = {vl_name(name): name for name in weights.names if not name.startswith("lm_head.")}
-    if not images:
-        inside = "language_model."
-        names = {name.removeprefix(inside): source for name, source in names.items() if name.startswith(inside)}
-    key_map = {name: [RowRange(source)] for name, source in names.items()}
+    key_map = vl_key_map(weights, "" if images else "language_model.")
 
     def build() -> Any:
         return Qwen2_5_VLModel(config) if images else Qwen2_5_VLTextModel(config.text_config)
@@ -250,6 +234,12 @@ def vl_name(name: str) -> str:
     return bare if bare.startswith(("visual.", "language_model.")) else f"language_model.{bare}"
 
 
+def vl_key_map(weights: WeightFiles, part: str = "") -> dict[str, list[RowRange]]:
+    """Return where the parameters of a ``part`` of the model lie, by default of the whole; its head is left out."""
+    names = {vl_name(name): name for name in weights.names if not name.startswith("lm_head.")}
+    return {name.removeprefix(part): [RowRange(source)] for name, source in names.items() if name.startswith(part)}
+
+
 def _config(weights: WeightFiles) -> Qwen2_5_VLConfig:
     """Return the model's configuration, from its folder or from its shapes."""
     if weights.path.is_dir():
@@ -267,8 +257,7 @@ def _config(weights: WeightFiles) -> Qwen2_5_VLConfig:
     def shape(name: str) -> tuple[int, ...]:
         return weights.shape(names[name])
 
-    first, vision, tower = "language_model.layers.0", "visual.blocks.0", {}
-    vocabulary, width = shape("language_model.embed_tokens.weight")
+    text, tower = sizes_of(shape, names, "language_model.", _HEAD_DIM), {}
     if sees:
         vision_width, _, frames, patch, _ = shape("visual.patch_embed.proj.weight")
         depth = count_blocks(names, "visual.blocks.")
@@ -276,9 +265,9 @@ def _config(weights: WeightFiles) -> Qwen2_5_VLConfig:
         tower = {
             "depth": depth,
             "hidden_size": vision_width,
-            "intermediate_size": shape(f"{vision}.mlp.gate_proj.weight")[0],
+            "intermediate_size": shape("visual.blocks.0.mlp.gate_proj.weight")[0],
             "num_heads": vision_width // _VISION_HEAD_DIM,
-            "out_hidden_size": width,
+            "out_hidden_size": text["hidden_size"],
             "patch_size": patch,
             "temporal_patch_size": frames,
             "fullatt_block_indexes": list(range(every - 1, depth, every)),
@@ -286,12 +275,7 @@ def _config(weights: WeightFiles) -> Qwen2_5_VLConfig:
         }
     return Qwen2_5_VLConfig(
         text_config={
-            "vocab_size": vocabulary,
-            "hidden_size": width,
-            "intermediate_size": shape(f"{first}.mlp.gate_proj.weight")[0],
-            "num_hidden_layers": count_blocks(names, "language_model.layers."),
-            "num_attention_heads": width // _HEAD_DIM,
-            "num_key_value_heads": shape(f"{first}.self_attn.k_proj.weight")[0] // _HEAD_DIM,
+            **text,
             "max_position_embeddings": 128000,
             "rms_norm_eps": 1e-6,
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": _MROPE},

@@ -19,9 +19,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from library.models.files import FamilyFiles, Part, Shapes, rope_axes
+from library.models.files import FamilyFiles, Part, Shapes, block_sizes, rope_axes
 from library.models.inspection import Architecture
-from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets, count_blocks
+from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets
 
 _BLOCK = "transformer_blocks.{i}."
 _HALVES = ("img_mlp.gate_layer", "img_mlp.proj")
@@ -41,18 +41,14 @@ QWEN_21_KEYS = KeyNames(
 
 def _arguments(shapes: Shapes) -> dict[str, Any]:
     """Return the arguments of ``QwenImage21Transformer2DModel`` that fit a file."""
-    width, in_channels = shapes["img_in.weight"]
-    (head_dim,) = shapes["transformer_blocks.0.attn.norm_q.weight"]
-    return {
+    sizes = block_sizes(shapes, "img_in", "transformer_blocks.0.attn.norm_q", num_layers="transformer_blocks")
+    width, inner = shapes["transformer_blocks.0.img_mlp.out.weight"]
+    return sizes | {
         "patch_size": 1,
-        "in_channels": in_channels,
         "out_channels": shapes["proj_out.weight"][0],
-        "num_layers": count_blocks(shapes, "transformer_blocks."),
-        "attention_head_dim": head_dim,
-        "num_attention_heads": width // head_dim,
         "context_in_dim": shapes["txt_in.in_layer.weight"][1],
-        "mlp_ratio": shapes["transformer_blocks.0.img_mlp.out.weight"][1] // width,
-        "axes_dims_rope": rope_axes(head_dim),
+        "mlp_ratio": inner // width,
+        "axes_dims_rope": rope_axes(sizes["attention_head_dim"]),
     }
 
 

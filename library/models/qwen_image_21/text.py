@@ -26,12 +26,11 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 from library.errors import UserError
 from library.models.layer_names import count_blocks
 from library.models.qwen3 import VL_THETA, published_qwen3, sizes_of, without_norm
-from library.models.qwen_image.text import IMAGE_TOKEN, PromptTemplate, QwenTextEncoder, vl_name
+from library.models.qwen_image.text import IMAGE_TOKEN, PromptTemplate, QwenTextEncoder, vl_key_map, vl_name
 from library.models.text import byte_tokenizer
 from library.models.weights import load_into, read_config_of
 from library.precision.checkpoint import WeightFiles
 from library.precision.recipe import Recipe, WeightLoader
-from library.safetensors_io import RowRange
 
 _TASK = "Comprehend and analyze the provided prompt."
 _VISION_HEADS = 16
@@ -48,8 +47,7 @@ class QwenImage21TextEncoder(QwenTextEncoder):
         self, load: Callable[[], Any], tokenizer: PreTrainedTokenizerBase, fingerprint: str, sees: bool
     ) -> None:
         """``load`` gives the language model, or what ``sees`` images."""
-        label, most = ("<image{}>", None) if sees else (None, 0)
-        template = PromptTemplate(_TASK, 0, label, references=most, between=" ", most_tokens=None)
+        template = PromptTemplate(_TASK, 0, "<image{}>" if sees else None, between=" ", most_tokens=None)
         super().__init__(load, tokenizer, template, fingerprint, image_processor() if sees else None)
         self.dropped = len(tokenizer(template.system).input_ids)
         self._image_token = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
@@ -105,9 +103,8 @@ def load_qwen3_vl(
     weights = WeightFiles(path)
     config = _config(weights)
     config.image_token_id = image_token
-    names = {vl_name(name): name for name in weights.names if not name.startswith("lm_head.")}
-    names.pop("language_model.norm.weight", None)
-    key_map = {name: [RowRange(source)] for name, source in names.items()}
+    key_map = vl_key_map(weights)
+    key_map.pop("language_model.norm.weight", None)
     loader = WeightLoader(recipe, compute="dequant")
     return load_into(lambda: _without_norm(config), weights, key_map, dtype, device, fp8=loader)
 

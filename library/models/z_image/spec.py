@@ -8,7 +8,6 @@ negative prompt and true classifier-free guidance (Turbo, which is distilled, ta
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,14 +17,12 @@ from torch import Tensor, nn
 import library.models.z_image.files as z_image_files
 import library.models.z_image.model as z_image_model
 from library.conditions import Conditions
-from library.models.family import Family
 from library.models.flux.vae import FluxImageEncoder
-from library.models.qwen3 import published_qwen3, qwen3_of, qwen3_width
+from library.models.qwen3 import Qwen3Family
 from library.models.z_image.text import MOST_TOKENS, ZImageTextEncoder
-from library.precision.recipe import Recipe
 
 
-class ZImageFamily(Family):
+class ZImageFamily(Qwen3Family):
     """Z-Image and Z-Image-Turbo."""
 
     name = "z_image"
@@ -34,6 +31,10 @@ class ZImageFamily(Family):
     transformer_class = ZImageTransformer2DModel
     depths = ("n_layers",)
     image_encoder = FluxImageEncoder
+    text_encoder = ZImageTextEncoder
+    text_layers = -1
+    text_settings = ("z_image", MOST_TOKENS)
+    text_argument = "cap_feat_dim"
     published_scheduler = {"shift": 3.0}  # Turbo's  # noqa: RUF012
     published_pipeline = "ZImagePipeline"
     distilled_steps = 8  # Turbo's card: num_inference_steps=9, whose last step is from 0 to 0
@@ -42,11 +43,6 @@ class ZImageFamily(Family):
     repeated_blocks = ("ZImageTransformerBlock",)  # not cut into stages: microbatches' captions differ in length
     int8_passes_bypass = True
     optimise_forward = staticmethod(z_image_model.optimise_forward)
-
-    @staticmethod
-    def published_texts() -> dict[str, Callable[[], Any]]:
-        """Return Qwen3-4B."""
-        return published_qwen3("4B", 35)
 
     @staticmethod
     def blocks(transformer: Any) -> list[nn.Module]:
@@ -63,17 +59,6 @@ class ZImageFamily(Family):
     def check_variant(self) -> None:
         """Read the latents' channels; base and Turbo are one architecture."""
         self.latent_channels = self.argument("in_channels")
-
-    def check_text_encoders(self) -> None:
-        """Compare the width of Qwen3 with what the transformer takes."""
-        self.check_text_width(qwen3_width(self.files.text_encoders[0]), "cap_feat_dim", "Qwen3-4B")
-
-    def load_text_encoder(
-        self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Recipe | None = None
-    ) -> ZImageTextEncoder:
-        """Return Qwen3."""
-        fingerprint = self.text_fingerprint(dtype, recipe, self.name, MOST_TOKENS)
-        return ZImageTextEncoder(*qwen3_of(self.files, -1, dtype, device, recipe), fingerprint)
 
     def transformer_inputs(
         self, latents: Tensor, sigmas: Tensor, text: dict[str, Tensor], guidance: float, conditions: Conditions

@@ -237,7 +237,7 @@ def _describe(
     """Return one entry of ``ss_datasets``: of the samples as listed, and as used after balancing."""
     settings = dataset.settings
     low, high = Bucketing(dataset, pixel_multiple).limits or (None, None)
-    regular = [sample for sample in listed if _is_regular(sample)]
+    regular = [sample for sample in listed if sample.settings.is_reg]
     return {
         "is_dreambooth": all(subset.metadata_file is None for subset in dataset.subsets),
         "batch_size_per_device": settings.batch_size,
@@ -289,10 +289,6 @@ def _by_subset(samples: Iterable[Sample]) -> list[tuple[Subset, list[Sample]]]:
     return list(found.values())
 
 
-def _is_regular(sample: Sample) -> bool:
-    return sample.settings.is_reg
-
-
 def _folder(subset: Subset) -> str:
     """Return the name a subset goes by: that of its metadata file, or else of its folder."""
     return PurePath(subset.settings.metadata_file or subset.settings.image_dir or "").name
@@ -302,7 +298,7 @@ def _folders(listed: Iterable[list[Sample]], regular: bool) -> dict[str, dict[st
     """Return folder -> repeats and images; a name that comes again gets a number."""
     folders: dict[str, dict[str, int]] = {}
     for samples in listed:
-        for subset, members in _by_subset(s for s in samples if _is_regular(s) == regular):
+        for subset, members in _by_subset(s for s in samples if s.settings.is_reg == regular):
             name, number = _folder(subset), 2
             while name in folders:
                 name, number = f"{_folder(subset)} ({number})", number + 1

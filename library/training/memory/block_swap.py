@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,24 +71,24 @@ def swap_blocks(model: nn.Module, blocks: Sequence[nn.Module], swapped: int, dev
         _keep_weights_from_autograd(block)
     tensors = [[_movable(block) for block in ring] for ring in chosen]
     movable = {id(tensor) for ring in tensors for block in ring for tensor in block}
-    _move_others(model, movable, device)
+    replace_tensors(model, lambda tensor: tensor.detach().to(device), movable)
     return [Ring(ring, weights, device) for ring, weights in zip(chosen, tensors, strict=True) if ring]
 
 
-def _move_others(model: nn.Module, staying: set[int], device: torch.device) -> None:
-    """Put tensors on ``device`` in the place of all but those ``staying``, by identity."""
-    moved: dict[int, Tensor] = {}
+def replace_tensors(model: nn.Module, made: Callable[[Tensor], Tensor], staying: Collection[int] = ()) -> None:
+    """Put ``made(tensor)`` in the place of every parameter and buffer but those ``staying``, by identity."""
+    new: dict[int, Tensor] = {}
     for module in model.modules():
         own: Any
         for own in (module._parameters, module._buffers):
             for name, tensor in own.items():
                 if tensor is None or id(tensor) in staying:
                     continue
-                if id(tensor) not in moved:
-                    there = tensor.detach().to(device)
+                if id(tensor) not in new:
+                    other = made(tensor)
                     trained = isinstance(tensor, nn.Parameter)
-                    moved[id(tensor)] = nn.Parameter(there, tensor.requires_grad) if trained else there
-                own[name] = moved[id(tensor)]
+                    new[id(tensor)] = nn.Parameter(other, tensor.requires_grad) if trained else other
+                own[name] = new[id(tensor)]
 
 
 def describe_rings(rings: Sequence[Ring]) -> str:

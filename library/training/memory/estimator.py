@@ -46,7 +46,7 @@ from library.models.registry import family_class, lora_targets
 from library.nn.checkpointing import ALONE
 from library.nn.tensor_split import Parts
 from library.precision.recipe import Recipe
-from library.training.memory.block_swap import most_swapped, swapped_per_kind
+from library.training.memory.block_swap import most_swapped, replace_tensors, swapped_per_kind
 from library.training.memory.budget import GIB, MemoryEstimate
 from library.training.parallel.pipeline.stages import partition, stage_sizes
 from library.training.parallel.spec import lm_split_points
@@ -160,7 +160,8 @@ def model_memory(
     part = _numbers(shallow, _groups(shape, shallow, few), its_lora, plans)
     counts, in_shallow = Counter(_kinds(blocks)), Counter(_kinds(few))
     with FakeTensorMode(allow_non_fake_inputs=True):
-        _as_fake(shallow)
+        # fake tensors of the CPU in the place of meta ones, which know no autocast
+        replace_tensors(shallow, lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype))
         bytes_of = _step_bytes(shallow, few, _inputs(shape, shallow, tokens, text), autocast)
 
     def of(kind: str, count: int) -> BlockMemory:
@@ -263,20 +264,6 @@ def _model(
     options = parse_network_args(NetworkConfig(network_dim=rank, network_alpha=rank), targets)
     trained = {id(p) for p in inject_adapter(model, options, targets, seed=0).parameters()}
     return model, blocks, {name for name, p in model.named_parameters() if id(p) in trained}
-
-
-def _as_fake(model: nn.Module) -> None:
-    """Put fake tensors of the CPU in the place of meta ones, which know no autocast."""
-    made: dict[int, Tensor] = {}
-    for module in model.modules():
-        own: Any
-        for own in (module._parameters, module._buffers):
-            for name, tensor in own.items():
-                if tensor is not None and id(tensor) not in made:
-                    fake = torch.empty(tensor.shape, dtype=tensor.dtype)
-                    trained = isinstance(tensor, nn.Parameter)
-                    made[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if trained else fake
-                own[name] = made.get(id(tensor))
 
 
 def _inputs(shape: ModelShape, model: Any, tokens: int, text: int) -> dict[str, Any]:

@@ -13,6 +13,7 @@ people with any kind of colour blindness can tell apart. A run is called by its 
 from __future__ import annotations
 
 import math
+import re
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -157,8 +158,7 @@ def draw_runs(runs: Sequence[Run], log: LogAxes = "auto", subject: str = "") -> 
 @matplotlib.rc_context(STYLE)
 def draw_noise_levels(run: Run, subject: str = "") -> Figure:
     """Draw the figure: at the left the training loss, at the right held-out loss and gradient norm by noise level."""
-    trained, held_out = ({key.removeprefix(p): run.columns[key] for key in run.columns if key.startswith(p)}
-                         for p in _BY_LEVEL)  # fmt: skip
+    trained, held_out = (_by_level(run, prefix) for prefix in _BY_LEVEL)
     of_steps = {"grad_norm", "sigma_mean", "samples_per_s", "s_per_it"} <= run.columns.keys()
     figure = Figure(figsize=(11, 6.2), layout="constrained")
     FigureCanvasAgg(figure)
@@ -185,12 +185,14 @@ def draw_noise_levels(run: Run, subject: str = "") -> Figure:
     return figure
 
 
+def _by_level(run: Run, prefix: str) -> dict[str, Series]:
+    """Return what the columns ``<prefix><level>`` hold, by level."""
+    return {key.removeprefix(prefix): series for key, series in run.columns.items() if key.startswith(prefix)}
+
+
 def _draw_held_out(axes: Axes, run: Run) -> None:
     """Draw the held-out loss over sigma at the first and the last validation, and its change."""
-    prefix = _BY_LEVEL[1]
-    points = sorted(
-        (float(key.removeprefix(prefix)), run.columns[key]) for key in run.columns if key.startswith(prefix)
-    )
+    points = sorted((float(sigma), series) for sigma, series in _by_level(run, _BY_LEVEL[1]).items())
     sigmas = [sigma for sigma, _ in points]
     ends = [np.array([values[at] for _, (_, values) in points]) for at in (0, -1)]
     validated = points[0][1][0]
@@ -201,15 +203,8 @@ def _draw_held_out(axes: Axes, run: Run) -> None:
         change = f"{(after / before - 1) * 100:+.0f} %".replace("-", "−") if len(validated) > 1 else ""
         has_room = abs(after - before) > 0.2 * np.nanmax(ends)  # between the curves
         place, below = ((before + after) / 2, 0) if has_room else (min(before, after), -13)
-        axes.annotate(
-            change,
-            (sigma, place),
-            xytext=(0, below),
-            textcoords="offset points",
-            ha="center",
-            va="center",
-            fontsize=8.5,
-        )
+        middle: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "center", "fontsize": 8.5}
+        axes.annotate(change, (sigma, place), xytext=(0, below), **middle)
     axes.set_title("Held-out loss at fixed noise")
     _scale(axes, [*ends, np.zeros(1)], "off", margin=0.16, from_zero=True)
     axes.legend(ncols=2, **_BESIDE_TITLE)
@@ -257,15 +252,10 @@ def _head(figure: Figure, runs: Sequence[Run], subject: str) -> None:
 
 def _alike(one: Run, other: Run) -> bool:
     """Return whether two runs have the same curves, to the last bit; how long they took is not looked at."""
-    keys = [
-        [
-            key
-            for key in run.columns
-            if key.startswith(("lr/", "d/", "d*lr/")) or key in ("loss", "val_loss", "grad_norm")
-        ]
-        for run in (one, other)
-    ]
-    return keys[0] == keys[1] and all((_apart_by(one.columns[key], other.columns[key]) == 0).all() for key in keys[0])
+    curves = re.compile(r"(lr|d|d\*lr)/.*|loss|val_loss|grad_norm")
+    keys = [key for key in one.columns if curves.fullmatch(key)]
+    same = keys == [key for key in other.columns if curves.fullmatch(key)]
+    return same and all((_apart_by(one.columns[key], other.columns[key]) == 0).all() for key in keys)
 
 
 def _apart_by(one: Series, other: Series) -> Values:

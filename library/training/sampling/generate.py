@@ -20,6 +20,7 @@ from library.errors import counted
 from library.models.family import Family
 from library.models.layer_names import LoraTargets
 from library.models.text import TextEncoder
+from library.models.vae import ImageEncoder
 from library.precision.recipe import WeightLoader
 from library.safetensors_io import read_entries
 from library.training.memory.block_swap import kind_sizes, most_swapped, swap_blocks
@@ -46,6 +47,7 @@ def generate_images(
     sizing: ControlSizing | None = None,
     blank: Blank | None = None,
     swapped: int | None = 0,
+    encoders: tuple[ImageEncoder, TextEncoder] | None = None,
 ) -> Iterator[tuple[SamplePrompt, Image]]:
     """Yield each prompt with its image.
 
@@ -60,13 +62,15 @@ def generate_images(
         sizing: of reference images; by default they get the prompt's width and height.
         blank: what the region to fill is blanked with; by default as the LoRAs' files say, else grey.
         swapped: blocks whose weights wait in host memory; None: as many as can.
+        encoders: of images and text; by default the family's, of ``dtype``.
     """
     check_prompt_images(prompts, family.conditioning, family.most_references)
     weights = read_loras(loras, family, console)  # before anything that takes time
     source = " + ".join(str(lora.path) for lora in loras)
     targets = family.targets
-    image_encoder = family.load_image_encoder(dtype, device)
-    text_encoder = family.load_text_encoder(dtype, device)
+    if encoders is None:
+        encoders = family.load_image_encoder(dtype, device), family.load_text_encoder(dtype, device)
+    image_encoder, text_encoder = encoders
     multiple, blank = image_encoder.pixel_multiple, blank or trained_blank(loras)
     rules = PromptImageRules(family.conditioning, sizing or ControlSizing(), multiple, blank)
     if family.conditioning == "fill" and blank != "grey":

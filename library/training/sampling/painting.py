@@ -12,7 +12,7 @@ trains on, to measure by.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,6 +28,8 @@ from library.data.samples import cache_folder
 from library.errors import UserError
 from library.files import read_toml, write_text
 from library.models.family import Family
+from library.models.text import TextEncoder
+from library.models.vae import ImageEncoder
 from library.precision.checkpoint import WeightFiles
 from library.precision.recipe import WeightLoader
 from library.training.memory.budget import GIB, available_bytes, release
@@ -39,6 +41,7 @@ from library.training.tasks.lora import base_dtype
 from library.training.tasks.lora_plan import plan_base
 from networks.merging.merge import BaseWeights
 
+Encoders = tuple[ImageEncoder, TextEncoder]
 GENERAL = Path(__file__).with_name("general_prompts.toml")
 _ROOM = 4 * GIB  # beside the weights, for a picture's activations and the autoencoder
 
@@ -50,14 +53,10 @@ class PaintedSet:
     folder: Path
     prompts: Sequence[SamplePrompt]
 
-    def path(self, number: int) -> Path:
-        """Return the picture of a prompt, counted from 0."""
-        return self.folder / f"{number:04d}.png"
-
     @property
     def paths(self) -> list[Path]:
         """The pictures, in the order of the prompts."""
-        return [self.path(number) for number in range(len(self.prompts))]
+        return [self.folder / f"{number:04d}.png" for number in range(len(self.prompts))]
 
 
 def painted_sets(
@@ -65,17 +64,17 @@ def painted_sets(
     dataset: DatasetConfig,
     family: Family,
     base_weights: BaseWeights,
-    pixel_multiple: int,
+    encoders: Encoders,
     samples: Sequence[SamplePrompt],
-) -> tuple[PaintedSet | None, PaintedSet | None]:
-    """Return what is to be painted for a run: to train on, and to measure by; nothing is painted yet.
+) -> dict[str, PaintedSet]:
+    """Return what is to be painted for a run, by the key that names the prompts; nothing is painted yet.
 
     Args:
         config: of the run, its preservation :func:`resolved`.
         dataset: of the run.
         family: its model.
         base_weights: LoRAs that are merged into it.
-        pixel_multiple: sides of pictures are multiples of it.
+        encoders: its own, as the run has them.
         samples: the run's sample prompts, of which the first says how pictures of this model are made.
 
     Raises:
@@ -84,33 +83,29 @@ def painted_sets(
     asked = config.preservation
     measured = None if asked.general_prompts == "none" else asked.general_prompts
     files = {"preserve_prompts": asked.preserve_prompts, "general_prompts": measured}
-    if not any(files.values()):
-        return None, None
+    if not (keys := [key for key, path in files.items() if path]):
+        return {}
+    if family.conditioning != "none":
+        raise UserError(
+            f"{keys[0]}: this model is given images to change, so nothing can be painted from prompts alone; remove it "
+            "(for preservation set preserve_blank, or add an is_reg subset)"
+        )
+    pixel_multiple = encoders[0].pixel_multiple
     width, height = max((d.resolution for d in dataset.datasets), key=lambda size: size[0] * size[1])
     sides = [max(pixel_multiple, side // pixel_multiple * pixel_multiple) for side in (width, height)]
     usual = replace(samples[0], prompt="") if samples else SamplePrompt("", guidance=family.sample_guidance)
     usual = replace(usual, width=sides[0], height=sides[1], control_images=(), mask_image=None)
     first = dataset.datasets[0]
     cache = Path(config.dataset.cache_directory or cache_folder(first, first.subsets[0])).expanduser()
-    sets: list[PaintedSet | None] = []
-    for key, path in files.items():
-        if path is None:
-            sets.append(None)
-            continue
-        if family.conditioning != "none":
-            raise UserError(
-                f"{key}: this model is given images to change, so nothing can be painted from prompts alone; remove it "
-                "(for preservation set preserve_blank, or add an is_reg subset)"
-            )
-        prompts = _read(key, path, config.training.seed, pixel_multiple, usual)
-        sets.append(PaintedSet(cache / "painted" / _key(config, family, base_weights, prompts), prompts))
-    trained, held_out = ({prompt.prompt for prompt in each.prompts} if each else set() for each in sets)
+    prompts = {key: _read(key, str(files[key]), config.training.seed, pixel_multiple, usual) for key in keys}
+    trained, held_out = ({prompt.prompt for prompt in prompts.get(key, ())} for key in files)
     if both := sorted(trained & held_out):
         raise UserError(
             f"general_prompts: {both[0]!r} is one of preserve_prompts too, and what is trained on is no measure of the "
             "rest; give other prompts to one of them"
         )
-    return sets[0], sets[1]
+    weights = [family.fingerprint(), base_weights.fingerprint(), *(one.fingerprint for one in encoders)]
+    return {key: PaintedSet(cache / "painted" / _key(config, weights, each), each) for key, each in prompts.items()}
 
 
 def resolved(asked: PreservationConfig, dataset: DatasetConfig, conditioning: ConditionKind) -> PreservationConfig:
@@ -138,20 +133,20 @@ def _read(key: str, path: str, seed: int, pixel_multiple: int, usual: SampleProm
     return [replace(usual, prompt=text, seed=seed + number) for number, text in enumerate(texts)]
 
 
-def _key(config: TrainConfig, family: Family, base_weights: BaseWeights, prompts: Sequence[SamplePrompt]) -> str:
-    precision = config.precision.model_dump()
+def _key(config: TrainConfig, weights: Sequence[str], prompts: Sequence[SamplePrompt]) -> str:
     parts = (
-        family.fingerprint(), base_weights.fingerprint(), sorted(precision.items()), config.model.base_dtype,
+        weights, sorted(config.precision.model_dump().items()), config.model.base_dtype,
         config.training.mixed_precision, [prompt.line() for prompt in prompts],
     )  # fmt: skip
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
 
 
 def paint(
-    sets: tuple[PaintedSet | None, PaintedSet | None],
+    sets: Mapping[str, PaintedSet],
     config: TrainConfig,
     family: Family,
     base_weights: BaseWeights,
+    encoders: Encoders,
     accelerator: Accelerator,
     console: Console,
 ) -> Painted:
@@ -162,37 +157,42 @@ def paint(
     Raises:
         UserError: the model is split among processes, of which none can paint alone; what ``generate_images`` says.
     """
-    world, rank = accelerator.num_processes, accelerator.process_index
-    wanted = [(each.path(n), prompt) for each in filter(None, sets) for n, prompt in enumerate(each.prompts)]
-    for path, prompt in wanted[rank::world]:
-        if not (caption := path.with_suffix(".txt")).exists():  # before its picture: none is without its caption
-            write_text(caption, prompt.prompt + "\n")
-    missing = [(path, prompt) for path, prompt in wanted if not path.exists()]
-    if missing and config.parallel.splits_model:
+    if missing_of(sets) and config.parallel.splits_model:
         raise UserError(
             "preserve_prompts, general_prompts: their pictures are painted by one process, and the model is split; "
             "paint them on one GPU first (tools/paint_regularisation.py with this configuration and cache_directory)"
         )
-    if mine := missing[rank::world]:
+    for each in sets.values() if accelerator.is_main_process else ():
+        for path, prompt in zip(each.paths, each.prompts, strict=True):
+            if not (caption := path.with_suffix(".txt")).exists():  # before its image: none is without its caption
+                write_text(caption, prompt.prompt + "\n")
+    if mine := missing_of(sets, accelerator.process_index, accelerator.num_processes):
         loader = plan_base(config.precision, family.quantized_file(), config.training.seed, accelerator.device)
         loader.changes = base_weights.changes(family.targets)
         dtype, swapped = base_dtype(config.model, config.training), _swapped(config, family, loader, accelerator.device)
         images = generate_images(
-            family, [prompt for _, prompt in mine], [], dtype, accelerator.device, console, loader, swapped=swapped
-        )
+            family, [prompt for _, prompt in mine], [], dtype, accelerator.device, console, loader, swapped=swapped,
+            encoders=encoders,
+        )  # fmt: skip
         with counting(console) as progress:
             advance = progress("painting general prompts", len(mine))
             for (path, _), (prompt, image) in zip(mine, images, strict=True):
                 save_image(image, path, {"prompt": prompt.line()})
                 advance(1)
+        encoders[0].release()
         release()
     accelerator.wait_for_everyone()
-    regularisation, general = sets
-    return Painted(_folder(regularisation), _folder(general))
+    folders = {key: each.folder for key, each in sets.items()}
+    return Painted(folders.get("preserve_prompts"), folders.get("general_prompts"))
 
 
-def _folder(painted: PaintedSet | None) -> Path | None:
-    return None if painted is None else painted.folder
+def missing_of(sets: Mapping[str, PaintedSet], rank: int = 0, world: int = 1) -> list[tuple[Path, SamplePrompt]]:
+    """Return path and prompt of the pictures that one of ``world`` processes has to paint.
+
+    Which are its own does not follow from what is there: others may be painting when it looks.
+    """
+    every = [picture for each in sets.values() for picture in zip(each.paths, each.prompts, strict=True)]
+    return [(path, prompt) for path, prompt in every[rank::world] if not path.exists()]
 
 
 def _swapped(config: TrainConfig, family: Family, loader: WeightLoader, device: torch.device) -> int | None:

@@ -12,7 +12,6 @@ other: nothing more lies on the device than in a training step. Weights of swapp
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,6 +23,7 @@ from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.models.family import Family, model_family, with_transformer
 from library.models.hub import find_model
+from library.models.weights import stands_for
 from library.precision.checkpoint import WeightFiles
 from library.training.memory.block_swap import Ring
 from networks.adapters.base import AdapterLinear
@@ -51,11 +51,10 @@ def sample_family(path: str, config: ModelConfig, family: Family) -> Family:
             f"other not); give a {family.layout.title} model of the same size"
         )
     for name, (shape, kept) in formats[0].items():
-        there = formats[1][name]
-        same = shape == there[0] or (1 in map(len, (shape, there[0])) and math.prod(shape) == math.prod(there[0]))
-        if not same or kept != there[1]:  # a vector may stand for a table
+        found, stored = formats[1][name]
+        if kept != stored or not (stands_for(found, shape) or stands_for(shape, found)):
             raise UserError(
-                f"sample_model: {path} has {name} as {there[1]} {list(there[0])}, the model that is trained has it as "
+                f"sample_model: {path} has {name} as {stored} {list(found)}, the model that is trained has it as "
                 f"{kept} {list(shape)}; give a model of the same size in the same format"
             )
     return other
@@ -67,9 +66,8 @@ def _formats(family: Family) -> dict[str, tuple[tuple[int, ...], str]]:
     stored = {} if weights.quantized is None else weights.quantized.weights
     found: dict[str, tuple[tuple[int, ...], str]] = {}
     for name, pieces in family.layout.key_map(weights, family.files.prefix).items():
-        shapes = [weights.rows(rows) for rows in pieces]
         scheme = stored[pieces[0].source].scheme.describe() if pieces[0].source in stored else "not quantised"
-        found[name] = ((sum(shape[0] for shape in shapes if shape), *shapes[0][1:]), scheme)
+        found[name] = weights.shape_of(pieces), scheme
     return found
 
 

@@ -46,6 +46,7 @@ from library.precision.recipe import WeightLoader
 from library.safetensors_io import write_safetensors
 from library.training.checkpoint.state import begun_position
 from library.training.flow import noisy_latents
+from library.training.memory.budget import release
 from library.training.optim.schedules import run_length
 from library.training.report.progress import counting
 from library.training.tasks.image_step import Teacher
@@ -107,8 +108,7 @@ def prepare_teacher(
                 _write(answers, batch, step, velocity)
                 advance(1)
         del transformer, network, predict
-        if accelerator.device.type == "cuda":
-            torch.cuda.empty_cache()
+        release()
     if own:
         shutil.rmtree(own.folder, ignore_errors=True)
     accelerator.wait_for_everyone()

@@ -147,14 +147,14 @@ class ImageLora(LoraTask):
 
     def paint(self) -> Painted:
         """Let the base paint what the run trains on and is measured by; what ``preserve`` means is settled by it."""
-        config, family, multiple = self.config, self.family, self.image_encoder.pixel_multiple
+        config, family, encoders = self.config, self.family, (self.image_encoder, self.text_encoder)
         dataset = load_dataset_config(config.dataset.dataset_config, config.dataset, family.conditioning)
         preservation = resolved(config.preservation, dataset, family.conditioning)
         self.config = config = config.model_copy(update={"preservation": preservation})
         samples = self.prompts if self.shown is family else []
-        sets = painted_sets(config, dataset, family, self.base_weights, multiple, samples)
-        self.general = sets[1]
-        return paint(sets, config, family, self.base_weights, self.accelerator, self.console)
+        sets = painted_sets(config, dataset, family, self.base_weights, encoders, samples)
+        self.general = sets.get("general_prompts")
+        return paint(sets, config, family, self.base_weights, encoders, self.accelerator, self.console)
 
     def cache(self) -> None:
         """Encode what is not cached yet; for that alone the encoders' weights are read, and freed again."""

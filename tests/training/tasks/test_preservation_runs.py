@@ -89,6 +89,16 @@ def test_other_base_weights_are_painted_anew(base: Path, files: dict[str, Any], 
     assert len(painted(tmp_path / "cache")) == 2 * 4
 
 
+def test_images_are_painted_with_the_runs_own_encoders(base: Path, files: dict[str, Any], tmp_path: Path) -> None:
+    dataset = files.pop("dataset_config")
+    run(base, dataset, tmp_path / "one", **files)
+    first = painted(tmp_path / "cache")
+    run(base, dataset, tmp_path / "two", **files, fp8_text_encoder=True)
+    second = [path for path in painted(tmp_path / "cache") if path not in first]
+    assert len(first) == len(second) == 4
+    assert {path.read_bytes() for path in first}.isdisjoint(path.read_bytes() for path in second)
+
+
 def test_the_sheet_of_general_prompts_has_the_bases_image_beside_the_loras(
     base: Path, files: dict[str, Any], tmp_path: Path
 ) -> None:
