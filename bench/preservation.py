@@ -108,7 +108,7 @@ PAINTED = ("--preserve", "prior", "--preserve_prompts", DEMO / "preserve.txt")
 
 def ways(word: str) -> dict[str, tuple[str, tuple[object, ...]]]:
     """Return way -> dataset TOML and flags; ``word`` is what the subject's class is called."""
-    shared = ("--preserve_share", 0.4, "--prior_loss_weight", 4)
+    shared = ("--preserve_share", 0.4, "--prior_loss_weight", 2)
     return {
         PLAIN: ("plain", ()),
         "regularisation images": ("regularised", ()),

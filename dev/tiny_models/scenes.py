@@ -302,7 +302,7 @@ validation_seed = 1
 """
 
 SAMPLED = "--s 20 --g 3.5"
-PRESERVED, PRESERVED_STEPS = 80, 8  # images for the base to paint, a quarter of a minute: many help more than fine ones
+PRESERVED = 48  # images for the base to paint: half a minute
 PROMPTS_TXT = f"""\
 # What the demo draws as its LoRA learns; the last two show what the LoRA does to subjects of the base model.
 a {TRIGGER} on a blue background --w 128 --h 128 --d 1 {SAMPLED}
@@ -333,11 +333,9 @@ def preserved_captions(count: int, seed: int = 7) -> list[str]:
     return list(found)
 
 
-def prompt_lines(captions: Sequence[str], first_seed: int, steps: int = 20) -> str:
+def prompt_lines(captions: Sequence[str], first_seed: int) -> str:
     """Write captions as lines of a prompt file."""
-    return "".join(
-        f"{text} --w 128 --h 128 --d {seed} --s {steps} --g 3.5\n" for seed, text in enumerate(captions, first_seed)
-    )
+    return "".join(f"{text} --w 128 --h 128 --d {seed} {SAMPLED}\n" for seed, text in enumerate(captions, first_seed))
 
 
 def write_demo_dataset(folder: Path, seed: int = 11) -> int:
@@ -355,6 +353,6 @@ def write_demo_dataset(folder: Path, seed: int = 11) -> int:
         write_text(images / f"{TRIGGER}_{number:02d}.txt", scene.caption + "\n")
     write_text(folder / "dataset.toml", DATASET_TOML)
     write_text(folder / "prompts.txt", PROMPTS_TXT)
-    write_text(folder / "preserve.txt", prompt_lines(preserved_captions(PRESERVED), 101, PRESERVED_STEPS))
+    write_text(folder / "preserve.txt", prompt_lines(preserved_captions(PRESERVED), 101))
     write_text(folder / "general.txt", prompt_lines(GENERAL, 201))
     return len(sizes)

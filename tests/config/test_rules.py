@@ -47,7 +47,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "cpu_offload_checkpointing": {"gradient_checkpointing": True, "cpu_offload_checkpointing": True},
     "ema_decay": {"ema_decay": 0.9},
     "on_nan": {"on_nan": "skip"},
-    "preserve": {"preserve": "prior"},
     "memory": {"memory": "auto"},
     "preserve": {"preserve": "prior"},
     "model_type": {"model_type": "z_image"},

@@ -172,7 +172,7 @@ def test_what_the_demo_preserves_the_base_knows_and_what_it_measures_is_not_amon
         name: [line.split(" --")[0] for line in (folder / f"{name}.txt").read_text().splitlines()]
         for name in ("preserve", "general", "prompts")
     }
-    assert len(set(prompts["preserve"])) == 80
+    assert len(set(prompts["preserve"])) == 48
     for caption in prompts["preserve"] + prompts["general"]:
         assert caption == known_part(caption)
     assert not set(prompts["preserve"]) & {*prompts["general"], *prompts["prompts"]}
