@@ -40,7 +40,7 @@ from dev.tiny_models.scenes import background, paint_zorbo
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL, DEMO = ROOT / "assets" / "tiny-flux", ROOT / "assets" / "demo_dataset"
-IMAGES, STEPS, EVERY, BATCH = 16, 150, 50, 2
+IMAGES, STEPS, EVERY, BATCH = 16, 100, 50, 2
 FLAGS = (
     "--network_dim", 16, "--network_alpha", 16, "--learning_rate", 2e-3, "--lr_scheduler", "constant_with_warmup",
     "--lr_warmup_steps", 20, "--timestep_sampling", "shift", "--discrete_flow_shift", 1.6, "--max_train_steps", STEPS,

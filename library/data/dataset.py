@@ -169,7 +169,8 @@ def _preserving(
         return 0.5, None
     regular = any(each.is_reg and each.num_repeats for each in subsets)
     in_captions = has_class + asked.preserve_blank
-    if not regular + in_captions and "preserve_share" in asked.model_fields_set:
+    alone = asked.preserve_outside_mask and not (regular or in_captions or asked.preserve_prompts)
+    if alone and "preserve_share" in asked.model_fields_set:
         raise UserError("preserve_share: has no effect with preserve_outside_mask alone: every mask counts; remove it")
     share = asked.preserve_share / max(1, in_captions + regular)
     of_regular = share * regular

@@ -366,4 +366,9 @@ class RunEvents:
         images = self._plot()
         stem = self.names.stem() if self.stop_request.stop is None else self.names.stem(step=position.step)
         files = [self.names.weights(stem), *images, folder / "metrics.jsonl"]
-        return rows + [(path.stem if path in images else path.name, shown_path(path)) for path in files]
+        return rows + [(_title(path) if path in images else path.name, shown_path(path)) for path in files]
+
+
+def _title(image: Path) -> str:
+    """Return what the summary calls an image: of general prompts there is a sheet of the same name."""
+    return f"general, {image.stem}" if image.parent.name == "general" else image.stem

@@ -100,7 +100,7 @@ def test_images_are_painted_with_the_runs_own_encoders(base: Path, files: dict[s
 
 
 def test_the_sheet_of_general_prompts_has_the_bases_image_beside_the_loras(
-    base: Path, files: dict[str, Any], tmp_path: Path
+    base: Path, files: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = files.pop("dataset_config")
     run(base, dataset, tmp_path / "one", **files | {"sample_at_end": True}, learning_rate=0.05)
@@ -116,6 +116,7 @@ def test_the_sheet_of_general_prompts_has_the_bases_image_beside_the_loras(
     )
     sheet = Image.open(tmp_path / "one/samples/general/before_after.png")
     assert sheet.width > 2 * 256
+    assert "general, before_after" in capsys.readouterr().out
 
 
 def test_save_best_weighs_what_was_learnt_against_what_was_changed(

@@ -129,7 +129,7 @@ def test_memory_that_runs_out_within_the_optimizers_step_saves_nothing_half_done
 def test_a_run_that_diverges_finitely_still_ends_with_its_summary(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Pretraining, "validate", lambda _: {"val_loss": 1000.0})  # e^1000 is no float
+    monkeypatch.setattr(Pretraining, "validate", lambda *_: {"val_loss": 1000.0})  # e^1000 is no float
     run(corpus, tmp_path, max_train_steps=1, validate_every_n_steps=1, **CONSTANT)
     told = capsys.readouterr().out
     assert "perplexity" in told
@@ -158,7 +158,7 @@ def test_the_best_is_saved_old_ones_go_and_too_long_without_a_better_one_ends_th
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     losses = iter([5.0, 4.0, 3.0, 3.5, 3.6, 3.7, 3.8])
-    monkeypatch.setattr(Pretraining, "validate", lambda _: {"val_loss": next(losses)})
+    monkeypatch.setattr(Pretraining, "validate", lambda *_: {"val_loss": next(losses)})
     settings = {"save_every_n_steps": 1, "save_last_n_steps": 1, "save_best": True, "early_stop_patience": 2}
     events = run(corpus, tmp_path, max_train_steps=6, validate_every_n_steps=1, **settings, **CONSTANT)
     assert events.stopped

@@ -20,7 +20,7 @@ def test_odd_captions_and_sizes_are_told_at_the_start(
     run(base, data, tmp_path / "out", max_train_steps=1)
     told = capsys.readouterr().out
     assert "note: captions: 2 images (1.png, 2.png share the caption 'the same')" in told
-    assert "note: smaller than their bucket: 8 images (0.png: 48x48 is enlarged 1.33 times)" in told
+    assert "note: smaller than their bucket: 8 images (0.png: 48x48 is enlarged 1.33 times to fill 64x64)" in told
 
 
 def test_a_strict_run_refuses_before_anything_is_cached(base: Path, tmp_path: Path) -> None:
