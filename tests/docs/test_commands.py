@@ -220,7 +220,7 @@ def test_every_command_of_getting_started_runs_and_leaves_what_the_next_one_need
 def trained(place: Path) -> Path:
     """The folder after README's commands: its first trains flux_lora, and ``make demo`` has gone before."""
     demo = ["train_lora.py", "--config_file", "configs/demo.toml", "--no-sample_at_first", "--no-sample_at_end"]
-    for key, text in (("preserve_prompts", "a red circle"), ("general_prompts", "a house")):  # painting takes half a minute
+    for key, text in (("preserve_prompts", "a red circle"), ("general_prompts", "a house")):  # to be quick
         (place / f"{key}.txt").write_text(f"{text} --w 128 --h 128 --s 2\n")
         demo += [f"--{key}", str(place / f"{key}.txt")]
     _run([*demo, "--cache_directory", str(place / "cache")], place, curves=True)
