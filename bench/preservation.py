@@ -219,7 +219,7 @@ def main() -> None:
         painted = time.perf_counter() - begun
         names = list(ways("circle"))
         cases = [(name, seed) for name in options.subjects for seed in range(1, options.seeds + 1)]
-        with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn"), max_tasks_per_child=8) as pool:
+        with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
             waiting = {
                 (w, case): pool.submit(partial(run, folder, case[0], w, case[1])) for case in cases for w in names
             }
