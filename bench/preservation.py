@@ -99,7 +99,8 @@ def write_dataset(folder: Path, name: str) -> None:
     )
     (folder / "plain.toml").write_text(text)
     (folder / "masked.toml").write_text(text + 'conditioning_data_dir = "masks"\n')
-    (folder / "regularised.toml").write_text(text + '[[datasets.subsets]]\nimage_dir = "../kept"\nis_reg = true\n')
+    regular = f'[[datasets.subsets]]\nimage_dir = "{folder.parent / "kept"}"\nis_reg = true\n'
+    (folder / "regularised.toml").write_text(text + regular)
 
 
 PLAIN, MASKED = "none", "masked loss"  # with what the others are compared
