@@ -223,13 +223,12 @@ class CachedDataset(Dataset[Item]):
         for i, sample in enumerate(samples):
             if sample.settings.is_reg:
                 regular[self.sample_buckets[i]].append(i)
-        # sample -> the samples that it takes turns with, and how many of them an epoch has
-        self._turns: dict[int, tuple[list[int], int]] = {
-            i: (group, due)
-            for group in regular.values()
-            if (due := sum(samples[i].repeats for i in group)) < len(group)
-            for i in group
-        }
+        # sample -> the samples that it takes turns with, how many of them an epoch has, and its place among these
+        self._turns: dict[int, tuple[list[int], int, int]] = {}
+        for group in regular.values():
+            due = [i for i in group if samples[i].repeats]
+            if len(due) < len(group):
+                self._turns |= {i: (group, len(due), place) for place, i in enumerate(due)}
         self.batch_sizes: dict[Bucket, int] = {
             bucket: sample.group.batch_size for bucket, sample in zip(self.sample_buckets, samples, strict=True)
         }
@@ -341,8 +340,7 @@ class CachedDataset(Dataset[Item]):
         owner = int(self._owner[index])
         sample, sample_id = self.samples[owner], self.sample_id(index)
         if owner in self._turns:
-            group, due = self._turns[owner]
-            place = [i for i in group if self.samples[i].repeats].index(owner)
+            group, due, place = self._turns[owner]
             sample = self.samples[group[(epoch * due + place) % len(group)]]
             sample_id = sample.sample_id(0)
         rng = python_random("orientation and crop", self.seed, epoch, sample_id)

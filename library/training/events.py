@@ -53,8 +53,6 @@ class RunEvents:
         self.stop_request: StopRequest = NOTHING
         self.val_losses: list[float] = []
         self.val_prior_loss: float | None = None
-        preservation = getattr(config, "preservation", None)  # of an image LoRA
-        self._prior_weight: float = 0.0 if preservation is None else preservation.best_prior_weight
         self.state_saved_at: int | None = None
         self._validated_at: int | None = None
         self._sampled_at: int | None = None
@@ -222,7 +220,7 @@ class RunEvents:
         if loss is None or position.validated_at == position.step:
             return
         position.validated_at = position.step
-        score = loss + self._prior_weight * (self.val_prior_loss or 0.0)
+        score = loss + self.task.best_prior_weight * (self.val_prior_loss or 0.0)
         if position.best_val_loss is None or score < position.best_val_loss:
             position.best_val_loss, position.validations_since_best = score, 0
             if self.saving.save_best:

@@ -251,7 +251,9 @@ class _Record:
         self._samples += samples
         self._all_samples += of_all
         self._losses.append(loss)
-        self._totals.append(metrics * bool(samples))  # not of a batch that another process has counted
+        self._totals.append(
+            metrics if samples else torch.zeros_like(metrics)
+        )  # not of a batch that another process has counted
         self._waited += waited
 
     def end_step(self, grad_norm: Tensor) -> None:

@@ -23,7 +23,7 @@ from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
 from library.precision.recipe import WeightLoader
 from library.safetensors_io import read_entries
-from library.training.memory.block_swap import kind_sizes, most_swapped, swap_blocks
+from library.training.memory.block_swap import swap_blocks, swappable
 from library.training.sampling.conditions import PromptImageRules, check_prompt_images, encode_prompt_images, text_jobs
 from library.training.sampling.images import generate_image
 from library.training.sampling.prompts import SamplePrompt
@@ -88,7 +88,7 @@ def generate_images(
         attach_lora(transformer, own, targets, source)
     if swapped != 0:
         blocks = family.blocks(transformer)
-        swap_blocks(transformer, blocks, most_swapped(kind_sizes(blocks)) if swapped is None else swapped, device)
+        swap_blocks(transformer, blocks, swappable(blocks)[0] if swapped is None else swapped, device)
     for prompt, its_conditions in zip(prompts, conditions, strict=True):
         texts_of_it = {text: embeddings[prompt.text_key(text)] for text in prompt.texts()}
         yield prompt, generate_image(family, transformer, image_encoder, prompt, texts_of_it, its_conditions)

@@ -54,9 +54,14 @@ class PaintedSet:
     prompts: Sequence[SamplePrompt]
 
     @property
+    def pictures(self) -> list[tuple[Path, SamplePrompt]]:
+        """Where each prompt's picture lies, and the prompt."""
+        return [(self.folder / f"{number:04d}.png", prompt) for number, prompt in enumerate(self.prompts)]
+
+    @property
     def paths(self) -> list[Path]:
         """The pictures, in the order of the prompts."""
-        return [self.folder / f"{number:04d}.png" for number in range(len(self.prompts))]
+        return [path for path, _ in self.pictures]
 
 
 def painted_sets(
@@ -163,7 +168,7 @@ def paint(
             "paint them on one GPU first (tools/paint_regularisation.py with this configuration and cache_directory)"
         )
     for each in sets.values() if accelerator.is_main_process else ():
-        for path, prompt in zip(each.paths, each.prompts, strict=True):
+        for path, prompt in each.pictures:
             if not (caption := path.with_suffix(".txt")).exists():  # before its image: none is without its caption
                 write_text(caption, prompt.prompt + "\n")
     if mine := missing_of(sets, accelerator.process_index, accelerator.num_processes):
@@ -191,7 +196,7 @@ def missing_of(sets: Mapping[str, PaintedSet], rank: int = 0, world: int = 1) ->
 
     Which are its own does not follow from what is there: others may be painting when it looks.
     """
-    every = [picture for each in sets.values() for picture in zip(each.paths, each.prompts, strict=True)]
+    every = [picture for each in sets.values() for picture in each.pictures]
     return [(path, prompt) for path, prompt in every[rank::world] if not path.exists()]
 
 

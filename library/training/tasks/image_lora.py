@@ -295,7 +295,8 @@ class ImageLora(LoraTask):
         """
         config, saving = self.config.validation, self.config.saving
         self.validates = self.data.validation is not None or self.data.general is not None
-        if self.config.preservation.best_prior_weight and self.data.general is None:
+        self.best_prior_weight = self.config.preservation.best_prior_weight
+        if self.best_prior_weight and self.data.general is None:
             raise UserError("best_prior_weight: no val_prior_loss is measured; set general_prompts, or remove it")
         if self.data.validation is not None:
             self.held_out = held_out_loader(self.data.validation, config.max_validation_images)

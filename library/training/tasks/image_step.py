@@ -87,19 +87,22 @@ class FlowStep:
         noisy, target, sigmas = noisy_latents(flow, batch.latents, batch.sample_ids, tokens, self.seed, step)
         if self.teacher is not None:
             target = self.teacher.blend(target, batch.sample_ids, step)
-        regions, mask = region_weights(self.flow, batch), region_weights(self.flow, batch, seam=False)
-        outside = None if mask is None or not self.outside_mask else 1 - mask
+        regions = region_weights(self.flow, batch)
+        mask = region_weights(self.flow, batch, seam=False) if self.outside_mask else None
+        outside = None if mask is None else 1 - mask
         frozen = self._frozen_answers(model, batch, noisy, target, sigmas, everywhere=outside is not None)
-        kept = torch.tensor(batch.prior or [False] * len(batch)).to(target.device, non_blocking=True)
-        target = torch.where(kept.view(-1, 1, 1, 1), frozen, target)
+        kept = None
+        if any(batch.prior):
+            kept = torch.tensor(batch.prior).to(target.device, non_blocking=True)
+            target = torch.where(kept.view(-1, 1, 1, 1), frozen, target)
         velocity = self._velocity(model, batch, self.text(batch), noisy, sigmas)
-        losses = taught = sample_losses(self.flow, velocity, target, regions)
+        losses = sample_losses(self.flow, velocity, target, regions)
+        taught = losses.detach() if kept is None else losses.detach().masked_fill(kept, torch.nan)
         if outside is not None:
             losses = losses + self.outside_mask * sample_losses(self.flow, velocity, frozen, outside)
         weights = loss_weights(self.flow, sigmas).to(losses.device, non_blocking=True) * batch.loss_weights
         sigmas = sigmas.to(losses.device, non_blocking=True)
-        by_level = by_noise_level(taught.detach().masked_fill(kept, torch.nan), sigmas)
-        metrics = torch.column_stack([sigmas, by_level])
+        metrics = torch.column_stack([sigmas, by_noise_level(taught, sigmas)])
         return (losses * weights).mean(), metrics
 
     def _frozen_answers(
@@ -138,11 +141,13 @@ class FlowStep:
         of a fall of the held-out loss.
         """
         assert self.network is not None
-        differences = []
+        differences, text = [], self.text(batch)
+        with self.network.bypassed():
+            plain = self.text(batch)
         for noisy, _, everywhere in self._validated(batch, sigmas):
-            velocity = self._velocity(model, batch, self.text(batch), noisy, everywhere)
+            velocity = self._velocity(model, batch, text, noisy, everywhere)
             with self.network.bypassed():
-                frozen = self._velocity(model, batch, self.text(batch), noisy, everywhere)
+                frozen = self._velocity(model, batch, plain, noisy, everywhere)
             differences.append((velocity - frozen).square().flatten(1).mean(1))
         return torch.cat(differences)
 

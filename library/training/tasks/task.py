@@ -85,6 +85,7 @@ class Task(ABC):
         loader, batches: of training batches, and what orders them.
         settings: that a state must have been trained with.
         sampler: None where nothing is sampled. end_sampler: of what is sampled at the end alone.
+        best_prior_weight: of ``val_prior_loss`` beside the validation loss, where the best weights are looked for.
         summary: rows for the table at the end of the run.
     """
 
@@ -111,6 +112,7 @@ class Task(ABC):
     average: WeightAverage | None = None
     sampler: Sampler | None = None
     end_sampler: Sampler | None = None
+    best_prior_weight: float = 0.0
     validates: bool = False
     validates_first: bool = True  # before the first step
     samples_first: bool  # likewise
