@@ -9,7 +9,7 @@ TRITON := $(VENV)/.installed-triton
 BUNDLE := .gpu-bundle
 WHEELS := $(wildcard $(BUNDLE)/*.whl)
 
-.PHONY: help setup demo demo-fp8 demo-llm test test-again test-all test-faults fuzz test-web setup-web test-cuda test-zero setup-zero test-triton setup-triton gpu-bundle bench-gpu check format docs clean
+.PHONY: help setup ui demo demo-fp8 demo-llm test test-again test-all test-faults fuzz test-web setup-web test-cuda test-zero setup-zero test-triton setup-triton gpu-bundle bench-gpu check format docs clean
 
 help:           ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 20
@@ -22,12 +22,14 @@ $(STAMP): requirements.txt requirements-dev.txt constraints.txt
 
 setup: $(STAMP) ## virtual environment and packages
 
-# Complete, hence --no-deps: gradio asks for an older pillow, which it needs for images only.
 $(WEB): $(STAMP) requirements-web.txt
-	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-web.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-web.txt
 	@touch $@
 
-setup-web: $(WEB) ## what tools/chat.py --web needs besides
+setup-web: $(WEB) ## what the page needs besides
+
+ui: $(WEB)      ## the page: train, watch, compare, label and chat in the browser; FOLDERS="/my/images /my/models"
+	$(PY) ui.py $(if $(FOLDERS),--folders $(FOLDERS)) $(if $(PORT),--port $(PORT)) $(if $(HOST),--host $(HOST))
 
 # DeepSpeed is built against the installed torch; of its kernels none is used, and compiled.
 $(ZERO): $(STAMP) requirements-zero.txt
@@ -61,9 +63,9 @@ test-again: $(STAMP) ## the tests that failed last time, one after the other
 test-all: $(STAMP) ## the tests, the slow ones too
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -q
 
-test-web: $(WEB) ## the chat's page, in the Chromium of this machine
+test-web: $(WEB) ## the page, in the Chromium of this machine
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-web-dev.txt
-	OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs tests/tools/test_chat_page.py
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 -q -rs tests/web
 
 test-cuda: $(STAMP) ## ready configurations and the report, walked on a CUDA device that computes nothing (needs g++)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m slow -n 2 -q -rs tests/cuda

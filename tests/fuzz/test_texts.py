@@ -17,7 +17,7 @@ from library.data.file_index import FileIndex
 from library.files import read_json
 from library.llm.chat_batches import read_chats
 from library.llm.documents import read_documents
-from library.training.report.metrics import read_run
+from library.training.report.metrics_file import read_run
 from tests.fuzz import harmless, share_of_cases
 from tests.fuzz.test_configs import values
 from tools.command import number, whole

@@ -1,41 +1,31 @@
-"""The run's metrics, written once: ``metrics.jsonl``, and the same objects to the trackers; and read back.
+"""The run's metrics, written once: ``metrics.jsonl``, and the same objects to the trackers.
 
 One flat JSON object a line, in order of steps; every plot and report reads this file. docs/metrics.md lists the keys
 with their units. Of several processes a training line also has each one's own speed and memory, ``s_per_it/<rank>`` and
-so on: a slow one holds up all.
-
-A file is read as it is found while a run goes on or after one crashed: a half-written line is ignored, and where a
-resumed run went back to an earlier step, the steps it repeats replace the old ones. A line may hold only some keys;
-lines of one step are merged.
+so on: a slow one holds up all. ``metrics_file`` reads the file back.
 """
 
 from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import psutil
 import torch
 from accelerate import Accelerator
-from numpy.typing import NDArray
 from pydantic import BaseModel
 from torch import Tensor
 
 from library import __version__
-from library.config.markers import MOST
 from library.config.schema import LoggingConfig
 from library.errors import UserError, reason_of
-from library.files import read_bytes, toml_text, write_text
-
-_LARGEST = 1e30  # of what is drawn: axes in logarithms of fp32 numbers
+from library.files import toml_text, write_text
+from library.training.report.metrics_file import parse_line
 
 
 class MetricsStream:
@@ -63,7 +53,7 @@ class MetricsStream:
             lines = (
                 path.read_text(encoding="utf-8", errors="replace").splitlines() if resume_step and path.exists() else []
             )
-            remaining = [line for line in lines if (_parse(line) or {"step": float("inf")})["step"] <= resume_step]
+            remaining = [line for line in lines if (parse_line(line) or {"step": float("inf")})["step"] <= resume_step]
             write_text(path, "".join(line + "\n" for line in remaining))
             self._there = {frozenset(line) for line in map(json.loads, remaining) if line["step"] == resume_step}
         self._resume_step = resume_step
@@ -149,84 +139,3 @@ def peak_memory_bytes() -> int:
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
-
-
-Values = NDArray[np.float64]
-Series = tuple[Values, Values]  # steps, values
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run's name and its metrics by key."""
-
-    name: str
-    columns: dict[str, Series]
-
-    def groups(self, prefix: str) -> dict[tuple[str, ...], Series]:
-        """Return the columns ``<prefix><group>`` by group; groups with equal values as one."""
-        merged: dict[tuple[str, ...], Series] = {}
-        for key in (key for key in self.columns if key.startswith(prefix)):
-            name, series = key.removeprefix(prefix), self.columns[key]
-            equal = next((names for names, known in merged.items() if _equal(known, series)), ())
-            merged.pop(equal, None)
-            merged[(*equal, name)] = series
-        return merged
-
-
-def read_run(path: Path, name: str | None = None) -> Run:
-    """Read the metrics of the run at ``path`` (its folder or the file itself).
-
-    Raises:
-        UserError: there is no metrics file, or no step in it.
-    """
-    file = path / "metrics.jsonl" if path.is_dir() else path
-    if not file.is_file():
-        raise UserError(f"{file}: no such file; name a run's output folder (one that holds metrics.jsonl)")
-    by_step: dict[int, dict[str, float]] = {}
-    newest = -1
-    for line in read_bytes(file).decode("utf-8", errors="replace").splitlines():
-        record = _parse(line)
-        if record is None:
-            continue
-        step = int(record.pop("step"))
-        if "loss" in record:
-            if step <= newest:  # a resumed run repeats steps: forget what was beyond
-                by_step = {known: values for known, values in by_step.items() if known < step}
-            newest = step
-        by_step.setdefault(step, {}).update(record)
-    if not any(by_step.values()):
-        raise UserError(f"{file}: holds no metrics yet; wait for the run's first step, or name another run")
-    return Run(name or file.resolve().parent.name, _columns(by_step))
-
-
-def _parse(line: str) -> dict[str, float] | None:
-    """Return a line's numbers, or ``None`` for one that is empty, half-written or no metrics."""
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(record, dict):
-        return None
-    numbers = {key: _number(value) for key, value in record.items() if isinstance(value, int | float)}
-    return numbers if 0 <= numbers.get("step", -1.0) <= MOST else None
-
-
-def _number(value: float) -> float:
-    """Return a metric as it is drawn; one that no plot has room for is none."""
-    return float(value) if abs(value) < _LARGEST else math.nan
-
-
-def _columns(by_step: dict[int, dict[str, float]]) -> dict[str, Series]:
-    keys = dict.fromkeys(key for record in by_step.values() for key in record)
-    columns: dict[str, Series] = {}
-    for key in keys:
-        points = [(step, by_step[step][key]) for step in sorted(by_step) if key in by_step[step]]
-        steps, values = np.array(points, dtype=np.float64).T
-        values[~np.isfinite(values)] = np.nan  # drawn as gaps
-        if np.isfinite(values).any():
-            columns[key] = (steps, values)
-    return columns
-
-
-def _equal(one: Series, other: Series) -> bool:
-    return all(np.array_equal(a, b, equal_nan=True) for a, b in zip(one, other, strict=True))

@@ -30,7 +30,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from library.errors import UserError, WriteError
 from library.files import atomic_path
 from library.training.optim.lr_tracker import detect_settled, warmup_end
-from library.training.report.metrics import Run, Series, Values, read_run
+from library.training.report.metrics_file import Run, Series, Values, read_run
 
 LogAxes = Literal["auto", "on", "off"]
 

@@ -27,8 +27,9 @@ from library.config.markers import resume_keys
 from library.console import Console
 from library.data.batches import MicroStep
 from library.errors import UserError
+from library.folder_lock import FolderLock
 from library.nn.modes import evaluating
-from library.training.checkpoint.output_folder import FolderLock, refuse_to_overwrite, try_writing
+from library.training.checkpoint.output_folder import refuse_to_overwrite, try_writing
 from library.training.checkpoint.state import (
     AUTO,
     OutputNames,

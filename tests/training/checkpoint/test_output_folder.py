@@ -19,7 +19,7 @@ import pytest
 from library.config import load_config
 from library.errors import UserError
 from library.files import machine_name, process_began, seal_json, unseal_json
-from library.training.checkpoint.output_folder import FolderLock
+from library.folder_lock import FolderLock
 from tests.processes import LIMIT
 from tests.runs import ROOT, run
 
@@ -150,7 +150,7 @@ def test_of_many_that_find_a_lock_left_behind_one_gets_the_folder(tmp_path: Path
     code = (
         "import sys, time\nfrom pathlib import Path\n"
         "from library.errors import UserError\n"
-        "from library.training.checkpoint.output_folder import FolderLock\n"
+        "from library.folder_lock import FolderLock\n"
         "print('ready', flush=True)\nsys.stdin.readline()\n"
         "lock = FolderLock(Path(sys.argv[1]), 'cat', lambda line: None)\n"
         "try:\n    lock.acquire()\nexcept UserError:\n    print('refused', flush=True)\n"

@@ -18,7 +18,7 @@ import toml
 from PIL import Image
 
 from library.errors import UserError
-from library.training.report.metrics import Run, read_run
+from library.training.report.metrics_file import Run, read_run
 from library.training.report.plots import LogAxes, draw_noise_levels, draw_runs, plot_noise_levels, plot_runs
 from tests.forked import run_script
 

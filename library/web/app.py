@@ -1,0 +1,57 @@
+"""The application: the screens' routes, the files that they show, and the guard before all of it."""
+
+from __future__ import annotations
+
+import mimetypes
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
+from starlette.routing import Mount
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp
+
+from library.errors import UserError
+from library.web.access import Guard, Places
+from library.web.jobs import ROOT
+from library.web.site import HERE, Form, Site
+
+_SHOWN = {".png", ".jpg", ".jpeg", ".webp", ".avif", ".gif", ".svg"}
+# A report is a page of its own: its scripts run, but as nobody's, and reach nothing.
+_REPORT_POLICY = (
+    "sandbox allow-scripts; default-src 'none'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "frame-ancestors 'self'"
+)
+
+
+def send_file(site: Site, request: Request, form: Form) -> Response:
+    """Send a file of the places: pictures and reports to look at, all else to keep."""
+    path = site.places.find(request.query_params.get("path", ""))
+    if not path.is_file():
+        raise UserError(f"{site.places.show(path)}: no such file; it may have been moved or deleted")
+    kind, download = path.suffix.lower(), "download" in request.query_params
+    if kind in _SHOWN and not download:
+        # where the address names the version (?v=), it may be kept
+        kept = {"cache-control": "private, max-age=31536000, immutable"} if "v" in request.query_params else {}
+        return FileResponse(path, media_type=mimetypes.guess_type(path.name)[0], headers=kept | {
+            "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; sandbox"})  # fmt: skip
+    if kind == ".html" and not download:
+        return FileResponse(path, media_type="text/html", headers={"content-security-policy": _REPORT_POLICY})
+    return FileResponse(path, filename=path.name)
+
+
+def create_app(places: Places, port: int, token: str | None = None) -> ASGIApp:
+    """Return the page over ``places``; ``token``: asked of everybody, None on an address of this machine alone."""
+    from library.web import data, new_run, precision, runs, talk
+
+    site = Site.of(places)
+    site.jobs.begin()  # what was queued when the machine went down
+    screens = [site.routes(module.ROUTES) for module in (runs, new_run, data, precision, talk)]
+    routes = [
+        *(route for found in screens for route in found),
+        *site.routes({"/file": send_file}),
+        Mount("/static", StaticFiles(directory=HERE / "static")),
+        Mount("/vendor", StaticFiles(directory=Path(ROOT) / "assets/web")),
+    ]
+    return Guard(Starlette(routes=routes), port, token)

@@ -1,0 +1,279 @@
+"""Jobs that the page starts, as files; nothing of them is in the page's memory, so they outlive it.
+
+A job is a folder ``<state>/jobs/<id>/`` with ``job.json`` (what to run), ``place`` (its turn in the queue),
+``log.txt``, ``running.json`` once it was claimed and ``ended.json`` with its exit code. It is claimed by creating
+``running.json``, which only one process can. Runs and reports wait for each other in one queue, since they share the card; what needs
+none of it (counting memory, looking a dataset over) is run at once. Either is done by a process of its own,
+``python -m library.web.jobs FOLDER [ID]``, which ends with the queue and takes nothing down with it: neither does a
+closed browser stop a job, nor the page's end, nor this process's, since a job has a session of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from library.errors import UserError
+from library.files import discard, process_began, write_text
+from library.folder_lock import FolderLock
+
+ROOT = Path(__file__).resolve().parents[2]
+State = Literal["waiting", "running", "done", "stopped", "failed", "lost"]
+_STOPPED = {3, 128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL}
+_LOOK = 0.3  # seconds between two looks at a job that another process began
+_LOG_BYTES = 256 * 1024  # of the end of a log
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command to run, and what became of it.
+
+    Attributes:
+        id: sorts by time. kind: "train", "report", "memory" ... title: for people.
+        words: the command after the interpreter; ``{job}`` in them stands for the job's folder. cwd: where it runs.
+        queued: waits for its turn; else it begins at once.
+        output: the folder of the run that it writes, or "".
+        folder: its own. place: its turn. began, ended: seconds since 1970. code: its exit code. pid: its process.
+    """
+
+    id: str
+    kind: str
+    title: str
+    words: tuple[str, ...]
+    queued: bool
+    output: str
+    created: float
+    cwd: str
+    folder: Path
+    place: float = 0.0
+    pid: int = 0
+    began: float | None = None
+    ended: float | None = None
+    code: int | None = None
+    state: State = "waiting"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing more will come of it."""
+        return self.state in ("done", "stopped", "failed", "lost")
+
+    @property
+    def log(self) -> str:
+        """The end of what it printed; of a line that was drawn over, what it says last."""
+        try:
+            with open(self.folder / "log.txt", "rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
+                text = file.read().decode("utf-8", errors="replace")
+        except OSError:
+            return ""
+        return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+
+    @property
+    def error(self) -> str:
+        """The last message of an error in its log, of as many lines as it has; or nothing."""
+        lines = self.log.splitlines()
+        begins = [i for i, line in enumerate(lines) if line.startswith(("error:", "Traceback (most recent call last)"))]
+        if not begins:
+            return ""
+        found = lines[begins[-1] :]
+        return found[-1] if found[0].startswith("Traceback") else "\n".join(found).strip()
+
+    @property
+    def result(self) -> dict[str, object] | None:
+        """What the command wrote to ``{job}/result.json``, if it did."""
+        try:
+            read = json.loads((self.folder / "result.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return None
+        return read if isinstance(read, dict) else {"rows": read}
+
+
+class Jobs:
+    """The jobs below a folder, which several pages may have open."""
+
+    def __init__(self, state: Path) -> None:
+        self.folder = state / "jobs"
+
+    def add(
+        self,
+        kind: str,
+        title: str,
+        words: Sequence[str],
+        *,
+        queued: bool = False,
+        output: str = "",
+        files: Mapping[str, str] | None = None,
+    ) -> Job:
+        """Write a job and see to it that it is begun; ``files`` are written into its folder, by name."""
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        making = self.folder / f".{name}"
+        making.mkdir(parents=True)
+        own = self.folder / name
+        for file, text in (files or {}).items():
+            write_text(making / file, text)
+        script = str(ROOT / words[0]) if (ROOT / words[0]).is_file() else words[0]
+        record = {
+            "kind": kind, "title": title, "words": [word.replace("{job}", str(own)) for word in (script, *words[1:])],
+            "queued": queued, "output": output, "created": time.time(), "cwd": str(Path.cwd()),
+        }  # fmt: skip
+        write_text(making / "place", str(time.time()))
+        write_text(making / "job.json", json.dumps(record))
+        making.rename(own)
+        self.begin(None if queued else name)
+        return self.get(name)
+
+    def begin(self, name: str | None = None) -> None:
+        """Start the process that runs the job called ``name``, or the queue; one that is there already is enough."""
+        command = [sys.executable, "-m", "library.web.jobs", str(self.folder), *([name] if name else [])]
+        quiet = subprocess.DEVNULL
+        subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdin=quiet, stdout=quiet, stderr=quiet)
+
+    def all(self) -> list[Job]:
+        """Return all jobs, the newest first."""
+        with suppress(FileNotFoundError):
+            names = sorted((entry.name for entry in os.scandir(self.folder) if entry.name[0] != "."), reverse=True)
+            return [job for name in names if (job := self._read(name)) is not None]
+        return []
+
+    def queue(self) -> list[Job]:
+        """Return the queued jobs that are not over, in their order."""
+        return sorted((job for job in self.all() if job.queued and not job.is_over), key=_turn)
+
+    def get(self, name: str) -> Job:
+        """Return a job; raises a UserError if there is none."""
+        job = self._read(name) if name.replace("-", "").isalnum() else None
+        if job is None:
+            raise UserError("there is no such job; it may have been removed")
+        return job
+
+    def of_output(self, folder: Path) -> Job | None:
+        """Return the newest job whose run writes into ``folder``."""
+        return next((job for job in self.all() if job.output == str(folder)), None)
+
+    def move(self, name: str, by: int) -> None:
+        """Let a waiting job change places with the one before (-1) or after it (1)."""
+        waiting = [job for job in self.queue() if job.state == "waiting"]
+        at = next((i for i, job in enumerate(waiting) if job.id == name), None)
+        if at is not None and 0 <= at + by < len(waiting):
+            one, other = waiting[at], waiting[at + by]
+            write_text(one.folder / "place", str(other.place))
+            write_text(other.folder / "place", str(one.place))
+
+    def stop(self, name: str, again: bool = False) -> None:
+        """Take a waiting job out of the queue; ask a running one to end, as Ctrl-C does, or ``again`` end it now."""
+        job = self.get(name)
+        if job.state == "waiting" and claim(job.folder, 0):
+            write_text(job.folder / "ended.json", json.dumps({"code": 130, "at": time.time()}))
+        elif (job := self.get(name)).state == "running":
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(job.pid, signal.SIGKILL if again else signal.SIGINT)
+
+    def remove(self, name: str) -> None:
+        """Delete a job that is over, with its log; what it made elsewhere stays."""
+        if (job := self.get(name)).is_over:
+            discard(job.folder)
+
+    def _read(self, name: str) -> Job | None:
+        own = self.folder / name
+        try:
+            record = json.loads((own / "job.json").read_text(encoding="utf-8"))
+            place = float((own / "place").read_text())
+            record["words"] = tuple(record["words"])
+            job = Job(id=name, folder=own, place=place, **record)
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+        running, ended = _object(own / "running.json"), _object(own / "ended.json")
+        if running is None:
+            return job
+        changed: dict[str, Any] = {"pid": running.get("pid", 0), "began": running.get("at"), "state": "running"}
+        if ended is not None:
+            code = ended.get("code", 1)
+            state = "done" if code == 0 else "stopped" if code in _STOPPED else "failed"
+            changed |= {"ended": ended.get("at"), "code": code, "state": state}
+        elif job_is_gone(running) and _object(own / "ended.json") is None:
+            changed |= {"state": "lost"}
+        return replace(job, **changed)
+
+
+def _turn(job: Job) -> tuple[bool, float]:
+    return job.state != "running", job.place
+
+
+def _object(path: Path) -> dict[str, float] | None:
+    with suppress(OSError, ValueError):
+        return dict(json.loads(path.read_text() or "{}"))
+    return None
+
+
+def job_is_gone(running: Mapping[str, float]) -> bool:
+    """Return whether the process of a job that was begun is not there any more."""
+    if not running.get("pid"):
+        return time.time() - running.get("at", 0.0) > 10  # claimed, and its process did not come
+    return process_began(int(running["pid"])) != running.get("process_began")
+
+
+def claim(folder: Path, pid: int) -> bool:
+    """Make a job one's own; return False if another has it."""
+    try:
+        with open(folder / "running.json", "x") as file:
+            json.dump({"pid": pid, "at": time.time()}, file)
+    except FileExistsError:
+        return False
+    return True
+
+
+def run_job(job: Job) -> None:
+    """Claim a job, run it to its end, and note its exit code."""
+    if not claim(job.folder, 0):
+        return
+    environment = os.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": "110", "TERM": "dumb"}
+    with open(job.folder / "log.txt", "ab") as log:
+        child = subprocess.Popen(
+            [sys.executable, *job.words], cwd=job.cwd, env=environment,
+            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    began = {"pid": child.pid, "process_began": process_began(child.pid), "at": time.time()}
+    write_text(job.folder / "running.json", json.dumps(began))
+    code = child.wait()
+    write_text(job.folder / "ended.json", json.dumps({"code": code, "at": time.time()}))
+
+
+def run_queue(jobs: Jobs) -> None:
+    """Run the queued jobs one after the other until none is left; nothing if another process does."""
+    lock = FolderLock(jobs.folder, "queue", lambda line: None)
+    while jobs.queue():
+        try:
+            lock.acquire()
+        except UserError:
+            return
+        try:
+            while queue := jobs.queue():
+                if queue[0].state == "running":  # of a process that was killed; its job goes on
+                    time.sleep(_LOOK)
+                else:
+                    run_job(queue[0])
+        finally:
+            lock.release()  # one that was added just now is seen by the outer loop
+
+
+def main(folder: str, name: str | None = None) -> None:
+    """Run one job, or the queue."""
+    jobs = Jobs(Path(folder).parent)
+    if name:
+        run_job(jobs.get(name))
+    else:
+        run_queue(jobs)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:3])

@@ -1,0 +1,135 @@
+"""What every screen has: the places, the jobs, the templates; and how a function becomes an answer.
+
+A handler is a plain function ``(Site, Request, Form) -> Response``, run in a thread. A ``UserError`` that it raises is
+shown as the trainer shows it: as a line on the screen, where htmx asked (status 422, into the element ``#message``), or
+as a page of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import FormData
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+
+from library.errors import UserError
+from library.web.access import Places, Refused
+from library.web.jobs import Jobs
+
+HERE = Path(__file__).parent
+SCREENS = (("Runs", "/"), ("New run", "/new"), ("Data", "/data"), ("Precision", "/precision"),
+           ("Generate", "/generate"), ("Chat", "/chat"))  # fmt: skip
+_MOST_FILES, _MOST_BYTES = 2000, 512 * 2**20  # of a form: pictures that are dropped on the page
+
+Form = FormData
+Handler = Callable[["Site", Request, Form], Response]
+
+
+@dataclass(frozen=True)
+class Site:
+    """What handlers are given."""
+
+    places: Places
+    jobs: Jobs
+    templates: Environment
+
+    @classmethod
+    def of(cls, places: Places) -> Site:
+        """Return the site over ``places``."""
+        templates = Environment(loader=FileSystemLoader(HERE / "templates"), autoescape=True, undefined=StrictUndefined,
+                                trim_blocks=True, lstrip_blocks=True)  # fmt: skip
+        templates.filters |= {"number": number, "duration": duration, "size": size, "moment": moment,
+                              "short": places.show, "json": json.dumps}  # fmt: skip
+        templates.globals |= {"screens": SCREENS, "url": url}
+        return cls(places, Jobs(places.state), templates)
+
+    def page(self, request: Request, template: str, **values: Any) -> Response:
+        """Return a whole page, of a template that extends base.html."""
+        text = self.templates.get_template(template).render(path=request.url.path, **values)
+        return HTMLResponse(text)
+
+    def part(self, template: str, block: str, **values: Any) -> Response:
+        """Return one block of a template alone, for htmx to put in its place."""
+        found = self.templates.get_template(template)
+        return HTMLResponse("".join(found.blocks[block](found.new_context({"path": "", **values}))))
+
+    def routes(self, table: Mapping[str, Handler | tuple[Handler | None, Handler]]) -> list[Route]:
+        """Return the routes of path -> handler of GET, or (of GET, of POST)."""
+        found = []
+        for path, handlers in table.items():
+            get, post = handlers if isinstance(handlers, tuple) else (handlers, None)
+            for handler, method in ((get, "GET"), (post, "POST")):
+                if handler is not None:
+                    found.append(Route(path, self._endpoint(handler), methods=[method]))
+        return found
+
+    def _endpoint(self, handler: Handler) -> Callable[[Request], Any]:
+        async def endpoint(request: Request) -> Response:
+            async with request.form(max_files=_MOST_FILES, max_fields=20_000, max_part_size=_MOST_BYTES) as form:
+                try:
+                    return await run_in_threadpool(handler, self, request, form)
+                except UserError as error:
+                    return self.refusal(request, error)
+
+        return endpoint
+
+    def refusal(self, request: Request, error: Exception) -> Response:
+        """Return an error as it is shown, on the screen it belongs to or as a page."""
+        status = 403 if isinstance(error, Refused) else 422
+        if "hx-request" in request.headers:
+            answer = self.part("base.html", "message", message=str(error))
+            answer.headers["hx-retarget"], answer.headers["hx-reswap"] = "#message", "innerHTML"
+        else:
+            answer = self.page(request, "base.html", message=str(error), title="")
+        answer.status_code = status
+        return answer
+
+
+def goto(address: str) -> Response:
+    """Return an answer that has htmx go to another screen."""
+    return Response(status_code=204, headers={"hx-redirect": address})
+
+
+def url(path: str, **query: object) -> str:
+    """Return an address with its query."""
+    return f"{path}?{urlencode({key: str(value) for key, value in query.items()})}" if query else path
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Return a number in so many significant digits, or a dash."""
+    return "–" if value is None or value != value else f"{value:.{digits}g}"
+
+
+def duration(seconds: float | None) -> str:
+    """Return "1 h 20 min", "3 min 5 s" or "12 s", or a dash."""
+    if seconds is None or not 0 <= seconds < 1e9:
+        return "–"
+    hours, rest = divmod(round(seconds), 3600)
+    minutes, seconds = divmod(rest, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+
+
+def size(nbytes: float | None) -> str:
+    """Return "1.2 GiB", or a dash."""
+    if nbytes is None or nbytes != nbytes:
+        return "–"
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} GiB"
+
+
+def moment(when: float | None) -> str:
+    """Return "2026-11-24 17:05", in this machine's time."""
+    return "–" if not when else datetime.fromtimestamp(when).strftime("%Y-%m-%d %H:%M")

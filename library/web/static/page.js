@@ -1,0 +1,79 @@
+// What all screens share: theme, keys, messages that can be closed, places to drop files on.
+const root = document.documentElement;
+const saved = localStorage.getItem("theme");
+if (saved) root.dataset.theme = saved;
+
+function changeTheme() {
+  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  root.dataset.theme = dark ? "light" : "dark";
+  localStorage.setItem("theme", root.dataset.theme);
+  document.dispatchEvent(new Event("theme"));
+}
+
+export function colour(name) {
+  return getComputedStyle(root).getPropertyValue(`--${name}`).trim();
+}
+
+/** Show a line above the screen's content; kind: "bad", "warn" or "" . */
+export function say(text, kind = "bad") {
+  const box = document.createElement("div");
+  box.className = `message ${kind}`;
+  for (const line of text.split("\n")) box.append(Object.assign(document.createElement("p"), { textContent: line }));
+  box.append(Object.assign(document.createElement("button"), { className: "quiet", type: "button", textContent: "×", ariaLabel: "Close" }));
+  box.lastChild.dataset.close = "";
+  document.getElementById("message").replaceChildren(box);
+}
+
+/** Fetch from this server; an error becomes a message and null. */
+export async function ask(address, options = {}) {
+  let answer;
+  try {
+    answer = await fetch(address, options);
+  } catch {
+    say("The page's program does not answer: it may have been closed. Jobs that it began go on; start it again with make ui.");
+    return null;
+  }
+  if (answer.ok) return answer;
+  const text = await answer.text();
+  const read = new DOMParser().parseFromString(text, "text/html");
+  say([...read.querySelectorAll("#message p, .message p")].map((p) => p.textContent).join("\n") || text.slice(0, 400));
+  return null;
+}
+
+document.addEventListener("click", (event) => {
+  const target = event.target.closest("[data-close], #theme, [data-opens], [data-copy]");
+  if (!target) return;
+  if (target.id === "theme") changeTheme();
+  else if ("opens" in target.dataset) document.getElementById(target.dataset.opens).showModal();
+  else if ("copy" in target.dataset) navigator.clipboard.writeText(target.dataset.copy).then(() => say("copied", ""));
+  else target.closest(".message, dialog").remove();
+});
+
+document.addEventListener("keydown", (event) => {
+  const typing = event.target.closest("input, textarea, select, [contenteditable], dialog[open]");
+  if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
+  const links = document.querySelectorAll("nav a:not(.brand)");
+  if (event.key >= "1" && event.key <= String(links.length)) links[event.key - 1].click();
+  else if (event.key === "t") changeTheme();
+  else if (event.key === "?") document.getElementById("keys").showModal();
+  else if (event.key === "/") {
+    const search = document.querySelector("input[type=search]");
+    if (search) { event.preventDefault(); search.focus(); }
+  }
+});
+
+// A place to drop files on: a label with class drop around a file input.
+for (const type of ["dragover", "dragleave", "drop"]) {
+  document.addEventListener(type, (event) => {
+    const place = event.target.closest?.(".drop");
+    if (!place) return;
+    event.preventDefault();
+    place.classList.toggle("over", type === "dragover");
+    if (type !== "drop") return;
+    const input = place.querySelector("input[type=file]");
+    input.files = event.dataTransfer.files;
+    input.dispatchEvent(new Event("change", { bubbles: true }));
+  });
+}
+
+document.addEventListener("htmx:error", () => say("The page's program does not answer: it may have been closed. Jobs that it began go on; start it again with make ui."));

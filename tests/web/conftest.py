@@ -1,0 +1,23 @@
+"""One browser for all tests of the page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    from tests.web.page import CHROMIUM, open_browser
+
+    if not CHROMIUM:
+        pytest.skip("no chromium on this machine")
+    with open_browser() as running:
+        yield running
+
+
+@pytest.fixture(params=["wide", "phone"])
+def size(request: pytest.FixtureRequest) -> str:
+    return str(request.param)

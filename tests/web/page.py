@@ -1,0 +1,138 @@
+"""A server of the page with folders of its own, a headless Chromium, and a tab that notices what must not happen."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="the page's packages are not installed (make setup-web)")
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (requirements-web-dev.txt)")
+expect = playwright.expect
+
+ROOT = Path(__file__).resolve().parents[2]
+WAIT = 60_000  # milliseconds; every step takes a fraction of a second on a quiet machine
+CHROMIUM = next(
+    (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
+)
+SIZES = {"wide": (1280, 900), "phone": (390, 844)}
+
+
+class Server:
+    """A running page."""
+
+    def __init__(self, process: subprocess.Popen[bytes], address: str, folder: Path) -> None:
+        self.process, self.address, self.folder = process, address, folder
+
+    @property
+    def output(self) -> Path:
+        return self.folder / "output"
+
+    def kill(self) -> None:
+        """Kill the page's process alone, as a crash does."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+@contextmanager
+def serve(folder: Path, *words: str) -> Iterator[Server]:
+    """Yield a page whose working directory is ``folder``, with ``output`` in it and ``words`` on its command line.
+
+    It may reach nothing but this machine. Its jobs' processes are killed at the end.
+    """
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    environment = os.environ | nowhere | {"OMP_NUM_THREADS": "1", "no_proxy": "", "NO_PROXY": ""}
+    log = folder / "page.log"
+    with open(log, "w") as output:
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / "ui.py"), "--port", "0", *words], cwd=folder, env=environment,
+            stdout=output, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+    try:
+        limit = time.monotonic() + 60
+        while not (found := re.search(r"http://127\.0\.0\.1:\d+", log.read_text())):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < limit, log.read_text()
+            time.sleep(0.05)
+        yield Server(process, found[0], folder)
+        assert "Traceback" not in log.read_text(), log.read_text()
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+            try:
+                process.wait(timeout=15)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+        _kill_jobs(folder / "output/.tandem/jobs")
+
+
+def _kill_jobs(jobs: Path) -> None:
+    from library.web.jobs import Jobs
+
+    for job in Jobs(jobs.parent).all():
+        if job.state == "waiting":
+            shutil.rmtree(job.folder)
+        elif job.state == "running" and job.pid:
+            os.killpg(job.pid, signal.SIGKILL)
+
+
+@contextmanager
+def open_browser() -> Iterator[Any]:
+    """Yield the system's Chromium, headless."""
+    flags = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    with playwright.sync_playwright() as driver:
+        running = driver.chromium.launch(executable_path=CHROMIUM, args=flags)
+        yield running
+        running.close()
+
+
+class Tab:
+    """A tab on the page that notes requests to elsewhere, errors on the console, and dialogs of scripts.
+
+    ``quiet`` asserts that there were none; answers that refuse (4xx) may be meant.
+    """
+
+    def __init__(self, browser: Any, server: Server, size: str = "wide", scheme: str = "light") -> None:
+        width, height = SIZES[size]
+        self.server = server
+        self.context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(WAIT)
+        self.bad: list[str] = []
+        self.page.on("request", lambda request: self._notice(request.url))
+        self.page.on("console", lambda said: said.type == "error" and self._notice_error(said.text))
+        self.page.on("pageerror", lambda error: self.bad.append(str(error)))
+        self.page.on("dialog", lambda dialog: (self.bad.append(f"dialog {dialog.message}"), dialog.dismiss()))
+
+    def _notice(self, url: str) -> None:
+        if not url.startswith((self.server.address, "data:", "blob:")):
+            self.bad.append(url)
+
+    def _notice_error(self, text: str) -> None:
+        if "status of 4" not in text:  # an answer that refuses is shown on the page
+            self.bad.append(text)
+
+    def open(self, path: str = "/") -> None:
+        self.page.goto(self.server.address + path)
+
+    def fits(self) -> None:
+        """Assert that nothing sticks out at the side: the page itself does not scroll sideways."""
+        over = self.page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        assert over <= 0, f"{self.page.url}: {over} pixels too wide"
+
+    def quiet(self) -> None:
+        assert not self.bad, self.bad
+
+    def close(self) -> None:
+        self.quiet()
+        self.context.close()

@@ -1,0 +1,82 @@
+"""The page: train, watch, compare, label, check and talk in the browser, on this machine.
+
+    python ui.py
+    python ui.py --output_dir output /disk/runs --folders /my/images /my/models
+    python ui.py --host 0.0.0.0                    # for other machines; asks for the token that it prints
+
+Runs are shown from the output folders; data, models and configurations from those and from --folders. Nothing else is
+read or written. What was begun goes on when the browser or this program is closed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import socket
+import sys
+from pathlib import Path
+
+from library.errors import UserError, exit_on_user_error
+from tools.command import tool_parser, whole
+
+_USUAL = ("configs", "assets", "datasets", "models")  # of the working directory, where they are
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the command line's parser."""
+    parser = tool_parser(__doc__)
+    parser.add_argument("--port", type=whole(least=0, most=65535), default=7860, help="0: a free one (default: 7860)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    parser.add_argument(
+        "--output_dir", nargs="+", default=["output"], metavar="DIR", help="folders of runs (default: output)"
+    )
+    parser.add_argument(
+        "--folders", nargs="+", default=[], metavar="DIR", help=f"of data and models, besides {', '.join(_USUAL)} here"
+    )
+    return parser
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens; raises a UserError if the address is taken or not this machine's."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listening = socket.socket(family, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, port))
+    except OSError as error:
+        raise UserError(f"--host {host} --port {port}: {error.strerror or error}; choose another --port") from None
+    return listening
+
+
+@exit_on_user_error
+def main() -> None:
+    """Start the server and print its address."""
+    options = parser().parse_args()
+    try:
+        import uvicorn
+
+        from library.web.access import Places
+        from library.web.app import create_app
+    except ModuleNotFoundError as error:
+        if error.name not in ("uvicorn", "starlette", "multipart", "python_multipart"):
+            raise
+        raise UserError(
+            f"the page needs {error.name}; run make setup-web, or pip install -r requirements-web.txt"
+        ) from None
+    usual = [name for name in _USUAL if Path(name).is_dir()]
+    places = Places.of(options.output_dir, [*usual, *options.folders])
+    listening = listen(options.host, options.port)
+    port = listening.getsockname()[1]
+    is_private = options.host in ("127.0.0.1", "localhost", "::1")
+    token = None if is_private else secrets.token_urlsafe(24)
+    shown = f"[{options.host}]" if ":" in options.host else options.host
+    print(f"http://{shown}:{port}/" + (f"?token={token}" if token else ""), flush=True)
+    print("Ctrl-C ends the page; jobs that it began go on.", file=sys.stderr)
+    config = uvicorn.Config(
+        create_app(places, port, token), log_level="warning", access_log=False, timeout_graceful_shutdown=2
+    )
+    uvicorn.Server(config).run(sockets=[listening])
+
+
+if __name__ == "__main__":
+    main()
