@@ -2,10 +2,10 @@
 
 A job is a folder ``<state>/jobs/<id>/`` with ``job.json`` (what to run), ``place`` (its turn in the queue),
 ``log.txt``, ``running.json`` once it was claimed and ``ended.json`` with its exit code. It is claimed by creating
-``running.json``, which only one process can. Runs and reports wait for each other in one queue, since they share the card; what needs
-none of it (counting memory, looking a dataset over) is run at once. Either is done by a process of its own,
-``python -m library.web.jobs FOLDER [ID]``, which ends with the queue and takes nothing down with it: neither does a
-closed browser stop a job, nor the page's end, nor this process's, since a job has a session of its own.
+``running.json``, which only one process can. Runs and reports wait for each other in one queue, since they share the
+card; what needs none of it (counting memory, looking a dataset over) is run at once. Either is done by a process of its
+own, ``python -m library.web.jobs FOLDER [ID]``, which ends with the queue and takes nothing down with it: a closed
+browser stops no job, nor does the page's end, nor this process's, since a job has a session of its own.
 """
 
 from __future__ import annotations
