@@ -43,11 +43,11 @@ def send_file(site: Site, request: Request, form: Form) -> Response:
 
 def create_app(places: Places, port: int, token: str | None = None) -> ASGIApp:
     """Return the page over ``places``; ``token``: asked of everybody, None on an address of this machine alone."""
-    from library.web import data, new_run, precision, runs, talk
+    from library.web import chat, data, generate, new_run, precision, runs
 
     site = Site.of(places)
     site.jobs.begin()  # what was queued when the machine went down
-    screens = [site.routes(module.ROUTES) for module in (runs, new_run, data, precision, talk)]
+    screens = [site.routes(module.ROUTES) for module in (runs, new_run, data, precision, generate, chat)]
     routes = [
         *(route for found in screens for route in found),
         *site.routes({"/file": send_file}),
