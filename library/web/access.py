@@ -81,6 +81,7 @@ class Places:
         """
         try:
             path = Path(text).expanduser().resolve()
+            path.exists()  # raises where a name is too long
         except (OSError, ValueError, RuntimeError):
             raise Refused(f"{printable(text[:200])}: is no path; check it") from None
         allowed = self.outputs if output else (*self.outputs, *self.folders)

@@ -60,11 +60,11 @@ def serve(folder: Path, *words: str) -> Iterator[Server]:
         )  # fmt: skip
     try:
         limit = time.monotonic() + 60
-        while not (found := re.search(r"http://127\.0\.0\.1:\d+", log.read_text())):
+        while not (found := re.search(r"http://[\d.]+:\d+", log.read_text())):
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < limit, log.read_text()
             time.sleep(0.05)
-        yield Server(process, found[0], folder)
+        yield Server(process, found[0].replace("0.0.0.0", "127.0.0.1"), folder)
         assert "Traceback" not in log.read_text(), log.read_text()
     finally:
         if process.poll() is None:

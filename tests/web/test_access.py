@@ -1,0 +1,169 @@
+"""Which files a request may touch, and which requests are answered at all."""
+
+from __future__ import annotations
+
+import http.client
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote, urlsplit
+
+import pytest
+
+pytest.importorskip("starlette", reason="the page's packages are not installed (make setup-web)")
+
+from library.web.access import Places, Refused
+from tests.web.page import Server, serve
+
+ESCAPES = ["../secret.txt", "output/../../secret.txt", "output/link/secret.txt", "output/file_link", "~root/.bashrc",
+           "/etc/passwd", "", "output\0/x", "output/" + "a" * 5000, "//etc/passwd", "file:///etc/passwd"]  # fmt: skip
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with an output folder from which two links lead out, to a secret beside it."""
+    (tmp_path / "secret.txt").write_text("the secret")
+    work = tmp_path / "work"
+    (work / "output").mkdir(parents=True)
+    (work / "output/inside.txt").write_text("within")
+    (work / "output/link").symlink_to(tmp_path)
+    (work / "output/file_link").symlink_to(tmp_path / "secret.txt")
+    (work / "output/good_link").symlink_to(work / "output/inside.txt")
+    monkeypatch.chdir(work)
+    return work
+
+
+@pytest.mark.parametrize("path", ESCAPES)
+def test_a_path_outside_is_refused_in_one_line(here: Path, path: str) -> None:
+    places = Places.of(["output"], [])
+    with pytest.raises(Refused) as refusal:
+        found = places.find(path)
+        assert Path(os.path.realpath(path)) == found  # never reached: what it would have let through
+    assert "\n" not in str(refusal.value)
+    assert len(str(refusal.value)) < 500
+
+
+def test_a_path_inside_comes_back_resolved(here: Path) -> None:
+    places = Places.of(["output"], [])
+    for path in (
+        "output/inside.txt",
+        "output/../output/inside.txt",
+        str(here / "output/inside.txt"),
+        "output/good_link",
+    ):
+        assert places.find(path) == (here / "output/inside.txt").resolve()
+    assert places.find("output/new/file.txt") == (here / "output/new/file.txt").resolve()
+
+
+def test_data_folders_are_no_place_for_runs(here: Path) -> None:
+    (here / "images").mkdir()
+    places = Places.of(["output"], ["images"])
+    assert places.find("images/a.png") == (here / "images/a.png").resolve()
+    with pytest.raises(Refused, match="--output_dir"):
+        places.find("images/run", output=True)
+
+
+def test_a_configuration_that_names_files_outside_is_refused_wherever_it_says_so(here: Path) -> None:
+    places = Places.of(["output"], [])
+    for text in ("/etc/passwd", "../secret.txt", "~/models/x", "output/link/secret.txt"):
+        for value in (text, [text], {"a": {"b": [text]}}):
+            with pytest.raises(Refused, match="lies outside"):
+                places.refuse_paths_outside({"model": {"ae": value}}, "")
+    places.refuse_paths_outside({"name": "black-forest-labs/FLUX.1-dev", "prompt": "a cat, in rain", "n": 3}, "")
+
+
+def test_a_folder_that_is_not_there_is_refused(here: Path) -> None:
+    with pytest.raises(ValueError, match="images: no such folder"):
+        Places.of(["output"], ["images"])
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("page")
+    (folder / "secret.txt").write_text("the secret")
+    (folder / "output/run").mkdir(parents=True)
+    (folder / "output/run/evil.svg").write_text(
+        "<svg xmlns='http://www.w3.org/2000/svg'><script>alert(1)</script></svg>"
+    )
+    (folder / "output/run/evil.html").write_text("<script>fetch('/')</script>")
+    (folder / "output/link").symlink_to(folder)
+    (folder / "output/file_link").symlink_to(folder / "secret.txt")
+    with serve(folder) as running:
+        yield running
+
+
+def answer(server: Server, path: str, method: str = "GET", **headers: str) -> tuple[int, http.client.HTTPMessage, str]:
+    """Return status, headers and text of a request as a browser could send it; a header's _ stands for -."""
+    connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)
+    connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
+    got = connection.getresponse()
+    return got.status, got.headers, got.read().decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 200),
+        ({"Host": "evil.example"}, 421),  # DNS rebinding
+        ({"Host": "127.0.0.1"}, 421),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "no-cors"}, 403),
+        ({"Sec_Fetch_Site": "same-site", "Sec_Fetch_Mode": "cors"}, 403),  # another port of this machine
+        ({"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "navigate"}, 200),  # a link that was followed
+        ({"Sec_Fetch_Site": "same-origin", "Sec_Fetch_Mode": "cors"}, 200),
+    ],
+)
+def test_requests_of_other_sites_are_refused(server: Server, headers: dict[str, str], status: int) -> None:
+    assert answer(server, "/", **headers)[0] == status
+
+
+def test_a_form_of_another_site_changes_nothing_even_as_a_navigation(server: Server) -> None:
+    status, _, _ = answer(server, "/", "POST", Sec_Fetch_Site="cross-site", Sec_Fetch_Mode="navigate")
+    assert status == 403
+    for method in ("PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"):
+        assert answer(server, "/", method)[0] == 405
+
+
+@pytest.mark.parametrize("path", ESCAPES)
+def test_no_file_outside_is_sent(server: Server, path: str) -> None:
+    status, _, text = answer(server, f"/file?path={quote(path, safe='')}")
+    assert status == 403
+    assert "the secret" not in text
+    assert "root:" not in text
+    for static in ("/static", "/vendor"):
+        assert answer(server, f"{static}/../../../../etc/passwd")[0] in (403, 404)
+        assert answer(server, f"{static}/..%2f..%2f..%2f..%2fetc/passwd")[0] in (403, 404)
+
+
+def test_a_picture_or_report_with_a_script_runs_as_nobodys(server: Server) -> None:
+    _, headers, _ = answer(server, "/file?path=output/run/evil.svg")
+    assert "sandbox" in headers["content-security-policy"]
+    assert "script-src" not in headers["content-security-policy"]
+    _, headers, _ = answer(server, "/file?path=output/run/evil.html")
+    policy = headers["content-security-policy"]
+    assert "sandbox allow-scripts" in policy
+    assert "allow-same-origin" not in policy
+    assert "default-src 'none'" in policy
+
+
+def test_elsewhere_it_asks_for_the_token_that_it_prints(tmp_path: Path) -> None:
+    with serve(tmp_path, "--host", "0.0.0.0") as running:
+        assert answer(running, "/")[0] == 401
+        assert answer(running, "/?token=wrong")[0] == 401
+        assert answer(running, "/static/page.css")[0] == 401
+        token = (tmp_path / "page.log").read_text().split("?token=")[1].split()[0]
+        status, headers, _ = answer(running, f"/?token={token}")
+        assert status == 303
+        cookie = headers["set-cookie"]
+        assert "HttpOnly" in cookie
+        assert "SameSite=strict" in cookie
+        assert answer(running, "/", Cookie=cookie.split(";")[0])[0] == 200
+        assert answer(running, "/", Cookie=cookie.split(";")[0], Origin="http://evil.example")[0] == 403
+
+
+def test_the_page_never_imports_torch(server: Server) -> None:
+    answer(server, "/")
+    libraries = Path(f"/proc/{server.process.pid}/maps").read_text()
+    assert "libc.so" in libraries
+    assert "torch" not in libraries
