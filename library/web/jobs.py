@@ -216,10 +216,11 @@ def _object(path: Path) -> dict[str, float] | None:
 
 
 def job_is_gone(running: Mapping[str, float]) -> bool:
-    """Return whether the process of a job that was begun is not there any more."""
+    """Return whether neither a job's process is there any more nor the one that waits for it to note its end."""
     if not running.get("pid"):
         return time.time() - running.get("at", 0.0) > 10  # claimed, and its process did not come
-    return process_began(int(running["pid"])) != running.get("process_began")
+    both = ("pid", "process_began"), ("runner", "runner_began")
+    return all(process_began(int(running.get(pid, 0))) != running.get(began) for pid, began in both)
 
 
 def claim(folder: Path, pid: int) -> bool:
@@ -242,7 +243,10 @@ def run_job(job: Job) -> None:
             [sys.executable, *job.words], cwd=job.cwd, env=environment,
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
-    began = {"pid": child.pid, "process_began": process_began(child.pid), "at": time.time()}
+    began = {
+        "pid": child.pid, "process_began": process_began(child.pid), "at": time.time(),
+        "runner": os.getpid(), "runner_began": process_began(os.getpid()),
+    }  # fmt: skip
     write_text(job.folder / "running.json", json.dumps(began))
     code = child.wait()
     write_text(job.folder / "ended.json", json.dumps({"code": code, "at": time.time()}))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import http.client
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import quote, urlsplit
@@ -37,8 +36,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_path_outside_is_refused_in_one_line(here: Path, path: str) -> None:
     places = Places.of(["output"], [])
     with pytest.raises(Refused) as refusal:
-        found = places.find(path)
-        assert Path(os.path.realpath(path)) == found  # never reached: what it would have let through
+        places.find(path)
     assert "\n" not in str(refusal.value)
     assert len(str(refusal.value)) < 500
 

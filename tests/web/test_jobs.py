@@ -110,7 +110,10 @@ def test_a_job_goes_on_when_everybody_who_began_it_is_killed(jobs: Jobs, tmp_pat
 
 
 def test_a_running_job_is_interrupted_and_then_killed(jobs: Jobs) -> None:
-    stubborn = "import signal, time; signal.signal(signal.SIGINT, lambda *a: print('heard', flush=True)); print('on', flush=True); time.sleep(60); time.sleep(60)"
+    stubborn = (
+        "import signal, time; signal.signal(signal.SIGINT, lambda *a: print('heard', flush=True)); "
+        "print('on', flush=True); time.sleep(60)"
+    )
     job = jobs.add("paint", "x", ["-c", stubborn])
     until(lambda: "on" in jobs.get(job.id).log)
     jobs.stop(job.id)
