@@ -10,8 +10,13 @@ function changeTheme() {
   document.dispatchEvent(new Event("theme"));
 }
 
+/** Return a colour of page.css, "--curve-1" as "curve-1", as the canvas takes it in the theme that is on. */
 export function colour(name) {
-  return getComputedStyle(root).getPropertyValue(`--${name}`).trim();
+  const probe = document.body.appendChild(Object.assign(document.createElement("i"), { hidden: true }));
+  probe.style.color = `var(--${name})`;
+  const found = getComputedStyle(probe).color;
+  probe.remove();
+  return found;
 }
 
 /** Show a line above the screen's content; kind: "bad", "warn" or "" . */
