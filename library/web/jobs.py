@@ -23,13 +23,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
+
 from library.errors import UserError
 from library.files import discard, process_began, write_text
 from library.folder_lock import FolderLock
 
 ROOT = Path(__file__).resolve().parents[2]
 State = Literal["waiting", "running", "done", "stopped", "failed", "lost"]
-_STOPPED = {3, 128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL}
+_STOPPED = {
+    3,
+    129,
+    130,
+    143,
+    -signal.SIGINT,
+    -signal.SIGTERM,
+    -9,
+}  # by STOP, by signals as a trainer and a shell say it
+# A process apart from this one's terminal; on Windows a group of its own, which alone can be sent Ctrl-Break.
+APART: dict[str, Any] = (
+    {"creationflags": 0x200} if sys.platform == "win32" else {"start_new_session": True}
+)  # CREATE_NEW_PROCESS_GROUP
 _LOOK = 0.3  # seconds between two looks at a job that another process began
 _LOG_BYTES = 256 * 1024  # of the end of a log
 
@@ -136,7 +150,7 @@ class Jobs:
         """Start the process that runs the job called ``name``, or the queue; one that is there already is enough."""
         command = [sys.executable, "-m", "library.web.jobs", str(self.folder), *([name] if name else [])]
         quiet = subprocess.DEVNULL
-        subprocess.Popen(command, cwd=ROOT, start_new_session=True, stdin=quiet, stdout=quiet, stderr=quiet)
+        subprocess.Popen(command, cwd=ROOT, stdin=quiet, stdout=quiet, stderr=quiet, **APART)
 
     def all(self) -> list[Job]:
         """Return all jobs, the newest first."""
@@ -175,8 +189,7 @@ class Jobs:
         if job.state == "waiting" and claim(job.folder, 0):
             write_text(job.folder / "ended.json", json.dumps({"code": 130, "at": time.time()}))
         elif (job := self.get(name)).state == "running":
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(job.pid, signal.SIGKILL if again else signal.SIGINT)
+            end_group(job.pid, at_once=again)
 
     def remove(self, name: str) -> None:
         """Delete a job that is over, with its log; what it made elsewhere stays."""
@@ -223,6 +236,19 @@ def job_is_gone(running: Mapping[str, float]) -> bool:
     return all(process_began(int(running.get(pid, 0))) != running.get(began) for pid, began in both)
 
 
+def end_group(pid: int, at_once: bool) -> None:
+    """Interrupt a process that was begun :data:`APART` with its children, or kill them ``at_once``."""
+    with suppress(OSError, psutil.NoSuchProcess):
+        if at_once:
+            process = psutil.Process(pid)
+            for each in (*process.children(recursive=True), process):
+                each.kill()
+        elif sys.platform == "win32":
+            os.kill(pid, signal.CTRL_BREAK_EVENT)
+        else:
+            os.killpg(pid, signal.SIGINT)
+
+
 def claim(folder: Path, pid: int) -> bool:
     """Make a job one's own; return False if another has it."""
     try:
@@ -241,7 +267,7 @@ def run_job(job: Job) -> None:
     with open(job.folder / "log.txt", "ab") as log:
         child = subprocess.Popen(
             [sys.executable, *job.words], cwd=job.cwd, env=environment,
-            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, **APART,
         )  # fmt: skip
     began = {
         "pid": child.pid, "process_began": process_began(child.pid), "at": time.time(),
