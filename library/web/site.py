@@ -17,7 +17,7 @@ from urllib.parse import urlencode
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from starlette.concurrency import run_in_threadpool
-from starlette.datastructures import FormData
+from starlette.datastructures import FormData as Form
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
@@ -31,7 +31,6 @@ SCREENS = (("Runs", "/"), ("New run", "/new"), ("Data", "/data"), ("Precision", 
            ("Generate", "/generate"), ("Chat", "/chat"))  # fmt: skip
 _MOST_FILES, _MOST_BYTES = 2000, 512 * 2**20  # of a form: pictures that are dropped on the page
 
-Form = FormData
 Handler = Callable[["Site", Request, Form], Response]
 
 
