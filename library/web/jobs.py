@@ -208,6 +208,8 @@ class Jobs:
         running, ended = _object(own / "running.json"), _object(own / "ended.json")
         if running is None:
             return job
+        if not running:  # being written
+            running = {"at": time.time()}
         changed: dict[str, Any] = {"pid": running.get("pid", 0), "began": running.get("at"), "state": "running"}
         if ended is not None:
             code = ended.get("code", 1)
