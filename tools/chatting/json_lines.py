@@ -1,13 +1,11 @@
-"""Chat by JSON lines: requests on stdin, events on stdout, one object a line; what the page's /chat is thin around.
+"""Chat by JSON lines: requests on stdin, events on stdout, one object a line; the page's /chat is thin around it.
 
     {"id": 1, "do": "load", "model": "output/llama", "lora": "output/assistant", "strength": 0.8}
-    {"id": 2, "do": "answer", "model": ..., "system": "", "turns": [], "message": "hello", "settings": {"temperature": 0}}
+    {"id": 2, "do": "answer", "model": ..., "turns": [], "message": "hello", "settings": {"temperature": 0}}
     {"do": "stop", "id": 2}
 
-A request has the whole conversation, so that nothing of it is here but the keys and values of the newest; another that
-begins the same uses them too. The answers are the events ``ready`` (the model is in memory), ``piece`` ..., and at last
-``done`` or ``error``. The thread that reads also hears "stop" while the other one answers, and ends the process when
-stdin does.
+A request has its whole conversation, so that nothing of it is here but keys and values, which the next one uses as far
+as it begins alike. Its events are ``ready`` (the model is in memory), ``piece`` ..., and at last ``done`` or ``error``.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ import queue
 import sys
 import threading
 from contextlib import closing
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -30,34 +29,35 @@ from tools.chatting.session import ANOTHER_SEED, Loading, ModelRegistry, Session
 Request = dict[str, Any]
 
 
-class JsonLines:
-    """The answering half; :meth:`stop` may be called from another thread."""
+class _Answerer:
+    """What the main thread does; ``stopped``, the id of a request to end early, is set by the one that reads."""
 
     def __init__(self, loading: Loading, context: int | None) -> None:
-        """Load nothing yet."""
-        self._loading, self._context = loading, context
+        self._loading, self._context, self.stopped = loading, context, 0
         self._session: Session | None = None
-        self._stopped = 0  # the id of the newest request that was stopped
         self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)  # what a library prints is no event
 
-    def stop(self, number: int) -> None:
-        """End the answer to this request at its next token."""
-        self._stopped = number
+    def say(self, event: str, **values: Any) -> None:
+        try:
+            self._out.write(json.dumps({"event": event, **values}) + "\n")
+            self._out.flush()
+        except BrokenPipeError:  # before stdin told
+            os._exit(0)
 
     def handle(self, request: Request) -> None:
-        """Do what a request asks; what goes wrong is its last event."""
         try:
-            session = self._take(str(request["model"]), request.get("lora") or None, float(request.get("strength", 1)))
-            done = self._answer(session, request) if request["do"] == "answer" else {}
-            self._say("done", **done)
+            session = self._take(request["model"], request.get("lora") or None, float(request.get("strength", 1)))
+            has_turns = session.conversation.template.has_turns
+            self.say("ready", introduction=session.introduction(), has_turns=has_turns)
+            self.say("done", **(self._answer(session, request, has_turns) if request["do"] == "answer" else {}))
         except UserError as error:
-            self._say("error", error=one_line(error))
-        except Exception as error:  # out of memory on the card, a request of another version: the next may fit
-            self._say("error", error=f"{type(error).__name__}: {reason_of(error)}")
+            self.say("error", error=one_line(error))
+        except Exception as error:  # out of memory on the card, a request of another version: the next may do
+            self.say("error", error=f"{type(error).__name__}: {reason_of(error)}")
 
     def _take(self, model: str, lora: str | None, strength: float) -> Session:
-        """Have model and LoRA, which are called by their paths, in memory."""
+        """Have model and LoRA in memory; both are called by their paths."""
         if self._session is None:
             registry = ModelRegistry({model: Path(model)}, {}, self._loading)
             self._session = Session(registry, SamplingSettings(), context=self._context)
@@ -65,51 +65,40 @@ class JsonLines:
         session.registry.models[model] = Path(model)
         if lora is not None:
             session.registry.loras[lora] = LoraSource(Path(lora), strength)
-        session.conversation.reset()  # of the request before, perhaps another tab's
+        session.conversation.reset()  # perhaps another tab's
         session.choose(model, lora)
-        conversation = session.conversation
-        self._say("ready", introduction=session.introduction(), has_turns=conversation.template.has_turns)
         return session
 
-    def _answer(self, session: Session, request: Request) -> dict[str, Any]:
-        conversation, has_turns = session.conversation, session.conversation.template.has_turns
-        settings = {"seed": 0, **request["settings"]}
-        settings["seed"] += ANOTHER_SEED * request.get("tries", 0)
-        session.settings = SamplingSettings(**settings)
+    def _answer(self, session: Session, request: Request, has_turns: bool) -> dict[str, Any]:
+        settings = SamplingSettings(**request["settings"])
+        session.settings = replace(settings, seed=settings.seed + ANOTHER_SEED * request.get("tries", 0))
         session.set_system(request.get("system", "") if has_turns else "")
         turns = [Turn(question, answer, tuple(said), ended) for question, answer, said, ended in request["turns"]]
         if request.get("has_turns", has_turns) is not has_turns:  # a text and a talk in turns do not go together
             turns = []
-        conversation.restore(turns)
-        count = len(turns)
+        session.conversation.restore(turns)
         with closing(session.answer(request["message"])) as pieces:
             for piece in pieces:
                 if piece:
-                    self._say("piece", text=piece)
-                if self._stopped == request["id"]:
+                    self.say("piece", text=piece)
+                if self.stopped == request["id"]:
                     break
-        new = conversation.turns[count:]
-        turn = (new[0].question, new[0].answer, new[0].said, new[0].ended) if new else None
-        return {"turn": turn, "report": session.report(), "remarks": session.remarks()}
-
-    def _say(self, event: str, **values: Any) -> None:
-        self._out.write(json.dumps({"event": event, **values}) + "\n")
-        self._out.flush()
+        new = session.conversation.turns[len(turns) :]
+        return {"turn": astuple(new[0]) if new else None, "report": session.report(), "remarks": session.remarks()}
 
 
 def serve_json_lines(loading: Loading, context: int | None) -> NoReturn:
     """Answer the requests on stdin until it closes: who asked has gone then, and nothing is to stay behind."""
-    lines, requests = JsonLines(loading, context), queue.Queue[Request]()
+    answerer, requests = _Answerer(loading, context), queue.Queue[Request]()
 
     def listen() -> None:
         for line in sys.stdin:
-            request = json.loads(line)
-            if request["do"] == "stop":
-                lines.stop(request["id"])
+            if (request := json.loads(line))["do"] == "stop":
+                answerer.stopped = request["id"]
             else:
                 requests.put(request)
         os._exit(0)
 
     threading.Thread(target=listen, daemon=True).start()
     while True:
-        lines.handle(requests.get())
+        answerer.handle(requests.get())
