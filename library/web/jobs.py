@@ -29,7 +29,7 @@ from library.folder_lock import FolderLock
 
 ROOT = Path(__file__).resolve().parents[2]
 State = Literal["waiting", "running", "done", "stopped", "failed", "lost"]
-_STOPPED = {3, 128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM, -signal.SIGKILL}
+_STOPPED = {3, 128 + signal.SIGINT, 128 + signal.SIGTERM, -signal.SIGINT, -signal.SIGTERM, -9}
 _LOOK = 0.3  # seconds between two looks at a job that another process began
 _LOG_BYTES = 256 * 1024  # of the end of a log
 

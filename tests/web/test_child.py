@@ -96,7 +96,8 @@ def test_a_child_stops_waits_ends_when_idle_and_comes_back(child: Child) -> None
         assert not child.is_running
         assert not process.is_running()
         (_, failed) = await all_of(child.ask({"do": "die"}, here))
-        assert failed["error"] == "The model's process has ended (exit code 7; see the page's terminal). Press Load to start it again."
+        why = "exit code 7; see the page's terminal"
+        assert failed["error"] == f"The model's process has ended ({why}). Press Load to start it again."
         assert (await all_of(child.ask({"do": "count", "to": 1}, here)))[-1]["event"] == "done"
         await child.close()
 

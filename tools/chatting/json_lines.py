@@ -33,7 +33,7 @@ class _Answerer:
     """What the main thread does; ``stopped``, the id of a request to end early, is set by the one that reads."""
 
     def __init__(self, loading: Loading, context: int | None) -> None:
-        self._loading, self._context, self.stopped = loading, context, 0
+        self._loading, self._context, self.stopped = loading, context, -1
         self._session: Session | None = None
         self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)  # what a library prints is no event
