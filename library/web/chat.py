@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
 from pathlib import Path
@@ -42,32 +42,19 @@ async def child_while_open(site: Site) -> AsyncIterator[None]:
 
 
 def find_models(places: Places) -> tuple[list[str], list[str]]:
-    """Return the folders of language models and of LoRAs on such, as they are shown."""
+    """Return the folders of language models and of LoRAs on such, as they are shown; links are not followed."""
     models, loras = dict[str, None](), dict[str, None]()  # places may lie in one another
     for top in (*places.outputs, *places.folders):
-        for folder, files in _folders(top, _DEPTH):
+        for name, inner, files in os.walk(top):
+            folder = Path(name)
+            inner[:] = sorted(each for each in inner if len(folder.relative_to(top).parts) < _DEPTH and each[0] != ".")
+            is_model = "params.json" in files or any(file.endswith(".ckpt.index") for file in files)
             if "adapter_config.json" in files:
                 if _field(folder / "adapter_config.json", "task_type") in ("CAUSAL_LM", None):
                     loras[places.show(folder)] = None
-            elif (
-                "params.json" in files
-                or any(name.endswith(".ckpt.index") for name in files)
-                or ("config.json" in files and _field(folder / "config.json", "model_type") in ("gpt2", "llama"))
-            ):
+            elif is_model or _field(folder / "config.json", "model_type") in ("gpt2", "llama"):
                 models[places.show(folder)] = None
     return list(models), list(loras)
-
-
-def _folders(folder: Path, depth: int) -> Iterator[tuple[Path, set[str]]]:
-    """Yield a folder with its files' names, and those below it; no links, which may lead anywhere."""
-    try:
-        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except OSError:
-        return
-    yield folder, {entry.name for entry in entries if entry.is_file()}
-    for entry in entries if depth else ():
-        if entry.is_dir(follow_symlinks=False) and not entry.name.startswith("."):
-            yield from _folders(folder / entry.name, depth - 1)
 
 
 def _field(file: Path, key: str) -> object:
@@ -88,12 +75,12 @@ def ask(site: Site, request: Request, form: Form) -> Response:
     try:
         asked: dict[str, Any] = dict(json.loads(str(form.get("request", ""))))
     except (ValueError, TypeError, RecursionError):
-        raise UserError("request: no JSON object; reload the page") from None
+        asked = {}
     if asked.get("do") not in ("load", "answer"):
         raise UserError("request: neither load nor answer; reload the page")
-    asked["model"] = site.places.show(site.places.find(str(asked.get("model", ""))))
-    if asked.get("lora"):
-        asked["lora"] = site.places.show(site.places.find(str(asked["lora"])))
+    for name in ("model", "lora"):
+        if name == "model" or asked.get(name):
+            asked[name] = site.places.show(site.places.find(str(asked.get(name, ""))))
     events = child_of(site).ask(asked, request.is_disconnected)
 
     async def lines() -> AsyncIterator[str]:

@@ -70,7 +70,13 @@ class Child:
     async def _answer(self, request: Event, is_gone: IsGone, tell: Tell) -> None:
         number = request["id"]
         tell({"event": "begun", "id": number})
-        watcher = asyncio.create_task(self._stop_when_gone(number, is_gone))
+
+        async def stop_when_gone() -> None:
+            while not await is_gone():
+                await asyncio.sleep(_LOOK)
+            await self.stop(number)
+
+        watcher = asyncio.create_task(stop_when_gone())
         try:
             if self.is_busy:
                 tell({"event": "waiting"})
@@ -82,11 +88,6 @@ class Child:
             del self._answers[number]
             watcher.cancel()
             tell(None)
-
-    async def _stop_when_gone(self, number: int, is_gone: IsGone) -> None:
-        while not await is_gone():
-            await asyncio.sleep(_LOOK)
-        await self.stop(number)
 
     async def _run(self, request: Event, tell: Tell) -> None:
         if self._timer is not None:

@@ -5,14 +5,12 @@ const find = (id) => document.getElementById(id);
 const form = find("settings"), box = find("text"), status = find("status");
 const number = (name) => form[name].valueAsNumber;
 let talk = { turns: [], hasTurns: null, tries: 0 }; // a turn: [question, answer, its tokens, ended by itself]
-let loaded = find("chat")?.hasAttribute("data-running"), current = null; // the answer that is under way
+let loaded = find("chat").hasAttribute("data-running"), current = null; // the answer that is under way
 
 const make = (name, text = "", values = {}) => Object.assign(document.createElement(name), { textContent: text }, values);
+const tell = (text, kind = "") => Object.assign(status, { className: `note ${kind}`, textContent: text });
+const show = () => { save(); draw(); };
 const button = (text, title, onclick) => make("button", text, { type: "button", className: "quiet small", title, onclick });
-
-function tell(text, kind = "") {
-  Object.assign(status, { className: `note ${kind}`, textContent: text });
-}
 
 function save(unanswered = box.value) {
   const values = { ...Object.fromEntries(new FormData(form)), markdown: form.markdown.checked };
@@ -86,11 +84,6 @@ function draw() {
   box.placeholder = !loaded ? "Load a model first" : talk.hasTurns === false ? "Text to go on from; nothing: go on" : "Message";
 }
 
-function show() {
-  save();
-  draw();
-}
-
 /** Send a request, show what becomes of it and hand each event on; "done", "error" or "stopped". */
 async function follow(request, hear) {
   const asked = { model: form.model.value, lora: form.lora.value, strength: form.lora.value ? number("strength") : 1, ...request };
@@ -124,16 +117,6 @@ async function follow(request, hear) {
   if (ending === "stopped") tell("stopped");
   current = null;
   return ending;
-}
-
-async function load() {
-  current = {};
-  draw();
-  tell("loading the model …");
-  await follow({ do: "load" }, () => {});
-  if (loaded && innerWidth < 800) find("choices").open = false;
-  show();
-  box.focus();
 }
 
 /** Answer a message as turn number `at`; those from there on are given up for it, unless nothing comes. */
@@ -177,12 +160,17 @@ function record() {
   return { messages: [...system ? [{ role: "system", content: system }] : [], ...said] };
 }
 
-function stop() {
-  if (current?.id) ask("/chat/stop", { method: "POST", body: new URLSearchParams({ id: current.id }) });
-}
-
 const actions = {
-  load, stop,
+  load: async () => {
+    current = {};
+    draw();
+    tell("loading the model …");
+    await follow({ do: "load" }, () => {});
+    find("choices").open = innerWidth >= 800 || !loaded;
+    show();
+    box.focus();
+  },
+  stop: () => current?.id && ask("/chat/stop", { method: "POST", body: new URLSearchParams({ id: current.id }) }),
   send: () => answer(talk.turns.length, box.value),
   new: () => { talk = { ...talk, turns: [], tries: 0 }; tell(""); show(); box.focus(); },
   export: () => make("a", "", { download: "chat.jsonl", href: `data:application/jsonl;charset=utf-8,${encodeURIComponent(JSON.stringify(record()) + "\n")}` }).click(),
@@ -191,17 +179,15 @@ const actions = {
   },
 };
 
-if (form) {
-  restore();
-  find("choices").open = innerWidth >= 800 || !loaded;
-  draw();
-  for (const [id, action] of Object.entries(actions)) find(id).addEventListener("click", action);
-  box.addEventListener("keydown", (event) => {
-    if (event.key === "Escape") stop();
-    if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-    event.preventDefault();
-    actions.send();
-  });
-  box.addEventListener("input", () => save());
-  form.addEventListener("input", () => { save(); if (!current) draw(); });
-}
+restore();
+find("choices").open = innerWidth >= 800 || !loaded;
+draw();
+for (const [id, action] of Object.entries(actions)) find(id).addEventListener("click", action);
+box.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") actions.stop();
+  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
+  event.preventDefault();
+  actions.send();
+});
+box.addEventListener("input", () => save());
+form.addEventListener("input", () => { save(); if (!current) draw(); });
