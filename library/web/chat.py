@@ -6,8 +6,11 @@ page. Models and LoRAs are folders, told by their ``config.json`` and ``adapter_
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import signal
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
@@ -35,8 +38,17 @@ def child_of(site: Site) -> Child:
 
 @asynccontextmanager
 async def child_while_open(site: Site) -> AsyncIterator[None]:
-    """End the child with the page."""
-    child = child_of(site)
+    """End the child with the page: at the signal already, as the server then waits for answers to be complete."""
+    child, loop = child_of(site), asyncio.get_running_loop()
+
+    def end_first(number: int, frame: object) -> None:
+        loop.call_soon_threadsafe(child.end)
+        servers[number](number, frame)
+
+    if threading.current_thread() is threading.main_thread():
+        servers: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        for number in servers:
+            signal.signal(number, end_first)
     yield
     await child.close()
 

@@ -63,8 +63,8 @@ class Child:
             self._answers[number].cancel()
 
     async def close(self) -> None:
-        """End the process; the next request starts another."""
-        if (process := self._end()) is not None:
+        """End the process and wait until it has."""
+        if (process := self.end()) is not None:
             await process.wait()
 
     async def _answer(self, request: Event, is_gone: IsGone, tell: Tell) -> None:
@@ -106,12 +106,13 @@ class Child:
         while line := await process.stdout.readline():
             tell(event := json.loads(line))
             if event["event"] in ("done", "error"):
-                self._timer = asyncio.get_running_loop().call_later(self._idle, self._end)
+                self._timer = asyncio.get_running_loop().call_later(self._idle, self.end)
                 return
         code = await process.wait()
         why = "it was killed: out of memory?" if code == -9 else f"exit code {code}; see the page's terminal"
-        why = f"The model's process has ended ({why}). Press Load to start it again."
-        tell({"event": "error", "is_over": True, "error": why})
+        why = why if self._process is process else "the page was closed"
+        said = f"The model's process has ended ({why}). Press Load to start it again."
+        tell({"event": "error", "is_over": True, "error": said})
 
     async def _send(self, request: Event) -> None:
         if self._process is not None and self._process.stdin is not None:
@@ -119,7 +120,8 @@ class Child:
                 self._process.stdin.write(json.dumps(request).encode() + b"\n")
                 await self._process.stdin.drain()
 
-    def _end(self) -> asyncio.subprocess.Process | None:
+    def end(self) -> asyncio.subprocess.Process | None:
+        """Kill the process and return it; the next request starts another."""
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
             process.kill()  # it has nothing to save

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -130,6 +131,20 @@ def test_nothing_is_loaded_before_one_asks_and_the_page_never_has_torch(
             own.kill()  # while it writes
             child.wait(timeout=10)
             tab.bad.clear()  # the connection that broke
+
+
+def test_ctrl_c_in_the_middle_of_an_answer_ends_both_at_once(browser: Any, models: Path, tmp_path: Path) -> None:
+    with serve(tmp_path, "--folders", str(models)) as own, closing(Chat(browser, own)) as tab:
+        tab.load(models / "story")
+        tab.set(max_new_tokens=ENDLESS)
+        tab.send("the cat")
+        expect(tab.page.locator(".writing")).to_contain_text("the", timeout=WAIT)
+        (child,) = children_of(own)
+        own.process.send_signal(signal.SIGINT)
+        own.process.wait(timeout=5)
+        child.wait(timeout=5)
+        tab.status("the page was closed")
+        assert len(tab.answers()) == 1
 
 
 def test_a_talk_is_the_models_own_and_survives_a_reload(browser: Any, server: Server, models: Path, size: str) -> None:
