@@ -54,4 +54,4 @@ def create_app(places: Places, port: int, token: str | None = None) -> ASGIApp:
         Mount("/static", StaticFiles(directory=HERE / "static")),
         Mount("/vendor", StaticFiles(directory=Path(ROOT) / "assets/web")),
     ]
-    return Guard(Starlette(routes=routes), port, token)
+    return Guard(Starlette(routes=routes, lifespan=lambda app: chat.child_while_open(site)), port, token)

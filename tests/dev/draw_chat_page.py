@@ -1,17 +1,18 @@
-"""Draw docs/images/chat_page.png: the page of chat.py --web in a talk with a tiny model that was taught these answers.
+"""Draw docs/images/chat_page.png: the page's chat in a talk with a tiny model that was taught these answers.
 
 python -m tests.dev.draw_chat_page
 """
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
 from PIL import Image
 
-from tests.chat_page import ROOT, WAIT, Tab, expect, open_browser, serve_chat
 from tests.llm.talkers import write_chat_model, write_story_model
+from tests.web.page import ROOT, Tab, expect, open_browser, serve
 
 TARGET = ROOT / "docs/images/chat_page.png"
 TAUGHT = (
@@ -29,20 +30,24 @@ TAUGHT = (
 
 def main() -> None:
     """Teach, serve, ask, draw."""
-    with tempfile.TemporaryDirectory() as folder:
-        write_chat_model(Path(folder) / "llama-tiny-chat", context=8192, pairs=TAUGHT, steps=200)
-        write_story_model(Path(folder) / "llama-tiny-stories")
-        settings = ["--temperature", "0.7", "--top_p", "0.9", "--max_new_tokens", "512"]
-        with serve_chat("--models_dir", folder, *settings) as address, open_browser() as browser:
-            tab = Tab(browser, address, width=1200, height=860)
-            tab.page.click("#markdown input")
-            for i, (question, _) in enumerate(TAUGHT):
-                tab.send(question)
-                expect(tab.page.locator("#talk [data-testid=bot]")).to_have_count(i + 1, timeout=WAIT)
-                tab.wait_idle()
-            tab.page.wait_for_timeout(1000)  # transitions
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_chat_model(folder / "models/llama-tiny-chat", context=8192, pairs=TAUGHT, steps=200)
+        write_story_model(folder / "models/llama-tiny-stories")
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        with serve(folder) as server, open_browser() as browser:
+            tab = Tab(browser, server)
+            tab.open("/chat")
+            tab.page.click("#load")
+            expect(tab.page.locator("#send")).to_be_enabled(timeout=60_000)
+            tab.page.check("[name=markdown]")
+            for question, _ in TAUGHT:
+                tab.page.fill("#text", question)
+                tab.page.press("#text", "Enter")
+                expect(tab.page.locator("#status")).to_contain_text("tokens in", timeout=60_000)
+                expect(tab.page.locator("#stop")).to_be_disabled()
             tab.page.screenshot(path=TARGET)
-            tab.page.close()
+            tab.close()
     Image.open(TARGET).convert("RGB").quantize(128).save(TARGET, optimize=True)
     print(f"{TARGET}: {TARGET.stat().st_size // 1024} KiB")
 

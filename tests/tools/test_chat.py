@@ -1,4 +1,4 @@
-"""``tools/chat.py`` in a terminal and in a pipe, and the registry that models and LoRAs stand on."""
+"""``tools/chat.py`` in a terminal, in a pipe and for programs, and the registry that models and LoRAs stand on."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import io
 import json
 import os
 import pty
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import astuple
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +27,7 @@ from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.tokenizers import load_tokenizer
 from library.models.llm.files import load_lm
 from library.training.tasks.chat_lora import put_lora_on
+from networks.merging.merge import LoraSource
 from tests.forked import run_script
 from tests.llm.talkers import PAIRS, write_chat_model, write_lora, write_story_model
 from tools.chat import chat, parser
@@ -314,14 +318,14 @@ def test_commands_name_their_mistakes(models: Path, line: str, message: str) -> 
     ("words", "message"),
     [
         ([], "no model to talk to"),
-        (["--model", "x", "--port", "1"], "--port: has no effect without --web"),
+        (["--model", "x", "--json_lines"], "--model: has no effect with --json_lines"),
         (["--model", "x", "y", "--tokenizer", "t"], "--tokenizer: goes with one --model"),
         (["--models_dir", "nowhere"], "--models_dir: nowhere: no such folder"),
         (["--model", "{models}/chat", "--lora", "nowhere"], "--lora: nowhere: no such file"),
         (["--model", "{models}/gpt2", "--system", "x"], "a system message: this model only continues text"),
         (["--model", "{models}/gpt2", "--context", "200"], "context: 200 does not fit"),
         (["--model", "{models}/gpt2", "--chat_template", "llama3"], "no llama3 chat"),
-        (["--model", "x", "--web", "--history_file", "h"], "--history_file: has no effect with --web"),
+        (["--json_lines", "--history_file", "h"], "--history_file: has no effect with --json_lines"),
     ],
 )
 def test_what_does_not_go_together_is_refused(models: Path, words: list[str], message: str) -> None:
@@ -329,8 +333,73 @@ def test_what_does_not_go_together_is_refused(models: Path, words: list[str], me
         chat(parser().parse_args([word.format(models=models) for word in words]))
 
 
-def test_the_browser_is_refused_in_one_line_where_gradio_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "gradio", None)  # as if it were not installed
-    monkeypatch.delitem(sys.modules, "tools.chatting.web", raising=False)  # of a test before
-    with pytest.raises(UserError, match="--web: gradio is not installed; run make setup-web"):
-        chat(parser().parse_args(["--model", "x", "--web"]))
+class Program:
+    """tools/chat.py --json_lines, as the page asks it."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(ROOT / "tools/chat.py"), "--json_lines"], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True,
+        )  # fmt: skip
+
+    def ask(self, **request: object) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+
+    def event(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        return dict(json.loads(self.process.stdout.readline()))
+
+    def last(self) -> tuple[dict[str, Any], str]:
+        """Return the last event of an answer, and the text before it."""
+        text = ""
+        while (event := self.event())["event"] not in ("done", "error"):
+            text += event.get("text", "")
+        return event, text
+
+
+def test_programs_talk_by_lines_of_json(models: Path, loras: Path) -> None:
+    program = Program()
+    try:
+        talk = session(models, loras={"first": LoraSource(loras / "first", 0.5)})  # type: ignore[dict-item]
+        talk.choose("chat", "first")
+        talk.set_system("be short")
+        greedy = {"temperature": 0, "max_new_tokens": 24}
+        asked = {"model": str(models / "chat"), "lora": str(loras / "first"), "strength": 0.5, "system": "be short"}
+        turns: list[list[Any]] = []
+        for i, question in enumerate(("hello", "what is GQA?")):
+            program.ask(id=i, do="answer", **asked, turns=turns, message=question, settings=greedy)
+            done, text = program.last()
+            assert text == done["turn"][1] == say(talk, question)
+            turns.append(done["turn"])
+        assert turns == [list(map(_listed, astuple(turn))) for turn in talk.conversation.turns]
+        assert re.search(r"[1-9]\d* known", done["report"])  # the first turn was not computed again
+
+        story = str(models / "deeper" / "story")
+        endless = {"temperature": 0, "max_new_tokens": 8000}
+        program.ask(id=5, do="answer", model=story, turns=turns, has_turns=True, message="the cat", settings=endless)
+        assert (program.event()["has_turns"], program.event()["event"]) == (False, "piece")  # the turns are left out
+        program.ask(do="stop", id=5)
+        done, text = program.last()
+        assert done["turn"][0] == "the cat"
+        assert 0 < len(done["turn"][2]) < 8000
+
+        for wrong, said in (
+            ({"model": "nowhere"}, "nowhere: no such folder"),
+            ({"model": str(models / "gpt2"), "lora": str(loras / "first")}, "first"),
+            ({"model": story, "settings": {"top_p": 2}}, "top_p: 2 does not fit"),
+            ({"model": story, "settings": {"of_later": 1}}, "of_later"),
+        ):
+            program.ask(**{"id": 6, "do": "answer", "turns": [], "message": "x", "settings": greedy} | wrong)
+            assert said in program.last()[0]["error"]
+        program.ask(id=7, do="answer", model=story, turns=[], message="the cat", settings=endless)
+        assert program.event()["event"] == "ready"
+        program.process.stdin.close()  # type: ignore[union-attr]  # in the middle of an answer
+        assert program.process.wait(timeout=10) == 0
+    finally:
+        program.process.kill()
+
+
+def _listed(value: object) -> object:
+    return list(value) if isinstance(value, tuple) else value

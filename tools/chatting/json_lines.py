@@ -1,0 +1,104 @@
+"""Chat by JSON lines: requests on stdin, events on stdout, one object a line; the page's /chat is thin around it.
+
+    {"id": 1, "do": "load", "model": "output/llama", "lora": "output/assistant", "strength": 0.8}
+    {"id": 2, "do": "answer", "model": ..., "turns": [], "message": "hello", "settings": {"temperature": 0}}
+    {"do": "stop", "id": 2}
+
+A request has its whole conversation, so that nothing of it is here but keys and values, which the next one uses as far
+as it begins alike. Its events are ``ready`` (the model is in memory), ``piece`` ..., and at last ``done`` or ``error``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+from contextlib import closing
+from dataclasses import astuple, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from library.errors import UserError, one_line, reason_of
+from library.llm.chat_templates import Turn
+from library.llm.generation import SamplingSettings
+from networks.merging.merge import LoraSource
+from tools.chatting.session import ANOTHER_SEED, Loading, ModelRegistry, Session
+
+Request = dict[str, Any]
+
+
+class _Answerer:
+    """What the main thread does; ``stopped``, the id of a request to end early, is set by the one that reads."""
+
+    def __init__(self, loading: Loading, context: int | None) -> None:
+        self._loading, self._context, self.stopped = loading, context, -1
+        self._session: Session | None = None
+        self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)  # what a library prints is no event
+
+    def say(self, event: str, **values: Any) -> None:
+        try:
+            self._out.write(json.dumps({"event": event, **values}) + "\n")
+            self._out.flush()
+        except BrokenPipeError:  # before stdin told
+            os._exit(0)
+
+    def handle(self, request: Request) -> None:
+        try:
+            session = self._take(request["model"], request.get("lora") or None, float(request.get("strength", 1)))
+            has_turns = session.conversation.template.has_turns
+            self.say("ready", introduction=session.introduction(), has_turns=has_turns)
+            self.say("done", **(self._answer(session, request, has_turns) if request["do"] == "answer" else {}))
+        except UserError as error:
+            self.say("error", error=one_line(error))
+        except Exception as error:  # out of memory on the card, a request of another version: the next may do
+            self.say("error", error=f"{type(error).__name__}: {reason_of(error)}")
+
+    def _take(self, model: str, lora: str | None, strength: float) -> Session:
+        """Have model and LoRA in memory; both are called by their paths."""
+        if self._session is None:
+            registry = ModelRegistry({model: Path(model)}, {}, self._loading)
+            self._session = Session(registry, SamplingSettings(), context=self._context)
+        session = self._session
+        session.registry.models[model] = Path(model)
+        if lora is not None:
+            session.registry.loras[lora] = LoraSource(Path(lora), strength)
+        session.conversation.reset()  # perhaps another tab's
+        session.choose(model, lora)
+        return session
+
+    def _answer(self, session: Session, request: Request, has_turns: bool) -> dict[str, Any]:
+        settings = SamplingSettings(**request["settings"])
+        session.settings = replace(settings, seed=settings.seed + ANOTHER_SEED * request.get("tries", 0))
+        session.set_system(request.get("system", "") if has_turns else "")
+        turns = [Turn(question, answer, tuple(said), ended) for question, answer, said, ended in request["turns"]]
+        if request.get("has_turns", has_turns) is not has_turns:  # a text and a talk in turns do not go together
+            turns = []
+        session.conversation.restore(turns)
+        with closing(session.answer(request["message"])) as pieces:
+            for piece in pieces:
+                if piece:
+                    self.say("piece", text=piece)
+                if self.stopped == request["id"]:
+                    break
+        new = session.conversation.turns[len(turns) :]
+        return {"turn": astuple(new[0]) if new else None, "report": session.report(), "remarks": session.remarks()}
+
+
+def serve_json_lines(loading: Loading, context: int | None) -> NoReturn:
+    """Answer the requests on stdin until it closes: who asked has gone then, and nothing is to stay behind."""
+    answerer, requests = _Answerer(loading, context), queue.Queue[Request]()
+
+    def listen() -> None:
+        for line in sys.stdin:
+            if (request := json.loads(line))["do"] == "stop":
+                answerer.stopped = request["id"]
+            else:
+                requests.put(request)
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True).start()
+    while True:
+        answerer.handle(requests.get())
