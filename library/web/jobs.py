@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,6 +44,7 @@ class Job:
         queued: waits for its turn; else it begins at once.
         output: the folder of the run that it writes, or "".
         folder: its own. place: its turn. began, ended: seconds since 1970. code: its exit code. pid: its process.
+        asked: whether it was asked to end.
     """
 
     id: str
@@ -60,6 +61,7 @@ class Job:
     began: float | None = None
     ended: float | None = None
     code: int | None = None
+    asked: bool = False
     state: State = "waiting"
 
     @property
@@ -145,9 +147,10 @@ class Jobs:
             return [job for name in names if (job := self._read(name)) is not None]
         return []
 
-    def queue(self) -> list[Job]:
-        """Return the queued jobs that are not over, in their order."""
-        return sorted((job for job in self.all() if job.queued and not job.is_over), key=_turn)
+    def queue(self, jobs: Iterable[Job] | None = None) -> list[Job]:
+        """Return the queued jobs that are not over, of all or of ``jobs``, in their order."""
+        found = self.all() if jobs is None else jobs
+        return sorted((job for job in found if job.queued and not job.is_over), key=_turn)
 
     def get(self, name: str) -> Job:
         """Return a job; raises a UserError if there is none."""
@@ -174,8 +177,10 @@ class Jobs:
         job = self.get(name)
         if job.state == "waiting" and claim(job.folder, 0):
             write_text(job.folder / "ended.json", json.dumps({"code": 130, "at": time.time()}))
-        elif (job := self.get(name)).state == "running":
-            with suppress(ProcessLookupError, PermissionError):
+        elif (job := self.get(name)).state == "running" and job.pid:
+            with suppress(ProcessLookupError, PermissionError, FileExistsError):
+                if not again:
+                    open(job.folder / "asked", "x").close()  # once: a trainer ends at the second one without saving
                 os.killpg(job.pid, signal.SIGKILL if again else signal.SIGINT)
 
     def remove(self, name: str) -> None:
@@ -195,7 +200,10 @@ class Jobs:
         running, ended = _object(own / "running.json"), _object(own / "ended.json")
         if running is None:
             return job
-        changed: dict[str, Any] = {"pid": running.get("pid", 0), "began": running.get("at"), "state": "running"}
+        asked = (own / "asked").exists()
+        changed: dict[str, Any] = {
+            "pid": running.get("pid", 0), "began": running.get("at"), "state": "running", "asked": asked,
+        }  # fmt: skip
         if ended is not None:
             code = ended.get("code", 1)
             state = "done" if code == 0 else "stopped" if code in _STOPPED else "failed"
