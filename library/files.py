@@ -333,9 +333,7 @@ def read_own(path: str | Path) -> bytes:
         return file.read()
 
 
-def read_bytes(
-    path: str | Path, remedy: str = "check the path", most: int = MOST_DATA_BYTES, begin: int = 0
-) -> bytes:
+def read_bytes(path: str | Path, remedy: str = "check the path", most: int = MOST_DATA_BYTES, begin: int = 0) -> bytes:
     """Return a file's content from ``begin`` on; a file of more than ``most`` bytes is refused."""
     with reading(path, remedy), open(path, "rb") as file:
         file.seek(begin)

@@ -10,20 +10,18 @@ from __future__ import annotations
 import json
 import re
 import struct
-import time
 import tomllib
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from hashlib import blake2b
 from pathlib import Path
 from statistics import median
 from threading import Lock
 from typing import Any
 
-import numpy as np
 from PIL import Image
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -118,14 +116,14 @@ def _left(folder: Path, name: str, total: int | None, step: int, changed: float)
     if (folder / LOCK).exists():
         return "lost"  # nobody gave it back
     made = max(_changed(folder / f"{name}.safetensors"), _changed(folder / name))
-    return "done" if made and made >= changed - 5 or total and step >= total else "stopped"
+    return "done" if (made and made >= changed - 5) or (total and step >= total) else "stopped"
 
 
 def _total(settings: dict[str, Any], newest: dict[str, float], step: int, job: Job | None) -> int | None:
     """Return the steps in all; of epochs what the log says, else what those that are over come to."""
     epochs = settings.get("max_train_epochs")
     if not isinstance(epochs, int):
-        steps = settings.get("max_train_steps", fields(script_of(settings))["max_train_steps"][1].default)
+        steps = settings.get("max_train_steps", defaults_of(script_of(settings))["max_train_steps"])
         return steps if isinstance(steps, int) and settings else None
     if job and (said := re.findall(r"^[\d: -]*step \d+/(\d+)", job.log, re.M)):
         return int(said[-1])
@@ -150,7 +148,7 @@ def end_of(file: Path) -> dict[str, float]:
 
 @lru_cache(maxsize=2000)
 def _end_of(file: Path, inode: int, size: int, mtime: int) -> dict[str, float]:
-    for most in (2**13, 2**17):  # about 15 lines; of a hundred processes a line is longer
+    for most in (2**12, 2**17):  # about 8 lines; of a hundred processes a line is longer
         with open(file, "rb") as opened:
             opened.seek(max(0, size - most))
             lines = opened.read(most).split(b"\n")
@@ -189,6 +187,12 @@ def script_of(settings: dict[str, Any]) -> Script[Any]:
     return LLM if "data_dir" in settings else LANGUAGE_LORA if settings.get("model_type") in LANGUAGE_MODELS else LORA
 
 
+@cache
+def defaults_of(script: Script[Any]) -> dict[str, Any]:
+    """Return what is meant where a configuration says nothing."""
+    return {key: field.default for key, (_, field) in fields(script).items()}
+
+
 _readers: OrderedDict[Path, MetricsReader] = OrderedDict()
 _reading = Lock()
 
@@ -214,11 +218,11 @@ def curves(site: Site, request: Request, form: Form) -> Response:
     if tag == query.get("have"):
         return Response(status_code=204)
     runs = [Run(path.name, _columns(file)) for path, file in zip(paths, files, strict=True)]
-    charts = [chart for row in _CHARTS if (chart := _chart(runs, *row, decay))["lines"]]
+    charts = [chart for row in _CHARTS if (chart := _chart(runs, decay, *row))["lines"]]
     return JSONResponse({"tag": tag, "charts": charts})
 
 
-def _chart(runs: list[Run], title: str, keys: tuple[str, ...], look: str, log: str, decay: float) -> dict[str, Any]:
+def _chart(runs: list[Run], decay: float, title: str, keys: tuple[str, ...], look: str, log: str) -> dict[str, Any]:
     lines = []
     for number, run in enumerate(runs):
         of_run: list[tuple[str, Series]] = []
@@ -229,9 +233,9 @@ def _chart(runs: list[Run], title: str, keys: tuple[str, ...], look: str, log: s
                 of_run.append((key, run.columns[key]))
         for label, (steps, values) in sorted(of_run) if keys[0][-1] == "_" else of_run:
             values = values / 2**30 if "bytes" in label else values
-            drawn = [(look == "noisy" and decay > 0, values)]
-            if look in ("noisy", "smooth") and decay > 0:
-                drawn = [*(drawn if look == "noisy" else []), (False, average(values, decay))]
+            drawn = [(False, average(values, decay) if look in ("noisy", "smooth") and decay > 0 else values)]
+            if look == "noisy" and decay > 0 and len(runs) == 1:
+                drawn.insert(0, (True, values))  # each step's, behind
             for faint, shown in drawn:
                 xs, ys = thin((steps, shown), _POINTS)
                 lines.append({
@@ -239,8 +243,8 @@ def _chart(runs: list[Run], title: str, keys: tuple[str, ...], look: str, log: s
                     "steps": xs.astype(int).tolist(),
                     "values": [float(f"{y:.6g}") if y == y else None for y in ys.tolist()],
                 })  # fmt: skip
-    values = [y for line in lines for y in line["values"] if y]
-    is_wide = log == "auto" and bool(values) and min(values) > 0 and max(values) > 10 * min(values)
+    seen = [y for line in lines for y in line["values"] if y]
+    is_wide = log == "auto" and bool(seen) and min(seen) > 0 and max(seen) > 10 * min(seen)
     return {"title": title, "lines": lines, "points": look == "points", "log": is_wide, "loss": log == "loss"}
 
 
@@ -312,7 +316,7 @@ def show_run(site: Site, request: Request, form: Form) -> Response:
     if not folder.is_dir() and job is None:
         raise UserError(f"{site.places.show(folder)}: no such run; it may have been moved or deleted")
     run = look(site, folder, job)
-    parts = {
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
         "overview": lambda: {"run": run, "states": sorted(folder.glob("*-state"), key=_changed, reverse=True)},
         "samples": lambda: {"run": run, "rows": samples(folder), "texts": texts(folder)},
         "files": lambda: {"run": run, "loras": loras(folder, run.job, jobs)},
@@ -321,10 +325,9 @@ def show_run(site: Site, request: Request, form: Form) -> Response:
     if (part := request.query_params.get("part")) in parts:
         return live(site, request, "run.html", part, **parts[part]())
     values: dict[str, Any] = {key: value for part in parts.values() for key, value in part().items()}
-    config = folder / "config.toml"
-    pictures = [*folder.glob("*.png"), *(folder / "samples").glob("[!s]*.png")]
-    return site.page(request, "run.html", seen="", pictures=[(path, _changed(path)) for path in pictures],
-                     settings=config.read_text("utf-8", "replace")[:100_000] if config.is_file() else "", **values)  # fmt: skip
+    config, pictures = folder / "config.toml", [*folder.glob("*.png"), *(folder / "samples").glob("[!s]*.png")]
+    values["settings"] = config.read_text("utf-8", "replace")[:100_000] if config.is_file() else ""
+    return site.page(request, "run.html", seen="", pictures=[(path, _changed(path)) for path in pictures], **values)
 
 
 def show_job(site: Site, request: Request, form: Form) -> Response:
@@ -343,7 +346,7 @@ def ask(site: Site, request: Request, form: Form) -> Response:
     if run.state != "running" or what not in (*ASKS, "KILL"):
         raise UserError(f"{run.name}: is not running; start it again first")
     has_begun = _changed(folder / "metrics.jsonl") > (run.job.began or 0) and run.step > 0 if run.job else True
-    if run.job and (what == "KILL" or what == "STOP" and not has_begun):
+    if run.job and (what == "KILL" or (what == "STOP" and not has_begun)):
         site.jobs.stop(run.job.id, again=what == "KILL")  # before the first step nobody looks for files
     elif what == "KILL":
         raise UserError(f"{run.name}: was begun in a terminal; press Ctrl-C twice there to end it without saving")

@@ -12,11 +12,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from library.config.scripts import fields
 from library.errors import UserError
 from library.web import run
 from library.web.jobs import Job
-from library.web.run import Seen, live, look, samples, script_of, settings_of
+from library.web.run import Seen, defaults_of, live, look, samples, script_of, settings_of
 from library.web.site import Form, Handler, Site
 
 _DEPTH = 4  # folders below an output folder
@@ -26,10 +25,10 @@ _MOST = 6  # runs beside each other: as many as there are colours
 
 def find_runs(folder: Path, depth: int = _DEPTH) -> Iterator[Path]:
     """Yield the folders of runs in ``folder`` and below."""
-    deeper = []
+    deeper: list[Path] = []
     with suppress(OSError), os.scandir(folder) as entries:
         names = {entry.name for entry in entries if _is_deeper(entry, deeper)}
-        if "metrics.jsonl" in names or "config.toml" in names and settings_of(folder):
+        if "metrics.jsonl" in names or ("config.toml" in names and settings_of(folder)):
             yield folder
     for inner in deeper if depth else ():
         yield from find_runs(inner, depth - 1)
@@ -107,9 +106,9 @@ def _newest(shots: dict[int, tuple[Path, float]], step: int) -> tuple[int, Path,
 def _differences(paths: list[Path]) -> list[tuple[str, list[tuple[str, bool]]]]:
     """Return option -> each run's value, and whether the run itself says so; of those that differ."""
     said = [settings_of(path) for path in paths]
-    defaults = [{key: field.default for key, (_, field) in fields(script_of(one)).items()} for one in said]
     keys = dict.fromkeys(key for one in said for key in one if key not in ("output_dir", "output_name"))
-    rows = [(key, [(str(s.get(key, d.get(key))), key in s) for s, d in zip(said, defaults, strict=True)]) for key in keys]
+    pairs = [(one, defaults_of(script_of(one))) for one in said]
+    rows = [(key, [(str(own.get(key, usual.get(key))), key in own) for own, usual in pairs]) for key in keys]
     return [(key, cells) for key, cells in rows if len({text for text, _ in cells}) > 1]
 
 
