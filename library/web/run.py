@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import re
+import stat
 import struct
 import tomllib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -20,7 +21,7 @@ from hashlib import blake2b
 from pathlib import Path
 from statistics import median
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 from PIL import Image
 from starlette.requests import Request
@@ -35,6 +36,7 @@ from library.training.report.metrics_file import MetricsReader, Run, Series, ave
 from library.web.jobs import Job
 from library.web.site import Form, Handler, Site
 
+Read = TypeVar("Read")
 ASKS = {"STOP": "Stop", "SAVE": "Save", "SAMPLE": "Sample"}  # files of docs/reliability.md
 _POINTS = 1000  # of a curve, about what a screen has pixels
 _OPEN = 8  # metrics files that are kept in memory, of about 4 MB for 10,000 steps
@@ -86,7 +88,7 @@ def look(site: Site, folder: Path, job: Job | None) -> Seen:
     since = job is not None and job.is_over and changed > (job.ended or changed) + 5
     if job is not None and job.state != "running" and (held or since):
         job = None  # a terminal's run came after it
-    newest, settings = end_of(folder / "metrics.jsonl"), settings_of(folder)
+    newest, settings = end_of(folder / "metrics.jsonl") or {}, settings_of(folder)
     step = int(newest.get("step", 0))
     total = _total(settings, newest, step, job)
     if held:
@@ -101,7 +103,7 @@ def look(site: Site, folder: Path, job: Job | None) -> Seen:
     return Seen(
         folder, str(folder.relative_to(above)) if folder != above else folder.name, state, step, total, eta, newest,
         max(changed, job.ended or job.began or job.created if job else _changed(folder / "config.toml")), job,
-        frozenset(asked), _error(job.folder) if job and job.state in ("failed", "lost") else "",
+        frozenset(asked), _error(job) if job and job.state in ("failed", "lost") else "",
     )  # fmt: skip
 
 
@@ -131,55 +133,59 @@ def _total(settings: dict[str, Any], newest: dict[str, float], step: int, job: J
     return max(step, round(step * epochs / (epoch + 0.5))) if epoch else None
 
 
-@lru_cache(maxsize=1000)
-def _error(job: Path) -> str:
+@lru_cache(maxsize=500)
+def _error(job: Job) -> str:
     """Return what a job that is over said last of an error."""
-    return Job("", "", "", (), True, "", 0, "", job).error or "It was killed, or the machine went down."
+    return job.error or "It was killed, or the machine went down."
 
 
+def once(read: Callable[[Path], Read]) -> Callable[[Path], Read | None]:
+    """Have a file read once for each of its versions; None of one that cannot be read, is a link or no file."""
+    kept = lru_cache(maxsize=4000)(lambda path, *version: read(path))
+
+    def read_once(path: Path) -> Read | None:
+        with suppress(OSError, ValueError, KeyError, SyntaxError, RecursionError, struct.error):
+            about = path.lstat()
+            if stat.S_ISREG(about.st_mode):
+                return kept(path, about.st_ino, about.st_size, about.st_mtime_ns)
+        return None
+
+    return read_once
+
+
+@once
 def end_of(file: Path) -> dict[str, float]:
     """Return a run's newest metrics, ``s_per_it`` as the median of its last lines."""
-    try:
-        about = file.stat()
-        return _end_of(file, about.st_ino, about.st_size, about.st_mtime_ns)
-    except OSError:
-        return {}
-
-
-@lru_cache(maxsize=2000)
-def _end_of(file: Path, inode: int, size: int, mtime: int) -> dict[str, float]:
     for most in (2**12, 2**17):  # about 8 lines; of a hundred processes a line is longer
         with open(file, "rb") as opened:
-            opened.seek(max(0, size - most))
+            begin = opened.seek(max(0, file.stat().st_size - most))
             lines = opened.read(most).split(b"\n")
-        records = [record for line in lines[size > most :] if (record := parse_line(line))]
+        records = [record for line in lines[begin > 0 :] if (record := parse_line(line))]
         if any("loss" in record for record in records):
             break
-    newest: dict[str, float] = {}
-    for record in records:
-        newest |= record
+    newest = {key: value for record in records for key, value in record.items()}
     if speeds := [record["s_per_it"] for record in records if "s_per_it" in record]:
         newest["s_per_it"] = median(speeds)
     return newest
 
 
+@once
+def text_of(file: Path) -> str:
+    """Return a configuration as it is."""
+    with open(file, "rb") as opened:
+        return opened.read(2**20).decode("utf-8", "replace")
+
+
+@once
+def _settings(file: Path) -> dict[str, Any]:
+    text = text_of(file) or ""
+    tables = tomllib.loads(text) if text.startswith("# Tandem") else {}
+    return {key: value for table in tables.values() if isinstance(table, dict) for key, value in table.items()}
+
+
 def settings_of(folder: Path) -> dict[str, Any]:
     """Return the settings by key that a trainer wrote into a run's ``config.toml``; nothing if none did."""
-    with suppress(OSError):
-        about = (folder / "config.toml").stat()
-        return _settings(folder / "config.toml", about.st_ino, about.st_mtime_ns)
-    return {}
-
-
-@lru_cache(maxsize=2000)
-def _settings(file: Path, inode: int, mtime: int) -> dict[str, Any]:
-    try:
-        with open(file, "rb") as opened:
-            text = opened.read(2**20).decode("utf-8")
-        tables = tomllib.loads(text) if text.startswith("# Tandem") else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return {key: value for table in tables.values() if isinstance(table, dict) for key, value in table.items()}
+    return _settings(folder / "config.toml") or {}
 
 
 def script_of(settings: dict[str, Any]) -> Script[Any]:
@@ -203,7 +209,7 @@ def _columns(file: Path) -> dict[str, Series]:
         _readers.move_to_end(file)
         if len(_readers) > _OPEN:
             _readers.popitem(last=False)
-        return reader.read() if file.is_file() else {}
+        return reader.read() if file.is_file() and not file.is_symlink() else {}
 
 
 def curves(site: Site, request: Request, form: Form) -> Response:
@@ -213,8 +219,9 @@ def curves(site: Site, request: Request, form: Form) -> Response:
     said = query.get("smooth", "")
     decay = min(float(said), 0.999) if re.fullmatch(r"[01](\.\d{1,9})?", said) else 0.95
     files = [path / "metrics.jsonl" for path in paths]
-    tag = " ".join(f"{s.st_ino}.{s.st_size}.{s.st_mtime_ns}" for f in files if f.is_file() for s in [f.stat()])
-    tag += said
+    tag = " ".join(
+        [said, *(f"{s.st_ino}.{s.st_size}.{s.st_mtime_ns}" for f in files if f.is_file() for s in [f.stat()])]
+    )
     if tag == query.get("have"):
         return Response(status_code=204)
     runs = [Run(path.name, _columns(file)) for path, file in zip(paths, files, strict=True)]
@@ -259,44 +266,42 @@ def samples(folder: Path) -> list[dict[str, Any]]:
                 row["shots"][int(match[1])] = (path, version)
     for row in rows.values():
         row["shots"] = dict(sorted(row["shots"].items()))
-        row["prompt"] = _prompt(*row["shots"][max(row["shots"])])
+        row["prompt"] = _prompt(row["shots"][max(row["shots"])][0])
     return list(rows.values())
 
 
-@lru_cache(maxsize=4000)
-def _prompt(path: Path, version: float) -> str:
-    with suppress(OSError, ValueError, SyntaxError), Image.open(path) as image:
+@once
+def _prompt(path: Path) -> str:
+    with Image.open(path) as image:
         return str(image.info.get("prompt", "")).partition(" --")[0]
-    return ""
 
 
 def texts(folder: Path) -> list[tuple[int, str]]:
     """Return what a language model wrote at steps, the newest first."""
     found = sorted((folder / "samples").glob("*.txt"), reverse=True)[:20]
-    return [(int("0" + re.sub(r"\D", "", p.stem)), p.read_text("utf-8", "replace")[:20_000]) for p in found]
+    return [(int("0" + re.sub(r"\D", "", path.stem)), (text_of(path) or "")[:20_000]) for path in found]
 
 
-def loras(folder: Path, job: Job | None, jobs: Iterable[Job]) -> list[dict[str, Any]]:
-    """Return the LoRA files of a run, the newest first, and what is known of where they load."""
-    checks = {check.words[-1]: check for check in jobs if check.kind == "inspect"}
-    found = []
-    for path in sorted(folder.glob("*.safetensors"), key=_changed, reverse=True):
-        check = checks.get(str(path))
-        check = check if check and check.created > _changed(path) else None
-        at_end = job if job and job.state == "done" and "-step" not in path.name else None
-        said = next((m for j in (check, at_end) if j for m in _LOADS_IN.findall(j.log)), "")
-        found.append({"path": path, "when": _changed(path), "size": path.stat().st_size, "loads": said, "check": check,
-                      "rank": _rank(path, _changed(path))})  # fmt: skip
-    return found
-
-
-@lru_cache(maxsize=2000)
-def _rank(path: Path, version: float) -> str:
-    with suppress(OSError, ValueError, KeyError, struct.error), open(path, "rb") as file:
+@once
+def _file(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
         header = json.loads(file.read(length)) if length < _HEADER_BYTES else {}
-        return str(header["__metadata__"]["ss_network_dim"])[:12]
-    return ""
+    rank = str(header.get("__metadata__", {}).get("ss_network_dim", ""))[:12]
+    return {"path": path, "when": _changed(path), "size": path.stat().st_size, "rank": rank}
+
+
+def loras(folder: Path, job: Job | None, jobs: list[Job]) -> list[dict[str, Any]]:
+    """Return the LoRA files of a run, the newest first, and what is known of where they load."""
+    checks = {job.words[-1]: job for job in reversed(jobs) if job.kind == "inspect"}
+    found = [known for path in folder.glob("*.safetensors") if (known := _file(path))]
+    for i, known in enumerate(sorted(found, key=lambda known: known["when"], reverse=True)):
+        check = checks.get(str(known["path"]))
+        check = check if check and check.created > known["when"] else None
+        at_end = job if job and job.state == "done" and "-step" not in known["path"].name else None
+        said = next((table for j in (check, at_end) if j for table in _LOADS_IN.findall(j.log)), "")
+        found[i] = known | {"check": check, "loads": said}
+    return found
 
 
 def live(site: Site, request: Request, template: str, block: str, **values: Any) -> Response:
@@ -325,9 +330,12 @@ def show_run(site: Site, request: Request, form: Form) -> Response:
     if (part := request.query_params.get("part")) in parts:
         return live(site, request, "run.html", part, **parts[part]())
     values: dict[str, Any] = {key: value for part in parts.values() for key, value in part().items()}
-    config, pictures = folder / "config.toml", [*folder.glob("*.png"), *(folder / "samples").glob("[!s]*.png")]
-    values["settings"] = config.read_text("utf-8", "replace")[:100_000] if config.is_file() else ""
-    return site.page(request, "run.html", seen="", pictures=[(path, _changed(path)) for path in pictures], **values)
+    values["pictures"] = [(p, _changed(p)) for p in (*folder.glob("*.png"), *folder.glob("samples/[!s]*.png"))]
+    values["config"] = next(
+        (c for at in (folder, run.job and run.job.folder) if at and text_of(c := at / "config.toml")), None
+    )
+    values["settings"] = text_of(values["config"] or folder)
+    return site.page(request, "run.html", seen="", **values)
 
 
 def show_job(site: Site, request: Request, form: Form) -> Response:

@@ -77,7 +77,7 @@ def change_queue(site: Site, request: Request, form: Form) -> Response:
         site.jobs.move(job.id, -1 if what == "up" else 1)
     else:
         site.jobs.stop(job.id)
-        if site.jobs.get(job.id).began is None or job.is_over or job.state == "waiting":
+        if job.state != "running":
             site.jobs.remove(job.id)
     return Response(status_code=204, headers={"hx-trigger": "changed"})
 

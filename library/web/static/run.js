@@ -48,7 +48,7 @@ function draw(anew = false) {
     const kinds = {}; // of a run's lines: faint and smoothed ones of a key have one colour
     const number = (line) => kinds[`${line.run} ${line.label.replace(", each", "")}`] ??= Object.keys(kinds).filter((k) => k.startsWith(`${line.run} `)).length;
     const axis = () => ({ stroke: colour("quiet"), grid: { stroke: colour("line"), width: 1 }, ticks: { stroke: colour("line") } });
-    const format = (_, values) => values.map((v) => v == null ? "" : Math.abs(v) < 0.001 && v ? v.toExponential(0) : +v.toPrecision(6) + "");
+    const format = (_, values) => values.map((v) => v == null ? "" : v && Math.abs(v) < 0.001 ? (+v.toPrecision(3)).toExponential() : +v.toPrecision(6) + "");
     const plot = new uPlot({ title: chart.title, width: box.clientWidth || 400, height: 230, cursor: { sync: { key: "runs" } },
       scales: { x: { time: false }, y: log ? { distr: 3 } : {} }, legend: { live: true },
       axes: [axis(), { ...axis(), size: 62, values: format }],
