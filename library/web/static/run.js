@@ -70,10 +70,12 @@ if (curves) {
 // Samples: any two steps of a prompt, divided by a slider
 const pair = one("#pair");
 
-function fill(select, values, chosen) {
-  if (values.join("\n") === [...select.options].map((o) => o.text).join("\n")) return;
+function fill(select, values, standard) { // what was chosen stays; who looks at the newest step goes on to the next
+  const known = [...select.options].map((option) => option.text), at = select.selectedIndex;
+  if (values.join("\n") === known.join("\n")) return;
   select.replaceChildren(...values.map((value, i) => new Option(value, i)));
-  select.selectedIndex = Math.max(0, chosen < 0 ? values.length + chosen : chosen);
+  const kept = standard < 0 && at === known.length - 1 ? -1 : values.indexOf(known[at]);
+  select.selectedIndex = kept >= 0 ? kept : standard < 0 ? values.length - 1 : standard;
 }
 
 function compare() {
