@@ -85,25 +85,21 @@ class Seen:
 def look(site: Site, folder: Path, job: Job | None) -> Seen:
     """Return where the run in ``folder`` stands; ``job``: the newest that writes there."""
     held, changed = is_held(folder), _changed(folder / "metrics.jsonl")
-    since = job is not None and job.is_over and changed > (job.ended or changed) + 5
-    if job is not None and job.state != "running" and (held or since):
+    if job and job.state != "running" and (held or (job.is_over and changed > (job.ended or changed) + 5)):
         job = None  # a terminal's run came after it
     newest, settings = end_of(folder / "metrics.jsonl") or {}, settings_of(folder)
     step = int(newest.get("step", 0))
     total = _total(settings, newest, step, job)
-    if held:
-        state = "running"
-    else:
-        state = job.state if job else _left(folder, str(settings.get("output_name", "lora")), total, step, changed)
-    eta = max(0, total - step) * newest["s_per_it"] if state == "running" and total and "s_per_it" in newest else None
-    asked = {name for name in ASKS if (folder / name).exists()} if state == "running" else set()
-    if state == "running" and job and job.asked:
-        asked.add("STOP")
+    left = _left(folder, str(settings.get("output_name", "lora")), total, step, changed)
+    state = "running" if held else left if job is None or (job.state, left) == ("lost", "done") else job.state
+    goes_on, asked = state == "running", {name for name in ASKS if (folder / name).exists()}
+    asked |= {"STOP"} if job and job.asked else set()
     above = max((place for place in site.places.outputs if folder.is_relative_to(place)), key=lambda p: len(p.parts))
     return Seen(
-        folder, str(folder.relative_to(above)) if folder != above else folder.name, state, step, total, eta, newest,
+        folder, str(folder.relative_to(above)) if folder != above else folder.name, state, step, total,
+        max(0, total - step) * newest["s_per_it"] if goes_on and total and "s_per_it" in newest else None, newest,
         max(changed, job.ended or job.began or job.created if job else _changed(folder / "config.toml")), job,
-        frozenset(asked), _error(job) if job and job.state in ("failed", "lost") else "",
+        frozenset(asked if goes_on else ()), _error(job) if job and state in ("failed", "lost") else "",
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -19,28 +20,25 @@ from library.web.run import Seen, defaults_of, live, look, samples, script_of, s
 from library.web.site import Form, Handler, Site
 
 _DEPTH = 4  # folders below an output folder
+_NO_RUNS = re.compile(r"\..*|samples|.*-state")  # in folders that are called so
 _NEWS_SECONDS = 3600  # for which a job that is over stays below the queue
 _MOST = 6  # runs beside each other: as many as there are colours
 
 
 def find_runs(folder: Path, depth: int = _DEPTH) -> Iterator[Path]:
     """Yield the folders of runs in ``folder`` and below."""
-    deeper: list[Path] = []
-    with suppress(OSError), os.scandir(folder) as entries:
-        names = {entry.name for entry in entries if _is_deeper(entry, deeper)}
-        if "metrics.jsonl" in names or ("config.toml" in names and settings_of(folder)):
+    with suppress(OSError):
+        entries = {entry.name: entry for entry in os.scandir(folder)}
+        if "metrics.jsonl" in entries or ("config.toml" in entries and settings_of(folder)):
             yield folder
-    for inner in deeper if depth else ():
-        yield from find_runs(inner, depth - 1)
-
-
-def _is_deeper(entry: os.DirEntry[str], deeper: list[Path]) -> bool:
-    """Note a folder that may hold runs; return whether it is a file."""
-    if entry.is_dir(follow_symlinks=False) and entry.name[0] != "." and entry.name != "samples":
-        if not entry.name.endswith("-state"):
-            deeper.append(Path(entry.path))
-        return False
-    return True
+        for name, entry in entries.items() if depth else ():
+            if (
+                name[0] != "."
+                and name != "samples"
+                and not name.endswith("-state")
+                and entry.is_dir(follow_symlinks=False)
+            ):
+                yield from find_runs(folder / name, depth - 1)
 
 
 def all_runs(site: Site, jobs: list[Job]) -> list[Seen]:
@@ -48,11 +46,8 @@ def all_runs(site: Site, jobs: list[Job]) -> list[Seen]:
     of_folder = {Path(job.output): job for job in reversed(jobs) if job.output}
     folders = dict.fromkeys([*of_folder, *(run for place in site.places.outputs for run in find_runs(place))])
     inside = [f for f in folders if any(f.is_relative_to(place) for place in site.places.outputs)]
-    return sorted((look(site, folder, of_folder.get(folder)) for folder in inside), key=_rank)
-
-
-def _rank(run: Seen) -> tuple[int, float]:
-    return {"running": 0, "waiting": 1}.get(run.state, 2), -run.when
+    runs = [look(site, folder, of_folder.get(folder)) for folder in inside]
+    return sorted(runs, key=lambda run: ({"running": 0, "waiting": 1}.get(run.state, 2), -run.when))
 
 
 def show(site: Site, request: Request, form: Form) -> Response:

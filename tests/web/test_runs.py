@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from library.folder_lock import FolderLock
 from library.training.report.metrics_file import MetricsReader, average, read_run, thin
 from library.web.jobs import Jobs
 from tests.web.page import ROOT, WAIT, Server, Tab, expect, serve
@@ -120,6 +123,43 @@ def test_smoothing_in_its_middle_is_the_trainers_own_average(tmp_path: Path) -> 
     lines = write_metrics(tmp_path, 200)
     expected = [line["loss_ema"] for line in lines]
     np.testing.assert_allclose(average(np.array([line["loss"] for line in lines]), 0.95), expected, rtol=1e-12)
+
+
+def test_how_a_run_ended_is_told_from_its_files(tmp_path: Path) -> None:
+    from library.web.access import Places
+    from library.web.run import Seen
+    from library.web.runs import all_runs
+    from library.web.site import Site
+
+    site = Site.of(Places.of([tmp_path / "output"], []))
+    run, outside = tmp_path / "output/deep/run", tmp_path / "secret.toml"
+    write_metrics(run, 20)
+    outside.write_text("# Tandem: a secret\n[training]\nmax_train_steps = 7\n")
+    (run / "config.toml").symlink_to(outside)  # leads out of the folders that the page was given
+    (run / "samples").mkdir()
+    shutil.copy(run / "metrics.jsonl", run / "samples")  # no run
+
+    def seen() -> Seen:
+        (found,) = all_runs(site, site.jobs.all())
+        return found
+
+    assert (seen().name, seen().state, seen().step, seen().total) == ("deep/run", "stopped", 20, None)
+    (run / "config.toml").unlink()
+    (run / "config.toml").write_text(
+        "# Tandem: of a run\n[training]\nmax_train_epochs = 4\n[saving]\noutput_name = 'x'\n"
+    )
+    assert seen().total == 32  # 20 steps were two epochs and about a half
+    lock = FolderLock(run, "run", print)
+    lock.acquire()
+    assert (seen().state, seen().eta) == ("running", 12 * 0.5)
+    lock.release()
+    code = "import os; from pathlib import Path; from library.folder_lock import FolderLock as L; "
+    code += f"L(Path({str(run)!r}), 'run', print).acquire(); os._exit(9)"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
+    assert seen().state == "lost"  # its process was killed
+    (run / ".lock").unlink()
+    (run / "x.safetensors").write_bytes(b"")
+    assert seen().state == "done"
 
 
 @pytest.fixture(scope="module")

@@ -107,8 +107,12 @@ if (pair) {
 
 // The log: followed while its end is in sight
 let atEnd = true;
-const log = () => one("[data-follow]");
-const follow = () => { if (log() && atEnd) log().scrollTop = log().scrollHeight; };
-document.addEventListener("scroll", (event) => { if (event.target === log()) atEnd = log().scrollHeight - log().scrollTop - log().clientHeight < 40; }, true);
+function follow() {
+  const log = one("[data-follow]");
+  if (log && atEnd) log.scrollTop = log.scrollHeight;
+}
+document.addEventListener("scroll", ({ target }) => {
+  if (target.matches?.("[data-follow]")) atEnd = target.scrollHeight - target.scrollTop - target.clientHeight < 40;
+}, true);
 document.addEventListener("htmx:after:swap", () => { follow(); if (pair) compare(); });
 follow();
