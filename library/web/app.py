@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mimetypes
 from pathlib import Path
+from threading import Thread
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -47,6 +48,7 @@ def create_app(places: Places, port: int, token: str | None = None) -> ASGIApp:
 
     site = Site.of(places)
     site.jobs.begin()  # what was queued when the machine went down
+    Thread(target=lambda: runs.all_runs(site, site.jobs.all()), daemon=True).start()  # the first visit finds it read
     screens = [site.routes(module.ROUTES) for module in (runs, new_run, data, precision, generate, chat)]
     routes = [
         *(route for found in screens for route in found),

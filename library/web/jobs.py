@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -48,6 +48,7 @@ class Job:
         queued: waits for its turn; else it begins at once.
         output: the folder of the run that it writes, or "".
         folder: its own. place: its turn. began, ended: seconds since 1970. code: its exit code. pid: its process.
+        asked: whether it was asked to end.
     """
 
     id: str
@@ -64,6 +65,7 @@ class Job:
     began: float | None = None
     ended: float | None = None
     code: int | None = None
+    asked: bool = False
     state: State = "waiting"
 
     @property
@@ -149,9 +151,10 @@ class Jobs:
             return [job for name in names if (job := self._read(name)) is not None]
         return []
 
-    def queue(self) -> list[Job]:
-        """Return the queued jobs that are not over, in their order."""
-        return sorted((job for job in self.all() if job.queued and not job.is_over), key=_turn)
+    def queue(self, jobs: Iterable[Job] | None = None) -> list[Job]:
+        """Return the queued jobs that are not over, of all or of ``jobs``, in their order."""
+        found = self.all() if jobs is None else jobs
+        return sorted((job for job in found if job.queued and not job.is_over), key=_turn)
 
     def get(self, name: str) -> Job:
         """Return a job; raises a UserError if there is none."""
@@ -178,8 +181,11 @@ class Jobs:
         job = self.get(name)
         if job.state == "waiting" and claim(job.folder, 0):
             write_text(job.folder / "ended.json", json.dumps({"code": 130, "at": time.time()}))
-        elif (job := self.get(name)).state == "running":
-            end_group(job.pid, at_once=again)
+        elif (job := self.get(name)).state == "running" and job.pid:
+            with suppress(FileExistsError):
+                if not again:
+                    open(job.folder / "asked", "x").close()  # once: a trainer ends at the second one without saving
+                end_group(job.pid, at_once=again)
 
     def remove(self, name: str) -> None:
         """Delete a job that is over, with its log; what it made elsewhere stays."""
@@ -200,7 +206,10 @@ class Jobs:
             return job
         if not running:  # being written
             running = {"at": time.time()}
-        changed: dict[str, Any] = {"pid": running.get("pid", 0), "began": running.get("at"), "state": "running"}
+        changed: dict[str, Any] = {
+            "pid": running.get("pid", 0), "began": running.get("at"), "state": "running",
+            "asked": (own / "asked").exists(),
+        }  # fmt: skip
         if ended is not None:
             code = ended.get("code", 1)
             state = "done" if code == 0 else "stopped" if code in _STOPPED else "failed"

@@ -1,16 +1,112 @@
-"""Placeholder."""
+"""All runs and the queue, live; and runs beside each other."""
 
 from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from library.errors import UserError
+from library.web import run
+from library.web.jobs import Job
+from library.web.run import Seen, defaults_of, live, look, samples, script_of, settings_of
 from library.web.site import Form, Handler, Site
+
+_DEPTH = 4  # folders below an output folder
+_NO_RUNS = re.compile(r"\..*|samples|.*-state")  # in folders that are called so
+_NEWS_SECONDS = 3600  # for which a job that is over stays below the queue
+_MOST = 6  # runs beside each other: as many as there are colours
+
+
+def find_runs(folder: Path, depth: int = _DEPTH) -> Iterator[Path]:
+    """Yield the folders of runs in ``folder`` and below."""
+    with suppress(OSError):
+        entries = {entry.name: entry for entry in os.scandir(folder)}
+        if "metrics.jsonl" in entries or ("config.toml" in entries and settings_of(folder)):
+            yield folder
+        for name, entry in entries.items() if depth else ():
+            if (
+                name[0] != "."
+                and name != "samples"
+                and not name.endswith("-state")
+                and entry.is_dir(follow_symlinks=False)
+            ):
+                yield from find_runs(folder / name, depth - 1)
+
+
+def all_runs(site: Site, jobs: list[Job]) -> list[Seen]:
+    """Return all runs, those that go on or wait first, then the newest."""
+    of_folder = {Path(job.output): job for job in reversed(jobs) if job.output}
+    folders = dict.fromkeys([*of_folder, *(run for place in site.places.outputs for run in find_runs(place))])
+    inside = [f for f in folders if any(f.is_relative_to(place) for place in site.places.outputs)]
+    runs = [look(site, folder, of_folder.get(folder)) for folder in inside]
+    return sorted(runs, key=lambda run: ({"running": 0, "waiting": 1}.get(run.state, 2), -run.when))
 
 
 def show(site: Site, request: Request, form: Form) -> Response:
-    """Show."""
-    return site.page(request, "base.html", title="Runs")
+    """Show the runs whose name holds ``q``, and the queue; or what has changed of them."""
+    jobs, asked = site.jobs.all(), request.query_params.get("q", "").strip()
+    runs = all_runs(site, jobs)
+    others = [job for job in jobs if not job.output and not job.queued and job.state == "running"]
+    news = [job for job in jobs if not job.output and job.is_over and time.time() - (job.ended or 0) < _NEWS_SECONDS]
+    values: dict[str, Any] = {
+        "runs": [run for run in runs if asked.lower() in run.name.lower()], "count": len(runs), "q": asked,
+        "queue": [*site.jobs.queue(jobs), *others, *news[:5]],
+    }  # fmt: skip
+    if request.query_params.get("part"):
+        return live(site, request, "runs.html", "list", **values)
+    return site.page(request, "runs.html", seen="", **values)
 
 
-ROUTES: dict[str, Handler | tuple[Handler | None, Handler]] = {"/": show}
+def change_queue(site: Site, request: Request, form: Form) -> Response:
+    """Move a waiting job up or down, take it out, end another one, or clear away one that is over."""
+    job, what = site.jobs.get(str(form.get("id", ""))), form.get("what")
+    if what in ("up", "down"):
+        site.jobs.move(job.id, -1 if what == "up" else 1)
+    else:
+        site.jobs.stop(job.id)
+        if job.state != "running":
+            site.jobs.remove(job.id)
+    return Response(status_code=204, headers={"hx-trigger": "changed"})
+
+
+def compare(site: Site, request: Request, form: Form) -> Response:
+    """Show runs over each other: curves, samples of one step, settings that differ."""
+    paths = [site.places.find(path, output=True) for path in request.query_params.getlist("path")]
+    if not 2 <= len(paths) <= _MOST:
+        raise UserError(f"comparing takes two to {_MOST} runs, not {len(paths)}; choose them on the screen Runs")
+    runs = [look(site, path, site.jobs.of_output(path)) for path in paths]
+    shown = [{(row["kind"], row["prompt"]): row["shots"] for row in samples(path)} for path in paths]
+    prompts = [key for key in shown[0] if any(key in other for other in shown[1:])]
+    steps = sorted({step for rows in shown for key in prompts for step in rows.get(key, ())})
+    asked = request.query_params.get("step", "")
+    step = int(asked) if asked.isdigit() and int(asked) in steps else max(steps, default=0)
+    pictures = [(prompt, [_newest(rows.get((kind, prompt), {}), step) for rows in shown]) for kind, prompt in prompts]
+    values = {"runs": runs, "steps": steps, "step": step, "pictures": pictures, "differences": _differences(paths)}
+    return site.page(request, "compare.html", **values)
+
+
+def _newest(shots: dict[int, tuple[Path, float]], step: int) -> tuple[int, Path, float] | None:
+    at = max((known for known in shots if known <= step), default=None)
+    return None if at is None else (at, *shots[at])
+
+
+def _differences(paths: list[Path]) -> list[tuple[str, list[tuple[str, bool]]]]:
+    """Return option -> each run's value, and whether the run itself says so; of those that differ."""
+    said = [settings_of(path) for path in paths]
+    keys = dict.fromkeys(key for one in said for key in one if key not in ("output_dir", "output_name"))
+    pairs = [(one, defaults_of(script_of(one))) for one in said]
+    rows = [(key, [(str(own.get(key, usual.get(key))), key in own) for own, usual in pairs]) for key in keys]
+    return [(key, cells) for key, cells in rows if len({text for text, _ in cells}) > 1]
+
+
+ROUTES: dict[str, Handler | tuple[Handler | None, Handler]] = {
+    "/": show, "/queue": (None, change_queue), "/compare": compare, **run.ROUTES,
+}  # fmt: skip

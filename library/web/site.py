@@ -8,6 +8,7 @@ as a page of its own.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -48,7 +49,7 @@ class Site:
         templates = Environment(loader=FileSystemLoader(HERE / "templates"), autoescape=True, undefined=StrictUndefined,
                                 trim_blocks=True, lstrip_blocks=True)  # fmt: skip
         templates.filters |= {"number": number, "duration": duration, "size": size, "moment": moment,
-                              "short": places.show, "json": json.dumps}  # fmt: skip
+                              "ago": ago, "short": places.show, "json": json.dumps}  # fmt: skip
         templates.globals |= {"screens": SCREENS, "url": url}
         return cls(places, Jobs(places.state), templates)
 
@@ -99,7 +100,7 @@ def goto(address: str) -> Response:
     return Response(status_code=204, headers={"hx-redirect": address})
 
 
-def url(path: str, **query: object) -> str:
+def url(path: str, /, **query: object) -> str:
     """Return an address with its query."""
     return f"{path}?{urlencode({key: str(value) for key, value in query.items()})}" if query else path
 
@@ -132,3 +133,12 @@ def size(nbytes: float | None) -> str:
 def moment(when: float | None) -> str:
     """Return "2026-11-24 17:05", in this machine's time."""
     return "–" if not when else datetime.fromtimestamp(when).strftime("%Y-%m-%d %H:%M")
+
+
+def ago(when: float) -> str:
+    """Return "5 min ago"; of what is new "just now"."""
+    minutes = int(time.time() - when) // 60
+    for length, unit in ((1440, "day"), (60, "h"), (1, "min")):
+        if count := max(0, minutes) // length:
+            return f"{count} {unit}{'s' if unit == 'day' and count > 1 else ''} ago"
+    return "just now"

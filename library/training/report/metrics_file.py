@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
+from bisect import bisect_left
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +22,7 @@ from library.errors import UserError
 from library.files import read_bytes
 
 _LARGEST = 1e30  # of what is drawn: axes in logarithms of fp32 numbers
+_REMEMBERED = 512  # bytes before the place that was read up to: about a line
 
 Values = NDArray[np.float64]
 Series = tuple[Values, Values]  # steps, values
@@ -52,24 +55,97 @@ def read_run(path: Path, name: str | None = None) -> Run:
     file = path / "metrics.jsonl" if path.is_dir() else path
     if not file.is_file():
         raise UserError(f"{file}: no such file; name a run's output folder (one that holds metrics.jsonl)")
-    by_step: dict[int, dict[str, float]] = {}
-    newest = -1
-    for line in read_bytes(file).decode("utf-8", errors="replace").splitlines():
-        record = parse_line(line)
-        if record is None:
-            continue
-        step = int(record.pop("step"))
-        if "loss" in record:
-            if step <= newest:  # a resumed run repeats steps: forget what was beyond
-                by_step = {known: values for known, values in by_step.items() if known < step}
-            newest = step
-        by_step.setdefault(step, {}).update(record)
-    if not any(by_step.values()):
+    reader = MetricsReader(file)
+    columns = reader.read()
+    if not reader.has_steps:
         raise UserError(f"{file}: holds no metrics yet; wait for the run's first step, or name another run")
-    return Run(name or file.resolve().parent.name, _columns(by_step))
+    return Run(name or file.resolve().parent.name, columns)
 
 
-def parse_line(line: str) -> dict[str, float] | None:
+class MetricsReader:
+    """A metrics file that is read again and again while it grows, each time only what is new.
+
+    A file that was exchanged or cut (a resumed run does so) is read from its beginning: what it held last before the
+    place that was read up to must still be there.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._inode = file, 0
+        self._forget()
+
+    def _forget(self) -> None:
+        self._columns: dict[str, tuple[array[float], array[float]]] = {}
+        self._newest, self._end, self._before = -1, 0, b""
+
+    @property
+    def has_steps(self) -> bool:
+        """Whether anything was read so far."""
+        return bool(self._columns)
+
+    def read(self) -> dict[str, Series]:
+        """Return the metrics by key, of all that is in the file by now.
+
+        Raises:
+            UserError: it cannot be read.
+        """
+        inode = self._file.stat().st_ino if self._file.is_file() else 0
+        data = read_bytes(self._file, begin=self._end - len(self._before))
+        if inode != self._inode or not data.startswith(self._before):
+            self._forget()
+            data = read_bytes(self._file)
+        self._inode, new = inode, data[len(self._before) :]
+        whole = len(new) if parse_line(new[new.rfind(b"\n") + 1 :]) else new.rfind(b"\n") + 1  # not half a line
+        for line in new[:whole].splitlines():
+            if record := parse_line(line):
+                self._add(int(record.pop("step")), record)
+        self._end += whole
+        self._before = data[: len(data) - len(new) + whole][-_REMEMBERED:]
+        return {key: drawn for key, column in self._columns.items() if (drawn := _drawn(*column)) is not None}
+
+    def _add(self, step: int, record: dict[str, float]) -> None:
+        if "loss" in record:
+            if step <= self._newest:  # a resumed run repeats steps: forget what was beyond
+                for steps, values in self._columns.values():
+                    at = bisect_left(steps, step)
+                    del steps[at:], values[at:]
+            self._newest = step
+        for key, value in record.items():
+            steps, values = self._columns.setdefault(key, (array("d"), array("d")))
+            at = len(steps) if not steps or steps[-1] < step else bisect_left(steps, step)
+            if at < len(steps) and steps[at] == step:
+                values[at] = value
+            else:
+                steps.insert(at, step)
+                values.insert(at, value)
+
+
+def thin(series: Series, most: int) -> Series:
+    """Keep the first and the last point, and the lowest and highest of each of ``most / 2`` stretches: every spike."""
+    steps, values = series
+    if len(values) <= most:
+        return series
+    width = -(-len(values) // max(1, most // 2 - 1))
+    padded = np.full(-(-len(values) // width) * width, np.nan)
+    padded[: len(values)] = values
+    stretches = padded.reshape(-1, width)
+    lowest = np.where(np.isnan(stretches), np.inf, stretches).argmin(1)  # of a stretch of gaps the first, a gap
+    highest = np.where(np.isnan(stretches), -np.inf, stretches).argmax(1)
+    first = np.arange(len(stretches)) * width
+    kept = np.unique(np.concatenate([first + lowest, first + highest, [0, len(values) - 1]]))
+    return steps[kept], values[kept]
+
+
+def average(values: Values, decay: float) -> Values:
+    """Return the exponential moving average that ``loss_ema`` is: it begins with the first value, gaps do not count."""
+    averages, current = np.empty_like(values), math.nan
+    for i, value in enumerate(values.tolist()):
+        if not math.isnan(value):
+            current = value if math.isnan(current) else decay * current + (1 - decay) * value
+        averages[i] = current
+    return averages
+
+
+def parse_line(line: str | bytes) -> dict[str, float] | None:
     """Return a line's numbers, or ``None`` for one that is empty, half-written or no metrics."""
     try:
         record = json.loads(line)
@@ -86,16 +162,9 @@ def _number(value: float) -> float:
     return float(value) if abs(value) < _LARGEST else math.nan
 
 
-def _columns(by_step: dict[int, dict[str, float]]) -> dict[str, Series]:
-    keys = dict.fromkeys(key for record in by_step.values() for key in record)
-    columns: dict[str, Series] = {}
-    for key in keys:
-        points = [(step, by_step[step][key]) for step in sorted(by_step) if key in by_step[step]]
-        steps, values = np.array(points, dtype=np.float64).T
-        values[~np.isfinite(values)] = np.nan  # drawn as gaps
-        if np.isfinite(values).any():
-            columns[key] = (steps, values)
-    return columns
+def _drawn(steps: array[float], values: array[float]) -> Series | None:
+    numbers = np.array(values)
+    return (np.array(steps), numbers) if np.isfinite(numbers).any() else None  # others are drawn as gaps
 
 
 def _equal(one: Series, other: Series) -> bool:

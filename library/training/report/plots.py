@@ -30,7 +30,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from library.errors import UserError, WriteError
 from library.files import atomic_path
 from library.training.optim.lr_tracker import detect_settled, warmup_end
-from library.training.report.metrics_file import Run, Series, Values, read_run
+from library.training.report.metrics_file import Run, Series, Values, read_run, thin
 
 LogAxes = Literal["auto", "on", "off"]
 
@@ -172,7 +172,7 @@ def draw_noise_levels(run: Run, subject: str = "") -> Figure:
             begin = min(_FEWEST, len(steps)) - 1  # an average of few samples is none
             average = steps[begin:], _moving_average(values)[begin:]
             label = f"σ {level.replace('-', '–')}"
-            axes.plot(*_thin(average), color=colour, linewidth=1.9, label=label, **_dot(average))
+            axes.plot(*thin(average, _POINTS), color=colour, linewidth=1.9, label=label, **_dot(average))
             shown.append(average[1])
         _scale(axes, shown, "auto", margin=0.14, from_zero=True)
         axes.set_xlabel("optimizer step (moving average, before loss weights)")
@@ -313,9 +313,9 @@ def _draw_noisy(
     """Draw a moving average, over the steps themselves if wanted; return the values the axis must show."""
     average = average or (series[0], _moving_average(series[1]))
     if with_steps:
-        axes.plot(*_thin(series), color=colour, alpha=0.28, linewidth=0.8)
+        axes.plot(*thin(series, _POINTS), color=colour, alpha=0.28, linewidth=0.8)
     look = {"linewidth": 1.9, "dash_capstyle": "butt", **look, **_dot(average)}
-    axes.plot(*_thin(average), color=colour, **look)
+    axes.plot(*thin(average, _POINTS), color=colour, **look)
     return [average[1], np.nanpercentile(series[1], [1.0, 99.0])] if with_steps else [average[1]]
 
 
@@ -355,7 +355,7 @@ def _draw_panel(axes: Axes, runs: Sequence[Run], title: str, prefix: str, log: L
     lines = [(i, group, series) for i, run in enumerate(runs) for group, series in run.groups(prefix).items()]
     for (i, group, series), look in zip(lines, _looks([series for _, _, series in lines]), strict=True):
         own = {"linestyle": _style(names.index(group[0])), "linewidth": 1.7, "dash_capstyle": "butt"}
-        axes.plot(*_thin(series), color=_colour(i), **own | look | _dot(series))
+        axes.plot(*thin(series, _POINTS), color=_colour(i), **own | look | _dot(series))
         shown.append(series[1])
     lowest_peak = min(float(np.nanmax(values)) for values in shown)
     _scale(axes, shown, log, lowest=lowest_peak / _LR_SPAN if prefix == "lr/" else 0.0, from_zero=True)
@@ -489,19 +489,6 @@ def _distinct_names(runs: Sequence[Path]) -> list[str]:
         name if named.count(name) == 1 else f"{folder.parent.name}/{folder.name}"
         for name, folder in zip(named, folders, strict=True)
     ]
-
-
-def _thin(series: Series) -> Series:
-    """Keep the lowest and highest point of each of a thousand stretches, so that no spike is lost."""
-    steps, values = series
-    if len(values) <= _POINTS:
-        return series
-    indices: list[int] = []
-    for stretch in np.array_split(np.arange(len(values)), _POINTS // 2):
-        part = values[stretch]
-        if np.isfinite(part).any():
-            indices += sorted({int(stretch[np.nanargmin(part)]), int(stretch[np.nanargmax(part)])})
-    return steps[indices], values[indices]
 
 
 def _moving_average(values: Values) -> Values:

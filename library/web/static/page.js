@@ -82,3 +82,14 @@ for (const type of ["dragover", "dragleave", "drop"]) {
 }
 
 document.addEventListener("htmx:error", () => say("The page's program does not answer: it may have been closed. Jobs that it began go on; start it again with make ui."));
+
+// hx-confirm in a dialog of the page's own.
+document.addEventListener("htmx:confirm", (event) => {
+  event.preventDefault();
+  const box = document.createElement("dialog"), form = Object.assign(document.createElement("form"), { method: "dialog", className: "bar" });
+  box.append(Object.assign(document.createElement("p"), { textContent: event.detail.ctx.confirm }), form);
+  for (const [value, text] of [["", "Cancel"], ["yes", "Yes"]]) form.append(Object.assign(document.createElement("button"), { value, textContent: text }));
+  box.addEventListener("close", () => { box.remove(); box.returnValue ? event.detail.issueRequest() : event.detail.dropRequest(); });
+  document.body.append(box);
+  box.showModal();
+});

@@ -1,0 +1,391 @@
+"""What is known of a run, from its folder alone: where it stands, its curves, samples, log and files; and its screen.
+
+A folder with ``metrics.jsonl``, or with the ``config.toml`` that a trainer wrote, is a run, whoever began it. If the
+page did, its job says how it ended; else the folder's lock and files do. Of ``metrics.jsonl`` only the end is read to
+say where a run stands. Curves are read on from where they were read up to, and thinned before they are sent.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+import struct
+import tomllib
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from hashlib import blake2b
+from pathlib import Path
+from statistics import median
+from threading import Lock
+from typing import Any, TypeVar
+
+from PIL import Image
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from library.config.model_types import LANGUAGE_MODELS
+from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields
+from library.errors import UserError
+from library.files import write_text
+from library.folder_lock import LOCK, is_held
+from library.training.report.metrics_file import MetricsReader, Run, Series, average, parse_line, thin
+from library.web.jobs import Job
+from library.web.site import Form, Handler, Site
+
+Read = TypeVar("Read")
+ASKS = {"STOP": "Stop", "SAVE": "Save", "SAMPLE": "Sample"}  # files of docs/reliability.md
+_POINTS = 1000  # of a curve, about what a screen has pixels
+_OPEN = 8  # metrics files that are kept in memory, of about 4 MB for 10,000 steps
+_HEADER_BYTES = 8 * 2**20  # of a LoRA's header; the largest have half a MiB
+_SHOT = re.compile(r"step(\d{6,})_(\d{2,})\.png")
+_LOADS_IN = re.compile(r"^ *loads in .*(?:\n.*\S.*)+", re.M)
+# title, keys (those that end in / or _ begin so), how it is drawn, logarithmic: "loss" as chosen, "auto" over a decade
+_CHARTS = (
+    ("Loss", ("loss",), "noisy", "loss"),
+    ("Held-out loss", ("val_loss", "val_prior_loss"), "points", "loss"),
+    ("Learning rate", ("lr/",), "line", "auto"),
+    ("Step size d · lr", ("d*lr/",), "line", "auto"),
+    ("Distance estimate d", ("d/",), "line", "auto"),
+    ("Gradient norm", ("grad_norm",), "noisy", "auto"),
+    ("Loss by noise level σ", ("loss/sigma_",), "smooth", "loss"),
+    ("Held-out loss by noise level σ", ("val_loss/sigma_",), "points", "loss"),
+    ("Peak memory, GiB", ("peak_mem_bytes",), "line", ""),
+    ("Seconds a step", ("s_per_it", "data_wait_s"), "smooth", ""),
+)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Where a run stands; ``job`` is the page's that writes it, if the newest to do so is one."""
+
+    path: Path
+    name: str
+    state: str
+    step: int
+    total: int | None
+    eta: float | None
+    newest: dict[str, float]
+    when: float
+    job: Job | None
+    asked: frozenset[str]
+    error: str
+
+    @property
+    def rate(self) -> tuple[str, float | None]:
+        """The largest d·lr of its groups where there is a d, else learning rate; and which of the two it is."""
+        prefix = "d*lr/" if any(key.startswith("d/") for key in self.newest) else "lr/"
+        values = [value for key, value in self.newest.items() if key.startswith(prefix)]
+        return "d·lr" if prefix[0] == "d" else "lr", max(values, default=None)
+
+
+def look(site: Site, folder: Path, job: Job | None) -> Seen:
+    """Return where the run in ``folder`` stands; ``job``: the newest that writes there."""
+    held, changed = is_held(folder), _changed(folder / "metrics.jsonl")
+    if job and job.state != "running" and (held or (job.is_over and changed > (job.ended or changed) + 5)):
+        job = None  # a terminal's run came after it
+    newest, settings = end_of(folder / "metrics.jsonl") or {}, settings_of(folder)
+    step = int(newest.get("step", 0))
+    total = _total(settings, newest, step, job)
+    left = _left(folder, str(settings.get("output_name", "lora")), total, step, changed)
+    state = "running" if held else left if job is None or (job.state, left) == ("lost", "done") else job.state
+    goes_on, asked = state == "running", {name for name in ASKS if (folder / name).exists()}
+    asked |= {"STOP"} if job and job.asked else set()
+    above = max((place for place in site.places.outputs if folder.is_relative_to(place)), key=lambda p: len(p.parts))
+    return Seen(
+        folder, str(folder.relative_to(above)) if folder != above else folder.name, state, step, total,
+        max(0, total - step) * newest["s_per_it"] if goes_on and total and "s_per_it" in newest else None, newest,
+        max(changed, job.ended or job.began or job.created if job else _changed(folder / "config.toml")), job,
+        frozenset(asked if goes_on else ()), _error(job) if job and state in ("failed", "lost") else "",
+    )  # fmt: skip
+
+
+def _changed(path: Path) -> float:
+    with suppress(OSError):
+        return path.stat().st_mtime
+    return 0.0
+
+
+def _left(folder: Path, name: str, total: int | None, step: int, changed: float) -> str:
+    """Return how a run ended of which there are files alone."""
+    if (folder / LOCK).exists():
+        return "lost"  # nobody gave it back
+    made = max(_changed(folder / f"{name}.safetensors"), _changed(folder / name))
+    return "done" if (made and made >= changed - 5) or (total and step >= total) else "stopped"
+
+
+def _total(settings: dict[str, Any], newest: dict[str, float], step: int, job: Job | None) -> int | None:
+    """Return the steps in all; of epochs what the log says, else what those that are over come to."""
+    epochs = settings.get("max_train_epochs")
+    if not isinstance(epochs, int):
+        steps = settings.get("max_train_steps", defaults_of(script_of(settings))["max_train_steps"])
+        return steps if isinstance(steps, int) and settings else None
+    if job and (said := re.findall(r"^[\d: -]*step \d+/(\d+)", job.log, re.M)):
+        return int(said[-1])
+    epoch = newest.get("epoch", 0)
+    return max(step, round(step * epochs / (epoch + 0.5))) if epoch else None
+
+
+@lru_cache(maxsize=500)
+def _error(job: Job) -> str:
+    """Return what a job that is over said last of an error."""
+    return job.error or "It was killed, or the machine went down."
+
+
+def once(read: Callable[[Path], Read]) -> Callable[[Path], Read | None]:
+    """Have a file read once for each of its versions; None of one that cannot be read, is a link or no file."""
+    kept = lru_cache(maxsize=4000)(lambda path, *version: read(path))
+
+    def read_once(path: Path) -> Read | None:
+        with suppress(OSError, ValueError, KeyError, SyntaxError, RecursionError, struct.error):
+            about = path.lstat()
+            if stat.S_ISREG(about.st_mode):
+                return kept(path, about.st_ino, about.st_size, about.st_mtime_ns)
+        return None
+
+    return read_once
+
+
+@once
+def end_of(file: Path) -> dict[str, float]:
+    """Return a run's newest metrics, ``s_per_it`` as the median of its last lines."""
+    for most in (2**12, 2**17):  # about 8 lines; of a hundred processes a line is longer
+        with open(file, "rb") as opened:
+            begin = opened.seek(max(0, file.stat().st_size - most))
+            lines = opened.read(most).split(b"\n")
+        records = [record for line in lines[begin > 0 :] if (record := parse_line(line))]
+        if any("loss" in record for record in records):
+            break
+    newest = {key: value for record in records for key, value in record.items()}
+    if speeds := [record["s_per_it"] for record in records if "s_per_it" in record]:
+        newest["s_per_it"] = median(speeds)
+    return newest
+
+
+@once
+def text_of(file: Path) -> str:
+    """Return a configuration as it is."""
+    with open(file, "rb") as opened:
+        return opened.read(2**20).decode("utf-8", "replace")
+
+
+@once
+def _settings(file: Path) -> dict[str, Any]:
+    text = text_of(file) or ""
+    tables = tomllib.loads(text) if text.startswith("# Tandem") else {}
+    return {key: value for table in tables.values() if isinstance(table, dict) for key, value in table.items()}
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """Return the settings by key that a trainer wrote into a run's ``config.toml``; nothing if none did."""
+    return _settings(folder / "config.toml") or {}
+
+
+def script_of(settings: dict[str, Any]) -> Script[Any]:
+    """Return the script that settings are for."""
+    return LLM if "data_dir" in settings else LANGUAGE_LORA if settings.get("model_type") in LANGUAGE_MODELS else LORA
+
+
+@cache
+def defaults_of(script: Script[Any]) -> dict[str, Any]:
+    """Return what is meant where a configuration says nothing."""
+    return {key: field.default for key, (_, field) in fields(script).items()}
+
+
+_readers: OrderedDict[Path, MetricsReader] = OrderedDict()
+_reading = Lock()
+
+
+def _columns(file: Path) -> dict[str, Series]:
+    with _reading:
+        reader = _readers.setdefault(file, MetricsReader(file))
+        _readers.move_to_end(file)
+        if len(_readers) > _OPEN:
+            _readers.popitem(last=False)
+        return reader.read() if file.is_file() and not file.is_symlink() else {}
+
+
+def curves(site: Site, request: Request, form: Form) -> Response:
+    """Answer what charts are drawn of, of one run or several; 204 if nothing is new since ``have``."""
+    query = request.query_params
+    paths = [site.places.find(path, output=True) for path in query.getlist("path")[:_OPEN]]
+    said = query.get("smooth", "")
+    decay = min(float(said), 0.999) if re.fullmatch(r"[01](\.\d{1,9})?", said) else 0.95
+    files = [path / "metrics.jsonl" for path in paths]
+    tag = " ".join(
+        [said, *(f"{s.st_ino}.{s.st_size}.{s.st_mtime_ns}" for f in files if f.is_file() for s in [f.stat()])]
+    )
+    if tag == query.get("have"):
+        return Response(status_code=204)
+    runs = [Run(path.name, _columns(file)) for path, file in zip(paths, files, strict=True)]
+    charts = [chart for row in _CHARTS if (chart := _chart(runs, decay, *row))["lines"]]
+    return JSONResponse({"tag": tag, "charts": charts})
+
+
+def _chart(runs: list[Run], decay: float, title: str, keys: tuple[str, ...], look: str, log: str) -> dict[str, Any]:
+    lines = []
+    for number, run in enumerate(runs):
+        of_run: list[tuple[str, Series]] = []
+        for key in keys:
+            if key[-1] in "/_":
+                of_run += [(", ".join(names), series) for names, series in run.groups(key).items()]
+            elif key in run.columns:
+                of_run.append((key, run.columns[key]))
+        for label, (steps, values) in sorted(of_run) if keys[0][-1] == "_" else of_run:
+            values = values / 2**30 if "bytes" in label else values
+            drawn = [(False, average(values, decay) if look in ("noisy", "smooth") and decay > 0 else values)]
+            if look == "noisy" and decay > 0 and len(runs) == 1:
+                drawn.insert(0, (True, values))  # each step's, behind
+            for faint, shown in drawn:
+                xs, ys = thin((steps, shown), _POINTS)
+                lines.append({
+                    "run": number, "label": label + (", each" if faint else ""), "faint": faint,
+                    "steps": xs.astype(int).tolist(),
+                    "values": [float(f"{y:.6g}") if y == y else None for y in ys.tolist()],
+                })  # fmt: skip
+    seen = [y for line in lines for y in line["values"] if y]
+    is_wide = log == "auto" and bool(seen) and min(seen) > 0 and max(seen) > 10 * min(seen)
+    return {"title": title, "lines": lines, "points": look == "points", "log": is_wide, "loss": log == "loss"}
+
+
+def samples(folder: Path) -> list[dict[str, Any]]:
+    """Return a run's samples: a row for each prompt, in it ``shots`` of step -> file and version."""
+    rows: dict[str, dict[str, Any]] = {}
+    for place in (folder / "samples", folder / "samples/general"):
+        for path in sorted(place.glob("step*_*.png")) if place.is_dir() else ():
+            if (match := _SHOT.fullmatch(path.name)) and (version := _changed(path)):
+                key = f"{place.relative_to(folder)}/{match[2]}"
+                row = rows.setdefault(key, {"key": key, "kind": place.name, "shots": {}})
+                row["shots"][int(match[1])] = (path, version)
+    for row in rows.values():
+        row["shots"] = dict(sorted(row["shots"].items()))
+        row["prompt"] = _prompt(row["shots"][max(row["shots"])][0])
+    return list(rows.values())
+
+
+@once
+def _prompt(path: Path) -> str:
+    with Image.open(path) as image:
+        return str(image.info.get("prompt", "")).partition(" --")[0]
+
+
+def texts(folder: Path) -> list[tuple[int, str]]:
+    """Return what a language model wrote at steps, the newest first."""
+    found = sorted((folder / "samples").glob("*.txt"), reverse=True)[:20]
+    return [(int("0" + re.sub(r"\D", "", path.stem)), (text_of(path) or "")[:20_000]) for path in found]
+
+
+@once
+def _file(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length)) if length < _HEADER_BYTES else {}
+    rank = str(header.get("__metadata__", {}).get("ss_network_dim", ""))[:12]
+    return {"path": path, "when": _changed(path), "size": path.stat().st_size, "rank": rank}
+
+
+def loras(folder: Path, job: Job | None, jobs: list[Job]) -> list[dict[str, Any]]:
+    """Return the LoRA files of a run, the newest first, and what is known of where they load."""
+    checks = {job.words[-1]: job for job in reversed(jobs) if job.kind == "inspect"}
+    found = [known for path in folder.glob("*.safetensors") if (known := _file(path))]
+    for i, known in enumerate(sorted(found, key=lambda known: known["when"], reverse=True)):
+        check = checks.get(str(known["path"]))
+        check = check if check and check.created > known["when"] else None
+        at_end = job if job and job.state == "done" and "-step" not in known["path"].name else None
+        said = next((table for j in (check, at_end) if j for table in _LOADS_IN.findall(j.log)), "")
+        found[i] = known | {"check": check, "loads": said}
+    return found
+
+
+def live(site: Site, request: Request, template: str, block: str, **values: Any) -> Response:
+    """Return a block that is asked for again and again: nothing (204) while it is as it was ``seen``."""
+    body = bytes(site.part(template, block, seen="\0", **values).body)
+    tag = blake2b(body, digest_size=8).hexdigest()
+    if request.query_params.get("seen") == tag:
+        return Response(status_code=204)
+    return Response(body.replace(b"\0", tag.encode()), media_type="text/html")
+
+
+def show_run(site: Site, request: Request, form: Form) -> Response:
+    """Show a run, or the part of it that has changed."""
+    folder = site.places.find(request.query_params.get("path", ""), output=True)
+    jobs = site.jobs.all()
+    job = next((job for job in jobs if job.kind == "train" and job.output == str(folder)), None)
+    if not folder.is_dir() and job is None:
+        raise UserError(f"{site.places.show(folder)}: no such run; it may have been moved or deleted")
+    run = look(site, folder, job)
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "overview": lambda: {"run": run, "states": sorted(folder.glob("*-state"), key=_changed, reverse=True)},
+        "samples": lambda: {"run": run, "rows": samples(folder), "texts": texts(folder)},
+        "files": lambda: {"run": run, "loras": loras(folder, run.job, jobs)},
+        "log": lambda: {"run": run, "job": run.job},
+    }
+    if (part := request.query_params.get("part")) in parts:
+        return live(site, request, "run.html", part, **parts[part]())
+    values: dict[str, Any] = {key: value for part in parts.values() for key, value in part().items()}
+    values["pictures"] = [(p, _changed(p)) for p in (*folder.glob("*.png"), *folder.glob("samples/[!s]*.png"))]
+    values["config"] = next(
+        (c for at in (folder, run.job and run.job.folder) if at and text_of(c := at / "config.toml")), None
+    )
+    values["settings"] = text_of(values["config"] or folder)
+    return site.page(request, "run.html", seen="", **values)
+
+
+def show_job(site: Site, request: Request, form: Form) -> Response:
+    """Show the log of a job that is no run."""
+    job = site.jobs.get(request.query_params.get("id", ""))
+    if request.query_params.get("part"):
+        return live(site, request, "run.html", "log", run=None, job=job)
+    return site.page(request, "run.html", run=None, job=job, seen="")
+
+
+def ask(site: Site, request: Request, form: Form) -> Response:
+    """Ask a run to stop, save or sample, by file as a person would; KILL ends its process."""
+    folder, what = site.places.find(str(form.get("path", "")), output=True), str(form.get("what"))
+    job = site.jobs.of_output(folder)
+    run = look(site, folder, job)
+    if run.state != "running" or what not in (*ASKS, "KILL"):
+        raise UserError(f"{run.name}: is not running; start it again first")
+    has_begun = _changed(folder / "metrics.jsonl") > (run.job.began or 0) and run.step > 0 if run.job else True
+    if run.job and (what == "KILL" or (what == "STOP" and not has_begun)):
+        site.jobs.stop(run.job.id, again=what == "KILL")  # before the first step nobody looks for files
+    elif what == "KILL":
+        raise UserError(f"{run.name}: was begun in a terminal; press Ctrl-C twice there to end it without saving")
+    elif not has_begun:
+        raise UserError(f"{run.name}: has taken no step yet; there is nothing to {ASKS[what].lower()}")
+    else:
+        write_text(folder / what, "")
+    return Response(status_code=204, headers={"hx-trigger": "changed"})
+
+
+def again(site: Site, request: Request, form: Form) -> Response:
+    """Queue a run once more, from one of its states or its newest."""
+    folder, state = site.places.find(str(form.get("path", "")), output=True), str(form.get("state", "auto"))
+    run = look(site, folder, site.jobs.of_output(folder))
+    if run.state in ("running", "waiting"):
+        raise UserError(f"{run.name}: is {run.state} already")
+    config, settings = folder / "config.toml", settings_of(folder)
+    if not settings:
+        raise UserError(f"{site.places.show(config)}: is no configuration that a run wrote; begin a new run instead")
+    site.places.refuse_paths_outside({key: value for key, value in settings.items() if key != "output_dir"}, "config")
+    resume = state if state == "auto" else str(site.places.find(str(folder / state), output=True))
+    words = [script_of(settings).name, "--config_file", "{job}/config.toml", "--output_dir", str(folder), "--resume"]
+    site.jobs.add("train", run.name, [*words, resume], queued=True, output=str(folder),
+                  files={"config.toml": config.read_text("utf-8")})  # fmt: skip
+    return Response(status_code=204, headers={"hx-trigger": "changed"})
+
+
+def check(site: Site, request: Request, form: Form) -> Response:
+    """Find out which programs load a LoRA file, as a job."""
+    path = site.places.find(str(form.get("path", "")), output=True)
+    site.jobs.add("inspect", f"Which programs load {path.name}", ["tools/inspect_model.py", str(path)])
+    return Response(status_code=204, headers={"hx-trigger": "changed"})
+
+
+ROUTES: dict[str, Handler | tuple[Handler | None, Handler]] = {
+    "/run": show_run, "/run/curves": curves, "/run/ask": (None, ask), "/run/again": (None, again),
+    "/run/check": (None, check), "/job": show_job,
+}  # fmt: skip
