@@ -95,17 +95,21 @@ def shown(value: Any) -> str | None:
 
 def _written(text: str, field: FieldInfo) -> str | None:
     """Return a control's content as TOML; None where it asks for the default."""
+    types, lines = _types(field.annotation), [line.strip() for line in text.splitlines() if line.strip()]
 
     def scalar(item: str) -> str:  # what fits no number is a text, which the trainer refuses in its own words
         with suppress(UserError):
             value = parse_toml(f"value = {item}", NAME).get("value")
-            if isinstance(value, bool | int | float) and _types(field.annotation) & {bool, int, float}:
+            if isinstance(value, bool | int | float) and types & {bool, int, float}:
                 return item
         return '""' if item == '""' else toml_string(item)
 
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if get_origin(field.annotation) is list:
-        return None if not lines else "[]" if lines == ["[]"] else f"[{', '.join(map(scalar, lines))}]"
+    if get_origin(field.annotation) is list and lines:
+        numbers = [f"{line}.0" if line.isdecimal() and float in types else line for line in lines]
+        items = list(map(scalar, numbers))
+        if len({item[0] == '"' for item in items}) > 1:  # toml takes lists of one type
+            items = list(map(toml_string, lines))
+        return "[]" if lines == ["[]"] else f"[{', '.join(items)}]"
     return scalar(lines[0]) if lines else None
 
 
