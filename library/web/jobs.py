@@ -219,6 +219,8 @@ def job_is_gone(running: Mapping[str, float]) -> bool:
     """Return whether the process of a job that was begun is not there any more."""
     if not running.get("pid"):
         return time.time() - running.get("at", 0.0) > 10  # claimed, and its process did not come
+    if process_began(int(running.get("runner", 0))) == running.get("runner_began", -1):
+        return False  # its exit code is about to be written
     return process_began(int(running["pid"])) != running.get("process_began")
 
 
@@ -243,6 +245,7 @@ def run_job(job: Job) -> None:
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     began = {"pid": child.pid, "process_began": process_began(child.pid), "at": time.time()}
+    began |= {"runner": os.getpid(), "runner_began": process_began(os.getpid())}
     write_text(job.folder / "running.json", json.dumps(began))
     code = child.wait()
     write_text(job.folder / "ended.json", json.dumps({"code": code, "at": time.time()}))

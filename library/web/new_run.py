@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
@@ -20,6 +21,7 @@ from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from library.config.kohya.command import SCRIPT_SUFFIXES, read_command_file
 from library.config.kohya.translate import Note, summary
 from library.config.load import RawConfig, checked, read_keys
 from library.config.markers import OnlyWith, listed, words_of
@@ -44,6 +46,7 @@ _BASICS = {
     "Memory": "mixed_precision memory gradient_checkpointing fp8_scaled fp8_text_encoder blocks_to_swap",
 }
 _NAMED = (".safetensors", ".toml", ".txt", ".json", ".jsonl", ".gguf")  # files that options name
+_READ = ("config_file", "dataset_config", "train_data_dir", "reg_data_dir", "in_json", "conditioning_data_dir")
 _MADE = ("cache_directory", "distill_cache", "save_fallback_dir", "logging_dir")  # folders that need not be there yet
 
 
@@ -177,10 +180,8 @@ def examine(site: Site, text: str, pretrains: bool) -> dict[str, Any]:
         checked(replace(given, values=values.copy()), script, notes)
     except UserError as error:
         for line in str(error).splitlines():
-            found = re.match(rf"(?:{NAME}:\d+: )?([\w-]+): ", line)
-            key = found[1] if found else ""
-            stands = key in values or line.startswith(f"{NAME}:")
-            problems.append({"line": line, "key": key, "stands": stands})
+            key = found[1] if (found := re.match(rf"(?:{NAME}:\d+: )?([\w-]+): ", line)) else ""
+            problems.append({"line": line, "key": key, "stands": key in values or line.startswith(f"{NAME}:")})
     return {
         "text": text, "training": script.training, "problems": problems, "notes": summary(notes),
         "values": {key: shown(values[key]) if key in values else "" for key in known},
@@ -201,21 +202,20 @@ def _unmet(key: str, field: FieldInfo, given: Mapping[str, Any], known: Mapping[
 
 def _of_output(site: Site, values: Mapping[str, Any]) -> dict[str, str] | None:
     """Return what stands against output_dir, and a folder to take instead; None if nothing does."""
-    own = site.places.outputs[0] / Path(str(values.get("output_name") or "lora")).name
+    own, said = site.places.outputs[0] / Path(str(values.get("output_name") or "lora")).name, ""
     try:
         path = site.places.find(str(values["output_dir"]), output=True)
-        has_run = (path / "metrics.jsonl").exists() or (path / "config.toml").exists()
         job = site.jobs.of_output(path)
-        said = f"{site.places.show(path)} holds all runs; give this one a folder of its own"
-        if path not in site.places.outputs:
-            own, said = path, f"{site.places.show(path)} is that of a run that is going on or waits; choose another"
-            if job is None or job.is_over:
-                said = f"{site.places.show(path)} holds another run; choose another, or set resume or overwrite"
-                if not has_run or values.get("overwrite") or values.get("resume"):
-                    return None
+        if path in site.places.outputs:
+            said = "it holds all runs; give this one a folder of its own"
+        elif job is not None and not job.is_over:
+            own, said = path, "a run that is going on or waits has this folder; choose another"
+        elif any((path / name).exists() for name in ("metrics.jsonl", "config.toml")):
+            goes_on = values.get("overwrite") or values.get("resume")
+            own, said = path, "" if goes_on else "it holds another run; choose another, or set resume or overwrite"
     except UserError as error:
         said = str(error)
-    return {"line": f"output_dir: {said}", "free": site.places.show(_free(site, own))}
+    return {"line": f"output_dir: {said}", "free": site.places.show(_free(site, own))} if said else None
 
 
 def _free(site: Site, path: Path) -> Path:
@@ -283,7 +283,7 @@ def paths(site: Site, request: Request, form: Form) -> Response:
     text, found = request.query_params.get("text", ""), [*site.places.outputs, *site.places.folders]
     with suppress(UserError, OSError):
         folder = site.places.find(text if text.endswith("/") else str(Path(text).parent))
-        begun = [path for path in folder.iterdir() if path.name.startswith(text.rpartition("/")[2] or path.name[0])]
+        begun = [path for path in folder.iterdir() if path.name.startswith(text.rpartition("/")[2])]
         found = sorted(path for path in begun if path.name[0] != "." and (path.is_dir() or path.suffix in _NAMED))
     return JSONResponse([site.places.show(path) + "/" * path.is_dir() for path in found[:60]])
 
@@ -364,25 +364,35 @@ def side_job(site: Site, request: Request, form: Form) -> Response:
         folder = _free(site, output / Path(source).stem)
         words = ["tools/migrate_config.py", f"{{job}}/{source}", "--save_to", f"{site.places.show(folder)}/config.toml"]
         files = {source: text}
-    return _job(site, site.jobs.add(kind, kind, words, files=files))
+        _refuse_read_outside(site, source, text)
+    return show_job(site, request, form, site.jobs.add(kind, kind, words, files=files))
 
 
-def job(site: Site, request: Request, form: Form) -> Response:
+def _refuse_read_outside(site: Site, source: str, text: str) -> None:
+    """Refuse a configuration of kohya's by what would be read to translate it: datasets, another configuration."""
+    values: dict[str, Any] = {}
+    if Path(source).suffix.lower() in SCRIPT_SUFFIXES:
+        with TemporaryDirectory() as folder:
+            write_text(Path(folder) / source, text)
+            words = read_command_file(Path(folder) / source).arguments
+        for word, following in zip(words, (*words[1:], ""), strict=True):
+            name, equals, value = word.removeprefix("--").partition("=")
+            values[name] = value if equals else following
+    else:
+        values = read_keys(text, source, LORA).values
+    site.places.refuse_paths_outside({key: values[key] for key in _READ if key in values}, "")
+
+
+def show_job(site: Site, request: Request, form: Form, begun: Job | None = None) -> Response:
     """Show how far a job beside the form is."""
-    return _job(site, site.jobs.get(request.query_params.get("id", "")))
-
-
-def _job(site: Site, job: Job) -> Response:
-    _, found, settings = job.log.rpartition("\nset:\n")
-    proposed = parse_toml(settings, "settings") if job.kind == "memory" and found and job.is_over else {}
-    folder = job.words[-1].removesuffix("/config.toml")
-    return site.part(
-        "new_run.html", "job", job=job, proposed={key: shown(value) for key, value in proposed.items()},
-        opens=folder if job.kind in ("suggest", "migrate") and job.state == "done" else "",
-    )  # fmt: skip
+    job = begun or site.jobs.get(request.query_params.get("id", ""))
+    settings = job.log.rpartition("\nset:\n")[2] if job.kind == "memory" and "\nset:\n" in job.log else ""
+    proposed = {key: shown(value) for key, value in parse_toml(settings, "settings").items()} if job.is_over else {}
+    opens = job.kind in ("suggest", "migrate") and job.state == "done" and job.words[-1].removesuffix("/config.toml")
+    return site.part("new_run.html", "job", job=job, proposed=proposed, opens=opens)
 
 
 ROUTES: dict[str, Handler | tuple[Handler | None, Handler]] = {
-    "/new": show, "/new/edit": (None, edit), "/new/paths": paths, "/new/job": (job, side_job),
+    "/new": show, "/new/edit": (None, edit), "/new/paths": paths, "/new/job": (show_job, side_job),
     "/new/start": (None, start), "/new/save": (None, save),
 }  # fmt: skip
