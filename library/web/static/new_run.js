@@ -57,7 +57,7 @@ function show(found) {
 
 function fill(control, { values, unmet, problems }) {
   const key = control.dataset.key, value = values[key], option = control.closest(".option");
-  const said = problems.filter((problem) => problem.key === key).map((problem) => problem.line).join("\n");
+  const said = problems.filter((problem) => problem.key === key).map(({ line }) => line.replace(/^(configuration:\d+: )?[\w-]+: /, "")).join("\n");
   option.classList.toggle("set", value !== "");
   option.classList.toggle("unmet", key in unmet);
   option.querySelector(".goes").textContent = value === null ? "of several lines: change it in the text" : unmet[key] ?? "";
