@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_args, get_origin
+from typing import Any, cast, get_args, get_origin
 from urllib.error import HTTPError
 from urllib.parse import urlencode
 from urllib.request import Request, urlopen
@@ -30,7 +30,7 @@ from library.errors import UserError
 from library.files import toml_text
 from library.web.access import Places
 from library.web.jobs import Jobs
-from library.web.new_run import edited, examine, form_of, option, shown
+from library.web.new_run import edited, examine, form_of, option, shown, start
 from library.web.site import Site
 from tests.web.page import ROOT, WAIT, Server, Tab, expect, serve
 
@@ -236,6 +236,29 @@ def test_a_refusal_is_shown_at_the_field_it_is_about(site: Site) -> None:
     assert found["unmet"]["huber_c"] == "goes with loss_type = huber or smooth_l1"
     assert found["unmet"]["vae"].startswith("goes with model_type = flux2_klein")
     assert "ae" not in found["unmet"]
+
+
+@pytest.mark.parametrize(
+    ("text", "pretrains", "script"),
+    [
+        ('model_type = "llama"\npretrained_model_name_or_path = "m"\ntrain_data = ["d"]\n', "", "train_lora.py"),
+        ('preset = "llama-tiny"\ndata_dir = "d"\n', "1", "train_llm.py"),
+    ],
+)
+def test_several_processes_are_started_by_torchrun_with_the_script_that_the_text_is_for(
+    text: str, pretrains: str, script: str, site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Jobs, "begin", lambda self, name=None: None)
+    output = site.places.outputs[0] / "run"
+    form: Any = {"text": text + f'output_dir = "{output}"\n', "pretrains": pretrains, "processes": "2"}
+    answer = start(site, cast(Any, None), form)
+    job = site.jobs.queue()[0]
+    assert job.words[:4] == ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    assert job.words[4:] == (str(ROOT / script), "--config_file", str(job.folder / "config.toml"))
+    assert (job.kind, job.output) == ("train", str(output))
+    assert answer.headers["hx-redirect"] == f"/run?{urlencode({'path': output})}"
+    with pytest.raises(UserError, match="waits"):  # the same folder once more
+        start(site, cast(Any, None), form)
 
 
 # ---- over HTTP
