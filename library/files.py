@@ -377,6 +377,11 @@ def decoded(data: bytes, path: str | Path) -> str:
 def read_toml(path: str | Path, remedy: str = "check the path") -> tuple[dict[str, Any], str]:
     """Return the tables of a TOML file, and its text; ``remedy`` ends the message where it cannot be read."""
     text = read_text(path, remedy, MOST_TOML_BYTES)
+    return parse_toml(text, path), text
+
+
+def parse_toml(text: str, path: str | Path) -> dict[str, Any]:
+    """Return the tables of a TOML text, which messages call ``path``."""
     try:
         tables = toml.loads(text)
     except toml.TomlDecodeError as error:
@@ -387,7 +392,7 @@ def read_toml(path: str | Path, remedy: str = "check the path") -> tuple[dict[st
     except Exception as error:  # on some broken lines toml 0.10 raises whatever happens to it
         raise UserError(f"{path}: not valid TOML ({error}); correct it") from None
     _refuse_depth(tables, str(path))
-    return tables, text
+    return tables
 
 
 def toml_text(tables: Mapping[str, Any]) -> str:

@@ -34,7 +34,7 @@ from library.config.rules import find_conflicts
 from library.config.schema import TrainConfig
 from library.config.scripts import LORA, Schema, Script, fields, section_fields, sections
 from library.errors import UserError, did_you_mean, nearest_of
-from library.files import read_toml, written_path
+from library.files import MOST_TOML_BYTES, parse_toml, read_text, read_toml, written_path
 
 _SAME_HEADING = 0.8  # similarity above which an unknown table heading is taken for a misspelt one
 _SAME_WORD = 0.8  # likewise a key of a kohya's configuration, whose other unknown keys are passed over
@@ -95,7 +95,11 @@ def load_for(script: Script[Schema], argv: Sequence[str], notes: list[Note] | No
         UserError: a file that cannot be read, an unknown key, a wrong type, or options that exclude each other;
             every problem found is a line of its own, with file, line and key.
     """
-    given = read_arguments(argv, script)
+    return checked(read_arguments(argv, script), script, notes)
+
+
+def checked(given: RawConfig, script: Script[Schema], notes: list[Note] | None = None) -> Schema:
+    """Return the validated configuration that ``given`` keys make; arguments and errors as of :func:`load_for`."""
     values, origins, uncertain = given.values, given.origins, given.meant
     became, problems = list(given.notes), list(given.problems)
     if script.takes_kohya:
@@ -135,13 +139,17 @@ def read_arguments(argv: Sequence[str], script: Script[Any] = LORA) -> RawConfig
 
 
 def _read_file(path: str, script: Script[Any]) -> RawConfig:
-    """Return the keys of a training TOML, table headings dissolved; its suffix may be left out, as with kohya's."""
+    """Return the keys of a training TOML; its suffix may be left out, as with kohya's."""
     path = _toml_path(path)
     if Path(path).is_dir():
         inside = ", such as config.toml in it" if (Path(path) / "config.toml").is_file() else ""
         raise UserError(f"{path}: is a folder; give --config_file the path of a training TOML{inside}")
-    tables, text = read_toml(path, "give --config_file the path of a training TOML")
-    known, given = fields(script), RawConfig()
+    return read_keys(read_text(path, "give --config_file the path of a training TOML", MOST_TOML_BYTES), path, script)
+
+
+def read_keys(text: str, path: str, script: Script[Any]) -> RawConfig:
+    """Return the keys of a training TOML's text, table headings dissolved; messages call it ``path``."""
+    tables, known, given = parse_toml(text, path), fields(script), RawConfig()
     pairs = _flattened(tables, set(known))
     of_kohyas = script.takes_kohya and find_tool(dict(pairs)) is not None
     for key, value in pairs:
