@@ -31,7 +31,15 @@ from library.folder_lock import FolderLock
 
 ROOT = Path(__file__).resolve().parents[2]
 State = Literal["waiting", "running", "done", "stopped", "failed", "lost"]
-_STOPPED = {3, 129, 130, 143, -signal.SIGINT, -signal.SIGTERM, -9}  # by STOP; by signals, as a trainer or a shell has it
+_STOPPED = {
+    3,
+    129,
+    130,
+    143,
+    -signal.SIGINT,
+    -signal.SIGTERM,
+    -9,
+}  # by STOP; by signals, as a trainer or a shell has it
 # Apart from this terminal; on Windows in a group of its own (CREATE_NEW_PROCESS_GROUP), which takes Ctrl-Break.
 APART: dict[str, Any] = {"creationflags": 0x200} if sys.platform == "win32" else {"start_new_session": True}
 _LOOK = 0.3  # seconds between two looks at a job that another process began
