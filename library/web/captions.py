@@ -15,20 +15,23 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from library.errors import UserError, counted
-from library.files import atomic_path
+from library.errors import UserError
+from library.files import atomic_path, write_text
 from library.folder_lock import FolderLock
+from library.web.jobs import ROOT
 
 MOST_BYTES = 2**20  # of a caption, as in library.data.file_index
 _REGEX_SECONDS = 5.0
-Changes = list[tuple[str, str | None, str | None]]  # path, the old and new content; None: no file
+_MOST_JOURNAL = 8 * 2**20  # bytes; the oldest changes are forgotten
+Changes = list[tuple[str, str | None, str | None, str]]  # path, old and new content (None: no file), encoding
 
 
 @dataclass(frozen=True)
@@ -47,14 +50,20 @@ class Text:
     @property
     def hash(self) -> str:
         """What the text is known by."""
-        return "" if self.raw is None else hashlib.sha256(self.raw.encode(self.encoding)).hexdigest()[:16]
+        return _hash(self.raw, self.encoding)
 
-    def changed(self, shown: str) -> str:
-        """Return the content with ``shown`` in place of what was shown."""
+    def changed(self, shown: str) -> str | None:
+        """Return the content with ``shown`` in place of what was shown; of blank text no file, as training wants it."""
+        if not shown.strip():
+            return None
         old, new = self.raw or "", shown.replace("\r\n", "\n").replace("\r", "\n")
         ends = max(("\r\n", "\n", "\r"), key=re.findall("\r\n|\n|\r", old).count)
         mark, last = "\ufeff" * old.startswith("\ufeff"), ends * old.endswith(("\n", "\r"))
         return mark + new.replace("\n", ends if "\n" in old or "\r" in old else "\n") + last
+
+
+def _hash(raw: str | None, encoding: str) -> str:
+    return "" if raw is None else hashlib.sha256(raw.encode(encoding)).hexdigest()[:16]
 
 
 _read: dict[str, tuple[tuple[int, int], Text]] = {}  # path -> what was read while the file had these bytes and time
@@ -86,6 +95,53 @@ def read(path: Path) -> Text:
     return text
 
 
+def edited(
+    texts: Sequence[str], action: str, find: str, by: str, *, regex: bool, case: bool, missing: bool
+) -> list[str]:
+    """Return what many captions become.
+
+    Args:
+        texts: as shown.
+        action: "replace" ``find`` by ``by``; put ``by`` "before" or "after" each line; "remove" the tag ``find``.
+        regex: ``find`` is a regular expression. case: capital and small letters differ.
+        missing: put ``by`` only where a caption lacks it.
+
+    Raises:
+        UserError: of an expression that is none, or takes too long.
+    """
+    if action == "replace" and find:
+        pattern, flags = find if regex else re.escape(find), 0 if case else re.IGNORECASE
+        asked = json.dumps([pattern, flags, by if regex else by.replace("\\", r"\\"), list(texts)])
+        command = [sys.executable, "-m", "library.web.captions"]  # a process, since no thread can be told to end
+        try:
+            done = subprocess.run(
+                command, input=asked, capture_output=True, text=True, cwd=ROOT, timeout=_REGEX_SECONDS
+            )
+        except subprocess.TimeoutExpired:
+            raise UserError(
+                f"find: the expression takes longer than {_REGEX_SECONDS:g} s; make it simpler, without one repetition in another"
+            ) from None
+        if done.returncode:
+            raise UserError(f"find: is no regular expression that can be used ({done.stdout.strip()}); correct it")
+        return list(json.loads(done.stdout))
+
+    def line(text: str) -> str:
+        if action == "remove":
+            tags = text.split(",")
+            kept = [tag for tag in tags if tag.strip().casefold() != find.strip().casefold()]
+            return text if len(kept) == len(tags) else ",".join(kept).strip()
+        has = re.search(rf"(?<!\w){re.escape(by.strip(' ,'))}(?!\w)", text, re.IGNORECASE)
+        glue = ", " if by[-1:].isalnum() or (action == "after" and by[:1].isalnum()) else ""
+        if not text.strip() or (missing and has):
+            return text
+        return f"{by}{glue}{text}" if action == "before" else f"{text}{glue}{by}"
+
+    if not (by if action in ("before", "after") else find).strip():
+        raise UserError("change captions: there is nothing to look for or to add; write it")
+    return [by.strip(" ,") if action in ("before", "after") and not text.strip() else
+            "\n".join(map(line, text.split("\n"))) for text in texts]  # fmt: skip
+
+
 class Journal:
     """The changes of one dataset's files; ``find`` checks where a path leads, each time it is used."""
 
@@ -111,18 +167,15 @@ class Journal:
                 undone = []
         return done, undone
 
-    def write(self, what: str, changes: Changes, seen: Mapping[str, str] | None = None) -> list[str]:
-        """Write new texts; return the paths that had become others' meanwhile and were left alone.
-
-        ``seen``: of a path, the hash of the text that was shown; without it, the old text itself must still be there.
-        """
+    def write(self, what: str, changes: Changes) -> list[str]:
+        """Write new texts; return the paths whose old text is not there any more, which were left alone."""
         with self._alone():
-            kept = [c for c in changes if (seen[c[0]] if seen else _hash(c[1], c[0])) == read(self._find(c[0])).hash]
-            kept = [c for c in kept if c[1] != c[2]]
+            changes = [change for change in changes if change[1] != change[2]]
+            kept = [change for change in changes if read(self._find(change[0])).raw == change[1]]
             if kept:
                 self._note({"what": what, "at": time.time(), "changes": kept})
-                self._put([(path, new) for path, _, new in kept])
-            return [c[0] for c in changes if c not in kept and c[1] != c[2]]
+                self._put([(path, new, encoding) for path, _, new, encoding in kept])
+            return [path for path, *rest in changes if (path, *rest) not in kept]
 
     def step(self, back: bool) -> tuple[str, list[str]]:
         """Undo the last change, or redo what was undone last; return what it was, and paths left alone."""
@@ -131,10 +184,10 @@ class Journal:
             if not stack:
                 raise UserError(f"there is nothing to {'undo' if back else 'redo'}")
             entry, put, left = stack[-1], [], []
-            for path, old, new in entry["changes"]:
+            for path, old, new, encoding in entry["changes"]:
                 now, (there, wanted) = read(self._find(path)).raw, (new, old) if back else (old, new)
                 if now == there:
-                    put.append((path, wanted))
+                    put.append((path, wanted, encoding))
                 elif now != wanted:
                     left.append(path)
             self._note({"what": "undo" if back else "redo", "at": time.time()})
@@ -142,21 +195,27 @@ class Journal:
             return entry["what"], left
 
     def _note(self, entry: dict[str, Any]) -> None:
-        with open(self._file, "ab") as file:
+        if self._file.is_file() and self._file.stat().st_size > _MOST_JOURNAL:
+            lines = [json.dumps(entry) for entry in self.stacks()[0]]
+            ends = accumulate(len(line) for line in reversed(lines))
+            few = [line for line, end in zip(reversed(lines), ends, strict=True) if end < _MOST_JOURNAL / 2]
+            write_text(self._file, "".join(f"{line}\n" for line in reversed(few or lines[-1:])))
+        self._file.parent.mkdir(parents=True, exist_ok=True)
+        with open(self._file, "a+b") as file:
             cut = file.tell() and not self._file.read_bytes().endswith(b"\n")
             file.write(b"\n" * bool(cut) + json.dumps(entry).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
 
-    def _put(self, texts: Sequence[tuple[str, str | None]]) -> None:
-        def put(one: tuple[str, str | None]) -> None:
-            path, text = self._find(one[0]), one[1]
+    def _put(self, texts: Sequence[tuple[str, str | None, str]]) -> None:
+        def put(one: tuple[str, str | None, str]) -> None:
+            path, text, encoding = self._find(one[0]), *one[1:]
             _read.pop(str(path), None)
             if text is None:
                 path.unlink(missing_ok=True)
                 return
             with atomic_path(path) as temporary:
-                temporary.write_bytes(text.encode(_encoding(text, path)))
+                temporary.write_bytes(text.encode(encoding))
                 if path.exists():
                     temporary.chmod(path.stat().st_mode & 0o777)
 
@@ -179,3 +238,16 @@ class Journal:
             yield
         finally:
             lock.release()
+
+
+def main() -> None:
+    """Replace in the texts that stdin gives, for :func:`edited`."""
+    pattern, flags, by, texts = json.load(sys.stdin)
+    try:
+        print(json.dumps([re.sub(pattern, by, text, flags=flags | re.MULTILINE) for text in texts]))
+    except (re.error, RecursionError, OverflowError, IndexError) as error:
+        raise SystemExit(print(error) or 1) from None
+
+
+if __name__ == "__main__":
+    main()
