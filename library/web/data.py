@@ -52,7 +52,7 @@ def show(site: Site, request: Request, form: Form) -> Response:
     look = next((job for job in jobs if (job.folder / "result.json").is_file()), None)
     return site.page(
         request, "data.html", title=path.parent.name if path.stem == "dataset" else path.stem, dataset=path, toml=toml,
-        job=jobs[0] if jobs else None, look=look, found=_found(site, look) if look else None, asked=request.query_params,
+        job=jobs[0] if jobs else None, look=look, found=_found(site, look) if look else None, shown=look.id if look else "", asked={key: request.query_params.get(key, "") for key in ("q", "tag", "kind", "bucket", "only")},
         history=_history(site, path),
     )  # fmt: skip
 

@@ -39,6 +39,8 @@ class Thumbnails:
             stat = image.stat()
         except OSError:
             return None
+        if not image.is_file():  # a pipe would wait
+            return None
         name = hashlib.sha256(os.fsencode(f"{SIDE} {image} {stat.st_mtime_ns} {stat.st_size}")).hexdigest()
         kept = self._folder / name[:2] / f"{name[2:30]}.jpg"
         return kept if kept.is_file() or self._make(image, kept) else None
