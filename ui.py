@@ -44,6 +44,7 @@ def listen(host: str, port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
+        listening.listen()  # before its address is printed
     except OSError as error:
         raise UserError(f"--host {host} --port {port}: {error.strerror or error}; choose another --port") from None
     return listening

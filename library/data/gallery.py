@@ -215,7 +215,7 @@ def described(config: DatasetConfig, report: Report, samples: Sequence[Sample], 
             for file in sample.files:
                 numbers[file.path].append(len(images))
             images.append(_known(sample.image.path, sample.group.subset) | {
-                "name": sample.identity.split("\n")[1], "size": sample.image.size, "bucket": bucket,
+                "name": sample.image.path.removeprefix(f"{sample.group.subset.image_dir}{os.sep}"), "size": sample.image.size, "bucket": bucket,
                 "box": crop_box(sample.fit), "random_crop": sample.fit.encoded != sample.fit.bucket,
                 "captions": _captions_shown(sample), "repeats": sample.repeats, "marks": marks_of(sample),
                 "besides": preview_names(sample), "companions": [os.path.realpath(file.path) for file in sample.files[1:]],

@@ -129,7 +129,9 @@ def _sides(text: str) -> list[int | list[int]]:
     if not found:
         raise UserError(f"Resolution {text[:40]!r}: write a side as 1024, or several as 512, 768x1024")
     read = [[int(side) for side in one.split("x")] for one in text.split(",")]
-    return [one[0] if len(one) == 1 else one for one in read]
+    if all(len(one) == 1 for one in read):
+        return [one[0] for one in read]
+    return [[one[0], one[-1]] for one in read]  # a TOML's list is of one kind
 
 
 def upload(site: Site, request: Request, form: Form) -> Response:
@@ -142,7 +144,8 @@ def upload(site: Site, request: Request, form: Form) -> Response:
         raise UserError(f"{site.places.show(path)}: names no image_dir to put pictures into; add one")
     folder, written, refused = site.places.find(str(path.parent / named)), 0, []
     for file in form.getlist("files"):
-        assert isinstance(file, UploadFile)
+        if not isinstance(file, UploadFile):
+            continue
         name = file.filename or ""
         bad = find_bad_name(name) or ("a dot at its beginning hides it" if name[0] == "." else None)
         if not bad and os.path.splitext(name)[1].lower() not in ends:
