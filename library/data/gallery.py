@@ -214,11 +214,13 @@ def described(config: DatasetConfig, report: Report, samples: Sequence[Sample], 
         for sample in buckets[key]:
             for file in sample.files:
                 numbers[file.path].append(len(images))
-            images.append(_known(sample.image.path, sample.group.subset) | {
-                "name": sample.image.path.removeprefix(f"{sample.group.subset.image_dir}{os.sep}"), "size": sample.image.size, "bucket": bucket,
+            subset, path = sample.group.subset, sample.image.path
+            images.append(_known(path, subset) | {
+                "name": path.removeprefix(f"{subset.image_dir}{os.sep}"), "size": sample.image.size, "bucket": bucket,
                 "box": crop_box(sample.fit), "random_crop": sample.fit.encoded != sample.fit.bucket,
                 "captions": _captions_shown(sample), "repeats": sample.repeats, "marks": marks_of(sample),
-                "besides": preview_names(sample), "companions": [os.path.realpath(file.path) for file in sample.files[1:]],
+                "besides": preview_names(sample),
+                "companions": [os.path.realpath(file.path) for file in sample.files[1:]],
             })  # fmt: skip
     subsets = [subset for dataset in config.datasets for subset in dataset.subsets]
     for path in dict.fromkeys(path for one in report.findings if one.is_error for path in one.paths):

@@ -1,9 +1,9 @@
 """Caption files as they lie on disk: read, changed, and changed back.
 
-A text is known by the hash of its file; who changes one says which text they saw, so that nobody's newer words are
-overwritten. What a person does not see stays: encoding, byte order mark, the kind of line ends, a last line's end. Before
-files are written, their old and new texts go into a journal, one line of JSON a change, in which undo and redo are lines
-too: it is what can be undone after a restart, and what is left of a caption if the machine goes down while it is written.
+A text is known by the hash of its file; who changes one says which they saw, so that nobody's newer words are
+overwritten. What a person does not see stays: encoding, byte order mark, the kind of line ends, the last line's end.
+Before files are written, their old and new texts go into a journal, a line of JSON a change, in which undo and redo are
+lines too: it can be undone after a restart, and nothing is lost if the machine goes down meanwhile.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Changes = list[tuple[str, str | None, str | None, str]]  # path, old and new con
 
 @dataclass(frozen=True)
 class Text:
-    """A text file: ``raw`` is its content with mark and line ends, None if there is no file; ``shown`` is for people."""
+    """A text file; ``raw`` is its content with mark and line ends, None if there is no file."""
 
     raw: str | None
     encoding: str = "utf-8"
@@ -119,7 +119,7 @@ def edited(
             )
         except subprocess.TimeoutExpired:
             raise UserError(
-                f"find: the expression takes longer than {_REGEX_SECONDS:g} s; make it simpler, without one repetition in another"
+                f"find: the expression takes longer than {_REGEX_SECONDS:g} s; nest no repetitions"
             ) from None
         if done.returncode:
             raise UserError(f"find: is no regular expression that can be used ({done.stdout.strip()}); correct it")

@@ -1,8 +1,8 @@
 """The screen of a dataset: its images in their buckets, what was found about them, and their captions.
 
 What there is to know comes from a job, ``tools/check_dataset.py --json``: a *look*. The page shows the newest that has
-come, and addresses images by their number in it, so that a request names no file of its own. Captions are read from disk
-whenever they are shown. The browser gets a list of empty chunks with their heights, and the cards of those it comes near.
+come, and addresses images by their number in it, so that a request names no file of its own. Captions are read from
+disk whenever they are shown. The browser gets empty chunks with their heights, and the cards of those it comes near.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from library.web.thumbnails import Thumbnails
 
 IMAGES = {".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".avif", ".jxl", ".bmp", ".dib", ".tif", ".tiff",
           ".gif"}  # fmt: skip # library.data.images, which needs torch
-_PATHS = {"image_dir", "image_directory", "metadata_file", "image_jsonl_file", "conditioning_data_dir", "cache_directory",
+_PATHS = {"image_dir", "image_directory", "metadata_file", "image_jsonl_file", "conditioning_data_dir",
+          "cache_directory",
           "control_directory", "inpaint_mask_directory"}  # fmt: skip # keys of a dataset TOML
 _CHUNK = 60  # cards that come together
 _MOST_FOLDERS, _MOST_LEVELS = 3000, 5  # that are looked through for datasets
@@ -52,8 +53,9 @@ def show(site: Site, request: Request, form: Form) -> Response:
     look = next((job for job in jobs if (job.folder / "result.json").is_file()), None)
     return site.page(
         request, "data.html", title=path.parent.name if path.stem == "dataset" else path.stem, dataset=path, toml=toml,
-        job=jobs[0] if jobs else None, look=look, found=_found(site, look) if look else None, shown=look.id if look else "", asked={key: request.query_params.get(key, "") for key in ("q", "tag", "kind", "bucket", "only")},
-        history=_history(site, path),
+        job=jobs[0] if jobs else None, look=look, found=_found(site, look) if look else None, 
+        shown=look.id if look else "", history=_history(site, path),
+        asked={key: request.query_params.get(key, "") for key in ("q", "tag", "kind", "bucket", "only")},
     )  # fmt: skip
 
 
@@ -62,7 +64,7 @@ def datasets(site: Site) -> tuple[list[tuple[Path, float]], list[tuple[Path, int
     tomls: dict[Path, float] = {}
     folders: dict[Path, int] = {}
     for folder, names in islice(_walk(site), _MOST_FOLDERS):
-        if images := sum(os.path.splitext(name)[1].lower() in IMAGES for name in names):
+        if images := sum(Path(name).suffix.lower() in IMAGES for name in names):
             folders[folder] = images
         for name in names:
             if name.endswith(".toml"):
@@ -148,7 +150,7 @@ def upload(site: Site, request: Request, form: Form) -> Response:
             continue
         name = file.filename or ""
         bad = find_bad_name(name) or ("a dot at its beginning hides it" if name[0] == "." else None)
-        if not bad and os.path.splitext(name)[1].lower() not in ends:
+        if not bad and Path(name).suffix.lower() not in ends:
             bad = "is neither an image nor a caption (.txt, .caption)"
         target = folder / name
         if not bad:
@@ -180,12 +182,12 @@ def begin_look(site: Site, path: Path) -> Job:
     Raises:
         UserError: the TOML cannot be read, or names a folder outside of the places.
     """
-    jobs = looks_of(site, path)
-    if jobs and not jobs[0].is_over:
-        return jobs[0]
     for _, named in _paths_in(read_toml(path)[0]):
         beside = path.parent / named
         site.places.find(str(beside if beside.exists() else Path(named)))  # as library.data.config looks for it
+    jobs = looks_of(site, path)
+    if jobs and not jobs[0].is_over and not (jobs[0].folder / "result.json").is_file():
+        return jobs[0]
     for job in jobs[2:]:
         site.jobs.remove(job.id)
     words = ["tools/check_dataset.py", str(path), "--json", "{job}/result.json"]
@@ -410,8 +412,8 @@ def bulk(site: Site, request: Request, form: Form) -> Response:
     pairs = [(path, text, after) for (path, text), after in zip(texts.items(), new, strict=True) if after != text.shown]
     changes: Changes = [(path, text.raw, text.changed(after), text.encoding) for path, text, after in pairs]
     digest = hashlib.sha256(json.dumps(changes).encode()).hexdigest()
-    values = {"pairs": [(Path(path).name, text.shown, after) for path, text, after in pairs[:20]], "count": len(changes),
-              "of": len(files), "locked": None in files, "digest": digest, "scope": scope}  # fmt: skip
+    values = {"pairs": [(Path(path).name, text.shown, after) for path, text, after in pairs[:20]],
+              "count": len(changes), "of": len(files), "locked": None in files, "digest": digest, "scope": scope}  # fmt: skip
     if "digest" not in form:
         return site.part("data.html", "bulk", said="", **values)
     if form["digest"] != digest:

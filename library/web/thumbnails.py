@@ -1,8 +1,8 @@
 """Small pictures of images, made by a few processes that end with the page and kept on disk.
 
-A decoder that crashes, an image that takes all memory or for ever ends one of these processes, not the page, which shows
-a sign in its place. ``python -m library.web.thumbnails`` reads lines of JSON, [image, JPEG to write], and answers each
-with an empty line, or with why there is none. A picture's name follows from the image's path, bytes and time.
+A decoder that crashes, an image that takes all memory or for ever ends one of these processes, not the page, which
+shows a sign in its place. ``python -m library.web.thumbnails`` reads lines of JSON, [image, JPEG to write], and
+answers each with an empty line, or with why there is none. A picture's name follows from the image's path, bytes and time.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Thumbnails:
             if worker is None or worker.poll() is not None:
                 worker = subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE, text=True, cwd=ROOT,
                                           stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # fmt: skip
-            assert worker.stdin is not None and worker.stdout is not None
+            assert worker.stdin is not None
+            assert worker.stdout is not None
             worker.stdin.write(json.dumps([str(image), str(kept)]) + "\n")
             worker.stdin.flush()
             return worker.stdout.readline() == "\n"
@@ -90,7 +91,7 @@ def main() -> None:
     from PIL import Image
 
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-    Image.MAX_IMAGE_PIXELS = None  # made() looks itself
+    Image.MAX_IMAGE_PIXELS = None  # make() looks itself
     for line in sys.stdin:
         signal.alarm(_SECONDS)  # ends the process
         try:

@@ -83,7 +83,7 @@ def opened(tab: Tab, toml: Path) -> Any:
 def area(page: Any, name: str) -> Any:
     """Scroll to an image and return its caption's field."""
     number = [image["name"] for image in look_of(page)["images"]].index(name)
-    rows = "[...document.querySelectorAll('.chunk')].find(c => c.dataset.rows.split(',').includes('%d'))" % number
+    rows = f"[...document.querySelectorAll('.chunk')].find(c => c.dataset.rows.split(',').includes('{number}'))"
     expect(page.locator(".chunk").first).to_be_attached()
     page.evaluate(f"{rows}.scrollIntoView({{block: 'center'}})")
     return page.get_by_label(f"Caption of {name}", exact=True)
@@ -384,7 +384,7 @@ def test_small_pictures_of_all_kinds(server: Server) -> None:
     wanted = {"deep.png": (128, 128, 128), "cmyk.jpg": (255, 0, 0), "moves.gif": (0, 0, 255), "clear.png": (255,) * 3,
               "turned.jpg": (0, 255, 0)}  # fmt: skip
     for name, colour in wanted.items():
-        kind, small = get(name)
+        _, small = get(name)
         assert small is not None, name
         assert small.size == ((192, 384) if name == "turned.jpg" else (384, 192)), name
         assert small.convert("RGB").getpixel((90, 90)) == pytest.approx(colour, abs=6), name
