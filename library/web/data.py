@@ -413,7 +413,8 @@ def bulk(site: Site, request: Request, form: Form) -> Response:
     changes: Changes = [(path, text.raw, text.changed(after), text.encoding) for path, text, after in pairs]
     digest = hashlib.sha256(json.dumps(changes).encode()).hexdigest()
     values = {"pairs": [(Path(path).name, text.shown, after) for path, text, after in pairs[:20]],
-              "count": len(changes), "of": len(files), "locked": None in files, "digest": digest, "scope": scope}  # fmt: skip
+              "count": len(changes), "of": len(files),
+              "locked": None in files, "digest": digest, "scope": scope}  # fmt: skip
     if "digest" not in form:
         return site.part("data.html", "bulk", said="", **values)
     if form["digest"] != digest:

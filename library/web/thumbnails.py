@@ -2,7 +2,8 @@
 
 A decoder that crashes, an image that takes all memory or for ever ends one of these processes, not the page, which
 shows a sign in its place. ``python -m library.web.thumbnails`` reads lines of JSON, [image, JPEG to write], and
-answers each with an empty line, or with why there is none. A picture's name follows from the image's path, bytes and time.
+answers each with an empty line, or with why there is none. A picture's name
+follows from the image's path, bytes and time.
 """
 
 from __future__ import annotations
