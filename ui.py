@@ -14,6 +14,7 @@ import argparse
 import secrets
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from library.errors import UserError, exit_on_user_error
@@ -64,6 +65,8 @@ def main() -> None:
         raise UserError(
             f"the page needs {error.name}; run make setup-web, or pip install -r requirements-web.txt"
         ) from None
+    with suppress(OSError):
+        Path("datasets").mkdir(exist_ok=True)  # new ones are put there
     usual = [name for name in _USUAL if Path(name).is_dir()]
     places = Places.of(options.output_dir, [*usual, *options.folders])
     listening = listen(options.host, options.port)

@@ -6,14 +6,17 @@
 Every file is decoded once; what was found is cached, so the next look takes a second. ``--report`` writes an HTML page
 that needs nothing beside it: the findings, and the images as training sees them, by bucket, with crop, masks, control
 images, captions and repeats. With ``--model`` (a diffusers folder) captions are counted in its tokens. ``--strict``
-leaves with exit code 2 if anything was found, as ``strict_dataset`` does in training. With the training's
+leaves with exit code 2 if anything was found, as ``strict_dataset`` does in training. ``--json`` writes the same for
+programs, then small pictures of masks and control images into ``previews`` beside it. With the training's
 ``caption_command`` it shows what that says of the first images without a caption, and writes none of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,6 +38,7 @@ def parser() -> argparse.ArgumentParser:
     parser = tool_parser(__doc__)
     parser.add_argument("dataset", type=Path, help="dataset TOML")
     parser.add_argument("--report", type=Path, help="HTML page to write, with findings and images")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write findings, buckets and images for programs")
     parser.add_argument(
         "--images", type=whole(least=0), default=500, metavar="N", help="on the page at most (default: %(default)s)"
     )
@@ -61,14 +65,16 @@ def parser() -> argparse.ArgumentParser:
 
 answer_early(__name__, lambda: parser().parse_args())
 
+from concurrent.futures import ThreadPoolExecutor
+
 from PIL import Image, ImageOps
 
 from library.conditions import ConditionKind
 from library.data.caption_command import all_uncaptioned, caption_of, command_words
 from library.data.config import INPAINT_KEYS, REFERENCE_KEYS, DatasetConfig, load_dataset_config
-from library.data.gallery import BucketCards, CountTokens, data_url, gallery
+from library.data.gallery import BucketCards, CountTokens, data_url, described, gallery, hashed_previews, small_jpeg
 from library.data.lint import TITLES, Advance, Report, check, title, without_broken
-from library.data.samples import scan
+from library.data.samples import Sample, scan
 
 _SHOWN = 5  # findings of a kind in the terminal
 
@@ -154,6 +160,50 @@ def cards(
     return gallery(samples, report.findings, options.seed, options.images, count_tokens, advance), None
 
 
+def telling(description: str, total: int) -> Advance:
+    """Print how far the work is, a line every half second: no terminal is there to draw a bar on."""
+    done, said = 0, 0.0
+
+    def advance(by: int) -> None:
+        nonlocal done, said
+        done += by
+        if time.monotonic() - said > 0.5 or done == total:
+            said = time.monotonic()
+            print(f"{description}: {done:,} of {total:,}", flush=True)
+
+    return advance
+
+
+def write_json(
+    path: Path, config: DatasetConfig, report: Report, seed: int, multiple: int, kind: ConditionKind
+) -> None:
+    """Write what is known of a dataset, and then pictures of what its models are given besides images."""
+    samples, refused = list[Sample](), None
+    try:
+        found = scan(config, seed, multiple, 1.0, kind, without_broken(report.findings))
+        samples = [*found.train, *found.held_out]
+    except UserError as error:
+        refused = str(error)
+    content = described(config, report, samples, refused)
+    write_text(path, json.dumps(content))
+    order = sorted(samples, key=lambda sample: (sample.group.dataset, sample.fit.bucket))  # as described
+    waiting = [(number, sample) for number, sample in enumerate(order) if content["images"][number]["besides"]]
+    advance = telling("pictures of masks and control images", len(waiting))
+
+    def draw(numbered: tuple[int, Sample]) -> None:
+        try:
+            for n, (_, image) in enumerate(hashed_previews(numbered[1], seed)):
+                (path.parent / "previews" / f"{numbered[0]}_{n}.jpg").write_bytes(small_jpeg(image))
+        except UserError as error:
+            print(error)
+
+    if waiting:
+        (path.parent / "previews").mkdir(exist_ok=True)
+    with ThreadPoolExecutor(2) as pool:
+        for _ in pool.map(draw, waiting):
+            advance(1)
+
+
 def preview(config: DatasetConfig, command: str | None, most: int | None, console: Console) -> Said:
     """Print what a caption command says of the first images without a caption, and return it."""
     if not command:
@@ -189,8 +239,12 @@ def main() -> None:
     conditioning = options.conditioning or conditioning_of(options.dataset)
     config = load_dataset_config(options.dataset, arguments, conditioning)
     console = tool_console()
-    with counting(console) as start:
-        report = check(config, options.pixel_multiple, conditioning, start)
+    if options.json is not None:
+        report = check(config, options.pixel_multiple, conditioning, telling)
+        write_json(options.json, config, report, options.seed, options.pixel_multiple, conditioning)
+    else:
+        with counting(console) as start:
+            report = check(config, options.pixel_multiple, conditioning, start)
     show(report, console)
     said = preview(config, options.caption_command, options.preview, console)
     if options.report is not None:

@@ -251,6 +251,13 @@ def previews(sample: Sample, seed: int) -> list[tuple[str, Image.Image]]:
     return found + [("control image", control.load()) for control in sample.control_images]
 
 
+def preview_names(sample: Sample) -> list[str]:
+    """Return the words that :func:`previews` will have, without opening an image."""
+    masks = ["loss mask"] if sample.mask is not None or sample.settings.alpha_mask else []
+    fills = ["given to fill"] * min(_PREVIEWED, sample.mask_variants)
+    return masks + fills + ["control image"] * len(sample.control_images)
+
+
 def _decode_sample(sample: Sample) -> tuple[Image.Image, Image.Image | None]:
     """Return a sample's RGB image and, where its subset reads the transparency and it has some, its alpha (mode L)."""
     settings, path = sample.settings, sample.image.path

@@ -1,4 +1,4 @@
-"""The images of a dataset as training sees them, for the page of ``tools/check_dataset.py``.
+"""The images of a dataset as training sees them, for ``tools/check_dataset.py``: its page, and what programs read.
 
 A card shows a whole image with the box that is cut out of it for its bucket; what the model is given besides (the image
 without the region to fill, the loss mask, control images, all as they are encoded); its caption and how many tokens it
@@ -11,21 +11,25 @@ from __future__ import annotations
 
 import base64
 import io
+import os
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from PIL import Image
 
-from library.data.buckets import size_text
-from library.data.cache import previews
+from library.data.buckets import Fit, size_text
+from library.data.cache import preview_names, previews
 from library.data.captions import can_drop, caption_variants
+from library.data.config import DatasetConfig, Subset
 from library.data.file_index import content_hash
 from library.data.images import decode
-from library.data.lint import Finding
+from library.data.lint import Finding, Report, title
 from library.data.samples import Sample
+from library.data.sources import caption_suffix, is_image, stem
 from library.errors import UserError
 from library.files import read_bytes
 
@@ -125,40 +129,26 @@ def _chosen(buckets: list[list[Sample]], of_path: dict[str, list[Finding]], most
 
 
 def _card(sample: Sample, findings: list[Finding], seed: int, count_tokens: CountTokens) -> Card:
-    settings, fit = sample.settings, sample.fit
     picture, besides, problem = None, [], None
     try:
-        for file in sample.files:
-            file.content = file.content or content_hash(read_bytes(file.path))
+        besides = [(what, data_url(image)) for what, image in hashed_previews(sample, seed)]
         picture = data_url(decode(read_bytes(sample.image.path), sample.image.path)[0])
-        besides = [(what, data_url(image)) for what, image in previews(sample, seed)]
     except UserError as error:
         problem = str(error)
-    left, top = fit.offset
-    left += (fit.encoded[0] - fit.bucket[0]) // 2
-    top += (fit.encoded[1] - fit.bucket[1]) // 2
-    wide, high = fit.resized
-    box = (100 * left / wide, 100 * top / high, 100 * fit.bucket[0] / wide, 100 * fit.bucket[1] / high)
-    captions = list(dict.fromkeys(caption_variants(sample.caption, settings, _CAPTIONS_SHOWN)))
-    marks = ["held out"] if sample.held_out else []
-    marks += ["regularisation"] if settings.is_reg else []
-    marks += [f"trigger word: {settings.trigger_word}"] if settings.trigger_word else []
-    marks += [f"class: {settings.preserve_class}"] if settings.preserve_class else []
-    marks += ["mirrored half of the time"] if sample.flips else []
-    marks += ["caption dropped at times"] if can_drop(settings) and not sample.held_out else []
+    captions = _captions_shown(sample)
     assert sample.image.size is not None
     return Card(
         name=Path(sample.image.path).name,
         path=sample.image.path,
         size=size_text(sample.image.size),
         picture=picture,
-        box=box,
-        random_crop=fit.encoded != fit.bucket,
+        box=crop_box(sample.fit),
+        random_crop=sample.fit.encoded != sample.fit.bucket,
         besides=besides,
         captions=captions,
         tokens=max((count_tokens(text) for text in captions), key=lambda counts: sum(n for _, n, _ in counts)),
         repeats=sample.repeats,
-        marks=marks,
+        marks=marks_of(sample),
         findings=list(dict.fromkeys(findings)),
         problem=problem,
     )
@@ -166,8 +156,101 @@ def _card(sample: Sample, findings: list[Finding], seed: int, count_tokens: Coun
 
 def data_url(image: Image.Image, side: int = SIDE) -> str:
     """Return an image, made no larger than ``side``, as a data URL."""
+    return f"data:image/jpeg;base64,{base64.b64encode(small_jpeg(image, side)).decode()}"
+
+
+def small_jpeg(image: Image.Image, side: int = SIDE) -> bytes:
+    """Return an image, made no larger than ``side``, as a JPEG file."""
     small = image.convert("RGB")
     small.thumbnail((side, side), reducing_gap=2)
     data = io.BytesIO()
     small.save(data, "JPEG", quality=75)
-    return f"data:image/jpeg;base64,{base64.b64encode(data.getvalue()).decode()}"
+    return data.getvalue()
+
+
+def crop_box(fit: Fit) -> tuple[float, float, float, float]:
+    """Return left, top, width and height of what is trained on, in percent of the image."""
+    left, top = fit.offset
+    left += (fit.encoded[0] - fit.bucket[0]) // 2
+    top += (fit.encoded[1] - fit.bucket[1]) // 2
+    wide, high = fit.resized
+    return 100 * left / wide, 100 * top / high, 100 * fit.bucket[0] / wide, 100 * fit.bucket[1] / high
+
+
+def marks_of(sample: Sample) -> list[str]:
+    """Return what is special about a sample, in words."""
+    settings = sample.settings
+    marks = ["held out"] if sample.held_out else []
+    marks += ["regularisation"] if settings.is_reg else []
+    marks += [f"trigger word: {settings.trigger_word}"] if settings.trigger_word else []
+    marks += [f"class: {settings.preserve_class}"] if settings.preserve_class else []
+    marks += ["mirrored half of the time"] if sample.flips else []
+    return marks + (["caption dropped at times"] if can_drop(settings) and not sample.held_out else [])
+
+
+def _captions_shown(sample: Sample) -> list[str]:
+    return list(dict.fromkeys(caption_variants(sample.caption, sample.settings, _CAPTIONS_SHOWN)))
+
+
+def hashed_previews(sample: Sample, seed: int) -> list[tuple[str, Image.Image]]:
+    """Return ``previews`` of a sample whose files may not have been hashed yet."""
+    for file in sample.files:
+        file.content = file.content or content_hash(read_bytes(file.path))
+    return previews(sample, seed)
+
+
+def described(config: DatasetConfig, report: Report, samples: Sequence[Sample], refused: str | None) -> dict[str, Any]:
+    """Return a check's findings, the buckets and all images in their order, as JSON can hold them.
+
+    Paths have their links resolved. Images that training would stop at come last and have no bucket; a finding names
+    images by their number in the list. ``refused``: why there are no samples.
+    """
+    buckets: dict[tuple[int, tuple[int, int]], list[Sample]] = defaultdict(list)
+    for sample in samples:
+        buckets[sample.group.dataset, sample.fit.bucket].append(sample)
+    images: list[dict[str, Any]] = []
+    numbers: dict[str, list[int]] = defaultdict(list)  # of a file as findings name it
+    for bucket, key in enumerate(sorted(buckets)):
+        for sample in buckets[key]:
+            for file in sample.files:
+                numbers[file.path].append(len(images))
+            subset, path = sample.group.subset, sample.image.path
+            images.append(_known(path, subset) | {
+                "name": path.removeprefix(f"{subset.image_dir}{os.sep}"), "size": sample.image.size, "bucket": bucket,
+                "box": crop_box(sample.fit), "random_crop": sample.fit.encoded != sample.fit.bucket,
+                "captions": _captions_shown(sample), "repeats": sample.repeats, "marks": marks_of(sample),
+                "besides": preview_names(sample),
+                "companions": [os.path.realpath(file.path) for file in sample.files[1:]],
+            })  # fmt: skip
+    subsets = [subset for dataset in config.datasets for subset in dataset.subsets]
+    for path in dict.fromkeys(path for one in report.findings if one.is_error for path in one.paths):
+        if path not in numbers:
+            inside = [one for one in subsets if one.image_dir is not None and Path(path).is_relative_to(one.image_dir)]
+            numbers[path].append(len(images))
+            images.append(_known(path, inside[0] if inside else None) | {
+                "name": Path(path).name, "size": None, "bucket": None, "box": None, "random_crop": False,
+                "captions": [], "repeats": 0, "marks": [], "besides": [], "companions": [],
+            })  # fmt: skip
+    return {
+        "dataset": str(config.path), "notes": report.notes, "refused": refused, "images": images,
+        "kinds": [{"kind": kind, "title": title(found), "is_error": found[0].is_error, "findings": [
+            {"text": one.text, "images": sorted({n for path in one.paths for n in numbers[path]})} for one in found]}
+            for kind, found in report.by_kind().items()],
+        "buckets": [{"size": size_text(size), "dataset": number + 1, "images": len(buckets[number, size]),
+                     "batch_size": config.datasets[number].settings.batch_size,
+                     "seen": sum(s.repeats for s in buckets[number, size] if not s.held_out)}
+                    for number, size in sorted(buckets)],
+    }  # fmt: skip
+
+
+def _known(image: str, subset: Subset | None) -> dict[str, Any]:
+    """Where an image and its caption lie, or why that cannot be edited; the image's version."""
+    path, caption, why = os.path.realpath(image), None, "no subset of the dataset names it"
+    if subset is not None and subset.metadata_file is not None:
+        why = f"it stands in {subset.metadata_file.name}; edit that file"
+    elif subset is not None and is_image(f"x{caption_suffix(subset)}"):
+        why = f"caption_extension {caption_suffix(subset)} is that of an image; name another in the TOML"
+    elif subset is not None:
+        caption, why = os.path.realpath(stem(image) + caption_suffix(subset)), ""
+    version = Path(path).stat().st_mtime_ns if Path(path).exists() else 0
+    return {"path": path, "version": str(version), "caption_file": caption, "why": why}

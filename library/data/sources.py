@@ -239,13 +239,13 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str]) -> list[
 
 def caption_beside(name: str, files: Collection[str], subset: Subset) -> str | None:
     """Return which of the ``files`` of its folder is the caption of the image ``name``; None if there is none."""
-    found = stem(name) + _caption_suffix(subset)
+    found = stem(name) + caption_suffix(subset)
     return found if found in files and found != name else None
 
 
 def uncaptioned(subset: Subset) -> dict[Path, Path]:
     """Return the images of a subset with an ``image_dir`` that have no caption, with the files that one belongs in."""
-    folder, suffix = subset.image_dir, _caption_suffix(subset)
+    folder, suffix = subset.image_dir, caption_suffix(subset)
     assert folder is not None
     if is_image(f"x{suffix}"):
         raise UserError(f"{subset.where}: caption_extension {suffix!r} is that of an image; name another, as '.txt'")
@@ -255,7 +255,7 @@ def uncaptioned(subset: Subset) -> dict[Path, Path]:
     return {folder / name: folder / (stem(name) + suffix) for name in without}
 
 
-def _caption_suffix(subset: Subset) -> str:
+def caption_suffix(subset: Subset) -> str:
     """Return what follows an image's stem in the name of its caption's file; the dot may be left out in the TOML."""
     suffix = subset.settings.caption_extension
     return suffix if not suffix or suffix.startswith(".") else f".{suffix}"
@@ -275,7 +275,7 @@ def _complain_about_missing_captions(
     total: int,
     warnings: list[str],
 ) -> None:
-    suffix = _caption_suffix(subset)
+    suffix = caption_suffix(subset)
     word = subset.settings.trigger_word
     stems = {stem(name) for name in without}
     beside = [end for end in _CAPTIONS if any(stem + end in files for stem in stems)]

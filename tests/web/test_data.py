@@ -1,0 +1,398 @@
+"""Datasets in the browser: buckets as training has them, captions on disk byte for byte, pictures sent and shown."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import re
+import shutil
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.web.page import ROOT, WAIT, Server, Tab, expect, serve
+
+pytestmark = pytest.mark.slow
+
+HTML = '<img src=x onerror="alert(1)">"\'</textarea><script>alert(2)</script> \u202eevil'
+NAMES = {  # name -> the bytes of its caption, None for no file
+    "plain.png": b"a red square, small",
+    "crlf.png": b"a green square, big\r\nsecond line\r\n",
+    "mark.png": b"\xef\xbb\xbfa blue square, small\n",
+    "wide.png": "a yellow square, small".encode("utf-16"),
+    "<img src=x onerror=alert(3)>'\".png": HTML.encode(),
+    "turned\u202egnp.png": b"x, small",
+    "two\nlines.png": b"y, small",
+    "none.png": None,
+}
+TOML = """[general]
+caption_extension = ".txt"
+enable_bucket = true
+[[datasets]]
+resolution = 128
+bucket_reso_steps = 16
+min_bucket_reso = 64
+max_bucket_reso = 256
+validation_split = 0.2
+  [[datasets.subsets]]
+  image_dir = "images"
+  num_repeats = 3
+"""
+
+
+def make(folder: Path, captions: dict[str, bytes | None] = NAMES) -> Path:
+    """Write a dataset of images of chance sizes; return its TOML."""
+    rng = random.Random(5)
+    (folder / "images").mkdir(parents=True)
+    for n, (name, caption) in enumerate(captions.items()):
+        size = rng.randrange(70, 300), rng.randrange(70, 300)
+        Image.effect_mandelbrot(size, (-2, -1.5, 1 + n / 9, 1.5), 20).convert("RGB").save(folder / "images" / name)
+        if caption is not None:
+            caption_of(folder, name).write_bytes(caption)
+    (folder / "dataset.toml").write_text(TOML)
+    return folder / "dataset.toml"
+
+
+def caption_of(folder: Path, name: str) -> Path:
+    return folder / "images" / f"{name.rpartition('.')[0]}.txt"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("page")
+    (folder / "datasets").mkdir()
+    shutil.copytree(ROOT / "assets/demo_dataset", folder / "datasets/demo", ignore=shutil.ignore_patterns(".*"))
+    with serve(folder) as running:
+        yield running
+
+
+def opened(tab: Tab, toml: Path) -> Any:
+    tab.open(f"/data?{urllib.parse.urlencode({'dataset': toml})}")
+    expect(tab.page.locator(".picture textarea").first).to_be_visible(timeout=WAIT)
+    return tab.page
+
+
+def area(page: Any, name: str) -> Any:
+    """Scroll to an image and return its caption's field."""
+    number = [image["name"] for image in look_of(page)["images"]].index(name)
+    rows = f"[...document.querySelectorAll('.chunk')].find(c => c.dataset.rows.split(',').includes('{number}'))"
+    expect(page.locator(".chunk").first).to_be_attached()
+    page.evaluate(f"{rows}.scrollIntoView({{block: 'center'}})")
+    return page.get_by_label(f"Caption of {name}", exact=True)
+
+
+def ask(server: Server, path: str, files: list[tuple[str, bytes]] = (), **fields: str) -> Any:  # type: ignore[assignment]
+    """Send a form as a program does, names of files as they are."""
+    parts = [(f'form-data; name="{key}"', value.encode()) for key, value in fields.items()]
+    parts += [(f'form-data; name="files"; filename="{name}"', data) for name, data in files]
+    body = b"".join(b"--X\r\nContent-Disposition: " + h.encode() + b"\r\n\r\n" + data + b"\r\n" for h, data in parts)
+    request = urllib.request.Request(server.address + path, body + b"--X--\r\n")
+    request.add_header("Content-Type", "multipart/form-data; boundary=X")
+    return json.load(urllib.request.urlopen(request))
+
+
+def look_of(page: Any) -> dict[str, Any]:
+    name = page.locator("#grid").get_attribute("data-look")
+    jobs = Path(page.locator("#history").get_attribute("data-dataset"))
+    state = next(parent for parent in jobs.parents if (parent / "output/.tandem").is_dir())
+    found: dict[str, Any] = json.loads((state / "output/.tandem/jobs" / name / "result.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("which", ["demo", "random"])
+def test_buckets_and_crops_are_those_of_training(which: str, server: Server, browser: Any, size: str) -> None:
+    from library.config.schema import DatasetArguments
+    from library.data.config import load_dataset_config
+    from library.data.samples import scan
+
+    folder = server.folder / "datasets" / (which if which == "demo" else f"random-{size}")
+    toml = folder / "dataset.toml" if which == "demo" else make(folder)
+    tab = Tab(browser, server, size)
+    page = opened(tab, toml)
+    tab.fits()
+    for chunk in page.locator(".chunk").all():
+        chunk.scroll_into_view_if_needed()
+        expect(chunk.locator(".picture").first).to_be_attached()
+    shown = {}
+    for n, image in enumerate(look_of(page)["images"]):
+        page.locator(f".chunk[data-rows~='{n}'], .chunk").first.wait_for(state="attached")
+        shown[image["name"]] = (image["size"], image["box"], image["repeats"])
+    samples = scan(load_dataset_config(toml, DatasetArguments(dataset_config=str(toml))), 0, 16, 1.0)
+    expected, buckets = {}, []
+    for sample in (*samples.train, *samples.held_out):
+        fit = sample.fit
+        (wide, high), (left, top), (w, h) = fit.resized, fit.offset, fit.bucket
+        expected[sample.identity.split("\n", 1)[1]] = (list(sample.image.size or ()), sample.repeats)
+        box = [100 * left / wide, 100 * top / high, 100 * w / wide, 100 * h / high]  # the encoded size is the bucket's
+        assert shown[sample.identity.split("\n", 1)[1]][1] == pytest.approx(box)
+        buckets.append(f"{w}x{h}")
+    assert {name: (value[0], value[2]) for name, value in shown.items()} == expected
+    headings = [re.match(r"\d+x\d+", text)[0] for text in page.locator(".bucket").all_inner_texts()]  # type: ignore[index]
+    assert sorted(headings) == sorted(set(buckets))
+    crop = page.locator(".crop").first.evaluate("crop => crop.parentElement.parentElement.parentElement.dataset.number")
+    drawn = page.locator(".crop").first.get_attribute("style")
+    left, top, width, height = look_of(page)["images"][int(crop)]["box"]
+    assert drawn == f"left:{left}%;top:{top}%;width:{width}%;height:{height}%"
+    tab.close()
+
+
+def test_an_edited_caption_keeps_encoding_and_line_ends(server: Server, browser: Any, size: str) -> None:
+    folder = server.folder / "datasets" / f"edit-{size}"
+    tab = Tab(browser, server, size)
+    page = opened(tab, make(folder))
+    wanted = {
+        "crlf.png": ("a green tree\nsecond line", b"a green tree\r\nsecond line\r\n"),
+        "mark.png": ("a blue tree", b"\xef\xbb\xbfa blue tree\n"),
+        "wide.png": ("a tree \u00e9", "a tree \u00e9".encode("utf-16")),
+        "none.png": ("a new one", b"a new one"),
+    }
+    for name, (text, data) in wanted.items():
+        area(page, name).fill(text)
+        area(page, name).press("Control+Enter" if name == "mark.png" else "Shift+Tab")
+        expect(page.locator(".picture", has=area(page, name)).locator(".said")).to_have_text("saved")
+        assert caption_of(folder, name).read_bytes() == data
+    untouched = {n: c for n, c in NAMES.items() if n not in wanted and c is not None}
+    assert {n: caption_of(folder, n).read_bytes() for n in untouched} == untouched
+    for _ in wanted:
+        page.locator("[data-step='1']").click()
+        expect(page.locator("#message")).to_contain_text("Undone")
+        page.locator("#message [data-close]").click()
+    assert {n: caption_of(folder, n).read_bytes() for n, c in NAMES.items() if c is not None} == {
+        n: c for n, c in NAMES.items() if c is not None
+    }
+    assert not caption_of(folder, "none.png").exists()
+    expect(page.locator("[data-step='1']")).to_be_disabled()
+    tab.close()
+
+
+def test_tab_goes_to_the_next_caption(server: Server, browser: Any) -> None:
+    tab = Tab(browser, server)
+    page = opened(tab, server.folder / "datasets/demo/dataset.toml")
+    names = [image["name"] for image in look_of(page)["images"]]
+    area(page, names[0]).focus()
+    for name in names[1:4]:
+        page.keyboard.press("Tab")
+        expect(area(page, name)).to_be_focused()
+    tab.close()
+
+
+def test_bulk_undo_redo_and_a_restart(browser: Any, tmp_path: Path) -> None:
+    (tmp_path / "datasets").mkdir()
+    folder = tmp_path / "datasets/bulk"
+    toml = make(folder)
+    before = {n: c for n, c in NAMES.items() if c is not None}
+    after = {
+        n: c.replace(b"small", rb"\1 tiny") if n != "wide.png" else "a yellow square, \\1 tiny".encode("utf-16")
+        for n, c in before.items()
+    }
+    changed = sum(before[n] != after[n] for n in before)
+
+    def on_disk() -> dict[str, bytes]:
+        return {n: caption_of(folder, n).read_bytes() for n in before}
+
+    with serve(tmp_path) as server:
+        tab = Tab(browser, server)
+        page = opened(tab, toml)
+        page.get_by_text("Change many captions").click()
+        page.get_by_label("Find", exact=True).fill("(a+)+$")
+        page.get_by_label("regular expression").check()
+        page.get_by_label("Find", exact=True).fill("(small")
+        page.get_by_role("button", name="Preview").click()
+        expect(page.locator("#message")).to_contain_text("is no regular expression")
+        page.get_by_label("regular expression").uncheck()
+        page.get_by_label("Find", exact=True).fill("small")
+        page.get_by_label("Replace by").fill(r"\1 tiny")
+        page.get_by_role("button", name="Preview").click()
+        expect(page.locator("#bulk-said")).to_contain_text(f"{changed} of {len(NAMES)} captions change")
+        assert on_disk() == before
+        page.get_by_role("button", name=f"Change {changed}").click()
+        expect(page.locator("#bulk-said")).to_contain_text(f"{changed} captions changed")
+        assert on_disk() == after
+        page.locator("[data-step='1']").click()
+        expect(page.locator("#message")).to_contain_text("Undone")
+        assert on_disk() == before
+        page.locator("[data-step='0']").click()
+        expect(page.locator("#message")).to_contain_text("Redone")
+        assert on_disk() == after
+        tab.close()
+        server.kill()
+    with serve(tmp_path) as server:
+        tab = Tab(browser, server)
+        page = opened(tab, toml)
+        page.locator("[data-step='1']").click()
+        expect(page.locator("#message")).to_contain_text("Undone")
+        assert on_disk() == before
+        tab.close()
+
+
+def test_two_tabs_do_not_overwrite_each_other(server: Server, browser: Any) -> None:
+    folder = server.folder / "datasets/tabs"
+    toml = make(folder)
+    one, other = Tab(browser, server), Tab(browser, server)
+    first, second = opened(one, toml), opened(other, toml)
+    expect(area(second, "plain.png")).to_have_value("a red square, small")
+    area(first, "plain.png").fill("from the first")
+    area(first, "plain.png").press("Control+Enter")
+    expect(first.locator(".said", has_text="saved")).to_be_visible()
+    area(second, "plain.png").fill("from the second")
+    area(second, "plain.png").press("Control+Enter")
+    expect(second.locator(".said", has_text="changed elsewhere")).to_contain_text("from the second")
+    expect(area(second, "plain.png")).to_have_value("from the first")
+    assert caption_of(folder, "plain.png").read_bytes() == b"from the first"
+    caption_of(folder, "plain.png").write_text("by hand")  # an undo leaves it alone, too
+    first.locator("[data-step='1']").click()
+    expect(first.locator("#message")).to_contain_text("left alone")
+    assert caption_of(folder, "plain.png").read_bytes() == b"by hand"
+    one.close()
+    other.close()
+
+
+def test_html_of_names_and_captions_is_shown_as_it_is(server: Server, browser: Any, size: str) -> None:
+    folder = server.folder / "datasets" / f"html-{size}"
+    tab = Tab(browser, server, size)
+    page = opened(tab, make(folder))
+    name = next(name for name in NAMES if name.startswith("<img"))
+    expect(area(page, name)).to_have_value(HTML)
+    expect(page.get_by_text(name, exact=True).first).to_be_visible()
+    area(page, name).fill(f"{HTML}!")
+    area(page, name).press("Control+Enter")
+    expect(page.locator(".said", has_text="saved")).to_be_visible()
+    assert caption_of(folder, name).read_text() == f"{HTML}!"
+    page.get_by_label("Search captions and names").fill("ONERROR")
+    expect(page.locator("#grid .note").first).to_have_text(f"1 of {len(NAMES)} images")
+    page.locator("summary", has_text="Change many captions").click()
+    page.get_by_label("Find", exact=True).fill("onerror")
+    page.get_by_label("Replace by").fill("<b onclick=alert(4)>")
+    page.get_by_role("button", name="Preview").click()
+    expect(page.locator("#bulk-said ins")).to_have_text(f"{HTML}!".replace("onerror", "<b onclick=alert(4)>"))
+    assert page.locator("script:not([src]), [onerror], [onclick]").count() == 0
+    tab.fits()
+    tab.close()
+
+
+def test_uploaded_names_stay_in_the_folder_and_overwrite_nothing(server: Server, browser: Any, size: str) -> None:
+    tab = Tab(browser, server, size)
+    tab.open("/data")
+    tab.fits()
+    page, png = tab.page, io.BytesIO()
+    Image.new("RGB", (90, 80), "red").save(png, "PNG")
+    files = [{"name": f"{n}.png", "mimeType": "image/png", "buffer": png.getvalue()} for n in "ab"]
+    page.locator("#new [type=file]").set_input_files([*files, {"name": "a.txt", "mimeType": "text/plain",
+                                                               "buffer": b"a red square"}])  # fmt: skip
+    page.get_by_label("Name", exact=True).fill(f"sent {size}")
+    page.get_by_label("Resolution").fill("64, 96x128")
+    page.get_by_label("Trigger word").fill("ohwx")
+    page.get_by_role("button", name="Make dataset").click()
+    expect(page.locator(".picture textarea")).to_have_count(4)
+    tab.close()
+    folder = server.folder / "datasets" / f"sent {size}"
+    assert (folder / "images/a.png").read_bytes() == png.getvalue()
+    kept = {path.relative_to(server.folder) for path in server.folder.rglob("*") if ".tandem" not in str(path)}
+    bad = ["../../x.png", "..\\x.png", "/tmp/x.png", "a.png.exe", "a.png", "b.PNG", "b.PNG", ".h.png", "con.png", ""]
+    answer = ask(server, "/data/upload", [(name, b"other") for name in bad], dataset=str(folder / "dataset.toml"))
+    assert answer["written"] == 1  # the first b.PNG
+    assert len(answer["refused"]) == len(bad) - 1
+    now = {path.relative_to(server.folder) for path in server.folder.rglob("*") if ".tandem" not in str(path)}
+    assert {str(path) for path in now - kept} == {f"datasets/sent {size}/images/b.PNG"}
+    assert (folder / "images/a.png").read_bytes() == png.getvalue()
+    for wrong in ("../x", "a/b", "con", ".x", ""):
+        with pytest.raises(urllib.error.HTTPError, match="422"):
+            ask(server, "/data/new", name=wrong, resolution="64")
+
+
+def test_what_links_lead_out_of_the_folders_is_not_shown(server: Server, browser: Any, tmp_path: Path) -> None:
+    folder = server.folder / "datasets/links"
+    toml = make(folder, {"a.png": b"inside", "b.png": b"inside too", "c.png": None})
+    Image.new("RGB", (100, 100)).save(tmp_path / "secret.png")
+    (tmp_path / "secret.txt").write_text("a secret text")
+    (folder / "images/d.png").symlink_to(tmp_path / "secret.png")
+    (folder / "images/c.txt").symlink_to(tmp_path / "secret.txt")
+    tab = Tab(browser, server)
+    page = opened(tab, toml)
+    expect(page.locator(".frame", has_text="lies outside")).to_have_count(1)
+    assert "a secret text" not in page.content()
+    expect(area(page, "c.png")).to_have_attribute("readonly", "")
+    secret = urllib.parse.quote(str(folder / "images/d.png"))
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(f"{server.address}/data/thumb?path={secret}")
+    toml.write_text(TOML.replace('"images"', f'"{tmp_path}"'))
+    page.get_by_role("button", name="Look again").click()
+    expect(page.locator("#message")).to_contain_text("lies outside of")
+    tab.close()
+
+
+def test_the_toml_is_refused_in_the_trainers_words(server: Server, browser: Any) -> None:
+    toml = make(server.folder / "datasets/toml")
+    tab = Tab(browser, server)
+    page = opened(tab, toml)
+    page.locator("summary", has_text="dataset.toml").click()
+    page.get_by_label("dataset.toml").fill(TOML.replace("num_repeats", "num_repeat"))
+    page.get_by_role("button", name="Save and look again").click()
+    expect(page.locator("#state")).to_contain_text("num_repeats")  # did you mean
+    expect(page.locator("#state")).to_contain_text("line 12")
+    page.locator("[data-step='1']").click()
+    expect(page.locator("#message")).to_contain_text("Undone")
+    assert toml.read_text() == TOML
+    tab.close()
+
+
+def test_an_endless_expression_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    from library.errors import UserError
+    from library.web import captions
+
+    monkeypatch.setattr(captions, "_REGEX_SECONDS", 1.0)
+    options = {"regex": True, "case": False, "missing": False}
+    with pytest.raises(UserError, match="takes longer than 1 s"):
+        captions.edited(["a" * 60 + "b"], "replace", "(a+)+$", "", **options)
+    assert captions.edited(["a cat, b"], "replace", r"(\w+), (\w+)", r"\2, \1", **options) == ["a b, cat"]
+    texts = ["ohwx man, tall", "a dog, tall", ""]
+    assert captions.edited(texts, "before", "", "ohwx", **(options | {"missing": True})) == [
+        "ohwx man, tall", "ohwx, a dog, tall", "ohwx"]  # fmt: skip
+    assert captions.edited(texts, "remove", "TALL", "", **options) == ["ohwx man", "a dog", ""]
+
+
+def test_small_pictures_of_all_kinds(server: Server) -> None:
+    folder = server.folder / "datasets/kinds"
+    folder.mkdir()
+    Image.new("I;16", (600, 300), 32768).save(folder / "deep.png")
+    Image.new("CMYK", (600, 300), (0, 255, 255, 0)).save(folder / "cmyk.jpg")
+    frames = [Image.new("RGB", (600, 300), colour) for colour in ("blue", "red")]
+    frames[0].save(folder / "moves.gif", save_all=True, append_images=frames[1:])
+    Image.new("RGBA", (600, 300), (255, 0, 0, 0)).save(folder / "clear.png")
+    turned = Image.Exif()
+    turned[0x0112] = 6  # a quarter to the right
+    Image.new("RGB", (600, 300), "lime").save(folder / "turned.jpg", exif=turned)
+    (folder / "cut.jpg").write_bytes((folder / "turned.jpg").read_bytes()[:900])
+    (folder / "empty.png").touch()
+    Image.new("1", (30_000, 30_000)).save(folder / "bomb.png")
+    os.mkfifo(folder / "pipe.png")
+
+    def get(name: str) -> tuple[str, Image.Image | None]:
+        path = urllib.parse.quote(str(folder / name))
+        with urllib.request.urlopen(f"{server.address}/data/thumb?path={path}&v=1") as answer:
+            kind, data = answer.headers["content-type"], answer.read()
+        return kind, Image.open(io.BytesIO(data)) if kind == "image/jpeg" else None
+
+    wanted = {"deep.png": (128, 128, 128), "cmyk.jpg": (255, 0, 0), "moves.gif": (0, 0, 255), "clear.png": (255,) * 3,
+              "turned.jpg": (0, 255, 0)}  # fmt: skip
+    for name, colour in wanted.items():
+        _, small = get(name)
+        assert small is not None, name
+        assert small.size == ((192, 384) if name == "turned.jpg" else (384, 192)), name
+        assert small.convert("RGB").getpixel((90, 90)) == pytest.approx(colour, abs=6), name
+    for name in ("cut.jpg", "empty.png", "bomb.png", "pipe.png", "absent.png"):
+        assert get(name)[0].startswith("image/svg"), name
+    (kept,) = [p for p in (server.output / ".tandem/thumbs").rglob("*.jpg") if p.stat().st_size == min(
+        q.stat().st_size for q in (server.output / ".tandem/thumbs").rglob("*.jpg"))][:1]  # fmt: skip
+    time = kept.stat().st_mtime_ns
+    for name in wanted:
+        get(name)
+    assert kept.stat().st_mtime_ns == time  # the second look makes none
