@@ -329,6 +329,7 @@ def main() -> None:
         explain=options.explain,
         merges=merges,
         loras=[lora_source(text).path for text in options.lora],
+        asked=sys.argv[1:],
     )
     variant = report.variant
     fixes: list[Fix] = []

@@ -96,8 +96,8 @@ def test_an_honest_file_is_named_as_rounding(place: Path) -> None:
     assert first == streamed
     assert resident["image"] > streamed["image"]
     assert set(found["verdict"]["split"]) == {"base", "merge"}
-    assert "Load LoRA (Bypass)" in found["remedies"][0]
-    assert "tools/convert_lora.py --save_format comfy" in found["remedies"][0]  # the LoRA is in diffusers' names
+    assert "Load LoRA (Bypass)" in found["remedies"][0]["text"]
+    assert "tools/convert_lora.py --save_format comfy" in found["remedies"][0]["text"]  # the LoRA is in diffusers' names
 
 
 @pytest.mark.parametrize("how", ["stochastic", "nearest"])
