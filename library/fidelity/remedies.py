@@ -21,6 +21,7 @@ from library.fidelity.servers import dropped_by_bypass
 from library.fidelity.serving import Models, Variant
 
 _WORTH_IT = 0.8  # times the base's error, below which another format is worth a line
+_BYPASS = ("--server", "comfyui-bypass")
 SAVE_TO = "{save_to}"  # in a command: the file that it is to write
 
 
@@ -34,6 +35,7 @@ class Remedy:
         makes: the kind of that file; fixes: a folder of a report with its ``fixes/``.
         command: words after the interpreter that make it; None where it is a setting.
         cost: in words; empty for nothing.
+        again: flags of a report on the result, besides the file: how it is meant to be served.
     """
 
     text: str
@@ -41,10 +43,11 @@ class Remedy:
     makes: Literal["", "lora", "model", "fixes"] = ""
     command: tuple[str, ...] | None = None
     cost: str = ""
+    again: tuple[str, ...] = ()
 
 
 def costly_remedies(
-    models: Models, options: CalibrationOptions, loras: Sequence[Path], asked: Sequence[str]
+    models: Models, variant: Variant, options: CalibrationOptions, loras: Sequence[Path], asked: Sequence[str]
 ) -> list[Remedy]:
     """Return what fits or trains the LoRA to the deployment, the cheapest first; nothing if it cannot.
 
@@ -54,13 +57,15 @@ def costly_remedies(
     if len(loras) != 1 or models.deployed.merged or not models.layers:
         return []
     words = [*_model(models), "--deploy", served, "--lora", str(loras[0]), *_calibration(options), "--save_to", SAVE_TO]
-    refit = ("tools/refit_lora.py", *words)
+    in_comfyui = variant.merge is not None and models.server is not None and models.server.name.startswith("comfyui")
+    again, beside = (_BYPASS, "; load it with the bypass") if in_comfyui else ((), "")
+    refit = ("tools/refit_lora.py", *words, *(("--save_format", "comfy") if in_comfyui else ()))
     fix = ("tools/precision_report.py", *asked, "--save_to", SAVE_TO, "--fix")
     return [
-        Remedy("Refit the LoRA to this file: the same rank, its layers fitted on your images.",
-               "refitted", "lora", refit, "one pass over the images"),
-        Remedy("Refit it with 32 ranks more in every quantised layer, which undo a part of the rounding.",
-               "corrected", "lora", (*refit, "--correction_rank", "32"), "a larger LoRA"),
+        Remedy(f"Refit the LoRA to this file: the same rank, its layers fitted on your images{beside}.",
+               "refitted", "lora", refit, "one pass over the images", again),
+        Remedy(f"Refit it with 32 ranks more in every quantised layer, which undo a part of the rounding{beside}.",
+               "corrected", "lora", (*refit, "--correction_rank", "32"), "a larger LoRA", again),
         Remedy("Train it 400 steps on the served file, with the original model as the teacher.",
                "taught", "fixes", (*fix, "teacher"), "minutes to an hour of training"),
         Remedy("Try every fix on your images and name the cheapest that does.",
@@ -143,7 +148,7 @@ def _bypass(models: Models, full: Differences, without: Differences | None, lora
             words = ("tools/convert_lora.py", "--lora", str(loras[0]), "--save_format", "comfy", "--save_to", SAVE_TO)
     if models.family.int8_passes_bypass and any(each.how == "int8" for each in models.served_inputs.values()):
         text += " On int8 files of this model newer versions multiply some layers past it: compare one picture."
-    return Remedy(text, "comfy", "lora", words)
+    return Remedy(text, "comfy", "lora", words, again=_BYPASS)
 
 
 def _change(full: Differences, other: Differences) -> str:

@@ -19,6 +19,7 @@ from library.fidelity.servers import Merging
 from library.fidelity.serving import REFERENCE, Models, Variant
 from library.fidelity.tensors import module_difference
 from library.fidelity.verdict import Attribution, Verdict, is_worse, judge
+from networks.files.weights import LoraWeights
 
 
 @dataclass(frozen=True)
@@ -102,6 +103,7 @@ def measure(
     merges: Sequence[Merging] = (),
     loras: Sequence[Path] = (),
     asked: Sequence[str] = (),
+    reference_loras: Mapping[str, dict[str, LoraWeights]] | None = None,
 ) -> Report:
     """Return the report.
 
@@ -114,12 +116,14 @@ def measure(
         merges: ways in which the server merges; the worst becomes the variant's.
         loras: their files.
         asked: the words of the command, for remedies that are the report once more.
+        reference_loras: those beside the reference, where what is served was refitted; None: the same.
 
     Raises:
         UserError: anything wrong with models, or flags that need what the dataset does not have.
     """
     eval_set = prepare_eval_set(models, calibration, variant, steps)
-    reference = run_variant(models, REFERENCE, eval_set, console, "reference")
+    original = models if reference_loras is None else replace(models, loras=dict(reference_loras))
+    reference = run_variant(original, REFERENCE, eval_set, console, "reference")
     decode = models.image_encoder(REFERENCE).decode
 
     def run(changed: Variant, title: str) -> tuple[Outcome, Differences]:
@@ -158,7 +162,7 @@ def measure(
         merges=rows,
         remedies=[
             *free_remedies(models, variant, full, without, comparison, loras),
-            *costly_remedies(models, calibration.plan.options, loras, asked),
+            *costly_remedies(models, variant, calibration.plan.options, loras, asked),
         ],
         comparison=comparison,
         reference=reference,

@@ -100,7 +100,7 @@ def goto(address: str) -> Response:
     return Response(status_code=204, headers={"hx-redirect": address})
 
 
-def url(path: str, **query: object) -> str:
+def url(path: str, /, **query: object) -> str:
     """Return an address with its query."""
     return f"{path}?{urlencode({key: str(value) for key, value in query.items()})}" if query else path
 
