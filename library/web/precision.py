@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from library.config.model_types import IMAGE_MODELS
 from library.errors import UserError
+from library.files import read_toml
 from library.web.jobs import Job
 from library.web.loras import free_name, guidance_of, is_lora, lora_file, model_words, run_of, weight_files
 from library.web.site import Form, Handler, Site, goto, url
@@ -81,13 +82,14 @@ def _values(site: Site, job: Job) -> dict[str, Any]:
     for each in site.jobs.all():
         if each.kind == "remedy" and (own := _object(each.folder / "asked.json")).get("report") == job.id:
             made.setdefault(own["remedy"], []).append((each, _made(Path(own["file"]))))
-    before = None
+    verdicts = [("Verdict", result, job.title)]
     with suppress(UserError):
         before = site.jobs.get(asked.get("before", ""))
+        if earlier := _object(before.folder / "report/report.json"):
+            verdicts = [("Before", earlier, before.title), ("After", result, job.title)]
     layers = sorted(result.get("layers", []), key=lambda row: -(row["output_error"] or 0))[:_LAYERS_SHOWN]
     return {
-        "job": job, "asked": asked, "result": result, "layers": layers, "made": made, "before": before,
-        "earlier": _object(before.folder / "report/report.json") if before else {},
+        "job": job, "asked": asked, "result": result, "layers": layers, "made": made, "verdicts": verdicts,
         "after": [each for each in site.jobs.all() if _object(each.folder / "asked.json").get("before") == job.id],
         "busy": not job.is_over or any(not each.is_over for found in made.values() for each, _ in found),
     }  # fmt: skip
