@@ -26,7 +26,7 @@ from library.web.loras import guidance_of, lora_file, model_words, run_of, weigh
 from library.web.precision import float_of
 from library.web.site import Form, Handler, Site, goto, url
 
-STRENGTHS = "0 0.5 0.8 1 1.2"
+STRENGTHS = ["0", "0.5", "0.8", "1", "1.2"]
 _MOST_PICTURES = 400
 
 
@@ -39,8 +39,8 @@ def show(site: Site, request: Request, form: Form) -> Response:
     lora = asked.get("lora") or before.get("lora", "")
     values = _prefilled(site, lora) | before
     loras, models = weight_files(site)
-    return site.page(request, "generate.html", loras=loras, models=models, types=IMAGE_MODELS, paintings=paintings,
-                     **values, **chosen)  # fmt: skip
+    more = {"loras": loras, "models": models, "types": IMAGE_MODELS, "usual": STRENGTHS, "paintings": paintings}
+    return site.page(request, "generate.html", **more, **values, **chosen)
 
 
 def _prefilled(site: Site, lora: str) -> dict[str, Any]:
@@ -66,7 +66,8 @@ def _prefilled(site: Site, lora: str) -> dict[str, Any]:
 
 def start(site: Site, request: Request, form: Form) -> Response:
     """Queue a painting as the form says; ``again``: that of a job, with other seeds."""
-    given = {key: str(value).strip() for key, value in form.items()}
+    given: dict[str, Any] = {key: str(value).strip() for key, value in form.items()}
+    given["strengths"] = [*map(str, form.getlist("strength")), *given.get("others", "").replace(",", " ").split()]
     if "again" in given:
         given = _asked(site.jobs.get(given["again"]))["form"] | {"seed": str(secrets.randbelow(2**31))}
         given["prompts"] = re.sub(r"\s--d[\s=]+\d+", "", given["prompts"])

@@ -117,6 +117,7 @@ def start(site: Site, request: Request, form: Form) -> Response:
         raise UserError(
             f"{site.places.show(dataset)}: no such dataset; name the TOML file that the LoRA was trained on"
         )
+    site.places.refuse_paths_outside(read_toml(dataset)[0], site.places.show(dataset))
     deploy = str(site.places.find(given["file"])) if given["served"] == "file" else given["served"]
     strength = given.get("strength") or "1"
     words = ["tools/precision_report.py", *model_words(site, lora, given), "--deploy", deploy]
