@@ -72,9 +72,7 @@ def start(site: Site, request: Request, form: Form) -> Response:
         given = _asked(site.jobs.get(given["again"]))["form"] | {"seed": str(secrets.randbelow(2**31))}
         given["prompts"] = re.sub(r"\s--d[\s=]+\d+", "", given["prompts"])
     lora, more = lora_file(site, given["lora"]), given.get("more", "").split()
-    strengths = list(
-        dict.fromkeys(float_of(word, "strengths") for word in given["strengths"].replace(",", " ").split())
-    )
+    strengths = list(dict.fromkeys(float_of(word, "strengths") for word in given["strengths"]))
     lines = [line for line in given["prompts"].splitlines() if line.strip() and not line.startswith("#")]
     prompts = [parse_prompt(line, SamplePrompt(""), 1, f"prompt {i}") for i, line in enumerate(lines, 1)]
     if not 0 < len(prompts) * len(strengths) <= _MOST_PICTURES:
