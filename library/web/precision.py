@@ -79,7 +79,7 @@ def _values(site: Site, job: Job) -> dict[str, Any]:
     """Return a report as the template takes it: its job, what was measured, the one before, files that were made."""
     asked, result = _object(job.folder / "asked.json"), _object(job.folder / "report/report.json")
     made: dict[int, list[tuple[Job, list[Path]]]] = {}
-    for each in site.jobs.all():
+    for each in sorted(site.jobs.all(), key=lambda each: each.created):
         if each.kind == "remedy" and (own := _object(each.folder / "asked.json")).get("report") == job.id:
             made.setdefault(own["remedy"], []).append((each, _made(Path(own["file"]))))
     verdicts = [("Verdict", result, job.title)]
