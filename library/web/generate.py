@@ -51,11 +51,10 @@ def _prefilled(site: Site, lora: str) -> dict[str, Any]:
     prompts = ""
     with suppress(UserError):
         path = site.places.find(str(run.get("sample_prompts") or ""))
-        if path.suffix == ".txt":
-            lines = read_text(path).splitlines()
-            prompts = "\n".join(line for line in lines if line.strip() and not line.startswith("#"))
-        else:
-            prompts = "\n".join(prompt.line() for prompt in read_prompts(path, 0, 1))
+        lines = [prompt.line() for prompt in read_prompts(path, 0, 1)]
+        if path.suffix == ".txt" and not any(" --ci " in line for line in lines):  # as they were written
+            lines = [line for line in read_text(path).splitlines() if line.strip() and not line.startswith("#")]
+        prompts = "\n".join(lines)
     side = "128" if tiny else "1024"
     return {
         "lora": lora, "more": "", "model": run.get("pretrained_model_name_or_path", ""), "prompts": prompts,

@@ -29,8 +29,8 @@ def weight_files(site: Site) -> tuple[list[str], list[str]]:
             if "model_index.json" in names:  # a whole pipeline is one model
                 found[Path(folder)], inner[:] = 0.0, []
             for path in (Path(folder, name) for name in names if name.endswith(_ENDINGS)):
-                with suppress(OSError):
-                    found[path] = path.stat().st_mtime
+                with suppress(OSError, UserError):  # a link may lead out
+                    found[site.places.find(str(path))] = path.stat().st_mtime
     newest = sorted(found, key=lambda path: -found[path])
     kinds = {path: is_lora(path, found[path]) for path in newest}
     lists = ([site.places.show(path) for path in newest if kinds[path] is kind] for kind in (True, False))

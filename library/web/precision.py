@@ -127,6 +127,8 @@ def start(site: Site, request: Request, form: Form) -> Response:
     for key, flag in (flags | {"activations": "activations", "deploy_lora": "deploy_lora"}).items():
         words += [f"--{flag}", given[key]] if given.get(key) else []
     words += ["--masked_loss"] if run.get("masked_loss") else []
+    with suppress(UserError):  # a cache elsewhere is made anew, beside the images
+        words += ["--cache_directory", str(site.places.find(run.get("cache_directory") or ""))]
     shown = Path(deploy).name if given["served"] == "file" else RECIPES.get(deploy, deploy)
     asked = {"lora": site.places.show(lora)}
     job = site.jobs.add(
