@@ -174,7 +174,11 @@ class Jobs:
         job = self.get(name)
         if job.state == "waiting" and claim(job.folder, 0):
             write_text(job.folder / "ended.json", json.dumps({"code": 130, "at": time.time()}))
-        elif (job := self.get(name)).state == "running":
+            return
+        limit = time.monotonic() + 5
+        while (job := self.get(name)).state == "running" and not job.pid and time.monotonic() < limit:
+            time.sleep(_LOOK / 10)  # claimed, and about to begin
+        if job.state == "running" and job.pid:  # killpg(0) would end the page itself
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(job.pid, signal.SIGKILL if again else signal.SIGINT)
 
