@@ -5,14 +5,17 @@
     python tools/generate.py image --model flux1-dev.safetensors --ae ae.safetensors --clip_l clip_l.safetensors \\
         --t5xxl t5xxl_fp16.safetensors --from_file prompts.toml
 
+    python tools/generate.py image --model FLUX.1-dev --lora style.safetensors --strengths 0 0.5 1 --prompt "a cat"
+
     python tools/generate.py text --model Llama-3.2-1B --prompt "Once upon a time" --top_p 0.9
 
     python tools/generate.py image --model FLUX.1-Fill-dev --prompt "a red door" --ci house.png --mi door_mask.png
 
 Prompts are those of training samples: lines with --n --w --h --d --s --g --l --ci --mi, or a .txt, .toml or .json file
 of them. The same flags on the command line hold for every prompt that says nothing itself. An image is written over
-another one with --overwrite only; each carries its prompt, model and LoRAs as PNG text. Several texts are one batch; a
-single one is shown while it is written.
+another one with --overwrite only; each carries its prompt, model and LoRAs as PNG text. With --strengths each prompt is
+painted at each of them, and ``images.jsonl`` beside the images says which is which, a line as soon as one is there.
+Several texts are one batch; a single one is shown while it is written.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ from tools.command import (
     model_config,
     sampling_settings,
     seed_number,
+    strength,
     tool_console,
     tool_parser,
     whole,
@@ -84,6 +88,8 @@ def parser() -> argparse.ArgumentParser:
     zero_cond_t = ModelConfig.model_fields["zero_cond_t"].description
     model.add_argument("--zero_cond_t", action="store_true", default=None, help=zero_cond_t)
     model.add_argument("--lora", nargs="+", default=[], metavar="FILE[:STRENGTH]", help="LoRA files, of any layout")
+    model.add_argument("--strengths", nargs="+", type=strength, default=[], metavar="X",
+                       help="paint each prompt at each of these, times the LoRAs' own; one loading")  # fmt: skip
     quantised = model.add_mutually_exclusive_group()
     for name in _FP8_FLAGS[:2]:
         quantised.add_argument(f"--{name}", action="store_true", help=PrecisionConfig.model_fields[name].description)
@@ -169,7 +175,11 @@ def image(options: argparse.Namespace) -> list[Path]:
     console = tool_console()
     multiple = family.load_image_encoder(dtype, device).pixel_multiple
     prompts = read_image_prompts(options, multiple, family.sample_guidance)
-    one_file = names_one_image(options.save_to, len(prompts), options.overwrite, options.caption_extension)
+    strengths = options.strengths or [1.0]
+    images = len(prompts) * len(strengths)
+    one_file = names_one_image(options.save_to, images, options.overwrite, options.caption_extension)
+    if options.strengths and (one_file or not options.lora):
+        raise UserError("--strengths: are of LoRAs, and painted into a folder; give --lora, and a folder to --save_to")
     for remark in check_steering(prompts, family.guidance_input, family.sample_guidance):
         console.print(f"note: {remark}")
     sources = [lora_source(text) for text in options.lora]
@@ -180,11 +190,22 @@ def image(options: argparse.Namespace) -> list[Path]:
     sizing = ControlSizing(_both(options.control_resolution), options.no_resize_control)
     record = {"model": options.model, "loras": " ".join(options.lora)}
     written: list[Path] = []
-    for prompt, made in generate_images(
-        family, prompts, sources, dtype, device, console, fp8, sizing, options.inpaint_blank
+    for number, (prompt, made) in enumerate(
+        generate_images(
+            *(family, prompts, sources, dtype, device, console, fp8, sizing, options.inpaint_blank), strengths=strengths
+        )
     ):
-        path = options.save_to if one_file else free_path(options.save_to, prompt)
+        path, now = (
+            options.save_to if one_file else free_path(options.save_to, prompt),
+            strengths[number % len(strengths)],
+        )
+        if options.strengths:
+            path, record["strength"] = path.with_stem(f"{path.stem}_strength{now:g}"), f"{now:g}"
         save_image(made, path, {"prompt": prompt.line(), **record})
+        if options.strengths:
+            said = {"file": path.name, "prompt": prompt.line(), "row": number // len(strengths), "strength": now}
+            with open(options.save_to / "images.jsonl", "a", encoding="utf-8") as file:
+                file.write(json.dumps(said) + "\n")
         if options.caption_extension:
             write_text(path.with_suffix(options.caption_extension), prompt.prompt + "\n")
         console.print(f"{path}: {prompt.line()}")

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -60,6 +60,8 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--model_type", choices=IMAGE_MODELS, default="flux", help="architecture family")
     add_model_parts(model)
     model.add_argument("--lora", nargs="+", default=[], metavar="FILE[:STRENGTH]", help="LoRAs, of any layout")
+    model.add_argument("--reference_lora", nargs="+", default=[], metavar="FILE[:STRENGTH]", help="the original, where "
+                       "--lora is what was refitted to the deployment (default: --lora)")  # fmt: skip
     deployment = top.add_argument_group("the deployment, a cause a flag")
     deployment.add_argument("--deploy", metavar="FILE|FOLDER|RECIPE", help="the model that is served, "
                             "or a recipe (cast, tensor, int8_convrot, ...); :e5m2 and +all may follow")  # fmt: skip
@@ -267,9 +269,9 @@ def _distilled(options: argparse.Namespace) -> DeployedWeights:
     return DeployedWeights(path.name, path, None)
 
 
-def _distilled_loras(options: argparse.Namespace, models: Models) -> dict[str, dict[str, LoraWeights]] | None:
-    """Return what --distilled_lora names; None: what --lora does."""
-    sources = [lora_source(text) for text in options.distilled_lora]
+def _loras(files: Sequence[str], models: Models) -> dict[str, dict[str, LoraWeights]] | None:
+    """Return what --distilled_lora or --reference_lora names; None: what --lora does."""
+    sources = [lora_source(text) for text in files]
     return read_loras(sources, models.family, Console(quiet=True)) if sources else None
 
 
@@ -285,7 +287,9 @@ def _report_distilled_alone(options: argparse.Namespace, console: Console) -> No
     models = Models(plan.config, _distilled(options), {}, plan.dtype, plan.device)
     models.loras = read_loras([lora_source(text) for text in options.lora], models.family, console)
     eval_set = prepare_eval_set(models, plan.prepare(console), REFERENCE, options.steps)
-    found = compare_distilled(models, eval_set, options.distilled_steps, console, _distilled_loras(options, models))
+    found = compare_distilled(
+        models, eval_set, options.distilled_steps, console, _loras(options.distilled_lora, models)
+    )
     paths = write_distilled(found, f"{Path(options.model).name}, served as {found.name}", options.save_to)
     console.print(found.sentence())
     console.print(*map(str, paths), sep="\n")
@@ -329,6 +333,8 @@ def main() -> None:
         explain=options.explain,
         merges=merges,
         loras=[lora_source(text).path for text in options.lora],
+        asked=sys.argv[1:],
+        reference_loras=_loras(options.reference_lora, models),
     )
     variant = report.variant
     fixes: list[Fix] = []
@@ -350,7 +356,7 @@ def main() -> None:
         painted = explain_server(models, variant, calibration, pictures, options.server_steps, console)
     distilled = None
     if distilled_models is not None:
-        loras = _distilled_loras(options, models)
+        loras = _loras(options.distilled_lora, models)
         distilled = compare_distilled(distilled_models, report.eval_set, options.distilled_steps, console, loras)
     paths = write_report(report, options.save_to, fixes, best, painted, distilled)
     console.print(*report.lines(), sep="\n")

@@ -20,10 +20,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jinja2 import Environment, StrictUndefined, Template
+from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from PIL import Image
 from torch import Tensor
 
 from library.fidelity.border import RING, STEP_8BIT, WORDS, Border
@@ -149,6 +151,8 @@ def write_report(
 ) -> list[Path]:
     """Write ``report.html``, ``report.json`` and, where images were decoded, ``images.png``; return their paths.
 
+    Single pictures, which ``report.json`` names, lie in ``pictures/``.
+
     Args:
         report: what was measured.
         folder: made if needed.
@@ -167,6 +171,7 @@ def write_report(
     write_text(paths[0], _page(report, fixes, pictures, server, distilled))
     measured = _measured(report, fixes) | {"server": server and server.as_json()}
     measured |= {"distilled": distilled and distilled.as_json()}
+    measured |= {"pictures": write_pictures(report.reference, report.deployed, report.eval_set, folder / "pictures")}
     write_text(paths[1], json.dumps(_plain(measured), indent=1))
     return paths
 
@@ -269,7 +274,7 @@ def _verdict(report: Report, server: ServerResult | None) -> dict[str, list[str]
     found = {
         "How we know": [_sentence(f"{CAUSES[main.cause]}: {main.evidence}")],
         "What to do first": [nothing + REMEDIES[main.cause]],
-        "What costs nothing": report.remedies,
+        "What costs nothing": report.free,
         "How the error splits": [verdict.parts()],
         "How the server merges": merge_sentences(report.merges),
         "What the server painted": [server.sentence()] if server else [],
@@ -556,6 +561,29 @@ def picture_rows(reference: Outcome, others: Mapping[str, Outcome], eval_set: Ev
     label = "difference, mean over red, green and blue, in 8-bit steps (255: black for white)"
     figure.colorbar(drawn, ax=axes[0], location="top", aspect=60, extend="max", label=label)
     return figure
+
+
+def write_pictures(reference: Outcome, served: Outcome, eval_set: EvalSet, folder: Path) -> list[dict[str, str]]:
+    """Write what :func:`picture_rows` shows as files of their own; return the names of each image's, by what they are.
+
+    Views of the border are enlarged four times, without smoothing.
+    """
+    reference = reference.cut_like(served)
+    found = []
+    for number in range(min(_IMAGES_SHOWN, len(reference.images), len(served.images))):
+        steps = _steps(reference.images[number], served.images[number])
+        shown = {"reference": _pixels(reference.images[number]), "served": _pixels(served.images[number])}
+        heat = colormaps["magma"](steps.numpy() / difference_range(reference, served))
+        shown["difference"] = torch.from_numpy(heat)[..., :3]
+        if (mask := eval_set.border_mask(number, served)) is not None:
+            view = _border_view(steps, mask)
+            zoomed = {name: each[view].repeat_interleave(4, 0).repeat_interleave(4, 1) for name, each in shown.items()}
+            shown |= {f"border_{name}": each for name, each in zoomed.items()}
+        for name, each in shown.items():
+            with atomic_path(folder / f"{number}_{name}.png") as temporary:
+                Image.fromarray((each.clamp(0, 1) * 255).round().byte().numpy()).save(temporary, format="png")
+        found.append({name: f"{folder.name}/{number}_{name}.png" for name in shown})
+    return found
 
 
 def image_rows(images: Mapping[str, Sequence[Tensor]]) -> Figure:

@@ -1,17 +1,94 @@
-"""What costs nothing: settings of the server that take a part of the error away, measured where they were run."""
+"""What to do, in the order of cost: settings of the server, measured where they were run; then files that are fitted.
+
+A remedy that makes a file carries the command, ready to run but for the name of the file.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+import torch
+
+from library.config.model_types import MODEL_FILE_KEYS
 from library.errors import counted
+from library.fidelity.calibration import CalibrationOptions
 from library.fidelity.comparison import Comparison
 from library.fidelity.differences import Differences
 from library.fidelity.servers import dropped_by_bypass
 from library.fidelity.serving import Models, Variant
 
 _WORTH_IT = 0.8  # times the base's error, below which another format is worth a line
+_BYPASS = ("--server", "comfyui-bypass")
+SAVE_TO = "{save_to}"  # in a command: the file that it is to write
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Something to do.
+
+    Attributes:
+        text: what, why and how much it helps, in words.
+        name: of the file that is made, behind the original's; empty where none is.
+        makes: the kind of that file; fixes: a folder of a report with its ``fixes/``.
+        command: words after the interpreter that make it; None where it is a setting.
+        cost: in words; empty for nothing.
+        again: flags of a report on the result, besides the file: how it is meant to be served.
+    """
+
+    text: str
+    name: str = ""
+    makes: Literal["", "lora", "model", "fixes"] = ""
+    command: tuple[str, ...] | None = None
+    cost: str = ""
+    again: tuple[str, ...] = ()
+
+
+def costly_remedies(
+    models: Models, variant: Variant, options: CalibrationOptions, loras: Sequence[Path], asked: Sequence[str]
+) -> list[Remedy]:
+    """Return what fits or trains the LoRA to the deployment, the cheapest first; nothing if it cannot.
+
+    ``asked``: the words of the report's own command; a fix is that report once more.
+    """
+    served = str(models.deployed.path or models.deployed.name).removesuffix("+all")
+    if len(loras) != 1 or models.deployed.merged or not models.layers:
+        return []
+    words = [*_model(models), "--deploy", served, "--lora", str(loras[0]), *_calibration(options), "--save_to", SAVE_TO]
+    in_comfyui = variant.merge is not None and models.server is not None and models.server.name.startswith("comfyui")
+    again, beside = (_BYPASS, "; load it with the bypass") if in_comfyui else ((), "")
+    refit = ("tools/refit_lora.py", *words, *(("--save_format", "comfy") if in_comfyui else ()))
+    fix = ("tools/precision_report.py", *asked, "--save_to", SAVE_TO, "--fix")
+    return [
+        Remedy(f"Refit the LoRA to this file: the same rank, its layers fitted on your images{beside}.",
+               "refitted", "lora", refit, "one pass over the images", again),
+        Remedy(f"Refit it with 32 ranks more in every quantised layer, which undo a part of the rounding{beside}.",
+               "corrected", "lora", (*refit, "--correction_rank", "32"), "a larger LoRA", again),
+        Remedy("Train it 400 steps on the served file, with the original model as the teacher.",
+               "taught", "fixes", (*fix, "teacher"), "minutes to an hour of training"),
+        Remedy("Try every fix on your images and name the cheapest that does.",
+               "fixes", "fixes", fix, "half an hour and more"),
+    ]  # fmt: skip
+
+
+def _model(models: Models) -> list[str]:
+    """Return the flags of the reference."""
+    config = models.config
+    parts = {key: getattr(config, key) for key in MODEL_FILE_KEYS if key in config.model_fields_set}
+    found = ["--model", str(config.pretrained_model_name_or_path), "--model_type", models.family.name]
+    found += ["--mixed_precision", "bf16" if models.dtype == torch.bfloat16 else "no"]
+    return found + [word for key, value in parts.items() if value for word in (f"--{key}", str(value))]
+
+
+def _calibration(options: CalibrationOptions) -> list[str]:
+    """Return the flags of the images that the report was measured on."""
+    found = ["--dataset_config", options.dataset_config, "--calibration_images", str(options.images)]
+    found += ["--seed", str(options.seed), "--guidance_scale", f"{options.guidance_scale:g}"]
+    found += ["--calibration_sigmas", *(f"{sigma:g}" for sigma in options.sigmas)]
+    found += ["--masked_loss"] if options.masked_loss else []
+    return found + (["--cache_directory", options.cache_directory] if options.cache_directory else [])
 
 
 def free_remedies(
@@ -21,7 +98,7 @@ def free_remedies(
     without: Mapping[str, Differences],
     comparison: Comparison,
     loras: Sequence[Path],
-) -> list[str]:
+) -> list[Remedy]:
     """Return what a user may do before fitting or training anything, the cheapest first, a sentence or two each.
 
     Args:
@@ -36,38 +113,42 @@ def free_remedies(
     found = []
     if in_comfyui and variant.merge is not None:
         found.append(_bypass(models, full, without.get("merge"), loras))
-        found.append(
-            "Or serve a GGUF of the model (Q8_0, Q6_K): its loader rounds nothing of a LoRA and multiplies in bf16, "
-            "for slower steps."
-        )
+        gguf = "Or serve a GGUF of the model (Q8_0, Q6_K): its loader rounds nothing of a LoRA and multiplies in bf16"
+        found.append(Remedy(f"{gguf}, for slower steps."))
     if comparison.int8 is not None and comparison.int8 < _WORTH_IT:
-        found.append(
+        text = (
             f"Or serve int8_convrot instead (tools/quantize_model.py --scheme int8_convrot): the layers of the base "
             f"would err {comparison.int8:.2f} times as much as now. ComfyUI rounds the LoRA there too: use the bypass."
         )
-    words = {each.how for each in models.roundings(variant).values()}
-    if layout in ("comfy_scaled", "comfy_quant") and words - {"int8"} and (alone := without.get("activations")):
-        found.append(
-            "Or have the file ask for products in high precision (tools/quantize_model.py --products high): "
-            f"{_change(full, alone)}."
-        )
+        words = ("tools/quantize_model.py", "--model", str(models.config.pretrained_model_name_or_path))
+        int8 = (*words, "--scheme", "int8_convrot", "--save_to", SAVE_TO)
+        found.append(Remedy(text, "int8_convrot", "model", int8))
+    rounded = {each.how for each in models.roundings(variant).values()}
+    if layout in ("comfy_scaled", "comfy_quant") and rounded - {"int8"} and (alone := without.get("activations")):
+        text = "Or have the file ask for products in high precision (tools/quantize_model.py --products high): "
+        file = models.deployed.path
+        high = ("tools/quantize_model.py", "--model", str(file), "--products", "high", "--save_to", SAVE_TO)
+        found.append(Remedy(f"{text}{_change(full, alone)}.", "high_products", "model", high if file else None))
     return found
 
 
-def _bypass(models: Models, full: Differences, without: Differences | None, loras: Sequence[Path]) -> str:
+def _bypass(models: Models, full: Differences, without: Differences | None, loras: Sequence[Path]) -> Remedy:
     """Say what ComfyUI's bypass does, and what it needs."""
     text = (
         "Load the LoRA with \u201cLoad LoRA (Bypass)\u201d: it stays beside the weights, and nothing of it is rounded"
     )
     text += f"; {_change(full, without)}." if without else "."
+    words = None
     if dropped := dropped_by_bypass(loras, models.targets):
         text += (
             f" Convert it first (tools/convert_lora.py --save_format comfy): {counted(len(dropped), 'layer')} of it "
             f"({dropped[0]}, ...) are parts of one layer in ComfyUI, and the bypass leaves such parts out."
         )
+        if len(loras) == 1:
+            words = ("tools/convert_lora.py", "--lora", str(loras[0]), "--save_format", "comfy", "--save_to", SAVE_TO)
     if models.family.int8_passes_bypass and any(each.how == "int8" for each in models.served_inputs.values()):
         text += " On int8 files of this model newer versions multiply some layers past it: compare one picture."
-    return text
+    return Remedy(text, "comfy", "lora", words, again=_BYPASS)
 
 
 def _change(full: Differences, other: Differences) -> str:

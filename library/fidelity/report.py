@@ -13,12 +13,13 @@ from library.errors import counted
 from library.fidelity.calibration import Calibration, CalibrationOptions
 from library.fidelity.comparison import Comparison, compare_models
 from library.fidelity.differences import Differences, compare
-from library.fidelity.remedies import free_remedies
+from library.fidelity.remedies import Remedy, costly_remedies, free_remedies
 from library.fidelity.runs import EvalSet, Outcome, prepare_eval_set, run_variant
 from library.fidelity.servers import Merging
 from library.fidelity.serving import REFERENCE, Models, Variant
 from library.fidelity.tensors import module_difference
 from library.fidelity.verdict import Attribution, Verdict, is_worse, judge
+from networks.files.weights import LoraWeights
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Report:
         full: the deployment. attributions: its causes. comparison: of all tensors.
         tried: what servers do to masks, in words, and the reference's differences when it does so.
         merges: the ways in which the server merges, where there are several or one that was looked for.
-        remedies: what costs nothing, in words, the cheapest first.
+        remedies: what to do, the cheapest first.
         reference, deployed: their outcomes, for the images.
     """
 
@@ -47,11 +48,16 @@ class Report:
     eval_set: EvalSet
     variant: Variant = REFERENCE
     merges: Sequence[MergeRow] = ()
-    remedies: Sequence[str] = ()
+    remedies: Sequence[Remedy] = ()
+
+    @property
+    def free(self) -> list[str]:
+        """What costs nothing, in words."""
+        return [remedy.text for remedy in self.remedies if not remedy.cost]
 
     def lines(self) -> list[str]:
         """Return the verdict, how the server merges, and what costs nothing, a line a sentence."""
-        return [*self.verdict.lines(self.full), *merge_sentences(self.merges), *self.remedies]
+        return [*self.verdict.lines(self.full), *merge_sentences(self.merges), *self.free]
 
 
 @dataclass(frozen=True)
@@ -96,6 +102,8 @@ def measure(
     explain: bool = False,
     merges: Sequence[Merging] = (),
     loras: Sequence[Path] = (),
+    asked: Sequence[str] = (),
+    reference_loras: Mapping[str, dict[str, LoraWeights]] | None = None,
 ) -> Report:
     """Return the report.
 
@@ -107,12 +115,15 @@ def measure(
         explain: measure what each kind of tensors, each block and each layer explains, and what servers do to masks.
         merges: ways in which the server merges; the worst becomes the variant's.
         loras: their files.
+        asked: the words of the command, for remedies that are the report once more.
+        reference_loras: those beside the reference, where what is served was refitted; None: the same.
 
     Raises:
         UserError: anything wrong with models, or flags that need what the dataset does not have.
     """
     eval_set = prepare_eval_set(models, calibration, variant, steps)
-    reference = run_variant(models, REFERENCE, eval_set, console, "reference")
+    original = models if reference_loras is None else replace(models, loras=dict(reference_loras))
+    reference = run_variant(original, REFERENCE, eval_set, console, "reference")
     decode = models.image_encoder(REFERENCE).decode
 
     def run(changed: Variant, title: str) -> tuple[Outcome, Differences]:
@@ -149,7 +160,10 @@ def measure(
         attributions=attributions,
         tried=tried,
         merges=rows,
-        remedies=free_remedies(models, variant, full, without, comparison, loras),
+        remedies=[
+            *free_remedies(models, variant, full, without, comparison, loras),
+            *costly_remedies(models, variant, calibration.plan.options, loras, asked),
+        ],
         comparison=comparison,
         reference=reference,
         deployed=deployed,

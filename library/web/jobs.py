@@ -189,7 +189,11 @@ class Jobs:
         job = self.get(name)
         if job.state == "waiting" and claim(job.folder, 0):
             write_text(job.folder / "ended.json", json.dumps({"code": 130, "at": time.time()}))
-        elif (job := self.get(name)).state == "running" and job.pid:
+            return
+        limit = time.monotonic() + 5
+        while (job := self.get(name)).state == "running" and not job.pid and time.monotonic() < limit:
+            time.sleep(_LOOK / 10)  # claimed, and about to begin
+        if job.state == "running" and job.pid:
             with suppress(FileExistsError):
                 if not again:
                     open(job.folder / "asked", "x").close()  # once: a trainer ends at the second one without saving
@@ -220,7 +224,8 @@ class Jobs:
         }  # fmt: skip
         if ended is not None:
             code = ended.get("code", 1)
-            state = "done" if code == 0 else "stopped" if code in _STOPPED else "failed"
+            stopped = code in _STOPPED or (changed["asked"] and code != 2)  # 2: an error that is said in a line
+            state = "done" if code == 0 else "stopped" if stopped else "failed"
             changed |= {"ended": ended.get("at"), "code": code, "state": state}
         elif job_is_gone(running) and _object(own / "ended.json") is None:
             changed |= {"state": "lost"}

@@ -1,7 +1,199 @@
-"""Placeholder."""
+"""Precision: what a LoRA loses where it is served, and the files that give it back.
+
+A report is a job of ``tools/precision_report.py`` into its own folder; its ``report.json`` is shown here. A remedy that
+makes a file is a job too, of the command that the report carries, under a name that nothing has yet.
+"""
 
 from __future__ import annotations
 
-from library.web.site import Handler
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
 
-ROUTES: dict[str, Handler | tuple[Handler | None, Handler]] = {}
+from starlette.requests import Request
+from starlette.responses import Response
+
+from library.config.model_types import IMAGE_MODELS
+from library.errors import UserError
+from library.files import read_toml
+from library.web.jobs import Job
+from library.web.loras import free_name, guidance_of, is_lora, lora_file, model_words, run_of, weight_files
+from library.web.site import Form, Handler, Site, goto, url
+
+RECIPES = {
+    "cast": "fp8, a plain cast: no scales",
+    "cast+all": "fp8, a plain cast of all layers, as many published files",
+    "tensor": "fp8, scaled: one scale a layer (ComfyUI)",
+    "row": "fp8, a scale a row",
+    "block64": "fp8, a scale for 64 numbers",
+    "int8": "int8, one scale a layer",
+    "int8_row": "int8, a scale a row",
+    "int8_convrot": "int8, rotated: the best of these",
+    "nvfp4": "nvfp4: 4 bits (RTX 50)",
+}
+SERVERS = {
+    "": "what usually runs such files",
+    "comfyui": "ComfyUI, Load LoRA",
+    "comfyui-bypass": "ComfyUI, Load LoRA (Bypass)",
+    "comfyui-legacy": "ComfyUI, Load LoRA, --disable-dynamic-vram",
+    "diffusers": "diffusers",
+    "gguf": "ComfyUI-GGUF",
+}
+_TOOLS = {f"tools/{name}.py" for name in ("quantize_model", "convert_lora", "refit_lora", "precision_report")}
+_LAYERS_SHOWN = 10
+
+
+def show(site: Site, request: Request, form: Form) -> Response:
+    """Show the form for a LoRA, a report, and earlier ones."""
+    asked = request.query_params
+    reports = [job for job in site.jobs.all() if job.kind == "report"]
+    chosen = _values(site, site.jobs.get(asked["report"])) if "report" in asked else None
+    lora = asked.get("lora") or (chosen["asked"].get("lora", "") if chosen else "")
+    loras, models = weight_files(site)
+    values = {"loras": loras, "models": models, "reports": reports, "recipes": RECIPES, "servers": SERVERS}
+    values |= {"types": IMAGE_MODELS, **_prefilled(site, lora), **(chosen or {"job": None})}
+    return site.page(request, "precision.html", **values)
+
+
+def _prefilled(site: Site, lora: str) -> dict[str, Any]:
+    """Return the form's values for a LoRA: as its run has them."""
+    run = run_of(lora_file(site, lora)) if lora else {}
+    served = "cast" if not run.get("fp8_scaled") else str(run.get("fp8_granularity", "block64"))
+    return {
+        "lora": lora,
+        "model": run.get("pretrained_model_name_or_path", ""),
+        "model_type": run.get("model_type", "flux"),
+        "dataset": run.get("dataset_config", ""),
+        "guidance": guidance_of(run),
+        "recipe": served if served in RECIPES else "tensor",
+    }
+
+
+def live(site: Site, request: Request, form: Form) -> Response:
+    """Show a report's part of the screen alone, as it is now."""
+    return site.part("precision.html", "report", **_values(site, site.jobs.get(request.query_params.get("id", ""))))
+
+
+def _values(site: Site, job: Job) -> dict[str, Any]:
+    """Return a report as the template takes it: its job, what was measured, the one before, files that were made."""
+    asked, result = _object(job.folder / "asked.json"), _object(job.folder / "report/report.json")
+    made: dict[int, list[tuple[Job, list[Path]]]] = {}
+    for each in sorted(site.jobs.all(), key=lambda each: each.created):
+        if each.kind == "remedy" and (own := _object(each.folder / "asked.json")).get("report") == job.id:
+            made.setdefault(own["remedy"], []).append((each, _made(Path(own["file"]))))
+    verdicts = [("Verdict", result, job.title)]
+    with suppress(UserError):
+        before = site.jobs.get(asked.get("before", ""))
+        if earlier := _object(before.folder / "report/report.json"):
+            verdicts = [("Before", earlier, before.title), ("After", result, job.title)]
+    layers = sorted(result.get("layers", []), key=lambda row: -(row["output_error"] or 0))[:_LAYERS_SHOWN]
+    return {
+        "job": job, "asked": asked, "result": result, "layers": layers, "made": made, "verdicts": verdicts,
+        "after": [each for each in site.jobs.all() if _object(each.folder / "asked.json").get("before") == job.id],
+        "busy": not job.is_over or any(not each.is_over for found in made.values() for each, _ in found),
+    }  # fmt: skip
+
+
+def _made(path: Path) -> list[Path]:
+    """Return the files that a remedy has made so far."""
+    found = [path] if path.is_file() else sorted((path / "fixes").glob("**/*.safetensors"))
+    return found or ([path] if (path / "model_index.json").is_file() else [])
+
+
+def _object(path: Path) -> dict[str, Any]:
+    with suppress(OSError, ValueError):
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    return {}
+
+
+def start(site: Site, request: Request, form: Form) -> Response:
+    """Queue a report as the form says."""
+    given = {key: str(value).strip() for key, value in form.items()}
+    lora = lora_file(site, given["lora"])
+    run = run_of(lora)
+    dataset = site.places.find(given["dataset"])
+    if not dataset.is_file():
+        raise UserError(
+            f"{site.places.show(dataset)}: no such dataset; name the TOML file that the LoRA was trained on"
+        )
+    site.places.refuse_paths_outside(read_toml(dataset)[0], site.places.show(dataset))
+    deploy = str(site.places.find(given["file"])) if given["served"] == "file" else given["served"]
+    strength = given.get("strength") or "1"
+    words = ["tools/precision_report.py", *model_words(site, lora, given), "--deploy", deploy]
+    words += ["--lora", site.places.show(lora) + (f":{strength}" if float_of(strength, "strength") != 1 else "")]
+    words += ["--dataset_config", given["dataset"], "--save_to", "{job}/report"]
+    flags = {"server": "server", "images": "images", "steps": "steps", "guidance": "guidance_scale"}
+    for key, flag in (flags | {"activations": "activations", "deploy_lora": "deploy_lora"}).items():
+        words += [f"--{flag}", given[key]] if given.get(key) else []
+    words += ["--masked_loss"] if run.get("masked_loss") else []
+    with suppress(UserError):  # a cache elsewhere is made anew, beside the images
+        words += ["--cache_directory", str(site.places.find(run.get("cache_directory") or ""))]
+    shown = Path(deploy).name if given["served"] == "file" else RECIPES.get(deploy, deploy)
+    asked = {"lora": site.places.show(lora)}
+    job = site.jobs.add(
+        "report", f"{lora.name} on {shown}", words, queued=True, files={"asked.json": json.dumps(asked)}
+    )
+    return goto(url("/precision", report=job.id))
+
+
+def float_of(text: str, what: str) -> float:
+    """Return a number of a form; raises a UserError that names it."""
+    with suppress(ValueError):
+        return float(text)
+    raise UserError(f"{what}: {text[:40]!r} is no number; write 0.8")
+
+
+def remedy(site: Site, request: Request, form: Form) -> Response:
+    """Queue the command of a report's remedy; its file lies beside the original, or in the first output folder."""
+    job, number = site.jobs.get(str(form["report"])), int(float_of(str(form["remedy"]), "remedy"))
+    listed = _object(job.folder / "report/report.json").get("remedies", [])
+    chosen = listed[number] if 0 <= number < len(listed) else {}
+    if not chosen.get("command") or chosen["command"][0] not in _TOOLS:
+        raise UserError("this remedy makes no file: it is a setting of the program that serves")
+    words = chosen["command"]
+    flag = "--model" if chosen["makes"] == "model" else "--lora"
+    source = Path(words[words.index(flag) + 1]).resolve()
+    inside = any(source.is_relative_to(folder) for folder in site.places.outputs)
+    folder = source.parent if inside else site.places.outputs[0]
+    ending = "" if chosen["makes"] == "fixes" or source.is_dir() else ".safetensors"
+    others = (_object(each.folder / "asked.json").get("file") for each in site.jobs.all() if each.kind == "remedy")
+    name = source.name if source.is_dir() else source.stem
+    file = free_name(folder / f"{name}-{chosen['name']}{ending}", [Path(other) for other in others if other])
+    own = [site.places.show(file) if word == "{save_to}" else word for word in words]
+    asked = {"report": job.id, "remedy": number, "file": str(file)}
+    site.jobs.add("remedy", f"{file.name}", own, queued=True, files={"asked.json": json.dumps(asked)})
+    return site.part("precision.html", "report", **_values(site, job))
+
+
+def again(site: Site, request: Request, form: Form) -> Response:
+    """Queue the report once more, on the file that a remedy made."""
+    job, file = site.jobs.get(str(form["report"])), site.places.find(str(form["file"]))
+    listed = _object(job.folder / "report/report.json").get("remedies", [])
+    chosen = listed[int(float_of(str(form["remedy"]), "remedy"))]
+    words = list(job.words)
+    if is_lora(file):
+        first = words[words.index("--reference_lora" if "--reference_lora" in words else "--lora") + 1]
+        words += ["--lora", site.places.show(file), "--reference_lora", first]
+    else:
+        words += ["--deploy", site.places.show(file)]
+    words += [*chosen["again"], "--save_to", "{job}/report"]
+    asked = _object(job.folder / "asked.json") | {"before": job.id}
+    title = f"{file.name}, instead of {job.title}"
+    new = site.jobs.add("report", title, words, queued=True, files={"asked.json": json.dumps(asked)})
+    return goto(url("/precision", report=new.id))
+
+
+def stop(site: Site, request: Request, form: Form) -> Response:
+    """Stop a report, or what makes a file."""
+    site.jobs.stop(str(form["id"]))
+    return goto(url("/precision", report=str(form["report"])))
+
+
+ROUTES: dict[str, Handler | tuple[Handler | None, Handler]] = {
+    "/precision": (show, start),
+    "/precision/report": live,
+    "/precision/remedy": (None, remedy),
+    "/precision/again": (None, again),
+    "/precision/stop": (None, stop),
+}

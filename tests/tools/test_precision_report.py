@@ -96,8 +96,11 @@ def test_an_honest_file_is_named_as_rounding(place: Path) -> None:
     assert first == streamed
     assert resident["image"] > streamed["image"]
     assert set(found["verdict"]["split"]) == {"base", "merge"}
-    assert "Load LoRA (Bypass)" in found["remedies"][0]
-    assert "tools/convert_lora.py --save_format comfy" in found["remedies"][0]  # the LoRA is in diffusers' names
+    first = found["remedies"][0]
+    assert "Load LoRA (Bypass)" in first["text"]
+    assert "tools/convert_lora.py --save_format comfy" in first["text"]  # the LoRA is in diffusers' names
+    assert first["command"][:2] == ["tools/convert_lora.py", "--lora"]
+    assert {"refitted", "corrected"} <= {each["name"] for each in found["remedies"] if each["command"]}
 
 
 @pytest.mark.parametrize("how", ["stochastic", "nearest"])

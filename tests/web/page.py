@@ -22,6 +22,7 @@ expect = playwright.expect
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT = 60_000  # milliseconds; every step takes a fraction of a second on a quiet machine
+expect.set_options(timeout=WAIT)
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
 )

@@ -48,8 +48,9 @@ def generate_images(
     blank: Blank | None = None,
     swapped: int | None = 0,
     encoders: tuple[ImageEncoder, TextEncoder] | None = None,
+    strengths: Sequence[float] = (1.0,),
 ) -> Iterator[tuple[SamplePrompt, Image]]:
-    """Yield each prompt with its image.
+    """Yield each prompt with its image; with several ``strengths``, with its image at each of them.
 
     Args:
         family: the base model.
@@ -63,6 +64,7 @@ def generate_images(
         blank: what the region to fill is blanked with; by default as the LoRAs' files say, else grey.
         swapped: blocks whose weights wait in host memory; None: as many as can.
         encoders: of images and text; by default the family's, of ``dtype``.
+        strengths: of all LoRAs together, times their own; the model is loaded once for all.
     """
     check_prompt_images(prompts, family.conditioning, family.most_references)
     weights = read_loras(loras, family, console)  # before anything that takes time
@@ -78,20 +80,30 @@ def generate_images(
     texts: dict[str, TextJob] = {}
     for prompt in prompts:
         texts |= text_jobs(prompt, text_encoder.sees_references, rules)
-    embeddings = encode_with_loras(text_encoder, texts, weights, targets, source)
+    by_text = any(encoder.name in weights for encoder in targets.text_encoders)
+    embeddings = {
+        strength: encode_with_loras(text_encoder, texts, weights if strength else {}, targets, source, strength)
+        for strength in dict.fromkeys(strengths if by_text else strengths[:1])
+    }
     conditions = [encode_prompt_images(prompt, image_encoder, rules) for prompt in prompts]
     fp8 = fp8 or WeightLoader()
     transformer = family.load_transformer(dtype, device if swapped == 0 else "cpu", fp8=fp8)
     if (layout := family.quantized_file()) or fp8.recipe:
         console.print(f"base: {describe_base(layout, fp8, dtype)}")
-    if own := weights.get(targets.file_prefix):
-        attach_lora(transformer, own, targets, source)
+    own = weights.get(targets.file_prefix)
+    network = attach_lora(transformer, own, targets, source) if own else None
     if swapped != 0:
         blocks = family.blocks(transformer)
         swap_blocks(transformer, blocks, swappable(blocks)[0] if swapped is None else swapped, device)
     for prompt, its_conditions in zip(prompts, conditions, strict=True):
-        texts_of_it = {text: embeddings[prompt.text_key(text)] for text in prompt.texts()}
-        yield prompt, generate_image(family, transformer, image_encoder, prompt, texts_of_it, its_conditions)
+        for strength in strengths:
+            if network and tuple(strengths) != (1.0,):
+                network.set_multiplier(strength)
+                for name, layer in network.modules.items():  # at 0 they are taken out: the base, bit for bit
+                    transformer.set_submodule(targets.path_in_model(name), layer if strength else layer.base)
+            found = embeddings[strength if by_text else strengths[0]]
+            texts_of_it = {text: found[prompt.text_key(text)] for text in prompt.texts()}
+            yield prompt, generate_image(family, transformer, image_encoder, prompt, texts_of_it, its_conditions)
 
 
 def read_loras(loras: Sequence[LoraSource], family: Family, console: Console) -> dict[str, dict[str, LoraWeights]]:

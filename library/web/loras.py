@@ -1,0 +1,92 @@
+"""LoRA and model files in the places, and what the run that made a LoRA says about it."""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from library.config.model_types import MODEL_FILE_KEYS
+from library.errors import UserError
+from library.files import read_toml
+from library.web.site import Site
+
+_MOST_SHOWN = 400  # of files in a list
+_ENDINGS = (".safetensors", ".gguf")
+
+
+def weight_files(site: Site) -> tuple[list[str], list[str]]:
+    """Return LoRAs and models in the places, the newest first, as a person writes their paths."""
+    found: dict[Path, float] = {}
+    for place in (*site.places.outputs, *site.places.folders):
+        for folder, inner, names in os.walk(place):
+            inner[:] = [name for name in inner if name[0] != "." and not name.endswith("-state")]
+            if "model_index.json" in names:  # a whole pipeline is one model
+                found[Path(folder)], inner[:] = 0.0, []
+            for path in (Path(folder, name) for name in names if name.endswith(_ENDINGS)):
+                with suppress(OSError, UserError):  # a link may lead out
+                    found[site.places.find(str(path))] = path.stat().st_mtime
+    newest = sorted(found, key=lambda path: -found[path])
+    kinds = {path: is_lora(path, found[path]) for path in newest}
+    lists = ([site.places.show(path) for path in newest if kinds[path] is kind] for kind in (True, False))
+    loras, models = (each[:_MOST_SHOWN] for each in lists)
+    return loras, models
+
+
+@lru_cache(maxsize=4096)
+def is_lora(path: Path, changed: float = 0.0) -> bool:
+    """Return whether a file's tensors are a LoRA's, by their names; ``changed``: which version of it is meant."""
+    with suppress(OSError, ValueError, struct.error), open(path, "rb") as file:
+        length = struct.unpack("<Q", file.read(8))[0]
+        return length < 2**25 and any(
+            mark in key for key in json.loads(file.read(length)) for mark in (".lora", "lora_")
+        )
+    return False
+
+
+def run_of(lora: Path) -> dict[str, Any]:
+    """Return option -> value of the run that wrote a LoRA; nothing where no config.toml lies beside it."""
+    try:
+        tables = read_toml(lora.parent / "config.toml")[0]
+    except UserError:
+        return {}
+    flat = {key: value for value in tables.values() if isinstance(value, dict) for key, value in value.items()}
+    return {key: value for key, value in tables.items() if not isinstance(value, dict)} | flat
+
+
+def model_words(site: Site, lora: Path, given: Mapping[str, str]) -> list[str]:
+    """Return the flags of the base that a form names as model and model_type, its parts as the LoRA's run had them."""
+    if not given["model"]:
+        raise UserError("model: is empty; name the model that the LoRA was trained on, a folder or a file")
+    run = run_of(lora)
+    found = {"model": given["model"], "model_type": given["model_type"]}
+    found |= {key: str(run[key]) for key in MODEL_FILE_KEYS if run.get(key)}
+    site.places.refuse_paths_outside(found, "model")
+    return [word for key, value in found.items() for word in (f"--{key}", value)]
+
+
+def guidance_of(run: dict[str, Any]) -> str:
+    """Return the guidance that a run trained with; of the built-in tiny models 1, which they were made with."""
+    tiny = "tiny-" in str(run.get("pretrained_model_name_or_path", ""))
+    return f"{run['guidance_scale']:g}" if "guidance_scale" in run else "1" if tiny else ""
+
+
+def lora_file(site: Site, text: str) -> Path:
+    """Return a LoRA that a request names; raises a UserError if there is none."""
+    path = site.places.find(text)
+    if path.suffix != ".safetensors" or not path.is_file():
+        raise UserError(f"{site.places.show(path)}: no such LoRA; choose a .safetensors file from the list")
+    return path
+
+
+def free_name(path: Path, taken: Sequence[Path] = ()) -> Path:
+    """Return ``path``, or with the first number behind its name that nothing has."""
+    ending = ".safetensors" if path.suffix == ".safetensors" else ""
+    stem = path.name.removesuffix(ending)
+    tries = (path if n == 1 else path.with_name(f"{stem}-{n}{ending}") for n in range(1, 10_000))
+    return next(each for each in tries if not each.exists() and each not in taken)

@@ -1,0 +1,137 @@
+"""Painting at several strengths, on the command line and on the page."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from tests.web.page import ROOT, Server, Tab, expect, serve
+from tools.generate import image, parser
+
+pytestmark = pytest.mark.slow
+MODEL = str(ROOT / "assets/tiny-flux")
+EVIL = "a zorbo <img src=x onerror=alert(1)>"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("page")
+    with_run(folder)
+    with serve(folder) as running:
+        yield running
+
+
+def with_run(folder: Path) -> Path:
+    """Write a run with a LoRA of random weights into ``folder``; return the LoRA."""
+    import torch
+
+    from library.models.registry import lora_targets
+    from networks.files.adapters import save_adapter
+    from networks.files.weights import LoraWeights
+
+    (folder / "output/zorbo").mkdir(parents=True)
+    (folder / "assets").mkdir()
+    for name in ("tiny-flux", "demo_dataset"):
+        shutil.copytree(ROOT / "assets" / name, folder / "assets" / name)
+    random = torch.Generator().manual_seed(1)
+    names = [f"transformer_blocks.{i}.attn.to_{part}" for i in range(2) for part in "qkv"]
+    shape = json.loads((ROOT / "assets/tiny-flux/transformer/config.json").read_text())
+    width = shape["num_attention_heads"] * shape["attention_head_dim"]
+    weights = {
+        name: LoraWeights(*(0.3 * torch.randn(size, generator=random) for size in ((4, width), (width, 4))), 4.0)
+        for name in names
+    }
+    lora = folder / "output/zorbo/zorbo.safetensors"
+    save_adapter(lora, weights, lora_targets()["flux"], "diffusers", "fp32", {})
+    (folder / "output/zorbo/config.toml").write_text(
+        '[model]\nmodel_type = "flux"\npretrained_model_name_or_path = "assets/tiny-flux"\n'
+        '[dataset]\ndataset_config = "assets/demo_dataset/dataset.toml"\n'
+        '[sampling]\nsample_prompts = "assets/demo_dataset/prompts.txt"\n'
+    )
+    return lora
+
+
+def painted(*words: str) -> list[bytes]:
+    flags = ["--model", MODEL, "--w", "64", "--h", "64", "--s", "2", "--g", "1", "--prompt", "a house", "a tree"]
+    return [Image.open(path).tobytes() for path in image(parser().parse_args(["image", *flags, *words]))]
+
+
+def test_several_strengths_paint_what_separate_runs_paint(tmp_path: Path) -> None:
+    lora = with_run(tmp_path)
+    found = painted("--lora", str(lora), "--strengths", "0", "0.5", "1.2", "--save_to", str(tmp_path / "all"))
+    without = painted("--save_to", str(tmp_path / "0"))
+    half = painted("--lora", f"{lora}:0.5", "--save_to", str(tmp_path / "half"))
+    more = painted("--lora", f"{lora}:1.2", "--save_to", str(tmp_path / "more"))
+    assert found == [without[0], half[0], more[0], without[1], half[1], more[1]]
+    assert len(set(found)) == 6
+    lines = [json.loads(line) for line in (tmp_path / "all/images.jsonl").read_text().splitlines()]
+    assert [(line["row"], line["strength"]) for line in lines] == [(r, s) for r in (0, 1) for s in (0, 0.5, 1.2)]
+
+
+def paint(tab: Tab) -> None:
+    tab.open("/generate?lora=output/zorbo/zorbo.safetensors")
+    prompts = tab.page.get_by_label("Prompts, one a line")
+    expect(prompts).to_have_value(
+        re.compile("^a zorbo on a blue background --w 128")
+    )  # the run's own, without comments
+    prompts.fill(f"{EVIL}\na house --d 5")
+    for name in ("0.5", "0.8", "1.2"):
+        tab.page.get_by_label(name, exact=True).uncheck()
+    tab.page.get_by_label("Steps").fill("2")
+    tab.page.get_by_role("button", name="Paint").click()
+    tab.page.wait_for_url("**job=*")
+
+
+def test_the_grid_shows_what_was_painted(browser: Any, server: Server, size: str) -> None:
+    tab = Tab(browser, server, size)
+    paint(tab)
+    expect(tab.page.get_by_role("button", name="Again with another seed")).to_be_visible()
+    cells = tab.page.locator("[data-large]")
+    expect(cells).to_have_count(4)
+    expect(tab.page.locator(".paintings tbody th").first).to_have_text(EVIL)
+    job = tab.page.url.rpartition("=")[2]
+    files = sorted((server.output / ".tandem/jobs" / job / "images").glob("*.png"))
+    names = [re.search(r"%2F([^%]+\.png)", cell.get_attribute("data-large"))[1] for cell in cells.all()]
+    assert sorted(names) == [path.name for path in files]
+    assert [re.search(r"strength(\S+)\.png", name)[1] for name in names] == ["0", "1", "0", "1"]
+    width = tab.page.evaluate("Array.from(document.querySelectorAll('.paintings img'), (i) => i.naturalWidth)")
+    assert width == [128] * 4
+    tab.fits()
+    cells.last.click()
+    tab.page.locator("#large select").first.select_option("0")
+    shown = tab.page.locator("#large img")
+    assert [name in shown.nth(i).get_attribute("src") for i, name in enumerate(names[2:])] == [True, True]
+    tab.page.keyboard.press("Escape")
+    if size == "wide":  # the same prompts with other seeds are another painting
+        tab.page.get_by_role("button", name="Again with another seed").click()
+        tab.page.wait_for_url(lambda url: job not in url)
+        again = server.output / ".tandem/jobs" / tab.page.url.rpartition("=")[2]
+        words = json.loads((again / "job.json").read_text())["words"]
+        assert (again / "prompts.txt").read_text() == f"{EVIL}\na house"
+        assert words[words.index("--d") + 1] != "0"
+        tab.page.get_by_role("button", name="Stop").click()
+        expect(tab.page.get_by_role("button", name="Again with another seed")).to_be_visible()
+    tab.close()
+
+
+@pytest.mark.parametrize("change", [{"lora": "/etc/passwd"}, {"model": "/etc"}, {"prompts": "a --ci /etc/passwd"}])
+def test_files_outside_are_refused(change: dict[str, str], browser: Any, server: Server) -> None:
+    tab = Tab(browser, server)
+    given = {
+        "lora": "output/zorbo/zorbo.safetensors",
+        "model": "assets/tiny-flux",
+        "model_type": "flux",
+        "prompts": "a",
+    }
+    fields = {"strength": "1", "others": "", "width": "64", "height": "64", "steps": "1", "seed": "0", "guidance": "1"}
+    answer = tab.context.request.post(f"{server.address}/generate", form=given | fields | change)
+    assert answer.status == 403
+    assert "lies outside" in answer.text()
+    tab.close()

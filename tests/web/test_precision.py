@@ -1,0 +1,109 @@
+"""The report, and the files that its remedies make, from the browser."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.web.page import ROOT, Server, Tab, expect, serve
+from tests.web.test_generate import with_run
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    folder = tmp_path_factory.mktemp("page")
+    with_run(folder)
+    with serve(folder) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def report(browser: Any, server: Server) -> str:
+    """Run a report from the form; return its address."""
+    tab = Tab(browser, server)
+    tab.open("/precision")
+    tab.page.get_by_label("LoRA", exact=True).fill("output/zorbo/zorbo.safetensors")
+    tab.page.get_by_role("button", name="Choose").click()
+    tab.page.get_by_text("More", exact=True).click()
+    tab.page.get_by_label("Images").fill("1")
+    tab.page.get_by_label("Sampling steps").fill("2")
+    tab.page.get_by_role("button", name="Run the report").click()
+    tab.page.wait_for_url("**report=*")
+    expect(tab.page.get_by_role("heading", name="Verdict")).to_be_visible()
+    address = tab.page.url.removeprefix(server.address)
+    tab.close()
+    return address
+
+
+def measured(server: Server, report: str) -> dict[str, Any]:
+    job = report.rpartition("=")[2]
+    return json.loads((server.output / ".tandem/jobs" / job / "report/report.json").read_text())
+
+
+def test_the_verdict_is_the_reports(browser: Any, server: Server, size: str, report: str) -> None:
+    tab = Tab(browser, server, size)
+    tab.open(report)
+    found = measured(server, report)
+    verdict = tab.page.locator(".verdict")
+    expect(verdict).to_contain_text(found["verdict"]["words"][0])
+    expect(verdict).to_contain_text(f"{100 * found['deployment']['image']:.2f} %")
+    assert ("bad" in verdict.get_attribute("class").split()) == found["verdict"]["alarm"]
+    worst = max(found["layers"], key=lambda row: row["output_error"])
+    expect(tab.page.get_by_role("row", name=worst["name"])).to_be_visible()
+    expect(tab.page.locator(".remedies > li")).to_have_count(len(found["remedies"]))
+    loaded = tab.page.evaluate("Array.from(document.querySelectorAll('#report img'), (i) => i.naturalWidth)")
+    assert loaded == [128, 128, 128]  # reference, served, difference
+    tab.fits()
+    with tab.context.expect_page() as opened:
+        tab.page.get_by_role("link", name="The whole report").click()
+    expect(opened.value.locator("h1")).to_have_text(found["title"])
+    tab.close()
+
+
+def test_a_remedy_makes_a_new_file_each_time_and_is_measured(browser: Any, server: Server, report: str) -> None:
+    tab = Tab(browser, server)
+    tab.open(report)
+    number = next(i for i, each in enumerate(measured(server, report)["remedies"]) if each["name"] == "refitted")
+    remedy = tab.page.locator(".remedies > li").nth(number)
+    original = (server.output / "zorbo/zorbo.safetensors").read_bytes()
+    for number in (1, 2):
+        remedy.get_by_role("button", name="Make the LoRA").click()
+        expect(remedy.locator(".made > b")).to_have_count(number)
+    made = ["zorbo-refitted.safetensors", "zorbo-refitted-2.safetensors"]
+    assert remedy.locator(".made > b").all_inner_texts() == made
+    remedy.get_by_role("button", name="Stop").last.click()
+    expect(remedy.locator("code")).to_have_text(["output/zorbo/zorbo-refitted.safetensors"])
+    assert (server.output / "zorbo/zorbo.safetensors").read_bytes() == original
+    words = [sys.executable, str(ROOT / "tools/inspect_model.py"), str(server.output / "zorbo" / made[0])]
+    read = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
+    assert "LoRA" in read.stdout
+    remedy.get_by_role("button", name="Measure again with it").first.click()
+    expect(tab.page.get_by_role("heading", name="After")).to_be_visible()
+    after = measured(server, tab.page.url)
+    expect(tab.page.locator(".verdict").first).to_contain_text(
+        f"{100 * measured(server, report)['deployment']['image']:.2f} %"
+    )
+    expect(tab.page.locator(".verdict").last).to_contain_text(f"{100 * after['deployment']['image']:.2f} %")
+    assert after["deployment"]["image"] < measured(server, report)["deployment"]["image"]
+    tab.close()
+
+
+@pytest.mark.parametrize(
+    "change", [{"lora": "../x.safetensors"}, {"served": "file", "file": "/etc/passwd"}, {"dataset": "/etc/x"}]
+)
+def test_files_outside_are_refused(change: dict[str, str], browser: Any, server: Server) -> None:
+    tab = Tab(browser, server)
+    given = {"lora": "output/zorbo/zorbo.safetensors", "model": "assets/tiny-flux", "model_type": "flux",
+             "served": "cast", "dataset": "assets/demo_dataset/dataset.toml"}  # fmt: skip
+    answer = tab.context.request.post(f"{server.address}/precision", form=given | change)
+    assert answer.status == 403
+    assert "lies outside" in answer.text()
+    tab.close()
