@@ -28,6 +28,7 @@ from library.errors import UserError, printable
 
 STATE = ".tandem"  # in the first output folder: jobs, and what was undone
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
+_MOST_BODY = 4 * 2**20  # bytes of a request without files
 _POLICY = (
     "default-src 'self'; img-src 'self' data: blob:; style-src 'self' 'unsafe-inline'; object-src 'none'; "
     "base-uri 'none'; form-action 'self'; frame-ancestors 'self'"
@@ -69,12 +70,13 @@ class Places:
         """Where the page keeps jobs and what was undone."""
         return self.outputs[0] / STATE
 
-    def find(self, text: str, *, output: bool = False) -> Path:
+    def find(self, text: str, *, output: bool = False, own: bool = False) -> Path:
         """Return the resolved path that ``text`` means, relative ones from the working directory.
 
         Args:
             text: from a request; the file need not exist.
             output: it must lie in an output folder.
+            own: it may be one of the page's own: what is in there may be shown, but what is run comes from there too.
 
         Raises:
             Refused: it lies elsewhere, or is no path.
@@ -84,6 +86,8 @@ class Places:
             path.exists()  # raises where a name is too long
         except (OSError, ValueError, RuntimeError):
             raise Refused(f"{printable(text[:200])}: is no path; check it") from None
+        if STATE in path.parts and not own:
+            raise Refused(f"{printable(text[:200])}: is the page's own; choose another place")
         allowed = self.outputs if output else (*self.outputs, *self.folders)
         if not text or not any(path.is_relative_to(folder) for folder in allowed):
             names = ", ".join(map(self.show, allowed))
@@ -130,7 +134,7 @@ class Guard:
     def __init__(self, app: ASGIApp, port: int, token: str | None = None) -> None:
         """``token`` is None where only this machine can reach the page."""
         self._app, self._token = app, token
-        self._hosts = {f"{name}:{port}" for name in _LOOPBACK}
+        self._hosts = {f"{name}:{port}" for name in _LOOPBACK} | (set(_LOOPBACK) if port == 80 else set())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, or pass the request on."""
@@ -153,7 +157,7 @@ class Guard:
 
     def _refusal(self, request: Request) -> Response | None:
         headers: Headers = request.headers
-        if self._token is None and headers.get("host") not in self._hosts:
+        if self._token is None and headers.get("host", "").lower() not in self._hosts:
             return PlainTextResponse("This page answers on 127.0.0.1 only.", 421)
         site, visit = headers.get("sec-fetch-site", "none"), headers.get("sec-fetch-mode") == "navigate"
         origin = headers.get("origin")
@@ -164,6 +168,10 @@ class Guard:
             return PlainTextResponse("Requests of other sites are refused.", 403)
         if request.method not in ("GET", "HEAD", "POST"):
             return PlainTextResponse("There is no such method here.", 405)
+        is_upload = headers.get("content-type", "").startswith("multipart/form-data")  # read piece by piece
+        length = headers.get("content-length", "0" if request.method != "POST" else "")
+        if not is_upload and (not length.isdecimal() or int(length[:12]) > _MOST_BODY):
+            return PlainTextResponse("This request is too large.", 413)
         return self._without_token(request) if self._token is not None else None
 
     def _without_token(self, request: Request) -> Response | None:

@@ -2,13 +2,15 @@
 
 A handler is a plain function ``(Site, Request, Form) -> Response``, run in a thread. A ``UserError`` that it raises is
 shown as the trainer shows it: as a line on the screen, where htmx asked (status 422, into the element ``#message``), or
-as a page of its own.
+as a page of its own. So is a disk that cannot be written, and what a request lacks. Anything else is a bug: its
+traceback goes to the terminal, a line that says so to the screen.
 """
 
 from __future__ import annotations
 
 import json
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,8 +18,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+from anyio import CapacityLimiter, to_thread
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData as Form
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
@@ -30,7 +32,7 @@ from library.web.jobs import Jobs
 HERE = Path(__file__).parent
 SCREENS = (("Runs", "/"), ("New run", "/new"), ("Data", "/data"), ("Precision", "/precision"),
            ("Generate", "/generate"), ("Chat", "/chat"))  # fmt: skip
-_MOST_FILES, _MOST_BYTES = 2000, 512 * 2**20  # of a form: pictures that are dropped on the page
+_MOST_FILES, _MOST_BYTES = 2000, 4 * 2**20  # pictures of a form, and bytes of one of its texts
 
 Handler = Callable[["Site", Request, Form], Response]
 
@@ -55,13 +57,12 @@ class Site:
 
     def page(self, request: Request, template: str, **values: Any) -> Response:
         """Return a whole page, of a template that extends base.html."""
-        text = self.templates.get_template(template).render(path=request.url.path, **values)
-        return HTMLResponse(text)
+        return _html(self.templates.get_template(template).render(path=request.url.path, **values))
 
     def part(self, template: str, block: str, **values: Any) -> Response:
         """Return one block of a template alone, for htmx to put in its place."""
         found = self.templates.get_template(template)
-        return HTMLResponse("".join(found.blocks[block](found.new_context({"path": "", **values}))))
+        return _html("".join(found.blocks[block](found.new_context({"path": "", **values}))))
 
     def routes(self, table: Mapping[str, Handler | tuple[Handler | None, Handler]]) -> list[Route]:
         """Return the routes of path -> handler of GET, or (of GET, of POST)."""
@@ -74,18 +75,30 @@ class Site:
         return found
 
     def _endpoint(self, handler: Handler) -> Callable[[Request], Any]:
+        # what may take seconds (``slow``) waits for its like, and holds up nothing else
+        limiter = CapacityLimiter(4) if getattr(handler, "slow", False) else None
+
         async def endpoint(request: Request) -> Response:
             async with request.form(max_files=_MOST_FILES, max_fields=20_000, max_part_size=_MOST_BYTES) as form:
                 try:
-                    return await run_in_threadpool(handler, self, request, form)
+                    return await to_thread.run_sync(handler, self, request, form, limiter=limiter)
                 except UserError as error:
                     return self.refusal(request, error)
+                except KeyError as error:
+                    return self.refusal(request, UserError(f"{error}: is missing in the request; reload the screen"))
+                except OSError as error:
+                    reason = f"{error.filename or 'a file'}: {error.strerror or error}; check the disk and its rights"
+                    return self.refusal(request, UserError(reason))
+                except Exception as error:
+                    traceback.print_exc()
+                    said = f"this is a bug of the page: {type(error).__name__}; the terminal has the rest"
+                    return self.refusal(request, UserError(said), 500)
 
         return endpoint
 
-    def refusal(self, request: Request, error: Exception) -> Response:
+    def refusal(self, request: Request, error: Exception, status: int = 422) -> Response:
         """Return an error as it is shown, on the screen it belongs to or as a page."""
-        status = 403 if isinstance(error, Refused) else 422
+        status = 403 if isinstance(error, Refused) else status
         if "hx-request" in request.headers:
             answer = self.part("base.html", "message", message=str(error))
             answer.headers["hx-retarget"], answer.headers["hx-reswap"] = "#message", "innerHTML"
@@ -95,6 +108,10 @@ class Site:
         return answer
 
 
+def _html(text: str) -> HTMLResponse:
+    return HTMLResponse(text.encode("utf-8", "replace"))  # names of files need not be UTF-8
+
+
 def goto(address: str) -> Response:
     """Return an answer that has htmx go to another screen."""
     return Response(status_code=204, headers={"hx-redirect": address})
@@ -102,7 +119,7 @@ def goto(address: str) -> Response:
 
 def url(path: str, /, **query: object) -> str:
     """Return an address with its query."""
-    return f"{path}?{urlencode({key: str(value) for key, value in query.items()})}" if query else path
+    return f"{path}?{urlencode({key: str(value) for key, value in query.items()}, errors='replace')}" if query else path
 
 
 def number(value: float | None, digits: int = 4) -> str:
