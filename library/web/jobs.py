@@ -132,9 +132,7 @@ class Jobs:
         with alone(self.folder.parent / "adding", "jobs"):  # of two tabs that begin the same run one is refused
             if output and any(job.output == output and not job.is_over for job in self.all()):
                 discard(making)
-                raise UserError(
-                    f"{output}: a run that is going on or waits has this folder already; look at it in Runs"
-                )
+                raise UserError(f"{output}: a run that is going on or waits has this folder; look at it in Runs")
             making.rename(own)
         self.begin(None if queued else name)
         return self.get(name)
@@ -208,9 +206,12 @@ class Jobs:
         if (running := _object(own / "running.json")) is None:
             return job
         running = running or {"at": time.time()}  # being written
-        job = replace(job, began=running["at"], pid=running.get("pid", 0), asked=(own / "asked").exists())
-        gone = job_is_gone(running)  # before the look whether its end was noted
-        if (ended := _object(own / "ended.json")) is None:
+        job = replace(job, began=running.get("at"), pid=running.get("pid", 0), asked=(own / "asked").exists())
+        ended = _object(own / "ended.json")
+        gone = ended is None and job_is_gone(running)
+        if gone:
+            ended = _object(own / "ended.json")  # noted in between
+        if ended is None:
             return replace(job, state="lost" if gone else "running")
         code = ended.get("code", 1)
         stopped = code in _STOPPED or (job.asked and code != 2)  # 2: an error that is said in a line
@@ -286,12 +287,9 @@ def run_job(job: Job) -> None:
             [sys.executable, *job.words], cwd=job.cwd, env=environment,
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, **APART,
         )  # fmt: skip
-    began = {
-        "process_began": process_began(child.pid),
-        "runner": os.getpid(),
-        "runner_began": process_began(os.getpid()),
-    }
-    _note(job.folder / "running.json", pid=child.pid, **began)
+    began, own = process_began(child.pid), os.getpid()
+    known = {"pid": child.pid, "process_began": began, "runner": own, "runner_began": process_began(own)}
+    _note(job.folder / "running.json", **known)
     _note(job.folder / "ended.json", code=child.wait())
 
 

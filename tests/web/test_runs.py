@@ -160,6 +160,10 @@ def test_how_a_run_ended_is_told_from_its_files(tmp_path: Path) -> None:
     (run / ".lock").unlink()
     (run / "x.safetensors").write_bytes(b"")
     assert seen().state == "done"
+    for name, head in (("first", "# Tandem suggests this."), ("begun", "# Tandem 0.1.0: the settings of this run")):
+        (tmp_path / "output" / name).mkdir()  # a suggestion is no run; what a trainer began with is
+        (tmp_path / "output" / name / "config.toml").write_text(f"{head}\n[training]\nmax_train_steps = 7\n")
+    assert {found.name for found in all_runs(site, [])} == {"deep/run", "begun"}
 
 
 @pytest.fixture(scope="module")
