@@ -128,6 +128,17 @@ def test_a_running_job_is_interrupted_and_then_killed(jobs: Jobs) -> None:
     assert jobs.get(job.id).state == "stopped"
 
 
+def test_a_job_that_was_stopped_while_it_imported_did_not_fail(jobs: Jobs) -> None:
+    code = (
+        "import time\ntry: print('on', flush=True); time.sleep(60)\nexcept KeyboardInterrupt: raise ImportError('half')"
+    )
+    job = jobs.add("train", "x", ["-c", code])
+    until(lambda: "on" in jobs.get(job.id).log)
+    jobs.stop(job.id)
+    until(lambda: jobs.get(job.id).is_over)
+    assert (jobs.get(job.id).state, jobs.get(job.id).code) == ("stopped", 1)
+
+
 def test_a_job_can_be_claimed_once(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     job = waiting(jobs, "x", monkeypatch)
     assert [claim(job.folder), claim(job.folder)] == [True, False]
