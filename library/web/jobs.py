@@ -17,10 +17,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import psutil
@@ -31,15 +32,7 @@ from library.folder_lock import FolderLock
 
 ROOT = Path(__file__).resolve().parents[2]
 State = Literal["waiting", "running", "done", "stopped", "failed", "lost"]
-_STOPPED = {
-    3,
-    129,
-    130,
-    143,
-    -signal.SIGINT,
-    -signal.SIGTERM,
-    -9,
-}  # by STOP; by signals, as a trainer or a shell has it
+_STOPPED = {3, 129, 130, 143, -2, -9, -15}  # exit codes: by STOP; by signals, as a trainer or a shell has it
 # Apart from this terminal; on Windows in a group of its own (CREATE_NEW_PROCESS_GROUP), which takes Ctrl-Break.
 APART: dict[str, Any] = {"creationflags": 0x200} if sys.platform == "win32" else {"start_new_session": True}
 _LOOK = 0.3  # seconds between two looks at a job that another process began
@@ -84,13 +77,11 @@ class Job:
     @property
     def log(self) -> str:
         """The end of what it printed; of a line that was drawn over, what it says last."""
-        try:
-            with open(self.folder / "log.txt", "rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
-                text = file.read().decode("utf-8", errors="replace")
-        except OSError:
-            return ""
-        return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n"))
+        with suppress(OSError), open(self.folder / "log.txt", "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
+            lines = file.read().decode("utf-8", errors="replace").split("\n")
+            return "\n".join(line.rstrip("\r").rpartition("\r")[2] for line in lines)
+        return ""
 
     @property
     def error(self) -> str:
@@ -103,13 +94,14 @@ class Job:
         return found[-1] if found[0].startswith("Traceback") else "\n".join(found).strip()
 
     @property
-    def result(self) -> dict[str, object] | None:
+    def result(self) -> dict[str, Any] | None:
         """What the command wrote to ``{job}/result.json``, if it did."""
-        try:
-            read = json.loads((self.folder / "result.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return None
-        return read if isinstance(read, dict) else {"rows": read}
+        return _object(self.folder / "result.json")
+
+    @property
+    def seconds(self) -> float:
+        """How long it has been running."""
+        return max(0.0, (self.ended or time.time()) - (self.began or time.time()))
 
 
 class Jobs:
@@ -119,30 +111,29 @@ class Jobs:
         self.folder = state / "jobs"
 
     def add(
-        self,
-        kind: str,
-        title: str,
-        words: Sequence[str],
-        *,
-        queued: bool = False,
-        output: str = "",
-        files: Mapping[str, str] | None = None,
-    ) -> Job:
-        """Write a job and see to it that it is begun; ``files`` are written into its folder, by name."""
+        self, kind: str, title: str, words: Sequence[str], *, queued: bool = False, output: str = "",
+        files: Mapping[str, str] = MappingProxyType({}),
+    ) -> Job:  # fmt: skip
+        """Write a job and see to it that it is begun; ``files`` are written into its folder, by name.
+
+        Raises:
+            UserError: a job that writes into ``output`` waits or runs.
+        """
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-        making = self.folder / f".{name}"
+        making, own = self.folder / f".{name}", self.folder / name
         making.mkdir(parents=True)
-        own = self.folder / name
-        for file, text in (files or {}).items():
-            write_text(making / file, text)
         script = str(ROOT / words[0]) if (ROOT / words[0]).is_file() else words[0]
         record = {
             "kind": kind, "title": title, "words": [word.replace("{job}", str(own)) for word in (script, *words[1:])],
             "queued": queued, "output": output, "created": time.time(), "cwd": str(Path.cwd()),
         }  # fmt: skip
-        write_text(making / "place", str(time.time()))
-        write_text(making / "job.json", json.dumps(record))
-        making.rename(own)
+        for file, text in (*files.items(), ("place", str(time.time())), ("job.json", json.dumps(record))):
+            write_text(making / file, text)
+        with alone(self.folder.parent / "adding", "jobs"):  # of two tabs that begin the same run one is refused
+            if output and any(job.output == output and not job.is_over for job in self.all()):
+                discard(making)
+                raise UserError(f"{output}: a run that is going on or waits has this folder; look at it in Runs")
+            making.rename(own)
         self.begin(None if queued else name)
         return self.get(name)
 
@@ -161,8 +152,8 @@ class Jobs:
 
     def queue(self, jobs: Iterable[Job] | None = None) -> list[Job]:
         """Return the queued jobs that are not over, of all or of ``jobs``, in their order."""
-        found = self.all() if jobs is None else jobs
-        return sorted((job for job in found if job.queued and not job.is_over), key=_turn)
+        found = [job for job in (self.all() if jobs is None else jobs) if job.queued and not job.is_over]
+        return sorted(found, key=lambda job: (job.state != "running", job.place))
 
     def get(self, name: str) -> Job:
         """Return a job; raises a UserError if there is none."""
@@ -187,8 +178,8 @@ class Jobs:
     def stop(self, name: str, again: bool = False) -> None:
         """Take a waiting job out of the queue; ask a running one to end, as Ctrl-C does, or ``again`` end it now."""
         job = self.get(name)
-        if job.state == "waiting" and claim(job.folder, 0):
-            write_text(job.folder / "ended.json", json.dumps({"code": 130, "at": time.time()}))
+        if job.state == "waiting" and claim(job.folder):
+            _note(job.folder / "ended.json", code=130)
             return
         limit = time.monotonic() + 5
         while (job := self.get(name)).state == "running" and not job.pid and time.monotonic() < limit:
@@ -208,38 +199,35 @@ class Jobs:
         own = self.folder / name
         try:
             record = json.loads((own / "job.json").read_text(encoding="utf-8"))
-            place = float((own / "place").read_text())
-            record["words"] = tuple(record["words"])
-            job = Job(id=name, folder=own, place=place, **record)
+            record |= {"words": tuple(record["words"]), "place": float((own / "place").read_text())}
+            job = Job(id=name, folder=own, **record)
         except (OSError, ValueError, TypeError, KeyError):
             return None
-        running, ended = _object(own / "running.json"), _object(own / "ended.json")
-        if running is None:
+        if (running := _object(own / "running.json")) is None:
             return job
-        if not running:  # being written
-            running = {"at": time.time()}
-        changed: dict[str, Any] = {
-            "pid": running.get("pid", 0), "began": running.get("at"), "state": "running",
-            "asked": (own / "asked").exists(),
-        }  # fmt: skip
-        if ended is not None:
-            code = ended.get("code", 1)
-            stopped = code in _STOPPED or (changed["asked"] and code != 2)  # 2: an error that is said in a line
-            state = "done" if code == 0 else "stopped" if stopped else "failed"
-            changed |= {"ended": ended.get("at"), "code": code, "state": state}
-        elif job_is_gone(running) and _object(own / "ended.json") is None:
-            changed |= {"state": "lost"}
-        return replace(job, **changed)
+        running = running or {"at": time.time()}  # being written
+        job = replace(job, began=running.get("at"), pid=running.get("pid", 0), asked=(own / "asked").exists())
+        ended = _object(own / "ended.json")
+        gone = ended is None and job_is_gone(running)
+        if gone:
+            ended = _object(own / "ended.json")  # noted in between
+        if ended is None:
+            return replace(job, state="lost" if gone else "running")
+        code = ended.get("code", 1)
+        stopped = code in _STOPPED or (job.asked and code != 2)  # 2: an error that is said in a line
+        state: State = "done" if code == 0 else "stopped" if stopped else "failed"
+        return replace(job, ended=ended.get("at"), code=code, state=state)
 
 
-def _turn(job: Job) -> tuple[bool, float]:
-    return job.state != "running", job.place
-
-
-def _object(path: Path) -> dict[str, float] | None:
+def _object(path: Path) -> dict[str, Any] | None:
     with suppress(OSError, ValueError):
-        return dict(json.loads(path.read_text() or "{}"))
+        read = json.loads(path.read_text(encoding="utf-8") or "{}")
+        return read if isinstance(read, dict) else {"rows": read}
     return None
+
+
+def _note(path: Path, **values: float) -> None:
+    write_text(path, json.dumps(values | {"at": time.time()}))
 
 
 def job_is_gone(running: Mapping[str, float]) -> bool:
@@ -263,19 +251,35 @@ def end_group(pid: int, at_once: bool) -> None:
             os.killpg(pid, signal.SIGINT)
 
 
-def claim(folder: Path, pid: int) -> bool:
+def claim(folder: Path) -> bool:
     """Make a job one's own; return False if another has it."""
+    with suppress(FileExistsError), open(folder / "running.json", "x") as file:
+        json.dump({"at": time.time()}, file)
+        return True
+    return False
+
+
+@contextmanager
+def alone(folder: Path, what: str) -> Iterator[None]:
+    """Wait until no other page changes ``what``, and have it to oneself."""
+    lock, end = FolderLock(folder, what, lambda line: None), time.monotonic() + 20
+    while True:
+        try:
+            lock.acquire()
+            break
+        except UserError:
+            if time.monotonic() > end:
+                raise UserError(f"{lock.path}: another page changes these {what}; try again") from None
+            time.sleep(0.02)
     try:
-        with open(folder / "running.json", "x") as file:
-            json.dump({"pid": pid, "at": time.time()}, file)
-    except FileExistsError:
-        return False
-    return True
+        yield
+    finally:
+        lock.release()
 
 
 def run_job(job: Job) -> None:
     """Claim a job, run it to its end, and note its exit code."""
-    if not claim(job.folder, 0):
+    if not claim(job.folder):
         return
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": "110", "TERM": "dumb"}
     with open(job.folder / "log.txt", "ab") as log:
@@ -283,13 +287,10 @@ def run_job(job: Job) -> None:
             [sys.executable, *job.words], cwd=job.cwd, env=environment,
             stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, **APART,
         )  # fmt: skip
-    began = {
-        "pid": child.pid, "process_began": process_began(child.pid), "at": time.time(),
-        "runner": os.getpid(), "runner_began": process_began(os.getpid()),
-    }  # fmt: skip
-    write_text(job.folder / "running.json", json.dumps(began))
-    code = child.wait()
-    write_text(job.folder / "ended.json", json.dumps({"code": code, "at": time.time()}))
+    began, own = process_began(child.pid), os.getpid()
+    known = {"pid": child.pid, "process_began": began, "runner": own, "runner_began": process_began(own)}
+    _note(job.folder / "running.json", **known)
+    _note(job.folder / "ended.json", code=child.wait())
 
 
 def run_queue(jobs: Jobs) -> None:
@@ -313,10 +314,7 @@ def run_queue(jobs: Jobs) -> None:
 def main(folder: str, name: str | None = None) -> None:
     """Run one job, or the queue."""
     jobs = Jobs(Path(folder).parent)
-    if name:
-        run_job(jobs.get(name))
-    else:
-        run_queue(jobs)
+    run_job(jobs.get(name)) if name else run_queue(jobs)
 
 
 if __name__ == "__main__":

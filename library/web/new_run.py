@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain, count, groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal, get_args, get_origin
@@ -31,6 +32,7 @@ from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields, sec
 from library.errors import UserError
 from library.files import parse_toml, read_text, read_toml, toml_string, write_text
 from library.web.jobs import ROOT, Job
+from library.web.run import is_run
 from library.web.site import Form, Handler, Site, goto, url
 
 NAME = "configuration"  # what messages call the text
@@ -161,10 +163,10 @@ def edited(text: str, key: str, content: str, script: Script[Any]) -> str:
 
 def _read(text: str, pretrains: bool) -> tuple[Script[Any], RawConfig]:
     """Return the script that a text is for, and its keys."""
-    given = read_keys(text, NAME, LLM if pretrains else LORA)
-    if pretrains or given.values.get("model_type") not in LANGUAGE_MODELS:
-        return LLM if pretrains else LORA, given
-    return LANGUAGE_LORA, read_keys(text, NAME, LANGUAGE_LORA)
+    script = LLM if pretrains else LORA
+    if not pretrains and read_keys(text, NAME, LORA).values.get("model_type") in LANGUAGE_MODELS:
+        script = LANGUAGE_LORA
+    return script, read_keys(text, NAME, script)
 
 
 def examine(site: Site, text: str, pretrains: bool) -> dict[str, Any]:
@@ -173,9 +175,7 @@ def examine(site: Site, text: str, pretrains: bool) -> dict[str, Any]:
         script, given = _read(text, pretrains)
     except UserError as error:
         return {"text": text, "problems": [{"line": str(error), "key": "", "stands": False}], "values": None}
-    values, known = dict(given.values), fields(script)
-    notes: list[Note] = []
-    problems = []
+    values, known, notes, problems = dict(given.values), fields(script), list[Note](), []
     try:
         checked(replace(given, values=values.copy()), script, notes)
     except UserError as error:
@@ -202,43 +202,45 @@ def _unmet(key: str, field: FieldInfo, given: Mapping[str, Any], known: Mapping[
 
 def _of_output(site: Site, values: Mapping[str, Any]) -> dict[str, str] | None:
     """Return what stands against output_dir, and a folder to take instead; None if nothing does."""
-    own, said = site.places.outputs[0] / Path(str(values.get("output_name") or "lora")).name, ""
+    own = site.places.outputs[0] / Path(str(values.get("output_name") or "lora")).name
     try:
         path = site.places.find(str(values["output_dir"]), output=True)
-        job = site.jobs.of_output(path)
-        if path in site.places.outputs:
-            said = "it holds all runs; give this one a folder of its own"
-        elif job is not None and not job.is_over:
-            own, said = path, "a run that is going on or waits has this folder; choose another"
-        elif any((path / name).exists() for name in ("metrics.jsonl", "config.toml")):
-            goes_on = values.get("overwrite") or values.get("resume")
-            own, said = path, "" if goes_on else "it holds another run; choose another, or set resume or overwrite"
+        own = own if path in site.places.outputs else path
+        said = {
+            "it holds all runs; give this one a folder of its own": own != path,
+            "a run that is going on or waits has this folder; choose another": str(path) in _taken(site),
+            "it holds another run; choose another, or set resume or overwrite":
+                is_run(path) and not (values.get("overwrite") or values.get("resume")),
+        }  # fmt: skip
+        line = next((line for line, stands in said.items() if stands), "")
     except UserError as error:
-        said = str(error)
-    return {"line": f"output_dir: {said}", "free": site.places.show(_free(site, own))} if said else None
+        line = str(error)
+    return {"line": f"output_dir: {line}", "free": site.places.show(_free(site, own))} if line else None
+
+
+def _taken(site: Site) -> set[str]:
+    return {job.output for job in site.jobs.all() if not job.is_over}
 
 
 def _free(site: Site, path: Path) -> Path:
     """Return the first of name, name-2, name-3 ... where nothing is, and no run is to come."""
-    taken, stem, at = {job.output for job in site.jobs.all() if not job.is_over}, re.sub(r"-\d+$", "", path.name), 1
-    while path.exists() or str(path) in taken:
-        at += 1
-        path = path.with_name(f"{stem}-{at}")
-    return path
+    taken, stem = _taken(site), re.sub(r"-\d+$", "", path.name)
+    found = (path.with_name(f"{stem}-{at}") for at in count(2))
+    return next(one for one in chain([path], found) if not one.exists() and str(one) not in taken)
 
 
 def ready(site: Site) -> dict[str, list[tuple[str, str]]]:
     """Return the configurations in folders called configs: the model -> path and title, those for small cards first."""
-    found: dict[str, list[tuple[int, str, str]]] = {}
+    found = []
     for path in (path for folder in site.places.folders if folder.name == "configs" for path in folder.rglob("*.toml")):
         text = path.read_text(encoding="utf-8", errors="replace")
         if title := re.match(r"#:schema .*\n# ?(.*)", text):
-            row = MODEL_TYPES.get(model[1] if (model := re.search(r'^model_type *= *"(\w+)"', text, re.M)) else "")
+            row = MODEL_TYPES.get("".join(re.findall(r'^model_type *= *"(\w+)"', text, re.M)))
             group = "Demos" if path.name.startswith("demo") else row.title if row else "A language model from scratch"
-            memory = int(size[1]) if (size := re.search(r"(\d+) GB", title[1])) else 999
-            found.setdefault(group, []).append((memory, site.places.show(path), title[1].rstrip(".:")))
-    names = sorted(found, key=lambda name: (name != "Demos", name))
-    return {name: [one[1:] for one in sorted(found[name])] for name in names}
+            memory = int((*re.findall(r"(\d+) GB", title[1]), 999)[0])
+            found.append((group != "Demos", group, memory, site.places.show(path), title[1].rstrip(".:")))
+    groups = groupby(sorted(found), key=lambda row: row[1])
+    return {name: [row[3:] for row in rows] for name, rows in groups}
 
 
 # ---- requests

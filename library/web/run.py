@@ -12,7 +12,6 @@ import re
 import stat
 import struct
 import tomllib
-from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -42,6 +41,7 @@ _POINTS = 1000  # of a curve, about what a screen has pixels
 _OPEN = 8  # metrics files that are kept in memory, of about 4 MB for 10,000 steps
 _HEADER_BYTES = 8 * 2**20  # of a LoRA's header; the largest have half a MiB
 _SHOT = re.compile(r"step(\d{6,})_(\d{2,})\.png")
+_BEGUN = re.compile(r"# Tandem .*: the settings of this run")
 _LOADS_IN = re.compile(r"^ *loads in .*(?:\n.*\S.*)+", re.M)
 # title, keys (those that end in / or _ begin so), how it is drawn, logarithmic: "loss" as chosen, "auto" over a decade
 _CHARTS = (
@@ -129,10 +129,7 @@ def _total(settings: dict[str, Any], newest: dict[str, float], step: int, job: J
     return max(step, round(step * epochs / (epoch + 0.5))) if epoch else None
 
 
-@lru_cache(maxsize=500)
-def _error(job: Job) -> str:
-    """Return what a job that is over said last of an error."""
-    return job.error or "It was killed, or the machine went down."
+_error = lru_cache(maxsize=500)(lambda job: job.error or "It was killed, or the machine went down.")
 
 
 def once(read: Callable[[Path], Read]) -> Callable[[Path], Read | None]:
@@ -155,8 +152,7 @@ def end_of(file: Path) -> dict[str, float]:
     for most in (2**12, 2**17):  # about 8 lines; of a hundred processes a line is longer
         with open(file, "rb") as opened:
             begin = opened.seek(max(0, file.stat().st_size - most))
-            lines = opened.read(most).split(b"\n")
-        records = [record for line in lines[begin > 0 :] if (record := parse_line(line))]
+            records = [record for line in opened.read(most).split(b"\n")[begin > 0 :] if (record := parse_line(line))]
         if any("loss" in record for record in records):
             break
     newest = {key: value for record in records for key, value in record.items()}
@@ -189,23 +185,23 @@ def script_of(settings: dict[str, Any]) -> Script[Any]:
     return LLM if "data_dir" in settings else LANGUAGE_LORA if settings.get("model_type") in LANGUAGE_MODELS else LORA
 
 
+def is_run(folder: Path) -> bool:
+    """Return whether a trainer wrote there: metrics, or the settings that it began with; a suggestion is no run."""
+    return (folder / "metrics.jsonl").exists() or _BEGUN.match(text_of(folder / "config.toml") or "") is not None
+
+
 @cache
 def defaults_of(script: Script[Any]) -> dict[str, Any]:
     """Return what is meant where a configuration says nothing."""
     return {key: field.default for key, (_, field) in fields(script).items()}
 
 
-_readers: OrderedDict[Path, MetricsReader] = OrderedDict()
-_reading = Lock()
+_reader, _reading = lru_cache(maxsize=_OPEN)(MetricsReader), Lock()
 
 
 def _columns(file: Path) -> dict[str, Series]:
     with _reading:
-        reader = _readers.setdefault(file, MetricsReader(file))
-        _readers.move_to_end(file)
-        if len(_readers) > _OPEN:
-            _readers.popitem(last=False)
-        return reader.read() if file.is_file() and not file.is_symlink() else {}
+        return _reader(file).read() if file.is_file() and not file.is_symlink() else {}
 
 
 def curves(site: Site, request: Request, form: Form) -> Response:
@@ -215,12 +211,10 @@ def curves(site: Site, request: Request, form: Form) -> Response:
     said = query.get("smooth", "")
     decay = min(float(said), 0.999) if re.fullmatch(r"[01](\.\d{1,9})?", said) else 0.95
     files = [path / "metrics.jsonl" for path in paths]
-    tag = " ".join(
-        [said, *(f"{s.st_ino}.{s.st_size}.{s.st_mtime_ns}" for f in files if f.is_file() for s in [f.stat()])]
-    )
+    tag = " ".join([said, *(f"{file.stat().st_size}.{_changed(file)}" for file in files if file.is_file())])
     if tag == query.get("have"):
         return Response(status_code=204)
-    runs = [Run(path.name, _columns(file)) for path, file in zip(paths, files, strict=True)]
+    runs = [Run(file.parent.name, _columns(file)) for file in files]
     charts = [chart for row in _CHARTS if (chart := _chart(runs, decay, *row))["lines"]]
     return JSONResponse({"tag": tag, "charts": charts})
 
@@ -230,16 +224,13 @@ def _chart(runs: list[Run], decay: float, title: str, keys: tuple[str, ...], loo
     for number, run in enumerate(runs):
         of_run: list[tuple[str, Series]] = []
         for key in keys:
-            if key[-1] in "/_":
-                of_run += [(", ".join(names), series) for names, series in run.groups(key).items()]
-            elif key in run.columns:
-                of_run.append((key, run.columns[key]))
+            groups = run.groups(key) if key[-1] in "/_" else {(key,): run.columns[key]} if key in run.columns else {}
+            of_run += [(", ".join(names), series) for names, series in groups.items()]
         for label, (steps, values) in sorted(of_run) if keys[0][-1] == "_" else of_run:
             values = values / 2**30 if "bytes" in label else values
             drawn = [(False, average(values, decay) if look in ("noisy", "smooth") and decay > 0 else values)]
-            if look == "noisy" and decay > 0 and len(runs) == 1:
-                drawn.insert(0, (True, values))  # each step's, behind
-            for faint, shown in drawn:
+            behind = [(True, values)] if look == "noisy" and decay > 0 and len(runs) == 1 else []  # each step's
+            for faint, shown in behind + drawn:
                 xs, ys = thin((steps, shown), _POINTS)
                 lines.append({
                     "run": number, "label": label + (", each" if faint else ""), "faint": faint,
@@ -255,13 +246,12 @@ def samples(folder: Path) -> list[dict[str, Any]]:
     """Return a run's samples: a row for each prompt, in it ``shots`` of step -> file and version."""
     rows: dict[str, dict[str, Any]] = {}
     for place in (folder / "samples", folder / "samples/general"):
-        for path in sorted(place.glob("step*_*.png")) if place.is_dir() else ():
+        for path in sorted(place.glob("step*_*.png"), key=lambda path: (len(path.name), path.name)):
             if (match := _SHOT.fullmatch(path.name)) and (version := _changed(path)):
                 key = f"{place.relative_to(folder)}/{match[2]}"
                 row = rows.setdefault(key, {"key": key, "kind": place.name, "shots": {}})
                 row["shots"][int(match[1])] = (path, version)
     for row in rows.values():
-        row["shots"] = dict(sorted(row["shots"].items()))
         row["prompt"] = _prompt(row["shots"][max(row["shots"])][0])
     return list(rows.values())
 
@@ -317,21 +307,16 @@ def show_run(site: Site, request: Request, form: Form) -> Response:
     if not folder.is_dir() and job is None:
         raise UserError(f"{site.places.show(folder)}: no such run; it may have been moved or deleted")
     run = look(site, folder, job)
-    parts: dict[str, Callable[[], dict[str, Any]]] = {
-        "overview": lambda: {"run": run, "states": sorted(folder.glob("*-state"), key=_changed, reverse=True)},
-        "samples": lambda: {"run": run, "rows": samples(folder), "texts": texts(folder)},
-        "files": lambda: {"run": run, "loras": loras(folder, run.job, jobs)},
-        "log": lambda: {"run": run, "job": run.job},
-    }
-    if (part := request.query_params.get("part")) in parts:
-        return live(site, request, "run.html", part, **parts[part]())
-    values: dict[str, Any] = {key: value for part in parts.values() for key, value in part().items()}
-    values["pictures"] = [(p, _changed(p)) for p in (*folder.glob("*.png"), *folder.glob("samples/[!s]*.png"))]
-    values["config"] = next(
-        (c for at in (folder, run.job and run.job.folder) if at and text_of(c := at / "config.toml")), None
-    )
-    values["settings"] = text_of(values["config"] or folder)
-    return site.page(request, "run.html", seen="", **values)
+    values = {
+        "run": run, "job": run.job, "states": sorted(folder.glob("*-state"), key=_changed, reverse=True),
+        "rows": samples(folder), "texts": texts(folder), "loras": loras(folder, run.job, jobs),
+    }  # fmt: skip
+    if (part := request.query_params.get("part")) in ("overview", "samples", "files", "log"):
+        return live(site, request, "run.html", part, **values)
+    pictures = [(p, _changed(p)) for p in (*folder.glob("*.png"), *folder.glob("samples/[!s]*.png"))]
+    configs = [at / "config.toml" for at in (folder, run.job and run.job.folder) if at]
+    config = next(filter(text_of, configs), configs[0])
+    return site.page(request, "run.html", seen="", pictures=pictures, config=config, settings=text_of(config), **values)
 
 
 def show_job(site: Site, request: Request, form: Form) -> Response:
@@ -365,8 +350,8 @@ def again(site: Site, request: Request, form: Form) -> Response:
     """Queue a run once more, from one of its states or its newest."""
     folder, state = site.places.find(str(form.get("path", "")), output=True), str(form.get("state", "auto"))
     run = look(site, folder, site.jobs.of_output(folder))
-    if run.state in ("running", "waiting"):
-        raise UserError(f"{run.name}: is {run.state} already")
+    if run.state == "running":  # perhaps in a terminal; a job that waits is refused by the queue
+        raise UserError(f"{run.name}: is running already")
     config, settings = folder / "config.toml", settings_of(folder)
     if not settings:
         raise UserError(f"{site.places.show(config)}: is no configuration that a run wrote; begin a new run instead")

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from library.errors import UserError
 from library.web import run
 from library.web.jobs import Job
-from library.web.run import Seen, defaults_of, live, look, samples, script_of, settings_of
+from library.web.run import Seen, defaults_of, is_run, live, look, samples, script_of, settings_of
 from library.web.site import Form, Handler, Site
 
 _DEPTH = 4  # folders below an output folder
@@ -28,17 +28,11 @@ _MOST = 6  # runs beside each other: as many as there are colours
 def find_runs(folder: Path, depth: int = _DEPTH) -> Iterator[Path]:
     """Yield the folders of runs in ``folder`` and below."""
     with suppress(OSError):
-        entries = {entry.name: entry for entry in os.scandir(folder)}
-        if "metrics.jsonl" in entries or ("config.toml" in entries and settings_of(folder)):
+        if is_run(folder):
             yield folder
-        for name, entry in entries.items() if depth else ():
-            if (
-                name[0] != "."
-                and name != "samples"
-                and not name.endswith("-state")
-                and entry.is_dir(follow_symlinks=False)
-            ):
-                yield from find_runs(folder / name, depth - 1)
+        for entry in os.scandir(folder) if depth else ():
+            if entry.is_dir(follow_symlinks=False) and not _NO_RUNS.fullmatch(entry.name):
+                yield from find_runs(folder / entry.name, depth - 1)
 
 
 def all_runs(site: Site, jobs: list[Job]) -> list[Seen]:

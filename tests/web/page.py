@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,8 @@ def _kill_jobs(jobs: Path) -> None:
         if job.state == "waiting":
             shutil.rmtree(job.folder)
         elif job.state == "running" and job.pid:
-            os.killpg(job.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # over meanwhile
+                os.killpg(job.pid, signal.SIGKILL)
 
 
 @contextmanager

@@ -9,10 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from library.errors import UserError
 from library.web.jobs import ROOT, Job, Jobs, claim, job_is_gone
 
 SLEEP = "import time, pathlib, sys; time.sleep(float(sys.argv[1])); pathlib.Path(sys.argv[2]).write_text('done')"
@@ -24,7 +27,8 @@ def jobs(tmp_path: Path) -> Iterator[Jobs]:
     yield found
     for job in found.all():
         if job.state == "running" and job.pid:
-            os.killpg(job.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError):  # over meanwhile
+                os.killpg(job.pid, signal.SIGKILL)
 
 
 def until(true: Callable[[], object], seconds: float = 30.0) -> None:
@@ -124,9 +128,20 @@ def test_a_running_job_is_interrupted_and_then_killed(jobs: Jobs) -> None:
     assert jobs.get(job.id).state == "stopped"
 
 
+def test_a_job_that_was_stopped_while_it_imported_did_not_fail(jobs: Jobs) -> None:
+    code = (
+        "import time\ntry: print('on', flush=True); time.sleep(60)\nexcept KeyboardInterrupt: raise ImportError('half')"
+    )
+    job = jobs.add("train", "x", ["-c", code])
+    until(lambda: "on" in jobs.get(job.id).log)
+    jobs.stop(job.id)
+    until(lambda: jobs.get(job.id).is_over)
+    assert (jobs.get(job.id).state, jobs.get(job.id).code) == ("stopped", 1)
+
+
 def test_a_job_can_be_claimed_once(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     job = waiting(jobs, "x", monkeypatch)
-    assert [claim(job.folder, 1), claim(job.folder, 2)] == [True, False]
+    assert [claim(job.folder), claim(job.folder)] == [True, False]
 
 
 def test_a_process_number_that_was_given_away_again_is_not_the_job(jobs: Jobs) -> None:
@@ -144,3 +159,20 @@ def test_damaged_and_foreign_folders_are_passed_over(jobs: Jobs, monkeypatch: py
     for name in ("..", "../..", "a/b", "", "."):
         with pytest.raises(ValueError, match="no such job"):
             jobs.get(name)
+
+
+def test_of_pages_that_begin_the_same_run_at_once_one_may(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Jobs, "begin", lambda self, name=None: None)
+
+    def begin(output: str) -> str:
+        try:
+            return Jobs(jobs.folder.parent).add("train", "x", ["-c", "pass"], queued=True, output=output).state
+        except UserError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(begin, ["one", "two"] * 8))
+    assert answers.count("waiting") == 2
+    assert sum("has this folder" in answer for answer in answers) == 14
+    assert sorted(job.output for job in jobs.all()) == ["one", "two"]
+    assert {entry.name for entry in jobs.folder.iterdir()} == {job.id for job in jobs.all()}  # no rest of the refused

@@ -160,6 +160,10 @@ def test_how_a_run_ended_is_told_from_its_files(tmp_path: Path) -> None:
     (run / ".lock").unlink()
     (run / "x.safetensors").write_bytes(b"")
     assert seen().state == "done"
+    for name, head in (("first", "# Tandem suggests this."), ("begun", "# Tandem 0.1.0: the settings of this run")):
+        (tmp_path / "output" / name).mkdir()  # a suggestion is no run; what a trainer began with is
+        (tmp_path / "output" / name / "config.toml").write_text(f"{head}\n[training]\nmax_train_steps = 7\n")
+    assert {found.name for found in all_runs(site, [])} == {"deep/run", "begun"}
 
 
 @pytest.fixture(scope="module")
@@ -190,6 +194,10 @@ def test_the_list_says_what_the_files_say(server: Server, browser: Any, size: st
     expect(run).to_contain_text(f"loss {last['loss_ema']:.3g}")
     expect(run).to_contain_text("d·lr 2e-06")
     expect(run).to_contain_text("3.0 GiB")
+    expect(tab.page.locator("#list")).to_contain_text("make demo")  # of two runs: what to do next
+    for link in tab.page.locator("nav a:not(.brand)").all():  # all screens are in sight
+        box = link.bounding_box()
+        assert 0 <= box["x"] <= box["x"] + box["width"] <= tab.page.viewport_size["width"]
     tab.fits()
     tab.page.get_by_role("searchbox").fill("plai")
     expect(tab.page.locator(".run")).to_have_count(1)

@@ -27,6 +27,7 @@ from networks.merging.merge import LoraSource
 from tools.chatting.session import ANOTHER_SEED, Loading, ModelRegistry, Session
 
 Request = dict[str, Any]
+_OFF = {"top_k": 0, "top_p": 1, "min_p": 0}  # as a form has it; what is not drawn is not narrowed down
 
 
 class _Answerer:
@@ -70,8 +71,11 @@ class _Answerer:
         return session
 
     def _answer(self, session: Session, request: Request, has_turns: bool) -> dict[str, Any]:
-        settings = SamplingSettings(**request["settings"])
-        session.settings = replace(settings, seed=settings.seed + ANOTHER_SEED * request.get("tries", 0))
+        tries, given = request.get("tries", 0), request["settings"]
+        is_drawn = given.get("temperature", 1) > 0
+        off = {name for name, value in _OFF.items() if not is_drawn or given.get(name) == value}
+        settings = SamplingSettings(**{name: value for name, value in given.items() if name not in off})
+        session.settings = replace(settings, seed=settings.seed + ANOTHER_SEED * tries)
         session.set_system(request.get("system", "") if has_turns else "")
         turns = [Turn(question, answer, tuple(said), ended) for question, answer, said, ended in request["turns"]]
         if request.get("has_turns", has_turns) is not has_turns:  # a text and a talk in turns do not go together
@@ -84,7 +88,11 @@ class _Answerer:
                 if self.stopped == request["id"]:
                     break
         new = session.conversation.turns[len(turns) :]
-        return {"turn": astuple(new[0]) if new else None, "report": session.report(), "remarks": session.remarks()}
+        same = (
+            ["at temperature 0 every try gives the same answer; raise it for another"] if tries and not is_drawn else []
+        )
+        remarks = [*session.remarks(), *same]
+        return {"turn": astuple(new[0]) if new else None, "report": session.report(), "remarks": remarks}
 
 
 def serve_json_lines(loading: Loading, context: int | None) -> NoReturn:

@@ -21,16 +21,15 @@ function save(unanswered = box.value) {
 
 function restore() {
   try {
-    const kept = JSON.parse(sessionStorage.getItem("tandem-chat") ?? "{}"), isText = (text) => typeof text === "string";
-    if (kept.talk?.turns.every(([question, answer, said]) => isText(question) && isText(answer) && Array.isArray(said))) talk = kept.talk;
-    for (const field of form.elements) {
-      const value = kept.values?.[field.name], before = field.value;
-      if (field.name === "markdown") field.checked = value === true;
-      else if (field.name && isText(value)) field.value = value;
-      if (field.tagName !== "TEXTAREA" && field.name && !field.value) field.value = before; // it is not there any more
+    const { talk: kept, values, unanswered } = JSON.parse(sessionStorage.getItem("tandem-chat"));
+    if (kept.turns.every((turn) => turn.length === 4)) talk = kept;
+    for (const [name, value] of Object.entries(values)) {
+      const field = form[name], before = field.value;
+      if (name === "markdown") field.checked = value;
+      else if ((field.value = value, field.value !== value)) field.value = before; // it is not there any more
     }
-    box.value = kept.unanswered ?? "";
-  } catch { /* of another version */ }
+    box.value = unanswered;
+  } catch { /* nothing, or of another version */ }
 }
 
 /** Append Markdown's headings, lists, code and bold, as elements with text in them. */
@@ -84,6 +83,18 @@ function draw() {
   box.placeholder = !loaded ? "Load a model first" : talk.hasTurns === false ? "Text to go on from; nothing: go on" : "Message";
 }
 
+const heard = { // what each event of an answer does
+  begun: ({ id }) => { current.id = id; },
+  waiting: () => tell("waiting for another conversation …"),
+  error: ({ error, is_over }) => { tell(error, "bad"); loaded &&= !is_over; },
+  ready: ({ has_turns: hasTurns, introduction }) => {
+    const anew = talk.turns.length && talk.hasTurns !== hasTurns;
+    [loaded, talk] = [true, { ...talk, hasTurns, turns: anew ? [] : talk.turns }];
+    find("introduction").textContent = introduction;
+    tell(anew ? "The conversation begins anew: a text and a talk in turns do not go together." : "");
+  },
+};
+
 /** Send a request, show what becomes of it and hand each event on; "done", "error" or "stopped". */
 async function follow(request, hear) {
   const asked = { model: form.model.value, lora: form.lora.value, strength: form.lora.value ? number("strength") : 1, ...request };
@@ -95,18 +106,7 @@ async function follow(request, hear) {
       const lines = (rest + part.value).split("\n");
       rest = lines.pop();
       for (const event of lines.map(JSON.parse)) {
-        if (event.event === "begun") current.id = event.id;
-        else if (event.event === "waiting") tell("waiting for another conversation …");
-        else if (event.event === "ready") {
-          const anew = talk.turns.length && talk.hasTurns !== event.has_turns;
-          loaded = true;
-          talk = { ...talk, hasTurns: event.has_turns, turns: anew ? [] : talk.turns };
-          find("introduction").textContent = event.introduction;
-          tell(anew ? "The conversation begins anew: a text and a talk in turns do not go together." : "");
-        } else if (event.event === "error") {
-          tell(event.error, "bad");
-          loaded &&= !event.is_over;
-        }
+        heard[event.event]?.(event);
         if (["done", "error"].includes(event.event)) ending = event.event;
         hear(event);
       }
@@ -122,9 +122,7 @@ async function follow(request, hear) {
 /** Answer a message as turn number `at`; those from there on are given up for it, unless nothing comes. */
 async function answer(at, text, tries = 0) {
   if (current || !loaded || (!text.trim() && talk.hasTurns !== false) || !form.reportValidity()) return draw();
-  const drawn = number("temperature") > 0, filter = (name, off) => (drawn && number(name) !== off ? number(name) : null);
-  const settings = { top_k: filter("top_k", 0), top_p: filter("top_p", 1), min_p: filter("min_p", 0) };
-  for (const name of ["temperature", "repetition_penalty", "max_new_tokens", "seed"]) settings[name] = number(name);
+  const settings = Object.fromEntries([...form.querySelectorAll("[data-sampling] input")].map(({ name, valueAsNumber }) => [name, valueAsNumber]));
   const given = talk.turns.splice(at), request = { do: "answer", turns: [...talk.turns], message: text, tries, settings, system: form.system.value.trim() };
   if (talk.hasTurns !== null) request.has_turns = talk.hasTurns;
   if (!given.length) box.value = "";
@@ -142,8 +140,7 @@ async function answer(at, text, tries = 0) {
     if (event === "piece" ? atEnd : event === "begun") scrollTo(0, document.documentElement.scrollHeight);
     if (event !== "done") return;
     turn = done.turn;
-    const same = tries && !drawn ? ["at temperature 0 every try gives the same answer; raise it for another"] : [];
-    tell([status.textContent, turn ? done.report : "stopped before the first word", ...done.remarks, ...same].filter(Boolean).join(" · "));
+    tell([status.textContent, turn ? done.report : "stopped before the first word", ...done.remarks].filter(Boolean).join(" · "));
   });
   turn ??= written.data && [text, written.data, [], false]; // the process died: what was written stays
   talk.turns.push(...turn ? [turn] : given);

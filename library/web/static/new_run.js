@@ -40,6 +40,7 @@ function show(found) {
     if (stands && key) shown.append(changing("Remove", { [key]: "" }));
     return shown;
   });
+  Object.assign(element("verdict"), { textContent: said.length ? `${said.length} to settle` : "complete", className: `tag ${said.length ? "warn" : "good"}` });
   if (!said.length) said.push(make("p", "Complete: the trainer takes it.", { className: "good" }));
   element("problems").replaceChildren(...said, ...(found.notes ?? []).map((note) => make("p", note, { className: "note" })));
   const output = make("p", found.output ? `${found.output.line} ` : "", { className: "warn" });
