@@ -111,6 +111,12 @@ class Job:
             return None
         return read if isinstance(read, dict) else {"rows": read}
 
+    def read(self, name: str) -> dict[str, Any]:
+        """Return the JSON object in a file of its folder; an empty one where there is none."""
+        with suppress(OSError, ValueError):
+            return dict(json.loads((self.folder / name).read_text(encoding="utf-8")))
+        return {}
+
 
 class Jobs:
     """The jobs below a folder, which several pages may have open."""
