@@ -84,7 +84,9 @@ def make_dataset(site: Site, request: Request, form: Form) -> Response:
     elif bad := _bad_name(given.get("name", "")):
         raise UserError(f"Name {given.get('name', '')!r}: {bad}")
     else:
-        own, image_dir = site.places.find(str(_home(site) / given["name"])), "images"
+        folders = [*site.places.folders, site.places.outputs[0] / "datasets"]
+        home = next(folder for folder in folders if folder.name == "datasets")
+        own, image_dir = site.places.find(str(home / given["name"])), "images"
     path = own / "dataset.toml"
     if path.exists():
         raise UserError(f"{site.places.show(path)}: is there already; open it, or choose another name")
@@ -98,26 +100,17 @@ def make_dataset(site: Site, request: Request, form: Form) -> Response:
     sizes = [one[0] if square else [one[0], one[-1]] for one in sides]
     subset = {"image_dir": image_dir, "num_repeats": repeats}
     subset |= {"trigger_word": given["trigger_word"]} if given.get("trigger_word") else {}
-    (own / image_dir).mkdir(parents=True, exist_ok=True)
     write_text(path, toml_text({
         "general": {"caption_extension": given.get("caption_extension", ".txt"), "enable_bucket": True},
         "datasets": [({"resolution": sizes[0]} if len(sizes) == 1 else {"resolutions": sizes})
                      | {"batch_size": batch_size, "subsets": [subset]}],
     }))  # fmt: skip
+    (own / image_dir).mkdir(exist_ok=True)
     return JSONResponse({"dataset": str(path), "address": url("/data", dataset=path)})
 
 
 def _bad_name(name: str) -> str | None:
     return find_bad_name(name) or ("a dot at its beginning hides it; remove it" if name[0] == "." else None)
-
-
-def _home(site: Site) -> Path:
-    """Where new datasets are made."""
-    folders = sorted(site.places.folders, key=lambda folder: folder.name != "datasets")
-    usable = next((folder for folder in (*folders, *site.places.outputs) if os.access(folder, os.W_OK)), None)
-    if usable is None:
-        raise UserError("New dataset: no folder can be written to; start the page with --folders and one that can")
-    return usable if usable.name == "datasets" else usable / "datasets"
 
 
 def upload(site: Site, request: Request, form: Form) -> Response:
