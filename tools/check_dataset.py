@@ -18,6 +18,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -179,11 +180,15 @@ def write_json(
 ) -> None:
     """Write what is known of a dataset, and then pictures of what its models are given besides images."""
     samples, refused = list[Sample](), None
-    try:
-        found = scan(config, seed, multiple, 1.0, kind, without_broken(report.findings))
-        samples = [*found.train, *found.held_out]
-    except UserError as error:
-        refused = str(error)
+    whole = {"validation_split": 0.0}
+    unsplit = tuple(replace(one, settings=one.settings.model_copy(update=whole)) for one in config.datasets)
+    for each in (config, replace(config, datasets=unsplit)):  # images are shown, too, where the split is refused
+        try:
+            found = scan(each, seed, multiple, 1.0, kind, without_broken(report.findings))
+            samples = [*found.train, *found.held_out]
+            break
+        except UserError as error:
+            refused = refused or str(error)
     content = described(config, report, samples, refused)
     write_text(path, json.dumps(content))
     order = sorted(samples, key=lambda sample: (sample.group.dataset, sample.fit.bucket))  # as described

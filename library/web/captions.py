@@ -2,8 +2,8 @@
 
 A text is known by the hash of its file; who changes one says which they saw, so that nobody's newer words are
 overwritten. What a person does not see stays: encoding, byte order mark, the kind of line ends, the last line's end.
-Before files are written, their old and new texts go into a journal, a line of JSON a change, in which undo and redo are
-lines too: it can be undone after a restart, and nothing is lost if the machine goes down meanwhile.
+Before files are written, their old and new texts go into a journal, a file of JSON that is replaced whole: a change can
+be undone after a restart, and nothing is lost if the machine goes down meanwhile.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +49,7 @@ class Text:
     @property
     def hash(self) -> str:
         """What the text is known by."""
-        return _hash(self.raw, self.encoding)
+        return "" if self.raw is None else hashlib.sha256(self.raw.encode(self.encoding)).hexdigest()[:16]
 
     def changed(self, shown: str) -> str | None:
         """Return the content with ``shown`` in place of what was shown; of blank text no file, as training wants it."""
@@ -62,37 +61,20 @@ class Text:
         return mark + new.replace("\n", ends if "\n" in old or "\r" in old else "\n") + last
 
 
-def _hash(raw: str | None, encoding: str) -> str:
-    return "" if raw is None else hashlib.sha256(raw.encode(encoding)).hexdigest()[:16]
-
-
-_read: dict[str, tuple[tuple[int, int], Text]] = {}  # path -> what was read while the file had these bytes and time
-
-
 def read(path: Path) -> Text:
-    """Return a caption file's text; remembered while the file stays as it is."""
+    """Return a caption file's text."""
     try:
-        stat = path.stat()
-        seen, text = _read.get(str(path), (None, None))
-        if text is not None and seen == (stat.st_size, stat.st_mtime_ns):
-            return text
-        if not path.is_file() or stat.st_size > MOST_BYTES:
+        if path.exists() and not (path.is_file() and path.stat().st_size <= MOST_BYTES):
             return Text(None, why="is no text file of up to a MiB")
         data = path.read_bytes()
+        encoding = {b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}.get(data[:2], "utf-8")
+        return Text(data.decode(encoding), encoding)
     except (FileNotFoundError, NotADirectoryError):
         return Text(None)
     except OSError as error:
         return Text(None, why=f"cannot be read ({error.strerror})")
-    encoding = {b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}.get(data[:2], "utf-8")
-    try:
-        text = Text(data.decode(encoding), encoding)
     except UnicodeDecodeError as error:
-        text = Text(None, why=f"is not UTF-8 (byte {error.start}); save it as UTF-8")
-    if time.time_ns() - stat.st_mtime_ns > 2e9:  # a coarse clock could not tell a second change
-        if len(_read) > 50_000:
-            _read.clear()
-        _read[str(path)] = (stat.st_size, stat.st_mtime_ns), text
-    return text
+        return Text(None, why=f"is not UTF-8 (byte {error.start}); save it as UTF-8")
 
 
 def edited(
@@ -113,59 +95,45 @@ def edited(
         pattern, flags = find if regex else re.escape(find), 0 if case else re.IGNORECASE
         asked = json.dumps([pattern, flags, by if regex else by.replace("\\", r"\\"), list(texts)])
         command = [sys.executable, "-m", "library.web.captions"]  # a process, since no thread can be told to end
+        options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": _REGEX_SECONDS}
         try:
-            done = subprocess.run(
-                command, input=asked, capture_output=True, text=True, cwd=ROOT, timeout=_REGEX_SECONDS
-            )
+            done = subprocess.run(command, input=asked, **options)
         except subprocess.TimeoutExpired:
-            raise UserError(
-                f"find: the expression takes longer than {_REGEX_SECONDS:g} s; nest no repetitions"
-            ) from None
+            raise UserError(f"find: takes longer than {_REGEX_SECONDS:g} s; nest no repetitions") from None
         if done.returncode:
             raise UserError(f"find: is no regular expression that can be used ({done.stdout.strip()}); correct it")
         return list(json.loads(done.stdout))
 
+    put, word = action in ("before", "after"), (by if action in ("before", "after") else find).strip(" ,")
+    if not word:
+        raise UserError("change captions: there is nothing to look for or to add; write it")
+
     def line(text: str) -> str:
-        if action == "remove":
+        if not put:
             tags = text.split(",")
-            kept = [tag for tag in tags if tag.strip().casefold() != find.strip().casefold()]
+            kept = [tag for tag in tags if tag.strip().casefold() != word.casefold()]
             return text if len(kept) == len(tags) else ",".join(kept).strip()
-        has = re.search(rf"(?<!\w){re.escape(by.strip(' ,'))}(?!\w)", text, re.IGNORECASE)
-        glue = ", " if by[-1:].isalnum() or (action == "after" and by[:1].isalnum()) else ""
-        if not text.strip() or (missing and has):
+        if not text.strip() or (missing and re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE)):
             return text
+        glue = ", " if by[-1:].isalnum() or (action == "after" and by[:1].isalnum()) else ""
         return f"{by}{glue}{text}" if action == "before" else f"{text}{glue}{by}"
 
-    if not (by if action in ("before", "after") else find).strip():
-        raise UserError("change captions: there is nothing to look for or to add; write it")
-    return [by.strip(" ,") if action in ("before", "after") and not text.strip() else
-            "\n".join(map(line, text.split("\n"))) for text in texts]  # fmt: skip
+    return [word if put and not text.strip() else "\n".join(map(line, text.split("\n"))) for text in texts]
 
 
 class Journal:
     """The changes of one dataset's files; ``find`` checks where a path leads, each time it is used."""
 
     def __init__(self, folder: Path, dataset: Path, find: Callable[[str], Path]) -> None:
-        self._file = folder / f"{hashlib.sha256(os.fsencode(dataset)).hexdigest()[:16]}.jsonl"
+        self._file = folder / f"{hashlib.sha256(os.fsencode(dataset)).hexdigest()[:16]}.json"
         self._find = find
 
     def stacks(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Return what can be undone and what can be redone, the next one last."""
-        done: list[dict[str, Any]] = []
-        undone: list[dict[str, Any]] = []
-        for line in self._file.read_bytes().splitlines() if self._file.is_file() else ():
-            try:
-                entry = json.loads(line)
-            except ValueError:
-                continue  # cut off when the machine went down
-            if entry["what"] == "undo" and done:
-                undone.append(done.pop())
-            elif entry["what"] == "redo" and undone:
-                done.append(undone.pop())
-            elif "changes" in entry:
-                done.append(entry)
-                undone = []
-        return done, undone
+        if not self._file.is_file():
+            return [], []
+        kept = json.loads(self._file.read_text(encoding="utf-8"))
+        return kept["done"], kept["undone"]
 
     def write(self, what: str, changes: Changes) -> list[str]:
         """Write new texts; return the paths whose old text is not there any more, which were left alone."""
@@ -173,44 +141,38 @@ class Journal:
             changes = [change for change in changes if change[1] != change[2]]
             kept = [change for change in changes if read(self._find(change[0])).raw == change[1]]
             if kept:
-                self._note({"what": what, "at": time.time(), "changes": kept})
+                self._note([*self.stacks()[0], {"what": what, "changes": kept}], [])
                 self._put([(path, new, encoding) for path, _, new, encoding in kept])
             return [path for path, *rest in changes if (path, *rest) not in kept]
 
     def step(self, back: bool) -> tuple[str, list[str]]:
         """Undo the last change, or redo what was undone last; return what it was, and paths left alone."""
         with self._alone():
-            stack = self.stacks()[0 if back else 1]
+            done, undone = self.stacks()
+            stack, other = (done, undone) if back else (undone, done)
             if not stack:
                 raise UserError(f"there is nothing to {'undo' if back else 'redo'}")
-            entry, put, left = stack[-1], [], []
+            other.append(entry := stack.pop())
+            put, left = [], []
             for path, old, new, encoding in entry["changes"]:
                 now, (there, wanted) = read(self._find(path)).raw, (new, old) if back else (old, new)
                 if now == there:
                     put.append((path, wanted, encoding))
                 elif now != wanted:
                     left.append(path)
-            self._note({"what": "undo" if back else "redo", "at": time.time()})
+            self._note(done, undone)
             self._put(put)
             return entry["what"], left
 
-    def _note(self, entry: dict[str, Any]) -> None:
-        if self._file.is_file() and self._file.stat().st_size > _MOST_JOURNAL:
-            lines = [json.dumps(entry) for entry in self.stacks()[0]]
-            ends = accumulate(len(line) for line in reversed(lines))
-            few = [line for line, end in zip(reversed(lines), ends, strict=True) if end < _MOST_JOURNAL / 2]
-            write_text(self._file, "".join(f"{line}\n" for line in reversed(few or lines[-1:])))
-        self._file.parent.mkdir(parents=True, exist_ok=True)
-        with open(self._file, "a+b") as file:
-            cut = file.tell() and not self._file.read_bytes().endswith(b"\n")
-            file.write(b"\n" * bool(cut) + json.dumps(entry).encode() + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+    def _note(self, done: list[dict[str, Any]], undone: list[dict[str, Any]]) -> None:
+        """Write what can be undone and redone; the oldest changes are forgotten where it is too much."""
+        while len(text := json.dumps({"done": done, "undone": undone})) > _MOST_JOURNAL and len(done) > 1:
+            del done[: len(done) // 2]
+        write_text(self._file, text)
 
     def _put(self, texts: Sequence[tuple[str, str | None, str]]) -> None:
         def put(one: tuple[str, str | None, str]) -> None:
             path, text, encoding = self._find(one[0]), *one[1:]
-            _read.pop(str(path), None)
             if text is None:
                 path.unlink(missing_ok=True)
                 return

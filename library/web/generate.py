@@ -17,13 +17,11 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from library.config.model_types import IMAGE_MODELS
 from library.errors import UserError
 from library.files import read_text
 from library.training.sampling.prompts import SamplePrompt, parse_prompt, read_prompts
 from library.web.jobs import Job
-from library.web.loras import guidance_of, lora_file, model_words, run_of, weight_files
-from library.web.precision import float_of
+from library.web.loras import float_of, form_of, lora_file, model_words
 from library.web.site import Form, Handler, Site, goto, url
 
 STRENGTHS = ["0", "0.5", "0.8", "1", "1.2"]
@@ -33,34 +31,28 @@ _MOST_PICTURES = 400
 def show(site: Site, request: Request, form: Form) -> Response:
     """Show the form for a LoRA, a painting, and earlier ones."""
     asked = request.query_params
-    paintings = [job for job in site.jobs.all() if job.kind == "generate"]
     chosen = _values(site.jobs.get(asked["job"])) if "job" in asked else {"job": None}
-    before = _asked(chosen["job"]).get("form", {}) if chosen["job"] else {}
-    lora = asked.get("lora") or before.get("lora", "")
-    values = _prefilled(site, lora) | before
-    loras, models = weight_files(site)
-    more = {"loras": loras, "models": models, "types": IMAGE_MODELS, "usual": STRENGTHS, "paintings": paintings}
-    return site.page(request, "generate.html", **more, **values, **chosen)
+    before = chosen["job"].read("asked.json").get("form", {}) if chosen["job"] else {}
+    values, run = form_of(site, asked.get("lora") or before.get("lora", ""))
+    tiny = values["guidance"] == "1" and "tiny-" in str(values["model"])
+    side = "128" if tiny else "1024"
+    values |= {
+        "usual": STRENGTHS, "strengths": STRENGTHS, "more": "", "prompts": _prompts_of(site, run), "width": side,
+        "height": side, "steps": "20", "seed": "0", "guidance": values["guidance"] if tiny else "",
+        "paintings": [job for job in site.jobs.all() if job.kind == "generate"],
+    }  # fmt: skip
+    return site.page(request, "generate.html", **values | before | chosen)
 
 
-def _prefilled(site: Site, lora: str) -> dict[str, Any]:
-    """Return the form's values for a LoRA: model, prompts, size and guidance as its run has them."""
-    run = run_of(lora_file(site, lora)) if lora else {}
-    guidance = guidance_of(run)
-    tiny = guidance == "1" and "tiny-" in str(run.get("pretrained_model_name_or_path"))
-    prompts = ""
+def _prompts_of(site: Site, run: dict[str, Any]) -> str:
+    """Return the prompts that a run samples with, one a line."""
     with suppress(UserError):
         path = site.places.find(str(run.get("sample_prompts") or ""))
         lines = [prompt.line() for prompt in read_prompts(path, 0, 1)]
         if path.suffix == ".txt" and not any(" --ci " in line for line in lines):  # as they were written
             lines = [line for line in read_text(path).splitlines() if line.strip() and not line.startswith("#")]
-        prompts = "\n".join(lines)
-    side = "128" if tiny else "1024"
-    return {
-        "lora": lora, "more": "", "model": run.get("pretrained_model_name_or_path", ""), "prompts": prompts,
-        "model_type": run.get("model_type", "flux"), "strengths": STRENGTHS, "width": side, "height": side,
-        "steps": "20", "seed": "0", "guidance": guidance if tiny else "",
-    }  # fmt: skip
+        return "\n".join(lines)
+    return ""
 
 
 def start(site: Site, request: Request, form: Form) -> Response:
@@ -68,17 +60,14 @@ def start(site: Site, request: Request, form: Form) -> Response:
     given: dict[str, Any] = {key: str(value).strip() for key, value in form.items()}
     given["strengths"] = [*map(str, form.getlist("strength")), *given.get("others", "").replace(",", " ").split()]
     if "again" in given:
-        given = _asked(site.jobs.get(given["again"]))["form"] | {"seed": str(secrets.randbelow(2**31))}
+        given = site.jobs.get(given["again"]).read("asked.json")["form"] | {"seed": str(secrets.randbelow(2**31))}
         given["prompts"] = re.sub(r"\s--d[\s=]+\d+", "", given["prompts"])
     lora, more = lora_file(site, given["lora"]), given.get("more", "").split()
     strengths = list(dict.fromkeys(float_of(word, "strengths") for word in given["strengths"]))
     lines = [line for line in given["prompts"].splitlines() if line.strip() and not line.startswith("#")]
     prompts = [parse_prompt(line, SamplePrompt(""), 1, f"prompt {i}") for i, line in enumerate(lines, 1)]
-    if not 0 < len(prompts) * len(strengths) <= _MOST_PICTURES:
-        number = len(prompts) * len(strengths)
-        raise UserError(
-            f"{number} pictures: write prompts, one a line, and strengths, for 1 to {_MOST_PICTURES} in all"
-        )
+    if not 0 < (number := len(prompts) * len(strengths)) <= _MOST_PICTURES:
+        raise UserError(f"{number} pictures: write prompts and strengths for 1 to {_MOST_PICTURES} in all")
     for path in (path for prompt in prompts for path in (*prompt.control_images, prompt.mask_image) if path):
         site.places.find(path)
     for text in more:
@@ -97,7 +86,7 @@ def start(site: Site, request: Request, form: Form) -> Response:
 
 def _values(job: Job) -> dict[str, Any]:
     """Return a painting as the template takes it: a row a prompt, a cell a strength, None where none is yet."""
-    asked = _asked(job)
+    asked = job.read("asked.json")
     cells: dict[tuple[int, float], str] = {}
     with suppress(OSError, ValueError):
         for line in (job.folder / "images/images.jsonl").read_text(encoding="utf-8").splitlines():
@@ -106,13 +95,6 @@ def _values(job: Job) -> dict[str, Any]:
     strengths: Sequence[float] = asked.get("strengths", [])
     rows = [(text, [cells.get((i, each)) for each in strengths]) for i, text in enumerate(asked.get("prompts", []))]
     return {"job": job, "shown": strengths, "rows": rows, "done": len(cells), "all": len(rows) * len(strengths)}
-
-
-def _asked(job: Job) -> dict[str, Any]:
-    """Return what a painting was asked for."""
-    with suppress(OSError, ValueError):
-        return dict(json.loads((job.folder / "asked.json").read_text(encoding="utf-8")))
-    return {}
 
 
 def live(site: Site, request: Request, form: Form) -> Response:

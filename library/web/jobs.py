@@ -103,6 +103,12 @@ class Job:
         """How long it has been running."""
         return max(0.0, (self.ended or time.time()) - (self.began or time.time()))
 
+    def read(self, name: str) -> dict[str, Any]:
+        """Return the JSON object in a file of its folder; an empty one where there is none."""
+        with suppress(OSError, ValueError):
+            return dict(json.loads((self.folder / name).read_text(encoding="utf-8")))
+        return {}
+
 
 class Jobs:
     """The jobs below a folder, which several pages may have open."""

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from library.config.model_types import MODEL_FILE_KEYS
+from library.config.model_types import IMAGE_MODELS, MODEL_FILE_KEYS
 from library.errors import UserError
 from library.files import read_toml
 from library.web.site import Site
@@ -31,22 +31,39 @@ def weight_files(site: Site) -> tuple[list[str], list[str]]:
             for path in (Path(folder, name) for name in names if name.endswith(_ENDINGS)):
                 with suppress(OSError, UserError):  # a link may lead out
                     found[site.places.find(str(path))] = path.stat().st_mtime
-    newest = sorted(found, key=lambda path: -found[path])
-    kinds = {path: is_lora(path, found[path]) for path in newest}
-    lists = ([site.places.show(path) for path in newest if kinds[path] is kind] for kind in (True, False))
-    loras, models = (each[:_MOST_SHOWN] for each in lists)
-    return loras, models
+    lists: dict[str, list[str]] = {"lora": [], "model": [], "": []}
+    for path in sorted(found, key=lambda path: -found[path]):
+        lists[kind_of(path, found[path])].append(site.places.show(path))
+    return lists["lora"][:_MOST_SHOWN], lists["model"][:_MOST_SHOWN]
 
 
 @lru_cache(maxsize=4096)
-def is_lora(path: Path, changed: float = 0.0) -> bool:
-    """Return whether a file's tensors are a LoRA's, by their names; ``changed``: which version of it is meant."""
+def kind_of(path: Path, changed: float = 0.0) -> Literal["lora", "model", ""]:
+    """Return what a file is: "lora" by its tensors' names, "" where that is one of a language model, else "model".
+
+    ``changed``: which version of it is meant.
+    """
+    head: dict[str, Any] = {}
     with suppress(OSError, ValueError, struct.error), open(path, "rb") as file:
         length = struct.unpack("<Q", file.read(8))[0]
-        return length < 2**25 and any(
-            mark in key for key in json.loads(file.read(length)) for mark in (".lora", "lora_")
-        )
-    return False
+        head = json.loads(file.read(length)) if length < 2**25 else {}
+    if not any(".lora" in key or "lora_" in key for key in head):
+        return "model"
+    said = json.dumps(head.get("__metadata__"))
+    with suppress(OSError, ValueError):
+        said += path.with_name("adapter_config.json").read_text(encoding="utf-8")
+    return "" if "CAUSAL_LM" in said else "lora"
+
+
+def form_of(site: Site, text: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a form's lists and values for a LoRA, as its run has them; and that run's options."""
+    run = run_of(lora_file(site, text)) if text else {}
+    loras, models = weight_files(site)
+    return {
+        "loras": loras, "models": models, "types": IMAGE_MODELS, "lora": text,
+        "model": run.get("pretrained_model_name_or_path", ""), "model_type": run.get("model_type", "flux"),
+        "guidance": guidance_of(run),
+    }, run  # fmt: skip
 
 
 def run_of(lora: Path) -> dict[str, Any]:
@@ -55,8 +72,8 @@ def run_of(lora: Path) -> dict[str, Any]:
         tables = read_toml(lora.parent / "config.toml")[0]
     except UserError:
         return {}
-    flat = {key: value for value in tables.values() if isinstance(value, dict) for key, value in value.items()}
-    return {key: value for key, value in tables.items() if not isinstance(value, dict)} | flat
+    flat = {key: value for table in tables.values() if isinstance(table, dict) for key, value in table.items()}
+    return tables | flat
 
 
 def model_words(site: Site, lora: Path, given: Mapping[str, str]) -> list[str]:
@@ -90,3 +107,10 @@ def free_name(path: Path, taken: Sequence[Path] = ()) -> Path:
     stem = path.name.removesuffix(ending)
     tries = (path if n == 1 else path.with_name(f"{stem}-{n}{ending}") for n in range(1, 10_000))
     return next(each for each in tries if not each.exists() and each not in taken)
+
+
+def float_of(text: str, what: str) -> float:
+    """Return a number of a form; raises a UserError that names it."""
+    with suppress(ValueError):
+        return float(text)
+    raise UserError(f"{what}: {text[:40]!r} is no number; write 0.8")

@@ -14,11 +14,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from library.config.model_types import IMAGE_MODELS
 from library.errors import UserError
-from library.files import read_toml
+from library.web.data import refuse_outside
 from library.web.jobs import Job
-from library.web.loras import free_name, guidance_of, is_lora, lora_file, model_words, run_of, weight_files
+from library.web.loras import float_of, form_of, free_name, kind_of, lora_file, model_words, run_of
 from library.web.site import Form, Handler, Site, goto, url
 
 RECIPES = {
@@ -42,32 +41,20 @@ SERVERS = {
 }
 _TOOLS = {f"tools/{name}.py" for name in ("quantize_model", "convert_lora", "refit_lora", "precision_report")}
 _LAYERS_SHOWN = 10
+_REPORT = "report/report.json"  # in a job's folder
 
 
 def show(site: Site, request: Request, form: Form) -> Response:
     """Show the form for a LoRA, a report, and earlier ones."""
     asked = request.query_params
-    reports = [job for job in site.jobs.all() if job.kind == "report"]
-    chosen = _values(site, site.jobs.get(asked["report"])) if "report" in asked else None
-    lora = asked.get("lora") or (chosen["asked"].get("lora", "") if chosen else "")
-    loras, models = weight_files(site)
-    values = {"loras": loras, "models": models, "reports": reports, "recipes": RECIPES, "servers": SERVERS}
-    values |= {"types": IMAGE_MODELS, **_prefilled(site, lora), **(chosen or {"job": None})}
-    return site.page(request, "precision.html", **values)
-
-
-def _prefilled(site: Site, lora: str) -> dict[str, Any]:
-    """Return the form's values for a LoRA: as its run has them."""
-    run = run_of(lora_file(site, lora)) if lora else {}
+    chosen = _values(site, site.jobs.get(asked["report"])) if "report" in asked else {"job": None, "asked": {}}
+    values, run = form_of(site, asked.get("lora") or chosen["asked"].get("lora", ""))
     served = "cast" if not run.get("fp8_scaled") else str(run.get("fp8_granularity", "block64"))
-    return {
-        "lora": lora,
-        "model": run.get("pretrained_model_name_or_path", ""),
-        "model_type": run.get("model_type", "flux"),
-        "dataset": run.get("dataset_config", ""),
-        "guidance": guidance_of(run),
-        "recipe": served if served in RECIPES else "tensor",
-    }
+    return site.page(
+        request, "precision.html", recipes=RECIPES, servers=SERVERS, dataset=run.get("dataset_config", ""),
+        recipe=served if served in RECIPES else "tensor",
+        reports=[job for job in site.jobs.all() if job.kind == "report"], **values, **chosen,
+    )  # fmt: skip
 
 
 def live(site: Site, request: Request, form: Form) -> Response:
@@ -77,20 +64,20 @@ def live(site: Site, request: Request, form: Form) -> Response:
 
 def _values(site: Site, job: Job) -> dict[str, Any]:
     """Return a report as the template takes it: its job, what was measured, the one before, files that were made."""
-    asked, result = _object(job.folder / "asked.json"), _object(job.folder / "report/report.json")
+    asked, result, every = job.read("asked.json"), job.read(_REPORT), site.jobs.all()
     made: dict[int, list[tuple[Job, list[Path]]]] = {}
-    for each in sorted(site.jobs.all(), key=lambda each: each.created):
-        if each.kind == "remedy" and (own := _object(each.folder / "asked.json")).get("report") == job.id:
+    for each in sorted(every, key=lambda each: each.created):
+        if each.kind == "remedy" and (own := each.read("asked.json")).get("report") == job.id:
             made.setdefault(own["remedy"], []).append((each, _made(Path(own["file"]))))
     verdicts = [("Verdict", result, job.title)]
     with suppress(UserError):
         before = site.jobs.get(asked.get("before", ""))
-        if earlier := _object(before.folder / "report/report.json"):
+        if earlier := before.read(_REPORT):
             verdicts = [("Before", earlier, before.title), ("After", result, job.title)]
     layers = sorted(result.get("layers", []), key=lambda row: -(row["output_error"] or 0))[:_LAYERS_SHOWN]
     return {
         "job": job, "asked": asked, "result": result, "layers": layers, "made": made, "verdicts": verdicts,
-        "after": [each for each in site.jobs.all() if _object(each.folder / "asked.json").get("before") == job.id],
+        "after": [each for each in every if each.read("asked.json").get("before") == job.id],
         "busy": not job.is_over or any(not each.is_over for found in made.values() for each, _ in found),
     }  # fmt: skip
 
@@ -101,12 +88,6 @@ def _made(path: Path) -> list[Path]:
     return found or ([path] if (path / "model_index.json").is_file() else [])
 
 
-def _object(path: Path) -> dict[str, Any]:
-    with suppress(OSError, ValueError):
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    return {}
-
-
 def start(site: Site, request: Request, form: Form) -> Response:
     """Queue a report as the form says."""
     given = {key: str(value).strip() for key, value in form.items()}
@@ -114,41 +95,39 @@ def start(site: Site, request: Request, form: Form) -> Response:
     run = run_of(lora)
     dataset = site.places.find(given["dataset"])
     if not dataset.is_file():
-        raise UserError(
-            f"{site.places.show(dataset)}: no such dataset; name the TOML file that the LoRA was trained on"
-        )
-    site.places.refuse_paths_outside(read_toml(dataset)[0], site.places.show(dataset))
+        raise UserError(f"{given['dataset']}: no such dataset; name the TOML file that the LoRA was trained on")
+    refuse_outside(site, dataset)
     deploy = str(site.places.find(given["file"])) if given["served"] == "file" else given["served"]
     strength = given.get("strength") or "1"
     words = ["tools/precision_report.py", *model_words(site, lora, given), "--deploy", deploy]
     words += ["--lora", site.places.show(lora) + (f":{strength}" if float_of(strength, "strength") != 1 else "")]
     words += ["--dataset_config", given["dataset"], "--save_to", "{job}/report"]
-    flags = {"server": "server", "images": "images", "steps": "steps", "guidance": "guidance_scale"}
-    for key, flag in (flags | {"activations": "activations", "deploy_lora": "deploy_lora"}).items():
-        words += [f"--{flag}", given[key]] if given.get(key) else []
+    for key in ("server", "images", "steps", "guidance_scale", "activations", "deploy_lora"):
+        words += [f"--{key}", given[key]] if given.get(key) else []
     words += ["--masked_loss"] if run.get("masked_loss") else []
     with suppress(UserError):  # a cache elsewhere is made anew, beside the images
         words += ["--cache_directory", str(site.places.find(run.get("cache_directory") or ""))]
     shown = Path(deploy).name if given["served"] == "file" else RECIPES.get(deploy, deploy)
-    asked = {"lora": site.places.show(lora)}
-    job = site.jobs.add(
-        "report", f"{lora.name} on {shown}", words, queued=True, files={"asked.json": json.dumps(asked)}
-    )
+    return _add(site, f"{lora.name} on {shown}", words, {"lora": site.places.show(lora)})
+
+
+def _add(site: Site, title: str, words: list[str], asked: dict[str, str]) -> Response:
+    job = site.jobs.add("report", title, words, queued=True, files={"asked.json": json.dumps(asked)})
     return goto(url("/precision", report=job.id))
 
 
-def float_of(text: str, what: str) -> float:
-    """Return a number of a form; raises a UserError that names it."""
-    with suppress(ValueError):
-        return float(text)
-    raise UserError(f"{what}: {text[:40]!r} is no number; write 0.8")
+def _remedy_of(site: Site, form: Form) -> tuple[Job, int, dict[str, Any]]:
+    """Return the report that a form names, and the number of one of its remedies with that remedy."""
+    job, number = site.jobs.get(str(form["report"])), str(form["remedy"])
+    listed = job.read(_REPORT).get("remedies", [])
+    if not (number.isdecimal() and int(number) < len(listed)):
+        raise UserError("this report has no such remedy; open it again")
+    return job, int(number), listed[int(number)]
 
 
 def remedy(site: Site, request: Request, form: Form) -> Response:
     """Queue the command of a report's remedy; its file lies beside the original, or in the first output folder."""
-    job, number = site.jobs.get(str(form["report"])), int(float_of(str(form["remedy"]), "remedy"))
-    listed = _object(job.folder / "report/report.json").get("remedies", [])
-    chosen = listed[number] if 0 <= number < len(listed) else {}
+    job, number, chosen = _remedy_of(site, form)
     if not chosen.get("command") or chosen["command"][0] not in _TOOLS:
         raise UserError("this remedy makes no file: it is a setting of the program that serves")
     words = chosen["command"]
@@ -157,7 +136,7 @@ def remedy(site: Site, request: Request, form: Form) -> Response:
     inside = any(source.is_relative_to(folder) for folder in site.places.outputs)
     folder = source.parent if inside else site.places.outputs[0]
     ending = "" if chosen["makes"] == "fixes" or source.is_dir() else ".safetensors"
-    others = (_object(each.folder / "asked.json").get("file") for each in site.jobs.all() if each.kind == "remedy")
+    others = (each.read("asked.json").get("file") for each in site.jobs.all() if each.kind == "remedy")
     name = source.name if source.is_dir() else source.stem
     file = free_name(folder / f"{name}-{chosen['name']}{ending}", [Path(other) for other in others if other])
     own = [site.places.show(file) if word == "{save_to}" else word for word in words]
@@ -168,20 +147,15 @@ def remedy(site: Site, request: Request, form: Form) -> Response:
 
 def again(site: Site, request: Request, form: Form) -> Response:
     """Queue the report once more, on the file that a remedy made."""
-    job, file = site.jobs.get(str(form["report"])), site.places.find(str(form["file"]))
-    listed = _object(job.folder / "report/report.json").get("remedies", [])
-    chosen = listed[int(float_of(str(form["remedy"]), "remedy"))]
+    (job, _, chosen), file = _remedy_of(site, form), site.places.find(str(form["file"]))
     words = list(job.words)
-    if is_lora(file):
+    if kind_of(file) == "lora":
         first = words[words.index("--reference_lora" if "--reference_lora" in words else "--lora") + 1]
         words += ["--lora", site.places.show(file), "--reference_lora", first]
     else:
         words += ["--deploy", site.places.show(file)]
     words += [*chosen["again"], "--save_to", "{job}/report"]
-    asked = _object(job.folder / "asked.json") | {"before": job.id}
-    title = f"{file.name}, instead of {job.title}"
-    new = site.jobs.add("report", title, words, queued=True, files={"asked.json": json.dumps(asked)})
-    return goto(url("/precision", report=new.id))
+    return _add(site, f"{file.name}, instead of {job.title}", words, job.read("asked.json") | {"before": job.id})
 
 
 def stop(site: Site, request: Request, form: Form) -> Response:

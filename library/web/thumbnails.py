@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+from itertools import accumulate
 from pathlib import Path
 from queue import Queue
 
@@ -22,6 +23,7 @@ from library.web.jobs import ROOT
 SIDE = 384  # pixels: twice what a card shows
 _WORKERS = 2
 _SECONDS, _MEMORY = 20, 3 * 2**30  # for one image; bytes
+_MOST_BYTES = 500 * 2**20  # of all of them; the oldest are removed when the page begins to show some
 _MOST_PIXELS = 400_000_000
 
 
@@ -33,6 +35,10 @@ class Thumbnails:
         self._idle: Queue[subprocess.Popen[str] | None] = Queue()
         for _ in range(_WORKERS):
             self._idle.put(None)  # begun when it is wanted
+        kept = sorted(((path.stat(), path) for path in folder.glob("*/*.jpg")), key=lambda one: -one[0].st_mtime)
+        for (_, path), total in zip(kept, accumulate(stat.st_size for stat, _ in kept), strict=True):
+            if total > _MOST_BYTES:
+                path.unlink(missing_ok=True)
 
     def get(self, image: Path) -> Path | None:
         """Return the file with an image's small picture; None if there can be none."""
@@ -86,21 +92,24 @@ def make(image: str, kept: str) -> None:
 
 def main() -> None:
     """Make pictures until stdin ends."""
-    import resource
-    import signal
-
     from PIL import Image
 
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    if sys.platform != "win32":
+        import resource
+        import signal
+
+        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     Image.MAX_IMAGE_PIXELS = None  # make() looks itself
     for line in sys.stdin:
-        signal.alarm(_SECONDS)  # ends the process
+        if sys.platform != "win32":
+            signal.alarm(_SECONDS)  # ends the process
         try:
             make(*json.loads(line))
             print(flush=True)
         except Exception as error:  # Pillow's plugins raise many types
             print(type(error).__name__, flush=True)
-        signal.alarm(0)
+        if sys.platform != "win32":
+            signal.alarm(0)
 
 
 if __name__ == "__main__":

@@ -162,14 +162,14 @@ def test_an_edited_caption_keeps_encoding_and_line_ends(server: Server, browser:
     untouched = {n: c for n, c in NAMES.items() if n not in wanted and c is not None}
     assert {n: caption_of(folder, n).read_bytes() for n in untouched} == untouched
     for _ in wanted:
-        page.locator("[data-step='1']").click()
+        page.locator("[name='undo']").click()
         expect(page.locator("#message")).to_contain_text("Undone")
         page.locator("#message [data-close]").click()
     assert {n: caption_of(folder, n).read_bytes() for n, c in NAMES.items() if c is not None} == {
         n: c for n, c in NAMES.items() if c is not None
     }
     assert not caption_of(folder, "none.png").exists()
-    expect(page.locator("[data-step='1']")).to_be_disabled()
+    expect(page.locator("[name='undo']")).to_be_disabled()
     tab.close()
 
 
@@ -216,10 +216,10 @@ def test_bulk_undo_redo_and_a_restart(browser: Any, tmp_path: Path) -> None:
         page.get_by_role("button", name=f"Change {changed}").click()
         expect(page.locator("#bulk-said")).to_contain_text(f"{changed} captions changed")
         assert on_disk() == after
-        page.locator("[data-step='1']").click()
+        page.locator("[name='undo']").click()
         expect(page.locator("#message")).to_contain_text("Undone")
         assert on_disk() == before
-        page.locator("[data-step='0']").click()
+        page.locator("[name='redo']").click()
         expect(page.locator("#message")).to_contain_text("Redone")
         assert on_disk() == after
         tab.close()
@@ -227,7 +227,7 @@ def test_bulk_undo_redo_and_a_restart(browser: Any, tmp_path: Path) -> None:
     with serve(tmp_path) as server:
         tab = Tab(browser, server)
         page = opened(tab, toml)
-        page.locator("[data-step='1']").click()
+        page.locator("[name='undo']").click()
         expect(page.locator("#message")).to_contain_text("Undone")
         assert on_disk() == before
         tab.close()
@@ -248,7 +248,7 @@ def test_two_tabs_do_not_overwrite_each_other(server: Server, browser: Any) -> N
     expect(area(second, "plain.png")).to_have_value("from the first")
     assert caption_of(folder, "plain.png").read_bytes() == b"from the first"
     caption_of(folder, "plain.png").write_text("by hand")  # an undo leaves it alone, too
-    first.locator("[data-step='1']").click()
+    first.locator("[name='undo']").click()
     expect(first.locator("#message")).to_contain_text("left alone")
     assert caption_of(folder, "plain.png").read_bytes() == b"by hand"
     one.close()
@@ -338,10 +338,58 @@ def test_the_toml_is_refused_in_the_trainers_words(server: Server, browser: Any)
     page.get_by_role("button", name="Save and look again").click()
     expect(page.locator("#state")).to_contain_text("num_repeats")  # did you mean
     expect(page.locator("#state")).to_contain_text("line 12")
-    page.locator("[data-step='1']").click()
+    page.locator("[name='undo']").click()
     expect(page.locator("#message")).to_contain_text("Undone")
     assert toml.read_text() == TOML
     tab.close()
+
+
+def test_a_refused_split_hides_no_images_and_a_changed_toml_is_said(server: Server, browser: Any) -> None:
+    toml = make(server.folder / "datasets/split", {"a.png": b"one", "b.png": b"two"})  # 0.2 of two images is none
+    tab = Tab(browser, server)
+    page = opened(tab, toml)
+    expect(page.locator(".message.bad")).to_contain_text("validation_split 0.2 holds out none")
+    expect(page.locator(".bucket", has_text="seen an epoch")).not_to_have_count(0)
+    expect(page.locator(".picture")).to_have_count(2)
+    toml.write_text(TOML.replace("validation_split = 0.2\n", ""))
+    tab.open(page.url.removeprefix(server.address))
+    expect(page.locator(".message.warn")).to_contain_text("look again")
+    page.get_by_role("button", name="Look again").click()
+    expect(page.locator(".message")).to_have_count(0)
+    tab.close()
+
+
+def test_paths_of_a_toml_are_seen_from_it_as_training_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from library.web.access import Places, Refused
+    from library.web.data import refuse_outside
+    from library.web.site import Site
+
+    (tmp_path / "sets/deep").mkdir(parents=True)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    site = Site.of(Places.of([tmp_path / "output"], [tmp_path / "sets"]))
+    toml = tmp_path / "sets/deep/dataset.toml"
+    toml.write_text('[general]\nimage_dir = "../images"')  # outside only as seen from the working directory
+    refuse_outside(site, toml)
+    toml.write_text('[general]\nimage_dir = "../../images"')
+    with pytest.raises(Refused):
+        refuse_outside(site, toml)
+    (tmp_path / "here/images").mkdir()
+    toml.write_text('[general]\nimage_dir = "images"')  # which training finds in the working directory
+    with pytest.raises(Refused):
+        refuse_outside(site, toml)
+
+
+def test_old_small_pictures_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from library.web import thumbnails
+
+    for n in range(3):
+        (tmp_path / f"{n}").mkdir()
+        (tmp_path / f"{n}/x.jpg").write_bytes(bytes(100))
+        os.utime(tmp_path / f"{n}/x.jpg", (n, n))
+    monkeypatch.setattr(thumbnails, "_MOST_BYTES", 200)
+    thumbnails.Thumbnails(tmp_path)
+    assert sorted(path.parent.name for path in tmp_path.rglob("*.jpg")) == ["1", "2"]
 
 
 def test_an_endless_expression_ends(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,3 +109,24 @@ def test_files_outside_are_refused(change: dict[str, str], browser: Any, server:
     assert answer.status == 403
     assert "lies outside" in answer.text()
     tab.close()
+
+
+def test_loras_of_language_models_are_left_out(tmp_path: Path) -> None:
+    from library.web.access import Places
+    from library.web.loras import weight_files
+    from library.web.site import Site
+
+    def write(name: str, header: dict[str, Any]) -> None:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        text = json.dumps(header).encode()
+        (tmp_path / name).write_bytes(struct.pack("<Q", len(text)) + text)
+
+    key = {"model.layers.0.q_proj.lora_A.weight": {}}
+    write("output/flux.safetensors", {"blocks.0.lora_A.weight": {}, "__metadata__": {"ss_network_dim": "4"}})
+    write("output/base.safetensors", {"blocks.0.weight": {}})
+    write("output/stated.safetensors", key | {"__metadata__": {"config": json.dumps({"task_type": "CAUSAL_LM"})}})
+    write("peft/adapter_model.safetensors", key)
+    (tmp_path / "peft/adapter_config.json").write_text(json.dumps({"task_type": "CAUSAL_LM"}))
+    loras, models = weight_files(Site.of(Places.of([tmp_path / "output"], [tmp_path / "peft"])))
+    assert [Path(path).name for path in loras] == ["flux.safetensors"]
+    assert [Path(path).name for path in models] == ["base.safetensors"]

@@ -2,51 +2,36 @@
 import { ask, say } from "/static/page.js";
 
 const find = (selector, within = document) => within.querySelector(selector);
-const grid = find("#grid"), filters = find("#filters"), bulk = find("#bulk"), history = find("#history");
-const look = grid?.dataset.look;
-const selected = new Set();
+const grid = find("#grid"), history = find("#history");
+const look = grid?.dataset.look, dataset = history?.dataset.dataset;
 const form = (values) => ({ method: "POST", body: new URLSearchParams(values) });
 
 // Chunks: filled when they come near, emptied when they are far, so that 10,000 images are a few hundred elements.
-const waiting = new Map(); // chunk -> what ends its loading
-async function fill(chunk) {
-  const stop = new AbortController();
-  waiting.set(chunk, () => stop.abort());
-  await new Promise((go) => setTimeout(go, 60)); // one that flies past is not asked for
-  if (stop.signal.aborted) return;
-  const answer = await fetch(`/data/cards?look=${look}&rows=${chunk.dataset.rows}`, { signal: stop.signal }).catch(() => null);
-  const text = answer && await answer.text().catch(() => null);
-  if (text === null || !answer.ok || waiting.get(chunk) === undefined) return;
-  waiting.delete(chunk);
-  chunk.replaceChildren(...new DOMParser().parseFromString(text, "text/html").body.children);
-  for (const card of chunk.children) find("[data-select]", card).checked = selected.has(card.dataset.number);
-}
-function near(entries) {
+const near = new WeakSet();
+const observer = new IntersectionObserver((entries) => {
   for (const { target: chunk, isIntersecting } of entries) {
-    if (isIntersecting && !chunk.children.length) fill(chunk);
-    else if (!isIntersecting && !chunk.contains(document.activeElement)) {
-      waiting.get(chunk)?.();
-      waiting.delete(chunk);
+    if (isIntersecting && !near.has(chunk)) {
+      near.add(chunk);
+      setTimeout(fill, 60, chunk); // one that flies past is not asked for
+    } else if (!isIntersecting && !chunk.contains(document.activeElement)) {
+      near.delete(chunk);
       chunk.replaceChildren();
     }
   }
+}, { rootMargin: "1500px 0px" });
+async function fill(chunk) {
+  const answer = near.has(chunk) && await ask(`/data/cards?look=${look}&rows=${chunk.dataset.rows}`);
+  const text = answer && await answer.text();
+  if (text && near.has(chunk)) chunk.replaceChildren(...new DOMParser().parseFromString(text, "text/html").body.children);
 }
-const observer = new IntersectionObserver(near, { rootMargin: "1500px 0px" });
-function watch() {
-  observer.disconnect();
-  for (const chunk of grid.querySelectorAll(".chunk")) observer.observe(chunk);
-}
-const refill = () => { for (const chunk of grid.querySelectorAll(".chunk")) if (chunk.children.length) fill(chunk); };
-function columns() {
-  grid.style.setProperty("--columns", Math.max(1, Math.floor((grid.clientWidth + 12) / (232 + 12))));
-}
+const refill = () => { for (const chunk of grid.querySelectorAll(".chunk")) fill(chunk); };
 
 // Captions
 async function save(area) {
   if (area.readOnly || area.value === area.defaultValue || area.dataset.busy) return;
-  const text = area.value, said = find(".said", area.closest(".picture"));
+  const text = area.value, card = area.closest(".picture"), said = find(".said", card);
   area.dataset.busy = "yes";
-  const answer = await ask("/data/caption", form({ look, number: area.closest(".picture").dataset.number, hash: area.dataset.hash, text }));
+  const answer = await ask("/data/caption", form({ look, number: card.dataset.number, hash: area.dataset.hash, text }));
   delete area.dataset.busy;
   if (!answer) return void (said.textContent = "not saved");
   const now = await answer.json();
@@ -59,12 +44,11 @@ async function save(area) {
   show(now);
 }
 function show(now) {
-  for (const [key, step] of [["undo", "1"], ["redo", "0"]]) find(`[data-step="${step}"]`, history).dataset.what = now[key];
-  for (const button of history.querySelectorAll("[data-step]")) [button.disabled, button.title] = [!button.dataset.what, button.dataset.what];
+  for (const button of history.querySelectorAll("button[name]")) [button.title, button.disabled] = [now[button.name], !now[button.name]];
 }
-async function step(back) {
+async function step(name) {
   document.activeElement?.blur();
-  const answer = await ask("/data/step", form({ dataset: history.dataset.dataset, back }));
+  const answer = await ask("/data/step", form({ dataset, step: name }));
   if (!answer) return;
   const now = await answer.json();
   say(now.said, now.left ? "warn" : "");
@@ -73,12 +57,12 @@ async function step(back) {
 }
 
 // Pictures
-async function send(files, dataset) {
+async function send(files, to) {
   const bar = find("#sent"), refused = [];
-  [bar.hidden, bar.max, bar.value] = [false, files.length, 0];
-  for (let at = 0; at < files.length;) {
+  [bar.hidden, bar.max] = [false, files.length];
+  for (let at = 0; at < files.length; bar.value = at) {
     const body = new FormData();
-    body.append("dataset", dataset);
+    body.append("dataset", to);
     for (let bytes = 0, end = at + 50; at < Math.min(end, files.length) && bytes < 2 ** 26; at++) {
       body.append("files", files[at]);
       bytes += files[at].size;
@@ -86,87 +70,51 @@ async function send(files, dataset) {
     const answer = await ask("/data/upload", { method: "POST", body });
     if (!answer) return false;
     refused.push(...(await answer.json()).refused);
-    bar.value = at;
   }
-  if (refused.length) sessionStorage.setItem("refused", refused.slice(0, 20).join("\n") + (refused.length > 20 ? `\nand ${refused.length - 20} more` : ""));
+  if (refused.length > 20) refused.splice(20, Infinity, `and ${refused.length - 20} more`);
+  sessionStorage.setItem("refused", refused.join("\n")); // said by the page that comes next
   return true;
 }
 
-document.addEventListener("change", async (event) => {
-  const { target } = event;
+document.addEventListener("change", async ({ target }) => {
   if (target.matches(".picture textarea")) save(target);
-  else if (target.matches("[data-select]")) {
-    const { number } = target.closest(".picture").dataset;
-    selected[target.checked ? "add" : "delete"](number);
-    find("[name=selected]", bulk).value = [...selected].join(",");
-    find("#selection").textContent = `${selected.size || "none"} selected`;
-  } else if (target.matches("[data-upload]")) {
-    if (await send(target.files, target.dataset.upload) && await ask("/data/look", form({ dataset: target.dataset.upload }))) location.reload();
-  } else if (target.matches("#new [type=file]")) {
-    find("#chosen").textContent = `${target.files.length} files chosen`;
-  } else if (target.matches("#bulk [name=action]")) {
-    for (const label of bulk.querySelectorAll("[data-for]")) {
-      label.hidden = !label.dataset.for.split(" ").includes(target.value);
-      find("input", label).disabled = label.hidden;
-    }
+  else if (target.matches("#new [type=file]")) find("#chosen").textContent = `${target.files.length} files chosen`;
+  else if (target.matches("#history [type=file]")) {
+    if (await send(target.files, dataset) && await ask("/data/look", form({ dataset }))) location.reload();
   }
 });
-document.addEventListener("click", (event) => {
-  const target = event.target.closest("[data-step], [data-set]");
-  if (!target) return;
-  if ("step" in target.dataset) return void step(target.dataset.step);
-  event.preventDefault();
-  const field = find(`[name=${target.dataset.set}]`, filters);
-  field.value = field.value === target.dataset.to ? "" : target.dataset.to;
-  field.dispatchEvent(new Event("input", { bubbles: true }));
-  for (const one of document.querySelectorAll(`[data-set=${target.dataset.set}]`)) one.ariaPressed = one.dataset.to === field.value;
-});
+document.addEventListener("click", ({ target }) => { if (target.matches("#history button[name]")) step(target.name); });
 document.addEventListener("keydown", (event) => {
-  const area = event.target.closest(".picture textarea");
+  const area = event.target.closest(".picture textarea"), held = event.ctrlKey || event.metaKey;
   if (!area) {
-    const typing = event.target.closest("input, textarea, select");
-    if (history && !typing && (event.ctrlKey || event.metaKey) && event.key.toLowerCase() === "z") step(event.shiftKey ? "0" : "1");
-  } else if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) save(area);
+    if (history && held && event.key.toLowerCase() === "z" && !event.target.closest("input, textarea, select")) step(event.shiftKey ? "redo" : "undo");
+  } else if (event.key === "Enter" && held) save(area);
   else if (event.key === "Escape") area.value = area.defaultValue;
   else if (event.key === "Tab" && !event.shiftKey) {
     const all = [...grid.querySelectorAll(".picture textarea")], next = all[all.indexOf(area) + 1];
     if (next) { event.preventDefault(); next.focus(); }
   }
 });
-document.addEventListener("submit", async (event) => {
-  if (event.target.id !== "new") return;
+find("#new")?.addEventListener("submit", async (event) => {
   event.preventDefault();
-  const fields = new FormData(event.target), { files } = find("[type=file]", event.target);
-  fields.delete("files");
-  const button = find("button", event.target);
+  const body = new FormData(event.target), { files } = find("[type=file]", event.target), button = find("button", event.target);
+  body.delete("files");
   button.disabled = true;
-  const answer = await ask("/data/new", { method: "POST", body: fields });
+  const answer = await ask("/data/new", { method: "POST", body });
   const made = answer && await answer.json();
-  if (made && (!files.length || await send(files, made.dataset))) location.href = made.address;
+  if (made && await send(files, made.dataset)) location.href = made.address;
   button.disabled = false;
 });
 document.addEventListener("error", ({ target }) => { // a picture of a mask that is not drawn yet
   if (!target.matches?.("[data-preview]") || (target.dataset.tries = +(target.dataset.tries ?? 0) + 1) > 20) return;
   setTimeout(() => { target.src = target.src.replace(/&try=.*|$/, `&try=${target.dataset.tries}`); }, 1500);
 }, true);
-document.addEventListener("toggle", ({ target }) => {
-  if (target.open && target.dataset.tags) window.htmx.ajax("GET", target.dataset.tags, { target: "#tags", swap: "innerHTML" });
-}, true);
 document.addEventListener("htmx:after:swap", () => {
-  const done = find("#bulk-said [data-done]");
-  if (done) { show(done.dataset); done.removeAttribute("data-done"); refill(); }
+  for (const chunk of grid?.querySelectorAll(".chunk") ?? []) observer.observe(chunk);
+  const done = find("[data-undo]");
+  if (done) { show({ ...done.dataset }); done.removeAttribute("data-undo"); refill(); }
 });
 
 if (sessionStorage.getItem("refused")) say(sessionStorage.getItem("refused"), "warn");
 sessionStorage.removeItem("refused");
-if (history) show({ undo: find('[data-step="1"]').dataset.what, redo: find('[data-step="0"]').dataset.what });
-if (grid) {
-  new MutationObserver(watch).observe(grid, { childList: true });
-  new ResizeObserver(columns).observe(grid);
-  columns();
-  watch();
-  filters.addEventListener("input", () => {
-    const asked = new URLSearchParams([["dataset", history.dataset.dataset], ...[...new FormData(filters)].filter(([key, value]) => value && key !== "look")]);
-    window.history.replaceState(null, "", `/data?${asked}`);
-  });
-}
+if (grid) new ResizeObserver(() => grid.style.setProperty("--columns", Math.max(1, Math.floor((grid.clientWidth + 12) / (232 + 12))))).observe(grid);
