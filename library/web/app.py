@@ -28,7 +28,7 @@ _REPORT_POLICY = (
 
 def send_file(site: Site, request: Request, form: Form) -> Response:
     """Send a file of the places: pictures and reports to look at, all else to keep."""
-    path = site.places.find(request.query_params.get("path", ""))
+    path = site.places.find(request.query_params.get("path", ""), own=True)
     if not path.is_file():
         raise UserError(f"{site.places.show(path)}: no such file; it may have been moved or deleted")
     kind, download = path.suffix.lower(), "download" in request.query_params

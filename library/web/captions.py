@@ -27,6 +27,7 @@ from library.files import atomic_path, write_text
 from library.folder_lock import FolderLock
 from library.web.jobs import ROOT
 
+SUFFIXES = (".txt", ".caption", ".cap", ".tags", ".tag", ".wd14")  # of files that are edited: nothing that is run
 MOST_BYTES = 2**20  # of a caption, as in library.data.file_index
 _REGEX_SECONDS = 5.0
 _MOST_JOURNAL = 8 * 2**20  # bytes; the oldest changes are forgotten
@@ -63,6 +64,8 @@ class Text:
 
 def read(path: Path) -> Text:
     """Return a caption file's text."""
+    if path.suffix.lower() not in SUFFIXES:
+        return Text(None, why=f"is edited here only as {', '.join(SUFFIXES)}")
     try:
         if path.exists() and not (path.is_file() and path.stat().st_size <= MOST_BYTES):
             return Text(None, why="is no text file of up to a MiB")

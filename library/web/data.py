@@ -27,7 +27,7 @@ from library.files import find_bad_name, read_toml, toml_text, write_text
 from library.web.access import Refused
 from library.web.captions import Changes, Journal, Text, edited, read
 from library.web.jobs import Job
-from library.web.site import HERE, Form, Handler, Site, goto, url
+from library.web.site import HERE, Form, Handler, Site, goto, slow, url
 from library.web.thumbnails import Thumbnails
 
 IMAGES = {".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".avif", ".jxl", ".bmp", ".dib", ".tif", ".tiff",
@@ -300,6 +300,7 @@ def _numbers(text: str, found: dict[str, Any]) -> list[int]:
     return [int(n) for n in text.split(",") if n.isdecimal() and int(n) < len(found["images"])]
 
 
+@slow
 def thumbnail(site: Site, request: Request, form: Form) -> Response:
     """Send an image's small picture, or a sign where it can have none."""
     path = site.places.find(request.query_params.get("path", ""))

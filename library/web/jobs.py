@@ -28,7 +28,7 @@ import psutil
 
 from library.errors import UserError
 from library.files import discard, process_began, write_text
-from library.folder_lock import FolderLock
+from library.folder_lock import FolderLock, is_held
 
 ROOT = Path(__file__).resolve().parents[2]
 State = Literal["waiting", "running", "done", "stopped", "failed", "lost"]
@@ -161,6 +161,15 @@ class Jobs:
         found = [job for job in (self.all() if jobs is None else jobs) if job.queued and not job.is_over]
         return sorted(found, key=lambda job: (job.state != "running", job.place))
 
+    def go_on(self, jobs: Iterable[Job]) -> None:
+        """See to it that somebody works off what waits, whatever became of who did."""
+        waiting = [job for job in jobs if job.state == "waiting"]
+        if any(job.queued for job in waiting) and not is_held(self.folder):
+            self.begin()
+        for job in waiting:
+            if not job.queued and time.time() - job.created > 10:
+                self.begin(job.id)
+
     def get(self, name: str) -> Job:
         """Return a job; raises a UserError if there is none."""
         job = self._read(name) if name.replace("-", "").isalnum() else None
@@ -202,27 +211,29 @@ class Jobs:
             discard(job.folder)
 
     def _read(self, name: str) -> Job | None:
-        own = self.folder / name
         try:
-            record = json.loads((own / "job.json").read_text(encoding="utf-8"))
-            record |= {"words": tuple(record["words"]), "place": float((own / "place").read_text())}
-            job = Job(id=name, folder=own, **record)
-        except (OSError, ValueError, TypeError, KeyError):
-            return None
+            return self._as_it_is(self.folder / name)
+        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            return None  # no job, or one that somebody has damaged
+
+    def _as_it_is(self, own: Path) -> Job:
+        record = json.loads((own / "job.json").read_text(encoding="utf-8"))
+        record |= {"words": tuple(record["words"]), "place": float((own / "place").read_text())}
+        job = Job(id=own.name, folder=own, **record)
         if (running := _object(own / "running.json")) is None:
             return job
-        running = running or {"at": time.time()}  # being written
-        job = replace(job, began=running.get("at"), pid=running.get("pid", 0), asked=(own / "asked").exists())
+        running = running or {"at": (own / "running.json").stat().st_mtime}  # being written, or for ever half written
+        job = replace(job, began=float(running["at"]), pid=int(running.get("pid", 0)), asked=(own / "asked").exists())
         ended = _object(own / "ended.json")
         gone = ended is None and job_is_gone(running)
         if gone:
             ended = _object(own / "ended.json")  # noted in between
         if ended is None:
             return replace(job, state="lost" if gone else "running")
-        code = ended.get("code", 1)
+        code = int(ended.get("code", 1))
         stopped = code in _STOPPED or (job.asked and code != 2)  # 2: an error that is said in a line
         state: State = "done" if code == 0 else "stopped" if stopped else "failed"
-        return replace(job, ended=ended.get("at"), code=code, state=state)
+        return replace(job, ended=float(ended["at"]), code=code, state=state)
 
 
 def _object(path: Path) -> dict[str, Any] | None:
@@ -239,7 +250,7 @@ def _note(path: Path, **values: float) -> None:
 def job_is_gone(running: Mapping[str, float]) -> bool:
     """Return whether neither a job's process is there any more nor the one that waits for it to note its end."""
     if not running.get("pid"):
-        return time.time() - running.get("at", 0.0) > 10  # claimed, and its process did not come
+        return abs(time.time() - running.get("at", 0.0)) > 10  # claimed, and its process did not come
     both = ("pid", "process_began"), ("runner", "runner_began")
     return all(process_began(int(running.get(pid, 0))) != running.get(began) for pid, began in both)
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import os
 import struct
+import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
 
 from library.config.model_types import IMAGE_MODELS, MODEL_FILE_KEYS
 from library.errors import UserError
-from library.files import read_toml
+from library.web.run import once, text_of
 from library.web.site import Site
 
 _MOST_SHOWN = 400  # of files in a list
@@ -33,20 +33,18 @@ def weight_files(site: Site) -> tuple[list[str], list[str]]:
                     found[site.places.find(str(path))] = path.stat().st_mtime
     lists: dict[str, list[str]] = {"lora": [], "model": [], "": []}
     for path in sorted(found, key=lambda path: -found[path]):
-        lists[kind_of(path, found[path])].append(site.places.show(path))
+        lists[kind_of(path) or ("model" if path.is_dir() else "")].append(site.places.show(path))
     return lists["lora"][:_MOST_SHOWN], lists["model"][:_MOST_SHOWN]
 
 
-@lru_cache(maxsize=4096)
-def kind_of(path: Path, changed: float = 0.0) -> Literal["lora", "model", ""]:
-    """Return what a file is: "lora" by its tensors' names, "" where that is one of a language model, else "model".
-
-    ``changed``: which version of it is meant.
-    """
+@once
+def kind_of(path: Path) -> Literal["lora", "model", ""]:
+    """Return what a file is: "lora" by its tensors' names, "" where that is one of a language model, else "model"."""
     head: dict[str, Any] = {}
-    with suppress(OSError, ValueError, struct.error), open(path, "rb") as file:
+    with suppress(ValueError, struct.error, RecursionError), open(path, "rb") as file:
         length = struct.unpack("<Q", file.read(8))[0]
-        head = json.loads(file.read(length)) if length < 2**25 else {}
+        read = json.loads(file.read(length)) if length < 2**25 else {}
+        head = read if isinstance(read, dict) else {}
     if not any(".lora" in key or "lora_" in key for key in head):
         return "model"
     said = json.dumps(head.get("__metadata__"))
@@ -68,10 +66,9 @@ def form_of(site: Site, text: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def run_of(lora: Path) -> dict[str, Any]:
     """Return option -> value of the run that wrote a LoRA; nothing where no config.toml lies beside it."""
-    try:
-        tables = read_toml(lora.parent / "config.toml")[0]
-    except UserError:
-        return {}
+    tables: dict[str, Any] = {}
+    with suppress(ValueError):
+        tables = tomllib.loads(text_of(lora.parent / "config.toml") or "")
     flat = {key: value for table in tables.values() if isinstance(table, dict) for key, value in table.items()}
     return tables | flat
 
@@ -90,7 +87,8 @@ def model_words(site: Site, lora: Path, given: Mapping[str, str]) -> list[str]:
 def guidance_of(run: dict[str, Any]) -> str:
     """Return the guidance that a run trained with; of the built-in tiny models 1, which they were made with."""
     tiny = "tiny-" in str(run.get("pretrained_model_name_or_path", ""))
-    return f"{run['guidance_scale']:g}" if "guidance_scale" in run else "1" if tiny else ""
+    said = run.get("guidance_scale")
+    return f"{said:g}" if isinstance(said, int | float) else "1" if tiny else ""
 
 
 def lora_file(site: Site, text: str) -> Path:

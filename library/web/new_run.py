@@ -7,7 +7,6 @@ back with that one line changed (:func:`edited`), what its keys are now, and wha
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -30,9 +29,9 @@ from library.config.model_types import LANGUAGE_MODELS, MODEL_FILE_KEYS, MODEL_T
 from library.config.optimizer_types import OPTIMIZERS
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields, section_fields, sections
 from library.errors import UserError
-from library.files import parse_toml, read_text, read_toml, toml_string, write_text
+from library.files import parse_json, parse_toml, read_text, read_toml, toml_string, write_text
 from library.web.jobs import ROOT, Job
-from library.web.run import is_run
+from library.web.run import is_run, look, script_of, settings_of, text_of
 from library.web.site import Form, Handler, Site, goto, url
 
 NAME = "configuration"  # what messages call the text
@@ -49,6 +48,7 @@ _BASICS = {
 }
 _NAMED = (".safetensors", ".toml", ".txt", ".json", ".jsonl", ".gguf")  # files that options name
 _READ = ("config_file", "dataset_config", "train_data_dir", "reg_data_dir", "in_json", "conditioning_data_dir")
+_MOST_TEXT, _MOST_BRACKETS = 2**18, 2000  # of a configuration; nested lists take a hundred times their length to read
 _MADE = ("cache_directory", "distill_cache", "save_fallback_dir", "logging_dir")  # folders that need not be there yet
 
 
@@ -163,7 +163,7 @@ def edited(text: str, key: str, content: str, script: Script[Any]) -> str:
 
 def _read(text: str, pretrains: bool) -> tuple[Script[Any], RawConfig]:
     """Return the script that a text is for, and its keys."""
-    script = LLM if pretrains else LORA
+    script: Script[Any] = LLM if pretrains else LORA
     if not pretrains and read_keys(text, NAME, LORA).values.get("model_type") in LANGUAGE_MODELS:
         script = LANGUAGE_LORA
     return script, read_keys(text, NAME, script)
@@ -251,7 +251,8 @@ def show(site: Site, request: Request, form: Form) -> Response:
     text, found, script = "", None, LORA
     if asked := request.query_params.get("config"):
         found = site.places.find(asked)
-        text = read_text(found / "config.toml" if found.is_dir() else found, "choose a configuration that is there")
+        file = site.places.find(str(found / "config.toml")) if found.is_dir() else found
+        text = read_text(file, "choose a configuration that is there")
     pretrains = re.search(r"^\s*(data_dir|preset|init_from)\s*=", text, re.MULTILINE) is not None
     with suppress(UserError):
         script = _read(text, pretrains)[0]
@@ -265,13 +266,17 @@ def show(site: Site, request: Request, form: Form) -> Response:
 
 def _given(form: Form) -> tuple[str, bool]:
     """Return the text, and whether it is for pretraining."""
-    return str(form.get("text", "")).replace("\r\n", "\n"), bool(form.get("pretrains"))
+    text = str(form.get("text", "")).replace("\r\n", "\n")
+    if len(text) > _MOST_TEXT or max(text.count("["), text.count("{")) > _MOST_BRACKETS:
+        raise UserError("configuration: is too long for one; copy less of it")
+    return text, bool(form.get("pretrains"))
 
 
 def edit(site: Site, request: Request, form: Form) -> Response:
     """Change the text as the form was changed; return what it says now, and the form if another schema has it."""
     text, pretrains = _given(form)
-    for key, content in json.loads(str(form.get("changes", "{}"))).items():
+    changes = parse_json(str(form.get("changes", "{}")), "changes")
+    for key, content in changes.items() if isinstance(changes, dict) else ():
         text = edited(text, key, content, _read(text, pretrains)[0])
     answer = examine(site, text, pretrains)
     if (training := answer.get("training")) and training != form.get("training"):
@@ -290,20 +295,23 @@ def paths(site: Site, request: Request, form: Form) -> Response:
     return JSONResponse([site.places.show(path) + "/" * path.is_dir() for path in found[:60]])
 
 
-def _complete(site: Site, form: Form) -> tuple[Script[Any], dict[str, Any], str]:
-    """Return script, values and text; refused if anything is wrong, or lies outside of the places."""
-    text, pretrains = _given(form)
+def runnable(site: Site, text: str, pretrains: bool) -> tuple[Script[Any], dict[str, Any]]:
+    """Return script and values of a configuration; all that is run comes by here.
+
+    Raises:
+        UserError: anything is wrong with it, lies outside of the places, or would run another program.
+    """
     script, given = _read(text, pretrains)
     sections = checked(given, script).model_dump().values()
     values = {key: value for section in sections for key, value in section.items()}
-    if values.get("caption_command"):
-        raise UserError("caption_command: runs a program, which this page does not; start such a run in a terminal")
+    for key in filter(values.get, ("caption_command", "trust_class_paths")):
+        raise UserError(f"{key}: runs a program, which this page does not; start such a run in a terminal")
     site.places.refuse_paths_outside(values, "")
     for folder in filter(None, map(values.get, _MADE)):
         site.places.find(folder)
     if values.get("dataset_config"):
         _refuse_dataset_outside(site, site.places.find(values["dataset_config"]))
-    return script, values, text
+    return script, values
 
 
 def _refuse_dataset_outside(site: Site, path: Path) -> None:
@@ -318,7 +326,8 @@ def _refuse_dataset_outside(site: Site, path: Path) -> None:
 
 def start(site: Site, request: Request, form: Form) -> Response:
     """Put the run into the queue, and go to it."""
-    script, values, text = _complete(site, form)
+    text, pretrains = _given(form)
+    script, values = runnable(site, text, pretrains)
     if said := _of_output(site, values):
         raise UserError(f"{said['line']}, such as {said['free']}")
     output, processes = site.places.find(values["output_dir"], output=True), str(form.get("processes") or 1)
@@ -328,6 +337,22 @@ def start(site: Site, request: Request, form: Form) -> Response:
     words, files = [*many, str(ROOT / script.name), "--config_file", "{job}/config.toml"], {"config.toml": text}
     site.jobs.add("train", values["output_name"], words, queued=True, output=str(output), files=files)
     return goto(url("/run", path=output))
+
+
+def again(site: Site, request: Request, form: Form) -> Response:
+    """Queue a run once more, from one of its states or its newest, with the settings that it wrote."""
+    folder, state = site.places.find(str(form.get("path", "")), output=True), str(form.get("state", "auto"))
+    run, settings = look(site, folder, site.jobs.of_output(folder)), settings_of(folder)
+    if run.state == "running":  # perhaps in a terminal; a job that waits is refused by the queue
+        raise UserError(f"{run.name}: is running already")
+    if not settings:
+        raise UserError(f"{run.name}: has no configuration that a run wrote; begin a new run instead")
+    text = text_of(folder / "config.toml") or ""
+    script, _ = runnable(site, text, script_of(settings) is LLM)
+    resume = state if state == "auto" else str(site.places.find(str(folder / state), output=True))
+    words = [script.name, "--config_file", "{job}/config.toml", "--output_dir", str(folder), "--resume", resume]
+    site.jobs.add("train", run.name, words, queued=True, output=str(folder), files={"config.toml": text})
+    return Response(status_code=204, headers={"hx-trigger": "changed"})
 
 
 def save(site: Site, request: Request, form: Form) -> Response:
@@ -347,7 +372,9 @@ def side_job(site: Site, request: Request, form: Form) -> Response:
     if kind == "memory":
         words = ["tools/plan_memory.py", "{job}/config.toml", "--save_to", "{job}/result.json"]
         words += [f"--gpu_memory={form['card']}"] if form.get("card") else []
-        files = {"config.toml": _complete(site, form)[2]}
+        text, pretrains = _given(form)
+        runnable(site, text, pretrains)
+        files = {"config.toml": text}
     elif kind == "dataset":
         path = site.places.find(str(_read(*_given(form))[1].values.get("dataset_config", "")))
         _refuse_dataset_outside(site, path)
@@ -355,15 +382,15 @@ def side_job(site: Site, request: Request, form: Form) -> Response:
     elif kind == "suggest":
         given = {key: str(form[f"suggest_{key}"]) for key in SUGGESTED if form.get(f"suggest_{key}")}
         site.places.refuse_paths_outside(given, "")
-        folder = _free(site, output / (Path(str(form.get("suggest_name"))).name or "my_lora"))
+        folder = _free(site, output / (Path(str(form.get("suggest_name"))).name[:60] or "my_lora"))
         words = ["tools/suggest_config.py", *(f"--{key}={value}" for key, value in given.items())]
         words += ["--save_to", site.places.show(folder)]
     else:
         dropped, name, text = form.get("kohya"), Path("command.txt"), str(form.get("command", ""))
         if isinstance(dropped, UploadFile) and dropped.filename:
             name, text = Path(dropped.filename), dropped.file.read().decode("utf-8", "replace")
-        source = re.sub(r"[^\w.]", "_", name.name)
-        folder = _free(site, output / Path(source).stem)
+        source = "kohya" + name.suffix[:5]
+        folder = _free(site, output / (re.sub(r"\W", "_", name.stem)[:60] or "kohya"))
         words = ["tools/migrate_config.py", f"{{job}}/{source}", "--save_to", f"{site.places.show(folder)}/config.toml"]
         files = {source: text}
         _refuse_read_outside(site, source, text)
@@ -396,5 +423,5 @@ def show_job(site: Site, request: Request, form: Form, begun: Job | None = None)
 
 ROUTES: dict[str, Handler | tuple[Handler | None, Handler]] = {
     "/new": show, "/new/edit": (None, edit), "/new/paths": paths, "/new/job": (show_job, side_job),
-    "/new/start": (None, start), "/new/save": (None, save),
+    "/new/start": (None, start), "/new/save": (None, save), "/run/again": (None, again),
 }  # fmt: skip

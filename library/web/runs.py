@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -40,13 +41,19 @@ def all_runs(site: Site, jobs: list[Job]) -> list[Seen]:
     of_folder = {Path(job.output): job for job in reversed(jobs) if job.output}
     folders = dict.fromkeys([*of_folder, *(run for place in site.places.outputs for run in find_runs(place))])
     inside = [f for f in folders if any(f.is_relative_to(place) for place in site.places.outputs)]
-    runs = [look(site, folder, of_folder.get(folder)) for folder in inside]
+    runs = []
+    for folder in inside:
+        try:
+            runs.append(look(site, folder, of_folder.get(folder)))
+        except Exception as error:  # one folder that nobody understands hides no other
+            print(f"warning: {folder}: left out ({type(error).__name__}: {error})", file=sys.stderr)
     return sorted(runs, key=lambda run: ({"running": 0, "waiting": 1}.get(run.state, 2), -run.when))
 
 
 def show(site: Site, request: Request, form: Form) -> Response:
     """Show the runs whose name holds ``q``, and the queue; or what has changed of them."""
     jobs, asked = site.jobs.all(), request.query_params.get("q", "").strip()
+    site.jobs.go_on(jobs)
     runs = all_runs(site, jobs)
     others = [job for job in jobs if not job.output and not job.queued and job.state == "running"]
     news = [job for job in jobs if not job.output and job.is_over and time.time() - (job.ended or 0) < _NEWS_SECONDS]

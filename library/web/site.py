@@ -112,6 +112,12 @@ def _html(text: str) -> HTMLResponse:
     return HTMLResponse(text.encode("utf-8", "replace"))  # names of files need not be UTF-8
 
 
+def slow(handler: Handler) -> Handler:
+    """Mark a handler that may take seconds: a few of its calls run at once, and hold up no other screen."""
+    handler.slow = True  # type: ignore[attr-defined]
+    return handler
+
+
 def goto(address: str) -> Response:
     """Return an answer that has htmx go to another screen."""
     return Response(status_code=204, headers={"hx-redirect": address})
