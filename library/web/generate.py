@@ -102,14 +102,7 @@ def live(site: Site, request: Request, form: Form) -> Response:
     return site.part("generate.html", "painting", **_values(site.jobs.get(request.query_params.get("id", ""))))
 
 
-def stop(site: Site, request: Request, form: Form) -> Response:
-    """Stop a painting; what is painted stays."""
-    site.jobs.stop(str(form["id"]))
-    return goto(url("/generate", job=str(form["id"])))
-
-
 ROUTES: dict[str, Handler | tuple[Handler | None, Handler]] = {
     "/generate": (show, start),
     "/generate/painting": live,
-    "/generate/stop": (None, stop),
 }

@@ -159,9 +159,9 @@ def again(site: Site, request: Request, form: Form) -> Response:
 
 
 def stop(site: Site, request: Request, form: Form) -> Response:
-    """Stop a report, or what makes a file."""
+    """Stop a report, a painting, or what makes a file; what is there stays."""
     site.jobs.stop(str(form["id"]))
-    return goto(url("/precision", report=str(form["report"])))
+    return Response(headers={"hx-refresh": "true"})
 
 
 ROUTES: dict[str, Handler | tuple[Handler | None, Handler]] = {
@@ -169,5 +169,5 @@ ROUTES: dict[str, Handler | tuple[Handler | None, Handler]] = {
     "/precision/report": live,
     "/precision/remedy": (None, remedy),
     "/precision/again": (None, again),
-    "/precision/stop": (None, stop),
+    "/job/stop": (None, stop),
 }
