@@ -163,7 +163,7 @@ def edited(text: str, key: str, content: str, script: Script[Any]) -> str:
 
 def _read(text: str, pretrains: bool) -> tuple[Script[Any], RawConfig]:
     """Return the script that a text is for, and its keys."""
-    script = LLM if pretrains else LORA
+    script: Script[Any] = LLM if pretrains else LORA
     if not pretrains and read_keys(text, NAME, LORA).values.get("model_type") in LANGUAGE_MODELS:
         script = LANGUAGE_LORA
     return script, read_keys(text, NAME, script)
