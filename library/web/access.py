@@ -162,9 +162,8 @@ class Guard:
         site, visit = headers.get("sec-fetch-site", "none"), headers.get("sec-fetch-mode") == "navigate"
         origin = headers.get("origin")
         followed = site != "same-origin" and visit and request.method == "GET"  # a link, a bookmark
-        if site not in ("same-origin", "none") and not followed:
-            return PlainTextResponse("Requests of other sites are refused.", 403)
-        if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+        is_foreign = origin is not None and urlsplit(origin).netloc != headers.get("host")
+        if is_foreign or (site not in ("same-origin", "none") and not followed):
             return PlainTextResponse("Requests of other sites are refused.", 403)
         if request.method not in ("GET", "HEAD", "POST"):
             return PlainTextResponse("There is no such method here.", 405)

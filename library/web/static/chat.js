@@ -1,5 +1,5 @@
 // This tab's conversation: kept in sessionStorage, so that it survives a reload; drawn as text, never as HTML.
-import { ask, say } from "./page.js";
+import { ask, sayGone } from "./page.js";
 
 const find = (id) => document.getElementById(id);
 const form = find("settings"), box = find("text"), status = find("status");
@@ -112,7 +112,7 @@ async function follow(request, hear) {
       }
     }
   } catch {
-    say("The page's program does not answer any more; start it again with make ui.");
+    sayGone();
   }
   if (ending === "stopped") tell("stopped");
   current = null;
@@ -157,13 +157,14 @@ function record() {
   return { messages: [...system ? [{ role: "system", content: system }] : [], ...said] };
 }
 
+const fold = () => { find("choices").open = innerWidth >= 800 || !loaded; };
 const actions = {
   load: async () => {
     current = {};
     draw();
     tell("loading the model …");
     await follow({ do: "load" }, () => {});
-    find("choices").open = innerWidth >= 800 || !loaded;
+    fold();
     show();
     box.focus();
   },
@@ -177,7 +178,7 @@ const actions = {
 };
 
 restore();
-find("choices").open = innerWidth >= 800 || !loaded;
+fold();
 draw();
 for (const [id, action] of Object.entries(actions)) find(id).addEventListener("click", action);
 box.addEventListener("keydown", (event) => {

@@ -29,14 +29,17 @@ export function say(text, kind = "bad") {
   document.getElementById("message").replaceChildren(box);
 }
 
+export function sayGone() {
+  say("The page's program does not answer: it may have been closed. Jobs that it began go on; start it again with make ui.");
+}
+
 /** Fetch from this server; an error becomes a message and null. */
 export async function ask(address, options = {}) {
   let answer;
   try {
     answer = await fetch(address, options);
   } catch {
-    say("The page's program does not answer: it may have been closed. Jobs that it began go on; start it again with make ui.");
-    return null;
+    return sayGone() ?? null;
   }
   if (answer.ok) return answer;
   const text = await answer.text();
@@ -81,7 +84,7 @@ for (const type of ["dragover", "dragleave", "drop"]) {
   });
 }
 
-document.addEventListener("htmx:error", () => say("The page's program does not answer: it may have been closed. Jobs that it began go on; start it again with make ui."));
+document.addEventListener("htmx:error", sayGone);
 
 // hx-confirm in a dialog of the page's own.
 document.addEventListener("htmx:confirm", (event) => {
