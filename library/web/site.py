@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 from anyio import CapacityLimiter, to_thread
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -51,7 +51,7 @@ class Site:
         templates = Environment(loader=FileSystemLoader(HERE / "templates"), autoescape=True, undefined=StrictUndefined,
                                 trim_blocks=True, lstrip_blocks=True)  # fmt: skip
         templates.filters |= {"number": number, "duration": duration, "size": size, "moment": moment,
-                              "ago": ago, "short": places.show, "json": json.dumps}  # fmt: skip
+                              "ago": ago, "short": places.show, "json": json.dumps, "urlencode": quoted}  # fmt: skip
         templates.globals |= {"screens": SCREENS, "url": url}
         return cls(places, Jobs(places.state), templates)
 
@@ -126,6 +126,11 @@ def goto(address: str) -> Response:
 def url(path: str, /, **query: object) -> str:
     """Return an address with its query."""
     return f"{path}?{urlencode({key: str(value) for key, value in query.items()}, errors='replace')}" if query else path
+
+
+def quoted(value: object) -> str:
+    """Return a text as it stands in an address; what is not UTF-8 in a file's name is replaced."""
+    return quote(str(value), errors="replace")
 
 
 def number(value: float | None, digits: int = 4) -> str:

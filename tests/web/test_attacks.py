@@ -1,0 +1,191 @@
+"""What a request must not bring about: a program that runs, a file read or written elsewhere, a screen that fails."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlencode, urlsplit
+
+import pytest
+
+pytest.importorskip("starlette", reason="the page's packages are not installed (make setup-web)")
+
+from PIL import Image
+
+from library.web.jobs import Jobs
+from tests.web.page import Server, serve
+
+CONFIG = """# Tandem 0.1.0: the settings of this run
+{top}
+[model]
+pretrained_model_name_or_path = "models/tiny"
+[dataset]
+dataset_config = "{dataset}"
+[saving]
+output_dir = "output/run"
+[optimizer]
+{optimizer}
+"""
+SCREENS = ("/", "/run?path=output/odd", "/precision", "/generate", "/chat", "/data", "/new")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    """A page whose queue nobody works off, with a dataset inside and one outside."""
+    work = tmp_path / "work"
+    for name in ("output/run", "datasets/one", "models/tiny"):
+        (work / name).mkdir(parents=True)
+    for folder in (tmp_path / "outside", work / "datasets/one"):
+        folder.mkdir(exist_ok=True)
+        Image.new("RGB", (64, 64)).save(folder / "a.png")
+    for name, images in (("inside", "one"), ("outside", str(tmp_path / "outside"))):
+        text = f'[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = "{images}"\n'
+        (work / f"datasets/{name}.toml").write_text(text)
+    with serve(work) as running:
+        yield running
+
+
+def post(server: Server, path: str, /, **form: str) -> tuple[int, str]:
+    """Return status and text of a form that the page's own scripts could send."""
+    connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)
+    kind = {"content-type": "application/x-www-form-urlencoded", "hx-request": "true"}
+    connection.request("POST", path, urlencode(form), kind)
+    got = connection.getresponse()
+    return got.status, got.read().decode(errors="replace")
+
+
+def get(server: Server, path: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)
+    connection.request("GET", path)
+    got = connection.getresponse()
+    return got.status, got.read().decode(errors="replace")
+
+
+@pytest.mark.parametrize(
+    ("top", "optimizer", "dataset", "said"),
+    [
+        ('caption_command = "touch /tmp/x {image}"', "", "datasets/inside.toml", "runs a program"),
+        ("", 'trust_class_paths = true\noptimizer_type = "subprocess.Popen"', "datasets/inside.toml", "runs a program"),
+        ('cache_directory = "/elsewhere"', "", "datasets/inside.toml", "lies outside"),
+        ("", "", "datasets/outside.toml", "lies outside"),
+    ],
+)
+def test_nothing_is_begun_that_runs_programs_or_leads_out(
+    server: Server, top: str, optimizer: str, dataset: str, said: str
+) -> None:
+    text = CONFIG.format(top=top, optimizer=optimizer, dataset=dataset)
+    for _ in range(2):  # as it is written in the form, and as it lies in a run's folder
+        status, answer = post(server, "/new/start", text=text)
+        assert status in (403, 422)
+        assert said in answer
+        (server.output / "run/config.toml").write_text(text)
+        status, answer = post(server, "/run/again", path="output/run")
+        assert status in (403, 422)
+        assert said in answer
+    assert Jobs(server.output / ".tandem").all() == []
+
+
+def test_the_pages_own_folder_is_nobodys_to_write_to(server: Server) -> None:
+    own = server.output / ".tandem/jobs/20260101-000000-abc"
+    own.mkdir(parents=True)
+    (own / "job.json").write_text("{}")
+    for text in ("output/.tandem/jobs/20260101-000000-abc/config.toml", "output/run/../.tandem/x.toml"):
+        status, answer = post(server, "/new/save", text="a = 1", save_to=text, replace=text)
+        assert status == 403
+        assert "the page&#39;s own" in answer
+    assert get(server, "/data?dataset=output/.tandem/jobs/20260101-000000-abc/config.toml")[0] == 403
+    assert [path.name for path in own.iterdir()] == ["job.json"]
+
+
+def test_a_configuration_that_is_a_link_outside_is_not_shown(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "secret.toml").write_text('# Tandem\npretrained_model_name_or_path = "the secret"\n')
+    (server.output / "run/config.toml").symlink_to(tmp_path / "secret.toml")
+    (server.output / "run/a.safetensors").write_bytes(b"")
+    for path in ("/new?config=output/run", "/run?path=output/run", "/precision?lora=output/run/a.safetensors",
+                 "/generate?lora=output/run/a.safetensors"):  # fmt: skip
+        assert "the secret" not in get(server, path)[1]
+
+
+def test_odd_files_take_down_no_screen(server: Server) -> None:
+    odd = server.output / "odd"
+    (odd / "samples").mkdir(parents=True)
+    (odd / "config.toml").write_text(
+        "# Tandem 0.1.0: the settings of this run\n"
+        'output_name = "a\\u0000b"\nmax_train_epochs = 3\nguidance_scale = "x"\n'
+    )
+    (odd / "metrics.jsonl").write_text('{"step": 1, "epoch": -0.5, "loss": 1, "\\ud800": 2}\n{"step": 1e400}\n[[[\n')
+    header = b"\xff" * 8 + b"100000x100000"
+    (odd / "samples/step000001_00.png").write_bytes(b"\x89PNG\r\n\x1a\n" + header)
+    for name, text in {
+        "a": "[1]",
+        "b": "[" * 100_000,
+        "c": '{"__metadata__": [1], "x.lora_A": 3}',
+        "d": "null",
+    }.items():
+        (odd / f"{name}.safetensors").write_bytes(len(text).to_bytes(8, "little") + text.encode())
+    os.mkfifo(odd / "fifo.safetensors")
+    for place in (server.output, server.folder / "datasets", server.folder / "models", odd / "samples"):
+        with open(os.fsencode(place) + b"/\xff.png", "wb"):
+            pass
+        Path(os.fsdecode(os.fsencode(place) + b"/\xfe")).mkdir()
+        with open(os.fsencode(place) + b"/\xfe/metrics.jsonl", "w") as file:
+            file.write('{"step": 1, "loss": 1}\n')
+    jobs = Jobs(server.output / ".tandem")
+    damaged = [{"running.json": "[1]"}, {"running.json": '{"at": "x"}'}, {"running.json": "[" * 9999}]
+    damaged += [{"running.json": "{}", "ended.json": '{"code": [], "at": 1}'}]
+    for number, files in enumerate(damaged):
+        folder = jobs.folder / f"20260101-00000{number}-abc"
+        folder.mkdir(parents=True)
+        record = {"kind": "paint", "title": "x", "words": ["-c", "pass"], "queued": True, "output": str(odd),
+                  "created": 1.0, "cwd": str(server.folder)}  # fmt: skip
+        for name, text in {"job.json": json.dumps(record), "place": "1", **files}.items():
+            (folder / name).write_text(text)
+    for path in (*SCREENS, "/run/curves?path=output/odd", "/generate?lora=output/odd/c.safetensors"):
+        status, text = get(server, path)
+        assert status < 500, (path, text[-600:])
+
+
+def test_a_claim_that_was_cut_off_does_not_hold_up_the_queue(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path)
+    for name, text in {"a": "", "b": json.dumps({"at": time.time() + 9e4})}.items():
+        folder = jobs.folder / f"20260101-000000-{name}"
+        folder.mkdir(parents=True)
+        record = {"kind": "train", "title": name, "words": ["-c", "pass"], "queued": True, "output": "", "created": 1.0,
+                  "cwd": str(tmp_path)}  # fmt: skip
+        for file, content in {"job.json": json.dumps(record), "place": "1", "running.json": text}.items():
+            (folder / file).write_text(content)
+        os.utime(folder / "running.json", (1e9, 1e9))
+    assert [job.state for job in jobs.all()] == ["lost", "lost"]
+    assert jobs.queue() == []
+    later = jobs.add("train", "later", ["-c", "pass"], queued=True)
+    end = time.monotonic() + 30
+    while jobs.get(later.id).state != "done":
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("path", "form"),
+    [
+        ("/generate", {}), ("/precision", {}), ("/precision/remedy", {}), ("/precision/again", {}),
+        ("/data/caption", {}), ("/data/bulk", {}), ("/data/step", {}),
+        ("/new/edit", {"text": "a = " + "[" * 100_000}), ("/new/edit", {"text": "x" * 3_000_000}),
+        ("/new/edit", {"changes": "["}), ("/new/edit", {"changes": "[1]"}), ("/queue", {"id": "../.."}),
+        ("/run/ask", {"path": "output/run", "what": "../x"}), ("/data/new", {"name": "", "images": ""}),
+    ],
+)  # fmt: skip
+def test_a_request_that_lacks_or_overdoes_something_gets_a_line(
+    server: Server, path: str, form: dict[str, str]
+) -> None:
+    status, text = post(server, path, **form)
+    assert 200 <= status < 500, text[-400:]
+
+
+def test_a_body_without_end_is_refused(server: Server) -> None:
+    connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)
+    connection.request("POST", "/new/edit", "text=" + "x" * 5_000_000)
+    assert connection.getresponse().status == 413
