@@ -14,18 +14,15 @@ import os
 import re
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from library.errors import UserError
 from library.files import atomic_path, write_text
-from library.folder_lock import FolderLock
-from library.web.jobs import ROOT
+from library.web.jobs import ROOT, alone
 
 SUFFIXES = (".txt", ".caption", ".cap", ".tags", ".tag", ".wd14")  # of files that are edited: nothing that is run
 MOST_BYTES = 2**20  # of a caption, as in library.data.file_index
@@ -140,7 +137,7 @@ class Journal:
 
     def write(self, what: str, changes: Changes) -> list[str]:
         """Write new texts; return the paths whose old text is not there any more, which were left alone."""
-        with self._alone():
+        with alone(self._file.with_suffix(""), "captions"):
             changes = [change for change in changes if change[1] != change[2]]
             kept = [change for change in changes if read(self._find(change[0])).raw == change[1]]
             if kept:
@@ -150,7 +147,7 @@ class Journal:
 
     def step(self, back: bool) -> tuple[str, list[str]]:
         """Undo the last change, or redo what was undone last; return what it was, and paths left alone."""
-        with self._alone():
+        with alone(self._file.with_suffix(""), "captions"):
             done, undone = self.stacks()
             stack, other = (done, undone) if back else (undone, done)
             if not stack:
@@ -186,23 +183,6 @@ class Journal:
 
         with ThreadPoolExecutor(8) as pool:  # they wait for the disk
             list(pool.map(put, texts))
-
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """One change at a time, of all pages over this folder."""
-        lock, end = FolderLock(self._file.with_suffix(""), "captions", lambda line: None), time.monotonic() + 20
-        while True:
-            try:
-                lock.acquire()
-                break
-            except UserError:
-                if time.monotonic() > end:
-                    raise UserError(f"{lock.path}: another page changes these captions; try again") from None
-                time.sleep(0.02)
-        try:
-            yield
-        finally:
-            lock.release()
 
 
 def main() -> None:

@@ -279,14 +279,14 @@ def claim(folder: Path) -> bool:
 @contextmanager
 def alone(folder: Path, what: str) -> Iterator[None]:
     """Wait until no other page changes ``what``, and have it to oneself."""
-    lock, end = FolderLock(folder, what, lambda line: None), time.monotonic() + 20
+    lock, end = FolderLock(folder, what, lambda line: None), time.monotonic() + 10
     while True:
         try:
             lock.acquire()
             break
-        except UserError:
-            if time.monotonic() > end:
-                raise UserError(f"{lock.path}: another page changes these {what}; try again") from None
+        except UserError:  # somebody has it, or it cannot be written, which it says itself
+            if time.monotonic() > end or not os.access(folder.parent if not folder.exists() else folder, os.W_OK):
+                raise
             time.sleep(0.02)
     try:
         yield
