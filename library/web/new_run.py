@@ -348,9 +348,11 @@ def again(site: Site, request: Request, form: Form) -> Response:
     if not settings:
         raise UserError(f"{run.name}: has no configuration that a run wrote; begin a new run instead")
     text = text_of(folder / "config.toml") or ""
+    text = text if state else re.sub(r"(?m)^resume *=.*\n", "", text)  # "": from the first step
     script, _ = runnable(site, text, script_of(settings) is LLM)
-    resume = state if state == "auto" else str(site.places.find(str(folder / state), output=True))
-    words = [script.name, "--config_file", "{job}/config.toml", "--output_dir", str(folder), "--resume", resume]
+    resume = state if state in ("auto", "") else str(site.places.find(str(folder / state), output=True))
+    words = [script.name, "--config_file", "{job}/config.toml", "--output_dir", str(folder)]
+    words += ["--resume", resume] if resume else []
     site.jobs.add("train", run.name, words, queued=True, output=str(folder), files={"config.toml": text})
     return Response(status_code=204, headers={"hx-trigger": "changed"})
 

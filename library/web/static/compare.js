@@ -31,3 +31,14 @@ document.addEventListener("click", (event) => {
 });
 
 large?.addEventListener("change", show);
+
+// What the prompts say themselves stands at the fields that it wins over
+const prompts = document.querySelector("[name=prompts]");
+function sayFlags() {
+  for (const note of document.querySelectorAll("[data-flag]")) {
+    const found = new Set([...prompts.value.matchAll(new RegExp(`\\s--${note.dataset.flag}[\\s=]+(\\S+)`, "g"))].map((match) => match[1]));
+    note.textContent = found.size ? `the prompts say ${[...found].slice(0, 4).join(", ")}` : "";
+  }
+}
+prompts?.addEventListener("input", sayFlags);
+if (prompts) sayFlags();
