@@ -42,16 +42,6 @@ SERVERS = {
     "diffusers": "diffusers",
     "gguf": "ComfyUI-GGUF",
 }
-MAKES = {
-    "comfy": "Convert for ComfyUI", "refitted": "Refit the LoRA", "corrected": "Refit with 32 more ranks",
-    "taught": "Train with the original as teacher", "fixes": "Try every fix", "int8_convrot": "Convert the model to int8",
-    "high_products": "Make the file ask for precise products",
-}  # fmt: skip
-BY_HAND = {
-    "": "download a GGUF of the model and load it with the nodes of ComfyUI-GGUF",
-    "comfy": "in ComfyUI, exchange the node Load LoRA for Load LoRA (Bypass)",
-    "high_products": "make the served file yourself, as the sentence says",
-}
 _TOOLS = {f"tools/{name}.py" for name in ("quantize_model", "convert_lora", "refit_lora", "precision_report")}
 _LAYERS_SHOWN = 10
 _REPORT = "report/report.json"  # in a job's folder
@@ -97,7 +87,7 @@ def _values(site: Site, job: Job) -> dict[str, Any]:
     layers = sorted(result.get("layers", []), key=lambda row: -(row["output_error"] or 0))[:_LAYERS_SHOWN]
     return {
         "job": job, "asked": asked, "result": result, "layers": layers, "made": made, "verdicts": verdicts,
-        "makes": MAKES, "by_hand": BY_HAND, "helps": helps, "ahead": ahead(site, job),
+        "helps": helps, "ahead": ahead(site, job),
         "after": [each for each in every if each.read("asked.json").get("before") == job.id],
         "busy": not job.is_over or any(not each.is_over for found in made.values() for each, _ in found),
     }  # fmt: skip

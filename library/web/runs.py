@@ -60,17 +60,13 @@ def show(site: Site, request: Request, form: Form) -> Response:
     news = [job for job in jobs if not job.output and job.is_over and time.time() - (job.ended or 0) < _NEWS_SECONDS]
     values: dict[str, Any] = {
         "runs": [run for run in runs if asked.lower() in run.name.lower()], "count": len(runs), "q": asked,
-        "queue": [*site.jobs.queue(jobs), *others], "news": news[:9], "called": partial(called, site), "demo": _demo(site),
+        "queue": [*site.jobs.queue(jobs), *others], "news": news[:9],
+        "called": partial(called, site),
+        "demo": next((at / "demo.toml" for at in site.places.folders if (at / "demo.toml").is_file()), None),
     }  # fmt: skip
     if request.query_params.get("part"):
         return live(site, request, "runs.html", "list", **values)
     return site.page(request, "runs.html", seen="", **values)
-
-
-def _demo(site: Site) -> bool:
-    with suppress(UserError):
-        return site.places.find("configs/demo.toml").is_file()
-    return False
 
 
 def change_queue(site: Site, request: Request, form: Form) -> Response:

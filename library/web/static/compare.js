@@ -36,8 +36,9 @@ large?.addEventListener("change", show);
 const prompts = document.querySelector("[name=prompts]");
 function sayFlags() {
   for (const note of document.querySelectorAll("[data-flag]")) {
-    const found = new Set([...prompts.value.matchAll(new RegExp(`\\s--${note.dataset.flag}[\\s=]+(\\S+)`, "g"))].map((match) => match[1]));
-    note.textContent = found.size ? `the prompts say ${[...found].slice(0, 4).join(", ")}` : "";
+    const said = prompts.value.matchAll(new RegExp(`\\s--${note.dataset.flag}[\\s=]+(\\S+)`, "g"));
+    const values = [...new Set(Array.from(said, (match) => match[1]))].slice(0, 4).join(", ");
+    note.textContent = values && `the prompts say ${values}`;
   }
 }
 prompts?.addEventListener("input", sayFlags);

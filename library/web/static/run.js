@@ -18,18 +18,18 @@ async function load() {
   } finally { busy = false; }
 }
 
-// Of several runs one band of noise levels is shown: colour is the run
-const bandOf = (line) => names.length > 1 && line.label.split("sigma_")[1];
+// Of several runs one band of noise levels is shown, since colour is the run
+const banded = (chart) => names.length > 1 && chart.title.includes("noise level");
 function chooseBand() {
-  const found = [...new Set(charts.flatMap((chart) => chart.lines.map(bandOf)).filter(Boolean))].sort();
-  one("#bands").hidden = !found.length;
-  fill(one("#band"), found, 0);
+  const found = new Set(charts.filter(banded).flatMap((chart) => chart.lines.map((line) => line.label)));
+  one("#bands").hidden = !found.size;
+  fill(one("#band"), [...found].sort(), 0);
 }
 
 function lookOf(chart, line, number) {
   const several = names.length > 1;
   const hue = colour(`curve-${(several ? line.run : number) % 6 + 1}`);
-  const dash = several && !bandOf(line) ? [undefined, [8, 4], [2, 3]][number % 3] : undefined;
+  const dash = several && !banded(chart) ? [undefined, [8, 4], [2, 3]][number % 3] : undefined;
   return { label: several ? `${names[line.run]}: ${line.label}` : line.label, stroke: line.faint ? hue.replace(")", ", .35)") : hue, dash,
     width: line.faint ? 1.3 : 1.8, points: { show: chart.points || line.steps.length < 3, size: 6 },
     value: (_, v) => v == null ? "–" : +v.toPrecision(4) };
@@ -40,7 +40,7 @@ function draw(anew = false) {
   for (const [title, { plot }] of plots) if (anew || !charts.some((chart) => chart.title === title)) { plot.root.parentNode.remove(); plots.delete(title); }
   const band = one("#band").selectedOptions[0]?.text;
   for (const all of charts) {
-    const chart = { ...all, lines: all.lines.filter((line) => !bandOf(line) || bandOf(line) === band) };
+    const chart = { ...all, lines: all.lines.filter((line) => !banded(all) || line.label === band) };
     const log = chart.log || (chart.loss && one("#logarithmic").checked);
     const tables = chart.lines.map((line) => [line.steps, log ? line.values.map((v) => v > 0 ? v : null) : line.values]);
     const data = uPlot.join(tables), shape = JSON.stringify([log, chart.lines.map((line) => [line.run, line.label])]);
