@@ -27,7 +27,7 @@ from library.files import atomic_path, write_text
 from library.folder_lock import FolderLock
 from library.web.jobs import ROOT
 
-SUFFIXES = (".txt", ".caption", ".cap", ".tags", ".tag", ".wd14")  # of files that are edited: nothing that is run
+SUFFIXES = (".toml", ".txt", ".caption", ".cap", ".tags", ".tag", ".wd14")  # of what is edited: nothing that is run
 MOST_BYTES = 2**20  # of a caption, as in library.data.file_index
 _REGEX_SECONDS = 5.0
 _MOST_JOURNAL = 8 * 2**20  # bytes; the oldest changes are forgotten
