@@ -377,6 +377,8 @@ def test_the_queue_is_ordered_by_hand_and_kept(tmp_path: Path, browser: Any) -> 
         tab.open()
         rows = tab.page.locator(".queue a")
         expect(rows).to_have_text(["first", "second", EVIL, "fourth"])
+        expect(tab.page.get_by_role("button", name="Earlier: second")).to_be_disabled()  # the first that waits
+        expect(tab.page.get_by_role("button", name="Later: fourth")).to_be_disabled()
         tab.page.get_by_role("button", name="Later: second").click()
         expect(rows).to_have_text(["first", EVIL, "second", "fourth"])
         tab.page.get_by_role("button", name="Remove: fourth").click()

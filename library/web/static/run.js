@@ -23,7 +23,7 @@ const banded = (chart) => names.length > 1 && chart.title.includes("noise level"
 function chooseBand() {
   const found = new Set(charts.filter(banded).flatMap((chart) => chart.lines.map((line) => line.label)));
   one("#bands").hidden = !found.size;
-  fill(one("#band"), [...found].sort(), 0);
+  fill(one("#band"), [...found].sort(), found.size >> 1);
 }
 
 function lookOf(chart, line, number) {
