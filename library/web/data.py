@@ -81,6 +81,8 @@ def make_dataset(site: Site, request: Request, form: Form) -> Response:
     given = {key: str(value).strip() for key, value in form.items()}
     if given.get("folder"):
         own, image_dir = site.places.find(given["folder"]), "."
+    elif not given.get("name"):
+        raise UserError("Give the dataset a name")
     elif bad := _bad_name(given.get("name", "")):
         raise UserError(f"Name {given.get('name', '')!r}: {bad}")
     else:

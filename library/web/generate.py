@@ -22,6 +22,8 @@ from library.files import read_text
 from library.training.sampling.prompts import SamplePrompt, parse_prompt, read_prompts
 from library.web.jobs import Job
 from library.web.loras import float_of, form_of, lora_file, model_words
+from library.web.run import ahead
+from library.web.run import live as unless_seen
 from library.web.site import Form, Handler, Site, goto, url
 
 STRENGTHS = ["0", "0.5", "0.8", "1", "1.2"]
@@ -31,7 +33,10 @@ _MOST_PICTURES = 400
 def show(site: Site, request: Request, form: Form) -> Response:
     """Show the form for a LoRA, a painting, and earlier ones."""
     asked = request.query_params
-    chosen = _values(site.jobs.get(asked["job"])) if "job" in asked else {"job": None}
+    paintings = [(job, ahead(site, job)) for job in site.jobs.all() if job.kind == "generate"]
+    if asked.get("part") == "before":
+        return unless_seen(site, request, "generate.html", "before", paintings=paintings)
+    chosen = _values(site, site.jobs.get(asked["job"])) if "job" in asked else {"job": None}
     before = chosen["job"].read("asked.json").get("form", {}) if chosen["job"] else {}
     values, run = form_of(site, asked.get("lora") or before.get("lora", ""))
     tiny = values["guidance"] == "1" and "tiny-" in str(values["model"])
@@ -39,7 +44,7 @@ def show(site: Site, request: Request, form: Form) -> Response:
     values |= {
         "usual": STRENGTHS, "strengths": STRENGTHS, "more": "", "prompts": _prompts_of(site, run), "width": side,
         "height": side, "steps": "20", "seed": "0", "guidance": values["guidance"] if tiny else "",
-        "paintings": [job for job in site.jobs.all() if job.kind == "generate"],
+        "paintings": paintings, "seen": "",
     }  # fmt: skip
     return site.page(request, "generate.html", **values | before | chosen)
 
@@ -84,7 +89,7 @@ def start(site: Site, request: Request, form: Form) -> Response:
     return goto(url("/generate", job=job.id))
 
 
-def _values(job: Job) -> dict[str, Any]:
+def _values(site: Site, job: Job) -> dict[str, Any]:
     """Return a painting as the template takes it: a row a prompt, a cell a strength, None where none is yet."""
     asked = job.read("asked.json")
     cells: dict[tuple[int, float], str] = {}
@@ -94,12 +99,13 @@ def _values(job: Job) -> dict[str, Any]:
             cells[made["row"], made["strength"]] = url("/file", path=job.folder / "images" / made["file"], v=job.id)
     strengths: Sequence[float] = asked.get("strengths", [])
     rows = [(text, [cells.get((i, each)) for each in strengths]) for i, text in enumerate(asked.get("prompts", []))]
-    return {"job": job, "shown": strengths, "rows": rows, "done": len(cells), "all": len(rows) * len(strengths)}
+    return {"job": job, "shown": strengths, "rows": rows, "done": len(cells), "all": len(rows) * len(strengths),
+            "ahead": ahead(site, job)}  # fmt: skip
 
 
 def live(site: Site, request: Request, form: Form) -> Response:
     """Show a painting alone, as far as it is."""
-    return site.part("generate.html", "painting", **_values(site.jobs.get(request.query_params.get("id", ""))))
+    return site.part("generate.html", "painting", **_values(site, site.jobs.get(request.query_params.get("id", ""))))
 
 
 ROUTES: dict[str, Handler | tuple[Handler | None, Handler]] = {

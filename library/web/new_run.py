@@ -342,15 +342,19 @@ def start(site: Site, request: Request, form: Form) -> Response:
 def again(site: Site, request: Request, form: Form) -> Response:
     """Queue a run once more, from one of its states or its newest, with the settings that it wrote."""
     folder, state = site.places.find(str(form.get("path", "")), output=True), str(form.get("state", "auto"))
-    run, settings = look(site, folder, site.jobs.of_output(folder)), settings_of(folder)
+    job = site.jobs.of_output(folder)
+    run, settings = look(site, folder, job), settings_of(folder, job)
     if run.state == "running":  # perhaps in a terminal; a job that waits is refused by the queue
         raise UserError(f"{run.name}: is running already")
     if not settings:
         raise UserError(f"{run.name}: has no configuration that a run wrote; begin a new run instead")
-    text = text_of(folder / "config.toml") or ""
+    own = job.folder if job and not settings_of(folder) else folder  # one that failed early has written none
+    text = text_of(own / "config.toml") or ""
+    text = text if state else re.sub(r"(?m)^resume *=.*\n", "", text)  # "": from the first step
     script, _ = runnable(site, text, script_of(settings) is LLM)
-    resume = state if state == "auto" else str(site.places.find(str(folder / state), output=True))
-    words = [script.name, "--config_file", "{job}/config.toml", "--output_dir", str(folder), "--resume", resume]
+    resume = state if state in ("auto", "") else str(site.places.find(str(folder / state), output=True))
+    words = [script.name, "--config_file", "{job}/config.toml", "--output_dir", str(folder)]
+    words += ["--resume", resume] if resume else []
     site.jobs.add("train", run.name, words, queued=True, output=str(folder), files={"config.toml": text})
     return Response(status_code=204, headers={"hx-trigger": "changed"})
 

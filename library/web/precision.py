@@ -7,6 +7,7 @@ makes a file is a job too, of the command that the report carries, under a name 
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from library.errors import UserError
 from library.web.data import refuse_outside
 from library.web.jobs import Job
 from library.web.loras import float_of, form_of, free_name, kind_of, lora_file, model_words, run_of
+from library.web.run import ahead
+from library.web.run import live as unless_seen
 from library.web.site import Form, Handler, Site, goto, url
 
 RECIPES = {
@@ -47,13 +50,16 @@ _REPORT = "report/report.json"  # in a job's folder
 def show(site: Site, request: Request, form: Form) -> Response:
     """Show the form for a LoRA, a report, and earlier ones."""
     asked = request.query_params
+    reports = [job for job in site.jobs.all() if job.kind == "report"]
+    if asked.get("part") == "reports":
+        return unless_seen(site, request, "precision.html", "reports", reports=reports)
     chosen = _values(site, site.jobs.get(asked["report"])) if "report" in asked else {"job": None, "asked": {}}
     values, run = form_of(site, asked.get("lora") or chosen["asked"].get("lora", ""))
     served = "cast" if not run.get("fp8_scaled") else str(run.get("fp8_granularity", "block64"))
     return site.page(
         request, "precision.html", recipes=RECIPES, servers=SERVERS, dataset=run.get("dataset_config", ""),
         recipe=served if served in RECIPES else "tensor",
-        reports=[job for job in site.jobs.all() if job.kind == "report"], **values, **chosen,
+        reports=reports, seen="", **values, **chosen,
     )  # fmt: skip
 
 
@@ -74,9 +80,14 @@ def _values(site: Site, job: Job) -> dict[str, Any]:
         before = site.jobs.get(asked.get("before", ""))
         if earlier := before.read(_REPORT):
             verdicts = [("Before", earlier, before.title), ("After", result, job.title)]
+    texts = [each["text"] for each in result.get("remedies", [])]
+    helps = next((found[1] for text in texts if (found := re.search(r"([\d.]+)% off instead of", text))), "")
+    for each in result.get("remedies", []):  # what a button does needs no command
+        each["text"] = re.sub(r" ?\(tools/[^)]*\)", "", each["text"]) if each["command"] else each["text"]
     layers = sorted(result.get("layers", []), key=lambda row: -(row["output_error"] or 0))[:_LAYERS_SHOWN]
     return {
         "job": job, "asked": asked, "result": result, "layers": layers, "made": made, "verdicts": verdicts,
+        "helps": helps, "ahead": ahead(site, job),
         "after": [each for each in every if each.read("asked.json").get("before") == job.id],
         "busy": not job.is_over or any(not each.is_over for found in made.values() for each, _ in found),
     }  # fmt: skip

@@ -42,6 +42,7 @@ _OPEN = 8  # metrics files that are kept in memory, of about 4 MB for 10,000 ste
 _HEADER_BYTES = 8 * 2**20  # of a LoRA's header; the largest have half a MiB
 _SHOT = re.compile(r"step(\d{6,})_(\d{2,})\.png")
 _BEGUN = re.compile(r"# Tandem .*: the settings of this run")
+_CALLED = {"memory": "memory count", "suggest": "suggestion", "migrate": "translation of kohya's settings"}
 _LOADS_IN = re.compile(r"^ *loads in .*(?:\n.*\S.*)+", re.M)
 # title, keys (those that end in / or _ begin so), how it is drawn, logarithmic: "loss" as chosen, "auto" over a decade
 _CHARTS = (
@@ -84,23 +85,42 @@ class Seen:
 
 def look(site: Site, folder: Path, job: Job | None) -> Seen:
     """Return where the run in ``folder`` stands; ``job``: the newest that writes there."""
-    held, changed = is_held(folder), _changed(folder / "metrics.jsonl")
+    held, changed, writer = is_held(folder), _changed(folder / "metrics.jsonl"), job
     if job and job.state != "running" and (held or (job.is_over and changed > (job.ended or changed) + 5)):
         job = None  # a terminal's run came after it
-    newest, settings = end_of(folder / "metrics.jsonl") or {}, settings_of(folder)
+    newest, settings = end_of(folder / "metrics.jsonl") or {}, settings_of(folder, writer)
     step = int(newest.get("step", 0))
     total = _total(settings, newest, step, job)
     left = _left(folder, str(settings.get("output_name", "lora")), total, step, changed)
     state = "running" if held else left if job is None or (job.state, left) == ("lost", "done") else job.state
     goes_on, asked = state == "running", {name for name in ASKS if (folder / name).exists()}
     asked |= {"STOP"} if job and job.asked else set()
-    above = max((place for place in site.places.outputs if folder.is_relative_to(place)), key=lambda p: len(p.parts))
     return Seen(
-        folder, str(folder.relative_to(above)) if folder != above else folder.name, state, step, total,
+        folder, _name(site, folder), state, step, total,
         max(0, total - step) * newest["s_per_it"] if goes_on and total and "s_per_it" in newest else None, newest,
         max(changed, job.ended or job.began or job.created if job else _changed(folder / "config.toml")), job,
         frozenset(asked if goes_on else ()), _error(job) if job and state in ("failed", "lost") else "",
     )  # fmt: skip
+
+
+def _name(site: Site, folder: Path) -> str:
+    above = [place for place in site.places.outputs if folder.is_relative_to(place) and folder != place]
+    return str(folder.relative_to(max(above, key=lambda place: len(place.parts)))) if above else folder.name
+
+
+def called(site: Site, job: Job) -> str:
+    """Return what people call a job: a run by its folder, another one by what it does."""
+    if job.output:
+        return _name(site, Path(job.output))
+    if job.kind == "dataset":
+        return f"look at {site.places.show(Path(job.words[-1]).parent)}"
+    return _CALLED.get(job.kind, job.title)
+
+
+def ahead(site: Site, job: Job) -> list[str]:
+    """Return what a waiting job waits for, by name, in the queue's order."""
+    queue = site.jobs.queue()
+    return [called(site, each) for each in queue[: [each.id for each in queue].index(job.id)]] if job in queue else []
 
 
 def _changed(path: Path) -> float:
@@ -170,14 +190,15 @@ def text_of(file: Path) -> str:
 
 @once
 def _settings(file: Path) -> dict[str, Any]:
-    text = text_of(file) or ""
-    tables = tomllib.loads(text) if text.startswith("# Tandem") else {}
+    tables = tomllib.loads(text_of(file) or "")
     return {key: value for table in tables.values() if isinstance(table, dict) for key, value in table.items()}
 
 
-def settings_of(folder: Path) -> dict[str, Any]:
-    """Return the settings by key that a trainer wrote into a run's ``config.toml``; nothing if none did."""
-    return _settings(folder / "config.toml") or {}
+def settings_of(folder: Path, job: Job | None = None) -> dict[str, Any]:
+    """Return the settings by key that a trainer wrote into a run's ``config.toml``, else those that ``job`` has."""
+    file = folder / "config.toml"
+    own = _settings(file) if (text_of(file) or "").startswith("# Tandem") else None
+    return own or (_settings(job.folder / "config.toml") if job else None) or {}
 
 
 def script_of(settings: dict[str, Any]) -> Script[Any]:
@@ -193,7 +214,7 @@ def is_run(folder: Path) -> bool:
 @cache
 def defaults_of(script: Script[Any]) -> dict[str, Any]:
     """Return what is meant where a configuration says nothing."""
-    return {key: field.default for key, (_, field) in fields(script).items()}
+    return {key: None if field.is_required() else field.default for key, (_, field) in fields(script).items()}
 
 
 _reader, _reading = lru_cache(maxsize=_OPEN)(MetricsReader), Lock()
@@ -299,6 +320,13 @@ def live(site: Site, request: Request, template: str, block: str, **values: Any)
     return Response(body.replace(b"\0", tag.encode()), media_type="text/html")
 
 
+def _states(folder: Path) -> list[tuple[str, str]]:
+    """Return a run's states, the newest first: the folder's name, and the step that it is of."""
+    found = sorted(folder.glob("*-state"), key=_changed, reverse=True)
+    steps = [re.search(r"step(\d+)-state", state.name) for state in found]
+    return [(state.name, f"step {int(at[1])}" if at else "the end") for state, at in zip(found, steps, strict=True)]
+
+
 def show_run(site: Site, request: Request, form: Form) -> Response:
     """Show a run, or the part of it that has changed."""
     folder = site.places.find(request.query_params.get("path", ""), output=True)
@@ -308,7 +336,8 @@ def show_run(site: Site, request: Request, form: Form) -> Response:
         raise UserError(f"{site.places.show(folder)}: no such run; it may have been moved or deleted")
     run = look(site, folder, job)
     values = {
-        "run": run, "job": run.job, "states": sorted(folder.glob("*-state"), key=_changed, reverse=True),
+        "run": run, "job": run.job, "states": _states(folder),
+        "waits": len(ahead(site, run.job)) + 1 if run.job and run.state == "waiting" else 0,
         "rows": samples(folder), "texts": texts(folder), "loras": loras(folder, run.job, jobs),
     }  # fmt: skip
     if (part := request.query_params.get("part")) in ("overview", "samples", "files", "log"):
@@ -323,8 +352,8 @@ def show_job(site: Site, request: Request, form: Form) -> Response:
     """Show the log of a job that is no run."""
     job = site.jobs.get(request.query_params.get("id", ""))
     if request.query_params.get("part"):
-        return live(site, request, "run.html", "log", run=None, job=job)
-    return site.page(request, "run.html", run=None, job=job, seen="")
+        return live(site, request, "run.html", "log", run=None, job=job, title=called(site, job))
+    return site.page(request, "run.html", run=None, job=job, title=called(site, job), seen="")
 
 
 def ask(site: Site, request: Request, form: Form) -> Response:

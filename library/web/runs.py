@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,8 @@ from starlette.responses import Response
 from library.errors import UserError
 from library.web import run
 from library.web.jobs import Job
-from library.web.run import Seen, defaults_of, is_run, live, look, samples, script_of, settings_of
-from library.web.site import Form, Handler, Site
+from library.web.run import Seen, called, defaults_of, is_run, live, look, samples, script_of, settings_of
+from library.web.site import Form, Handler, Site, goto
 
 _DEPTH = 4  # folders below an output folder
 _NO_RUNS = re.compile(r"\..*|samples|.*-state")  # in folders that are called so
@@ -59,7 +60,9 @@ def show(site: Site, request: Request, form: Form) -> Response:
     news = [job for job in jobs if not job.output and job.is_over and time.time() - (job.ended or 0) < _NEWS_SECONDS]
     values: dict[str, Any] = {
         "runs": [run for run in runs if asked.lower() in run.name.lower()], "count": len(runs), "q": asked,
-        "queue": [*site.jobs.queue(jobs), *others, *news[:5]],
+        "queue": [*site.jobs.queue(jobs), *others], "news": news[:9],
+        "called": partial(called, site),
+        "demo": next((at / "demo.toml" for at in site.places.folders if (at / "demo.toml").is_file()), None),
     }  # fmt: skip
     if request.query_params.get("part"):
         return live(site, request, "runs.html", "list", **values)
@@ -75,6 +78,8 @@ def change_queue(site: Site, request: Request, form: Form) -> Response:
         site.jobs.stop(job.id)
         if job.state != "running":
             site.jobs.remove(job.id)
+    if what == "cancel":  # what was to be a run may have no folder yet
+        return goto("/")
     return Response(status_code=204, headers={"hx-trigger": "changed"})
 
 
@@ -83,14 +88,16 @@ def compare(site: Site, request: Request, form: Form) -> Response:
     paths = [site.places.find(path, output=True) for path in request.query_params.getlist("path")]
     if not 2 <= len(paths) <= _MOST:
         raise UserError(f"comparing takes two to {_MOST} runs, not {len(paths)}; choose them on the screen Runs")
-    runs = [look(site, path, site.jobs.of_output(path)) for path in paths]
+    jobs = [site.jobs.of_output(path) for path in paths]
+    runs = [look(site, path, job) for path, job in zip(paths, jobs, strict=True)]
+    said = [settings_of(path, job) for path, job in zip(paths, jobs, strict=True)]
     shown = [{(row["kind"], row["prompt"]): row["shots"] for row in samples(path)} for path in paths]
     prompts = [key for key in shown[0] if any(key in other for other in shown[1:])]
     steps = sorted({step for rows in shown for key in prompts for step in rows.get(key, ())})
     asked = request.query_params.get("step", "")
     step = int(asked) if asked.isdigit() and int(asked) in steps else max(steps, default=0)
     pictures = [(prompt, [_newest(rows.get((kind, prompt), {}), step) for rows in shown]) for kind, prompt in prompts]
-    values = {"runs": runs, "steps": steps, "step": step, "pictures": pictures, "differences": _differences(paths)}
+    values = {"runs": runs, "steps": steps, "step": step, "pictures": pictures, "differences": _differences(said)}
     return site.page(request, "compare.html", **values)
 
 
@@ -99,13 +106,17 @@ def _newest(shots: dict[int, tuple[Path, float]], step: int) -> tuple[int, Path,
     return None if at is None else (at, *shots[at])
 
 
-def _differences(paths: list[Path]) -> list[tuple[str, list[tuple[str, bool]]]]:
+def _differences(said: list[dict[str, Any]]) -> list[tuple[str, list[tuple[str, bool]]]]:
     """Return option -> each run's value, and whether the run itself says so; of those that differ."""
-    said = [settings_of(path) for path in paths]
     keys = dict.fromkeys(key for one in said for key in one if key not in ("output_dir", "output_name"))
     pairs = [(one, defaults_of(script_of(one))) for one in said]
-    rows = [(key, [(str(own.get(key, usual.get(key))), key in own) for own, usual in pairs]) for key in keys]
+    rows = [(key, [(_shown(own.get(key, usual.get(key))) if own else "not begun", key in own) for own, usual in pairs])
+            for key in keys]  # fmt: skip
     return [(key, cells) for key, cells in rows if len({text for text, _ in cells}) > 1]
+
+
+def _shown(value: Any) -> str:
+    return "–" if value is None else ("off", "on")[value] if isinstance(value, bool) else str(value)
 
 
 ROUTES: dict[str, Handler | tuple[Handler | None, Handler]] = {

@@ -77,7 +77,7 @@ def test_a_remedy_makes_a_new_file_each_time_and_is_measured(browser: Any, serve
     remedy = tab.page.locator(".remedies > li").nth(number)
     original = (server.output / "zorbo/zorbo.safetensors").read_bytes()
     for number in (1, 2):
-        remedy.get_by_role("button", name="Make the LoRA").click()
+        remedy.get_by_role("button", name="Refit the LoRA").click()
         expect(remedy.locator(".made > b")).to_have_count(number)
     made = ["zorbo-refitted.safetensors", "zorbo-refitted-2.safetensors"]
     assert remedy.locator(".made > b").all_inner_texts() == made

@@ -324,9 +324,7 @@ def test_a_run_from_its_job_to_its_end(tmp_path: Path, browser: Any) -> None:
             stopped, before = last_step(run), (run / "metrics.jsonl").read_text().splitlines()
             assert (run / f"tiny-step{stopped:08d}-state").is_dir()
             one.open(f"/run?path={run}")
-            states = one.page.get_by_label("Go on from")
-            assert states.locator("option").first.inner_text() == f"tiny-step{stopped:08d}-state"
-            one.page.get_by_role("button", name="Start again from it").click()
+            one.page.get_by_role("button", name=f"Continue from step {stopped}", exact=True).click()
             expect(one.page.locator("#overview .tag").first).to_have_text("running")
             until(lambda: last_step(run) > stopped)
             lines = (run / "metrics.jsonl").read_text().splitlines()
@@ -379,6 +377,8 @@ def test_the_queue_is_ordered_by_hand_and_kept(tmp_path: Path, browser: Any) -> 
         tab.open()
         rows = tab.page.locator(".queue a")
         expect(rows).to_have_text(["first", "second", EVIL, "fourth"])
+        expect(tab.page.get_by_role("button", name="Earlier: second")).to_be_disabled()  # the first that waits
+        expect(tab.page.get_by_role("button", name="Later: fourth")).to_be_disabled()
         tab.page.get_by_role("button", name="Later: second").click()
         expect(rows).to_have_text(["first", EVIL, "second", "fourth"])
         tab.page.get_by_role("button", name="Remove: fourth").click()

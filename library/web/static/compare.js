@@ -31,3 +31,15 @@ document.addEventListener("click", (event) => {
 });
 
 large?.addEventListener("change", show);
+
+// What the prompts say themselves stands at the fields that it wins over
+const prompts = document.querySelector("[name=prompts]");
+function sayFlags() {
+  for (const note of document.querySelectorAll("[data-flag]")) {
+    const said = prompts.value.matchAll(new RegExp(`\\s--${note.dataset.flag}[\\s=]+(\\S+)`, "g"));
+    const values = [...new Set(Array.from(said, (match) => match[1]))].slice(0, 4).join(", ");
+    note.textContent = values && `the prompts say ${values}`;
+  }
+}
+prompts?.addEventListener("input", sayFlags);
+if (prompts) sayFlags();

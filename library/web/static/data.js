@@ -39,6 +39,7 @@ async function save(area) {
   if (now.conflict) said.textContent = `It was changed elsewhere meanwhile; this is the new text. Yours was not saved: ${text}`;
   else said.textContent = now.text ? "saved" : "saved: no caption, its file is gone";
   said.classList.toggle("bad", now.conflict);
+  find(".uncaptioned", card).hidden = now.text.trim() !== "";
   if (area.value === text || now.conflict) area.value = now.text;
   else save(area); // written on meanwhile
   show(now);

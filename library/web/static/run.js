@@ -14,23 +14,33 @@ async function load() {
   busy = true;
   try {
     const answer = await ask(`${curves.dataset.source}smooth=${decay().toFixed(4)}&have=${encodeURIComponent(tag)}`);
-    if (answer?.status === 200) ({ charts, tag } = await answer.json(), draw());
+    if (answer?.status === 200) ({ charts, tag } = await answer.json(), chooseBand(), draw());
   } finally { busy = false; }
+}
+
+// Of several runs one band of noise levels is shown, since colour is the run
+const banded = (chart) => names.length > 1 && chart.title.includes("noise level");
+function chooseBand() {
+  const found = new Set(charts.filter(banded).flatMap((chart) => chart.lines.map((line) => line.label)));
+  one("#bands").hidden = !found.size;
+  fill(one("#band"), [...found].sort(), found.size >> 1);
 }
 
 function lookOf(chart, line, number) {
   const several = names.length > 1;
   const hue = colour(`curve-${(several ? line.run : number) % 6 + 1}`);
-  const dash = several && number % 2 ? [6, 4] : undefined;
-  return { label: several ? `${names[line.run]}: ${line.label}` : line.label, stroke: line.faint ? hue + "55" : hue, dash,
-    width: line.faint ? 1 : 1.8, points: { show: chart.points || line.steps.length < 3, size: 6 },
+  const dash = several && !banded(chart) ? [undefined, [8, 4], [2, 3]][number % 3] : undefined;
+  return { label: several ? `${names[line.run]}: ${line.label}` : line.label, stroke: line.faint ? hue.replace(")", ", .35)") : hue, dash,
+    width: line.faint ? 1.3 : 1.8, points: { show: chart.points || line.steps.length < 3, size: 6 },
     value: (_, v) => v == null ? "–" : +v.toPrecision(4) };
 }
 
 function draw(anew = false) {
   one("#no-curves").hidden = charts.length > 0;
   for (const [title, { plot }] of plots) if (anew || !charts.some((chart) => chart.title === title)) { plot.root.parentNode.remove(); plots.delete(title); }
-  for (const chart of charts) {
+  const band = one("#band").selectedOptions[0]?.text;
+  for (const all of charts) {
+    const chart = { ...all, lines: all.lines.filter((line) => !banded(all) || line.label === band) };
     const log = chart.log || (chart.loss && one("#logarithmic").checked);
     const tables = chart.lines.map((line) => [line.steps, log ? line.values.map((v) => v > 0 ? v : null) : line.values]);
     const data = uPlot.join(tables), shape = JSON.stringify([log, chart.lines.map((line) => [line.run, line.label])]);
@@ -50,7 +60,7 @@ function draw(anew = false) {
     const axis = () => ({ stroke: colour("quiet"), grid: { stroke: colour("line"), width: 1 }, ticks: { stroke: colour("line") } });
     const format = (_, values) => values.map((v) => v == null ? "" : v && Math.abs(v) < 0.001 ? (+v.toPrecision(3)).toExponential() : +v.toPrecision(6) + "");
     const plot = new uPlot({ title: chart.title, width: box.clientWidth || 400, height: 230, cursor: { sync: { key: "runs" } },
-      scales: { x: { time: false }, y: log ? { distr: 3 } : {} }, legend: { live: true },
+      scales: { x: { time: false }, y: log ? { distr: 3 } : {} }, legend: { live: true, markers: { dash: (plot, i) => ({ 8: "dashed", 2: "dotted" })[plot.series[i].dash?.[0]] ?? "solid" } },
       axes: [axis(), { ...axis(), size: 62, values: format }],
       series: [{ label: "step", value: (_, v) => v ?? "–" }, ...chart.lines.map((line) => lookOf(chart, line, number(line)))] }, data, box);
     plots.set(chart.title, { plot, shape });
@@ -62,6 +72,7 @@ if (curves) {
   addEventListener("load", load);
   setInterval(load, 2000);
   smooth.addEventListener("change", load);
+  one("#band").addEventListener("change", () => draw(true));
   one("#logarithmic").addEventListener("change", () => draw(true));
   document.addEventListener("theme", () => draw(true));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw(true));
