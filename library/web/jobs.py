@@ -120,7 +120,8 @@ class Jobs:
         self, kind: str, title: str, words: Sequence[str], *, queued: bool = False, output: str = "",
         files: Mapping[str, str] = MappingProxyType({}),
     ) -> Job:  # fmt: skip
-        """Write a job and see to it that it is begun; ``files`` are written into its folder, by name, with ``"{job}/`` meant alike.
+        """Write a job and see to it that it is begun; ``files`` are written into its folder, by name, in which
+        ``"{job}/`` is meant alike.
 
         Raises:
             UserError: a job that writes into ``output`` waits or runs.

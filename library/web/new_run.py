@@ -7,7 +7,6 @@ back with that one line changed (:func:`edited`), what its keys are now, and wha
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -214,6 +213,12 @@ def _plain(error: UserError) -> str:
     return re.sub(r"set it in the TOML file or with --\w+", "fill it in", str(error))
 
 
+def _is_there(value: str) -> bool:
+    with suppress(OSError, ValueError):
+        return Path(value).exists()
+    return False
+
+
 def _missing(site: Site, values: Mapping[str, Any]) -> list[str]:
     """Return what stands against the paths of a configuration; "owner/name" is a model of the hub."""
     folders = (site.places.show(folder) for folder in (*site.places.outputs, *site.places.folders))
@@ -223,7 +228,7 @@ def _missing(site: Site, values: Mapping[str, Any]) -> list[str]:
             is_local = "/" not in value or value.startswith(begins) or Path(value).suffix.lower() in _NAMED
             try:
                 site.places.refuse_paths_outside(value, key)
-                lines += [f"{key}: no such file or folder: {value}"] if is_local and not os.path.exists(value) else []
+                lines += [f"{key}: no such file or folder: {value}"] if is_local and not _is_there(value) else []
             except UserError as error:
                 lines.append(str(error))
     return lines
@@ -444,8 +449,9 @@ def side_job(site: Site, request: Request, form: Form) -> Response:
     if kind == "memory":
         words = ["tools/plan_memory.py", "{job}/config.toml", "--save_to", "{job}/result.json"]
         words += [f"--gpu_memory={form['card']}"] if form.get("card") else []
-        files = _files(site, *(given := _given(form)))
-        runnable(site, files["config.toml"], given[1])
+        text, pretrains, prompts = _given(form)
+        files = _files(site, text, pretrains, prompts)
+        runnable(site, files["config.toml"], pretrains)
     elif kind == "dataset":
         path = site.places.find(str(_read(*_given(form)[:2])[1].values.get("dataset_config", "")))
         _refuse_dataset_outside(site, path)
@@ -493,7 +499,10 @@ def show_job(site: Site, request: Request, form: Form, begun: Job | None = None)
     settings = job.log.rpartition("\nset:\n")[2] if job.kind == "memory" and "\nset:\n" in job.log else ""
     proposed = {key: shown(value) for key, value in parse_toml(settings, "settings").items()} if job.is_over else {}
     opens = job.kind in ("suggest", "migrate") and job.state == "done" and job.words[-1].removesuffix("/config.toml")
-    return site.part("new_run.html", "job", job=job, proposed=proposed, opens=opens)
+    fits = re.search(r"^(fits|does not fit) into", job.log, re.MULTILINE)
+    card = next((word.partition("=")[2] for word in job.words if word.startswith("--gpu_memory=")), "")
+    said = {"fits": fits[1] if fits and card else "", "card": card}
+    return site.part("new_run.html", "job", job=job, proposed=proposed, opens=opens, **said)
 
 
 ROUTES: dict[str, Handler | tuple[Handler | None, Handler]] = {
