@@ -130,7 +130,7 @@ document.addEventListener("click", (event) => {
   if (button?.dataset.changes) send(Object.assign(pending, JSON.parse(button.dataset.changes)));
   else if (button?.id === "clear") send(restore({ text: "", pretrains: false, prompts: "" }, typed = true));
   else if (button && "hides" in button.dataset) button.closest("dialog").close();
-  else if (button && (timer || busy)) { // what was typed last belongs to what is started
+  else if (button && (timer || busy || typed)) { // what was typed last belongs to what is started
     event.preventDefault();
     event.stopImmediatePropagation();
     send().then(() => button.click());
