@@ -120,7 +120,8 @@ class Jobs:
         self, kind: str, title: str, words: Sequence[str], *, queued: bool = False, output: str = "",
         files: Mapping[str, str] = MappingProxyType({}),
     ) -> Job:  # fmt: skip
-        """Write a job and see to it that it is begun; ``files`` are written into its folder, by name.
+        """Write a job and see to it that it is begun; ``files`` are written into its folder, by name, in which
+        ``"{job}/`` is meant alike.
 
         Raises:
             UserError: a job that writes into ``output`` waits or runs.
@@ -134,7 +135,7 @@ class Jobs:
             "queued": queued, "output": output, "created": time.time(), "cwd": str(Path.cwd()),
         }  # fmt: skip
         for file, text in (*files.items(), ("place", str(time.time())), ("job.json", json.dumps(record))):
-            write_text(making / file, text)
+            write_text(making / file, text.replace('"{job}/', f'"{own.as_posix()}/'))
         with alone(self.folder.parent / "adding", "jobs"):  # of two tabs that begin the same run one is refused
             if output and any(job.output == output and not job.is_over for job in self.all()):
                 discard(making)

@@ -8,6 +8,7 @@ back with that one line changed (:func:`edited`), what its keys are now, and wha
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -30,6 +31,8 @@ from library.config.optimizer_types import OPTIMIZERS
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields, section_fields, sections
 from library.errors import UserError
 from library.files import parse_json, parse_toml, read_text, read_toml, toml_string, write_text
+from library.web.access import STATE
+from library.web.data import IMAGES, datasets
 from library.web.jobs import ROOT, Job
 from library.web.run import is_run, look, script_of, settings_of, text_of
 from library.web.site import Form, Handler, Site, goto, url
@@ -49,6 +52,8 @@ _BASICS = {
 _NAMED = (".safetensors", ".toml", ".txt", ".json", ".jsonl", ".gguf")  # files that options name
 _READ = ("config_file", "dataset_config", "train_data_dir", "reg_data_dir", "in_json", "conditioning_data_dir")
 _MOST_TEXT, _MOST_BRACKETS = 2**18, 2000  # of a configuration; nested lists take a hundred times their length to read
+_PROMPTS, _MOST_PROMPTS = "{job}/prompts.txt", 2**16  # those that were typed, beside the job; bytes that are shown
+_PATHS = ("pretrained_model_name_or_path", *MODEL_FILE_KEYS, "dataset_config", "sample_prompts")
 _MADE = ("cache_directory", "distill_cache", "save_fallback_dir", "logging_dir")  # folders that need not be there yet
 
 
@@ -169,19 +174,22 @@ def _read(text: str, pretrains: bool) -> tuple[Script[Any], RawConfig]:
     return script, read_keys(text, NAME, script)
 
 
-def examine(site: Site, text: str, pretrains: bool) -> dict[str, Any]:
-    """Return what the form shows of a text: its keys, and all that the trainer would say of it."""
+def examine(site: Site, text: str, pretrains: bool, typed: bool = False) -> dict[str, Any]:
+    """Return what the form shows of a text: its keys, and all that the trainer would say; ``typed``: prompts were."""
     try:
         script, given = _read(text, pretrains)
     except UserError as error:
         return {"text": text, "problems": [{"line": str(error), "key": "", "stands": False}], "values": None}
     values, known, notes, problems = dict(given.values), fields(script), list[Note](), []
+    told = values | {"sample_prompts": _PROMPTS} if typed and script is LORA else values
+    lines = _missing(site, told)
     try:
-        checked(replace(given, values=values.copy()), script, notes)
+        checked(replace(given, values=dict(told)), script, notes)
     except UserError as error:
-        for line in str(error).splitlines():
-            key = found[1] if (found := re.match(rf"(?:{NAME}:\d+: )?([\w-]+): ", line)) else ""
-            problems.append({"line": line, "key": key, "stands": key in values or line.startswith(f"{NAME}:")})
+        lines = [*_plain(error).splitlines(), *lines]
+    for line in lines:
+        key = found[1] if (found := re.match(rf"(?:{NAME}:\d+: )?([\w-]+): ", line)) else ""
+        problems.append({"line": line, "key": key, "stands": key in values or line.startswith(f"{NAME}:")})
     return {
         "text": text, "training": script.training, "problems": problems, "notes": summary(notes),
         "values": {key: shown(values[key]) if key in values else "" for key in known},
@@ -198,6 +206,56 @@ def _unmet(key: str, field: FieldInfo, given: Mapping[str, Any], known: Mapping[
         return f"goes with model_type = {listed(types)}"
     markers = [one for one in field.metadata if isinstance(one, OnlyWith) and one.unmet(values)]
     return f"goes with {', '.join(map(str, markers))}".replace("`", "") if markers else ""
+
+
+def _plain(error: UserError) -> str:
+    """Return what the trainer says, with the remedy that there is here."""
+    return re.sub(r"set it in the TOML file or with --\w+", "fill it in", str(error))
+
+
+def _is_there(value: str) -> bool:
+    with suppress(OSError, ValueError):
+        return Path(value).exists()
+    return False
+
+
+def _missing(site: Site, values: Mapping[str, Any]) -> list[str]:
+    """Return what stands against the paths of a configuration; "owner/name" is a model of the hub."""
+    folders = (site.places.show(folder) for folder in (*site.places.outputs, *site.places.folders))
+    lines, begins = [], ("/", "./", "../", *(f"{folder}/" for folder in folders))
+    for key, value in ((key, values.get(key)) for key in _PATHS):
+        if isinstance(value, str) and value not in ("", _PROMPTS):
+            is_local = "/" not in value or value.startswith(begins) or Path(value).suffix.lower() in _NAMED
+            try:
+                site.places.refuse_paths_outside(value, key)
+                lines += [f"{key}: no such file or folder: {value}"] if is_local and not _is_there(value) else []
+            except UserError as error:
+                lines.append(str(error))
+    return lines
+
+
+def _prompts_of(site: Site, values: Mapping[str, Any]) -> str:
+    """Return the prompts in the small text file of the places that a configuration names, or nothing."""
+    with suppress(UserError, OSError):
+        path = site.places.find(str(values.get("sample_prompts") or ""), own=True)
+        if path.suffix == ".txt" and path.stat().st_size <= _MOST_PROMPTS:
+            return read_text(path, "choose another")
+    return ""
+
+
+def _apart(site: Site, text: str, script: Script[Any]) -> tuple[str, str]:
+    """Return a run's text without prompts that were typed, which lie with its job, and these prompts."""
+    values = read_keys(text, NAME, script).values
+    own = STATE in Path(str(values.get("sample_prompts") or "")).parts
+    return (edited(text, "sample_prompts", "", script), _prompts_of(site, values)) if own else (text, "")
+
+
+def _files(site: Site, text: str, pretrains: bool, prompts: str) -> dict[str, str]:
+    """Return the files of a job: the configuration, and prompts that were typed, unless they are those of its file."""
+    script, given = _read(text, pretrains)
+    if script is not LORA or not prompts or prompts == _prompts_of(site, given.values).strip():
+        return {"config.toml": text}
+    return {"config.toml": edited(text, "sample_prompts", _PROMPTS, script), "prompts.txt": f"{prompts}\n"}
 
 
 def _of_output(site: Site, values: Mapping[str, Any]) -> dict[str, str] | None:
@@ -248,7 +306,9 @@ def ready(site: Site) -> dict[str, list[tuple[str, str]]]:
 
 def show(site: Site, request: Request, form: Form) -> Response:
     """Show the form over an empty text, or over ``?config=``: a TOML, or the folder of a run."""
-    text, found, script = "", None, LORA
+    text, found, script, prompts = "", None, LORA, ""
+    if dataset := request.query_params.get("dataset"):
+        text = edited("", "dataset_config", site.places.show(site.places.find(dataset)), LORA)
     if asked := request.query_params.get("config"):
         found = site.places.find(asked)
         file = site.places.find(str(found / "config.toml")) if found.is_dir() else found
@@ -256,31 +316,39 @@ def show(site: Site, request: Request, form: Form) -> Response:
     pretrains = re.search(r"^\s*(data_dir|preset|init_from)\s*=", text, re.MULTILINE) is not None
     with suppress(UserError):
         script = _read(text, pretrains)[0]
+        if found and is_run(file.parent):  # its states are its own
+            for key in ("resume", "overwrite"):
+                text = edited(text, key, "", script)
+            text, prompts = _apart(site, text, script)
     configs = ready(site)
     demo = next((path for group in configs.values() for path, _ in group if Path(path).name == "demo.toml"), None)
     return site.page(
         request, "new_run.html", text=text, pretrains=pretrains, groups=form_of(script), training=script.training,
-        found=found, ready=configs, demo=demo, suggested=SUGGESTED, optimizers=list(OPTIMIZERS), models=MODEL_TYPES,
+        found=found, prompts=prompts, card=shutil.which("nvidia-smi"), ready=configs, demo=demo, suggested=SUGGESTED,
+        optimizers=list(OPTIMIZERS), models=MODEL_TYPES,
     )  # fmt: skip
 
 
-def _given(form: Form) -> tuple[str, bool]:
-    """Return the text, and whether it is for pretraining."""
+def _given(form: Form) -> tuple[str, bool, str]:
+    """Return the text, whether it is for pretraining, and prompts that were typed."""
     text = str(form.get("text", "")).replace("\r\n", "\n")
     if len(text) > _MOST_TEXT or max(text.count("["), text.count("{")) > _MOST_BRACKETS:
         raise UserError("configuration: is too long for one; copy less of it")
-    return text, bool(form.get("pretrains"))
+    return text, bool(form.get("pretrains")), str(form.get("prompts", "")).replace("\r\n", "\n").strip()
 
 
 def edit(site: Site, request: Request, form: Form) -> Response:
     """Change the text as the form was changed; return what it says now, and the form if another schema has it."""
-    text, pretrains = _given(form)
+    text, pretrains, prompts = _given(form)
     changes = parse_json(str(form.get("changes", "{}")), "changes")
     for key, content in changes.items() if isinstance(changes, dict) else ():
         text = edited(text, key, content, _read(text, pretrains)[0])
-    answer = examine(site, text, pretrains)
+    answer = examine(site, text, pretrains, prompts != "")
+    answer["prompts"] = _prompts_of(site, answer["values"] or {})
     if (training := answer.get("training")) and training != form.get("training"):
-        part = site.part("new_run.html", "fields", groups=form_of(_SCRIPTS[training]), training=training)
+        part = site.part(
+            "new_run.html", "fields", groups=form_of(_SCRIPTS[training]), training=training, prompts=prompts
+        )
         answer["fields"] = bytes(part.body).decode()
     return JSONResponse(answer)
 
@@ -292,6 +360,8 @@ def paths(site: Site, request: Request, form: Form) -> Response:
         folder = site.places.find(text if text.endswith("/") else str(Path(text).parent))
         begun = [path for path in folder.iterdir() if path.name.startswith(text.rpartition("/")[2])]
         found = sorted(path for path in begun if path.name[0] != "." and (path.is_dir() or path.suffix in _NAMED))
+    if request.query_params.get("of") == "suggest_images":
+        found = [*(path for path, _ in datasets(site)[1] if site.places.show(path).startswith(text)), *found]
     return JSONResponse([site.places.show(path) + "/" * path.is_dir() for path in found[:60]])
 
 
@@ -302,13 +372,18 @@ def runnable(site: Site, text: str, pretrains: bool) -> tuple[Script[Any], dict[
         UserError: anything is wrong with it, lies outside of the places, or would run another program.
     """
     script, given = _read(text, pretrains)
-    sections = checked(given, script).model_dump().values()
+    try:
+        sections = checked(given, script).model_dump().values()
+    except UserError as error:
+        raise UserError(_plain(error)) from None
     values = {key: value for section in sections for key, value in section.items()}
     for key in filter(values.get, ("caption_command", "trust_class_paths")):
         raise UserError(f"{key}: runs a program, which this page does not; start such a run in a terminal")
     site.places.refuse_paths_outside(values, "")
     for folder in filter(None, map(values.get, _MADE)):
         site.places.find(folder)
+    if lines := _missing(site, values):
+        raise UserError("\n".join(lines))
     if values.get("dataset_config"):
         _refuse_dataset_outside(site, site.places.find(values["dataset_config"]))
     return script, values
@@ -326,15 +401,15 @@ def _refuse_dataset_outside(site: Site, path: Path) -> None:
 
 def start(site: Site, request: Request, form: Form) -> Response:
     """Put the run into the queue, and go to it."""
-    text, pretrains = _given(form)
-    script, values = runnable(site, text, pretrains)
+    files = _files(site, *(given := _given(form)))
+    script, values = runnable(site, files["config.toml"], given[1])
     if said := _of_output(site, values):
         raise UserError(f"{said['line']}, such as {said['free']}")
     output, processes = site.places.find(values["output_dir"], output=True), str(form.get("processes") or 1)
     if not re.fullmatch(r"[1-9]\d{0,2}", processes):
         raise UserError(f"processes: {processes[:20]!r} is no number from 1 to 999; give one for each GPU")
     many = ["-m", "torch.distributed.run", "--nproc-per-node", processes] if processes != "1" else []
-    words, files = [*many, str(ROOT / script.name), "--config_file", "{job}/config.toml"], {"config.toml": text}
+    words = [*many, str(ROOT / script.name), "--config_file", "{job}/config.toml"]
     site.jobs.add("train", values["output_name"], words, queued=True, output=str(output), files=files)
     return goto(url("/run", path=output))
 
@@ -349,13 +424,16 @@ def again(site: Site, request: Request, form: Form) -> Response:
     if not settings:
         raise UserError(f"{run.name}: has no configuration that a run wrote; begin a new run instead")
     own = job.folder if job and not settings_of(folder) else folder  # one that failed early has written none
-    text = text_of(own / "config.toml") or ""
-    text = text if state else re.sub(r"(?m)^resume *=.*\n", "", text)  # "": from the first step
-    script, _ = runnable(site, text, script_of(settings) is LLM)
+    text, pretrains = text_of(own / "config.toml") or "", script_of(settings) is LLM
+    text, prompts = _apart(site, text, script_of(settings))
+    text = text if state else re.sub(r"(?m)^resume *=.*
+", "", text)  # "": from the first step
+    files = _files(site, text, pretrains, prompts.strip())
+    script, _ = runnable(site, files["config.toml"], pretrains)
     resume = state if state in ("auto", "") else str(site.places.find(str(folder / state), output=True))
     words = [script.name, "--config_file", "{job}/config.toml", "--output_dir", str(folder)]
     words += ["--resume", resume] if resume else []
-    site.jobs.add("train", run.name, words, queued=True, output=str(folder), files={"config.toml": text})
+    site.jobs.add("train", run.name, words, queued=True, output=str(folder), files=files)
     return Response(status_code=204, headers={"hx-trigger": "changed"})
 
 
@@ -376,16 +454,20 @@ def side_job(site: Site, request: Request, form: Form) -> Response:
     if kind == "memory":
         words = ["tools/plan_memory.py", "{job}/config.toml", "--save_to", "{job}/result.json"]
         words += [f"--gpu_memory={form['card']}"] if form.get("card") else []
-        text, pretrains = _given(form)
-        runnable(site, text, pretrains)
-        files = {"config.toml": text}
+        text, pretrains, prompts = _given(form)
+        files = _files(site, text, pretrains, prompts)
+        runnable(site, files["config.toml"], pretrains)
     elif kind == "dataset":
-        path = site.places.find(str(_read(*_given(form))[1].values.get("dataset_config", "")))
+        path = site.places.find(str(_read(*_given(form)[:2])[1].values.get("dataset_config", "")))
         _refuse_dataset_outside(site, path)
         words = ["tools/check_dataset.py", str(path)]
     elif kind == "suggest":
         given = {key: str(form[f"suggest_{key}"]) for key in SUGGESTED if form.get(f"suggest_{key}")}
+        given |= {} if "gpu_memory" in given or shutil.which("nvidia-smi") else {"gpu_memory": "cpu"}
         site.places.refuse_paths_outside(given, "")
+        images = Path(given.get("images", ""))
+        if (images / "images").is_dir() and not any(path.suffix.lower() in IMAGES for path in images.iterdir()):
+            given["images"] = str(images / "images")  # a dataset's folder
         folder = _free(site, output / (Path(str(form.get("suggest_name"))).name[:60] or "my_lora"))
         words = ["tools/suggest_config.py", *(f"--{key}={value}" for key, value in given.items())]
         words += ["--save_to", site.places.show(folder)]
@@ -422,7 +504,10 @@ def show_job(site: Site, request: Request, form: Form, begun: Job | None = None)
     settings = job.log.rpartition("\nset:\n")[2] if job.kind == "memory" and "\nset:\n" in job.log else ""
     proposed = {key: shown(value) for key, value in parse_toml(settings, "settings").items()} if job.is_over else {}
     opens = job.kind in ("suggest", "migrate") and job.state == "done" and job.words[-1].removesuffix("/config.toml")
-    return site.part("new_run.html", "job", job=job, proposed=proposed, opens=opens)
+    fits = re.search(r"^(fits|does not fit) into", job.log, re.MULTILINE)
+    card = next((word.partition("=")[2] for word in job.words if word.startswith("--gpu_memory=")), "")
+    said = {"fits": fits[1] if fits and card else "", "card": card}
+    return site.part("new_run.html", "job", job=job, proposed=proposed, opens=opens, **said)
 
 
 ROUTES: dict[str, Handler | tuple[Handler | None, Handler]] = {

@@ -93,6 +93,15 @@ def _valid(key: str, script: Script[Any], draw: random.Random) -> Any:
     raise AssertionError(f"no value of {key} was found")
 
 
+def _said(found: dict[str, Any]) -> list[str]:
+    """Return what the form says in the trainer's words, without files that are not there."""
+    lines = [problem["line"] for problem in found["problems"]]
+    return [
+        re.sub(r"^(\S+): is required; fill it in$", r"\1: is required; set it in the TOML file or with --\1", line)
+        for line in lines if "no such file or folder" not in line and "lies outside" not in line
+    ]  # fmt: skip
+
+
 def _loaded(text: str, script: Script[Any], path: Path) -> Any:
     """Return what the trainer makes of a text: a configuration, or its lines."""
     path.write_text(text, encoding="utf-8")
@@ -123,7 +132,7 @@ def test_a_text_goes_through_the_form_and_means_the_same(
     wanted, made = _loaded(text, script, tmp_path / "a.toml"), _loaded(rebuilt, script, tmp_path / "b.toml")
     if isinstance(wanted, list):  # lines stand elsewhere, and equal-to-default is not written
         assert isinstance(made, list)
-        assert [problem["line"] for problem in found["problems"]] == wanted
+        assert _said(found) == wanted
     else:
         assert made == wanted
 
@@ -226,8 +235,7 @@ def test_what_is_refused_is_what_train_lora_prints(text: str, site: Site, tmp_pa
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     printed = done.stderr.removeprefix("error: ").strip().splitlines()
     assert done.returncode == 2
-    lines = [problem["line"] for problem in examine(site, text, pretrains=False)["problems"]]
-    assert lines == printed
+    assert _said(examine(site, text, pretrains=False)) == printed
 
 
 def test_a_refusal_is_shown_at_the_field_it_is_about(site: Site) -> None:
@@ -241,7 +249,7 @@ def test_a_refusal_is_shown_at_the_field_it_is_about(site: Site) -> None:
 @pytest.mark.parametrize(
     ("text", "pretrains", "script"),
     [
-        ('model_type = "llama"\npretrained_model_name_or_path = "m"\ntrain_data = ["d"]\n', "", "train_lora.py"),
+        ('model_type = "llama"\npretrained_model_name_or_path = "o/m"\ntrain_data = ["d"]\n', "", "train_lora.py"),
         ('preset = "llama-tiny"\ndata_dir = "d"\n', "1", "train_llm.py"),
     ],
 )
@@ -259,6 +267,26 @@ def test_several_processes_are_started_by_torchrun_with_the_script_that_the_text
     assert answer.headers["hx-redirect"] == f"/run?{urlencode({'path': output})}"
     with pytest.raises(UserError, match="waits"):  # the same folder once more
         start(site, cast(Any, None), form)
+
+
+@pytest.mark.parametrize(
+    ("key", "path", "is_said"),
+    [
+        ("pretrained_model_name_or_path", "owner/name-1.5", False),  # of the hub
+        ("pretrained_model_name_or_path", "name", True),
+        ("pretrained_model_name_or_path", "models/gone.safetensors", True),
+        ("ae", "./gone", True),
+        ("t5xxl", "{output}/gone", True),
+        ("dataset_config", "{output}/here.toml", False),
+        ("sample_prompts", "gone.txt", True),
+    ],
+)
+def test_a_path_that_is_not_there_is_said_at_its_field(key: str, path: str, is_said: bool, site: Site) -> None:
+    (site.places.outputs[0] / "here.toml").touch()
+    path = path.format(output=site.places.outputs[0])
+    found = examine(site, f'{key} = "{path}"', pretrains=False)
+    lines = [one["line"] for one in found["problems"] if one["key"] == key and "no such file" in one["line"]]
+    assert lines == ([f"{key}: no such file or folder: {path}"] if is_said else [])
 
 
 # ---- over HTTP
@@ -335,6 +363,49 @@ def test_a_folder_that_holds_a_run_is_not_taken_twice(server: Server) -> None:
     assert "output/held-3" in answer.text
     found = json.loads(post(server, "/new/edit", text=demo("output/held"), training="images").text)
     assert found["output"]["free"] == "output/held-3"
+
+
+@in_browser
+def test_a_copy_of_a_runs_settings_neither_replaces_nor_resumes_it_and_has_its_prompts(server: Server) -> None:
+    job, run = server.output / ".tandem/jobs/gone", server.output / "copied"
+    job.mkdir(parents=True)
+    run.mkdir()
+    (job / "prompts.txt").write_text("a red zorbo & a hat\n")
+    begun = f"""# Tandem 1\nseed = 5\nresume = "auto"\noverwrite = true\nsample_prompts = "{job}/prompts.txt"\n"""
+    (run / "config.toml").write_text(begun)
+    (run / "metrics.jsonl").touch()
+    for name in ("output/copied", "output/copied/config.toml"):
+        with urlopen(f"{server.address}/new?{urlencode({'config': name})}") as answer:
+            text = answer.read().decode()
+        shown = re.search(r'<textarea name="text".*?>\n(.*?)</textarea>', text, re.DOTALL)
+        assert shown
+        assert "seed = 5" in shown[1]
+        assert not re.search("resume|overwrite|sample_prompts", shown[1])
+        assert "a red zorbo &amp; a hat" in text
+
+
+@in_browser
+def test_prompts_that_are_typed_go_with_the_job_and_a_files_own_do_not(server: Server) -> None:
+    file = server.folder / "data/prompts.txt"
+    file.write_text("a zorbo\n")
+    text = demo("output/prompted", sample_prompts="data/prompts.txt")
+    assert json.loads(post(server, "/new/edit", text=text, training="images").text)["prompts"] == "a zorbo\n"
+    assert post(server, "/new/start", text=text, prompts="a zorbo\r\n").status == 204
+    plain = _job_of(server, server.output / "prompted")
+    assert plain.read("job.json")
+    assert (plain.folder / "config.toml").read_text() == text
+    other = demo("output/typed", sample_every_n_steps="1")
+    said = json.loads(post(server, "/new/edit", text=other, training="images", prompts="a blue hat").text)
+    assert said["problems"] == []  # without prompts it has no effect, which the trainer refuses
+    assert post(server, "/new/start", text=other, prompts="a blue hat --w 64 --h 64 --s 1\r\na cat").status == 204
+    job = _job_of(server, server.output / "typed")
+    assert (job.folder / "prompts.txt").read_text() == "a blue hat --w 64 --h 64 --s 1\na cat\n"
+    config = load_for(LORA, ["--config_file", str(job.folder / "config.toml")])
+    assert config.sampling.sample_prompts == str(job.folder / "prompts.txt")
+    _until(lambda: (one := _job_of(server, server.output / "typed")).is_over and one)
+    assert post(server, "/run/again", path="output/typed").status == 204  # from the settings it wrote
+    job = _job_of(server, server.output / "typed")
+    assert (job.folder / "prompts.txt").read_text() == "a blue hat --w 64 --h 64 --s 1\na cat\n"
 
 
 @in_browser
@@ -449,6 +520,35 @@ def test_form_and_text_follow_each_other_and_nothing_typed_is_run(browser: Any, 
 
 
 @in_browser
+def test_an_empty_form_is_calm_keeps_its_draft_and_has_the_start_in_sight(
+    browser: Any, server: Server, size: str
+) -> None:
+    tab = Tab(browser, server, size)
+    page = tab.page
+    tab.open("/new")
+    expect(page.locator("#against")).to_have_text("Choose a base model and a dataset to begin")
+    expect(page.locator("#start")).to_be_in_viewport(ratio=1)
+    assert page.locator("[aria-invalid=true]").count() == 0
+    page.locator("#start").click()
+    expect(page.locator("#message")).to_contain_text("dataset_config: is required; fill it in")
+    expect(page.locator("[data-of=dataset_config] .said")).to_have_text("is required")
+    page.locator("[data-key=network_dim]").fill("5")
+    page.locator("#prompts").fill("a hat")
+    expect(page.locator("#text")).to_have_value("[network]\nnetwork_dim = 5\n")
+    page.get_by_role("link", name="Runs", exact=True).click()
+    page.get_by_role("link", name="New run").first.click()
+    expect(page.locator("[data-key=network_dim]")).to_have_value("5")
+    expect(page.locator("#prompts")).to_have_value("a hat")
+    page.get_by_role("button", name="Clear all").click()
+    expect(page.locator("[data-key=network_dim]")).to_have_value("")
+    tab.open("/data?dataset=assets/demo_dataset/dataset.toml")
+    page.get_by_role("link", name="Train on this").click()
+    expect(page.locator("[data-key=dataset_config]")).to_have_value(re.compile("assets/demo_dataset/dataset.toml"))
+    tab.fits()
+    tab.close()
+
+
+@in_browser
 def test_a_configuration_of_kohyas_is_dropped_and_its_table_shown(browser: Any, server: Server) -> None:
     tab = Tab(browser, server)
     page = tab.page
@@ -482,10 +582,10 @@ def test_memory_and_dataset_are_looked_at_before_the_start(browser: Any, server:
     expect(page.locator("#memory")).to_contain_text(re.compile(r"running \d+ s: two steps of the run"))
     page.get_by_role("button", name="Look the dataset over").click()
     expect(page.locator("#dataset pre")).to_contain_text("Bars at the border")
-    expect(page.locator("#memory")).to_contain_text("fits into 24 GiB")
+    expect(page.locator("#memory b").first).to_have_text(re.compile(r"Peak 0\.\d\d GiB: fits on a card of 24 GB"))
     plan = next(job for job in Jobs(server.output / ".tandem").all() if job.kind == "memory")
     peak = json.loads((plan.folder / "result.json").read_text())["peak"] / 2**30
-    expect(page.locator("#memory")).to_contain_text(f"peak {peak:.2f} GiB")
+    expect(page.locator("#memory")).to_contain_text(f"Peak {peak:.2f} GiB")
     assert page.locator("#data").get_attribute("href") == "/data?dataset=assets%2Fdemo_dataset%2Fdataset.toml"
     tab.close()
 
@@ -498,7 +598,8 @@ def test_a_first_configuration_is_suggested_from_images_and_settings_that_fit_go
     page = tab.page
     tab.open("/new")
     page.get_by_role("button", name="From my images").click()
-    said = {"images": "assets/demo_dataset/images", "model": "assets/tiny-flux", "trigger_word": "zorbo"}
+    page.locator("[name=suggest_images]").focus()
+    said = {"images": "assets/demo_dataset", "model": "assets/tiny-flux", "trigger_word": "zorbo"}
     for key, value in (said | {"class_word": "creature", "gpu_memory": "cpu", "name": "first"}).items():
         page.locator(f"[name=suggest_{key}]").fill(value)
     page.get_by_role("button", name="Suggest").click()

@@ -4,7 +4,8 @@ import { ask } from "/static/page.js";
 const element = (id) => document.getElementById(id), all = (what, within = document) => [...within.querySelectorAll(what)];
 const make = (kind, textContent, more = {}) => Object.assign(document.createElement(kind), { textContent, ...more });
 const text = element("text"), pretrains = element("pretrains");
-let pending = {}, typed = true, busy = null, timer = 0;
+let pending = {}, typed = true, busy = null, timer = 0, touched = text.value.trim() !== "", ownPrompts = Boolean(element("prompts")?.value);
+if (!location.search && sessionStorage.draft) restore(JSON.parse(sessionStorage.draft));
 
 /** Send what has changed; resolves when nothing is left to send. */
 async function send() {
@@ -14,7 +15,7 @@ async function send() {
   if (!typed && !Object.keys(pending).length) return;
   const sent = pending, body = new FormData();
   [pending, typed] = [{}, false];
-  const said = { text: text.value, changes: JSON.stringify(sent), training: element("fields").dataset.training, pretrains: pretrains.checked ? "1" : "" };
+  const said = { text: text.value, changes: JSON.stringify(sent), training: element("fields").dataset.training, pretrains: pretrains.checked ? "1" : "", prompts: prompts() };
   for (const [name, value] of Object.entries(said)) body.set(name, value);
   busy = ask("/new/edit", { method: "POST", body }).then((answer) => answer?.json());
   const found = await busy;
@@ -23,6 +24,17 @@ async function send() {
   if (!found) return;
   pending = { ...sent, ...pending }; // the text was changed meanwhile: those words stay, and the field comes again
   await send();
+}
+
+/** Return the prompts that were typed; a file's are its own. */
+function prompts() {
+  return ownPrompts ? element("prompts")?.value ?? "" : "";
+}
+
+function restore(draft) {
+  [text.value, pretrains.checked, touched] = [draft.text, draft.pretrains, draft.text.trim() !== ""];
+  ownPrompts = Boolean(draft.prompts);
+  if (element("prompts")) element("prompts").value = draft.prompts;
 }
 
 function show(found) {
@@ -35,17 +47,23 @@ function show(found) {
     element("fields").replaceWith(new DOMParser().parseFromString(found.fields, "text/html").getElementById("fields"));
     filter();
   }
+  if (element("prompts") && !ownPrompts && element("prompts") !== document.activeElement) element("prompts").value = found.prompts ?? "";
+  sessionStorage.draft = JSON.stringify({ text: text.value, pretrains: pretrains.checked, prompts: prompts() });
+  if (!touched) found.problems = [];
   const said = found.problems.map(({ line, key, stands }) => {
     const shown = make("p", `${line} `, { className: line.includes(" is required") ? "warn" : "bad" });
     if (stands && key) shown.append(changing("Remove", { [key]: "" }));
     return shown;
   });
-  Object.assign(element("verdict"), { textContent: said.length ? `${said.length} to settle` : "complete", className: `tag ${said.length ? "warn" : "good"}` });
-  if (!said.length) said.push(make("p", "Complete: the trainer takes it.", { className: "good" }));
+  if (found.output && touched) {
+    said.push(make("p", `${found.output.line} `, { className: "warn" }));
+    said.at(-1).append(changing(`Take ${found.output.free}`, { output_dir: found.output.free }));
+  }
+  const count = said.length, against = count ? said[0].firstChild.data : touched ? "" : "Choose a base model and a dataset to begin";
+  Object.assign(element("verdict"), { textContent: count ? `${count} to settle` : touched ? "complete" : "", className: `tag ${count ? "warn" : "good"}`, hidden: !touched });
+  Object.assign(element("against"), { textContent: against, title: against, className: count ? "warn" : "note" });
+  if (!count) said.push(make("p", touched ? "Complete: the trainer takes it." : against, { className: touched ? "good" : "note" }));
   element("problems").replaceChildren(...said, ...(found.notes ?? []).map((note) => make("p", note, { className: "note" })));
-  const output = make("p", found.output ? `${found.output.line} ` : "", { className: "warn" });
-  if (found.output) output.append(changing(`Take ${found.output.free}`, { output_dir: found.output.free }));
-  element("output").replaceChildren(output);
   element("fields").disabled = !found.values;
   if (found.values) for (const control of all("#fields [data-key]")) fill(control, found);
   for (const group of all(".group")) {
@@ -58,7 +76,7 @@ function show(found) {
 
 function fill(control, { values, unmet, problems }) {
   const key = control.dataset.key, value = values[key], option = control.closest(".option");
-  const said = problems.filter((problem) => problem.key === key).map(({ line }) => line.replace(/^(configuration:\d+: )?[\w-]+: /, "")).join("\n");
+  const said = problems.filter((problem) => problem.key === key).map(({ line }) => line.replace(/^(configuration:\d+: )?[\w-]+: |; fill it in$/g, "")).join("\n");
   option.classList.toggle("set", value !== "");
   option.classList.toggle("unmet", key in unmet);
   option.querySelector(".goes").textContent = value === null ? "of several lines: change it in the text" : unmet[key] ?? "";
@@ -86,7 +104,7 @@ function filter() {
 }
 
 async function complete(input) {
-  const answer = await ask(`/new/paths?text=${encodeURIComponent(input.value)}`);
+  const answer = await ask(`/new/paths?of=${input.name}&text=${encodeURIComponent(input.value)}`);
   if (answer) element("paths").replaceChildren(...(await answer.json()).map((value) => make("option", "", { value })));
 }
 
@@ -95,19 +113,24 @@ for (const type of ["input", "focusin"]) {
     if (target.getAttribute?.("list") === "paths") complete(target);
     if (type === "focusin") return;
     const { key } = target.dataset;
+    if (target.id === "prompts") ownPrompts = target.value.trim() !== "";
+    const counts = key || [text, pretrains, element("prompts")].includes(target);
+    touched ||= Boolean(counts);
     if (key) pending[key] = target.type === "checkbox" ? String(target.checked) : target.value;
-    if (target === text || target === pretrains) typed = true;
+    else if (counts) typed = true;
     if (target.id === "search") filter();
-    if (!key && target !== text && target !== pretrains) return;
+    if (!counts) return;
     clearTimeout(timer);
     timer = setTimeout(send, 300);
   });
 }
 document.addEventListener("click", (event) => {
-  const button = event.target.closest("[data-changes], [data-hides], [data-settled]");
+  const button = event.target.closest("[data-changes], [data-hides], [data-settled], #clear");
+  if (button?.dataset.changes || button?.id === "start") touched ||= typed = true;
   if (button?.dataset.changes) send(Object.assign(pending, JSON.parse(button.dataset.changes)));
+  else if (button?.id === "clear") send(restore({ text: "", pretrains: false, prompts: "" }, typed = true));
   else if (button && "hides" in button.dataset) button.closest("dialog").close();
-  else if (button && (timer || busy)) { // what was typed last belongs to what is started
+  else if (button && (timer || busy || typed)) { // what was typed last belongs to what is started
     event.preventDefault();
     event.stopImmediatePropagation();
     send().then(() => button.click());
