@@ -426,8 +426,7 @@ def again(site: Site, request: Request, form: Form) -> Response:
     own = job.folder if job and not settings_of(folder) else folder  # one that failed early has written none
     text, pretrains = text_of(own / "config.toml") or "", script_of(settings) is LLM
     text, prompts = _apart(site, text, script_of(settings))
-    text = text if state else re.sub(r"(?m)^resume *=.*
-", "", text)  # "": from the first step
+    text = text if state else re.sub(r"(?m)^resume *=.*\n", "", text)  # "": from the first step
     files = _files(site, text, pretrains, prompts.strip())
     script, _ = runnable(site, files["config.toml"], pretrains)
     resume = state if state in ("auto", "") else str(site.places.find(str(folder / state), output=True))
