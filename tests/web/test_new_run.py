@@ -302,7 +302,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-def post(server: Server, path: str, **form: str) -> SimpleNamespace:
+def post(server: Server, path: str, /, **form: str) -> SimpleNamespace:
     request = Request(server.address + path, urlencode(form).encode(), {"hx-request": "true"})
     try:
         with urlopen(request) as answer:
