@@ -77,6 +77,7 @@ def report(tab: Tab) -> None:
     tab.open("/precision?" + urlencode({"lora": _LORA}))
     tab.page.locator("main form button.first").first.click()
     expect(tab.page.locator(".verdict").first).to_be_visible(timeout=_MINUTES)
+    expect(tab.page.locator(".tag.running")).to_have_count(0, timeout=_MINUTES)
 
 
 def paint(tab: Tab) -> None:
@@ -104,7 +105,7 @@ def chat(tab: Tab) -> None:
 # name -> what to do, colours, the window's height
 SCREENS: dict[str, tuple[Callable[[Tab], None], str, int]] = {
     "page_run": (run, "light", 1500),
-    "page_data": (data, "light", 900),
+    "page_data": (data, "light", 1300),
     "page_precision": (report, "light", 1400),
     "page_generate": (paint, "dark", 900),
     "page_new_run": (new_run, "dark", 1000),
