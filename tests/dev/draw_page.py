@@ -63,7 +63,7 @@ def run(tab: Tab) -> None:
 
 def new_run(tab: Tab) -> None:
     """The form over the demo's configuration."""
-    tab.open("/new?config=configs/flux_lora_16gb.toml")
+    tab.open("/new?config=configs/demo.toml")
 
 
 def data(tab: Tab) -> None:
