@@ -105,9 +105,7 @@ class Job:
 
     def read(self, name: str) -> dict[str, Any]:
         """Return the JSON object in a file of its folder; an empty one where there is none."""
-        with suppress(OSError, ValueError):
-            return dict(json.loads((self.folder / name).read_text(encoding="utf-8")))
-        return {}
+        return _object(self.folder / name) or {}
 
 
 class Jobs:

@@ -32,7 +32,7 @@ from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields, sec
 from library.errors import UserError
 from library.files import parse_json, parse_toml, read_text, read_toml, toml_string, write_text
 from library.web.access import STATE
-from library.web.data import IMAGES, datasets
+from library.web.data import IMAGES, datasets, refuse_outside
 from library.web.jobs import ROOT, Job
 from library.web.run import is_run, look, script_of, settings_of, text_of
 from library.web.site import Form, Handler, Site, goto, url
@@ -390,13 +390,10 @@ def runnable(site: Site, text: str, pretrains: bool) -> tuple[Script[Any], dict[
 
 
 def _refuse_dataset_outside(site: Site, path: Path) -> None:
-    """Refuse a dataset TOML whose folders lie outside, as seen from it or from the working directory."""
-    tables = read_toml(path, "check dataset_config")[0] if path.is_file() else {}
-    site.places.refuse_paths_outside(tables, path.name)
-    for table in (tables, *tables.get("datasets", [])):
-        for part in (table, table.get("general", {}), *table.get("subsets", [])):
-            for key in filter(re.compile(r".*(_dir|_directory|_file)").fullmatch, part):
-                site.places.find(str(path.parent / str(part[key])))
+    """Refuse a dataset TOML that names anything outside, as seen from it or from the working directory."""
+    if path.is_file():
+        site.places.refuse_paths_outside(read_toml(path, "check dataset_config")[0], path.name)
+        refuse_outside(site, path)
 
 
 def start(site: Site, request: Request, form: Form) -> Response:

@@ -383,6 +383,5 @@ def check(site: Site, request: Request, form: Form) -> Response:
 
 
 ROUTES: dict[str, Handler | tuple[Handler | None, Handler]] = {
-    "/run": show_run, "/run/curves": curves, "/run/ask": (None, ask), 
-    "/run/check": (None, check), "/job": show_job,
+    "/run": show_run, "/run/curves": curves, "/run/ask": (None, ask), "/run/check": (None, check), "/job": show_job,
 }  # fmt: skip
