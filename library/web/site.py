@@ -53,6 +53,8 @@ class Site:
         templates.filters |= {"number": number, "duration": duration, "size": size, "moment": moment,
                               "ago": ago, "short": places.show, "json": json.dumps, "urlencode": quoted}  # fmt: skip
         templates.globals |= {"screens": SCREENS, "url": url}
+        parts = vars(templates.get_template("parts.html").module)  # a block that is rendered alone has them too
+        templates.globals |= {name: macro for name, macro in parts.items() if name[0] != "_"}
         return cls(places, Jobs(places.state), templates)
 
     def page(self, request: Request, template: str, **values: Any) -> Response:
@@ -100,10 +102,10 @@ class Site:
         """Return an error as it is shown, on the screen it belongs to or as a page."""
         status = 403 if isinstance(error, Refused) else status
         if "hx-request" in request.headers:
-            answer = self.part("base.html", "message", message=str(error))
+            answer = self.part("base.html", "notice", notice=str(error))
             answer.headers["hx-retarget"], answer.headers["hx-reswap"] = "#message", "innerHTML"
         else:
-            answer = self.page(request, "base.html", message=str(error), title="")
+            answer = self.page(request, "base.html", notice=str(error), title="")
         answer.status_code = status
         return answer
 

@@ -1,4 +1,5 @@
-// What all screens share: theme, keys, messages that can be closed, places to drop files on.
+// What all screens share: theme, keys, messages that can be closed, places to drop files on, pictures laid
+// over each other.
 const root = document.documentElement;
 const saved = localStorage.getItem("theme");
 if (saved) root.dataset.theme = saved;
@@ -83,6 +84,30 @@ for (const type of ["dragover", "dragleave", "drop"]) {
     input.dispatchEvent(new Event("change", { bubbles: true }));
   });
 }
+
+// Two pictures over each other, divided by a slider; and the dialog in which any two of a row's are laid so.
+const large = document.getElementById("large"), [left, right] = large.querySelectorAll("select");
+function layOver() {
+  const [under, over] = large.querySelectorAll("img"), isOne = left.value === right.value;
+  [under.src, over.src, large.querySelector("a").href] = [left.value, right.value, `${right.value}&download=1`];
+  large.querySelector(".divided").classList.toggle("single", isOne);
+}
+large.addEventListener("change", ({ target }) => { if (target.matches("select")) layOver(); });
+document.addEventListener("input", ({ target }) => {
+  target.closest(".divided")?.style.setProperty("--at", `${target.value}%`);
+});
+document.addEventListener("click", ({ target }) => {
+  const shot = target.closest("button.shot");
+  if (!shot) return;
+  const row = [...shot.parentNode.querySelectorAll("button.shot")];
+  for (const select of [left, right]) {
+    select.replaceChildren(...row.map((each) => new Option(each.textContent, each.firstChild.getAttribute("src"))));
+  }
+  [left.selectedIndex, right.selectedIndex] = [0, row.indexOf(shot)];
+  large.querySelector("h2").textContent = shot.parentNode.dataset.title;
+  layOver();
+  large.showModal();
+});
 
 document.addEventListener("htmx:error", sayGone);
 
