@@ -14,18 +14,21 @@ import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
 from anyio import CapacityLimiter, to_thread
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from jinja2.filters import do_filesizeformat
 from starlette.datastructures import FormData as Form
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
 from library.errors import UserError
+from library.training.report.progress import duration
 from library.web.access import Places, Refused
 from library.web.jobs import Jobs
 
@@ -50,8 +53,8 @@ class Site:
         """Return the site over ``places``."""
         templates = Environment(loader=FileSystemLoader(HERE / "templates"), autoescape=True, undefined=StrictUndefined,
                                 trim_blocks=True, lstrip_blocks=True)  # fmt: skip
-        templates.filters |= {"number": number, "duration": duration, "size": size, "moment": moment,
-                              "ago": ago, "short": places.show, "json": json.dumps, "urlencode": quoted}  # fmt: skip
+        templates.filters |= {each.__name__: each for each in (number, duration, size, moment, ago)}
+        templates.filters |= {"short": places.show, "json": json.dumps, "urlencode": partial(quote, errors="replace")}
         templates.globals |= {"screens": SCREENS, "url": url}
         parts = vars(templates.get_template("parts.html").module)  # a block that is rendered alone has them too
         templates.globals |= {name: macro for name, macro in parts.items() if name[0] != "_"}
@@ -84,28 +87,26 @@ class Site:
             async with request.form(max_files=_MOST_FILES, max_fields=20_000, max_part_size=_MOST_BYTES) as form:
                 try:
                     return await to_thread.run_sync(handler, self, request, form, limiter=limiter)
-                except UserError as error:
-                    return self.refusal(request, error)
-                except KeyError as error:
-                    return self.refusal(request, UserError(f"{error}: is missing in the request; reload the screen"))
-                except OSError as error:
-                    reason = f"{error.filename or 'a file'}: {error.strerror or error}; check the disk and its rights"
-                    return self.refusal(request, UserError(reason))
                 except Exception as error:
-                    traceback.print_exc()
-                    said = f"this is a bug of the page: {type(error).__name__}; the terminal has the rest"
-                    return self.refusal(request, UserError(said), 500)
+                    return self._refusal(request, error)
 
         return endpoint
 
-    def refusal(self, request: Request, error: Exception, status: int = 422) -> Response:
+    def _refusal(self, request: Request, error: Exception) -> Response:
         """Return an error as it is shown, on the screen it belongs to or as a page."""
-        status = 403 if isinstance(error, Refused) else status
+        said, status = str(error), 403 if isinstance(error, Refused) else 422
+        if isinstance(error, KeyError):
+            said = f"{error}: is missing in the request; reload the screen"
+        elif isinstance(error, OSError):
+            said = f"{error.filename or 'a file'}: {error.strerror or error}; check the disk and its rights"
+        elif not isinstance(error, UserError):
+            traceback.print_exception(error)
+            said, status = f"this is a bug of the page: {type(error).__name__}; the terminal has the rest", 500
         if "hx-request" in request.headers:
-            answer = self.part("base.html", "notice", notice=str(error))
+            answer = self.part("base.html", "notice", notice=said)
             answer.headers["hx-retarget"], answer.headers["hx-reswap"] = "#message", "innerHTML"
         else:
-            answer = self.page(request, "base.html", notice=str(error), title="")
+            answer = self.page(request, "base.html", notice=said)
         answer.status_code = status
         return answer
 
@@ -130,34 +131,14 @@ def url(path: str, /, **query: object) -> str:
     return f"{path}?{urlencode({key: str(value) for key, value in query.items()}, errors='replace')}" if query else path
 
 
-def quoted(value: object) -> str:
-    """Return a text as it stands in an address; what is not UTF-8 in a file's name is replaced."""
-    return quote(str(value), errors="replace")
-
-
 def number(value: float | None, digits: int = 4) -> str:
     """Return a number in so many significant digits, or a dash."""
     return "–" if value is None or value != value else f"{value:.{digits}g}"
 
 
-def duration(seconds: float | None) -> str:
-    """Return "1 h 20 min", "3 min 5 s" or "12 s", or a dash."""
-    if seconds is None or not 0 <= seconds < 1e9:
-        return "–"
-    hours, rest = divmod(round(seconds), 3600)
-    minutes, seconds = divmod(rest, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
-
-
 def size(nbytes: float | None) -> str:
     """Return "1.2 GiB", or a dash."""
-    if nbytes is None or nbytes != nbytes:
-        return "–"
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} GiB"
+    return "–" if nbytes is None or nbytes != nbytes else do_filesizeformat(nbytes, binary=True)
 
 
 def moment(when: float | None) -> str:
@@ -166,9 +147,6 @@ def moment(when: float | None) -> str:
 
 
 def ago(when: float) -> str:
-    """Return "5 min ago"; of what is new "just now"."""
-    minutes = int(time.time() - when) // 60
-    for length, unit in ((1440, "day"), (60, "h"), (1, "min")):
-        if count := max(0, minutes) // length:
-            return f"{count} {unit}{'s' if unit == 'day' and count > 1 else ''} ago"
-    return "just now"
+    """Return "1 h 5 min ago"; of what is older than a day, when it was."""
+    seconds = max(0.0, time.time() - when)
+    return moment(when) if seconds > 86400 else f"{duration(seconds)} ago"

@@ -114,11 +114,18 @@ class Tab:
         self.page.on("request", lambda request: self._notice(request.url))
         self.page.on("console", lambda said: said.type == "error" and self._notice_error(said.text))
         self.page.on("pageerror", lambda error: self.bad.append(str(error)))
-        self.page.on("dialog", lambda dialog: (self.bad.append(f"dialog {dialog.message}"), dialog.dismiss()))
+        self.page.on("dialog", self._notice_dialog)
 
     def _notice(self, url: str) -> None:
         if not url.startswith((self.server.address, "data:", "blob:")):
             self.bad.append(url)
+
+    def _notice_dialog(self, dialog: Any) -> None:
+        if dialog.type == "confirm" and dialog.message.startswith("End "):  # the one question that the page asks
+            dialog.accept()
+        else:
+            self.bad.append(f"dialog {dialog.message}")
+            dialog.dismiss()
 
     def _notice_error(self, text: str) -> None:
         if "status of 4" not in text:  # an answer that refuses is shown on the page

@@ -1,13 +1,10 @@
-// What all screens share: theme, keys, messages that can be closed, places to drop files on, pictures laid
-// over each other.
+// What all screens share: theme, keys, messages that can be closed, pictures laid over each other.
 const root = document.documentElement;
-const saved = localStorage.getItem("theme");
-if (saved) root.dataset.theme = saved;
+if (localStorage.theme) root.dataset.theme = localStorage.theme;
 
 function changeTheme() {
-  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  root.dataset.theme = dark ? "light" : "dark";
-  localStorage.setItem("theme", root.dataset.theme);
+  const isDark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+  localStorage.theme = root.dataset.theme = isDark ? "light" : "dark";
   document.dispatchEvent(new Event("theme"));
 }
 
@@ -20,13 +17,13 @@ export function colour(name) {
   return found;
 }
 
-/** Show a line above the screen's content; kind: "bad", "warn" or "" . */
+/** Show a line above the screen's content; kind: "bad", "warn" or "". */
 export function say(text, kind = "bad") {
-  const box = document.createElement("div");
-  box.className = `message ${kind}`;
+  const box = Object.assign(document.createElement("div"), { className: `message ${kind}` });
   for (const line of text.split("\n")) box.append(Object.assign(document.createElement("p"), { textContent: line }));
-  box.append(Object.assign(document.createElement("button"), { className: "quiet", type: "button", textContent: "×", ariaLabel: "Close" }));
-  box.lastChild.dataset.close = "";
+  const close = Object.assign(document.createElement("button"), { className: "quiet", textContent: "×", ariaLabel: "Close" });
+  close.dataset.close = "";
+  box.append(close);
   document.getElementById("message").replaceChildren(box);
 }
 
@@ -36,63 +33,45 @@ export function sayGone() {
 
 /** Fetch from this server; an error becomes a message and null. */
 export async function ask(address, options = {}) {
-  let answer;
-  try {
-    answer = await fetch(address, options);
-  } catch {
-    return sayGone() ?? null;
-  }
-  if (answer.ok) return answer;
+  const answer = await fetch(address, options).catch(sayGone);
+  if (!answer || answer.ok) return answer ?? null;
   const text = await answer.text();
-  const read = new DOMParser().parseFromString(text, "text/html");
-  say([...read.querySelectorAll("#message p, .message p")].map((p) => p.textContent).join("\n") || text.slice(0, 400));
+  const lines = new DOMParser().parseFromString(text, "text/html").querySelectorAll("#message p, .message p");
+  say([...lines].map((line) => line.textContent).join("\n") || text.slice(0, 400));
   return null;
 }
 
-document.addEventListener("click", (event) => {
-  const target = event.target.closest("[data-close], #theme, [data-opens], [data-copy]");
-  if (!target) return;
-  if (target.id === "theme") changeTheme();
-  else if ("opens" in target.dataset) document.getElementById(target.dataset.opens).showModal();
-  else if ("copy" in target.dataset) navigator.clipboard.writeText(target.dataset.copy).then(() => say("copied", ""));
-  else target.closest(".message, dialog").remove();
+document.addEventListener("click", ({ target }) => {
+  const pressed = target.closest("[data-close], [data-opens], [data-copy], #theme");
+  if (!pressed) return;
+  const { opens, copy } = pressed.dataset;
+  if (opens) document.getElementById(opens).showModal();
+  else if (copy !== undefined) navigator.clipboard.writeText(copy).then(() => say("copied", ""));
+  else if (pressed.id === "theme") changeTheme();
+  else pressed.closest(".message").remove();
 });
 
 document.addEventListener("keydown", (event) => {
-  const typing = event.target.closest("input, textarea, select, [contenteditable], dialog[open]");
-  if (typing || event.ctrlKey || event.metaKey || event.altKey) return;
-  const links = document.querySelectorAll("nav a:not(.brand)");
-  if (event.key >= "1" && event.key <= String(links.length)) links[event.key - 1].click();
+  const isTyping = event.target.closest("input, textarea, select, dialog[open]");
+  if (isTyping || event.ctrlKey || event.metaKey || event.altKey) return;
+  const search = document.querySelector("input[type=search]");
+  if (/^\d$/.test(event.key)) document.querySelectorAll("nav a:not(.brand)")[event.key - 1]?.click();
   else if (event.key === "t") changeTheme();
   else if (event.key === "?") document.getElementById("keys").showModal();
-  else if (event.key === "/") {
-    const search = document.querySelector("input[type=search]");
-    if (search) { event.preventDefault(); search.focus(); }
+  else if (event.key === "/" && search) {
+    event.preventDefault();
+    search.focus();
   }
 });
-
-// A place to drop files on: a label with class drop around a file input.
-for (const type of ["dragover", "dragleave", "drop"]) {
-  document.addEventListener(type, (event) => {
-    const place = event.target.closest?.(".drop");
-    if (!place) return;
-    event.preventDefault();
-    place.classList.toggle("over", type === "dragover");
-    if (type !== "drop") return;
-    const input = place.querySelector("input[type=file]");
-    input.files = event.dataTransfer.files;
-    input.dispatchEvent(new Event("change", { bubbles: true }));
-  });
-}
 
 // Two pictures over each other, divided by a slider; and the dialog in which any two of a row's are laid so.
 const large = document.getElementById("large"), [left, right] = large.querySelectorAll("select");
 function layOver() {
-  const [under, over] = large.querySelectorAll("img"), isOne = left.value === right.value;
+  const [under, over] = large.querySelectorAll("img");
   [under.src, over.src, large.querySelector("a").href] = [left.value, right.value, `${right.value}&download=1`];
-  large.querySelector(".divided").classList.toggle("single", isOne);
+  large.querySelector(".divided").classList.toggle("single", left.value === right.value);
 }
-large.addEventListener("change", ({ target }) => { if (target.matches("select")) layOver(); });
+large.addEventListener("change", layOver);
 document.addEventListener("input", ({ target }) => {
   target.closest(".divided")?.style.setProperty("--at", `${target.value}%`);
 });
@@ -110,14 +89,3 @@ document.addEventListener("click", ({ target }) => {
 });
 
 document.addEventListener("htmx:error", sayGone);
-
-// hx-confirm in a dialog of the page's own.
-document.addEventListener("htmx:confirm", (event) => {
-  event.preventDefault();
-  const box = document.createElement("dialog"), form = Object.assign(document.createElement("form"), { method: "dialog", className: "bar" });
-  box.append(Object.assign(document.createElement("p"), { textContent: event.detail.ctx.confirm }), form);
-  for (const [value, text] of [["", "Cancel"], ["yes", "Yes"]]) form.append(Object.assign(document.createElement("button"), { value, textContent: text }));
-  box.addEventListener("close", () => { box.remove(); box.returnValue ? event.detail.issueRequest() : event.detail.dropRequest(); });
-  document.body.append(box);
-  box.showModal();
-});
