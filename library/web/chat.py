@@ -10,10 +10,8 @@ import asyncio
 import json
 import os
 import signal
-import threading
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from functools import cache
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,32 +21,26 @@ from starlette.responses import Response, StreamingResponse
 
 from library.errors import UserError
 from library.web.access import Places
-from library.web.child import Child
+from library.web.child import BUSY, Child
 from library.web.jobs import ROOT
 from library.web.site import Form, Handler, Site
 
 _DEPTH = 3  # folders below a place that are looked into: train_llm.py writes output/NAME/NAME
 
-
-@cache
-def child_of(site: Site) -> Child:
-    """Return the one child of all tabs."""
-    return Child([str(ROOT / "tools/chat.py"), "--json_lines"])
+child = Child([str(ROOT / "tools/chat.py"), "--json_lines"])  # one for all tabs
 
 
 @asynccontextmanager
 async def child_while_open(site: Site) -> AsyncIterator[None]:
     """End the child with the page: at the signal already, as the server then waits for answers to be complete."""
-    child, loop = child_of(site), asyncio.get_running_loop()
+    loop = asyncio.get_running_loop()
 
-    def end_first(number: int, frame: object) -> None:
-        loop.call_soon_threadsafe(child.end)
-        servers[number](number, frame)
+    def end_both(number: int, end_server: Any) -> None:
+        child.end()
+        end_server(number, None)
 
-    if threading.current_thread() is threading.main_thread():
-        servers: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        for number in servers:
-            signal.signal(number, end_first)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, end_both, number, signal.getsignal(number))
     yield
     await child.close()
 
@@ -61,9 +53,9 @@ def find_models(places: Places) -> tuple[list[str], list[str]]:
             folder = Path(name)
             inner[:] = sorted(each for each in inner if len(folder.relative_to(top).parts) < _DEPTH and each[0] != ".")
             is_model = "params.json" in files or any(file.endswith(".ckpt.index") for file in files)
-            if "adapter_config.json" in files:
-                if _field(folder / "adapter_config.json", "task_type") in ("CAUSAL_LM", None):
-                    loras[places.show(folder)] = None
+            task = _field(folder / "adapter_config.json", "task_type")
+            if "adapter_config.json" in files and task in ("CAUSAL_LM", None):
+                loras[places.show(folder)] = None
             elif is_model or _field(folder / "config.json", "model_type") in ("gpt2", "llama"):
                 models[places.show(folder)] = None
     return list(models), list(loras)
@@ -79,42 +71,33 @@ def _field(file: Path, key: str) -> object:
 def show(site: Site, request: Request, form: Form) -> Response:
     """Show the screen."""
     models, loras = find_models(site.places)
-    return site.page(request, "chat.html", models=models, loras=loras, is_running=child_of(site).is_running)
+    return site.page(request, "chat.html", models=models, loras=loras, is_running=child.is_running)
 
 
 def ask(site: Site, request: Request, form: Form) -> Response:
     """Load a model, or have it answer: stream the events as lines of JSON."""
-    try:
-        asked: dict[str, Any] = dict(json.loads(str(form.get("request", ""))))
-    except (ValueError, TypeError, RecursionError):
-        asked = {}
+    asked: dict[str, Any] = {}
+    with suppress(ValueError, TypeError, RecursionError):
+        asked = dict(json.loads(str(form.get("request", ""))))
     if asked.get("do") not in ("load", "answer"):
         raise UserError("request: neither load nor answer; reload the page")
     for name in ("model", "lora"):
         if name == "model" or asked.get(name):
             asked[name] = site.places.show(site.places.find(str(asked.get(name, ""))))
-    events = child_of(site).ask(asked, request.is_disconnected)
-
-    async def lines() -> AsyncIterator[str]:
-        async for event in events:
-            yield json.dumps(event) + "\n"
-
-    return StreamingResponse(lines(), media_type="application/x-ndjson")
+    lines = (json.dumps(event) + "\n" async for event in child.ask(asked))
+    return StreamingResponse(lines, media_type="application/x-ndjson")
 
 
 def stop(site: Site, request: Request, form: Form) -> Response:
-    """Stop an answer, or one that waits."""
-    number = str(form.get("id", ""))
-    if not number.isdecimal():
-        raise UserError("id: no number; reload the page")
-    return Response(status_code=204, background=BackgroundTask(child_of(site).stop, int(number)))
+    """Stop the answer."""
+    return Response(status_code=204, background=BackgroundTask(child.stop))
 
 
 def free(site: Site, request: Request, form: Form) -> Response:
     """End the child, which gives its memory back."""
-    if child_of(site).is_busy:
-        raise UserError("the model is answering, here or in another tab; stop that first")
-    return Response(status_code=204, background=BackgroundTask(child_of(site).close))
+    if child.is_busy:
+        raise UserError(BUSY)
+    return Response(status_code=204, background=BackgroundTask(child.close))
 
 
 ROUTES: dict[str, Handler | tuple[Handler | None, Handler]] = {

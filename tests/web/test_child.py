@@ -16,7 +16,7 @@ pytest.importorskip("starlette", reason="the page's packages are not installed (
 
 from library.web.access import Places
 from library.web.chat import find_models
-from library.web.child import Child
+from library.web.child import BUSY, Child
 
 SCRIPT = """
 import json, sys, threading, time
@@ -25,9 +25,9 @@ def count(request):
     for i in range(request["to"]):
         if request["id"] in stopped:
             break
-        print(json.dumps({"event": "piece", "text": "x" * 1000}), flush=True)
+        print(json.dumps({"event": "piece", "id": request["id"], "text": "x" * 1000}), flush=True)
         time.sleep(request.get("each", 0))
-    print(json.dumps({"event": "done", "said": i}), flush=True)
+    print(json.dumps({"event": "done", "id": request["id"], "said": i}), flush=True)
 for line in sys.stdin:
     request = json.loads(line)
     if request["do"] == "stop":
@@ -45,14 +45,6 @@ def in_a_loop(running: Coroutine[Any, Any, None]) -> None:
         pool.submit(asyncio.run, running).result(timeout=60)
 
 
-async def here() -> bool:
-    return False
-
-
-async def gone() -> bool:
-    return True
-
-
 async def all_of(events: AsyncIterator[dict[str, Any]]) -> list[dict[str, Any]]:
     return [event async for event in events]
 
@@ -63,42 +55,60 @@ def child(tmp_path: Path) -> Child:
     return Child([str(tmp_path / "count.py")], idle=0.3)
 
 
-def test_a_reader_that_stands_still_and_one_that_has_gone_hold_nobody_up(child: Child) -> None:
+def test_a_reader_that_has_gone_holds_nobody_up_and_leaves_nothing_to_the_next(child: Child) -> None:
     async def run() -> None:
-        still = child.ask({"do": "count", "to": 3000}, here)  # 3 MB: more than any pipe holds
-        await anext(still)
-        left = child.ask({"do": "count", "to": 10**9, "each": 0.001}, gone)
+        left = child.ask({"do": "count", "to": 10**9, "each": 0.001})
         await anext(left)
-        events = await asyncio.wait_for(all_of(child.ask({"do": "count", "to": 2}, here)), 20)
-        assert [event["event"] for event in events] == ["begun", "waiting", "piece", "piece", "done"]
-        assert len(await all_of(still)) == 3001
+        await asyncio.sleep(0.1)  # more is written meanwhile
+        await left.aclose()  # type: ignore[attr-defined]
+        assert not child.is_busy
+        events = await asyncio.wait_for(all_of(child.ask({"do": "count", "to": 2})), 20)
+        assert [event["event"] for event in events] == ["piece", "piece", "done"]
+        assert {event["id"] for event in events} == {2}
         await child.close()
 
     in_a_loop(run())
 
 
-def test_a_child_stops_waits_ends_when_idle_and_comes_back(child: Child) -> None:
+def test_a_reader_that_stands_still_does_not_hold_up_the_process(child: Child) -> None:
     async def run() -> None:
-        endless = child.ask({"do": "count", "to": 10**9, "each": 0.001}, here)
-        first = await anext(endless)
+        still = child.ask({"do": "count", "to": 3000})  # 3 MB: more than any pipe holds
+        await anext(still)
+        await asyncio.sleep(1)
+        assert len(await asyncio.wait_for(all_of(still), 20)) == 3000
+        await child.close()
+
+    in_a_loop(run())
+
+
+def test_a_child_refuses_a_second_stops_ends_when_idle_and_comes_back(child: Child) -> None:
+    async def run() -> None:
+        endless = child.ask({"do": "count", "to": 10**9, "each": 0.001})
         assert (await anext(endless))["event"] == "piece"
-        waits = child.ask({"do": "count", "to": 1}, here)
-        waiting = await anext(waits)
-        await asyncio.sleep(0)
-        await child.stop(waiting["id"])  # of the two it ends this
-        assert [event["event"] for event in await all_of(waits)] == ["waiting"]
+        assert await all_of(child.ask({"do": "count", "to": 1})) == [{"event": "error", "error": BUSY}]
         assert child.is_busy
-        await child.stop(first["id"])
+        assert (await anext(endless))["event"] == "piece"
+        await child.stop()
         assert (await all_of(endless))[-1]["said"] > 0
         assert child._process is not None
         process = psutil.Process(child._process.pid)
         await asyncio.sleep(1)
         assert not child.is_running
         assert not process.is_running()
-        (_, failed) = await all_of(child.ask({"do": "die"}, here))
+        (failed,) = await all_of(child.ask({"do": "die"}))
         why = "exit code 7; see the page's terminal"
-        assert failed["error"] == f"The model's process has ended ({why}). Press Load to start it again."
-        assert (await all_of(child.ask({"do": "count", "to": 1}, here)))[-1]["event"] == "done"
+        assert failed["error"] == f"The model's process ended ({why}). Load it again."
+        assert (await all_of(child.ask({"do": "count", "to": 1})))[-1]["event"] == "done"
+        await child.close()
+
+    in_a_loop(run())
+
+
+def test_an_answer_that_takes_longer_than_the_idle_time_is_not_ended(child: Child) -> None:
+    async def run() -> None:
+        await all_of(child.ask({"do": "count", "to": 1}))
+        events = await all_of(child.ask({"do": "count", "to": 8, "each": 0.1}))
+        assert [event["event"] for event in events] == ["piece"] * 8 + ["done"]
         await child.close()
 
     in_a_loop(run())

@@ -5,7 +5,8 @@
     {"do": "stop", "id": 2}
 
 A request has its whole conversation, so that nothing of it is here but keys and values, which the next one uses as far
-as it begins alike. Its events are ``ready`` (the model is in memory), ``piece`` ..., and at last ``done`` or ``error``.
+as it begins alike. Its events have its id: ``ready`` (the model is in memory), ``piece`` ..., and at last ``done`` or
+``error``.
 """
 
 from __future__ import annotations
@@ -31,22 +32,25 @@ _OFF = {"top_k": 0, "top_p": 1, "min_p": 0}  # as a form has it; what is not dra
 
 
 class _Answerer:
-    """What the main thread does; ``stopped``, the id of a request to end early, is set by the one that reads."""
+    """What the main thread does; ``stopped``, the ids of requests to end early, is filled by the one that reads."""
 
     def __init__(self, loading: Loading, context: int | None) -> None:
-        self._loading, self._context, self.stopped = loading, context, -1
+        self._loading, self._context = loading, context
+        self.stopped = set[int]()
+        self._id = 0  # of the request that is answered
         self._session: Session | None = None
         self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)  # what a library prints is no event
 
     def say(self, event: str, **values: Any) -> None:
         try:
-            self._out.write(json.dumps({"event": event, **values}) + "\n")
+            self._out.write(json.dumps({"event": event, "id": self._id, **values}) + "\n")
             self._out.flush()
         except BrokenPipeError:  # before stdin told
             os._exit(0)
 
     def handle(self, request: Request) -> None:
+        self._id = request["id"]
         try:
             session = self._take(request["model"], request.get("lora") or None, float(request.get("strength", 1)))
             has_turns = session.conversation.template.has_turns
@@ -85,7 +89,7 @@ class _Answerer:
             for piece in pieces:
                 if piece:
                     self.say("piece", text=piece)
-                if self.stopped == request["id"]:
+                if self._id in self.stopped:
                     break
         new = session.conversation.turns[len(turns) :]
         same = (
@@ -102,7 +106,7 @@ def serve_json_lines(loading: Loading, context: int | None) -> NoReturn:
     def listen() -> None:
         for line in sys.stdin:
             if (request := json.loads(line))["do"] == "stop":
-                answerer.stopped = request["id"]
+                answerer.stopped.add(request["id"])
             else:
                 requests.put(request)
         os._exit(0)
