@@ -12,8 +12,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,14 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from library.errors import UserError
-from library.files import atomic_path, write_text
-from library.web.jobs import ROOT, alone
+from library.files import atomic_path, read_bytes, write_text
+from library.web.jobs import alone
 
 SUFFIXES = (".toml", ".txt", ".caption", ".cap", ".tags", ".tag", ".wd14")  # of what is edited: nothing that is run
 MOST_BYTES = 2**20  # of a caption, as in library.data.file_index
-_REGEX_SECONDS = 5.0
 _MOST_JOURNAL = 8 * 2**20  # bytes; the oldest changes are forgotten
-Changes = list[tuple[str, str | None, str | None, str]]  # path, old and new content (None: no file), encoding
+Change = tuple[str, str | None, str | None, str]  # path, old and new content (None: no file), encoding
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class Text:
     @property
     def shown(self) -> str:
         """The text, its lines ended by newlines, without the last line's end."""
-        return (self.raw or "").removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n").removesuffix("\n")
+        return re.sub("\r\n?", "\n", (self.raw or "").removeprefix("\ufeff")).removesuffix("\n")
 
     @property
     def hash(self) -> str:
@@ -53,72 +50,55 @@ class Text:
         """Return the content with ``shown`` in place of what was shown; of blank text no file, as training wants it."""
         if not shown.strip():
             return None
-        old, new = self.raw or "", shown.replace("\r\n", "\n").replace("\r", "\n")
-        ends = max(("\r\n", "\n", "\r"), key=re.findall("\r\n|\n|\r", old).count)
-        mark, last = "\ufeff" * old.startswith("\ufeff"), ends * old.endswith(("\n", "\r"))
-        return mark + new.replace("\n", ends if "\n" in old or "\r" in old else "\n") + last
+        old = self.raw or ""
+        ends = re.findall("\r\n|\n|\r", old) or ["\n"]
+        usual = max(("\r\n", "\n", "\r"), key=ends.count)
+        mark, last = "\ufeff" * old.startswith("\ufeff"), usual * old.endswith(("\n", "\r"))
+        return mark + re.sub("\r\n?|\n", usual, shown) + last
 
 
 def read(path: Path) -> Text:
     """Return a caption file's text."""
     if path.suffix.lower() not in SUFFIXES:
         return Text(None, why=f"is edited here only as {', '.join(SUFFIXES)}")
+    if not path.exists():
+        return Text(None)
     try:
-        if path.exists() and not (path.is_file() and path.stat().st_size <= MOST_BYTES):
-            return Text(None, why="is no text file of up to a MiB")
-        data = path.read_bytes()
+        data = read_bytes(path, "mend it first", MOST_BYTES)
         encoding = {b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}.get(data[:2], "utf-8")
         return Text(data.decode(encoding), encoding)
-    except (FileNotFoundError, NotADirectoryError):
-        return Text(None)
-    except OSError as error:
-        return Text(None, why=f"cannot be read ({error.strerror})")
     except UnicodeDecodeError as error:
         return Text(None, why=f"is not UTF-8 (byte {error.start}); save it as UTF-8")
+    except UserError as error:
+        return Text(None, why=str(error))
 
 
-def edited(
-    texts: Sequence[str], action: str, find: str, by: str, *, regex: bool, case: bool, missing: bool
-) -> list[str]:
-    """Return what many captions become.
+def edited(text: str, action: str, find: str, by: str, *, case: bool, missing: bool) -> str:
+    """Return what a caption becomes.
 
     Args:
-        texts: as shown.
+        text: as shown.
         action: "replace" ``find`` by ``by``; put ``by`` "before" or "after" each line; "remove" the tag ``find``.
-        regex: ``find`` is a regular expression. case: capital and small letters differ.
-        missing: put ``by`` only where a caption lacks it.
-
-    Raises:
-        UserError: of an expression that is none, or takes too long.
+        case: capital and small letters differ. missing: put ``by`` only where a line lacks it.
     """
     if action == "replace" and find:
-        pattern, flags = find if regex else re.escape(find), 0 if case else re.IGNORECASE
-        asked = json.dumps([pattern, flags, by if regex else by.replace("\\", r"\\"), list(texts)])
-        command = [sys.executable, "-m", "library.web.captions"]  # a process, since no thread can be told to end
-        options: dict[str, Any] = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": _REGEX_SECONDS}
-        try:
-            done = subprocess.run(command, input=asked, **options)
-        except subprocess.TimeoutExpired:
-            raise UserError(f"find: takes longer than {_REGEX_SECONDS:g} s; nest no repetitions") from None
-        if done.returncode:
-            raise UserError(f"find: is no regular expression that can be used ({done.stdout.strip()}); correct it")
-        return list(json.loads(done.stdout))
-
-    put, word = action in ("before", "after"), (by if action in ("before", "after") else find).strip(" ,")
-    if not word:
+        return re.sub(re.escape(find), lambda _: by, text, flags=0 if case else re.IGNORECASE)
+    put = action in ("before", "after")
+    if not (word := (by if put else find).strip(" ,")):
         raise UserError("change captions: there is nothing to look for or to add; write it")
+    if put and not text.strip():
+        return word
 
-    def line(text: str) -> str:
+    def line(old: str) -> str:
         if not put:
-            tags = text.split(",")
-            kept = [tag for tag in tags if tag.strip().casefold() != word.casefold()]
-            return text if len(kept) == len(tags) else ",".join(kept).strip()
-        if not text.strip() or (missing and re.search(rf"(?<!\w){re.escape(word)}(?!\w)", text, re.IGNORECASE)):
-            return text
-        glue = ", " if by[-1:].isalnum() or (action == "after" and by[:1].isalnum()) else ""
-        return f"{by}{glue}{text}" if action == "before" else f"{text}{glue}{by}"
+            kept = [tag for tag in old.split(",") if tag.strip().casefold() != word.casefold()]
+            return old if len(kept) == old.count(",") + 1 else ",".join(kept).strip()
+        if not old.strip() or (missing and re.search(rf"(?<!\w){re.escape(word)}(?!\w)", old, re.IGNORECASE)):
+            return old
+        first, last, touches = (by, old, by[-1]) if action == "before" else (old, by, by[0])
+        return f"{first}{', ' if touches.isalnum() else ''}{last}"
 
-    return [word if put and not text.strip() else "\n".join(map(line, text.split("\n"))) for text in texts]
+    return "\n".join(map(line, text.split("\n")))
 
 
 class Journal:
@@ -135,15 +115,18 @@ class Journal:
         kept = json.loads(self._file.read_text(encoding="utf-8"))
         return kept["done"], kept["undone"]
 
-    def write(self, what: str, changes: Changes) -> list[str]:
+    def next_steps(self) -> dict[str, str]:
+        """Return what is undone and redone next, or "" ."""
+        done, undone = self.stacks()
+        return {"undo": done[-1]["what"] if done else "", "redo": undone[-1]["what"] if undone else ""}
+
+    def write(self, what: str, changes: Sequence[Change]) -> list[str]:
         """Write new texts; return the paths whose old text is not there any more, which were left alone."""
         with alone(self._file.with_suffix(""), "captions"):
-            changes = [change for change in changes if change[1] != change[2]]
-            kept = [change for change in changes if read(self._find(change[0])).raw == change[1]]
+            kept = [change for change in changes if read(self._find(change[0])).raw == change[1] != change[2]]
             if kept:
                 self._note([*self.stacks()[0], {"what": what, "changes": kept}], [])
-                self._put([(path, new, encoding) for path, _, new, encoding in kept])
-            return [path for path, *rest in changes if (path, *rest) not in kept]
+            return self._write(changes)
 
     def step(self, back: bool) -> tuple[str, list[str]]:
         """Undo the last change, or redo what was undone last; return what it was, and paths left alone."""
@@ -153,46 +136,29 @@ class Journal:
             if not stack:
                 raise UserError(f"there is nothing to {'undo' if back else 'redo'}")
             other.append(entry := stack.pop())
-            put, left = [], []
-            for path, old, new, encoding in entry["changes"]:
-                now, (there, wanted) = read(self._find(path)).raw, (new, old) if back else (old, new)
-                if now == there:
-                    put.append((path, wanted, encoding))
-                elif now != wanted:
-                    left.append(path)
             self._note(done, undone)
-            self._put(put)
-            return entry["what"], left
+            changes = [(path, *((new, old) if back else (old, new)), code) for path, old, new, code in entry["changes"]]
+            return entry["what"], self._write(changes)
 
     def _note(self, done: list[dict[str, Any]], undone: list[dict[str, Any]]) -> None:
-        """Write what can be undone and redone; the oldest changes are forgotten where it is too much."""
+        """Keep what can be undone and redone; the oldest changes are forgotten where it is too much."""
         while len(text := json.dumps({"done": done, "undone": undone})) > _MOST_JOURNAL and len(done) > 1:
             del done[: len(done) // 2]
         write_text(self._file, text)
 
-    def _put(self, texts: Sequence[tuple[str, str | None, str]]) -> None:
-        def put(one: tuple[str, str | None, str]) -> None:
-            path, text, encoding = self._find(one[0]), *one[1:]
-            if text is None:
-                path.unlink(missing_ok=True)
-                return
+    def _write(self, changes: Sequence[Change]) -> list[str]:
+        with ThreadPoolExecutor(8) as pool:  # they wait for the disk
+            return [path for path in pool.map(self._put, changes) if path]
+
+    def _put(self, change: Change) -> str:
+        """Write the new text where the old one still is; return the path where there is neither."""
+        path, (name, old, new, encoding) = self._find(change[0]), change
+        now = read(path).raw
+        if now == old and new is None:
+            path.unlink(missing_ok=True)
+        elif now == old != new:
             with atomic_path(path) as temporary:
-                temporary.write_bytes(text.encode(encoding))
+                temporary.write_bytes(str(new).encode(encoding))
                 if path.exists():
                     temporary.chmod(path.stat().st_mode & 0o777)
-
-        with ThreadPoolExecutor(8) as pool:  # they wait for the disk
-            list(pool.map(put, texts))
-
-
-def main() -> None:
-    """Replace in the texts that stdin gives, for :func:`edited`."""
-    pattern, flags, by, texts = json.load(sys.stdin)
-    try:
-        print(json.dumps([re.sub(pattern, by, text, flags=flags | re.MULTILINE) for text in texts]))
-    except (re.error, RecursionError, OverflowError, IndexError) as error:
-        raise SystemExit(print(error) or 1) from None
-
-
-if __name__ == "__main__":
-    main()
+        return "" if now in (old, new) else name

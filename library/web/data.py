@@ -14,18 +14,18 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import lru_cache
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
-from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from library.errors import UserError, counted
-from library.files import find_bad_name, read_toml, toml_text, write_text
+from library.files import find_bad_name, read_text, read_toml, toml_text, write_text
 from library.web.access import Refused
-from library.web.captions import Changes, Journal, Text, edited, read
+from library.web.captions import Change, Journal, Text, edited, read
 from library.web.jobs import Job
 from library.web.site import HERE, Form, Handler, Site, goto, slow, url
 from library.web.thumbnails import Thumbnails
@@ -35,9 +35,8 @@ IMAGES = {".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".avif", "
 _CHUNK = 60  # cards that come together
 _MOST_FOLDERS, _MOST_LEVELS = 3000, 5  # that are looked through for datasets
 _OUTSIDE = "it lies outside of the folders that this page was given"
-_looks: dict[str, dict[str, Any]] = {}
 _FOR_EVER = {"cache-control": "private, max-age=31536000, immutable"}  # its address has its version
-_thumbnails: dict[Path, Thumbnails] = {}
+_thumbnails = lru_cache(Thumbnails)
 
 
 def show(site: Site, request: Request, form: Form) -> Response:
@@ -48,11 +47,16 @@ def show(site: Site, request: Request, form: Form) -> Response:
     path, toml = _toml(site, request.query_params["dataset"])
     jobs = _looks_of(site, path)
     look = next((job for job in jobs if (job.folder / "result.json").is_file()), None)
+    found: dict[str, Any] = _found(site, look.id) if look else {"kinds": [], "buckets": []}
+    several = found["buckets"] and found["buckets"][-1]["dataset"] > 1
+    named = "{size}, dataset {dataset} ({images})" if several else "{size} ({images})"
+    buckets = [(number, named.format(**one)) for number, one in enumerate(found["buckets"])]
     return site.page(
         request, "data.html", title=path.parent.name if path.stem == "dataset" else path.stem, dataset=path, toml=toml,
-        job=jobs[0] if jobs else None, look=look, found=_found(site, look) if look else None,
-        shown=look.id if look else "", history=_history(site, path), asked=request.query_params,
-        changed=look is not None and path.stat().st_mtime > look.created,
+        job=jobs[0] if jobs else None, look=look.id if look else "", found=found,
+        kinds=[(kind["kind"], kind["title"]) for kind in found["kinds"]], buckets=buckets,
+        history=_journal(site, path).next_steps(), asked=request.query_params.get("kind", ""),
+        changed=look is not None and path.stat().st_mtime > look.created, counted=counted,
     )  # fmt: skip
 
 
@@ -60,19 +64,18 @@ def datasets(site: Site) -> tuple[list[tuple[Path, float]], list[tuple[Path, int
     """Return the dataset TOMLs in the places with their times, newest first; and folders of images with how many."""
     tomls: dict[Path, float] = {}
     folders: dict[Path, int] = {}
-    bases = dict.fromkeys((*site.places.folders, site.places.outputs[0] / "datasets"))
-    walks = ((base, *found) for base in bases for found in os.walk(base))
-    for base, at, inside, names in islice(walks, _MOST_FOLDERS):
-        folder = Path(at)
-        deep = len(folder.relative_to(base).parts) >= _MOST_LEVELS
-        inside[:] = [] if deep else sorted(name for name in inside if name[0] != ".")
-        if images := sum(Path(name).suffix.lower() in IMAGES for name in names):
-            folders[folder] = images
-        for name in filter(re.compile(r".*\.toml").fullmatch, names):
-            with suppress(OSError, UserError):
-                path = site.places.find(str(folder / name))
-                if re.search(r"^\s*\[\[\s*datasets\b", path.read_text(errors="replace")[: 2**16], re.MULTILINE):
-                    tomls[path] = path.stat().st_mtime
+    for base in dict.fromkeys((*site.places.folders, site.places.outputs[0] / "datasets")):
+        for at, inside, names in islice(os.walk(base), _MOST_FOLDERS):
+            folder = Path(at)
+            deep = len(folder.relative_to(base).parts) >= _MOST_LEVELS
+            inside[:] = [] if deep else sorted(name for name in inside if name[0] != ".")
+            if images := sum(Path(name).suffix.lower() in IMAGES for name in names):
+                folders[folder] = images
+            for name in (name for name in names if name.endswith(".toml")):
+                with suppress(OSError, UserError):
+                    path = site.places.find(str(folder / name))
+                    if re.search(r"^\s*\[\[\s*datasets\b", read_text(path), re.MULTILINE):
+                        tomls[path] = path.stat().st_mtime
     return sorted(tomls.items(), key=lambda item: -item[1]), sorted(folders.items())
 
 
@@ -81,8 +84,6 @@ def make_dataset(site: Site, request: Request, form: Form) -> Response:
     given = {key: str(value).strip() for key, value in form.items()}
     if given.get("folder"):
         own, image_dir = site.places.find(given["folder"]), "."
-    elif not given.get("name"):
-        raise UserError("Give the dataset a name")
     elif bad := _bad_name(given.get("name", "")):
         raise UserError(f"Name {given.get('name', '')!r}: {bad}")
     else:
@@ -116,30 +117,27 @@ def _bad_name(name: str) -> str | None:
 
 
 def upload(site: Site, request: Request, form: Form) -> Response:
-    """Write pictures and captions into a dataset's first folder of images; none over another."""
+    """Write a picture or caption into a dataset's first folder of images; none over another."""
     path, _ = _toml(site, str(form.get("dataset", "")))
-    named = next((text for key, text in _paths_in(read_toml(path)[0]) if key.startswith("image_dir")), None)
+    named = next((text for key, text in _paths_in(read_toml(path)[0]) if key == "image_dir"), None)
     if named is None:
         raise UserError(f"{site.places.show(path)}: names no image_dir to put pictures into; add one")
-    folder, refused = site.places.find(str(path.parent / named)), []
-    files = [file for file in form.getlist("files") if isinstance(file, UploadFile)]
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in files:
-        name = file.filename or ""
-        bad = _bad_name(name)
-        if not bad and Path(name).suffix.lower() not in {*IMAGES, ".txt", ".caption"}:
-            bad = "is neither an image nor a caption (.txt, .caption)"
-        try:
-            if not bad:
-                with open(site.places.find(str(folder / name)), "xb") as output:
-                    shutil.copyfileobj(file.file, output)
-        except FileExistsError:
-            bad = "there is one of this name already; it was left as it is"
-        except OSError as error:
-            (folder / name).unlink(missing_ok=True)
-            bad = f"cannot be written ({error.strerror})"
-        refused += [f"{name}: {bad}"] if bad else []
-    return JSONResponse({"written": len(files) - len(refused), "refused": refused})
+    folder, file = site.places.find(str(path.parent / named)), form["file"]
+    name = getattr(file, "filename", "")  # of what is no file: refused
+    bad = _bad_name(name)
+    if not bad and Path(name).suffix.lower() not in {*IMAGES, ".txt", ".caption"}:
+        bad = "is neither an image nor a caption (.txt, .caption)"
+    try:
+        if not bad:
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(site.places.find(str(folder / name)), "xb") as output:
+                shutil.copyfileobj(file.file, output)
+    except FileExistsError:
+        bad = "there is one of this name already; it was left as it is"
+    except OSError:
+        (folder / name).unlink(missing_ok=True)
+        raise
+    return JSONResponse({"refused": f"{name}: {bad}" if bad else ""})
 
 
 def start_look(site: Site, request: Request, form: Form) -> Response:
@@ -176,10 +174,10 @@ def state(site: Site, request: Request, form: Form) -> Response:
     """Tell how far a look is; show what it found once it is there."""
     asked = form or request.query_params
     path, _ = _toml(site, str(asked.get("dataset", "")))
-    job, shown = next(iter(_looks_of(site, path)), None), str(asked.get("shown", ""))
-    if job is not None and job.id != shown and (job.folder / "result.json").is_file():
+    job, look = next(iter(_looks_of(site, path)), None), str(asked.get("look", ""))
+    if job is not None and job.id != look and (job.folder / "result.json").is_file():
         return Response(headers={"hx-refresh": "true"})
-    return site.part("data.html", "state", dataset=path, job=job, shown=shown)
+    return site.part("data.html", "state", dataset=path, job=job, look=look)
 
 
 def save_toml(site: Site, request: Request, form: Form) -> Response:
@@ -202,32 +200,24 @@ def _toml(site: Site, text: str) -> tuple[Path, Text]:
     return path, found
 
 
-def _paths_in(value: Any) -> Iterator[tuple[str, str]]:
+def _paths_in(value: Any) -> Iterator[tuple[Any, str]]:
     """Yield key and value of all that name files or folders in a dataset TOML."""
-    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
-        yield from _paths_in(inner)
-    if isinstance(value, dict):
-        yield from (
-            (key, text)
-            for key, text in value.items()
-            if isinstance(text, str) and re.search("_(dir|directory|file)$", key)
-        )
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        if not isinstance(inner, str):
+            yield from _paths_in(inner)
+        elif re.search("_(dir|directory|file)$", str(key)):
+            yield key, inner
 
 
 def _journal(site: Site, dataset: Path) -> Journal:
     return Journal(site.places.state / "undo", dataset, site.places.find)
 
 
-def _history(site: Site, dataset: Path) -> dict[str, str]:
-    done, undone = _journal(site, dataset).stacks()
-    return {"undo": done[-1]["what"] if done else "", "redo": undone[-1]["what"] if undone else ""}
-
-
-def _found(site: Site, job: Job) -> dict[str, Any]:
+@lru_cache(3)
+def _found(site: Site, look: str) -> dict[str, Any]:
     """Return what a look found; what a link has outside of the places is not shown."""
-    if job.id in _looks:
-        return _looks[job.id]
-    if not (result := dict[str, Any](job.result or {})):
+    result = site.jobs.get(look).result
+    if not result:
         raise UserError("this look at the dataset is not there any more; look again")
 
     def is_inside(path: str) -> bool:
@@ -242,15 +232,14 @@ def _found(site: Site, job: Job) -> dict[str, Any]:
         for finding in kind["findings"]:
             for number in finding["images"]:
                 result["images"][number]["findings"].append(kind | finding)
-    while len(_looks) > 2:
-        _looks.pop(next(iter(_looks)))
-    _looks[job.id] = result
     return result
 
 
-def _asked(site: Site, values: Any) -> tuple[Job, dict[str, Any]]:
-    job = site.jobs.get(str(values.get("look", "")))
-    return job, _found(site, job)
+def _image(found: dict[str, Any], number: str) -> dict[str, Any]:
+    try:
+        return dict(found["images"][int(number)])
+    except (ValueError, IndexError):
+        raise UserError("there is no such image; look again") from None
 
 
 def _caption(site: Site, image: dict[str, Any]) -> Text:
@@ -268,73 +257,81 @@ def _matching(site: Site, found: dict[str, Any], asked: Any) -> list[int]:
     words, kind, bucket, only = (str(asked.get(key, "")) for key in ("q", "kind", "bucket", "only"))
 
     def is_left(image: dict[str, Any]) -> bool:
-        if (kind and all(one["kind"] != kind for one in image["findings"])) or (
-            (bucket and str(image["bucket"]) != bucket) or only not in ("", "without", *image["marks"])
-        ):
-            return False
         text = _caption(site, image).shown if words or only == "without" else ""
-        said = f"{image['name']}\n{text}".casefold()
-        return words.casefold() in said and not (only == "without" and text.strip())
+        return (
+            (not kind or any(one["kind"] == kind for one in image["findings"]))
+            and bucket in ("", str(image["bucket"]))
+            and (only in ("", *image["marks"]) or (only == "without" and not text.strip()))
+            and words.casefold() in f"{image['name']}\n{text}".casefold()
+        )
 
     return [number for number, image in enumerate(found["images"]) if is_left(image)]
 
 
 def grid(site: Site, request: Request, form: Form) -> Response:
     """Show the buckets of what the filters leave, as chunks that wait to be filled."""
-    job, found = _asked(site, request.query_params)
+    look = request.query_params["look"]
+    found, chunks = _found(site, look), dict[int | None, list[list[int]]]()
     numbers = _matching(site, found, request.query_params)
-    images, chunks = found["images"], dict[int | None, list[list[int]]]()
-    for bucket, inside in groupby(numbers, lambda number: images[number]["bucket"]):
+    for bucket, inside in groupby(numbers, lambda number: found["images"][number]["bucket"]):
         each = list(inside)
         chunks[bucket] = [each[at : at + _CHUNK] for at in range(0, len(each), _CHUNK)]
-    return site.part("data.html", "grid", look=job, found=found, shown=len(numbers), chunks=chunks)
+    return site.part("data.html", "grid", look=look, found=found, shown=len(numbers), chunks=chunks, counted=counted)
 
 
 def cards(site: Site, request: Request, form: Form) -> Response:
     """Return the cards of a chunk."""
-    job, found = _asked(site, request.query_params)
-    numbers = _numbers(request.query_params.get("rows", ""), found)[:_CHUNK]
-    rows = [(n, found["images"][n], _caption(site, found["images"][n])) for n in numbers]
-    return site.part("data.html", "cards", look=job, rows=rows)
-
-
-def _numbers(text: str, found: dict[str, Any]) -> list[int]:
-    return [int(n) for n in text.split(",") if n.isdecimal() and int(n) < len(found["images"])]
+    look, numbers = request.query_params["look"], request.query_params["rows"].split(",")[:_CHUNK]
+    images = [(number, _image(_found(site, look), number)) for number in numbers]
+    rows = [(number, image, _caption(site, image)) for number, image in images]
+    return site.part("data.html", "cards", look=look, rows=rows, said="", conflict=False)
 
 
 @slow
 def thumbnail(site: Site, request: Request, form: Form) -> Response:
     """Send an image's small picture, or a sign where it can have none."""
     path = site.places.find(request.query_params.get("path", ""))
-    makes = _thumbnails.setdefault(site.places.state, Thumbnails(site.places.state / "thumbs"))
-    small = makes.get(path) if path.suffix.lower() in IMAGES else None
+    made = _thumbnails(site.places.state / "thumbs")
+    small = made.get(path) if path.suffix.lower() in IMAGES else None
     return FileResponse(small, headers=_FOR_EVER) if small else FileResponse(HERE / "static/broken.svg")
 
 
 def preview(site: Site, request: Request, form: Form) -> Response:
     """Send the picture of a mask or control image that a look has drawn."""
-    job, found = _asked(site, request.query_params)
-    number, _, which = request.query_params.get("name", "").partition("_")
-    if not which.isdecimal() or not (numbers := _numbers(number, found)) or found["images"][numbers[0]]["outside"]:
+    look = request.query_params["look"]
+    name = re.fullmatch(r"(\d+)_\d+", request.query_params["name"])
+    if name is None or _image(_found(site, look), name[1])["outside"]:
         raise UserError("there is no such picture; look again")
-    path = job.folder / "previews" / f"{numbers[0]}_{int(which)}.jpg"
+    path = site.jobs.get(look).folder / "previews" / f"{name[0]}.jpg"
     return FileResponse(path, headers=_FOR_EVER) if path.is_file() else Response(status_code=404)  # not yet, or never
 
 
 def save_caption(site: Site, request: Request, form: Form) -> Response:
     """Write one caption, unless it is another than the one that was shown."""
-    _, found = _asked(site, form)
-    dataset = site.places.find(found["dataset"])
-    image = found["images"][_numbers(str(form.get("number", "")), found)[0]]
+    look, number, text = (str(form[key]) for key in ("look", "number", "text"))
+    found = _found(site, look)
+    image = _image(found, number)
     old = _caption(site, image)
-    if image["caption_file"] is None or old.why:
+    if old.why:
         raise UserError(f"{image['name']}: its caption cannot be edited here: {old.why}")
-    left = [image["caption_file"]]
-    if old.hash == form.get("hash"):
-        change = (left[0], old.raw, old.changed(str(form.get("text", ""))), old.encoding)
-        left = _journal(site, dataset).write(f"caption of {image['name']}", [change])
+    if not (conflict := old.hash != form["hash"]):
+        changes = [(image["caption_file"], old.raw, old.changed(text), old.encoding)]
+        what = f"caption of {image['name']}"
+        conflict = bool(_journal(site, site.places.find(found["dataset"])).write(what, changes))
     now = _caption(site, image)
-    return JSONResponse({"conflict": bool(left), "text": now.shown, "hash": now.hash} | _history(site, dataset))
+    conflict = conflict and now.shown != text.replace("\r\n", "\n")
+    said = "saved" if now.shown else "saved: no caption, its file is gone"
+    if conflict:
+        said = f"It was changed elsewhere meanwhile; this is the new text. Yours was not saved: {text}"
+    answer = site.part("data.html", "cards", look=look, rows=[(number, image, now)], said=said, conflict=conflict)
+    answer.headers.update({"hx-reswap": "outerHTML"} if conflict else {"hx-trigger": "saved"})
+    return answer
+
+
+def history(site: Site, request: Request, form: Form) -> Response:
+    """Show what can be undone and redone."""
+    dataset, _ = _toml(site, request.query_params["dataset"])
+    return site.part("data.html", "history", dataset=dataset, history=_journal(site, dataset).next_steps())
 
 
 def step(site: Site, request: Request, form: Form) -> Response:
@@ -345,31 +342,35 @@ def step(site: Site, request: Request, form: Form) -> Response:
     said = f"{'Undone' if back else 'Redone'}: {what}"
     if left:
         said += f"; left alone, as they were changed meanwhile: {counted(len(left), 'file')} ({Path(left[0]).name} ...)"
-    return JSONResponse({"said": said, "left": bool(left)} | _history(site, dataset))
+    answer = site.part("data.html", "said", said=said, kind="warn" if left else "")
+    answer.headers["hx-trigger"] = "changed"
+    return answer
 
 
 def bulk(site: Site, request: Request, form: Form) -> Response:
     """Show what a change of many captions would do; do it, if that is what had been shown."""
-    _, found = _asked(site, form)
-    dataset = site.places.find(found["dataset"])
+    found = _found(site, str(form["look"]))
     numbers = _matching(site, found, form) if form.get("scope") == "shown" else range(len(found["images"]))
     files = dict.fromkeys(found["images"][n]["caption_file"] for n in numbers)
     texts = {path: _caption(site, {"caption_file": path}) for path in files if path is not None}
     texts = {path: text for path, text in texts.items() if not text.why}
     action, look_for, by = (str(form.get(key, "")) for key in ("action", "find", "by"))
-    flags = {key: key in form for key in ("regex", "case", "missing")}
-    new = edited([text.shown for text in texts.values()], action, look_for, by, **flags)
-    pairs = [(path, text, after) for (path, text), after in zip(texts.items(), new, strict=True) if after != text.shown]
-    changes: Changes = [(path, text.raw, text.changed(after), text.encoding) for path, text, after in pairs]
+    flags = {key: key in form for key in ("case", "missing")}
+    new = {path: edited(text.shown, action, look_for, by, **flags) for path, text in texts.items()}
+    pairs = [(path, text, new[path]) for path, text in texts.items() if new[path] != text.shown]
+    changes: list[Change] = [(path, text.raw, text.changed(after), text.encoding) for path, text, after in pairs]
     digest, said = hashlib.sha256(json.dumps(changes).encode()).hexdigest(), ""
-    if form.get("digest") == digest:
+    if is_done := form.get("digest") == digest:
+        dataset = site.places.find(found["dataset"])
         left = _journal(site, dataset).write(f"change of {counted(len(changes), 'caption')}", changes)
-        said, pairs, digest = f"{counted(len(changes) - len(left), 'caption')} changed", [], ""
+        said, pairs = f"{counted(len(changes) - len(left), 'caption')} changed", []
     elif "digest" in form:
         said = "The captions have changed meanwhile; this is how it is now."
-    return site.part("data.html", "bulk", said=said, digest=digest, count=len(pairs), of=len(files),
-                     pairs=[(Path(path).name, text.shown, after) for path, text, after in pairs[:20]],
-                     locked=len(texts) < len(files), history=_history(site, dataset))  # fmt: skip
+    answer = site.part("data.html", "bulk", said=said, digest=digest, count=len(pairs), of=len(files),
+                       pairs=[(Path(path).name, text.shown, after) for path, text, after in pairs[:20]],
+                       locked=len(texts) < len(files))  # fmt: skip
+    answer.headers.update({"hx-trigger": "changed"} if is_done else {})
+    return answer
 
 
 ROUTES: dict[str, Handler | tuple[Handler | None, Handler]] = {
@@ -383,6 +384,6 @@ ROUTES: dict[str, Handler | tuple[Handler | None, Handler]] = {
     "/data/thumb": thumbnail,
     "/data/preview": preview,
     "/data/caption": (None, save_caption),
-    "/data/step": (None, step),
+    "/data/step": (history, step),
     "/data/bulk": (None, bulk),
 }

@@ -1,30 +1,30 @@
-"""Small pictures of images, made by a few processes that end with the page and kept on disk.
+"""Small pictures of images, made by processes that end with the page and kept on disk.
 
 A decoder that crashes, an image that takes all memory or for ever ends one of these processes, not the page, which
-shows a sign in its place. ``python -m library.web.thumbnails`` reads lines of JSON, [image, JPEG to write], and
-answers each with an empty line, or with why there is none. A picture's name
-follows from the image's path, bytes and time.
+shows a sign in its place. Each pool has one process, so that only the image that ended it is without its picture. A
+picture's name follows from the image's path, bytes and time.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
+import multiprocessing
 import os
-import subprocess
-import sys
+import signal
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from queue import Queue
+from threading import Thread
 
 from library.files import atomic_path
-from library.web.jobs import ROOT
 
 SIDE = 384  # pixels: twice what a card shows
 _WORKERS = 2
 _SECONDS, _MEMORY = 20, 3 * 2**30  # for one image; bytes
 _MOST_BYTES = 500 * 2**20  # of all of them; the oldest are removed when the page begins to show some
-_MOST_PIXELS = 400_000_000
 
 
 class Thumbnails:
@@ -32,9 +32,9 @@ class Thumbnails:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._idle: Queue[subprocess.Popen[str] | None] = Queue()
+        self._idle: Queue[ProcessPoolExecutor] = Queue()
         for _ in range(_WORKERS):
-            self._idle.put(None)  # begun when it is wanted
+            self._idle.put(_pool())
         kept = sorted(((path.stat(), path) for path in folder.glob("*/*.jpg")), key=lambda one: -one[0].st_mtime)
         for (_, path), total in zip(kept, accumulate(stat.st_size for stat, _ in kept), strict=True):
             if total > _MOST_BYTES:
@@ -42,75 +42,60 @@ class Thumbnails:
 
     def get(self, image: Path) -> Path | None:
         """Return the file with an image's small picture; None if there can be none."""
-        try:
-            stat = image.stat()
-        except OSError:
-            return None
         if not image.is_file():  # a pipe would wait
             return None
+        stat = image.stat()
         name = hashlib.sha256(os.fsencode(f"{SIDE} {image} {stat.st_mtime_ns} {stat.st_size}")).hexdigest()
         kept = self._folder / name[:2] / f"{name[2:30]}.jpg"
-        return kept if kept.is_file() or self._make(image, kept) else None
-
-    def _make(self, image: Path, kept: Path) -> bool:
-        worker = self._idle.get()
+        if kept.is_file():
+            return kept
+        pool = self._idle.get()
         try:
-            if worker is None or worker.poll() is not None:
-                worker = subprocess.Popen([sys.executable, "-m", __name__], stdin=subprocess.PIPE, text=True, cwd=ROOT,
-                                          stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)  # fmt: skip
-            assert worker.stdin is not None
-            assert worker.stdout is not None
-            worker.stdin.write(json.dumps([str(image), str(kept)]) + "\n")
-            worker.stdin.flush()
-            return worker.stdout.readline() == "\n"
-        except OSError:  # it has ended
-            return False
+            return kept if pool.submit(make, image, kept).result() else None
+        except BrokenProcessPool:  # the image was too much for it
+            pool = _pool()
+            return None
         finally:
-            self._idle.put(worker)
+            self._idle.put(pool)
 
 
-def make(image: str, kept: str) -> None:
-    """Write an image's small picture: upright, its first frame, on white where it is transparent."""
-    from PIL import Image, ImageOps
-
-    with Image.open(image) as opened:
-        if opened.width * opened.height > _MOST_PIXELS:
-            raise ValueError("too many pixels")
-        opened.draft("RGB", (SIDE, SIDE))
-        small: Image.Image = ImageOps.exif_transpose(opened)
-        if small.mode[0] in "IF":  # 16 bits and more
-            small = small.convert("F").point(lambda value: value * (1 / 256) + 0) if small.mode[0] == "I" else small
-            small = small.convert("L")
-        if small.has_transparency_data:
-            small = small.convert("RGBA")
-            small = Image.alpha_composite(Image.new("RGBA", small.size, "white"), small)
-        small = small.convert("RGB")
-        small.thumbnail((SIDE, SIDE), reducing_gap=2)
-    with atomic_path(kept) as temporary:
-        small.save(temporary, "JPEG", quality=80)
+def _pool() -> ProcessPoolExecutor:
+    """Return a pool of one process, which begins when it is first needed."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), _limit)
 
 
-def main() -> None:
-    """Make pictures until stdin ends."""
-    from PIL import Image
-
-    if sys.platform != "win32":
+def _limit() -> None:
+    """Limit this process, and have it end with the page, however that ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what decoders say of broken images is for nobody
+    Thread(target=_end_with_the_page, daemon=True).start()
+    with suppress(ImportError):  # Windows has none
         import resource
-        import signal
 
         resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
-    Image.MAX_IMAGE_PIXELS = None  # make() looks itself
-    for line in sys.stdin:
-        if sys.platform != "win32":
-            signal.alarm(_SECONDS)  # ends the process
-        try:
-            make(*json.loads(line))
-            print(flush=True)
-        except Exception as error:  # Pillow's plugins raise many types
-            print(type(error).__name__, flush=True)
-        if sys.platform != "win32":
-            signal.alarm(0)
 
 
-if __name__ == "__main__":
-    main()
+def _end_with_the_page() -> None:
+    if page := multiprocessing.parent_process():
+        page.join()
+        os._exit(1)
+
+
+def make(image: Path, kept: Path) -> bool:
+    """Write an image's small picture: upright, its first frame, on white where it is transparent; tell if it could."""
+    from PIL import Image, ImageOps
+
+    Image.MAX_IMAGE_PIXELS = 200_000_000  # it refuses twice as many
+    alarm = getattr(signal, "alarm", int)  # ends the process; Windows has none
+    alarm(_SECONDS)
+    with suppress(Exception), Image.open(image) as opened:  # Pillow's plugins raise many types
+        opened.draft("RGB", (SIDE, SIDE))
+        small: Image.Image = ImageOps.exif_transpose(opened)
+        if small.mode[0] == "I":  # 16 bits and more
+            small = small.convert("F").point(lambda value: value * (1 / 256) + 0)
+        small = small.convert("RGBA")
+        small.thumbnail((SIDE, SIDE), reducing_gap=2)
+        small = Image.alpha_composite(Image.new("RGBA", small.size, "white"), small).convert("RGB")
+        with atomic_path(kept) as temporary:
+            small.save(temporary, "JPEG", quality=80)
+    alarm(0)
+    return kept.is_file()
