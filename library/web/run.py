@@ -36,7 +36,6 @@ Read = TypeVar("Read")
 ASKS = ("STOP", "SAVE", "SAMPLE")  # files of docs/reliability.md
 _POINTS = 1000  # of a curve, about what a screen has pixels
 _OPEN = 8  # metrics files that are kept in memory, of about 4 MB for 10,000 steps
-_HEADER_BYTES = 2**20  # of a LoRA; what it says of itself comes first in there
 _END_BYTES = 2**15  # of a metrics file: dozens of lines, or a few of a run of a hundred processes
 _SHOT = re.compile(r"step(\d{6,})_(\d{2,})\.png")
 _STATE = re.compile(r"step(\d+)-state")
@@ -279,23 +278,16 @@ def texts(folder: Path) -> list[tuple[int, str]]:
     return [(int("0" + re.sub(r"\D", "", path.stem)), (text_of(path) or "")[:20_000]) for path in found]
 
 
-@once
-def _file(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        rank = re.search(rb'"ss_network_dim": ?"(\d{1,6})"', file.read(_HEADER_BYTES))
-    return {"path": path, "when": _changed(path), "size": path.stat().st_size, "rank": rank[1].decode() if rank else ""}
-
-
 def loras(folder: Path, job: Job | None, jobs: list[Job]) -> list[dict[str, Any]]:
     """Return the LoRA files of a run, the newest first, and what is known of where they load."""
     found = []
-    for known in filter(None, map(_file, folder.glob("*.safetensors"))):
-        own = [each for each in jobs if each.kind == "inspect" and each.words[-1] == str(known["path"])]
-        checks = [each for each in own if each.created > known["when"]]
-        ended = [job] if job and job.state == "done" and "-step" not in known["path"].name else []
+    for path in sorted(filter(Path.is_file, folder.glob("*.safetensors")), key=_changed, reverse=True):
+        own = [each for each in jobs if each.kind == "inspect" and each.words[-1] == str(path)]
+        checks = [each for each in own if each.created > _changed(path)]
+        ended = [job] if job and job.state == "done" and "-step" not in path.name else []
         said = [table for each in (*checks, *ended) for table in _LOADS_IN.findall(each.log)]
-        found.append(known | {"check": checks[0] if checks else None, "loads": said[0] if said else ""})
-    return sorted(found, key=lambda known: known["when"], reverse=True)
+        found.append({"path": path, "check": checks[0] if checks else None, "loads": said[0] if said else ""})
+    return found
 
 
 def live(site: Site, request: Request, template: str, block: str, **values: Any) -> Response:
@@ -320,17 +312,18 @@ def show_run(site: Site, request: Request, form: Form) -> Response:
     if not folder.is_dir() and job is None:
         raise UserError(f"{site.places.show(folder)}: no such run; it may have been moved or deleted")
     run = look(site, folder, job)
+    plots = {path.name: _address(path) for path in (*folder.glob("*.png"), *folder.glob("samples/[!s]*.png"))}
     values = {
-        "run": run, "job": run.job, "states": _states(folder), "own": url("/run", path=folder),
+        "run": run, "runs": [run], "job": run.job, "states": _states(folder), "own": url("/run", path=folder),
         "waits": len(ahead(site, run.job)) + 1 if run.job and run.state == "waiting" else 0,
-        "rows": samples(folder), "texts": texts(folder), "loras": loras(folder, run.job, jobs),
+        "rows": samples(folder) + ([("", "Plots of the run", plots)] if plots else []), "texts": texts(folder),
+        "loras": loras(folder, run.job, jobs),
     }  # fmt: skip
     if (part := request.query_params.get("part")) in ("overview", "samples", "files", "log"):
         return live(site, request, "run.html", part, **values)
-    pictures = [(p.name, _address(p)) for p in (*folder.glob("*.png"), *folder.glob("samples/[!s]*.png"))]
     configs = [at / "config.toml" for at in (folder, run.job and run.job.folder) if at]
     config = next(filter(text_of, configs), configs[0])
-    return site.page(request, "run.html", seen="", pictures=pictures, config=config, settings=text_of(config), **values)
+    return site.page(request, "run.html", seen="", config=config, settings=text_of(config), **values)
 
 
 def show_job(site: Site, request: Request, form: Form) -> Response:

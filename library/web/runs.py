@@ -91,10 +91,8 @@ def compare(site: Site, request: Request, form: Form) -> Response:
     for one in runs:
         for kind, prompt, cells in samples(one.path):
             painted.setdefault((kind, prompt), []).extend((step, one.name, cells[step]) for step in cells)
-    pictures = [
-        (prompt, [(f"{name}, step {step}", address) for step, name, address in sorted(cells)])
-        for (_, prompt), cells in painted.items() if len({name for _, name, _ in cells}) > 1
-    ]  # fmt: skip
+    pictures = [(prompt, [(f"{name}, step {step}", address) for step, name, address in sorted(cells)])
+                for (_, prompt), cells in painted.items()]  # fmt: skip
     said = [settings_of(path, job) for path, job in zip(paths, jobs, strict=True)]
     return site.page(request, "compare.html", runs=runs, pictures=pictures, differences=_differences(said))
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from PIL import Image
 
 from library.folder_lock import FolderLock
 from library.training.report.metrics_file import MetricsReader, average, read_run, thin
-from library.web.jobs import Jobs
+from library.web.jobs import Job, Jobs
 from tests.web.page import ROOT, WAIT, Server, Tab, expect, serve
 
 pytestmark = pytest.mark.slow
@@ -127,7 +128,7 @@ def test_smoothing_in_its_middle_is_the_trainers_own_average(tmp_path: Path) -> 
 
 def test_how_a_run_ended_is_told_from_its_files(tmp_path: Path) -> None:
     from library.web.access import Places
-    from library.web.run import Seen
+    from library.web.run import Seen, look
     from library.web.runs import all_runs
     from library.web.site import Site
 
@@ -160,6 +161,15 @@ def test_how_a_run_ended_is_told_from_its_files(tmp_path: Path) -> None:
     (run / ".lock").unlink()
     (run / "x.safetensors").write_bytes(b"")
     assert seen().state == "done"
+    log = tmp_path / "job/log.txt"
+    log.parent.mkdir()
+    job = Job("x", "train", "x", (), True, str(run), 1.0, "", log.parent, began=1.0, state="lost")  # nobody saw its end
+    assert look(site, run, job).state == "done"
+    (run / "x.safetensors").unlink()
+    assert look(site, run, job).state == "stopped"
+    log.write_text("error: no room\n")
+    failed = look(site, run, replace(job, id="y"))
+    assert (failed.state, failed.error) == ("lost", "error: no room")
     for name, head in (("first", "# Tandem suggests this."), ("begun", "# Tandem 0.1.0: the settings of this run")):
         (tmp_path / "output" / name).mkdir()  # a suggestion is no run; what a trainer began with is
         (tmp_path / "output" / name / "config.toml").write_text(f"{head}\n[training]\nmax_train_steps = 7\n")
@@ -305,7 +315,7 @@ def test_a_run_from_its_job_to_its_end(tmp_path: Path, browser: Any) -> None:
         expect(tab.page.locator(".shot")).to_have_count(1)
         expect(tab.page.locator("#samples h3")).to_have_text(f"{EVIL} in red")
         tab.page.get_by_role("button", name="Save").click()
-        expect(tab.page.locator("#files")).to_contain_text("rank 4")
+        expect(tab.page.locator("#files b")).to_contain_text("tiny-step")
         assert len(list(run.glob("*-state"))) == 1
         server.kill()
         server.process.wait()

@@ -62,7 +62,8 @@ function draw() {
     known?.plot.destroy();
     const box = known?.box ?? one("#charts").appendChild(document.createElement("div"));
     const axis = { stroke: colour("quiet"), grid: { stroke: colour("line"), width: 1 }, ticks: { stroke: colour("line") } };
-    const numbers = (_, values) => values.map((value) => value == null ? "" : `${+value.toPrecision(6)}`);
+    const short = (v) => v && Math.abs(v) < 0.001 ? (+v.toPrecision(3)).toExponential() : +v.toPrecision(6);
+    const numbers = (_, values) => values.map((v) => v == null ? "" : `${short(v)}`);
     const plot = new uPlot({
       title: chart.title, width: box.clientWidth || 400, height: 230, series, cursor: { sync: { key: "runs" } },
       scales: { x: { time: false }, y: { distr: log ? 3 : 1 } }, axes: [axis, { ...axis, size: 62, values: numbers }],
@@ -83,16 +84,15 @@ if (curves) {
   }).observe(one("#charts"));
 }
 
-// Followed to its end, unless somebody looks at what was before
-const followed = "#log pre, #samples .shots", left = new WeakSet();
+// Followed to its end, unless somebody has scrolled back from where it was
+const ends = new WeakMap();
 function follow() {
-  const boxes = [...document.querySelectorAll(followed)].filter((box) => !left.has(box));
-  for (const box of boxes) box.scrollTo(box.scrollWidth, box.scrollHeight);
+  for (const box of document.querySelectorAll("#log pre, #samples .shots")) {
+    const end = box.scrollWidth - box.clientWidth + box.scrollHeight - box.clientHeight;
+    if (box.scrollLeft + box.scrollTop < Math.min(ends.get(box) ?? 0, end) - 40) continue;
+    box.scrollTo(box.scrollWidth, box.scrollHeight);
+    ends.set(box, end);
+  }
 }
-document.addEventListener("scroll", ({ target: box }) => {
-  if (!box.matches?.(followed)) return;
-  const rest = box.scrollWidth - box.clientWidth - box.scrollLeft + box.scrollHeight - box.clientHeight - box.scrollTop;
-  left[rest < 40 ? "delete" : "add"](box);
-}, true);
 for (const event of ["load", "htmx:after:swap"]) document.addEventListener(event, follow, true); // load: a picture
 follow();
