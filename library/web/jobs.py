@@ -150,7 +150,7 @@ class Jobs:
 
     def all(self) -> list[Job]:
         """Return all jobs, the newest first."""
-        names = sorted((path.name for path in self.folder.glob("*")), reverse=True)
+        names = sorted((path.name for path in self.folder.glob("[!.]*")), reverse=True)
         return [job for name in names if (job := self._read(name)) is not None]
 
     def queue(self, jobs: Iterable[Job] | None = None) -> list[Job]:

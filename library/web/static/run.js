@@ -50,7 +50,7 @@ function draw() {
   for (const chart of charts) {
     const lines = chart.lines.filter((line) => !isBanded(chart) || line.label === one("#band").value);
     const log = chart.log || (chart.loss && one("#logarithmic").checked);
-    const columns = lines.map(({ steps, values }) => [steps, values.map((value) => log && !(value > 0) ? null : value)]);
+    const columns = lines.map(({ steps, values }) => [steps, values.map((v) => log && !(v > 0) ? null : v)]);
     const data = uPlot.join(columns), series = [{ label: "step" }, ...lines.map((line) => seriesOf(chart, line))];
     const shape = JSON.stringify([log, series]), known = plots.get(chart.title);
     if (known?.shape === shape) { // new steps alone
@@ -61,7 +61,7 @@ function draw() {
     }
     known?.plot.destroy();
     const box = known?.box ?? one("#charts").appendChild(document.createElement("div"));
-    const axis = { stroke: colour("quiet"), grid: { stroke: colour("line"), width: 1 }, ticks: { stroke: colour("line") } };
+    const faint = { stroke: colour("line"), width: 1 }, axis = { stroke: colour("quiet"), grid: faint, ticks: faint };
     const short = (v) => v && Math.abs(v) < 0.001 ? (+v.toPrecision(3)).toExponential() : +v.toPrecision(6);
     const numbers = (_, values) => values.map((v) => v == null ? "" : `${short(v)}`);
     const plot = new uPlot({
