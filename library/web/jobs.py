@@ -1,11 +1,11 @@
 """Jobs that the page starts, as files; nothing of them is in the page's memory, so they outlive it.
 
 A job is a folder ``<state>/jobs/<id>/`` with ``job.json`` (what to run), ``place`` (its turn in the queue),
-``log.txt``, ``running.json`` once it was claimed and ``ended.json`` with its exit code. It is claimed by creating
-``running.json``, which only one process can. Runs and reports wait for each other in one queue, since they share the
-card; what needs none of it (counting memory, looking a dataset over) is run at once. Either is done by a process of its
-own, ``python -m library.web.jobs FOLDER [ID]``, which ends with the queue and takes nothing down with it: a closed
-browser stops no job, nor does the page's end, nor this process's, since a job has a session of its own.
+``log.txt``, ``running.json`` once it was begun and ``ended.json`` with its exit code. Who adds, begins or stops one has
+the lock ``<state>/changing`` meanwhile. Runs and reports wait for each other in one queue, since they share the card;
+what needs none of it (counting memory, looking a dataset over) is run at once. Either is done by a process of its own,
+``python -m library.web.jobs FOLDER [ID]``, which ends with the queue and takes nothing down with it: a closed browser
+stops no job, nor does the page's end, nor this process's, since a job has a session of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -35,7 +35,6 @@ State = Literal["waiting", "running", "done", "stopped", "failed", "lost"]
 _STOPPED = {3, 129, 130, 143, -2, -9, -15}  # exit codes: by STOP; by signals, as a trainer or a shell has it
 # Apart from this terminal; on Windows in a group of its own (CREATE_NEW_PROCESS_GROUP), which takes Ctrl-Break.
 APART: dict[str, Any] = {"creationflags": 0x200} if sys.platform == "win32" else {"start_new_session": True}
-_LOOK = 0.3  # seconds between two looks at a job that another process began
 _LOG_BYTES = 256 * 1024  # of the end of a log
 
 
@@ -94,9 +93,9 @@ class Job:
         return found[-1] if found[0].startswith("Traceback") else "\n".join(found).strip()
 
     @property
-    def result(self) -> dict[str, Any] | None:
+    def result(self) -> dict[str, Any]:
         """What the command wrote to ``{job}/result.json``, if it did."""
-        return _object(self.folder / "result.json")
+        return self.read("result.json")
 
     @property
     def seconds(self) -> float:
@@ -124,23 +123,24 @@ class Jobs:
         Raises:
             UserError: a job that writes into ``output`` waits or runs.
         """
-        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
-        making, own = self.folder / f".{name}", self.folder / name
-        making.mkdir(parents=True)
+        own = self.folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
         script = str(ROOT / words[0]) if (ROOT / words[0]).is_file() else words[0]
         record = {
             "kind": kind, "title": title, "words": [word.replace("{job}", str(own)) for word in (script, *words[1:])],
             "queued": queued, "output": output, "created": time.time(), "cwd": str(Path.cwd()),
         }  # fmt: skip
-        for file, text in (*files.items(), ("place", str(time.time())), ("job.json", json.dumps(record))):
-            write_text(making / file, text.replace('"{job}/', f'"{own.as_posix()}/'))
-        with alone(self.folder.parent / "adding", "jobs"):  # of two tabs that begin the same run one is refused
+        with self.alone():
             if output and any(job.output == output and not job.is_over for job in self.all()):
-                discard(making)
                 raise UserError(f"{output}: a run that is going on or waits has this folder; look at it in Runs")
-            making.rename(own)
-        self.begin(None if queued else name)
-        return self.get(name)
+            own.mkdir(parents=True)
+            for file, text in (*files.items(), ("place", str(time.time())), ("job.json", json.dumps(record))):
+                write_text(own / file, text.replace('"{job}/', f'"{own.as_posix()}/'))  # a job once all are there
+        self.begin(None if queued else own.name)
+        return self.get(own.name)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Return the right to add, begin or stop a job, which one process has at a time."""
+        return alone(self.folder.parent / "changing", "jobs")
 
     def begin(self, name: str | None = None) -> None:
         """Start the process that runs the job called ``name``, or the queue; one that is there already is enough."""
@@ -150,10 +150,8 @@ class Jobs:
 
     def all(self) -> list[Job]:
         """Return all jobs, the newest first."""
-        with suppress(FileNotFoundError):
-            names = sorted((entry.name for entry in os.scandir(self.folder) if entry.name[0] != "."), reverse=True)
-            return [job for name in names if (job := self._read(name)) is not None]
-        return []
+        names = sorted((path.name for path in self.folder.glob("[!.]*")), reverse=True)
+        return [job for name in names if (job := self._read(name)) is not None]
 
     def queue(self, jobs: Iterable[Job] | None = None) -> list[Job]:
         """Return the queued jobs that are not over, of all or of ``jobs``, in their order."""
@@ -191,17 +189,13 @@ class Jobs:
 
     def stop(self, name: str, again: bool = False) -> None:
         """Take a waiting job out of the queue; ask a running one to end, as Ctrl-C does, or ``again`` end it now."""
-        job = self.get(name)
-        if job.state == "waiting" and claim(job.folder):
-            _note(job.folder / "ended.json", code=130)
-            return
-        limit = time.monotonic() + 5
-        while (job := self.get(name)).state == "running" and not job.pid and time.monotonic() < limit:
-            time.sleep(_LOOK / 10)  # claimed, and about to begin
-        if job.state == "running" and job.pid:
-            with suppress(FileExistsError):
-                if not again:
-                    open(job.folder / "asked", "x").close()  # once: a trainer ends at the second one without saving
+        with self.alone():
+            job = self.get(name)
+            if job.state == "waiting":
+                _note(job.folder / "running.json")
+                _note(job.folder / "ended.json", code=130)
+            elif job.state == "running" and job.pid and (again or not job.asked):
+                (job.folder / "asked").touch()  # once: a trainer ends at the second one without saving
                 end_group(job.pid, at_once=again)
 
     def remove(self, name: str) -> None:
@@ -221,12 +215,9 @@ class Jobs:
         job = Job(id=own.name, folder=own, **record)
         if (running := _object(own / "running.json")) is None:
             return job
-        running = running or {"at": (own / "running.json").stat().st_mtime}  # being written, or for ever half written
-        job = replace(job, began=float(running["at"]), pid=int(running.get("pid", 0)), asked=(own / "asked").exists())
-        ended = _object(own / "ended.json")
-        gone = ended is None and job_is_gone(running)
-        if gone:
-            ended = _object(own / "ended.json")  # noted in between
+        gone, ended = job_is_gone(running), _object(own / "ended.json")  # in this order: its end is noted first
+        began, pid = float(running.get("at", 0.0)), int(running.get("pid", 0))
+        job = replace(job, began=began, pid=pid, asked=(own / "asked").exists())
         if ended is None:
             return replace(job, state="lost" if gone else "running")
         code = int(ended.get("code", 1))
@@ -248,10 +239,8 @@ def _note(path: Path, **values: float) -> None:
 
 def job_is_gone(running: Mapping[str, float]) -> bool:
     """Return whether neither a job's process is there any more nor the one that waits for it to note its end."""
-    if not running.get("pid"):
-        return abs(time.time() - running.get("at", 0.0)) > 10  # claimed, and its process did not come
     both = ("pid", "process_began"), ("runner", "runner_began")
-    return all(process_began(int(running.get(pid, 0))) != running.get(began) for pid, began in both)
+    return not any(running.get(began) and process_began(int(running[pid])) == running[began] for pid, began in both)
 
 
 def end_group(pid: int, at_once: bool) -> None:
@@ -267,24 +256,20 @@ def end_group(pid: int, at_once: bool) -> None:
             os.killpg(pid, signal.SIGINT)
 
 
-def claim(folder: Path) -> bool:
-    """Make a job one's own; return False if another has it."""
-    with suppress(FileExistsError), open(folder / "running.json", "x") as file:
-        json.dump({"at": time.time()}, file)
-        return True
-    return False
-
-
 @contextmanager
-def alone(folder: Path, what: str) -> Iterator[None]:
-    """Wait until no other page changes ``what``, and have it to oneself."""
-    lock, end = FolderLock(folder, what, lambda line: None), time.monotonic() + 10
+def alone(folder: Path, what: str, seconds: float = 10.0) -> Iterator[None]:
+    """Have ``folder`` to oneself, after waiting for whoever changes ``what`` there.
+
+    Raises:
+        UserError: somebody has it for longer, or it cannot be written.
+    """
+    lock, end = FolderLock(folder, what, lambda line: None), time.monotonic() + seconds
     while True:
         try:
             lock.acquire()
             break
-        except UserError:  # somebody has it, or it cannot be written, which it says itself
-            if time.monotonic() > end or not os.access(folder.parent if not folder.exists() else folder, os.W_OK):
+        except UserError:
+            if time.monotonic() >= end or not os.access(folder if folder.exists() else folder.parent, os.W_OK):
                 raise
             time.sleep(0.02)
     try:
@@ -293,45 +278,36 @@ def alone(folder: Path, what: str) -> Iterator[None]:
         lock.release()
 
 
-def run_job(job: Job) -> None:
-    """Claim a job, run it to its end, and note its exit code."""
-    if not claim(job.folder):
-        return
+def run_job(jobs: Jobs, name: str) -> None:
+    """Run a job that waits to its end, and note its exit code."""
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": "110", "TERM": "dumb"}
-    with open(job.folder / "log.txt", "ab") as log:
-        child = subprocess.Popen(
-            [sys.executable, *job.words], cwd=job.cwd, env=environment,
-            stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, **APART,
-        )  # fmt: skip
-    began, own = process_began(child.pid), os.getpid()
-    known = {"pid": child.pid, "process_began": began, "runner": own, "runner_began": process_began(own)}
-    _note(job.folder / "running.json", **known)
+    known = {"runner": os.getpid(), "runner_began": process_began(os.getpid())}
+    with jobs.alone():
+        job = jobs.get(name)
+        if job.state != "waiting":
+            return
+        _note(job.folder / "running.json", **known)  # nobody begins it again, whatever becomes of this process
+        with open(job.folder / "log.txt", "ab") as log:
+            child = subprocess.Popen(
+                [sys.executable, *job.words], cwd=job.cwd, env=environment,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, **APART,
+            )  # fmt: skip
+        _note(job.folder / "running.json", **known, pid=child.pid, process_began=process_began(child.pid))
     _note(job.folder / "ended.json", code=child.wait())
 
 
 def run_queue(jobs: Jobs) -> None:
     """Run the queued jobs one after the other until none is left; nothing if another process does."""
-    lock = FolderLock(jobs.folder, "queue", lambda line: None)
-    while jobs.queue():
-        try:
-            lock.acquire()
-        except UserError:
-            return
-        try:
-            while queue := jobs.queue():
-                if queue[0].state == "running":  # of a process that was killed; its job goes on
-                    time.sleep(_LOOK)
-                else:
-                    run_job(queue[0])
-        finally:
-            lock.release()  # one that was added just now is seen by the outer loop
-
-
-def main(folder: str, name: str | None = None) -> None:
-    """Run one job, or the queue."""
-    jobs = Jobs(Path(folder).parent)
-    run_job(jobs.get(name)) if name else run_queue(jobs)
+    with suppress(UserError):
+        while jobs.queue():  # also one that was added while the lock was given back
+            with alone(jobs.folder, "queue", seconds=0):
+                while queue := jobs.queue():
+                    if queue[0].state == "running":  # of a process that was killed; its job goes on
+                        time.sleep(0.3)
+                    else:
+                        run_job(jobs, queue[0].id)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    all_jobs = Jobs(Path(sys.argv[1]).parent)
+    run_job(all_jobs, sys.argv[2]) if sys.argv[2:] else run_queue(all_jobs)

@@ -7,16 +7,13 @@ say where a run stands. Curves are read on from where they were read up to, and 
 
 from __future__ import annotations
 
-import json
 import re
 import stat
-import struct
 import tomllib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from hashlib import blake2b
 from pathlib import Path
 from statistics import median
 from threading import Lock
@@ -33,16 +30,17 @@ from library.files import write_text
 from library.folder_lock import LOCK, is_held
 from library.training.report.metrics_file import MetricsReader, Run, Series, average, parse_line, thin
 from library.web.jobs import Job
-from library.web.site import Form, Handler, Site
+from library.web.site import Form, Handler, Site, url
 
 Read = TypeVar("Read")
-ASKS = {"STOP": "Stop", "SAVE": "Save", "SAMPLE": "Sample"}  # files of docs/reliability.md
+ASKS = ("STOP", "SAVE", "SAMPLE")  # files of docs/reliability.md
 _POINTS = 1000  # of a curve, about what a screen has pixels
 _OPEN = 8  # metrics files that are kept in memory, of about 4 MB for 10,000 steps
-_HEADER_BYTES = 8 * 2**20  # of a LoRA's header; the largest have half a MiB
+_END_BYTES = 2**15  # of a metrics file: dozens of lines, or a few of a run of a hundred processes
 _SHOT = re.compile(r"step(\d{6,})_(\d{2,})\.png")
+_STATE = re.compile(r"step(\d+)-state")
 _BEGUN = re.compile(r"# Tandem .*: the settings of this run")
-_CALLED = {"memory": "memory count", "suggest": "suggestion", "migrate": "translation of kohya's settings"}
+_CALLED = {"memory": "memory count", "dataset": "look at a dataset", "migrate": "translation of kohya's settings"}
 _LOADS_IN = re.compile(r"^ *loads in .*(?:\n.*\S.*)+", re.M)
 # title, keys (those that end in / or _ begin so), how it is drawn, logarithmic: "loss" as chosen, "auto" over a decade
 _CHARTS = (
@@ -85,36 +83,40 @@ class Seen:
 
 def look(site: Site, folder: Path, job: Job | None) -> Seen:
     """Return where the run in ``folder`` stands; ``job``: the newest that writes there."""
-    held, changed, writer = is_held(folder), _changed(folder / "metrics.jsonl"), job
+    newest, changed = end_of(folder / "metrics.jsonl") or {}, _changed(folder / "metrics.jsonl")
+    settings, step, held = settings_of(folder, job), int(newest.get("step", 0)), is_held(folder)
     if job and job.state != "running" and (held or (job.is_over and changed > (job.ended or changed) + 5)):
         job = None  # a terminal's run came after it
-    newest, settings = end_of(folder / "metrics.jsonl") or {}, settings_of(folder, writer)
-    step = int(newest.get("step", 0))
     total = _total(settings, newest, step, job)
-    left = _left(folder, str(settings.get("output_name", "lora")), total, step, changed)
-    state = "running" if held else left if job is None or (job.state, left) == ("lost", "done") else job.state
-    goes_on, asked = state == "running", {name for name in ASKS if (folder / name).exists()}
-    asked |= {"STOP"} if job and job.asked else set()
+    name = str(settings.get("output_name", "lora"))
+    made = max(_changed(folder / f"{name}.safetensors"), _changed(folder / name))
+    if held:
+        state = "running"
+    elif job and job.state != "lost":
+        state = job.state
+    elif (folder / LOCK).exists() or (job and _error(job)):  # killed, or nobody has seen how its job ended
+        state = "lost"
+    else:
+        state = "done" if (made and made >= changed - 5) or (total and step >= total) else "stopped"
+    goes_on = state == "running"
+    asked = {name for name in ASKS if (folder / name).exists() or (name == "STOP" and job and job.asked)}
+    error = (job and _error(job)) or "It was killed, or the machine went down."
     return Seen(
         folder, _name(site, folder), state, step, total,
         max(0, total - step) * newest["s_per_it"] if goes_on and total and "s_per_it" in newest else None, newest,
         max(changed, job.ended or job.began or job.created if job else _changed(folder / "config.toml")), job,
-        frozenset(asked if goes_on else ()), _error(job) if job and state in ("failed", "lost") else "",
+        frozenset(asked if goes_on else ()), error if state in ("failed", "lost") else "",
     )  # fmt: skip
 
 
 def _name(site: Site, folder: Path) -> str:
-    above = [place for place in site.places.outputs if folder.is_relative_to(place) and folder != place]
-    return str(folder.relative_to(max(above, key=lambda place: len(place.parts)))) if above else folder.name
+    inside = (folder.relative_to(place) for place in site.places.outputs if place in folder.parents)
+    return str(next(inside, folder.name))
 
 
 def called(site: Site, job: Job) -> str:
     """Return what people call a job: a run by its folder, another one by what it does."""
-    if job.output:
-        return _name(site, Path(job.output))
-    if job.kind == "dataset":
-        return f"look at {site.places.show(Path(job.words[-1]).parent)}"
-    return _CALLED.get(job.kind, job.title)
+    return _name(site, Path(job.output)) if job.output else _CALLED.get(job.kind, job.title)
 
 
 def ahead(site: Site, job: Job) -> list[str]:
@@ -129,27 +131,18 @@ def _changed(path: Path) -> float:
     return 0.0
 
 
-def _left(folder: Path, name: str, total: int | None, step: int, changed: float) -> str:
-    """Return how a run ended of which there are files alone."""
-    if (folder / LOCK).exists():
-        return "lost"  # nobody gave it back
-    made = max(_changed(folder / f"{name}.safetensors"), _changed(folder / name))
-    return "done" if (made and made >= changed - 5) or (total and step >= total) else "stopped"
-
-
 def _total(settings: dict[str, Any], newest: dict[str, float], step: int, job: Job | None) -> int | None:
     """Return the steps in all; of epochs what the log says, else what those that are over come to."""
-    epochs = settings.get("max_train_epochs")
+    epochs, epoch = settings.get("max_train_epochs"), newest.get("epoch", 0)
     if not isinstance(epochs, int):
-        steps = settings.get("max_train_steps", defaults_of(script_of(settings))["max_train_steps"])
+        steps = (defaults_of(script_of(settings)) | settings)["max_train_steps"]
         return steps if isinstance(steps, int) and settings else None
-    if job and (said := re.findall(r"^[\d: -]*step \d+/(\d+)", job.log, re.M)):
+    if said := re.findall(r"^[\d: -]*step \d+/(\d+)", job.log if job else "", re.M):
         return int(said[-1])
-    epoch = newest.get("epoch", 0)
     return max(step, round(step * epochs / (epoch + 0.5))) if epoch > 0 else None
 
 
-_error = lru_cache(maxsize=500)(lambda job: job.error or "It was killed, or the machine went down.")
+_error = lru_cache(maxsize=500)(lambda job: job.error)
 
 
 def once(read: Callable[[Path], Read]) -> Callable[[Path], Read | None]:
@@ -169,12 +162,9 @@ def once(read: Callable[[Path], Read]) -> Callable[[Path], Read | None]:
 @once
 def end_of(file: Path) -> dict[str, float]:
     """Return a run's newest metrics, ``s_per_it`` as the median of its last lines."""
-    for most in (2**12, 2**17):  # about 8 lines; of a hundred processes a line is longer
-        with open(file, "rb") as opened:
-            begin = opened.seek(max(0, file.stat().st_size - most))
-            records = [record for line in opened.read(most).split(b"\n")[begin > 0 :] if (record := parse_line(line))]
-        if any("loss" in record for record in records):
-            break
+    with open(file, "rb") as opened:
+        begin = opened.seek(max(0, file.stat().st_size - _END_BYTES))
+        records = [record for line in opened.read().split(b"\n")[begin > 0 :] if (record := parse_line(line))]
     newest = {key: value for record in records for key, value in record.items()}
     if speeds := [record["s_per_it"] for record in records if "s_per_it" in record]:
         newest["s_per_it"] = median(speeds)
@@ -190,15 +180,15 @@ def text_of(file: Path) -> str:
 
 @once
 def _settings(file: Path) -> dict[str, Any]:
-    tables = tomllib.loads(text_of(file) or "")
-    return {key: value for table in tables.values() if isinstance(table, dict) for key, value in table.items()}
+    flat: dict[str, Any] = {}
+    for key, value in tomllib.loads(text_of(file) or "").items():
+        flat |= value if isinstance(value, dict) else {key: value}
+    return flat
 
 
 def settings_of(folder: Path, job: Job | None = None) -> dict[str, Any]:
-    """Return the settings by key that a trainer wrote into a run's ``config.toml``, else those that ``job`` has."""
-    file = folder / "config.toml"
-    own = _settings(file) if (text_of(file) or "").startswith("# Tandem") else None
-    return own or (_settings(job.folder / "config.toml") if job else None) or {}
+    """Return option -> value of the ``config.toml`` in a run's folder, else of the one that ``job`` has."""
+    return _settings(folder / "config.toml") or (_settings(job.folder / "config.toml") if job else None) or {}
 
 
 def script_of(settings: dict[str, Any]) -> Script[Any]:
@@ -208,7 +198,7 @@ def script_of(settings: dict[str, Any]) -> Script[Any]:
 
 def is_run(folder: Path) -> bool:
     """Return whether a trainer wrote there: metrics, or the settings that it began with; a suggestion is no run."""
-    return (folder / "metrics.jsonl").exists() or _BEGUN.match(text_of(folder / "config.toml") or "") is not None
+    return _changed(folder / "metrics.jsonl") > 0 or _BEGUN.match(text_of(folder / "config.toml") or "") is not None
 
 
 @cache
@@ -243,38 +233,37 @@ def curves(site: Site, request: Request, form: Form) -> Response:
 def _chart(runs: list[Run], decay: float, title: str, keys: tuple[str, ...], look: str, log: str) -> dict[str, Any]:
     lines = []
     for number, run in enumerate(runs):
-        of_run: list[tuple[str, Series]] = []
-        for key in keys:
-            groups = run.groups(key) if key[-1] in "/_" else {(key,): run.columns[key]} if key in run.columns else {}
-            of_run += [(", ".join(names), series) for names, series in groups.items()]
-        for label, (steps, values) in sorted(of_run) if keys[0][-1] == "_" else of_run:
+        columns: dict[str, Series] = {key: run.columns[key] for key in keys if key in run.columns}
+        if keys[0][-1] in "/_":
+            columns = {", ".join(names): series for names, series in run.groups(keys[0]).items()}
+        for kind, (label, (steps, values)) in enumerate(sorted(columns.items())):
             values = values / 2**30 if "bytes" in label else values
-            drawn = [(False, average(values, decay) if look in ("noisy", "smooth") and decay > 0 else values)]
-            behind = [(True, values)] if look == "noisy" and decay > 0 and len(runs) == 1 else []  # each step's
-            for faint, shown in behind + drawn:
-                xs, ys = thin((steps, shown), _POINTS)
-                lines.append({
-                    "run": number, "label": label + (", each" if faint else ""), "faint": faint,
-                    "steps": xs.astype(int).tolist(),
-                    "values": [float(f"{y:.6g}") if y == y else None for y in ys.tolist()],
-                })  # fmt: skip
+            shown = [(label, average(values, decay) if look in ("noisy", "smooth") else values, False)]
+            if look == "noisy" and decay > 0 and len(runs) == 1:
+                shown.insert(0, (f"{label}, each", values, True))  # behind it, each step's
+            for text, column, faint in shown:
+                xs, ys = thin((steps, column), _POINTS)
+                numbers = [float(f"{y:.6g}") if y == y else None for y in ys.tolist()]
+                lines.append({"run": number, "kind": kind, "label": text, "faint": faint,
+                              "steps": xs.astype(int).tolist(), "values": numbers})  # fmt: skip
     seen = [y for line in lines for y in line["values"] if y]
     is_wide = log == "auto" and bool(seen) and min(seen) > 0 and max(seen) > 10 * min(seen)
     return {"title": title, "lines": lines, "points": look == "points", "log": is_wide, "loss": log == "loss"}
 
 
-def samples(folder: Path) -> list[dict[str, Any]]:
-    """Return a run's samples: a row for each prompt, in it ``shots`` of step -> file and version."""
-    rows: dict[str, dict[str, Any]] = {}
+def samples(folder: Path) -> list[tuple[str, str, dict[int, str]]]:
+    """Return a run's samples: of each prompt its kind ("samples" or "general"), its text, and step -> address."""
+    found: dict[tuple[str, str], dict[int, Path]] = {}
     for place in (folder / "samples", folder / "samples/general"):
         for path in sorted(place.glob("step*_*.png"), key=lambda path: (len(path.name), path.name)):
-            if (match := _SHOT.fullmatch(path.name)) and (version := _changed(path)):
-                key = f"{place.relative_to(folder)}/{match[2]}"
-                row = rows.setdefault(key, {"key": key, "kind": place.name, "shots": {}})
-                row["shots"][int(match[1])] = (path, version)
-    for row in rows.values():
-        row["prompt"] = _prompt(row["shots"][max(row["shots"])][0])
-    return list(rows.values())
+            if match := _SHOT.fullmatch(path.name):
+                found.setdefault((place.name, match[2]), {})[int(match[1])] = path
+    return [(kind, _prompt(shots[max(shots)]) or f"Prompt {number}", {step: _address(shots[step]) for step in shots})
+            for (kind, number), shots in found.items()]  # fmt: skip
+
+
+def _address(picture: Path) -> str:
+    return url("/file", path=picture, v=_changed(picture))
 
 
 @once
@@ -289,32 +278,22 @@ def texts(folder: Path) -> list[tuple[int, str]]:
     return [(int("0" + re.sub(r"\D", "", path.stem)), (text_of(path) or "")[:20_000]) for path in found]
 
 
-@once
-def _file(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        (length,) = struct.unpack("<Q", file.read(8))
-        header = json.loads(file.read(length)) if length < _HEADER_BYTES else {}
-    rank = str(header.get("__metadata__", {}).get("ss_network_dim", ""))[:12]
-    return {"path": path, "when": _changed(path), "size": path.stat().st_size, "rank": rank}
-
-
 def loras(folder: Path, job: Job | None, jobs: list[Job]) -> list[dict[str, Any]]:
     """Return the LoRA files of a run, the newest first, and what is known of where they load."""
-    checks = {job.words[-1]: job for job in reversed(jobs) if job.kind == "inspect"}
-    found = [known for path in folder.glob("*.safetensors") if (known := _file(path))]
-    for i, known in enumerate(sorted(found, key=lambda known: known["when"], reverse=True)):
-        check = checks.get(str(known["path"]))
-        check = check if check and check.created > known["when"] else None
-        at_end = job if job and job.state == "done" and "-step" not in known["path"].name else None
-        said = next((table for j in (check, at_end) if j for table in _LOADS_IN.findall(j.log)), "")
-        found[i] = known | {"check": check, "loads": said}
+    found = []
+    for path in sorted(filter(Path.is_file, folder.glob("*.safetensors")), key=_changed, reverse=True):
+        own = [each for each in jobs if each.kind == "inspect" and each.words[-1] == str(path)]
+        checks = [each for each in own if each.created > _changed(path)]
+        ended = [job] if job and job.state == "done" and "-step" not in path.name else []
+        said = [table for each in (*checks, *ended) for table in _LOADS_IN.findall(each.log)]
+        found.append({"path": path, "check": checks[0] if checks else None, "loads": said[0] if said else ""})
     return found
 
 
 def live(site: Site, request: Request, template: str, block: str, **values: Any) -> Response:
     """Return a block that is asked for again and again: nothing (204) while it is as it was ``seen``."""
     body = bytes(site.part(template, block, seen="\0", **values).body)
-    tag = blake2b(body, digest_size=8).hexdigest()
+    tag = str(hash(body))
     if request.query_params.get("seen") == tag:
         return Response(status_code=204)
     return Response(body.replace(b"\0", tag.encode()), media_type="text/html")
@@ -323,53 +302,50 @@ def live(site: Site, request: Request, template: str, block: str, **values: Any)
 def _states(folder: Path) -> list[tuple[str, str]]:
     """Return a run's states, the newest first: the folder's name, and the step that it is of."""
     found = sorted(folder.glob("*-state"), key=_changed, reverse=True)
-    steps = [re.search(r"step(\d+)-state", state.name) for state in found]
-    return [(state.name, f"step {int(at[1])}" if at else "the end") for state, at in zip(found, steps, strict=True)]
+    return [(f.name, f"step {int(at[1])}" if (at := _STATE.search(f.name)) else "the end") for f in found]
 
 
 def show_run(site: Site, request: Request, form: Form) -> Response:
     """Show a run, or the part of it that has changed."""
-    folder = site.places.find(request.query_params.get("path", ""), output=True)
-    jobs = site.jobs.all()
-    job = next((job for job in jobs if job.kind == "train" and job.output == str(folder)), None)
+    folder, jobs = site.places.find(request.query_params.get("path", ""), output=True), site.jobs.all()
+    job = next((job for job in jobs if job.output == str(folder)), None)
     if not folder.is_dir() and job is None:
         raise UserError(f"{site.places.show(folder)}: no such run; it may have been moved or deleted")
     run = look(site, folder, job)
+    plots = {path.name: _address(path) for path in (*folder.glob("*.png"), *folder.glob("samples/[!s]*.png"))}
     values = {
-        "run": run, "job": run.job, "states": _states(folder),
+        "run": run, "runs": [run], "job": run.job, "states": _states(folder), "own": url("/run", path=folder),
         "waits": len(ahead(site, run.job)) + 1 if run.job and run.state == "waiting" else 0,
-        "rows": samples(folder), "texts": texts(folder), "loras": loras(folder, run.job, jobs),
+        "rows": samples(folder) + ([("", "Plots of the run", plots)] if plots else []), "texts": texts(folder),
+        "loras": loras(folder, run.job, jobs),
     }  # fmt: skip
     if (part := request.query_params.get("part")) in ("overview", "samples", "files", "log"):
         return live(site, request, "run.html", part, **values)
-    pictures = [(p, _changed(p)) for p in (*folder.glob("*.png"), *folder.glob("samples/[!s]*.png"))]
     configs = [at / "config.toml" for at in (folder, run.job and run.job.folder) if at]
     config = next(filter(text_of, configs), configs[0])
-    return site.page(request, "run.html", seen="", pictures=pictures, config=config, settings=text_of(config), **values)
+    return site.page(request, "run.html", seen="", config=config, settings=text_of(config), **values)
 
 
 def show_job(site: Site, request: Request, form: Form) -> Response:
-    """Show the log of a job that is no run."""
+    """Show the log of a job that is no run, or what has changed of it."""
     job = site.jobs.get(request.query_params.get("id", ""))
+    values = {"run": None, "job": job, "title": called(site, job), "own": url("/job", id=job.id)}
     if request.query_params.get("part"):
-        return live(site, request, "run.html", "log", run=None, job=job, title=called(site, job))
-    return site.page(request, "run.html", run=None, job=job, title=called(site, job), seen="")
+        return live(site, request, "run.html", "log", **values)
+    return site.page(request, "run.html", seen="", **values)
 
 
 def ask(site: Site, request: Request, form: Form) -> Response:
     """Ask a run to stop, save or sample, by file as a person would; KILL ends its process."""
     folder, what = site.places.find(str(form.get("path", "")), output=True), str(form.get("what"))
-    job = site.jobs.of_output(folder)
-    run = look(site, folder, job)
+    run = look(site, folder, site.jobs.of_output(folder))
     if run.state != "running" or what not in (*ASKS, "KILL"):
         raise UserError(f"{run.name}: is not running; start it again first")
-    has_begun = _changed(folder / "metrics.jsonl") > (run.job.began or 0) and run.step > 0 if run.job else True
+    has_begun = run.step > 0 and _changed(folder / "metrics.jsonl") > (run.job.began or 0 if run.job else 0)
     if run.job and (what == "KILL" or (what == "STOP" and not has_begun)):
         site.jobs.stop(run.job.id, again=what == "KILL")  # before the first step nobody looks for files
     elif what == "KILL":
         raise UserError(f"{run.name}: was begun in a terminal; press Ctrl-C twice there to end it without saving")
-    elif not has_begun:
-        raise UserError(f"{run.name}: has taken no step yet; there is nothing to {ASKS[what].lower()}")
     else:
         write_text(folder / what, "")
     return Response(status_code=204, headers={"hx-trigger": "changed"})

@@ -7,8 +7,6 @@ import re
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +25,23 @@ _NEWS_SECONDS = 3600  # for which a job that is over stays below the queue
 _MOST = 6  # runs beside each other: as many as there are colours
 
 
-def find_runs(folder: Path, depth: int = _DEPTH) -> Iterator[Path]:
-    """Yield the folders of runs in ``folder`` and below."""
-    with suppress(OSError):
-        if is_run(folder):
-            yield folder
-        for entry in os.scandir(folder) if depth else ():
-            if entry.is_dir(follow_symlinks=False) and not _NO_RUNS.fullmatch(entry.name):
-                yield from find_runs(folder / entry.name, depth - 1)
+def find_runs(place: Path) -> Iterator[Path]:
+    """Yield the folders of runs in ``place`` and below."""
+    for folder, inner, _ in os.walk(place):
+        is_deep = len(Path(folder).parts) - len(place.parts) == _DEPTH
+        inner[:] = [] if is_deep else [name for name in inner if not _NO_RUNS.fullmatch(name)]
+        if is_run(Path(folder)):
+            yield Path(folder)
 
 
 def all_runs(site: Site, jobs: list[Job]) -> list[Seen]:
     """Return all runs, those that go on or wait first, then the newest."""
+    places, runs = site.places.outputs, []
     of_folder = {Path(job.output): job for job in reversed(jobs) if job.output}
-    folders = dict.fromkeys([*of_folder, *(run for place in site.places.outputs for run in find_runs(place))])
-    inside = [f for f in folders if any(f.is_relative_to(place) for place in site.places.outputs)]
-    runs = []
-    for folder in inside:
+    for folder in dict.fromkeys([*of_folder, *(found for place in places for found in find_runs(place))]):
         try:
-            runs.append(look(site, folder, of_folder.get(folder)))
+            if any(folder.is_relative_to(place) for place in places):
+                runs.append(look(site, folder, of_folder.get(folder)))
         except Exception as error:  # one folder that nobody understands hides no other
             print(f"warning: {folder}: left out ({type(error).__name__}: {error})", file=sys.stderr)
     return sorted(runs, key=lambda run: ({"running": 0, "waiting": 1}.get(run.state, 2), -run.when))
@@ -56,12 +52,13 @@ def show(site: Site, request: Request, form: Form) -> Response:
     jobs, asked = site.jobs.all(), request.query_params.get("q", "").strip()
     site.jobs.go_on(jobs)
     runs = all_runs(site, jobs)
-    others = [job for job in jobs if not job.output and not job.queued and job.state == "running"]
+    others = [job for job in jobs if not job.queued and job.state == "running"]
     news = [job for job in jobs if not job.output and job.is_over and time.time() - (job.ended or 0) < _NEWS_SECONDS]
+    queue = site.jobs.queue(jobs)
     values: dict[str, Any] = {
         "runs": [run for run in runs if asked.lower() in run.name.lower()], "count": len(runs), "q": asked,
-        "queue": [*site.jobs.queue(jobs), *others], "news": news[:9],
-        "called": partial(called, site),
+        "queue": queue + others, "waiting": [job for job in queue if job.state == "waiting"], "news": news[:9],
+        "called": lambda job: called(site, job),
         "demo": next((at / "demo.toml" for at in site.places.folders if (at / "demo.toml").is_file()), None),
     }  # fmt: skip
     if request.query_params.get("part"):
@@ -84,35 +81,28 @@ def change_queue(site: Site, request: Request, form: Form) -> Response:
 
 
 def compare(site: Site, request: Request, form: Form) -> Response:
-    """Show runs over each other: curves, samples of one step, settings that differ."""
+    """Show runs over each other: curves, samples of the same prompts, settings that differ."""
     paths = [site.places.find(path, output=True) for path in request.query_params.getlist("path")]
     if not 2 <= len(paths) <= _MOST:
         raise UserError(f"comparing takes two to {_MOST} runs, not {len(paths)}; choose them on the screen Runs")
     jobs = [site.jobs.of_output(path) for path in paths]
     runs = [look(site, path, job) for path, job in zip(paths, jobs, strict=True)]
+    painted: dict[tuple[str, str], list[tuple[int, str, str]]] = {}  # of kind and prompt: step, run, address
+    for one in runs:
+        for kind, prompt, cells in samples(one.path):
+            painted.setdefault((kind, prompt), []).extend((step, one.name, cells[step]) for step in cells)
+    pictures = [(prompt, [(f"{name}, step {step}", address) for step, name, address in sorted(cells)])
+                for (_, prompt), cells in painted.items()]  # fmt: skip
     said = [settings_of(path, job) for path, job in zip(paths, jobs, strict=True)]
-    shown = [{(row["kind"], row["prompt"]): row["shots"] for row in samples(path)} for path in paths]
-    prompts = [key for key in shown[0] if any(key in other for other in shown[1:])]
-    steps = sorted({step for rows in shown for key in prompts for step in rows.get(key, ())})
-    asked = request.query_params.get("step", "")
-    step = int(asked) if asked.isdigit() and int(asked) in steps else max(steps, default=0)
-    pictures = [(prompt, [_newest(rows.get((kind, prompt), {}), step) for rows in shown]) for kind, prompt in prompts]
-    values = {"runs": runs, "steps": steps, "step": step, "pictures": pictures, "differences": _differences(said)}
-    return site.page(request, "compare.html", **values)
+    return site.page(request, "compare.html", runs=runs, pictures=pictures, differences=_differences(said))
 
 
-def _newest(shots: dict[int, tuple[Path, float]], step: int) -> tuple[int, Path, float] | None:
-    at = max((known for known in shots if known <= step), default=None)
-    return None if at is None else (at, *shots[at])
-
-
-def _differences(said: list[dict[str, Any]]) -> list[tuple[str, list[tuple[str, bool]]]]:
-    """Return option -> each run's value, and whether the run itself says so; of those that differ."""
+def _differences(said: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """Return option -> each run's value, of those that differ."""
     keys = dict.fromkeys(key for one in said for key in one if key not in ("output_dir", "output_name"))
-    pairs = [(one, defaults_of(script_of(one))) for one in said]
-    rows = [(key, [(_shown(own.get(key, usual.get(key))) if own else "not begun", key in own) for own, usual in pairs])
-            for key in keys]  # fmt: skip
-    return [(key, cells) for key, cells in rows if len({text for text, _ in cells}) > 1]
+    whole = [defaults_of(script_of(one)) | one if one else {} for one in said]  # nothing of one that has not begun
+    rows = {key: [_shown(one.get(key)) for one in whole] for key in keys}
+    return {key: cells for key, cells in rows.items() if len(set(cells)) > 1}
 
 
 def _shown(value: Any) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from library.errors import UserError
-from library.web.jobs import ROOT, Job, Jobs, claim, job_is_gone
+from library.web.jobs import ROOT, Job, Jobs, job_is_gone, run_job
 
 SLEEP = "import time, pathlib, sys; time.sleep(float(sys.argv[1])); pathlib.Path(sys.argv[2]).write_text('done')"
 
@@ -139,9 +139,27 @@ def test_a_job_that_was_stopped_while_it_imported_did_not_fail(jobs: Jobs) -> No
     assert (jobs.get(job.id).state, jobs.get(job.id).code) == ("stopped", 1)
 
 
-def test_a_job_can_be_claimed_once(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = waiting(jobs, "x", monkeypatch)
-    assert [claim(job.folder), claim(job.folder)] == [True, False]
+def test_a_job_is_run_once_whoever_begins_it(jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = tmp_path / "made"
+    job = waiting(jobs, "x", monkeypatch, "-c", f"open({str(made)!r}, 'a').write('once')")
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda _: run_job(Jobs(jobs.folder.parent), job.id), range(4)))
+    assert (made.read_text(), jobs.get(job.id).state) == ("once", "done")
+
+
+def test_a_job_that_cannot_be_begun_is_lost_and_does_not_hold_up_the_queue(
+    jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    with monkeypatch.context() as patched:
+        patched.chdir(here)
+        job = waiting(jobs, "x", monkeypatch)
+    here.rmdir()
+    jobs.begin()
+    until(lambda: jobs.get(job.id).state == "lost")
+    later = jobs.add("train", "later", ["-c", "pass"], queued=True)
+    until(lambda: jobs.get(later.id).state == "done")
 
 
 def test_a_process_number_that_was_given_away_again_is_not_the_job(jobs: Jobs) -> None:
