@@ -31,7 +31,7 @@ def weight_files(site: Site) -> tuple[list[str], list[str]]:
     found: dict[Path, float] = {}
     for place in (*site.places.outputs, *site.places.folders):
         for folder, inner, names in os.walk(place):
-            inner[:] = [name for name in inner if name[0] != "." and not name.endswith("-state")]
+            inner[:] = [name for name in inner if name[0] != "." and not name.endswith(("-state", "teacher"))]
             if "model_index.json" in names:  # a whole pipeline is one model
                 found[Path(folder)], inner[:] = 0.0, []
             for path in (Path(folder, name) for name in names if name.endswith(_ENDINGS)):

@@ -7,6 +7,7 @@ makes a file is a job too, of the command that the report carries, under a name 
 from __future__ import annotations
 
 import json
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,8 @@ def _result(site: Site, job: Job) -> dict[str, Any]:
     result, every = job.read(_REPORT), sorted(site.jobs.all(), key=lambda each: each.created)
     made = [(own["remedy"], each, _made(Path(own["file"]))) for each in every
             if each.kind == "remedy" and (own := each.read("asked.json")).get("report") == job.id]  # fmt: skip
+    for each in (each for each in result.get("remedies", []) if each["command"]):  # a button needs no command in words
+        each["text"] = re.sub(r" ?\(tools/[^)]*\)", "", each["text"])
     pictures = [[(name.replace("_", ", "), url("/file", path=job.folder / "report" / file, v=job.id))
                  for name, file in each.items()] for each in result.get("pictures", [])]  # fmt: skip
     return {
@@ -63,8 +66,9 @@ def _result(site: Site, job: Job) -> dict[str, Any]:
 
 def _made(path: Path) -> list[Path]:
     """Return the files that a remedy has made so far."""
-    found = [path] if path.is_file() else sorted((path / "fixes").glob("**/*.safetensors"))
-    return found or ([path] if (path / "model_index.json").is_file() else [])
+    if path.is_file() or (path / "config.json").is_file():  # a model may be a folder
+        return [path]
+    return sorted([*path.glob("fixes/*.safetensors"), *path.glob("fixes/*/*.safetensors")])
 
 
 def start(site: Site, request: Request, form: Form) -> Response:
@@ -72,8 +76,6 @@ def start(site: Site, request: Request, form: Form) -> Response:
     given = {key: str(value).strip() for key, value in form.items()}
     lora, deploy, shown = lora_file(site, given["lora"]), given["served"], RECIPES[given["served"]]
     run, dataset = settings_of(lora.parent), site.places.find(given["dataset"])
-    if not dataset.is_file():
-        raise UserError(f"{given['dataset']}: no such dataset; name the TOML file that the LoRA was trained on")
     refuse_outside(site, dataset)
     if deploy == "file":
         deploy = str(site.places.find(given["file"]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +64,22 @@ def painted(*words: str) -> list[bytes]:
     return [Image.open(path).tobytes() for path in image(parser().parse_args(["image", *flags, *words]))]
 
 
-def test_several_strengths_paint_what_separate_runs_paint(tmp_path: Path) -> None:
-    lora = with_run(tmp_path)
+def text_encoder_lora(folder: Path) -> Path:
+    """Write a LoRA of CLIP alone, of random weights; return it."""
+    import torch
+    from safetensors.torch import save_file
+
+    random, path = torch.Generator().manual_seed(1), folder / "clip.safetensors"
+    layers = [f"text_encoder.text_model.encoder.layers.{i}.self_attn.{part}_proj" for i in (0, 1) for part in "qkv"]
+    names = [f"{layer}.lora_{part}.weight" for layer in layers for part in "AB"]
+    shapes = {"A": (4, 64), "B": (64, 4)}
+    save_file({name: torch.randn(shapes[name[-8]], generator=random) for name in names}, path)
+    return path
+
+
+@pytest.mark.parametrize("make", [with_run, text_encoder_lora])
+def test_several_strengths_paint_what_separate_runs_paint(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    lora = make(tmp_path)
     found = painted("--lora", str(lora), "--strengths", "0", "0.5", "1.2", "--save_to", str(tmp_path / "all"))
     without = painted("--save_to", str(tmp_path / "0"))
     half = painted("--lora", f"{lora}:0.5", "--save_to", str(tmp_path / "half"))

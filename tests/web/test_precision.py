@@ -50,7 +50,7 @@ def test_the_verdict_is_the_reports(browser: Any, server: Server, size: str, rep
     assert "bad" not in verdict.get_attribute("class").split()
     expect(verdict).to_contain_text("Nothing is broken")
     expect(verdict).to_contain_text(f"{100 * found['deployment']['image']:.2f} %")
-    expect(verdict).to_contain_text("press “Convert for ComfyUI”")
+    expect(verdict).to_contain_text("begin with “Convert for ComfyUI”")
     tab.page.get_by_text("The numbers").click()
     for line in found["verdict"]["words"]:
         expect(tab.page.get_by_text(line).first).to_be_visible()
@@ -103,6 +103,18 @@ def test_files_outside_are_refused(change: dict[str, str], browser: Any, server:
     assert answer.status == 403
     assert "lies outside" in answer.text()
     tab.close()
+
+
+def test_what_a_remedy_made_is_found_among_what_it_needed(tmp_path: Path) -> None:
+    from library.web.precision import _made
+
+    for name in ("fix/fixes/refitted.safetensors", "fix/fixes/taught_refitted/taught.safetensors",
+                 "fix/fixes/taught_refitted/teacher/0/1/cached.safetensors", "int8/config.json"):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert [path.name for path in _made(tmp_path / "fix")] == ["refitted.safetensors", "taught.safetensors"]
+    assert _made(tmp_path / "int8") == [tmp_path / "int8"]
+    assert _made(tmp_path / "not_there") == []
 
 
 def test_what_is_served_is_a_format_of_the_list_or_a_file(browser: Any, server: Server) -> None:
