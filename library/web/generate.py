@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,32 +20,24 @@ from library.errors import UserError
 from library.files import read_text
 from library.training.sampling.prompts import SamplePrompt, parse_prompt, read_prompts
 from library.web.jobs import Job
-from library.web.loras import float_of, form_of, lora_file, model_words
+from library.web.loras import float_of, lora_file, model_words, show_screen
 from library.web.run import ahead
-from library.web.run import live as unless_seen
 from library.web.site import Form, Handler, Site, goto, url
 
-STRENGTHS = ["0", "0.5", "0.8", "1", "1.2"]
 _MOST_PICTURES = 400
 
 
 def show(site: Site, request: Request, form: Form) -> Response:
     """Show the form for a LoRA, a painting, and earlier ones."""
-    asked = request.query_params
-    paintings = [(job, ahead(site, job)) for job in site.jobs.all() if job.kind == "generate"]
-    if asked.get("part") == "before":
-        return unless_seen(site, request, "generate.html", "before", paintings=paintings)
-    chosen = _values(site, site.jobs.get(asked["job"])) if "job" in asked else {"job": None}
-    before = chosen["job"].read("asked.json").get("form", {}) if chosen["job"] else {}
-    values, run = form_of(site, asked.get("lora") or before.get("lora", ""))
-    tiny = values["guidance"] == "1" and "tiny-" in str(values["model"])
-    side = "128" if tiny else "1024"
-    values |= {
-        "usual": STRENGTHS, "strengths": STRENGTHS, "more": "", "prompts": _prompts_of(site, run), "width": side,
-        "height": side, "steps": "20", "seed": "0", "guidance": values["guidance"] if tiny else "",
-        "paintings": paintings, "seen": "",
-    }  # fmt: skip
-    return site.page(request, "generate.html", **values | before | chosen)
+    return show_screen(site, request, "generate", "generate.html", _form, _result)
+
+
+def _form(site: Site, run: dict[str, Any]) -> dict[str, Any]:
+    """Return what the form says before anybody has changed it."""
+    is_tiny = "tiny-" in str(run.get("pretrained_model_name_or_path"))  # built in: made for guidance 1 and 128 pixels
+    side, guidance = ("128", "1") if is_tiny else ("1024", "")
+    return {"strengths": "0 0.5 0.8 1 1.2", "prompts": _prompts_of(site, run), "width": side, "height": side,
+            "guidance": guidance}  # fmt: skip
 
 
 def _prompts_of(site: Site, run: dict[str, Any]) -> str:
@@ -62,13 +53,14 @@ def _prompts_of(site: Site, run: dict[str, Any]) -> str:
 
 def start(site: Site, request: Request, form: Form) -> Response:
     """Queue a painting as the form says; ``again``: that of a job, with other seeds."""
-    given: dict[str, Any] = {key: str(value).strip() for key, value in form.items()}
-    given["strengths"] = [*map(str, form.getlist("strength")), *given.get("others", "").replace(",", " ").split()]
+    given = {key: str(value).strip() for key, value in form.items()}
     if "again" in given:
         given = site.jobs.get(given["again"]).read("asked.json")["form"] | {"seed": str(secrets.randbelow(2**31))}
         given["prompts"] = re.sub(r"\s--d[\s=]+\d+", "", given["prompts"])
     lora, more = lora_file(site, given["lora"]), given.get("more", "").split()
-    strengths = list(dict.fromkeys(float_of(word, "strengths") for word in given["strengths"]))
+    strengths = list(
+        dict.fromkeys(float_of(word, "strengths") for word in given["strengths"].replace(",", " ").split())
+    )
     lines = [line for line in given["prompts"].splitlines() if line.strip() and not line.startswith("#")]
     prompts = [parse_prompt(line, SamplePrompt(""), 1, f"prompt {i}") for i, line in enumerate(lines, 1)]
     if not 0 < (number := len(prompts) * len(strengths)) <= _MOST_PICTURES:
@@ -89,26 +81,17 @@ def start(site: Site, request: Request, form: Form) -> Response:
     return goto(url("/generate", job=job.id))
 
 
-def _values(site: Site, job: Job) -> dict[str, Any]:
-    """Return a painting as the template takes it: a row a prompt, a cell a strength, None where none is yet."""
-    asked = job.read("asked.json")
-    cells: dict[tuple[int, float], str] = {}
+def _result(site: Site, job: Job) -> dict[str, Any]:
+    """Return a painting as the template takes it: a row a prompt, in it each strength and its picture."""
+    asked, made = job.read("asked.json"), dict[tuple[int, float], str]()
     with suppress(OSError, ValueError):
         for line in (job.folder / "images/images.jsonl").read_text(encoding="utf-8").splitlines():
-            made = json.loads(line)
-            cells[made["row"], made["strength"]] = url("/file", path=job.folder / "images" / made["file"], v=job.id)
-    strengths: Sequence[float] = asked.get("strengths", [])
-    rows = [(text, [cells.get((i, each)) for each in strengths]) for i, text in enumerate(asked.get("prompts", []))]
-    return {"job": job, "shown": strengths, "rows": rows, "done": len(cells), "all": len(rows) * len(strengths),
-            "ahead": ahead(site, job)}  # fmt: skip
+            one = json.loads(line)
+            made[one["row"], one["strength"]] = url("/file", path=job.folder / "images" / one["file"], v=job.id)
+    strengths = asked.get("strengths", [])
+    rows = [(text, [(f"strength {each:g}", made.get((row, each))) for each in strengths])
+            for row, text in enumerate(asked.get("prompts", []))]  # fmt: skip
+    return {"rows": rows, "done": len(made), "all": len(rows) * len(strengths), "waits_for": ahead(site, job)}
 
 
-def live(site: Site, request: Request, form: Form) -> Response:
-    """Show a painting alone, as far as it is."""
-    return site.part("generate.html", "painting", **_values(site, site.jobs.get(request.query_params.get("id", ""))))
-
-
-ROUTES: dict[str, Handler | tuple[Handler | None, Handler]] = {
-    "/generate": (show, start),
-    "/generate/painting": live,
-}
+ROUTES: dict[str, Handler | tuple[Handler | None, Handler]] = {"/generate": (show, start)}

@@ -1,23 +1,29 @@
-"""LoRA and model files in the places, and what the run that made a LoRA says about it."""
+"""LoRA files in the places, what the run that made one says about it, and the screens on which one is chosen."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import struct
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
+from starlette.requests import Request
+from starlette.responses import Response
+
 from library.config.model_types import IMAGE_MODELS, MODEL_FILE_KEYS
 from library.errors import UserError
-from library.web.run import once, text_of
+from library.web.run import live, once, settings_of, text_of
 from library.web.site import Site
 
+Values = Callable[[Site, Any], dict[str, Any]]  # of a template
 _MOST_SHOWN = 400  # of files in a list
 _ENDINGS = (".safetensors", ".gguf")
+_HEADER_BYTES = 2**25  # of a file; the largest have a tenth of it
+_LORA = re.compile(r"\.lora|lora_|hada_w|lokr_w|\boft_|dora_scale")  # in tensors' names
 
 
 def weight_files(site: Site) -> tuple[list[str], list[str]]:
@@ -25,7 +31,7 @@ def weight_files(site: Site) -> tuple[list[str], list[str]]:
     found: dict[Path, float] = {}
     for place in (*site.places.outputs, *site.places.folders):
         for folder, inner, names in os.walk(place):
-            inner[:] = [name for name in inner if name[0] != "." and not name.endswith("-state")]
+            inner[:] = [name for name in inner if name[0] != "." and not name.endswith(("-state", "teacher"))]
             if "model_index.json" in names:  # a whole pipeline is one model
                 found[Path(folder)], inner[:] = 0.0, []
             for path in (Path(folder, name) for name in names if name.endswith(_ENDINGS)):
@@ -40,55 +46,50 @@ def weight_files(site: Site) -> tuple[list[str], list[str]]:
 @once
 def kind_of(path: Path) -> Literal["lora", "model", ""]:
     """Return what a file is: "lora" by its tensors' names, "" where that is one of a language model, else "model"."""
-    head: dict[str, Any] = {}
-    with suppress(ValueError, struct.error, RecursionError), open(path, "rb") as file:
-        length = struct.unpack("<Q", file.read(8))[0]
-        read = json.loads(file.read(length)) if length < 2**25 else {}
-        head = read if isinstance(read, dict) else {}
-    if not any(".lora" in key or "lora_" in key for key in head):
+    with open(path, "rb") as file:
+        if (begin := file.read(8))[:4] == b"GGUF":
+            return "model"
+        head = json.loads(file.read(min(struct.unpack("<Q", begin)[0], _HEADER_BYTES)))
+    if not any(_LORA.search(name) for name in head):
         return "model"
-    said = json.dumps(head.get("__metadata__"))
-    with suppress(OSError, ValueError):
-        said += path.with_name("adapter_config.json").read_text(encoding="utf-8")
+    said = json.dumps(head.get("__metadata__")) + (text_of(path.with_name("adapter_config.json")) or "")
     return "" if "CAUSAL_LM" in said else "lora"
 
 
-def form_of(site: Site, text: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a form's lists and values for a LoRA, as its run has them; and that run's options."""
-    run = run_of(lora_file(site, text)) if text else {}
-    loras, models = weight_files(site)
-    return {
-        "loras": loras, "models": models, "types": IMAGE_MODELS, "lora": text,
-        "model": run.get("pretrained_model_name_or_path", ""), "model_type": run.get("model_type", "flux"),
-        "guidance": guidance_of(run),
-    }, run  # fmt: skip
+def show_screen(site: Site, request: Request, kind: str, template: str, form: Values, result: Values) -> Response:
+    """Show a screen of ``lora_screen.html``, or a part of it that may have changed.
 
-
-def run_of(lora: Path) -> dict[str, Any]:
-    """Return option -> value of the run that wrote a LoRA; nothing where no config.toml lies beside it."""
-    tables: dict[str, Any] = {}
-    with suppress(ValueError):
-        tables = tomllib.loads(text_of(lora.parent / "config.toml") or "")
-    flat = {key: value for table in tables.values() if isinstance(table, dict) for key, value in table.items()}
-    return tables | flat
+    Args:
+        site, request: as handlers are given them.
+        kind: of its jobs.
+        template: the screen's own.
+        form: values of its form for the settings of the LoRA's run; what a job was asked comes before them.
+        result: values of a job's result.
+    """
+    query, here = request.query_params, request.url.path
+    job = site.jobs.get(query["job"]) if "job" in query else None
+    values = {"here": here, "job": job, **(result(site, job) if job else {})}
+    if query.get("part") == "result":
+        return live(site, request, template, "result", **values)
+    jobs = [each for each in site.jobs.all() if each.kind == kind]
+    if query.get("part") == "earlier":
+        return live(site, request, "lora_screen.html", "earlier", here=here, jobs=jobs)
+    asked = job.read("asked.json").get("form", {}) if job else {}
+    lora = query.get("lora") or asked.get("lora", "")
+    run = settings_of(lora_file(site, lora).parent) if lora else {}
+    own = {"model": run.get("pretrained_model_name_or_path", ""), "model_type": run.get("model_type", "flux")}
+    fields = own | form(site, run) | asked | {"lora": lora, "asked": asked, "types": IMAGE_MODELS}
+    fields["loras"], fields["models"] = weight_files(site)
+    return site.page(request, template, jobs=jobs, seen="", **fields | values)
 
 
 def model_words(site: Site, lora: Path, given: Mapping[str, str]) -> list[str]:
     """Return the flags of the base that a form names as model and model_type, its parts as the LoRA's run had them."""
-    if not given["model"]:
-        raise UserError("model: is empty; name the model that the LoRA was trained on, a folder or a file")
-    run = run_of(lora)
+    run = settings_of(lora.parent)
     found = {"model": given["model"], "model_type": given["model_type"]}
     found |= {key: str(run[key]) for key in MODEL_FILE_KEYS if run.get(key)}
     site.places.refuse_paths_outside(found, "model")
     return [word for key, value in found.items() for word in (f"--{key}", value)]
-
-
-def guidance_of(run: dict[str, Any]) -> str:
-    """Return the guidance that a run trained with; of the built-in tiny models 1, which they were made with."""
-    tiny = "tiny-" in str(run.get("pretrained_model_name_or_path", ""))
-    said = run.get("guidance_scale")
-    return f"{said:g}" if isinstance(said, int | float) else "1" if tiny else ""
 
 
 def lora_file(site: Site, text: str) -> Path:

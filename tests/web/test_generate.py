@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageChops
 
 from tests.web.page import ROOT, Server, Tab, expect, serve
 from tools.generate import image, parser
@@ -20,8 +20,8 @@ MODEL = str(ROOT / "assets/tiny-flux")
 EVIL = "a zorbo <img src=x onerror=alert(1)>"
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+@pytest.fixture(scope="module", name="server")
+def lora_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("page")
     with_run(folder)
     with serve(folder) as running:
@@ -51,7 +51,8 @@ def with_run(folder: Path) -> Path:
     lora = folder / "output/zorbo/zorbo.safetensors"
     save_adapter(lora, weights, lora_targets()["flux"], "diffusers", "fp32", {})
     (folder / "output/zorbo/config.toml").write_text(
-        '[model]\nmodel_type = "flux"\npretrained_model_name_or_path = "assets/tiny-flux"\n'
+        '# Tandem 1: the settings of this run\n[model]\nmodel_type = "flux"\n'
+        'pretrained_model_name_or_path = "assets/tiny-flux"\n'
         '[dataset]\ndataset_config = "assets/demo_dataset/dataset.toml"\n'
         '[sampling]\nsample_prompts = "assets/demo_dataset/prompts.txt"\n'
     )
@@ -63,8 +64,22 @@ def painted(*words: str) -> list[bytes]:
     return [Image.open(path).tobytes() for path in image(parser().parse_args(["image", *flags, *words]))]
 
 
-def test_several_strengths_paint_what_separate_runs_paint(tmp_path: Path) -> None:
-    lora = with_run(tmp_path)
+def text_encoder_lora(folder: Path) -> Path:
+    """Write a LoRA of CLIP alone, of random weights; return it."""
+    import torch
+    from safetensors.torch import save_file
+
+    random, path = torch.Generator().manual_seed(1), folder / "clip.safetensors"
+    layers = [f"text_encoder.text_model.encoder.layers.{i}.self_attn.{part}_proj" for i in (0, 1) for part in "qkv"]
+    names = [f"{layer}.lora_{part}.weight" for layer in layers for part in "AB"]
+    shapes = {"A": (4, 64), "B": (64, 4)}
+    save_file({name: torch.randn(shapes[name[-8]], generator=random) for name in names}, path)
+    return path
+
+
+@pytest.mark.parametrize("make", [with_run, text_encoder_lora])
+def test_several_strengths_paint_what_separate_runs_paint(make: Callable[[Path], Path], tmp_path: Path) -> None:
+    lora = make(tmp_path)
     found = painted("--lora", str(lora), "--strengths", "0", "0.5", "1.2", "--save_to", str(tmp_path / "all"))
     without = painted("--save_to", str(tmp_path / "0"))
     half = painted("--lora", f"{lora}:0.5", "--save_to", str(tmp_path / "half"))
@@ -82,8 +97,7 @@ def paint(tab: Tab) -> None:
         re.compile("^a zorbo on a blue background --w 128")
     )  # the run's own, without comments
     prompts.fill(f"{EVIL}\na house --d 5")
-    for name in ("0.5", "0.8", "1.2"):
-        tab.page.get_by_label(name, exact=True).uncheck()
+    tab.page.get_by_label("Strengths", exact=True).fill("0, 1")
     tab.page.get_by_label("Steps").fill("2")
     tab.page.get_by_role("button", name="Paint").click()
     tab.page.wait_for_url("**job=*")
@@ -93,19 +107,21 @@ def test_the_grid_shows_what_was_painted(browser: Any, server: Server, size: str
     tab = Tab(browser, server, size)
     paint(tab)
     expect(tab.page.get_by_role("button", name="Again with another seed")).to_be_visible()
-    cells = tab.page.locator("[data-large]")
+    cells = tab.page.locator("button.shot")
     expect(cells).to_have_count(4)
-    expect(tab.page.locator(".paintings tbody th").first).to_have_text(EVIL)
+    expect(cells).to_have_text(["strength 0", "strength 1"] * 2)
+    expect(tab.page.locator("#result h3").first).to_have_text(EVIL)
     job = tab.page.url.rpartition("=")[2]
     files = sorted((server.output / ".tandem/jobs" / job / "images").glob("*.png"))
-    names = [re.search(r"%2F([^%]+\.png)", cell.get_attribute("data-large"))[1] for cell in cells.all()]
+    images = cells.locator("img")
+    names = [re.search(r"%2F([^%]+\.png)", each.get_attribute("src"))[1] for each in images.all()]
     assert sorted(names) == [path.name for path in files]
     assert [re.search(r"strength(\S+)\.png", name)[1] for name in names] == ["0", "1", "0", "1"]
-    width = tab.page.evaluate("Array.from(document.querySelectorAll('.paintings img'), (i) => i.naturalWidth)")
-    assert width == [128] * 4
+    cells.last.scroll_into_view_if_needed()
+    tab.page.wait_for_function("document.querySelectorAll('.shot img')[3].complete")
+    assert tab.page.evaluate("Array.from(document.querySelectorAll('.shot img'), (i) => i.naturalWidth)") == [128] * 4
     tab.fits()
-    cells.last.click()
-    tab.page.locator("#large select").first.select_option("0")
+    cells.last.click()  # beside the row's first
     shown = tab.page.locator("#large img")
     assert [name in shown.nth(i).get_attribute("src") for i, name in enumerate(names[2:])] == [True, True]
     tab.page.keyboard.press("Escape")
@@ -121,7 +137,29 @@ def test_the_grid_shows_what_was_painted(browser: Any, server: Server, size: str
     tab.close()
 
 
-@pytest.mark.parametrize("change", [{"lora": "/etc/passwd"}, {"model": "/etc"}, {"prompts": "a --ci /etc/passwd"}])
+def test_pictures_appear_while_it_paints_and_several_loras_are_one_sum(browser: Any, server: Server) -> None:
+    tab = Tab(browser, server)
+    tab.open("/generate?lora=output/zorbo/zorbo.safetensors")
+    tab.page.get_by_label("Prompts, one a line").fill("a house --d 5")
+    tab.page.get_by_label("Strengths", exact=True).fill("0 1")
+    tab.page.get_by_label("Steps").fill("2")
+    tab.page.get_by_text("More", exact=True).click()
+    tab.page.get_by_label("Further LoRAs").fill("output/zorbo/zorbo.safetensors:-1")
+    tab.page.get_by_role("button", name="Paint").click()
+    tab.page.wait_for_url("**job=*")
+    expect(tab.page.locator(".shot")).to_have_count(2)  # empty cells, until they are painted
+    expect(tab.page.get_by_role("button", name="Again with another seed")).to_be_visible()
+    folder = server.output / ".tandem/jobs" / tab.page.url.rpartition("=")[2]
+    without, both = (Image.open(path).convert("RGB") for path in sorted((folder / "images").glob("*.png")))
+    assert max(high for _, high in ImageChops.difference(without, both).getextrema()) <= 2  # one takes the other back
+    expect(tab.page.get_by_label("Further LoRAs")).to_have_value("output/zorbo/zorbo.safetensors:-1")
+    tab.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"lora": "/etc/passwd"}, {"model": "/etc"}, {"prompts": "a --ci /etc/passwd"}, {"more": "/etc/x.safetensors:1"}],
+)
 def test_files_outside_are_refused(change: dict[str, str], browser: Any, server: Server) -> None:
     tab = Tab(browser, server)
     given = {
@@ -130,7 +168,7 @@ def test_files_outside_are_refused(change: dict[str, str], browser: Any, server:
         "model_type": "flux",
         "prompts": "a",
     }
-    fields = {"strength": "1", "others": "", "width": "64", "height": "64", "steps": "1", "seed": "0", "guidance": "1"}
+    fields = {"strengths": "1", "width": "64", "height": "64", "steps": "1", "seed": "0", "guidance": "1"}
     answer = tab.context.request.post(f"{server.address}/generate", form=given | fields | change)
     assert answer.status == 403
     assert "lies outside" in answer.text()

@@ -7,24 +7,15 @@ import os
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.web.page import ROOT, Server, Tab, expect, serve
-from tests.web.test_generate import with_run
+from tests.web.page import ROOT, Server, Tab, expect
+from tests.web.test_generate import lora_server  # noqa: F401  (the fixture)
 
 pytestmark = pytest.mark.slow
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    folder = tmp_path_factory.mktemp("page")
-    with_run(folder)
-    with serve(folder) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +29,7 @@ def report(browser: Any, server: Server) -> str:
     tab.page.get_by_label("Images").fill("1")
     tab.page.get_by_label("Sampling steps").fill("2")
     tab.page.get_by_role("button", name="Run the report").click()
-    tab.page.wait_for_url("**report=*")
+    tab.page.wait_for_url("**job=*")
     expect(tab.page.get_by_role("heading", name="Verdict")).to_be_visible()
     address = tab.page.url.removeprefix(server.address)
     tab.close()
@@ -55,14 +46,19 @@ def test_the_verdict_is_the_reports(browser: Any, server: Server, size: str, rep
     tab.open(report)
     found = measured(server, report)
     verdict = tab.page.locator(".verdict")
-    expect(verdict).to_contain_text(found["verdict"]["words"][0])
+    assert not found["verdict"]["alarm"]
+    assert "bad" not in verdict.get_attribute("class").split()
+    expect(verdict).to_contain_text("Nothing is broken")
     expect(verdict).to_contain_text(f"{100 * found['deployment']['image']:.2f} %")
-    assert ("bad" in verdict.get_attribute("class").split()) == found["verdict"]["alarm"]
+    expect(verdict).to_contain_text("begin with “Convert for ComfyUI”")
+    tab.page.get_by_text("The numbers").click()
+    for line in found["verdict"]["words"]:
+        expect(tab.page.get_by_text(line).first).to_be_visible()
     worst = max(found["layers"], key=lambda row: row["output_error"])
     expect(tab.page.get_by_role("row", name=worst["name"])).to_be_visible()
     expect(tab.page.locator(".remedies > li")).to_have_count(len(found["remedies"]))
-    loaded = tab.page.evaluate("Array.from(document.querySelectorAll('#report img'), (i) => i.naturalWidth)")
-    assert loaded == [128, 128, 128]  # reference, served, difference
+    loaded = tab.page.evaluate("Array.from(document.querySelectorAll('#result img'), (i) => i.naturalWidth)")
+    assert loaded == [128] * 5  # reference and served, and the row with the difference
     tab.fits()
     with tab.context.expect_page() as opened:
         tab.page.get_by_role("link", name="The whole report").click()
@@ -88,13 +84,11 @@ def test_a_remedy_makes_a_new_file_each_time_and_is_measured(browser: Any, serve
     read = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True)
     assert "LoRA" in read.stdout
     remedy.get_by_role("button", name="Measure again with it").first.click()
-    expect(tab.page.get_by_role("heading", name="After")).to_be_visible()
+    before, verdict = measured(server, report), tab.page.locator(".verdict")
+    expect(verdict).to_contain_text(f"before, it was {100 * before['deployment']['image']:.2f} %")
     after = measured(server, tab.page.url)
-    expect(tab.page.locator(".verdict").first).to_contain_text(
-        f"{100 * measured(server, report)['deployment']['image']:.2f} %"
-    )
-    expect(tab.page.locator(".verdict").last).to_contain_text(f"{100 * after['deployment']['image']:.2f} %")
-    assert after["deployment"]["image"] < measured(server, report)["deployment"]["image"]
+    expect(verdict).to_contain_text(f"{100 * after['deployment']['image']:.2f} %")
+    assert after["deployment"]["image"] < before["deployment"]["image"]
     tab.close()
 
 
@@ -108,6 +102,28 @@ def test_files_outside_are_refused(change: dict[str, str], browser: Any, server:
     answer = tab.context.request.post(f"{server.address}/precision", form=given | change)
     assert answer.status == 403
     assert "lies outside" in answer.text()
+    tab.close()
+
+
+def test_what_a_remedy_made_is_found_among_what_it_needed(tmp_path: Path) -> None:
+    from library.web.precision import _made
+
+    for name in ("fix/fixes/refitted.safetensors", "fix/fixes/taught_refitted/taught.safetensors",
+                 "fix/fixes/taught_refitted/teacher/0/1/cached.safetensors", "int8/config.json"):  # fmt: skip
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert [path.name for path in _made(tmp_path / "fix")] == ["refitted.safetensors", "taught.safetensors"]
+    assert _made(tmp_path / "int8") == [tmp_path / "int8"]
+    assert _made(tmp_path / "not_there") == []
+
+
+def test_what_is_served_is_a_format_of_the_list_or_a_file(browser: Any, server: Server) -> None:
+    tab = Tab(browser, server)
+    given = {"lora": "output/zorbo/zorbo.safetensors", "model": "assets/tiny-flux", "model_type": "flux",
+             "dataset": "assets/demo_dataset/dataset.toml"}  # fmt: skip
+    answer = tab.context.request.post(f"{server.address}/precision", form=given | {"served": "/etc/passwd"})
+    assert answer.status == 422
+    assert "is missing" in answer.text()
     tab.close()
 
 
