@@ -111,6 +111,7 @@ class Tab:
         self.page = self.context.new_page()
         self.page.set_default_timeout(WAIT)
         self.bad: list[str] = []
+        self.agrees = True  # to what the page asks
         self.page.on("request", lambda request: self._notice(request.url))
         self.page.on("console", lambda said: said.type == "error" and self._notice_error(said.text))
         self.page.on("pageerror", lambda error: self.bad.append(str(error)))
@@ -122,7 +123,7 @@ class Tab:
 
     def _notice_dialog(self, dialog: Any) -> None:
         if dialog.type == "confirm" and dialog.message.startswith("End "):  # the one question that the page asks
-            dialog.accept()
+            dialog.accept() if self.agrees else dialog.dismiss()
         else:
             self.bad.append(f"dialog {dialog.message}")
             dialog.dismiss()

@@ -379,11 +379,11 @@ def test_a_second_stop_asks_and_ends_the_run_before_its_first_step(tmp_path: Pat
         time.sleep(0.5)
         assert job.log.count("not now") == 1  # a trainer ends without saving at a second one
         tabs[0].open()
+        tabs[0].agrees = False
         tabs[0].page.get_by_role("button", name="End now").click()
-        tabs[0].page.get_by_role("button", name="Cancel").click()
         assert jobs.get(job.id).state == "running"
+        tabs[0].agrees = True
         tabs[0].page.get_by_role("button", name="End now").click()
-        tabs[0].page.get_by_role("button", name="Yes").click()
         expect(tabs[0].page.locator(".run .who .tag")).to_have_text("stopped")
         for tab in tabs:
             tab.close()
