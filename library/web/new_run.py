@@ -313,7 +313,7 @@ def edit(site: Site, request: Request, form: Form) -> Response:
         text = edited(text, key, str(content), _read(text, pretrains)[0])
     answer = examine(site, text, pretrains, prompts != "")
     if not form.get("touched"):  # in an empty form nothing is missing yet
-        answer["problems"] = []
+        answer |= {"problems": [], "errors": {}}
     answer["prompts"] = _prompts_of(site, answer["values"] or {})
     parts = {"said": {"touched": form.get("touched"), **answer}}
     if (training := answer.get("training")) and training != form.get("training"):
@@ -438,7 +438,7 @@ def show_job(site: Site, request: Request, form: Form, begun: Job | None = None)
     job = begun or site.jobs.get(request.query_params.get("id", ""))
     said = text_of(job.folder / "config.toml") if job.kind == "suggest" else job.log.partition("\nset:\n")[2]
     values = read_keys(said or "", "settings", LORA).values if job.is_over else {}
-    proposed = {key: shown(value) for key, value in values.items() if key not in _OF_A_RUN}
+    proposed = {key: text for key, value in values.items() if key not in _OF_A_RUN and (text := shown(value))}
     prompts = job.kind == "suggest" and text_of(job.folder / "prompts.txt")
     fits = re.search(r"^(fits|does not fit) into ([\d.]+)", job.log, re.MULTILINE)
     opens = job.kind == "migrate" and job.state == "done" and Path(job.words[-1]).parent

@@ -16,12 +16,12 @@ async function send() {
   const sent = pending, body = new FormData(element("new"));
   [pending, typed] = [{}, false];
   const said = { changes: JSON.stringify(sent), training: element("fields").dataset.training, prompts: prompts() };
-  for (const [name, value] of Object.entries({ ...said, touched: touched ? "1" : "" })) body.set(name, value);
+  for (const [name, value] of Object.entries(said)) body.set(name, value);
+  if (touched) body.set("touched", "1");
   busy = ask("/new/edit", { method: "POST", body }).then((answer) => answer?.json());
   const found = await busy;
   busy = null;
-  if (found && !typed) return show(found);
-  if (!found) return;
+  if (!found || !typed) return found && show(found);
   pending = { ...sent, ...pending }; // the text was changed meanwhile: those words stay, and the field comes again
   await send();
 }
@@ -41,8 +41,7 @@ function show(found) {
   const top = text.scrollTop;
   if (found.text !== text.value) text.value = found.text;
   text.scrollTop = top;
-  if (found.fields) element("fields").outerHTML = found.fields;
-  if (found.fields) filter();
+  if (found.fields) filter(element("fields").outerHTML = found.fields);
   const own = element("prompts");
   if (own && !ownPrompts && own !== document.activeElement) own.value = found.prompts;
   sessionStorage.draft = JSON.stringify({ text: text.value, pretrains: pretrains.checked, prompts: prompts() });
@@ -51,7 +50,7 @@ function show(found) {
   element("fields").disabled = !found.values;
   if (!found.values) return;
   for (const control of all("#fields [data-key]")) fill(control, found);
-  for (const group of all(".group")) group.querySelector(".tag").textContent = all(".set", group).length || "";
+  for (const group of all(".group")) group.querySelector(".tag").textContent = `${all(".set", group).length} set`;
   const dataset = found.values.dataset_config ?? "";
   Object.assign(element("data"), { hidden: !dataset, href: `/data?dataset=${encodeURIComponent(dataset)}` });
 }
