@@ -227,8 +227,8 @@ def test_what_cannot_be_changed_by_itself_is_left_to_the_text(text: str, content
 @pytest.mark.parametrize(
     "line", ["[a{0}]\nx = 1\n", "a{0} = [[], [ ]]\n", "#{0}\n", "a{0} = {{x = 1}}\n", "a{0}.b = 1\n"]
 )
-def test_the_longest_text_that_is_taken_is_changed_in_seconds(line: str) -> None:
-    text = "".join(map(line.format, range(2000 if "[" in line or "{{" in line else 20_000)))
+def test_a_long_text_with_as_many_brackets_as_are_taken_is_changed_in_seconds(line: str) -> None:
+    text = "".join(map(line.format, range(20_000 if line[0] == "#" else 2000)))
     began = time.monotonic()
     with contextlib.suppress(UserError):
         edited(text, "network_dim", "32", LORA)
