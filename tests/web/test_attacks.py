@@ -93,9 +93,10 @@ def test_the_pages_own_folder_is_nobodys_to_write_to(server: Server) -> None:
     own = server.output / ".tandem/jobs/20260101-000000-abc"
     own.mkdir(parents=True)
     (own / "job.json").write_text("{}")
-    for text in ("output/.tandem/jobs/20260101-000000-abc/config.toml", "output/run/../.tandem/x.toml"):
-        status, answer = post(server, "/new/save", text="a = 1", save_to=text, replace=text)
-        assert status == 403
+    for folder in ("output/.tandem/jobs/20260101-000000-abc", "output/run/../.tandem/x"):
+        text = CONFIG.format(top="", optimizer="", dataset="datasets/inside.toml").replace("output/run", folder)
+        status, answer = post(server, "/new/start", text=text)
+        assert status == 422
         assert "the page&#39;s own" in answer
     assert get(server, "/data?dataset=output/.tandem/jobs/20260101-000000-abc/config.toml")[0] == 403
     assert [path.name for path in own.iterdir()] == ["job.json"]
