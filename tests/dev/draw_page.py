@@ -26,12 +26,12 @@ IMAGES = ROOT / "docs/images"
 TAUGHT = (
     (
         "What is grouped-query attention?",
-        "Several heads of queries share one head of **keys and values**. Llama 3 has 32 of the first, 8 of the second: "
+        "Several heads of queries share one head of keys and values. Llama 3 has 32 of the first, 8 of the second: "
         "its cache is a quarter of what it would be.",
     ),
     (
         "How is it called in PyTorch?",
-        "```python\nmixed = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)\n```\nNo key is copied.",
+        "F.scaled_dot_product_attention(q, k, v, enable_gqa=True). No key is copied.",
     ),
 )
 _MINUTES = 600_000  # milliseconds, for what a child computes
@@ -94,10 +94,9 @@ def chat(tab: Tab) -> None:
     tab.open("/chat")
     tab.page.click("#load")
     expect(tab.page.locator("#send")).to_be_enabled(timeout=_MINUTES)
-    tab.page.check("[name=markdown]")
     for question, _ in TAUGHT:
-        tab.page.fill("#text", question)
-        tab.page.press("#text", "Enter")
+        tab.page.fill("#prompt", question)
+        tab.page.press("#prompt", "Enter")
         expect(tab.page.locator("#status")).to_contain_text("tokens in", timeout=_MINUTES)
         expect(tab.page.locator("#stop")).to_be_disabled()
 

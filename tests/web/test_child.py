@@ -20,14 +20,17 @@ from library.web.child import BUSY, Child
 
 SCRIPT = """
 import json, sys, threading, time
-stopped = set()
+stopped, alone = set(), threading.Lock()
+def say(event):
+    with alone:
+        print(json.dumps(event), flush=True)
 def count(request):
     for i in range(request["to"]):
         if request["id"] in stopped:
             break
-        print(json.dumps({"event": "piece", "id": request["id"], "text": "x" * 1000}), flush=True)
+        say({"event": "piece", "id": request["id"], "text": "x" * 1000})
         time.sleep(request.get("each", 0))
-    print(json.dumps({"event": "done", "id": request["id"], "said": i}), flush=True)
+    say({"event": "done", "id": request["id"], "said": i})
 for line in sys.stdin:
     request = json.loads(line)
     if request["do"] == "stop":
