@@ -46,6 +46,11 @@ _BASICS = {
     "What is written": "output_dir output_name save_every_n_steps sample_prompts sample_every_n_steps",
     "Memory": "mixed_precision memory gradient_checkpointing fp8_scaled fp8_text_encoder blocks_to_swap",
 }
+_PLAIN = {  # what people call those that a first LoRA needs
+    "pretrained_model_name_or_path": "Base model", "model_type": "Kind of model", "dataset_config": "Dataset",
+    "network_dim": "Rank", "learning_rate": "Learning rate", "max_train_steps": "Steps", "optimizer_type": "Optimizer",
+    "output_name": "Name", "output_dir": "Where it is written", "sample_prompts": "Sample prompts",
+}  # fmt: skip
 _NAMED = (".safetensors", ".toml", ".txt", ".json", ".jsonl", ".gguf")  # files that options name
 _READ = ("config_file", "dataset_config", "train_data_dir", "reg_data_dir", "in_json", "conditioning_data_dir")
 _MOST_TEXT, _MOST_BRACKETS = 2**18, 2000  # of a configuration; nested lists take a hundred times their length to read
@@ -70,7 +75,8 @@ def option(key: str, field: FieldInfo) -> dict[str, Any]:
     elif words:
         kind, words = "select", tuple(MODEL_TYPES) if key == "model_type" else words  # the schema follows from it
     default = "required" if field.is_required() else shown(field.get_default()) or ""
-    return {"key": key, "kind": kind, "about": about, "default": default, "words": words or ("true", "false")}
+    words = words or ("true", "false")
+    return {"key": key, "called": _PLAIN.get(key), "kind": kind, "about": about, "default": default, "words": words}
 
 
 def form_of(script: Script[Any]) -> list[tuple[str, str, list[dict[str, Any]]]]:
