@@ -59,6 +59,7 @@ def _result(site: Site, job: Job) -> dict[str, Any]:
                  for name, file in each.items()] for each in result.get("pictures", [])]  # fmt: skip
     return {
         "result": result, "made": made, "pictures": pictures, "was": job.read("asked.json").get("was"),
+        "kind_of": kind_of,
         "layers": sorted(result.get("layers", []), key=lambda row: -(row["output_error"] or 0))[:_LAYERS_SHOWN],
         "is_busy": not all(one.is_over for one in (job, *(one for _, one, _ in made))), "waits_for": ahead(site, job),
     }  # fmt: skip
