@@ -145,7 +145,9 @@ def _bypass(models: Models, full: Differences, without: Differences | None, lora
             f"({dropped[0]}, ...) are parts of one layer in ComfyUI, and the bypass leaves such parts out."
         )
         if len(loras) == 1:
-            words = ("tools/convert_lora.py", "--lora", str(loras[0]), "--save_format", "comfy", "--save_to", SAVE_TO)
+            model = ("--model_type", models.config.model_type)  # a LoRA of another program may not say
+            lora = ("--lora", str(loras[0]), *model)
+            words = ("tools/convert_lora.py", *lora, "--save_format", "comfy", "--save_to", SAVE_TO)
     if models.family.int8_passes_bypass and any(each.how == "int8" for each in models.served_inputs.values()):
         text += " On int8 files of this model newer versions multiply some layers past it: compare one picture."
     return Remedy(text, "comfy", "lora", words, again=_BYPASS)

@@ -455,7 +455,7 @@ def _job_of(server: Server, output: Path) -> Any:
     return Jobs(server.output / ".tandem").of_output(output)
 
 
-def _until(what: Any, seconds: float = 60) -> Any:
+def _until(what: Any, seconds: float = 200) -> Any:
     limit = time.monotonic() + seconds
     while not (found := what()):
         assert time.monotonic() < limit
