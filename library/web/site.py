@@ -147,6 +147,6 @@ def moment(when: float | None) -> str:
 
 
 def ago(when: float) -> str:
-    """Return "1 h 5 min ago"; of what is older than a day, when it was."""
-    seconds = max(0.0, time.time() - when)
-    return moment(when) if seconds > 86400 else f"{duration(seconds)} ago"
+    """Return "1 h 5 min ago"; of what is new "just now", of what is older than a day, when it was."""
+    seconds = time.time() - when
+    return "just now" if seconds < 60 else moment(when) if seconds > 86400 else f"{duration(seconds)} ago"
