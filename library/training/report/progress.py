@@ -163,10 +163,10 @@ def _rates(metrics: dict[str, float]) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds in words: ``1 h 5 min`` or ``3 min 20 s``."""
+    """Return seconds in words: ``1 h 5 min``, ``3 min 20 s`` or ``20 s``."""
     hours, rest = divmod(round(seconds), 3600)
     minutes, seconds = divmod(rest, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s"
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
 
 
 def print_summary(console: Console, rows: list[tuple[str, str]]) -> None:
