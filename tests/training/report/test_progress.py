@@ -35,7 +35,7 @@ def test_a_log_file_gets_a_line_with_every_figure_and_a_summary_of_the_run() -> 
     first, second, third = (line.split("  ", 1) for line in file.getvalue().splitlines())
     waiting = "1.00 s/it (0.50 s of it waiting for data)"
     rates = "lr 1.0e+00  d·lr 2.0e-04"
-    assert first[1] == f"step 1/2  epoch 2/3  avg loss 0.2500  {rates}  {waiting}  1.0 GiB  eta 0 min 1 s"
+    assert first[1] == f"step 1/2  epoch 2/3  avg loss 0.2500  {rates}  {waiting}  1.0 GiB  eta 1 s"
     assert second[1].startswith("step 2/2")
     assert "3.00 s/it  1.0 GiB" in third[1]  # too little waiting to be told
     for stamp, _ in (first, second, third):
