@@ -36,7 +36,7 @@ Read = TypeVar("Read")
 ASKS = ("STOP", "SAVE", "SAMPLE")  # files of docs/reliability.md
 _POINTS = 1000  # of a curve, about what a screen has pixels
 _OPEN = 8  # metrics files that are kept in memory, of about 4 MB for 10,000 steps
-_END_BYTES = 2**15  # of a metrics file: dozens of lines, or a few of a run of a hundred processes
+_END_BYTES = (2**12, 2**17)  # of metrics: about 8 lines; of a hundred processes a line is longer
 _SHOT = re.compile(r"step(\d{6,})_(\d{2,})\.png")
 _STATE = re.compile(r"step(\d+)-state")
 _BEGUN = re.compile(r"# Tandem .*: the settings of this run")
@@ -162,9 +162,12 @@ def once(read: Callable[[Path], Read]) -> Callable[[Path], Read | None]:
 @once
 def end_of(file: Path) -> dict[str, float]:
     """Return a run's newest metrics, ``s_per_it`` as the median of its last lines."""
-    with open(file, "rb") as opened:
-        begin = opened.seek(max(0, file.stat().st_size - _END_BYTES))
-        records = [record for line in opened.read().split(b"\n")[begin > 0 :] if (record := parse_line(line))]
+    for most in _END_BYTES:
+        with open(file, "rb") as opened:
+            begin = opened.seek(max(0, file.stat().st_size - most))
+            records = [record for line in opened.read(most).split(b"\n")[begin > 0 :] if (record := parse_line(line))]
+        if any("loss" in record for record in records):
+            break
     newest = {key: value for record in records for key, value in record.items()}
     if speeds := [record["s_per_it"] for record in records if "s_per_it" in record]:
         newest["s_per_it"] = median(speeds)
