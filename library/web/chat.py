@@ -23,7 +23,7 @@ from library.errors import UserError
 from library.web.access import Places
 from library.web.child import BUSY, Child
 from library.web.jobs import ROOT
-from library.web.site import Form, Handler, Site
+from library.web.site import Form, Routes, Site
 
 _DEPTH = 3  # folders below a place that are looked into: train_llm.py writes output/NAME/NAME
 
@@ -100,6 +100,6 @@ def free(site: Site, request: Request, form: Form) -> Response:
     return Response(status_code=204, background=BackgroundTask(child.close))
 
 
-ROUTES: dict[str, Handler | tuple[Handler | None, Handler]] = {
+ROUTES: Routes = {
     "/chat": show, "/chat/ask": (None, ask), "/chat/stop": (None, stop), "/chat/free": (None, free),
 }  # fmt: skip

@@ -27,7 +27,7 @@ from library.files import find_bad_name, read_text, read_toml, toml_text, write_
 from library.web.access import Refused
 from library.web.captions import Change, Journal, Text, edited, read
 from library.web.jobs import Job
-from library.web.site import HERE, Form, Handler, Site, goto, slow, url
+from library.web.site import HERE, Form, Routes, Site, goto, slow, url
 from library.web.thumbnails import Thumbnails
 
 IMAGES = {".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".avif", ".jxl", ".bmp", ".dib", ".tif", ".tiff",
@@ -373,7 +373,7 @@ def bulk(site: Site, request: Request, form: Form) -> Response:
     return answer
 
 
-ROUTES: dict[str, Handler | tuple[Handler | None, Handler]] = {
+ROUTES: Routes = {
     "/data": show,
     "/data/new": (None, make_dataset),
     "/data/upload": (None, upload),

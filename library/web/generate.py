@@ -22,7 +22,7 @@ from library.training.sampling.prompts import SamplePrompt, parse_prompt, read_p
 from library.web.jobs import Job
 from library.web.loras import float_of, lora_file, model_words, show_screen
 from library.web.run import ahead
-from library.web.site import Form, Handler, Site, goto, url
+from library.web.site import Form, Routes, Site, goto, url
 
 _MOST_PICTURES = 400
 
@@ -94,4 +94,4 @@ def _result(site: Site, job: Job) -> dict[str, Any]:
     return {"rows": rows, "done": len(made), "all": len(rows) * len(strengths), "waits_for": ahead(site, job)}
 
 
-ROUTES: dict[str, Handler | tuple[Handler | None, Handler]] = {"/generate": (show, start)}
+ROUTES: Routes = {"/generate": (show, start)}

@@ -34,7 +34,7 @@ from library.web.data import refuse_outside
 from library.web.jobs import ROOT, Job
 from library.web.loras import free_name
 from library.web.run import is_run, look, script_of, settings_of, text_of
-from library.web.site import Form, Handler, Site, goto, url
+from library.web.site import Form, Routes, Site, goto, tell_changed, url
 
 NAME = "configuration"  # what messages call the text
 _SCRIPTS: Mapping[str, Script[Any]] = {script.training: script for script in (LORA, LANGUAGE_LORA, LLM)}
@@ -383,7 +383,7 @@ def again(site: Site, request: Request, form: Form) -> Response:
     resume = state if state in ("auto", "") else str(site.places.find(str(folder / state), output=True))
     words = [script.name, "--config_file", "{job}/config.toml", "--output_dir", str(folder), "--resume", resume]
     site.jobs.add("train", run.name, words, queued=True, output=str(folder), files=files)
-    return Response(status_code=204, headers={"hx-trigger": "changed"})
+    return tell_changed()
 
 
 def side_job(site: Site, request: Request, form: Form) -> Response:
@@ -451,7 +451,7 @@ def show_job(site: Site, request: Request, form: Form, begun: Job | None = None)
     return site.part("new_run.html", "job", job=job, proposed=proposed, prompts=prompts, fits=fits, opens=opens)
 
 
-ROUTES: dict[str, Handler | tuple[Handler | None, Handler]] = {
+ROUTES: Routes = {
     "/new": show, "/new/edit": (None, edit), "/new/paths": paths, "/new/job": (show_job, side_job),
     "/new/start": (None, start), "/run/again": (None, again),
 }  # fmt: skip

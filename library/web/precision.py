@@ -20,7 +20,7 @@ from library.web.data import refuse_outside
 from library.web.jobs import Job
 from library.web.loras import float_of, free_name, kind_of, lora_file, model_words, show_screen
 from library.web.run import ahead, settings_of
-from library.web.site import Form, Handler, Site, goto, url
+from library.web.site import Form, Routes, Site, goto, tell_changed, url
 
 RECIPES = {
     "file": "a file that you have",
@@ -123,7 +123,7 @@ def remedy(site: Site, request: Request, form: Form) -> Response:
     own = [site.places.show(file) if word == "{save_to}" else word for word in words]
     asked = {"report": job.id, "remedy": number, "file": str(file)}
     site.jobs.add("remedy", file.name, own, queued=True, files={"asked.json": json.dumps(asked)})
-    return Response(status_code=204, headers={"hx-trigger": "changed"})
+    return tell_changed()
 
 
 def again(site: Site, request: Request, form: Form) -> Response:
@@ -144,10 +144,10 @@ def again(site: Site, request: Request, form: Form) -> Response:
 def stop(site: Site, request: Request, form: Form) -> Response:
     """Stop a report, a painting, or what makes a file; what is there stays."""
     site.jobs.stop(str(form["id"]))
-    return Response(status_code=204, headers={"hx-trigger": "changed"})
+    return tell_changed()
 
 
-ROUTES: dict[str, Handler | tuple[Handler | None, Handler]] = {
+ROUTES: Routes = {
     "/precision": (show, start), "/precision/remedy": (None, remedy), "/precision/again": (None, again),
     "/job/stop": (None, stop),
 }  # fmt: skip

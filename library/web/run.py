@@ -30,7 +30,7 @@ from library.files import write_text
 from library.folder_lock import LOCK, is_held
 from library.training.report.metrics_file import MetricsReader, Run, Series, average, parse_line, thin
 from library.web.jobs import Job
-from library.web.site import Form, Handler, Site, url
+from library.web.site import Form, Routes, Site, tell_changed, url
 
 Read = TypeVar("Read")
 ASKS = ("STOP", "SAVE", "SAMPLE")  # files of docs/reliability.md
@@ -351,16 +351,16 @@ def ask(site: Site, request: Request, form: Form) -> Response:
         raise UserError(f"{run.name}: was begun in a terminal; press Ctrl-C twice there to end it without saving")
     else:
         write_text(folder / what, "")
-    return Response(status_code=204, headers={"hx-trigger": "changed"})
+    return tell_changed()
 
 
 def check(site: Site, request: Request, form: Form) -> Response:
     """Find out which programs load a LoRA file, as a job."""
     path = site.places.find(str(form.get("path", "")), output=True)
     site.jobs.add("inspect", f"Which programs load {path.name}", ["tools/inspect_model.py", str(path)])
-    return Response(status_code=204, headers={"hx-trigger": "changed"})
+    return tell_changed()
 
 
-ROUTES: dict[str, Handler | tuple[Handler | None, Handler]] = {
+ROUTES: Routes = {
     "/run": show_run, "/run/curves": curves, "/run/ask": (None, ask), "/run/check": (None, check), "/job": show_job,
 }  # fmt: skip

@@ -17,7 +17,7 @@ from library.errors import UserError
 from library.web import run
 from library.web.jobs import Job
 from library.web.run import Seen, called, defaults_of, is_run, live, look, samples, script_of, settings_of
-from library.web.site import Form, Handler, Site, goto
+from library.web.site import Form, Routes, Site, goto, tell_changed
 
 _DEPTH = 4  # folders below an output folder
 _NO_RUNS = re.compile(r"\..*|samples|.*-state")  # in folders that are called so
@@ -77,7 +77,7 @@ def change_queue(site: Site, request: Request, form: Form) -> Response:
             site.jobs.remove(job.id)
     if what == "cancel":  # what was to be a run may have no folder yet
         return goto("/")
-    return Response(status_code=204, headers={"hx-trigger": "changed"})
+    return tell_changed()
 
 
 def compare(site: Site, request: Request, form: Form) -> Response:
@@ -109,6 +109,6 @@ def _shown(value: Any) -> str:
     return "–" if value is None else ("off", "on")[value] if isinstance(value, bool) else str(value)
 
 
-ROUTES: dict[str, Handler | tuple[Handler | None, Handler]] = {
+ROUTES: Routes = {
     "/": show, "/queue": (None, change_queue), "/compare": compare, **run.ROUTES,
 }  # fmt: skip

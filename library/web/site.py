@@ -38,6 +38,7 @@ SCREENS = (("Runs", "/"), ("New run", "/new"), ("Data", "/data"), ("Precision", 
 _MOST_FILES, _MOST_BYTES = 2000, 4 * 2**20  # pictures of a form, and bytes of one of its texts
 
 Handler = Callable[["Site", Request, Form], Response]
+Routes = Mapping[str, Handler | tuple[Handler | None, Handler]]  # path -> of GET, or (of GET, of POST)
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,8 @@ class Site:
         found = self.templates.get_template(template)
         return _html("".join(found.blocks[block](found.new_context({"path": "", **values}))))
 
-    def routes(self, table: Mapping[str, Handler | tuple[Handler | None, Handler]]) -> list[Route]:
-        """Return the routes of path -> handler of GET, or (of GET, of POST)."""
+    def routes(self, table: Routes) -> list[Route]:
+        """Return the routes of a table."""
         found = []
         for path, handlers in table.items():
             get, post = handlers if isinstance(handlers, tuple) else (handlers, None)
@@ -124,6 +125,11 @@ def slow(handler: Handler) -> Handler:
 def goto(address: str) -> Response:
     """Return an answer that has htmx go to another screen."""
     return Response(status_code=204, headers={"hx-redirect": address})
+
+
+def tell_changed() -> Response:
+    """Return an answer that has the screen's live parts look at once what has changed."""
+    return Response(status_code=204, headers={"hx-trigger": "changed"})
 
 
 def url(path: str, /, **query: object) -> str:
