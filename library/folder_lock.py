@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import platform
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -111,6 +111,28 @@ class FolderLock:
                 break
             time.sleep(0.05)
         return content
+
+
+@contextmanager
+def hold(folder: Path, name: str, seconds: float = 10.0) -> Iterator[None]:
+    """Have ``folder`` to oneself as ``name``, after waiting for whoever has it; ``seconds``: at most so long.
+
+    Raises:
+        UserError: somebody has it for longer, or it cannot be written.
+    """
+    lock, end = FolderLock(folder, name, lambda line: None), time.monotonic() + seconds
+    while True:
+        try:
+            lock.acquire()
+            break
+        except UserError:
+            if time.monotonic() >= end or not os.access(folder if folder.exists() else folder.parent, os.W_OK):
+                raise
+            time.sleep(0.02)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def _give_back(lock: Path, path: Path) -> None:

@@ -17,8 +17,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -28,7 +28,7 @@ import psutil
 
 from library.errors import UserError
 from library.files import discard, process_began, write_text
-from library.folder_lock import FolderLock, is_held
+from library.folder_lock import hold, is_held
 
 ROOT = Path(__file__).resolve().parents[2]
 State = Literal["waiting", "running", "done", "stopped", "failed", "lost"]
@@ -140,7 +140,7 @@ class Jobs:
 
     def alone(self) -> AbstractContextManager[None]:
         """Return the right to add, begin or stop a job, which one process has at a time."""
-        return alone(self.folder.parent / "changing", "jobs")
+        return hold(self.folder.parent / "changing", "jobs")
 
     def begin(self, name: str | None = None) -> None:
         """Start the process that runs the job called ``name``, or the queue; one that is there already is enough."""
@@ -256,28 +256,6 @@ def end_group(pid: int, at_once: bool) -> None:
             os.killpg(pid, signal.SIGINT)
 
 
-@contextmanager
-def alone(folder: Path, what: str, seconds: float = 10.0) -> Iterator[None]:
-    """Have ``folder`` to oneself, after waiting for whoever changes ``what`` there.
-
-    Raises:
-        UserError: somebody has it for longer, or it cannot be written.
-    """
-    lock, end = FolderLock(folder, what, lambda line: None), time.monotonic() + seconds
-    while True:
-        try:
-            lock.acquire()
-            break
-        except UserError:
-            if time.monotonic() >= end or not os.access(folder if folder.exists() else folder.parent, os.W_OK):
-                raise
-            time.sleep(0.02)
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 def run_job(jobs: Jobs, name: str) -> None:
     """Run a job that waits to its end, and note its exit code."""
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": "110", "TERM": "dumb"}
@@ -300,7 +278,7 @@ def run_queue(jobs: Jobs) -> None:
     """Run the queued jobs one after the other until none is left; nothing if another process does."""
     with suppress(UserError):
         while jobs.queue():  # also one that was added while the lock was given back
-            with alone(jobs.folder, "queue", seconds=0):
+            with hold(jobs.folder, "queue", seconds=0):
                 while queue := jobs.queue():
                     if queue[0].state == "running":  # of a process that was killed; its job goes on
                         time.sleep(0.3)
