@@ -32,6 +32,7 @@ import re
 import shutil
 import stat
 import sys
+import threading
 import time
 import zlib
 from collections.abc import Collection, Iterator, Mapping
@@ -43,7 +44,9 @@ import toml
 
 from library.errors import UserError, WriteError
 
-_LEFTOVER = re.compile(r"\.(?P<name>.+)\.(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-(?P<begun>\d+)\.(?P<kind>tmp|old|gone)")
+_LEFTOVER = re.compile(
+    r"\.(?P<name>.+)\.(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-(?P<begun>\d+)(-\d+)?\.(?P<kind>tmp|old|gone)"
+)
 # Another machine's leftover is one when it has not been touched for so long; two renames take no time.
 _FOREIGN_SECONDS = {"tmp": 600.0, "gone": 600.0, "old": 5.0}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
@@ -172,7 +175,8 @@ def _in_use(match: re.Match[str], leftover: Path) -> bool:
 def _beside(target: Path, kind: str) -> Path:
     if not target.name:  # "." and "/"
         raise WriteError(target, "is a folder")
-    return target.with_name(f".{target.name}.{_this_process()}.{kind}")
+    thread = f"-{threading.get_native_id()}" if threading.current_thread() is not threading.main_thread() else ""
+    return target.with_name(f".{target.name}.{_this_process()}{thread}.{kind}")
 
 
 def _this_process() -> str:

@@ -16,6 +16,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from library.errors import UserError
 from library.files import machine_name, process_began, read_own, rename, seal_json, unseal_json
 
@@ -114,25 +116,30 @@ class FolderLock:
 
 
 @contextmanager
-def hold(folder: Path, name: str, seconds: float = 10.0) -> Iterator[None]:
-    """Have ``folder`` to oneself as ``name``, after waiting for whoever has it; ``seconds``: at most so long.
+def hold(lock: Path, seconds: float = 10.0) -> Iterator[None]:
+    """Have to oneself what the file ``lock`` stands for, among the processes and threads of one machine.
+
+    The system gives it back whatever becomes of the process, and nothing in the file can be spoilt. A child that was
+    forked has it, too, until it runs another program.
+
+    Args:
+        lock: is made if need be, and stays.
+        seconds: to wait for it.
 
     Raises:
         UserError: somebody has it for longer, or it cannot be written.
     """
-    lock, end = FolderLock(folder, name, lambda line: None), time.monotonic() + seconds
-    while True:
-        try:
-            lock.acquire()
-            break
-        except UserError:
-            if time.monotonic() >= end or not os.access(folder if folder.exists() else folder.parent, os.W_OK):
-                raise
-            time.sleep(0.02)
     try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+        held = FileLock(lock, timeout=seconds).acquire()
+    except Timeout:
+        raise UserError(f"{lock}: another process is at work there; try it again in a moment") from None
+    except OSError as error:
+        raise UserError(
+            f"{lock}: cannot be locked ({error.strerror or error}); check the disk and its rights"
+        ) from None
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def _give_back(lock: Path, path: Path) -> None:

@@ -122,7 +122,7 @@ class Journal:
 
     def write(self, what: str, changes: Sequence[Change]) -> list[str]:
         """Write new texts; return the paths whose old text is not there any more, which were left alone."""
-        with hold(self._file.with_suffix(""), "captions"):
+        with hold(self._file.with_suffix(".lock")):
             kept = [change for change in changes if read(self._find(change[0])).raw == change[1] != change[2]]
             if kept:
                 self._note([*self.stacks()[0], {"what": what, "changes": kept}], [])
@@ -130,7 +130,7 @@ class Journal:
 
     def step(self, back: bool) -> tuple[str, list[str]]:
         """Undo the last change, or redo what was undone last; return what it was, and paths left alone."""
-        with hold(self._file.with_suffix(""), "captions"):
+        with hold(self._file.with_suffix(".lock")):
             done, undone = self.stacks()
             stack, other = (done, undone) if back else (undone, done)
             if not stack:

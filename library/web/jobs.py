@@ -2,7 +2,7 @@
 
 A job is a folder ``<state>/jobs/<id>/`` with ``job.json`` (what to run), ``place`` (its turn in the queue),
 ``log.txt``, ``running.json`` once it was begun and ``ended.json`` with its exit code. Who adds, begins or stops one has
-the lock ``<state>/changing`` meanwhile. Runs and reports wait for each other in one queue, since they share the card;
+the lock ``<state>/jobs.lock`` meanwhile. Runs and reports wait for each other in one queue, since they share the card;
 what needs none of it (counting memory, looking a dataset over) is run at once. Either is done by a process of its own,
 ``python -m library.web.jobs FOLDER [ID]``, which ends with the queue and takes nothing down with it: a closed browser
 stops no job, nor does the page's end, nor this process's, since a job has a session of its own.
@@ -19,18 +19,20 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import psutil
+from pydantic import Field, TypeAdapter
 
 from library.errors import UserError
 from library.files import discard, process_began, write_text
-from library.folder_lock import hold, is_held
+from library.folder_lock import hold
 
 ROOT = Path(__file__).resolve().parents[2]
+Seconds = Annotated[float, Field(ge=0, le=1e11)]  # since 1970: a date that can be shown
 State = Literal["waiting", "running", "done", "stopped", "failed", "lost"]
 _STOPPED = {3, 129, 130, 143, -2, -9, -15}  # exit codes: by STOP; by signals, as a trainer or a shell has it
 # Apart from this terminal; on Windows in a group of its own (CREATE_NEW_PROCESS_GROUP), which takes Ctrl-Break.
@@ -57,13 +59,13 @@ class Job:
     words: tuple[str, ...]
     queued: bool
     output: str
-    created: float
+    created: Seconds
     cwd: str
     folder: Path
-    place: float = 0.0
+    place: Seconds = 0.0
     pid: int = 0
-    began: float | None = None
-    ended: float | None = None
+    began: Seconds | None = None
+    ended: Seconds | None = None
     code: int | None = None
     asked: bool = False
     state: State = "waiting"
@@ -107,11 +109,15 @@ class Job:
         return _object(self.folder / name) or {}
 
 
+_JOB = TypeAdapter(Job)
+
+
 class Jobs:
     """The jobs below a folder, which several pages may have open."""
 
     def __init__(self, state: Path) -> None:
         self.folder = state / "jobs"
+        self.queue_lock = state / "queue.lock"  # whose process works the queue off
 
     def add(
         self, kind: str, title: str, words: Sequence[str], *, queued: bool = False, output: str = "",
@@ -140,7 +146,7 @@ class Jobs:
 
     def alone(self) -> AbstractContextManager[None]:
         """Return the right to add, begin or stop a job, which one process has at a time."""
-        return hold(self.folder.parent / "changing", "jobs")
+        return hold(self.folder.parent / "jobs.lock")
 
     def begin(self, name: str | None = None) -> None:
         """Start the process that runs the job called ``name``, or the queue; one that is there already is enough."""
@@ -161,16 +167,16 @@ class Jobs:
     def go_on(self, jobs: Iterable[Job]) -> None:
         """See to it that somebody works off what waits, whatever became of who did."""
         waiting = [job for job in jobs if job.state == "waiting"]
-        if any(job.queued for job in waiting) and not is_held(self.folder):
-            self.begin()
+        if any(job.queued for job in waiting):
+            with suppress(UserError), hold(self.queue_lock, seconds=0):
+                self.begin()
         for job in waiting:
             if not job.queued and time.time() - job.created > 10:
                 self.begin(job.id)
 
     def get(self, name: str) -> Job:
         """Return a job; raises a UserError if there is none."""
-        job = self._read(name) if name.replace("-", "").isalnum() else None
-        if job is None:
+        if (job := self._read(name)) is None:
             raise UserError("there is no such job; it may have been removed")
         return job
 
@@ -180,12 +186,13 @@ class Jobs:
 
     def move(self, name: str, by: int) -> None:
         """Let a waiting job change places with the one before (-1) or after it (1)."""
-        waiting = [job for job in self.queue() if job.state == "waiting"]
-        at = next((i for i, job in enumerate(waiting) if job.id == name), None)
-        if at is not None and 0 <= at + by < len(waiting):
-            one, other = waiting[at], waiting[at + by]
-            write_text(one.folder / "place", str(other.place))
-            write_text(other.folder / "place", str(one.place))
+        with self.alone():
+            waiting = [job for job in self.queue() if job.state == "waiting"]
+            at = next((i for i, job in enumerate(waiting) if job.id == name), None)
+            if at is not None and 0 <= at + by < len(waiting):
+                waiting.insert(at + by, waiting.pop(at))
+                for place, job in enumerate(waiting):
+                    write_text(job.folder / "place", str(place))
 
     def stop(self, name: str, again: bool = False) -> None:
         """Take a waiting job out of the queue; ask a running one to end, as Ctrl-C does, or ``again`` end it now."""
@@ -204,26 +211,25 @@ class Jobs:
             discard(job.folder)
 
     def _read(self, name: str) -> Job | None:
-        try:
-            return self._as_it_is(self.folder / name)
-        except (OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
-            return None  # no job, or one that somebody has damaged
+        with suppress(OSError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+            return self._as_it_is(self.folder / name) if name.replace("-", "").isalnum() else None
+        return None  # no job, or one that somebody has damaged
 
     def _as_it_is(self, own: Path) -> Job:
         record = json.loads((own / "job.json").read_text(encoding="utf-8"))
-        record |= {"words": tuple(record["words"]), "place": float((own / "place").read_text())}
-        job = Job(id=own.name, folder=own, **record)
-        if (running := _object(own / "running.json")) is None:
-            return job
-        gone, ended = job_is_gone(running), _object(own / "ended.json")  # in this order: its end is noted first
-        began, pid = float(running.get("at", 0.0)), int(running.get("pid", 0))
-        job = replace(job, began=began, pid=pid, asked=(own / "asked").exists())
-        if ended is None:
-            return replace(job, state="lost" if gone else "running")
-        code = int(ended.get("code", 1))
-        stopped = code in _STOPPED or (job.asked and code != 2)  # 2: an error that is said in a line
-        state: State = "done" if code == 0 else "stopped" if stopped else "failed"
-        return replace(job, ended=float(ended["at"]), code=code, state=state)
+        record |= {"id": own.name, "folder": own, "place": (own / "place").read_text()}
+        if (own / "running.json").exists():  # one that cannot be read was begun, too
+            running = _object(own / "running.json") or {}
+            gone, ended = job_is_gone(running), _object(own / "ended.json")  # in this order: its end is noted first
+            asked = (own / "asked").exists()
+            record |= {"began": running.get("at"), "pid": running.get("pid", 0), "asked": asked}
+            record["state"] = "lost" if gone else "running"
+            if ended is not None:
+                code = ended["code"]
+                stopped = code in _STOPPED or (asked and code != 2)  # 2: an error that is said in a line
+                state: State = "done" if code == 0 else "stopped" if stopped else "failed"
+                record |= {"ended": ended["at"], "code": code, "state": state}
+        return _JOB.validate_python(record)
 
 
 def _object(path: Path) -> dict[str, Any] | None:
@@ -259,18 +265,30 @@ def end_group(pid: int, at_once: bool) -> None:
 def run_job(jobs: Jobs, name: str) -> None:
     """Run a job that waits to its end, and note its exit code."""
     environment = os.environ | {"PYTHONUNBUFFERED": "1", "COLUMNS": "110", "TERM": "dumb"}
-    known = {"runner": os.getpid(), "runner_began": process_began(os.getpid())}
-    with jobs.alone():
+    with jobs.alone(), open(jobs.folder / name / "log.txt", "ab") as log:
         job = jobs.get(name)
         if job.state != "waiting":
             return
-        _note(job.folder / "running.json", **known)  # nobody begins it again, whatever becomes of this process
-        with open(job.folder / "log.txt", "ab") as log:
+
+        def note_begun() -> None:  # the child itself does: whoever is killed when, it is known once it runs
+            pid, runner = os.getpid(), os.getppid()
+            _note(job.folder / "running.json", pid=pid, process_began=process_began(pid), runner=runner,
+                  runner_began=process_began(runner))  # fmt: skip
+
+        own: dict[str, Any] = {} if sys.platform == "win32" else {"preexec_fn": note_begun}
+        try:
             child = subprocess.Popen(
                 [sys.executable, *job.words], cwd=job.cwd, env=environment,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, **APART,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, **APART, **own,
             )  # fmt: skip
-        _note(job.folder / "running.json", **known, pid=child.pid, process_began=process_began(child.pid))
+        except (OSError, ValueError, subprocess.SubprocessError) as error:  # its folder is gone, a word is none ...
+            log.write(f"error: the program cannot be started: {error}\n".encode())
+            _note(job.folder / "running.json")
+            _note(job.folder / "ended.json", code=2)
+            return
+        if sys.platform == "win32":
+            _note(job.folder / "running.json", pid=child.pid, process_began=process_began(child.pid),
+                  runner=os.getpid(), runner_began=process_began(os.getpid()))  # fmt: skip
     _note(job.folder / "ended.json", code=child.wait())
 
 
@@ -278,7 +296,7 @@ def run_queue(jobs: Jobs) -> None:
     """Run the queued jobs one after the other until none is left; nothing if another process does."""
     with suppress(UserError):
         while jobs.queue():  # also one that was added while the lock was given back
-            with hold(jobs.folder, "queue", seconds=0):
+            with hold(jobs.queue_lock, seconds=1):
                 while queue := jobs.queue():
                     if queue[0].state == "running":  # of a process that was killed; its job goes on
                         time.sleep(0.3)

@@ -16,7 +16,8 @@ from starlette.responses import Response
 
 from library.config.model_types import IMAGE_MODELS, MODEL_FILE_KEYS
 from library.errors import UserError
-from library.web.run import live, once, settings_of, text_of
+from library.training.report.run_folder import once, settings_of, text_of
+from library.web.run import live
 from library.web.site import Site
 
 Values = Callable[[Site, Any], dict[str, Any]]  # of a template

@@ -29,11 +29,12 @@ from library.config.optimizer_types import OPTIMIZERS
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields, section_fields, sections
 from library.errors import UserError
 from library.files import parse_json, read_text, read_toml, toml_string, write_text
+from library.training.report.run_folder import is_run, script_of, settings_of, text_of
 from library.web.access import STATE
 from library.web.data import refuse_outside
 from library.web.jobs import ROOT, Job
 from library.web.loras import free_name
-from library.web.run import is_run, look, script_of, settings_of, text_of
+from library.web.run import look
 from library.web.site import Form, Routes, Site, goto, tell_changed, url
 
 NAME = "configuration"  # what messages call the text
@@ -371,7 +372,7 @@ def again(site: Site, request: Request, form: Form) -> Response:
     """Queue a run once more, from one of its states, its newest ("auto") or the first step (""), as it was set."""
     folder, state = site.places.find(str(form.get("path", "")), output=True), str(form.get("state", "auto"))
     job = site.jobs.of_output(folder)
-    run, settings = look(site, folder, job), settings_of(folder, job)
+    run, settings = look(site, folder, job), settings_of(folder, job.folder if job else None)
     if run.state == "running":  # perhaps in a terminal; a job that waits is refused by the queue
         raise UserError(f"{run.name}: is running already")
     if not settings:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import re
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from library.errors import UserError
+from library.training.report.run_folder import defaults_of, find_runs, samples_of, script_of, settings_of
 from library.web import run
 from library.web.jobs import Job
-from library.web.run import Seen, called, defaults_of, is_run, live, look, samples, script_of, settings_of
+from library.web.run import Seen, address, called, live, look
 from library.web.site import Form, Routes, Site, goto, tell_changed
 
-_DEPTH = 4  # folders below an output folder
-_NO_RUNS = re.compile(r"\..*|samples|.*-state")  # in folders that are called so
 _NEWS_SECONDS = 3600  # for which a job that is over stays below the queue
 _MOST = 6  # runs beside each other: as many as there are colours
-
-
-def find_runs(place: Path) -> Iterator[Path]:
-    """Yield the folders of runs in ``place`` and below."""
-    for folder, inner, _ in os.walk(place):
-        is_deep = len(Path(folder).parts) - len(place.parts) == _DEPTH
-        inner[:] = [] if is_deep else [name for name in inner if not _NO_RUNS.fullmatch(name)]
-        if is_run(Path(folder)):
-            yield Path(folder)
 
 
 def all_runs(site: Site, jobs: list[Job]) -> list[Seen]:
@@ -87,13 +74,13 @@ def compare(site: Site, request: Request, form: Form) -> Response:
         raise UserError(f"comparing takes two to {_MOST} runs, not {len(paths)}; choose them on the screen Runs")
     jobs = [site.jobs.of_output(path) for path in paths]
     runs = [look(site, path, job) for path, job in zip(paths, jobs, strict=True)]
-    painted: dict[tuple[str, str], list[tuple[int, str, str]]] = {}  # of kind and prompt: step, run, address
+    painted: dict[tuple[str, str], list[tuple[int, str, Path]]] = {}  # of kind and prompt: step, run, file
     for one in runs:
-        for kind, prompt, cells in samples(one.path):
-            painted.setdefault((kind, prompt), []).extend((step, one.name, cells[step]) for step in cells)
-    pictures = [(prompt, [(f"{name}, step {step}", address) for step, name, address in sorted(cells)])
+        for kind, prompt, files in samples_of(one.path):
+            painted.setdefault((kind, prompt), []).extend((step, one.name, files[step]) for step in files)
+    pictures = [(prompt, [(f"{name}, step {step}", address(file)) for step, name, file in sorted(cells)])
                 for (_, prompt), cells in painted.items()]  # fmt: skip
-    said = [settings_of(path, job) for path, job in zip(paths, jobs, strict=True)]
+    said = [settings_of(path, job.folder if job else None) for path, job in zip(paths, jobs, strict=True)]
     return site.page(request, "compare.html", runs=runs, pictures=pictures, differences=_differences(said))
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from library.errors import UserError
@@ -147,7 +151,7 @@ def test_a_job_is_run_once_whoever_begins_it(jobs: Jobs, tmp_path: Path, monkeyp
     assert (made.read_text(), jobs.get(job.id).state) == ("once", "done")
 
 
-def test_a_job_that_cannot_be_begun_is_lost_and_does_not_hold_up_the_queue(
+def test_a_job_that_cannot_be_begun_says_so_and_does_not_hold_up_the_queue(
     jobs: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here = tmp_path / "here"
@@ -157,9 +161,71 @@ def test_a_job_that_cannot_be_begun_is_lost_and_does_not_hold_up_the_queue(
         job = waiting(jobs, "x", monkeypatch)
     here.rmdir()
     jobs.begin()
-    until(lambda: jobs.get(job.id).state == "lost")
+    until(lambda: jobs.get(job.id).state == "failed")
+    assert str(here) in jobs.get(job.id).error
     later = jobs.add("train", "later", ["-c", "pass"], queued=True)
     until(lambda: jobs.get(later.id).state == "done")
+
+
+def test_a_worker_that_is_killed_while_it_begins_a_job_leaves_none_that_nobody_knows(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pause = random.Random(1)
+    for _ in range(8):
+        job = waiting(jobs, "x", monkeypatch, "-c", "import time; time.sleep(60)")
+        worker = subprocess.Popen([sys.executable, "-m", "library.web.jobs", str(jobs.folder), job.id], cwd=ROOT)
+        until((job.folder / "log.txt").exists)  # it is about to begin it
+        time.sleep(pause.uniform(0, 0.012))
+        worker.kill()
+        worker.wait()
+        until(lambda job=job: jobs.get(job.id).state == "running" or not processes_of(job))
+        for process in processes_of(job):
+            assert (jobs.get(job.id).state, jobs.get(job.id).pid) == ("running", process.pid)
+            process.kill()
+
+
+def processes_of(job: Job) -> list[psutil.Process]:
+    return [one for one in psutil.process_iter() if is_in(job.folder / "log.txt", one)]
+
+
+def is_in(log: Path, process: psutil.Process) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{process.pid}/fd/1").readlink() == log
+    return False
+
+
+def test_a_start_that_cannot_be_read_is_not_made_again(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    for content in ("", "{", "[1]"):
+        job = waiting(jobs, "x", monkeypatch)
+        (job.folder / "running.json").write_text(content)
+        assert jobs.get(job.id).state == "lost"
+        (job.folder / "ended.json").write_text('{"at": 5, "code": 0}')
+        assert jobs.get(job.id).state == "done"
+
+
+def test_a_copy_of_a_jobs_folder_holds_up_nobody(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = waiting(jobs, "x", monkeypatch)
+    for ending in (" (copy)", ".bak", "~"):
+        shutil.copytree(job.folder, jobs.folder / f"0{job.id}{ending}")
+    jobs.begin()
+    until(lambda: jobs.get(job.id).state == "done")
+    assert [each.id for each in jobs.all()] == [job.id]
+
+
+def test_a_lock_that_was_spoilt_is_one_still(jobs: Jobs) -> None:
+    for lock in (jobs.queue_lock, jobs.folder.parent / "jobs.lock"):
+        lock.parent.mkdir(exist_ok=True)
+        lock.write_bytes(bytes(64))
+    job = jobs.add("train", "x", ["-c", "pass"], queued=True)
+    until(lambda: jobs.get(job.id).state == "done")
+
+
+def test_two_who_move_jobs_at_once_lose_none(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    added = [waiting(jobs, str(n), monkeypatch).id for n in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda n: jobs.move(added[n % 4], 1 if n % 3 else -1), range(40)))
+    assert sorted(job.id for job in jobs.queue()) == sorted(added)
+    assert len({job.place for job in jobs.queue()}) == 4
 
 
 def test_a_process_number_that_was_given_away_again_is_not_the_job(jobs: Jobs) -> None:
@@ -168,7 +234,13 @@ def test_a_process_number_that_was_given_away_again_is_not_the_job(jobs: Jobs) -
 
 def test_damaged_and_foreign_folders_are_passed_over(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     good = waiting(jobs, "good", monkeypatch)
-    for name, text in {"20260101-a": "{", "20260101-b": "[]", "20260101-c": json.dumps({"kind": "x"})}.items():
+    for name, text in {
+        "20260101-a": "{",
+        "20260101-b": "[]",
+        "20260101-c": json.dumps({"kind": "x"}),
+        "20260101-d": (good.folder / "job.json").read_text().replace('"output": ""', '"output": 5'),
+        "20260101-e": re.sub(r'"created": [0-9.]+', '"created": NaN', (good.folder / "job.json").read_text()),
+    }.items():
         (jobs.folder / name).mkdir()
         (jobs.folder / name / "job.json").write_text(text)
         (jobs.folder / name / "place").write_text("1")

@@ -1,0 +1,143 @@
+"""What is known of a run from its folder alone, whoever began it: where it stands, how it was set, what it made.
+
+A folder with ``metrics.jsonl``, or with the ``config.toml`` that a trainer wrote, is a run. Of ``metrics.jsonl`` only
+the end is read to say where it stands. Every file is read once for each of its versions, since a list of runs is drawn
+every few seconds. Nothing heavy is imported here.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import cache, lru_cache
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+from PIL import Image
+
+from library.config.model_types import LANGUAGE_MODELS
+from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields
+from library.training.report.metrics_file import parse_line
+
+Read = TypeVar("Read")
+_END_BYTES = (2**12, 2**17)  # of metrics: about 8 lines; of a hundred processes a line is longer
+_MOST_TEXT = 2**20  # bytes of a configuration
+_DEPTH = 4  # folders below an output folder in which runs are looked for
+_NO_RUNS = re.compile(r"\..*|samples|.*-state")  # in folders that are called so
+_BEGUN = re.compile(r"# Tandem .*: the settings of this run")
+_SAMPLE = re.compile(r"step(\d{6,})_(\d{2,})\.png")
+_STATE = re.compile(r"step(\d+)-state")
+
+
+def changed(path: Path) -> float:
+    """Return when a file or folder was changed, in seconds since 1970; 0 if there is none."""
+    with suppress(OSError, ValueError):
+        return path.stat().st_mtime
+    return 0.0
+
+
+def once(read: Callable[[Path], Read]) -> Callable[[Path], Read | None]:
+    """Have a file read once for each of its versions; None of one that cannot be read, is a link or no file."""
+    kept = lru_cache(maxsize=4000)(lambda path, *version: read(path))
+
+    def read_once(path: Path) -> Read | None:
+        with suppress(Exception):  # whatever a file of somebody else's makes its reader do
+            about = path.lstat()
+            if stat.S_ISREG(about.st_mode):
+                return kept(path, about.st_ino, about.st_size, about.st_mtime_ns)
+        return None
+
+    return read_once
+
+
+@once
+def newest_metrics(file: Path) -> dict[str, float]:
+    """Return a run's newest metrics by key, ``s_per_it`` as the median of its last lines."""
+    for most in _END_BYTES:
+        with open(file, "rb") as opened:
+            begin = opened.seek(max(0, file.stat().st_size - most))
+            records = [record for line in opened.read(most).split(b"\n")[begin > 0 :] if (record := parse_line(line))]
+        if any("loss" in record for record in records):
+            break
+    newest = {key: value for record in records for key, value in record.items()}
+    if speeds := [record["s_per_it"] for record in records if "s_per_it" in record]:
+        newest["s_per_it"] = median(speeds)
+    return newest
+
+
+@once
+def text_of(file: Path) -> str:
+    """Return a configuration, or another short text, as it is."""
+    with open(file, "rb") as opened:
+        return opened.read(_MOST_TEXT).decode("utf-8", "replace")
+
+
+@once
+def _settings(file: Path) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tomllib.loads(text_of(file) or "").items():
+        flat |= value if isinstance(value, dict) else {key: value}
+    return flat
+
+
+def settings_of(*folders: Path | None) -> dict[str, Any]:
+    """Return option -> value of the ``config.toml`` in the first of ``folders`` that has one; else nothing."""
+    return next(filter(None, (_settings(folder / "config.toml") for folder in folders if folder)), {})
+
+
+def script_of(settings: dict[str, Any]) -> Script[Any]:
+    """Return the script that settings are for."""
+    return LLM if "data_dir" in settings else LANGUAGE_LORA if settings.get("model_type") in LANGUAGE_MODELS else LORA
+
+
+@cache
+def defaults_of(script: Script[Any]) -> dict[str, Any]:
+    """Return what is meant where a configuration says nothing."""
+    return {key: None if field.is_required() else field.default for key, (_, field) in fields(script).items()}
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a trainer wrote there: metrics, or the settings that it began with; a suggestion is no run."""
+    return changed(folder / "metrics.jsonl") > 0 or _BEGUN.match(text_of(folder / "config.toml") or "") is not None
+
+
+def find_runs(place: Path) -> Iterator[Path]:
+    """Yield the folders of runs in ``place`` and below; links are not followed."""
+    for folder, inner, _ in os.walk(place):
+        is_deep = len(Path(folder).parts) - len(place.parts) == _DEPTH
+        inner[:] = [] if is_deep else [name for name in inner if not _NO_RUNS.fullmatch(name)]
+        if is_run(Path(folder)):
+            yield Path(folder)
+
+
+def samples_of(folder: Path) -> list[tuple[str, str, dict[int, Path]]]:
+    """Return a run's sample images: of each prompt its kind ("samples" or "general"), its text, and step -> file."""
+    found: dict[tuple[str, str], dict[int, Path]] = {}
+    for place in (folder / "samples", folder / "samples/general"):
+        for path in sorted(place.glob("step*_*.png"), key=lambda path: (len(path.name), path.name)):
+            if match := _SAMPLE.fullmatch(path.name):
+                found.setdefault((place.name, match[2]), {})[int(match[1])] = path
+    return [(kind, _prompt(files[max(files)]) or f"Prompt {n}", files) for (kind, n), files in found.items()]
+
+
+@once
+def _prompt(path: Path) -> str:
+    with Image.open(path) as image:
+        return str(image.info.get("prompt", "")).partition(" --")[0]
+
+
+def texts_of(folder: Path) -> list[tuple[int, str]]:
+    """Return what a language model wrote as samples, with the step, the newest first."""
+    found = sorted((folder / "samples").glob("*.txt"), reverse=True)[:20]
+    return [(int("0" + re.sub(r"\D", "", path.stem)), (text_of(path) or "")[:20_000]) for path in found]
+
+
+def states_of(folder: Path) -> list[tuple[str, str]]:
+    """Return a run's states, the newest first: the folder's name, and the step that it is of."""
+    found = sorted(folder.glob("*-state"), key=changed, reverse=True)
+    return [(f.name, f"step {int(at[1])}" if (at := _STATE.search(f.name)) else "the end") for f in found]
