@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from starlette.background import BackgroundTask
@@ -20,12 +18,10 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from library.errors import UserError
-from library.web.access import Places
 from library.web.child import BUSY, Child
 from library.web.jobs import ROOT
+from library.web.loras import weights_in
 from library.web.site import Form, Routes, Site
-
-_DEPTH = 3  # folders below a place that are looked into: train_llm.py writes output/NAME/NAME
 
 child = Child([str(ROOT / "tools/chat.py"), "--json_lines"])  # one for all tabs
 
@@ -45,33 +41,11 @@ async def child_while_open(site: Site) -> AsyncIterator[None]:
     await child.close()
 
 
-def find_models(places: Places) -> tuple[list[str], list[str]]:
-    """Return the folders of language models and of LoRAs on such, as they are shown; links are not followed."""
-    models, loras = dict[str, None](), dict[str, None]()  # places may lie in one another
-    for top in (*places.outputs, *places.folders):
-        for name, inner, files in os.walk(top):
-            folder = Path(name)
-            inner[:] = sorted(each for each in inner if len(folder.relative_to(top).parts) < _DEPTH and each[0] != ".")
-            is_model = "params.json" in files or any(file.endswith(".ckpt.index") for file in files)
-            task = _field(folder / "adapter_config.json", "task_type")
-            if "adapter_config.json" in files and task in ("CAUSAL_LM", None):
-                loras[places.show(folder)] = None
-            elif is_model or _field(folder / "config.json", "model_type") in ("gpt2", "llama"):
-                models[places.show(folder)] = None
-    return list(models), list(loras)
-
-
-def _field(file: Path, key: str) -> object:
-    try:
-        return json.loads(file.read_text(encoding="utf-8")).get(key)
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return None
-
-
 def show(site: Site, request: Request, form: Form) -> Response:
     """Show the screen."""
-    models, loras = find_models(site.places)
-    return site.page(request, "chat.html", models=models, loras=loras, is_running=child.is_running)
+    found = weights_in(site)
+    return site.page(request, "chat.html", models=found["language_model"], loras=found["language_lora"],
+                     is_running=child.is_running)  # fmt: skip
 
 
 def ask(site: Site, request: Request, form: Form) -> Response:

@@ -7,8 +7,6 @@ picture, so that the grid fills while it paints. Pictures lie in the job's folde
 from __future__ import annotations
 
 import json
-import re
-import secrets
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -52,11 +50,8 @@ def _prompts_of(site: Site, run: dict[str, Any]) -> str:
 
 
 def start(site: Site, request: Request, form: Form) -> Response:
-    """Queue a painting as the form says; ``again``: that of a job, with other seeds."""
+    """Queue a painting as the form says."""
     given = {key: str(value).strip() for key, value in form.items()}
-    if "again" in given:
-        given = site.jobs.get(given["again"]).read("asked.json")["form"] | {"seed": str(secrets.randbelow(2**31))}
-        given["prompts"] = re.sub(r"\s--d[\s=]+\d+", "", given["prompts"])
     lora, more = lora_file(site, given["lora"]), given.get("more", "").split()
     strengths = list(
         dict.fromkeys(float_of(word, "strengths") for word in given["strengths"].replace(",", " ").split())

@@ -9,43 +9,69 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from library.config.model_types import IMAGE_MODELS, MODEL_FILE_KEYS
 from library.errors import UserError
-from library.training.report.run_folder import once, settings_of, text_of
+from library.training.report.run_folder import changed, once, settings_of, text_of
 from library.web.run import live
 from library.web.site import Site
 
 Values = Callable[[Site, Any], dict[str, Any]]  # of a template
 _MOST_SHOWN = 400  # of files in a list
+_LANGUAGE_MODELS = ("gpt2", "llama")  # of config.json
 _ENDINGS = (".safetensors", ".gguf")
 _HEADER_BYTES = 2**25  # of a file; the largest have a tenth of it
 _LORA = re.compile(r"\.lora|lora_|hada_w|lokr_w|\boft_|dora_scale")  # in tensors' names
 
 
-def weight_files(site: Site) -> tuple[list[str], list[str]]:
-    """Return LoRAs and models in the places, the newest first, as a person writes their paths."""
-    found: dict[Path, float] = {}
+def weights_in(site: Site) -> dict[str, list[str]]:
+    """Return the weights in the places by kind, the newest first, as a person writes their paths.
+
+    Kinds are "lora" and "model" of images, files or whole pipelines, and "language_lora" and "language_model", folders.
+    """
+    found: dict[Path, tuple[float, str]] = {}
     for place in (*site.places.outputs, *site.places.folders):
-        for folder, inner, names in os.walk(place):
-            inner[:] = [name for name in inner if name[0] != "." and not name.endswith(("-state", "teacher"))]
-            if "model_index.json" in names:  # a whole pipeline is one model
-                found[Path(folder)], inner[:] = 0.0, []
-            for path in (Path(folder, name) for name in names if name.endswith(_ENDINGS)):
-                with suppress(OSError, UserError):  # a link may lead out
-                    found[site.places.find(str(path))] = path.stat().st_mtime
-    lists: dict[str, list[str]] = {"lora": [], "model": [], "": []}
-    for path in sorted(found, key=lambda path: -found[path]):
-        lists[kind_of(path) or ("model" if path.is_dir() else "")].append(site.places.show(path))
-    return lists["lora"][:_MOST_SHOWN], lists["model"][:_MOST_SHOWN]
+        for name, inner, files in os.walk(place):
+            folder = Path(name)
+            inner[:] = [each for each in inner if each[0] != "." and not each.endswith(("-state", "teacher"))]
+            if kind := _kind_of_folder(folder, files):
+                found[folder] = changed(folder), kind
+            if kind == "model":  # what is in a pipeline is no model of its own
+                inner[:] = files = []
+            for path in (folder / file for file in files if file.endswith(_ENDINGS)):
+                with suppress(OSError, UserError):
+                    path = site.places.find(str(path))
+                    found[path] = path.stat().st_mtime, kind_of(path) or ""
+    lists: dict[str, list[str]] = {"lora": [], "model": [], "language_lora": [], "language_model": [], "": []}
+    for path, (_, kind) in sorted(found.items(), key=lambda item: -item[1][0]):
+        lists[kind].append(site.places.show(path))
+    return {kind: paths[:_MOST_SHOWN] for kind, paths in lists.items()}
+
+
+def _kind_of_folder(folder: Path, files: Sequence[str]) -> str:
+    """Return what a whole folder is, by the files that tell; "" if it is none."""
+    if "model_index.json" in files:
+        return "model"
+    if "adapter_config.json" in files:
+        said = settings_in(folder / "adapter_config.json") or {}
+        return "language_lora" if said.get("task_type") in ("CAUSAL_LM", None) else ""
+    is_old = "params.json" in files or any(file.endswith(".ckpt.index") for file in files)
+    said = settings_in(folder / "config.json") or {}
+    return "language_model" if is_old or said.get("model_type") in _LANGUAGE_MODELS else ""
 
 
 @once
-def kind_of(path: Path) -> Literal["lora", "model", ""]:
+def settings_in(file: Path) -> dict[str, Any]:
+    """Return the object in a small JSON file."""
+    return dict(json.loads(text_of(file) or ""))
+
+
+@once
+def kind_of(path: Path) -> str:
     """Return what a file is: "lora" by its tensors' names, "" where that is one of a language model, else "model"."""
     with open(path, "rb") as file:
         if (begin := file.read(8))[:4] == b"GGUF":
@@ -80,8 +106,10 @@ def show_screen(site: Site, request: Request, kind: str, template: str, form: Va
     run = settings_of(lora_file(site, lora).parent) if lora else {}
     own = {"model": run.get("pretrained_model_name_or_path", ""), "model_type": run.get("model_type", "flux")}
     fields = own | form(site, run) | asked | {"lora": lora, "asked": asked, "types": IMAGE_MODELS}
-    fields["loras"], fields["models"] = weight_files(site)
-    return site.page(request, template, jobs=jobs, seen="", **fields | values)
+    weights = weights_in(site)
+    return site.page(
+        request, template, jobs=jobs, seen="", loras=weights["lora"], models=weights["model"], **fields | values
+    )
 
 
 def model_words(site: Site, lora: Path, given: Mapping[str, str]) -> list[str]:

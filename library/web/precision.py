@@ -33,7 +33,6 @@ RECIPES = {
     "nvfp4": "nvfp4: 4 bits, for RTX 50",
 }
 _TOOLS = {f"tools/{name}.py" for name in ("quantize_model", "convert_lora", "refit_lora", "precision_report")}
-_LAYERS_SHOWN = 10
 _REPORT = "report/report.json"  # in a job's folder
 
 
@@ -61,7 +60,6 @@ def _result(site: Site, job: Job) -> dict[str, Any]:
     return {
         "result": result, "made": made, "pictures": pictures, "was": job.read("asked.json").get("was"),
         "kind_of": kind_of,
-        "layers": sorted(result.get("layers", []), key=lambda row: -(row["output_error"] or 0))[:_LAYERS_SHOWN],
         "is_busy": not all(one.is_over for one in (job, *(one for _, one, _ in made))), "waits_for": ahead(site, job),
     }  # fmt: skip
 

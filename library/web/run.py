@@ -153,7 +153,8 @@ def curves(site: Site, request: Request, form: Form) -> Response:
     if tag == query.get("have"):
         return Response(status_code=204)
     runs = [Run(file.parent.name, _columns(file)) for file in files]
-    charts = [chart for row in _CHARTS if (chart := _chart(runs, decay, *row))["lines"]]
+    rows = [row for row in _CHARTS if len(runs) == 1 or "noise level" not in row[0]]  # of several, colour is the run
+    charts = [chart for row in rows if (chart := _chart(runs, decay, *row))["lines"]]
     return JSONResponse({"tag": tag, "charts": charts})
 
 

@@ -84,22 +84,12 @@ async function run(what, message = "", before = turns) {
   draw();
 }
 
-/** Return the conversation as train_lora.py reads it. */
-function record() {
-  const newline = (question, i) => (question && i && !turns[i - 1][3] ? "\n" : "");
-  if (hasTurns === false) return { text: turns.map((turn, i) => newline(turn[0], i) + turn[0] + turn[1]).join("") };
-  const system = form.system.value.trim(), messages = system ? [{ role: "system", content: system }] : [];
-  for (const [content, said] of turns) messages.push({ role: "user", content }, { role: "assistant", content: said });
-  return { messages };
-}
-
 const actions = {
   load: () => run("load"),
   send: () => (box.value.trim() || hasTurns === false) && run("answer", box.value),
   again: () => { form.seed.value++; run("answer", turns.at(-1)[0], turns.slice(0, -1)); },
   back: () => { box.value = turns.pop()[0]; draw(); },
   new: () => { turns = []; tell(""); draw(); },
-  export: ({ target }) => { target.href = `data:,${encodeURIComponent(JSON.stringify(record()))}%0A`; },
   free: async () => {
     loaded = !await ask("/chat/free", { method: "POST" });
     tell(loaded ? "" : "The model's memory is free again.");

@@ -15,19 +15,7 @@ async function load() {
   busy = false;
   if (answer?.status !== 200) return;
   ({ charts, tag } = await answer.json());
-  offerBands();
   draw();
-}
-
-// Of several runs one band of noise levels is shown, since colour is the run
-const isBanded = (chart) => several && chart.title.includes("noise level");
-function offerBands() {
-  const labels = charts.filter(isBanded).flatMap((chart) => chart.lines.map((line) => line.label));
-  const found = [...new Set(labels)].sort(), select = one("#band");
-  one("#bands").hidden = !found.length;
-  if (select.length === found.length) return; // what was chosen stays
-  select.replaceChildren(...found.map((label) => new Option(label)));
-  select.selectedIndex = found.length >> 1;
 }
 
 function seriesOf(chart, line) {
@@ -36,7 +24,7 @@ function seriesOf(chart, line) {
     label: several ? `${names[line.run]}: ${line.label}` : line.label,
     stroke: line.faint ? hue.replace(")", ", .35)") : hue,
     width: line.faint ? 1.3 : 1.8,
-    dash: several && !isBanded(chart) ? [[], [8, 4], [2, 3]][line.kind % 3] : [],
+    dash: several ? [[], [8, 4], [2, 3]][line.kind % 3] : [],
     points: { show: chart.points || line.steps.length < 3, size: 6 },
     value: (_, value) => value == null ? "–" : +value.toPrecision(4),
   };
@@ -48,7 +36,7 @@ function draw() {
     if (!charts.some((chart) => chart.title === title)) box.remove(), plots.delete(title);
   }
   for (const chart of charts) {
-    const lines = chart.lines.filter((line) => !isBanded(chart) || line.label === one("#band").value);
+    const { lines } = chart;
     const log = chart.log || (chart.loss && one("#logarithmic").checked);
     const columns = lines.map(({ steps, values }) => [steps, values.map((v) => log && !(v > 0) ? null : v)]);
     const data = uPlot.join(columns), series = [{ label: "step" }, ...lines.map((line) => seriesOf(chart, line))];
@@ -76,7 +64,7 @@ if (curves) {
   addEventListener("load", load);
   setInterval(load, 2000);
   one("#smooth").addEventListener("change", load);
-  for (const choice of ["#band", "#logarithmic"]) one(choice).addEventListener("change", draw);
+  one("#logarithmic").addEventListener("change", draw);
   document.addEventListener("theme", draw);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
   new ResizeObserver(() => {
