@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -102,11 +101,10 @@ def edited(text: str, action: str, find: str, by: str, *, case: bool, missing: b
 
 
 class Journal:
-    """The changes of one dataset's files; ``find`` checks where a path leads, each time it is used."""
+    """The changes of one dataset's files, kept in ``file``; ``find`` checks where a path leads when it is used."""
 
-    def __init__(self, folder: Path, dataset: Path, find: Callable[[str], Path]) -> None:
-        self._file = folder / f"{hashlib.sha256(os.fsencode(dataset)).hexdigest()[:16]}.json"
-        self._find = find
+    def __init__(self, file: Path, find: Callable[[str], Path]) -> None:
+        self._file, self._find = file, find
 
     def stacks(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Return what can be undone and what can be redone, the next one last."""

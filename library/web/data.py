@@ -27,16 +27,14 @@ from library.files import find_bad_name, read_text, read_toml, toml_text, write_
 from library.web.access import Refused
 from library.web.captions import Change, Journal, Text, edited, read
 from library.web.jobs import Job
-from library.web.site import HERE, Form, Routes, Site, goto, slow, url
-from library.web.thumbnails import Thumbnails
+from library.web.site import Form, Routes, Site, goto, url
 
 IMAGES = {".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".avif", ".jxl", ".bmp", ".dib", ".tif", ".tiff",
           ".gif"}  # fmt: skip # library.data.images, which needs torch
 _CHUNK = 60  # cards that come together
 _MOST_FOLDERS, _MOST_LEVELS = 3000, 5  # that are looked through for datasets
 _OUTSIDE = "it lies outside of the folders that this page was given"
-_FOR_EVER = {"cache-control": "private, max-age=31536000, immutable"}  # its address has its version
-_thumbnails = lru_cache(Thumbnails)
+_FOR_EVER = {"cache-control": "private, max-age=31536000, immutable"}  # its address names the look
 
 
 def show(site: Site, request: Request, form: Form) -> Response:
@@ -154,7 +152,8 @@ def _begin_look(site: Site, path: Path) -> None:
         return
     for job in jobs[2:]:
         site.jobs.remove(job.id)
-    words = ["tools/check_dataset.py", str(path), "--json", "{job}/result.json"]
+    words = ["tools/check_dataset.py", str(path), "--json", "{job}/result.json",
+             "--thumbnails", str(_own(site, "thumbs", path))]  # fmt: skip
     site.jobs.add("data", f"Look over {site.places.show(path)}", words)
 
 
@@ -209,8 +208,13 @@ def _paths_in(value: Any) -> Iterator[tuple[Any, str]]:
             yield key, inner
 
 
+def _own(site: Site, kind: str, dataset: Path) -> Path:
+    """Return where the page keeps what it has of a dataset: "thumbs", "undo"."""
+    return site.places.state / kind / hashlib.sha256(os.fsencode(dataset)).hexdigest()[:16]
+
+
 def _journal(site: Site, dataset: Path) -> Journal:
-    return Journal(site.places.state / "undo", dataset, site.places.find)
+    return Journal(_own(site, "undo", dataset).with_suffix(".json"), site.places.find)
 
 
 @lru_cache(3)
@@ -287,22 +291,17 @@ def cards(site: Site, request: Request, form: Form) -> Response:
     return site.part("data.html", "cards", look=look, rows=rows, said="", conflict=False)
 
 
-@slow
-def thumbnail(site: Site, request: Request, form: Form) -> Response:
-    """Send an image's small picture, or a sign where it can have none."""
-    path = site.places.find(request.query_params.get("path", ""))
-    made = _thumbnails(site.places.state / "thumbs")
-    small = made.get(path) if path.suffix.lower() in IMAGES else None
-    return FileResponse(small, headers=_FOR_EVER) if small else FileResponse(HERE / "static/broken.svg")
-
-
-def preview(site: Site, request: Request, form: Form) -> Response:
-    """Send the picture of a mask or control image that a look has drawn."""
+def picture(site: Site, request: Request, form: Form) -> Response:
+    """Send an image's small picture, or that of a mask or control image of it, as a look has made them."""
     look = request.query_params["look"]
-    name = re.fullmatch(r"(\d+)_\d+", request.query_params["name"])
-    if name is None or _image(_found(site, look), name[1])["outside"]:
-        raise UserError("there is no such picture; look again")
-    path = site.jobs.get(look).folder / "previews" / f"{name[0]}.jpg"
+    found, name = _found(site, look), re.fullmatch(r"(\d+)(_\d+)?", request.query_params["name"])
+    image = _image(found, name[1] if name else "")
+    if image["outside"]:
+        raise Refused(f"{image['name']}: {_OUTSIDE}")
+    if name and name[2]:
+        path = site.jobs.get(look).folder / "previews" / f"{name[0]}.jpg"
+    else:
+        path = _own(site, "thumbs", Path(found["dataset"])) / (image["thumbnail"] or "none")
     return FileResponse(path, headers=_FOR_EVER) if path.is_file() else Response(status_code=404)  # not yet, or never
 
 
@@ -381,8 +380,7 @@ ROUTES: Routes = {
     "/data/toml": (None, save_toml),
     "/data/grid": grid,
     "/data/cards": cards,
-    "/data/thumb": thumbnail,
-    "/data/preview": preview,
+    "/data/picture": picture,
     "/data/caption": (None, save_caption),
     "/data/step": (history, step),
     "/data/bulk": (None, bulk),
