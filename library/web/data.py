@@ -22,10 +22,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
+from library.data.caption_edit import Change, Journal, Text, edited, read
 from library.errors import UserError, counted
 from library.files import find_bad_name, read_text, read_toml, toml_text, write_text
 from library.web.access import Refused
-from library.web.captions import Change, Journal, Text, edited, read
 from library.web.jobs import Job
 from library.web.site import Form, Routes, Site, goto, url
 
@@ -354,8 +354,7 @@ def bulk(site: Site, request: Request, form: Form) -> Response:
     texts = {path: _caption(site, {"caption_file": path}) for path in files if path is not None}
     texts = {path: text for path, text in texts.items() if not text.why}
     action, look_for, by = (str(form.get(key, "")) for key in ("action", "find", "by"))
-    flags = {key: key in form for key in ("case", "missing")}
-    new = {path: edited(text.shown, action, look_for, by, **flags) for path, text in texts.items()}
+    new = {path: edited(text.shown, action, look_for, by) for path, text in texts.items()}
     pairs = [(path, text, new[path]) for path, text in texts.items() if new[path] != text.shown]
     changes: list[Change] = [(path, text.raw, text.changed(after), text.encoding) for path, text, after in pairs]
     digest, said = hashlib.sha256(json.dumps(changes).encode()).hexdigest(), ""

@@ -378,24 +378,6 @@ def test_paths_of_a_toml_are_seen_from_it_as_training_does(tmp_path: Path, monke
         refuse_outside(site, toml)
 
 
-def test_captions_are_edited_as_text() -> None:
-    from library.errors import UserError
-    from library.web.captions import edited
-
-    def all_edited(*asked: str, case: bool = False, missing: bool = False) -> list[str]:
-        return [edited(text, *asked, case=case, missing=missing) for text in ("ohwx man, tall", "a dog, tall\n b", "")]
-
-    assert all_edited("replace", "A", r"\1") == [r"ohwx m\1n, t\1ll", "\\1 dog, t\\1ll\n b", ""]
-    assert all_edited("replace", "A", "x", case=True) == all_edited("replace", "(a+)+$", "x")
-    assert all_edited("before", "", "ohwx", missing=True) == ["ohwx man, tall", "ohwx, a dog, tall\nohwx,  b", "ohwx"]
-    assert all_edited("before", "", "see ")[0] == "see ohwx man, tall"
-    assert all_edited("after", "", ", big") == ["ohwx man, tall, big", "a dog, tall, big\n b, big", "big"]
-    assert all_edited("remove", "TALL", "") == ["ohwx man", "a dog\n b", ""]
-    for asked in (("replace", "", "x"), ("before", "x", " ,"), ("remove", ",", "x")):
-        with pytest.raises(UserError, match="nothing to look for"):
-            all_edited(*asked)
-
-
 def test_a_card_shows_the_picture_that_the_look_made(server: Server, browser: Any) -> None:
     folder = server.folder / "datasets/pictures"
     toml = make(folder, {"a.png": b"one", "b.png": b"two", "c.png": b"three"})

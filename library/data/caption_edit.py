@@ -1,4 +1,4 @@
-"""Caption files as they lie on disk: read, changed, and changed back.
+"""Caption files as they lie on disk: read, changed, and changed back; for library/web/data.py.
 
 A text is known by the hash of its file; who changes one says which they saw, so that nobody's newer words are
 overwritten. What a person does not see stays: encoding, byte order mark, the kind of line ends, the last line's end.
@@ -72,16 +72,16 @@ def read(path: Path) -> Text:
         return Text(None, why=str(error))
 
 
-def edited(text: str, action: str, find: str, by: str, *, case: bool, missing: bool) -> str:
-    """Return what a caption becomes.
+def edited(text: str, action: str, find: str, by: str) -> str:
+    """Return what a caption becomes; capital and small letters differ.
 
     Args:
         text: as shown.
-        action: "replace" ``find`` by ``by``; put ``by`` "before" or "after" each line; "remove" the tag ``find``.
-        case: capital and small letters differ. missing: put ``by`` only where a line lacks it.
+        action: "replace" ``find`` by ``by``; put ``by`` "before" or "after" each line that lacks it; "remove" the tag
+            ``find``.
     """
     if action == "replace" and find:
-        return re.sub(re.escape(find), lambda _: by, text, flags=0 if case else re.IGNORECASE)
+        return text.replace(find, by)
     put = action in ("before", "after")
     if not (word := (by if put else find).strip(" ,")):
         raise UserError("change captions: there is nothing to look for or to add; write it")
@@ -90,9 +90,9 @@ def edited(text: str, action: str, find: str, by: str, *, case: bool, missing: b
 
     def line(old: str) -> str:
         if not put:
-            kept = [tag for tag in old.split(",") if tag.strip().casefold() != word.casefold()]
+            kept = [tag for tag in old.split(",") if tag.strip() != word]
             return old if len(kept) == old.count(",") + 1 else ",".join(kept).strip()
-        if not old.strip() or (missing and re.search(rf"(?<!\w){re.escape(word)}(?!\w)", old, re.IGNORECASE)):
+        if not old.strip() or re.search(rf"(?<!\w){re.escape(word)}(?!\w)", old):
             return old
         first, last, touches = (by, old, by[-1]) if action == "before" else (old, by, by[0])
         return f"{first}{', ' if touches.isalnum() else ''}{last}"
