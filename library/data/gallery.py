@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageOps
 
 from library.data.buckets import Fit, size_text
 from library.data.cache import preview_names, previews
@@ -204,7 +204,14 @@ def _thumbnail(folder: Path, image: str) -> str | None:
         name = f"{hashlib.sha256(known).hexdigest()[:32]}.jpg"
         if (folder / name).exists():
             return name
-        data = small_jpeg(decode(read_bytes(image), image)[0], THUMBNAIL_SIDE)  # refuses what is too large
+        content = read_bytes(image)
+        if content.startswith(b"\xff\xd8"):  # a JPEG: decoded at up to an eighth of its size
+            with Image.open(io.BytesIO(content)) as opened:
+                opened.draft("RGB", (THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+                picture = ImageOps.exif_transpose(opened)
+        else:
+            picture, _ = decode(content, image)  # refuses what is too large
+        data = small_jpeg(picture, THUMBNAIL_SIDE)
     except Exception:  # whatever a broken image does to a decoder; its finding says what is wrong
         return None
     with atomic_path(folder / name) as temporary:
