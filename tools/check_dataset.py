@@ -8,7 +8,8 @@ that needs nothing beside it: the findings, and the images as training sees them
 images, captions and repeats. With ``--model`` (a diffusers folder) captions are counted in its tokens. ``--strict``
 leaves with exit code 2 if anything was found, as ``strict_dataset`` does in training. ``--json`` writes the same for
 programs, then small pictures of masks and control images into ``previews`` beside it; ``--thumbnails`` keeps small
-pictures of the images themselves in a folder. With the training's ``caption_command`` it shows what that says of the first images without a caption, and writes none of it.
+pictures of the images themselves in a folder. With the training's ``caption_command`` it shows what that says of the
+first images without a caption, and writes none of it.
 """
 
 from __future__ import annotations

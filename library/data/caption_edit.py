@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,6 +98,16 @@ def edited(text: str, action: str, find: str, by: str) -> str:
         return f"{first}{', ' if touches.isalnum() else ''}{last}"
 
     return "\n".join(map(line, text.split("\n")))
+
+
+def changes_of(texts: Mapping[str, Text], action: str, find: str, by: str) -> list[Change]:
+    """Return what :func:`edited` changes in many captions, by path."""
+    new = {path: edited(text.shown, action, find, by) for path, text in texts.items()}
+    return [
+        (path, text.raw, text.changed(new[path]), text.encoding)
+        for path, text in texts.items()
+        if new[path] != text.shown
+    ]
 
 
 class Journal:

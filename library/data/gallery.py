@@ -190,7 +190,7 @@ def write_thumbnails(images: Sequence[str], folder: Path, advance: Callable[[int
         for image, name in zip(images, pool.map(partial(_thumbnail, folder), images), strict=True):
             names[image] = name
             advance(1)
-    for name in set(os.listdir(folder)) - set(names.values()):
+    for name in {path.name for path in folder.iterdir()} - set(names.values()):
         if re.fullmatch(r"[0-9a-f]{32}\.jpg", name):
             (folder / name).unlink(missing_ok=True)
     return names
@@ -199,7 +199,7 @@ def write_thumbnails(images: Sequence[str], folder: Path, advance: Callable[[int
 def _thumbnail(folder: Path, image: str) -> str | None:
     """Return the name of an image's thumbnail, which follows from path, size and time; None if there can be none."""
     try:
-        stat = os.stat(image)
+        stat = Path(image).stat()
         known = os.fsencode(f"{THUMBNAIL_SIDE} {image} {stat.st_size} {stat.st_mtime_ns}")
         name = f"{hashlib.sha256(known).hexdigest()[:32]}.jpg"
         if (folder / name).exists():
@@ -282,12 +282,20 @@ def described(config: DatasetConfig, report: Report, samples: Sequence[Sample], 
                 "name": Path(path).name, "size": None, "bucket": None, "box": None, "random_crop": False,
                 "captions": [], "repeats": 0, "marks": [], "besides": [], "companions": [],
             })  # fmt: skip
+    for image in images:
+        image["findings"] = []
+    for kind, found in report.by_kind().items():
+        for one in found:
+            for number in {n for path in one.paths for n in numbers[path]}:
+                images[number]["findings"].append({"kind": kind, "is_error": one.is_error, "text": one.text})
+    several = len(config.datasets) > 1
     return {
         "dataset": str(config.path), "notes": report.notes, "refused": refused, "images": images,
         "kinds": [{"kind": kind, "title": title(found), "is_error": found[0].is_error, "findings": [
             {"text": one.text, "images": sorted({n for path in one.paths for n in numbers[path]})} for one in found]}
             for kind, found in report.by_kind().items()],
-        "buckets": [{"size": size_text(size), "dataset": number + 1, "images": len(buckets[number, size]),
+        "buckets": [{"name": size_text(size) + f", dataset {number + 1}" * several,
+                     "images": len(buckets[number, size]),
                      "batch_size": config.datasets[number].settings.batch_size,
                      "seen": sum(s.repeats for s in buckets[number, size] if not s.held_out)}
                     for number, size in sorted(buckets)],

@@ -283,10 +283,12 @@ def test_uploaded_names_stay_in_the_folder_and_overwrite_nothing(server: Server,
     page.locator("#new [type=file]").set_input_files([*files, {"name": "a.txt", "mimeType": "text/plain",
                                                                "buffer": b"a red square"}])  # fmt: skip
     page.get_by_label("Name", exact=True).fill(f"sent {size}")
-    page.get_by_label("Resolution").fill("64, 96x128")
+    page.get_by_label("Resolution").fill("64")
     page.get_by_label("Trigger word").fill("ohwx")
     page.get_by_role("button", name="Make dataset").click()
-    expect(page.locator(".picture textarea")).to_have_count(4)
+    expect(page.locator(".picture textarea")).to_have_count(2)
+    page.locator("summary", has_text="dataset.toml").click()
+    expect(page.get_by_label("dataset.toml")).to_have_value(re.compile("resolution = 64\nbatch_size = 1\n"))
     tab.close()
     folder = server.folder / "datasets" / f"sent {size}"
     assert (folder / "images/a.png").read_bytes() == png.getvalue()
