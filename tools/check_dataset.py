@@ -7,8 +7,9 @@ Every file is decoded once; what was found is cached, so the next look takes a s
 that needs nothing beside it: the findings, and the images as training sees them, by bucket, with crop, masks, control
 images, captions and repeats. With ``--model`` (a diffusers folder) captions are counted in its tokens. ``--strict``
 leaves with exit code 2 if anything was found, as ``strict_dataset`` does in training. ``--json`` writes the same for
-programs, then small pictures of masks and control images into ``previews`` beside it. With the training's
-``caption_command`` it shows what that says of the first images without a caption, and writes none of it.
+programs, then small pictures of masks and control images into ``previews`` beside it; ``--thumbnails`` keeps small
+pictures of the images themselves in a folder. With the training's ``caption_command`` it shows what that says of the
+first images without a caption, and writes none of it.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("dataset", type=Path, help="dataset TOML")
     parser.add_argument("--report", type=Path, help="HTML page to write, with findings and images")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write findings, buckets and images for programs")
+    parser.add_argument("--thumbnails", type=Path, metavar="DIR", help="with --json: keep small pictures of the images")
     parser.add_argument(
         "--images", type=whole(least=0), default=500, metavar="N", help="on the page at most (default: %(default)s)"
     )
@@ -73,7 +75,16 @@ from PIL import Image, ImageOps
 from library.conditions import ConditionKind
 from library.data.caption_command import all_uncaptioned, caption_of, command_words
 from library.data.config import INPAINT_KEYS, REFERENCE_KEYS, DatasetConfig, load_dataset_config
-from library.data.gallery import BucketCards, CountTokens, data_url, described, gallery, hashed_previews, small_jpeg
+from library.data.gallery import (
+    BucketCards,
+    CountTokens,
+    data_url,
+    described,
+    gallery,
+    hashed_previews,
+    small_jpeg,
+    write_thumbnails,
+)
 from library.data.lint import TITLES, Advance, Report, check, title, without_broken
 from library.data.samples import Sample, scan
 
@@ -176,9 +187,18 @@ def telling(description: str, total: int) -> Advance:
 
 
 def write_json(
-    path: Path, config: DatasetConfig, report: Report, seed: int, multiple: int, kind: ConditionKind
+    path: Path,
+    thumbnails: Path | None,
+    config: DatasetConfig,
+    report: Report,
+    seed: int,
+    multiple: int,
+    kind: ConditionKind,
 ) -> None:
-    """Write what is known of a dataset, and then pictures of what its models are given besides images."""
+    """Write what is known of a dataset, and then pictures of what its models are given besides images.
+
+    ``thumbnails``: the folder of small pictures of the images, which are written first; "thumbnail" is a name in it.
+    """
     samples, refused = list[Sample](), None
     whole = {"validation_split": 0.0}
     unsplit = tuple(replace(one, settings=one.settings.model_copy(update=whole)) for one in config.datasets)
@@ -190,6 +210,12 @@ def write_json(
         except UserError as error:
             refused = refused or str(error)
     content = described(config, report, samples, refused)
+    names = dict[str, str | None]()
+    if thumbnails is not None:
+        paths = list(dict.fromkeys(image["path"] for image in content["images"]))
+        names = write_thumbnails(paths, thumbnails, telling("making small pictures", len(paths)))
+    for image in content["images"]:
+        image["thumbnail"] = names.get(image["path"])
     write_text(path, json.dumps(content))
     order = sorted(samples, key=lambda sample: (sample.group.dataset, sample.fit.bucket))  # as described
     waiting = [(number, sample) for number, sample in enumerate(order) if content["images"][number]["besides"]]
@@ -239,6 +265,8 @@ def main() -> None:
     options = parser().parse_args()
     if options.report is not None and options.report.suffix not in (".html", ".htm"):
         raise UserError(f"--report {options.report}: the page is HTML; give it a name that ends in .html")
+    if options.thumbnails is not None and options.json is None:
+        raise UserError("--thumbnails: has no effect without --json, which names them; give it, or remove --thumbnails")
     given = {"cache_directory": options.cache_directory, "trigger_word": options.trigger_word}
     arguments = DatasetArguments(dataset_config=str(options.dataset), **given)
     conditioning = options.conditioning or conditioning_of(options.dataset)
@@ -246,7 +274,8 @@ def main() -> None:
     console = tool_console()
     if options.json is not None:
         report = check(config, options.pixel_multiple, conditioning, telling)
-        write_json(options.json, config, report, options.seed, options.pixel_multiple, conditioning)
+        seed, multiple = options.seed, options.pixel_multiple
+        write_json(options.json, options.thumbnails, config, report, seed, multiple, conditioning)
     else:
         with counting(console) as start:
             report = check(config, options.pixel_multiple, conditioning, start)

@@ -10,16 +10,19 @@ a few kilobytes each.
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import os
+import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
+from PIL import Image, ImageOps
 
 from library.data.buckets import Fit, size_text
 from library.data.cache import preview_names, previews
@@ -31,9 +34,10 @@ from library.data.lint import Finding, Report, title
 from library.data.samples import Sample
 from library.data.sources import caption_suffix, is_image, stem
 from library.errors import UserError
-from library.files import read_bytes
+from library.files import atomic_path, clear_leftovers, read_bytes
 
 SIDE = 192  # of a picture on the page, pixels
+THUMBNAIL_SIDE = 384  # of one that is kept: twice what a card of the browser's page shows
 _THREADS = 4
 _CAPTIONS_SHOWN = 3
 
@@ -168,6 +172,53 @@ def small_jpeg(image: Image.Image, side: int = SIDE) -> bytes:
     return data.getvalue()
 
 
+def write_thumbnails(images: Sequence[str], folder: Path, advance: Callable[[int], None]) -> dict[str, str | None]:
+    """Have ``folder`` hold a small JPEG of each image, and none of others; those that are there are not made again.
+
+    Args:
+        images: paths, each once.
+        folder: made if need be; of its files only thumbnails are removed.
+        advance: counts the images.
+
+    Returns:
+        The name of each image's thumbnail, None for one that cannot be shown.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    clear_leftovers(folder)
+    names: dict[str, str | None] = {}
+    with ThreadPoolExecutor(2) as pool:
+        for image, name in zip(images, pool.map(partial(_thumbnail, folder), images), strict=True):
+            names[image] = name
+            advance(1)
+    for name in {path.name for path in folder.iterdir()} - set(names.values()):
+        if re.fullmatch(r"[0-9a-f]{32}\.jpg", name):
+            (folder / name).unlink(missing_ok=True)
+    return names
+
+
+def _thumbnail(folder: Path, image: str) -> str | None:
+    """Return the name of an image's thumbnail, which follows from path, size and time; None if there can be none."""
+    try:
+        stat = Path(image).stat()
+        known = os.fsencode(f"{THUMBNAIL_SIDE} {image} {stat.st_size} {stat.st_mtime_ns}")
+        name = f"{hashlib.sha256(known).hexdigest()[:32]}.jpg"
+        if (folder / name).exists():
+            return name
+        content = read_bytes(image)
+        if content.startswith(b"\xff\xd8"):  # a JPEG: decoded at up to an eighth of its size
+            with Image.open(io.BytesIO(content)) as opened:
+                opened.draft("RGB", (THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+                picture = ImageOps.exif_transpose(opened)
+        else:
+            picture, _ = decode(content, image)  # refuses what is too large
+        data = small_jpeg(picture, THUMBNAIL_SIDE)
+    except Exception:  # whatever a broken image does to a decoder; its finding says what is wrong
+        return None
+    with atomic_path(folder / name) as temporary:
+        temporary.write_bytes(data)
+    return name
+
+
 def crop_box(fit: Fit) -> tuple[float, float, float, float]:
     """Return left, top, width and height of what is trained on, in percent of the image."""
     left, top = fit.offset
@@ -231,12 +282,20 @@ def described(config: DatasetConfig, report: Report, samples: Sequence[Sample], 
                 "name": Path(path).name, "size": None, "bucket": None, "box": None, "random_crop": False,
                 "captions": [], "repeats": 0, "marks": [], "besides": [], "companions": [],
             })  # fmt: skip
+    for image in images:
+        image["findings"] = []
+    for kind, found in report.by_kind().items():
+        for one in found:
+            for number in {n for path in one.paths for n in numbers[path]}:
+                images[number]["findings"].append({"kind": kind, "is_error": one.is_error, "text": one.text})
+    several = len(config.datasets) > 1
     return {
         "dataset": str(config.path), "notes": report.notes, "refused": refused, "images": images,
         "kinds": [{"kind": kind, "title": title(found), "is_error": found[0].is_error, "findings": [
             {"text": one.text, "images": sorted({n for path in one.paths for n in numbers[path]})} for one in found]}
             for kind, found in report.by_kind().items()],
-        "buckets": [{"size": size_text(size), "dataset": number + 1, "images": len(buckets[number, size]),
+        "buckets": [{"name": size_text(size) + f", dataset {number + 1}" * several,
+                     "images": len(buckets[number, size]),
                      "batch_size": config.datasets[number].settings.batch_size,
                      "seen": sum(s.repeats for s in buckets[number, size] if not s.held_out)}
                     for number, size in sorted(buckets)],
@@ -244,7 +303,7 @@ def described(config: DatasetConfig, report: Report, samples: Sequence[Sample], 
 
 
 def _known(image: str, subset: Subset | None) -> dict[str, Any]:
-    """Where an image and its caption lie, or why that cannot be edited; the image's version."""
+    """Where an image and its caption lie, or why that cannot be edited."""
     path, caption, why = os.path.realpath(image), None, "no subset of the dataset names it"
     if subset is not None and subset.metadata_file is not None:
         why = f"it stands in {subset.metadata_file.name}; edit that file"
@@ -252,5 +311,4 @@ def _known(image: str, subset: Subset | None) -> dict[str, Any]:
         why = f"caption_extension {caption_suffix(subset)} is that of an image; name another in the TOML"
     elif subset is not None:
         caption, why = os.path.realpath(stem(image) + caption_suffix(subset)), ""
-    version = Path(path).stat().st_mtime_ns if Path(path).exists() else 0
-    return {"path": path, "version": str(version), "caption_file": caption, "why": why}
+    return {"path": path, "caption_file": caption, "why": why}

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
@@ -22,21 +21,19 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
+from library.data.caption_edit import Journal, Text, changes_of, read
+from library.data.new_dataset import IMAGES, add_file, find_bad_start, refusal_of, write_dataset
 from library.errors import UserError, counted
-from library.files import find_bad_name, read_text, read_toml, toml_text, write_text
+from library.files import read_toml
 from library.web.access import Refused
-from library.web.captions import Change, Journal, Text, edited, read
 from library.web.jobs import Job
-from library.web.site import HERE, Form, Routes, Site, goto, slow, url
-from library.web.thumbnails import Thumbnails
+from library.web.site import Form, Routes, Site, url
 
-IMAGES = {".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".avif", ".jxl", ".bmp", ".dib", ".tif", ".tiff",
-          ".gif"}  # fmt: skip # library.data.images, which needs torch
-_CHUNK = 60  # cards that come together
+_MOST_CARDS = 60  # that come together
 _MOST_FOLDERS, _MOST_LEVELS = 3000, 5  # that are looked through for datasets
 _OUTSIDE = "it lies outside of the folders that this page was given"
-_FOR_EVER = {"cache-control": "private, max-age=31536000, immutable"}  # its address has its version
-_thumbnails = lru_cache(Thumbnails)
+_REFRESH = {"hx-refresh": "true"}
+_FOR_EVER = {"cache-control": "private, max-age=31536000, immutable"}  # its address names the look
 
 
 def show(site: Site, request: Request, form: Form) -> Response:
@@ -45,16 +42,13 @@ def show(site: Site, request: Request, form: Form) -> Response:
         tomls, folders = datasets(site)
         return site.page(request, "data.html", title="Data", tomls=tomls, folders=folders)
     path, toml = _toml(site, request.query_params["dataset"])
-    jobs = _looks_of(site, path)
-    look = next((job for job in jobs if (job.folder / "result.json").is_file()), None)
+    jobs, look = _looks_of(site, path)
     found: dict[str, Any] = _found(site, look.id) if look else {"kinds": [], "buckets": []}
-    several = found["buckets"] and found["buckets"][-1]["dataset"] > 1
-    named = "{size}, dataset {dataset} ({images})" if several else "{size} ({images})"
-    buckets = [(number, named.format(**one)) for number, one in enumerate(found["buckets"])]
+    buckets = [(number, f"{one['name']} ({one['images']})") for number, one in enumerate(found["buckets"])]
     return site.page(
         request, "data.html", title=path.parent.name if path.stem == "dataset" else path.stem, dataset=path, toml=toml,
-        job=jobs[0] if jobs else None, look=look.id if look else "", found=found,
-        kinds=[(kind["kind"], kind["title"]) for kind in found["kinds"]], buckets=buckets,
+        job=jobs[0] if jobs else None, look=look.id if look else "", found=found, buckets_of=buckets,
+        kinds=[(one["kind"], one["title"]) for one in found["kinds"]],
         history=_journal(site, path).next_steps(), asked=request.query_params.get("kind", ""),
         changed=look is not None and path.stat().st_mtime > look.created, counted=counted,
     )  # fmt: skip
@@ -69,14 +63,11 @@ def datasets(site: Site) -> tuple[list[tuple[Path, float]], list[tuple[Path, int
             folder = Path(at)
             deep = len(folder.relative_to(base).parts) >= _MOST_LEVELS
             inside[:] = [] if deep else sorted(name for name in inside if name[0] != ".")
-            if images := sum(Path(name).suffix.lower() in IMAGES for name in names):
-                folders[folder] = images
-            for name in (name for name in names if name.endswith(".toml")):
-                with suppress(OSError, UserError):
-                    path = site.places.find(str(folder / name))
-                    if re.search(r"^\s*\[\[\s*datasets\b", read_text(path), re.MULTILINE):
-                        tomls[path] = path.stat().st_mtime
-    return sorted(tomls.items(), key=lambda item: -item[1]), sorted(folders.items())
+            folders[folder] = sum(Path(name).suffix.lower() in IMAGES for name in names)
+            for path in (folder / name for name in names if name.endswith(".toml")):
+                if _is_inside(site, path) and re.search(r"^\s*\[\[\s*datasets\b", read(path).shown, re.MULTILINE):
+                    tomls[path.resolve()] = path.stat().st_mtime
+    return sorted(tomls.items(), key=lambda item: -item[1]), sorted(one for one in folders.items() if one[1])
 
 
 def make_dataset(site: Site, request: Request, form: Form) -> Response:
@@ -84,7 +75,7 @@ def make_dataset(site: Site, request: Request, form: Form) -> Response:
     given = {key: str(value).strip() for key, value in form.items()}
     if given.get("folder"):
         own, image_dir = site.places.find(given["folder"]), "."
-    elif bad := _bad_name(given.get("name", "")):
+    elif bad := find_bad_start(given.get("name", "")):
         raise UserError(f"Name {given.get('name', '')!r}: {bad}")
     else:
         folders = [*site.places.folders, site.places.outputs[0] / "datasets"]
@@ -93,27 +84,8 @@ def make_dataset(site: Site, request: Request, form: Form) -> Response:
     path = own / "dataset.toml"
     if path.exists():
         raise UserError(f"{site.places.show(path)}: is there already; open it, or choose another name")
-    try:
-        sides = [[int(side) for side in one.split("x")] for one in given.get("resolution", "").split(",")]
-        repeats, batch_size = (int(given.get(key) or 1) for key in ("num_repeats", "batch_size"))
-    except ValueError:
-        raise UserError("New dataset: resolution is a side as 1024, or several as 512, 768x1024; repeats and batch "
-                        "size are whole numbers; correct them") from None  # fmt: skip
-    square = all(len(one) == 1 for one in sides)  # a TOML's list is of one kind
-    sizes = [one[0] if square else [one[0], one[-1]] for one in sides]
-    subset = {"image_dir": image_dir, "num_repeats": repeats}
-    subset |= {"trigger_word": given["trigger_word"]} if given.get("trigger_word") else {}
-    write_text(path, toml_text({
-        "general": {"caption_extension": given.get("caption_extension", ".txt"), "enable_bucket": True},
-        "datasets": [({"resolution": sizes[0]} if len(sizes) == 1 else {"resolutions": sizes})
-                     | {"batch_size": batch_size, "subsets": [subset]}],
-    }))  # fmt: skip
-    (own / image_dir).mkdir(exist_ok=True)
+    write_dataset(own, image_dir, given.get("trigger_word", ""), given["resolution"], given["num_repeats"])
     return JSONResponse({"dataset": str(path), "address": url("/data", dataset=path)})
-
-
-def _bad_name(name: str) -> str | None:
-    return find_bad_name(name) or ("a dot at its beginning hides it; remove it" if name[0] == "." else None)
 
 
 def upload(site: Site, request: Request, form: Form) -> Response:
@@ -124,38 +96,22 @@ def upload(site: Site, request: Request, form: Form) -> Response:
         raise UserError(f"{site.places.show(path)}: names no image_dir to put pictures into; add one")
     folder, file = site.places.find(str(path.parent / named)), form["file"]
     name = getattr(file, "filename", "")  # of what is no file: refused
-    bad = _bad_name(name)
-    if not bad and Path(name).suffix.lower() not in {*IMAGES, ".txt", ".caption"}:
-        bad = "is neither an image nor a caption (.txt, .caption)"
-    try:
-        if not bad:
-            folder.mkdir(parents=True, exist_ok=True)
-            with open(site.places.find(str(folder / name)), "xb") as output:
-                shutil.copyfileobj(file.file, output)
-    except FileExistsError:
-        bad = "there is one of this name already; it was left as it is"
-    except OSError:
-        (folder / name).unlink(missing_ok=True)
-        raise
+    bad = refusal_of(name) or add_file(site.places.find(str(folder / name)), file.file)
     return JSONResponse({"refused": f"{name}: {bad}" if bad else ""})
 
 
 def start_look(site: Site, request: Request, form: Form) -> Response:
-    """Begin a look at a dataset, unless one is on its way."""
-    _begin_look(site, _toml(site, str(form.get("dataset", "")))[0])
-    return state(site, request, form)
-
-
-def _begin_look(site: Site, path: Path) -> None:
-    """See to it that a dataset is looked over; old looks are removed."""
+    """Begin a look at a dataset, unless one is on its way; old looks are removed."""
+    path, _ = _toml(site, str(form.get("dataset", "")))
     refuse_outside(site, path)
-    jobs = _looks_of(site, path)
-    if jobs and not jobs[0].is_over and not (jobs[0].folder / "result.json").is_file():
-        return
-    for job in jobs[2:]:
-        site.jobs.remove(job.id)
-    words = ["tools/check_dataset.py", str(path), "--json", "{job}/result.json"]
-    site.jobs.add("data", f"Look over {site.places.show(path)}", words)
+    jobs, shown = _looks_of(site, path)
+    if not jobs or jobs[0] == shown or jobs[0].is_over:
+        for job in jobs[1:]:
+            if job != shown:
+                site.jobs.remove(job.id)
+        words = ["--json", "{job}/result.json", "--thumbnails", str(_own(site, "thumbs", path))]
+        site.jobs.add("data", f"Look over {site.places.show(path)}", ["tools/check_dataset.py", str(path), *words])
+    return Response(headers=_REFRESH)
 
 
 def refuse_outside(site: Site, path: Path) -> None:
@@ -166,18 +122,19 @@ def refuse_outside(site: Site, path: Path) -> None:
             site.places.find(named)
 
 
-def _looks_of(site: Site, path: Path) -> list[Job]:
-    return [job for job in site.jobs.all() if job.kind == "data" and job.words[1] == str(path)]
+def _looks_of(site: Site, path: Path) -> tuple[list[Job], Job | None]:
+    """Return the looks at a dataset, the newest first, and the newest of those that have a result."""
+    jobs = [job for job in site.jobs.all() if job.kind == "data" and job.words[1] == str(path)]
+    return jobs, next((job for job in jobs if (job.folder / "result.json").is_file()), None)
 
 
 def state(site: Site, request: Request, form: Form) -> Response:
     """Tell how far a look is; show what it found once it is there."""
-    asked = form or request.query_params
-    path, _ = _toml(site, str(asked.get("dataset", "")))
-    job, look = next(iter(_looks_of(site, path)), None), str(asked.get("look", ""))
-    if job is not None and job.id != look and (job.folder / "result.json").is_file():
-        return Response(headers={"hx-refresh": "true"})
-    return site.part("data.html", "state", dataset=path, job=job, look=look)
+    path, _ = _toml(site, request.query_params["dataset"])
+    (jobs, found), look = _looks_of(site, path), request.query_params["look"]
+    if found is not None and found.id != look:
+        return Response(headers=_REFRESH)
+    return site.part("data.html", "state", dataset=path, job=jobs[0] if jobs else None, look=look)
 
 
 def save_toml(site: Site, request: Request, form: Form) -> Response:
@@ -188,8 +145,7 @@ def save_toml(site: Site, request: Request, form: Form) -> Response:
     if (new := old.changed(str(form.get("text", "")))) is None:
         raise UserError(f"{site.places.show(path)}: would be empty; write a [[datasets]] table")
     _journal(site, path).write(f"change of {path.name}", [(str(path), old.raw, new, old.encoding)])
-    _begin_look(site, path)
-    return goto(url("/data", dataset=path))
+    return start_look(site, request, form)
 
 
 def _toml(site: Site, text: str) -> tuple[Path, Text]:
@@ -209,8 +165,21 @@ def _paths_in(value: Any) -> Iterator[tuple[Any, str]]:
             yield key, inner
 
 
+def _own(site: Site, kind: str, dataset: Path) -> Path:
+    """Return where the page keeps what it has of a dataset: "thumbs", "undo"."""
+    return site.places.state / kind / hashlib.sha256(os.fsencode(dataset)).hexdigest()[:16]
+
+
 def _journal(site: Site, dataset: Path) -> Journal:
-    return Journal(site.places.state / "undo", dataset, site.places.find)
+    return Journal(_own(site, "undo", dataset).with_suffix(".json"), site.places.find)
+
+
+def _is_inside(site: Site, *paths: str | Path) -> bool:
+    with suppress(Refused):
+        for path in paths:
+            site.places.find(str(path))
+        return True
+    return False
 
 
 @lru_cache(3)
@@ -219,37 +188,26 @@ def _found(site: Site, look: str) -> dict[str, Any]:
     result = site.jobs.get(look).result
     if not result:
         raise UserError("this look at the dataset is not there any more; look again")
-
-    def is_inside(path: str) -> bool:
-        return any(Path(path).is_relative_to(folder) for folder in (*site.places.outputs, *site.places.folders))
-
     for image in result["images"]:
-        image["outside"] = not all(map(is_inside, (image["path"], *image["companions"])))
-        if image["outside"] or not is_inside(image["caption_file"] or image["path"]):
+        image["outside"] = not _is_inside(site, image["path"], *image["companions"])
+        if image["outside"] or not _is_inside(site, image["caption_file"] or image["path"]):
             image |= {"caption_file": None, "captions": [], "why": _OUTSIDE}
-        image["findings"] = []
-    for kind in result["kinds"]:
-        for finding in kind["findings"]:
-            for number in finding["images"]:
-                result["images"][number]["findings"].append(kind | finding)
     return result
 
 
 def _image(found: dict[str, Any], number: str) -> dict[str, Any]:
-    try:
+    with suppress(ValueError, IndexError):
         return dict(found["images"][int(number)])
-    except (ValueError, IndexError):
-        raise UserError("there is no such image; look again") from None
+    raise UserError("there is no such image; look again")
 
 
 def _caption(site: Site, image: dict[str, Any]) -> Text:
     """Return an image's caption; one that no file has cannot be edited."""
     if image["caption_file"] is None:
         return Text("\n".join(image["captions"]), why=image["why"])
-    try:
+    with suppress(Refused):
         return read(site.places.find(image["caption_file"]))
-    except Refused:
-        return Text(None, why=_OUTSIDE)
+    return Text(None, why=_OUTSIDE)
 
 
 def _matching(site: Site, found: dict[str, Any], asked: Any) -> list[int]:
@@ -271,38 +229,32 @@ def _matching(site: Site, found: dict[str, Any], asked: Any) -> list[int]:
 def grid(site: Site, request: Request, form: Form) -> Response:
     """Show the buckets of what the filters leave, as chunks that wait to be filled."""
     look = request.query_params["look"]
-    found, chunks = _found(site, look), dict[int | None, list[list[int]]]()
-    numbers = _matching(site, found, request.query_params)
-    for bucket, inside in groupby(numbers, lambda number: found["images"][number]["bucket"]):
-        each = list(inside)
-        chunks[bucket] = [each[at : at + _CHUNK] for at in range(0, len(each), _CHUNK)]
-    return site.part("data.html", "grid", look=look, found=found, shown=len(numbers), chunks=chunks, counted=counted)
+    found = _found(site, look)
+    shown = _matching(site, found, request.query_params)
+    buckets = {bucket: list(inside) for bucket, inside in groupby(shown, lambda n: found["images"][n]["bucket"])}
+    return site.part("data.html", "grid", look=look, found=found, shown=len(shown), buckets=buckets, most=_MOST_CARDS,
+                     counted=counted)  # fmt: skip
 
 
 def cards(site: Site, request: Request, form: Form) -> Response:
     """Return the cards of a chunk."""
-    look, numbers = request.query_params["look"], request.query_params["rows"].split(",")[:_CHUNK]
-    images = [(number, _image(_found(site, look), number)) for number in numbers]
-    rows = [(number, image, _caption(site, image)) for number, image in images]
+    look, numbers = request.query_params["look"], request.query_params["rows"].split(",")[:_MOST_CARDS]
+    images = [_image(_found(site, look), number) for number in numbers]
+    rows = [(number, image, _caption(site, image)) for number, image in zip(numbers, images, strict=True)]
     return site.part("data.html", "cards", look=look, rows=rows, said="", conflict=False)
 
 
-@slow
-def thumbnail(site: Site, request: Request, form: Form) -> Response:
-    """Send an image's small picture, or a sign where it can have none."""
-    path = site.places.find(request.query_params.get("path", ""))
-    made = _thumbnails(site.places.state / "thumbs")
-    small = made.get(path) if path.suffix.lower() in IMAGES else None
-    return FileResponse(small, headers=_FOR_EVER) if small else FileResponse(HERE / "static/broken.svg")
-
-
-def preview(site: Site, request: Request, form: Form) -> Response:
-    """Send the picture of a mask or control image that a look has drawn."""
+def picture(site: Site, request: Request, form: Form) -> Response:
+    """Send an image's small picture, or that of a mask or control image of it, as a look has made them."""
     look = request.query_params["look"]
-    name = re.fullmatch(r"(\d+)_\d+", request.query_params["name"])
-    if name is None or _image(_found(site, look), name[1])["outside"]:
-        raise UserError("there is no such picture; look again")
-    path = site.jobs.get(look).folder / "previews" / f"{name[0]}.jpg"
+    found, name = _found(site, look), re.fullmatch(r"(\d+)(_\d+)?", request.query_params["name"])
+    image = _image(found, name[1] if name else "")
+    if image["outside"]:
+        raise Refused(f"{image['name']}: {_OUTSIDE}")
+    if name and name[2]:
+        path = site.jobs.get(look).folder / "previews" / f"{name[0]}.jpg"
+    else:
+        path = _own(site, "thumbs", Path(found["dataset"])) / (image["thumbnail"] or "none")
     return FileResponse(path, headers=_FOR_EVER) if path.is_file() else Response(status_code=404)  # not yet, or never
 
 
@@ -314,14 +266,12 @@ def save_caption(site: Site, request: Request, form: Form) -> Response:
     old = _caption(site, image)
     if old.why:
         raise UserError(f"{image['name']}: its caption cannot be edited here: {old.why}")
-    if not (conflict := old.hash != form["hash"]):
-        changes = [(image["caption_file"], old.raw, old.changed(text), old.encoding)]
-        what = f"caption of {image['name']}"
-        conflict = bool(_journal(site, site.places.find(found["dataset"])).write(what, changes))
+    journal = _journal(site, site.places.find(found["dataset"]))
+    change = (image["caption_file"], old.raw, old.changed(text), old.encoding)
+    is_old = old.hash != form["hash"] or bool(journal.write(f"caption of {image['name']}", [change]))
     now = _caption(site, image)
-    conflict = conflict and now.shown != text.replace("\r\n", "\n")
     said = "saved" if now.shown else "saved: no caption, its file is gone"
-    if conflict:
+    if conflict := is_old and now.shown != text.replace("\r\n", "\n"):
         said = f"It was changed elsewhere meanwhile; this is the new text. Yours was not saved: {text}"
     answer = site.part("data.html", "cards", look=look, rows=[(number, image, now)], said=said, conflict=conflict)
     answer.headers.update({"hx-reswap": "outerHTML"} if conflict else {"hx-trigger": "saved"})
@@ -351,24 +301,19 @@ def bulk(site: Site, request: Request, form: Form) -> Response:
     """Show what a change of many captions would do; do it, if that is what had been shown."""
     found = _found(site, str(form["look"]))
     numbers = _matching(site, found, form) if form.get("scope") == "shown" else range(len(found["images"]))
-    files = dict.fromkeys(found["images"][n]["caption_file"] for n in numbers)
-    texts = {path: _caption(site, {"caption_file": path}) for path in files if path is not None}
-    texts = {path: text for path, text in texts.items() if not text.why}
-    action, look_for, by = (str(form.get(key, "")) for key in ("action", "find", "by"))
-    flags = {key: key in form for key in ("case", "missing")}
-    new = {path: edited(text.shown, action, look_for, by, **flags) for path, text in texts.items()}
-    pairs = [(path, text, new[path]) for path, text in texts.items() if new[path] != text.shown]
-    changes: list[Change] = [(path, text.raw, text.changed(after), text.encoding) for path, text, after in pairs]
-    digest, said = hashlib.sha256(json.dumps(changes).encode()).hexdigest(), ""
+    images = [found["images"][number] for number in numbers]
+    texts = {image["caption_file"]: _caption(site, image) for image in images}
+    editable = {path: text for path, text in texts.items() if not text.why}
+    changes = changes_of(editable, *(str(form.get(key, "")) for key in ("action", "find", "by")))
+    digest = hashlib.sha256(json.dumps(changes).encode()).hexdigest()
+    said = "The captions have changed meanwhile; this is how it is now." if "digest" in form else ""
     if is_done := form.get("digest") == digest:
-        dataset = site.places.find(found["dataset"])
-        left = _journal(site, dataset).write(f"change of {counted(len(changes), 'caption')}", changes)
-        said, pairs = f"{counted(len(changes) - len(left), 'caption')} changed", []
-    elif "digest" in form:
-        said = "The captions have changed meanwhile; this is how it is now."
-    answer = site.part("data.html", "bulk", said=said, digest=digest, count=len(pairs), of=len(files),
-                       pairs=[(Path(path).name, text.shown, after) for path, text, after in pairs[:20]],
-                       locked=len(texts) < len(files))  # fmt: skip
+        journal = _journal(site, site.places.find(found["dataset"]))
+        left = journal.write(f"change of {counted(len(changes), 'caption')}", changes)
+        said, changes = f"{counted(len(changes) - len(left), 'caption')} changed", []
+    pairs = [(Path(path).name, Text(old).shown, Text(new).shown) for path, old, new, _ in changes[:20]]
+    answer = site.part("data.html", "bulk", said=said, digest=digest, count=len(changes), of=len(texts), pairs=pairs,
+                       locked=len(editable) < len(texts))  # fmt: skip
     answer.headers.update({"hx-trigger": "changed"} if is_done else {})
     return answer
 
@@ -381,8 +326,7 @@ ROUTES: Routes = {
     "/data/toml": (None, save_toml),
     "/data/grid": grid,
     "/data/cards": cards,
-    "/data/thumb": thumbnail,
-    "/data/preview": preview,
+    "/data/picture": picture,
     "/data/caption": (None, save_caption),
     "/data/step": (history, step),
     "/data/bulk": (None, bulk),

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import base64
 import io
+import json
+import os
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 
 from library.conditions import ConditionKind
 from library.config.schema import DatasetArguments
 from library.data.config import load_dataset_config
-from library.data.gallery import BucketCards, Card, gallery
+from library.data.gallery import BucketCards, Card, gallery, write_thumbnails
 from library.data.lint import Finding
 from library.data.samples import scan
 from tests.data.folders import add_image, make_old, write_toml
+from tests.forked import run_script
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def cards_of(
@@ -91,3 +97,64 @@ def test_an_image_broken_since_is_a_card_that_says_so(tmp_path: Path) -> None:
     assert card.picture is None
     assert card.problem is not None
     assert "damaged image" in card.problem
+
+
+def test_thumbnails_of_all_kinds(tmp_path: Path) -> None:
+    folder, kept = tmp_path / "img", tmp_path / "kept"
+    folder.mkdir()
+    Image.new("I;16", (600, 300), 32768).save(folder / "deep.png")
+    Image.new("CMYK", (600, 300), (0, 255, 255, 0)).save(folder / "cmyk.jpg")
+    frames = [Image.new("RGB", (600, 300), colour) for colour in ("blue", "red")]
+    frames[0].save(folder / "moves.gif", save_all=True, append_images=frames[1:])
+    Image.new("RGBA", (600, 300), (255, 0, 0, 0)).save(folder / "clear.png")
+    turned = Image.Exif()
+    turned[0x0112] = 6  # a quarter to the right
+    Image.new("RGB", (600, 300), "lime").save(folder / "turned.jpg", exif=turned)
+    Image.new("RGB", (3000, 1), "lime").save(folder / "thin.png")
+    (folder / "cut.jpg").write_bytes((folder / "turned.jpg").read_bytes()[:900])
+    (folder / "empty.png").touch()
+    Image.new("1", (20_000, 10_000)).save(folder / "bomb.png")
+    os.mkfifo(folder / "pipe.png")
+    wanted = {"deep.png": (128, 128, 128), "cmyk.jpg": (255, 0, 0), "moves.gif": (0, 0, 255), "clear.png": (255,) * 3,
+              "turned.jpg": (0, 255, 0), "thin.png": (0, 255, 0)}  # fmt: skip
+    bad = ["cut.jpg", "empty.png", "bomb.png", "pipe.png", "absent.png"]
+    counted: list[int] = []
+    made = write_thumbnails([str(folder / name) for name in (*wanted, *bad)], kept, counted.append)
+    assert sum(counted) == len(wanted) + len(bad)
+    for name, colour in wanted.items():
+        with Image.open(kept / str(made[str(folder / name)])) as small:
+            sizes = {"turned.jpg": (192, 384), "thin.png": (384, 1)}
+            assert small.size == sizes.get(name, (384, 192)), name
+            assert small.getpixel((small.width // 3, small.height // 3)) == pytest.approx(colour, abs=6), name
+    assert [made[str(folder / name)] for name in bad] == [None] * len(bad)
+
+
+def test_thumbnails_are_made_once_and_of_what_is_there(tmp_path: Path) -> None:
+    kept, paths = tmp_path / "kept", [str(add_image(tmp_path / "img", f"{n}.png", seed=n)) for n in range(3)]
+    first = write_thumbnails(paths, kept, lambda done: None)
+    for name in map(str, first.values()):
+        (kept / name).write_bytes(b"as it was")
+    (kept / "of somebody else.jpg").touch()
+    add_image(tmp_path / "img", "1.png", (80, 64), seed=9)
+    again = write_thumbnails(paths[:2], kept, lambda done: None)
+    assert again[paths[0]] == first[paths[0]]
+    assert again[paths[1]] != first[paths[1]]
+    assert (kept / str(again[paths[0]])).read_bytes() == b"as it was"
+    assert {path.name for path in kept.iterdir()} == {*again.values(), "of somebody else.jpg"}
+
+
+def test_the_command_names_thumbnails_and_stops_at_no_broken_image(tmp_path: Path) -> None:
+    for n in range(3):
+        add_image(tmp_path / "img", f"{n}.png", (64, 64), caption=f"image {n}", seed=n)
+    (tmp_path / "img/2.png").write_bytes(b"no image")
+    toml, script = write_toml(tmp_path), ROOT / "tools/check_dataset.py"
+    words = [str(toml), "--json", "found.json", "--thumbnails", "kept"]
+    done = run_script(script, words, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "making small pictures: 3 of 3" in done.stdout
+    images = json.loads((tmp_path / "found.json").read_text())["images"]
+    assert [(one["name"], one["thumbnail"] is None) for one in images] == [
+        ("0.png", False), ("1.png", False), ("2.png", True)]  # fmt: skip
+    assert {path.name for path in (tmp_path / "kept").iterdir()} == {one["thumbnail"] for one in images[:2]}
+    refused = run_script(script, [str(toml), "--thumbnails", "kept"], tmp_path)
+    assert refused.stderr.splitlines()[-1].startswith("error: --thumbnails: has no effect without --json")

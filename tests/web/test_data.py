@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import random
 import re
 import shutil
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -16,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from PIL import Image
 
@@ -286,10 +283,12 @@ def test_uploaded_names_stay_in_the_folder_and_overwrite_nothing(server: Server,
     page.locator("#new [type=file]").set_input_files([*files, {"name": "a.txt", "mimeType": "text/plain",
                                                                "buffer": b"a red square"}])  # fmt: skip
     page.get_by_label("Name", exact=True).fill(f"sent {size}")
-    page.get_by_label("Resolution").fill("64, 96x128")
+    page.get_by_label("Resolution").fill("64")
     page.get_by_label("Trigger word").fill("ohwx")
     page.get_by_role("button", name="Make dataset").click()
-    expect(page.locator(".picture textarea")).to_have_count(4)
+    expect(page.locator(".picture textarea")).to_have_count(2)
+    page.locator("summary", has_text="dataset.toml").click()
+    expect(page.get_by_label("dataset.toml")).to_have_value(re.compile("resolution = 64\nbatch_size = 1\n"))
     tab.close()
     folder = server.folder / "datasets" / f"sent {size}"
     assert (folder / "images/a.png").read_bytes() == png.getvalue()
@@ -318,9 +317,12 @@ def test_what_links_lead_out_of_the_folders_is_not_shown(server: Server, browser
     expect(page.locator(".frame", has_text="lies outside")).to_have_count(1)
     assert "a secret text" not in page.content()
     expect(area(page, "c.png")).to_have_attribute("readonly", "")
-    secret = urllib.parse.quote(str(folder / "images/d.png"))
-    with pytest.raises(urllib.error.HTTPError, match="403"):
-        urllib.request.urlopen(f"{server.address}/data/thumb?path={secret}")
+    look, images = page.locator("#grid").get_attribute("data-look"), look_of(page)["images"]
+    (secret,) = [number for number, image in enumerate(images) if image["name"] == "d.png"]
+    assert images[secret]["thumbnail"]  # the look, which knows nothing of the page's folders, has made it
+    for name in (f"{secret}", f"{secret}_0"):
+        with pytest.raises(urllib.error.HTTPError, match="403"):
+            urllib.request.urlopen(f"{server.address}/data/picture?look={look}&name={name}")
     toml.write_text(TOML.replace('"images"', f'"{tmp_path}"'))
     page.get_by_role("button", name="Look again").click()
     expect(page.locator("#message")).to_contain_text("lies outside of")
@@ -378,86 +380,25 @@ def test_paths_of_a_toml_are_seen_from_it_as_training_does(tmp_path: Path, monke
         refuse_outside(site, toml)
 
 
-def test_old_small_pictures_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from library.web import thumbnails
-
-    for n in range(3):
-        (tmp_path / f"{n}").mkdir()
-        (tmp_path / f"{n}/x.jpg").write_bytes(bytes(100))
-        os.utime(tmp_path / f"{n}/x.jpg", (n, n))
-    monkeypatch.setattr(thumbnails, "_MOST_BYTES", 200)
-    thumbnails.Thumbnails(tmp_path)
-    assert sorted(path.parent.name for path in tmp_path.rglob("*.jpg")) == ["1", "2"]
-
-
-def test_captions_are_edited_as_text() -> None:
-    from library.errors import UserError
-    from library.web.captions import edited
-
-    def all_edited(*asked: str, case: bool = False, missing: bool = False) -> list[str]:
-        return [edited(text, *asked, case=case, missing=missing) for text in ("ohwx man, tall", "a dog, tall\n b", "")]
-
-    assert all_edited("replace", "A", r"\1") == [r"ohwx m\1n, t\1ll", "\\1 dog, t\\1ll\n b", ""]
-    assert all_edited("replace", "A", "x", case=True) == all_edited("replace", "(a+)+$", "x")
-    assert all_edited("before", "", "ohwx", missing=True) == ["ohwx man, tall", "ohwx, a dog, tall\nohwx,  b", "ohwx"]
-    assert all_edited("before", "", "see ")[0] == "see ohwx man, tall"
-    assert all_edited("after", "", ", big") == ["ohwx man, tall, big", "a dog, tall, big\n b, big", "big"]
-    assert all_edited("remove", "TALL", "") == ["ohwx man", "a dog\n b", ""]
-    for asked in (("replace", "", "x"), ("before", "x", " ,"), ("remove", ",", "x")):
-        with pytest.raises(UserError, match="nothing to look for"):
-            all_edited(*asked)
-
-
-def test_what_makes_small_pictures_ends_with_the_page(tmp_path: Path) -> None:
-    (tmp_path / "datasets").mkdir()
-    Image.new("RGB", (60, 60)).save(tmp_path / "datasets/a.png")
-    with serve(tmp_path) as server:
-        urllib.request.urlopen(f"{server.address}/data/thumb?path=datasets/a.png").read()
-        page = psutil.Process(server.process.pid)
-        assert page.memory_info().rss < 200 * 2**20
-        alive = [one for one in page.children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]
-        (worker,) = [one for one in alive if "spawn_main" in " ".join(one.cmdline())]
-        server.kill()
-        limit = time.monotonic() + 10
-        while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < limit
-            time.sleep(0.05)
-
-
-def test_small_pictures_of_all_kinds(server: Server) -> None:
-    folder = server.folder / "datasets/kinds"
-    folder.mkdir()
-    Image.new("I;16", (600, 300), 32768).save(folder / "deep.png")
-    Image.new("CMYK", (600, 300), (0, 255, 255, 0)).save(folder / "cmyk.jpg")
-    frames = [Image.new("RGB", (600, 300), colour) for colour in ("blue", "red")]
-    frames[0].save(folder / "moves.gif", save_all=True, append_images=frames[1:])
-    Image.new("RGBA", (600, 300), (255, 0, 0, 0)).save(folder / "clear.png")
-    turned = Image.Exif()
-    turned[0x0112] = 6  # a quarter to the right
-    Image.new("RGB", (600, 300), "lime").save(folder / "turned.jpg", exif=turned)
-    (folder / "cut.jpg").write_bytes((folder / "turned.jpg").read_bytes()[:900])
-    (folder / "empty.png").touch()
-    Image.new("1", (30_000, 30_000)).save(folder / "bomb.png")
-    os.mkfifo(folder / "pipe.png")
-
-    def get(name: str) -> tuple[str, Image.Image | None]:
-        path = urllib.parse.quote(str(folder / name))
-        with urllib.request.urlopen(f"{server.address}/data/thumb?path={path}&v=1") as answer:
-            kind, data = answer.headers["content-type"], answer.read()
-        return kind, Image.open(io.BytesIO(data)) if kind == "image/jpeg" else None
-
-    wanted = {"deep.png": (128, 128, 128), "cmyk.jpg": (255, 0, 0), "moves.gif": (0, 0, 255), "clear.png": (255,) * 3,
-              "turned.jpg": (0, 255, 0)}  # fmt: skip
-    for name, colour in wanted.items():
-        _, small = get(name)
-        assert small is not None, name
-        assert small.size == ((192, 384) if name == "turned.jpg" else (384, 192)), name
-        assert small.convert("RGB").getpixel((90, 90)) == pytest.approx(colour, abs=6), name
-    for name in ("cut.jpg", "empty.png", "bomb.png", "pipe.png", "absent.png"):
-        assert get(name)[0].startswith("image/svg"), name
-    (kept,) = [p for p in (server.output / ".tandem/thumbs").rglob("*.jpg") if p.stat().st_size == min(
-        q.stat().st_size for q in (server.output / ".tandem/thumbs").rglob("*.jpg"))][:1]  # fmt: skip
-    time = kept.stat().st_mtime_ns
-    for name in wanted:
-        get(name)
-    assert kept.stat().st_mtime_ns == time  # the second look makes none
+def test_a_card_shows_the_picture_that_the_look_made(server: Server, browser: Any) -> None:
+    folder = server.folder / "datasets/pictures"
+    toml = make(folder, {"a.png": b"one", "b.png": b"two", "c.png": b"three"})
+    (folder / "images/c.png").write_bytes((folder / "images/c.png").read_bytes()[:60])
+    tab = Tab(browser, server)
+    page = opened(tab, toml)
+    expect(page.locator(".picture")).to_have_count(3)
+    page.wait_for_function("[...document.querySelectorAll('.picture img')].every(i => i.naturalWidth > 0)")
+    assert page.locator(".picture img").count() == 2
+    expect(page.locator(".picture", has_text="No picture").locator(".name")).to_have_text("c.png")
+    look = page.locator("#grid").get_attribute("data-look")
+    shown = [image["thumbnail"] for image in look_of(page)["images"]]
+    assert [name is None for name in shown] == [False, False, True]
+    for number, status in ((2, 404), (3, 422), ("0_0", 404), ("0_0/../../x", 422), ("../x", 422), ("", 422)):
+        with pytest.raises(urllib.error.HTTPError, match=str(status)):
+            urllib.request.urlopen(f"{server.address}/data/picture?look={look}&name={number}")
+    with urllib.request.urlopen(f"{server.address}/data/picture?look={look}&name=0") as answer:
+        assert "immutable" in answer.headers["cache-control"]
+        assert Image.open(io.BytesIO(answer.read())).format == "JPEG"
+    (kept,) = {path.parent for path in (server.output / ".tandem/thumbs").glob(f"*/{shown[0]}")}
+    assert {path.name for path in kept.iterdir()} == set(shown[:2])
+    tab.close()

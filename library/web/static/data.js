@@ -50,9 +50,6 @@ async function send(files, to) {
 }
 if (sessionStorage.getItem("refused")) say(sessionStorage.getItem("refused"), "warn");
 sessionStorage.removeItem("refused");
-find("#new [type=file]")?.addEventListener("change", ({ target }) => {
-  find("#chosen").textContent = `${target.files.length} files chosen`;
-});
 find("#does [type=file]")?.addEventListener("change", async ({ target }) => {
   const body = new URLSearchParams({ dataset });
   if (await send(target.files, dataset) && await ask("/data/look", { method: "POST", body })) location.reload();
@@ -61,8 +58,7 @@ find("#new")?.addEventListener("submit", async (event) => {
   event.preventDefault();
   const form = event.target, button = find("button", form);
   button.disabled = true;
-  const answer = await ask("/data/new", { method: "POST", body: new FormData(form) });
-  const made = answer && await answer.json();
+  const made = await (await ask("/data/new", { method: "POST", body: new FormData(form) }))?.json();
   if (made && await send(find("[type=file]", form).files, made.dataset)) location.href = made.address;
   button.disabled = false;
 });

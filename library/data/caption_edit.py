@@ -1,4 +1,4 @@
-"""Caption files as they lie on disk: read, changed, and changed back.
+"""Caption files as they lie on disk: read, changed, and changed back; for library/web/data.py.
 
 A text is known by the hash of its file; who changes one says which they saw, so that nobody's newer words are
 overwritten. What a person does not see stays: encoding, byte order mark, the kind of line ends, the last line's end.
@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,16 +72,16 @@ def read(path: Path) -> Text:
         return Text(None, why=str(error))
 
 
-def edited(text: str, action: str, find: str, by: str, *, case: bool, missing: bool) -> str:
-    """Return what a caption becomes.
+def edited(text: str, action: str, find: str, by: str) -> str:
+    """Return what a caption becomes; capital and small letters differ.
 
     Args:
         text: as shown.
-        action: "replace" ``find`` by ``by``; put ``by`` "before" or "after" each line; "remove" the tag ``find``.
-        case: capital and small letters differ. missing: put ``by`` only where a line lacks it.
+        action: "replace" ``find`` by ``by``; put ``by`` "before" or "after" each line that lacks it; "remove" the tag
+            ``find``.
     """
     if action == "replace" and find:
-        return re.sub(re.escape(find), lambda _: by, text, flags=0 if case else re.IGNORECASE)
+        return text.replace(find, by)
     put = action in ("before", "after")
     if not (word := (by if put else find).strip(" ,")):
         raise UserError("change captions: there is nothing to look for or to add; write it")
@@ -91,9 +90,9 @@ def edited(text: str, action: str, find: str, by: str, *, case: bool, missing: b
 
     def line(old: str) -> str:
         if not put:
-            kept = [tag for tag in old.split(",") if tag.strip().casefold() != word.casefold()]
+            kept = [tag for tag in old.split(",") if tag.strip() != word]
             return old if len(kept) == old.count(",") + 1 else ",".join(kept).strip()
-        if not old.strip() or (missing and re.search(rf"(?<!\w){re.escape(word)}(?!\w)", old, re.IGNORECASE)):
+        if not old.strip() or re.search(rf"(?<!\w){re.escape(word)}(?!\w)", old):
             return old
         first, last, touches = (by, old, by[-1]) if action == "before" else (old, by, by[0])
         return f"{first}{', ' if touches.isalnum() else ''}{last}"
@@ -101,12 +100,21 @@ def edited(text: str, action: str, find: str, by: str, *, case: bool, missing: b
     return "\n".join(map(line, text.split("\n")))
 
 
-class Journal:
-    """The changes of one dataset's files; ``find`` checks where a path leads, each time it is used."""
+def changes_of(texts: Mapping[str, Text], action: str, find: str, by: str) -> list[Change]:
+    """Return what :func:`edited` changes in many captions, by path."""
+    new = {path: edited(text.shown, action, find, by) for path, text in texts.items()}
+    return [
+        (path, text.raw, text.changed(new[path]), text.encoding)
+        for path, text in texts.items()
+        if new[path] != text.shown
+    ]
 
-    def __init__(self, folder: Path, dataset: Path, find: Callable[[str], Path]) -> None:
-        self._file = folder / f"{hashlib.sha256(os.fsencode(dataset)).hexdigest()[:16]}.json"
-        self._find = find
+
+class Journal:
+    """The changes of one dataset's files, kept in ``file``; ``find`` checks where a path leads when it is used."""
+
+    def __init__(self, file: Path, find: Callable[[str], Path]) -> None:
+        self._file, self._find = file, find
 
     def stacks(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Return what can be undone and what can be redone, the next one last."""

@@ -1,0 +1,70 @@
+"""A dataset as it begins: a folder of images, its TOML, and files that are put into it; for library/web/data.py."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import BinaryIO
+
+from library.errors import UserError
+from library.files import find_bad_name, toml_text, write_text
+
+# library.data.images has the images', but needs torch; a test compares them
+IMAGES = frozenset(
+    (".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".avif", ".jxl", ".bmp", ".dib", ".tif", ".tiff")
+) | {".gif"}
+CAPTIONS = frozenset((".txt", ".caption"))
+
+
+def write_dataset(folder: Path, image_dir: str, trigger_word: str, resolution: str, repeats: str) -> Path:
+    """Write the TOML of a new dataset of one subset, as a person has typed its values; return its path.
+
+    Args:
+        folder: of the TOML.
+        image_dir: of the images, as seen from ``folder``; it is made if need be. Captions end as they do in there:
+            ".caption" where only such are there, else ".txt".
+        trigger_word: or "".
+        resolution: pixels.
+        repeats: of each image in an epoch.
+    """
+    try:
+        numbers = {"resolution": int(resolution), "num_repeats": int(repeats)}
+    except ValueError:
+        raise UserError("New dataset: resolution and repeats are whole numbers; correct them") from None
+    images = folder / image_dir
+    images.mkdir(parents=True, exist_ok=True)
+    endings = {file.suffix for file in images.iterdir()} & CAPTIONS
+    subset: dict[str, object] = {"image_dir": image_dir, "num_repeats": numbers["num_repeats"]}
+    if trigger_word:
+        subset["trigger_word"] = trigger_word
+    tables = {
+        "general": {"caption_extension": ".caption" if endings == {".caption"} else ".txt", "enable_bucket": True},
+        "datasets": [{"resolution": numbers["resolution"], "batch_size": 1, "subsets": [subset]}],
+    }
+    write_text(folder / "dataset.toml", toml_text(tables))
+    return folder / "dataset.toml"
+
+
+def find_bad_start(name: str) -> str | None:
+    """Return in words why a dataset or a file of it cannot be called ``name``; None if it can."""
+    return find_bad_name(name) or ("a dot at its beginning hides it; remove it" if name[0] == "." else None)
+
+
+def refusal_of(name: str) -> str | None:
+    """Return in words why a file called ``name`` is not put into a dataset; None if it is."""
+    is_known = Path(name).suffix.lower() in IMAGES | CAPTIONS
+    return find_bad_start(name) or (None if is_known else "is neither an image nor a caption (.txt, .caption)")
+
+
+def add_file(path: Path, content: BinaryIO) -> str | None:
+    """Write an image or caption into a dataset, over none that is there; return why not, None if it was written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(path, "xb") as output:
+            shutil.copyfileobj(content, output)
+    except FileExistsError:
+        return "there is one of this name already; it was left as it is"
+    except OSError:
+        path.unlink(missing_ok=True)
+        raise
+    return None
