@@ -7,8 +7,8 @@ Every file is decoded once; what was found is cached, so the next look takes a s
 that needs nothing beside it: the findings, and the images as training sees them, by bucket, with crop, masks, control
 images, captions and repeats. With ``--model`` (a diffusers folder) captions are counted in its tokens. ``--strict``
 leaves with exit code 2 if anything was found, as ``strict_dataset`` does in training. ``--json`` writes the same for
-programs, then small pictures of masks and control images into ``previews`` beside it; ``--thumbnails`` keeps small
-pictures of the images themselves in a folder. With the training's ``caption_command`` it shows what that says of the
+programs, then small pictures of the images into the folder of ``--thumbnails``, and those of masks and control images
+into ``previews`` beside it. With the training's ``caption_command`` it shows what that says of the
 first images without a caption, and writes none of it.
 """
 
@@ -83,6 +83,7 @@ from library.data.gallery import (
     gallery,
     hashed_previews,
     small_jpeg,
+    thumbnail_name,
     write_thumbnails,
 )
 from library.data.lint import TITLES, Advance, Report, check, title, without_broken
@@ -195,9 +196,9 @@ def write_json(
     multiple: int,
     kind: ConditionKind,
 ) -> None:
-    """Write what is known of a dataset, and then pictures of what its models are given besides images.
+    """Write what is known of a dataset; then small pictures of its images, and of what models are given besides.
 
-    ``thumbnails``: the folder of small pictures of the images, which are written first; "thumbnail" is a name in it.
+    ``thumbnails``: the folder of the former; "thumbnail" of an image is a name in it.
     """
     samples, refused = list[Sample](), None
     whole = {"validation_split": 0.0}
@@ -210,13 +211,12 @@ def write_json(
         except UserError as error:
             refused = refused or str(error)
     content = described(config, report, samples, refused)
-    names = dict[str, str | None]()
-    if thumbnails is not None:
-        paths = list(dict.fromkeys(image["path"] for image in content["images"]))
-        names = write_thumbnails(paths, thumbnails, telling("making small pictures", len(paths)))
     for image in content["images"]:
-        image["thumbnail"] = names.get(image["path"])
+        image["thumbnail"] = thumbnail_name(image["path"]) if thumbnails and image["size"] else None
     write_text(path, json.dumps(content))
+    if thumbnails is not None:
+        names = {image["path"]: image["thumbnail"] for image in content["images"] if image["thumbnail"]}
+        write_thumbnails(names, thumbnails, telling("making small pictures", len(names)))
     order = sorted(samples, key=lambda sample: (sample.group.dataset, sample.fit.bucket))  # as described
     waiting = [(number, sample) for number, sample in enumerate(order) if content["images"][number]["besides"]]
     advance = telling("pictures of masks and control images", len(waiting))

@@ -15,10 +15,9 @@ import io
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,51 +171,50 @@ def small_jpeg(image: Image.Image, side: int = SIDE) -> bytes:
     return data.getvalue()
 
 
-def write_thumbnails(images: Sequence[str], folder: Path, advance: Callable[[int], None]) -> dict[str, str | None]:
+def thumbnail_name(image: str) -> str | None:
+    """Return what the small picture of an image is called, by its path, size and time; None if it is not there."""
+    try:
+        stat = Path(image).stat()
+    except OSError:
+        return None
+    known = os.fsencode(f"{THUMBNAIL_SIDE} {image} {stat.st_size} {stat.st_mtime_ns}")
+    return f"{hashlib.sha256(known).hexdigest()[:32]}.jpg"
+
+
+def write_thumbnails(images: Mapping[str, str], folder: Path, advance: Callable[[int], None]) -> None:
     """Have ``folder`` hold a small JPEG of each image, and none of others; those that are there are not made again.
 
     Args:
-        images: paths, each once.
+        images: path -> :func:`thumbnail_name`; one that cannot be shown has no file in the end.
         folder: made if need be; of its files only thumbnails are removed.
         advance: counts the images.
-
-    Returns:
-        The name of each image's thumbnail, None for one that cannot be shown.
     """
     folder.mkdir(parents=True, exist_ok=True)
     clear_leftovers(folder)
-    names: dict[str, str | None] = {}
-    with ThreadPoolExecutor(2) as pool:
-        for image, name in zip(images, pool.map(partial(_thumbnail, folder), images), strict=True):
-            names[image] = name
-            advance(1)
-    for name in {path.name for path in folder.iterdir()} - set(names.values()):
+    for name in {path.name for path in folder.iterdir()} - set(images.values()):
         if re.fullmatch(r"[0-9a-f]{32}\.jpg", name):
             (folder / name).unlink(missing_ok=True)
-    return names
+    with ThreadPoolExecutor(2) as pool:
+        for _ in pool.map(_write_thumbnail, images, [folder / name for name in images.values()]):
+            advance(1)
 
 
-def _thumbnail(folder: Path, image: str) -> str | None:
-    """Return the name of an image's thumbnail, which follows from path, size and time; None if there can be none."""
+def _write_thumbnail(image: str, path: Path) -> None:
+    if path.exists():
+        return
     try:
-        stat = Path(image).stat()
-        known = os.fsencode(f"{THUMBNAIL_SIDE} {image} {stat.st_size} {stat.st_mtime_ns}")
-        name = f"{hashlib.sha256(known).hexdigest()[:32]}.jpg"
-        if (folder / name).exists():
-            return name
         content = read_bytes(image)
         if content.startswith(b"\xff\xd8"):  # a JPEG: decoded at up to an eighth of its size
-            with Image.open(io.BytesIO(content)) as opened:
+            with Image.open(io.BytesIO(content), formats=["JPEG"]) as opened:
                 opened.draft("RGB", (THUMBNAIL_SIDE, THUMBNAIL_SIDE))
                 picture = ImageOps.exif_transpose(opened)
         else:
             picture, _ = decode(content, image)  # refuses what is too large
         data = small_jpeg(picture, THUMBNAIL_SIDE)
     except Exception:  # whatever a broken image does to a decoder; its finding says what is wrong
-        return None
-    with atomic_path(folder / name) as temporary:
+        return
+    with atomic_path(path) as temporary:
         temporary.write_bytes(data)
-    return name
 
 
 def crop_box(fit: Fit) -> tuple[float, float, float, float]:

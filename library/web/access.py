@@ -17,7 +17,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
@@ -162,12 +161,15 @@ class Guard:
         site, visit = headers.get("sec-fetch-site", "none"), headers.get("sec-fetch-mode") == "navigate"
         origin = headers.get("origin")
         followed = site != "same-origin" and visit and request.method == "GET"  # a link, a bookmark
-        is_foreign = origin is not None and urlsplit(origin).netloc != headers.get("host")
+        is_foreign = origin is not None and origin.partition("://")[2] != headers.get("host")
         if is_foreign or (site not in ("same-origin", "none") and not followed):
             return PlainTextResponse("Requests of other sites are refused.", 403)
         if request.method not in ("GET", "HEAD", "POST"):
             return PlainTextResponse("There is no such method here.", 405)
-        is_upload = headers.get("content-type", "").startswith("multipart/form-data")  # read piece by piece
+        kind = headers.get("content-type", "").lower()
+        if "charset" in kind and "utf-8" not in kind:
+            return PlainTextResponse("Texts are sent as UTF-8.", 415)
+        is_upload = kind.startswith("multipart/form-data")  # read piece by piece
         length = headers.get("content-length", "0" if request.method != "POST" else "")
         if not is_upload and (not length.isdecimal() or int(length[:12]) > _MOST_BODY):
             return PlainTextResponse("This request is too large.", 413)

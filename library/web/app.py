@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mimetypes
+import re
 from pathlib import Path
 from threading import Thread
 
@@ -14,10 +15,13 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from library.errors import UserError
-from library.web.access import Guard, Places
+from library.web.access import Guard, Places, Refused
 from library.web.jobs import ROOT
 from library.web.site import HERE, Form, Site
 
+_OWN = re.compile(
+    r"jobs/[\w-]+/((report|images)/.+|log\.txt)"
+)  # of the page's own files, what jobs make to be looked at
 _SHOWN = {".png", ".jpg", ".jpeg", ".webp", ".avif", ".gif", ".svg"}
 # A report is a page of its own: its scripts run, but as nobody's, and reach nothing.
 _REPORT_POLICY = (
@@ -29,6 +33,8 @@ _REPORT_POLICY = (
 def send_file(site: Site, request: Request, form: Form) -> Response:
     """Send a file of the places: pictures and reports to look at, all else to keep."""
     path = site.places.find(request.query_params.get("path", ""), own=True)
+    if path.is_relative_to(site.places.state) and not _OWN.fullmatch(str(path.relative_to(site.places.state))):
+        raise Refused(f"{site.places.show(path)}: is the page's own")
     if not path.is_file():
         raise UserError(f"{site.places.show(path)}: no such file; it may have been moved or deleted")
     kind, download = path.suffix.lower(), "download" in request.query_params

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
 
-from anyio import CapacityLimiter, to_thread
+from anyio import to_thread
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from jinja2.filters import do_filesizeformat
 from starlette.datastructures import FormData as Form
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
@@ -81,15 +82,12 @@ class Site:
         return found
 
     def _endpoint(self, handler: Handler) -> Callable[[Request], Any]:
-        # what may take seconds (``slow``) waits for its like, and holds up nothing else
-        limiter = CapacityLimiter(4) if getattr(handler, "slow", False) else None
-
         async def endpoint(request: Request) -> Response:
-            async with request.form(max_files=_MOST_FILES, max_fields=20_000, max_part_size=_MOST_BYTES) as form:
-                try:
-                    return await to_thread.run_sync(handler, self, request, form, limiter=limiter)
-                except Exception as error:
-                    return self._refusal(request, error)
+            try:
+                async with request.form(max_files=_MOST_FILES, max_fields=20_000, max_part_size=_MOST_BYTES) as form:
+                    return await to_thread.run_sync(handler, self, request, form)
+            except Exception as error:
+                return self._refusal(request, error)
 
         return endpoint
 
@@ -100,6 +98,8 @@ class Site:
             said = f"{error}: is missing in the request; reload the screen"
         elif isinstance(error, OSError):
             said = f"{error.filename or 'a file'}: {error.strerror or error}; check the disk and its rights"
+        elif isinstance(error, HTTPException):
+            said = f"the request cannot be read: {error.detail}"
         elif not isinstance(error, UserError):
             traceback.print_exception(error)
             said, status = f"this is a bug of the page: {type(error).__name__}; the terminal has the rest", 500
@@ -114,12 +114,6 @@ class Site:
 
 def _html(text: str) -> HTMLResponse:
     return HTMLResponse(text.encode("utf-8", "replace"))  # names of files need not be UTF-8
-
-
-def slow(handler: Handler) -> Handler:
-    """Mark a handler that may take seconds: a few of its calls run at once, and hold up no other screen."""
-    handler.slow = True  # type: ignore[attr-defined]
-    return handler
 
 
 def goto(address: str) -> Response:

@@ -75,7 +75,7 @@ document.addEventListener("keydown", (event) => {
     if (next) { event.preventDefault(); next.focus(); }
   }
 });
-document.addEventListener("error", ({ target }) => { // a picture of a mask that is not drawn yet
-  if (!target.matches?.("[data-preview]") || (target.dataset.tries = +(target.dataset.tries ?? 0) + 1) > 20) return;
-  setTimeout(() => { target.src = target.src.replace(/&try=.*|$/, `&try=${target.dataset.tries}`); }, 1500);
+document.addEventListener("error", ({ target }) => { // a picture that the look has not drawn yet
+  if (!target.matches?.("[data-preview]") || (target.dataset.tries = +(target.dataset.tries ?? 0) + 1) > 200) return;
+  setTimeout(() => { target.src = target.src.replace(/&try=.*|$/, `&try=${target.dataset.tries}`); }, 2000);
 }, true);
