@@ -12,8 +12,8 @@
 
 TOML and JSON use the keys prompt, negative_prompt, width, height, seed, sample_steps, guidance_scale, scale (in
 musubi-tuner: cfg_scale), control_image_path (one or a list) and mask_image_path. Relative paths of images are looked
-for beside the prompt file first, then in the working directory; a list's only there. What the two trainers know and Tandem does not do is
-refused by its name: a sample without what it asks for would be another sample.
+for beside the prompt file first, then in the working directory; a list's only there. What the two trainers know and
+Tandem does not do is refused by its name: a sample without what it asks for would be another sample.
 """
 
 from __future__ import annotations
