@@ -1,31 +1,76 @@
 """One changed option of a TOML text, by what a person typed for it: all other lines stay as they are.
 
-A form has a control for each option (``library.web.new_run``). :func:`shown` returns what a control holds for a value,
-:func:`edited` the text with the value that a control's content means. tomlkit, which keeps comments and order, is
-needed here alone.
+A form has a control for each option (``library.web.new_run``): :func:`option` says of which kind, :func:`shown` what
+it holds for a value, :func:`edited` returns the text with the value that its content means, :func:`lacks` says without
+what the option has no effect. tomlkit, which keeps comments and order, is needed here alone.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, get_origin
 
 import tomlkit
 from pydantic.fields import FieldInfo
 
-from library.config.load import read_keys
-from library.config.scripts import Script, fields
+from library.config.load import RawConfig, read_keys
+from library.config.markers import OnlyWith, listed, words_of
+from library.config.model_types import LANGUAGE_MODELS, MODEL_FILE_KEYS, MODEL_TYPES
+from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields
 from library.errors import UserError
 from library.files import toml_string
 
 NAME = "configuration"  # what messages call the text
 _FILES = (".txt", ".toml", ".json")  # where an option takes a list or a file of it, a line that ends so is the file
 
+_PLAIN = {  # what people call those that a first LoRA needs
+    "pretrained_model_name_or_path": "Base model", "model_type": "Kind of model", "dataset_config": "Dataset",
+    "network_dim": "Rank", "learning_rate": "Learning rate", "max_train_steps": "Steps", "optimizer_type": "Optimizer",
+    "output_name": "Name", "output_dir": "Where it is written", "sample_prompts": "Sample prompts",
+}  # fmt: skip
+
 
 def kinds_of(field: FieldInfo) -> set[str]:
     """Return which of bool, int, float and list an option's values may be, and None where it may be unset."""
     return set(re.findall(r"\b(?:bool|int|float|list|None|NoneType)\b", str(field.annotation)))
+
+
+def option(key: str, field: FieldInfo) -> dict[str, Any]:
+    """Return what a form shows of an option: name, help, default, the words it takes, and its kind of control.
+
+    A kind is checkbox, switch (of three states), select, list, number, path or text; it follows from the type.
+    """
+    types, words, about = kinds_of(field), words_of(field.annotation), field.description or ""
+    is_path = key in MODEL_FILE_KEYS or (re.search(r"\b(folder|file|TOML)\b", about) and key != "output_name")
+    kind = "path" if is_path else "number" if types & {"int", "float"} else "text"
+    if "list" in types or "bool" in types:
+        kind = "list" if "list" in types else "switch" if len(types) > 1 else "checkbox"
+    elif words:
+        kind, words = "select", tuple(MODEL_TYPES) if key == "model_type" else words  # the schema follows from it
+    default = "required" if field.is_required() else shown(field.get_default()) or ""
+    words = words or ("true", "false")
+    return {"key": key, "called": _PLAIN.get(key), "kind": kind, "about": about, "default": default, "words": words}
+
+
+def read(text: str, pretrains: bool) -> tuple[Script[Any], RawConfig]:
+    """Return the script that a text is for, and its keys; raises a UserError if it is no TOML."""
+    script: Script[Any] = LLM if pretrains else LORA
+    if not pretrains and read_keys(text, NAME, LORA).values.get("model_type") in LANGUAGE_MODELS:
+        script = LANGUAGE_LORA
+    return script, read_keys(text, NAME, script)
+
+
+def lacks(key: str, given: Mapping[str, Any], script: Script[Any]) -> str:
+    """Return the options, as they must be, without which ``key`` has no effect and which are not ``given`` so."""
+    known = fields(script)
+    values = {k: None if f.is_required() else f.get_default() for k, (_, f) in known.items()} | dict(given)
+    types = tuple(name for name, row in MODEL_TYPES.items() if key in row.keys)
+    if types and values.get("model_type", types[0]) not in types:
+        return f"model_type = {listed(types)}"
+    markers = [one for one in known[key][1].metadata if isinstance(one, OnlyWith) and one.unmet(values)]
+    return ", ".join(map(str, markers)).replace("`", "")
 
 
 def edited(text: str, key: str, content: str, script: Script[Any]) -> str:

@@ -10,25 +10,21 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from pydantic.fields import FieldInfo
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from library.config.edit import NAME, edited, kinds_of, shown
-from library.config.kohya.command import SCRIPT_SUFFIXES, read_command_file
+from library.config.edit import NAME, edited, lacks, option, read, shown
+from library.config.kohya.command import paths_read
 from library.config.kohya.translate import Note, summary
 from library.config.load import RawConfig, checked, read_keys
-from library.config.markers import OnlyWith, listed, words_of
-from library.config.model_types import LANGUAGE_MODELS, MODEL_FILE_KEYS, MODEL_TYPES
+from library.config.model_types import MODEL_FILE_KEYS
 from library.config.optimizer_types import OPTIMIZERS
-from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields, section_fields, sections
+from library.config.scripts import LLM, LORA, Script, fields, section_fields, sections
 from library.errors import UserError
-from library.files import parse_json, read_text, read_toml, write_text
+from library.files import parse_json, read_text, read_toml
 from library.training.sampling.prompts import read_prompts
 from library.web.access import STATE
 from library.web.data import refuse_outside
@@ -37,8 +33,8 @@ from library.web.loras import free_name
 from library.web.run import is_run, look, script_of, settings_of, text_of
 from library.web.site import Form, Routes, Site, goto, tell_changed, url
 
+Values = dict[str, Any]  # option -> value
 Command = tuple[list[str], dict[str, str]]  # words of a job, and its files
-_SCRIPTS: Mapping[str, Script[Any]] = {script.training: script for script in (LORA, LANGUAGE_LORA, LLM)}
 # What a first LoRA needs; all else stands under "All options". Of these a schema has some.
 _BASICS = {
     "Model": "model_type pretrained_model_name_or_path ae clip_l t5xxl vae text_encoder tokenizer preset init_from",
@@ -47,32 +43,12 @@ _BASICS = {
     "What is written": "output_dir output_name save_every_n_steps sample_prompts sample_every_n_steps",
     "Memory": "mixed_precision memory gradient_checkpointing fp8_scaled fp8_text_encoder blocks_to_swap",
 }
-_PLAIN = {  # what people call those that a first LoRA needs
-    "pretrained_model_name_or_path": "Base model", "model_type": "Kind of model", "dataset_config": "Dataset",
-    "network_dim": "Rank", "learning_rate": "Learning rate", "max_train_steps": "Steps", "optimizer_type": "Optimizer",
-    "output_name": "Name", "output_dir": "Where it is written", "sample_prompts": "Sample prompts",
-}  # fmt: skip
 _NAMED = (".safetensors", ".toml", ".txt", ".json", ".jsonl", ".gguf")  # files that options name
-_READ = ("config_file", "dataset_config", "train_data_dir", "reg_data_dir", "in_json", "conditioning_data_dir")
 _MOST_TEXT, _MOST_BRACKETS = 2**18, 2000  # of a configuration; nested lists take a hundred times their length to read
 _PATHS = ("pretrained_model_name_or_path", *MODEL_FILE_KEYS, "dataset_config")
 _MADE = ("output_dir", "cache_directory", "distill_cache", "save_fallback_dir", "logging_dir")  # may not be there yet
 _LINE = re.compile(rf"(?:{NAME}:\d+: )?([\w-]+): (.*?)(?:; fill it in)?$")  # what is said of a key
 _OF_A_RUN = (*_PATHS, "dataset_args", "output_dir", "output_name")  # which a suggestion leaves as the form has them
-
-
-def option(key: str, field: FieldInfo) -> dict[str, Any]:
-    """Return an option's control: checkbox, switch (three states), select, list, number, path or text, by its type."""
-    types, words, about = kinds_of(field), words_of(field.annotation), field.description or ""
-    is_path = key in MODEL_FILE_KEYS or (re.search(r"\b(folder|file|TOML)\b", about) and key != "output_name")
-    kind = "path" if is_path else "number" if types & {"int", "float"} else "text"
-    if "list" in types or "bool" in types:
-        kind = "list" if "list" in types else "switch" if len(types) > 1 else "checkbox"
-    elif words:
-        kind, words = "select", tuple(MODEL_TYPES) if key == "model_type" else words  # the schema follows from it
-    default = "required" if field.is_required() else shown(field.get_default()) or ""
-    words = words or ("true", "false")
-    return {"key": key, "called": _PLAIN.get(key), "kind": kind, "about": about, "default": default, "words": words}
 
 
 def form_of(script: Script[Any]) -> list[tuple[str, str, list[dict[str, Any]]]]:
@@ -85,18 +61,10 @@ def form_of(script: Script[Any]) -> list[tuple[str, str, list[dict[str, Any]]]]:
     return [group for group in groups if group[2]]
 
 
-def _read(text: str, pretrains: bool) -> tuple[Script[Any], RawConfig]:
-    """Return the script that a text is for, and its keys."""
-    script: Script[Any] = LLM if pretrains else LORA
-    if not pretrains and read_keys(text, NAME, LORA).values.get("model_type") in LANGUAGE_MODELS:
-        script = LANGUAGE_LORA
-    return script, read_keys(text, NAME, script)
-
-
 def examine(site: Site, text: str, pretrains: bool) -> dict[str, Any]:
     """Return what the form shows of a text: its keys, and all that stands against it."""
     try:
-        script, given = _read(text, pretrains)
+        script, given = read(text, pretrains)
     except UserError as error:
         return {"text": text, "errors": {}, "problems": [{"line": str(error), "changes": {}}], "values": None}
     values, known, errors, problems = given.values, fields(script), dict[str, str](), []
@@ -111,23 +79,11 @@ def examine(site: Site, text: str, pretrains: bool) -> dict[str, Any]:
     return {
         "text": text, "training": script.training, "problems": problems, "errors": errors, "notes": notes,
         "values": {key: shown(values[key]) if key in values else "" for key in known},
-        "unmet": {key: unmet for key, (_, field) in known.items() if (unmet := _unmet(key, field, values, known))},
+        "unmet": {key: f"goes with {others}" for key in known if (others := lacks(key, values, script))},
     }  # fmt: skip
 
 
-def _unmet(key: str, field: FieldInfo, given: Mapping[str, Any], known: Mapping[str, tuple[str, FieldInfo]]) -> str:
-    """Return what an option goes with that is not given, or nothing."""
-    values = {k: None if f.is_required() else f.get_default() for k, (_, f) in known.items()} | dict(given)
-    types = tuple(name for name, row in MODEL_TYPES.items() if key in row.keys)
-    if types and values.get("model_type", types[0]) not in types:
-        return f"goes with model_type = {listed(types)}"
-    markers = [one for one in field.metadata if isinstance(one, OnlyWith) and one.unmet(values)]
-    return f"goes with {', '.join(map(str, markers))}".replace("`", "") if markers else ""
-
-
-def _against(
-    site: Site, script: Script[Any], given: RawConfig, is_new: bool
-) -> tuple[list[str], list[str], dict[str, Any]]:
+def _against(site: Site, script: Script[Any], given: RawConfig, is_new: bool) -> tuple[list[str], list[str], Values]:
     """Return what stands against running a configuration, a line each; its notes; and its values."""
     notes, values, lines = list[Note](), dict(given.values), list[str]()
     try:
@@ -157,9 +113,9 @@ def _refused(site: Site, values: Mapping[str, Any], script: Script[Any]) -> list
                 site.places.refuse_paths_outside(read_toml(path, "check dataset_config")[0], path.name)
                 refuse_outside(site, site.places.find(value))
             if key == "sample_prompts" and value and script is LORA:
-                for prompt in read_prompts(value, 0, 1):
-                    for image in filter(None, (*prompt.control_images, prompt.mask_image)):
-                        site.places.find(image)
+                prompts = read_prompts([*map(str, value)] if isinstance(value, list) else str(value), 0, 1)
+                for image in (image for prompt in prompts for image in prompt.images()):
+                    site.places.find(image)
         except (UserError, OSError, ValueError) as error:
             lines.append(f"{key}: {re.sub(rf'^{key}[:,] ', '', str(error))}")
     return lines
@@ -212,7 +168,7 @@ def show(site: Site, request: Request, form: Form) -> Response:
         text = _with_prompts(site, read_text(file, "choose a configuration that is there"))
     pretrains = re.search(r"^\s*(data_dir|preset|init_from)\s*=", text, re.MULTILINE) is not None
     with suppress(UserError):
-        script, _ = _read(text, pretrains)
+        script, _ = read(text, pretrains)
         for key in ("resume", "overwrite") if found and is_run(file.parent) else ():  # a run's states are its own
             text = edited(text, key, "", script)
     return site.page(
@@ -235,13 +191,13 @@ def edit(site: Site, request: Request, form: Form) -> Response:
     text, pretrains = _given(form)
     changes = parse_json(str(form.get("changes", "{}")), "changes")
     for key, content in changes.items() if isinstance(changes, dict) else ():
-        text = edited(text, key, str(content), _read(text, pretrains)[0])
+        text = edited(text, key, str(content), read(text, pretrains)[0])
     answer = examine(site, text, pretrains)
     if not form.get("touched"):  # in an empty form nothing is missing yet
         answer |= {"problems": [], "errors": {}}
     parts = {"said": answer, "against": {"touched": form.get("touched"), **answer}}
     if (training := answer.get("training")) and training != form.get("training"):
-        parts["fields"] = {"groups": form_of(_SCRIPTS[training]), "training": training}
+        parts["fields"] = {"groups": form_of(read(text, pretrains)[0]), "training": training}
     html = {name: bytes(site.part("new_run.html", name, **values).body).decode() for name, values in parts.items()}
     return JSONResponse(answer | html)
 
@@ -262,7 +218,7 @@ def runnable(site: Site, text: str, pretrains: bool, is_new: bool = False) -> tu
     Raises:
         UserError: anything is wrong with it, lies outside of the places, or would run another program.
     """
-    script, given = _read(text, pretrains)
+    script, given = read(text, pretrains)
     lines, _, values = _against(site, script, given, is_new)
     if lines:
         raise UserError(*lines)
@@ -317,10 +273,9 @@ def _memory(site: Site, form: Form) -> Command:
 
 def _values(site: Site, form: Form, needed: tuple[str, ...], others: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the form's values; raises a UserError where a ``needed`` one is missing, or one may not be read."""
-    values = _read(*_given(form))[1].values
+    values = read(*_given(form))[1].values
     lacking = [f"{key}: is needed for this; fill it in" for key in needed if not values.get(key)]
-    read = {key: values[key] for key in (*needed, *others) if key in values}
-    if lines := lacking or _refused(site, read, LORA):
+    if lines := lacking or _refused(site, {key: values.get(key) for key in (*needed, *others)}, LORA):
         raise UserError(*lines)
     return values
 
@@ -335,7 +290,8 @@ def _migration(site: Site, form: Form) -> Command:
     if getattr(dropped, "filename", ""):
         name, text = dropped.filename, dropped.file.read().decode("utf-8", "replace")
     source = "kohya" + Path(name).suffix[:5]
-    _refuse_read_outside(site, source, text)
+    for key, value in paths_read(text, source):
+        site.places.refuse_paths_outside(value, key)
     folder = free_name(site.places.outputs[0] / (re.sub(r"\W", "_", Path(name).stem)[:60] or "kohya"))
     words = ["tools/migrate_config.py", f"{{job}}/{source}", "--save_to", f"{site.places.show(folder)}/config.toml"]
     return words, {source: text}
@@ -350,20 +306,6 @@ def _suggestion(site: Site, form: Form) -> Command:
     flags = said | {key: values.get(key) for key in taken}
     words = [f"--{key}={said}" for key, said in flags.items() if said]
     return ["tools/suggest_config.py", "--save_to={job}", *words], {}
-
-
-def _refuse_read_outside(site: Site, source: str, text: str) -> None:
-    """Refuse a configuration of kohya's by what would be read to translate it: datasets, another configuration."""
-    if Path(source).suffix.lower() in SCRIPT_SUFFIXES:
-        with TemporaryDirectory() as folder:
-            write_text(Path(folder) / source, text)
-            words = read_command_file(Path(folder) / source).arguments
-        pairs: Any = pairwise([*(part for word in words for part in word.split("=", 1)), ""])
-    else:
-        pairs = read_keys(text, source, LORA).values.items()
-    for key, value in pairs:
-        if key.lstrip("-") in _READ:
-            site.places.refuse_paths_outside(value, key)
 
 
 def show_job(site: Site, request: Request, form: Form, begun: Job | None = None) -> Response:

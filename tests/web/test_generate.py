@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 from PIL import Image, ImageChops
 
+from library.web.access import Places
+from library.web.generate import _prompts_of
+from library.web.site import Site
 from tests.web.page import ROOT, Server, Tab, expect, serve
 from tools.generate import image, parser
 
@@ -57,6 +60,16 @@ def with_run(folder: Path) -> Path:
         '[sampling]\nsample_prompts = "assets/demo_dataset/prompts.txt"\n'
     )
     return lora
+
+
+def test_the_prompts_of_a_run_are_offered_as_they_were_written_in_its_list_or_its_file(tmp_path: Path) -> None:
+    (tmp_path / "output").mkdir()
+    (tmp_path / "prompts.txt").write_text("# a comment\na hat --d 3\n\na cat\n")
+    site = Site.of(Places.of([tmp_path / "output"], [tmp_path]))
+    for prompts in (["a hat --d 3", "a cat"], str(tmp_path / "prompts.txt")):
+        assert _prompts_of(site, {"sample_prompts": prompts}) == "a hat --d 3\na cat"
+    for nothing in ({}, {"sample_prompts": []}, {"sample_prompts": "/etc/hosts"}):
+        assert _prompts_of(site, nothing) == ""
 
 
 def painted(*words: str) -> list[bytes]:

@@ -332,6 +332,8 @@ def test_a_prompt_that_is_wrong_or_names_an_image_outside_is_said_at_its_field(s
     }.items():
         errors = examine(site, f"sample_prompts = {prompts}\n", pretrains=False)["errors"]
         assert errors["sample_prompts"].startswith(said)
+    for odd in ("3", "[1, 2]", "[[]]", "true", "{a = 1}"):
+        assert examine(site, f"sample_prompts = {odd}\n", pretrains=False)["problems"]
     chats = examine(site, 'model_type = "llama"\nsample_prompts = ["what is --q"]\n', pretrains=False)
     assert "sample_prompts" not in chats["errors"]
 
@@ -372,7 +374,7 @@ def test_the_demo_is_started_from_the_form_and_the_queue_runs_it(browser: Any, s
     page, output = tab.page, server.output / f"from-{size}"
     tab.open("/new")
     page.get_by_role("link", name="Try it: the demo").click()
-    expect(page.locator("#against")).to_have_text("Complete: the trainer takes it.")
+    expect(page.locator("#against")).to_have_text("Complete: the trainer takes it")
     tab.fits()
     page.locator("[data-key=max_train_steps]").fill("2")
     page.locator("[data-key=output_dir]").fill(f"output/from-{size}")
@@ -492,9 +494,9 @@ def test_memory_and_dataset_are_looked_at_before_the_start(browser: Any, server:
     tab = Tab(browser, server)
     page = tab.page
     tab.open("/new?config=configs/demo.toml")
-    expect(page.locator("#against")).to_have_text("Complete: the trainer takes it.")
+    expect(page.locator("#against")).to_have_text("Complete: the trainer takes it")
     page.locator("#card").fill("24")
-    expect(page.locator("#against")).to_have_text("Complete: the trainer takes it.")
+    expect(page.locator("#against")).to_have_text("Complete: the trainer takes it")
     page.get_by_role("button", name="Count the memory").click()
     expect(page.locator("#memory")).to_contain_text(re.compile(r"running \d+ s: two steps of the run"))
     page.get_by_role("button", name="Look the dataset over").click()
@@ -531,7 +533,7 @@ def test_settings_are_suggested_for_the_forms_model_and_dataset_and_go_into_the_
     expect(page.locator("[data-key=sample_prompts]")).to_have_value(containing("zorbo creature on a beach --w 128"))
     for key, value in said.items():
         expect(page.locator(f"[data-key={key}]")).to_have_value(value)
-    expect(page.locator("#against")).to_have_text("Complete: the trainer takes it.")
+    expect(page.locator("#against")).to_have_text("Complete: the trainer takes it")
     text = page.locator("#text").input_value()
     assert "sample_every_n_steps = 250" in text
     assert ".tandem" not in text

@@ -54,6 +54,10 @@ class SamplePrompt:
         """Return what its embeddings of ``text`` go by: the text, and the images that may be seen with it."""
         return "\n".join([text, *self.control_images])
 
+    def images(self) -> list[str]:
+        """Return the paths of the images it names."""
+        return [*self.control_images, *([self.mask_image] if self.mask_image else [])]
+
     def short(self) -> str:
         """Return its text for messages."""
         return repr(self.prompt if len(self.prompt) <= 40 else f"{self.prompt[:37]}...")

@@ -4,19 +4,18 @@ import { ask } from "/static/page.js";
 const element = (id) => document.getElementById(id);
 const all = (what, within = document) => [...within.querySelectorAll(what)];
 const text = element("text"), pretrains = element("pretrains");
-let pending = {}, typed = true, busy = null, timer = 0, touched; // pending: changed fields; typed: something else was
+let touched = text.value.trim() !== "";
+let pending = {}, typed = true, busy = null, timer; // pending: changed fields; typed: something else was
 
 /** Send what has changed; resolves when nothing is left to send. */
 async function send() {
-  clearTimeout(timer);
-  timer = 0;
+  timer = clearTimeout(timer);
   while (busy) await busy;
   if (!typed && !Object.keys(pending).length) return;
   const sent = pending, body = new FormData(element("new"));
   [pending, typed] = [{}, false];
-  body.set("changes", JSON.stringify(sent));
-  body.set("training", element("fields").dataset.training);
-  if (touched) body.set("touched", "1");
+  const said = { changes: JSON.stringify(sent), training: element("fields").dataset.training, touched: touched || "" };
+  for (const [name, value] of Object.entries(said)) body.set(name, value);
   busy = ask("/new/edit", { method: "POST", body }).then((answer) => answer?.json());
   const found = await busy;
   busy = null;
@@ -31,9 +30,7 @@ function restore(draft) {
 }
 
 function show(found) {
-  const top = text.scrollTop;
-  if (found.text !== text.value) text.value = found.text;
-  text.scrollTop = top;
+  if (found.text !== text.value) [text.value, text.scrollTop] = [found.text, text.scrollTop];
   if (found.fields) filter(element("fields").outerHTML = found.fields);
   sessionStorage.draft = JSON.stringify({ text: text.value, pretrains: pretrains.checked });
   [element("problems").innerHTML, element("against").innerHTML] = [found.said, found.against];
@@ -86,10 +83,9 @@ document.addEventListener("input", ({ target }) => {
   timer = setTimeout(send, 300);
 });
 document.addEventListener("click", (event) => {
-  const button = event.target.closest("[data-changes], [data-settled], #clear");
+  const button = event.target.closest("[data-changes], [data-settled], #clear"), changes = button?.dataset.changes;
   if (!button) return;
-  const { changes } = button.dataset;
-  if (button.id === "clear") send(restore({ text: "", pretrains: false }, typed = true));
+  if (button.id === "clear") send(restore({ text: "", pretrains: false }), typed = true);
   if (changes || button.id === "start") touched ||= typed = true;
   if (changes) send(Object.assign(pending, JSON.parse(changes)));
   else if ("settled" in button.dataset && (timer || busy || typed)) { // what was typed last belongs to what is started
@@ -98,9 +94,7 @@ document.addEventListener("click", (event) => {
     send().then(() => button.click());
   } else if (button.id === "download") button.href = URL.createObjectURL(new Blob([text.value]));
 }, true);
-document.addEventListener("htmx:after:swap", () => {
-  document.querySelector("#message:not(:empty)")?.scrollIntoView({ block: "nearest" });
-});
-const first = { text: text.value, pretrains: pretrains.checked };
-restore(!location.search && sessionStorage.draft ? JSON.parse(sessionStorage.draft) : first);
+document.addEventListener("htmx:after:swap", () =>
+  document.querySelector("#message:not(:empty)")?.scrollIntoView({ block: "nearest" }));
+if (!location.search && sessionStorage.draft) restore(JSON.parse(sessionStorage.draft));
 send();
