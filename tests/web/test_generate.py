@@ -12,9 +12,6 @@ from typing import Any
 import pytest
 from PIL import Image, ImageChops
 
-from library.web.access import Places
-from library.web.generate import _prompts_of
-from library.web.site import Site
 from tests.web.page import ROOT, Server, Tab, expect, serve
 from tools.generate import image, parser
 
@@ -63,6 +60,10 @@ def with_run(folder: Path) -> Path:
 
 
 def test_the_prompts_of_a_run_are_offered_as_they_were_written_in_its_list_or_its_file(tmp_path: Path) -> None:
+    from library.web.access import Places
+    from library.web.generate import _prompts_of
+    from library.web.site import Site
+
     (tmp_path / "output").mkdir()
     (tmp_path / "prompts.txt").write_text("# a comment\na hat --d 3\n\na cat\n")
     site = Site.of(Places.of([tmp_path / "output"], [tmp_path]))
