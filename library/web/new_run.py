@@ -72,7 +72,7 @@ def examine(site: Site, text: str, pretrains: bool) -> dict[str, Any]:
     for line in lines:
         key, said = found.groups() if (found := _LINE.match(line)) else ("", line)
         content = said.partition(", such as ")[2] if key == "output_dir" else ""
-        stands = key and (key in values or line.startswith(NAME))
+        stands = content or (key and (key in values or line.startswith(NAME)))
         problems.append({"line": line, "key": key, "changes": {key: content} if stands else {},
                          "offers": f"Take {content}" if content else "Remove"})  # fmt: skip
         errors[key] = f"{errors.get(key, '')}\n{said}".strip()

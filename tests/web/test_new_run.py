@@ -533,11 +533,14 @@ def test_settings_are_suggested_for_the_forms_model_and_dataset_and_go_into_the_
     expect(page.locator("[data-key=sample_prompts]")).to_have_value(containing("zorbo creature on a beach --w 128"))
     for key, value in said.items():
         expect(page.locator(f"[data-key={key}]")).to_have_value(value)
+    # output_dir is left as it is by default, the folder of all runs, which a start refuses
+    page.locator("#problems").get_by_role("button", name="Take output/mine").click()
     expect(page.locator("#against")).to_have_text("Complete: the trainer takes it")
     text = page.locator("#text").input_value()
     assert "sample_every_n_steps = 250" in text
     assert ".tandem" not in text
-    assert not re.search("dataset_args|output_dir|prompts.txt", text)
+    assert not re.search("dataset_args|prompts.txt", text)
+    assert text.count("output_dir") == text.count('output_dir = "output/mine"') == 1
     tab.close()
 
 
