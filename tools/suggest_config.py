@@ -6,8 +6,8 @@
         --trigger_word zorbo --class_word creature --gpu_memory 16 --save_to my_lora
 
 What is not said by a flag is asked for, in a terminal. Written are config.toml, dataset.toml (of a folder of images; a
-dataset TOML is kept) and prompts.txt, commented: every value cites what another trainer publishes for such a model,
-or the memory that is counted for it. Nothing is downloaded, no weight is read.
+dataset TOML is kept), commented: every value cites what another trainer publishes for such a model, or the memory that
+is counted for it. Nothing is downloaded, no weight is read.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def answers(options: argparse.Namespace) -> tuple[suggestion.Answers, Mapping[st
         options.gpu_memory = torch.cuda.get_device_properties(0).total_memory / GIB
     gpu_memory = round(answer(options, "gpu_memory", "GiB of the card, or cpu", memory) * GIB) or None
     save_to = answer(options, "save_to", "Folder to write into", Path)
-    old = [save_to / name for name in ("config.toml", "dataset.toml", "prompts.txt") if (save_to / name).exists()]
+    old = [save_to / name for name in ("config.toml", "dataset.toml") if (save_to / name).exists()]
     if old and not options.overwrite:
         raise UserError(f"{old[0]}: exists; choose another --save_to or give --overwrite")
     said = (options.control_directory, options.trigger_word, options.class_word, gpu_memory, save_to)
@@ -135,7 +135,7 @@ def main() -> None:
     asked, arguments = answers(parser().parse_args())
     chosen = suggestion.choose_memory(asked.model_type, asked.model, arguments, asked.gpu_memory)
     found, values = suggestion.look(asked), suggestion.presets(asked.model_type)
-    for name, text in suggestion.suggest(asked, found, chosen).items():  # config.toml names the others: the last
+    for name, text in suggestion.suggest(asked, found, chosen).items():  # config.toml names the other: the last
         write_text(asked.save_to / name, text)
     settings = [f"{key} = {value}" for key, value in chosen.settings.items()] or ["nothing quantised or swapped"]
     training = (f"{key} = {values[key][0]}" for key in ("network_dim", "learning_rate", "max_train_steps"))

@@ -82,9 +82,7 @@ class ChatDataConfig(Section):
 class ChatSamplingConfig(SamplingConfig):
     """Answers before, during and after training."""
 
-    sample_prompts: list[str] = Field(  # type: ignore[assignment]
-        [], description="user messages; the model's answers are written as text"
-    )
+    sample_prompts: list[str] = Field([], description="user messages; the model's answers are written as text")
     sample_tokens: Annotated[Size, SAMPLED] = Field(128, description="tokens of an answer at most")
     sample_temperature: Annotated[NotNegative, SAMPLED] = Field(0.0, description="0 takes the most likely token")
     sample_top_p: Annotated[float, Field(gt=0, le=1), SAMPLED, _DRAWN] = Field(

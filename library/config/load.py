@@ -147,7 +147,7 @@ def _read_file(path: str, script: Script[Any]) -> RawConfig:
     return read_keys(read_text(path, "give --config_file the path of a training TOML", MOST_TOML_BYTES), path, script)
 
 
-def read_keys(text: str, path: str, script: Script[Any]) -> RawConfig:
+def read_keys(text: str, path: str, script: Script[Any] = LORA) -> RawConfig:
     """Return the keys of a training TOML's text, table headings dissolved; messages call it ``path``."""
     tables, known, given = parse_toml(text, path), fields(script), RawConfig()
     pairs = _flattened(tables, set(known))

@@ -591,8 +591,11 @@ class HubConfig(Section):
 class SamplingConfig(Section):
     """Sample images before, during and after training."""
 
-    sample_prompts: str | None = Field(
-        None, description="prompts: text (--n --w --h --d --l --s --g --ci --mi), TOML or JSON, as kohya's"
+    sample_prompts: str | list[str] | None = Field(
+        None,
+        description="prompts in a list, or a file of them: text, TOML or JSON, as kohya's. After a prompt may stand "
+        "--w and --h (size), --d (seed), --s (steps), --g (guidance), --n (negative prompt, with --l, its strength), "
+        "--ci and --mi (image and mask of a model that takes one)",
     )
     sample_model: Annotated[str | None, SAMPLED, IMAGES] = Field(
         None,

@@ -197,7 +197,7 @@ def look(answers: Answers) -> Look:
 
 
 def suggest(answers: Answers, found: Look, memory: Memory) -> dict[str, str]:
-    """Return file name -> text: the dataset TOML of a folder, the prompts of the samples, the configuration."""
+    """Return file name -> text: the dataset TOML of a folder, and the configuration."""
     values, folder = presets(answers.model_type), answers.images.is_dir()
     share = round(len(found.samples) * values["validation_split"][0])
     held_out = found.held_out if not folder else share if share > 1 else 0  # one image is too few to tell anything by
@@ -218,7 +218,7 @@ def suggest(answers: Answers, found: Look, memory: Memory) -> dict[str, str]:
         "title": MODEL_TYPES[answers.model_type].title, "lines": lines, "name": answers.save_to.resolve().name,
         "place": lambda name: (answers.save_to / name).as_posix(),
     }  # fmt: skip
-    wanted = [*["dataset.toml"] * folder, *["prompts.txt"] * sampled, "config.toml"]
+    wanted = [*["dataset.toml"] * folder, "config.toml"]
     return {name: jinja.get_template(f"suggested_{Path(name).stem}.jinja").render(context) for name in wanted}
 
 

@@ -40,8 +40,11 @@ def _form(site: Site, run: dict[str, Any]) -> dict[str, Any]:
 
 def _prompts_of(site: Site, run: dict[str, Any]) -> str:
     """Return the prompts that a run samples with, one a line."""
+    asked = run.get("sample_prompts") or ""
+    if isinstance(asked, list):
+        return "\n".join(map(str, asked))
     with suppress(UserError):
-        path = site.places.find(str(run.get("sample_prompts") or ""), own=True)
+        path = site.places.find(str(asked), own=True)
         lines = [prompt.line() for prompt in read_prompts(path, 0, 1)]
         if path.suffix == ".txt" and not any(" --ci " in line for line in lines):  # as they were written
             lines = [line for line in read_text(path).splitlines() if line.strip() and not line.startswith("#")]

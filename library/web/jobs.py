@@ -123,8 +123,7 @@ class Jobs:
         self, kind: str, title: str, words: Sequence[str], *, queued: bool = False, output: str = "",
         files: Mapping[str, str] = MappingProxyType({}),
     ) -> Job:  # fmt: skip
-        """Write a job and see to it that it is begun; ``files`` are written into its folder, by name, in which
-        ``"{job}/`` is meant alike.
+        """Write a job and see to it that it is begun; ``files`` are written into its folder, by name.
 
         Raises:
             UserError: a job that writes into ``output`` waits or runs.
@@ -140,7 +139,7 @@ class Jobs:
                 raise UserError(f"{output}: a run that is going on or waits has this folder; look at it in Runs")
             own.mkdir(parents=True)
             for file, text in (*files.items(), ("place", str(time.time())), ("job.json", json.dumps(record))):
-                write_text(own / file, text.replace('"{job}/', f'"{own.as_posix()}/'))  # a job once all are there
+                write_text(own / file, text)  # a job once all are there
         self.begin(None if queued else own.name)
         return self.get(own.name)
 

@@ -22,6 +22,7 @@ from library.data.config import SubsetSettings
 from library.errors import UserError
 from library.models.registry import family_class
 from library.training.memory.budget import GIB
+from library.training.sampling.prompts import read_prompts
 from library.training.suggestion import Answers, choose_memory, find_model_type, look, presets, suggest
 from tests.curves import without_curves
 from tests.runs import ROOT, train_flags
@@ -187,7 +188,9 @@ def test_what_is_written_for_every_family_passes_the_rules(model_type: str, gib:
     assert config.network.network_dim == values["network_dim"][0]
     assert config.flow.timestep_sampling == values["timestep_sampling"][0]
     assert config.training.gradient_checkpointing == (gib is not None)
-    assert config.sampling.sample_prompts == (None if conditioning == "fill" else f"{tmp_path}/prompts.txt")
+    prompts = config.sampling.sample_prompts
+    assert prompts is None if conditioning == "fill" else len(read_prompts(prompts, 0, 16)) == 3
+    assert files.keys() == {"config.toml", "dataset.toml"}
     dataset = toml.loads(files["dataset.toml"])["datasets"][0]
     assert dataset["resolution"] == 512  # the least that ai-toolkit trains at; its images have 128
     assert len(look(given).samples) == 16
@@ -212,7 +215,7 @@ def test_a_subject_is_preserved_and_called_by_its_word(tmp_path: Path, monkeypat
     written = toml.load(folder / "config.toml")
     assert written["preservation"] == {"preserve": "prior", "preserve_class": "creature", "preserve_prompts": "general"}
     assert toml.load(folder / "dataset.toml")["datasets"][0]["subsets"][0]["trigger_word"] == "zorbo"
-    assert "a photo of zorbo creature --w 128" in (folder / "prompts.txt").read_text()
+    assert written["sampling"]["sample_prompts"][0].startswith("a photo of zorbo creature --w 128 --h 128 --d 1 ")
     style = toml.load(write(STYLE, tmp_path / "style", monkeypatch) / "config.toml")
     assert "preservation" not in style
 
@@ -230,9 +233,10 @@ def test_edits_train_as_they_are_written_and_show_their_references(
     words = ["--kind", "edit", "--model", str(model), "--images", str(tmp_path / "after"),
              "--control_directory", str(tmp_path / "before"), "--gpu_memory", "cpu"]  # fmt: skip
     folder = write(words, tmp_path / "my_edit", monkeypatch)
-    assert toml.load(folder / "config.toml")["model"]["model_type"] == "flux2_klein_edit"
+    written = toml.load(folder / "config.toml")
+    assert written["model"]["model_type"] == "flux2_klein_edit"
     assert toml.load(folder / "dataset.toml")["datasets"][0]["validation_split"] == 0.1  # 2 of 20
-    assert f"--ci {tmp_path / 'before'}" in (folder / "prompts.txt").read_text()
+    assert f"--ci {tmp_path / 'before'}" in written["sampling"]["sample_prompts"][0]
     assert trained(folder).is_file()
 
 
@@ -240,7 +244,7 @@ def test_a_dataset_toml_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     dataset = "assets/demo_dataset/dataset.toml"
     words = ["--kind", "style", "--model", "assets/tiny-flux", "--images", dataset, "--gpu_memory", "8"]
     folder = write(words, tmp_path / "kept", monkeypatch)
-    assert sorted(path.name for path in folder.iterdir()) == ["config.toml", "prompts.txt"]
+    assert sorted(path.name for path in folder.iterdir()) == ["config.toml"]
     config = load_config(["--config_file", str(folder / "config.toml")])
     assert config.dataset.dataset_config == dataset
     assert config.validation.validate_every_n_steps == 250  # it holds images out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import random
 import re
@@ -12,27 +11,28 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast, get_args, get_origin
+from typing import Any, cast, get_origin
 from urllib.error import HTTPError
 from urllib.parse import urlencode
 from urllib.request import Request, urlopen
 
 import pytest
 import toml
-from pydantic import ValidationError
 
 pytest.importorskip("starlette")
 pytest.importorskip("multipart")
 
+from library.config.edit import edited
 from library.config.load import load_for
 from library.config.markers import words_of
-from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields, sections
+from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields
 from library.errors import UserError
 from library.files import toml_text
 from library.web.access import Places
 from library.web.jobs import Jobs
-from library.web.new_run import edited, examine, form_of, option, shown, start
+from library.web.new_run import examine, form_of, start
 from library.web.site import Site
+from tests.config.test_edit import valid
 from tests.web.page import ROOT, WAIT, Server, Tab, expect, serve
 
 SCRIPTS = [LORA, LANGUAGE_LORA, LLM]
@@ -65,35 +65,6 @@ def test_every_option_of_the_schema_has_one_control_of_its_type(script: Script[A
             assert one["kind"] == "list"
 
 
-def _valid(key: str, script: Script[Any], draw: random.Random) -> Any:
-    """Return a value of a key that its section takes by itself, found by trying."""
-    section, field = fields(script)[key]
-    schema = sections(script)[section]
-    texts = ["a/b c.safetensors", 'q"uo\\te', "#no comment", "[x]", "schön = 1", "1", "true", "'"]
-    words = words_of(field.annotation)
-    anything = [True, False, draw.randint(1, 9), draw.randint(10, 900), round(draw.uniform(0.01, 0.99), 4),
-                draw.choice([1e-4, 3.5, 1e-12]), draw.choice(texts), "plain", *words]  # fmt: skip
-    candidates = [[draw.choice(anything) for _ in range(draw.randint(1, 2))] for _ in range(80)]
-    candidates = [one for one in candidates if len(set(map(type, one))) == 1]  # as toml wants it
-    candidates += [[], ["weight_decay=0.01"]] if get_origin(field.annotation) is list else []
-    draw.shuffle(anything)
-    required = {
-        k: f.get_default() if not f.is_required() else (words_of(f.annotation) or ("x",))[0]
-        for k, f in schema.model_fields.items()
-    }
-    required = {
-        k: [v] if get_origin(schema.model_fields[k].annotation) is list and v == "x" else v for k, v in required.items()
-    }
-    for value in candidates if get_origin(field.annotation) is list else anything:
-        try:
-            kept = getattr(schema.model_validate(required | {key: value}, strict=False), key)
-        except ValidationError:
-            continue
-        if kept == value and type(kept) in (type(value), *get_args(field.annotation)):
-            return value
-    raise AssertionError(f"no value of {key} was found")
-
-
 def _said(found: dict[str, Any]) -> list[str]:
     """Return what the form says in the trainer's words, without what this page alone refuses."""
     own = ("no such file or folder", "lies outside", "runs a program", "output_dir: it holds")
@@ -123,7 +94,7 @@ def test_a_text_goes_through_the_form_and_means_the_same(
     keys = [key for key in fields(script) if draw.random() < 0.4 or fields(script)[key][1].is_required()]
     tables: dict[str, Any] = {}
     for key in keys:
-        tables.setdefault(fields(script)[key][0], {})[key] = _valid(key, script, draw)
+        tables.setdefault(fields(script)[key][0], {})[key] = valid(key, script, draw)
     text = toml_text(tables)
     found = examine(site, text, script is LLM)
     assert found["training"] == script.training
@@ -137,102 +108,6 @@ def test_a_text_goes_through_the_form_and_means_the_same(
         assert _said(found) == wanted
     else:
         assert made == wanted
-
-
-@named
-def test_each_option_alone_goes_through_the_form(script: Script[Any]) -> None:
-    draw = random.Random(7)
-    for key, (section, field) in fields(script).items():
-        for _ in range(3):
-            value = _valid(key, script, draw)
-            content = shown(value)
-            assert content is not None
-            text = edited("# mine\n", key, content, script)
-            assert text.startswith("# mine\n")
-            if field.is_required() or value != field.get_default() or key == "learning_rate":
-                assert toml.loads(text) == {section: {key: value}}
-            else:
-                assert toml.loads(text) == {}
-            assert edited(text, key, "", script).count(f"{key} =") == 0
-            assert option(key, field)["key"] == key
-
-
-# ---- one line
-
-
-MINE = """# first words
-model_type = "flux"   # whose
-
-[network] # the LoRA
-network_dim = 16      # rank # not 8
-  network_args = [ # several
-  "rank_dropout=0.1", # with ] in a comment
-  "x = [y]",
-]
-# said of the next
-
-[optimizer]
-"learning_rate" = 1e-4
-optimizer_args = []
-"""
-
-
-def test_a_changed_field_changes_its_line_alone() -> None:
-    one = edited(MINE, "network_dim", "32", LORA)
-    assert one == MINE.replace("network_dim = 16 ", "network_dim = 32 ")
-    more = edited(one, "network_args", "a=1\nb=2", LORA)
-    before, _, rest = one.partition("  network_args")
-    assert more == before + '  network_args = ["a=1", "b=2"]\n' + rest[rest.index("# said") :]
-    assert edited(MINE, "learning_rate", "2e-3", LORA) == MINE.replace(
-        '"learning_rate" = 1e-4', '"learning_rate" = 2e-3'
-    )
-
-
-def test_a_new_key_stands_with_its_section_and_an_unset_one_goes_with_what_is_said_of_it() -> None:
-    added = edited(MINE, "network_alpha", "8", LORA)
-    assert added == MINE.replace("]\n# said", "]\nnetwork_alpha = 8\n# said")
-    assert edited(MINE, "seed", "3", LORA) == MINE + "\n[training]\nseed = 3\n"
-    assert edited(MINE, "network_dim", "", LORA) == MINE.replace("network_dim = 16      # rank # not 8\n", "")
-    assert edited(added, "network_alpha", "", LORA) == MINE
-    assert edited("", "network_dim", "4", LORA) == "[network]\nnetwork_dim = 4\n"
-
-
-def test_the_default_is_not_written_but_a_learning_rate_is() -> None:
-    assert edited("", "network_dim", "16", LORA) == ""
-    assert edited("", "sample_at_end", "true", LORA) == ""
-    assert "sample_at_end = false" in edited("", "sample_at_end", "false", LORA)
-    # Prodigy takes 1.0 where none is given, so that 1e-4 must be said to be refused
-    assert "learning_rate = 1e-4" in edited("", "learning_rate", "1e-4", LORA)
-
-
-def test_a_key_is_found_wherever_it_stands_and_never_within_a_text() -> None:
-    inside = '[network]\nnetwork_args = ["""\nnetwork_dim = 3\n"""]\n'
-    assert edited(inside, "network_dim", "32", LORA) == inside + "network_dim = 32\n"
-    assert edited("network = { network_dim = 4 }\n", "network_dim", "32", LORA) == "network = { network_dim = 32 }\n"
-    assert edited("[mine]\n'network_dim' = 4 # x\n", "network_dim", "32", LORA) == "[mine]\n'network_dim' = 32 # x\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "content"),
-    [
-        ("network = 3\n", "4"), ("[[network]]\nx = 1\n", "4"), ("network_dim = \n", "4"), ("x = " + "[" * 1999, "4"),
-        ("[a.b]\nnetwork_dim = 3\n", ""), ("network_dim = 3\n[network]\nnetwork_dim = 4\n", ""),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_changed_by_itself_is_left_to_the_text(text: str, content: str) -> None:
-    with pytest.raises(UserError, match="configuration|text"):
-        edited(text, "network_dim", content, LORA)
-
-
-@pytest.mark.parametrize(
-    "line", ["[a{0}]\nx = 1\n", "a{0} = [[], [ ]]\n", "#{0}\n", "a{0} = {{x = 1}}\n", "a{0}.b = 1\n"]
-)
-def test_a_long_text_with_as_many_brackets_as_are_taken_is_changed_in_seconds(line: str) -> None:
-    text = "".join(map(line.format, range(20_000 if line[0] == "#" else 2000)))
-    began = time.monotonic()
-    with contextlib.suppress(UserError):
-        edited(text, "network_dim", "32", LORA)
-    assert time.monotonic() - began < 30
 
 
 # ---- what the trainer says
@@ -395,7 +270,7 @@ def test_a_copy_of_a_runs_settings_neither_replaces_nor_resumes_it_and_has_its_p
     job, run = server.output / ".tandem/jobs/gone", server.output / "copied"
     job.mkdir(parents=True)
     run.mkdir()
-    (job / "prompts.txt").write_text("a red zorbo & a hat\n")
+    (job / "prompts.txt").write_text("# of an earlier page\na red zorbo & a hat\n")
     begun = f"""# Tandem 1\nseed = 5\nresume = "auto"\noverwrite = true\nsample_prompts = "{job}/prompts.txt"\n"""
     (run / "config.toml").write_text(begun)
     (run / "metrics.jsonl").touch()
@@ -405,32 +280,62 @@ def test_a_copy_of_a_runs_settings_neither_replaces_nor_resumes_it_and_has_its_p
         shown = re.search(r'<textarea name="text".*?>\n(.*?)</textarea>', text, re.DOTALL)
         assert shown
         assert "seed = 5" in shown[1]
-        assert not re.search("resume|overwrite|sample_prompts", shown[1])
-        assert "a red zorbo &amp; a hat" in text
+        assert not re.search("resume|overwrite|prompts.txt", shown[1])
+        assert "sample_prompts = [&#34;a red zorbo &amp; a hat&#34;]" in shown[1]
 
 
 @in_browser
-def test_prompts_that_are_typed_go_with_the_job_and_a_files_own_do_not(server: Server) -> None:
-    file = server.folder / "data/prompts.txt"
-    file.write_text("a zorbo\n")
-    text = demo("output/prompted", sample_prompts="data/prompts.txt")
-    assert json.loads(post(server, "/new/edit", text=text, training="images").text)["prompts"] == "a zorbo"
-    assert post(server, "/new/start", text=text, prompts="a zorbo\r\n").status == 204
-    plain = _job_of(server, server.output / "prompted")
-    assert plain.read("job.json")
-    assert (plain.folder / "config.toml").read_text() == text
-    other = demo("output/typed", sample_every_n_steps="1")
-    said = json.loads(post(server, "/new/edit", text=other, training="images", prompts="a blue hat").text)
-    assert said["problems"] == []  # without prompts it has no effect, which the trainer refuses
-    assert post(server, "/new/start", text=other, prompts="a blue hat --w 64 --h 64 --s 1\r\na cat").status == 204
-    job = _job_of(server, server.output / "typed")
-    assert (job.folder / "prompts.txt").read_text() == "a blue hat --w 64 --h 64 --s 1\na cat\n"
+def test_prompts_stand_in_the_configuration_and_a_files_own_do_not(server: Server) -> None:
+    (server.folder / "data/prompts.txt").write_text("a zorbo\n")
+    of_file = demo("output/prompted", sample_prompts="data/prompts.txt")
+    assert 'sample_prompts = "data/prompts.txt"' in of_file
+    lines = "a blue hat --w 64 --h 64 --s 1\na cat --w 64 --h 64 --s 1"
+    changes = json.dumps({"sample_prompts": lines.replace("\n", "\r\n"), "sample_every_n_steps": "1"})
+    form = {"text": demo("output/typed"), "training": "images", "touched": "1", "changes": changes}
+    found = json.loads(post(server, "/new/edit", **form).text)
+    assert (found["problems"], found["values"]["sample_prompts"]) == ([], lines)
+    assert post(server, "/new/start", text=of_file).status == 204
+    assert (_job_of(server, server.output / "prompted").folder / "config.toml").read_text() == of_file
+    assert post(server, "/new/start", text=found["text"]).status == 204
+    job = _until(lambda: (one := _job_of(server, server.output / "typed")).is_over and one)
+    assert job.state == "done", job.log
     config = load_for(LORA, ["--config_file", str(job.folder / "config.toml")])
-    assert config.sampling.sample_prompts == str(job.folder / "prompts.txt")
-    _until(lambda: (one := _job_of(server, server.output / "typed")).is_over and one)
+    assert config.sampling.sample_prompts == lines.splitlines()
     assert post(server, "/run/again", path="output/typed").status == 204  # from the settings it wrote
-    job = _job_of(server, server.output / "typed")
-    assert (job.folder / "prompts.txt").read_text() == "a blue hat --w 64 --h 64 --s 1\na cat\n"
+    again = load_for(LORA, ["--config_file", str(_job_of(server, server.output / "typed").folder / "config.toml")])
+    assert again.sampling.sample_prompts == lines.splitlines()
+
+
+@in_browser
+def test_a_run_of_an_earlier_page_is_begun_again_with_the_prompts_that_lie_with_its_job(server: Server) -> None:
+    job, run = server.output / ".tandem/jobs/earlier", server.output / "earlier"
+    job.mkdir(parents=True)
+    run.mkdir()
+    (job / "prompts.txt").write_text("a hat --w 64 --h 64 --s 1\na cat --w 64 --h 64 --s 1\n")
+    named = edited(demo("output/earlier"), "sample_prompts", str(job / "prompts.txt"), LORA)
+    (run / "config.toml").write_text(f"# Tandem 1\n{named}")
+    (run / "metrics.jsonl").touch()
+    assert post(server, "/run/again", path="output/earlier", state="").status == 204
+    text = (_job_of(server, run).folder / "config.toml").read_text()
+    prompts = ["a hat --w 64 --h 64 --s 1", "a cat --w 64 --h 64 --s 1"]
+    assert toml.loads(text)["sampling"]["sample_prompts"] == prompts
+
+
+def test_a_prompt_that_is_wrong_or_names_an_image_outside_is_said_at_its_field(site: Site) -> None:
+    file = site.places.outputs[0] / "p.txt"
+    file.write_text("a cat --ci /etc/hosts\n")
+    for prompts, said in {
+        '["fine", "cat --q 3"]': "prompt 2: unknown option --q",
+        '["cat --ci /etc/hosts"]': "/etc/hosts: lies outside",
+        '["cat --ci gone.png"]': "prompt 1: image 'gone.png' does not exist",
+        f'"{file}"': "/etc/hosts: lies outside",
+    }.items():
+        errors = examine(site, f"sample_prompts = {prompts}\n", pretrains=False)["errors"]
+        assert errors["sample_prompts"].startswith(said)
+    for odd in ("3", "[1, 2]", "[[]]", "true", "{a = 1}"):
+        assert examine(site, f"sample_prompts = {odd}\n", pretrains=False)["problems"]
+    chats = examine(site, 'model_type = "llama"\nsample_prompts = ["what is --q"]\n', pretrains=False)
+    assert "sample_prompts" not in chats["errors"]
 
 
 @in_browser
@@ -469,7 +374,7 @@ def test_the_demo_is_started_from_the_form_and_the_queue_runs_it(browser: Any, s
     page, output = tab.page, server.output / f"from-{size}"
     tab.open("/new")
     page.get_by_role("link", name="Try it: the demo").click()
-    expect(page.locator("#problems")).to_contain_text("Complete")
+    expect(page.locator("#against")).to_have_text("Complete: the trainer takes it")
     tab.fits()
     page.locator("[data-key=max_train_steps]").fill("2")
     page.locator("[data-key=output_dir]").fill(f"output/from-{size}")
@@ -545,12 +450,14 @@ def test_an_empty_form_is_calm_keeps_its_draft_and_has_the_start_in_sight(
     expect(page.locator("#message")).to_contain_text("dataset_config: is required; fill it in")
     expect(page.locator("[data-of=dataset_config] .said")).to_have_text("is required")
     page.locator("[data-key=network_dim]").fill("5")
-    page.locator("#prompts").fill("a hat")
-    expect(page.locator("#text")).to_have_value("[network]\nnetwork_dim = 5\n")
+    page.locator("[data-key=sample_prompts]").fill("a hat")
+    expect(page.locator("#text")).to_have_value(
+        '[network]\nnetwork_dim = 5\n\n[sampling]\nsample_prompts = ["a hat"]\n'
+    )
     page.get_by_role("link", name="Runs", exact=True).click()
     page.get_by_role("link", name="New run").first.click()
     expect(page.locator("[data-key=network_dim]")).to_have_value("5")
-    expect(page.locator("#prompts")).to_have_value("a hat")
+    expect(page.locator("[data-key=sample_prompts]")).to_have_value("a hat")
     page.get_by_role("button", name="Clear all").click()
     expect(page.locator("[data-key=network_dim]")).to_have_value("")
     tab.open("/data?dataset=assets/demo_dataset/dataset.toml")
@@ -587,9 +494,9 @@ def test_memory_and_dataset_are_looked_at_before_the_start(browser: Any, server:
     tab = Tab(browser, server)
     page = tab.page
     tab.open("/new?config=configs/demo.toml")
-    expect(page.locator("#problems")).to_contain_text("Complete")
+    expect(page.locator("#against")).to_have_text("Complete: the trainer takes it")
     page.locator("#card").fill("24")
-    expect(page.locator("#against")).to_have_text("Complete: the trainer takes it.")
+    expect(page.locator("#against")).to_have_text("Complete: the trainer takes it")
     page.get_by_role("button", name="Count the memory").click()
     expect(page.locator("#memory")).to_contain_text(re.compile(r"running \d+ s: two steps of the run"))
     page.get_by_role("button", name="Look the dataset over").click()
@@ -623,14 +530,17 @@ def test_settings_are_suggested_for_the_forms_model_and_dataset_and_go_into_the_
     page.locator("#suggest").get_by_role("button", name="Put into the form").click()
     tab.fits()
     expect(page.locator("[data-key=preserve_class]")).to_have_value("creature")
-    expect(page.locator("#prompts")).to_have_value(containing("zorbo creature on a beach --w 128"))
+    expect(page.locator("[data-key=sample_prompts]")).to_have_value(containing("zorbo creature on a beach --w 128"))
     for key, value in said.items():
         expect(page.locator(f"[data-key={key}]")).to_have_value(value)
-    expect(page.locator("#against")).to_have_text("Complete: the trainer takes it.")
+    # output_dir is left as it is by default, the folder of all runs, which a start refuses
+    page.locator("#problems").get_by_role("button", name="Take output/mine").click()
+    expect(page.locator("#against")).to_have_text("Complete: the trainer takes it")
     text = page.locator("#text").input_value()
     assert "sample_every_n_steps = 250" in text
     assert ".tandem" not in text
-    assert not re.search("dataset_args|output_dir|sample_prompts", text)
+    assert not re.search("dataset_args|prompts.txt", text)
+    assert text.count("output_dir") == text.count('output_dir = "output/mine"') == 1
     tab.close()
 
 

@@ -15,14 +15,19 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path, PureWindowsPath
+from typing import Any
 
+from library.config.load import read_keys
 from library.config.model_types import Tool, kohya_trainers
 from library.errors import UserError
 from library.files import read_text
 
 TRAINERS = kohya_trainers()
 SCRIPT_SUFFIXES = (".sh", ".bat", ".cmd", ".ps1", ".txt")
+# What is read to translate a configuration: another one, a dataset's, and folders of images, whose names say repeats.
+_READ = ("config_file", "dataset_config", "train_data_dir", "reg_data_dir", "in_json", "conditioning_data_dir")
 
 
 @dataclass(frozen=True)
@@ -90,7 +95,24 @@ def read_command_file(path: str | Path) -> Command:
     Raises:
         UserError: the file cannot be read, starts no trainer, or uses a variable that it does not set.
     """
-    text = read_text(path)
+    return _first_command(read_text(path), path)
+
+
+def paths_read(text: str, name: str) -> list[tuple[str, Any]]:
+    """Return key and value of what is read to translate a script or a TOML, which is called ``name``.
+
+    Raises:
+        UserError: it can be translated by no means.
+    """
+    if Path(name).suffix.lower() in SCRIPT_SUFFIXES:
+        words = _first_command(text, name).arguments
+        pairs: Any = pairwise([*(part for word in words for part in word.split("=", 1)), ""])
+    else:
+        pairs = read_keys(text, name).values.items()
+    return [(key.lstrip("-"), value) for key, value in pairs if key.lstrip("-") in _READ]
+
+
+def _first_command(text: str, path: str | Path) -> Command:
     shell = _SHELLS.get(Path(path).suffix.lower(), _POSIX)
     lines = [line for line in text.splitlines() if not re.match(shell.comment, line)]
     joined = re.sub(shell.continuation + r"[ \t]*\n", " ", "\n".join(lines)).splitlines()

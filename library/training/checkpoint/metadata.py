@@ -26,6 +26,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePath, PureWindowsPath
@@ -173,17 +174,22 @@ _PATHS = {  # may be relative; what is absolute is known by itself
     *("dataset_config", "cache_directory", "train_data", "validation_data", "sample_prompts"),
     *("resume", "output_dir", "logging_dir"),
 }
+_PROMPT_IMAGE = re.compile(r"(--[cm]i[\s=]+)(.+?)(?=\s+--[a-z]|$)", re.IGNORECASE)
 
 
 def _cut(key: str, value: object) -> object:
     if isinstance(value, list):
-        return [_cut(key, item) for item in value]
+        return [_cut_images(item) if key == "sample_prompts" else _cut(key, item) for item in value]
     if not isinstance(value, str):
         return value
     windows = PureWindowsPath(value)  # takes both kinds of slash
     if key in _PATHS or value.startswith(("/", "~")) or windows.is_absolute():
         return windows.name
     return value
+
+
+def _cut_images(prompt: str) -> str:
+    return _PROMPT_IMAGE.sub(lambda found: found[1] + PureWindowsPath(found[2]).name, prompt)
 
 
 # Captions in sentences hardly share a tag, and 100,000 of them would make a header of tens of megabytes, twice: the

@@ -143,7 +143,9 @@ def _ask(request: dict[str, Any], environment: dict[str, str]) -> dict[str, Any]
 
 def _key(config: TrainConfig, request: dict[str, Any]) -> str:
     """Return a name for all that a walk depends on."""
-    files = [config.model.pretrained_model_name_or_path, config.dataset.dataset_config, config.sampling.sample_prompts]
+    prompts = config.sampling.sample_prompts  # listed ones stand in the request
+    files = [config.model.pretrained_model_name_or_path, config.dataset.dataset_config]
+    files += [prompts] if isinstance(prompts, str) else []
     seen: list[Any] = [request, torch.__version__]
     for name in filter(None, files):
         path = Path(name).expanduser()

@@ -92,7 +92,7 @@ def check_prompt_images(
 
 
 def read_run_prompts(
-    path: str | None,
+    source: str | Sequence[str] | None,
     seed: int,
     family: Family,
     pixel_multiple: int,
@@ -108,7 +108,7 @@ def read_run_prompts(
     """
     usual = SamplePrompt("", guidance=family.sample_guidance)
     usual = replace(usual, steps=family.distilled_steps) if distilled else usual
-    prompts = read_prompts(path, seed, pixel_multiple, usual)
+    prompts = read_prompts(source, seed, pixel_multiple, usual)
     for remark in check_steering(prompts, family.guidance_input, family.sample_guidance):
         say(f"note: {remark}")
     check_prompt_images(prompts, family.conditioning, family.most_references)

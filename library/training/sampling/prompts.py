@@ -1,4 +1,4 @@
-"""Sample prompts: kohya's three kinds of file, and its line syntax.
+"""Sample prompts: kohya's three kinds of file and its line syntax, which a configuration's own list has too.
 
 * ``.txt`` (and any other name): a prompt a line,
   ``a cat in the rain --n blurry --w 1024 --h 1024 --d 42 --s 20 --g 3.5 --l 1.0``: negative prompt, width, height,
@@ -8,11 +8,12 @@
   and those that begin with ``#`` are skipped.
 * ``.toml``: ``[prompt]`` with what all have in common, ``[[prompt.subset]]`` for each image.
 * ``.json``: a list of objects, or of lines in the syntax above.
+* A list in the configuration itself: of lines in that syntax; all of them count.
 
 TOML and JSON use the keys prompt, negative_prompt, width, height, seed, sample_steps, guidance_scale, scale (in
 musubi-tuner: cfg_scale), control_image_path (one or a list) and mask_image_path. Relative paths of images are looked
-for beside the prompt file first, then in the working directory. What the two trainers know and Tandem does not do is
-refused by its name: a sample without what it asks for would be another sample.
+for beside the prompt file first, then in the working directory; a list's only there. What the two trainers know and
+Tandem does not do is refused by its name: a sample without what it asks for would be another sample.
 """
 
 from __future__ import annotations
@@ -52,6 +53,10 @@ class SamplePrompt:
     def text_key(self, text: str) -> str:
         """Return what its embeddings of ``text`` go by: the text, and the images that may be seen with it."""
         return "\n".join([text, *self.control_images])
+
+    def images(self) -> list[str]:
+        """Return the paths of the images it names."""
+        return [*self.control_images, *([self.mask_image] if self.mask_image else [])]
 
     def short(self) -> str:
         """Return its text for messages."""
@@ -122,32 +127,32 @@ def check_steering(prompts: Sequence[SamplePrompt], guidance_input: bool, usual_
 
 
 def read_prompts(
-    path: str | Path | None,
+    source: str | Path | Sequence[str] | None,
     seed: int,
     pixel_multiple: int,
     defaults: SamplePrompt | None = None,
     option: str = "sample_prompts",
 ) -> list[SamplePrompt]:
-    """Read a prompt file of any kind. No path, no prompts.
+    """Read a prompt file of any kind, or prompts that are listed. No source, no prompts.
 
     Args:
-        path: ``.toml``, ``.json``, or anything else for lines of text.
+        source: a path, ``.toml``, ``.json``, or anything else for lines of text; or the lines themselves in a list.
         seed: a prompt without a seed takes this plus its place, counted from 0.
         pixel_multiple: widths and heights must be multiples of it.
         defaults: what prompts leave open; its seed is not used.
-        option: the option that named the file, for messages.
+        option: the option that named the file or holds the list, for messages.
 
     Raises:
         UserError: the file is missing, empty or broken, or a prompt has an unknown option, a value of the wrong
             type, or a size that is no multiple of ``pixel_multiple`` pixels.
     """
-    if path is None:
+    if source is None:
         return []
-    read = {".toml": _toml_items, ".json": _json_items}.get(Path(path).suffix.lower(), _text_items)
-    with error_prefix(option):
-        items = read(str(path))
-    if not items:
-        raise UserError(f"{option}: {path} holds no prompt; write {_HOW.get(read, 'one a line')}")
+    if not isinstance(source, str | Path):
+        items: Items = [(f"{option}, prompt {n}", line) for n, line in enumerate(source, 1)]
+        folder, searched = Path(), "in the working directory"
+    else:
+        items, folder, searched = _file_items(source, option), Path(source).parent, "beside the prompts' file"
     prompts = []
     for i, (where, item) in enumerate(items):
         default = replace(defaults or SamplePrompt(""), seed=seed + i)
@@ -155,7 +160,7 @@ def read_prompts(
             prompt = parse_prompt(item, default, pixel_multiple, where)
         else:
             prompt = _from_keys(item, default, pixel_multiple, where)
-        prompts.append(_with_found_images(prompt, Path(path).parent, where))
+        prompts.append(_with_found_images(prompt, folder, searched, where))
     return prompts
 
 
@@ -224,7 +229,7 @@ def _image_list(value: Any, key: str, where: str) -> tuple[str, ...]:
     return tuple(listed)
 
 
-def _with_found_images(prompt: SamplePrompt, folder: Path, where: str) -> SamplePrompt:
+def _with_found_images(prompt: SamplePrompt, folder: Path, searched: str, where: str) -> SamplePrompt:
     """Return the prompt with the paths of its images as they are from the working directory."""
 
     def found(path: str) -> str:
@@ -232,7 +237,7 @@ def _with_found_images(prompt: SamplePrompt, folder: Path, where: str) -> Sample
         places = [folder / written, written]
         place = next((place for place in places if place.is_file()), None)
         if place is None:
-            raise UserError(f"{where}: image {path!r} does not exist; it is looked for beside the prompts' file")
+            raise UserError(f"{where}: image {path!r} does not exist; it is looked for {searched}")
         return str(place)
 
     images = tuple(found(path) for path in prompt.control_images)
@@ -271,6 +276,15 @@ def _article(kind: type) -> str:
 
 
 Items = list[tuple[str, "str | Mapping[str, Any]"]]  # where it was found, and a line or an object
+
+
+def _file_items(path: str | Path, option: str) -> Items:
+    read = {".toml": _toml_items, ".json": _json_items}.get(Path(path).suffix.lower(), _text_items)
+    with error_prefix(option):
+        items = read(str(path))
+    if not items:
+        raise UserError(f"{option}: {path} holds no prompt; write {_HOW.get(read, 'one a line')}")
+    return items
 
 
 def _text_items(path: str) -> Items:

@@ -123,12 +123,12 @@ class ImageLora(LoraTask):
         plan_base(config.precision, family.quantized_file(), config.training.seed, accelerator.device)
         recipe = text_encoder_recipe(config.precision)
         self.text_encoder = family.load_text_encoder(self.dtype, accelerator.device, recipe=recipe)
-        multiple, file, seed = self.image_encoder.pixel_multiple, config.sampling.sample_prompts, config.training.seed
+        multiple, asked, seed = self.image_encoder.pixel_multiple, config.sampling.sample_prompts, config.training.seed
         self.shown, other = family, config.sampling.sample_model
         if other is not None:
             self.shown = sample_family(other, config.model, family)
         say = self.console.print
-        self.prompts = read_run_prompts(file, seed, self.shown, multiple, say, distilled=other is not None)
+        self.prompts = read_run_prompts(asked, seed, self.shown, multiple, say, distilled=other is not None)
         if config.parallel.tp > 1:
             family.split_plan(config.parallel.tp)
         self.base_fingerprint = family.fingerprint()

@@ -4,20 +4,18 @@ import { ask } from "/static/page.js";
 const element = (id) => document.getElementById(id);
 const all = (what, within = document) => [...within.querySelectorAll(what)];
 const text = element("text"), pretrains = element("pretrains");
-let pending = {}, typed = true, busy = null, timer = 0; // pending: fields that were changed; typed: something else was
-let touched, ownPrompts; // ownPrompts: the prompts were typed, and are no file's
+let touched = text.value.trim() !== "";
+let pending = {}, typed = true, busy = null, timer; // pending: changed fields; typed: something else was
 
 /** Send what has changed; resolves when nothing is left to send. */
 async function send() {
-  clearTimeout(timer);
-  timer = 0;
+  timer = clearTimeout(timer);
   while (busy) await busy;
   if (!typed && !Object.keys(pending).length) return;
   const sent = pending, body = new FormData(element("new"));
   [pending, typed] = [{}, false];
-  const said = { changes: JSON.stringify(sent), training: element("fields").dataset.training, prompts: prompts() };
+  const said = { changes: JSON.stringify(sent), training: element("fields").dataset.training, touched: touched || "" };
   for (const [name, value] of Object.entries(said)) body.set(name, value);
-  if (touched) body.set("touched", "1");
   busy = ask("/new/edit", { method: "POST", body }).then((answer) => answer?.json());
   const found = await busy;
   busy = null;
@@ -26,27 +24,16 @@ async function send() {
   await send();
 }
 
-/** Return the prompts that were typed; a file's are its own. */
-function prompts() {
-  return ownPrompts ? element("prompts")?.value ?? "" : "";
-}
-
 function restore(draft) {
   [text.value, pretrains.checked] = [draft.text, draft.pretrains];
-  [touched, ownPrompts] = [draft.text.trim() !== "", Boolean(draft.prompts)];
-  if (element("prompts")) element("prompts").value = draft.prompts;
+  touched = draft.text.trim() !== "";
 }
 
 function show(found) {
-  const top = text.scrollTop;
-  if (found.text !== text.value) text.value = found.text;
-  text.scrollTop = top;
+  if (found.text !== text.value) [text.value, text.scrollTop] = [found.text, text.scrollTop];
   if (found.fields) filter(element("fields").outerHTML = found.fields);
-  const own = element("prompts");
-  if (own && !ownPrompts && own !== document.activeElement) own.value = found.prompts;
-  sessionStorage.draft = JSON.stringify({ text: text.value, pretrains: pretrains.checked, prompts: prompts() });
-  element("problems").innerHTML = found.said; // the first of them beside Start, too
-  element("against").replaceChildren(element("problems").firstElementChild.cloneNode(true));
+  sessionStorage.draft = JSON.stringify({ text: text.value, pretrains: pretrains.checked });
+  [element("problems").innerHTML, element("against").innerHTML] = [found.said, found.against];
   element("fields").disabled = !found.values;
   if (!found.values) return;
   for (const control of all("#fields [data-key]")) fill(control, found);
@@ -85,23 +72,20 @@ async function complete({ list, value }) {
 
 document.addEventListener("focusin", ({ target }) => complete(target));
 document.addEventListener("input", ({ target }) => {
-  const { key } = target.dataset, counts = key || [text, pretrains, element("prompts")].includes(target);
+  const { key } = target.dataset, counts = key || [text, pretrains].includes(target);
   complete(target);
   if (target.id === "search") filter();
   if (!counts) return;
   touched = true;
   if (key) pending[key] = target.type === "checkbox" ? String(target.checked) : target.value;
   else typed = true;
-  if (target.id === "prompts") ownPrompts = target.value.trim() !== "";
   clearTimeout(timer);
   timer = setTimeout(send, 300);
 });
 document.addEventListener("click", (event) => {
-  const button = event.target.closest("[data-changes], [data-settled], #clear");
+  const button = event.target.closest("[data-changes], [data-settled], #clear"), changes = button?.dataset.changes;
   if (!button) return;
-  const { changes, prompts: lines } = button.dataset;
-  if (button.id === "clear") send(restore({ text: "", pretrains: false, prompts: "" }, typed = true));
-  if (lines) [element("prompts").value, ownPrompts] = [lines, true];
+  if (button.id === "clear") send(restore({ text: "", pretrains: false }), typed = true);
   if (changes || button.id === "start") touched ||= typed = true;
   if (changes) send(Object.assign(pending, JSON.parse(changes)));
   else if ("settled" in button.dataset && (timer || busy || typed)) { // what was typed last belongs to what is started
@@ -110,9 +94,7 @@ document.addEventListener("click", (event) => {
     send().then(() => button.click());
   } else if (button.id === "download") button.href = URL.createObjectURL(new Blob([text.value]));
 }, true);
-document.addEventListener("htmx:after:swap", () => {
-  document.querySelector("#message:not(:empty)")?.scrollIntoView({ block: "nearest" });
-});
-const first = { text: text.value, pretrains: pretrains.checked, prompts: element("prompts")?.value ?? "" };
-restore(!location.search && sessionStorage.draft ? JSON.parse(sessionStorage.draft) : first);
+document.addEventListener("htmx:after:swap", () =>
+  document.querySelector("#message:not(:empty)")?.scrollIntoView({ block: "nearest" }));
+if (!location.search && sessionStorage.draft) restore(JSON.parse(sessionStorage.draft));
 send();

@@ -188,10 +188,14 @@ def test_no_folder_of_this_machine_is_published() -> None:
     sections = {
         "model": {"ae": "models/ae.safetensors", "anything": "/home/me/x.bin", "windows": r"C:\me\x.bin"},
         "hub": {"huggingface_repo_id": "me/lora", "steps": 3, "home": "~/x"},
+        "sampling": {"sample_prompts": [r"black/white --ci /home/me/x y.png --CI=C:\me\z.png --w 64 --mi m/n.png"]},
+        "file": {"sample_prompts": "mine/prompts.txt"},
     }
     assert without_folders(sections) == {
         "model": {"ae": "ae.safetensors", "anything": "x.bin", "windows": "x.bin"},
         "hub": {"huggingface_repo_id": "me/lora", "steps": 3, "home": "x"},
+        "sampling": {"sample_prompts": ["black/white --ci x y.png --CI=z.png --w 64 --mi n.png"]},
+        "file": {"sample_prompts": "prompts.txt"},
     }
 
 

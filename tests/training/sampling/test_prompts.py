@@ -91,6 +91,38 @@ def test_a_prompt_written_as_a_line_reads_back_as_itself() -> None:
 
 def test_no_file_no_prompts() -> None:
     assert read_prompts(None, 0, 16) == []
+    assert read_prompts([], 0, 16) == []
+
+
+def test_a_list_gives_the_prompts_that_a_file_of_its_lines_gives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [
+        "a well-known cat --n blurry, low --w 640 --h 384 --d 42 --s 12 --g 2.5 --l 3",
+        "a dog, [sitting] #1",
+        "a bird --ci own.png --ci shared/b.png --mi mask.png",
+    ]
+    monkeypatch.chdir(tmp_path)
+    Path("shared").mkdir()
+    for image in ("own.png", "shared/b.png", "mask.png"):
+        Path(image).touch()
+    defaults = SamplePrompt("", "dull", 256, 128, 99, 4, 1.0, 2.0)
+    Path("prompts.txt").write_text("\n".join(lines))
+    assert read_prompts(lines, 5, 16, defaults) == read_prompts("prompts.txt", 5, 16, defaults)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("cat --q 3", "sample_prompts, prompt 2: unknown option --q"),
+        ("cat --w 100", r"sample_prompts, prompt 2: width \(--w\) 100 is no multiple of 16"),
+        ("", "sample_prompts, prompt 2: no prompt before the options; write one"),
+        ("x --ci gone.png", "prompt 2: image 'gone.png' does not exist; it is looked for in the working directory"),
+    ],
+)
+def test_a_bad_prompt_of_a_list_is_named(line: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        read_prompts(["fine", line], 0, 16)
 
 
 @pytest.mark.parametrize(
