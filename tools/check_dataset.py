@@ -86,6 +86,7 @@ from library.data.gallery import (
     thumbnail_name,
     write_thumbnails,
 )
+from library.data.images import formats
 from library.data.lint import TITLES, Advance, Report, check, title, without_broken
 from library.data.samples import Sample, scan
 
@@ -252,7 +253,7 @@ def preview(config: DatasetConfig, command: str | None, most: int | None, consol
 def _thumbnail(path: str | Path) -> str | None:
     """Return an image as a data URL, or None if it cannot be shown, which is what its finding says."""
     try:
-        with Image.open(path) as image:
+        with Image.open(path, formats=formats()) as image:
             image.draft("RGB", (_SIDE, _SIDE))
             return data_url(ImageOps.exif_transpose(image), _SIDE)
     except Exception:  # Pillow's plugins raise many types here

@@ -206,7 +206,7 @@ def _flattened(table: dict[str, Any], known: set[str]) -> list[tuple[str, Any]]:
 def _line_of(key: str, text: str, heading: bool = False) -> int:
     """Return the first line of ``text`` that sets ``key`` or has it for a heading, or 1."""
     name = rf"[\"']?{re.escape(key)}[\"']?"
-    line = rf"^\s*\[+\s*{name}\s*[\].]" if heading else rf"^\s*(?:{name}\s*=|\[+\s*{name}\s*\])"
+    line = rf"^[ \t]*\[+[ \t]*{name}[ \t]*[\].]" if heading else rf"^[ \t]*(?:{name}[ \t]*=|\[+[ \t]*{name}[ \t]*\])"
     match = re.search(line, text, re.MULTILINE)
     return text.count("\n", 0, match.end()) + 1 if match else 1
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from library.errors import UserError
-from library.files import atomic_path, read_bytes, write_text
+from library.files import atomic_path, read_bytes, rename, write_text
 from library.folder_lock import hold
 
 SUFFIXES = (".toml", ".txt", ".caption", ".cap", ".tags", ".tag", ".wd14")  # of what is edited: nothing that is run
@@ -120,8 +120,15 @@ class Journal:
         """Return what can be undone and what can be redone, the next one last."""
         if not self._file.is_file():
             return [], []
-        kept = json.loads(self._file.read_text(encoding="utf-8"))
-        return kept["done"], kept["undone"]
+        try:
+            kept = json.loads(self._file.read_text(encoding="utf-8"))
+            done, undone = kept["done"], kept["undone"]
+            if all(isinstance(one["what"], str) and all(len(c) == 4 for c in one["changes"]) for one in done + undone):
+                return done, undone
+        except (ValueError, KeyError, TypeError, RecursionError):
+            pass
+        rename(self._file, self._file.with_suffix(".broken"))  # what cannot be read begins anew
+        return [], []
 
     def next_steps(self) -> dict[str, str]:
         """Return what is undone and redone next, or "" ."""

@@ -21,6 +21,7 @@ the box ``jxlc`` or the first ``jxlp``.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import io
 import warnings
@@ -52,6 +53,7 @@ IMAGE_SUFFIXES = frozenset(
         *(".jxl", ".bmp", ".dib", ".tif", ".tiff", ".gif"),
     )
 )
+_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "AVIF", "JXL", "BMP", "DIB", "TIFF", "GIF")  # Pillow's names of these
 MAX_PIXELS = 178_956_970  # where Pillow speaks of a decompression bomb: 512 MiB of RGB
 
 PIXELS_VERSION = 1  # part of every latent's key: raise it when the same file would give other pixels
@@ -197,10 +199,17 @@ def _open(source: str | io.BytesIO, name: str) -> OpenImage:
     return _identified(source, name)
 
 
+@functools.cache
+def formats() -> tuple[str, ...]:
+    """Return the formats that images are read in, whatever a file is called: for EPS Pillow runs a program."""
+    Image.init()
+    return tuple(name for name in _FORMATS if name in Image.OPEN)
+
+
 def _identified(source: str | io.BytesIO, name: str) -> OpenImage:
     _refuse_jxl_bomb(source, name)
     try:
-        image = Image.open(source)
+        image = Image.open(source, formats=formats())
     except Image.DecompressionBombError:
         raise UserError(f"{name}: more than {MAX_PIXELS} pixels; make it smaller or remove it") from None
     except Image.UnidentifiedImageError:

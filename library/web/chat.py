@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from library.errors import UserError
-from library.web.child import BUSY, Child
+from library.web.child import Child
 from library.web.jobs import ROOT
 from library.web.loras import weights_in
 from library.web.site import Form, Routes, Site
@@ -67,13 +67,6 @@ def stop(site: Site, request: Request, form: Form) -> Response:
     return Response(status_code=204, background=BackgroundTask(child.stop))
 
 
-def free(site: Site, request: Request, form: Form) -> Response:
-    """End the child, which gives its memory back."""
-    if child.is_busy:
-        raise UserError(BUSY)
-    return Response(status_code=204, background=BackgroundTask(child.close))
-
-
 ROUTES: Routes = {
-    "/chat": show, "/chat/ask": (None, ask), "/chat/stop": (None, stop), "/chat/free": (None, free),
+    "/chat": show, "/chat/ask": (None, ask), "/chat/stop": (None, stop),
 }  # fmt: skip

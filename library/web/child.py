@@ -21,7 +21,7 @@ BUSY = "the model is answering in another tab; stop that first"
 class Child:
     """A process, or the promise of one."""
 
-    def __init__(self, words: Sequence[str], idle: float = 900) -> None:
+    def __init__(self, words: Sequence[str], idle: float = 300) -> None:
         """``words``: the command after the interpreter; ``idle``: seconds without a request until it is ended."""
         self._words, self._idle = tuple(words), idle
         self._process: asyncio.subprocess.Process | None = None

@@ -65,7 +65,7 @@ def datasets(site: Site) -> tuple[list[tuple[Path, float]], list[tuple[Path, int
             inside[:] = [] if deep else sorted(name for name in inside if name[0] != ".")
             folders[folder] = sum(Path(name).suffix.lower() in IMAGES for name in names)
             for path in (folder / name for name in names if name.endswith(".toml")):
-                if _is_inside(site, path) and re.search(r"^\s*\[\[\s*datasets\b", read(path).shown, re.MULTILINE):
+                if _is_inside(site, path) and re.search(r"^[ \t]*\[\[[ \t]*datasets\b", read(path).shown, re.MULTILINE):
                     tomls[path.resolve()] = path.stat().st_mtime
     return sorted(tomls.items(), key=lambda item: -item[1]), sorted(one for one in folders.items() if one[1])
 
@@ -144,7 +144,8 @@ def save_toml(site: Site, request: Request, form: Form) -> Response:
         raise UserError(f"{site.places.show(path)}: was changed meanwhile; open it again, and change it then")
     if (new := old.changed(str(form.get("text", "")))) is None:
         raise UserError(f"{site.places.show(path)}: would be empty; write a [[datasets]] table")
-    _journal(site, path).write(f"change of {path.name}", [(str(path), old.raw, new, old.encoding)])
+    if _journal(site, path).write(f"change of {path.name}", [(str(path), old.raw, new, old.encoding)]):
+        raise UserError(f"{site.places.show(path)}: was changed meanwhile; open it again, and change it then")
     return start_look(site, request, form)
 
 
@@ -185,7 +186,7 @@ def _is_inside(site: Site, *paths: str | Path) -> bool:
 @lru_cache(3)
 def _found(site: Site, look: str) -> dict[str, Any]:
     """Return what a look found; what a link has outside of the places is not shown."""
-    result = site.jobs.get(look).result
+    result = site.jobs.get(look).read("result.json")
     if not result:
         raise UserError("this look at the dataset is not there any more; look again")
     for image in result["images"]:

@@ -95,11 +95,6 @@ class Job:
         return found[-1] if found[0].startswith("Traceback") else "\n".join(found).strip()
 
     @property
-    def result(self) -> dict[str, Any]:
-        """What the command wrote to ``{job}/result.json``, if it did."""
-        return self.read("result.json")
-
-    @property
     def seconds(self) -> float:
         """How long it has been running."""
         return max(0.0, (self.ended or time.time()) - (self.began or time.time()))

@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -92,24 +93,33 @@ def show_screen(site: Site, request: Request, kind: str, template: str, form: Va
         template: the screen's own.
         form: values of its form for the settings of the LoRA's run; what a job was asked comes before them.
         result: values of a job's result.
+
+    Raises:
+        UserError: there is no such job, or what it wrote is no result of this version's.
     """
     query, here = request.query_params, request.url.path
     job = site.jobs.get(query["job"]) if "job" in query else None
-    values = {"here": here, "job": job, **(result(site, job) if job else {})}
-    if query.get("part") == "result":
-        return live(site, request, template, "result", **values)
-    jobs = [each for each in site.jobs.all() if each.kind == kind]
-    if query.get("part") == "earlier":
-        return live(site, request, "lora_screen.html", "earlier", here=here, jobs=jobs)
-    asked = job.read("asked.json").get("form", {}) if job else {}
-    lora = query.get("lora") or asked.get("lora", "")
-    run = settings_of(lora_file(site, lora).parent) if lora else {}
-    own = {"model": run.get("pretrained_model_name_or_path", ""), "model_type": run.get("model_type", "flux")}
-    fields = own | form(site, run) | asked | {"lora": lora, "asked": asked, "types": IMAGE_MODELS}
-    weights = weights_in(site)
-    return site.page(
-        request, template, jobs=jobs, seen="", loras=weights["lora"], models=weights["model"], **fields | values
-    )
+    site.jobs.go_on([job] if job else [])
+    try:
+        values = {"here": here, "job": job, **(result(site, job) if job else {})}
+        if query.get("part") == "result":
+            return live(site, request, template, "result", **values)
+        jobs = [each for each in site.jobs.all() if each.kind == kind]
+        if query.get("part") == "earlier":
+            return live(site, request, "lora_screen.html", "earlier", here=here, jobs=jobs)
+        asked = job.read("asked.json").get("form", {}) if job else {}
+        lora = query.get("lora") or asked.get("lora", "")
+        run = settings_of(lora_file(site, lora).parent) if lora else {}
+        own = {"model": run.get("pretrained_model_name_or_path", ""), "model_type": run.get("model_type", "flux")}
+        fields = own | form(site, run) | asked | {"lora": lora, "asked": asked, "types": IMAGE_MODELS}
+        found = weights_in(site)
+        fields |= {"loras": found["lora"], "models": found["model"], "jobs": jobs, "seen": ""}
+        return site.page(request, template, **fields | values)
+    except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        if job is None or isinstance(error, UserError):
+            raise
+        why = f"its files cannot be read ({error}); they are another version's, make it anew"
+        raise UserError(f"{job.title}: {why}") from error
 
 
 def model_words(site: Site, lora: Path, given: Mapping[str, str]) -> list[str]:

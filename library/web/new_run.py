@@ -27,10 +27,9 @@ from library.errors import UserError
 from library.files import parse_json, read_text, read_toml
 from library.training.report.run_folder import is_run, script_of, settings_of, text_of
 from library.training.sampling.prompts import read_prompts
-from library.web.access import STATE
-from library.web.data import refuse_outside
+from library.web.data import datasets, refuse_outside
 from library.web.jobs import ROOT, Job
-from library.web.loras import free_name
+from library.web.loras import free_name, weights_in
 from library.web.run import look
 from library.web.site import Form, Routes, Site, goto, tell_changed, url
 
@@ -44,6 +43,7 @@ _BASICS = {
     "What is written": "output_dir output_name save_every_n_steps sample_prompts sample_every_n_steps",
     "Memory": "mixed_precision memory gradient_checkpointing fp8_scaled fp8_text_encoder blocks_to_swap",
 }
+_TITLES = {"memory": "Memory count", "dataset": "Look at a dataset", "suggest": "Suggested settings"}
 _NAMED = (".safetensors", ".toml", ".txt", ".json", ".jsonl", ".gguf")  # files that options name
 _MOST_TEXT, _MOST_BRACKETS = 2**18, 2000  # of a configuration; nested lists take a hundred times their length to read
 _PATHS = ("pretrained_model_name_or_path", *MODEL_FILE_KEYS, "dataset_config")
@@ -137,22 +137,14 @@ def _against_output(site: Site, values: Mapping[str, Any]) -> list[str]:
     return [f"output_dir: {line}, such as {site.places.show(free_name(path, taken))}"] if line else []
 
 
-def _with_prompts(site: Site, text: str) -> str:
-    """Return a run's configuration with the prompts in it that earlier pages kept in a folder of their own."""
-    with suppress(UserError):
-        named = Path(str(read_keys(text, NAME, LORA).values.get("sample_prompts")))
-        if named.match(f"{STATE}/jobs/*/prompts.txt"):
-            lines = read_text(site.places.find(str(named), own=True)).splitlines()
-            text = edited(text, "sample_prompts", "\n".join(each for each in lines if each[:1] != "#"), LORA)
-    return text
-
-
 def ready(site: Site) -> list[tuple[str, str]]:
     """Return the configurations in folders called configs that say what they are for: path and title."""
-    folders = [folder for folder in site.places.folders if folder.name == "configs"]
-    texts = {path: path.read_text("utf-8", "replace") for folder in folders for path in sorted(folder.rglob("*.toml"))}
-    titles = {path: re.match(r"#:schema .*\n# ?(.*)", text) for path, text in texts.items()}
-    return [(site.places.show(path), title[1].rstrip(".:")) for path, title in titles.items() if title]
+    found = []
+    for path in (path for at in site.places.folders if at.name == "configs" for path in sorted(at.rglob("*.toml"))):
+        with suppress(UserError):  # a link may lead out
+            if title := re.match(r"#:schema .*\n# ?(.*)", text_of(site.places.find(str(path))) or ""):
+                found.append((site.places.show(path), title[1].rstrip(".:")))
+    return found
 
 
 # ---- requests
@@ -166,15 +158,17 @@ def show(site: Site, request: Request, form: Form) -> Response:
     if asked := request.query_params.get("config"):
         found = site.places.find(asked)
         file = site.places.find(str(found / "config.toml")) if found.is_dir() else found
-        text = _with_prompts(site, read_text(file, "choose a configuration that is there"))
-    pretrains = re.search(r"^\s*(data_dir|preset|init_from)\s*=", text, re.MULTILINE) is not None
+        text = read_text(file, "choose a configuration that is there")
+    pretrains = re.search(r"^[ \t]*(data_dir|preset|init_from)[ \t]*=", text, re.MULTILINE) is not None
     with suppress(UserError):
         script, _ = read(text, pretrains)
         for key in ("resume", "overwrite") if found and is_run(file.parent) else ():  # a run's states are its own
             text = edited(text, key, "", script)
+    weights, (tomls, _) = weights_in(site), datasets(site)
+    paths = [*weights["model"], *weights["language_model"], *(site.places.show(path) for path, _ in tomls)]
     return site.page(
         request, "new_run.html", text=text, pretrains=pretrains, groups=form_of(script), training=script.training,
-        found=found, ready=configs, optimizers=list(OPTIMIZERS),
+        found=found, ready=configs, optimizers=list(OPTIMIZERS), paths=paths + [path for path, _ in configs],
         demo=next((path for path, _ in configs if path.endswith("demo.toml")), None),
     )  # fmt: skip
 
@@ -201,16 +195,6 @@ def edit(site: Site, request: Request, form: Form) -> Response:
         parts["fields"] = {"groups": form_of(read(text, pretrains)[0]), "training": training}
     html = {name: bytes(site.part("new_run.html", name, **values).body).decode() for name, values in parts.items()}
     return JSONResponse(answer | html)
-
-
-def paths(site: Site, request: Request, form: Form) -> Response:
-    """Return paths that begin with a text: folders, and files that options name."""
-    text, found = request.query_params.get("text", ""), [*site.places.outputs, *site.places.folders]
-    with suppress(UserError, OSError):
-        folder = site.places.find(text if text.endswith("/") else str(Path(text).parent))
-        begun = [path for path in folder.iterdir() if path.name.startswith(text.rpartition("/")[2])]
-        found = sorted(path for path in begun if path.name[0] != "." and (path.is_dir() or path.suffix in _NAMED))
-    return JSONResponse([site.places.show(path) + "/" * path.is_dir() for path in found[:60]])
 
 
 def runnable(site: Site, text: str, pretrains: bool, is_new: bool = False) -> tuple[Script[Any], dict[str, Any]]:
@@ -249,7 +233,7 @@ def again(site: Site, request: Request, form: Form) -> Response:
     if not settings:
         raise UserError(f"{run.name}: has no configuration that a run wrote; begin a new run instead")
     own = job.folder if job and not settings_of(folder) else folder  # one that failed early has written none
-    text = _with_prompts(site, text_of(own / "config.toml") or "")
+    text = text_of(own / "config.toml") or ""
     script, _ = runnable(site, text, script_of(settings) is LLM)
     resume = state if state in ("auto", "") else str(site.places.find(str(folder / state), output=True))
     words = [script.name, "--config_file", "{job}/config.toml", "--output_dir", str(folder), "--resume", resume]
@@ -261,7 +245,9 @@ def side_job(site: Site, request: Request, form: Form) -> Response:
     """Begin what is done beside the form: count memory, look the data over, suggest, or translate kohya's."""
     kind = str(form.get("job"))
     words, files = {"memory": _memory, "dataset": _dataset, "suggest": _suggestion}.get(kind, _migration)(site, form)
-    return show_job(site, request, form, site.jobs.add(kind, kind, words, files=files))
+    return show_job(
+        site, request, form, site.jobs.add(kind, _TITLES.get(kind, "Settings of kohya's"), words, files=files)
+    )
 
 
 def _memory(site: Site, form: Form) -> Command:
@@ -321,6 +307,6 @@ def show_job(site: Site, request: Request, form: Form, begun: Job | None = None)
 
 
 ROUTES: Routes = {
-    "/new": show, "/new/edit": (None, edit), "/new/paths": paths, "/new/job": (show_job, side_job),
+    "/new": show, "/new/edit": (None, edit), "/new/job": (show_job, side_job),
     "/new/start": (None, start), "/run/again": (None, again),
 }  # fmt: skip

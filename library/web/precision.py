@@ -84,11 +84,11 @@ def start(site: Site, request: Request, form: Form) -> Response:
     words = ["tools/precision_report.py", *model_words(site, lora, given), "--deploy", deploy]
     words += ["--lora", site.places.show(lora) + (f":{strength}" if float_of(strength, "strength") != 1 else "")]
     words += ["--dataset_config", given["dataset"], "--save_to", "{job}/report"]
-    for key in ("server", "images", "steps", "guidance_scale", "activations", "deploy_lora"):
+    for key in ("server", "images", "steps", "guidance_scale"):
         words += [f"--{key}", given[key]] if given.get(key) else []
     words += ["--masked_loss"] if run.get("masked_loss") else []
     with suppress(UserError):  # a cache elsewhere is made anew, beside the images
-        words += ["--cache_directory", str(site.places.find(run.get("cache_directory") or ""))]
+        words += ["--cache_directory", str(site.places.find(str(run.get("cache_directory") or "")))]
     return _add(site, f"{lora.name} on {shown}", words, {"form": given})
 
 

@@ -16,10 +16,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from library.config.markers import MOST
 from library.errors import UserError
 from library.files import write_text
 from library.folder_lock import LOCK, is_held
-from library.training.report.metrics_file import MetricsReader, Run, Series, average, thin
+from library.training.report.charts import charts_of
+from library.training.report.metrics_file import MetricsReader, Run, Series
 from library.training.report.run_folder import (
     changed,
     defaults_of,
@@ -35,23 +37,8 @@ from library.web.jobs import Job
 from library.web.site import Form, Routes, Site, tell_changed, url
 
 ASKS = ("STOP", "SAVE", "SAMPLE")  # files of docs/reliability.md
-_POINTS = 1000  # of a curve, about what a screen has pixels
 _OPEN = 8  # metrics files that are kept in memory, of about 4 MB for 10,000 steps
-_CALLED = {"memory": "memory count", "dataset": "look at a dataset", "migrate": "translation of kohya's settings"}
 _LOADS_IN = re.compile(r"^ *loads in .*(?:\n.*\S.*)+", re.M)
-# title, keys (those that end in / or _ begin so), how it is drawn, logarithmic: "loss" as chosen, "auto" over a decade
-_CHARTS = (
-    ("Loss", ("loss",), "noisy", "loss"),
-    ("Held-out loss", ("val_loss", "val_prior_loss"), "points", "loss"),
-    ("Learning rate", ("lr/",), "line", "auto"),
-    ("Step size d · lr", ("d*lr/",), "line", "auto"),
-    ("Distance estimate d", ("d/",), "line", "auto"),
-    ("Gradient norm", ("grad_norm",), "noisy", "auto"),
-    ("Loss by noise level σ", ("loss/sigma_",), "smooth", "loss"),
-    ("Held-out loss by noise level σ", ("val_loss/sigma_",), "points", "loss"),
-    ("Peak memory, GiB", ("peak_mem_bytes",), "line", ""),
-    ("Seconds a step", ("s_per_it", "data_wait_s"), "smooth", ""),
-)
 
 
 @dataclass(frozen=True)
@@ -113,7 +100,7 @@ def _name(site: Site, folder: Path) -> str:
 
 def called(site: Site, job: Job) -> str:
     """Return what people call a job: a run by its folder, another one by what it does."""
-    return _name(site, Path(job.output)) if job.output else _CALLED.get(job.kind, job.title)
+    return _name(site, Path(job.output)) if job.output else job.title
 
 
 def ahead(site: Site, job: Job | None) -> list[str]:
@@ -125,7 +112,7 @@ def ahead(site: Site, job: Job | None) -> list[str]:
 def _total(settings: dict[str, Any], newest: dict[str, float], step: int, job: Job | None) -> int | None:
     """Return the steps in all; of epochs what the log says, else what those that are over come to."""
     epochs, epoch = settings.get("max_train_epochs"), newest.get("epoch", 0)
-    if not isinstance(epochs, int):
+    if not isinstance(epochs, int) or epochs > MOST:
         steps = (defaults_of(script_of(settings)) | settings)["max_train_steps"]
         return steps if isinstance(steps, int) and settings else None
     if said := re.findall(r"^[\d: -]*step \d+/(\d+)", job.log if job else "", re.M):
@@ -153,30 +140,7 @@ def curves(site: Site, request: Request, form: Form) -> Response:
     if tag == query.get("have"):
         return Response(status_code=204)
     runs = [Run(file.parent.name, _columns(file)) for file in files]
-    rows = [row for row in _CHARTS if len(runs) == 1 or "noise level" not in row[0]]  # of several, colour is the run
-    charts = [chart for row in rows if (chart := _chart(runs, decay, *row))["lines"]]
-    return JSONResponse({"tag": tag, "charts": charts})
-
-
-def _chart(runs: list[Run], decay: float, title: str, keys: tuple[str, ...], look: str, log: str) -> dict[str, Any]:
-    lines = []
-    for number, run in enumerate(runs):
-        columns: dict[str, Series] = {key: run.columns[key] for key in keys if key in run.columns}
-        if keys[0][-1] in "/_":
-            columns = {", ".join(names): series for names, series in run.groups(keys[0]).items()}
-        for kind, (label, (steps, values)) in enumerate(sorted(columns.items())):
-            values = values / 2**30 if "bytes" in label else values
-            shown = [(label, average(values, decay) if look in ("noisy", "smooth") else values, False)]
-            if look == "noisy" and decay > 0 and len(runs) == 1:
-                shown.insert(0, (f"{label}, each", values, True))  # behind it, each step's
-            for text, column, faint in shown:
-                xs, ys = thin((steps, column), _POINTS)
-                numbers = [float(f"{y:.6g}") if y == y else None for y in ys.tolist()]
-                lines.append({"run": number, "kind": kind, "label": text, "faint": faint,
-                              "steps": xs.astype(int).tolist(), "values": numbers})  # fmt: skip
-    seen = [y for line in lines for y in line["values"] if y]
-    is_wide = log == "auto" and bool(seen) and min(seen) > 0 and max(seen) > 10 * min(seen)
-    return {"title": title, "lines": lines, "points": look == "points", "log": is_wide, "loss": log == "loss"}
+    return JSONResponse({"tag": tag, "charts": charts_of(runs, decay)})
 
 
 def _loras(folder: Path, job: Job | None, jobs: list[Job]) -> list[dict[str, Any]]:
@@ -204,6 +168,7 @@ def show_run(site: Site, request: Request, form: Form) -> Response:
     """Show a run, or the part of it that has changed."""
     folder, jobs = site.places.find(request.query_params.get("path", ""), output=True), site.jobs.all()
     job = next((job for job in jobs if job.output == str(folder)), None)
+    site.jobs.go_on([job] if job else [])
     if not folder.is_dir() and job is None:
         raise UserError(f"{site.places.show(folder)}: no such run; it may have been moved or deleted")
     run = look(site, folder, job)
@@ -232,15 +197,6 @@ def address(picture: Path) -> str:
     return url("/file", path=picture, v=changed(picture))
 
 
-def show_job(site: Site, request: Request, form: Form) -> Response:
-    """Show the log of a job that is no run, or what has changed of it."""
-    job = site.jobs.get(request.query_params.get("id", ""))
-    values = {"run": None, "job": job, "title": called(site, job), "own": url("/job", id=job.id)}
-    if request.query_params.get("part"):
-        return live(site, request, "run.html", "log", **values)
-    return site.page(request, "run.html", seen="", **values)
-
-
 def ask(site: Site, request: Request, form: Form) -> Response:
     """Ask a run to stop, save or sample, by file as a person would; KILL ends its process."""
     folder, what = site.places.find(str(form.get("path", "")), output=True), str(form.get("what"))
@@ -265,5 +221,5 @@ def check(site: Site, request: Request, form: Form) -> Response:
 
 
 ROUTES: Routes = {
-    "/run": show_run, "/run/curves": curves, "/run/ask": (None, ask), "/run/check": (None, check), "/job": show_job,
+    "/run": show_run, "/run/curves": curves, "/run/ask": (None, ask), "/run/check": (None, check),
 }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,8 @@ from library.training.report.run_folder import defaults_of, find_runs, samples_o
 from library.web import run
 from library.web.jobs import Job
 from library.web.run import Seen, address, called, live, look
-from library.web.site import Form, Routes, Site, goto, tell_changed
+from library.web.site import Form, Routes, Site, goto, tell_changed, url
 
-_NEWS_SECONDS = 3600  # for which a job that is over stays below the queue
 _MOST = 6  # runs beside each other: as many as there are colours
 
 
@@ -40,17 +39,22 @@ def show(site: Site, request: Request, form: Form) -> Response:
     site.jobs.go_on(jobs)
     runs = all_runs(site, jobs)
     others = [job for job in jobs if not job.queued and job.state == "running"]
-    news = [job for job in jobs if not job.output and job.is_over and time.time() - (job.ended or 0) < _NEWS_SECONDS]
     queue = site.jobs.queue(jobs)
     values: dict[str, Any] = {
         "runs": [run for run in runs if asked.lower() in run.name.lower()], "count": len(runs), "q": asked,
-        "queue": queue + others, "waiting": [job for job in queue if job.state == "waiting"], "news": news[:9],
-        "called": lambda job: called(site, job),
+        "queue": queue + others, "waiting": [job for job in queue if job.state == "waiting"],
+        "called": partial(called, site), "address": _address,
         "demo": next((at / "demo.toml" for at in site.places.folders if (at / "demo.toml").is_file()), None),
     }  # fmt: skip
     if request.query_params.get("part"):
         return live(site, request, "runs.html", "list", **values)
     return site.page(request, "runs.html", seen="", **values)
+
+
+def _address(job: Job) -> str:
+    """Return where what a job does is shown."""
+    screen = {"report": "/precision", "generate": "/generate"}.get(job.kind)
+    return url("/run", path=job.output) if job.output else url(screen, job=job.id) if screen else "/new"
 
 
 def change_queue(site: Site, request: Request, form: Form) -> Response:

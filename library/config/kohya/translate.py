@@ -326,7 +326,7 @@ def _version(result: Translation, source: str, version: str, module: str) -> str
 def _has_controls(dataset: object) -> bool:
     """Whether the dataset TOML, if it is there, names control images."""
     path = Path(str(dataset or "")).expanduser()
-    return path.is_file() and re.search(r"^\s*control_directory\s*=", read_text(path), re.MULTILINE) is not None
+    return path.is_file() and re.search(r"^[ \t]*control_directory[ \t]*=", read_text(path), re.MULTILINE) is not None
 
 
 def _qwen_image(result: Translation) -> None:

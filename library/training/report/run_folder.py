@@ -127,7 +127,7 @@ def samples_of(folder: Path) -> list[tuple[str, str, dict[int, Path]]]:
 
 @once
 def _prompt(path: Path) -> str:
-    with Image.open(path) as image:
+    with Image.open(path, formats=["PNG"]) as image:
         return str(image.info.get("prompt", "")).partition(" --")[0]
 
 

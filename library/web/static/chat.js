@@ -24,7 +24,6 @@ function draw(shown = turns) {
   for (const button of document.querySelectorAll("[data-idle]")) button.disabled = busy;
   find("stop").disabled = !busy;
   find("send").disabled ||= !loaded;
-  find("free").hidden = !loaded;
   find("newest").hidden = !turns.length;
   find("copy").dataset.copy = turns.at(-1)?.[1];
   find("choices").open = innerWidth > 960 || !loaded;
@@ -90,11 +89,6 @@ const actions = {
   again: () => { form.seed.value++; run("answer", turns.at(-1)[0], turns.slice(0, -1)); },
   back: () => { box.value = turns.pop()[0]; draw(); },
   new: () => { turns = []; tell(""); draw(); },
-  free: async () => {
-    loaded = !await ask("/chat/free", { method: "POST" });
-    tell(loaded ? "" : "The model's memory is free again.");
-    draw();
-  },
 };
 for (const [id, action] of Object.entries(actions)) find(id).addEventListener("click", action);
 box.addEventListener("keydown", (event) => {

@@ -70,10 +70,6 @@ document.addEventListener("keydown", (event) => {
     find(`#history [name=${event.shiftKey ? "redo" : "undo"}]`)?.click();
   } else if (event.key === "Enter" && held) area.form.requestSubmit();
   else if (event.key === "Escape") area.value = area.defaultValue;
-  else if (event.key === "Tab" && !event.shiftKey) {
-    const all = [...grid.querySelectorAll(".picture textarea")], next = all[all.indexOf(area) + 1];
-    if (next) { event.preventDefault(); next.focus(); }
-  }
 });
 document.addEventListener("error", ({ target }) => { // a picture that the look has not drawn yet
   if (!target.matches?.("[data-preview]") || (target.dataset.tries = +(target.dataset.tries ?? 0) + 1) > 200) return;

@@ -64,16 +64,8 @@ function filter() {
   element("none").hidden = all(".group:not([hidden])").length > 0;
 }
 
-async function complete({ list, value }) {
-  if (list?.id !== "paths") return;
-  const answer = await ask(`/new/paths?text=${encodeURIComponent(value)}`);
-  if (answer) element("paths").replaceChildren(...(await answer.json()).map((path) => new Option(path)));
-}
-
-document.addEventListener("focusin", ({ target }) => complete(target));
 document.addEventListener("input", ({ target }) => {
   const { key } = target.dataset, counts = key || [text, pretrains].includes(target);
-  complete(target);
   if (target.id === "search") filter();
   if (!counts) return;
   touched = true;

@@ -55,9 +55,7 @@ document.addEventListener("keydown", (event) => {
   const isTyping = event.target.closest("input, textarea, select, dialog[open]");
   if (isTyping || event.ctrlKey || event.metaKey || event.altKey) return;
   const search = document.querySelector("input[type=search]");
-  if (/^\d$/.test(event.key)) document.querySelectorAll("nav a:not(.brand)")[event.key - 1]?.click();
-  else if (event.key === "t") changeTheme();
-  else if (event.key === "?") document.getElementById("keys").showModal();
+  if (event.key === "t") changeTheme();
   else if (event.key === "/" && search) {
     event.preventDefault();
     search.focus();
