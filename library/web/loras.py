@@ -105,8 +105,6 @@ def show_screen(site: Site, request: Request, kind: str, template: str, form: Va
         if query.get("part") == "result":
             return live(site, request, template, "result", **values)
         jobs = [each for each in site.jobs.all() if each.kind == kind]
-        if query.get("part") == "earlier":
-            return live(site, request, "lora_screen.html", "earlier", here=here, jobs=jobs)
         asked = job.read("asked.json").get("form", {}) if job else {}
         lora = query.get("lora") or asked.get("lora", "")
         run = settings_of(lora_file(site, lora).parent) if lora else {}
