@@ -14,7 +14,6 @@ import psutil
 import pytest
 import torch
 
-from library.llm.chat_batches import read_chats
 from library.llm.chat_templates import Message, built_in_template
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.tokenizers import load_tokenizer
@@ -121,8 +120,7 @@ def test_nothing_is_loaded_before_one_asks_and_the_page_never_has_torch(
             mapped = {Path(part.path).name for part in page.memory_maps()}
             assert not [name for name in mapped if "torch" in name]
             assert page.memory_info().rss < 200 * 2**20
-            tab.page.click("#free")
-            tab.status("free again")
+            child.terminate()  # as the page does when it has been idle
             child.wait(timeout=10)
             tab.load(models / "story")
             tab.set(max_new_tokens=ENDLESS)
@@ -165,12 +163,6 @@ def test_a_talk_is_the_models_own_and_survives_a_reload(browser: Any, server: Se
             assert tab.answers()[i] == messages[-1].content
             expect(tab.page.locator("[name=system]")).to_have_value("be short")
             expect(tab.page.locator("[name=max_new_tokens]")).to_have_value("30")
-        with tab.page.expect_download() as download:
-            if size == "phone":
-                tab.page.click("#choices summary")
-            tab.page.click("#export")
-        (chat,) = read_chats([Path(download.value.path()).rename(server.folder / f"{size}.jsonl")])
-        assert list(chat.messages) == messages
 
 
 def test_a_base_model_goes_on_grows_and_stops(tab: Chat, models: Path) -> None:
@@ -217,8 +209,6 @@ def test_while_one_tab_is_answered_another_is_refused_and_a_closed_one_holds_nob
     tab.send("hello")
     tab.status("the model is answering in another tab; stop that first")
     assert (tab.answers(), tab.page.input_value("#prompt")) == ([], "hello")
-    tab.page.click("#free")
-    expect(tab.page.locator("#message")).to_contain_text("the model is answering in another tab")
     expect(other.page.locator("#stop")).to_be_enabled()
     began = time.monotonic()
     other.close()

@@ -15,8 +15,9 @@ import pytest
 pytest.importorskip("starlette", reason="the page's packages are not installed (make setup-web)")
 
 from library.web.access import Places
-from library.web.chat import find_models
 from library.web.child import BUSY, Child
+from library.web.loras import weights_in
+from library.web.site import Site
 
 SCRIPT = """
 import json, sys, threading, time
@@ -132,6 +133,6 @@ def test_folders_of_models_and_loras_are_told_by_their_configuration(tmp_path: P
     (tmp_path / "more/broken/config.json").write_text("[" * 5000)
     (tmp_path / "more/link").symlink_to(tmp_path / "elsewhere")
     places = Places.of([tmp_path / "output"], [tmp_path / "more", tmp_path / "output/run"])
-    models, loras = find_models(places)
-    assert [str(Path(name).relative_to(tmp_path)) for name in models] == ["output/run/llama", "more/meta"]
-    assert [str(Path(name).relative_to(tmp_path)) for name in loras] == ["output/run/answers"]
+    found = weights_in(Site.of(places))
+    assert {Path(name) for name in found["language_model"]} == {tmp_path / "output/run/llama", tmp_path / "more/meta"}
+    assert [Path(name) for name in found["language_lora"]] == [tmp_path / "output/run/answers"]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import random
 import re
+import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast, get_origin
@@ -17,7 +19,6 @@ from urllib.parse import urlencode
 from urllib.request import Request, urlopen
 
 import pytest
-import toml
 
 pytest.importorskip("starlette")
 pytest.importorskip("multipart")
@@ -196,8 +197,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("new")
     for name in ("assets", "configs"):
         (folder / name).symlink_to(ROOT / name)
-    (folder / "data").mkdir()
-    with serve(folder, "--folders", "data") as running:
+    for name in ("data", "more/configs"):
+        (folder / name).mkdir(parents=True)
+    with serve(folder, "--folders", "data", "more/configs") as running:
         yield running
 
 
@@ -208,6 +210,14 @@ def post(server: Server, path: str, /, **form: str) -> SimpleNamespace:
             return SimpleNamespace(status=answer.status, text=answer.read().decode(), headers=answer.headers)
     except HTTPError as error:
         return SimpleNamespace(status=error.code, text=error.read().decode(), headers=error.headers)
+
+
+def text_shown(server: Server, config: str) -> str:
+    """Return the text of the form over a configuration, as HTML."""
+    with urlopen(f"{server.address}/new?{urlencode({'config': config})}") as answer:
+        found = re.search(r'<textarea name="text".*?>\n(.*?)</textarea>', answer.read().decode(), re.DOTALL)
+    assert found
+    return found[1]
 
 
 def demo(output: str, **changes: str) -> str:
@@ -267,21 +277,16 @@ def test_a_folder_that_holds_a_run_is_not_taken_twice(server: Server) -> None:
 
 @in_browser
 def test_a_copy_of_a_runs_settings_neither_replaces_nor_resumes_it_and_has_its_prompts(server: Server) -> None:
-    job, run = server.output / ".tandem/jobs/gone", server.output / "copied"
-    job.mkdir(parents=True)
+    run = server.output / "copied"
     run.mkdir()
-    (job / "prompts.txt").write_text("# of an earlier page\na red zorbo & a hat\n")
-    begun = f"""# Tandem 1\nseed = 5\nresume = "auto"\noverwrite = true\nsample_prompts = "{job}/prompts.txt"\n"""
+    begun = """# Tandem 1\nseed = 5\nresume = "auto"\noverwrite = true\nsample_prompts = ["a red zorbo & a hat"]\n"""
     (run / "config.toml").write_text(begun)
     (run / "metrics.jsonl").touch()
     for name in ("output/copied", "output/copied/config.toml"):
-        with urlopen(f"{server.address}/new?{urlencode({'config': name})}") as answer:
-            text = answer.read().decode()
-        shown = re.search(r'<textarea name="text".*?>\n(.*?)</textarea>', text, re.DOTALL)
-        assert shown
-        assert "seed = 5" in shown[1]
-        assert not re.search("resume|overwrite|prompts.txt", shown[1])
-        assert "sample_prompts = [&#34;a red zorbo &amp; a hat&#34;]" in shown[1]
+        shown = text_shown(server, name)
+        assert "seed = 5" in shown
+        assert not re.search("resume|overwrite", shown)
+        assert "sample_prompts = [&#34;a red zorbo &amp; a hat&#34;]" in shown
 
 
 @in_browser
@@ -307,18 +312,28 @@ def test_prompts_stand_in_the_configuration_and_a_files_own_do_not(server: Serve
 
 
 @in_browser
-def test_a_run_of_an_earlier_page_is_begun_again_with_the_prompts_that_lie_with_its_job(server: Server) -> None:
+def test_prompts_that_lie_in_the_pages_own_folder_are_not_read(server: Server) -> None:
     job, run = server.output / ".tandem/jobs/earlier", server.output / "earlier"
     job.mkdir(parents=True)
     run.mkdir()
-    (job / "prompts.txt").write_text("a hat --w 64 --h 64 --s 1\na cat --w 64 --h 64 --s 1\n")
-    named = edited(demo("output/earlier"), "sample_prompts", str(job / "prompts.txt"), LORA)
-    (run / "config.toml").write_text(f"# Tandem 1\n{named}")
+    (job / "prompts.txt").write_text("a hat --q 3\n")  # which would be said if it were read
+    text = edited(demo("output/earlier"), "sample_prompts", str(job / "prompts.txt"), LORA)
+    (run / "config.toml").write_text(f"# Tandem 1\n{text}")
     (run / "metrics.jsonl").touch()
-    assert post(server, "/run/again", path="output/earlier", state="").status == 204
-    text = (_job_of(server, run).folder / "config.toml").read_text()
-    prompts = ["a hat --w 64 --h 64 --s 1", "a cat --w 64 --h 64 --s 1"]
-    assert toml.loads(text)["sampling"]["sample_prompts"] == prompts
+    jobs = len(Jobs(server.output / ".tandem").all())
+    shown = text_shown(server, "output/earlier")
+    assert f"sample_prompts = &#34;{job}/prompts.txt&#34;" in shown  # as it is
+    assert "a hat" not in shown
+    found = json.loads(post(server, "/new/edit", text=text, training="images", touched="1").text)
+    assert found["errors"]["sample_prompts"] == f"{job}/prompts.txt: is the page's own; choose another place"
+    for answer in (
+        post(server, "/run/again", path="output/earlier", state=""),
+        post(server, "/new/start", text=edited(text, "output_dir", "output/earlier-2", LORA)),
+    ):
+        assert answer.status in (403, 422)
+        assert "prompts.txt: is the page's own" in unescape(answer.text)
+        assert "--q" not in answer.text
+    assert len(Jobs(server.output / ".tandem").all()) == jobs
 
 
 def test_a_prompt_that_is_wrong_or_names_an_image_outside_is_said_at_its_field(site: Site) -> None:
@@ -339,14 +354,42 @@ def test_a_prompt_that_is_wrong_or_names_an_image_outside_is_said_at_its_field(s
 
 
 @in_browser
-def test_paths_are_suggested_from_the_folders_alone(server: Server) -> None:
-    def suggested(text: str) -> list[str]:
-        with urlopen(f"{server.address}/new/paths?{urlencode({'text': text})}") as answer:
-            return list(json.loads(answer.read()))
-
-    assert "assets/tiny-flux/" in [path.replace(f"{ROOT}/", "") for path in suggested("assets/tiny-f")]
-    assert not [path for path in suggested("/etc/pass") if "passwd" in path]
-    assert not [path for path in suggested("../") if path.startswith("..")]
+def test_paths_are_suggested_from_the_folders_alone(server: Server, tmp_path: Path) -> None:
+    """A model, a dataset and a configuration of the places are; what links in them lead to is not, nor the page's."""
+    data, configs, own = server.folder / "data", server.folder / "more/configs", server.output / ".tandem/jobs/own"
+    own.mkdir(parents=True)
+    for folder in (data, own, tmp_path):
+        (folder / "<i> & 'it'.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+        (folder / "pipeline").mkdir()
+        (folder / "pipeline/model_index.json").write_text("{}")
+        (folder / "set.toml").write_text('[[datasets]]\n[[datasets.subsets]]\nimage_dir = "."\n')
+    for folder in (configs, tmp_path):
+        (folder / "ready.toml").write_text("#:schema train_lora.schema.json\n# What it is for.\nseed = 1\n")
+    for link, name in {
+        data / "led.safetensors": "<i> & 'it'.safetensors", data / "led": "pipeline", data / "led.toml": "set.toml",
+        data / "all": ".", configs / "led.toml": "ready.toml", configs / "all": ".",
+    }.items():  # fmt: skip
+        link.symlink_to(tmp_path / name)
+    with urlopen(f"{server.address}/new") as answer:
+        text = answer.read().decode()
+    listed = re.search(r'<datalist id="paths">(.*?)</datalist>', text, re.DOTALL)
+    assert listed
+    paths = [unescape(path) for path in re.findall(r'<option value="([^"]*)"', listed[1])]
+    wanted = {"data/<i> & 'it'.safetensors", "data/pipeline", "data/set.toml", "more/configs/ready.toml"}
+    known = ("assets/tiny-flux", "assets/demo_dataset/dataset.toml", "configs/demo.toml")
+    wanted |= {str(ROOT / name) for name in known}
+    assert wanted <= set(paths)
+    assert len(set(paths)) == len(paths)
+    assert "<i>" not in listed[1]
+    places = (server.output, data, configs, ROOT / "assets", ROOT / "configs")
+    for path in paths:
+        resolved = (server.folder / path).resolve()
+        assert any(map(resolved.is_relative_to, places)), path
+        assert ".tandem" not in resolved.parts
+        assert resolved.exists()
+    assert not [path for path in paths if ".." in Path(path).parts or "/led" in path]
+    for one in (one for _, _, options in form_of(LORA) for one in options if one["kind"] == "path"):
+        assert re.search(rf'<input data-key="{one["key"]}" [^>]*list="paths">', text)
 
 
 # ---- in the browser
