@@ -245,9 +245,8 @@ def side_job(site: Site, request: Request, form: Form) -> Response:
     """Begin what is done beside the form: count memory, look the data over, suggest, or translate kohya's."""
     kind = str(form.get("job"))
     words, files = {"memory": _memory, "dataset": _dataset, "suggest": _suggestion}.get(kind, _migration)(site, form)
-    return show_job(
-        site, request, form, site.jobs.add(kind, _TITLES.get(kind, "Settings of kohya's"), words, files=files)
-    )
+    job = site.jobs.add(kind, _TITLES.get(kind, "Settings of kohya's"), words, files=files)
+    return show_job(site, request, form, job)
 
 
 def _memory(site: Site, form: Form) -> Command:

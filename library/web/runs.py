@@ -44,7 +44,6 @@ def show(site: Site, request: Request, form: Form) -> Response:
         "runs": [run for run in runs if asked.lower() in run.name.lower()], "count": len(runs), "q": asked,
         "queue": queue + others, "waiting": [job for job in queue if job.state == "waiting"],
         "called": partial(called, site), "address": _address,
-        "demo": next((at / "demo.toml" for at in site.places.folders if (at / "demo.toml").is_file()), None),
     }  # fmt: skip
     if request.query_params.get("part"):
         return live(site, request, "runs.html", "list", **values)

@@ -64,12 +64,13 @@ class Site:
 
     def page(self, request: Request, template: str, **values: Any) -> Response:
         """Return a whole page, of a template that extends base.html."""
-        return _html(self.templates.get_template(template).render(path=request.url.path, **values))
+        addresses = (address for _, address in SCREENS[1:] if request.url.path.startswith(address))
+        return _html(self.templates.get_template(template).render(screen=next(addresses, "/"), **values))
 
     def part(self, template: str, block: str, **values: Any) -> Response:
         """Return one block of a template alone, for htmx to put in its place."""
         found = self.templates.get_template(template)
-        return _html("".join(found.blocks[block](found.new_context({"path": "", **values}))))
+        return _html("".join(found.blocks[block](found.new_context({"screen": "", **values}))))
 
     def routes(self, table: Routes) -> list[Route]:
         """Return the routes of a table."""

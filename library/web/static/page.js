@@ -3,8 +3,8 @@ const root = document.documentElement;
 if (localStorage.theme) root.dataset.theme = localStorage.theme;
 
 function changeTheme() {
-  const isDark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  localStorage.theme = root.dataset.theme = isDark ? "light" : "dark";
+  const theme = root.dataset.theme ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light");
+  localStorage.theme = root.dataset.theme = theme === "dark" ? "light" : "dark";
   document.dispatchEvent(new Event("theme"));
 }
 
@@ -28,7 +28,7 @@ export function say(text, kind = "bad") {
 }
 
 export function sayGone() {
-  say("The page's program does not answer: it may have been closed. Jobs that it began go on; start it again with make ui.");
+  say("The page's program does not answer. Jobs that it began go on; start it again with make ui.");
 }
 
 /** Fetch from this server; an error becomes a message and null. */
