@@ -121,7 +121,8 @@ def remedy(site: Site, request: Request, form: Form) -> Response:
     file = free_name((source.parent if is_own else site.places.outputs[0]) / name, taken)
     own = [site.places.show(file) if word == "{save_to}" else word for word in words]
     asked = {"report": job.id, "remedy": number, "file": str(file)}
-    site.jobs.add("remedy", file.name, own, queued=True, files={"asked.json": json.dumps(asked)})
+    is_long = chosen["command"][0] != "tools/convert_lora.py"
+    site.jobs.add("remedy", file.name, own, queued=is_long, files={"asked.json": json.dumps(asked)})
     return tell_changed()
 
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import html
 import http.client
 import json
 import os
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import urlencode, urlsplit
 
@@ -16,7 +22,9 @@ pytest.importorskip("starlette", reason="the page's packages are not installed (
 
 from PIL import Image
 
-from library.web.jobs import Jobs
+from library.data.images import decode
+from library.errors import UserError
+from library.web.jobs import ROOT, Jobs
 from tests.web.page import Server, serve
 
 CONFIG = """# Tandem 0.1.0: the settings of this run
@@ -190,3 +198,125 @@ def test_a_body_without_end_is_refused(server: Server) -> None:
     connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)
     connection.request("POST", "/new/edit", "text=" + "x" * 5_000_000)
     assert connection.getresponse().status == 413
+
+
+def test_a_picture_runs_no_program(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pillow hands PostScript to Ghostscript, whatever the file is called."""
+    ran = tmp_path / "ran"
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/gs").write_text(f"#!/bin/sh\ntouch {ran}\n")
+    (tmp_path / "bin/gs").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    image = server.folder / "datasets/one/evil.png"
+    image.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 100 100\n%%EndComments\n")
+    command = [
+        "tools/check_dataset.py",
+        str(server.folder / "datasets/inside.toml"),
+        "--report",
+        str(tmp_path / "x.html"),
+    ]
+    command += ["--json", str(tmp_path / "x.json"), "--thumbnails", str(tmp_path / "small")]
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    assert "evil.png" in done.stdout + done.stderr
+    assert not ran.exists()
+    with pytest.raises(UserError, match="not an image that can be read"):
+        decode(image.read_bytes(), str(image))
+
+
+def test_what_is_no_file_holds_up_no_screen(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "secret.toml").write_text("#:schema x\n# THE SECRET\n")
+    configs = server.folder / "configs"
+    for folder in (configs / "folder.toml", server.output / "z"):
+        folder.mkdir(parents=True)
+    os.mkfifo(configs / "pipe.toml")
+    os.mkfifo(server.output / "z/config.json")
+    (configs / "link.toml").symlink_to(tmp_path / "secret.toml")
+    (configs / "nowhere.toml").symlink_to(tmp_path / "nowhere")
+    with serve(server.folder, "--port", "0") as other:  # which takes configs
+        for path in ("/new", "/chat", "/data", "/precision"):
+            status, text = get(other, path)
+            assert status == 200
+            assert "SECRET" not in text
+
+
+def test_a_long_text_holds_up_nobody(server: Server) -> None:
+    (server.folder / "datasets/long.toml").write_text("\n" * 60_000)
+    began = time.monotonic()
+    post(server, "/new/edit", text="\n" * 60_000 + "x.a = 1\n")
+    get(server, "/data")
+    assert time.monotonic() - began < 15  # it took minutes
+
+
+def test_of_two_who_save_a_dataset_at_once_one_is_told(server: Server) -> None:
+    path = "datasets/inside.toml"
+    text = (server.folder / path).read_text()
+    found = re.search(r'"hash": "(\w+)"', html.unescape(get(server, f"/data?dataset={path}")[1]))
+    assert found
+    with ThreadPoolExecutor(4) as pool:
+        texts = [f"# {n}\n{text}" for n in range(4)]
+        answers = list(pool.map(lambda new: post(server, "/data/toml", dataset=path, hash=found[1], text=new), texts))
+    assert sorted(status // 100 for status, _ in answers) == [2, 4, 4, 4]
+    assert (server.folder / path).read_text().strip() in [each.strip() for each in texts]
+
+
+def test_odd_reports_and_jobs_get_a_line(server: Server) -> None:
+    jobs = Jobs(server.output / ".tandem")
+    reports = [{}, {"verdict": 3}, {"verdict": {"words": []}, "deployment": {}}, {"remedies": [1]}, {"pictures": [[1]]},
+               {"verdict": {"words": [], "alarm": 1}, "deployment": {"image": "x", "velocity": []}}]  # fmt: skip
+    for kind, screen in (("report", "/precision"), ("generate", "/generate")):
+        for report in reports:
+            for asked in ({}, {"form": 3, "was": "x", "strengths": 5, "prompts": 7}):
+                job = jobs.add(kind, "odd", ["-c", "pass"], queued=True,
+                               files={"asked.json": json.dumps(asked), "place": "1"})  # fmt: skip
+                for name, value in (("report/report.json", report), ("images/images.jsonl", [1])):
+                    (job.folder / name).parent.mkdir()
+                    (job.folder / name).write_text(json.dumps(value))
+                status, text = get(server, f"{screen}?job={job.id}")
+                assert status in (200, 422), (screen, report, asked)
+                assert "bug of the page" not in text
+    for screen in SCREENS[2:]:
+        assert get(server, screen)[0] == 200
+
+
+def test_of_the_pages_own_files_only_what_is_looked_at_is_sent(server: Server) -> None:
+    own = server.output / ".tandem"
+    for name in (
+        "thumbs/x/a.jpg",
+        "undo/x.json",
+        "jobs/1-a/result.json",
+        "jobs/1-a/previews/0.jpg",
+        "jobs/1-a/job.json",
+    ):
+        (own / name).parent.mkdir(parents=True, exist_ok=True)
+        (own / name).write_text("{}")
+        assert get(server, f"/file?path=output/.tandem/{name}")[0] == 403
+    for name in (f"{job}/report/a.png", f"{job}/images/a.png", f"{job}/log.txt"):
+        (own / name).parent.mkdir(parents=True, exist_ok=True)
+        (own / name).write_text("{}")
+        assert get(server, f"/file?path=output/.tandem/{name}")[0] == 200
+
+
+def test_a_journal_that_cannot_be_read_begins_anew(server: Server) -> None:
+    path = "datasets/inside.toml"
+    for content in ("{", "[]", '{"done": 1}', '{"done": [{"what": 1}], "undone": []}', "\0" * 9):
+        name = hashlib.sha256(os.fsencode(server.folder / path)).hexdigest()[:16]
+        (server.output / ".tandem/undo").mkdir(parents=True, exist_ok=True)
+        (server.output / f".tandem/undo/{name}.json").write_text(content)
+        assert get(server, f"/data?dataset={path}")[0] == 200
+        assert (server.output / f".tandem/undo/{name}.broken").read_text() == content
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"origin": "http://["}, 403),
+        ({"origin": "http://[::1"}, 403),
+        ({"content-type": "multipart/form-data; boundary=x; charset=punycode"}, 415),
+        ({"content-type": "application/x-www-form-urlencoded; charset=unicode_escape"}, 415),
+        ({"content-type": "multipart/form-data"}, 422),
+    ],
+)
+def test_odd_headers_are_refused(server: Server, headers: dict[str, str], status: int) -> None:
+    connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)
+    connection.request("POST", "/new/edit", "--x\r\n", {"hx-request": "true"} | headers)
+    assert connection.getresponse().status == status
