@@ -280,13 +280,8 @@ def test_odd_reports_and_jobs_get_a_line(server: Server) -> None:
 
 def test_of_the_pages_own_files_only_what_is_looked_at_is_sent(server: Server) -> None:
     own = server.output / ".tandem"
-    for name in (
-        "thumbs/x/a.jpg",
-        "undo/x.json",
-        "jobs/1-a/result.json",
-        "jobs/1-a/previews/0.jpg",
-        "jobs/1-a/job.json",
-    ):
+    job = "jobs/1-a"
+    for name in ("thumbs/x/a.jpg", "undo/x.json", f"{job}/result.json", f"{job}/previews/0.jpg", f"{job}/job.json"):
         (own / name).parent.mkdir(parents=True, exist_ok=True)
         (own / name).write_text("{}")
         assert get(server, f"/file?path=output/.tandem/{name}")[0] == 403

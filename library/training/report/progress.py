@@ -33,7 +33,13 @@ Advance = Callable[[int], None]
 
 @contextmanager
 def counting(console: Console) -> Iterator[Callable[[str, int], Advance]]:
-    """Yield ``start(description, total) -> advance(n)`` for countable work such as caching images."""
+    """Yield ``start(description, total) -> advance(n)`` for countable work such as caching images.
+
+    Where the output is no terminal a line is printed at the beginning, at most every ``_QUIET_SECONDS``, and at the end.
+    """
+    if not console.is_terminal:
+        yield partial(_telling, console)
+        return
     with Progress(
         TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
     ) as bar:
@@ -43,6 +49,20 @@ def counting(console: Console) -> Iterator[Callable[[str, int], Advance]]:
             return partial(bar.advance, task)
 
         yield start
+
+
+def _telling(console: Console, description: str, total: int) -> Advance:
+    done, last = 0, float("-inf")
+
+    def advance(by: int) -> None:
+        nonlocal done, last
+        done, now = done + by, time.monotonic()
+        if now - last >= _QUIET_SECONDS or done >= total:
+            last = now
+            console.print(f"{description}: {done} of {total}", soft_wrap=True)
+
+    advance(0)
+    return advance
 
 
 def plain_table(*headings: str, left: Collection[str] = (), title: str | None = None) -> Table:
