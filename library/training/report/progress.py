@@ -35,7 +35,7 @@ Advance = Callable[[int], None]
 def counting(console: Console) -> Iterator[Callable[[str, int], Advance]]:
     """Yield ``start(description, total) -> advance(n)`` for countable work such as caching images.
 
-    Where the output is no terminal a line is printed at the beginning, at most every ``_QUIET_SECONDS``, and at the end.
+    Where the output is no terminal a line is printed at the beginning, each ``_QUIET_SECONDS`` at most, at the end.
     """
     if not console.is_terminal:
         yield partial(_telling, console)
