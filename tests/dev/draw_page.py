@@ -92,6 +92,7 @@ def chat(tab: Tab) -> None:
     write_chat_model(tab.server.folder / "models/llama-tiny-chat", context=8192, pairs=TAUGHT, steps=200)
     write_story_model(tab.server.folder / "models/llama-tiny-stories")
     tab.open("/chat")
+    tab.page.select_option("[name=model]", "models/llama-tiny-chat")
     tab.page.click("#load")
     expect(tab.page.locator("#send")).to_be_enabled(timeout=_MINUTES)
     for question, _ in TAUGHT:
