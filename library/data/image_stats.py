@@ -30,10 +30,11 @@ from library.data.images import decode, read_header
 from library.errors import UserError, reason_of
 from library.files import read_bytes
 
-_VERSION = 3
+_VERSION = 4
 _REDUCED = 256  # longer side of the reduced image in which borders are looked for
 _SAME_ROW = 24  # spread of a bar's row, of 255: a JPEG's bar is not quite even
 _SAME_BAR = 12  # and how far a row may lie from the bar's first one
+_EDGE = 3  # rows in which a picture begins, reduced as it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,8 @@ def find_bars(image: Image.Image) -> tuple[float, float, float, float]:
     for across in (1, 2):  # columns, rows
         spread = np.subtract(planes.max(axis=across), planes.min(axis=across), dtype=np.int16).max(axis=0)
         means = planes.mean(axis=across, dtype=np.float32)
-        lengths += [_bar(spread, means), _bar(spread[::-1], means[:, ::-1])]
+        rows = planes.swapaxes(1, 2) if across == 1 else planes
+        lengths += [_bar(spread, means, rows), _bar(spread[::-1], means[:, ::-1], rows[:, ::-1])]
     left, right, top, bottom = lengths
     height, width = planes.shape[1:]
     if left == width or top == height:
@@ -92,10 +94,20 @@ def find_bars(image: Image.Image) -> tuple[float, float, float, float]:
     return round(left / width, 3), round(top / height, 3), round(right / width, 3), round(bottom / height, 3)
 
 
-def _bar(spread: NDArray[np.int16], means: NDArray[np.float32]) -> int:
-    """Return how many rows from the first on are even and of the first's colour."""
+def _bar(spread: NDArray[np.int16], means: NDArray[np.float32], rows: NDArray[np.uint8]) -> int:
+    """Return how many rows from the first on are even and of the first's colour, if a picture begins behind them.
+
+    There, most of a row has another colour. Behind an even background only as much has as the subject is wide.
+
+    Args:
+        spread: [n] of each row. means: [3, n]. rows: [3, n, m].
+    """
     even = (spread <= _SAME_ROW) & (np.abs(means - means[:, :1]).max(axis=0) <= _SAME_BAR)
-    return len(even) if even.all() else int(even.argmin())
+    if even.all():
+        return len(even)
+    length = int(even.argmin())
+    differs = np.abs(rows[:, length : length + _EDGE] - means[:, :1, None]).max(axis=0) > _SAME_ROW
+    return length if differs.mean(axis=1).max() >= 0.5 else 0
 
 
 def _reduced(data: bytes, name: str) -> Image.Image:

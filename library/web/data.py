@@ -67,7 +67,8 @@ def datasets(site: Site) -> tuple[list[tuple[Path, float]], list[tuple[Path, int
             for path in (folder / name for name in names if name.endswith(".toml")):
                 if _is_inside(site, path) and re.search(r"^[ \t]*\[\[[ \t]*datasets\b", read(path).shown, re.MULTILINE):
                     tomls[path.resolve()] = path.stat().st_mtime
-    return sorted(tomls.items(), key=lambda item: -item[1]), sorted(one for one in folders.items() if one[1])
+    mine_first = sorted(tomls.items(), key=lambda item: ("configs" in item[0].parts, -item[1]))  # then the templates
+    return mine_first, sorted(one for one in folders.items() if one[1])
 
 
 def make_dataset(site: Site, request: Request, form: Form) -> Response:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image, ImageOps
+from PIL import Image, ImageDraw, ImageOps
 
 import library.data.image_stats as image_stats
 from library.config.schema import DatasetArguments
@@ -116,6 +116,16 @@ def test_bars_are_measured(colour: int) -> None:
     left, top, right, bottom = find_bars(barred((40, 0), colour))
     assert (top, bottom) == (0.0, 0.0)
     assert (left, right) == pytest.approx((40 / 240, 40 / 240), abs=0.005)
+
+
+def test_an_even_background_is_no_bar() -> None:
+    image = Image.new("RGB", (300, 200), (250, 180, 200))
+    for box in ((120, 60, 180, 170), (20, 90, 40, 110), (100, 0, 200, 40)):  # subjects, also one that touches an edge
+        ImageDraw.Draw(image).ellipse(box, fill=(90, 20, 140))
+        assert find_bars(image) == (0.0, 0.0, 0.0, 0.0)
+    left, top, right, bottom = find_bars(ImageOps.expand(image, border=(0, 30), fill=(0, 0, 0)))
+    assert (left, right) == (0.0, 0.0)
+    assert top == bottom == pytest.approx(30 / 260, abs=0.005)
 
 
 def test_letterboxes_are_found_and_objects_on_plain_ground_are_not(folder: Path) -> None:
