@@ -120,9 +120,8 @@ def remedy(site: Site, request: Request, form: Form) -> Response:
     name = f"{source.name if source.is_dir() else source.stem}-{chosen['name']}{ending}"
     file = free_name((source.parent if is_own else site.places.outputs[0]) / name, taken)
     own = [site.places.show(file) if word == "{save_to}" else word for word in words]
-    asked = {"report": job.id, "remedy": number, "file": str(file)}
-    is_long = chosen["command"][0] != "tools/convert_lora.py"
-    site.jobs.add("remedy", file.name, own, queued=is_long, files={"asked.json": json.dumps(asked)})
+    files = {"asked.json": json.dumps({"report": job.id, "remedy": number, "file": str(file)})}
+    site.jobs.add("remedy", file.name, own, queued=words[0] != "tools/convert_lora.py", files=files)
     return tell_changed()
 
 
