@@ -288,7 +288,7 @@ def run_job(jobs: Jobs, name: str) -> None:
 
 def run_queue(jobs: Jobs) -> None:
     """Run the queued jobs one after the other until none is left; nothing if another process does."""
-    with suppress(UserError):
+    with suppress(UserError, OSError):  # a disk that is full: whoever looks at the queue next begins it again
         while jobs.queue():  # also one that was added while the lock was given back
             with hold(jobs.queue_lock, seconds=1):
                 while queue := jobs.queue():
