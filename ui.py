@@ -74,11 +74,10 @@ def main() -> None:
     is_private = options.host in ("127.0.0.1", "localhost", "::1")
     token = None if is_private else secrets.token_urlsafe(24)
     shown = f"[{options.host}]" if ":" in options.host else options.host
+    app = create_app(places, port, token)
     print(f"http://{shown}:{port}/" + (f"?token={token}" if token else ""), flush=True)
     print("Ctrl-C ends the page; jobs that it began go on.", file=sys.stderr)
-    config = uvicorn.Config(
-        create_app(places, port, token), log_level="warning", access_log=False, timeout_graceful_shutdown=2
-    )
+    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
     uvicorn.Server(config).run(sockets=[listening])
 
 

@@ -54,7 +54,9 @@ def create_app(places: Places, port: int, token: str | None = None) -> ASGIApp:
 
     site = Site.of(places)
     site.jobs.begin()  # what was queued when the machine went down
-    Thread(target=lambda: runs.all_runs(site, site.jobs.all()), daemon=True).start()  # the first visit finds it read
+    reading = Thread(target=lambda: runs.all_runs(site, site.jobs.all()), daemon=True)
+    reading.start()  # the first visit finds it read; of very many runs it goes on beside
+    reading.join(timeout=2)
     screens = [site.routes(module.ROUTES) for module in (runs, new_run, data, precision, generate, chat)]
     routes = [
         *(route for found in screens for route in found),
