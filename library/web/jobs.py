@@ -94,11 +94,6 @@ class Job:
         found = lines[begins[-1] :]
         return found[-1] if found[0].startswith("Traceback") else "\n".join(found).strip()
 
-    @property
-    def seconds(self) -> float:
-        """How long it has been running."""
-        return max(0.0, (self.ended or time.time()) - (self.began or time.time()))
-
     def read(self, name: str) -> dict[str, Any]:
         """Return the JSON object in a file of its folder; an empty one where there is none."""
         return _object(self.folder / name) or {}
