@@ -4,13 +4,13 @@ What a person names is read by :func:`reading` or what is made of it (:func:`rea
 folder, a pipe or a device in the place of a file would hang or never end, a file of gigabytes in the place of a
 configuration would fill the memory, and each is told in one line instead.
 
-What is written goes to a temporary name in the same folder, ``.<name>.<process>.tmp``, is flushed to the disk and then
-renamed, which the operating system does in one step: a reader sees the old content or the new, never half of one. A
-folder that exists cannot be renamed onto, so the two change places where the file system can do that (Linux'
-``renameat2``), and elsewhere the old one steps aside as ``.<name>.<process>.old`` for a moment. A folder that is to be
-deleted is renamed to ``.<name>.<process>.gone`` first, so that a half-deleted one is never taken for a complete one.
-Windows lets nobody rename or delete what somebody has open, a virus scanner for instance: there it is tried again for
-two seconds.
+What is written goes to a temporary name in the same folder, ``.<name>.<process and thread>.tmp``, is flushed to the
+disk and then renamed, which the operating system does in one step: a reader sees the old content or the new, never
+half of one. A folder that exists cannot be renamed onto, so the two change places where the file system can do that
+(Linux' ``renameat2``), and elsewhere the old one steps aside as ``.<name>.<process>.old`` for a moment. A folder that
+is to be deleted is renamed to ``.<name>.<process>.gone`` first, so that a half-deleted one is never taken for a
+complete one. Windows lets nobody rename or delete what somebody has open, a virus scanner for instance: there it is
+tried again for two seconds.
 
 ``<process>`` names machine (or container), process and when it began. ``clear_leftovers`` thereby knows whose work in
 progress it must leave alone: that of processes still running, and for ten minutes that of other machines on the same

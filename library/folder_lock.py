@@ -119,8 +119,7 @@ class FolderLock:
 def hold(lock: Path, seconds: float = 10.0) -> Iterator[None]:
     """Have to oneself what the file ``lock`` stands for, among the processes and threads of one machine.
 
-    The system gives it back whatever becomes of the process, and nothing in the file can be spoilt. A child that was
-    forked has it, too, until it runs another program.
+    The system gives it back whatever becomes of the process, and nothing in the file can be spoilt.
 
     Args:
         lock: is made if need be, and stays.

@@ -13,6 +13,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,18 +118,16 @@ class Journal:
         self._file, self._find = file, find
 
     def stacks(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return what can be undone and what can be redone, the next one last."""
-        if not self._file.is_file():
-            return [], []
-        try:
+        """Return what can be undone and what can be redone, the next one last; nothing of what cannot be read."""
+        return self._read() or ([], [])
+
+    def _read(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]] | None:
+        with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             kept = json.loads(self._file.read_text(encoding="utf-8"))
             done, undone = kept["done"], kept["undone"]
             if all(isinstance(one["what"], str) and all(len(c) == 4 for c in one["changes"]) for one in done + undone):
                 return done, undone
-        except (ValueError, KeyError, TypeError, RecursionError):
-            pass
-        rename(self._file, self._file.with_suffix(".broken"))  # what cannot be read begins anew
-        return [], []
+        return None
 
     def next_steps(self) -> dict[str, str]:
         """Return what is undone and redone next, or "" ."""
@@ -159,6 +158,8 @@ class Journal:
         """Keep what can be undone and redone; the oldest changes are forgotten where it is too much."""
         while len(text := json.dumps({"done": done, "undone": undone})) > _MOST_JOURNAL and len(done) > 1:
             del done[: len(done) // 2]
+        if self._read() is None and self._file.exists():
+            rename(self._file, self._file.with_suffix(".broken"))  # for whoever can mend it
         write_text(self._file, text)
 
     def _write(self, changes: Sequence[Change]) -> list[str]:

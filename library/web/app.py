@@ -33,7 +33,7 @@ _REPORT_POLICY = (
 def send_file(site: Site, request: Request, form: Form) -> Response:
     """Send a file of the places: pictures and reports to look at, all else to keep."""
     path = site.places.find(request.query_params.get("path", ""), own=True)
-    if path.is_relative_to(site.places.state) and not _OWN.fullmatch(str(path.relative_to(site.places.state))):
+    if path.is_relative_to(site.places.state) and not _OWN.fullmatch(path.relative_to(site.places.state).as_posix()):
         raise Refused(f"{site.places.show(path)}: is the page's own")
     if not path.is_file():
         raise UserError(f"{site.places.show(path)}: no such file; it may have been moved or deleted")

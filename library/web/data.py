@@ -125,7 +125,8 @@ def refuse_outside(site: Site, path: Path) -> None:
 
 def _looks_of(site: Site, path: Path) -> tuple[list[Job], Job | None]:
     """Return the looks at a dataset, the newest first, and the newest of those that have a result."""
-    jobs = [job for job in site.jobs.all() if job.kind == "data" and job.words[1] == str(path)]
+    looks = (job for job in site.jobs.all() if job.kind == "data" and "--thumbnails" in job.words)  # not an old page's
+    jobs = [job for job in looks if job.words[1] == str(path)]
     return jobs, next((job for job in jobs if (job.folder / "result.json").is_file()), None)
 
 

@@ -260,6 +260,8 @@ def run_job(jobs: Jobs, name: str) -> None:
             return
 
         def note_begun() -> None:  # the child itself does: whoever is killed when, it is known once it runs
+            if (job.folder / "running.json").exists():
+                raise FileExistsError  # by one whose runner was killed
             pid, runner = os.getpid(), os.getppid()
             _note(job.folder / "running.json", pid=pid, process_began=process_began(pid), runner=runner,
                   runner_began=process_began(runner))  # fmt: skip
@@ -271,9 +273,10 @@ def run_job(jobs: Jobs, name: str) -> None:
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, **APART, **own,
             )  # fmt: skip
         except (OSError, ValueError, subprocess.SubprocessError) as error:  # its folder is gone, a word is none ...
-            log.write(f"error: the program cannot be started: {error}\n".encode())
-            _note(job.folder / "running.json")
-            _note(job.folder / "ended.json", code=2)
+            if not jobs.get(name).pid:
+                log.write(f"error: the program cannot be started: {error}\n".encode())
+                _note(job.folder / "running.json")
+                _note(job.folder / "ended.json", code=2)
             return
         if sys.platform == "win32":
             _note(job.folder / "running.json", pid=child.pid, process_began=process_began(child.pid),
@@ -290,7 +293,8 @@ def run_queue(jobs: Jobs) -> None:
                     if queue[0].state == "running":  # of a process that was killed; its job goes on
                         time.sleep(0.3)
                     else:
-                        run_job(jobs, queue[0].id)
+                        with suppress(UserError, FileNotFoundError):  # it was taken away meanwhile
+                            run_job(jobs, queue[0].id)
 
 
 if __name__ == "__main__":

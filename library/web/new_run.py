@@ -157,7 +157,9 @@ def show(site: Site, request: Request, form: Form) -> Response:
         text = edited("", "dataset_config", site.places.show(site.places.find(dataset)), LORA)
     if asked := request.query_params.get("config"):
         found = site.places.find(asked)
-        file = site.places.find(str(found / "config.toml")) if found.is_dir() else found
+        file = found if found.is_file() else site.places.find(str(found / "config.toml"))
+        if not file.is_file() and (job := site.jobs.of_output(found)):  # a run that failed before it wrote one
+            file = job.folder / "config.toml"
         text = read_text(file, "choose a configuration that is there")
     pretrains = re.search(r"^[ \t]*(data_dir|preset|init_from)[ \t]*=", text, re.MULTILINE) is not None
     with suppress(UserError):

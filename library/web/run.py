@@ -179,9 +179,8 @@ def show_run(site: Site, request: Request, form: Form) -> Response:
     }  # fmt: skip
     if (part := request.query_params.get("part")) in ("overview", "samples", "files", "log"):
         return live(site, request, "run.html", part, **values)
-    configs = [at / "config.toml" for at in (folder, run.job and run.job.folder) if at]
-    config = next(filter(text_of, configs), configs[0])
-    return site.page(request, "run.html", seen="", config=config, settings=text_of(config), **values)
+    texts = (text_of(at / "config.toml") for at in (folder, run.job and run.job.folder) if at)
+    return site.page(request, "run.html", seen="", settings=next(filter(None, texts), ""), **values)
 
 
 def _pictures(folder: Path) -> list[tuple[str, str, list[tuple[str, str]]]]:

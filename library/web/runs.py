@@ -52,8 +52,11 @@ def show(site: Site, request: Request, form: Form) -> Response:
 
 def _address(job: Job) -> str:
     """Return where what a job does is shown."""
-    screen = {"report": "/precision", "generate": "/generate"}.get(job.kind)
-    return url("/run", path=job.output) if job.output else url(screen, job=job.id) if screen else "/new"
+    report = job.read("asked.json").get("report") if job.kind == "remedy" else job.id
+    screen = {"report": "/precision", "remedy": "/precision", "generate": "/generate"}.get(job.kind)
+    if job.kind == "data":
+        return url("/data", dataset=job.words[1])
+    return url("/run", path=job.output) if job.output else url(screen, job=report) if screen else "/new"
 
 
 def change_queue(site: Site, request: Request, form: Form) -> Response:

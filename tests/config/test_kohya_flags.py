@@ -8,6 +8,7 @@ from typing import get_args
 import pytest
 
 from dev.write_config_docs import kohya_page
+from library.config.kohya.command import paths_read, read_command_file
 from library.config.kohya.flags import DEFAULTS, FLAGS, Fate
 from library.config.scripts import fields
 from tests.config.test_kohya import _words
@@ -104,3 +105,13 @@ def test_the_tables_of_values_name_keys_of_the_schema() -> None:
 
 def test_the_page_of_flags_is_up_to_date() -> None:
     assert (ROOT / "docs/kohya_flags.md").read_text(encoding="utf-8") == kohya_page()
+
+
+def test_what_a_script_reads_is_the_same_with_a_byte_order_mark(tmp_path: Path) -> None:
+    """Windows' editors write one; the words of the command are those that the translation of the file has."""
+    script = tmp_path / "train.sh"
+    for mark in ("", "\ufeff"):
+        text = f"{mark}X=flux_train_network.py --config_file ok.toml\nflux_train_network.py --config_file other.toml\n"
+        script.write_text(text, encoding="utf-8")
+        assert "other.toml" in read_command_file(script).arguments
+        assert paths_read(text, script.name) == [("config_file", "other.toml")]

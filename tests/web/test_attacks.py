@@ -293,12 +293,19 @@ def test_of_the_pages_own_files_only_what_is_looked_at_is_sent(server: Server) -
 
 def test_a_journal_that_cannot_be_read_begins_anew(server: Server) -> None:
     path = "datasets/inside.toml"
-    for content in ("{", "[]", '{"done": 1}', '{"done": [{"what": 1}], "undone": []}', "\0" * 9):
-        name = hashlib.sha256(os.fsencode(server.folder / path)).hexdigest()[:16]
-        (server.output / ".tandem/undo").mkdir(parents=True, exist_ok=True)
-        (server.output / f".tandem/undo/{name}.json").write_text(content)
-        assert get(server, f"/data?dataset={path}")[0] == 200
-        assert (server.output / f".tandem/undo/{name}.broken").read_text() == content
+    name = hashlib.sha256(os.fsencode(server.folder / path)).hexdigest()[:16]
+    journal = server.output / f".tandem/undo/{name}.json"
+    journal.parent.mkdir(parents=True)
+    for n, content in enumerate(("{", "[]", '{"done": 1}', '{"done": [{"what": 1}], "undone": []}', "\0" * 9)):
+        journal.write_text(content)
+        status, page = get(server, f"/data?dataset={path}")
+        found = re.search(r'"hash": "(\w+)"', html.unescape(page))
+        assert (status, journal.read_text()) == (200, content)
+        assert found
+        text = f"# {n}\n[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = 'one'\n"
+        assert post(server, "/data/toml", dataset=path, hash=found[1], text=text)[0] // 100 == 2
+        assert len(json.loads(journal.read_text())["done"]) == 1
+        assert journal.with_suffix(".broken").read_text() == content
 
 
 @pytest.mark.parametrize(

@@ -104,6 +104,7 @@ def paths_read(text: str, name: str) -> list[tuple[str, Any]]:
     Raises:
         UserError: it can be translated by no means.
     """
+    text = text.removeprefix("\ufeff")  # as whoever reads the file does
     if Path(name).suffix.lower() in SCRIPT_SUFFIXES:
         words = _first_command(text, name).arguments
         pairs: Any = pairwise([*(part for word in words for part in word.split("=", 1)), ""])

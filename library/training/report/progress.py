@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from threading import Lock
 from typing import Literal
 
 from rich.box import SIMPLE_HEAD
@@ -52,14 +53,15 @@ def counting(console: Console) -> Iterator[Callable[[str, int], Advance]]:
 
 
 def _telling(console: Console, description: str, total: int) -> Advance:
-    done, last = 0, float("-inf")
+    done, last, alone = 0, float("-inf"), Lock()
 
     def advance(by: int) -> None:
         nonlocal done, last
-        done, now = done + by, time.monotonic()
-        if now - last >= _QUIET_SECONDS or done >= total:
-            last = now
-            console.print(f"{description}: {done} of {total}", soft_wrap=True)
+        with alone:
+            done, now = done + by, time.monotonic()
+            if now - last >= _QUIET_SECONDS or done >= total:
+                last = now
+                console.print(f"{description}: {done} of {total}", soft_wrap=True)
 
     advance(0)
     return advance
