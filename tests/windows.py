@@ -236,7 +236,7 @@ def import_everything() -> int:
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:
-            if error.name not in ("starlette", "lm_eval", "datasets", "deepspeed", "triton"):  # not for everybody
+            if error.name not in ("starlette", "tomlkit", "lm_eval", "datasets", "deepspeed", "triton"):  # not for everybody
                 raise
     return len(names)
 
