@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from diffusers import FluxPipeline
 from peft import LoraConfig
 
@@ -28,6 +29,7 @@ def _prepared(base: Path, checkpointing: bool) -> tuple[FlowStep, ImageLora]:
         base, base / "none.toml", base / "out", network_dim=RANK, network_alpha=ALPHA, text_encoder_lr=[1e-5, 1e-5],
         network_args=["train_t5xxl=True"], gradient_checkpointing=checkpointing,
     )  # fmt: skip
+    AcceleratorState._reset_state(reset_partial_state=True)  # of a run of other precision before
     task = ImageLora(load_config(flags))
     task.open()
     task.load_networks()
