@@ -60,6 +60,7 @@ class Site:
         templates.globals |= {"screens": SCREENS, "url": url}
         parts = vars(templates.get_template("parts.html").module)  # a block that is rendered alone has them too
         templates.globals |= {name: macro for name, macro in parts.items() if name[0] != "_"}
+        list(map(templates.get_template, templates.list_templates()))  # compiled before the first visit
         return cls(places, Jobs(places.state), templates)
 
     def page(self, request: Request, template: str, **values: Any) -> Response:
