@@ -17,9 +17,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -29,7 +29,7 @@ from library.config.schema import DatasetArguments
 from library.console import Console
 from library.errors import UserError, counted, exit_on_user_error, printable, reason_of
 from library.files import read_toml, write_text
-from library.training.report.progress import counting
+from library.training.report.progress import counting, telling
 from tools.command import answer_early, seed_number, tool_console, tool_parser, whole
 
 _PREVIEW = 3
@@ -70,23 +70,21 @@ answer_early(__name__, lambda: parser().parse_args())
 
 from concurrent.futures import ThreadPoolExecutor
 
-from PIL import Image, ImageOps
-
 from library.conditions import ConditionKind
 from library.data.caption_command import all_uncaptioned, caption_of, command_words
 from library.data.config import INPAINT_KEYS, REFERENCE_KEYS, DatasetConfig, load_dataset_config
 from library.data.gallery import (
     BucketCards,
     CountTokens,
-    data_url,
     described,
     gallery,
     hashed_previews,
+    jpeg_url,
     small_jpeg,
+    thumbnail,
     thumbnail_name,
     write_thumbnails,
 )
-from library.data.images import formats
 from library.data.lint import TITLES, Advance, Report, check, title, without_broken
 from library.data.samples import Sample, scan
 
@@ -174,20 +172,6 @@ def cards(
     return gallery(samples, report.findings, options.seed, options.images, count_tokens, advance), None
 
 
-def telling(description: str, total: int) -> Advance:
-    """Print how far the work is, a line every half second: no terminal is there to draw a bar on."""
-    done, said = 0, 0.0
-
-    def advance(by: int) -> None:
-        nonlocal done, said
-        done += by
-        if time.monotonic() - said > 0.5 or done == total:
-            said = time.monotonic()
-            print(f"{description}: {done:,} of {total:,}", flush=True)
-
-    return advance
-
-
 def write_json(
     path: Path,
     thumbnails: Path | None,
@@ -196,6 +180,7 @@ def write_json(
     seed: int,
     multiple: int,
     kind: ConditionKind,
+    start: Callable[[str, int], Advance],
 ) -> None:
     """Write what is known of a dataset; then small pictures of its images, and of what models are given besides.
 
@@ -217,10 +202,10 @@ def write_json(
     write_text(path, json.dumps(content))
     if thumbnails is not None:
         names = {image["path"]: image["thumbnail"] for image in content["images"] if image["thumbnail"]}
-        write_thumbnails(names, thumbnails, telling("making small pictures", len(names)))
+        write_thumbnails(names, thumbnails, start("making small pictures", len(names)))
     order = sorted(samples, key=lambda sample: (sample.group.dataset, sample.fit.bucket))  # as described
     waiting = [(number, sample) for number, sample in enumerate(order) if content["images"][number]["besides"]]
-    advance = telling("pictures of masks and control images", len(waiting))
+    advance = start("pictures of masks and control images", len(waiting))
 
     def draw(numbered: tuple[int, Sample]) -> None:
         try:
@@ -252,12 +237,8 @@ def preview(config: DatasetConfig, command: str | None, most: int | None, consol
 
 def _thumbnail(path: str | Path) -> str | None:
     """Return an image as a data URL, or None if it cannot be shown, which is what its finding says."""
-    try:
-        with Image.open(path, formats=formats()) as image:
-            image.draft("RGB", (_SIDE, _SIDE))
-            return data_url(ImageOps.exif_transpose(image), _SIDE)
-    except Exception:  # Pillow's plugins raise many types here
-        return None
+    data = thumbnail(str(path), _SIDE)
+    return jpeg_url(data) if data else None
 
 
 @exit_on_user_error
@@ -274,9 +255,10 @@ def main() -> None:
     config = load_dataset_config(options.dataset, arguments, conditioning)
     console = tool_console()
     if options.json is not None:
-        report = check(config, options.pixel_multiple, conditioning, telling)
+        start = partial(telling, console, seconds=0.5)
+        report = check(config, options.pixel_multiple, conditioning, start)
         seed, multiple = options.seed, options.pixel_multiple
-        write_json(options.json, options.thumbnails, config, report, seed, multiple, conditioning)
+        write_json(options.json, options.thumbnails, config, report, seed, multiple, conditioning, start)
     else:
         with counting(console) as start:
             report = check(config, options.pixel_multiple, conditioning, start)

@@ -227,7 +227,7 @@ def names_one_image(save_to: Path, images: int, overwrite: bool, caption_extensi
     Raises:
         UserError: one path for several images, another format, or something that lies there.
     """
-    from library.data.images import IMAGE_SUFFIXES
+    from library.data.new_dataset import IMAGE_SUFFIXES
 
     suffix = save_to.suffix.lower()
     if save_to.is_dir() or (suffix not in IMAGE_SUFFIXES and not save_to.exists()):

@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from library.data.new_dataset import MOST_CAPTION_BYTES
 from library.errors import UserError
 from library.files import atomic_path, read_bytes, rename, write_text
 from library.folder_lock import hold
 
 SUFFIXES = (".toml", ".txt", ".caption", ".cap", ".tags", ".tag", ".wd14")  # of what is edited: nothing that is run
-MOST_BYTES = 2**20  # of a caption, as in library.data.file_index
 _MOST_JOURNAL = 8 * 2**20  # bytes; the oldest changes are forgotten
 Change = tuple[str, str | None, str | None, str]  # path, old and new content (None: no file), encoding
 
@@ -64,7 +64,7 @@ def read(path: Path) -> Text:
     if not path.exists():
         return Text(None)
     try:
-        data = read_bytes(path, "mend it first", MOST_BYTES)
+        data = read_bytes(path, "mend it first", MOST_CAPTION_BYTES)
         encoding = {b"\xff\xfe": "utf-16-le", b"\xfe\xff": "utf-16-be"}.get(data[:2], "utf-8")
         return Text(data.decode(encoding), encoding)
     except UnicodeDecodeError as error:

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from library.data.images import read_header
+from library.data.new_dataset import MOST_CAPTION_BYTES
 from library.errors import UserError
 from library.files import read_bytes, read_checked_json, read_text, write_checked_json
 
-MOST_CAPTION_BYTES = 2**20  # no model reads more than a few thousand
 _VERSION = 2
 _RACY_NS = 2_000_000_000
 _THREADS = 8  # waiting for the disk, not for the processor

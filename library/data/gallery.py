@@ -159,7 +159,12 @@ def _card(sample: Sample, findings: list[Finding], seed: int, count_tokens: Coun
 
 def data_url(image: Image.Image, side: int = SIDE) -> str:
     """Return an image, made no larger than ``side``, as a data URL."""
-    return f"data:image/jpeg;base64,{base64.b64encode(small_jpeg(image, side)).decode()}"
+    return jpeg_url(small_jpeg(image, side))
+
+
+def jpeg_url(data: bytes) -> str:
+    """Return a JPEG file as a data URL."""
+    return f"data:image/jpeg;base64,{base64.b64encode(data).decode()}"
 
 
 def small_jpeg(image: Image.Image, side: int = SIDE) -> bytes:
@@ -200,21 +205,24 @@ def write_thumbnails(images: Mapping[str, str], folder: Path, advance: Callable[
 
 
 def _write_thumbnail(image: str, path: Path) -> None:
-    if path.exists():
-        return
+    if not path.exists() and (data := thumbnail(image, THUMBNAIL_SIDE)):
+        with atomic_path(path) as temporary:
+            temporary.write_bytes(data)
+
+
+def thumbnail(image: str, side: int) -> bytes | None:
+    """Return a small JPEG of an image file, upright and no larger than ``side``; None of one that cannot be shown."""
     try:
         content = read_bytes(image)
         if content.startswith(b"\xff\xd8"):  # a JPEG: decoded at up to an eighth of its size
             with Image.open(io.BytesIO(content), formats=["JPEG"]) as opened:
-                opened.draft("RGB", (THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+                opened.draft("RGB", (side, side))
                 picture = ImageOps.exif_transpose(opened)
         else:
             picture, _ = decode(content, image)  # refuses what is too large
-        data = small_jpeg(picture, THUMBNAIL_SIDE)
+        return small_jpeg(picture, side)
     except Exception:  # whatever a broken image does to a decoder; its finding says what is wrong
-        return
-    with atomic_path(path) as temporary:
-        temporary.write_bytes(data)
+        return None
 
 
 def crop_box(fit: Fit) -> tuple[float, float, float, float]:
@@ -282,16 +290,18 @@ def described(config: DatasetConfig, report: Report, samples: Sequence[Sample], 
             })  # fmt: skip
     for image in images:
         image["findings"] = []
+    kinds = []
     for kind, found in report.by_kind().items():
-        for one in found:
-            for number in {n for path in one.paths for n in numbers[path]}:
+        named = [sorted({n for path in one.paths for n in numbers[path]}) for one in found]
+        findings = [{"text": one.text, "images": of} for one, of in zip(found, named, strict=True)]
+        kinds.append({"kind": kind, "title": title(found), "is_error": found[0].is_error, "findings": findings})
+        for one, of in zip(found, named, strict=True):
+            for number in of:
                 images[number]["findings"].append({"kind": kind, "is_error": one.is_error, "text": one.text})
     several = len(config.datasets) > 1
     return {
         "dataset": str(config.path), "notes": report.notes, "refused": refused, "images": images,
-        "kinds": [{"kind": kind, "title": title(found), "is_error": found[0].is_error, "findings": [
-            {"text": one.text, "images": sorted({n for path in one.paths for n in numbers[path]})} for one in found]}
-            for kind, found in report.by_kind().items()],
+        "kinds": kinds,
         "buckets": [{"name": size_text(size) + f", dataset {number + 1}" * several,
                      "images": len(buckets[number, size]),
                      "batch_size": config.datasets[number].settings.batch_size,

@@ -47,13 +47,7 @@ if importlib.util.find_spec("pillow_jxl"):
 
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # what is too large is an error here, in one line
 
-IMAGE_SUFFIXES = frozenset(
-    (
-        *(".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".avif"),
-        *(".jxl", ".bmp", ".dib", ".tif", ".tiff", ".gif"),
-    )
-)
-_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "AVIF", "JXL", "BMP", "DIB", "TIFF", "GIF")  # Pillow's names of these
+_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "AVIF", "JXL", "BMP", "DIB", "TIFF", "GIF")  # as Pillow calls them
 MAX_PIXELS = 178_956_970  # where Pillow speaks of a decompression bomb: 512 MiB of RGB
 
 PIXELS_VERSION = 1  # part of every latent's key: raise it when the same file would give other pixels

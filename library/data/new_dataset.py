@@ -1,4 +1,7 @@
-"""A dataset as it begins: a folder of images, its TOML, and files that are put into it; for library/web/data.py."""
+"""Which files a dataset is made of, and how one begins: a folder of images, its TOML, files that are put into it.
+
+Nothing heavy is imported here, as library/web/data.py asks.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,14 @@ from typing import BinaryIO
 from library.errors import UserError
 from library.files import find_bad_name, toml_text, write_text
 
-# library.data.images has the images', but needs torch; a test compares them
-IMAGES = frozenset(
-    (".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".avif", ".jxl", ".bmp", ".dib", ".tif", ".tiff")
-) | {".gif"}
-CAPTIONS = frozenset((".txt", ".caption"))
+IMAGE_SUFFIXES = frozenset(
+    (
+        *(".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".avif"),
+        *(".jxl", ".bmp", ".dib", ".tif", ".tiff", ".gif"),
+    )
+)
+CAPTION_SUFFIXES = frozenset((".txt", ".caption"))  # of new ones; a dataset may name others
+MOST_CAPTION_BYTES = 2**20  # no model reads more than a few thousand
 
 
 def write_dataset(folder: Path, image_dir: str, trigger_word: str, resolution: str, repeats: str) -> Path:
@@ -33,7 +39,7 @@ def write_dataset(folder: Path, image_dir: str, trigger_word: str, resolution: s
         raise UserError("New dataset: resolution and repeats are whole numbers; correct them") from None
     images = folder / image_dir
     images.mkdir(parents=True, exist_ok=True)
-    endings = {file.suffix for file in images.iterdir()} & CAPTIONS
+    endings = {file.suffix for file in images.iterdir()} & CAPTION_SUFFIXES
     subset: dict[str, object] = {"image_dir": image_dir, "num_repeats": numbers["num_repeats"]}
     if trigger_word:
         subset["trigger_word"] = trigger_word
@@ -52,7 +58,7 @@ def find_bad_start(name: str) -> str | None:
 
 def refusal_of(name: str) -> str | None:
     """Return in words why a file called ``name`` is not put into a dataset; None if it is."""
-    is_known = Path(name).suffix.lower() in IMAGES | CAPTIONS
+    is_known = Path(name).suffix.lower() in IMAGE_SUFFIXES | CAPTION_SUFFIXES
     return find_bad_start(name) or (None if is_known else "is neither an image nor a caption (.txt, .caption)")
 
 

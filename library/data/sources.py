@@ -30,7 +30,7 @@ from library.conditions import ConditionKind
 from library.data.captions import TRIGGER, lacks_trigger
 from library.data.config import Subset, refused_condition_keys
 from library.data.file_index import FileIndex, SourceFile, Stats, files_inside, list_folder
-from library.data.images import IMAGE_SUFFIXES
+from library.data.new_dataset import IMAGE_SUFFIXES
 from library.errors import UserError, counted, did_you_mean, names_in_short
 from library.files import MOST_DATA_BYTES, parse_json, read_json_lines, read_text, written_path
 

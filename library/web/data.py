@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from library.data.caption_edit import Journal, Text, changes_of, read
-from library.data.new_dataset import IMAGES, add_file, find_bad_start, refusal_of, write_dataset
+from library.data.new_dataset import IMAGE_SUFFIXES, add_file, find_bad_start, refusal_of, write_dataset
 from library.errors import UserError, counted
 from library.files import read_toml
 from library.web.access import Refused
@@ -63,7 +63,7 @@ def datasets(site: Site) -> tuple[list[tuple[Path, float]], list[tuple[Path, int
             folder = Path(at)
             deep = len(folder.relative_to(base).parts) >= _MOST_LEVELS
             inside[:] = [] if deep else sorted(name for name in inside if name[0] != ".")
-            folders[folder] = sum(Path(name).suffix.lower() in IMAGES for name in names)
+            folders[folder] = sum(Path(name).suffix.lower() in IMAGE_SUFFIXES for name in names)
             for path in (folder / name for name in names if name.endswith(".toml")):
                 if _is_inside(site, path) and re.search(r"^[ \t]*\[\[[ \t]*datasets\b", read(path).shown, re.MULTILINE):
                     tomls[path.resolve()] = path.stat().st_mtime

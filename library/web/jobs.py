@@ -224,7 +224,7 @@ class Jobs:
 def _object(path: Path) -> dict[str, Any] | None:
     with suppress(OSError, ValueError):
         read = json.loads(path.read_text(encoding="utf-8") or "{}")
-        return read if isinstance(read, dict) else {"rows": read}
+        return read if isinstance(read, dict) else None
     return None
 
 

@@ -173,14 +173,14 @@ def show_run(site: Site, request: Request, form: Form) -> Response:
         raise UserError(f"{site.places.show(folder)}: no such run; it may have been moved or deleted")
     run = look(site, folder, job)
     values = {  # what a part has to look up, it calls
-        "run": run, "runs": [run], "job": run.job, "own": url("/run", path=folder),
-        "states": partial(states_of, folder), "waits_for": partial(ahead, site, run.job), "texts": texts_of(folder),
-        "rows": partial(_pictures, folder), "loras": partial(_loras, folder, run.job, jobs),
+        "run": run, "runs": [run], "job": run.job, "own": url("/run", path=folder), "rows": partial(_pictures, folder),
+        "states": partial(states_of, folder), "waits_for": partial(ahead, site, run.job),
+        "texts": partial(texts_of, folder), "loras": partial(_loras, folder, run.job, jobs),
     }  # fmt: skip
     if (part := request.query_params.get("part")) in ("overview", "samples", "files", "log"):
         return live(site, request, "run.html", part, **values)
-    texts = (text_of(at / "config.toml") for at in (folder, run.job and run.job.folder) if at)
-    return site.page(request, "run.html", seen="", settings=next(filter(None, texts), ""), **values)
+    configs = (text_of(at / "config.toml") for at in (folder, run.job and run.job.folder) if at)
+    return site.page(request, "run.html", seen="", settings=next(filter(None, configs), ""), **values)
 
 
 def _pictures(folder: Path) -> list[tuple[str, str, list[tuple[str, str]]]]:

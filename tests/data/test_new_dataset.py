@@ -6,16 +6,20 @@ import io
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from library.config.schema import DatasetArguments
 from library.data.config import load_dataset_config
-from library.data.images import IMAGE_SUFFIXES
-from library.data.new_dataset import IMAGES, add_file, refusal_of, write_dataset
+from library.data.new_dataset import CAPTION_SUFFIXES, IMAGE_SUFFIXES, add_file, refusal_of, write_dataset
+from library.data.sources import is_image
 from library.errors import UserError
 
 
-def test_images_are_those_of_training() -> None:
-    assert IMAGES == IMAGE_SUFFIXES
+def test_what_is_added_is_what_training_reads() -> None:
+    Image.init()
+    for suffix in {*Image.registered_extensions(), *IMAGE_SUFFIXES, ".txt", ".caption", ".zip"}:
+        is_taken = refusal_of(f"a{suffix}") is None
+        assert is_taken == (is_image(f"a{suffix}") or suffix in CAPTION_SUFFIXES), suffix
 
 
 @pytest.mark.parametrize(

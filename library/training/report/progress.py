@@ -39,7 +39,7 @@ def counting(console: Console) -> Iterator[Callable[[str, int], Advance]]:
     Where the output is no terminal a line is printed at the beginning, each ``_QUIET_SECONDS`` at most, at the end.
     """
     if not console.is_terminal:
-        yield partial(_telling, console)
+        yield partial(telling, console)
         return
     with Progress(
         TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
@@ -52,16 +52,17 @@ def counting(console: Console) -> Iterator[Callable[[str, int], Advance]]:
         yield start
 
 
-def _telling(console: Console, description: str, total: int) -> Advance:
+def telling(console: Console, description: str, total: int, seconds: float = _QUIET_SECONDS) -> Advance:
+    """Print how far the work is, where there is no terminal: as it begins, each ``seconds`` at most, as it ends."""
     done, last, alone = 0, float("-inf"), Lock()
 
     def advance(by: int) -> None:
         nonlocal done, last
         with alone:
             done, now = done + by, time.monotonic()
-            if now - last >= _QUIET_SECONDS or done >= total:
+            if now - last >= seconds or done >= total:
                 last = now
-                console.print(f"{description}: {done} of {total}", soft_wrap=True)
+                console.print(f"{description}: {done:,} of {total:,}", soft_wrap=True)
 
     advance(0)
     return advance
