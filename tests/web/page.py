@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -74,18 +74,23 @@ def serve(folder: Path, *words: str) -> Iterator[Server]:
                 process.wait(timeout=15)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
-        _kill_jobs(folder / "output/.tandem/jobs")
+        _end_jobs(folder / "output/.tandem")
 
 
-def _kill_jobs(jobs: Path) -> None:
+def _end_jobs(state: Path) -> None:
+    """End all jobs, and wait until nobody writes into their folders any more."""
+    from library.folder_lock import hold
     from library.web.jobs import Jobs
 
-    for job in Jobs(jobs.parent).all():
-        if job.state == "waiting":
-            shutil.rmtree(job.folder)
-        elif job.state == "running" and job.pid:
-            with suppress(ProcessLookupError):  # over meanwhile
-                os.killpg(job.pid, signal.SIGKILL)
+    jobs, limit = Jobs(state), time.monotonic() + 60
+    while going := [job for job in jobs.all() if not job.is_over]:
+        assert time.monotonic() < limit, going
+        for job in going:
+            jobs.stop(job.id, again=True)
+        time.sleep(0.05)
+    if jobs.queue_lock.exists():
+        with hold(jobs.queue_lock, seconds=60):
+            pass
 
 
 @contextmanager
