@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import sys
 
 import pytest
 from hypothesis import settings
@@ -27,6 +28,14 @@ settings.load_profile("repeatable")
 def pytest_configure(config: pytest.Config) -> None:
     """Guard against a run that never ends."""
     stalls.watch(config)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Let each test begin as a process does: accelerate refuses a run of other precision than the one before it."""
+    if state := sys.modules.get("accelerate.state"):
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()
 
 
 def pytest_timeout_set_timer(item: pytest.Item, settings: Settings) -> bool:

@@ -21,14 +21,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageOps
+from PIL import Image
 
 from library.data.buckets import Fit, size_text
 from library.data.cache import preview_names, previews
 from library.data.captions import can_drop, caption_variants
 from library.data.config import DatasetConfig, Subset
 from library.data.file_index import content_hash
-from library.data.images import decode
+from library.data.images import decode, upright
 from library.data.lint import Finding, Report, title
 from library.data.samples import Sample
 from library.data.sources import caption_suffix, is_image, stem
@@ -217,7 +217,7 @@ def thumbnail(image: str, side: int) -> bytes | None:
         if content.startswith(b"\xff\xd8"):  # a JPEG: decoded at up to an eighth of its size
             with Image.open(io.BytesIO(content), formats=["JPEG"]) as opened:
                 opened.draft("RGB", (side, side))
-                picture = ImageOps.exif_transpose(opened)
+                picture = upright(opened).convert("RGB")
         else:
             picture, _ = decode(content, image)  # refuses what is too large
         return small_jpeg(picture, side)

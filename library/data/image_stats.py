@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFile
 
 from library.data.file_index import FileMemory, SourceFile, content_hash
-from library.data.images import decode, read_header
+from library.data.images import decode, read_header, upright
 from library.errors import UserError, reason_of
 from library.files import read_bytes
 
-_VERSION = 4
+_VERSION = 5
 _REDUCED = 256  # longer side of the reduced image in which borders are looked for
 _SAME_ROW = 24  # spread of a bar's row, of 255: a JPEG's bar is not quite even
 _SAME_BAR = 12  # and how far a row may lie from the bar's first one
@@ -116,7 +116,7 @@ def _reduced(data: bytes, name: str) -> Image.Image:
         try:
             with Image.open(io.BytesIO(data)) as image:
                 image.draft("RGB", (_REDUCED, _REDUCED))
-                small = image.convert("RGB")
+                small = upright(image).convert("RGB")
         except Exception as error:  # Pillow's plugins raise many types here, all of them about the file
             raise UserError(f"{name}: damaged image ({reason_of(error)}); replace or remove it") from None
     else:

@@ -104,8 +104,7 @@ def decode(data: bytes, name: str, alpha_mask: bool = False) -> tuple[Image.Imag
             image.load()
         except Exception as error:  # Pillow's plugins raise many types here, all of them about the file
             raise UserError(f"{name}: damaged image ({reason_of(error)}); replace or remove it") from error
-        upright = image.transpose(_UPRIGHT[_orientation(image)]) if _orientation(image) > 1 else image
-        rgb, alpha = _split_alpha(upright, image.info.get("icc_profile"), name)
+        rgb, alpha = _split_alpha(upright(image), image.info.get("icc_profile"), name)
     if alpha is None or alpha_mask:
         return rgb, alpha
     white = Image.new("RGB", rgb.size, (255, 255, 255))
@@ -224,6 +223,12 @@ def _frames(image: Image.Image) -> int:
         return int(getattr(image, "n_frames", 1))
     except Exception:  # damaged behind the first frame, which is the one that is used
         return 1
+
+
+def upright(image: Image.Image) -> Image.Image:
+    """Return an opened image as its EXIF orientation says that it is to be seen; nothing else reads that afterwards."""
+    turn = _UPRIGHT.get(_orientation(image))
+    return image if turn is None else image.transpose(turn)
 
 
 def _orientation(image: Image.Image) -> int:

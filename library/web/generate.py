@@ -55,7 +55,8 @@ def _prompts_of(site: Site, run: dict[str, Any]) -> str:
 def start(site: Site, request: Request, form: Form) -> Response:
     """Queue a painting as the form says."""
     given = {key: str(value).strip() for key, value in form.items()}
-    lora, more = lora_file(site, given["lora"]), given.get("more", "").split()
+    lora = lora_file(site, given["lora"])
+    more = [line.strip() for line in given.get("more", "").splitlines() if line.strip()]
     strengths = list(
         dict.fromkeys(float_of(word, "strengths") for word in given["strengths"].replace(",", " ").split())
     )

@@ -16,7 +16,7 @@ import library.data.image_stats as image_stats
 from library.config.schema import DatasetArguments
 from library.data.config import load_dataset_config
 from library.data.file_index import SourceFile
-from library.data.image_stats import difference_hash, find_bars, measure_images
+from library.data.image_stats import difference_hash, find_bars, measure_image, measure_images
 from library.data.lint import Report, check
 from library.data.samples import scan
 from tests.forked import run_script
@@ -116,6 +116,17 @@ def test_bars_are_measured(colour: int) -> None:
     left, top, right, bottom = find_bars(barred((40, 0), colour))
     assert (top, bottom) == (0.0, 0.0)
     assert (left, right) == pytest.approx((40 / 240, 40 / 240), abs=0.005)
+
+
+@pytest.mark.parametrize("kind", ["jpeg", "png"])
+def test_bars_of_an_image_that_a_camera_turned_are_named_as_they_are_seen(kind: str, tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # TIFF 6.0: to be turned by 90 degrees clockwise
+    seen = ImageOps.expand(make_image(77), border=(40, 0, 0, 20), fill=(0, 0, 0))
+    seen.transpose(Image.Transpose.ROTATE_90).save(tmp_path / f"turned.{kind}", exif=exif, quality=95)
+    stats = measure_image(str(tmp_path / f"turned.{kind}"))
+    assert stats.size == seen.size
+    assert stats.bars == pytest.approx((40 / seen.width, 0, 0, 20 / seen.height), abs=0.01)
 
 
 def test_an_even_background_is_no_bar() -> None:

@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from accelerate.state import AcceleratorState
 
 from library.config import load_config
 from library.models.flux.text import FluxTextEncoder
@@ -24,7 +23,6 @@ def test_training_after_it_encodes_nothing(tmp_path: Path, monkeypatch: pytest.M
     dataset = write_dataset(tmp_path, images=2, flip_aug=True)
     (tmp_path / "prompts.txt").write_text("a prompt --w 32 --h 32 --s 1")
     settings = {"sample_prompts": tmp_path / "prompts.txt", "max_train_steps": 1}
-    AcceleratorState._reset_state(reset_partial_state=True)
     cache_dataset(load_config(arguments(base, dataset, tmp_path / "unused", **settings)))
     assert not (tmp_path / "unused").exists()
     cache = tmp_path / "images" / ".tandem_cache"

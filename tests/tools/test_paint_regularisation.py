@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from accelerate.state import AcceleratorState
 from PIL import Image
 
 from library.config import load_config
@@ -21,7 +20,6 @@ def test_training_paints_nothing_again_and_the_copy_is_a_regularisation_subset(
     kept = tmp_path / "kept.txt"
     kept.write_text("a ring, grey --s 2\na line --w 32 --h 64 --s 2\n")
     settings = {"preserve": "prior", "preserve_prompts": kept, "general_prompts": "none", "max_train_steps": 1}
-    AcceleratorState._reset_state(reset_partial_state=True)
     copied = tmp_path / "reg"
     images = paint_regularisation(load_config(arguments(base, dataset, tmp_path / "unused", **settings)), copied)
     assert not (tmp_path / "unused").exists()
@@ -41,7 +39,6 @@ def test_training_paints_nothing_again_and_the_copy_is_a_regularisation_subset(
 
 def test_without_prompts_to_paint_a_line_says_what_to_set(tmp_path: Path) -> None:
     base = write_base(tmp_path / "base")
-    AcceleratorState._reset_state(reset_partial_state=True)
     config = load_config(arguments(base, write_dataset(tmp_path / "data"), tmp_path / "unused"))
     with pytest.raises(UserError, match=r'^preserve_prompts: nothing .* set preserve = "prior"'):
         paint_regularisation(config)

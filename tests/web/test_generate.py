@@ -149,7 +149,9 @@ def test_pictures_appear_while_it_paints_and_several_loras_are_one_sum(browser: 
     tab.page.get_by_label("Strengths", exact=True).fill("0 1")
     tab.page.get_by_label("Steps").fill("2")
     tab.page.get_by_text("More", exact=True).click()
-    tab.page.get_by_label("Further LoRAs").fill("output/zorbo/zorbo.safetensors:-1")
+    shutil.copy(server.output / "zorbo/zorbo.safetensors", server.output / "zorbo/the other one.safetensors")
+    further = "output/zorbo/zorbo.safetensors:-0.75\noutput/zorbo/the other one.safetensors:-0.25"
+    tab.page.get_by_label("Further LoRAs").fill(further)
     tab.page.get_by_role("button", name="Paint").click()
     tab.page.wait_for_url("**job=*")
     expect(tab.page.locator(".shot")).to_have_count(2)  # empty cells, until they are painted
@@ -157,7 +159,7 @@ def test_pictures_appear_while_it_paints_and_several_loras_are_one_sum(browser: 
     folder = server.output / ".tandem/jobs" / tab.page.url.rpartition("=")[2]
     without, both = (Image.open(path).convert("RGB") for path in sorted((folder / "images").glob("*.png")))
     assert max(high for _, high in ImageChops.difference(without, both).getextrema()) <= 2  # one takes the other back
-    expect(tab.page.get_by_label("Further LoRAs")).to_have_value("output/zorbo/zorbo.safetensors:-1")
+    expect(tab.page.get_by_label("Further LoRAs")).to_have_value(further)
     tab.close()
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 
 from library.config.schema import OptimizerConfig
@@ -283,10 +282,8 @@ def test_averaged_weights_of_other_optimizers_are_the_weights() -> None:
 
 
 @pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+def accelerator() -> Accelerator:
+    return Accelerator(cpu=True)
 
 
 @pytest.mark.parametrize("name", ["AdamW", "ProdigyPlusScheduleFree"])

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 
 from library.config.schema import OptimizerConfig
@@ -199,10 +197,8 @@ def test_values_kept_in_tensors_are_read() -> None:
 
 
 @pytest.fixture
-def accelerator() -> Iterator[Accelerator]:
-    yield Accelerator(cpu=True)
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+def accelerator() -> Accelerator:
+    return Accelerator(cpu=True)
 
 
 def test_an_optimizer_wrapped_by_accelerate_is_read_through(accelerator: Accelerator) -> None:
