@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import sys
 import tempfile
@@ -94,6 +95,7 @@ def main() -> None:
         folder = Path(top)
         for number in range(options.runs):
             write_run(folder / f"output/run_{number:03}", options.steps, number)
+        os.sync()  # else the disk is still busy with the runs while the first screens are painted
         with serve(folder) as server, open_browser() as browser:
             process = server.process.pid
             compared = "&".join(f"path=output/run_{number:03}" for number in range(4))

@@ -149,7 +149,7 @@ def test_elsewhere_it_asks_for_the_token_that_it_prints(tmp_path: Path) -> None:
     with serve(tmp_path, "--host", "0.0.0.0") as running:
         assert answer(running, "/")[0] == 401
         assert answer(running, "/?token=wrong")[0] == 401
-        assert answer(running, "/static/page.css")[0] == 401
+        assert answer(running, "/static/page.js")[0] == 401
         token = (tmp_path / "page.log").read_text().split("?token=")[1].split()[0]
         status, headers, _ = answer(running, f"/?token={token}")
         assert status == 303
