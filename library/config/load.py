@@ -39,6 +39,8 @@ from library.files import MOST_TOML_BYTES, parse_toml, read_text, read_toml, wri
 _SAME_HEADING = 0.8  # similarity above which an unknown table heading is taken for a misspelt one
 _SAME_WORD = 0.8  # likewise a key of a kohya's configuration, whose other unknown keys are passed over
 _OF_DATASETS = ("general", "datasets")
+_NAME = re.compile(r"\"[^\"]*\"|'[^']*'|[\w-]+")  # a TOML key's part, and a line's beginning that sets one or a table
+_NAMES = re.compile(rf"[ \t]*(\[*)[ \t]*((?:{_NAME.pattern})(?:[ \t]*\.[ \t]*(?:{_NAME.pattern}))*)[ \t]*[=\]]")
 _INSTEAD = {
     "max_train_steps": "max_train_epochs",
     "max_train_epochs": "max_train_steps",
@@ -150,10 +152,10 @@ def _read_file(path: str, script: Script[Any]) -> RawConfig:
 def read_keys(text: str, path: str, script: Script[Any] = LORA) -> RawConfig:
     """Return the keys of a training TOML's text, table headings dissolved; messages call it ``path``."""
     tables, known, given = parse_toml(text, path), fields(script), RawConfig()
-    pairs = _flattened(tables, set(known))
+    pairs, (lines, headings) = _flattened(tables, set(known)), _lines_of(text)
     of_kohyas = script.takes_kohya and find_tool(dict(pairs)) is not None
     for key, value in pairs:
-        where = f"{path}:{_line_of(key, text)}: {key}"
+        where = f"{path}:{lines.get(key, 1)}: {key}"
         if key not in known and not (script.takes_kohya and key in FLAGS):
             foreign = key in script.foreign_keys or isinstance(value, dict | list)
             if of_kohyas and not foreign and not nearest_of(key, [*known, *FLAGS], _SAME_WORD):
@@ -166,12 +168,11 @@ def read_keys(text: str, path: str, script: Script[Any] = LORA) -> RawConfig:
         if key in given.values:
             given.problems.append(f"{where}: stands in this file twice; keep one")
         given.values[key], given.origins[key] = value, where
-    headings = (name for name, value in tables.items() if isinstance(value, dict) and name not in known)
-    for name in headings:
+    for name in (name for name, value in tables.items() if isinstance(value, dict) and name not in known):
         if name not in (*sections(script), *_OF_DATASETS) and (
             meant := nearest_of(name, sections(script), _SAME_HEADING)
         ):
-            where = f"{path}:{_line_of(name, text, heading=True)}: [{name}]"
+            where = f"{path}:{headings.get(name, 1)}: [{name}]"
             given.notes.append(Note(name, "note", f"no section has this name; did you mean {meant!r}?", where))
     return given
 
@@ -203,12 +204,17 @@ def _flattened(table: dict[str, Any], known: set[str]) -> list[tuple[str, Any]]:
     return pairs
 
 
-def _line_of(key: str, text: str, heading: bool = False) -> int:
-    """Return the first line of ``text`` that sets ``key`` or has it for a heading, or 1."""
-    name = rf"[\"']?{re.escape(key)}[\"']?"
-    line = rf"^[ \t]*\[+[ \t]*{name}[ \t]*[\].]" if heading else rf"^[ \t]*(?:{name}[ \t]*=|\[+[ \t]*{name}[ \t]*\])"
-    match = re.search(line, text, re.MULTILINE)
-    return text.count("\n", 0, match.end()) + 1 if match else 1
+def _lines_of(text: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the first line of ``text`` that sets a key, or has it as a table's last name, and that of a heading."""
+    keys: dict[str, int] = {}
+    headings: dict[str, int] = {}
+    for number, line in enumerate(text.split("\n"), 1):
+        if match := _NAMES.match(line):
+            names = [name.strip("\"'") for name in _NAME.findall(match[2])]
+            keys.setdefault(names[-1], number)
+            for name in names if match[1] else ():
+                headings.setdefault(name, number)
+    return keys, headings
 
 
 def validated(values: dict[str, Any], origins: dict[str, str]) -> TrainConfig:

@@ -12,7 +12,7 @@ import pytest
 from dev.write_config_docs import json_schema, options_page
 from library.config import load_config
 from library.config.kohya.translate import Note, summary
-from library.config.load import load_for
+from library.config.load import load_for, read_keys
 from library.config.scripts import LLM, LORA, Script, fields, sections
 from library.errors import UserError
 from tests.config.test_kohya import _problem
@@ -355,3 +355,17 @@ def test_epochs_of_a_flag_at_zero_leave_the_files_steps(tmp_path: Path) -> None:
         ["--config_file", _toml(tmp_path, "max_train_steps = 7"), *REQUIRED, "--max_train_epochs", "0"]
     )
     assert (config.training.max_train_steps, config.training.max_train_epochs) == (7, None)
+
+
+def test_a_problem_names_its_line_however_toml_writes_the_key() -> None:
+    text = """title = 1
+[network]
+  "foo one" = 1
+'foo_two' = 2
+network.foo_three = 3
+[datasets_."x"]
+foo_four=4 # foo_five = 0
+"""
+    said = read_keys(text, "run.toml").problems
+    expected = {"title": 1, "foo one": 3, "foo_two": 4, "foo_three": 5, "foo_four": 7}
+    assert [line.split(": ")[:2] for line in said] == [[f"run.toml:{n}", key] for key, n in expected.items()]

@@ -21,6 +21,10 @@ _CHARTS = (
     ("Peak memory, GiB", ("peak_mem_bytes",), "line", ""),
     ("Seconds a step", ("s_per_it", "data_wait_s"), "smooth", ""),
 )
+_LABELS = {
+    "loss": "training", "val_loss": "held out", "val_prior_loss": "held out, to be preserved", "grad_norm": "norm",
+    "peak_mem_bytes": "peak", "s_per_it": "in all", "data_wait_s": "waiting for data",
+}  # fmt: skip
 
 
 def charts_of(runs: Sequence[Run], decay: float) -> list[dict[str, Any]]:
@@ -44,11 +48,12 @@ def charts_of(runs: Sequence[Run], decay: float) -> list[dict[str, Any]]:
 def _chart(runs: Sequence[Run], decay: float, title: str, keys: tuple[str, ...], look: str, log: str) -> dict[str, Any]:
     lines = []
     for number, run in enumerate(runs):
-        columns: dict[str, Series] = {key: run.columns[key] for key in keys if key in run.columns}
-        if keys[0][-1] in "/_":
-            columns = {", ".join(names): series for names, series in run.groups(keys[0]).items()}
+        columns: dict[str, Series] = {_LABELS[key]: run.columns[key] for key in keys if key in run.columns}
+        if keys[0][-1] in "/_":  # one of each group, or noise level
+            before = "σ " if keys[0][-1] == "_" else ""
+            columns = {before + ", ".join(names): series for names, series in run.groups(keys[0]).items()}
         for kind, (label, (steps, values)) in enumerate(sorted(columns.items())):
-            values = values / 2**30 if "bytes" in label else values
+            values = values / 2**30 if "bytes" in keys[0] else values
             shown = [(label, average(values, decay) if look in ("noisy", "smooth") else values, False)]
             if look == "noisy" and decay > 0 and len(runs) == 1:
                 shown.insert(0, (f"{label}, each", values, True))  # behind it, each step's
