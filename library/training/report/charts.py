@@ -56,7 +56,7 @@ def _chart(runs: Sequence[Run], decay: float, title: str, keys: tuple[str, ...],
             values = values / 2**30 if "bytes" in keys[0] else values
             shown = [(label, average(values, decay) if look in ("noisy", "smooth") else values, False)]
             if look == "noisy" and decay > 0 and len(runs) == 1:
-                shown.insert(0, (f"{label}, each", values, True))  # behind it, each step's
+                shown.insert(0, (f"{label}, each step", values, True))  # behind it, each step's
             for text, column, faint in shown:
                 xs, ys = thin((steps, column), _POINTS)
                 numbers = [float(f"{y:.6g}") if y == y else None for y in ys.tolist()]
