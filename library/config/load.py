@@ -38,6 +38,7 @@ from library.files import MOST_TOML_BYTES, parse_toml, read_text, read_toml, wri
 
 _SAME_HEADING = 0.8  # similarity above which an unknown table heading is taken for a misspelt one
 _SAME_WORD = 0.8  # likewise a key of a kohya's configuration, whose other unknown keys are passed over
+_MOST_HINTS = 200  # unknown keys of a file for which one that may be meant is looked for
 _OF_DATASETS = ("general", "datasets")
 _NAME = re.compile(r"\"[^\"]*\"|'[^']*'|[\w-]+")  # a TOML key's part, and a line's beginning that sets one or a table
 _NAMES = re.compile(rf"[ \t]*(\[*)[ \t]*((?:{_NAME.pattern})(?:[ \t]*\.[ \t]*(?:{_NAME.pattern}))*)[ \t]*[=\]]")
@@ -79,7 +80,7 @@ def names_language_model(argv: Sequence[str]) -> bool:
     if known.model_type is not None or known.config_file is None:
         return known.model_type in LANGUAGE_MODELS
     with suppress(Exception):  # named when the file is loaded
-        tables, _ = read_toml(_toml_path(known.config_file))
+        tables, _ = read_toml(toml_path(known.config_file))
         return any(key == "model_type" and value in LANGUAGE_MODELS for key, value in _flattened(tables, set()))
     return False
 
@@ -142,7 +143,7 @@ def read_arguments(argv: Sequence[str], script: Script[Any] = LORA) -> RawConfig
 
 def _read_file(path: str, script: Script[Any]) -> RawConfig:
     """Return the keys of a training TOML; its suffix may be left out, as with kohya's."""
-    path = _toml_path(path)
+    path = toml_path(path)
     if Path(path).is_dir():
         inside = ", such as config.toml in it" if (Path(path) / "config.toml").is_file() else ""
         raise UserError(f"{path}: is a folder; give --config_file the path of a training TOML{inside}")
@@ -157,6 +158,9 @@ def read_keys(text: str, path: str, script: Script[Any] = LORA) -> RawConfig:
     for key, value in pairs:
         where = f"{path}:{lines.get(key, 1)}: {key}"
         if key not in known and not (script.takes_kohya and key in FLAGS):
+            if len(given.problems) + len(given.notes) >= _MOST_HINTS:
+                given.problems.append(f"{where}: unknown key")
+                continue
             foreign = key in script.foreign_keys or isinstance(value, dict | list)
             if of_kohyas and not foreign and not nearest_of(key, [*known, *FLAGS], _SAME_WORD):
                 said = f"is no key of kohya's or Tandem's; passed over, as there{did_you_mean(key, [*known, *FLAGS])}"
@@ -177,7 +181,7 @@ def read_keys(text: str, path: str, script: Script[Any] = LORA) -> RawConfig:
     return given
 
 
-def _toml_path(path: str) -> str:
+def toml_path(path: str) -> str:
     """Return the file that ``path`` names, whose suffix may be left out."""
     return path if Path(path).exists() or not Path(f"{path}.toml").exists() else f"{path}.toml"
 

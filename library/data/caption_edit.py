@@ -46,6 +46,10 @@ class Text:
         """What the text is known by."""
         return "" if self.raw is None else hashlib.sha256(self.raw.encode(self.encoding)).hexdigest()[:16]
 
+    def is_as(self, raw: str | None) -> bool:
+        """Whether the file holds ``raw``, or is not there if that is None; one that cannot be read is not known."""
+        return self.raw == raw and not self.why
+
     def changed(self, shown: str) -> str | None:
         """Return the content with ``shown`` in place of what was shown; of blank text no file, as training wants it."""
         if not shown.strip():
@@ -137,7 +141,9 @@ class Journal:
     def write(self, what: str, changes: Sequence[Change]) -> list[str]:
         """Write new texts; return the paths whose old text is not there any more, which were left alone."""
         with hold(self._file.with_suffix(".lock")):
-            kept = [change for change in changes if read(self._find(change[0])).raw == change[1] != change[2]]
+            kept = [
+                change for change in changes if read(self._find(change[0])).is_as(change[1]) and change[1] != change[2]
+            ]
             if kept:
                 self._note([*self.stacks()[0], {"what": what, "changes": kept}], [])
             return self._write(changes)
@@ -169,12 +175,12 @@ class Journal:
     def _put(self, change: Change) -> str:
         """Write the new text where the old one still is; return the path where there is neither."""
         path, (name, old, new, encoding) = self._find(change[0]), change
-        now = read(path).raw
-        if now == old and new is None:
+        now = read(path)
+        if now.is_as(old) and new is None:
             path.unlink(missing_ok=True)
-        elif now == old != new:
+        elif now.is_as(old) and old != new:
             with atomic_path(path) as temporary:
                 temporary.write_bytes(str(new).encode(encoding))
                 if path.exists():
                     temporary.chmod(path.stat().st_mode & 0o777)
-        return "" if now in (old, new) else name
+        return "" if now.is_as(old) or now.is_as(new) else name

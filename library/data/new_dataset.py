@@ -36,7 +36,9 @@ def write_dataset(folder: Path, image_dir: str, trigger_word: str, resolution: s
     try:
         numbers = {"resolution": int(resolution), "num_repeats": int(repeats)}
     except ValueError:
-        raise UserError("New dataset: resolution and repeats are whole numbers; correct them") from None
+        numbers = {}
+    if min(numbers.values(), default=0) < 1:
+        raise UserError("New dataset: resolution and repeats are whole numbers from 1; correct them")
     images = folder / image_dir
     images.mkdir(parents=True, exist_ok=True)
     endings = {file.suffix for file in images.iterdir()} & CAPTION_SUFFIXES

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,12 +109,10 @@ class Places:
         elif isinstance(value, list):
             for inner in value:
                 self.refuse_paths_outside(inner, where)
-        elif isinstance(value, str) and value and len(value) < 4096:
-            path = Path(value)
-            try:
+        elif isinstance(value, str) and value:
+            path, means_path = Path(value), False
+            with suppress(OSError, ValueError):  # too long for a name, NUL
                 means_path = path.is_absolute() or ".." in path.parts or value.startswith("~") or path.exists()
-            except (OSError, ValueError):
-                return
             if means_path:
                 try:
                     self.find(value)

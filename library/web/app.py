@@ -19,9 +19,8 @@ from library.web.access import Guard, Places, Refused
 from library.web.jobs import ROOT
 from library.web.site import HERE, Form, Site
 
-_OWN = re.compile(
-    r"jobs/[\w-]+/((report|images)/.+|log\.txt)"
-)  # of the page's own files, what jobs make to be looked at
+# Of the page's own files, what jobs make to be looked at.
+_OWN = re.compile(r"jobs/[\w-]+/((report|images)/.+|log\.txt)")
 _SHOWN = {".png", ".jpg", ".jpeg", ".webp", ".avif", ".gif", ".svg"}
 # A report is a page of its own: its scripts run, but as nobody's, and reach nothing.
 _REPORT_POLICY = (
@@ -43,7 +42,7 @@ def send_file(site: Site, request: Request, form: Form) -> Response:
         kept = {"cache-control": "private, max-age=31536000, immutable"} if "v" in request.query_params else {}
         return FileResponse(path, media_type=mimetypes.guess_type(path.name)[0], headers=kept | {
             "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; sandbox"})  # fmt: skip
-    if kind == ".html" and not download:
+    if kind == ".html" and not download and path.is_relative_to(site.places.state):  # others lead away from here
         return FileResponse(path, media_type="text/html", headers={"content-security-policy": _REPORT_POLICY})
     return FileResponse(path, filename=path.name)
 

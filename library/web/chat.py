@@ -67,6 +67,4 @@ def stop(site: Site, request: Request, form: Form) -> Response:
     return Response(status_code=204, background=BackgroundTask(child.stop))
 
 
-ROUTES: Routes = {
-    "/chat": show, "/chat/ask": (None, ask), "/chat/stop": (None, stop),
-}  # fmt: skip
+ROUTES: Routes = {"/chat": show, "/chat/ask": (None, ask), "/chat/stop": (None, stop)}

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import lru_cache
 from itertools import groupby, islice
@@ -24,7 +24,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from library.data.caption_edit import Journal, Text, changes_of, read
 from library.data.new_dataset import IMAGE_SUFFIXES, add_file, find_bad_start, refusal_of, write_dataset
 from library.errors import UserError, counted
-from library.files import read_toml
+from library.files import parse_toml, read_toml
 from library.web.access import Refused
 from library.web.jobs import Job
 from library.web.site import Form, Routes, Site, url
@@ -104,7 +104,7 @@ def upload(site: Site, request: Request, form: Form) -> Response:
 def start_look(site: Site, request: Request, form: Form) -> Response:
     """Begin a look at a dataset, unless one is on its way; old looks are removed."""
     path, _ = _toml(site, str(form.get("dataset", "")))
-    refuse_outside(site, path)
+    refuse_outside(site, path, read_toml(path)[0])
     jobs, shown = _looks_of(site, path)
     if not jobs or jobs[0] == shown or jobs[0].is_over:
         for job in jobs[1:]:
@@ -115,9 +115,11 @@ def start_look(site: Site, request: Request, form: Form) -> Response:
     return Response(headers=_REFRESH)
 
 
-def refuse_outside(site: Site, path: Path) -> None:
-    """Refuse a dataset TOML that names a place outside: beside it or in the working directory, as training looks."""
-    for _, named in _paths_in(read_toml(path)[0]):
+def refuse_outside(site: Site, path: Path, *said: Mapping[str, Any]) -> None:
+    """Refuse a dataset TOML, or what it says, if a place is outside: beside it or where training works."""
+    path, tables = site.places.find(str(path)), list(said)
+    site.places.refuse_paths_outside(tables, path.name)
+    for _, named in _paths_in(tables):
         site.places.find(str(path.parent / named))
         if not (path.parent / named).exists() and Path(named).exists():
             site.places.find(named)
@@ -146,6 +148,7 @@ def save_toml(site: Site, request: Request, form: Form) -> Response:
         raise UserError(f"{site.places.show(path)}: was changed meanwhile; open it again, and change it then")
     if (new := old.changed(str(form.get("text", "")))) is None:
         raise UserError(f"{site.places.show(path)}: would be empty; write a [[datasets]] table")
+    refuse_outside(site, path, parse_toml(new.removeprefix("\ufeff"), path.name))
     if _journal(site, path).write(f"change of {path.name}", [(str(path), old.raw, new, old.encoding)]):
         raise UserError(f"{site.places.show(path)}: was changed meanwhile; open it again, and change it then")
     return start_look(site, request, form)

@@ -57,9 +57,8 @@ def start(site: Site, request: Request, form: Form) -> Response:
     given = {key: str(value).strip() for key, value in form.items()}
     lora = lora_file(site, given["lora"])
     more = [line.strip() for line in given.get("more", "").splitlines() if line.strip()]
-    strengths = list(
-        dict.fromkeys(float_of(word, "strengths") for word in given["strengths"].replace(",", " ").split())
-    )
+    words = given["strengths"].replace(",", " ").split()
+    strengths = [float(text) for text in dict.fromkeys(f"{float_of(word, 'strengths'):g}" for word in words)]
     lines = [line for line in given["prompts"].splitlines() if line.strip() and not line.startswith("#")]
     prompts = [parse_prompt(line, SamplePrompt(""), 1, f"prompt {i}") for i, line in enumerate(lines, 1)]
     if not 0 < (number := len(prompts) * len(strengths)) <= _MOST_PICTURES:

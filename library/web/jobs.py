@@ -118,7 +118,7 @@ class Jobs:
         Raises:
             UserError: a job that writes into ``output`` waits or runs.
         """
-        own = self.folder / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(3)}"
+        own = self.folder / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
         script = str(ROOT / words[0]) if (ROOT / words[0]).is_file() else words[0]
         record = {
             "kind": kind, "title": title, "words": [word.replace("{job}", str(own)) for word in (script, *words[1:])],
@@ -169,9 +169,10 @@ class Jobs:
             raise UserError("there is no such job; it may have been removed")
         return job
 
-    def of_output(self, folder: Path) -> Job | None:
-        """Return the newest job whose run writes into ``folder``."""
-        return next((job for job in self.all() if job.output == str(folder)), None)
+    def of_output(self, folder: Path, jobs: Iterable[Job] | None = None) -> Job | None:
+        """Return the job, of all or of ``jobs``, that writes into ``folder``; of those that are over the newest."""
+        found = (job for job in (self.all() if jobs is None else jobs) if job.output == str(folder))
+        return min(found, key=lambda job: job.is_over, default=None)
 
     def move(self, name: str, by: int) -> None:
         """Let a waiting job change places with the one before (-1) or after it (1)."""

@@ -8,6 +8,7 @@ import re
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ Values = Callable[[Site, Any], dict[str, Any]]  # of a template
 _MOST_SHOWN = 400  # of files in a list
 _LANGUAGE_MODELS = ("gpt2", "llama")  # of config.json
 _ENDINGS = (".safetensors", ".gguf")
-_HEADER_BYTES = 2**25  # of a file; the largest have a tenth of it
+_HEADER_BYTES = 2**23  # of a file; the largest have half of it
 _LORA = re.compile(r"\.lora|lora_|hada_w|lokr_w|\boft_|dora_scale")  # in tensors' names
 
 
@@ -148,5 +149,6 @@ def free_name(path: Path, taken: Sequence[Path] = ()) -> Path:
 def float_of(text: str, what: str) -> float:
     """Return a number of a form; raises a UserError that names it."""
     with suppress(ValueError):
-        return float(text)
+        if isfinite(number := float(text)):
+            return number
     raise UserError(f"{what}: {text[:40]!r} is no number; write 0.8")

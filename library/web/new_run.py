@@ -19,12 +19,13 @@ from starlette.responses import JSONResponse, Response
 from library.config.edit import NAME, edited, lacks, option, read, shown
 from library.config.kohya.command import paths_read
 from library.config.kohya.translate import Note, summary
-from library.config.load import RawConfig, checked, read_keys
+from library.config.load import RawConfig, checked, read_keys, toml_path
+from library.config.markers import split_pairs
 from library.config.model_types import MODEL_FILE_KEYS
 from library.config.optimizer_types import OPTIMIZERS
 from library.config.scripts import LLM, LORA, Script, fields, section_fields, sections
 from library.errors import UserError
-from library.files import parse_json, read_text, read_toml
+from library.files import decoded, parse_json, read_text, read_toml
 from library.training.report.run_folder import is_run, script_of, settings_of, text_of
 from library.training.sampling.prompts import read_prompts
 from library.web.data import datasets, refuse_outside
@@ -45,7 +46,7 @@ _BASICS = {
 }
 _TITLES = {"memory": "Memory count", "dataset": "Look at a dataset", "suggest": "Suggested settings"}
 _NAMED = (".safetensors", ".toml", ".txt", ".json", ".jsonl", ".gguf")  # files that options name
-_MOST_TEXT, _MOST_BRACKETS = 2**18, 2000  # of a configuration; nested lists take a hundred times their length to read
+_MOST_TEXT, _MOST_BRACKETS = 2**16, 2000  # of a configuration; nested lists take a hundred times their length to read
 _PATHS = ("pretrained_model_name_or_path", *MODEL_FILE_KEYS, "dataset_config")
 _MADE = ("output_dir", "cache_directory", "distill_cache", "save_fallback_dir", "logging_dir")  # may not be there yet
 _LINE = re.compile(rf"(?:{NAME}:\d+: )?([\w-]+): (.*?)(?:; fill it in)?$")  # what is said of a key
@@ -111,8 +112,8 @@ def _refused(site: Site, values: Mapping[str, Any], script: Script[Any]) -> list
             if path and not path.exists() and (path.suffix in _NAMED or path.parent.is_dir()):
                 raise UserError(f"no such file or folder: {value}")
             if path and key == "dataset_config" and path.is_file():
-                site.places.refuse_paths_outside(read_toml(path, "check dataset_config")[0], path.name)
-                refuse_outside(site, site.places.find(value))
+                given = split_pairs(values.get("dataset_args") or (), "dataset_args")
+                refuse_outside(site, path, read_toml(path, "check dataset_config")[0], given)
             if key == "sample_prompts" and value and script is LORA:
                 prompts = read_prompts([*map(str, value)] if isinstance(value, list) else str(value), 0, 1)
                 for image in (image for prompt in prompts for image in prompt.images()):
@@ -120,6 +121,17 @@ def _refused(site: Site, values: Mapping[str, Any], script: Script[Any]) -> list
         except (UserError, OSError, ValueError) as error:
             lines.append(f"{key}: {re.sub(rf'^{key}[:,] ', '', str(error))}")
     return lines
+
+
+def _refuse_kohyas(site: Site, text: str, name: str, depth: int = 0) -> None:
+    """Refuse kohya's settings that name what is outside, in the configuration and the dataset that they name too."""
+    for key, value in paths_read(text, name):
+        site.places.refuse_paths_outside(value, key)
+        path = Path(toml_path(str(value)))
+        if key == "dataset_config" and path.is_file():
+            refuse_outside(site, path, read_toml(path)[0])
+        elif key == "config_file" and path.is_file() and depth < 8:
+            _refuse_kohyas(site, read_text(site.places.find(str(path)), most=_MOST_TEXT), path.name, depth + 1)
 
 
 def _against_output(site: Site, values: Mapping[str, Any]) -> list[str]:
@@ -175,7 +187,7 @@ def show(site: Site, request: Request, form: Form) -> Response:
     )  # fmt: skip
 
 
-def _given(form: Form) -> tuple[str, bool]:
+def _given(form: Mapping[str, Any]) -> tuple[str, bool]:
     """Return the text, and whether it is for pretraining."""
     text = str(form.get("text", "")).replace("\r\n", "\n")
     if len(text) > _MOST_TEXT or max(text.count("["), text.count("{")) > _MOST_BRACKETS:
@@ -276,10 +288,9 @@ def _dataset(site: Site, form: Form) -> Command:
 def _migration(site: Site, form: Form) -> Command:
     dropped, name, text = form.get("kohya"), "command.txt", str(form.get("command", ""))
     if getattr(dropped, "filename", ""):
-        name, text = dropped.filename, dropped.file.read().decode("utf-8", "replace")
-    source = "kohya" + Path(name).suffix[:5]
-    for key, value in paths_read(text, source):
-        site.places.refuse_paths_outside(value, key)
+        name, text = dropped.filename, decoded(dropped.file.read(4 * _MOST_TEXT), dropped.filename)
+    source = "kohya" + re.sub(r"[^.\w]", "", Path(name).suffix)[:5]
+    _refuse_kohyas(site, _given({"text": text})[0], source)
     folder = free_name(site.places.outputs[0] / (re.sub(r"\W", "_", Path(name).stem)[:60] or "kohya"))
     words = ["tools/migrate_config.py", f"{{job}}/{source}", "--save_to", f"{site.places.show(folder)}/config.toml"]
     return words, {source: text}
@@ -309,5 +320,4 @@ def show_job(site: Site, request: Request, form: Form, begun: Job | None = None)
 
 ROUTES: Routes = {
     "/new": show, "/new/edit": (None, edit), "/new/job": (show_job, side_job),
-    "/new/start": (None, start), "/run/again": (None, again),
-}  # fmt: skip
+    "/new/start": (None, start), "/run/again": (None, again)}  # fmt: skip

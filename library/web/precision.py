@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from library.errors import UserError
+from library.files import read_toml
 from library.training.report.run_folder import settings_of
 from library.web.data import refuse_outside
 from library.web.jobs import Job
@@ -76,7 +77,7 @@ def start(site: Site, request: Request, form: Form) -> Response:
     given = {key: str(value).strip() for key, value in form.items()}
     lora, deploy, shown = lora_file(site, given["lora"]), given["served"], RECIPES[given["served"]]
     run, dataset = settings_of(lora.parent), site.places.find(given["dataset"])
-    refuse_outside(site, dataset)
+    refuse_outside(site, dataset, read_toml(dataset)[0])
     if deploy == "file":
         deploy = str(site.places.find(given["file"]))
         shown = Path(deploy).name
@@ -101,7 +102,8 @@ def _remedy_of(site: Site, form: Form) -> tuple[Job, int, dict[str, Any]]:
     """Return the report that a form names, and the number of one of its remedies with that remedy."""
     job, number = site.jobs.get(str(form["report"])), str(form["remedy"])
     listed = job.read(_REPORT).get("remedies", [])
-    if not (number.isdecimal() and int(number) < len(listed)):
+    is_one = isinstance(listed, list) and number.isdecimal() and len(number) < 6 and int(number) < len(listed)
+    if not (is_one and isinstance(listed[int(number)], dict)):
         raise UserError("this report has no such remedy; open it again")
     return job, int(number), listed[int(number)]
 
@@ -148,5 +150,4 @@ def stop(site: Site, request: Request, form: Form) -> Response:
 
 ROUTES: Routes = {
     "/precision": (show, start), "/precision/remedy": (None, remedy), "/precision/again": (None, again),
-    "/job/stop": (None, stop),
-}  # fmt: skip
+    "/job/stop": (None, stop)}  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from math import isfinite, nan
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -84,10 +85,10 @@ def look(site: Site, folder: Path, job: Job | None) -> Seen:
         made = max(changed(folder / f"{name}.safetensors"), changed(folder / name))
         state = "done" if (made and made >= wrote - 5) or (total and step >= total) else "stopped"
     asked = {name for name in ASKS if (folder / name).exists() or (name == "STOP" and job and job.asked)}
-    goes_on, per_step = state == "running", newest.get("s_per_it")
+    goes_on, per_step = state == "running", newest.get("s_per_it", nan)
     return Seen(
         folder, _name(site, folder), state, step, total, newest=newest, job=job,
-        eta=max(0, total - step) * per_step if goes_on and total and per_step is not None else None,
+        eta=max(0, total - step) * per_step if goes_on and total and isfinite(per_step) else None,
         when=max(wrote, job.ended or job.began or job.created if job else changed(folder / "config.toml")),
         asked=frozenset(asked if goes_on else ()), error=error if state in ("failed", "lost") else "",
     )  # fmt: skip
@@ -114,9 +115,9 @@ def _total(settings: dict[str, Any], newest: dict[str, float], step: int, job: J
     epochs, epoch = settings.get("max_train_epochs"), newest.get("epoch", 0)
     if not isinstance(epochs, int) or epochs > MOST:
         steps = (defaults_of(script_of(settings)) | settings)["max_train_steps"]
-        return steps if isinstance(steps, int) and settings else None
+        return steps if isinstance(steps, int) and steps <= MOST and settings else None
     if said := re.findall(r"^[\d: -]*step \d+/(\d+)", job.log if job else "", re.M):
-        return int(said[-1])
+        return int(said[-1][:15])
     return max(step, round(step * epochs / (epoch + 0.5))) if epoch > 0 else None
 
 
@@ -167,7 +168,7 @@ def live(site: Site, request: Request, template: str, block: str, **values: Any)
 def show_run(site: Site, request: Request, form: Form) -> Response:
     """Show a run, or the part of it that has changed."""
     folder, jobs = site.places.find(request.query_params.get("path", ""), output=True), site.jobs.all()
-    job = next((job for job in jobs if job.output == str(folder)), None)
+    job = site.jobs.of_output(folder, jobs)
     site.jobs.go_on([job] if job else [])
     if not folder.is_dir() and job is None:
         raise UserError(f"{site.places.show(folder)}: no such run; it may have been moved or deleted")
@@ -219,6 +220,4 @@ def check(site: Site, request: Request, form: Form) -> Response:
     return tell_changed()
 
 
-ROUTES: Routes = {
-    "/run": show_run, "/run/curves": curves, "/run/ask": (None, ask), "/run/check": (None, check),
-}  # fmt: skip
+ROUTES: Routes = {"/run": show_run, "/run/curves": curves, "/run/ask": (None, ask), "/run/check": (None, check)}

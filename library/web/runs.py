@@ -23,7 +23,8 @@ _MOST = 6  # runs beside each other: as many as there are colours
 def all_runs(site: Site, jobs: list[Job]) -> list[Seen]:
     """Return all runs, those that go on or wait first, then the newest."""
     places, runs = site.places.outputs, []
-    of_folder = {Path(job.output): job for job in reversed(jobs) if job.output}
+    # Of several jobs the one that goes on, whatever the clock said; else the newest.
+    of_folder = {Path(job.output): job for job in sorted(jobs, key=lambda job: (not job.is_over, job.id)) if job.output}
     for folder in dict.fromkeys([*of_folder, *(found for place in places for found in find_runs(place))]):
         try:
             if any(folder.is_relative_to(place) for place in places):
@@ -54,7 +55,7 @@ def _address(job: Job) -> str:
     """Return where what a job does is shown."""
     report = job.read("asked.json").get("report") if job.kind == "remedy" else job.id
     screen = {"report": "/precision", "remedy": "/precision", "generate": "/generate"}.get(job.kind)
-    if job.kind == "data":
+    if job.kind == "data" and job.words[1:]:
         return url("/data", dataset=job.words[1])
     return url("/run", path=job.output) if job.output else url(screen, job=report) if screen else "/new"
 
@@ -102,6 +103,4 @@ def _shown(value: Any) -> str:
     return "–" if value is None else ("off", "on")[value] if isinstance(value, bool) else str(value)
 
 
-ROUTES: Routes = {
-    "/": show, "/queue": (None, change_queue), "/compare": compare, **run.ROUTES,
-}  # fmt: skip
+ROUTES: Routes = {"/": show, "/queue": (None, change_queue), "/compare": compare, **run.ROUTES}

@@ -54,6 +54,19 @@ def test_a_change_keeps_what_is_not_seen_and_can_be_taken_back(tmp_path: Path, d
     assert path.read_bytes() == b"by hand"
 
 
+@pytest.mark.parametrize("others", ["caf\xe9, an hour's work".encode("latin-1"), b"x " * 600_000])
+def test_undo_leaves_a_file_of_somebody_elses_alone(tmp_path: Path, others: bytes) -> None:
+    path, journal = tmp_path / "a.txt", Journal(tmp_path / "undo.json", Path)
+    path.write_text("words\n")
+    journal.write("delete", [(str(path), "words\n", None, "utf-8")])
+    assert not path.exists()
+    path.write_bytes(others)  # what the page cannot read
+    assert journal.step(back=True) == ("delete", [str(path)])
+    assert path.read_bytes() == others
+    assert journal.write("write", [(str(path), None, "more", "utf-8")]) == [str(path)]
+    assert path.read_bytes() == others
+
+
 def test_what_cannot_be_edited_says_why(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"\xff\x00")
     (tmp_path / "big.txt").write_bytes(bytes(2**20 + 1))

@@ -80,6 +80,8 @@ def get(server: Server, path: str) -> tuple[int, str]:
         ("", 'trust_class_paths = true\noptimizer_type = "subprocess.Popen"', "datasets/inside.toml", "runs a program"),
         ('cache_directory = "/elsewhere"', "", "datasets/inside.toml", "lies outside"),
         ("", "", "datasets/outside.toml", "lies outside"),
+        ('dataset_args = ["cache_directory=/elsewhere"]', "", "datasets/inside.toml", "lies outside"),
+        (f'resume = "/elsewhere/{"./" * 2100}state"', "", "datasets/inside.toml", "lies outside"),
     ],
 )
 def test_nothing_is_begun_that_runs_programs_or_leads_out(
@@ -95,6 +97,78 @@ def test_nothing_is_begun_that_runs_programs_or_leads_out(
         assert status in (403, 422)
         assert said in answer
     assert Jobs(server.output / ".tandem").all() == []
+
+
+@pytest.mark.parametrize("said", ["--config_file datasets/k.toml", "--config_file=datasets/link",
+                                  "--dataset_config datasets/outside.toml"])  # fmt: skip
+def test_a_translation_reads_nothing_outside_by_a_second_step(server: Server, tmp_path: Path, said: str) -> None:
+    (tmp_path / "secret.toml").write_text("secret = 1\n")
+    (server.folder / "datasets/k.toml").write_text(f'dataset_config = "{tmp_path / "secret.toml"}"\n')
+    (server.folder / "datasets/link.toml").symlink_to(tmp_path / "secret.toml")
+    status, answer = post(server, "/new/job", job="migrate", command=f"flux_train_network.py {said}")
+    assert status == 403
+    assert "lies outside" in answer
+    assert Jobs(server.output / ".tandem").all() == []
+
+
+def test_a_dataset_that_leads_out_is_not_written(server: Server, tmp_path: Path) -> None:
+    path = server.folder / "datasets/inside.toml"
+    before = path.read_text()
+    found = re.search(r'"hash": "(\w+)"', html.unescape(get(server, "/data?dataset=datasets/inside.toml")[1]))
+    assert found
+    text = before.replace('"one"', f'"{tmp_path / "outside"}"')
+    assert post(server, "/data/toml", dataset="datasets/inside.toml", hash=found[1], text=text)[0] == 403
+    assert path.read_text() == before
+
+
+def test_samples_that_are_a_link_are_not_shown(server: Server, tmp_path: Path) -> None:
+    (server.output / "run/metrics.jsonl").write_text('{"step": 1, "loss": 1}\n')
+    (tmp_path / "outside/notes.txt").write_text("the secret")
+    (server.output / "run/samples").symlink_to(tmp_path / "outside")
+    status, text = get(server, "/run?path=output/run")
+    assert status == 200
+    assert "the secret" not in text
+
+
+def test_a_page_that_a_download_brought_is_not_opened_here(server: Server) -> None:
+    """Its scripts could send the browser elsewhere, which no policy forbids."""
+    (server.folder / "datasets/one/read_me.html").write_text("<script>location = 'http://elsewhere.example'</script>")
+    connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)
+    connection.request("GET", "/file?path=datasets/one/read_me.html")
+    assert connection.getresponse().headers["content-disposition"].startswith("attachment")
+
+
+def test_odd_numbers_of_a_run_that_goes_on_take_down_no_screen(server: Server) -> None:
+    run = server.output / "run"
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 1, "s_per_it": 1e400}\n')
+    (run / "config.toml").write_text(f"# Tandem 1: the settings of this run\nmax_train_steps = {'1' * 400}\n")
+    jobs = Jobs(server.output / ".tandem")
+    job = jobs.add("train", "run", ["-c", "import time; time.sleep(60)"], queued=True, output=str(run))
+    while jobs.get(job.id).state == "waiting":
+        time.sleep(0.1)
+    (run / "metrics.jsonl").touch()
+    for path in ("/", "/?part=list", "/run?path=output/run"):
+        assert get(server, path)[0] == 200
+
+
+def test_a_job_that_goes_on_is_found_whatever_the_clock_said(tmp_path: Path) -> None:
+    jobs = Jobs(tmp_path)
+    for name, code in (("20300101-000000-aaa", 0), ("20200101-000000-bbb", None), ("20250101-000000-ccc", 1)):
+        record = {"kind": "train", "title": "x", "words": ["-c", "pass"], "queued": True, "output": "/o",
+                  "created": 1.0, "cwd": "/"}  # fmt: skip
+        files = {"job.json": json.dumps(record), "place": "1"}
+        if code is not None:
+            files |= {"running.json": '{"at": 1}', "ended.json": json.dumps({"code": code, "at": 2})}
+        (jobs.folder / name).mkdir(parents=True)
+        for file, text in files.items():
+            (jobs.folder / name / file).write_text(text)
+    found = jobs.of_output(Path("/o"))
+    assert found is not None
+    assert found.id == "20200101-000000-bbb"
+    jobs.stop(found.id)
+    found = jobs.of_output(Path("/o"))
+    assert found is not None
+    assert found.id == "20300101-000000-aaa"
 
 
 def test_the_pages_own_folder_is_nobodys_to_write_to(server: Server) -> None:
@@ -243,6 +317,11 @@ def test_a_long_text_holds_up_nobody(server: Server) -> None:
     (server.folder / "datasets/long.toml").write_text("\n" * 60_000)
     began = time.monotonic()
     post(server, "/new/edit", text="\n" * 60_000 + "x.a = 1\n")
+    post(server, "/new/edit", text="".join(f"unknown_{n} = 1\n" for n in range(3500)))
+    for command in ("train" * 8000, "a=" + " " * 40_000 + "x"):
+        post(server, "/new/job", job="migrate", command=command)
+    (server.output / "run/metrics.jsonl").write_text(json.dumps({"step": 1} | {f"lr/{n}": n for n in range(4000)}))
+    get(server, "/run/curves?path=output/run")
     get(server, "/data")
     assert time.monotonic() - began < 15  # it took minutes
 

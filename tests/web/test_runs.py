@@ -108,6 +108,21 @@ def test_a_file_that_grows_is_read_as_if_it_were_read_anew(tmp_path: Path) -> No
     assert same()["loss"][1][-1] == 9
 
 
+def test_a_long_file_is_read_in_pieces(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step, "loss": step / 7, "note": "x" * (step % 97)}) for step in range(1, 60_001)]
+    text = "\n".join(lines)
+    assert len(text) > 5 * 2**20
+    file = tmp_path / "metrics.jsonl"
+    file.write_text(text[: len(text) // 2])
+    reader = MetricsReader(file)
+    reader.read()
+    with open(file, "a") as opened:
+        opened.write(text[len(text) // 2 :])
+    steps, losses = reader.read()["loss"]
+    np.testing.assert_array_equal(steps, np.arange(1, 60_001))
+    np.testing.assert_array_equal(losses, np.arange(1, 60_001) / 7)
+
+
 def test_thinning_keeps_extremes_ends_and_gaps() -> None:
     steps, values = np.arange(30_000.0), np.full(30_000, 0.5)
     values[12_345], values[20_001], values[7] = 40, -3, np.nan

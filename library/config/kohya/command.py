@@ -42,12 +42,12 @@ class _Shell:
     variable: str
 
 
-_ASSIGN_VALUE = r"(?P<quote>[\"']?)(?P<value>.*?)(?P=quote)\s*$"
+_ASSIGN_VALUE = r"(?P<quote>[\"']?)(?P<value>.*?)(?P=quote)$"
 _POSIX = _Shell(
     r"\\", r"\s*#", "\\", "\"'", r"\s*(?:export\s+)?(?P<name>\w+)=" + _ASSIGN_VALUE, r"\$\{?(?P<name>[A-Za-z_]\w*)\}?"
 )
 _BATCH = _Shell(
-    r"\^", r"\s*(?i:rem\b|::)", "", '"', r"\s*(?i:set)\s+(?P<quote>\"?)(?P<name>\w+)=(?P<value>.*?)(?P=quote)\s*$",
+    r"\^", r"\s*(?i:rem\b|::)", "", '"', r"\s*(?i:set)\s+(?P<quote>\"?)(?P<name>\w+)=(?P<value>.*?)(?P=quote)$",
     r"%(?P<name>\w+)%",
 )  # fmt: skip
 _POWERSHELL = _Shell("`", r"\s*#", "", "\"'", r"\s*\$(?P<name>\w+)\s*=\s*" + _ASSIGN_VALUE, r"\$(?P<name>[A-Za-z_]\w*)")
@@ -119,10 +119,10 @@ def _first_command(text: str, path: str | Path) -> Command:
     joined = re.sub(shell.continuation + r"[ \t]*\n", " ", "\n".join(lines)).splitlines()
     variables: dict[str, str] = {}
     for line in joined:
-        line = re.sub(shell.variable, lambda m: variables.get(m["name"], m[0]), line)
+        line = re.sub(shell.variable, lambda m: variables.get(m["name"], m[0]), line).rstrip()
         if match := re.match(shell.assignment, line):
             variables[match["name"]] = match["value"]
-        elif re.search(r"\b\w*train\w*(\.py\b|\s+--)", line):
+        elif any("train" in match[0] for match in re.finditer(r"\b\w+(\.py\b|\s+--)", line)):
             words = [word for word in _split(line, shell) if word not in ("$@", "${@}", "%*")]
             for word in words:
                 if unset := re.search(shell.variable, word):

@@ -7,6 +7,7 @@ from typing import Any
 
 from library.training.report.metrics_file import Run, Series, average, thin
 
+_MOST_LINES = 100  # of a chart, far more than can be told apart
 _POINTS = 1000  # of a curve, about what a screen has pixels
 # title, keys (those that end in / or _ begin so), how it is drawn, logarithmic: "loss" as chosen, "auto" over a decade
 _CHARTS = (
@@ -51,7 +52,8 @@ def _chart(runs: Sequence[Run], decay: float, title: str, keys: tuple[str, ...],
         columns: dict[str, Series] = {_LABELS[key]: run.columns[key] for key in keys if key in run.columns}
         if keys[0][-1] in "/_":  # one of each group, or noise level
             before = "σ " if keys[0][-1] == "_" else ""
-            columns = {before + ", ".join(names): series for names, series in run.groups(keys[0]).items()}
+            groups = list(run.groups(keys[0]).items())[:_MOST_LINES]
+            columns = {before + ", ".join(names): series for names, series in groups}
         for kind, (label, (steps, values)) in enumerate(sorted(columns.items())):
             values = values / 2**30 if "bytes" in keys[0] else values
             shown = [(label, average(values, decay) if look in ("noisy", "smooth") else values, False)]

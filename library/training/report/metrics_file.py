@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from array import array
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -19,9 +20,10 @@ from numpy.typing import NDArray
 
 from library.config.markers import MOST
 from library.errors import UserError
-from library.files import read_bytes
+from library.files import reading
 
 _LARGEST = 1e30  # of what is drawn: axes in logarithms of fp32 numbers
+_PIECE = 2**22  # bytes that are read at a time; a line that is longer is none
 _REMEMBERED = 512  # bytes before the place that was read up to: about a line
 
 Values = NDArray[np.float64]
@@ -37,13 +39,11 @@ class Run:
 
     def groups(self, prefix: str) -> dict[tuple[str, ...], Series]:
         """Return the columns ``<prefix><group>`` by group; groups with equal values as one."""
-        merged: dict[tuple[str, ...], Series] = {}
+        found: dict[tuple[bytes, ...], list[str]] = {}
         for key in (key for key in self.columns if key.startswith(prefix)):
-            name, series = key.removeprefix(prefix), self.columns[key]
-            equal = next((names for names, known in merged.items() if _equal(known, series)), ())
-            merged.pop(equal, None)
-            merged[(*equal, name)] = series
-        return merged
+            numbers = tuple(column.tobytes() for column in self.columns[key])
+            found[numbers] = [*found.pop(numbers, []), key.removeprefix(prefix)]
+        return {tuple(names): self.columns[prefix + names[0]] for names in found.values()}
 
 
 def read_run(path: Path, name: str | None = None) -> Run:
@@ -88,19 +88,28 @@ class MetricsReader:
         Raises:
             UserError: it cannot be read.
         """
-        inode = self._file.stat().st_ino if self._file.is_file() else 0
-        data = read_bytes(self._file, begin=self._end - len(self._before))
-        if inode != self._inode or not data.startswith(self._before):
-            self._forget()
-            data = read_bytes(self._file)
-        self._inode, new = inode, data[len(self._before) :]
-        whole = len(new) if parse_line(new[new.rfind(b"\n") + 1 :]) else new.rfind(b"\n") + 1  # not half a line
+        with reading(self._file, "check the path"), open(self._file, "rb") as file:
+            inode = os.fstat(file.fileno()).st_ino
+            file.seek(self._end - len(self._before))
+            if inode != self._inode or file.read(len(self._before)) != self._before:
+                self._forget()
+                file.seek(0)
+            self._inode, rest = inode, b""
+            while len(rest) < _PIECE and (piece := file.read(_PIECE)):
+                rest = self._take(rest + piece, is_end=len(piece) < _PIECE)
+        return {key: drawn for key, column in self._columns.items() if (drawn := _drawn(*column)) is not None}
+
+    def _take(self, new: bytes, is_end: bool) -> bytes:
+        """Add the lines in ``new``; return the rest, half a line."""
+        whole = new.rfind(b"\n") + 1
+        if is_end and parse_line(new[whole:]):
+            whole = len(new)
         for line in new[:whole].splitlines():
             if record := parse_line(line):
                 self._add(int(record.pop("step")), record)
         self._end += whole
-        self._before = data[: len(data) - len(new) + whole][-_REMEMBERED:]
-        return {key: drawn for key, column in self._columns.items() if (drawn := _drawn(*column)) is not None}
+        self._before = (self._before + new[:whole])[-_REMEMBERED:]
+        return new[whole:]
 
     def _add(self, step: int, record: dict[str, float]) -> None:
         if "loss" in record:
@@ -165,7 +174,3 @@ def _number(value: float) -> float:
 def _drawn(steps: array[float], values: array[float]) -> Series | None:
     numbers = np.array(values)
     return (np.array(steps), numbers) if np.isfinite(numbers).any() else None  # others are drawn as gaps
-
-
-def _equal(one: Series, other: Series) -> bool:
-    return all(np.array_equal(a, b, equal_nan=True) for a, b in zip(one, other, strict=True))
