@@ -2,8 +2,9 @@
 
 The first request starts it; it ends after some idle minutes and with the page, whatever that died of: its stdin closes
 then. A request is a line ``{"id": 1, ...}``, its answer lines of events with that id, of which the last is ``done`` or
-``error``; ``{"do": "stop", "id": 1}`` ends it early. One answer at a time: whoever asks meanwhile is refused. An answer
-whose reader has gone is stopped, and what is left of it has another id than the next one, so that it is passed over.
+``error``; ``{"do": "stop", "id": 1}`` ends it early. One answer at a time: whoever asks meanwhile is refused after two
+seconds. An answer whose reader has gone is stopped, and what is left of it has another id than the next one, so that it
+is passed over.
 """
 
 from __future__ import annotations
@@ -33,14 +34,12 @@ class Child:
         """Whether there is a process, which takes memory."""
         return self._process is not None and self._process.returncode is None
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether somebody is being answered."""
-        return self._turn.locked()
-
     async def ask(self, request: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """Yield the events of an answer."""
-        if self.is_busy:
+        for _ in range(20):  # that a tab was reloaded or closed is noticed in a moment
+            if self._turn.locked():
+                await asyncio.sleep(0.1)
+        if self._turn.locked():
             yield {"event": "error", "error": BUSY}
             return
         async with self._turn:

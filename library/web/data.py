@@ -116,11 +116,10 @@ def start_look(site: Site, request: Request, form: Form) -> Response:
 
 
 def refuse_outside(site: Site, path: Path, *said: Mapping[str, Any]) -> None:
-    """Refuse a dataset TOML, or what it says, if a place is outside: beside it or where training works."""
-    path, tables = site.places.find(str(path)), list(said)
-    site.places.refuse_paths_outside(tables, path.name)
-    for _, named in _paths_in(tables):
-        site.places.find(str(path.parent / named))
+    """Refuse what a dataset TOML says if a place lies outside, beside it or in the working directory as in training."""
+    path = site.places.find(str(path))
+    for _, named in _paths_in(list(said)):
+        site.places.find(named if named.startswith("~") else str(path.parent / named))
         if not (path.parent / named).exists() and Path(named).exists():
             site.places.find(named)
 
@@ -167,7 +166,7 @@ def _paths_in(value: Any) -> Iterator[tuple[Any, str]]:
     for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
         if not isinstance(inner, str):
             yield from _paths_in(inner)
-        elif re.search("_(dir|directory|file)$", str(key)):
+        elif re.search("(_dir|_directory|_file|^in_json)$", str(key)):
             yield key, inner
 
 

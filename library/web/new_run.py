@@ -111,9 +111,10 @@ def _refused(site: Site, values: Mapping[str, Any], script: Script[Any]) -> list
             # "owner/name", of which there is no folder, is a model of the hub
             if path and not path.exists() and (path.suffix in _NAMED or path.parent.is_dir()):
                 raise UserError(f"no such file or folder: {value}")
-            if path and key == "dataset_config" and path.is_file():
+            if path and key == "dataset_config" and path.exists():
+                tables = read_toml(path, "check dataset_config")[0] if path.is_file() else {}
                 given = split_pairs(values.get("dataset_args") or (), "dataset_args")
-                refuse_outside(site, path, read_toml(path, "check dataset_config")[0], given)
+                refuse_outside(site, path / "*" if path.is_dir() else path, tables, given)
             if key == "sample_prompts" and value and script is LORA:
                 prompts = read_prompts([*map(str, value)] if isinstance(value, list) else str(value), 0, 1)
                 for image in (image for prompt in prompts for image in prompt.images()):

@@ -83,7 +83,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (folder / "output/run/evil.svg").write_text(
         "<svg xmlns='http://www.w3.org/2000/svg'><script>alert(1)</script></svg>"
     )
-    (folder / "output/run/evil.html").write_text("<script>fetch('/')</script>")
+    (folder / "output/.tandem/jobs/1-a/report").mkdir(parents=True)
+    (folder / "output/.tandem/jobs/1-a/report/evil.html").write_text("<script>fetch('/')</script>")
     (folder / "output/link").symlink_to(folder)
     (folder / "output/file_link").symlink_to(folder / "secret.txt")
     with serve(folder) as running:
@@ -138,7 +139,7 @@ def test_a_picture_or_report_with_a_script_runs_as_nobodys(server: Server) -> No
     _, headers, _ = answer(server, "/file?path=output/run/evil.svg")
     assert "sandbox" in headers["content-security-policy"]
     assert "script-src" not in headers["content-security-policy"]
-    _, headers, _ = answer(server, "/file?path=output/run/evil.html")
+    _, headers, _ = answer(server, "/file?path=output/.tandem/jobs/1-a/report/evil.html")
     policy = headers["content-security-policy"]
     assert "sandbox allow-scripts" in policy
     assert "allow-same-origin" not in policy

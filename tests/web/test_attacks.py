@@ -81,6 +81,7 @@ def get(server: Server, path: str) -> tuple[int, str]:
         ('cache_directory = "/elsewhere"', "", "datasets/inside.toml", "lies outside"),
         ("", "", "datasets/outside.toml", "lies outside"),
         ('dataset_args = ["cache_directory=/elsewhere"]', "", "datasets/inside.toml", "lies outside"),
+        ('dataset_args = ["reg_data_dir=/elsewhere"]', "", "datasets", "lies outside"),
         (f'resume = "/elsewhere/{"./" * 2100}state"', "", "datasets/inside.toml", "lies outside"),
     ],
 )

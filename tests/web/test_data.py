@@ -360,6 +360,7 @@ def test_a_refused_split_hides_no_images_and_a_changed_toml_is_said(server: Serv
 
 
 def test_paths_of_a_toml_are_seen_from_it_as_training_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from library.files import read_toml
     from library.web.access import Places, Refused
     from library.web.data import refuse_outside
     from library.web.site import Site
@@ -370,14 +371,17 @@ def test_paths_of_a_toml_are_seen_from_it_as_training_does(tmp_path: Path, monke
     site = Site.of(Places.of([tmp_path / "output"], [tmp_path / "sets"]))
     toml = tmp_path / "sets/deep/dataset.toml"
     toml.write_text('[general]\nimage_dir = "../images"')  # outside only as seen from the working directory
-    refuse_outside(site, toml)
+    refuse_outside(site, toml, read_toml(toml)[0])
     toml.write_text('[general]\nimage_dir = "../../images"')
     with pytest.raises(Refused):
-        refuse_outside(site, toml)
+        refuse_outside(site, toml, read_toml(toml)[0])
+    for said in ({"reg_data_dir": "/elsewhere"}, {"datasets": [{"subsets": [{"in_json": "~/x.json"}]}]}):
+        with pytest.raises(Refused):
+            refuse_outside(site, toml, said)
     (tmp_path / "here/images").mkdir()
     toml.write_text('[general]\nimage_dir = "images"')  # which training finds in the working directory
     with pytest.raises(Refused):
-        refuse_outside(site, toml)
+        refuse_outside(site, toml, read_toml(toml)[0])
 
 
 def test_a_card_shows_the_picture_that_the_look_made(server: Server, browser: Any) -> None:
