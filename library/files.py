@@ -337,10 +337,9 @@ def read_own(path: str | Path) -> bytes:
         return file.read()
 
 
-def read_bytes(path: str | Path, remedy: str = "check the path", most: int = MOST_DATA_BYTES, begin: int = 0) -> bytes:
-    """Return a file's content from ``begin`` on; a file of more than ``most`` bytes is refused."""
+def read_bytes(path: str | Path, remedy: str = "check the path", most: int = MOST_DATA_BYTES) -> bytes:
+    """Return a file's content; a file of more than ``most`` bytes is refused."""
     with reading(path, remedy), open(path, "rb") as file:
-        file.seek(begin)
         if os.fstat(file.fileno()).st_size > most or len(data := file.read(most + 1)) > most:
             raise UserError(f"{path}: has more than {most / 2**20:,.0f} MiB, too much for such a file; {remedy}")
         return data

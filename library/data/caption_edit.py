@@ -141,9 +141,7 @@ class Journal:
     def write(self, what: str, changes: Sequence[Change]) -> list[str]:
         """Write new texts; return the paths whose old text is not there any more, which were left alone."""
         with hold(self._file.with_suffix(".lock")):
-            kept = [
-                change for change in changes if read(self._find(change[0])).is_as(change[1]) and change[1] != change[2]
-            ]
+            kept = [one for one in changes if one[1] != one[2] and read(self._find(one[0])).is_as(one[1])]
             if kept:
                 self._note([*self.stacks()[0], {"what": what, "changes": kept}], [])
             return self._write(changes)
@@ -176,11 +174,12 @@ class Journal:
         """Write the new text where the old one still is; return the path where there is neither."""
         path, (name, old, new, encoding) = self._find(change[0]), change
         now = read(path)
-        if now.is_as(old) and new is None:
+        is_old = now.is_as(old)
+        if is_old and new is None:
             path.unlink(missing_ok=True)
-        elif now.is_as(old) and old != new:
+        elif is_old and old != new:
             with atomic_path(path) as temporary:
                 temporary.write_bytes(str(new).encode(encoding))
                 if path.exists():
                     temporary.chmod(path.stat().st_mode & 0o777)
-        return "" if now.is_as(old) or now.is_as(new) else name
+        return "" if is_old or now.is_as(new) else name

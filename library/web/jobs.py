@@ -144,9 +144,10 @@ class Jobs:
         subprocess.Popen(command, cwd=ROOT, stdin=quiet, stdout=quiet, stderr=quiet, **APART)
 
     def all(self) -> list[Job]:
-        """Return all jobs, the newest first."""
+        """Return all jobs, those that wait or run first, whatever the clock said; then the newest."""
         names = sorted((path.name for path in self.folder.glob("[!.]*")), reverse=True)
-        return [job for name in names if (job := self._read(name)) is not None]
+        jobs = [job for name in names if (job := self._read(name)) is not None]
+        return sorted(jobs, key=lambda job: job.is_over)
 
     def queue(self, jobs: Iterable[Job] | None = None) -> list[Job]:
         """Return the queued jobs that are not over, of all or of ``jobs``, in their order."""
@@ -170,9 +171,8 @@ class Jobs:
         return job
 
     def of_output(self, folder: Path, jobs: Iterable[Job] | None = None) -> Job | None:
-        """Return the job, of all or of ``jobs``, that writes into ``folder``; of those that are over the newest."""
-        found = (job for job in (self.all() if jobs is None else jobs) if job.output == str(folder))
-        return min(found, key=lambda job: job.is_over, default=None)
+        """Return the first job, of all or of ``jobs``, that writes into ``folder``: the one that counts."""
+        return next((job for job in (self.all() if jobs is None else jobs) if job.output == str(folder)), None)
 
     def move(self, name: str, by: int) -> None:
         """Let a waiting job change places with the one before (-1) or after it (1)."""

@@ -116,8 +116,8 @@ def _total(settings: dict[str, Any], newest: dict[str, float], step: int, job: J
     if not isinstance(epochs, int) or epochs > MOST:
         steps = (defaults_of(script_of(settings)) | settings)["max_train_steps"]
         return steps if isinstance(steps, int) and steps <= MOST and settings else None
-    if said := re.findall(r"^[\d: -]*step \d+/(\d+)", job.log if job else "", re.M):
-        return int(said[-1][:15])
+    if said := re.findall(r"^[\d: -]*step \d+/(\d{1,15})", job.log if job else "", re.M):
+        return int(said[-1])
     return max(step, round(step * epochs / (epoch + 0.5))) if epoch > 0 else None
 
 

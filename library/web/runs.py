@@ -23,8 +23,7 @@ _MOST = 6  # runs beside each other: as many as there are colours
 def all_runs(site: Site, jobs: list[Job]) -> list[Seen]:
     """Return all runs, those that go on or wait first, then the newest."""
     places, runs = site.places.outputs, []
-    # Of several jobs the one that goes on, whatever the clock said; else the newest.
-    of_folder = {Path(job.output): job for job in sorted(jobs, key=lambda job: (not job.is_over, job.id)) if job.output}
+    of_folder = {Path(job.output): job for job in reversed(jobs) if job.output}
     for folder in dict.fromkeys([*of_folder, *(found for place in places for found in find_runs(place))]):
         try:
             if any(folder.is_relative_to(place) for place in places):

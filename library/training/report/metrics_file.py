@@ -88,7 +88,7 @@ class MetricsReader:
         Raises:
             UserError: it cannot be read.
         """
-        with reading(self._file, "check the path"), open(self._file, "rb") as file:
+        with reading(self._file), open(self._file, "rb") as file:
             inode = os.fstat(file.fileno()).st_ino
             file.seek(self._end - len(self._before))
             if inode != self._inode or file.read(len(self._before)) != self._before:
@@ -96,14 +96,12 @@ class MetricsReader:
                 file.seek(0)
             self._inode, rest = inode, b""
             while len(rest) < _PIECE and (piece := file.read(_PIECE)):
-                rest = self._take(rest + piece, is_end=len(piece) < _PIECE)
+                rest = self._take(rest + piece)
         return {key: drawn for key, column in self._columns.items() if (drawn := _drawn(*column)) is not None}
 
-    def _take(self, new: bytes, is_end: bool) -> bytes:
+    def _take(self, new: bytes) -> bytes:
         """Add the lines in ``new``; return the rest, half a line."""
-        whole = new.rfind(b"\n") + 1
-        if is_end and parse_line(new[whole:]):
-            whole = len(new)
+        whole = len(new) if parse_line(new[new.rfind(b"\n") + 1 :]) else new.rfind(b"\n") + 1
         for line in new[:whole].splitlines():
             if record := parse_line(line):
                 self._add(int(record.pop("step")), record)

@@ -115,7 +115,7 @@ def find_runs(place: Path) -> Iterator[Path]:
             yield Path(folder)
 
 
-def is_own(place: Path) -> bool:
+def _is_own(place: Path) -> bool:
     """Return whether a folder of samples is a run's own; one that is a link shows what lies elsewhere."""
     return not (place.is_symlink() or place.parent.is_symlink())
 
@@ -123,7 +123,7 @@ def is_own(place: Path) -> bool:
 def samples_of(folder: Path) -> list[tuple[str, str, dict[int, Path]]]:
     """Return a run's sample images: of each prompt its kind ("samples" or "general"), its text, and step -> file."""
     found: dict[tuple[str, str], dict[int, Path]] = {}
-    for place in filter(is_own, (folder / "samples", folder / "samples/general")):
+    for place in filter(_is_own, (folder / "samples", folder / "samples/general")):
         for path in sorted(place.glob("step*_*.png"), key=lambda path: (len(path.name), path.name)):
             if match := _SAMPLE.fullmatch(path.name):
                 found.setdefault((place.name, match[2]), {})[int(match[1])] = path
@@ -139,7 +139,7 @@ def _prompt(path: Path) -> str:
 def texts_of(folder: Path) -> list[tuple[int, str]]:
     """Return what a language model wrote as samples, with the step, the newest first."""
     place = folder / "samples"
-    found = sorted(place.glob("*.txt"), reverse=True)[:20] if is_own(place) else []
+    found = sorted(place.glob("*.txt"), reverse=True)[:20] if _is_own(place) else []
     return [(int("0" + re.sub(r"\D", "", path.stem)), (text_of(path) or "")[:20_000]) for path in found]
 
 
