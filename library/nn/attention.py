@@ -12,6 +12,7 @@ wants [B, H, S, D]; the transposes are views and its kernels read strides, so no
     attend_in_order    one sequence of texts and images: a token of a text sees what is before it, one of an image all
                        of its image too; no mask is made
     document_mask      causal attention within each of several documents packed into one window: block diagonal
+    window_mask        attention to so many tokens before one, and to none before those
 
 There is no process-wide setting: whoever builds a model says which backend its attention uses.
 
@@ -329,3 +330,16 @@ def document_mask(documents: Tensor) -> Tensor:
     length = documents.shape[1]
     earlier = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
     return ((documents[:, :, None] == documents[:, None, :]) & earlier)[:, None]
+
+
+def window_mask(mask: Tensor | None, queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """Return who sees whom if a token sees itself and ``window`` - 1 before it (arXiv 2310.06825), bool [.., Sq, Sk].
+
+    Args:
+        mask: who sees whom otherwise, bool [B, 1, Sq, Sk]; None where causality says all.
+        queries, keys: Sq and Sk; the queries are the last of the keys.
+    """
+    place = torch.arange(keys, device=device)
+    behind = place[keys - queries :, None] - place
+    near = (behind >= 0) & (behind < window)
+    return near[None, None] if mask is None else mask & near

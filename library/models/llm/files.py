@@ -210,6 +210,8 @@ _BLOCKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "llama": {
         "attention_norm": ("input_layernorm",),
         "attention.qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "attention.query_norm": ("self_attn.q_norm",),
+        "attention.key_norm": ("self_attn.k_norm",),
         "attention.out": ("self_attn.o_proj",),
         "feed_forward_norm": ("post_attention_layernorm",),
         "feed_forward.gate_up": ("mlp.gate_proj", "mlp.up_proj"),
@@ -244,21 +246,24 @@ def hf_names(config: LMConfig) -> Iterator[tuple[str, list[tuple[str, int]], boo
         if gpt2
         else ("model.embed_tokens", "model.layers", "model.norm")
     )
-    with_bias = {"attention": config.attention_bias, "feed_forward": config.mlp_bias}
-    leaves = ("weight", "bias") if gpt2 else ("weight",)  # of norms
+    with_bias = {"attention.qkv": config.attention_bias, "attention.out": config.out_bias}
+    norm_leaves = ("weight", "bias") if gpt2 else ("weight",)
     rows = {name: count for parts in config.joined.values() for name, count in parts.items()}
-    rows |= {"c_attn": 3 * width, "c_fc": config.hidden}
+    rows |= {"c_attn": 3 * width, "c_fc": config.hidden, "q_norm": config.head_dim, "k_norm": config.head_dim}
     yield "embedding.weight", [(f"{embedding}.weight", config.vocab_size)], False
     if gpt2:
         yield "positions.weight", [("transformer.wpe.weight", config.context)], False
     for i in range(config.layers):
         for ours, theirs in _BLOCKS[config.family].items():
+            is_norm = ours.endswith("norm")
+            if ours.startswith("attention.") and is_norm and not config.qk_norm:
+                continue
             counts = [(f"{block}.{i}.{name}", rows.get(name.rpartition(".")[2], width)) for name in theirs]
-            biased = with_bias.get(ours.partition(".")[0])  # a norm is neither
-            for leaf in leaves if biased is None else ("weight", "bias") if biased else ("weight",):
-                transposed = gpt2 and leaf == "weight" and not ours.endswith("norm")
+            biased = ("weight", "bias") if with_bias.get(ours, config.mlp_bias) else ("weight",)
+            for leaf in norm_leaves if is_norm else biased:
+                transposed = gpt2 and leaf == "weight" and not is_norm
                 yield f"blocks.{i}.{ours}.{leaf}", [(f"{name}.{leaf}", count) for name, count in counts], transposed
-    for leaf in leaves:
+    for leaf in norm_leaves:
         yield f"norm.{leaf}", [(f"{norm}.{leaf}", width)], False
     if not config.tied:
         yield "lm_head.weight", [("lm_head.weight", config.vocab_size)], False

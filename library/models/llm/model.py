@@ -1,4 +1,4 @@
-"""One decoder for GPT-2 and Llama 2, 3, 3.1, 3.2, built from ``library.nn``.
+"""One decoder for GPT-2, Llama and its kin (``library.models.llm.spec``), built from ``library.nn``.
 
     tokens [B, S] -> embedding (+ learned positions) -> blocks -> norm -> head -> logits [B, S, V]
     block: x + attention(norm(x)), then x + feed_forward(norm(x))
@@ -21,7 +21,7 @@ and head, if their number divides. Norms are replicated.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -29,14 +29,14 @@ from torch import Tensor, nn
 
 from library.errors import UserError
 from library.models.llm.spec import LMConfig
-from library.nn.attention import attend, document_mask, document_positions
+from library.nn.attention import attend, document_mask, document_positions, window_mask
 from library.nn.checkpointing import ActivationCheckpointing
 from library.nn.cross_entropy import token_cross_entropy
 from library.nn.frozen_linear import project_together
 from library.nn.kv_cache import KVCache
 from library.nn.norms import RMSNorm
 from library.nn.rope import RopeTables, Table, rotate_half_split, turn_token, whole_head
-from library.nn.tensor_split import Parts
+from library.nn.tensor_split import Parts, Split, entering
 from library.precision.activations import FakeQuantLinear
 from library.precision.linear import QuantizedLinear
 
@@ -51,7 +51,9 @@ class Attention(nn.Module):
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
         rows = (config.heads + 2 * config.kv_heads) * config.head_dim
         self.qkv = nn.Linear(config.width, rows, bias=config.attention_bias)
-        self.out = nn.Linear(config.heads * config.head_dim, config.width, bias=config.attention_bias)
+        self.out = nn.Linear(config.heads * config.head_dim, config.width, bias=bool(config.out_bias))
+        self.query_norm = HeadNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
+        self.key_norm = HeadNorm(config.head_dim, eps=config.norm_eps) if config.qk_norm else None
 
     def forward(
         self, x: Tensor, rope: Table | None, cache: KVCache | None = None, layer: int = 0, mask: Tensor | None = None
@@ -66,7 +68,7 @@ class Attention(nn.Module):
         batch, length, _ = x.shape
         qkv = self.qkv(x).view(batch, length, -1, self.head_dim)
         turning = self.heads + self.kv_heads
-        queries_keys, value = qkv[:, :, :turning], qkv[:, :, turning:]
+        queries_keys, value = self._normed(qkv[:, :, :turning]), qkv[:, :, turning:]
         if rope is not None:
             queries_keys = rotate_half_split(queries_keys, rope)
         query, key = queries_keys[:, :, : self.heads], queries_keys[:, :, self.heads :]
@@ -82,7 +84,7 @@ class Attention(nn.Module):
         """
         batch, turning = x.shape[0], self.heads + self.kv_heads
         qkv = self.qkv(x).view(batch, -1, self.head_dim)
-        queries_keys, value = qkv.narrow(1, 0, turning), qkv.narrow(1, turning, self.kv_heads)
+        queries_keys, value = self._normed(qkv.narrow(1, 0, turning)), qkv.narrow(1, turning, self.kv_heads)
         if rope is not None:
             queries_keys = turn_token(queries_keys, rope)
         query, key = queries_keys.narrow(1, 0, self.heads), queries_keys.narrow(1, self.heads, self.kv_heads)
@@ -90,6 +92,26 @@ class Attention(nn.Module):
         grouped = query.reshape(batch, self.kv_heads, -1, self.head_dim)
         mixed = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
         return self.out(mixed.reshape(batch, -1))
+
+    def _normed(self, queries_keys: Tensor) -> Tensor:
+        """Return the heads of queries and keys [..., H + Hkv, D], each normed where the model does that."""
+        if self.query_norm is None or self.key_norm is None:
+            return queries_keys
+        query, key = queries_keys.split((self.heads, self.kv_heads), dim=-2)
+        return torch.cat((self.query_norm(query), self.key_norm(key)), dim=-2)
+
+
+class HeadNorm(RMSNorm):
+    """RMSNorm of each head; of heads that several processes have together, the gradient of its weight is all's sum."""
+
+    split: Split | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise ``x`` [..., dim]; shape and dtype stay."""
+        if self.split is None or not self.weight.requires_grad:
+            return super().forward(x)
+        weight = entering(self.weight, self.split).to(x.dtype)
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
 class FeedForward(nn.Module):
@@ -227,11 +249,14 @@ class TransformerLM(nn.Module):
             where = slice(start, start + length) if places is None else places
             rope = cos[where], sin[where]
             rope = whole_head(rope) if decoding else rope
+        if self.config.window is not None and start + length > self.config.window:
+            mask = window_mask(mask, length, start + length, self.config.window, tokens.device)
         for layer, block in enumerate(self.blocks):
+            turns = None if layer in self.config.no_rope else rope
             if self.recompute is not None and torch.is_grad_enabled():
-                x = self.recompute(block, x, rope, None, layer, mask)
+                x = self.recompute(block, x, turns, None, layer, mask)
             else:
-                x = block(x, rope, cache, layer, mask)
+                x = block(x, turns, cache, layer, mask)
         if cache is not None:
             cache.advance(length)
         x = self.norm(x)
@@ -294,17 +319,18 @@ class JoinedLinear(nn.ModuleDict):
         return torch.cat(project_together(list(self.children()), x), dim=-1)
 
 
-def separate_projections(model: TransformerLM) -> None:
+def separate_projections(model: TransformerLM, layers: Container[str] | None = None) -> None:
     """Give each of transformers' projections a layer of its own in ``model``, in place; numbers and memory stay.
 
-    Does nothing to a GPT-2, which has one ``c_attn`` in transformers too, or to what is separate already.
+    Does nothing to a GPT-2, which has one ``c_attn`` in transformers too, or to what is separate already. ``layers``:
+    of these alone.
     """
     if model.config.family != "llama":
         return
-    for block in model.blocks:
+    for number, block in enumerate(model.blocks):
         for name, rows in model.config.joined.items():
             layer = block.get_submodule(name)
-            if not isinstance(layer, JoinedLinear):
+            if not isinstance(layer, JoinedLinear) and (layers is None or f"blocks.{number}.{name}" in layers):
                 block.set_submodule(name, JoinedLinear(_parts(layer, rows)).train(layer.training))
 
 
@@ -363,3 +389,6 @@ def shard_heads(model: TransformerLM, processes: int) -> None:
     for attention in (module for module in model.modules() if isinstance(module, Attention)):
         attention.heads //= processes
         attention.kv_heads //= processes
+        for norm in (attention.query_norm, attention.key_norm):
+            if norm is not None:
+                norm.split = getattr(attention.qkv, "split", None)

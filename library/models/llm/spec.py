@@ -1,16 +1,18 @@
 """What distinguishes one language model from another: a row of numbers and a few choices.
 
-GPT-2 (Radford et al. 2019) and Llama 2, 3, 3.1 and 3.2 (arXiv 2307.09288, 2407.21783) are the same decoder. The
-choices in which they differ are fields here, the published sizes are rows of ``PRESETS``; ``docs/llm.md`` walks from
-one to the next. A ``config.json`` in transformers' form is read by :func:`config_from_hf` and written by
-:func:`config_to_hf`.
+GPT-2 (Radford et al. 2019) and Llama 2, 3, 3.1 and 3.2 (arXiv 2307.09288, 2407.21783) are the same decoder, and so are
+those that differ from Llama by a line: Mistral (arXiv 2310.06825: a window of attention), Qwen 2.5 (2412.15115: biases
+of q, k and v), Qwen 3 (2505.09388: q and k are normed) and SmolLM 3 (no positions in every fourth block, 2501.18795).
+The choices in which they differ are fields here, what a ``model_type`` of transformers always has is a row of
+``KINDS``, the published sizes are rows of ``PRESETS``; ``docs/llm.md`` walks from one to the next. A ``config.json`` in
+transformers' form is read by :func:`config_from_hf` and written by :func:`config_to_hf`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Literal
 
 from library.errors import UserError, did_you_mean
@@ -33,7 +35,12 @@ class LMConfig:
         norm_eps: epsilon of the norms.
         tied: the output head is the embedding matrix.
         rope_theta, rope_scaling: RoPE's base, and how it is stretched.
+        no_rope: numbers of the blocks without positions.
         attention_bias, mlp_bias: whether these linear layers have one; a GPT-2's have.
+        out_bias: whether the layer behind attention has one; default: as ``attention_bias``.
+        qk_norm: heads of queries and keys are normed before they are turned.
+        window: a token sees itself and so many before it, less one; None: all.
+        kind: transformers' ``model_type``, a row of ``KINDS``; default: the family.
         bos, eos: tokens that begin and end a text, for the configuration file.
         padded_vocab_size: rows of embedding and head; above ``vocab_size`` the rest are never targets.
     """
@@ -53,6 +60,11 @@ class LMConfig:
     rope_scaling: RopeScaling | None = None
     attention_bias: bool = False
     mlp_bias: bool = False
+    out_bias: bool | None = None
+    qk_norm: bool = False
+    window: int | None = None
+    no_rope: tuple[int, ...] = ()
+    kind: str = ""
     padded_vocab_size: int = 0
     bos: int | None = None
     eos: tuple[int, ...] = ()
@@ -64,6 +76,9 @@ class LMConfig:
         if self.family == "gpt2":
             object.__setattr__(self, "attention_bias", True)
             object.__setattr__(self, "mlp_bias", True)
+        if self.out_bias is None:
+            object.__setattr__(self, "out_bias", self.attention_bias)
+        object.__setattr__(self, "kind", self.kind or self.family)
         if self.heads % self.kv_heads:
             raise UserError(f"{self.heads} heads are no multiple of {self.kv_heads} kv_heads; change one of them")
         if self.family == "llama" and self.head_dim % 2:
@@ -105,15 +120,73 @@ def llama(
     context: int = 8192,
     **changes: Any,
 ) -> LMConfig:
-    """Return a Llama of these sizes; defaults are Llama 3's."""
-    choices: dict[str, Any] = {"rope_theta": 500000.0, "tied": False} | changes
-    return LMConfig("llama", vocab_size, context, width, layers, heads, kv_heads, hidden, width // heads, **choices)
+    """Return a Llama, or one of its kin, of these sizes; defaults are Llama 3's."""
+    choices: dict[str, Any] = {"rope_theta": 500000.0, "tied": False, "head_dim": width // heads} | changes
+    choices |= KINDS[choices.get("kind", "llama")].fixed
+    return LMConfig("llama", vocab_size, context, width, layers, heads, kv_heads, hidden, **choices)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A ``model_type`` of transformers.
+
+    Attributes:
+        implementation: transformers' class.
+        defaults: what its configuration means where ``config.json`` is silent, and Llama's means another.
+        fixed: fields that all such models have.
+        keys: transformers' names of fields that only this one has.
+    """
+
+    implementation: str
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    keys: Mapping[str, str] = field(default_factory=dict)
+
+
+_BIASES = {"attention_bias": "attention_bias", "mlp_bias": "mlp_bias"}
+KINDS: Mapping[str, Kind] = {
+    "gpt2": Kind("GPT2LMHeadModel"),
+    "llama": Kind("LlamaForCausalLM", keys=_BIASES),
+    "mistral": Kind(
+        "MistralForCausalLM",
+        {"kv_heads": 8, "context": 131072, "window": 4096},
+        {"kind": "mistral"},
+        {"sliding_window": "window"},
+    ),
+    "qwen2": Kind(
+        "Qwen2ForCausalLM",
+        {"kv_heads": 32, "context": 32768},
+        {"kind": "qwen2", "attention_bias": True, "out_bias": False},
+    ),
+    "qwen3": Kind(
+        "Qwen3ForCausalLM",
+        {"kv_heads": 32, "context": 32768, "head_dim": 128},
+        {"kind": "qwen3", "qk_norm": True},
+        {"attention_bias": "attention_bias"},
+    ),
+    "smollm3": Kind(
+        "SmolLM3ForCausalLM",
+        {"kv_heads": 4, "context": 32768, "tied": True, "rope_theta": 2e6},
+        {"kind": "smollm3"},
+        _BIASES,
+    ),
+}
+
+
+def fourth_blocks(layers: int, every: int = 4) -> tuple[int, ...]:
+    """Return the blocks of a SmolLM 3 that have no positions: every fourth."""
+    return tuple(range(every - 1, layers, every))
 
 
 _LLAMA2: dict[str, Any] = {"vocab_size": 32000, "context": 4096, "rope_theta": 10000.0}
 _LLAMA31: dict[str, Any] = {"context": 131072, "rope_scaling": Llama31Scaling()}
 _LLAMA32: dict[str, Any] = {"context": 131072, "rope_scaling": Llama31Scaling(factor=32.0), "tied": True}
 _TINY: dict[str, Any] = {"vocab_size": 8192, "context": 256}
+_SMOLLM2: dict[str, Any] = {"vocab_size": 49152, "rope_theta": 100000.0, "tied": True}
+_SMOLLM3: dict[str, Any] = {"kind": "smollm3", "context": 65536, "rope_theta": 5e6, "tied": True, "norm_eps": 1e-6}
+_MISTRAL: dict[str, Any] = {"kind": "mistral", "vocab_size": 32768, "context": 32768, "rope_theta": 1e6}
+_QWEN25: dict[str, Any] = {"kind": "qwen2", "context": 32768, "rope_theta": 1e6, "norm_eps": 1e-6}
+_QWEN3: dict[str, Any] = _QWEN25 | {"kind": "qwen3", "vocab_size": 151936, "context": 40960, "head_dim": 128}
 
 PRESETS: Mapping[str, LMConfig] = {
     "gpt2-tiny": gpt2(384, 6, 6, **_TINY),
@@ -128,6 +201,19 @@ PRESETS: Mapping[str, LMConfig] = {
     "llama3.1-8b": llama(4096, 32, 32, 8, 14336, **_LLAMA31),
     "llama3.2-1b": llama(2048, 16, 32, 8, 8192, **_LLAMA32),
     "llama3.2-3b": llama(3072, 28, 24, 8, 8192, **_LLAMA32),
+    "smollm2-135m": llama(576, 30, 9, 3, 1536, **_SMOLLM2),
+    "smollm2-360m": llama(960, 32, 15, 5, 2560, **_SMOLLM2),
+    "smollm2-1.7b": llama(2048, 24, 32, 32, 8192, **_SMOLLM2 | {"rope_theta": 130000.0}),
+    "smollm3-3b": llama(2048, 36, 16, 4, 11008, no_rope=fourth_blocks(36), **_SMOLLM3),
+    "mistral-7b": llama(4096, 32, 32, 8, 14336, **_MISTRAL),
+    "qwen2.5-0.5b": llama(896, 24, 14, 2, 4864, vocab_size=151936, tied=True, **_QWEN25),
+    "qwen2.5-1.5b": llama(1536, 28, 12, 2, 8960, vocab_size=151936, tied=True, **_QWEN25),
+    "qwen2.5-3b": llama(2048, 36, 16, 2, 11008, vocab_size=151936, tied=True, **_QWEN25),
+    "qwen2.5-7b": llama(3584, 28, 28, 4, 18944, vocab_size=152064, **_QWEN25),
+    "qwen3-0.6b": llama(1024, 28, 16, 8, 3072, tied=True, **_QWEN3),
+    "qwen3-1.7b": llama(2048, 28, 16, 8, 6144, tied=True, **_QWEN3),
+    "qwen3-4b": llama(2560, 36, 32, 8, 9728, tied=True, **_QWEN3),
+    "qwen3-8b": llama(4096, 36, 32, 8, 12288, **_QWEN3),
 }
 
 
@@ -139,12 +225,16 @@ def preset(name: str) -> LMConfig:
 
 
 def config_from_hf(values: Mapping[str, Any]) -> LMConfig:
-    """Return the configuration of a transformers ``config.json`` for GPT-2 or Llama."""
+    """Return the configuration of a transformers ``config.json``.
+
+    Raises:
+        UserError: the ``model_type`` is no row of ``KINDS``, or a key has a value that the model here does not carry.
+    """
     kind = values.get("model_type")
-    if kind not in ("gpt2", "llama"):
-        raise UserError(f"config.json: model_type {kind!r} is not supported; gpt2 and llama are")
+    if kind not in KINDS:
+        raise UserError(f"config.json: model_type {kind!r} is not supported; {', '.join(KINDS)} are")
     try:
-        config = _gpt2_from_hf(values) if kind == "gpt2" else _llama_from_hf(values)
+        config = _gpt2_from_hf(values) if kind == "gpt2" else _llama_from_hf(values, KINDS[kind])
     except KeyError as error:
         raise UserError(f"config.json: {error} is missing; download the model again") from None
     eos = values.get("eos_token_id")
@@ -170,8 +260,6 @@ _LLAMA_NAMES = {
     "num_attention_heads": "heads",
     "num_key_value_heads": "kv_heads",
     "head_dim": "head_dim",
-    "attention_bias": "attention_bias",
-    "mlp_bias": "mlp_bias",
     "max_position_embeddings": "context",
     "rms_norm_eps": "norm_eps",
     "tie_word_embeddings": "tied",
@@ -197,19 +285,27 @@ def _gpt2_from_hf(values: Mapping[str, Any]) -> LMConfig:
     return LMConfig("gpt2", kv_heads=heads, head_dim=width // heads, **fields)
 
 
-def _llama_from_hf(values: Mapping[str, Any]) -> LMConfig:
-    _expect(values, hidden_act="silu", partial_rotary_factor=1.0)
-    heads = values["num_attention_heads"]
-    defaults = {"context": 2048, "kv_heads": heads, "head_dim": values["hidden_size"] // heads}
-    defaults |= {"attention_bias": False, "mlp_bias": False}
+def _llama_from_hf(values: Mapping[str, Any], kind: Kind) -> LMConfig:
+    _expect(values, hidden_act="silu", partial_rotary_factor=1.0, use_sliding_window=False)
+    if windows := set(values.get("layer_types") or ()) - {"full_attention"}:
+        raise UserError(f"config.json: layer_types has {windows.pop()!r}, only 'full_attention' is supported")
+    heads, layers = values["num_attention_heads"], values["num_hidden_layers"]
+    defaults: dict[str, Any] = {"context": 2048, "kv_heads": heads, "head_dim": values["hidden_size"] // heads}
+    defaults |= {"norm_eps": 1e-6, "tied": False, "rope_theta": 10000.0, "attention_bias": False, "mlp_bias": False}
+    defaults |= kind.defaults
+    if "kv_heads" in kind.defaults and values.get("num_key_value_heads", 0) is None:  # null is none of its own
+        defaults["kv_heads"] = heads
+    fields = _fields(values, {**_LLAMA_NAMES, **kind.keys}, **defaults)
+    if values.get("sliding_window", 0) is None:
+        fields["window"] = None
+    if kind.implementation.startswith("SmolLM3"):
+        turned = values.get("no_rope_layers")  # 1 for blocks that have positions
+        of_step = fourth_blocks(layers, values.get("no_rope_layer_interval") or 4)
+        fields["no_rope"] = of_step if turned is None else tuple(i for i, has in enumerate(turned) if not has)
     # transformers 5 writes rope_parameters; the published files have rope_theta and rope_scaling.
     rope = values.get("rope_parameters") or (values.get("rope_scaling") or {})
-    return LMConfig(
-        "llama",
-        rope_theta=rope.get("rope_theta") or values.get("rope_theta") or 10000.0,
-        rope_scaling=_scaling_from_hf(rope, values),
-        **_fields(values, _LLAMA_NAMES, norm_eps=1e-6, tied=False, **defaults),
-    )
+    fields["rope_theta"] = rope.get("rope_theta") or values.get("rope_theta") or defaults["rope_theta"]
+    return LMConfig("llama", rope_scaling=_scaling_from_hf(rope, values), **{**fields, **kind.fixed})
 
 
 def _scaling_from_hf(rope: Mapping[str, Any], values: Mapping[str, Any]) -> RopeScaling | None:
@@ -270,20 +366,16 @@ def config_to_hf(config: LMConfig) -> dict[str, Any]:
     # said even where there are none: transformers would take the numbers of the first Llama
     eos = list(config.eos) if len(config.eos) > 1 else next(iter(config.eos), None)
     values: dict[str, Any] = {"bos_token_id": config.bos, "eos_token_id": eos}
-    names = _GPT2_NAMES if config.family == "gpt2" else _LLAMA_NAMES
+    kind = KINDS[config.kind]
+    names = _GPT2_NAMES if config.family == "gpt2" else {**_LLAMA_NAMES, **kind.keys}
     values |= {hf: getattr(config, ours) for hf, ours in names.items()}
+    values |= {"architectures": [kind.implementation], "model_type": config.kind}
     if config.family == "gpt2":
-        return values | {
-            "architectures": ["GPT2LMHeadModel"],
-            "model_type": "gpt2",
-            "activation_function": "gelu_new",
-        }
-    values |= {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "rope_theta": config.rope_theta,
-    }
+        return values | {"activation_function": "gelu_new"}
+    values |= {"hidden_act": "silu", "rope_theta": config.rope_theta}
+    if config.kind == "smollm3":
+        values["no_rope_layers"] = [int(i not in config.no_rope) for i in range(config.layers)]
+        values["pad_token_id"] = None  # its own would lie beyond a small vocabulary
     if config.rope_scaling is not None:
         values["rope_scaling"] = _scaling_to_hf(config.rope_scaling)
     return values
