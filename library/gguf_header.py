@@ -7,9 +7,9 @@ name, its sides *from the innermost to the outermost*, its type and its place; p
 
 Sides are turned round here, so that a linear weight is [out, in]. ComfyUI's converters reshape tensors whose rows do
 not fill whole blocks and note the shape they had (``comfy.gguf.orig_shape.<tensor>``); it is given back. Files of
-language models hold a tokenizer of some hundred thousand strings; arrays are passed over. Text encoders, which
-llama.cpp converts, get transformers' names back (``tensor_mapping.py`` of the ``gguf`` package); image models have kept
-theirs.
+language models hold a tokenizer of some hundred thousand strings; :func:`read_gguf_metadata` reads these too, the
+header passes over arrays. Text encoders and language models, which llama.cpp converts, get transformers' names back
+(``tensor_mapping.py`` of the ``gguf`` package); image models have kept theirs.
 
 The ``gguf`` package's ``GGUFReader`` would map the file and believe it: with a damaged length it runs through billions
 of entries. What the package knows of types and their sizes is used.
@@ -67,7 +67,18 @@ _QWEN_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", 
     f"blk.*.{theirs}": f"model.layers.*.{ours}" for theirs, ours in _QWEN.items()
 }
 # general.architecture -> llama.cpp's names against transformers', * for the block
-_NAMES = {"t5": _T5_NAMES, "t5encoder": _T5_NAMES, "qwen2vl": _QWEN_NAMES, "qwen3": _QWEN_NAMES, "qwen3vl": _QWEN_NAMES}
+_NAMES = {"t5": _T5_NAMES, "t5encoder": _T5_NAMES}
+_NAMES |= dict.fromkeys(("llama", "qwen2", "qwen2vl", "qwen3", "qwen3vl", "smollm3"), _QWEN_NAMES)
+
+
+def read_gguf_metadata(path: str | Path, arrays: bool = True) -> dict[str, Any]:
+    """Return the metadata of a file by name: numbers, strings and lists of them, which are empty without ``arrays``.
+
+    Raises:
+        UserError: as :func:`read_gguf_header`.
+    """
+    with error_prefix(str(path)), open(path, "rb") as file:
+        return _checked(_Header(file, arrays), may_be_cut=True)[2]
 
 
 def read_gguf_header(path: str | Path, file: BufferedReader, may_be_cut: bool = False) -> tuple[dict[str, Any], int]:
@@ -84,22 +95,30 @@ def read_gguf_header(path: str | Path, file: BufferedReader, may_be_cut: bool = 
         UserError: the header is not true of the file, or of a kind that is not read.
     """
     with error_prefix(str(path)):
-        try:
-            return _Header(file).read(may_be_cut)
-        except UserError:
-            raise
-        except (ValueError, struct.error, OverflowError) as error:
-            raise UserError(f"a damaged GGUF file ({error}); download it again") from None
+        return _checked(_Header(file), may_be_cut)[:2]
+
+
+def _checked(header: _Header, may_be_cut: bool) -> tuple[dict[str, Any], int, dict[str, Any]]:
+    try:
+        return header.read(may_be_cut)
+    except UserError:
+        raise
+    except (ValueError, struct.error, OverflowError) as error:
+        raise UserError(f"a damaged GGUF file ({error}); download it again") from None
 
 
 class _Header:
-    def __init__(self, file: BufferedReader) -> None:
-        self.file = file
+    """``whole``: arrays are read, too."""
+
+    def __init__(self, file: BufferedReader, whole: bool = False) -> None:
+        self.file, self.whole = file, whole
         self.size = file.seek(0, 2)
         file.seek(0)
 
-    def read(self, may_be_cut: bool) -> tuple[dict[str, Any], int]:
-        self._take(len(MAGIC))
+    def read(self, may_be_cut: bool) -> tuple[dict[str, Any], int, dict[str, Any]]:
+        """Return the header in the form of a safetensors file's, where the data begins, and the metadata."""
+        if self._take(len(MAGIC)) != MAGIC:
+            raise UserError("no GGUF file; download it again")
         version = self._number("I")
         if version & 0xFFFF == 0:
             raise UserError("a big-endian GGUF file; use the little-endian one")
@@ -107,17 +126,19 @@ class _Header:
             raise UserError(f"GGUF version {version}; 2 and 3 are read: convert it again")
         tensors, values = self._number("Q"), self._number("Q")
         metadata, shapes, alignment = self._metadata(values)
-        if int(metadata.get("split.count", "1")) > 1:
+        if int(metadata.get("split.count", 1)) > 1:
             raise UserError("one of several parts of a GGUF model; join them first (llama-gguf-split --merge)")
         header = self._tensors(tensors, shapes)
         start = -(-self.file.tell() // alignment) * alignment
         self._check_places(header, None if may_be_cut else self.size - start, alignment)
         names = _NAMES.get(metadata.get("general.architecture", ""), {})
-        return {"__metadata__": metadata, **{_renamed(name, names): entry for name, entry in header.items()}}, start
+        texts = {name: str(value) for name, value in metadata.items() if not isinstance(value, list)}
+        named = {_renamed(name, names): entry for name, entry in header.items()}
+        return {"__metadata__": texts, **named}, start, metadata
 
-    def _metadata(self, count: int) -> tuple[dict[str, str], dict[str, list[int]], int]:
-        """Return strings and numbers by name, original shapes by tensor, and the alignment."""
-        metadata: dict[str, str] = {}
+    def _metadata(self, count: int) -> tuple[dict[str, Any], dict[str, list[int]], int]:
+        """Return values by name, original shapes by tensor, and the alignment."""
+        metadata: dict[str, Any] = {}
         shapes: dict[str, list[int]] = {}
         alignment = 32
         for _ in range(count):
@@ -125,12 +146,13 @@ class _Header:
             if name in metadata:
                 raise ValueError(f"the header has {name!r} twice")
             if kind == _ARRAY:
-                found = self._array(keep=name.startswith(_ORIGINAL_SHAPE))
-                if found is not None:
+                is_shape = name.startswith(_ORIGINAL_SHAPE)
+                found = self._array(keep=self.whole or is_shape)
+                if is_shape and found and len(found) < 64 and all(type(side) is int for side in found):
                     shapes[name.removeprefix(_ORIGINAL_SHAPE)] = found
+                metadata[name] = found
                 continue
-            value = self._value(kind)
-            metadata[name] = str(value)
+            value = metadata[name] = self._value(kind)
             if name == "general.alignment":
                 if type(value) is not int or value < 1 or value & (value - 1):
                     raise ValueError(f"an alignment of {value}")
@@ -177,21 +199,23 @@ class _Header:
                 raise ValueError(f"{begin - reached} bytes before tensor {name!r} belong to none")
             reached = end
 
-    def _array(self, keep: bool) -> list[int] | None:
-        """Pass over an array, or return it if it is to be kept and holds whole numbers."""
+    def _array(self, keep: bool) -> list[Any]:
+        """Return an array, or pass over it if it is not to be kept."""
         kind, length = self._number("I"), self._number("Q")
-        if kind in _SCALARS:
-            code = "<" + _SCALARS[kind] * (length if keep and length < 64 else 0)
-            skipped = length * struct.calcsize("<" + _SCALARS[kind])
-            if len(code) > 1 and kind not in (6, 7, 12):
-                return list(struct.unpack(code, self._take(skipped)))
-            self._skip(skipped)
-        elif kind == _STRING:
+        if kind == _STRING:
+            if keep:
+                return [self._string() for _ in range(length)]
             for _ in range(length):
                 self._skip(self._number("Q"))
-        else:
+            return []
+        if kind not in _SCALARS:
             raise ValueError(f"an array of type {kind}")
-        return None
+        start, size = self.file.tell(), length * struct.calcsize("<" + _SCALARS[kind])
+        self._skip(size)
+        if not keep:
+            return []
+        self.file.seek(start)
+        return [value for (value,) in struct.iter_unpack("<" + _SCALARS[kind], self._take(size))]
 
     def _value(self, kind: int) -> str | int | float | bool:
         if kind == _STRING:

@@ -1,6 +1,7 @@
 """Chat templates: messages to tokens, as a model was, or is to be, trained with.
 
-    tokenizer the Jinja template beside the tokenizer (``chat_template.jinja``, or in ``tokenizer_config.json``)
+    tokenizer the Jinja template beside the tokenizer (``chat_template.jinja``, or in ``tokenizer_config.json``), or in
+              the GGUF file
     llama3    <|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nHello<|eot_id|>...
     llama2    <s>[INST] <<SYS>>\nsystem\n<</SYS>>\n\nHello [/INST] Hi </s><s>[INST] ...
     chatml    <|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\nHi<|im_end|>\n
@@ -36,7 +37,9 @@ from typing import Any, NamedTuple
 
 from library.errors import UserError
 from library.files import read_json, read_text, write_text
+from library.llm.gguf_tokenizer import read_gguf_template
 from library.llm.tokenizers import Tokenizer
+from library.models.llm.gguf import gguf_file
 
 NO_ANSWER = -1
 JINJA_FILE = "chat_template.jinja"
@@ -346,6 +349,8 @@ def _fitting(tokenizer: Tokenizer) -> str:
 
 def _jinja_source(folder: Path) -> tuple[str | None, dict[str, str]]:
     """Return the template beside a tokenizer, if any, and the special tokens that it may name (``bos_token``)."""
+    if (gguf := gguf_file(folder)) is not None and not (gguf.parent / JINJA_FILE).is_file():
+        return read_gguf_template(gguf)
     folder = folder if folder.is_dir() else folder.parent
     config, file = folder / "tokenizer_config.json", folder / JINJA_FILE
     values: dict[str, Any] = {}

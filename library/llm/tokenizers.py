@@ -6,6 +6,7 @@
 ``vocab.bpe`` + ``encoder.json``              GPT-2 as OpenAI published it (``merges.txt`` + ``vocab.json`` at Hugging
                                               Face): its ranks are computed and go to ``tiktoken`` too
 ``tokenizer.model``, binary                   Llama 2: a SentencePiece model
+a GGUF file                                   the vocabulary in its metadata (``library.llm.gguf_tokenizer``)
 ============================================  =====================================================================
 
 Special tokens (``<|eot_id|>``) are made from text only on request: text that a user typed must not be able to end its
@@ -30,6 +31,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from library.errors import UserError
 from library.files import atomic_path, read_json, reading, write_text
+from library.models.llm.gguf import gguf_file
 
 # What counts as a word, from openai/gpt-2 encoder.py and meta-llama/llama3 tokenizer.py.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -133,10 +135,16 @@ def _tokenizer_file(folder: Path) -> Path:
     for name in names:
         if (folder / name).is_file():
             return folder / name
-    raise UserError(f"{folder}: no tokenizer in this folder; one of {', '.join(names)} is needed")
+    if (file := gguf_file(folder)) is not None:
+        return file
+    raise UserError(f"{folder}: no tokenizer in this folder; one of {', '.join(names)} or a GGUF file is needed")
 
 
 def _read(file: Path) -> Tokenizer:
+    if file.suffix.lower() == ".gguf":
+        from library.llm.gguf_tokenizer import read_gguf_tokenizer  # which needs the classes here
+
+        return read_gguf_tokenizer(file)
     if file.suffix == ".json":
         return HuggingFaceTokenizer.read(file)
     if file.name in ("vocab.bpe", "merges.txt"):
@@ -298,12 +306,23 @@ class TiktokenTokenizer(_PublishedTokenizer):
 class SentencePieceTokenizer(_PublishedTokenizer):
     """A SentencePiece model; special tokens that are added lie outside of it."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Path, model: bytes | None = None) -> None:
+        """Read ``file``; or ``model``, what such a file would hold."""
         super().__init__([file])
-        self._model = sentencepiece.SentencePieceProcessor(model_file=str(file))
+        self._bytes = model
+        given = {"model_file": str(file)} if model is None else {"model_proto": model}
+        self._model = sentencepiece.SentencePieceProcessor(**given)
         control = [i for i in range(self._model.vocab_size()) if self._model.is_control(i) or self._model.is_unknown(i)]
         self.special = {self._model.id_to_piece(i): i for i in control}
         self._find_ends()
+
+    def save(self, folder: str | Path) -> None:
+        """Write ``tokenizer.model``, and the special tokens that were added."""
+        if self._bytes is not None:
+            with atomic_path(Path(folder) / "tokenizer.model") as temporary:
+                temporary.write_bytes(self._bytes)
+            self._files = []
+        super().save(folder)
 
     @property
     def vocab_size(self) -> int:

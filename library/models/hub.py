@@ -49,10 +49,6 @@ def find_model(given: str | Path, option: str, is_pipeline: bool | None = None, 
         UserError: neither is there; the hub wants a licence accepted; the disk is too full; nothing that can be read.
     """
     path = Path(given).expanduser()
-    if is_pipeline is False and path.suffix.lower() == ".gguf":
-        raise UserError(
-            f"{option} {str(given)!r}: language models are read from folders; give that which the GGUF file was made of"
-        )
     if given and path.exists():
         return path
     name = Path(given).as_posix()
@@ -157,7 +153,7 @@ def _folder_patterns(name: str, files: Collection[str], option: str, is_pipeline
         if fnmatch.filter(own, weights):
             return patterns
     remedy = "give the repository of a diffusers pipeline or of a transformers model"
-    if (blocks := fnmatch.filter(sorted(files), "*.gguf")) and is_pipeline is not False:
+    if blocks := fnmatch.filter(sorted(files), "*.gguf"):
         remedy = f"fetch one of its GGUF files and give its path (hf download {name} {blocks[0]} --local-dir .)"
     raise UserError(
         f"{option}: {name} has no model in safetensors (it has {', '.join(sorted(files)[:4])}, ...); {remedy}"

@@ -1,6 +1,6 @@
 """From a folder with a published language model to a ``TransformerLM``, and back to transformers' format.
 
-What lies in the folder says which of four layouts it has; all are read tensor by tensor into a model on the meta device
+What lies in the folder says which of five layouts it has; all are read tensor by tensor into a model on the meta device
 (``library.models.weights``), so the peak is the model and one tensor:
 
 ==============================  ==========================================================================
@@ -13,6 +13,7 @@ Meta, Llama                     ``params.json`` with ``consolidated.00.pth``, ..
                                 of q and k pair neighbours under RoPE and are put into the half-split order; a model in
                                 several files is cut by rows (q, k, v, gate, up, head) or by columns (the others)
 OpenAI, GPT-2                   ``hparams.json`` with ``model.ckpt.index``. ``model/h0/attn/c_attn/w`` [1, in, out]
+GGUF                            one file, the path of which may be given (``library.models.llm.gguf``)
 ==============================  ==========================================================================
 
 A map names parameters once; a tied head is the embedding and has no entry. The same names serve LoRA, which has a group
@@ -35,8 +36,9 @@ from library.errors import UserError
 from library.files import write_text
 from library.models.inspection import Architecture
 from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets
-from library.models.llm.model import TransformerLM, resize_vocabulary
-from library.models.llm.sources import Derived, DerivedWeights, TensorFlowFiles, TorchFiles
+from library.models.llm.gguf import gguf_config, gguf_file, gguf_weights, in_order, mixed_layers
+from library.models.llm.model import TransformerLM, resize_vocabulary, separate_projections
+from library.models.llm.sources import DequantisedWeights, Derived, DerivedWeights, TensorFlowFiles, TorchFiles
 from library.models.llm.spec import LMConfig, LMFamily, config_from_hf, config_to_hf, gpt2
 from library.models.weights import KeyMap, load_into, read_config
 from library.nn.rope import Llama31Scaling, half_split_order
@@ -53,18 +55,36 @@ def load_lm(
     device: torch.device | str = "cpu",
     fp8: WeightLoader | None = None,
     pad_vocabulary_to: int | None = None,
+    dequantised: bool = False,
 ) -> TransformerLM:
     """Return the language model in ``folder``, frozen and in eval mode.
 
     Args:
-        folder: in one of the layouts above.
+        folder: in one of the layouts above; or a GGUF file.
         dtype, device: of the weights.
-        fp8: which linear weights become fp8, and how they compute; what a file holds in fp8 stays so.
+        fp8: which linear weights become fp8, and how they compute; what a file holds quantised stays so.
         pad_vocabulary_to: pad embedding and head to a multiple of so many rows, 64 for fast products.
+        dequantised: what a file holds quantised is in ``dtype`` instead.
     """
     config, weights, key_map = open_lm(Path(folder).expanduser())
+    weights = DequantisedWeights(weights) if dequantised else weights
+    apart = mixed_layers(weights, key_map)
+
+    def build() -> TransformerLM:
+        model = TransformerLM(config)
+        separate_projections(model, apart)
+        return model
+
+    for layer in apart:
+        names = config.joined[layer.split(".", 2)[2]]
+        key_map = {**key_map} | {
+            f"{layer}.{part}.{leaf}": [rows]
+            for leaf in ("weight", "bias")
+            for part, rows in zip(names, key_map.get(f"{layer}.{leaf}", ()), strict=False)
+        }
+        key_map = {name: ranges for name, ranges in key_map.items() if name not in (f"{layer}.weight", f"{layer}.bias")}
     placing = fp8 if fp8 is not None else WeightLoader()
-    model = load_into(lambda: TransformerLM(config), weights, key_map, dtype, device, fp8=placing)
+    model = load_into(build, weights, key_map, dtype, device, fp8=placing)
     if pad_vocabulary_to is not None:
         resize_vocabulary(model, config.padded(pad_vocabulary_to))
     return model
@@ -72,9 +92,13 @@ def load_lm(
 
 def open_lm(folder: Path) -> tuple[LMConfig, WeightFiles, KeyMap]:
     """Return a model's configuration, its weights (not read yet) and where each parameter lies in them."""
+    if (file := gguf_file(folder)) is not None:
+        weights = WeightFiles(file)
+        config = gguf_config(file, weights)
+        return config, *gguf_weights(weights, config, hf_weights(weights, config)[1])
     if not folder.is_dir():
         what = "is a file" if folder.exists() else "no such folder"
-        raise UserError(f"{folder}: {what}; give the folder of a GPT-2 or Llama model")
+        raise UserError(f"{folder}: {what}; give a GGUF file, or the folder of a language model")
     if (folder / "config.json").is_file():
         config = config_from_hf(read_config(folder))
         return config, *hf_weights(_hf_files(folder), config)
@@ -87,8 +111,8 @@ def open_lm(folder: Path) -> tuple[LMConfig, WeightFiles, KeyMap]:
         config = gpt2(*(hparams[key] for key in ("n_embd", "n_layer", "n_head", "n_vocab", "n_ctx")))
         return config, *openai_weights(TensorFlowFiles(indices[-1]), config)
     raise UserError(
-        f"{folder}: neither config.json (transformers) nor params.json (Meta) nor a TensorFlow .index file; "
-        "give the folder of a GPT-2 or Llama model"
+        f"{folder}: neither config.json (transformers) nor params.json (Meta) nor a TensorFlow .index nor a GGUF file; "
+        "give the folder of a language model"
     )
 
 
@@ -340,9 +364,7 @@ def _meta_ranges(
         # a shard holds whole heads, so each can be put in order by itself
         order = half_split_order(config.head_dim)
         for source in sources:
-            derived[f"{source}.half_split"] = Derived(
-                files.shape(source), [source], functools.partial(_in_order, order)
-            )
+            derived[f"{source}.half_split"] = Derived(files.shape(source), [source], functools.partial(in_order, order))
         return [RowRange(f"{source}.half_split") for source in sources]
     return [RowRange(source) for source in sources]
 
@@ -354,11 +376,6 @@ def meta_name(hf_name: str) -> tuple[str, int | None]:
         layer, module = "", hf_name.removesuffix(".weight")
     name, axis = _META[module]
     return f"layers.{layer}.{name}.weight" if layer else f"{name}.weight", axis
-
-
-def _in_order(order: Tensor, weight: Tensor) -> Tensor:
-    """Put the rows of every head into ``order``."""
-    return weight.view(-1, len(order), weight.shape[-1])[:, order].reshape(weight.shape)
 
 
 def _targets(family: LMFamily, stack: str, groups: Mapping[str, str]) -> LoraTargets:

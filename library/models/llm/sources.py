@@ -5,8 +5,9 @@ in that form, so that every layout costs the same memory, one model and one tens
 
 - :class:`TorchFiles` finds where the tensors of a ``.pth`` or ``.bin`` file lie without reading them. Unpickling is
   restricted to tensors (``weights_only``), and under ``FakeTensorMode`` PyTorch reports each storage's place in the
-  file instead of filling it.
+  file instead of filling it. Of files from before PyTorch 1.6, which are no archives, it does not: they are read whole.
 - :class:`DerivedWeights` adds tensors that are computed when they are read: a transpose, a permutation, a join.
+- :class:`DequantisedWeights` has no quantised ones.
 - :class:`TensorFlowFiles` finds the tensors of a TensorFlow checkpoint without TensorFlow. The data file
   ``model.ckpt.data-00000-of-00001`` is tensors one behind the other; ``model.ckpt.index`` is a table of LevelDB's kind
   (https://github.com/google/leveldb/blob/main/doc/table_format.md): a footer of 48 bytes points to an index block,
@@ -24,6 +25,7 @@ import pickle
 import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +35,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from library.errors import UserError, reason_of
 from library.precision.checkpoint import WeightFiles
+from library.precision.files.base import QuantizedWeight
 from library.safetensors_io import DTYPE_NAMES, RowRange, TensorEntry
 
 
@@ -41,10 +44,16 @@ class TorchFiles(WeightFiles):
 
     def __init__(self, path: Path, files: Sequence[tuple[str, Path]]) -> None:
         """Find every tensor in ``files``, pairs of a prefix and a file; ``path`` is what errors name."""
-        self.path, self.quantized, self.entries = path, None, {}
+        self.path, self.quantized, self.entries, self.metadata = path, None, {}, {}
+        self._held: dict[str, Tensor] = {}
         for prefix, file in files:
             for name, tensor in _outline(file).items():
                 if not isinstance(tensor, Tensor):
+                    continue
+                if not zipfile.is_zipfile(file):
+                    self._held[prefix + name] = tensor
+                    dtype = DTYPE_NAMES.get(tensor.dtype, "unknown")
+                    self.entries[prefix + name] = TensorEntry(file, dtype, tuple(tensor.shape), 0, tensor.nbytes)
                     continue
                 offset = tensor.untyped_storage()._checkpoint_offset
                 if not tensor.is_contiguous() or offset is None or tensor.dtype not in DTYPE_NAMES:
@@ -54,19 +63,22 @@ class TorchFiles(WeightFiles):
                 self.entries[prefix + name] = TensorEntry(file, dtype, shape, start, tensor.nbytes)
 
 
+    def read(self, ranges: Sequence[RowRange]) -> Tensor:
+        """Return the rows of ``ranges`` one below the other, in memory of their own, in the file's dtype."""
+        if not any(rows.source in self._held for rows in ranges):
+            return super().read(ranges)
+        return torch.cat([self._held[rows.source][rows.start : rows.stop] for rows in ranges])
+
+
 def _outline(file: Path) -> dict[str, Tensor]:
-    if file.is_file() and not zipfile.is_zipfile(file):
+    """Return a file's tensors: where they lie, or as they are where it is of before PyTorch 1.6."""
+    is_archive = zipfile.is_zipfile(file)
+    if file.is_file() and not is_archive:
         with open(file, "rb") as start:
-            legacy = start.read(2) in (b"\x80\x02", b"\x80\x03", b"\x80\x04")  # a pickle's protocol
-        if not legacy:
-            raise UserError(f"{file}: no file of torch.save's, or cut off; download it again")
-        raise UserError(
-            f"{file}: one pickle, as PyTorch wrote before 1.6, and no pickle is executed here; take the model's "
-            "safetensors files, or write them with transformers: "
-            "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(FOLDER)"
-        )
+            if start.read(2) not in (b"\x80\x02", b"\x80\x03", b"\x80\x04"):  # a pickle's protocol
+                raise UserError(f"{file}: no file of torch.save's, or cut off; download it again")
     try:
-        with FakeTensorMode():
+        with FakeTensorMode() if is_archive else nullcontext():
             state = torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{file}: no such file; download it again") from None
@@ -115,12 +127,53 @@ class DerivedWeights(WeightFiles):
         parts = [self._rows(rows) for rows in ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def read_quantized(self, ranges: Sequence[RowRange]) -> QuantizedWeight | None:
+        """Return the rows of ``ranges`` as they are stored; a derived tensor is its one source's, rows put in order."""
+        sources = {name: derived.sources[0] for name, derived in self._derived.items()}
+        stored = self.quantized.weights if self.quantized else {}
+        if not all(sources.get(rows.source, rows.source) in stored for rows in ranges):
+            return None
+        parts = []
+        for rows in ranges:
+            if (derived := self._derived.get(rows.source)) is None:
+                part = self._base.read_quantized([rows])
+            else:
+                part = self._base.read_quantized([RowRange(derived.sources[0])])
+                assert part is not None
+                part = part.with_tensors({name: derived.make(tensor) for name, tensor in part.tensors().items()})
+                part = part.part(slice(rows.start, rows.stop))
+            assert part is not None
+            parts.append(part)
+        return parts[0] if len(parts) == 1 else type(parts[0]).stack(parts)
+
     def _rows(self, rows: RowRange) -> Tensor:
         derived = self._derived.get(rows.source)
         if derived is None:
             return self._base.read([rows])
         tensor = derived.make(*(self._base.read([RowRange(source)]) for source in derived.sources))
         return tensor[rows.start : rows.stop].contiguous()
+
+
+class DequantisedWeights(WeightFiles):
+    """The tensors of ``base``, in high precision all of them."""
+
+    def __init__(self, base: WeightFiles) -> None:
+        self.path, self.quantized, self._base = base.path, None, base
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._base
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of tensor ``name``; raises a UserError if there is none."""
+        return self._base.shape(name)
+
+    def read(self, ranges: Sequence[RowRange]) -> Tensor:
+        """Return the rows of ``ranges`` one below the other, fp32 where they are quantised."""
+        parts = []
+        for rows in ranges:
+            quantized = self._base.read_quantized([rows])
+            parts.append(self._base.read([rows]) if quantized is None else quantized.dequantize(torch.float32))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 _MAGIC = 0xDB4775248B80FB57

@@ -1,0 +1,136 @@
+"""The tokenizer and the chat template in a GGUF file's metadata.
+
+The file has a vocabulary and names the rest: ``tokenizer.ggml.model`` is "gpt2" (byte-level BPE, with merges) or
+"llama" (SentencePiece, with scores), ``tokenizer.ggml.pre`` is a word for how a BPE splits text before it merges.
+llama.cpp has the splits in its code (``src/llama-vocab.cpp``); those of the models that are read here are
+:data:`SPLITS`. A name that is not among them is refused: with another split the same text is other tokens, and the
+model only a little worse, which nobody would notice.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+
+from library.errors import UserError
+from library.gguf_header import read_gguf_metadata
+from library.llm.tokenizers import (
+    GPT2_PATTERN,
+    LLAMA3_PATTERN,
+    HuggingFaceTokenizer,
+    SentencePieceTokenizer,
+    Tokenizer,
+)
+
+_QWEN2_PATTERN = LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")  # Qwen's tokenizer.json
+_TEKKEN_PATTERN = (  # Mistral Nemo's tokenizer.json
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}"
+    r"\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# tokenizer.ggml.pre -> the patterns that split a text, one after the other
+SPLITS = {
+    "gpt-2": (GPT2_PATTERN,),
+    "llama-bpe": (LLAMA3_PATTERN,),
+    "qwen2": (_QWEN2_PATTERN,),
+    "smollm": (r"\p{N}", GPT2_PATTERN),
+    "tekken": (_TEKKEN_PATTERN,),
+}
+_WHOLE_WORDS = ("llama-bpe", "tekken")  # a word that is a token is not put together by merges
+_CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # of tokenizer.ggml.token_type; SentencePiece has the same numbers
+
+
+def read_gguf_tokenizer(file: Path) -> Tokenizer:
+    """Return the tokenizer in ``file``.
+
+    Raises:
+        UserError: there is none, or of a kind that is not read.
+    """
+    said = read_gguf_metadata(file)
+    tokens, kind = said.get("tokenizer.ggml.tokens"), said.get("tokenizer.ggml.model")
+    if not tokens:
+        raise UserError(f"{file}: no tokenizer.ggml.tokens; give the tokenizer of the model by itself (tokenizer)")
+    types = said.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    if len(types) != len(tokens):
+        raise UserError(f"{file}: {len(tokens)} tokens and {len(types)} token types; download it again")
+    if kind == "gpt2":
+        tokenizer: Tokenizer = _bpe(file, said, tokens, types)
+    elif kind == "llama":
+        tokenizer = _sentencepiece(file, said, tokens, types)
+    else:
+        raise UserError(
+            f"{file}: tokenizer.ggml.model {kind!r} is not read, gpt2 and llama are; give the model's tokenizer by "
+            "itself (tokenizer)"
+        )
+    names = _named(said)
+    begins = said.get("tokenizer.ggml.add_bos_token", kind == "llama" or said.get("tokenizer.ggml.pre") == "llama-bpe")
+    tokenizer.bos = tokenizer.special.get(names.get("bos_token", "")) if begins else None
+    tokenizer.eos = tokenizer.special.get(names.get("eos_token", ""), tokenizer.eos)
+    return tokenizer
+
+
+def read_gguf_template(file: Path) -> tuple[str | None, dict[str, str]]:
+    """Return the chat template in ``file``, if any, and the special tokens that it may name (``bos_token``)."""
+    said = read_gguf_metadata(file)
+    source = said.get("tokenizer.chat_template")
+    return source if isinstance(source, str) else None, _named(said)
+
+
+def _named(said: dict[str, Any]) -> dict[str, str]:
+    tokens = said.get("tokenizer.ggml.tokens") or []
+    named = {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}
+    numbers = {ours: said.get(f"tokenizer.ggml.{theirs}_token_id") for theirs, ours in named.items()}
+    return {f"{name}_token": tokens[i] for name, i in numbers.items() if isinstance(i, int) and 0 <= i < len(tokens)}
+
+
+def _bpe(file: Path, said: dict[str, Any], tokens: list[str], types: list[int]) -> HuggingFaceTokenizer:
+    pre, merges = said.get("tokenizer.ggml.pre"), said.get("tokenizer.ggml.merges") or []
+    if pre not in SPLITS:
+        raise UserError(
+            f"{file}: tokenizer.ggml.pre {pre!r} is not known, {', '.join(SPLITS)} are; give the model's tokenizer.json "
+            "by itself (tokenizer)"
+        )
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    try:
+        bpe = models.BPE(vocabulary, pairs, ignore_merges=pre in _WHOLE_WORDS)
+    except Exception as error:  # the package raises plain Exception
+        raise UserError(f"{file}: tokenizer.ggml.merges: {error}; download it again") from None
+    inner = tokenizers.Tokenizer(bpe)
+    splits = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in SPLITS[pre]]
+    bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_only])
+    inner.decoder = decoders.ByteLevel()
+    if pre == "qwen2":
+        inner.normalizer = normalizers.NFC()
+    marked = {number: token for number, token in enumerate(tokens) if types[number] in (_CONTROL, _USER_DEFINED)}
+    inner.add_tokens(
+        [
+            tokenizers.AddedToken(token, special=types[number] == _CONTROL, normalized=False)
+            for number, token in marked.items()
+        ]
+    )
+    return HuggingFaceTokenizer(inner)
+
+
+def _sentencepiece(file: Path, said: dict[str, Any], tokens: list[str], types: list[int]) -> SentencePieceTokenizer:
+    from sentencepiece import sentencepiece_model_pb2
+
+    scores = said.get("tokenizer.ggml.scores") or []
+    if len(scores) != len(tokens):
+        raise UserError(f"{file}: {len(tokens)} tokens and {len(scores)} tokenizer.ggml.scores; download it again")
+    model = sentencepiece_model_pb2.ModelProto()
+    for token, score, kind in zip(tokens, scores, types, strict=True):
+        model.pieces.add(piece=token, score=score, type=kind)
+    model.trainer_spec.model_type = model.trainer_spec.BPE
+    model.trainer_spec.byte_fallback = _BYTE in types
+    model.trainer_spec.vocab_size = len(tokens)
+    model.normalizer_spec.name = "identity"
+    model.normalizer_spec.add_dummy_prefix = bool(said.get("tokenizer.ggml.add_space_prefix", True))
+    model.normalizer_spec.remove_extra_whitespaces = False
+    try:
+        return SentencePieceTokenizer(file, model.SerializeToString())
+    except RuntimeError as error:
+        raise UserError(f"{file}: its tokenizer cannot be read ({error}); download it again") from None

@@ -1,0 +1,187 @@
+"""Language models in a GGUF file, as llama.cpp's converter writes them (``convert_hf_to_gguf.py``).
+
+The file is the whole model: sizes are in its metadata (``llama.block_count``), weights have transformers' names here
+already (:mod:`library.gguf_header`), the tokenizer is read by :mod:`library.llm.gguf_tokenizer`. Three things lie
+otherwise than in transformers' folders:
+
+* a Llama's rows of q and k pair neighbours under RoPE, as in Meta's files, and are put into the half-split order, block
+  by block where they are quantised: a row is whole blocks (Qwen's are not touched by the converter);
+* Llama 3.1's stretched frequencies are a tensor of divisors, ``rope_freqs.weight``. Which scaling made them is told from
+  their values;
+* a file mixes types (``Q4_K_M`` has half of its v in Q6_K). What is one matrix here and stored in several types becomes
+  a layer for each (:func:`mixed_layers`).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from library.errors import UserError
+from library.gguf_header import read_gguf_metadata
+from library.models.llm.sources import Derived, DerivedWeights
+from library.models.llm.spec import KINDS, LMConfig, fourth_blocks
+from library.models.weights import KeyMap
+from library.nn.rope import LinearScaling, Llama31Scaling, RopeScaling, YarnScaling, half_split_order, rope_frequencies
+from library.precision.checkpoint import WeightFiles
+from library.safetensors_io import RowRange
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")  # a Mistral is a llama
+_PAIRED = ("llama", "smollm3")  # whose q and k pair neighbours
+_DIVISORS = "rope_freqs.weight"
+_ORDERED = ".half_split"
+_ENDS = ("eos", "eot", "eom")
+
+
+def gguf_file(path: Path) -> Path | None:
+    """Return the GGUF file that ``path`` is, or that a folder without ``config.json`` holds; None: neither.
+
+    Raises:
+        UserError: the folder holds several.
+    """
+    if path.is_file():
+        return path if path.suffix.lower() == ".gguf" else None
+    files = sorted(path.glob("*.gguf")) if not (path / "config.json").is_file() else []
+    if len(files) > 1:
+        raise UserError(f"{path}: {len(files)} GGUF files, {files[0].name} the first; give the path of one")
+    return files[0] if files else None
+
+
+def gguf_config(file: Path, weights: WeightFiles) -> LMConfig:
+    """Return the configuration that the metadata of ``file`` say, and the shapes of ``weights``.
+
+    Raises:
+        UserError: another architecture, or one of its keys has a value that is not carried here; the key is named.
+    """
+    said = read_gguf_metadata(file, arrays=False)
+    kind = said.get("general.architecture")
+    if kind not in ARCHITECTURES:
+        raise UserError(f"{file}: general.architecture {kind!r} is not supported; {', '.join(ARCHITECTURES)} are")
+
+    def value(key: str, default: Any = None) -> Any:
+        found = said.get(f"{kind}.{key}", default)
+        if found is None:
+            raise UserError(f"{file}: {kind}.{key} is missing; the file is no complete model, download it again")
+        if isinstance(found, str | list) or not 0 <= found < math.inf:
+            raise UserError(f"{file}: {kind}.{key} = {str(found)[:40]} is not supported; use another model")
+        return float(f"{found:.7g}") if isinstance(found, float) else found  # they are fp32
+
+    def expect(key: str, wanted: Any) -> None:
+        if (found := value(key, wanted)) != wanted:
+            raise UserError(f"{file}: {kind}.{key} = {found} is not supported, only {wanted}; use another model")
+
+    width, heads, layers = value("embedding_length"), value("attention.head_count"), value("block_count")
+    if not (width and heads and layers):
+        raise UserError(f"{file}: {kind}.embedding_length, attention.head_count or block_count is 0; download it again")
+    head_dim = value("attention.key_length", width // heads)
+    expect("attention.value_length", head_dim)
+    expect("rope.dimension_count", head_dim)
+    expect("expert_count", 0)
+    theta, context, attention = value("rope.freq_base", 10000.0), value("context_length"), "model.layers.0.self_attn"
+    fixed = dict(KINDS[kind].fixed)
+    fixed |= {"no_rope": fourth_blocks(layers)} if kind == "smollm3" else {}
+    if kind == "llama" and (window := value("attention.sliding_window", 0)):
+        fixed |= {"kind": "mistral", "window": window}
+    tokens = {key: said.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", *_ENDS)}
+    return LMConfig(
+        **{
+            "attention_bias": f"{attention}.q_proj.bias" in weights,
+            "out_bias": f"{attention}.o_proj.bias" in weights,
+            "mlp_bias": "model.layers.0.mlp.down_proj.bias" in weights,
+            **fixed,
+        },
+        family="llama",
+        vocab_size=weights.shape("model.embed_tokens.weight")[0],
+        context=context,
+        width=width,
+        layers=layers,
+        heads=heads,
+        kv_heads=value("attention.head_count_kv", heads),
+        hidden=value("feed_forward_length"),
+        head_dim=head_dim,
+        norm_eps=value("attention.layer_norm_rms_epsilon"),
+        tied="lm_head.weight" not in weights,
+        rope_theta=theta,
+        rope_scaling=_scaling(file, said, kind, weights, (head_dim, theta, context)),
+        bos=tokens.pop("bos"),
+        eos=tuple(dict.fromkeys(number for number in tokens.values() if number is not None)),
+    )
+
+
+def _scaling(
+    file: Path, said: Mapping[str, Any], kind: str, weights: WeightFiles, sizes: tuple[int, float, int]
+) -> RopeScaling | None:
+    head_dim, theta, context = sizes
+    if _DIVISORS in weights:
+        return _llama_scaling(file, weights.read([RowRange(_DIVISORS)]).double(), head_dim, theta)
+    found = {key.removeprefix(f"{kind}.rope.scaling."): value for key, value in said.items()}
+    factor = found.get("factor") or said.get(f"{kind}.rope.scale_linear") or 1.0
+    original = found.get("original_context_length") or context
+    match found.get("type", "linear" if factor != 1 else "none"):
+        case "none":
+            return None
+        case "linear":
+            return LinearScaling(factor) if factor != 1 else None
+        case "yarn":
+            growth = (0.1 * math.log(factor) + 1.0) * (found.get("attn_factor") or 1.0)
+            betas = found.get("yarn_beta_fast") or 32.0, found.get("yarn_beta_slow") or 1.0
+            return YarnScaling(factor, original, growth, *betas)
+        case other:
+            raise UserError(f"{file}: {kind}.rope.scaling.type = {other!r} is not supported; none, linear and yarn are")
+
+
+def _llama_scaling(file: Path, divisors: Tensor, head_dim: int, theta: float) -> Llama31Scaling | None:
+    """Return the scaling by which frequencies are divided by ``divisors`` [D/2], None where by 1.
+
+    The converter's factors 1 and 4 and context of 8192 are those of all published models; the slowest pair is divided
+    by the whole factor.
+    """
+    scaling = Llama31Scaling(factor=float(divisors.max()))
+    plain = rope_frequencies(head_dim, theta)
+    made = plain / rope_frequencies(head_dim, theta, scaling)
+    if divisors.shape != made.shape or not torch.allclose(divisors, made, rtol=1e-4):  # they are fp32
+        raise UserError(
+            f"{file}: {_DIVISORS} is not made by Llama 3.1's scaling with factors 1 and 4 over 8192 positions; use the "
+            "transformers folder that the file was made of"
+        )
+    return None if scaling.factor == 1 else scaling
+
+
+def gguf_weights(files: WeightFiles, config: LMConfig, key_map: KeyMap) -> tuple[WeightFiles, KeyMap]:
+    """Return ``files`` with rows in the half-split order, and ``key_map`` of transformers' names with their ranges."""
+    if files.metadata["general.architecture"] not in _PAIRED:
+        return files, key_map
+    order, derived = half_split_order(config.head_dim), {}
+    changed: dict[str, list[RowRange]] = {}
+    for ours, ranges in key_map.items():
+        changed[ours] = []
+        for rows in ranges:
+            name = rows.source
+            if name in files and name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
+                derived[f"{name}{_ORDERED}"] = Derived(files.shape(name), [name], functools.partial(in_order, order))
+                rows = RowRange(f"{name}{_ORDERED}")
+            changed[ours].append(rows)
+    return DerivedWeights(files, derived), changed
+
+
+def in_order(order: Tensor, weight: Tensor) -> Tensor:
+    """Put the rows of every head of ``weight`` [heads * D, ...] into ``order`` [D]."""
+    return weight.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
+
+
+def mixed_layers(weights: WeightFiles, key_map: KeyMap) -> frozenset[str]:
+    """Return the layers that are one matrix in the model and stored in several types."""
+    stored = weights.quantized.weights if weights.quantized else {}
+    found = set()
+    for ours, ranges in key_map.items():
+        names = [rows.source.removesuffix(_ORDERED) for rows in ranges]
+        kinds = {(stored[name].scheme.describe() if name in stored else "") for name in names}
+        if len(kinds) > 1:
+            found.add(ours.rpartition(".")[0])
+    return frozenset(found)
