@@ -9,7 +9,7 @@ TRITON := $(VENV)/.installed-triton
 BUNDLE := .gpu-bundle
 WHEELS := $(wildcard $(BUNDLE)/*.whl)
 
-.PHONY: help setup ui demo demo-fp8 demo-llm test test-again test-all test-faults fuzz test-web setup-web test-cuda test-zero setup-zero test-triton setup-triton gpu-bundle bench-gpu check format docs clean
+.PHONY: help setup ui demo demo-fp8 demo-llm demo-chat test test-again test-all test-faults fuzz test-web setup-web test-cuda test-zero setup-zero test-triton setup-triton gpu-bundle bench-gpu check format docs clean
 
 help:           ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 20
@@ -53,6 +53,10 @@ demo-fp8: $(STAMP) ## a fill LoRA trained in bf16, served in fp8: the damage, it
 
 demo-llm: $(STAMP) ## a small Llama from fresh weights to stories: curves, perplexity, samples; output/demo_llm
 	$(PY) tools/demo_llm.py
+
+demo-chat: $(WEB) ## a real chat model (93 MB are fetched) learns from twenty talks; the page then shows both
+	$(PY) tools/demo_chat.py
+	$(PY) ui.py --open $(if $(PORT),--port $(PORT))
 
 test: $(STAMP)  ## the tests
 	OMP_NUM_THREADS=1 $(PY) -m pytest -m "not slow" -n 2 -q --durations=20

@@ -11,9 +11,11 @@ read or written. What was begun goes on when the browser or this program is clos
 from __future__ import annotations
 
 import argparse
+import os
 import secrets
 import socket
 import sys
+import webbrowser
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,6 +36,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--folders", nargs="+", default=[], metavar="DIR", help=f"of data and models, besides {', '.join(_USUAL)} here"
     )
+    parser.add_argument("--open", action="store_true", help="show the page in the browser of this machine")
     return parser
 
 
@@ -75,7 +78,11 @@ def main() -> None:
     token = None if is_private else secrets.token_urlsafe(24)
     shown = f"[{options.host}]" if ":" in options.host else options.host
     app = create_app(places, port, token)
-    print(f"http://{shown}:{port}/" + (f"?token={token}" if token else ""), flush=True)
+    address = f"http://{shown}:{port}/" + (f"?token={token}" if token else "")
+    print(address, flush=True)
+    has_screen = sys.platform in ("win32", "darwin") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    if options.open and has_screen:  # else a browser for terminals might take this one
+        webbrowser.open(address)
     print("Ctrl-C ends the page; jobs that it began go on.", file=sys.stderr)
     config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
     uvicorn.Server(config).run(sockets=[listening])

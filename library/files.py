@@ -75,6 +75,21 @@ def atomic_path(path: str | Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
+def check_new_folder(folder: Path, option: str = "--save_to") -> None:
+    """Raise a UserError if ``folder``, the value of ``option``, holds something or is a file."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"{folder}: exists and is no empty folder; choose another {option}")
+
+
+def check_room(target: Path, needed: int) -> None:
+    """Raise a UserError if the disk of ``target``, which need not exist, has no room for so many bytes."""
+    existing = next(parent for parent in target.absolute().parents if parent.exists())
+    free = shutil.disk_usage(existing).free
+    if free < needed:
+        sizes = f"needs {needed / 1e9:.1f} GB, {existing} has {free / 1e9:.1f} GB"
+        raise UserError(f"{target}: {sizes}; free some space or choose another disk")
+
+
 @contextmanager
 def atomic_folder(folder: str | Path) -> Iterator[Path]:
     """Yield an empty temporary folder; it takes the place of ``folder`` when the block ends without an error.
@@ -656,5 +671,5 @@ def weights_fingerprint(path: str | Path) -> str:
 
     So a LoRA knows its base again, whether the folder is named or its file.
     """
-    files = list(Path(path).glob("*.safetensors"))  # of a file: nothing
+    files = list(Path(path).glob("*.safetensors")) or list(Path(path).glob("*.gguf"))  # of a file: nothing
     return fingerprint(files[0] if len(files) == 1 else path)

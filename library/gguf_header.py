@@ -66,9 +66,10 @@ _T5_NAMES = {"token_embd": "shared", "enc.output_norm": "encoder.final_layer_nor
 _QWEN_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"} | {
     f"blk.*.{theirs}": f"model.layers.*.{ours}" for theirs, ours in _QWEN.items()
 }
+LANGUAGE_MODELS = ("llama", "qwen2", "qwen3", "smollm3")  # those that are read, by general.architecture; Mistral: llama
 # general.architecture -> llama.cpp's names against transformers', * for the block
 _NAMES = {"t5": _T5_NAMES, "t5encoder": _T5_NAMES}
-_NAMES |= dict.fromkeys(("llama", "qwen2", "qwen2vl", "qwen3", "qwen3vl", "smollm3"), _QWEN_NAMES)
+_NAMES |= dict.fromkeys((*LANGUAGE_MODELS, "qwen2vl", "qwen3vl"), _QWEN_NAMES)
 
 
 def read_gguf_metadata(path: str | Path, arrays: bool = True) -> dict[str, Any]:
@@ -79,6 +80,15 @@ def read_gguf_metadata(path: str | Path, arrays: bool = True) -> dict[str, Any]:
     """
     with error_prefix(str(path)), open(path, "rb") as file:
         return _checked(_Header(file, arrays), may_be_cut=True)[2]
+
+
+def has_language_model(file: Path) -> bool:
+    """Return whether a GGUF file holds a language model and its tokenizer, and not an image model's text encoder."""
+    try:
+        said = read_gguf_metadata(file, arrays=False)
+    except (UserError, OSError):
+        return False
+    return said.get("general.architecture") in LANGUAGE_MODELS and "tokenizer.ggml.tokens" in said
 
 
 def read_gguf_header(path: str | Path, file: BufferedReader, may_be_cut: bool = False) -> tuple[dict[str, Any], int]:

@@ -56,7 +56,9 @@ def parser() -> argparse.ArgumentParser:
 
     parser = tool_parser(__doc__)
     model = parser.add_argument_group("model")
-    model.add_argument("--model", nargs="+", default=[], metavar="FOLDER", help="GPT-2 or Llama; the first is loaded")
+    model.add_argument(
+        "--model", nargs="+", default=[], metavar="PATH", help="folder or GGUF file; the first is loaded"
+    )
     model.add_argument("--models_dir", type=Path, metavar="FOLDER", help="offer the models below it, too")
     model.add_argument(
         "--lora", nargs="+", default=[], metavar="PATH[:STRENGTH]", help="PEFT folders or files; the first is used"

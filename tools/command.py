@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from library.models.llm.model import TransformerLM
     from networks.merging.merge import LoraSource
 
+_DEQUANTISED_SHARE = 0.5  # of the memory that is free
 SAMPLING_NAMES = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 
 
@@ -262,14 +263,23 @@ def add_language_model(group: Any) -> None:
 
 
 def load_language_model(folder: str | Path, dtype: str | None, fp8_scaled: bool) -> TransformerLM:
-    """Return the model on the device there is; fp32 on a CPU and bf16 on a GPU unless ``dtype`` says otherwise."""
+    """Return the model on the device there is; fp32 on a CPU and bf16 on a GPU unless ``dtype`` says otherwise.
+
+    On a CPU, where dequantising takes several times as long as a token's products, what the file has quantised is
+    dequantised once, if there is memory for it.
+    """
+    import psutil
+
     from library.models.llm.files import load_lm, open_lm
     from library.training.tasks.lora_plan import plan_base
 
     device, computing = device_and_dtype("no" if dtype == "fp32" else dtype)
-    layout = open_lm(Path(folder).expanduser())[1].quantized
+    weights = open_lm(Path(folder).expanduser())[1]
+    layout = weights.quantized
+    needed = computing.itemsize * sum(math.prod(weights.shape(name)) for name in weights.names)
+    once = device.type == "cpu" and needed < _DEQUANTISED_SHARE * psutil.virtual_memory().available
     fp8 = plan_base(PrecisionConfig(fp8_scaled=True) if fp8_scaled else PrecisionConfig(), layout, 0, device)
-    return load_lm(folder, computing, device, fp8=fp8)
+    return load_lm(folder, computing, device, fp8=fp8, dequantised=once and not fp8_scaled)
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:

@@ -51,7 +51,7 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
     parser = tool_parser(__doc__)
     model = parser.add_argument_group("model")
-    model.add_argument("--model", required=True, help="folder of a GPT-2 or Llama model, in any published layout")
+    model.add_argument("--model", required=True, help="language model: folder in any published layout, or GGUF file")
     add_language_model(model)
     model.add_argument("--lora", metavar="ADAPTER[:STRENGTH]", help="PEFT adapter folder, or the file in it")
     what = parser.add_argument_group("what to measure")

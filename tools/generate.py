@@ -134,7 +134,7 @@ def _add_text_command(commands: Any) -> None:
     sub = commands.add_parser("text", help="text, with a language model", allow_abbrev=False)
     sub.set_defaults(kind="text")
     model = sub.add_argument_group("model")
-    model.add_argument("--model", required=True, help="folder of a GPT-2 or Llama model, in any published layout")
+    model.add_argument("--model", required=True, help="language model: folder in any published layout, or GGUF file")
     add_language_model(model)
     model.add_argument("--lora", metavar="FOLDER[:STRENGTH]", help="LoRA that train_lora.py or peft wrote")
     what = sub.add_argument_group("prompts")

@@ -7,7 +7,8 @@
         --method svd --new_rank 32
 
 ``--model`` is a diffusers folder or a single file (original or ComfyUI keys), or a language model's folder in
-transformers' format; the result has the same layout.
+transformers' format; the result has the same layout. A language model in other files (GGUF, Meta's) becomes a
+transformers folder.
 A LoRA may be in any layout; ``:0.8`` after its name is its strength, 1.0 without. Its text encoder layers go into the
 folder's text encoders; where the base is a single file, ``--transformer_only`` leaves them out.
 
@@ -98,20 +99,14 @@ def merge_into_model(options: argparse.Namespace, targets: LoraTargets) -> str:
     """Merge the LoRAs into ``--model``; return what became of it, in a line."""
     from library.llm.chat_templates import BUILT_IN, write_jinja_template
     from library.training.tasks.chat_lora import template_of
-    from networks.merging.merge import merge_loras
+    from networks.merging.merge import merge_language_model, merge_loras
 
     _refuse(options, _OF_A_LORA, "has no effect on a model; remove it, or remove --model to get a LoRA")
-    report = merge_loras(
-        options.model,
-        options.lora,
-        options.save_to,
-        targets,
-        options.save_precision,
-        show_progress,
-        options.transformer_only,
-        options.allow_partial,
-        options.dora_norm or "auto",
-    )
+    given = options.model, options.lora, options.save_to, targets, options.save_precision, show_progress
+    if _is_converted(options, targets):
+        report = merge_language_model(*given, options.allow_partial)
+    else:
+        report = merge_loras(*given, options.transformer_only, options.allow_partial, options.dora_norm or "auto")
     for note in report.notes:
         print(f"note: {note}")
     template = template_of(options.lora[0].path) if targets.own_names else None
@@ -120,6 +115,11 @@ def merge_into_model(options: argparse.Namespace, targets: LoraTargets) -> str:
         print(f"note: it was taught in the template {template}, which {file} tells other programs")
     changed = f"{report.changed} of {counted(report.written, 'tensor')} changed"
     return f"{options.save_to}: {changed} by {counted(len(options.lora), 'LoRA')}"
+
+
+def _is_converted(options: argparse.Namespace, targets: LoraTargets) -> bool:
+    """Return whether the result is a transformers folder, which ``--model`` is not."""
+    return targets.own_names and options.model is not None and not (options.model / "config.json").is_file()
 
 
 def is_quantized(options: argparse.Namespace) -> bool:
@@ -232,7 +232,10 @@ def merge(options: argparse.Namespace) -> None:
     targets = lora_targets()[options.model_type or "flux"]
     if options.model is not None and options.model_type is None:
         targets = language_targets(options.lora[0].path) or targets
-    if is_quantized(options):
+    if _is_converted(options, targets) and options.save_precision not in QUANTIZED_PRECISIONS:
+        _refuse(options, _OF_QUANTIZED, "has no effect here; remove it")
+        print(merge_into_model(options, targets))
+    elif is_quantized(options):
         merge_into_quantized(options, targets)
     else:
         print(merge_into_lora(options) if options.model is None else merge_into_model(options, targets))

@@ -157,6 +157,8 @@ MODEL_TYPES: Mapping[str, ModelType] = {
 }
 IMAGE_MODELS = tuple(name for name, row in MODEL_TYPES.items() if not row.is_language_model)
 MODEL_FILE_KEYS = tuple(dict.fromkeys(key for row in MODEL_TYPES.values() for key in (*row.files, *row.tokenizers)))
+# transformers' model_type of the language models that are read, GPT-2 and what differs from Llama by a line
+LANGUAGE_MODEL_KINDS = ("gpt2", "llama", "mistral", "qwen2", "qwen3", "smollm3")
 LANGUAGE_MODELS = tuple(name for name, row in MODEL_TYPES.items() if row.is_language_model)
 
 

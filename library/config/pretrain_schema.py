@@ -36,7 +36,7 @@ class LLMModelConfig(Section):
         None, description="gpt2-tiny, gpt2-124m, ..., llama-tiny, llama3.2-1b, ... (docs/llm.md); with fresh weights"
     )
     init_from: str | None = Field(
-        None, description="folder, or name on the hub, of a GPT-2 or Llama model to go on from"
+        None, description="folder, GGUF file, or name on the hub, of a language model to go on from"
     )
     context: Annotated[Size | None, MUST_MATCH] = Field(
         None, description="tokens a training window holds; default: the model's"

@@ -309,7 +309,7 @@ def load_chat_template(name: str, tokenizer: Tokenizer, folder: str | Path) -> C
     "auto" is the tokenizer's own where there is one; else the one whose marks it has; else Llama 2's for a vocabulary
     with <s> and </s>, and plain.
     """
-    source, names = _jinja_source(Path(folder).expanduser()) if name in ("auto", "tokenizer") else (None, {})
+    source, names = jinja_source(Path(folder).expanduser()) if name in ("auto", "tokenizer") else (None, {})
     if source:
         return ChatTemplate("tokenizer", tokenizer, source, names)
     if name == "tokenizer":
@@ -334,7 +334,7 @@ def load_prompt_template(name: str, tokenizer: Tokenizer, folder: Path, ends: Se
     """
     turn_ends = {tokenizer.special.get(mark) for mark in ("<|eot_id|>", "<|im_end|>")}
     instruct = any(word in folder.name.lower() for word in ("instruct", "chat")) or turn_ends.intersection(ends)
-    if name == "text" or (name == "auto" and not instruct and not _jinja_source(folder)[0]):
+    if name == "text" or (name == "auto" and not instruct and not jinja_source(folder)[0]):
         return TextTemplate(tokenizer)
     return load_chat_template(name, tokenizer, folder)
 
@@ -347,7 +347,7 @@ def _fitting(tokenizer: Tokenizer) -> str:
     return "llama2" if {"<s>", "</s>"} <= tokenizer.special.keys() else "plain"
 
 
-def _jinja_source(folder: Path) -> tuple[str | None, dict[str, str]]:
+def jinja_source(folder: Path) -> tuple[str | None, dict[str, str]]:
     """Return the template beside a tokenizer, if any, and the special tokens that it may name (``bos_token``)."""
     if (gguf := gguf_file(folder)) is not None and not (gguf.parent / JINJA_FILE).is_file():
         return read_gguf_template(gguf)

@@ -89,8 +89,8 @@ def _bpe(file: Path, said: dict[str, Any], tokens: list[str], types: list[int]) 
     pre, merges = said.get("tokenizer.ggml.pre"), said.get("tokenizer.ggml.merges") or []
     if pre not in SPLITS:
         raise UserError(
-            f"{file}: tokenizer.ggml.pre {pre!r} is not known, {', '.join(SPLITS)} are; give the model's tokenizer.json "
-            "by itself (tokenizer)"
+            f"{file}: tokenizer.ggml.pre {pre!r} is not known, {', '.join(SPLITS)} are; give the tokenizer.json of the "
+            "model by itself (tokenizer)"
         )
     vocabulary = {token: number for number, token in enumerate(tokens)}
     pairs = [tuple(merge.split(" ")) for merge in merges]
@@ -116,12 +116,12 @@ def _bpe(file: Path, said: dict[str, Any], tokens: list[str], types: list[int]) 
 
 
 def _sentencepiece(file: Path, said: dict[str, Any], tokens: list[str], types: list[int]) -> SentencePieceTokenizer:
-    from sentencepiece import sentencepiece_model_pb2
+    from sentencepiece import sentencepiece_model_pb2 as messages
 
     scores = said.get("tokenizer.ggml.scores") or []
     if len(scores) != len(tokens):
         raise UserError(f"{file}: {len(tokens)} tokens and {len(scores)} tokenizer.ggml.scores; download it again")
-    model = sentencepiece_model_pb2.ModelProto()
+    model = messages.ModelProto()  # type: ignore[attr-defined]  # protobuf makes it
     for token, score, kind in zip(tokens, scores, types, strict=True):
         model.pieces.add(piece=token, score=score, type=kind)
     model.trainer_spec.model_type = model.trainer_spec.BPE

@@ -78,7 +78,7 @@ def load_into(
     buffers = statistics(module)
     expected = {name: tuple(tensor.shape) for name, tensor in (*module.named_parameters(), *buffers.items())}
     key_map = {name: pieces for name, pieces in key_map.items() if not name.endswith(_COUNTER)}
-    _check(expected, weights, key_map)
+    check_map(expected, weights, key_map)
     loader = fp8 if fp8 is not None else WeightLoader(compute="dequant")
     loader.check(module)
     if loader.activations is not None:
@@ -103,8 +103,8 @@ def statistics(module: nn.Module) -> dict[str, Tensor]:
     return {name: each for name, each in module.named_buffers() if name.endswith((".running_mean", ".running_var"))}
 
 
-def _check(expected: Mapping[str, tuple[int, ...]], weights: WeightFiles, key_map: KeyMap) -> None:
-    """Compare names and shapes."""
+def check_map(expected: Mapping[str, tuple[int, ...]], weights: WeightFiles, key_map: KeyMap) -> None:
+    """Raise a UserError if ``weights`` hold by ``key_map`` other names or shapes than ``expected``."""
     missing = [name for name in expected if name not in key_map]
     missing += [rows.source for ranges in key_map.values() for rows in ranges if rows.source not in weights]
     if missing:

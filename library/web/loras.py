@@ -16,15 +16,15 @@ from jinja2 import TemplateError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from library.config.model_types import IMAGE_MODELS, MODEL_FILE_KEYS
+from library.config.model_types import IMAGE_MODELS, LANGUAGE_MODEL_KINDS, MODEL_FILE_KEYS
 from library.errors import UserError
+from library.gguf_header import has_language_model
 from library.training.report.run_folder import changed, once, settings_of, text_of
 from library.web.run import live
 from library.web.site import Site
 
 Values = Callable[[Site, Any], dict[str, Any]]  # of a template
 _MOST_SHOWN = 400  # of files in a list
-_LANGUAGE_MODELS = ("gpt2", "llama")  # of config.json
 _ENDINGS = (".safetensors", ".gguf")
 _HEADER_BYTES = 2**23  # of a file; the largest have half of it
 _LORA = re.compile(r"\.lora|lora_|hada_w|lokr_w|\boft_|dora_scale")  # in tensors' names
@@ -33,7 +33,8 @@ _LORA = re.compile(r"\.lora|lora_|hada_w|lokr_w|\boft_|dora_scale")  # in tensor
 def weights_in(site: Site) -> dict[str, list[str]]:
     """Return the weights in the places by kind, the newest first, as a person writes their paths.
 
-    Kinds are "lora" and "model" of images, files or whole pipelines, and "language_lora" and "language_model", folders.
+    Kinds are "lora" and "model" of images, files or whole pipelines, "language_lora", folders, and "language_model",
+    folders or GGUF files.
     """
     found: dict[Path, tuple[float, str]] = {}
     for place in (*site.places.outputs, *site.places.folders):
@@ -63,7 +64,7 @@ def _kind_of_folder(folder: Path, files: Sequence[str]) -> str:
         return "language_lora" if said.get("task_type") in ("CAUSAL_LM", None) else ""
     is_old = "params.json" in files or any(file.endswith(".ckpt.index") for file in files)
     said = settings_in(folder / "config.json") or {}
-    return "language_model" if is_old or said.get("model_type") in _LANGUAGE_MODELS else ""
+    return "language_model" if is_old or said.get("model_type") in LANGUAGE_MODEL_KINDS else ""
 
 
 @once
@@ -74,10 +75,13 @@ def settings_in(file: Path) -> dict[str, Any]:
 
 @once
 def kind_of(path: Path) -> str:
-    """Return what a file is: "lora" by its tensors' names, "" where that is one of a language model, else "model"."""
+    """Return what a file is: "lora" by its tensors' names, "" where that is one of a language model, else "model".
+
+    A GGUF file may be a "language_model".
+    """
     with open(path, "rb") as file:
         if (begin := file.read(8))[:4] == b"GGUF":
-            return "model"
+            return "language_model" if has_language_model(path) else "model"
         head = json.loads(file.read(min(struct.unpack("<Q", begin)[0], _HEADER_BYTES)))
     if not any(_LORA.search(name) for name in head):
         return "model"

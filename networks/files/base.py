@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from library.errors import UserError
-from library.files import atomic_folder, read_json, write_text
+from library.files import atomic_folder, check_new_folder, check_room, read_json, write_text
 from library.models.layer_names import KeyNames, LoraTargets
 from library.models.registry import lora_namings
 from library.precision.checkpoint import WeightFiles
@@ -115,16 +115,11 @@ def check_target(base: Base, save_to: Path, dtype: torch.dtype | None) -> None:
     else:
         if save_to.suffix == ".safetensors":
             raise UserError(f"{save_to}: the base is a folder; give --save_to a folder's name")
-        if save_to.exists() and (not save_to.is_dir() or any(save_to.iterdir())):
-            raise UserError(f"{save_to}: exists and is no empty folder; choose another --save_to")
+        check_new_folder(save_to)
         if save_to.resolve().is_relative_to(base.path.resolve()):
             raise UserError(f"{save_to}: lies inside the base; choose another --save_to")
         needed += sum(path.stat().st_size for path in _other_files(base))
-    existing = next(parent for parent in save_to.absolute().parents if parent.exists())
-    free = shutil.disk_usage(existing).free
-    if free < needed:
-        sizes = f"needs {needed / 1e9:.1f} GB, {existing} has {free / 1e9:.1f} GB"
-        raise UserError(f"{save_to}: {sizes}; free some space or choose another disk")
+    check_room(save_to, needed)
 
 
 @contextmanager

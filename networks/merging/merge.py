@@ -35,7 +35,9 @@ from torch import Tensor
 
 from library.errors import UserError, names_in_short
 from library.files import fingerprint, weights_fingerprint
+from library.llm.conversion import write_transformers
 from library.models.layer_names import KeyNames, LoraTargets
+from library.models.llm.files import TransformersFiles
 from library.precision.checkpoint import WeightFiles
 from library.safetensors_io import read_tensor, stream_safetensors
 from networks.files.adapters import PRECISIONS, AdapterFile, PartialFit, load_adapter
@@ -145,6 +147,32 @@ def merge_loras(
         *(_left_out_notes(loras, targets) if transformer_only else ()),
     ]
     return MergeReport(sum(len(component.updates) for component in components), total, tuple(notes))
+
+
+def merge_language_model(
+    model: Path,
+    sources: Sequence[LoraSource],
+    save_to: Path,
+    targets: LoraTargets,
+    precision: str | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    allow_partial: bool = False,
+) -> MergeReport:
+    """Merge LoRAs into a language model in any layout, GGUF among them, and write a transformers folder.
+
+    Arguments as for :func:`merge_loras`; without ``precision`` a quantised model becomes bf16.
+    """
+    files = TransformersFiles(model)
+    read, fits = read_sources(sources, targets, allow_partial)
+    updates = plan_updates(files, [(s, file.weights) for s, file in read], targets.keys, targets.family, fits)
+
+    def merged(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return merge_tensor(f"{save_to}: {name}", tensor, updates.get(name, ()), dtype)
+
+    metadata, dtype = _merged_metadata(files, sources), PRECISIONS[precision] if precision else None
+    remark = write_transformers(files, save_to, dtype, change=merged, progress=progress, metadata=metadata)
+    notes = [*partial_notes(fits), *base_notes(model, read), *([remark] if remark else [])]
+    return MergeReport(len(updates), len(files.entries), tuple(notes))
 
 
 def read_sources(

@@ -15,7 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from library.config.model_types import LANGUAGE_MODEL_KINDS
 from library.errors import UserError, did_you_mean
+from library.gguf_header import has_language_model
 from library.llm.chat_session import ChatSession
 from library.llm.chat_templates import PromptTemplate, load_prompt_template
 from library.llm.generation import SamplingSettings
@@ -140,13 +142,15 @@ def take_loras_off(model: TransformerLM) -> None:
 
 
 def find_models(named: Sequence[str], below: Path | None) -> dict[str, Path]:
-    """Return name -> folder of the models that are named, in order, and of those below a folder."""
+    """Return name -> folder or GGUF file of the models that are named, in order, and of those below a folder."""
     paths = [find_model(name, "--model", is_pipeline=False) for name in named]
     of_hub = {path: name for path, name in zip(paths, named, strict=True) if path != Path(name).expanduser()}
     if below is not None:
-        found = [folder for folder in _folders(below, "--models_dir") if _is_model(folder)]
+        folders = _folders(below, "--models_dir")
+        found = [folder for folder in folders if _is_model(folder)]
+        found += [file for folder in folders for file in sorted(folder.glob("*.gguf")) if has_language_model(file)]
         if not found:
-            raise UserError(f"--models_dir: {below}: no GPT-2 or Llama model in it; choose another folder")
+            raise UserError(f"--models_dir: {below}: no language model in it; choose another folder")
         paths += found
     return {of_hub.get(path, name): path for name, path in _by_name(paths).items()}
 
@@ -188,7 +192,9 @@ def _is_model(folder: Path) -> bool:
     if (folder / "params.json").is_file() or any(folder.glob("*.ckpt.index")):
         return True
     try:
-        return json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type") in ("gpt2", "llama")
+        return (
+            json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type") in LANGUAGE_MODEL_KINDS
+        )
     except (OSError, ValueError, AttributeError):
         return False
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -40,11 +40,11 @@ from library.models.llm.gguf import gguf_config, gguf_file, gguf_weights, in_ord
 from library.models.llm.model import TransformerLM, resize_vocabulary, separate_projections
 from library.models.llm.sources import DequantisedWeights, Derived, DerivedWeights, TensorFlowFiles, TorchFiles
 from library.models.llm.spec import LMConfig, LMFamily, config_from_hf, config_to_hf, gpt2
-from library.models.weights import KeyMap, load_into, read_config
+from library.models.weights import KeyMap, check_map, load_into, read_config
 from library.nn.rope import Llama31Scaling, half_split_order
 from library.precision.checkpoint import WeightFiles
 from library.precision.recipe import WeightLoader
-from library.safetensors_io import RowRange, shard_names, stream_safetensors
+from library.safetensors_io import DTYPE_NAMES, RowRange, TensorEntry, shard_names, stream_safetensors
 
 _TIED_ROWS = 1024  # compared to tell a head that repeats the embedding; two trained matrices differ in every row
 
@@ -159,6 +159,46 @@ def export_hf(
     config = config_to_hf(model.config) | {"torch_dtype": stored}
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     return folder
+
+
+class TransformersFiles(WeightFiles):
+    """The weights of a language model in any layout, as they would lie in transformers': its names, nothing quantised.
+
+    Attributes:
+        config: the model's.
+        dtype: that most of the weights have; bf16 of quantised ones.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read the headers of ``path``, as :func:`open_lm` does."""
+        self.config, stored, self._key_map = open_lm(path)
+        self.path, self.quantized, self.metadata, self.entries = path, None, {}, {}
+        self._stored, self._last = DequantisedWeights(stored), ("", torch.empty(0))
+        with torch.device("meta"):
+            expected = {name: tuple(tensor.shape) for name, tensor in TransformerLM(self.config).named_parameters()}
+        check_map(expected, self._stored, self._key_map)
+        any_matrix = self._key_map["blocks.0.attention.out.weight"][:1]
+        self.dtype = torch.bfloat16 if stored.read_quantized(any_matrix) else stored.read(any_matrix).dtype
+        self._places: dict[str, tuple[str, slice, bool]] = {}  # ours, its rows, whether it is stored transposed
+        for ours, parts, transposed in hf_names(self.config):
+            start = 0
+            for name, rows in parts:
+                self._places[name] = ours, slice(start, start + rows), transposed
+                shape = (rows, *expected[ours][1:])
+                shape = shape[::-1] if transposed else shape
+                self.entries[name] = TensorEntry(path, DTYPE_NAMES[self.dtype], shape, 0, 0)
+                start += rows
+
+    def read(self, ranges: Sequence[RowRange]) -> Tensor:
+        """Return the rows of ``ranges`` one below the other; what was quantised is fp32."""
+        parts = []
+        for rows in ranges:
+            ours, own, transposed = self._places[rows.source]
+            if self._last[0] != ours:  # q, k and v follow one another
+                self._last = ours, self._stored.read(self._key_map[ours])
+            tensor = self._last[1][own]
+            parts.append((tensor.t() if transposed else tensor)[rows.start : rows.stop])
+        return torch.cat(parts)
 
 
 def _hf_files(folder: Path) -> WeightFiles:

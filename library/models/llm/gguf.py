@@ -6,8 +6,8 @@ otherwise than in transformers' folders:
 
 * a Llama's rows of q and k pair neighbours under RoPE, as in Meta's files, and are put into the half-split order, block
   by block where they are quantised: a row is whole blocks (Qwen's are not touched by the converter);
-* Llama 3.1's stretched frequencies are a tensor of divisors, ``rope_freqs.weight``. Which scaling made them is told from
-  their values;
+* Llama 3.1's stretched frequencies are a tensor of divisors, ``rope_freqs.weight``. Which scaling made them is told
+  from their values;
 * a file mixes types (``Q4_K_M`` has half of its v in Q6_K). What is one matrix here and stored in several types becomes
   a layer for each (:func:`mixed_layers`).
 """
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from library.errors import UserError
-from library.gguf_header import read_gguf_metadata
+from library.gguf_header import LANGUAGE_MODELS, read_gguf_metadata
 from library.models.llm.sources import Derived, DerivedWeights
 from library.models.llm.spec import KINDS, LMConfig, fourth_blocks
 from library.models.weights import KeyMap
@@ -32,7 +32,6 @@ from library.nn.rope import LinearScaling, Llama31Scaling, RopeScaling, YarnScal
 from library.precision.checkpoint import WeightFiles
 from library.safetensors_io import RowRange
 
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "smollm3")  # a Mistral is a llama
 _PAIRED = ("llama", "smollm3")  # whose q and k pair neighbours
 _DIVISORS = "rope_freqs.weight"
 _ORDERED = ".half_split"
@@ -61,8 +60,8 @@ def gguf_config(file: Path, weights: WeightFiles) -> LMConfig:
     """
     said = read_gguf_metadata(file, arrays=False)
     kind = said.get("general.architecture")
-    if kind not in ARCHITECTURES:
-        raise UserError(f"{file}: general.architecture {kind!r} is not supported; {', '.join(ARCHITECTURES)} are")
+    if kind not in LANGUAGE_MODELS:
+        raise UserError(f"{file}: general.architecture {kind!r} is not supported; {', '.join(LANGUAGE_MODELS)} are")
 
     def value(key: str, default: Any = None) -> Any:
         found = said.get(f"{kind}.{key}", default)

@@ -62,7 +62,6 @@ class TorchFiles(WeightFiles):
                 dtype, shape = DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
                 self.entries[prefix + name] = TensorEntry(file, dtype, shape, start, tensor.nbytes)
 
-
     def read(self, ranges: Sequence[RowRange]) -> Tensor:
         """Return the rows of ``ranges`` one below the other, in memory of their own, in the file's dtype."""
         if not any(rows.source in self._held for rows in ranges):

@@ -230,7 +230,7 @@ def config_from_hf(values: Mapping[str, Any]) -> LMConfig:
     Raises:
         UserError: the ``model_type`` is no row of ``KINDS``, or a key has a value that the model here does not carry.
     """
-    kind = values.get("model_type")
+    kind = str(values.get("model_type"))
     if kind not in KINDS:
         raise UserError(f"config.json: model_type {kind!r} is not supported; {', '.join(KINDS)} are")
     try:

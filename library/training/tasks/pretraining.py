@@ -37,7 +37,7 @@ from library.llm.tokenizers import Tokenizer, load_tokenizer
 from library.models.hub import find_model
 from library.models.llm.files import export_hf, load_lm
 from library.models.llm.model import TransformerLM
-from library.models.llm.spec import LMConfig, preset
+from library.models.llm.spec import LMConfig, fourth_blocks, preset
 from library.randomness import generator
 from library.training.checkpoint.output_folder import SETTINGS, describe_settings
 from library.training.checkpoint.state import Position, load_training_state
@@ -259,7 +259,7 @@ def build_model(config: PretrainConfig, vocab_size: int, device: torch.device) -
     dtype = torch.bfloat16 if config.training.full_bf16 else torch.float32
     if config.model.init_from is not None:
         folder = find_model(config.model.init_from, "init_from", is_pipeline=False)
-        model = load_lm(folder, dtype, device, pad_vocabulary_to=config.model.pad_vocabulary_to)
+        model = load_lm(folder, dtype, device, pad_vocabulary_to=config.model.pad_vocabulary_to, dequantised=True)
         if model.config.vocab_size < vocab_size:
             raise UserError(
                 f"init_from: {config.model.init_from} has {model.config.vocab_size} tokens, the corpus was made with "
@@ -296,11 +296,14 @@ def fresh_config(config: LLMModelConfig, vocab_size: int) -> LMConfig:
     kv_heads = config.kv_heads or (heads if base.kv_heads == base.heads else min(base.kv_heads, heads))
     if base.family == "gpt2" and kv_heads != heads:
         raise UserError(f"kv_heads: {config.preset} has as many as heads; remove it, or choose a llama preset")
-    if width % heads:
+    if width % heads and (width, heads) != (base.width, base.heads):
         raise UserError(f"width: {width} does not divide into {heads} heads; change one of them")
     hidden = config.hidden or (base.hidden if width == base.width else round(base.hidden * width / base.width))
-    changes |= {"heads": heads, "kv_heads": kv_heads, "hidden": hidden, "head_dim": width // heads}
+    head_dim = base.head_dim if (width, heads) == (base.width, base.heads) else width // heads
+    changes |= {"heads": heads, "kv_heads": kv_heads, "hidden": hidden, "head_dim": head_dim}
     changes |= {"context": config.context or base.context, "vocab_size": vocab_size, "padded_vocab_size": 0}
+    if base.no_rope:
+        changes["no_rope"] = fourth_blocks(config.layers or base.layers)
     return replace(base, **changes).padded(config.pad_vocabulary_to)
 
 
