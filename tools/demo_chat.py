@@ -19,13 +19,13 @@ import os
 import shutil
 import subprocess
 import sys
+import textwrap
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.padding import Padding
 from rich.text import Text
 
 from library.errors import UserError, exit_on_user_error
@@ -110,7 +110,8 @@ def summary() -> None:
     for asked, *answers in zip(ASKED, before, after, strict=True):
         console.print(Text(f"\n{asked}", style="bold"))
         for when, answer in zip(("before", "after"), answers, strict=True):
-            console.print(Padding(Text(f"{when}: {' '.join(answer.split())}"), (0, 0, 0, 2)))
+            line = textwrap.fill(f"{when}: {answer}", console.width, initial_indent="  ", subsequent_indent="    ")
+            console.print(Text(line))
     console.print()
     for path in (FOLDER / "lr.png", LORA, MERGED):
         console.print(shown_path(path))

@@ -94,6 +94,8 @@ def _bpe(file: Path, said: dict[str, Any], tokens: list[str], types: list[int]) 
         )
     vocabulary = {token: number for number, token in enumerate(tokens)}
     pairs = [tuple(merge.split(" ")) for merge in merges]
+    if wrong := next((merge for merge, pair in zip(merges, pairs, strict=True) if len(pair) != 2), None):
+        raise UserError(f"{file}: tokenizer.ggml.merges: {wrong!r} is no pair; download it again")
     try:
         bpe = models.BPE(vocabulary, pairs, ignore_merges=pre in _WHOLE_WORDS)
     except Exception as error:  # the package raises plain Exception

@@ -28,7 +28,7 @@ STORY = "the cat sat on the mat and the dog sat on the cat. then the mat was war
 
 
 def write_chat_model(
-    folder: Path, context: int = 512, pairs: Sequence[tuple[str, str]] = PAIRS, steps: int = 60
+    folder: Path, context: int = 512, pairs: Sequence[tuple[str, str]] = PAIRS, steps: int = 60, width: int = 48
 ) -> Path:
     """Write a Llama that answers ``pairs`` in Llama 3's template, one and all in a row; return its folder."""
     texts = [text for pair in pairs for text in pair] + ["user\n\nassistant\n\nsystem"]
@@ -42,7 +42,7 @@ def write_chat_model(
         batch[row, : len(tokens)] = torch.tensor(tokens)
         after = [token if owner >= 0 else -100 for token, owner in zip(tokens[1:], owners[1:], strict=True)]
         targets[row, : len(after)] = torch.tensor(after)
-    config = llama(48, 2, 4, 2, 96, tokenizer.vocab_size, context, eos=(tokenizer.special["<|eot_id|>"],))
+    config = llama(width, 2, 4, 2, 96, tokenizer.vocab_size, context, eos=(tokenizer.special["<|eot_id|>"],))
     return _write(folder, config, tokenizer, batch, targets, steps)
 
 

@@ -20,6 +20,7 @@ from library.llm.tokenizers import load_tokenizer
 from library.models.llm.files import load_lm
 from library.training.tasks.chat_lora import put_lora_on
 from tests.llm.talkers import write_chat_model, write_lora, write_story_model
+from tests.tools.test_gguf_tools import in_gguf
 from tests.web.page import WAIT, Server, Tab, expect, serve
 
 pytestmark = pytest.mark.slow
@@ -33,6 +34,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     top = tmp_path_factory.mktemp("models")
     write_lora(write_chat_model(top / "chat"), top / "loras" / "other", seed=1)
     write_story_model(top / "story", context=2 * ENDLESS)
+    in_gguf(write_chat_model(top / "source", width=64), top / "talker.gguf")
     write_chat_model(top / MARKUP, pairs=[("markup", f"{MARKUP} **{MARKUP}**")])
     return top
 
@@ -320,3 +322,10 @@ def test_a_folder_without_models_says_how_to_get_one(browser: Any, size: str, tm
         expect(tab.page.locator(".empty")).to_contain_text("make demo-llm")
         expect(tab.page.locator(".empty")).to_contain_text("--folders")
         tab.fits()
+
+
+def test_a_gguf_file_is_offered_and_answers_as_it_was_taught(tab: Chat, models: Path) -> None:
+    tab.load(models / "talker.gguf")
+    tab.set(temperature=0)
+    assert tab.ask("what is GQA?").strip() == "queries share keys"
+    assert tab.ask("hello").strip() == "hello, I am a very small model"

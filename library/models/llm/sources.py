@@ -69,6 +69,11 @@ class TorchFiles(WeightFiles):
         return torch.cat([self._held[rows.source][rows.start : rows.stop] for rows in ranges])
 
 
+# what the unpickler raises where a file is damaged, or would do something else than hold tensors
+_DAMAGED = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, struct.error, LookupError, TypeError)
+_DAMAGED += (AttributeError, OverflowError)
+
+
 def _outline(file: Path) -> dict[str, Tensor]:
     """Return a file's tensors: where they lie, or as they are where it is of before PyTorch 1.6."""
     is_archive = zipfile.is_zipfile(file)
@@ -81,7 +86,7 @@ def _outline(file: Path) -> dict[str, Tensor]:
             state = torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{file}: no such file; download it again") from None
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+    except _DAMAGED as error:
         reason = reason_of(error)
         raise UserError(f"{file}: not a PyTorch checkpoint of tensors alone ({reason}); use safetensors") from None
     if not isinstance(state, dict):

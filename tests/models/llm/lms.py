@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 _LLAMA31 = {
     "rope_type": "llama3",
@@ -40,6 +40,23 @@ SIZES: dict[str, dict[str, Any]] = {
     "yarn": {"rope_parameters": _YARN},
     "yarn in detail": {"rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.4, "truncate": False}},
     "biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},
+    "mistral": {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 5},
+    "mistral without a window": {
+        "model_type": "mistral",
+        "num_key_value_heads": 4,
+        "sliding_window": None,
+        "head_dim": 20,
+    },
+    "qwen2": {"model_type": "qwen2", "num_key_value_heads": 2, "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "num_key_value_heads": 2, "head_dim": 16},
+    "qwen3 with biases": {"model_type": "qwen3", "num_key_value_heads": 4, "head_dim": 12, "attention_bias": True},
+    "smollm3": {"model_type": "smollm3", "num_key_value_heads": 2, "no_rope_layer_interval": 2, "pad_token_id": None},
+    "smollm3 by list": {
+        "model_type": "smollm3",
+        "num_key_value_heads": 1,
+        "no_rope_layers": [0, 1, 0],
+        "pad_token_id": None,
+    },
 }
 NAMES = ["gpt2", *SIZES]
 VOCABULARY = 131  # odd, so that padding shows
@@ -53,17 +70,10 @@ def reference(name: str, seed: int = 0, **changes: Any) -> PreTrainedModel:
         model: PreTrainedModel = GPT2LMHeadModel(config)
     else:
         sizes = {"max_position_embeddings": 128} | SIZES[name] | changes
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=VOCABULARY,
-                hidden_size=48,
-                intermediate_size=80,
-                num_hidden_layers=3,
-                num_attention_heads=4,
-                rms_norm_eps=1e-5,
-                **sizes,
-            )
-        )
+        kind = sizes.pop("model_type", "llama")
+        shared = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3, "num_attention_heads": 4}
+        config = AutoConfig.for_model(kind, vocab_size=VOCABULARY, rms_norm_eps=1e-5, **shared | sizes)
+        model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for parameter in model.parameters():  # nothing stays at 0 or 1, where a mistake would not show
             parameter.add_(torch.randn_like(parameter) * 0.1)
