@@ -328,4 +328,3 @@ def test_a_gguf_file_is_offered_and_answers_as_it_was_taught(tab: Chat, models: 
     tab.load(models / "talker.gguf")
     tab.set(temperature=0)
     assert tab.ask("what is GQA?").strip() == "queries share keys"
-    assert tab.ask("hello").strip() == "hello, I am a very small model"
