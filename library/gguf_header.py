@@ -82,6 +82,20 @@ def read_gguf_metadata(path: str | Path, arrays: bool = True) -> dict[str, Any]:
         return _checked(_Header(file, arrays), may_be_cut=True)[2]
 
 
+def gguf_file(path: Path) -> Path | None:
+    """Return the GGUF file that ``path`` is, or that a folder without ``config.json`` holds; None: neither.
+
+    Raises:
+        UserError: the folder holds several.
+    """
+    if path.is_file():
+        return path if path.suffix.lower() == ".gguf" else None
+    files = sorted(path.glob("*.gguf")) if not (path / "config.json").is_file() else []
+    if len(files) > 1:
+        raise UserError(f"{path}: {len(files)} GGUF files, {files[0].name} the first; give the path of one")
+    return files[0] if files else None
+
+
 def has_language_model(file: Path) -> bool:
     """Return whether a GGUF file holds a language model and its tokenizer, and not an image model's text encoder."""
     try:

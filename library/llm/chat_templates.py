@@ -37,9 +37,9 @@ from typing import Any, NamedTuple
 
 from library.errors import UserError
 from library.files import read_json, read_text, write_text
+from library.gguf_header import gguf_file
 from library.llm.gguf_tokenizer import read_gguf_template
 from library.llm.tokenizers import Tokenizer
-from library.models.llm.gguf import gguf_file
 
 NO_ANSWER = -1
 JINJA_FILE = "chat_template.jinja"

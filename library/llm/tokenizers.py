@@ -31,7 +31,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from library.errors import UserError
 from library.files import atomic_path, read_json, reading, write_text
-from library.models.llm.gguf import gguf_file
+from library.gguf_header import gguf_file
 
 # What counts as a word, from openai/gpt-2 encoder.py and meta-llama/llama3 tokenizer.py.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""

@@ -34,9 +34,10 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.files import write_text
+from library.gguf_header import gguf_file
 from library.models.inspection import Architecture
 from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets
-from library.models.llm.gguf import gguf_config, gguf_file, gguf_weights, in_order, mixed_layers
+from library.models.llm.gguf import gguf_config, gguf_weights, in_order, mixed_layers
 from library.models.llm.model import TransformerLM, resize_vocabulary, separate_projections
 from library.models.llm.sources import DequantisedWeights, Derived, DerivedWeights, TensorFlowFiles, TorchFiles
 from library.models.llm.spec import LMConfig, LMFamily, config_from_hf, config_to_hf, gpt2

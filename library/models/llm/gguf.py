@@ -38,20 +38,6 @@ _ORDERED = ".half_split"
 _ENDS = ("eos", "eot", "eom")
 
 
-def gguf_file(path: Path) -> Path | None:
-    """Return the GGUF file that ``path`` is, or that a folder without ``config.json`` holds; None: neither.
-
-    Raises:
-        UserError: the folder holds several.
-    """
-    if path.is_file():
-        return path if path.suffix.lower() == ".gguf" else None
-    files = sorted(path.glob("*.gguf")) if not (path / "config.json").is_file() else []
-    if len(files) > 1:
-        raise UserError(f"{path}: {len(files)} GGUF files, {files[0].name} the first; give the path of one")
-    return files[0] if files else None
-
-
 def gguf_config(file: Path, weights: WeightFiles) -> LMConfig:
     """Return the configuration that the metadata of ``file`` say, and the shapes of ``weights``.
 

@@ -70,8 +70,10 @@ class TorchFiles(WeightFiles):
 
 
 # what the unpickler raises where a file is damaged, or would do something else than hold tensors
-_DAMAGED = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, struct.error, LookupError, TypeError)
-_DAMAGED += (AttributeError, OverflowError)
+_DAMAGED = (
+    *(pickle.UnpicklingError, struct.error, RuntimeError, EOFError, ValueError),
+    *(LookupError, TypeError, AttributeError, OverflowError),
+)
 
 
 def _outline(file: Path) -> dict[str, Tensor]:
