@@ -271,6 +271,7 @@ def load_language_model(folder: str | Path, dtype: str | None, fp8_scaled: bool)
     import psutil
 
     from library.models.llm.files import load_lm, open_lm
+    from library.nn.packed_linear import pack_linears
     from library.training.tasks.lora_plan import plan_base
 
     device, computing = device_and_dtype("no" if dtype == "fp32" else dtype)
@@ -279,7 +280,9 @@ def load_language_model(folder: str | Path, dtype: str | None, fp8_scaled: bool)
     needed = computing.itemsize * sum(math.prod(weights.shape(name)) for name in weights.names)
     once = device.type == "cpu" and needed < _DEQUANTISED_SHARE * psutil.virtual_memory().available
     fp8 = plan_base(PrecisionConfig(fp8_scaled=True) if fp8_scaled else PrecisionConfig(), layout, 0, device)
-    return load_lm(folder, computing, device, fp8=fp8, dequantised=once and not fp8_scaled)
+    model = load_lm(folder, computing, device, fp8=fp8, dequantised=once and not fp8_scaled)
+    pack_linears(model)
+    return model
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:

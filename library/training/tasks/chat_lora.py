@@ -42,6 +42,7 @@ from library.models.llm.model import TransformerLM, lm_split_plan, separate_proj
 from library.models.llm.spec import LMConfig
 from library.models.registry import lora_targets
 from library.nn.cross_entropy import IGNORED
+from library.nn.packed_linear import pack_linears, unpack_linears
 from library.precision.checkpoint import QuantizedFile
 from library.randomness import generator
 from library.safetensors_io import read_safetensors_header
@@ -298,10 +299,15 @@ def put_lora_on(model: TransformerLM, path: str | Path, strength: float = 1.0) -
     """
     if any(hasattr(module, "lora_A") for module in model.modules()):
         raise UserError(f"{path}: the model has a LoRA already; load the model again, or merge the first one into it")
-    separate_projections(model)
     targets = lora_targets()[model.config.family]
     weights = load_adapter(path, targets).weights
-    network = attach_lora(model, weights, targets, str(path), model.embedding.weight.dtype)
-    with error_prefix(str(path)):
-        network.set_multiplier(strength)
+    was_packed = unpack_linears(model)
+    try:
+        separate_projections(model)
+        network = attach_lora(model, weights, targets, str(path), model.embedding.weight.dtype)
+        with error_prefix(str(path)):
+            network.set_multiplier(strength)
+    finally:
+        if was_packed:
+            pack_linears(model)
     return network
