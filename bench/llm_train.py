@@ -33,6 +33,7 @@ from library.errors import exit_on_user_error
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import LMConfig, config_to_hf, preset
+from library.nn.packed_linear import pack_linears
 
 BATCH, LENGTH, NEW_TOKENS = 8, 256, 224
 WHO = ("tandem", "transformers", "textbook")
@@ -210,7 +211,9 @@ class Generator:
 
     def __init__(self, who: str, family: str, batch: int, new_tokens: int) -> None:
         self._who, self._new = who, new_tokens
-        self.model = build(who, family).eval()
+        self.model = build(who, family).eval().requires_grad_(False)
+        if who == "tandem":
+            pack_linears(self.model)  # as tools/generate.py does
         self._prompts = torch.randint(0, 8192, (batch, 32), generator=torch.Generator().manual_seed(0))
 
     def step(self) -> float:
