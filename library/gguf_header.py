@@ -1,4 +1,4 @@
-"""The header of a GGUF file, as :mod:`library.safetensors_io` has that of a safetensors file, and checked like it.
+"""The header of a GGUF file, and what its metadata says; both checked before they are believed.
 
 The format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md), all little-endian: the magic ``GGUF``, a version
 (u32), the numbers of tensors and of metadata (u64); the metadata, each a name, a type and a value; for each tensor its

@@ -143,12 +143,6 @@ _COMMON = (
         {"torch_compile": "a compiled block does not show what it keeps; remove it or torch_compile"} | _CHOSEN,
     ),
     Row("shard", {"pp": "a stage's weights are not split once more; set shard = 1, and raise pp"}, LAYOUTS["shard"]),
-    Row(
-        "tp",
-        {"pp": "of language models a stage is not split once more; set tp = 1"},
-        lambda s: s.tp > 1 and s.values.get("model_type") not in IMAGE_MODELS,
-        "of language models",
-    ),
 )
 
 LORA_MATRIX = (

@@ -56,13 +56,14 @@ def all_reduce_and(flag: Tensor, accelerator: Accelerator) -> Tensor:
 def split_parameters(model: nn.Module) -> dict[str, Split]:
     """Return how tensor parallelism split parameters of ``model``, by name; a bias is split along with outputs."""
     found = {}
-    for name, module in model.named_modules():
+    for module in model.modules():
         split = getattr(module, "split", None)
         if isinstance(split, Split) and isinstance(module, (nn.Linear, nn.Embedding)):
-            found[f"{name}.weight"] = split
+            found[id(module.weight)] = split
             if split.dim == 0 and getattr(module, "bias", None) is not None:
-                found[f"{name}.bias"] = split
-    return found
+                found[id(module.bias)] = split
+    # by object: of a tied head on a pipeline's last stage the name is the embedding's
+    return {name: found[id(own)] for name, own in local_parameters(model).items() if id(own) in found}
 
 
 def local_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -234,7 +235,9 @@ def _gather_each(
             return tensor.detach()
         gathered = to_full(tensor.detach())
         gathered = gathered if cut is None else cut.gather(gathered, cut.dim)
-        return gathered.cpu() if accelerator.is_main_process else gathered.new_empty(0)
+        # of a pipeline's stages the first of each group sends to the main process
+        keeps = accelerator.is_main_process if stage is None or cut is None else cut.group.rank() == 0
+        return gathered.cpu() if keeps else gathered.new_empty(0)
 
     def gather(name: str) -> Any:
         return tree_map_only(Tensor, lambda tensor: full(name, tensor), value_of(name))

@@ -5,7 +5,7 @@ Whatever communicates is collective: every process of the run calls it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -69,7 +69,7 @@ def clip_gradients(accelerator: Accelerator, model: nn.Module, trained: Sequence
     ``model`` is the one that ``parallelize`` was given, ``trained`` its LoRA's parameters or all.
     """
     if (stage := staged(model)) is not None:
-        return _clip_stages(accelerator, stage, limit)
+        return _clip_stages(accelerator, stage, split_parameters(model).keys(), limit)
     if is_tensor_parallel(accelerator):
         ids, cuts = {id(parameter) for parameter in trained}, split_parameters(model)
         if any(id(p) in ids for name, p in model.named_parameters() if name in cuts):
@@ -99,10 +99,13 @@ def average_gradients(accelerator: Accelerator, lora: Sequence[nn.Parameter]) ->
     _average([p.grad for p in lora if p.grad is not None], None, dp_rank_and_size(accelerator)[1])
 
 
-def _clip_stages(accelerator: Accelerator, stage: Staged, limit: float) -> Tensor:
-    """Average the gradients over replicas and clip them to the norm of all stages'; return the norm before that."""
+def _clip_stages(accelerator: Accelerator, stage: Staged, split: Container[str], limit: float) -> Tensor:
+    """Average the gradients over replicas and clip them to the norm of all stages'; return the norm before that.
+
+    ``split`` are names of weights of which the processes of a stage have parts (``tp``); each has all of the others.
+    """
     comm, (_, replicas) = stage.comm, dp_rank_and_size(accelerator)
-    counted = []
+    parts, full = list[Tensor](), list[Tensor]()
     for name, parameter in stage.local.items():
         gradient = parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         if replicas > 1:
@@ -112,8 +115,15 @@ def _clip_stages(accelerator: Accelerator, stage: Staged, limit: float) -> Tenso
         if others:
             _add_other(gradient, comm.rank(others[0] if comm.index == first else first), comm.group)
         if comm.index == first:
-            counted.append(gradient)
-    norm = _sum_of_squares(counted, comm.group).sqrt()
+            (parts if name in split else full).append(gradient)
+    square = to_full(get_total_norm(full)).square()
+    if is_tensor_parallel(accelerator):
+        group = device_mesh(accelerator)["tp"].get_group()
+        copies = [p.grad for name, p in stage.local.items() if name not in split and p.grad is not None]
+        _average(copies, group, group.size())  # equal but for kernels that add in any order: so copies never part
+        square = to_full(get_total_norm(full)).square() + _sum_of_squares(parts, group)
+    dist.all_reduce(square, group=comm.group)
+    norm = square.sqrt()
     clip_grads_with_norm_(list(stage.local.values()), limit, norm)
     return norm
 

@@ -130,10 +130,15 @@ def test_a_language_models_lora_too(runs: Path) -> None:
 
 
 @pytest.mark.slow
-def test_stages_that_have_layers_together(base: Path, runs: Path, tmp_path: Path) -> None:
+def test_stages_that_have_layers_together(base: Path, place: Path, runs: Path, tmp_path: Path) -> None:  # noqa: F811
     settings = SETTINGS | {"sample_prompts": runs / "prompts.txt", "pp": 2, "tp": 2}
-    jobs = [("both", train_one, (arguments(base, runs / "images/dataset.toml", tmp_path / "both", **settings),))]
-    assert run_in_group(jobs, tmp_path, processes=4) == {"both": ""}
+    chat = CHAT | {"pp": 2, "tp": 2, "microbatches": 2}
+    jobs = [
+        ("both", train_one, (arguments(base, runs / "images/dataset.toml", tmp_path / "both", **settings),)),
+        ("chat", chat_one, (chat_flags(place, tmp_path / "chat", "gpt2", **chat),)),
+    ]
+    assert run_in_group(jobs, tmp_path, processes=4) == {"both": "", "chat": ""}
+    assert largest_difference(adapter(tmp_path / "chat/lora"), adapter(runs / "chat_one/lora")) < SAME_IN_FP32
     assert largest_difference(lora(tmp_path / "both"), lora(runs / "one")) < SAME_IN_FP32
     for expected, found in zip(lines(runs / "one"), lines(tmp_path / "both"), strict=True):
         for key in ("loss", "val_loss", "grad_norm"):

@@ -238,7 +238,7 @@ def prepare_stage(
     else:
         model.staged = _staged_model(model, full, optimizer, comm)  # type: ignore[assignment]
     if plan:
-        here = {name for name, _ in model.named_modules()}
+        here = {name for name, module in model.named_modules() if not isinstance(module, (NoEmbedding, AfterLastBlock))}
         local = {name: parts for name, parts in plan.items() if name in here}
         split_layers(model, local, mesh["tp"])
     model.to(accelerator.device)
