@@ -33,7 +33,7 @@ from library.errors import exit_on_user_error
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import LMConfig, config_to_hf, preset
-from library.nn.packed_linear import pack_linears
+from library.precision.packed_linear import pack_linears
 
 BATCH, LENGTH, NEW_TOKENS = 8, 256, 224
 WHO = ("tandem", "transformers", "textbook")

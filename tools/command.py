@@ -257,7 +257,10 @@ def add_language_model(group: Any) -> None:
     """Add the flags that say how a language model is loaded."""
     group.add_argument("--tokenizer", metavar="PATH", help="default: the one in the model's folder")
     group.add_argument(
-        "--dtype", choices=["fp32", "fp16", "bf16"], help="of the weights; default: bf16 on a GPU, fp32 on a CPU"
+        "--dtype",
+        choices=["fp32", "fp16", "bf16", "int8"],
+        help="of the weights; int8: linear ones, rounded by rows (a GGUF file's Q4_0, Q4_1 and Q4_K stay of 4 bits), "
+        "the rest bf16; default: bf16 on a GPU, fp32 on a CPU",
     )
     group.add_argument("--fp8_scaled", action="store_true", help="quantise linear weights to fp8 as they are loaded")
 
@@ -271,16 +274,25 @@ def load_language_model(folder: str | Path, dtype: str | None, fp8_scaled: bool)
     import psutil
 
     from library.models.llm.files import load_lm, open_lm
-    from library.nn.packed_linear import pack_linears
+    from library.precision.files.int8 import Int8Scheme
+    from library.precision.packed_linear import pack_linears, round_to_int8
+    from library.precision.recipe import Recipe, WeightLoader
     from library.training.tasks.lora_plan import plan_base
 
-    device, computing = device_and_dtype("no" if dtype == "fp32" else dtype)
+    if dtype == "int8" and fp8_scaled:
+        raise UserError("--fp8_scaled: has no effect with --dtype int8; remove one of them")
+    device, computing = device_and_dtype({"fp32": "no", "int8": "bf16"}.get(dtype or "", dtype))
     weights = open_lm(Path(folder).expanduser())[1]
     layout = weights.quantized
     needed = computing.itemsize * sum(math.prod(weights.shape(name)) for name in weights.names)
     once = device.type == "cpu" and needed < _DEQUANTISED_SHARE * psutil.virtual_memory().available
-    fp8 = plan_base(PrecisionConfig(fp8_scaled=True) if fp8_scaled else PrecisionConfig(), layout, 0, device)
-    model = load_lm(folder, computing, device, fp8=fp8, dequantised=once and not fp8_scaled)
+    loader = plan_base(PrecisionConfig(fp8_scaled=True) if fp8_scaled else PrecisionConfig(), layout, 0, device)
+    if dtype == "int8":
+        loader = WeightLoader(Recipe(Int8Scheme(), exclude=()), "dequant")
+    once = once and not (fp8_scaled or dtype == "int8")
+    model = load_lm(folder, computing, device, fp8=loader, dequantised=once)
+    if dtype == "int8" and device.type == "cpu":
+        round_to_int8(model)
     pack_linears(model)
     return model
 

@@ -85,6 +85,28 @@ class GgufWeight(CutWeight):
 
         return in_chunks(self, numbers, dtype)
 
+    def codes(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return codes 0..15 [out, in] uint8, scale and offset [out, in / 32] fp32 with code * scale + offset = weight.
+
+        None of types that are not of 4 even steps.
+        """
+        from diffusers.quantizers.gguf.utils import get_scale_min
+
+        start = {"Q4_0": 2, "Q4_1": 4, "Q4_K": 16}.get(self.type)
+        if start is None:
+            return None
+        head = self.values[..., :start].contiguous()
+        low_high = self.values[..., start:].unflatten(-1, (-1, 32 if self.type == "Q4_K" else 16))
+        codes = torch.stack((low_high & 15, low_high >> 4), dim=-2).reshape(self.shape)
+        scale = head[..., :4].view(torch.float16).float() if start > 2 else head.view(torch.float16).float()
+        if self.type == "Q4_0":
+            return codes, scale[..., 0], -8 * scale[..., 0]
+        if self.type == "Q4_1":
+            return codes, scale[..., 0], scale[..., 1]
+        factors = [part.reshape(*scale.shape[:2], 8) for part in get_scale_min(head[..., 4:].reshape(-1, 12))]
+        scale, offset = (scale[..., i : i + 1] * factors[i] for i in range(2))
+        return codes, scale.flatten(1), -offset.flatten(1)
+
     def encoded(self) -> Encoded | None:
         """Return the blocks of the two simplest types, which have their scales in them."""
         return Encoded(self.type, self.values, self.values, self.values) if self.type in ("Q8_0", "Q4_0") else None

@@ -42,8 +42,8 @@ from library.models.llm.model import TransformerLM, lm_split_plan, separate_proj
 from library.models.llm.spec import LMConfig
 from library.models.registry import lora_targets
 from library.nn.cross_entropy import IGNORED
-from library.nn.packed_linear import pack_linears, unpack_linears
 from library.precision.checkpoint import QuantizedFile
+from library.precision.packed_linear import unpacked
 from library.randomness import generator
 from library.safetensors_io import read_safetensors_header
 from library.training.checkpoint.metadata import lora_facts
@@ -301,13 +301,9 @@ def put_lora_on(model: TransformerLM, path: str | Path, strength: float = 1.0) -
         raise UserError(f"{path}: the model has a LoRA already; load the model again, or merge the first one into it")
     targets = lora_targets()[model.config.family]
     weights = load_adapter(path, targets).weights
-    was_packed = unpack_linears(model)
-    try:
+    with unpacked(model):
         separate_projections(model)
         network = attach_lora(model, weights, targets, str(path), model.embedding.weight.dtype)
         with error_prefix(str(path)):
             network.set_multiplier(strength)
-    finally:
-        if was_packed:
-            pack_linears(model)
     return network
