@@ -1,16 +1,15 @@
-"""Small language models side by side: training steps, and with ``--generate`` cached greedy decoding.
+"""Training steps of small language models side by side.
 
 Tandem, transformers and a textbook implementation, GPT-2 and Llama of 13 million weights (vocabulary 8192, 256 tokens,
 6 layers, width 384), batch 8, clipping at 1, fused AdamW, in fp32 and under bf16 autocast. Time as ``bench.measure``
 takes it; memory is the peak of a process that took two steps, gradients and optimizer included. With ``--compile`` the
 same once more through ``torch.compile``: ours block by block as ``train_llm.py`` does it, the others whole; memory is
-not measured then, the compiler has more. Decoding is fp32, of Tandem and transformers, 224 tokens after 32 given.
+not measured then, the compiler has more.
 
 The textbook model is what one writes first: separate projections, a stored causal mask, attention spelt out, keys
 repeated for grouped queries, all logits at once. It is here to show what the shared blocks buy.
 
     python bench/llm_train.py [--json PATH] [--rounds 5] [--family gpt2 llama] [--compile]
-    python bench/llm_train.py --generate [--json PATH] [--rounds 5] [--family gpt2 llama]
 """
 
 from __future__ import annotations
@@ -30,12 +29,10 @@ from torch import Tensor, nn
 
 from bench.measure import Case, Table, benchmark_parser, finish, measure
 from library.errors import exit_on_user_error
-from library.llm.generation import SamplingSettings, generate_tokens
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import LMConfig, config_to_hf, preset
-from library.precision.packed_linear import pack_linears
 
-BATCH, LENGTH, NEW_TOKENS = 8, 256, 224
+BATCH, LENGTH = 8, 256
 WHO = ("tandem", "transformers", "textbook")
 PRECISIONS = ("fp32", "autocast bf16")
 SIZES = {"gpt2": "gpt2-tiny", "llama": "llama-tiny"}  # vocabulary 8192, width 384, 6 layers, 6 heads (2 of keys)
@@ -204,57 +201,15 @@ def training_rows(table: Table, families: list[str], rounds: int, compiled: bool
     return ratios
 
 
-class Generator:
-    """One model; a step is a whole text for each row of the batch."""
-
-    base_bytes = 0
-
-    def __init__(self, who: str, family: str, batch: int, new_tokens: int) -> None:
-        self._who, self._new = who, new_tokens
-        self.model = build(who, family).eval().requires_grad_(False)
-        if who == "tandem":
-            pack_linears(self.model)  # as tools/generate.py does
-        self._prompts = torch.randint(0, 8192, (batch, 32), generator=torch.Generator().manual_seed(0))
-
-    def step(self) -> float:
-        """Generate; return how many tokens came out."""
-        if self._who == "tandem":
-            settings = SamplingSettings(max_new_tokens=self._new, temperature=0)
-            return float(sum(map(len, generate_tokens(self.model, self._prompts.tolist(), settings))))
-        mask = torch.ones_like(self._prompts)
-        chosen = {"max_new_tokens": self._new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        with torch.inference_mode():
-            return float(self.model.generate(self._prompts, attention_mask=mask, **chosen)[:, 32:].numel())
-
-
-def generation_rows(table: Table, families: list[str], rounds: int) -> dict[str, float]:
-    """Add a row a case; return the ratio of ours to transformers' speed."""
-    ratios = {}
-    for family in families:
-        cases: dict[str, Case] = {who: (Generator, (who, family, 1, NEW_TOKENS)) for who in WHO[:2]}
-        found = measure(cases, rounds, memory_processes=0)
-        for who, row in found.items():
-            speed = round(NEW_TOKENS / row["step_s"], 1)
-            table.add({"case": family, "implementation": who, "tokens_per_cpu_s": speed})
-        ratios[f"speed_over_transformers {family}"] = round(
-            found["transformers"]["step_s"] / found["tandem"]["step_s"], 3
-        )
-    return ratios
-
-
 @exit_on_user_error
 def main() -> None:
     """Measure and print the table."""
     parser = benchmark_parser(__doc__, rounds=5)
     parser.add_argument("--family", nargs="+", choices=list(SIZES), default=list(SIZES))
     parser.add_argument("--compile", action="store_true", help="also through torch.compile")
-    parser.add_argument("--generate", action="store_true", help="decode instead of training")
     options = parser.parse_args()
     table = Table({"case": "<31", "implementation": "<14", "tokens_per_cpu_s": "16,", "peak_mib": "8"})
-    if options.generate:
-        ratios = generation_rows(table, options.family, options.rounds)
-    else:
-        ratios = training_rows(table, options.family, options.rounds, options.compile)
+    ratios = training_rows(table, options.family, options.rounds, options.compile)
     finish(table.rows, ratios, options.json)
 
 

@@ -8,7 +8,7 @@ holds, GB/s of the weight's bytes, two threads, the 49152 x 576 head of a SmolLM
 
     rows of x        1      8     64
     F.linear      11.9    7.2    3.4
-    packed        27.3   25.1    6.4        what two threads can read at all: 30
+    packed        27.3   25.1    6.4
     bf16          16.5   13.9    4.9
     bf16 packed   25.8   26.5    6.1
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 import bench.gpu as gpu
 import bench.gpu_llm as gpu_llm
-from bench.llm_train import SIZES, WHO, Generator, Textbook, build, build_step
+import bench.llm_generate as llm_generate
+from bench.llm_train import SIZES, WHO, Textbook, build, build_step
+from library.models.llm.files import export_hf
 from library.models.llm.model import TransformerLM
+from library.models.llm.spec import preset
+from tools.command import load_language_model
 
 
 @pytest.mark.parametrize("family", SIZES)
@@ -50,9 +56,27 @@ def test_the_textbook_model_computes_what_ours_does(family: str) -> None:
     torch.testing.assert_close(ours(tokens), theirs(tokens), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("who", ["tandem", "transformers"])
-def test_both_generate_as_many_tokens(who: str) -> None:
-    assert Generator(who, "llama", batch=2, new_tokens=3).step() == 6
+@pytest.mark.parametrize("dtype", ["fp32", "int8"])
+def test_both_generate_the_same_tokens(dtype: str, tmp_path: Path) -> None:
+    """Of a model with decided opinions: its embedding is large, so that a token is followed by itself."""
+    torch.manual_seed(0)
+    model = TransformerLM(replace(preset("llama-tiny"), layers=2)).initialise()
+    with torch.no_grad():
+        model.embedding.weight.mul_(20)
+    export_hf(model, tmp_path)
+    ours = llm_generate.tandem(load_language_model(tmp_path, dtype, False))
+    theirs = llm_generate.transformers(tmp_path, torch.float32)
+    prompts = [[1, 5, 9], [7, 3, 200]]
+    written = theirs(prompts, 4)
+    assert isinstance(written, torch.Tensor)
+    assert written[:, 3:].tolist() == ours(prompts, 4)
+
+
+def test_a_token_reads_all_weights_but_the_embedding(tmp_path: Path) -> None:
+    model = TransformerLM(preset("llama-tiny")).initialise()
+    export_hf(model, tmp_path)
+    loaded = load_language_model(tmp_path, "bf16", False)
+    assert llm_generate.bytes_read(loaded) == 2 * sum(parameter.numel() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("model", gpu_llm.LADDERS)

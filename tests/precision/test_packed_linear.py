@@ -194,7 +194,7 @@ def test_a_model_of_eight_bits_computes_what_its_weights_say(kind: str, tmp_path
     expected = same(TOKENS)
     in_bf16 = load_lm(file, torch.bfloat16, dequantised=True)(TOKENS).float()
     own = float((in_bf16 - expected).norm() / expected.norm())  # what bf16 alone makes of these random weights
-    # rounding a row to int8 moves its numbers by up to 1 / 254 of the largest, 1 % of their own size: of each product so
+    # rounding a row to int8 moves its numbers by up to 1 / 254 of the largest, 1 % of their own size
     near = 2 * own + 0.05
     assert near < 0.1
     assert (model(TOKENS).float() - expected).norm() < near * expected.norm()
@@ -202,7 +202,8 @@ def test_a_model_of_eight_bits_computes_what_its_weights_say(kind: str, tmp_path
         again = model(TOKENS).float()
     cache = model.new_cache(2, 30)
     pieces = [model(TOKENS[:, :20], cache=cache), *(model(TOKENS[:, i : i + 1], cache=cache) for i in range(20, 30))]
-    assert (torch.cat(pieces, 1).float() - again).norm() < 2 * own * again.norm()  # the same numbers, rounded elsewhere
+    # the same numbers, rounded elsewhere
+    assert (torch.cat(pieces, 1).float() - again).norm() < 2 * own * again.norm()
 
     write_lora(tmp_path / "model", tmp_path / "lora", seed=1)
     put_lora_on(same, tmp_path / "lora", 0.7)
