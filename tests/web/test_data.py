@@ -359,6 +359,20 @@ def test_a_refused_split_hides_no_images_and_a_changed_toml_is_said(server: Serv
     tab.close()
 
 
+def test_pictures_come_where_the_script_is_late(server: Server, browser: Any) -> None:
+    toml = make(server.folder / "datasets/late", {"a.png": b"one", "b.png": b"two"})
+    tab = Tab(browser, server)
+
+    def late(route: Any) -> None:
+        tab.page.wait_for_timeout(1500)  # htmx has asked for the grid by then
+        route.continue_()
+
+    tab.page.route("**/static/data.js", late)
+    page = opened(tab, toml)
+    expect(page.locator(".picture")).to_have_count(2)
+    tab.close()
+
+
 def test_paths_of_a_toml_are_seen_from_it_as_training_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from library.files import read_toml
     from library.web.access import Places, Refused

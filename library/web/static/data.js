@@ -17,10 +17,12 @@ const observer = new IntersectionObserver((entries) => {
     }
   }
 }, { rootMargin: "1500px 0px" });
+const observe = () => grid?.querySelectorAll(".chunk").forEach((chunk) => observer.observe(chunk));
 document.addEventListener("htmx:after:swap", ({ target }) => {
   if (target.matches(".chunk")) observer.unobserve(target); // and look anew whether it is far by now
-  for (const chunk of grid?.querySelectorAll(".chunk") ?? []) observer.observe(chunk);
+  observe();
 });
+observe(); // the grid may have come before this module
 document.addEventListener("changed", () => {
   for (const chunk of grid.querySelectorAll(".chunk:not(:empty)")) htmx.trigger(chunk, "near");
 });
