@@ -286,9 +286,10 @@ def load_language_model(folder: str | Path, dtype: str | None, fp8_scaled: bool)
     layout = weights.quantized
     needed = computing.itemsize * sum(math.prod(weights.shape(name)) for name in weights.names)
     once = device.type == "cpu" and needed < _DEQUANTISED_SHARE * psutil.virtual_memory().available
-    loader = plan_base(PrecisionConfig(fp8_scaled=True) if fp8_scaled else PrecisionConfig(), layout, 0, device)
     if dtype == "int8":
         loader = WeightLoader(Recipe(Int8Scheme(), exclude=()), "dequant")
+    else:
+        loader = plan_base(PrecisionConfig(fp8_scaled=True) if fp8_scaled else PrecisionConfig(), layout, 0, device)
     once = once and not (fp8_scaled or dtype == "int8")
     model = load_lm(folder, computing, device, fp8=loader, dequantised=once)
     if dtype == "int8" and device.type == "cpu":

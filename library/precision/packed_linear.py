@@ -86,12 +86,11 @@ class OneDnnLinear(PackedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``x`` [..., in] to [..., out]; both in the weight's dtype."""
-        if not self.by_columns:
-            return torch.ops.mkldnn._linear_pointwise(x.contiguous(), self.packed, self.bias, "none", [], "")
-        if x.numel() > self.in_features:
-            return torch.ops.mkldnn._linear_pointwise(x.contiguous(), self.packed.t(), self.bias, "none", [], "")
-        out = torch.mm(x.reshape(1, -1), self.packed)
-        return (out if self.bias is None else out.add_(self.bias)).view(*x.shape[:-1], self.out_features)
+        if self.by_columns and x.numel() == self.in_features:
+            out = torch.mm(x.reshape(1, -1), self.packed)
+            return (out if self.bias is None else out.add_(self.bias)).view(*x.shape[:-1], self.out_features)
+        weight = self.packed.t() if self.by_columns else self.packed
+        return torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight, self.bias, "none", [], "")
 
     def unpacked(self) -> nn.Linear:
         """Return the layer as it was, frozen."""
@@ -170,7 +169,7 @@ def pack_linears(model: nn.Module) -> None:
     for name, layer in _linears(model):
         packed: PackedLinear | None = None
         if isinstance(layer, QuantizedLinear):
-            packed = _decoded(layer) if in_bf16 else None
+            packed = _decoded(layer) if in_bf16 and _has_decoder(layer) else None
         elif not layer.weight.requires_grad and _has_kernel(layer.weight):
             packed = OneDnnLinear(layer, shared=owners[id(layer.weight)] > 1)
         if packed is not None:
@@ -196,11 +195,12 @@ def round_to_int8(model: nn.Module) -> None:
     A tied head becomes a matrix of its own.
     """
     for name, layer in _linears(model):
-        if isinstance(layer, QuantizedLinear) and _decoded(layer) is not None:
+        if isinstance(layer, QuantizedLinear) and _has_decoder(layer):
             continue
         weight = layer.dequantized(torch.float32) if isinstance(layer, QuantizedLinear) else layer.weight
-        parts = [cast(Int8Weight, Int8Scheme().quantize(part)) for part in weight.detach().split(_ROWS)]
-        rounded = Int8Weight(torch.cat([part.values for part in parts]), torch.cat([part.scale for part in parts]))
+        rounded = Int8Weight.stack(
+            [cast(Int8Weight, Int8Scheme().quantize(part)) for part in weight.detach().split(_ROWS)]
+        )
         model.set_submodule(name, QuantizedLinear(rounded, layer.bias, compute="dequant").train(layer.training))
 
 
@@ -215,16 +215,23 @@ def _linears(model: nn.Module) -> list[tuple[str, nn.Linear]]:
     return [(name, layer) for name, layer in found if not is_part(name)]
 
 
-def _decoded(layer: QuantizedLinear) -> DecodedLinear | None:
-    """Return ``layer`` with a kernel for its numbers; None where there is none."""
+def _has_decoder(layer: QuantizedLinear) -> bool:
+    """Return whether there is a kernel for the numbers of ``layer``."""
     weight = layer.quantized()
     if weight.tensors()["values"].device.type != "cpu" or torch.backends.cpu.get_cpu_capability() == "DEFAULT":
-        return None
-    if isinstance(weight, Int8Weight) and not weight.rotates:
+        return False
+    if isinstance(weight, GgufWeight):
+        return weight.has_codes and layer.out_features % _INT4_OUTPUTS == 0
+    return isinstance(weight, Int8Weight) and not weight.rotates
+
+
+def _decoded(layer: QuantizedLinear) -> DecodedLinear | None:
+    """Return ``layer`` in the form of the kernel that it has."""
+    weight = layer.quantized()
+    if isinstance(weight, Int8Weight):
         return Int8Linear(layer, weight)
-    if isinstance(weight, GgufWeight) and layer.out_features % _INT4_OUTPUTS == 0 and (codes := weight.codes()):
-        return Int4Linear(layer, *codes)
-    return None
+    codes = weight.codes() if isinstance(weight, GgufWeight) else None
+    return None if codes is None else Int4Linear(layer, *codes)
 
 
 def _has_kernel(weight: Tensor) -> bool:

@@ -47,6 +47,7 @@ TYPES: dict[str, tuple[int, int, tuple[int, ...]]] = {
     "Q6_K": (256, 210, (208,)),
     "IQ4_XS": (256, 136, (0,)),
 }
+_CODES = {"Q4_0": 2, "Q4_1": 4, "Q4_K": 16}  # types of 4 even bits, and where the codes of a block begin
 _READ_ONLY = "of GGUF is read only here; its servers add a LoRA at run time, so nothing needs to be merged"
 
 
@@ -85,6 +86,11 @@ class GgufWeight(CutWeight):
 
         return in_chunks(self, numbers, dtype)
 
+    @property
+    def has_codes(self) -> bool:
+        """Whether :meth:`codes` can say them."""
+        return self.type in _CODES
+
     def codes(self) -> tuple[Tensor, Tensor, Tensor] | None:
         """Return codes 0..15 [out, in] uint8, scale and offset [out, in / 32] fp32 with code * scale + offset = weight.
 
@@ -92,9 +98,9 @@ class GgufWeight(CutWeight):
         """
         from diffusers.quantizers.gguf.utils import get_scale_min
 
-        start = {"Q4_0": 2, "Q4_1": 4, "Q4_K": 16}.get(self.type)
-        if start is None:
+        if not self.has_codes:
             return None
+        start = _CODES[self.type]
         head = self.values[..., :start].contiguous()
         low_high = self.values[..., start:].unflatten(-1, (-1, 32 if self.type == "Q4_K" else 16))
         codes = torch.stack((low_high & 15, low_high >> 4), dim=-2).reshape(self.shape)

@@ -69,7 +69,9 @@ def clip_gradients(accelerator: Accelerator, model: nn.Module, trained: Sequence
     ``model`` is the one that ``parallelize`` was given, ``trained`` its LoRA's parameters or all.
     """
     if (stage := staged(model)) is not None:
-        return _clip_stages(accelerator, stage, split_parameters(model).keys(), limit)
+        return _clip_stages(
+            accelerator, stage, split_parameters(model) if is_tensor_parallel(accelerator) else (), limit
+        )
     if is_tensor_parallel(accelerator):
         ids, cuts = {id(parameter) for parameter in trained}, split_parameters(model)
         if any(id(p) in ids for name, p in model.named_parameters() if name in cuts):
@@ -116,12 +118,13 @@ def _clip_stages(accelerator: Accelerator, stage: Staged, split: Container[str],
             _add_other(gradient, comm.rank(others[0] if comm.index == first else first), comm.group)
         if comm.index == first:
             (parts if name in split else full).append(gradient)
-    square = to_full(get_total_norm(full)).square()
+    of_parts: Tensor | float = 0.0
     if is_tensor_parallel(accelerator):
         group = device_mesh(accelerator)["tp"].get_group()
         copies = [p.grad for name, p in stage.local.items() if name not in split and p.grad is not None]
         _average(copies, group, group.size())  # equal but for kernels that add in any order: so copies never part
-        square = to_full(get_total_norm(full)).square() + _sum_of_squares(parts, group)
+        of_parts = _sum_of_squares(parts, group)
+    square = to_full(get_total_norm(full)).square() + of_parts
     dist.all_reduce(square, group=comm.group)
     norm = square.sqrt()
     clip_grads_with_norm_(list(stage.local.values()), limit, norm)
