@@ -13,7 +13,7 @@ there are GPUs: ``dp`` copies the model, ``shard`` splits its weights (FSDP2), `
 ``device_map`` is one process with a run of the blocks on each GPU, or on one GPU and the CPU, then of few blocks.
 ``dp`` and ``shard`` train an image a GPU, ``pp`` as many in one batch, the others one image a step.
 
-Last, language models climb the ladder of ``bench/gpu_llm.py``, from fp32 to everything that makes them fast.
+Last, language models climb the ladder of ``bench/llm_ladder.py``, from fp32 to everything that makes them fast.
 
 Besides torch, transformers, accelerate and peft this needs what requirements-gpu.txt lists; ``make gpu-bundle`` packs
 it for a machine that has a card and no network.
@@ -43,7 +43,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.elastic.utils.distributed import get_free_port
 
-import bench.gpu_llm as gpu_llm
+import bench.llm_ladder as llm_ladder
 from bench.families import (
     FAMILIES,
     LoraStep,
@@ -204,7 +204,7 @@ def run(jobs: list[Job], children: Children) -> list[dict[str, Any]]:
 def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
     """Return Tandem over peft with checkpointing at batch 1, each policy over the same without it, and the ladders'."""
     by_name = {row["case"]: row for row in rows if "step_s" in row}
-    found = gpu_llm.ratios(rows)
+    found = llm_ladder.ratios(rows)
     for family in FAMILIES:
         saved = GpuCase(family, checkpointing=True)
         pairs = {
@@ -229,7 +229,7 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
 def measured(case: dict[str, Any], device: torch.device, tiny: bool) -> Iterator[dict[str, Any]]:
     """Yield the rows of a job as they are measured; call it in a fresh process."""
     if "ladder" in case:
-        yield from gpu_llm.climb(case["ladder"], device, tiny)
+        yield from llm_ladder.climb(case["ladder"], device, tiny)
     elif "layout" in case:
         row = measure_layout(case["family"], case["layout"], device, tiny)
         if os.environ.get("RANK", "0") == "0":
@@ -271,7 +271,7 @@ def main() -> None:
 
 def all_jobs(asked: list[str], device: torch.device) -> list[Job]:
     """Return LoRAs, then layouts (one GPU has nobody to share with but its CPU), then language models."""
-    ladders = [Job(model, {"ladder": model}, _LADDER_SECONDS) for model in gpu_llm.LADDERS if _LLM in asked]
+    ladders = [Job(model, {"ladder": model}, _LADDER_SECONDS) for model in llm_ladder.LADDERS if _LLM in asked]
     families = [family for family in asked if family != _LLM]
     alone = device.type == "cuda" and torch.cuda.device_count() < 2
     layouts = [layout_job(f, layout, device) for f in families for layout in (() if alone else LAYOUTS)]

@@ -1,24 +1,28 @@
 """Training steps of small language models side by side.
 
-Tandem, transformers and a textbook implementation, GPT-2 and Llama of 13 million weights (vocabulary 8192, 256 tokens,
-6 layers, width 384), batch 8, clipping at 1, fused AdamW, in fp32 and under bf16 autocast. Time as ``bench.measure``
-takes it; memory is the peak of a process that took two steps, gradients and optimizer included. With ``--compile`` the
-same once more through ``torch.compile``: ours block by block as ``train_llm.py`` does it, the others whole; memory is
-not measured then, the compiler has more.
+Tandem, transformers and what one writes first, the walk-through's model (``walkthrough/``), as a GPT-2 and a Llama of
+13 million weights (vocabulary 8192, 256 tokens, 6 layers, width 384); batch 8, clipping at 1, fused AdamW, in fp32 and
+under bf16 autocast. Time as ``bench.measure`` takes it; memory is the peak of a process that took two steps, gradients
+and optimizer included. With ``--compile`` the same once more through ``torch.compile``: ours block by block as
+``train_llm.py`` does it, the others whole; memory is not measured then, the compiler has more.
 
-The textbook model is what one writes first: separate projections, a stored causal mask, attention spelt out, keys
-repeated for grouped queries, all logits at once. It is here to show what the shared blocks buy.
+``--beside`` takes other programs in, from ``PYTHONPATH``: ``litgpt`` (its package) for the Llama, ``nanogpt`` (a
+checkout of karpathy/nanoGPT, whose module is called ``model``) for the GPT-2, ``nanochat`` (a checkout of
+karpathy/nanochat) beside the Llama. Weights and work are the same but for nanochat, which trains its own architecture
+only: of these sizes it multiplies as many weights as the Llama, and adds embeddings that are looked up.
 
-    python bench/llm_train.py [--json PATH] [--rounds 5] [--family gpt2 llama] [--compile]
+    python bench/llm_train.py [--json PATH] [--rounds 5] [--threads 1] [--family gpt2 llama] [--compile] [--beside ...]
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -31,25 +35,33 @@ from bench.measure import Case, Table, benchmark_parser, finish, measure
 from library.errors import exit_on_user_error
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import LMConfig, config_to_hf, preset
+from library.nn.products import train_by_products
+from walkthrough.gpt2 import GPT2, Decoder, Sizes
+from walkthrough.llama2 import LLAMA2
+from walkthrough.llama3 import LLAMA31
 
 BATCH, LENGTH = 8, 256
-WHO = ("tandem", "transformers", "textbook")
 PRECISIONS = ("fp32", "autocast bf16")
 SIZES = {"gpt2": "gpt2-tiny", "llama": "llama-tiny"}  # vocabulary 8192, width 384, 6 layers, 6 heads (2 of keys)
 
 
-def build(who: str, family: str) -> nn.Module:
-    """Return a freshly initialised model: ``who`` is tandem, transformers or textbook."""
-    torch.manual_seed(0)
-    config = preset(SIZES[family])
-    if who == "tandem":
-        return TransformerLM(config).initialise()
-    if who == "textbook":
-        return Textbook(config)
-    return transformers_model(config)
+class Implementation(NamedTuple):
+    """How a program builds a model in a precision, and its loss of tokens and targets [B, S]."""
+
+    build: Callable[[LMConfig, str], nn.Module]
+    loss: Callable[[Any, Tensor, Tensor], Tensor]
+    families: tuple[str, ...] = tuple(SIZES)
+    autocasts: bool = True
 
 
-def transformers_model(config: LMConfig) -> nn.Module:
+def tandem_model(config: LMConfig, _: str = "") -> TransformerLM:
+    """Return Tandem's model as ``train_llm.py`` trains it."""
+    model = TransformerLM(config).initialise()
+    train_by_products(model.blocks)
+    return model
+
+
+def transformers_model(config: LMConfig, _: str = "") -> nn.Module:
     """Return transformers' model of these sizes, without dropout."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -59,107 +71,106 @@ def transformers_model(config: LMConfig) -> nn.Module:
     return AutoModelForCausalLM.from_config(AutoConfig.for_model(**values, **dropout))
 
 
-def loss_of(who: str, model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """Return the function from tokens [B, S + 1] to the mean cross-entropy, as each implementation does it."""
-    if who == "tandem":
-        return lambda tokens: model(tokens[:, :-1], tokens[:, 1:])
-
-    def loss(tokens: Tensor) -> Tensor:
-        logits: Any = model(tokens[:, :-1])
-        logits = logits.logits if who == "transformers" else logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
-
-    return loss
-
-
-class Textbook(nn.Module):
-    """GPT-2 or Llama as a first course writes it."""
-
-    def __init__(self, config: LMConfig) -> None:
-        super().__init__()
-        self.config = config
-        width, head = config.width, config.head_dim
-        self.embedding = nn.Embedding(config.vocab_size, width)
-        self.positions = None if config.has_rope else nn.Embedding(config.context, width)
-        self.layers = nn.ModuleList()
-        for _ in range(config.layers):
-            sizes = {"q": config.heads * head, "k": config.kv_heads * head, "v": config.kv_heads * head, "o": width}
-            layer = nn.ModuleDict(
-                {name: nn.Linear(width, size, bias=config.attention_bias) for name, size in sizes.items()}
-            )
-            layer["norm1"], layer["norm2"] = self._norm(), self._norm()
-            layer["up"] = nn.Linear(width, config.hidden, bias=config.mlp_bias)
-            layer["down"] = nn.Linear(config.hidden, width, bias=config.mlp_bias)
-            if config.family == "llama":
-                layer["gate"] = nn.Linear(width, config.hidden, bias=False)
-            self.layers.append(layer)
-        self.norm = self._norm()
-        self.head = nn.Linear(width, config.vocab_size, bias=False)
-        self.head.weight = self.embedding.weight
-        nn.init.normal_(self.embedding.weight, std=0.02)
-        self.register_buffer("mask", torch.ones(config.context, config.context).triu(1).bool())
-        frequencies = config.rope_theta ** (-torch.arange(0, head, 2) / head)
-        self.register_buffer("angles", torch.arange(config.context)[:, None] * torch.cat([frequencies, frequencies]))
-
-    def _norm(self) -> nn.Module:
-        return nn.LayerNorm(self.config.width) if self.config.family == "gpt2" else _TextbookRMSNorm(self.config.width)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits [B, S, V]."""
-        x = self.embedding(tokens)
-        if self.positions is not None:
-            x = x + self.positions(torch.arange(tokens.shape[1]))
-        for layer in self.layers:
-            x = x + self._attention(layer, layer["norm1"](x))
-            normed = layer["norm2"](x)
-            if self.config.family == "llama":
-                x = x + layer["down"](F.silu(layer["gate"](normed)) * layer["up"](normed))
-            else:
-                x = x + layer["down"](F.gelu(layer["up"](normed), approximate="tanh"))
-        return self.head(self.norm(x))
-
-    def _attention(self, layer: Any, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        q, k, v = (layer[name](x).view(batch, length, -1, self.config.head_dim).transpose(1, 2) for name in "qkv")
-        if self.config.has_rope:
-            q, k = self._turned(q), self._turned(k)
-        groups = self.config.heads // self.config.kv_heads
-        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-        scores = q @ k.transpose(2, 3) / self.config.head_dim**0.5
-        scores = scores.masked_fill(self.mask[:length, :length], float("-inf"))
-        mixed = scores.softmax(-1) @ v
-        return layer["o"](mixed.transpose(1, 2).reshape(batch, length, -1))
-
-    def _turned(self, x: Tensor) -> Tensor:
-        angles = self.angles[: x.shape[2]]
-        first, second = x.chunk(2, -1)
-        return x * angles.cos() + torch.cat([-second, first], -1) * angles.sin()
+def textbook_model(config: LMConfig, _: str = "") -> Decoder:
+    """Return the walk-through's model: separate projections, angles made in every layer, all logits at once."""
+    sizes = Sizes(
+        config.padded_vocab_size, config.context, config.width, config.layers, config.heads, config.hidden,
+        config.kv_heads, config.rope_theta, eps=config.norm_eps,
+    )  # fmt: skip
+    if config.family == "gpt2":
+        return Decoder(sizes, GPT2)
+    parts = LLAMA2
+    if config.rope_scaling is not None:
+        factor, original = config.rope_scaling.factor, config.rope_scaling.original_context
+        sizes, parts = replace(sizes, factor=factor, original_context=original), LLAMA31
+    return Decoder(sizes, replace(parts, tied=config.tied))
 
 
-class _TextbookRMSNorm(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
+def _nanogpt_model(config: LMConfig, _: str) -> nn.Module:
+    from model import GPT, GPTConfig  # type: ignore[import-not-found]  # what nanoGPT's file is called
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5) * self.weight
+    sizes = GPTConfig(
+        block_size=config.context, vocab_size=config.padded_vocab_size, n_layer=config.layers, n_head=config.heads,
+        n_embd=config.width, dropout=0.0, bias=True,
+    )  # fmt: skip
+    return GPT(sizes)
+
+
+def _litgpt_model(config: LMConfig, _: str) -> nn.Module:
+    from litgpt import GPT, Config  # type: ignore[import-not-found]
+
+    sizes = Config(
+        block_size=config.context, vocab_size=config.padded_vocab_size, padded_vocab_size=config.padded_vocab_size,
+        n_layer=config.layers, n_head=config.heads, n_query_groups=config.kv_heads, n_embd=config.width,
+        head_size=config.head_dim, intermediate_size=config.hidden, rotary_percentage=1.0, bias=False,
+        parallel_residual=False, norm_class_name="RMSNorm", norm_eps=config.norm_eps, mlp_class_name="LLaMAMLP",
+        rope_base=int(config.rope_theta),
+    )  # fmt: skip
+    model = GPT(sizes)
+    model.lm_head.weight = model.transformer.wte.weight
+    nn.init.normal_(model.lm_head.weight, std=0.02)
+    return model
+
+
+def _litgpt_loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+    from litgpt.utils import chunked_cross_entropy  # type: ignore[import-not-found]
+
+    return chunked_cross_entropy(model(tokens), targets)
+
+
+def _nanochat_model(config: LMConfig, precision: str) -> nn.Module:
+    os.environ["NANOCHAT_DTYPE"] = "float32" if precision == "fp32" else "bfloat16"  # read as it is imported
+    from nanochat.gpt import GPT, GPTConfig  # type: ignore[import-not-found]
+
+    sizes = GPTConfig(
+        sequence_len=config.context, vocab_size=config.padded_vocab_size, n_layer=config.layers, n_head=config.heads,
+        n_kv_head=config.kv_heads, n_embd=config.width, window_pattern="L",
+    )  # fmt: skip
+    model = GPT(sizes)
+    model.init_weights()
+    return model
+
+
+def _loss_of_logits(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+    logits = model(tokens)
+    logits = getattr(logits, "logits", logits)
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def _own_loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+    return model(tokens.contiguous(), targets.contiguous())
+
+
+def _nanogpt_loss(model: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+    return _own_loss(model, tokens, targets)[1]
+
+
+IMPLEMENTATIONS = {
+    "tandem": Implementation(tandem_model, _own_loss),
+    "transformers": Implementation(transformers_model, _loss_of_logits),
+    "textbook": Implementation(textbook_model, _loss_of_logits),
+    "nanogpt": Implementation(_nanogpt_model, _nanogpt_loss, ("gpt2",)),
+    "litgpt": Implementation(_litgpt_model, _litgpt_loss, ("llama",)),
+    "nanochat": Implementation(_nanochat_model, _own_loss, ("llama",), autocasts=False),
+}
+WHO = ("tandem", "transformers", "textbook")
 
 
 class LMStepper:
-    """One model and its optimizer, with ``options`` of AdamW; a step is a batch."""
+    """One model of ``who`` and its optimizer, with ``options`` of AdamW; a step is ``tokens`` [B, S + 1]."""
 
     base_bytes = 0  # nothing is frozen
 
-    def __init__(
-        self, model: nn.Module, loss: Callable[[Tensor], Tensor], tokens: Tensor, autocast: bool, **options: bool
-    ) -> None:
-        self._parameters, self._loss, self._tokens, self._autocast = [*model.parameters()], loss, tokens, autocast
+    def __init__(self, who: str, model: nn.Module, tokens: Tensor, bf16: bool, **options: bool) -> None:
+        self._own = IMPLEMENTATIONS[who]
+        self._model, self._parameters, self._tokens = model, [*model.parameters()], tokens
+        self._autocast = bf16 and self._own.autocasts
         self._optimizer = torch.optim.AdamW(self._parameters, lr=1e-4, **options)
 
     def loss(self) -> Tensor:
         """Take one training step; return its loss, still on the device."""
         with torch.autocast(self._tokens.device.type, torch.bfloat16, enabled=self._autocast):
-            loss = self._loss(self._tokens)
+            loss = self._own.loss(self._model, self._tokens[:, :-1], self._tokens[:, 1:])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._optimizer.step()
@@ -171,29 +182,38 @@ class LMStepper:
         return self.loss().item()
 
 
+def build(who: str, family: str, precision: str = "fp32") -> nn.Module:
+    """Return a freshly initialised model."""
+    torch.manual_seed(0)
+    return IMPLEMENTATIONS[who].build(preset(SIZES[family]), precision)
+
+
 def build_step(
     who: str, family: str, precision: str, compiled: bool = False, batch: int = BATCH, length: int = LENGTH
 ) -> LMStepper:
     """Load a case."""
-    model: Any = build(who, family)
+    model: Any = build(who, family, precision)
     if compiled:
         model = compile_regions(model) if who == "tandem" else torch.compile(model)
     tokens = torch.randint(0, 8192, (batch, length + 1), generator=torch.Generator().manual_seed(0))
-    return LMStepper(model, loss_of(who, model), tokens, precision != "fp32", fused=True)
+    return LMStepper(who, model, tokens, precision != "fp32", fused=True)
 
 
-def training_rows(table: Table, families: list[str], rounds: int, compiled: bool) -> dict[str, float]:
+def training_rows(table: Table, options: Any) -> dict[str, float]:
     """Add a row a case; return the ratios of ours to the best of the others."""
     ratios = {}
-    for family, precision, compiling in itertools.product(families, PRECISIONS, [False, True] if compiled else [False]):
+    for family, precision, compiling in itertools.product(
+        options.family, PRECISIONS, [False, True] if options.compile else [False]
+    ):
         name = f"{family} {precision}{' compiled' if compiling else ''}"
-        cases: dict[str, Case] = {who: (build_step, (who, family, precision, compiling)) for who in WHO}
-        found = measure(cases, rounds, memory_processes=0 if compiling else 1)
+        asked = [who for who in (*WHO, *options.beside) if family in IMPLEMENTATIONS[who].families]
+        cases: dict[str, Case] = {who: (build_step, (who, family, precision, compiling)) for who in asked}
+        found = measure(cases, options.rounds, memory_processes=0 if compiling else 1, threads=options.threads)
         for who, row in found.items():
-            speed = {"tokens_per_cpu_s": round(BATCH * LENGTH / row["step_s"])}
+            speed = {"tokens_per_s": round(BATCH * LENGTH / row["step_s"])}
             memory = {} if compiling else {"peak_mib": round(row["peak_mib"])}
             table.add({"case": name, "implementation": who} | speed | memory)
-        ours, theirs = found["tandem"], [found[who] for who in WHO[1:]]
+        ours, theirs = found["tandem"], [found[who] for who in asked[1:]]
         ratios[f"speed_over_best {name}"] = round(min(row["step_s"] for row in theirs) / ours["step_s"], 3)
         if not compiling:
             least = min(row["peak_mib"] for row in theirs)
@@ -206,11 +226,12 @@ def main() -> None:
     """Measure and print the table."""
     parser = benchmark_parser(__doc__, rounds=5)
     parser.add_argument("--family", nargs="+", choices=list(SIZES), default=list(SIZES))
+    parser.add_argument("--threads", type=int, default=1, help="of a case; above 1 time is the clock's (%(default)s)")
     parser.add_argument("--compile", action="store_true", help="also through torch.compile")
+    parser.add_argument("--beside", nargs="+", choices=[*IMPLEMENTATIONS][len(WHO) :], default=[], help="in PYTHONPATH")
     options = parser.parse_args()
-    table = Table({"case": "<31", "implementation": "<14", "tokens_per_cpu_s": "16,", "peak_mib": "8"})
-    ratios = training_rows(table, options.family, options.rounds, options.compile)
-    finish(table.rows, ratios, options.json)
+    table = Table({"case": "<31", "implementation": "<14", "tokens_per_s": "12,", "peak_mib": "8"})
+    finish(table.rows, training_rows(table, options), options.json)
 
 
 if __name__ == "__main__":

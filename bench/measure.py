@@ -1,7 +1,8 @@
 """How the benchmarks measure: cases side by side, and a report in one form.
 
 *Time*: every case lives in a process of its own with one thread; steps are taken in turn, round after round, and
-counted in CPU seconds, so that other programs on the machine disturb little. The median counts. A case that knows its
+counted in CPU seconds, so that other programs on the machine disturb little; with more threads by the clock. The median
+counts. A case that knows its
 floor (``bench/floor.py``) runs that behind each step: their ratio is the median of the rounds' ratios.
 
 *Memory*: another process each, freshly loaded; what two steps add at most to the resident memory of the loaded model,
@@ -57,13 +58,16 @@ Case = tuple[Callable[..., Stepper], tuple[Any, ...]]
 Result = TypeVar("Result")
 
 
-def measure(cases: Mapping[Any, Case], rounds: int, memory_processes: int = 1) -> dict[Any, dict[str, float]]:
+def measure(
+    cases: Mapping[Any, Case], rounds: int, memory_processes: int = 1, threads: int = 1
+) -> dict[Any, dict[str, float]]:
     """Return CPU seconds of a step of every case, median and least, and its memory (:func:`measure_memory`).
 
     ``memory_processes`` run beside each other; 0 leaves memory out. With a floor, its seconds and the step's over them.
+    Of several ``threads`` seconds are those of the clock.
     """
     found = measure_memory(cases, memory_processes) if memory_processes else {name: {} for name in cases}
-    for name, taken in measure_time(cases, rounds).items():
+    for name, taken in measure_time(cases, rounds, threads).items():
         steps = [step for step, *_ in taken]
         found[name] |= {"step_s": statistics.median(steps), "step_min_s": min(steps)}
         if len(taken[0]) > 1:
@@ -72,11 +76,11 @@ def measure(cases: Mapping[Any, Case], rounds: int, memory_processes: int = 1) -
     return found
 
 
-def measure_time(cases: Mapping[Any, Case], rounds: int) -> dict[Any, list[list[float]]]:
-    """Return the rounds of every case, taken in turn: CPU seconds of a step, and of its floor if it has one."""
+def measure_time(cases: Mapping[Any, Case], rounds: int, threads: int = 1) -> dict[Any, list[list[float]]]:
+    """Return the rounds of every case, taken in turn: seconds of a step, and of its floor if it has one."""
     workers = {}
     for name, case in cases.items():  # loaded one after the other: building needs memory
-        workers[name] = start(_serve_time, case)
+        workers[name] = start(_serve_time, case, threads)
         _receive(*workers[name], name)
     seconds: dict[Any, list[list[float]]] = {name: [] for name in cases}
     for _ in range(rounds):
@@ -241,9 +245,10 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def _serve_time(connection: Connection, case: Case) -> None:
-    """Take a step whenever the parent says so, and do its floor's work; answer with the CPU seconds of each."""
-    torch.set_num_threads(1)
+def _serve_time(connection: Connection, case: Case, threads: int) -> None:
+    """Take a step whenever the parent says so, and do its floor's work; answer with the seconds of each."""
+    torch.set_num_threads(threads)
+    clock = time.process_time if threads == 1 else time.perf_counter
     build, arguments = case
     stepper = build(*arguments)
     calls = [stepper.step, *([stepper.floor] if hasattr(stepper, "floor") else [])]
@@ -251,13 +256,13 @@ def _serve_time(connection: Connection, case: Case) -> None:
         call()
     connection.send("ready")
     while connection.recv():
-        connection.send([_cpu_seconds(call) for call in calls])
+        connection.send([_seconds(call, clock) for call in calls])
 
 
-def _cpu_seconds(call: Callable[[], object]) -> float:
-    start = time.process_time()
+def _seconds(call: Callable[[], object], clock: Callable[[], float]) -> float:
+    begun = clock()
     call()
-    return time.process_time() - start
+    return clock() - begun
 
 
 def _serve_memory(connection: Connection, case: Case) -> None:

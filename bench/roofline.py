@@ -23,9 +23,13 @@ on in a straight line. Swapped blocks, which are none, go up twice a step. A com
 fused that is neither product nor attention (:func:`fused`): a perfect compiler's, of which Inductor falls short. So is
 ``fp8 fused`` its dequantised one, with each product's dequantising within it.
 
+``--ladder`` counts the steps of ``bench/llm_ladder.py`` instead, whole models: tokens/s and MFU that the card allows,
+and tokens/s that its host does.
+
     python bench/roofline.py [--only fp8] [--measured gpu.json] [--picture shares.png] [--json PATH]
     python bench/roofline.py --by-operation "flux, b1, tandem, bf16, checkpointing"
     python bench/roofline.py --fusions --only checkpointing
+    python bench/roofline.py --ladder --efficiency 0.8
 """
 
 from __future__ import annotations
@@ -57,6 +61,7 @@ from torch.utils.flop_counter import flop_registry
 
 from bench.families import FAMILIES
 from bench.gpu import GpuCase, build, cases
+from bench.llm_ladder import LADDERS, Rung, build_rung, config_of, context_of, flops_of, kernels_of, rungs
 from bench.measure import Table, benchmark_parser, finish
 from dev.draw_precision_figures import save
 from library.errors import UserError, did_you_mean, exit_on_user_error
@@ -131,11 +136,11 @@ class Card:
 # H100: https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet
 # H200: https://nvdam.widen.net/s/nb5zzzsjdf/hpc-datasheet-sc23-h200-datasheet-3002446
 CARDS = {
-    "A100": Card("A100 80GB SXM", {"bf16": 312, "fp32": 19.5}, 2039, 32),
-    "4090": Card("RTX 4090", {"bf16": 165.2, "fp8": 330.3, "fp32": 82.6}, 1008, 32),
-    "5090": Card("RTX 5090", {"bf16": 209.5, "fp8": 419, "fp32": 104.8}, 1792, 64),
-    "H100": Card("H100 SXM", {"bf16": 989.4, "fp8": 1978.9, "fp32": 67}, 3350, 64),
-    "H200": Card("H200", {"bf16": 989.4, "fp8": 1978.9, "fp32": 67}, 4800, 64),
+    "A100": Card("A100 80GB SXM", {"bf16": 312, "tf32": 156, "fp32": 19.5}, 2039, 32),
+    "4090": Card("RTX 4090", {"bf16": 165.2, "tf32": 82.6, "fp8": 330.3, "fp32": 82.6}, 1008, 32),
+    "5090": Card("RTX 5090", {"bf16": 209.5, "tf32": 104.8, "fp8": 419, "fp32": 104.8}, 1792, 64),
+    "H100": Card("H100 SXM", {"bf16": 989.4, "tf32": 494.7, "fp8": 1978.9, "fp32": 67}, 3350, 64),
+    "H200": Card("H200", {"bf16": 989.4, "tf32": 494.7, "fp8": 1978.9, "fp32": 67}, 4800, 64),
 }
 _KINDS = {"products": "#0072b2", "attention": "#009e73", "traffic": "#e69f00"}  # and colours
 _LAUNCH_US = 46.0  # of a virtual machine with an H100: 0.946 s for 20,337 (docs/benchmarks.md)
@@ -194,7 +199,7 @@ class Trace(Walk):
         kind = "link" if between else "traffic" if not formula else "attention" if "attention" in name else "products"
         reads, writes = self._pieces(read), self._pieces([*written, *made])
         moved = max(sum(reads.values()), sum(writes.values())) if between else sum((*reads.values(), *writes.values()))
-        dtype = _DTYPES.get((read or made)[0].dtype, "fp32")
+        dtype = _DTYPES.get((read or made or written)[0].dtype, "fp32")
         self.operations.append(Operation(Cost(name, site, kind, phase, dtype, flops, moved), reads, writes))
 
     def _pieces(self, tensors: Iterable[Tensor]) -> dict[Piece, int]:
@@ -353,18 +358,36 @@ def walk(case: GpuCase, blocks: tuple[int, ...], sites: bool = False) -> tuple[l
 
     ``sites``: name the lines that backward's operations come from, which takes twice as long.
     """
-    trace, sizes = _process_trace(), replace(FAMILIES[case.family], blocks=blocks, batch=case.batch)
+    sizes = replace(FAMILIES[case.family], blocks=blocks, batch=case.batch)
+    step, operations, living = _second_step(lambda: build(case, sizes, torch.device("cuda"), tiny=False), sites)
+    return operations, living, block_sizes(case.family, step.model)
+
+
+def walk_rung(model: str, rung: Rung) -> Counter[Cost]:
+    """Return what a step of a language model's rung costs; in a process of :func:`walkers`."""
+    eager = replace(rung, compiled=False)
+    with kernels_of(rung):
+        _, operations, living = _second_step(lambda: build_rung(model, eager, torch.device("cuda")), sites=False)
+    costs = fused(operations, living, COMPILED) if rung.compiled else Counter(op.cost for op in operations)
+    if rung.tf32:
+        costs = Counter({cost._replace(dtype="tf32") if cost.dtype == "fp32" else cost: n for cost, n in costs.items()})
+    return costs
+
+
+def _second_step(build_step: Callable[[], Any], sites: bool) -> tuple[Any, list[Operation], set[int]]:
+    """Return what is built, its second step's operations, and the storages that outlive it."""
+    trace = _process_trace()
     trace.operations = []
     try:
         with walking(trace):
-            step = build(case, sizes, torch.device("cuda"), tiny=False)
+            step = build_step()
             step.loss()
             trace.on = True
             with torch.autograd.set_detect_anomaly(sites, check_nan=False):
                 step.loss()
     finally:
         trace.on = False
-    return trace.operations, trace.living(), block_sizes(case.family, step.model)
+    return step, trace.operations, trace.living()
 
 
 def block_sizes(family: str, transformer: Any) -> Sizes:
@@ -453,6 +476,38 @@ def row(case: GpuCase, counted: Counted, card: str, efficiency: float, launch_us
         **{name: each if each < inf else None for name, each in seconds.items()},
         **shares,
     }
+
+
+def ladder_rows(options: Any) -> Iterator[dict[str, Any]]:
+    """Yield what each rung of the ladders needs."""
+    card = CARDS[options.card]
+    asked = [
+        (model, rung) for model in LADDERS for rung in rungs(model) if options.only is None or options.only in model
+    ]
+    with walkers() as pool:
+        found = [(model, rung, pool.submit(walk_rung, model, rung)) for model, rung in asked]
+        for model, rung, counted in found:
+            costs = counted.result()
+            tokens, launches = rung.batch * context_of(config_of(model, tiny=False)), sum(costs.values())
+            seconds = sum(card.step(costs, options.efficiency).values())
+            yield {
+                "case": f"{model}, {rung.step}, {rung.who}",
+                "done_tflop": sum(n * cost.flops for cost, n in costs.items()) / 1e12,
+                "moved_gib": sum(n * cost.bytes for cost, n in costs.items()) / GIB,
+                "launches": launches,
+                "tokens_per_s": tokens / seconds,
+                "mfu": tokens / seconds * flops_of(model) / (card.rates["bf16"] * 1e12),
+                "tokens_per_s_of_host": tokens / (launches * options.launch_us / 1e6),
+            }
+
+
+def print_ladders(options: Any) -> None:
+    """Print the table of :func:`ladder_rows`."""
+    table = Table({"case": "<44", "done_tflop": "10.1f", "moved_gib": "9.1f", "launches": "8d",
+                   "tokens_per_s": "12,.0f", "mfu": "5.0%", "tokens_per_s_of_host": "20,.0f"})  # fmt: skip
+    for each in ladder_rows(options):
+        table.add(each)
+    finish(table.rows, {}, options.json, "none: counted")
 
 
 def needed_flops(costs: Counter[Cost]) -> float:
@@ -546,8 +601,12 @@ def main() -> None:
     parser.add_argument("--measured", type=Path, help="JSON of bench/gpu.py, to stand beside the same cases")
     parser.add_argument("--picture", type=Path, help="draw the shares here (PNG)")
     parser.add_argument("--by-operation", metavar="CASE", help="print the largest operations of this case")
+    parser.add_argument("--ladder", action="store_true", help="count language models instead; --only names one")
     parser.add_argument("--fusions", action="store_true", help="print what each proposed fusion would save")
     options = parser.parse_args()
+    if options.ladder:
+        print_ladders(options)
+        return
     if options.measured and not options.measured.is_file():
         raise UserError(f"--measured: {str(options.measured)!r} does not exist; write it with bench/gpu.py --json")
     report = json.loads(options.measured.read_text()) if options.measured else {"rows": []}

@@ -49,7 +49,8 @@ def frequencies(sizes: Sizes) -> Tensor:
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
     """Turn the pairs of ``x`` [B, heads, S, head] by position * ``turns``."""
-    angles = torch.outer(torch.arange(x.shape[-2], dtype=torch.float64), turns)
+    places = torch.arange(x.shape[-2], dtype=turns.dtype, device=turns.device)
+    angles = torch.outer(places, turns).to(x.device)
     cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

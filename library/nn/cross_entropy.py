@@ -24,9 +24,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from library.nn.products import add_input_gradient_of, add_weight_gradient, product
 from library.nn.tensor_split import Split, sum_over
 
-_LOGITS = 1 << 22  # held at once: 16 MiB in fp32
+_LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}  # held at once: 16 MiB in fp32, which a cache holds, and 256 on a card
 IGNORED = -100
 
 
@@ -64,7 +65,7 @@ def _in_autocast_dtype(rows: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _chunks(vocab_size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    step = max(64, _LOGITS // vocab_size)
+    step = max(64, _LOGITS.get(tensors[0].device.type, _LOGITS["cuda"]) // vocab_size)
     return zip(*(tensor.split(step) for tensor in tensors), strict=True)
 
 
@@ -79,10 +80,10 @@ class _Loss(torch.autograd.Function):
         tokens = min(max(vocab_size - first, 1), weight.shape[0])  # where all is padding, one row that is no target
         own = weight[:tokens]
         total = hidden.new_zeros((), dtype=torch.float32)
-        d_hidden = torch.empty_like(hidden)
+        d_hidden = torch.zeros_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for part, wanted, d_part in _chunks(vocab_size, hidden, targets, d_hidden):
-            scores = _log_softmax(F.linear(part, own).float(), split, is_token=first < vocab_size)
+            scores = _log_softmax(product(part, own).float(), split, is_token=first < vocab_size)
             counts = wanted != IGNORED
             here = counts & (wanted >= first) & (wanted < first + tokens)
             places = (wanted - first).where(here, 0)[:, None]
@@ -91,11 +92,11 @@ class _Loss(torch.autograd.Function):
             d_logits.scatter_add_(1, places, -here[:, None].float())
             d_logits.mul_(counts[:, None])
             d_logits = d_logits.to(part.dtype)
-            torch.mm(d_logits, own, out=d_part)
+            add_input_gradient_of(own, d_logits, d_part)
             if d_weight is None:  # the head is frozen
                 continue
             if d_logits.dtype == torch.float32:
-                d_weight[:tokens].addmm_(d_logits.t(), part)
+                add_weight_gradient(part, d_logits, d_weight[:tokens])
             else:
                 d_weight[:tokens] += d_logits.t() @ part
         if split is not None:

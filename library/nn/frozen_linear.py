@@ -12,36 +12,18 @@ low-rank layers around them can share one: a wrapper that can (``networks.adapte
 ``forward_together``, found here by name, so that this layer of the code knows nothing of LoRA. What precedes a linear
 layer (its *prologue*: norm with modulation, an activation) is cheap to compute and wide to save; such a wrapper saves
 the prologue's inputs instead and recomputes it in backward: :func:`project_recomputed`.
-
-Large fp32 products go to oneDNN on CPUs that are not Intel's: MKL, which PyTorch's builds for x86 use, picks slow
-kernels there (640 x 3072 x 3072 on one EPYC core: 53 ms against 123; on a Xeon 94 against 101, but an input gradient
-189 against 98). ``make demo`` trains 15 % faster by it on an EPYC. Both sum in fp32, in another order. The CPU's vendor
-decides and not a stop watch, so that a run gives the same bits each time.
 """
 
 from __future__ import annotations
 
-import functools
-import platform
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-_CHUNK = 1 << 21  # weights copied at once: 8 MiB
-_LARGE = 1 << 24  # multiplications; below that a product takes less than half a millisecond either way
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Return ``x @ weight.T + bias``; [n, in] and [out, in] give [n, out]. Not recorded by autograd."""
-    if _use_onednn(x, weight):
-        # oneDNN falls back to a loop a thousand times slower for an x that is stored by columns.
-        return torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight, bias, "none", [], "")
-    return F.linear(x, weight, bias)
+from library.nn.products import add_input_gradient_of, product
 
 
 def has_input_gradient(layer: nn.Module) -> bool:
@@ -69,20 +51,10 @@ def input_gradient(layer: nn.Module, gradient: Tensor) -> Tensor:
 
 @torch.no_grad()
 def add_input_gradient(layer: Any, gradient: Tensor, into: Tensor) -> Tensor:
-    """Add ``gradient @ weight`` to ``into`` in place: [n, out] and [n, in]; return ``into``.
-
-    oneDNN makes itself a copy of a weight that it multiplies from this side, so it is given some rows at a time.
-    """
+    """Add ``gradient @ weight`` to ``into`` in place: [n, out] and [n, in]; return ``into``."""
     if hasattr(layer, "add_input_gradient"):
         return layer.add_input_gradient(gradient, into)
-    weight = layer.weight.to(gradient.dtype)
-    if not _use_onednn(gradient, weight.t()):
-        return into.addmm_(gradient, weight)
-    step = max(64, _CHUNK // weight.shape[1] // 64 * 64)
-    for start in range(0, weight.shape[0], step):
-        rows = slice(start, start + step)
-        into += product(gradient[:, rows], weight[rows].t())
-    return into
+    return add_input_gradient_of(layer.weight.to(gradient.dtype), gradient, into)
 
 
 class LinearWrapper(nn.Module):
@@ -147,13 +119,6 @@ class _FrozenProduct(torch.autograd.Function):
         return input_gradient(ctx.layer, gradients[0]), None
 
 
-def _use_onednn(x: Tensor, weight: Tensor) -> bool:
-    if torch.compiler.is_compiling() or x.device.type != "cpu":
-        return False
-    large = x.numel() * weight.shape[0] >= _LARGE and not mkl_is_fast()
-    return large and x.dtype == weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
-
-
 def project_together(linears: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     """Return ``[linear(x) for linear in linears]``, sharing the down-projection where the layers offer it.
 
@@ -187,13 +152,3 @@ def project_recomputed(linears: Sequence[nn.Module], prologue: Callable[..., Ten
     if hasattr(kind, "forward_together") and all(type(linear) is kind for linear in linears):
         return kind.forward_together(linears, *inputs, prologue=prologue)
     return project_together(linears, prologue(*inputs))
-
-
-@functools.cache
-def mkl_is_fast() -> bool:
-    """Return whether PyTorch's BLAS is MKL, and the CPU Intel's."""
-    try:
-        cpuinfo = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:  # not Linux
-        cpuinfo = platform.processor()
-    return torch.backends.mkl.is_available() and "GenuineIntel" in cpuinfo

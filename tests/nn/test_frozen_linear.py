@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import library.nn.frozen_linear as frozen_linear
-from library.nn.frozen_linear import FrozenLinear, has_input_gradient, input_gradient, product, project_together
+import library.nn.products as products
+from library.nn.frozen_linear import FrozenLinear, has_input_gradient, input_gradient, project_together
+from library.nn.products import product
 
 
-@pytest.fixture(autouse=True, params=[False, True], ids=["oneDNN", "BLAS"])
+@pytest.fixture(autouse=True, params=[True, False], ids=["oneDNN", "BLAS"])
 def _processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frozen_linear, "mkl_is_fast", lambda: request.param)
+    monkeypatch.setattr(products, "PREFERS_ONEDNN", request.param)
 
 
 def _layers(dtype: torch.dtype = torch.float32, size: int = 48) -> tuple[nn.Linear, FrozenLinear]:

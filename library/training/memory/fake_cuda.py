@@ -250,7 +250,7 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
 
 
 def _attention(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Send attention to flash's operator where a GPU would: half precision, after autocast, and no mask."""
+    """Send attention to the operator of a GPU: flash's for half precision, after autocast, and no mask."""
 
     def attention(
         query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
@@ -260,6 +260,10 @@ def _attention(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return own(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         if torch.is_autocast_enabled("cuda"):
             query, key, value = (each.to(torch.get_autocast_dtype("cuda")) for each in (query, key, value))
+        if not (torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.mem_efficient_sdp_enabled()):
+            return aten._scaled_dot_product_attention_math(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            )[0]
         if _kernel(query, attn_mask) == SDPBackend.FLASH_ATTENTION:
             return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
         if attn_mask is not None and attn_mask.dtype == torch.bool:
