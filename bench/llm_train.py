@@ -96,7 +96,8 @@ def _nanogpt_model(config: LMConfig, _: str) -> nn.Module:
     return GPT(sizes)
 
 
-def _litgpt_model(config: LMConfig, _: str) -> nn.Module:
+def litgpt_model(config: LMConfig, _: str = "") -> Any:
+    """Return litgpt's Llama of these sizes, head and embedding tied."""
     from litgpt import GPT, Config  # type: ignore[import-not-found]
 
     sizes = Config(
@@ -150,7 +151,7 @@ IMPLEMENTATIONS = {
     "transformers": Implementation(transformers_model, _loss_of_logits),
     "textbook": Implementation(textbook_model, _loss_of_logits),
     "nanogpt": Implementation(_nanogpt_model, _nanogpt_loss, ("gpt2",)),
-    "litgpt": Implementation(_litgpt_model, _litgpt_loss, ("llama",)),
+    "litgpt": Implementation(litgpt_model, _litgpt_loss, ("llama",)),
     "nanochat": Implementation(_nanochat_model, _own_loss, ("llama",), autocasts=False),
 }
 WHO = ("tandem", "transformers", "textbook")

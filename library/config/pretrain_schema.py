@@ -10,7 +10,19 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from library.config.chat_schema import ChatSamplingConfig
-from library.config.markers import MUST_MATCH, Batch, NotNegative, OnlyWith, Pairs, Positive, Rate, Section, Seed, Size
+from library.config.markers import (
+    MUST_MATCH,
+    SAME_RESULT,
+    Batch,
+    NotNegative,
+    OnlyWith,
+    Pairs,
+    Positive,
+    Rate,
+    Section,
+    Seed,
+    Size,
+)
 from library.config.schema import (
     SAMPLED,
     AccelerateConfig,
@@ -101,6 +113,13 @@ class LLMTrainingConfig(SharedTrainingKeys):
     allow_tf32: bool = Field(False, description="let a GPU multiply fp32 matrices in TF32")
     seed: Annotated[Seed, MUST_MATCH] = Field(
         0, description="initial weights, order of the data and samples follow from it"
+    )
+    on_nan: Annotated[Literal["stop", "skip"], SAME_RESULT] = Field(
+        "stop",
+        description="a step that is not finite: save what was before it and stop; or skip its update",
+    )
+    on_nan_limit: Annotated[Positive, OnlyWith(on_nan="skip"), SAME_RESULT] = Field(
+        10, description="stop after so many steps in a row that are not finite (skip)"
     )
 
 

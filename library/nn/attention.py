@@ -39,6 +39,7 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from library.errors import UserError
+from library.nn.causal_products import attend_causally, is_faster
 from library.nn.rope import Table, rotate_interleaved
 
 Backend = Literal["auto", "flash", "efficient", "cudnn", "math"]
@@ -85,6 +86,14 @@ def attend(
     if mask is not None and heads != kv_heads and query.is_cuda:
         # No fused kernel takes both a mask and groups; the fallback would make the scores of all heads.
         key, value = (tensor.repeat_interleave(heads // kv_heads, dim=2) for tensor in (key, value))
+    if (
+        backend == "auto"
+        and causal
+        and mask is None
+        and query.shape[1] == key.shape[1]
+        and is_faster(query, key, value)
+    ):
+        return attend_causally(query, key, value, scale)
     arguments = _kernel_arguments(query, key, value, mask, causal, scale)
     if backend == "auto":
         with _sound_kernels(query, key, arguments[1]["attn_mask"]):

@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from library.nn.products import add_input_gradient_of, add_weight_gradient, product
+from library.nn.products import add_weight_gradient, input_gradient_of, product
 from library.nn.tensor_split import Split, sum_over
 
 _LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}  # held at once: 16 MiB in fp32, which a cache holds, and 256 on a card
@@ -80,7 +80,7 @@ class _Loss(torch.autograd.Function):
         tokens = min(max(vocab_size - first, 1), weight.shape[0])  # where all is padding, one row that is no target
         own = weight[:tokens]
         total = hidden.new_zeros((), dtype=torch.float32)
-        d_hidden = torch.zeros_like(hidden)
+        d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for part, wanted, d_part in _chunks(vocab_size, hidden, targets, d_hidden):
             scores = _log_softmax(product(part, own).float(), split, is_token=first < vocab_size)
@@ -92,7 +92,7 @@ class _Loss(torch.autograd.Function):
             d_logits.scatter_add_(1, places, -here[:, None].float())
             d_logits.mul_(counts[:, None])
             d_logits = d_logits.to(part.dtype)
-            add_input_gradient_of(own, d_logits, d_part)
+            d_part.copy_(input_gradient_of(own, d_logits))
             if d_weight is None:  # the head is frozen
                 continue
             if d_logits.dtype == torch.float32:

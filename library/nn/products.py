@@ -55,6 +55,13 @@ def add_input_gradient_of(weight: Tensor, gradient: Tensor, into: Tensor) -> Ten
     return into
 
 
+def input_gradient_of(weight: Tensor, gradient: Tensor) -> Tensor:
+    """Return ``gradient @ weight``: [out, in] and [n, out] give [n, in]."""
+    if not _use_onednn(gradient, weight.t()):
+        return gradient @ weight
+    return add_input_gradient_of(weight, gradient, gradient.new_zeros(len(gradient), weight.shape[1]))
+
+
 def add_weight_gradient(x: Tensor, gradient: Tensor, into: Tensor) -> Tensor:
     """Add ``gradient.T @ x`` to ``into`` in place: [n, out], [n, in] and [out, in]; return ``into``."""
     if not _use_onednn(gradient.t(), x.t()):
@@ -95,7 +102,7 @@ class _Trained(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (x, weight), (gradient,), wanted = ctx.saved_tensors, gradients, ctx.needs_input_grad
-        d_x = add_input_gradient_of(weight, gradient, torch.zeros_like(x)) if wanted[0] else None
+        d_x = input_gradient_of(weight, gradient) if wanted[0] else None
         d_weight = add_weight_gradient(x, gradient, torch.zeros_like(weight)) if wanted[1] else None
         return d_x, d_weight, gradient.sum(0) if wanted[2] else None
 

@@ -81,6 +81,44 @@ def test_a_step_that_is_not_finite_stops_the_run_and_what_was_before_it_is_saved
     assert same(weights(tmp_path / "broken"), weights(tmp_path / "whole"))
 
 
+@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])  # left out by the device, and by the host
+def test_a_step_that_is_skipped_changes_nothing_and_the_next_windows_follow(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optimizer: str
+) -> None:
+    seen, loss = list[Tensor](), Pretraining.loss
+    settings = {"optimizer_type": optimizer, "max_train_steps": 4, **CONSTANT}
+
+    def broken(self: Pretraining, model: torch.nn.Module, batch: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        result, values = loss(self, model, batch, step)
+        seen.append(batch)
+        return (result * math.nan if len(seen) == 3 else result), values
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pretraining, "loss", broken)
+        run(corpus, tmp_path / "skipped", on_nan="skip", **settings)
+    plain = [seen[i] for i in (0, 1, *range(len(seen) - 2, len(seen)))]  # the third is looked at once more
+    batches = iter(plain)
+    with monkeypatch.context() as patch:
+        patch.setattr(Pretraining, "loss", lambda self, model, _, step: loss(self, model, next(batches), step))
+        run(corpus, tmp_path / "expected", **settings)
+    assert not any(torch.equal(seen[2], batch) for batch in plain)
+    assert same(weights(tmp_path / "skipped"), weights(tmp_path / "expected"))
+
+
+def test_steps_that_are_all_skipped_end_at_the_limit(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss = Pretraining.loss
+
+    def broken(self: Pretraining, model: torch.nn.Module, batch: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        result, values = loss(self, model, batch, step)
+        return result * math.nan, values
+
+    monkeypatch.setattr(Pretraining, "loss", broken)
+    with pytest.raises(UserError, match="4 steps in a row are not finite, the last: step 1"):
+        run(corpus, tmp_path, on_nan="skip", on_nan_limit=3, max_train_steps=20)
+
+
 def test_no_step_is_computed_after_one_that_is_not_finite(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
