@@ -7,7 +7,7 @@ turns, the median of a case counts. ``--beside litgpt`` takes its ``generate`` i
 package is in ``PYTHONPATH``. ``gb_s`` is the weights that a token reads over its time; the machine's own figure,
 printed last, is that of summing a tensor that no cache holds.
 
-    python bench/llm_generate.py [--model PATH] [--threads 1] [--dtypes fp32 bf16 int8] [--batches 1 8] [--beside litgpt]
+    python bench/llm_generate.py [--model PATH] [--threads 1] [--dtypes fp32 bf16 int8] [--beside litgpt] [--json PATH]
 """
 
 from __future__ import annotations

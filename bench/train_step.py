@@ -47,6 +47,7 @@ from library.models.registry import family_class
 from library.precision.files.registry import scheme_named
 from library.precision.linear import make_cpu_kernels
 from library.precision.recipe import Recipe, quantize_model
+from library.training.memory.host_memory import keep_freed_memory
 
 TRAINERS, DTYPES = ("tandem", "peft"), ("bf16", "fp32", "fp8")
 ALONE = ("cast", "tensor", "row", "int8_row", "int8_convrot", "nvfp4", "Q8_0", "Q4_K", "Q6_K", "nf4")
@@ -71,6 +72,7 @@ def build_step(
     inputs, autocast = example_inputs(family_name, sizes, torch.device("cpu")), dtype != "fp32"
     transformer = build_transformer(family_name, sizes, torch.bfloat16 if autocast else torch.float32)
     if trainer == "tandem":
+        keep_freed_memory()  # as its trainer does; another process has the other
         family_class(family_name).optimise_forward(transformer)
         if dtype not in ("bf16", "fp32"):  # as training on a CPU does, computing in bf16
             scheme = READ_ONLY.get(dtype) or scheme_named("block64" if dtype == "fp8" else dtype)

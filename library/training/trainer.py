@@ -28,6 +28,7 @@ from library.training.guard.nonfinite import respond
 from library.training.guard.signals import interruptible
 from library.training.guard.update_guard import UpdateGuard, all_finite
 from library.training.memory.budget import when_memory_runs_out
+from library.training.memory.host_memory import keep_freed_memory
 from library.training.optim.lr_tracker import StepSizeMonitor, distance_starts, read_learning_rates
 from library.training.report.metrics import MetricsStream, of_each_process, peak_memory_bytes, write_config
 from library.training.report.progress import TrainingProgress
@@ -132,6 +133,8 @@ class Trainer:
             self.progress.note(f"left out, as in the state: {counted(len(position.skipped_samples), 'image')}")
         for model in task.models:
             model.train()
+        if task.accelerator.device.type == "cpu":
+            keep_freed_memory()
         while position.step < task.total_steps and not self.events.stopped:
             self._epoch()
         self._undo_bad_steps(before_saving=True)  # where the end was not a step that is logged

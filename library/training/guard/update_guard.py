@@ -23,9 +23,9 @@ activations live at that time, so the peak of a step does not rise. With a loss 
 are its business while its scale is above 1; a loss that is not finite, or gradients that are not at scale 1, are ours.
 
 In full training the copies would double the memory (``Task.rolls_back`` is not set): nothing is undone, a bad step is
-not taken, and the run stops before it. torch's fused optimizers leave everything as it is where the device sets their
-``found_inf``, which is there for loss scalers; all others have nothing like it, so for them the host waits for
-the gradients' norm in every step. Weights that a step has made infinite are found by the next step, or before
+not taken, and the run stops before it or passes over it. torch's fused optimizers leave everything as it is where the
+device sets their ``found_inf``, which is there for loss scalers; all others have nothing like it, so for them the host
+waits for the gradients' norm in every step. Weights that a step has made infinite are found by the next step, or before
 anything is saved.
 """
 

@@ -11,7 +11,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from library.precision.files.gguf import TYPES
+from library.precision.files.gguf import TYPES, GgufWeight
 
 Blocks = np.ndarray
 
@@ -120,3 +120,9 @@ def _q4_k(values: np.ndarray) -> Blocks:
     nibbles = (q[:, :, 0] | (q[:, :, 1] << 4)).reshape(-1, 128)
     parts = [d.view(np.uint8), dmin.view(np.uint8), *first, last, nibbles]
     return np.concatenate(parts, axis=1).reshape(*values.shape[:-1], -1)
+
+
+def weight_of(kind: str, out_features: int = 24, in_features: int = 512) -> GgufWeight:
+    """Return a weight of random blocks of a type."""
+    blocks = random_blocks((out_features, in_features), kind)
+    return GgufWeight(torch.from_numpy(blocks).view(out_features, in_features // TYPES[kind][0], -1), kind)

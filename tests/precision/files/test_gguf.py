@@ -15,14 +15,9 @@ from library.precision.checkpoint import WeightFiles
 from library.precision.files.gguf import TYPES, GgufWeight
 from library.precision.linear import QuantizedLinear
 from library.safetensors_io import RowRange, read_entries
-from tests.precision.files.gguf_files import blocks_of, dequantized, random_blocks, write_gguf
+from tests.precision.files.gguf_files import blocks_of, dequantized, random_blocks, weight_of, write_gguf
 
 ISSUE = ("Q8_0", "Q4_K", "Q5_K", "Q6_K", "Q4_0", "Q4_1")
-
-
-def weight_of(kind: str, out_features: int = 24, in_features: int = 512) -> GgufWeight:
-    blocks = random_blocks((out_features, in_features), kind)
-    return GgufWeight(torch.from_numpy(blocks).view(out_features, in_features // TYPES[kind][0], -1), kind)
 
 
 def test_sizes_of_blocks_are_those_of_the_package() -> None:
