@@ -6,7 +6,8 @@ A GPT-2 and a Llama, random weights, random tokens, all weights trained, clippin
 sizes of 124M and Llama 3.2 1B with 1024 tokens a row, on a CPU of 13 million weights with 256. Each rung keeps what the
 rungs before it brought. "textbook" is the walk-through's model (``walkthrough/``), "blocks" Tandem's with the same
 attention, also in fp32. Before "SDPA flash" that is PyTorch's plain kernel, which writes all scores to memory; before
-"fused AdamW" it is the ``foreach`` one. Compilation is ``train_llm.py``'s: block by block. What a model or device has
+"fused AdamW" it is the ``foreach`` one. On a CPU flash attention comes before bf16, which has Tandem's own there
+(``library.nn.causal_products``). Compilation is ``train_llm.py``'s: block by block. What a model or device has
 no use for is left out: TF32 on a CPU, padding of a vocabulary that is a multiple of 64. On a GPU transformers' model of
 the same size stands beside the rung of bf16 and flash attention.
 
@@ -81,11 +82,13 @@ class Rung:
 def rungs(model: str, tiny: bool = False) -> list[Rung]:
     """Return the ladder of ``model``, and transformers' row behind the one that it compares with."""
     batch, larger = (1, 2) if tiny else (LADDERS | CPU_LADDERS)[model]
+    attention = [("SDPA flash", {"flash": True})]
     changes: list[tuple[str, dict[str, Any]]] = [
         ("blocks", {"who": _OURS}),
         ("TF32", {"tf32": True}),
+        *(attention if model in CPU_LADDERS else []),  # in bf16 a CPU has Tandem's own
         ("bf16", {"bf16": True}),
-        ("SDPA flash", {"flash": True}),
+        *(attention if model in LADDERS else []),
         ("compile", {"compiled": True}),
         ("fused AdamW", {"fused": True}),
         ("padded vocabulary", {"padded": True}),

@@ -90,9 +90,9 @@ class _Loss(torch.autograd.Function):
             total -= scores.gather(1, places)[:, 0].where(here, 0).sum()
             d_logits = scores.exp_()
             d_logits.scatter_add_(1, places, -here[:, None].float())
-            d_logits.mul_(counts[:, None])
             d_logits = d_logits.to(part.dtype)
-            d_part.copy_(input_gradient_of(own, d_logits))
+            d_part.copy_(input_gradient_of(own, d_logits)).mul_(counts[:, None])
+            part = part * counts[:, None]  # tokens that do not count add nothing to the weight's gradient either
             if d_weight is None:  # the head is frozen
                 continue
             if d_logits.dtype == torch.float32:

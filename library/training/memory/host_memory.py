@@ -3,8 +3,8 @@
 A step allocates and frees the same tensors over and over. glibc's ``malloc`` returns large blocks to the kernel as they
 are freed, and each comes back page by page, every page a fault and filled with zeros: a tenth of a step of a small
 language model on an EPYC, a fifth with the models of other programs. So blocks up to a GiB come from the heap, of
-which 256 MiB may lie unused at its end. The process holds no more at its peak: what is kept is what was freed. (GPUs
-are another matter; their memory is PyTorch's to keep.)
+which 256 MiB may lie unused at its end. A process that took 820 MiB at its peak then takes 900: blocks on the heap have
+gaps between them. (GPUs are another matter; their memory is PyTorch's to keep.)
 """
 
 from __future__ import annotations
