@@ -11,7 +11,12 @@ sum of its exponentials (FlashAttention 2, arXiv 2307.08691, section 2.3):
 Nothing is kept but Q, K, V, O, m and l: backward makes E again. A product rounds its results to bf16, of which scores,
 whose exponentials count, would suffer; so what is subtracted from them is subtracted within the product, as a column
 more: [Q, -m, 0] [K, 1, 1]^T. What then is left of a score that counts is small, and its rounding smaller. So it is with
-the sum in dS, which is given as two numbers, itself in bf16 and the rest.
+the sum in dS, which is given as two numbers, itself in bf16 and the rest. Against float64 it is about as near as the
+kernel: outputs 3.0e-3 and 1.9e-3, gradients of queries 4.2e-3 and 2.6e-3, of keys 4.5e-3 and 4.8e-3, of values 3.5e-3
+and 4.7e-3, where a rounding to bf16 alone is 1.7e-3 (8 x 256 tokens, 6 heads of 64, 2 of keys).
+
+Forward and backward of these take 13 ms of a core of an EPYC, the kernel 30; with 6 heads of keys 19 and 30; with 1024
+tokens in 4 texts 94 and 129.
 """
 
 from __future__ import annotations

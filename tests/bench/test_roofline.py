@@ -19,6 +19,7 @@ import torch
 from bench import gpu, roofline
 from bench.families import FAMILIES
 from bench.gpu import Base, GpuCase
+from bench.llm_ladder import rungs
 from bench.roofline import (
     Card,
     Cost,
@@ -30,6 +31,7 @@ from bench.roofline import (
     fused,
     needed_flops,
     walk,
+    walk_rung,
     walkers,
 )
 from library.training.memory.block_swap import swap_blocks
@@ -345,3 +347,25 @@ def test_without_a_compiler_it_says_so(
     said = capsys.readouterr().err.strip()
     assert "no C++ compiler" in said
     assert "\n" not in said
+
+
+@needs_compiler
+def test_a_ladders_steps_need_what_the_paper_counts(pool: ProcessPoolExecutor) -> None:
+    """6 FLOPs a weight and token, and 12 * layers * width * context for attention (arXiv 2204.02311, appendix B)."""
+    matrices, tokens = 12 * 12 * 768**2 + 50257 * 768, 8 * 1024
+    needed = tokens * (6 * matrices + 12 * 12 * 768 * 1024)
+    by_step = {rung.step: rung for rung in rungs("gpt2-124m")}
+    steps = ("textbook", "blocks", "TF32", "SDPA flash", "compile")
+    walks = {step: pool.submit(walk_rung, "gpt2-124m", by_step[step]) for step in steps}
+    costs = {step: walk.result() for step, walk in walks.items()}
+    for step in ("textbook", "blocks", "TF32"):  # attention in full; flash computes its scores once more
+        assert sum(n * cost.flops for cost, n in costs[step].items()) == pytest.approx(needed, rel=0.01)
+    h100 = roofline.CARDS["H100"]
+    seconds = {step: sum(h100.step(own).values()) for step, own in costs.items()}
+    moved = {step: sum(n * cost.bytes for cost, n in own.items()) for step, own in costs.items()}
+    assert seconds["blocks"] > tokens * 6 * matrices / 67e12  # fp32 is not on tensor cores
+    assert seconds["TF32"] < seconds["blocks"] - tokens * 6 * matrices * (1 / 67e12 - 1 / 494.7e12) * 0.9
+    scores = 8 * 12 * 1024**2 * 12 * 2  # of all layers in bf16
+    assert moved["SDPA flash"] < moved["TF32"] - 4 * scores
+    assert moved["compile"] < moved["SDPA flash"]
+    assert sum(costs["compile"].values()) < sum(costs["SDPA flash"].values()) / 2
