@@ -484,6 +484,8 @@ def ladder_rows(options: Any) -> Iterator[dict[str, Any]]:
     asked = [
         (model, rung) for model in LADDERS for rung in rungs(model) if options.only is None or options.only in model
     ]
+    if not asked:
+        raise UserError(f"--only: no ladder's model holds {options.only!r}; there are {', '.join(LADDERS)}")
     with walkers() as pool:
         found = [(model, rung, pool.submit(walk_rung, model, rung)) for model, rung in asked]
         for model, rung, counted in found:

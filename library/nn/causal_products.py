@@ -55,48 +55,85 @@ def attend_causally(query: Tensor, key: Tensor, value: Tensor, scale: float | No
 class _Causal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        groups, keys, values = _grouped(query, key), _joined(key), _joined(value)
-        moved_keys = F.pad(keys, (0, 2), value=1.0)
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
-        outputs = _grouped(output, key)
-        largest: list[Tensor] = []  # of a block's queries; torch.compile knows no list[Tensor]()
-        sums: list[Tensor] = []
-        for rows in _blocks(query.shape[1]):
-            own, seen = _rows(groups, rows), slice(0, rows.stop)
-            scores = torch.bmm(own, keys[:, seen].transpose(1, 2))
-            largest.append(_set_later(scores, rows, -math.inf).amax(dim=-1, keepdim=True))
-            shares = _exponentials(own, moved_keys, rows, largest[-1], scale)
-            sums.append(shares.sum(dim=-1, keepdim=True, dtype=_sum_dtype(shares)))
-            mixed = torch.bmm(shares, values[:, seen]) / sums[-1]
-            outputs[..., rows, :] = mixed.view_as(outputs[..., rows, :])
-        ctx.save_for_backward(query, key, value, output, *largest, *sums)
+        call = _opaque_forward if torch.compiler.is_compiling() else _forward
+        output, largest, sums = call(query, key, value, scale)
+        ctx.save_for_backward(query, key, value, output, largest, sums)
         ctx.scale = scale
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        query, key, value, output, *saved = ctx.saved_tensors
-        keys = _joined(key)
-        groups, outputs, d_outputs = (_grouped(each, key) for each in (query, output, *gradients))
-        moved_keys, moved_values = (F.pad(each, (0, 2), value=1.0) for each in (keys, _joined(value)))
-        d_query = torch.empty_like(query, memory_format=torch.contiguous_format)
-        d_queries = _grouped(d_query, key)
-        d_keys, d_values = (torch.zeros_like(keys, dtype=_sum_dtype(keys)) for _ in range(2))
-        blocks = _blocks(query.shape[1])
-        for rows, largest, sums in zip(blocks, saved[: len(blocks)], saved[len(blocks) :], strict=True):
-            own, seen = _rows(groups, rows), slice(0, rows.stop)
-            d_output = (_rows(d_outputs, rows) / sums).to(own.dtype)
-            subtracted = (d_output * _rows(outputs, rows)).sum(dim=-1, keepdim=True, dtype=sums.dtype)
-            rounded = subtracted.to(own.dtype)
-            moved = torch.cat((d_output, -rounded, (rounded - subtracted).to(own.dtype)), dim=-1)
-            shares = _exponentials(own, moved_keys, rows, largest, ctx.scale)
-            d_values[:, seen] += torch.bmm(shares.transpose(1, 2), d_output)
-            d_scores = torch.bmm(moved, moved_values[:, seen].transpose(1, 2)).mul_(shares)
-            d_own = torch.bmm(d_scores, keys[:, seen]).mul_(ctx.scale)
-            d_queries[..., rows, :] = d_own.view_as(d_queries[..., rows, :])
-            d_keys[:, seen] += torch.bmm(d_scores.transpose(1, 2), own)
-        return d_query, _apart(d_keys.mul_(ctx.scale), key), _apart(d_values, value), None
+        query, key, value, output, largest, sums = ctx.saved_tensors
+        call = _opaque_backward if torch.compiler.is_compiling() else _backward
+        return *call(gradients[0], query, key, value, output, largest, sums, ctx.scale), None
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return O [B, S, H, D], and m and l [B, H, S, 1]."""
+    groups, keys, values = _grouped(query, key), _joined(key), _joined(value)
+    moved_keys = F.pad(keys, (0, 2), value=1.0)
+    output, largest, sums = _empty_results(query)
+    outputs, each_largest, each_sum = _grouped(output, key), _of_heads(largest, key), _of_heads(sums, key)
+    for rows in _blocks(query.shape[1]):
+        own, seen = _rows(groups, rows), slice(0, rows.stop)
+        scores = torch.bmm(own, keys[:, seen].transpose(1, 2))
+        most = _set_later(scores, rows, -math.inf).amax(dim=-1, keepdim=True)
+        shares = _exponentials(own, moved_keys, rows, most, scale)
+        total = shares.sum(dim=-1, keepdim=True, dtype=sums.dtype)
+        mixed = torch.bmm(shares, values[:, seen]) / total
+        for whole, part in ((outputs, mixed), (each_largest, most), (each_sum, total)):
+            whole[..., rows, :] = part.view_as(whole[..., rows, :])
+    return output, largest, sums
+
+
+def _backward(
+    d_output: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, largest: Tensor, sums: Tensor,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return dQ, dK and dV."""
+    keys = _joined(key)
+    groups, outputs, d_outputs = (_grouped(each, key) for each in (query, output, d_output))
+    each_largest, each_sum = _of_heads(largest, key), _of_heads(sums, key)
+    moved_keys, moved_values = (F.pad(each, (0, 2), value=1.0) for each in (keys, _joined(value)))
+    d_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+    d_queries = _grouped(d_query, key)
+    d_keys, d_values = (torch.zeros_like(keys, dtype=sums.dtype) for _ in range(2))
+    for rows in _blocks(query.shape[1]):
+        own, total, seen = _rows(groups, rows), _rows(each_sum, rows), slice(0, rows.stop)
+        d_mixed = (_rows(d_outputs, rows) / total).to(own.dtype)
+        subtracted = (d_mixed * _rows(outputs, rows)).sum(dim=-1, keepdim=True, dtype=sums.dtype)
+        rounded = subtracted.to(own.dtype)
+        moved = torch.cat((d_mixed, -rounded, (rounded - subtracted).to(own.dtype)), dim=-1)
+        shares = _exponentials(own, moved_keys, rows, _rows(each_largest, rows), scale)
+        d_values[:, seen] += torch.bmm(shares.transpose(1, 2), d_mixed)
+        d_scores = torch.bmm(moved, moved_values[:, seen].transpose(1, 2)).mul_(shares)
+        d_own = torch.bmm(d_scores, keys[:, seen]).mul_(scale)
+        d_queries[..., rows, :] = d_own.view_as(d_queries[..., rows, :])
+        d_keys[:, seen] += torch.bmm(d_scores.transpose(1, 2), own)
+    return d_query, _apart(d_keys.mul_(scale), key), _apart(d_values, value)
+
+
+def _empty_results(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    output = torch.empty_like(query, memory_format=torch.contiguous_format)
+    largest = output.new_empty(query.shape[0], query.shape[2], query.shape[1], 1)
+    return output, largest, torch.empty_like(largest, dtype=torch.promote_types(query.dtype, torch.float32))
+
+
+# Opaque to torch.compile, which would compile the loop over blocks anew for each length.
+_opaque_forward = torch.library.custom_op("tandem::causal_attention", _forward, mutates_args=())
+_opaque_backward = torch.library.custom_op("tandem::causal_attention_backward", _backward, mutates_args=())
+
+
+@_opaque_forward.register_fake
+def _(query: Tensor, _key: Tensor, _value: Tensor, _scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    return _empty_results(query)
+
+
+@_opaque_backward.register_fake
+def _(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    d_query = torch.empty_like(query, memory_format=torch.contiguous_format)
+    return d_query, _apart(torch.empty_like(_joined(key)), key), _apart(torch.empty_like(_joined(value)), value)
 
 
 def _exponentials(queries: Tensor, moved_keys: Tensor, rows: slice, largest: Tensor, scale: float) -> Tensor:
@@ -114,10 +151,6 @@ def _set_later(scores: Tensor, rows: slice, to: float) -> Tensor:
     return scores
 
 
-def _sum_dtype(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
 def _blocks(length: int) -> list[slice]:
     step = 64 if length <= _SHORT else 128
     return [slice(start, min(start + step, length)) for start in range(0, length, step)]
@@ -126,6 +159,11 @@ def _blocks(length: int) -> list[slice]:
 def _grouped(x: Tensor, key: Tensor) -> Tensor:
     """Return a view [B, Hkv, G, S, D] of ``x`` [B, S, H, D]."""
     return x.unflatten(2, (key.shape[2], -1)).permute(0, 2, 3, 1, 4)
+
+
+def _of_heads(x: Tensor, key: Tensor) -> Tensor:
+    """Return a view [B, Hkv, G, S, 1] of ``x`` [B, H, S, 1]."""
+    return x.unflatten(1, (key.shape[2], -1))
 
 
 def _rows(groups: Tensor, rows: slice) -> Tensor:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._dynamo import lookup_backend
 
 import library.nn.causal_products as causal_products
 from library.nn.attention import attend
@@ -108,12 +111,28 @@ def test_no_scores_are_kept() -> None:
     assert sum(tensor.numel() for tensor in others) == 2 * 300 * 4 * (32 + 2)  # the output, and two numbers a query
 
 
-def test_compiled_it_computes_the_same() -> None:
-    inputs, gradient = tensors((2, 150, 4, 2, 16))
-    compiled = torch.compile(attend_causally, fullgraph=True)
-    plain, other = attend_causally(*inputs), compiled(*inputs)
-    assert error(other, plain.double()) < 2**-8  # roundings that the compiler leaves out
-    for mine, theirs in zip(
-        torch.autograd.grad(other, inputs, gradient), torch.autograd.grad(plain, inputs, gradient), strict=True
-    ):
-        assert error(mine, theirs.double()) < 2**-7
+def test_compiled_it_computes_the_same_and_is_not_compiled_anew_for_another_length() -> None:
+    graphs = list[torch.fx.GraphModule]()
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        graphs.append(graph)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    compiled = torch.compile(attend_causally, fullgraph=True, dynamic=True, backend=backend)
+    for length in (30, 64, 150, 700):
+        inputs, gradient = tensors((2, length, 4, 2, 16))
+        plain, other = attend_causally(*inputs), compiled(*inputs)
+        assert torch.equal(plain, other)
+        ours, theirs = (torch.autograd.grad(each, inputs, gradient) for each in (other, plain))
+        assert all(map(torch.equal, ours, theirs))
+        assert [each.stride() for each in ours] == [each.stride() for each in theirs]
+    assert len(graphs) == 1
+
+
+def test_the_compiler_knows_shapes_and_strides() -> None:
+    for shape in SHAPES[:2]:
+        inputs, gradient = tensors(shape)
+        given = [each.detach() for each in inputs]
+        torch.library.opcheck(causal_products._opaque_forward, (*given, 0.3))
+        results = causal_products._forward(*given, 0.3)
+        torch.library.opcheck(causal_products._opaque_backward, (gradient, *given, *results, 0.3))
