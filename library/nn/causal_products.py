@@ -55,8 +55,7 @@ def attend_causally(query: Tensor, key: Tensor, value: Tensor, scale: float | No
 class _Causal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        call = _opaque_forward if torch.compiler.is_compiling() else _forward
-        output, largest, sums = call(query, key, value, scale)
+        output, largest, sums = causal_attention(query, key, value, scale)
         ctx.save_for_backward(query, key, value, output, largest, sums)
         ctx.scale = scale
         return output
@@ -64,9 +63,7 @@ class _Causal(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        query, key, value, output, largest, sums = ctx.saved_tensors
-        call = _opaque_backward if torch.compiler.is_compiling() else _backward
-        return *call(gradients[0], query, key, value, output, largest, sums, ctx.scale), None
+        return *_gradients(gradients[0], *ctx.saved_tensors, ctx.scale), None
 
 
 def _forward(query: Tensor, key: Tensor, value: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
@@ -120,17 +117,19 @@ def _empty_results(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return output, largest, torch.empty_like(largest, dtype=torch.promote_types(query.dtype, torch.float32))
 
 
-# Opaque to torch.compile, which would compile the loop over blocks anew for each length.
-_opaque_forward = torch.library.custom_op("tandem::causal_attention", _forward, mutates_args=())
-_opaque_backward = torch.library.custom_op("tandem::causal_attention_backward", _backward, mutates_args=())
+# Operators: torch.compile, which would compile the loop over blocks anew for each length, takes them as they are, and
+# selective checkpointing keeps their results.
+causal_attention = torch.library.custom_op("tandem::causal_attention", _forward, mutates_args=())
+_gradients = torch.library.custom_op("tandem::causal_attention_backward", _backward, mutates_args=())
+OPERATOR = torch.ops.tandem.causal_attention.default
 
 
-@_opaque_forward.register_fake
+@causal_attention.register_fake
 def _(query: Tensor, _key: Tensor, _value: Tensor, _scale: float) -> tuple[Tensor, Tensor, Tensor]:
     return _empty_results(query)
 
 
-@_opaque_backward.register_fake
+@_gradients.register_fake
 def _(_: Tensor, query: Tensor, key: Tensor, value: Tensor, *_others: Any) -> tuple[Tensor, Tensor, Tensor]:
     d_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     return d_query, _apart(torch.empty_like(_joined(key)), key), _apart(torch.empty_like(_joined(value)), value)

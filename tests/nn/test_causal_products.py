@@ -133,6 +133,6 @@ def test_the_compiler_knows_shapes_and_strides() -> None:
     for shape in SHAPES[:2]:
         inputs, gradient = tensors(shape)
         given = [each.detach() for each in inputs]
-        torch.library.opcheck(causal_products._opaque_forward, (*given, 0.3))
+        torch.library.opcheck(causal_products.causal_attention, (*given, 0.3))
         results = causal_products._forward(*given, 0.3)
-        torch.library.opcheck(causal_products._opaque_backward, (gradient, *given, *results, 0.3))
+        torch.library.opcheck(causal_products._gradients, (gradient, *given, *results, 0.3))

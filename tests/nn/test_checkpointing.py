@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from library.nn.causal_products import attend_causally
 from library.nn.checkpointing import ATTENTION, ActivationCheckpointing, HostOffload, neighbours
 
 BLOCKS, TOKENS, WIDTH = 6, 32, 16
@@ -25,12 +27,13 @@ class Block(nn.Module):
         super().__init__()
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.attention: Callable[[Tensor, Tensor, Tensor], Tensor] = F.scaled_dot_product_attention
         self.seen: weakref.ref[Tensor] | None = None
 
     def forward(self, x: Tensor, shift: Tensor, scale: float = 1.0) -> Tensor:
         self.seen = weakref.ref(x)
         q, k, v = (part.view(1, 1, TOKENS, WIDTH) for part in self.qkv(x + shift).chunk(3, dim=-1))
-        x = x + scale * F.dropout(self.out(F.scaled_dot_product_attention(q, k, v).view(x.shape)), 0.2)
+        x = x + scale * F.dropout(self.out(self.attention(q, k, v).view(x.shape)), 0.2)
         return x + self.down(F.gelu(self.up(x)))
 
 
@@ -62,7 +65,8 @@ def stack() -> nn.ModuleList:
 def step(blocks: nn.ModuleList, checkpointing: ActivationCheckpointing | None) -> tuple[list[Tensor], Operations]:
     """Return the gradients of a step, and the operations it took."""
     torch.manual_seed(1)
-    x, shift = torch.randn(1, TOKENS, WIDTH), torch.randn(WIDTH)
+    dtype = next(blocks.parameters()).dtype
+    x, shift = torch.randn(1, TOKENS, WIDTH, dtype=dtype), torch.randn(WIDTH, dtype=dtype)
     blocks.zero_grad()
     with Operations() as operations:
         for block in blocks:
@@ -185,3 +189,16 @@ def test_a_pass_that_is_never_taken_back_leaves_nothing_behind() -> None:
     assert len(offload._offloaded) > 0
     del x, y
     assert len(offload._offloaded) == 0
+
+
+def test_the_budget_keeps_attention_by_products_too() -> None:
+    blocks = stack().bfloat16()
+    for block in blocks:
+        block.attention = attend_causally
+    for keep, attentions in ((0, 2 * BLOCKS), (3 * INPUT // 2, 2 * BLOCKS - 3), (BLOCKS * INPUT // 2, BLOCKS)):
+        checkpointing = ActivationCheckpointing(BLOCKS, budget_bytes=keep)
+        expected, _ = step(blocks, None)
+        for _ in range(3):
+            found, operations = step(blocks, checkpointing)
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert operations.attentions == attentions
