@@ -118,7 +118,7 @@ class LLMTrainingConfig(SharedTrainingKeys):
         "stop",
         description="a step that is not finite: save what was before it and stop; or skip its update",
     )
-    on_nan_limit: Annotated[Positive, OnlyWith(on_nan="skip"), SAME_RESULT] = Field(
+    on_nan_limit: Annotated[Positive, OnlyWith(on_nan=("skip",)), SAME_RESULT] = Field(
         10, description="stop after so many steps in a row that are not finite (skip)"
     )
 
