@@ -36,7 +36,7 @@ from library.errors import exit_on_user_error
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import LMConfig, config_to_hf, preset
 from library.nn.products import train_by_products
-from library.training.memory.host_memory import keep_freed_memory
+from library.training.memory.budget import keep_freed_memory
 from walkthrough.gpt2 import GPT2, Decoder, Sizes
 from walkthrough.llama2 import LLAMA2
 from walkthrough.llama3 import LLAMA31

@@ -47,7 +47,7 @@ from library.models.registry import family_class
 from library.precision.files.registry import scheme_named
 from library.precision.linear import make_cpu_kernels
 from library.precision.recipe import Recipe, quantize_model
-from library.training.memory.host_memory import keep_freed_memory
+from library.training.memory.budget import keep_freed_memory
 
 TRAINERS, DTYPES = ("tandem", "peft"), ("bf16", "fp32", "fp8")
 ALONE = ("cast", "tensor", "row", "int8_row", "int8_convrot", "nvfp4", "Q8_0", "Q4_K", "Q6_K", "nf4")

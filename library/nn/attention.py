@@ -72,7 +72,8 @@ def attend(
         causal: a token sees itself and what is before it. With Sq < Sk the queries are the *last* Sq positions, as in
             decoding with a cache (PyTorch's ``is_causal`` would take them for the first).
         scale: factor on the scores; default 1/sqrt(D).
-        backend: kernel to force; "auto" lets PyTorch choose.
+        backend: kernel to force; "auto" lets PyTorch choose, and takes ``library.nn.causal_products`` where that is
+            faster: in training in bf16 on a CPU.
 
     Raises:
         UserError: ``backend`` cannot run these tensors on this device.
@@ -86,15 +87,9 @@ def attend(
     if mask is not None and heads != kv_heads and query.is_cuda:
         # No fused kernel takes both a mask and groups; the fallback would make the scores of all heads.
         key, value = (tensor.repeat_interleave(heads // kv_heads, dim=2) for tensor in (key, value))
-    if (
-        backend == "auto"
-        and causal
-        and mask is None
-        and query.shape[1] == key.shape[1]
-        and is_faster(query, key, value)
-    ):
-        return attend_causally(query, key, value, scale)
     arguments = _kernel_arguments(query, key, value, mask, causal, scale)
+    if backend == "auto" and arguments[1]["is_causal"] and is_faster(query, key, value):
+        return attend_causally(query, key, value, scale)
     if backend == "auto":
         with _sound_kernels(query, key, arguments[1]["attn_mask"]):
             output = F.scaled_dot_product_attention(*arguments[0], **arguments[1])
@@ -284,7 +279,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 def chosen_backend(
     query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, causal: bool = False
 ) -> str:
-    """Return the name of the kernel that ``attend(..., backend="auto")`` runs for these tensors."""
+    """Return the name of PyTorch's kernel that ``attend(..., backend="auto")`` runs for these tensors."""
     tensors, options = _kernel_arguments(query, key, value, mask, causal, None)
     with _sound_kernels(query, key, options["attn_mask"]):
         choice = torch._fused_sdp_choice(*tensors, **options)

@@ -92,9 +92,9 @@ class _Loss(torch.autograd.Function):
             d_logits.scatter_add_(1, places, -here[:, None].float())
             d_logits = d_logits.to(part.dtype)
             d_part.copy_(input_gradient_of(own, d_logits)).mul_(counts[:, None])
-            part = part * counts[:, None]  # tokens that do not count add nothing to the weight's gradient either
             if d_weight is None:  # the head is frozen
                 continue
+            part = part * counts[:, None]  # tokens that do not count add nothing to the weight's gradient either
             if d_logits.dtype == torch.float32:
                 add_weight_gradient(part, d_logits, d_weight[:tokens])
             else:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from library.nn.products import add_input_gradient_of, product
+from library.nn.products import add_input_gradient_of, input_gradient_of, product
 
 
 def has_input_gradient(layer: nn.Module) -> bool:
@@ -43,10 +43,12 @@ def output(layer: nn.Module, x: Tensor) -> Tensor:
     return layer(x)
 
 
-def input_gradient(layer: nn.Module, gradient: Tensor) -> Tensor:
+@torch.no_grad()
+def input_gradient(layer: Any, gradient: Tensor) -> Tensor:
     """Return ``gradient @ weight``: [n, out] -> [n, in], with the weight as the layer holds it now."""
-    in_features: Any = layer.in_features
-    return add_input_gradient(layer, gradient, gradient.new_zeros(gradient.shape[0], in_features))
+    if hasattr(layer, "add_input_gradient"):
+        return layer.add_input_gradient(gradient, gradient.new_zeros(len(gradient), layer.in_features))
+    return input_gradient_of(layer.weight.to(gradient.dtype), gradient)
 
 
 @torch.no_grad()

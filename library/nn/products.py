@@ -41,9 +41,8 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return ``x @ weight.T + bias``; [n, in] and [out, in] give [n, out]. Not recorded by autograd."""
     if not _use_onednn(x, weight):
         return F.linear(x, weight, bias)
-    # oneDNN falls back to a loop a thousand times slower for an x that is stored by columns.
-    call = _opaque_linear if torch.compiler.is_compiling() else _linear
-    return call(x.contiguous(), weight, bias)
+    call = _opaque_linear if torch.compiler.is_compiling() else onednn_linear
+    return call(x, weight, bias)
 
 
 def add_input_gradient_of(weight: Tensor, gradient: Tensor, into: Tensor) -> Tensor:
@@ -79,10 +78,10 @@ class TrainedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., in]`` to ``[..., out]``."""
-        rows = x.reshape(-1, self.in_features)
-        if torch.is_autocast_enabled(x.device.type) or not _use_onednn(rows, self.weight):
+        if not _use_onednn(x, self.weight) or torch.is_autocast_enabled(x.device.type):
             return super().forward(x)
-        return _Trained.apply(rows, self.weight, self.bias).view(*x.shape[:-1], self.out_features)
+        rows = _Trained.apply(x.reshape(-1, self.in_features), self.weight, self.bias)
+        return rows.view(*x.shape[:-1], self.out_features)
 
 
 def train_by_products(model: nn.Module) -> None:
@@ -118,11 +117,13 @@ def _runs(rows: int, columns: int) -> list[slice]:
     return [slice(start, start + step) for start in range(0, rows, step)]
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return ``x @ weight.T + bias``, [..., in] to [..., out], by oneDNN; ``weight`` may lie in its own order."""
+    # It falls back to a loop a thousand times slower for an x that is stored by columns.
+    return torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight, bias, "none", [], "")
 
 
-_opaque_linear = torch.library.custom_op("tandem::linear", _linear, mutates_args=())
+_opaque_linear = torch.library.custom_op("tandem::linear", onednn_linear, mutates_args=())
 
 
 @_opaque_linear.register_fake

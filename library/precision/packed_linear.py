@@ -42,6 +42,7 @@ import torch
 from torch import Tensor, nn
 
 from library.nn.frozen_linear import LinearWrapper
+from library.nn.products import onednn_linear
 from library.precision.files.gguf import GgufWeight
 from library.precision.files.int8 import Int8Scheme, Int8Weight
 from library.precision.linear import QuantizedLinear
@@ -90,7 +91,7 @@ class OneDnnLinear(PackedLinear):
             out = torch.mm(x.reshape(1, -1), self.packed)
             return (out if self.bias is None else out.add_(self.bias)).view(*x.shape[:-1], self.out_features)
         weight = self.packed.t() if self.by_columns else self.packed
-        return torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight, self.bias, "none", [], "")
+        return onednn_linear(x, weight, self.bias)
 
     def unpacked(self) -> nn.Linear:
         """Return the layer as it was, frozen."""

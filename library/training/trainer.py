@@ -27,8 +27,7 @@ from library.training.events import RunEvents
 from library.training.guard.nonfinite import respond
 from library.training.guard.signals import interruptible
 from library.training.guard.update_guard import UpdateGuard, all_finite
-from library.training.memory.budget import when_memory_runs_out
-from library.training.memory.host_memory import keep_freed_memory
+from library.training.memory.budget import keep_freed_memory, when_memory_runs_out
 from library.training.optim.lr_tracker import StepSizeMonitor, distance_starts, read_learning_rates
 from library.training.report.metrics import MetricsStream, of_each_process, peak_memory_bytes, write_config
 from library.training.report.progress import TrainingProgress

@@ -23,7 +23,7 @@ def _processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Let oneDNN be used for everything, some rows at a time; the weights' shapes that it was given are returned."""
     seen: list[tuple[int, ...]] = []
-    own = products._linear
+    own = products.onednn_linear
 
     def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         seen.append(tuple(weight.shape))
@@ -32,7 +32,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     monkeypatch.setattr(products, "PREFERS_ONEDNN", True)
     monkeypatch.setattr(products, "_LARGE", 0)
     monkeypatch.setattr(products, "_CHUNK", 64 * 50)
-    monkeypatch.setattr(products, "_linear", linear)
+    monkeypatch.setattr(products, "onednn_linear", linear)
     return seen
 
 

@@ -1,8 +1,10 @@
-"""The memory that there is, what a step needs of it in bytes by part, and how running out of it is recognised."""
+"""The memory that there is, what a step needs of it by part, what is kept, and how running out is recognised."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -22,6 +24,9 @@ GIB = 2**30
 _CPU_MESSAGES = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")  # of torch
 # of oneDNN, which says the same of memory that it was not given and of operations that it does not have
 _ONEDNN_MESSAGES = ("could not create a primitive", "could not create a memory object", "could not execute a primitive")
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_UNUSED, _ON_HEAP = 1 << 28, 1 << 30  # bytes
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -69,6 +74,25 @@ def release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep the memory that it frees; does nothing without glibc, or where its user has decided.
+
+    A step on a CPU allocates and frees the same tensors over and over. glibc's ``malloc`` returns large blocks to the
+    kernel as they are freed, and each comes back page by page, every page a fault and filled with zeros: a tenth of a
+    step of a small language model on an EPYC, a fifth with the models of other programs. So blocks up to a GiB come
+    from the heap, of which 256 MiB may lie unused at its end. A process that took 820 MiB at its peak then takes 900:
+    blocks on the heap have gaps between them.
+    """
+    if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
+        return
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(_M_TRIM_THRESHOLD, _UNUSED)
+    mallopt(_M_MMAP_THRESHOLD, _ON_HEAP)
 
 
 def available_bytes(device: torch.device) -> int:

@@ -138,7 +138,7 @@ def run_length(
     """
     in_epoch = math.ceil(per_epoch / per_step)
     done = (begun.epoch + 1) * in_epoch - math.ceil(max(0, per_epoch - begun.batches) / per_step)
-    if getattr(training, "on_nan", "stop") == "skip":
+    if training.on_nan == "skip":
         done -= begun.updates_dropped  # steps that were passed over
     if training.max_train_epochs is not None:
         return begun.step + training.max_train_epochs * in_epoch - done, training.max_train_epochs

@@ -62,10 +62,6 @@ class LoraTask(Task):
     facts: Mapping[str, object] = {}
     norm_limit: WeightNormLimit | None = None
 
-    def __init__(self, config: TrainConfig | ChatTrainConfig) -> None:
-        super().__init__(config)
-        self.on_nan, self.on_nan_limit = config.training.on_nan, config.training.on_nan_limit
-
     def check(self, config: TrainConfig | ChatTrainConfig) -> None:
         check_optimizer(config.optimizer)
         check_save_format(config.network.network_type, config.saving.save_format)

@@ -95,7 +95,6 @@ class Pretraining(Task):
         self.shards = TokenShards(self.config.data.data_dir, "train")
         self.tokenizer = load_tokenizer(self.config.data.data_dir)
         self.settings = resume_keys(self.config)
-        self.on_nan, self.on_nan_limit = self.config.training.on_nan, self.config.training.on_nan_limit
 
     def prepare(self) -> None:
         config, training, accelerator = self.config, self.config.training, self.accelerator

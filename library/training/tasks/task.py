@@ -97,8 +97,6 @@ class Task(ABC):
     verifies: ClassVar[bool] = True  # what was saved last
     suffix: ClassVar[str] = ""  # of what is saved, a folder without one
     trained: ClassVar[str] = "LoRA"  # what is, in words
-    on_nan: Literal["stop", "skip", "rollback"] = "stop"
-    on_nan_limit: int = 1
 
     transformer: nn.Module
     models: list[nn.Module]
@@ -130,6 +128,8 @@ class Task(ABC):
         self.resumes_finished = resume == AUTO  # a finished run too, whose end may be yet to come
         self.config = config
         self.seed: int = config.training.seed
+        self.on_nan: Literal["stop", "skip", "rollback"] = config.training.on_nan
+        self.on_nan_limit: int = config.training.on_nan_limit
         self.names = OutputNames(Path(config.saving.output_dir), config.saving.output_name, self.suffix)
         self.summary: dict[str, str] = {}
         self.samples_first = self.config.sampling.sample_at_first

@@ -13,7 +13,7 @@ _ROOT = Path(__file__).resolve().parents[3]
 _STEPS = """
 import resource, sys, torch
 torch.set_num_threads(1)
-from library.training.memory.host_memory import keep_freed_memory
+from library.training.memory.budget import keep_freed_memory
 
 def step():
     return sum(torch.ones(size << 18).sum().item() for size in (48, 3, 40, 64))  # MiB
