@@ -66,7 +66,7 @@ def main() -> None:
         if error.name not in ("uvicorn", "starlette", "multipart", "python_multipart"):
             raise
         raise UserError(
-            f"the page needs {error.name}; run make setup-web, or pip install -r requirements-web.txt"
+            f"the page needs {error.name}; run make setup-web, or pip install -r requirements/web.txt"
         ) from None
     with suppress(OSError):
         Path("datasets").mkdir(exist_ok=True)  # new ones are put there

@@ -15,7 +15,7 @@ there are GPUs: ``dp`` copies the model, ``shard`` splits its weights (FSDP2), `
 
 Last, language models climb the ladder of ``bench/llm_ladder.py``, from fp32 to everything that makes them fast.
 
-Besides torch, transformers, accelerate and peft this needs what requirements-gpu.txt lists; ``make gpu-bundle`` packs
+Besides torch, transformers, accelerate and peft this needs what requirements/gpu.txt lists; ``make gpu-bundle`` packs
 it for a machine that has a card and no network.
 
     python bench/gpu.py [--json PATH] [--minutes 8] [--families flux,qwen_image,llm] [--only TEXT]

@@ -5,7 +5,7 @@ simpler without a word when what it finds does not fit: under torchrun on a CPU,
 every setting is passed, what came out is compared with it, and a difference ends the run. No ``accelerate config`` is
 needed, and an existing one changes nothing.
 
-DeepSpeed, the engine of ``zero``, is an extra (``requirements-zero.txt``) and imported only there. Left to itself it
+DeepSpeed, the engine of ``zero``, is an extra (``requirements/zero.txt``) and imported only there. Left to itself it
 would look for a GPU on a CPU, compile an exchange through shared memory for minutes, and split text encoders too; its
 settings say none of that.
 
@@ -308,7 +308,7 @@ def require_deepspeed() -> None:
     if importlib.util.find_spec("deepspeed") is None:
         raise UserError(
             "zero: DeepSpeed is not installed; run make setup-zero (DS_BUILD_OPS=0 pip install --no-build-isolation "
-            "--no-deps -r requirements-zero.txt), or set shard, which needs nothing"
+            "--no-deps -r requirements/zero.txt), or set shard, which needs nothing"
         )
     on_cpu = not torch.cuda.is_available()
     if on_cpu:

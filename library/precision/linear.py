@@ -284,7 +284,7 @@ def _triton_product() -> Any:
         from library.precision import triton_product
     except ImportError as missing:
         raise UserError(
-            f"quantised_compute = fused: needs Triton ({missing}); install requirements-triton.txt, or set dequant"
+            f"quantised_compute = fused: needs Triton ({missing}); install requirements/triton.txt, or set dequant"
         ) from None
     return triton_product
 

@@ -1,4 +1,4 @@
-"""Does requirements-gpu.txt name what bench/gpu.py imports besides torch, transformers, accelerate and peft?"""
+"""Does requirements/gpu.txt name what bench/gpu.py imports besides torch, transformers, accelerate and peft?"""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def pins(name: str) -> dict[str, str]:
 
 def test_the_bundle_is_what_the_gpu_benchmark_imports(tmp_path: Path) -> None:
     there = with_their_needs(["torch", "transformers", "accelerate", "peft"])
-    bundled = set(pins("requirements-gpu.txt"))
+    bundled = set(pins("requirements/gpu.txt"))
     for name in there | bundled:  # a folder of packages in which there is nothing else
         distribution = metadata.distribution(name)
         for top in {file.parts[0] for file in distribution.files or [] if file.parts[0] != ".."}:
@@ -75,5 +75,5 @@ def test_the_bundle_is_what_the_gpu_benchmark_imports(tmp_path: Path) -> None:
 
 def test_the_bundle_has_the_versions_that_were_tested_together() -> None:
     constraints, required = pins("constraints.txt"), pins("requirements.txt")
-    for name in pins("requirements-gpu.txt"):
+    for name in pins("requirements/gpu.txt"):
         assert constraints[name] == required.get(name, constraints[name]), name

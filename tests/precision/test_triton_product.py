@@ -62,7 +62,7 @@ except UserError as error:
     ended = child("-c", code)
     assert ended.returncode == 0, ended.stderr
     assert "quantised_compute = fused: needs Triton" in ended.stdout
-    assert "install requirements-triton.txt" in ended.stdout
+    assert "install requirements/triton.txt" in ended.stdout
 
 
 @needs_triton
@@ -263,5 +263,5 @@ def test_on_a_cpu_a_fused_layer_is_dequantised(monkeypatch: pytest.MonkeyPatch) 
     assert torch.equal(*(layer(x) for layer in layers))
     monkeypatch.setitem(sys.modules, "library.precision.triton_product", None)
     monkeypatch.delattr("library.precision.triton_product")
-    with pytest.raises(UserError, match="fused: needs Triton .*; install requirements-triton.txt, or set dequant"):
+    with pytest.raises(UserError, match="fused: needs Triton .*; install requirements/triton.txt, or set dequant"):
         QuantizedLinear(weight, compute="fused")

@@ -158,7 +158,7 @@ def test_a_bad_file_ends_the_script_with_one_line(folder: Path) -> None:
 def test_tasks_need_the_harness(folder: Path) -> None:
     if importlib.util.find_spec("lm_eval") is not None:
         pytest.skip("lm-evaluation-harness is installed")
-    with pytest.raises(UserError, match=r"pip install -r requirements-eval\.txt"):
+    with pytest.raises(UserError, match=r"pip install -r requirements/eval\.txt"):
         run(folder, "--tasks", "hellaswag")
 
 

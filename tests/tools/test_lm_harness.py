@@ -1,6 +1,6 @@
 """Our side of lm-evaluation-harness against its own for transformers' models, on the same random weights.
 
-Skipped where the harness is not installed (``requirements-eval.txt``).
+Skipped where the harness is not installed (``requirements/eval.txt``).
 """
 
 from __future__ import annotations

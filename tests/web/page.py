@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("uvicorn", reason="the page's packages are not installed (make setup-web)")
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (requirements-web-dev.txt)")
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (requirements/web-dev.txt)")
 expect = playwright.expect
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -232,7 +232,7 @@ def _verify(
     dtypes: Mapping[str, torch.dtype],
 ) -> None:
     """Raise a UserError unless weights and optimizer are split as the stage says, and as states are put together."""
-    asked, processes, remedy = zero_stage(accelerator), accelerator.num_processes, "install requirements-zero.txt"
+    asked, processes, remedy = zero_stage(accelerator), accelerator.num_processes, "install requirements/zero.txt"
     found, shared = engine.zero_optimization_stage(), engine.dp_world_size
     if (found, shared) != (asked, processes):
         raise UserError(f"zero: DeepSpeed set up stage {found} on {shared} processes; {remedy}")

@@ -236,7 +236,7 @@ def test_fp8_goes_with_stages_that_leave_weights_whole() -> None:
 
 @pytest.mark.skipif(INSTALLED, reason="DeepSpeed is installed")
 def test_without_deepspeed_the_command_that_installs_it_is_named() -> None:
-    with pytest.raises(UserError, match="pip install .* -r requirements-zero.txt") as caught:
+    with pytest.raises(UserError, match="pip install .* -r requirements/zero.txt") as caught:
         require_deepspeed()
     assert "\n" not in str(caught.value)
 
