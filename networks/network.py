@@ -27,9 +27,8 @@ from library.errors import UserError, names_in_short
 from library.models.layer_names import LoraTargets
 from library.randomness import generator
 from networks.adapters.base import AdapterLinear
-from networks.adapters.lora import DoRALinear, LoRALinear, init_from_weights, join
+from networks.adapters.lora import DoRALinear, LoRALinear, init_pissa, join
 from networks.adapters.lycoris import LoHaLinear, LoKrLinear
-from networks.adapters.orthogonal import BOFTLinear, OFTLinear
 from networks.files.adapters import LAYOUTS, PartialFit, load_adapter, save_adapter
 from networks.files.metadata import AlphaTable
 from networks.files.weights import TITLES, AdapterWeights, check_strength, same_down
@@ -252,9 +251,9 @@ def inject_adapter(
     for name, layer in layers.items():
         draws = generator(seed, "lora", name)
         layer.initialise(draws)
-        if options.start != "default":
+        if options.pissa:
             assert isinstance(layer, LoRALinear)
-            init_from_weights(layer, name, options.start, draws)
+            init_pissa(layer, name, draws)
     _swap_in(model, layers, targets)
     return AdapterNetwork(layers, targets, options, counts)
 
@@ -347,7 +346,7 @@ def select_modules(
 def refuse_large_rank(option: str, rank: int, shapes: Iterable[Sequence[int]], kind: str) -> None:
     """Refuse a rank above that of any matrix it is for; ``shapes``: [out, in] of them.
 
-    LoKr, OFT and BOFT take the largest that fits, so that a large number means just that.
+    LoKr takes the largest that fits, so that a large number means just that.
     """
     most = max((min(shape) for shape in shapes), default=rank)
     if kind in ("lora", "dora", "loha") and rank > most:
@@ -416,8 +415,6 @@ _LAYERS: dict[str, tuple[Callable[..., AdapterLinear], tuple[str, ...]]] = {
     "dora": (DoRALinear, ("alpha", "dropout", "rank_dropout", "rank_stabilised")),
     "lokr": (LoKrLinear, ("alpha", "factor", "decompose_both")),
     "loha": (LoHaLinear, ("alpha",)),
-    "oft": (OFTLinear, ()),
-    "boft": (BOFTLinear, ()),
 }
 
 

@@ -39,7 +39,6 @@ from library.config.markers import split_pairs
 from library.config.schema import NetworkConfig
 from library.errors import UserError, did_you_mean, error_prefix
 from library.models.layer_names import LoraTargets
-from networks.adapters.lora import StartName
 from networks.files.weights import DORA_NORMS
 
 _REPLACED = {  # keys sd-scripts takes for FLUX, and what to do instead
@@ -66,7 +65,7 @@ class NetworkOptions:
         dim, alpha: rank and alpha of every layer that no other option speaks of.
         kind: of adapter, see ``networks.adapters.base``.
         rank_stabilised: the scale is alpha / sqrt(rank).
-        start: "default", "pissa" or "olora", see ``networks.adapters.lora``.
+        pissa: A and B start from the largest singular directions of the weights, see ``networks.adapters.lora``.
         split_qkv: layers that are one in the original checkpoint have LoRAs of their own.
         dora_norm: how ``network_weights`` are read, see :func:`networks.files.adapters.load_adapter`.
         factor, decompose_both: how lokr cuts a layer, see ``networks.adapters.lycoris``.
@@ -95,7 +94,7 @@ class NetworkOptions:
     train_t5xxl: bool = False
     kind: str = "lora"
     rank_stabilised: bool = False
-    start: StartName = "default"
+    pissa: bool = False
     split_qkv: bool = True
     dora_norm: str = "auto"
     factor: int = -1
@@ -171,7 +170,7 @@ def parse_network_args(config: NetworkConfig, targets: LoraTargets) -> NetworkOp
             loraplus_text_encoder_lr_ratio=parsed.pop("loraplus_text_encoder_lr_ratio", ratio),
             kind=config.network_type,
             rank_stabilised=config.use_rslora,
-            start=config.init_lora_weights,
+            pissa=config.init_lora_weights == "pissa",
             **parsed,
         )
 
@@ -199,8 +198,6 @@ def _check_kind(config: NetworkConfig, values: Mapping[str, str]) -> None:
         raise UserError(f"init_lora_weights: {start} is for network_type lora, not {kind}; remove it")
     if start != "default" and config.network_weights:
         raise UserError(f"init_lora_weights: {start} and network_weights are two ways to begin; remove one of them")
-    if kind in ("oft", "boft") and "network_alpha" in config.model_fields_set:
-        raise UserError(f"network_alpha: network_type {kind} rotates weights and has no scale; remove it")
 
 
 def _known_pairs(pairs: list[str], known: tuple[str, ...]) -> dict[str, str]:

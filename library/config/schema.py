@@ -9,7 +9,7 @@ the matrix in ``library.config.rules``. Code that needs settings takes a section
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator
 
@@ -260,26 +260,30 @@ class PreservationConfig(Section):
     )
 
 
+_NO_LONGER_TRAINED = {
+    **dict.fromkeys(("oft", "boft"), "it is no longer trained, only read and merged; use lora, dora, lokr or loha"),
+    "olora": "this start is gone; use pissa, or default",
+}
+
+
 class NetworkConfig(Section):
     """The LoRA, or another kind of adapter."""
 
-    network_type: Annotated[Literal["lora", "dora", "lokr", "loha", "oft", "boft"], MUST_MATCH, _NOT_FROM_FILE] = Field(
+    network_type: Annotated[Literal["lora", "dora", "lokr", "loha"], MUST_MATCH, _NOT_FROM_FILE] = Field(
         "lora",
-        description="kind of adapter; dora is saved for diffusers or ComfyUI, lokr, loha, oft, boft for ComfyUI alone",
+        description="kind of adapter; dora is saved for diffusers or ComfyUI, lokr and loha for ComfyUI alone",
     )
-    network_dim: Annotated[Size, MUST_MATCH, _NOT_FROM_FILE] = Field(
-        16, description="rank; of oft and boft the size of a block"
-    )
+    network_dim: Annotated[Size, MUST_MATCH, _NOT_FROM_FILE] = Field(16, description="rank")
     network_alpha: Annotated[float, Field(gt=0, le=1_000_000), MUST_MATCH, _NOT_FROM_FILE] = Field(
-        1.0, description="scale is alpha / rank; oft, boft have none"
+        1.0, description="scale is alpha / rank"
     )
     use_rslora: Annotated[bool, MUST_MATCH, _NOT_FROM_FILE] = Field(
         False, description="scale is alpha / sqrt(rank) instead (rsLoRA); lora and dora"
     )
-    init_lora_weights: Annotated[Literal["default", "pissa", "olora"], MUST_MATCH, _NOT_FROM_FILE] = Field(
+    init_lora_weights: Annotated[Literal["default", "pissa"], MUST_MATCH, _NOT_FROM_FILE] = Field(
         "default",
-        description="initial weights: random, or the base weights' largest directions (pissa: singular value "
-        "decomposition, olora: QR); the file of these has twice the rank",
+        description="initial weights: random, or the base weights' largest singular directions (pissa), whose file "
+        "has twice the rank",
     )
     network_dropout: Annotated[Fraction, _NOT_FROM_FILE] = Field(
         0.0, description="neuron dropout: on the down-projection's output"
@@ -322,6 +326,14 @@ class NetworkConfig(Section):
     network_train_text_encoder_only: Annotated[bool, _NOT_FROM_FILE, IMAGES] = Field(
         False, description="train the text encoders that text_encoder_lr names, and not the transformer"
     )
+
+    @field_validator("network_type", "init_lora_weights", mode="before")
+    @classmethod
+    def _is_trained_still(cls, value: Any) -> Any:
+        """Name the replacement of what could be trained once."""
+        if remedy := _NO_LONGER_TRAINED.get(str(value)):
+            raise ValueError(remedy)
+        return value
 
 
 class OptimizerConfig(Section):

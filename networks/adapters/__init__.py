@@ -1,1 +1,1 @@
-"""Adapter layers: LoRA and DoRA, LyCORIS's LoKr and LoHa, OFT and BOFT."""
+"""Adapter layers: LoRA and DoRA, LyCORIS's LoKr and LoHa."""

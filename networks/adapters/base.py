@@ -6,12 +6,11 @@ Kinds differ in the change:
     dora   m * (W + s B A) / |W + s B A|  (by row)     networks.adapters.lora
     lokr   W + s w1 (x) w2  (Kronecker)                networks.adapters.lycoris
     loha   W + s (a1 b1) * (a2 b2)  (by element)       networks.adapters.lycoris
-    oft    R W, R orthogonal in blocks                 networks.adapters.orthogonal
-    boft   R_m ... R_1 W, blocks in butterfly order    networks.adapters.orthogonal
 
 None of them keeps anything of the weight's size for backward: the base may be fp8, or lie elsewhere between the two.
 
-The plain formulas, on full weights, are in ``networks.files.weights``, as files hold the kinds.
+The plain formulas, on full weights, are in ``networks.files.weights``, as files hold the kinds; files of OFT and BOFT
+are read and merged, and not trained.
 """
 
 from __future__ import annotations

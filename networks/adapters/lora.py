@@ -38,16 +38,15 @@ trains one LoRA on it: one A [rank, in], one B with the rows of all parts. Here 
 holds that A and that B, and each multiplies x A^T, made once, by its rows of B: the same numbers, gradients and
 parameters.
 
-*Starts* (:func:`init_from_weights`) at the weights' own directions instead of at random:
+*PiSSA* (:func:`init_pissa`, https://arxiv.org/abs/2404.02948) starts at the largest singular directions of W = U S V^T
+instead of at random, c being the scale:
 
-    pissa   A = diag(sqrt(s/c)) V^T, B = U diag(sqrt(s/c)): the largest singular directions of W, c being the scale
-            (https://arxiv.org/abs/2404.02948)
-    olora   W = Q R: A = the first rows of R, B = the first columns of Q (https://arxiv.org/abs/2406.01775)
+    A = diag(sqrt(s/c)) V^T        B = U diag(sqrt(s/c))
 
-Both papers, and peft, take ``c B A`` off W, so that the layer begins as it was, and train A and B. Here W stays as it
-is and the layer keeps the start instead, computing W + c (B A - B_0 A_0): the same numbers, but W is not rounded (a
-bf16 weight minus its largest directions loses bits), it may be fp8, and switching the LoRA off gives the base. It costs
-a product of the rank's size. The file then is a plain LoRA of twice the rank, as the one that peft converts to, but in
+The paper, and peft, take ``c B A`` off W, so that the layer begins as it was, and train A and B. Here W stays as it is
+and the layer keeps the start instead, computing W + c (B A - B_0 A_0): the same numbers, but W is not rounded (a bf16
+weight minus its largest directions loses bits), it may be fp8, and switching the LoRA off gives the base. It costs a
+product of the rank's size. The file then is a plain LoRA of twice the rank, as the one that peft converts to, but in
 the form [A; A - A_0] and [B - B_0, B_0]: peft's [A; A_0] and [B, -B_0] are the difference of two large products, of
 which bf16 keeps little.
 
@@ -69,7 +68,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -427,18 +426,14 @@ class LoraInit(nn.Module):
         self.register_buffer("B", up)
 
 
-StartName = Literal["default", "pissa", "olora"]
-
-
 @torch.no_grad()
-def init_from_weights(layer: LoRALinear, name: str, start: StartName, generator: torch.Generator) -> None:
+def init_pissa(layer: LoRALinear, name: str, generator: torch.Generator) -> None:
     """Set A and B of ``layer`` from its base's weight and let the layer take them off again.
 
     Args:
         layer: freshly made.
         name: of the layer, for messages.
-        start: "pissa" or "olora".
-        generator: on the CPU, for pissa's approximate decomposition of large weights.
+        generator: on the CPU, for the approximate decomposition of large weights.
 
     Raises:
         UserError: the weight has fewer directions than the rank.
@@ -446,25 +441,14 @@ def init_from_weights(layer: LoRALinear, name: str, start: StartName, generator:
     weight = base_weight(layer.base)
     if layer.rank > min(weight.shape):
         raise UserError(
-            f"init_lora_weights = {start}: {name} is {weight.shape[0]}x{weight.shape[1]} and has no "
+            f"init_lora_weights = pissa: {name} is {weight.shape[0]}x{weight.shape[1]} and has no "
             f"{layer.rank} directions; lower network_dim or leave the layer out"
         )
-    down, up = _pissa(weight, layer, generator) if start == "pissa" else _olora(weight, layer.rank)
-    layer.lora_A.weight.copy_(down)
-    layer.lora_B.weight.copy_(up)
-    layer.start = LoraInit(layer.lora_A.weight.detach().clone(), layer.lora_B.weight.detach().clone())
-
-
-def _pissa(weight: Tensor, layer: LoRALinear, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     spectrum = decompose(weight, layer.rank, generator)
     root = (spectrum.values / layer.scale).sqrt()
-    return root[:, None] * spectrum.right, spectrum.left * root
-
-
-def _olora(weight: Tensor, rank: int) -> tuple[Tensor, Tensor]:
-    # The first columns of Q follow from the first columns of W alone, the first rows of R from them.
-    columns = torch.linalg.qr(weight[:, :rank])[0]
-    return columns.t() @ weight, columns
+    layer.lora_A.weight.copy_(root[:, None] * spectrum.right)
+    layer.lora_B.weight.copy_(spectrum.left * root)
+    layer.start = LoraInit(layer.lora_A.weight.detach().clone(), layer.lora_B.weight.detach().clone())
 
 
 class DoRALinear(LoRALinear):

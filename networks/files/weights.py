@@ -277,6 +277,7 @@ class OftWeights(AdapterWeights):
     """``oft_blocks`` P [blocks, size, size]."""
 
     kind, title, complete = "oft", "OFT", ({"oft_blocks"},)
+    trained = False
     marks: ClassVar[tuple[str, ...]] = (".oft_blocks",)
 
     @property

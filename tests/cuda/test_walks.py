@@ -88,8 +88,8 @@ RUNS: dict[str, dict[str, Any]] = {
         "flags": ["--fp8_scaled", "--quantised_compute", "quantised", "--fp8_granularity", "row"],
     },
     "flux, DoRA, accumulated": {"flags": ["--network_type", "dora", "--gradient_accumulation_steps", "2"]},
-    "flux, OFT, activations within a budget": {
-        "flags": ["--network_type", "oft", "--save_format", "comfy", "--gradient_checkpointing",
+    "flux, LoHa, activations within a budget": {
+        "flags": ["--network_type", "loha", "--save_format", "comfy", "--gradient_checkpointing",
                   "--activation_budget_mb", "300"],
     },
     "flux, CLIP trained too": {"flags": ["--text_encoder_lr", "1e-4", "--gradient_checkpointing"]},
@@ -112,9 +112,9 @@ RUNS: dict[str, dict[str, Any]] = {
         "blocks": 4, "file": "int8_convrot",
         "flags": ["--quantised_compute", "quantised", "--gradient_checkpointing", "--blocks_to_swap", "1"],
     },
-    "flux_kontext, nvfp4, OFT, every second block": {
+    "flux_kontext, nvfp4, LoKr, every second block": {
         "model_type": "flux_kontext", "file": "nvfp4",
-        "flags": ["--network_type", "oft", "--save_format", "comfy", "--gradient_checkpointing",
+        "flags": ["--network_type", "lokr", "--save_format", "comfy", "--gradient_checkpointing",
                   "--checkpoint_every_n_blocks", "2"],
     },
     "flux_fill, mxfp8, nothing recomputed": {"model_type": "flux_fill", "file": "mxfp8", "flags": []},

@@ -1,4 +1,4 @@
-"""DoRA, LoKr and LoHa against peft's layers, OFT and BOFT against ComfyUI's formula, and what all kinds share."""
+"""DoRA, LoKr and LoHa against peft's layers, and what all kinds share."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ from networks.adapters.base import AdapterLinear
 from networks.adapters.lora import DoRALinear, LoRALinear
 from networks.network import make_layer
 from networks.options import NetworkOptions
-from tests.networks.files.comfy_formulas import comfy_weight
 from tests.precision.layers import quantize
 
-KINDS = ["dora", "lokr", "loha", "oft", "boft"]
+KINDS = ["dora", "lokr", "loha"]
 IN, OUT, RANK, ALPHA = 24, 32, 4, 3.0
 
 
@@ -61,7 +60,7 @@ def peft_layer(config: object, base: nn.Linear) -> nn.Module:
 def test_an_untrained_layer_is_its_base(kind: str) -> None:
     layer = make(kind, trained=False)
     x = inputs()
-    # loha and lokr add zeros, rotations by I and lengths over themselves round once: fp32
+    # loha and lokr add zeros, lengths over themselves round once: fp32
     torch.testing.assert_close(layer(x), layer.base(x), rtol=1e-6, atol=1e-6)
     trained = make(kind)
     assert (trained(x) - trained.base(x)).abs().max() > 0.05
@@ -116,18 +115,6 @@ def test_loha_is_pefts_forward_and_backward() -> None:
         parameter.data.copy_(own[name])
     results = [grads(layer, inputs(), p) for layer, p in ((ours, own), (theirs, parameters))]
     torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(("kind", "dim"), [("oft", 4), ("oft", 5), ("oft", 64), ("boft", 4), ("boft", 2), ("boft", 32)])
-def test_a_rotated_layer_is_comfyuis_rotated_weight(kind: str, dim: int) -> None:
-    layer = make(kind, dim=dim)
-    tensors = {"oft_blocks": layer.oft_blocks.detach(), "alpha": torch.zeros(())}
-    weight = comfy_weight(layer.base.weight, tensors)
-    expected = inputs().double() @ weight.t() + layer.bias.double()
-    # an fp32 inverse of blocks of up to 32, against float64
-    torch.testing.assert_close(layer(inputs()).double(), expected, rtol=1e-4, atol=1e-5)
-    lengths = weight.norm(dim=0), layer.base.weight.double().norm(dim=0)
-    torch.testing.assert_close(*lengths)  # an orthogonal map of the outputs keeps the columns' lengths
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,4 +1,4 @@
-"""PiSSA and OLoRA against peft's layers, which take the start off the weight itself."""
+"""PiSSA against peft's layers, which take the start off the weight itself."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 from library.precision.linear import QuantizedLinear
-from networks.adapters.lora import LoRALinear, init_from_weights
+from networks.adapters.lora import LoRALinear, init_pissa
 from tests.precision.layers import quantize
 
 
@@ -26,25 +26,24 @@ def linear(out_features: int = 40, in_features: int = 24) -> nn.Linear:
         return nn.Linear(in_features, out_features).requires_grad_(False)
 
 
-def begun(base: nn.Module, start: str, rslora: bool = False) -> LoRALinear:
+def begun(base: nn.Module, rslora: bool = False) -> LoRALinear:
     layer = LoRALinear(base, 4, 3.0, rank_stabilised=rslora)
-    init_from_weights(layer, "inner", start, torch.Generator().manual_seed(0))
+    init_pissa(layer, "inner", torch.Generator().manual_seed(0))
     return layer
 
 
 @pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize("shape", [(40, 24), (24, 40)])
-@pytest.mark.parametrize("start", ["pissa", "olora"])
-def test_it_begins_and_learns_as_pefts(start: str, shape: tuple[int, int], rslora: bool) -> None:
+def test_it_begins_and_learns_as_pefts(shape: tuple[int, int], rslora: bool) -> None:
     base = linear(*shape)
-    ours = begun(base, start, rslora)
+    ours = begun(base, rslora)
     holder = Holder(copy.deepcopy(base))
-    config = LoraConfig(r=4, lora_alpha=3.0, init_lora_weights=start, use_rslora=rslora, target_modules=["inner"])
+    config = LoraConfig(r=4, lora_alpha=3.0, init_lora_weights="pissa", use_rslora=rslora, target_modules=["inner"])
     inject_adapter_in_model(config, holder)
     theirs = holder.inner
     parameters = theirs.lora_A["default"].weight, theirs.lora_B["default"].weight
     own = ours.lora_A.weight, ours.lora_B.weight
-    # singular vectors and columns of Q have a sign of their own: the products have none
+    # singular vectors have a sign of their own: the products have none
     start_product = parameters[1] @ parameters[0]
     torch.testing.assert_close(own[1] @ own[0], start_product, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(own[0].abs(), parameters[0].abs(), rtol=1e-3, atol=1e-4)
@@ -65,10 +64,9 @@ def test_it_begins_and_learns_as_pefts(start: str, shape: tuple[int, int], rslor
                 parameter.grad = None
 
 
-@pytest.mark.parametrize("start", ["pissa", "olora"])
-def test_a_layer_begins_as_its_base_and_its_file_is_a_plain_lora(start: str) -> None:
+def test_a_layer_begins_as_its_base_and_its_file_is_a_plain_lora() -> None:
     base = linear()
-    layer = begun(base, start)
+    layer = begun(base)
     x = torch.randn(5, 24, generator=torch.Generator().manual_seed(1))
     torch.testing.assert_close(layer(x), base(x), rtol=1e-5, atol=1e-5)  # B A - B_0 A_0 cancels in fp32
     with torch.no_grad():
@@ -84,4 +82,4 @@ def test_an_fp8_base_is_decomposed_as_the_weight_it_stands_for() -> None:
     fp8 = QuantizedLinear(quantize(base.weight, "row"), base.bias.data)
     high = copy.deepcopy(base)
     high.weight.data = fp8.dequantized(torch.float32)
-    assert torch.equal(begun(fp8, "pissa").lora_A.weight, begun(high, "pissa").lora_A.weight)
+    assert torch.equal(begun(fp8).lora_A.weight, begun(high).lora_A.weight)

@@ -21,14 +21,13 @@ from tests.networks.conftest import make_flux, run_flux
 from tests.networks.files.comfy_formulas import comfy_weight
 from tests.tiny import bfl_state_dict
 
-KINDS = ["dora", "lokr", "loha", "oft", "boft"]
+KINDS = ["dora", "lokr", "loha"]
 STEM = "lycoris_transformer_blocks_0_attn_to_k"
 
 
 def trained(kind: str) -> tuple[torch.nn.Module, AdapterNetwork]:
     """Return a model with a network of ``kind`` that has been given values."""
-    alpha = {} if kind in ("oft", "boft") else {"network_alpha": 3.0}
-    config = NetworkConfig(network_type=kind, network_dim=6, **alpha)
+    config = NetworkConfig(network_type=kind, network_dim=6, network_alpha=3.0)
     model = make_flux()
     network = inject_adapter(model, parse_network_args(config, FLUX_TARGETS), FLUX_TARGETS, seed=0)
     rng = torch.Generator().manual_seed(2)
@@ -74,6 +73,16 @@ def test_a_strength_is_a_share_of_the_change(kind: str, tmp_path: Path) -> None:
     after = load_file(tmp_path / "merged" / "diffusion_pytorch_model.safetensors")[name].double()
     expected = before + 0.3 * (comfy_weight(before, stem) - before)
     torch.testing.assert_close(after, expected, rtol=1e-4, atol=1e-5)  # fp32
+
+
+@pytest.mark.parametrize("shape", [(8, 4, 4), (4, 8, 4, 4)], ids=["oft", "boft"])
+def test_a_rotation_is_merged_as_comfyui_does(shape: tuple[int, ...], tmp_path: Path) -> None:
+    tensors = {"oft_blocks": torch.randn(shape, generator=torch.Generator().manual_seed(0)), "alpha": torch.zeros(())}
+    save_file({f"{STEM}.{key}": tensor for key, tensor in tensors.items()}, tmp_path / "a.safetensors")
+    weight = make_flux().transformer_blocks[0].attn.to_k.weight.detach()
+    (module,) = load_adapter(tmp_path / "a.safetensors", FLUX_TARGETS).weights.values()
+    expected = weight.double() + 0.3 * (comfy_weight(weight, tensors) - weight.double())
+    torch.testing.assert_close(module.apply(weight, 0.3).double(), expected, rtol=1e-4, atol=1e-5)  # an fp32 inverse
 
 
 def test_a_limit_on_rotations_is_read_as_it_was_trained_and_lengths_of_columns_as_everywhere(tmp_path: Path) -> None:
@@ -196,22 +205,6 @@ def test_going_on_with_another_alpha_keeps_the_update_and_the_configs_alpha(
     assert fresh.load_file(path).endswith("of them rescaled to this run's alpha / rank")
     assert {layer.alpha for layer in fresh.modules.values()} == {1.0}
     torch.testing.assert_close(run_flux(other), run_flux(model), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("kind", ["oft", "boft"])
-def test_going_on_from_a_limited_rotation_begins_with_the_files(kind: str, tmp_path: Path) -> None:
-    path = save(trained(kind)[1], tmp_path / "a.safetensors")
-    tensors = load_file(path)
-    limits = {key: torch.tensor(0.001) for key in tensors if key.endswith(".alpha")}  # 0.032 for 32 outputs
-    save_file(tensors | limits, path)
-    model, fresh = trained(kind)
-    fresh.load_file(path)
-    for name, module in load_adapter(path, FLUX_TARGETS).weights.items():
-        layer = fresh.modules[name]
-        with torch.no_grad():
-            found = (layer(torch.eye(layer.in_features)) - layer.bias).t()
-        torch.testing.assert_close(found, module.apply(layer.weight, 1.0), rtol=1e-4, atol=1e-5)
-    assert not torch.equal(run_flux(model), run_flux(make_flux()))
 
 
 def test_only_layouts_that_can_be_asked_for_are_offered() -> None:

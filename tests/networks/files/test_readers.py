@@ -70,7 +70,7 @@ def trained(family: str, kind: str = "lora", *args: str, **fields: object) -> tu
     """Return a tiny model and a network in it whose every layer does something."""
     make, targets = MODELS[family]
     args += ("projector_dim=1",) if family == "krea2" else ()  # a layer of one output has no more directions
-    settings = {"network_dim": 16, **({} if kind in ("oft", "boft") else {"network_alpha": 1.0}), **fields}
+    settings = {"network_dim": 16, "network_alpha": 1.0, **fields}
     config = NetworkConfig(network_type=kind, network_args=list(args), **settings)  # type: ignore[arg-type]
     model = make()
     network = inject_adapter(model, parse_network_args(config, targets), targets, seed=0)
@@ -115,7 +115,6 @@ SCALES = {
     "no power of two": {"network_dim": 6, "network_alpha": 2.7},
     "rank stabilised": {"network_dim": 8, "network_alpha": 3.0, "use_rslora": True},
     "pissa": {"network_dim": 8, "network_alpha": 1.0, "init_lora_weights": "pissa"},
-    "olora": {"network_dim": 4, "network_alpha": 1.0, "init_lora_weights": "olora"},
 }
 
 
@@ -301,8 +300,6 @@ LOADS = {
     ("flux", "dora", "comfy"): {"ComfyUI"},
     ("flux", "lokr", "comfy"): {"ComfyUI"},
     ("flux", "loha", "comfy"): {"ComfyUI"},
-    ("flux", "oft", "comfy"): {"ComfyUI"},
-    ("flux", "boft", "comfy"): {"ComfyUI"},
     ("qwen_image", "lora", "diffusers"): {"diffusers", "ComfyUI"},
     ("qwen_image", "lora", "kohya"): {"diffusers", "ComfyUI", "musubi-tuner"},
     ("qwen_image", "lora", "comfy"): {"diffusers", "ComfyUI"},

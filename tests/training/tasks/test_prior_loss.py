@@ -147,8 +147,6 @@ KINDS = {
     "dora": {"network_type": "dora"},
     "lokr": {"network_type": "lokr"},
     "loha": {"network_type": "loha"},
-    "oft": {"network_type": "oft"},
-    "boft": {"network_type": "boft", "network_dim": 6},  # its smallest block for 384 outputs
 }
 
 
