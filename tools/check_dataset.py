@@ -1,15 +1,13 @@
 """Look a dataset over before training on it: broken files, duplicates, captions, sizes, masks, borders.
 
     python tools/check_dataset.py dataset.toml
-    python tools/check_dataset.py dataset.toml --report report.html --strict
+    python tools/check_dataset.py dataset.toml --strict
 
-Every file is decoded once; what was found is cached, so the next look takes a second. ``--report`` writes an HTML page
-that needs nothing beside it: the findings, and the images as training sees them, by bucket, with crop, masks, control
-images, captions and repeats. With ``--model`` (a diffusers folder) captions are counted in its tokens. ``--strict``
-leaves with exit code 2 if anything was found, as ``strict_dataset`` does in training. ``--json`` writes the same for
-programs, then small pictures of the images into the folder of ``--thumbnails``, and those of masks and control images
-into ``previews`` beside it. With the training's ``caption_command`` it shows what that says of the
-first images without a caption, and writes none of it.
+Every file is decoded once; what was found is cached, so the next look takes a second. ``--strict`` leaves with exit
+code 2 if anything was found, as ``strict_dataset`` does in training. ``--json`` writes for programs the findings and
+the images as training sees them, then small pictures of the images into the folder of ``--thumbnails``, and those of
+masks and control images into ``previews`` beside it; the Data screen of the browser's page (``ui.py``) shows them. With
+the training's ``caption_command`` it shows what that says of the first images without a caption, and writes none of it.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from library.config.markers import MOST_SIDE
 from library.config.schema import DatasetArguments
 from library.console import Console
-from library.errors import UserError, counted, exit_on_user_error, printable, reason_of
+from library.errors import UserError, counted, exit_on_user_error
 from library.files import read_toml, write_text
 from library.training.report.progress import counting, telling
 from tools.command import answer_early, seed_number, tool_console, tool_parser, whole
@@ -39,13 +37,8 @@ def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
     parser = tool_parser(__doc__)
     parser.add_argument("dataset", type=Path, help="dataset TOML")
-    parser.add_argument("--report", type=Path, help="HTML page to write, with findings and images")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write findings, buckets and images for programs")
     parser.add_argument("--thumbnails", type=Path, metavar="DIR", help="with --json: keep small pictures of the images")
-    parser.add_argument(
-        "--images", type=whole(least=0), default=500, metavar="N", help="on the page at most (default: %(default)s)"
-    )
-    parser.add_argument("--model", type=Path, metavar="DIR", help="diffusers folder, to count captions in its tokens")
     parser.add_argument("--seed", type=seed_number, default=0, help="the training's: masks and held-out images follow")
     parser.add_argument("--strict", action="store_true", help="exit code 2 if anything is found")
     parser.add_argument("--trigger_word", help="as in training: for subsets that name none")
@@ -73,19 +66,8 @@ from concurrent.futures import ThreadPoolExecutor
 from library.conditions import ConditionKind
 from library.data.caption_command import all_uncaptioned, caption_of, command_words
 from library.data.config import INPAINT_KEYS, REFERENCE_KEYS, DatasetConfig, load_dataset_config
-from library.data.gallery import (
-    BucketCards,
-    CountTokens,
-    described,
-    gallery,
-    hashed_previews,
-    jpeg_url,
-    small_jpeg,
-    thumbnail,
-    thumbnail_name,
-    write_thumbnails,
-)
-from library.data.lint import TITLES, Advance, Report, check, title, without_broken
+from library.data.gallery import described, hashed_previews, small_jpeg, thumbnail_name, write_thumbnails
+from library.data.lint import Advance, Report, check, title, without_broken
 from library.data.samples import Sample, scan
 
 _SHOWN = 5  # findings of a kind in the terminal
@@ -110,66 +92,6 @@ def show(report: Report, console: Console) -> None:
         lines = [finding.text for finding in found[:_SHOWN]]
         lines += [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
         console.print(*(f"  {line}" for line in lines), sep="\n")
-
-
-_SIDE = 128  # of a thumbnail, pixels
-_MOST = 60  # findings of a kind that are shown with images ...
-_IMAGES = 12  # ... and images of a finding
-
-
-Gallery = tuple[list[BucketCards], str | None]  # or why there is none
-Said = list[tuple[Path, str]]  # by a caption command, of images
-
-
-def page(report: Report, config: DatasetConfig, shown: Gallery, most: int, said: Said) -> str:
-    """Return the HTML page; ``most`` cards were asked for."""
-    from jinja2 import Environment
-
-    source = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
-    template = Environment(autoescape=True, keep_trailing_newline=True).from_string(source)
-    broken = sorted({Path(one.paths[0]).name for one in report.findings if one.is_error and one.paths})
-    return template.render(
-        dataset=config.path, datasets=config.datasets, report=report, titles=TITLES, title=title, counted=counted,
-        shown=_MOST, images_each=_IMAGES, thumbnail=_thumbnail, buckets=shown[0], refused=shown[1], broken=broken,
-        most=most, said=said,
-    )  # fmt: skip
-
-
-def token_counter(model: Path | None) -> CountTokens:
-    """Return what counts a caption in the tokens of each tokenizer in a diffusers folder; nothing without one."""
-    if model is None:
-        return lambda _: []
-    from transformers import AutoTokenizer
-
-    folders = [path for path in sorted(model.glob("tokenizer*")) if path.is_dir()]
-    if not folders:
-        raise UserError(f"{model}: holds no tokenizer folder; name a model in diffusers' layout, or remove --model")
-    try:
-        tokenizers = {path.name: AutoTokenizer.from_pretrained(path, local_files_only=True) for path in folders}
-    except (OSError, ValueError) as error:
-        raise UserError(f"{model}: its tokenizers cannot be read ({reason_of(error)}); check the folder") from None
-    return lambda caption: [
-        (name, len(tokenizer(caption)["input_ids"]), tokenizer.model_max_length)
-        for name, tokenizer in tokenizers.items()
-    ]
-
-
-def cards(
-    config: DatasetConfig,
-    report: Report,
-    options: argparse.Namespace,
-    conditioning: ConditionKind,
-    start: Callable[[str, int], Advance],
-) -> Gallery:
-    """Return the gallery of what training would not stop at, or why there is none."""
-    count_tokens = token_counter(options.model)
-    try:
-        found = scan(config, options.seed, options.pixel_multiple, 1.0, conditioning, without_broken(report.findings))
-    except UserError as error:
-        return [], str(error)
-    samples = [*found.train, *found.held_out]
-    advance = start("drawing the page", min(options.images, len(samples)))
-    return gallery(samples, report.findings, options.seed, options.images, count_tokens, advance), None
 
 
 def write_json(
@@ -221,32 +143,23 @@ def write_json(
             advance(1)
 
 
-def preview(config: DatasetConfig, command: str | None, most: int | None, console: Console) -> Said:
-    """Print what a caption command says of the first images without a caption, and return it."""
+def preview(config: DatasetConfig, command: str | None, most: int | None, console: Console) -> None:
+    """Print what a caption command says of the first images without a caption."""
     if not command:
         if most is not None:
             raise UserError("--preview: has no effect without --caption_command; give the command, or remove it")
-        return []
-    words, waiting, said = command_words(command), list(all_uncaptioned(config)), Said()
-    for image in waiting[: most or _PREVIEW]:
-        said.append((image, caption_of(words, image)))
-        console.print(f"{image.name}: {said[-1][1]}", soft_wrap=True)
-    console.print(f"caption_command: {len(said)} of {counted(len(waiting), 'image')} without a caption shown")
-    return said
-
-
-def _thumbnail(path: str | Path) -> str | None:
-    """Return an image as a data URL, or None if it cannot be shown, which is what its finding says."""
-    data = thumbnail(str(path), _SIDE)
-    return jpeg_url(data) if data else None
+        return
+    words, waiting = command_words(command), list(all_uncaptioned(config))
+    shown = waiting[: most or _PREVIEW]
+    for image in shown:
+        console.print(f"{image.name}: {caption_of(words, image)}", soft_wrap=True)
+    console.print(f"caption_command: {len(shown)} of {counted(len(waiting), 'image')} without a caption shown")
 
 
 @exit_on_user_error
 def main() -> None:
     """Check one dataset from the command line."""
     options = parser().parse_args()
-    if options.report is not None and options.report.suffix not in (".html", ".htm"):
-        raise UserError(f"--report {options.report}: the page is HTML; give it a name that ends in .html")
     if options.thumbnails is not None and options.json is None:
         raise UserError("--thumbnails: has no effect without --json, which names them; give it, or remove --thumbnails")
     given = {"cache_directory": options.cache_directory, "trigger_word": options.trigger_word}
@@ -263,13 +176,7 @@ def main() -> None:
         with counting(console) as start:
             report = check(config, options.pixel_multiple, conditioning, start)
     show(report, console)
-    said = preview(config, options.caption_command, options.preview, console)
-    if options.report is not None:
-        with counting(console) as start:
-            shown = cards(config, report, options, conditioning, start)
-        html = page(report, config, shown, options.images, said)
-        write_text(options.report, printable(html, keep="\n\t"))  # a name may turn a browser's text around, too
-        console.print(f"written: {options.report}")
+    preview(config, options.caption_command, options.preview, console)
     if options.strict and report.findings:
         raise UserError(
             f"{options.dataset}: {counted(len(report.findings), 'finding')}; fix them, or check without --strict"

@@ -1,15 +1,12 @@
-"""The images of a dataset as training sees them, for ``tools/check_dataset.py``: its page, and what programs read.
+"""The images of a dataset as training sees them, as ``check_dataset.py --json`` writes them for the browser's page.
 
-A card shows a whole image with the box that is cut out of it for its bucket; what the model is given besides (the image
-without the region to fill, the loss mask, control images, all as they are encoded); its caption and how many tokens it
-has; how often it is seen; and what was found about it. Cards of one bucket stand together. Of a large dataset the page
-holds ``most`` cards, those with findings first and then as many of each bucket as fit: pictures lie in the page itself,
-a few kilobytes each.
+An image is described by the box that is cut out of it for its bucket; what the model is given besides (the image
+without the region to fill, the loss mask, control images, all as they are encoded); its captions; how often it is seen;
+and what was found about it. Small pictures of the images lie in a folder of their own.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import io
 import os
@@ -17,7 +14,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,142 +25,14 @@ from library.data.captions import can_drop, caption_variants
 from library.data.config import DatasetConfig, Subset
 from library.data.file_index import content_hash
 from library.data.images import decode, upright
-from library.data.lint import Finding, Report, title
+from library.data.lint import Report, title
 from library.data.samples import Sample
 from library.data.sources import caption_suffix, is_image, stem
-from library.errors import UserError
 from library.files import atomic_path, clear_leftovers, read_bytes
 
-SIDE = 192  # of a picture on the page, pixels
-THUMBNAIL_SIDE = 384  # of one that is kept: twice what a card of the browser's page shows
-_THREADS = 4
+SIDE = 192  # of a picture of a mask or control image, pixels
+THUMBNAIL_SIDE = 384  # of an image: twice what a card of the browser's page shows
 _CAPTIONS_SHOWN = 3
-
-CountTokens = Callable[[str], list[tuple[str, int, int]]]  # caption -> (tokenizer, tokens, tokens that it takes)
-
-
-@dataclass(frozen=True)
-class Card:
-    """One image on the page; pictures are data URLs, ``box`` is left, top, width, height in percent of the image."""
-
-    name: str
-    path: str
-    size: str
-    picture: str | None
-    box: tuple[float, float, float, float]
-    random_crop: bool
-    besides: list[tuple[str, str]]  # what it is, picture
-    captions: list[str]
-    tokens: list[tuple[str, int, int]]
-    repeats: int
-    marks: list[str]
-    findings: list[Finding]
-    problem: str | None
-
-
-@dataclass(frozen=True)
-class BucketCards:
-    """The cards of one bucket of one dataset (counted from 1), and how many images it has."""
-
-    dataset: int
-    size: str
-    images: int
-    seen: int  # samples an epoch
-    cards: list[Card]
-
-
-def gallery(
-    samples: Sequence[Sample],
-    findings: Sequence[Finding],
-    seed: int,
-    most: int,
-    count_tokens: CountTokens,
-    advance: Callable[[int], None] = lambda _: None,
-) -> list[BucketCards]:
-    """Return the cards of ``samples`` by bucket, at most ``most`` in all.
-
-    Args:
-        samples: of training and held out.
-        findings: of the check.
-        seed: what generated masks follow from, as in training.
-        most: cards at most.
-        count_tokens: asked for every caption shown.
-        advance: counts the cards made.
-    """
-    of_path: dict[str, list[Finding]] = defaultdict(list)
-    for finding in findings:
-        for path in finding.paths:
-            of_path[path].append(finding)
-    buckets: dict[tuple[int, tuple[int, int]], list[Sample]] = defaultdict(list)
-    for sample in samples:
-        buckets[sample.group.dataset, sample.fit.bucket].append(sample)
-    chosen = {id(sample) for sample in _chosen(list(buckets.values()), of_path, most)}
-
-    def made(sample: Sample) -> Card:
-        card = _card(sample, [f for file in sample.files for f in of_path[file.path]], seed, count_tokens)
-        advance(1)
-        return card
-
-    with ThreadPoolExecutor(_THREADS) as pool:
-        return [
-            BucketCards(
-                dataset + 1,
-                size_text(size),
-                len(inside),
-                sum(sample.repeats for sample in inside if not sample.held_out),
-                list(pool.map(made, [sample for sample in inside if id(sample) in chosen])),
-            )
-            for (dataset, size), inside in sorted(buckets.items(), key=lambda item: item[0])
-        ]
-
-
-def _chosen(buckets: list[list[Sample]], of_path: dict[str, list[Finding]], most: int) -> list[Sample]:
-    """Those with findings, then one of each bucket after the other, ``most`` in all."""
-    every = [sample for bucket in buckets for sample in bucket]
-    if len(every) <= most:
-        return every
-    ranked = [sorted(bucket, key=lambda s: not any(of_path.get(f.path) for f in s.files)) for bucket in buckets]
-    found = [s for bucket in ranked for s in bucket if any(of_path.get(f.path) for f in s.files)]
-    known = {id(sample) for sample in found}
-    rest = [[sample for sample in bucket if id(sample) not in known] for bucket in ranked]
-    turns = [b[i] for i in range(max(map(len, rest), default=0)) for b in rest if i < len(b)]
-    return (found + turns)[:most]
-
-
-def _card(sample: Sample, findings: list[Finding], seed: int, count_tokens: CountTokens) -> Card:
-    picture, besides, problem = None, [], None
-    try:
-        besides = [(what, data_url(image)) for what, image in hashed_previews(sample, seed)]
-        picture = data_url(decode(read_bytes(sample.image.path), sample.image.path)[0])
-    except UserError as error:
-        problem = str(error)
-    captions = _captions_shown(sample)
-    assert sample.image.size is not None
-    return Card(
-        name=Path(sample.image.path).name,
-        path=sample.image.path,
-        size=size_text(sample.image.size),
-        picture=picture,
-        box=crop_box(sample.fit),
-        random_crop=sample.fit.encoded != sample.fit.bucket,
-        besides=besides,
-        captions=captions,
-        tokens=max((count_tokens(text) for text in captions), key=lambda counts: sum(n for _, n, _ in counts)),
-        repeats=sample.repeats,
-        marks=marks_of(sample),
-        findings=list(dict.fromkeys(findings)),
-        problem=problem,
-    )
-
-
-def data_url(image: Image.Image, side: int = SIDE) -> str:
-    """Return an image, made no larger than ``side``, as a data URL."""
-    return jpeg_url(small_jpeg(image, side))
-
-
-def jpeg_url(data: bytes) -> str:
-    """Return a JPEG file as a data URL."""
-    return f"data:image/jpeg;base64,{base64.b64encode(data).decode()}"
 
 
 def small_jpeg(image: Image.Image, side: int = SIDE) -> bytes:

@@ -117,11 +117,6 @@ COMMANDS = [
         ["a.safetensors"],
     ),
     (
-        "tools/ema_lora.py",
-        ["--lora", "a.safetensors", "b.safetensors", "--save_to", "o.safetensors", "--beta", "0.9"],
-        ["a.safetensors"],
-    ),
-    (
         "tools/merge_lora.py",
         ["--model", "base", "--lora", "a.safetensors", "--save_to", "o", "--save_precision", "bf16"],
         ["base/config.json", f"base/{WEIGHTS}", "a.safetensors"],
@@ -139,7 +134,7 @@ COMMANDS = [
     ("tools/migrate_config.py", ["kohya.toml", "--save_to", "o.toml"], ["kohya.toml"]),
     ("tools/migrate_config.py", ["train.sh", "--save_to", "o.toml"], ["train.sh"]),
     ("tools/plot_lr.py", ["metrics.jsonl", "--save_to", "o.png"], ["metrics.jsonl"]),
-    ("tools/check_dataset.py", ["d.toml", "--report", "o.html"], ["d.toml", "images/0.png", "images/1.caption"]),
+    ("tools/check_dataset.py", ["d.toml", "--json", "o.json"], ["d.toml", "images/0.png", "images/1.caption"]),
     ("tools/check_dataset.py", ["l.toml"], ["l.toml", "listed.jsonl"]),
     ("tools/prepare_text.py", ["text.jsonl", "--train_tokenizer=300", "--save_to", "o", "--workers=0"], ["text.jsonl"]),
     ("train_lora.py", ["--config_file", "run.toml", "--network_alpha", "4"], ["run.toml"]),
@@ -196,7 +191,7 @@ def run_case(number: int, folder: Path) -> None:
         file.write_bytes(damage(file.read_bytes(), draw))
     else:
         at, word = draw.randrange(len(words)), draw.choice(WORDS)
-        writes = word == "/" and words[at - 1] in ("--save_to", "--report")
+        writes = word == "/" and words[at - 1] in ("--save_to", "--json")
         words[at] = "/proc/self" if writes else word  # root may write into "/"; nobody can there, or beside it
     check(f"FUZZ_SEED={SEED} case {number}: {script} {[word[:60] for word in words]}", ROOT / script, words, folder)
 

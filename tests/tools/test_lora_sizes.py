@@ -1,4 +1,4 @@
-"""tools/resize_lora.py, merge_lora.py without a model, ema_lora.py: against numpy in float64 and sums by hand."""
+"""tools/resize_lora.py, merge_lora.py without a model: against numpy in float64 and sums by hand."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-import networks.merging.average as average
-import tools.ema_lora as ema_lora
 import tools.merge_lora as merge_lora
 import tools.resize_lora as resize_lora
 from library.models.flux.files import FLUX_TARGETS
@@ -160,75 +158,6 @@ def test_flags_that_would_be_ignored_are_refused(
         (resize_lora, ["--model", a], "give --new_rank"),  # as sd-scripts says
         (resize_lora, ["--model", a, "--dynamic_param", 0.5, "--new_rank", 2], "--dynamic_method and --dynamic_param"),
         (resize_lora, ["--model", a, "--dynamic_method", "sv_ratio", "--dynamic_param", 0.5], "--dynamic_param 0.5"),
-        (ema_lora, ["--lora", a], "give at least two"),
-        (ema_lora, ["--lora", a, a, "--beta", 0.5, "--sigma_rel", 0.1], "--sigma_rel: is another rule"),
-        (ema_lora, ["--lora", a, a], f"{a}: says no step"),
-        (ema_lora, ["--lora", a, a, "--no_sort", "--sigma_rel", 0.3], "--sigma_rel 0.3: must be"),
     ]
     for tool, flags, message in checked:
         assert refused(tool, monkeypatch, capsys, *flags, *to).startswith(f"error: {message}"), message
-
-
-def saves(folder: Path, steps: list[int]) -> tuple[list[Path], list[dict[str, LoraWeights]]]:
-    """Write LoRAs of one run; the names' order is not that of the steps."""
-    loras = [make(10 + i, rank=3, alpha=2.0) for i in range(len(steps))]
-    names = [folder / f"style-{len(steps) - i}.safetensors" for i in range(len(steps))]
-    return [write(path, lora, ss_steps=str(step)) for path, lora, step in zip(names, loras, steps)], loras
-
-
-def check_average(target: Path, loras: list[dict[str, LoraWeights]], shares: list[float]) -> None:
-    found = load_lora(target, FLUX_TARGETS).weights
-    for name in (Q, K, OUT, CLIP):
-        for part in ("down", "up"):
-            expected = sum(s * getattr(lora[name], part).double() for s, lora in zip(shares, loras))
-            # fp32 sums of four numbers against float64
-            torch.testing.assert_close(getattr(found[name], part).double(), expected, rtol=0, atol=2e-6)
-        assert found[name].alpha == 2.0
-
-
-def test_a_constant_beta_is_the_recurrence_written_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths, loras = saves(tmp_path, [100, 200, 300])
-    target = tmp_path / "ema.safetensors"
-    run(ema_lora, monkeypatch, "--lora", *sorted(paths), "--save_to", target, "--beta", 0.75)
-    check_average(target, loras, [0.75**2, 0.25 * 0.75, 0.25])
-    assert load_lora(target, FLUX_TARGETS).metadata["ss_steps"] == "300"  # the last one's metadata goes along
-
-
-def test_beta_moves_to_beta2_as_in_musubi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths, loras = saves(tmp_path, [1, 2, 3, 4])
-    target = tmp_path / "ema.safetensors"
-    run(ema_lora, monkeypatch, "--lora", *paths, "--save_to", target, "--beta", 0.9, "--beta2", 0.5)
-    betas = [0.9, 0.7, 0.5]
-    check_average(target, loras, [0.9 * 0.7 * 0.5, 0.1 * 0.7 * 0.5, 0.3 * 0.5, 0.5])
-    assert betas == pytest.approx(average.linear_betas(4, 0.9, 0.5))
-
-
-def test_the_power_function_counts_the_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths, loras = saves(tmp_path, [100, 200, 400])
-    target = tmp_path / "ema.safetensors"
-    run(ema_lora, monkeypatch, "--lora", *paths, "--save_to", target, "--sigma_rel", 0.2)
-    # the paper's algorithm 2: roots of (gamma + 1) / ((gamma + 2)^2 (gamma + 3)) = sigma_rel^2
-    gamma = np.roots([1, 7, 16 - 25, 12 - 25]).real.max()
-    first, second = 0.5 ** (gamma + 1), 0.5 ** (gamma + 1)
-    check_average(target, loras, [first * second, (1 - first) * second, 1 - second])
-
-
-def test_steps_and_epochs_are_read_from_names(tmp_path: Path) -> None:
-    order = average.training_order
-    steps = [Path(f"a-step0000{n}.safetensors") for n in ("0400", "0100")]
-    assert order(steps, [{}, {}]) == [400, 100]
-    assert order([Path("a-000002.safetensors"), Path("a-000001.safetensors")], [{}, {}]) == [2, 1]
-
-
-def test_saves_of_two_runs_are_not_averaged(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    a = write(tmp_path / "a.safetensors", make(0, 3, 2.0))
-    to = ["--save_to", tmp_path / "o.safetensors", "--no_sort"]
-    for other, message in (
-        (make(1, 3, 1.0), "has rank and alpha 3 and 1"),
-        (make(1, 3, 2.0, (Q,)), "has other layers than"),
-    ):
-        b = write(tmp_path / "b.safetensors", other)
-        given = ("--lora", a, b, "--model_type", "flux", *to)  # the second file's layer is one of FLUX.2's too
-        assert message in refused(ema_lora, monkeypatch, capsys, *given)
