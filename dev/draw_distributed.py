@@ -85,7 +85,7 @@ def one_forward_one_backward(stages: int, microbatches: int) -> list[list[tuple[
 
 def pipeline_step(top: float) -> list[str]:
     """Return a step of a pipeline: forward passes in the stage's colour, backward passes outlined in it."""
-    shapes = [text(10, top, "a step of a pipeline: schedule = 1f1b, microbatches = 8", 15, weight="bold")]
+    shapes = [text(10, top, "a step of a pipeline: microbatches = 8", 15, weight="bold")]
     for stage, doing in enumerate(one_forward_one_backward(STAGES, MICROBATCHES)):
         y = top + 14 + stage * _LINE
         shapes.append(text(_LEFT - 10, y + 13, f"process {stage}", anchor="end"))

@@ -75,7 +75,7 @@ def build_accelerator(
     replicas, timeout = parallel.replicas(world), timedelta(minutes=accelerate.ddp_timeout)
     on_cpu = not torch.cuda.is_available()
     _check_surroundings(training.mixed_precision, world, on_cpu)
-    if parallel.accelerate_shards and on_cpu:
+    if parallel.shard > 1 and on_cpu:
         _let_accelerate_shard_on_a_cpu(timeout)
     # torch would have it another name, which accelerate does not know
     warnings.filterwarnings("ignore", message="`broadcast_buffers` is deprecated", category=FutureWarning)
@@ -96,8 +96,8 @@ def build_accelerator(
         dynamo_plugin=_dynamo(accelerate),
         step_scheduler_with_optimizer=False,
         deepspeed_plugin=_zero_plugin(stage, steps) if stage is not None else None,
-        fsdp_plugin=_sharding() if parallel.accelerate_shards else None,
-        parallelism_config=_mesh(replicas, parallel.shard) if parallel.accelerate_shards and replicas > 1 else None,
+        fsdp_plugin=_sharding() if parallel.shard > 1 else None,
+        parallelism_config=_mesh(replicas, parallel.shard) if parallel.shard > 1 and replicas > 1 else None,
         kwargs_handlers=[
             # Casts of sharded weights are not kept: they would hold the whole model from forward to backward.
             AutocastKwargs(cache_enabled=not parallel.gathers_weights),
@@ -284,7 +284,7 @@ def _verify(accelerator: Accelerator, mixed_precision: str, parallel: ParallelCo
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     plain = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
     fits, wanted = accelerator.distributed_type in plain, ""
-    if parallel.accelerate_shards:
+    if parallel.shard > 1:
         fits = accelerator.is_fsdp2
         wanted = f", shard = {parallel.shard} asks for FSDP2"
     elif parallel.zero is not None:

@@ -32,7 +32,7 @@ from library.config.markers import asks_for_nothing, is_nothing, words_of
 from library.config.model_types import LANGUAGE_MODELS, MODEL_TYPES
 from library.config.rules import find_conflicts
 from library.config.schema import TrainConfig
-from library.config.scripts import LORA, Schema, Script, fields, section_fields, sections
+from library.config.scripts import LORA, REMOVED_KEYS, Schema, Script, fields, section_fields, sections
 from library.errors import UserError, did_you_mean, nearest_of
 from library.files import MOST_TOML_BYTES, parse_toml, read_text, read_toml, written_path
 
@@ -156,6 +156,8 @@ def read_keys(text: str, path: str, script: Script[Any] = LORA) -> RawConfig:
     pairs, (lines, headings) = _flattened(tables, set(known)), _lines_of(text)
     of_kohyas = script.takes_kohya and find_tool(dict(pairs)) is not None
     for key, value in pairs:
+        if key in REMOVED_KEYS and value == REMOVED_KEYS[key][0]:
+            continue
         where = f"{path}:{lines.get(key, 1)}: {key}"
         if key not in known and not (script.takes_kohya and key in FLAGS):
             if len(given.problems) + len(given.notes) >= _MOST_HINTS:

@@ -76,7 +76,6 @@ def _is_one_of(optimizer_type: str, names: tuple[str, ...]) -> bool:
 # Column -> whether a configuration has it.
 LAYOUTS: Mapping[str, Callable[[Settings], Any]] = {
     "shard": lambda s: s.shard > 1,
-    "shard_lora": lambda s: s.shard_lora,
     "dp": lambda s: s.dp and s.dp > 1,
     "tp": lambda s: s.tp > 1,
     "pp": lambda s: s.pp > 1,
@@ -128,7 +127,6 @@ def _each(reason: str, *layouts: str) -> dict[str, str]:
 
 _SPLITTING = ("shard", "tp", "pp", "device_map", "zero")
 _ONE = "; remove one of them"
-_FULL_LORA = "or set shard_lora = false"
 FP8_NOT_GATHERED = (
     "zero = 3 gathers weights in their own dtype, and gloo takes no fp8 (NCCL was not tried); set zero = 2, or shard"
 )
@@ -142,7 +140,12 @@ _COMMON = (
         "activation_budget_mb",
         {"torch_compile": "a compiled block does not show what it keeps; remove it or torch_compile"} | _CHOSEN,
     ),
-    Row("shard", {"pp": "a stage's weights are not split once more; set shard = 1, and raise pp"}, LAYOUTS["shard"]),
+    Row("shard", {"pp": "the weights of a stage are not split again; set shard = 1 and raise pp"}, LAYOUTS["shard"]),
+    Row(
+        "tp",
+        _each("the parts of a layer are not split again; set {layout} = 1, and raise tp or dp", "shard", "pp"),
+        LAYOUTS["tp"],
+    ),
 )
 
 LORA_MATRIX = (
@@ -194,7 +197,6 @@ LORA_MATRIX = (
         "network_type",
         {
             "tp": "{network_type} changes full weights, of which tp leaves parts; train a lora, or set tp = 1",
-            "shard_lora": f"of {{network_type}} nothing is split; train a lora, {_FULL_LORA}",
         },
         lambda s: s.network_type != "lora",
         "other than lora",
@@ -203,7 +205,6 @@ LORA_MATRIX = (
         "optimizer_type",
         {
             "zero": f"{_PARTS}{listed(ELEMENTWISE)}, or shard, with which any trains",
-            "shard_lora": f"{_PARTS}{listed(ELEMENTWISE)}, {_FULL_LORA}, with which any trains",
         },
         lambda s: not _is_one_of(s.optimizer_type, ELEMENTWISE),
         f"other than {listed(ELEMENTWISE)}",
@@ -215,17 +216,7 @@ LORA_MATRIX = (
     Row("cpu_offload_checkpointing", {"device_map": "brings inputs back to one device" + _ONE} | _CHOSEN),
     Row(
         "scale_weight_norms",
-        {
-            "shard_lora": f"norms are of full weights; remove it, {_FULL_LORA}",
-            "zero": "DeepSpeed steps on copies of the weights, which it would not reach" + _ONE,
-        },
-    ),
-    Row("ema_decay", {"shard_lora": f"averages are of full weights; remove it, {_FULL_LORA}"}),
-    Row(
-        "on_nan",
-        {"shard_lora": f'a single image\'s gradients are not had of a split LoRA; set on_nan = "stop", {_FULL_LORA}'},
-        lambda s: s.on_nan != "stop",
-        '"skip", "rollback"',
+        {"zero": "DeepSpeed steps on copies of the weights, which it would not reach" + _ONE},
     ),
     Row(
         "memory",
@@ -245,7 +236,6 @@ LORA_MATRIX = (
         lambda s: s.preserve == "prior",
         '"prior"',
     ),
-    Row("shard_lora", _each("splits the LoRA as shard splits the base, without tp and pp; remove it", "tp", "pp")),
     Row(
         "device_map",
         _each("one process drives all GPUs; remove it, or dp, shard, tp and pp", "dp", "shard", "tp", "pp"),

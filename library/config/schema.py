@@ -678,24 +678,12 @@ class ParallelConfig(Section):
     shard: Size = Field(
         1, description="processes that split the weights among them (FSDP2); 1: each holds them all (DDP)"
     )
-    shard_lora: Annotated[
-        bool,
-        OnlyWith(shard=Above(1)),
-        OnlyFor(("images", "chats"), "there is no LoRA, shard splits all weights; remove it"),
-    ] = Field(
-        False,
-        description="shard the LoRA with its base, its gradients and optimizer states too; false: every process holds "
-        "it all, which any optimizer can step",
-    )
     dp: Size | None = Field(
         None, description="replicas that split the batches; with shard, groups of shard processes (HSDP); default: all"
     )
     pp: Size = Field(1, description="pipeline stages, each a process with a part of the blocks; 1: no pipeline")
     microbatches: Annotated[Batch | None, _PIPELINED] = Field(
         None, description="parts of equal size that a batch goes through a pipeline in; default: as many as stages"
-    )
-    schedule: Annotated[Literal["1f1b", "gpipe"], _PIPELINED] = Field(
-        "1f1b", description="of a pipeline: backward as soon as possible (1f1b), or after all forward passes (gpipe)"
     )
     pp_balance: Annotated[Literal["time", "weights"], _PIPELINED] = Field(
         "time", description="what stages have as equal parts of as can be: work, or weights where memory is short"
@@ -724,11 +712,6 @@ class ParallelConfig(Section):
     def gathers_weights(self) -> bool:
         """Whether weights are gathered where they are used, by FSDP2 or DeepSpeed."""
         return self.shard > 1 or self.zero == 3
-
-    @property
-    def accelerate_shards(self) -> bool:
-        """Whether accelerate splits the weights; it does not know how where they are parts already."""
-        return self.shard > 1 and self.tp == 1
 
     @property
     def microbatch_count(self) -> int:

@@ -27,7 +27,7 @@ class Script(Generic[Schema]):
         schema: all sections.
         training: what it trains; of the sections it has the options that are for that.
         takes_kohya: whether keys and flags of kohya's trainers are taken too.
-        foreign_keys: options of other trainings, and of what is not there -> what to say of them.
+        foreign_keys: options of other trainings, removed ones, and of what is not there -> what to say of them.
     """
 
     name: str
@@ -65,6 +65,20 @@ UNSUPPORTED_KEYS = {
     "cp": "diffusers splits an image's tokens (_cp_plan) in its own attention processors only; with those used here "
     "each process would attend to its own tokens alone, and learn something wrong; remove it, and set tp",
 }
+# Options that were removed -> the default they had, and what to say of another value. The configuration that a run
+# saved before holds them; at the default they are read without complaint.
+REMOVED_KEYS: Mapping[str, tuple[Any, str]] = {
+    "shard_lora": (
+        False,
+        "was removed, shard splits the base alone; remove it, or set zero = 3, which splits the "
+        "LoRA's gradients and optimizer state too",
+    ),
+    "schedule": (
+        "1f1b",
+        "was removed with the gpipe schedule; remove it, 1f1b gives the same numbers with less memory",
+    ),
+}
+_NOT_THERE = UNSUPPORTED_KEYS | {key: said for key, (_, said) in REMOVED_KEYS.items()}
 _CHATS = 'is about language models; set model_type = "llama" or "gpt2", or remove it'
 
 LORA = Script(
@@ -73,21 +87,21 @@ LORA = Script(
     TrainConfig,
     "images",
     takes_kohya=True,
-    foreign_keys=UNSUPPORTED_KEYS | _foreign_keys(TrainConfig, "images", ChatTrainConfig, _CHATS),
+    foreign_keys=_NOT_THERE | _foreign_keys(TrainConfig, "images", ChatTrainConfig, _CHATS),
 )
 LANGUAGE_LORA = Script(
     "train_lora.py",
     "Train a LoRA on a language model.",
     ChatTrainConfig,
     "chats",
-    foreign_keys=UNSUPPORTED_KEYS | _foreign_keys(ChatTrainConfig, "chats", TrainConfig, IMAGES.otherwise),
+    foreign_keys=_NOT_THERE | _foreign_keys(ChatTrainConfig, "chats", TrainConfig, IMAGES.otherwise),
 )
 LLM = Script(
     "train_llm.py",
     "Pretrain a language model.",
     PretrainConfig,
     "pretraining",
-    foreign_keys=UNSUPPORTED_KEYS | _foreign_keys(PretrainConfig, "pretraining", PretrainConfig, ""),
+    foreign_keys=_NOT_THERE | _foreign_keys(PretrainConfig, "pretraining", PretrainConfig, ""),
 )
 
 

@@ -13,7 +13,7 @@ from dev.write_config_docs import json_schema, options_page
 from library.config import load_config
 from library.config.kohya.translate import Note, summary
 from library.config.load import load_for, read_keys
-from library.config.scripts import LLM, LORA, Script, fields, sections
+from library.config.scripts import LLM, LORA, REMOVED_KEYS, Script, fields, sections
 from library.errors import UserError
 from tests.config.test_kohya import _problem
 
@@ -151,6 +151,16 @@ def test_tables_of_the_wrong_kind_are_named(tmp_path: Path) -> None:
     assert _problem(["--config_file", path, *REQUIRED]) == (
         f"{path}:1: network: is a list of tables; write [network] in single brackets"
     )
+
+
+@pytest.mark.parametrize("key", REMOVED_KEYS)
+def test_a_saved_configuration_may_hold_a_removed_option_at_its_default(key: str, tmp_path: Path) -> None:
+    default, said = REMOVED_KEYS[key]
+    kept = _toml(tmp_path, f"[parallel]\n{key} = {json.dumps(default)}\n")
+    assert load_config(["--config_file", kept, *REQUIRED]).parallel.shard == 1
+    other = _toml(tmp_path, f'[parallel]\n{key} = "other"\n')
+    assert _problem(["--config_file", other, *REQUIRED]) == f"{other}:2: {key}: {said}"
+    assert "; " in said, "what to do"
 
 
 def test_a_folder_is_no_config_file(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ REQUIRED = {
 }
 LAYOUT: dict[str, dict[str, Any]] = {
     "shard": {"shard": 2},
-    "shard_lora": {"shard": 2, "shard_lora": True},
     "dp": {"dp": 2},
     "tp": {"tp": 2},
     "pp": {"pp": 2, "microbatches": 1},
@@ -46,12 +45,10 @@ ROWS: dict[str, dict[str, Any]] = {
     "activation_budget_mb": {"gradient_checkpointing": True, "activation_budget_mb": 9},
     "cpu_offload_checkpointing": {"gradient_checkpointing": True, "cpu_offload_checkpointing": True},
     "ema_decay": {"ema_decay": 0.9},
-    "on_nan": {"on_nan": "skip"},
     "memory": {"memory": "auto"},
     "preserve": {"preserve": "prior"},
     "model_type": {"model_type": "z_image"},
     "shard": {"shard": 2},
-    "shard_lora": {"shard": 2, "shard_lora": True},
     "tp": {"tp": 2},
     "device_map": {"device_map": "balanced"},
     "zero": {"zero": 1},
@@ -133,14 +130,14 @@ def test_what_such_a_note_is_about_has_its_default(tmp_path: Path) -> None:
         dataset_config = "d"
         model_type = "qwen_image_edit_plus"
         zero_cond_t = true
-        shard = 2
-        shard_lora = true
+        pp = 2
+        microbatches = 2
         network_args = ["loraplus_lr_ratio=4"]""")
-    flags = ["--model_type", "qwen_image", "--shard", "1", "--dim_from_weights", "--network_weights", "w"]
+    flags = ["--model_type", "qwen_image", "--pp", "1", "--dim_from_weights", "--network_weights", "w"]
     notes: list[Note] = []
     config = load_config(["--config_file", str(path), *flags], notes)
-    assert {note.key for note in notes} == {"zero_cond_t", "shard_lora", "network_args"}
-    assert (config.model.zero_cond_t, config.parallel.shard_lora, config.network.network_args) == (None, False, [])
+    assert {note.key for note in notes} == {"zero_cond_t", "microbatches", "network_args"}
+    assert (config.model.zero_cond_t, config.parallel.microbatches, config.network.network_args) == (None, None, [])
 
 
 def test_text_encoders_are_not_forgotten_beside_a_file_of_the_transformers_layers(tmp_path: Path) -> None:
@@ -179,7 +176,6 @@ def test_layouts_of_loras_are_no_options_of_pretraining() -> None:
     for key, value, said in [
         ("zero", ["2"], "is for LoRAs; set shard"),
         ("device_map", ["balanced"], "is for LoRAs on image models; set shard, tp or pp"),
-        ("shard_lora", [], "there is no LoRA, shard splits all weights; remove it"),
     ]:
         with pytest.raises(UserError, match=f"--{key}: {said}"):
             load_for(LLM, [*argv, f"--{key}", *value])

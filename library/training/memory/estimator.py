@@ -397,8 +397,6 @@ def layouts(model: ModelMemory, gpus: int, in_machine: int, batch: int, full: bo
     splits = sorted({n for n in range(2, inside + 1) if inside % n == 0} | {gpus})
     for shard in splits:
         yield ParallelConfig(dp=gpus // shard, shard=shard)
-    if not full:
-        yield ParallelConfig(dp=1, shard=gpus, shard_lora=True)
     for tp in (n for n in splits if n <= inside and n in model.outside.held):
         yield ParallelConfig(dp=gpus // tp, tp=tp)
     for pp in (n for n in splits if model.ends and n <= sum(part.count for part in model.blocks)):
@@ -410,8 +408,8 @@ def layouts(model: ModelMemory, gpus: int, in_machine: int, batch: int, full: bo
 
 def settings_of(layout: ParallelConfig) -> dict[str, str]:
     """Return the keys of ``[parallel]`` that make a layout, as they are written."""
-    values = {key: getattr(layout, key) for key in ("dp", "shard", "shard_lora", "tp", "pp", "microbatches", "zero")}
-    return {key: str(value).lower() for key, value in values.items() if value is True or (value or 0) > 1}
+    values = {key: getattr(layout, key) for key in ("dp", "shard", "tp", "pp", "microbatches", "zero")}
+    return {key: str(value) for key, value in values.items() if (value or 0) > 1}
 
 
 def estimate(model: ModelMemory, layout: ParallelConfig, options: StepOptions) -> MemoryEstimate:
@@ -447,7 +445,6 @@ def _of_stage(
 ) -> MemoryEstimate:
     width = 4 if options.full else options.base_bytes
     trained_width = 4 if options.full else options.lora_bytes
-    lora_shards = layout.shard if layout.shard_lora else 1
     owners = layout.dp or 1 if layout.zero else 1  # among whom ZeRO splits
     split = 1 / (owners if layout.zero == 3 else layout.shard)
 
@@ -460,7 +457,7 @@ def _of_stage(
         sizes = [(count, part.held[1][1]) for count, part in local]
         shares = swapped_per_kind(sizes, min(options.swapped, most_swapped(sizes)))
         weights -= sum(share * stored(part.held) for share, (_, part) in zip(shares, local, strict=True))
-    lora = sum(part.count * part.lora for part in model.parts) * trained_width / lora_shards
+    lora = sum(part.count * part.lora for part in model.parts) * trained_width
     trained = weights if options.full else lora
     numbers = trained / trained_width
     # DDP reduces in buckets that are a copy of the gradients, with several replicas and without shard
@@ -515,7 +512,6 @@ def _activations(
         casts = sum(count * part.held[layout.tp][1] for count, part in local) * 2 / options.batch
     passing = max(passing, casts + model.outside.temporary)
     count = layout.microbatch_count if layout.pp > 1 else 1
-    under_way = min(layout.pp - stage, count) if layout.schedule == "1f1b" else count
-    share = under_way / count  # of the batch whose activations wait at once
+    share = min(layout.pp - stage, count) / count  # of the batch whose activations wait at once
     unpacked = model.largest_matrix * 2 / layout.tp if options.fp8 else 0
     return options.batch * (lasting * share + passing / count + model.outside.activations) + unpacked

@@ -1,9 +1,8 @@
 """The way back: full tensors of what a layout split, for files, and shards of full tensors that were read.
 
-What is written is the same for every layout, so a run goes on under another. Three layouts split tensors, the second
-within what the first left: a pipeline keeps some of the parameters (``pipeline.stages``), tensor parallelism some
-heads' rows or columns of a weight (``library.nn.tensor_split``), FSDP2 some rows of that (a ``DTensor``, whose shape is
-the full one). ZeRO's optimizer (``zero``) gathers by itself, in the same words.
+What is written is the same for every layout, so a run goes on under another. A pipeline keeps some of the parameters
+(``pipeline.stages``), tensor parallelism the rows or columns of some heads (``library.nn.tensor_split``), FSDP2 some
+rows (a ``DTensor``, whose shape is the full one). ZeRO's optimizer (``zero``) gathers by itself, in the same words.
 
 torch's own way back (``torch.distributed.checkpoint.state_dict``) knows FSDP2 alone, names what torch's optimizers
 number, and takes a step without gradients where there is no state yet, which not every optimizer survives.
@@ -40,14 +39,6 @@ def to_full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def scatter_like(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """Return this process's rows of a full ``tensor`` if ``parameter``, of its shape, is split; else ``tensor``."""
-    if not isinstance(parameter, DTensor):
-        return tensor
-    on_device = tensor.to(parameter.device)
-    return distribute_tensor(on_device, parameter.device_mesh, parameter.placements, src_data_rank=None)
-
-
 def all_reduce_and(flag: Tensor, accelerator: Accelerator) -> Tensor:
     """Return on every process whether ``flag`` is set on all."""
     return accelerator.reduce(torch.where(flag, 0.0, 1.0), reduction="sum") == 0
@@ -62,8 +53,7 @@ def split_parameters(model: nn.Module) -> dict[str, Split]:
             found[id(module.weight)] = split
             if split.dim == 0 and getattr(module, "bias", None) is not None:
                 found[id(module.bias)] = split
-    # by object: of a tied head on a pipeline's last stage the name is the embedding's
-    return {name: found[id(own)] for name, own in local_parameters(model).items() if id(own) in found}
+    return {name: found[id(own)] for name, own in model.named_parameters() if id(own) in found}
 
 
 def local_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -121,36 +111,21 @@ class SplitOptimizer(AcceleratedOptimizer):
 
 
 def gathered(optimizer: Any, with_state: bool = True) -> AbstractContextManager[None]:
-    """Inside the block the main process sees a LoRA in full and, ``with_state``, the optimizer's ``state_dict``."""
+    """Inside the block the main process sees, ``with_state``, the optimizer's full ``state_dict``."""
     return optimizer.gathered(with_state) if isinstance(optimizer, SplitOptimizer) else nullcontext()
 
 
 class ShardedOptimizer(SplitOptimizer):
     """The optimizer of a model whose parameters are split."""
 
-    def __init__(self, optimizer: Any, model: nn.Module, accelerator: Accelerator, gathers_lora: bool) -> None:
+    def __init__(self, optimizer: Any, model: nn.Module, accelerator: Accelerator) -> None:
         super().__init__(optimizer)
-        self._model, self._accelerator, self._gathers_lora = model, accelerator, gathers_lora
+        self._model, self._accelerator = model, accelerator
         # noted here, since a forward pass may leave FSDP2's full ones in the model
         self._parameters, stage = local_parameters(model), staged(model)
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         groups = [group["params"] for group in optimizer.param_groups]
         self._order = [[names[id(p)] for p in group] for group in groups] if stage is None else stage.order
-
-    @contextmanager
-    def gathered(self, with_state: bool) -> Iterator[None]:
-        """As :func:`gathered`; collective."""
-        with super().gathered(with_state):
-            modules = self._model.modules() if self._gathers_lora else ()
-            own = ((module, *pair) for module in modules for pair in module.named_parameters(recurse=False))
-            split = [each for each in own if each[2].requires_grad and isinstance(each[2], DTensor)]
-            for module, name, parameter in split:
-                module._parameters[name] = nn.Parameter(to_full(parameter.detach()))
-            try:
-                yield
-            finally:
-                for module, name, parameter in split:
-                    module._parameters[name] = parameter
 
     def gather_state(self) -> dict[str, Any]:
         return self._gather(self.optimizer.state_dict(), self._order)
@@ -233,11 +208,8 @@ def _gather_each(
         cut = cuts.get(name) if tensor.shape == parameters[name].shape else None
         if cut is None and not isinstance(tensor, DTensor):
             return tensor.detach()
-        gathered = to_full(tensor.detach())
-        gathered = gathered if cut is None else cut.gather(gathered, cut.dim)
-        # of a pipeline's stages the first of each group sends to the main process
-        keeps = accelerator.is_main_process if stage is None or cut is None else cut.group.rank() == 0
-        return gathered.cpu() if keeps else gathered.new_empty(0)
+        gathered = to_full(tensor.detach()) if cut is None else cut.gather(tensor.detach(), cut.dim)
+        return gathered.cpu() if accelerator.is_main_process else gathered.new_empty(0)
 
     def gather(name: str) -> Any:
         return tree_map_only(Tensor, lambda tensor: full(name, tensor), value_of(name))
@@ -246,4 +218,10 @@ def _gather_each(
 
 
 def _scatter(parameter: Tensor, cut: Split | None, tensor: Tensor) -> Tensor:
-    return scatter_like(parameter, tensor if cut is None else cut.local(tensor, cut.dim).contiguous())
+    """Return this process's part of a full ``tensor`` if ``parameter``, of its shape, is split; else ``tensor``."""
+    if cut is not None:
+        return cut.local(tensor, cut.dim).contiguous()
+    if not isinstance(parameter, DTensor):
+        return tensor
+    on_device = tensor.to(parameter.device)
+    return distribute_tensor(on_device, parameter.device_mesh, parameter.placements, src_data_rank=None)

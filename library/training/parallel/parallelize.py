@@ -3,14 +3,14 @@
 =============================  ==================================================================
 ``dp`` alone                   accelerate: DDP, or a single process
 ``shard`` (and ``dp``: HSDP)   FSDP2 by accelerate: rows of every weight, gathered a block at a time
-``tp``                         parts of each large layer (``tensor``), which FSDP2 may split again
-``pp``                         some of the blocks (``pipeline``), whose layers ``tp`` may split
+``tp``                         parts of each large layer (``tensor``)
+``pp``                         some of the blocks (``pipeline``)
 ``zero``                       DeepSpeed (``zero``)
 =============================  ==================================================================
 
 A LoRA is small: it stays full on every process, so that any optimizer can train it, and averages, samples and files see
-it as ever; ``step.average_gradients`` does for it what DDP does. With ``shard_lora`` FSDP2 splits it, too. Where all
-weights are trained, gradients and optimizer state are split as the weights are. ``gather`` is the way back.
+it as ever; ``step.average_gradients`` does for it what DDP does. Where all weights are trained, gradients and
+optimizer state are split as the weights are. ``gather`` is the way back.
 """
 
 from __future__ import annotations
@@ -68,17 +68,17 @@ def parallelize(
     """
     plan = spec.tp_plan(parallel.tp) if parallel.tp > 1 else {}
     text_encoders, pipeline = None, None
-    if parallel.splits_model and not (parallel.zero or parallel.shard_lora or parallel.device_map):
+    if parallel.splits_model and not (parallel.zero or parallel.device_map):
         for parameter in spec.lora:  # full on every process, whatever becomes of the base
             parameter.data = parameter.data.to(accelerator.device)
     if parallel.zero:
         model, optimizer = prepare_zero(accelerator, spec, optimizer, max_grad_norm)
     elif parallel.pp > 1:
-        model, optimizer, pipeline = prepare_stage(accelerator, parallel, spec, plan, optimizer)
+        model, optimizer, pipeline = prepare_stage(accelerator, parallel, spec, optimizer)
     elif parallel.tp > 1:
         model, optimizer = prepare_tensor_parallel(accelerator, spec, plan, optimizer)
     elif parallel.shard > 1:
-        model, optimizer = _prepare_fsdp(accelerator, parallel, spec, optimizer)
+        model, optimizer = _prepare_fsdp(accelerator, spec, optimizer)
     else:
         trains = any(parameter.requires_grad for parameter in spec.model.parameters())  # else DDP would refuse it
         # the model stays where it was put: with swapped blocks that is not the device alone
@@ -90,21 +90,18 @@ def parallelize(
         shard_heads(spec.model, parallel.tp)
     for method in spec.methods:
         register_fsdp_forward_method(spec.model, method)  # nothing happens to a model that is not FSDP2's
-    if parallel.shard_lora or (spec.network is None and (parallel.shard > 1 or plan or pipeline)):
-        optimizer = ShardedOptimizer(optimizer.optimizer, spec.model, accelerator, parallel.shard_lora)
+    if spec.network is None and (parallel.shard > 1 or plan or pipeline):
+        optimizer = ShardedOptimizer(optimizer.optimizer, spec.model, accelerator)
     accelerator._optimizers[-1] = optimizer  # in the place of the one that it has prepared
     loader = None if loader is None else prepare_loader(accelerator, loader)
     return Parallelized(model, optimizer, loader, text_encoders, pipeline)
 
 
-def _prepare_fsdp(
-    accelerator: Accelerator, parallel: ParallelConfig, spec: ParallelSpec, optimizer: Any
-) -> tuple[nn.Module, Any]:
-    """Rows of every weight are split, and gathered with their block; a LoRA's only if asked."""
-    full = [] if parallel.shard_lora else spec.lora
+def _prepare_fsdp(accelerator: Accelerator, spec: ParallelSpec, optimizer: Any) -> tuple[nn.Module, Any]:
+    """Rows of every weight but a LoRA's are split, and gathered with their block."""
     plugin = accelerator.state.fsdp_plugin
     plugin.transformer_cls_names_to_wrap = list(spec.blocks)
-    plugin.ignored_modules = [nn.ParameterList(full)] if full else []
+    plugin.ignored_modules = [nn.ParameterList(spec.lora)] if spec.lora else []
     model, optimizer = accelerator.prepare(spec.model, optimizer)
     check_sharding(accelerator, spec.model, spec.blocks)
     return model, optimizer

@@ -5,7 +5,7 @@ Whatever communicates is collective: every process of the run calls it.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
@@ -26,7 +25,7 @@ from library.accelerator import (
     zero_stage,
 )
 from library.training.optim.factory import unwrapped
-from library.training.parallel.gather import split_parameters, to_full, to_local
+from library.training.parallel.gather import split_parameters, to_full
 from library.training.parallel.pipeline.stages import Staged, staged
 from library.training.parallel.zero import ZeroOptimizer
 
@@ -48,19 +47,11 @@ def lockstep_batches(batches: Iterator[Item], accelerator: Accelerator) -> Itera
 
 @contextmanager
 def no_sync(accelerator: Accelerator, models: Sequence[nn.Module]) -> Iterator[None]:
-    """Inside the block, a batch that is not a step's last, processes exchange no gradients.
-
-    accelerate sees to all layouts but FSDP2 within ``tp``.
-    """
+    """Inside the block, a batch that is not a step's last, processes exchange no gradients."""
     with ExitStack() as stack:
         for model in models:
             stack.enter_context(accelerator.no_sync(model))
-        within_tp = models[0] if is_tensor_parallel(accelerator) and isinstance(models[0], FSDPModule) else None
-        if within_tp is not None:
-            within_tp.set_requires_gradient_sync(False)
         yield
-        if within_tp is not None:
-            within_tp.set_requires_gradient_sync(True)
 
 
 def clip_gradients(accelerator: Accelerator, model: nn.Module, trained: Sequence[nn.Parameter], limit: float) -> Tensor:
@@ -69,13 +60,12 @@ def clip_gradients(accelerator: Accelerator, model: nn.Module, trained: Sequence
     ``model`` is the one that ``parallelize`` was given, ``trained`` its LoRA's parameters or all.
     """
     if (stage := staged(model)) is not None:
-        return _clip_stages(
-            accelerator, stage, split_parameters(model) if is_tensor_parallel(accelerator) else (), limit
-        )
+        return _clip_stages(accelerator, stage, limit)
     if is_tensor_parallel(accelerator):
-        ids, cuts = {id(parameter) for parameter in trained}, split_parameters(model)
-        if any(id(p) in ids for name, p in model.named_parameters() if name in cuts):
-            return _clip_tensor_parallel(accelerator, model, set(cuts), limit)
+        names = split_parameters(model)
+        split = {id(parameter) for name, parameter in model.named_parameters() if name in names}
+        if any(id(parameter) in split for parameter in trained):
+            return _clip_tensor_parallel(accelerator, trained, split, limit)
     average_gradients(accelerator, trained)
     return to_full(accelerator.clip_grad_norm_(trained, limit))
 
@@ -95,40 +85,41 @@ def average_gradients(accelerator: Accelerator, lora: Sequence[nn.Parameter]) ->
         return
     if isinstance(lora[0], DTensor):  # FSDP2 has averaged them
         return
-    for parameter in lora:
+    gradients = _gradients(lora)
+    mean = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(mean)
+    mean /= dp_rank_and_size(accelerator)[1]
+    for gradient, part in zip(gradients, mean.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def _gradients(parameters: Collection[nn.Parameter]) -> list[Tensor]:
+    """Return the gradient of each parameter, zeros where it has none."""
+    for parameter in parameters:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-    _average([p.grad for p in lora if p.grad is not None], None, dp_rank_and_size(accelerator)[1])
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-def _clip_stages(accelerator: Accelerator, stage: Staged, split: Container[str], limit: float) -> Tensor:
-    """Average the gradients over replicas and clip them to the norm of all stages'; return the norm before that.
+def _average(gradients: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Average each gradient over ``group``, in place: those of a full model are too large for one flat copy."""
+    if group.size() > 1:
+        for gradient in gradients:
+            dist.all_reduce(gradient, group=group)
+            gradient /= group.size()
 
-    ``split`` are names of weights of which the processes of a stage have parts (``tp``); each has all of the others.
-    """
-    comm, (_, replicas) = stage.comm, dp_rank_and_size(accelerator)
-    parts, full = list[Tensor](), list[Tensor]()
-    for name, parameter in stage.local.items():
-        gradient = parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        if replicas > 1:
-            dist.all_reduce(gradient, group=device_mesh(accelerator)["dp"].get_group())
-            gradient /= replicas
+
+def _clip_stages(accelerator: Accelerator, stage: Staged, limit: float) -> Tensor:
+    """Average the gradients over replicas and clip them to the norm of all stages'; return the norm before that."""
+    comm = stage.comm
+    gradients = dict(zip(stage.local, _gradients(stage.local.values()), strict=True))
+    _average(gradients.values(), device_mesh(accelerator)["dp"].get_group())
+    for name, gradient in gradients.items():
         first, *others = stage.owners[name]
         if others:
             _add_other(gradient, comm.rank(others[0] if comm.index == first else first), comm.group)
-        if comm.index == first:
-            (parts if name in split else full).append(gradient)
-    of_parts: Tensor | float = 0.0
-    if is_tensor_parallel(accelerator):
-        group = device_mesh(accelerator)["tp"].get_group()
-        copies = [p.grad for name, p in stage.local.items() if name not in split and p.grad is not None]
-        _average(copies, group, group.size())  # equal but for kernels that add in any order: so copies never part
-        of_parts = _sum_of_squares(parts, group)
-    square = to_full(get_total_norm(full)).square() + of_parts
-    dist.all_reduce(square, group=comm.group)
-    norm = square.sqrt()
-    clip_grads_with_norm_(list(stage.local.values()), limit, norm)
-    return norm
+    counted = [gradient for name, gradient in gradients.items() if stage.owners[name][0] == comm.index]
+    return _clip_together(stage.local.values(), counted, comm.group, limit)
 
 
 def _add_other(gradient: Tensor, there: int, group: dist.ProcessGroup) -> None:
@@ -140,31 +131,32 @@ def _add_other(gradient: Tensor, there: int, group: dist.ProcessGroup) -> None:
     gradient += other
 
 
-def _clip_tensor_parallel(accelerator: Accelerator, model: nn.Module, split: set[str], limit: float) -> Tensor:
-    """The norm is that of all parts of ``split`` weights, and of the weights that every process has in full, once."""
-    group = device_mesh(accelerator)["tp"].get_group()
-    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    full = [gradient for name, gradient in gradients.items() if name not in split]
-    if full:  # they are equal but for kernels that add in any order: so copies never part
-        _average(list(map(to_local, full)), group, group.size())
-    square = _sum_of_squares([gradient for name, gradient in gradients.items() if name in split], group)
-    norm = (square + to_full(get_total_norm(full)).square()).sqrt()
-    scale = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
-    torch._foreach_mul_([to_local(gradient) for gradient in gradients.values()], scale)
-    return norm
+def _clip_tensor_parallel(
+    accelerator: Accelerator, trained: Sequence[nn.Parameter], split: set[int], limit: float
+) -> Tensor:
+    """Average the gradients over replicas and clip them to the norm of the full model's; return the norm before that.
+
+    Args:
+        accelerator: of the run.
+        trained: all parameters.
+        split: ids of those of which each process has a part.
+        limit: the largest norm.
+    """
+    mesh = device_mesh(accelerator)
+    _average(_gradients(trained), mesh["dp"].get_group())
+    group, first = mesh["tp"].get_group(), mesh["tp"].get_local_rank() == 0
+    full = _gradients([parameter for parameter in trained if id(parameter) not in split])
+    _average(full, group)  # equal but for kernels that add in any order: so the copies never part
+    parts = [parameter.grad for parameter in trained if id(parameter) in split and parameter.grad is not None]
+    return _clip_together(trained, parts + full if first else parts, group, limit)
 
 
-def _sum_of_squares(gradients: list[Tensor], group: dist.ProcessGroup) -> Tensor:
-    """Return it of the gradients of all processes of ``group``, []."""
-    square = to_full(get_total_norm(gradients)).square()
+def _clip_together(
+    parameters: Iterable[nn.Parameter], counted: list[Tensor], group: dist.ProcessGroup, limit: float
+) -> Tensor:
+    """Clip to the norm of the gradients that all processes of ``group`` have ``counted``, each tensor once."""
+    square = get_total_norm(counted).square()
     dist.all_reduce(square, group=group)
-    return square
-
-
-def _average(gradients: list[Tensor], group: dist.ProcessGroup | None, count: int) -> None:
-    """Add each gradient up over ``group``, or all processes, and divide it by ``count``."""
-    mean = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    dist.all_reduce(mean, group=group)
-    mean /= count
-    for gradient, part in zip(gradients, mean.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))
+    norm = square.sqrt()
+    clip_grads_with_norm_(parameters, limit, norm)
+    return norm

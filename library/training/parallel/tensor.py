@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 from torch.optim import Optimizer
 
@@ -102,28 +101,14 @@ def split_layers(model: nn.Module, plan: Mapping[str, Parts], mesh: DeviceMesh) 
 def prepare_tensor_parallel(
     accelerator: Accelerator, spec: ParallelSpec, plan: Mapping[str, Parts], optimizer: Optimizer
 ) -> tuple[nn.Module, Any]:
-    """Keep of each layer in ``plan`` this process's part, and of that FSDP2's rows; return model and optimizer.
+    """Keep of each layer in ``plan`` this process's part; return model and optimizer.
 
     The parts of trained weights are plain parameters of their own, with their own optimizer state; norms, learned
     positions and the biases behind a sum are full on every process, as a LoRA is.
     """
-    model, mesh = spec.model, device_mesh(accelerator)
-    split_layers(model, plan, mesh["tp"])
-    # of a frozen base replicas have copies; the gradients of trained weights FSDP2 averages over them, too
-    shared = mesh["shard"] if spec.network is not None else mesh["dp", "shard"]
-    if shared.size() > 1:
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-        policy, ignored = MixedPrecisionPolicy(cast_forward_inputs=False), set(spec.lora)
-        blocks = [module for module in model.modules() if type(module).__name__ in spec.blocks]
-        assert blocks, f"the model has no {' or '.join(spec.blocks)}"
-        for module in (*blocks, model):  # FSDP2 gathers a block at a time
-            fully_shard(module, mesh=shared, mp_policy=policy, reshard_after_forward=True, ignored_params=ignored)
-        now = dict(model.named_parameters())  # FSDP2 has made new parameters of those that it splits
-        for group in optimizer.param_groups:
-            group["params"] = [now[names[id(parameter)]] for parameter in group["params"]]
-    else:
-        model.to(accelerator.device)
-    model = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # autocast; no DDP
+    split_layers(spec.model, plan, device_mesh(accelerator)["tp"])
+    spec.model.to(accelerator.device)
+    model = accelerator.prepare_model(spec.model, device_placement=False, evaluation_mode=True)  # autocast; no DDP
     return model, accelerator.prepare_optimizer(optimizer)
 
 

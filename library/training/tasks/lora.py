@@ -30,7 +30,7 @@ from library.training.optim.ema import WeightAverage
 from library.training.optim.factory import build_optimizer, check_optimizer
 from library.training.optim.schedules import build_schedule, describe_steps, run_length
 from library.training.optim.weight_norms import WeightNormLimit
-from library.training.parallel.gather import gathered, scatter_like
+from library.training.parallel.gather import gathered
 from library.training.parallel.parallelize import parallelize
 from library.training.report.progress import loads_in_table
 from library.training.tasks.lora_plan import NetworkPlan, describe_base
@@ -198,7 +198,7 @@ class LoraTask(Task):
 
         def scatter(weights: Mapping[str, Tensor]) -> None:
             for name, parameter in own.items():
-                parameter.copy_(scatter_like(parameter, weights[name]))
+                parameter.copy_(weights[name])
 
         shapes = {name: tensor.shape for name, tensor in own.items()}
         return load_training_state(folder, shapes, scatter, self.parts(), self.base_fingerprint, self.settings)

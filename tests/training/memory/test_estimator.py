@@ -167,8 +167,6 @@ def test_each_layout_splits_what_the_page_says() -> None:
     split = of(dp=1, shard=2)
     assert (split.weights, split.gradients) == (4400, 800)
     assert split.activations == plain["activations"] + 2 * 2000 + 800  # two blocks and the outside, gathered
-    lora_too = estimate(MODEL, ParallelConfig(dp=1, shard=2, shard_lora=True), StepOptions())
-    assert (lora_too.lora, lora_too.gradients, lora_too.optimizer, lora_too.update) == (400, 400, 800, 1200)
     together = of(dp=1, tp=2)
     assert together.weights == 4 * 600 * 2 + 250 * 2
     assert together.activations == 4 * (1000 + 1200) + 1000 + 500  # 10 of 34 parts whole, 24 halved
@@ -200,8 +198,7 @@ def test_only_layouts_that_can_be_had_are_named() -> None:
     assert {(one.pp, one.microbatch_count) for one in found if one.pp > 1} == {(2, 2), (4, 2)}  # of four blocks
     assert [one.dp for one in layouts(MODEL, 1, 1, 1)] == [1]
     assert [one.zero for one in found if one.zero] == [2, 3]
-    assert [one.shard for one in found if one.shard_lora] == [16]
-    assert not any(one.zero or one.shard_lora for one in layouts(MODEL, 16, 8, batch=2, full=True))
+    assert not any(one.zero for one in layouts(MODEL, 16, 8, batch=2, full=True))
     parts = MemoryEstimate(weights=20 * GIB, lora=0, gradients=0, optimizer=0, update=0, activations=0)
     assert fits(parts, 24 * GIB)
     assert not fits(parts, 22 * GIB)  # 1.5 GiB and 5 % are kept free

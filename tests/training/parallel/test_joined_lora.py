@@ -14,7 +14,6 @@ JOINED = {"network_args": ["split_qkv=False"], "save_format": "kohya", "train_ba
 LAYOUTS: dict[str, dict[str, object]] = {
     "ddp": {},
     "shard": {"shard": 2},
-    "shard_lora": {"shard": 2, "shard_lora": True},
     "tp": {"tp": 2},
     "pp": {"pp": 2},
 }

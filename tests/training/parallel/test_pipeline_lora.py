@@ -74,16 +74,16 @@ def runs(base: Path, place: Path, tmp_path_factory: pytest.TempPathFactory) -> P
     run(qwen_21, captions, folder / "qwen_21_one", **QWEN_21)
     chat_run(place, folder / "chat_one", "gpt2", **CHAT)
     two, state = one | {"pp": 2}, folder / "one/lora-step00000002-state"
-    all_forward = {"pp": 2, "microbatches": 2, "schedule": "gpipe", "pp_balance": "weights"}
+    by_weights = {"pp": 2, "microbatches": 2, "pp_balance": "weights"}
     jobs = [
         ("two", train_one, (arguments(base, images, folder / "two", **two),)),
         ("there", train_one, (arguments(base, images, folder / "there", **two, resume=state),)),
-        ("fp8_two", train_one, (arguments(base, captions, folder / "fp8_two", **FP8, **all_forward),)),
+        ("fp8_two", train_one, (arguments(base, captions, folder / "fp8_two", **FP8, **by_weights),)),
         ("qwen_two", train_one, (arguments(qwen, captions, folder / "qwen_two", **QWEN, pp=2),)),
         ("flux2_two", train_one, (arguments(flux2, captions, folder / "flux2_two", **FLUX2, pp=2),)),
         ("krea2_two", train_one, (arguments(krea2, captions, folder / "krea2_two", **KREA2, pp=2),)),
         ("qwen_21_two", train_one, (arguments(qwen_21, captions, folder / "qwen_21_two", **QWEN_21, pp=2),)),
-        ("chat_two", chat_one, (chat_flags(place, folder / "chat_two", "gpt2", **CHAT, **all_forward),)),
+        ("chat_two", chat_one, (chat_flags(place, folder / "chat_two", "gpt2", **CHAT, **by_weights),)),
         ("many", train_one, (arguments(base, images, folder / "many", **two, microbatches=3),)),
     ]
     said = run_in_group(jobs, folder)
@@ -130,22 +130,6 @@ def test_a_language_models_lora_too(runs: Path) -> None:
 
 
 @pytest.mark.slow
-def test_stages_that_have_layers_together(base: Path, place: Path, runs: Path, tmp_path: Path) -> None:  # noqa: F811
-    settings = SETTINGS | {"sample_prompts": runs / "prompts.txt", "pp": 2, "tp": 2}
-    chat = CHAT | {"pp": 2, "tp": 2, "microbatches": 2}
-    jobs = [
-        ("both", train_one, (arguments(base, runs / "images/dataset.toml", tmp_path / "both", **settings),)),
-        ("chat", chat_one, (chat_flags(place, tmp_path / "chat", "gpt2", **chat),)),
-    ]
-    assert run_in_group(jobs, tmp_path, processes=4) == {"both": "", "chat": ""}
-    assert largest_difference(adapter(tmp_path / "chat/lora"), adapter(runs / "chat_one/lora")) < SAME_IN_FP32
-    assert largest_difference(lora(tmp_path / "both"), lora(runs / "one")) < SAME_IN_FP32
-    for expected, found in zip(lines(runs / "one"), lines(tmp_path / "both"), strict=True):
-        for key in ("loss", "val_loss", "grad_norm"):
-            assert found.get(key) == (pytest.approx(expected[key], rel=1e-5) if key in expected else None), key
-
-
-@pytest.mark.slow
 def test_what_is_not_finite_is_found_whichever_stage_meets_it(base: Path, tmp_path: Path) -> None:
     clean = write_dataset(tmp_path / "clean", text="batch_size = 2")
     run(base, clean, tmp_path / "clean/out", max_train_steps=1)  # fills the caches
@@ -188,7 +172,7 @@ def test_two_pipelines_share_the_batches(base: Path, runs: Path, tmp_path: Path)
         ("model", {"model_type": "z_image"}, "model_type"),
         ("saving", {"save_format": "comfy"}, "save_format"),
         ("parallel", {"shard": 2}, "shard"),
-        ("parallel", {"tp": 2}, None),
+        ("parallel", {"tp": 2}, "tp"),
     ],
 )
 def test_what_is_not_made_for_stages_is_refused(section: str, settings: dict[str, object], key: str | None) -> None:
@@ -204,7 +188,7 @@ def test_what_is_not_made_for_stages_is_refused(section: str, settings: dict[str
     assert found == ([key] if key else [])
 
 
-@pytest.mark.parametrize("settings", [{"microbatches": 2}, {"schedule": "gpipe"}, {"pp_balance": "weights"}])
+@pytest.mark.parametrize("settings", [{"microbatches": 2}, {"pp_balance": "weights"}])
 def test_settings_of_a_pipeline_need_one(settings: dict[str, object]) -> None:
     sections = {"model": {"pretrained_model_name_or_path": "."}, "dataset": {"dataset_config": "data.toml"}}
     found = list(find_conflicts(TrainConfig.model_validate(sections | {"parallel": settings})))

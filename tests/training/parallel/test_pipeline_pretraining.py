@@ -33,11 +33,11 @@ def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(corpus, folder / "one", **ONE)
     run(corpus, folder / "llama_one", **LLAMA)
     two, state = ONE | {"pp": 2}, folder / "one/model-step00000002-state"
-    all_forward: dict[str, object] = {"pp": 2, "schedule": "gpipe", "microbatches": 3}
+    three: dict[str, object] = {"pp": 2, "microbatches": 3}
     jobs = [
         ("two", train_one, (flags(corpus, folder / "two", **two),)),
         ("there", train_one, (flags(corpus, folder / "there", **two, resume=state),)),
-        ("llama_two", train_one, (flags(corpus, folder / "llama_two", **LLAMA, **all_forward),)),
+        ("llama_two", train_one, (flags(corpus, folder / "llama_two", **LLAMA, **three),)),
         ("five", train_one, (flags(corpus, folder / "five", **two | {"pp": 2, "layers": 1}),)),
     ]
     said = run_in_group(jobs, folder)
@@ -75,46 +75,6 @@ def test_a_run_goes_on_under_another_layout(runs: Path) -> None:
 
 
 # GPT-2's head is its embedding; of these two heads one is its own, and one model norms its heads of queries and keys
-SMALL: dict[str, object] = {"width": 64, "layers": 3, "heads": 4, "kv_heads": 2, "hidden": 96, "context": 32}
-SMALL |= LLAMA | {"tokens_per_batch": None, "save_every_n_steps": 2, "save_state": True, "output_name": "model"}
-WITHIN_STAGES: dict[str, dict[str, object]] = {
-    "gpt2": ONE,
-    "llama": SMALL | {"preset": "llama3-8b"},
-    "qwen3": SMALL | {"preset": "qwen3-0.6b"},
-}
-
-
-@pytest.fixture(scope="module")
-def within(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs on one process, and on two stages whose layers two processes each have together; resumed in the other's."""
-    folder = tmp_path_factory.mktemp("within")
-    jobs = []
-    for name, settings in WITHIN_STAGES.items():
-        run(corpus, folder / f"{name}_one", **settings)
-        four = settings | {"pp": 2, "tp": 2}
-        jobs.append((name, train_one, (flags(corpus, folder / name, **four),)))
-        there = four | {"resume": folder / f"{name}_one/model-step00000002-state"}
-        jobs.append((f"{name}_there", train_one, (flags(corpus, folder / f"{name}_there", **there),)))
-    assert run_in_group(jobs, folder, processes=4) == {name: "" for name, _, _ in jobs}
-    for name, settings in WITHIN_STAGES.items():
-        run(corpus, folder / f"{name}_back", **settings, resume=folder / name / "model-step00000002-state")
-    return folder
-
-
-@pytest.mark.parametrize("name", WITHIN_STAGES)
-def test_stages_whose_layers_are_split_equal_one_process(name: str, within: Path) -> None:
-    one, four = lines(within / f"{name}_one"), lines(within / name)
-    assert_same_metrics(one, four, ("loss", "grad_norm", "tokens", "val_loss"), rel=1e-4)
-    assert four[0]["grad_norm"] == pytest.approx(one[0]["grad_norm"], rel=1e-6)  # the same weights still
-    expected = weights(within / f"{name}_one")
-    for run_name in (name, f"{name}_there", f"{name}_back"):
-        assert difference(expected, weights(within / run_name)) < SAME_IN_FP32
-    states = [within / run_name / "model-step00000002-state" for run_name in (f"{name}_one", name)]
-    one_state, other = (json.loads((state / "optimizer.json").read_text()) for state in states)
-    assert one_state == other
-    assert len({(state / "optimizer.safetensors").stat().st_size for state in states}) == 1
-
-
 @pytest.mark.slow
 def test_two_pipelines_share_the_batches(corpus: Path, runs: Path, tmp_path: Path) -> None:
     four = ONE | {"pp": 2, "dp": 2, "train_batch_size": 4}
@@ -140,7 +100,7 @@ def test_two_pipelines_share_the_batches(corpus: Path, runs: Path, tmp_path: Pat
         ("accelerate", {"torch_compile": True}, "torch_compile"),
         ("parallel", {"shard": 2}, "shard"),
         ("parallel", {"microbatches": 9}, "microbatches"),
-        ("parallel", {"tp": 2}, None),
+        ("parallel", {"tp": 2}, "tp"),
         ("optimizer", {"optimizer_type": "Muon"}, None),
     ],
 )

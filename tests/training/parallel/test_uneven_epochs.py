@@ -141,7 +141,6 @@ def test_every_layout_takes_the_smaller_step(base: Path, tmp_path: Path) -> None
         "ddp": (4, {}),
         "hsdp": (4, {"shard": 2, "dp": 2}),
         "tp": (4, {"tp": 2, "gradient_accumulation_steps": 2}),
-        "tp_fsdp": (4, {"tp": 2, "shard": 2, "gradient_accumulation_steps": 2}),
         "pp": (4, {"pp": 2, "dp": 2, "gradient_accumulation_steps": 2}),
     }
     if importlib.util.find_spec("deepspeed") is not None:

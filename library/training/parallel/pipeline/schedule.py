@@ -1,9 +1,9 @@
-"""Batches through the stages: torch's schedules, which send streams forward and gradients back.
+"""Batches through the stages: torch's 1F1B schedule, which sends streams forward and gradients back.
 
-A batch is cut into microbatches of equal size, so that stages work at the same time on different ones. ``gpipe`` does
-all forward passes, then all backward; ``1f1b`` alternates as soon as it can, so that the first stage holds the
-activations of as many microbatches as there are stages, and not of all. Of S stages and M microbatches, (S - 1) in
-(M + S - 1) of the time a stage waits.
+A batch is cut into microbatches of equal size, so that stages work at the same time on different ones. A stage
+alternates forward and backward passes as soon as it can, so that the first stage holds the activations of as many
+microbatches as there are stages, and not of all. With S stages and M microbatches a stage waits for (S - 1) in
+(M + S - 1) of the time.
 
 torch has buffers for the streams in each schedule, which are of one shape: a batch of another shape has a schedule of
 its own. The first batch of a run is run once more than needed, by which torch learns what the streams are; later shapes
@@ -67,14 +67,13 @@ class Pipeline:
         model: this process's stage, as the engine runs it.
         comm: its place among the others.
         microbatches: into how many a batch is cut, if it can be.
-        schedule: "gpipe" or "1f1b".
         accumulation: batches of an optimizer step, whose gradients are averaged.
     """
 
-    def __init__(self, model: nn.Module, comm: StageComm, microbatches: int, schedule: str, accumulation: int) -> None:
+    def __init__(self, model: nn.Module, comm: StageComm, microbatches: int, accumulation: int) -> None:
         self.comm = comm
         self._stage = _Stage(model, comm)
-        self._count, self._kind, self._accumulation = microbatches, schedule, accumulation
+        self._count, self._accumulation = microbatches, accumulation
         self._schedules: dict[Any, Any] = {}
 
     def forward_backward(
@@ -124,8 +123,8 @@ class Pipeline:
         comm = self.comm
         examples: dict[str, Any] = {} if self._stage.kinds is None else self._examples()
         stage = PipelineStage(self._stage, comm.index, comm.count, comm.device, group=comm.group, **examples)
-        # fewer microbatches than stages leave 1f1b nothing to alternate
-        kind = Schedule1F1B if self._kind == "1f1b" and count >= comm.count else ScheduleGPipe
+        # torch's 1F1B refuses fewer microbatches than stages, which leave nothing to alternate
+        kind = Schedule1F1B if count >= comm.count else ScheduleGPipe
         return kind(stage, count, loss_fn=lambda loss, _: loss, scale_grads=False)
 
     @torch.no_grad()

@@ -18,7 +18,7 @@ optimizer state of its part alone (:class:`Staged`); files are one model's, and 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,6 @@ from torch.utils._pytree import tree_map_only
 from library.accelerator import device_mesh, dp_rank_and_size
 from library.config.schema import ParallelConfig
 from library.errors import UserError
-from library.nn.tensor_split import Parts
 from library.training.parallel.pipeline.p2p import (
     AfterLastBlock,
     NoEmbedding,
@@ -43,7 +42,6 @@ from library.training.parallel.pipeline.p2p import (
 )
 from library.training.parallel.pipeline.schedule import Pipeline
 from library.training.parallel.spec import ParallelSpec, SplitPoints
-from library.training.parallel.tensor import split_layers
 
 
 @dataclass(frozen=True)
@@ -210,7 +208,6 @@ def prepare_stage(
     accelerator: Accelerator,
     parallel: ParallelConfig,
     spec: ParallelSpec,
-    plan: Mapping[str, Parts],
     optimizer: Optimizer,
 ) -> tuple[nn.Module, Any, Pipeline]:
     """Leave ``spec``'s model with this process's stage, on its device; return model, optimizer and pipeline.
@@ -221,14 +218,13 @@ def prepare_stage(
         accelerator: of the run.
         parallel: the layout.
         spec: the model.
-        plan: layer -> how several processes share it (``tp``), of the full model.
         optimizer: of the LoRA, or of all weights.
 
     Raises:
         UserError: there are fewer blocks than stages, or the processes have read different models.
     """
-    mesh, model, full = device_mesh(accelerator), spec.model, dict(spec.model.named_parameters())
-    comm = StageComm(mesh["pp"].get_local_rank(), mesh["pp"].size(), accelerator.device, mesh["pp"].get_group())
+    mesh, model, full = device_mesh(accelerator)["pp"], spec.model, dict(spec.model.named_parameters())
+    comm = StageComm(mesh.get_local_rank(), mesh.size(), accelerator.device, mesh.get_group())
     cut(model, spec.split_points(), comm, parallel.pp_balance)
     if spec.network is not None:
         held = set(model.modules())
@@ -237,14 +233,8 @@ def prepare_stage(
                 layer.base.to("meta")  # shapes and dtypes stay
     else:
         model.staged = _staged_model(model, full, optimizer, comm)  # type: ignore[assignment]
-    if plan:
-        here = {name for name, module in model.named_modules() if not isinstance(module, (NoEmbedding, AfterLastBlock))}
-        local = {name: parts for name, parts in plan.items() if name in here}
-        split_layers(model, local, mesh["tp"])
     model.to(accelerator.device)
     prepared = accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)  # no DDP around a stage
     broadcast_from_last(model, comm, ["forward", *spec.methods])
-    pipeline = Pipeline(
-        prepared, comm, parallel.microbatch_count, parallel.schedule, accelerator.gradient_accumulation_steps
-    )
+    pipeline = Pipeline(prepared, comm, parallel.microbatch_count, accelerator.gradient_accumulation_steps)
     return prepared, accelerator.prepare_optimizer(optimizer), pipeline
