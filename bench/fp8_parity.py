@@ -87,9 +87,27 @@ def calibration_options(dataset: Path, images: int, cache: Path) -> CalibrationO
 def merge_compensated(lora: Path, precision: str, fitted: CalibrationOptions, target: Path) -> DeployedWeights:
     """Merge ``lora`` from the 16-bit model into ``precision``, rounded by what the images of ``fitted`` show."""
     data = ["--dataset_config", fitted.dataset_config, "--cache_directory", fitted.cache_directory]
-    run("tools/merge_lora.py", "--model", MODEL, "--model_type", "flux_fill", "--lora", lora, "--save_to", target,
-        "--save_precision", precision, "--rounding", "compensated", "--transformer_only",
-        "--guidance_scale", GUIDANCE, "--calibration_images", fitted.images, *data)  # fmt: skip
+    run(
+        "tools/merge_lora.py",
+        "--model",
+        MODEL,
+        "--model_type",
+        "flux_fill",
+        "--lora",
+        lora,
+        "--save_to",
+        target,
+        "--save_precision",
+        precision,
+        "--rounding",
+        "compensated",
+        "--transformer_only",
+        "--guidance_scale",
+        GUIDANCE,
+        "--calibration_images",
+        fitted.images,
+        *data,
+    )
     return DeployedWeights(str(target), target, None, merged=True)
 
 

@@ -76,9 +76,16 @@ def transformers_model(config: LMConfig, _: str = "") -> nn.Module:
 def textbook_model(config: LMConfig, _: str = "") -> Decoder:
     """Return the walk-through's model: separate projections, angles made in every layer, all logits at once."""
     sizes = Sizes(
-        config.padded_vocab_size, config.context, config.width, config.layers, config.heads, config.hidden,
-        config.kv_heads, config.rope_theta, eps=config.norm_eps,
-    )  # fmt: skip
+        config.padded_vocab_size,
+        config.context,
+        config.width,
+        config.layers,
+        config.heads,
+        config.hidden,
+        config.kv_heads,
+        config.rope_theta,
+        eps=config.norm_eps,
+    )
     if config.family == "gpt2":
         return Decoder(sizes, GPT2)
     parts = LLAMA2
@@ -92,9 +99,14 @@ def _nanogpt_model(config: LMConfig, _: str) -> nn.Module:
     from model import GPT, GPTConfig  # type: ignore[import-not-found]  # what nanoGPT's file is called
 
     sizes = GPTConfig(
-        block_size=config.context, vocab_size=config.padded_vocab_size, n_layer=config.layers, n_head=config.heads,
-        n_embd=config.width, dropout=0.0, bias=True,
-    )  # fmt: skip
+        block_size=config.context,
+        vocab_size=config.padded_vocab_size,
+        n_layer=config.layers,
+        n_head=config.heads,
+        n_embd=config.width,
+        dropout=0.0,
+        bias=True,
+    )
     return GPT(sizes)
 
 
@@ -103,12 +115,23 @@ def litgpt_model(config: LMConfig, _: str = "") -> Any:
     from litgpt import GPT, Config  # type: ignore[import-not-found]
 
     sizes = Config(
-        block_size=config.context, vocab_size=config.padded_vocab_size, padded_vocab_size=config.padded_vocab_size,
-        n_layer=config.layers, n_head=config.heads, n_query_groups=config.kv_heads, n_embd=config.width,
-        head_size=config.head_dim, intermediate_size=config.hidden, rotary_percentage=1.0, bias=False,
-        parallel_residual=False, norm_class_name="RMSNorm", norm_eps=config.norm_eps, mlp_class_name="LLaMAMLP",
+        block_size=config.context,
+        vocab_size=config.padded_vocab_size,
+        padded_vocab_size=config.padded_vocab_size,
+        n_layer=config.layers,
+        n_head=config.heads,
+        n_query_groups=config.kv_heads,
+        n_embd=config.width,
+        head_size=config.head_dim,
+        intermediate_size=config.hidden,
+        rotary_percentage=1.0,
+        bias=False,
+        parallel_residual=False,
+        norm_class_name="RMSNorm",
+        norm_eps=config.norm_eps,
+        mlp_class_name="LLaMAMLP",
         rope_base=int(config.rope_theta),
-    )  # fmt: skip
+    )
     model = GPT(sizes)
     model.lm_head.weight = model.transformer.wte.weight
     nn.init.normal_(model.lm_head.weight, std=0.02)
@@ -126,9 +149,14 @@ def _nanochat_model(config: LMConfig, precision: str) -> nn.Module:
     from nanochat.gpt import GPT, GPTConfig  # type: ignore[import-not-found]
 
     sizes = GPTConfig(
-        sequence_len=config.context, vocab_size=config.padded_vocab_size, n_layer=config.layers, n_head=config.heads,
-        n_kv_head=config.kv_heads, n_embd=config.width, window_pattern="L",
-    )  # fmt: skip
+        sequence_len=config.context,
+        vocab_size=config.padded_vocab_size,
+        n_layer=config.layers,
+        n_head=config.heads,
+        n_kv_head=config.kv_heads,
+        n_embd=config.width,
+        window_pattern="L",
+    )
     model = GPT(sizes)
     model.init_weights()
     return model

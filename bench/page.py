@@ -41,18 +41,29 @@ def write_run(folder: Path, steps: int, seed: int) -> None:
         for step in range(1, steps + 1):
             loss = 0.3 + 0.4 * math.exp(-step / 800) + drawn.gauss(0, 0.1)
             line = {
-                "step": step, "epoch": step // 500, "loss": loss, "loss_ema": loss * 0.9, "grad_norm": drawn.random(),
-                "sigma_mean": drawn.random(), f"loss/sigma_{drawn.choice('0246')}": loss, "samples_per_s": 1.9,
-                "s_per_it": 0.52 + drawn.random() / 50, "data_wait_s": drawn.random() / 100, "lr/lora": 1e-4,
-                "d/lora": 1e-3, "d*lr/lora": 1e-4 * step / steps, "peak_mem_bytes": 12_345_678_901 + seed,
-            }  # fmt: skip
+                "step": step,
+                "epoch": step // 500,
+                "loss": loss,
+                "loss_ema": loss * 0.9,
+                "grad_norm": drawn.random(),
+                "sigma_mean": drawn.random(),
+                f"loss/sigma_{drawn.choice('0246')}": loss,
+                "samples_per_s": 1.9,
+                "s_per_it": 0.52 + drawn.random() / 50,
+                "data_wait_s": drawn.random() / 100,
+                "lr/lora": 1e-4,
+                "d/lora": 1e-3,
+                "d*lr/lora": 1e-4 * step / steps,
+                "peak_mem_bytes": 12_345_678_901 + seed,
+            }
             file.write(json.dumps(line) + "\n")
             if step % 500 == 0:
                 file.write(json.dumps({"step": step, "val_loss": loss, "val_loss/sigma_0.5": loss}) + "\n")
     (folder / "config.toml").write_text(
-        f'[network]\nnetwork_dim = {2 ** drawn.randrange(2, 7)}\n[training]\nmax_train_steps = {steps}\n'
-        f'[saving]\noutput_dir = "{folder}"\noutput_name = "{folder.name}"\n', encoding="utf-8"
-    )  # fmt: skip
+        f"[network]\nnetwork_dim = {2 ** drawn.randrange(2, 7)}\n[training]\nmax_train_steps = {steps}\n"
+        f'[saving]\noutput_dir = "{folder}"\noutput_name = "{folder.name}"\n',
+        encoding="utf-8",
+    )
     (folder / "samples").mkdir()
     for step in _SAMPLES:
         for prompt in range(4):
@@ -100,9 +111,15 @@ def main() -> None:
             process = server.process.pid
             compared = "&".join(f"path=output/run_{number:03}" for number in range(4))
             screens = {
-                "runs": "/", "one run": "/run?path=output/run_007", "four runs": f"/compare?{compared}",
-                "new run": "/new", "data": "/data", "precision": "/precision", "generate": "/generate", "chat": "/chat",
-            }  # fmt: skip
+                "runs": "/",
+                "one run": "/run?path=output/run_007",
+                "four runs": f"/compare?{compared}",
+                "new run": "/new",
+                "data": "/data",
+                "precision": "/precision",
+                "generate": "/generate",
+                "chat": "/chat",
+            }
             for name, path in screens.items():
                 first = paint(browser, server, path)
                 times = [paint(browser, server, path) for _ in range(options.rounds)]

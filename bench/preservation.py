@@ -42,11 +42,30 @@ ROOT = Path(__file__).resolve().parent.parent
 MODEL, DEMO = ROOT / "assets" / "tiny-flux", ROOT / "assets" / "demo_dataset"
 IMAGES, STEPS, EVERY, BATCH = 16, 100, 50, 2
 FLAGS = (
-    "--network_dim", 16, "--network_alpha", 16, "--learning_rate", 2e-3, "--lr_scheduler", "constant_with_warmup",
-    "--lr_warmup_steps", 20, "--timestep_sampling", "shift", "--discrete_flow_shift", 1.6, "--max_train_steps", STEPS,
-    "--validate_every_n_steps", EVERY, "--general_prompts", DEMO / "general.txt", "--max_data_loader_n_workers", 0,
+    "--network_dim",
+    16,
+    "--network_alpha",
+    16,
+    "--learning_rate",
+    2e-3,
+    "--lr_scheduler",
+    "constant_with_warmup",
+    "--lr_warmup_steps",
+    20,
+    "--timestep_sampling",
+    "shift",
+    "--discrete_flow_shift",
+    1.6,
+    "--max_train_steps",
+    STEPS,
+    "--validate_every_n_steps",
+    EVERY,
+    "--general_prompts",
+    DEMO / "general.txt",
+    "--max_data_loader_n_workers",
+    0,
     "--no-sample_at_end",
-)  # fmt: skip
+)
 
 
 def paint_mup(image: Pixels, centre: tuple[float, float], radius: float) -> None:
@@ -148,9 +167,19 @@ def run(folder: Path, name: str, way: str, seed: int) -> Curve:
     dataset, flags = ways(SUBJECTS[name][2])[way]
     output = folder / "runs" / f"{name}-{way}-{seed}"
     arguments = (
-        "--pretrained_model_name_or_path", MODEL, "--dataset_config", folder / name / f"{dataset}.toml", *FLAGS, *flags,
-        "--cache_directory", folder / "cache", "--output_dir", output, "--seed", seed,
-    )  # fmt: skip
+        "--pretrained_model_name_or_path",
+        MODEL,
+        "--dataset_config",
+        folder / name / f"{dataset}.toml",
+        *FLAGS,
+        *flags,
+        "--cache_directory",
+        folder / "cache",
+        "--output_dir",
+        output,
+        "--seed",
+        seed,
+    )
     AcceleratorState._reset_state(reset_partial_state=True)
     with open(os.devnull, "w") as nothing:
         kept, sys.stdout = sys.stdout, nothing
@@ -213,10 +242,18 @@ def main() -> None:
             write_dataset(folder / name, name)
         begun = time.perf_counter()
         command(
-            "tools/paint_regularisation.py", "--pretrained_model_name_or_path", MODEL, "--dataset_config",
-            folder / options.subjects[0] / "plain.toml", *FLAGS, *PAINTED, "--cache_directory", folder / "cache",
-            "--save_to", folder / "kept",
-        )  # fmt: skip
+            "tools/paint_regularisation.py",
+            "--pretrained_model_name_or_path",
+            MODEL,
+            "--dataset_config",
+            folder / options.subjects[0] / "plain.toml",
+            *FLAGS,
+            *PAINTED,
+            "--cache_directory",
+            folder / "cache",
+            "--save_to",
+            folder / "kept",
+        )
         painted = time.perf_counter() - begun
         names = list(ways("circle"))
         cases = [(name, seed) for name in options.subjects for seed in range(1, options.seeds + 1)]

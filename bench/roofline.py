@@ -26,9 +26,7 @@ fused that is neither product nor attention (:func:`fused`): a perfect compiler'
 ``--ladder`` counts the steps of ``bench/llm_ladder.py`` instead, whole models: tokens/s and MFU that the card allows,
 and tokens/s that its host does.
 
-    python bench/roofline.py [--only fp8] [--measured gpu.json] [--picture shares.png] [--json PATH]
-    python bench/roofline.py --by-operation "flux, b1, tandem, bf16, checkpointing"
-    python bench/roofline.py --fusions --only checkpointing
+    python bench/roofline.py [--only fp8] [--measured gpu.json] [--json PATH]
     python bench/roofline.py --ladder --efficiency 0.8
 """
 
@@ -39,7 +37,6 @@ import importlib
 import itertools
 import json
 import os
-import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -54,7 +51,6 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -63,8 +59,7 @@ from bench.families import FAMILIES
 from bench.gpu import GpuCase, build, cases
 from bench.llm_ladder import LADDERS, Rung, build_rung, config_of, context_of, flops_of, kernels_of, rungs
 from bench.measure import Table, benchmark_parser, finish
-from dev.draw_precision_figures import save
-from library.errors import UserError, did_you_mean, exit_on_user_error
+from library.errors import UserError, exit_on_user_error
 from library.models.registry import family_class
 from library.training.memory import fake_cuda
 from library.training.memory.block_swap import kind_sizes, kinds_of, swapped_per_kind
@@ -74,7 +69,7 @@ Piece = tuple[int, int, int]  # of a storage: offset, elements
 
 
 class Cost(NamedTuple):
-    """An operation's FLOPs and bytes; ``site`` is the line that called it, in backward that of its forward."""
+    """An operation's FLOPs and bytes; ``site`` is the line that called it, "" if PyTorch's own backward did."""
 
     name: str
     site: str  # "path:line function"
@@ -91,11 +86,6 @@ class Operation(NamedTuple):
     cost: Cost
     reads: dict[Piece, int]
     writes: dict[Piece, int]
-
-    def of(self, *files: str, of: str | tuple[str, ...] = "") -> bool:
-        """Whether a line of one of ``files``, within one of the functions ``of`` if any is given, called it."""
-        path, _, line = self.cost.site.partition(":")
-        return path.endswith(files) and line.partition(" ")[2].startswith(of)
 
 
 @dataclass(frozen=True)
@@ -142,7 +132,7 @@ CARDS = {
     "H100": Card("H100 SXM", {"bf16": 989.4, "tf32": 494.7, "fp8": 1978.9, "fp32": 67}, 3350, 64),
     "H200": Card("H200", {"bf16": 989.4, "tf32": 494.7, "fp8": 1978.9, "fp32": 67}, 4800, 64),
 }
-_KINDS = {"products": "#0072b2", "attention": "#009e73", "traffic": "#e69f00"}  # and colours
+_KINDS = ("products", "attention", "traffic")
 _LAUNCH_US = 46.0  # of a virtual machine with an H100: 0.946 s for 20,337 (docs/benchmarks.md)
 _FEW = 2  # blocks a kind
 _DTYPES = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8", torch.bfloat16: "bf16", torch.float16: "bf16"}
@@ -231,70 +221,39 @@ def _place() -> tuple[str, str, str]:
         again |= path.endswith("torch/utils/checkpoint.py")
         updating |= "/torch/optim/" in path
         if not site and code.co_name == "_engine_run_backward":
-            break  # by a node of PyTorch's own, which keeps the line that made it
+            break  # a node of PyTorch's own called it
         if path == fake_cuda.__file__:
             stand_in = stand_in or code.co_qualname
         elif not site and not path.startswith((_TORCH, __file__)):
-            site = _site(path, frame.f_lineno, code.co_name)
+            short = path.rpartition("site-packages/")[2].removeprefix(_ROOT)
+            site = f"{short}:{frame.f_lineno} {code.co_name}"
         frame = frame.f_back
     backward = torch._C._current_graph_task_id() != -1
-    node = torch._C._current_autograd_node() if backward and not site else None
-    for line in reversed(node.metadata.get("traceback_", ()) if node is not None else ()):
-        found = re.match(r'\s*File "(.+)", line (\d+), in (\S+)', line)
-        if found and not found[1].startswith((_TORCH, fake_cuda.__file__)):
-            site = _site(*found.groups())
-            break
     phase = "update" if updating else "forward" if not backward else "recomputed" if again else "backward"
     return site, phase, stand_in
-
-
-def _site(path: str, line: int | str, function: str) -> str:
-    return f"{path.rpartition('site-packages/')[2].removeprefix(_ROOT)}:{line} {function}"
 
 
 class Fusion(NamedTuple):
     """Operations that one kernel could do.
 
     ``member`` says which, as long as each reads what another wrote and no other operation read it; ``ends`` which
-    others may come last. ``once``: all of the step in a single kernel, equal ones done once.
+    others may come last.
     """
 
     name: str
     member: Callable[[Operation], bool]
     ends: Callable[[Operation], bool] = lambda _: False
-    once: bool = False
 
 
 def _is_traffic(op: Operation) -> bool:
     return op.cost.kind == "traffic" and op.cost.phase != "update"
 
 
-def _is_product(op: Operation) -> bool:
-    return op.cost.kind == "products"
-
-
-def _casts_lora(op: Operation) -> bool:
-    halves = op.cost.name == "_to_copy" and 2 * sum(op.writes.values()) == sum(op.reads.values())
-    return op.of("adapters/lora.py", of=("_stacked", "forward", "backward") if halves else "_stacked")
-
-
 COMPILED = Fusion("compiled", _is_traffic)
 DEQUANTISING = Fusion(
-    "dequantise inside the product", lambda op: _is_traffic(op) and op.of("fp8_numbers.py"), _is_product
-)
-FUSIONS = (
-    Fusion("LoRA weights in bf16, made once a step", _casts_lora, once=True),
-    Fusion(
-        "RMSNorm + RoPE",  # between them text and image are joined
-        lambda op: _is_traffic(op) and (op.of("nn/rope.py", "nn/attention.py") or op.of("nn/norms.py", of="forward")),
-    ),
-    Fusion(
-        "modulation + LoRA down-projection",  # Python 3.11 takes the loop over images for a function of its own
-        lambda op: _is_traffic(op) and op.of("nn/norms.py", of=("modulated_norm", "<listcomp>")),
-        lambda op: _is_product(op) and op.of("networks/adapters/lora.py"),
-    ),
-    DEQUANTISING,
-    Fusion("the update as one kernel", lambda op: op.cost.phase == "update", once=True),
+    "dequantise inside the product",
+    lambda op: _is_traffic(op) and "fp8_numbers.py:" in op.cost.site,
+    lambda op: op.cost.kind == "products",
 )
 
 
@@ -311,26 +270,21 @@ def fused(operations: Sequence[Operation], living: set[int], fusion: Fusion) -> 
             readers[storage].add(index)
         sources, member = {owner[storage] for storage, *_ in op.reads if storage in owner}, fusion.member(op)
         if member or (sources and fusion.ends(op)):
-            joined = set(groups) if fusion.once else sources
-            groups[index] = [*itertools.chain(*(groups.pop(each) for each in joined)), index]
-            owner = {storage: index if group in joined else group for storage, group in owner.items()}
+            groups[index] = [*itertools.chain(*(groups.pop(each) for each in sources)), index]
+            owner = {storage: index if group in sources else group for storage, group in owner.items()}
             owner |= {storage: index for storage, *_ in op.writes}
         if not member:
             owner = {storage: group for storage, group in owner.items() if group not in sources | {index}}
     grouped = set(itertools.chain(*groups.values()))
     found = Counter(op.cost for index, op in enumerate(operations) if index not in grouped)
     for group in groups.values():
-        own, read, written = [operations[i] for i in sorted(group)], dict[Piece, int](), dict[Piece, int]()
-        made, same, before = set[int](), dict[Any, dict[Piece, int]](), dict[int, int]()  # storage -> an equal one
+        own = [operations[i] for i in sorted(group)]
+        read, written, made = dict[Piece, int](), dict[Piece, int](), set[int]()
         for op in own:
-            inputs = tuple((before.get(storage, storage), *rest) for storage, *rest in op.reads)
-            first = same.setdefault((op.cost.name, inputs) if fusion.once else len(same), op.writes)
-            before |= {new[0]: old[0] for new, old in zip(op.writes, first, strict=True)}
-            read |= {each: size for each, size in op.reads.items() if before.get(each[0], each[0]) not in made}
-            if first is op.writes:
-                seen = {storage: storage in living or readers[storage] - set(group) for storage, *_ in op.writes}
-                written |= {each: size for each, size in op.writes.items() if seen[each[0]]}
-                made |= seen.keys()
+            read |= {each: size for each, size in op.reads.items() if each[0] not in made}
+            seen = {storage: storage in living or readers[storage] - set(group) for storage, *_ in op.writes}
+            written |= {each: size for each, size in op.writes.items() if seen[each[0]]}
+            made |= seen.keys()
         cost = max((op.cost for op in own), key=lambda cost: cost.flops)
         moved, flops = sum(read.values()) + sum(written.values()), sum(op.cost.flops for op in own)
         found[cost._replace(name=fusion.name if len(own) > 1 else cost.name, flops=flops, bytes=moved)] += 1
@@ -353,13 +307,10 @@ def _process_trace() -> Trace:
 Sizes = list[tuple[int, int]]  # of each kind of block: weights that can be swapped, their bytes
 
 
-def walk(case: GpuCase, blocks: tuple[int, ...], sites: bool = False) -> tuple[list[Operation], set[int], Sizes]:
-    """Return the second step's operations, the storages that outlive it, and sizes; in a process of :func:`walkers`.
-
-    ``sites``: name the lines that backward's operations come from, which takes twice as long.
-    """
+def walk(case: GpuCase, blocks: tuple[int, ...]) -> tuple[list[Operation], set[int], Sizes]:
+    """Return the second step's operations, the storages that outlive it, and sizes; in a process of :func:`walkers`."""
     sizes = replace(FAMILIES[case.family], blocks=blocks, batch=case.batch)
-    step, operations, living = _second_step(lambda: build(case, sizes, torch.device("cuda"), tiny=False), sites)
+    step, operations, living = _second_step(lambda: build(case, sizes, torch.device("cuda"), tiny=False))
     return operations, living, block_sizes(case.family, step.model)
 
 
@@ -367,14 +318,14 @@ def walk_rung(model: str, rung: Rung) -> Counter[Cost]:
     """Return what a step of a language model's rung costs; in a process of :func:`walkers`."""
     eager = replace(rung, compiled=False)
     with kernels_of(rung):
-        _, operations, living = _second_step(lambda: build_rung(model, eager, torch.device("cuda")), sites=False)
+        _, operations, living = _second_step(lambda: build_rung(model, eager, torch.device("cuda")))
     costs = fused(operations, living, COMPILED) if rung.compiled else Counter(op.cost for op in operations)
     if rung.tf32:
         costs = Counter({cost._replace(dtype="tf32") if cost.dtype == "fp32" else cost: n for cost, n in costs.items()})
     return costs
 
 
-def _second_step(build_step: Callable[[], Any], sites: bool) -> tuple[Any, list[Operation], set[int]]:
+def _second_step(build_step: Callable[[], Any]) -> tuple[Any, list[Operation], set[int]]:
     """Return what is built, its second step's operations, and the storages that outlive it."""
     trace = _process_trace()
     trace.operations = []
@@ -383,8 +334,7 @@ def _second_step(build_step: Callable[[], Any], sites: bool) -> tuple[Any, list[
             step = build_step()
             step.loss()
             trace.on = True
-            with torch.autograd.set_detect_anomaly(sites, check_nan=False):
-                step.loss()
+            step.loss()
     finally:
         trace.on = False
     return step, trace.operations, trace.living()
@@ -415,14 +365,11 @@ class Counted(NamedTuple):
         return costs
 
 
-def count(case: GpuCase, sites: bool = False) -> Counted:
-    """Return what a step of the published depth costs, from steps of few blocks; in a process of :func:`walkers`.
-
-    Proposed fusions are counted with ``sites``, by which they know their operations.
-    """
+def count(case: GpuCase) -> Counted:
+    """Return what a step of the published depth costs, from steps of few blocks; in a process of :func:`walkers`."""
     depth = FAMILIES[case.family].blocks
     few = [tuple(_FEW + (kind == more) for kind in range(len(depth))) for more in range(-1, len(depth))]
-    walks = [walk(case, blocks, sites) for blocks in few]
+    walks = [walk(case, blocks) for blocks in few]
 
     def straight(fusion: Fusion | None) -> Counter[Cost]:
         first, *others = (
@@ -435,8 +382,8 @@ def count(case: GpuCase, sites: bool = False) -> Counted:
                 found[cost] += (blocks - _FEW) * (other[cost] - first[cost])
         return found
 
-    fusions = (COMPILED, *FUSIONS) if sites else (COMPILED, DEQUANTISING)
-    return Counted({"": straight(None)} | {fusion.name: straight(fusion) for fusion in fusions}, walks[0][2])
+    costs = {"": straight(None)} | {fusion.name: straight(fusion) for fusion in (COMPILED, DEQUANTISING)}
+    return Counted(costs, walks[0][2])
 
 
 @contextmanager
@@ -505,8 +452,17 @@ def ladder_rows(options: Any) -> Iterator[dict[str, Any]]:
 
 def print_ladders(options: Any) -> None:
     """Print the table of :func:`ladder_rows`."""
-    table = Table({"case": "<44", "done_tflop": "10.1f", "moved_gib": "9.1f", "launches": "8d",
-                   "tokens_per_s": "12,.0f", "mfu": "5.0%", "tokens_per_s_of_host": "20,.0f"})  # fmt: skip
+    table = Table(
+        {
+            "case": "<44",
+            "done_tflop": "10.1f",
+            "moved_gib": "9.1f",
+            "launches": "8d",
+            "tokens_per_s": "12,.0f",
+            "mfu": "5.0%",
+            "tokens_per_s_of_host": "20,.0f",
+        }
+    )
     for each in ladder_rows(options):
         table.add(each)
     finish(table.rows, {}, options.json, "none: counted")
@@ -521,50 +477,6 @@ def needed_flops(costs: Counter[Cost]) -> float:
     )
 
 
-def by_operation(costs: Counter[Cost], card: Card, efficiency: float, largest: int = 40) -> list[dict[str, Any]]:
-    """Return the operations that take most of the step, those of one line together."""
-    found: dict[tuple[str, ...], dict[str, Any]] = {}
-    for cost, n in costs.items():
-        empty = {"operation": cost.name, "site": cost.site, "phase": cost.phase, "kind": cost.kind}
-        own = found.setdefault(cost[:4], empty | dict.fromkeys(("launches", "tflop", "gib", "ms"), 0))
-        parts = (1, cost.flops / 1e12, cost.bytes / GIB, card.seconds(cost, efficiency) * 1e3)
-        own |= {key: own[key] + n * x for key, x in zip(("launches", "tflop", "gib", "ms"), parts, strict=True)}
-    return sorted(found.values(), key=lambda own: -own["ms"])[:largest]
-
-
-def savings(case: GpuCase, counted: Counted, efficiency: float) -> list[dict[str, Any]]:
-    """Return what each fusion would save ``case``: launches, bytes, milliseconds of each card."""
-    found = []
-    for fusion in FUSIONS:
-        eager, after = counted.costs[""], counted.costs[fusion.name]
-        less = [(cost, eager[cost] - after[cost]) for cost in {**eager, **after}]
-        own = {"launches": sum(n for _, n in less), "gib": sum(n * cost.bytes for cost, n in less) / GIB}
-        for name, card in CARDS.items():
-            own[name] = 1e3 * sum(n * card.seconds(cost, efficiency) for cost, n in less if n)
-        found.append({"case": case.name(), "fusion": fusion.name} | own)
-    return [own for own in found if own["launches"]]
-
-
-def draw(rows: Sequence[dict[str, Any]], card: str) -> Figure:
-    """Draw each case's least seconds on ``card`` by what takes them, its launches, and what was measured."""
-    shown = [row for row in rows if row[card]][::-1]
-    figure = Figure(figsize=(9.2, 1.2 + 0.24 * len(shown)), layout="constrained")
-    axes, names = figure.subplots(), [row["case"] for row in shown]
-    left = [0.0] * len(shown)
-    for kind, colour in (_KINDS | {"link": "#cc79a7"}).items():
-        widths = [row[kind] * row[card] for row in shown]
-        axes.barh(names, widths, left=left, color=colour, label="link, not hidden" if kind == "link" else kind)
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.plot([row["launch_s"] for row in shown], names, "|", color="#000000", markersize=9, label="launches")
-    measured = [row for row in shown if row.get("measured_s")]
-    if measured:
-        axes.plot([row["measured_s"] for row in measured], [row["case"] for row in measured], "D", color="#d55e00",
-                  markersize=4, label="measured")  # fmt: skip
-    axes.set(xlabel=f"seconds of a step on {CARDS[card].name}, at least")
-    figure.legend(frameon=False, fontsize="small", loc="outside upper center", ncols=6)
-    return figure
-
-
 def countable() -> list[GpuCase]:
     """Return the cases of bench/gpu.py but those that save a budget, found as a step runs, or every other block."""
     found = [case for case in cases([*FAMILIES]) if not case.kept_mb and case.every == 1]
@@ -576,13 +488,9 @@ def _eager(case: GpuCase) -> GpuCase:
     return replace(case, compiled=False, swapped=0, base="fp8 dequant" if case.base == "fp8 fused" else case.base)
 
 
-def _chosen(only: str | None, case: str | None) -> list[GpuCase]:
-    """Return the cases of the table, or the one that is asked for."""
+def _chosen(only: str | None) -> list[GpuCase]:
+    """Return the cases of the table."""
     every = {case.name(): case for case in countable()}
-    if case and case not in every:
-        raise UserError(f"--by-operation: no case {case!r}{did_you_mean(case, [*every])}; names are those of the table")
-    if case:
-        return [every[case]]
     if only:
         found = [each for name, each in every.items() if only in name]
     else:
@@ -597,14 +505,11 @@ def main() -> None:
     """Count the cases, and print what each card needs for them."""
     parser = benchmark_parser(__doc__)
     parser.add_argument("--only", help="the cases whose name holds this text (default: Tandem's of one image)")
-    parser.add_argument("--card", choices=CARDS, default="H100", help="of shares and picture (%(default)s)")
+    parser.add_argument("--card", choices=CARDS, default="H100", help="of the shares (%(default)s)")
     parser.add_argument("--efficiency", type=float, default=1.0, help="of published rates, that products reach")
     parser.add_argument("--launch-us", type=float, default=_LAUNCH_US, help="a launch's, of the host (%(default)s)")
     parser.add_argument("--measured", type=Path, help="JSON of bench/gpu.py, to stand beside the same cases")
-    parser.add_argument("--picture", type=Path, help="draw the shares here (PNG)")
-    parser.add_argument("--by-operation", metavar="CASE", help="print the largest operations of this case")
     parser.add_argument("--ladder", action="store_true", help="count language models instead; --only names one")
-    parser.add_argument("--fusions", action="store_true", help="print what each proposed fusion would save")
     options = parser.parse_args()
     if options.ladder:
         print_ladders(options)
@@ -613,32 +518,15 @@ def main() -> None:
         raise UserError(f"--measured: {str(options.measured)!r} does not exist; write it with bench/gpu.py --json")
     report = json.loads(options.measured.read_text()) if options.measured else {"rows": []}
     measured = {row["case"]: row["step_s"] for row in report["rows"] if "step_s" in row}
-    chosen = _chosen(options.only, options.by_operation)
-    if options.by_operation:
-        numbers = {"launches": "8d", "tflop": "8.2f", "gib": "8.1f", "ms": "8.2f"}
-        table = Table({"operation": "<44", "site": "<64", "phase": "<10", "kind": "<9"} | numbers)
-    elif options.fusions:
-        table = Table({"case": "<50", "fusion": "<38", "launches": "8d", "gib": "8.1f"} | dict.fromkeys(CARDS, "7.1f"))
-    else:
-        table = Table({"case": "<64", "needed_tflop": "12.0f", "done_tflop": "10.0f", "moved_gib": "9.0f",
-                       "link_gib": "8.1f", "launches": "8d", "launch_s": "8.2f", **dict.fromkeys(CARDS, "7.3f"),
-                       **dict.fromkeys(_KINDS, "9.0%"), "link": "5.0%", "measured_s": "10.3f"})  # fmt: skip
-    sites = bool(options.fusions or options.by_operation)
+    chosen = _chosen(options.only)
+    counts = {"needed_tflop": "12.0f", "done_tflop": "10.0f", "moved_gib": "9.0f", "link_gib": "8.1f", "launches": "8d"}
+    seconds, shares = dict.fromkeys(CARDS, "7.3f"), dict.fromkeys(_KINDS, "9.0%") | {"link": "5.0%"}
+    table = Table({"case": "<64", **counts, "launch_s": "8.2f", **seconds, **shares, "measured_s": "10.3f"})
     with walkers() as pool:
-        found = {case: pool.submit(count, case, sites) for case in dict.fromkeys(map(_eager, chosen))}
+        found = {case: pool.submit(count, case) for case in dict.fromkeys(map(_eager, chosen))}
         for case in chosen:
-            counted = found[_eager(case)].result()
-            if options.by_operation:
-                rows = by_operation(counted.of(case), CARDS[options.card], options.efficiency)
-            elif options.fusions:
-                rows = savings(case, counted, options.efficiency) if case in found else []
-            else:
-                rows = [row(case, counted, options.card, options.efficiency, options.launch_us)]
-                rows[0] |= {"measured_s": measured[case.name()]} if case.name() in measured else {}
-            for each in rows:
-                table.add(each)
-    if options.picture and not sites:
-        save(draw(table.rows, options.card), options.picture)
+            own = row(case, found[_eager(case)].result(), options.card, options.efficiency, options.launch_us)
+            table.add(own | ({"measured_s": measured[case.name()]} if case.name() in measured else {}))
     finish(table.rows, {}, options.json, "none: counted")
 
 

@@ -215,9 +215,15 @@ def train_seed(seed: int, folder: Path) -> None:
 
 
 def measure_format(
-    kind: str, seed: int, held_out: Path, images: int, calibrating: Path, calibration: int, folder: Path,
+    kind: str,
+    seed: int,
+    held_out: Path,
+    images: int,
+    calibrating: Path,
+    calibration: int,
+    folder: Path,
     fixes: tuple[str, ...],
-) -> dict[str, float]:  # fmt: skip
+) -> dict[str, float]:
     """Return the figures of ``kind`` with the LoRA of ``seed``, from ``folder`` where they were measured before."""
     row = folder / f"{kind}_seed{seed}_{images}_{calibration}_{'_'.join(fixes)}.json"
     if row.exists():

@@ -41,7 +41,6 @@ from bench.families import (
 )
 from bench.floor import FlooredStep
 from bench.measure import Case, Table, benchmark_parser, finish, measure
-from bench.read_only import SCHEMES as READ_ONLY
 from library.errors import exit_on_user_error
 from library.models.registry import family_class
 from library.precision.files.registry import scheme_named
@@ -50,7 +49,7 @@ from library.precision.recipe import Recipe, quantize_model
 from library.training.memory.budget import keep_freed_memory
 
 TRAINERS, DTYPES = ("tandem", "peft"), ("bf16", "fp32", "fp8")
-ALONE = ("cast", "tensor", "row", "int8_row", "int8_convrot", "nvfp4", "Q8_0", "Q4_K", "Q6_K", "nf4")
+ALONE = ("cast", "tensor", "row", "int8_row", "int8_convrot", "nvfp4")
 
 
 def build_step(
@@ -75,8 +74,7 @@ def build_step(
         keep_freed_memory()  # as its trainer does; another process has the other
         family_class(family_name).optimise_forward(transformer)
         if dtype not in ("bf16", "fp32"):  # as training on a CPU does, computing in bf16
-            scheme = READ_ONLY.get(dtype) or scheme_named("block64" if dtype == "fp8" else dtype)
-            quantize_model(transformer, Recipe(scheme))
+            quantize_model(transformer, Recipe(scheme_named("block64" if dtype == "fp8" else dtype)))
             make_cpu_kernels(transformer, torch.bfloat16)
         trained = tandem_network(family_name, transformer, rank).parameters()
     else:

@@ -13,12 +13,13 @@ import ast
 import sys
 import textwrap
 import tomllib
+from collections.abc import Iterable
+from html import escape
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from dev.svg import box, document, text
 from library.files import write_text
 
 DRAWING = ROOT / "docs" / "images" / "structure.svg"
@@ -84,6 +85,24 @@ def drawing() -> str:
         shapes += [shape for found, _ in boxes for shape in found]
         y += max(height for _, height in boxes) + _MARGIN
     return document(_WIDTH, y, shapes)
+
+
+def text(x: float, y: float, words: str, size: int = 12, weight: str = "normal", fill: str = "#222222") -> str:
+    """Return a line of text as SVG."""
+    style = f'font-size="{size}" font-weight="{weight}" text-anchor="start" fill="{fill}"'
+    return f'<text x="{x}" y="{y}" {style}>{escape(words)}</text>'
+
+
+def box(x: float, y: float, width: float, height: float, fill: str, stroke: str, radius: int) -> str:
+    """Return a rectangle as SVG."""
+    place = f'x="{x}" y="{y}" width="{width}" height="{height}" rx="{radius}"'
+    return f'<rect {place} fill="{fill}" stroke="{stroke}"/>'
+
+
+def document(width: float, height: float, shapes: Iterable[str]) -> str:
+    """Return an SVG of ``shapes`` on white."""
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif">'
+    return "\n".join([head, f'<rect width="{width}" height="{height}" fill="white"/>', *shapes, "</svg>"]) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,20 +1,20 @@
-"""Measure what makes a seam along the mask of a fill model, and draw the figures of ``docs/precision.md``.
+"""Measure what makes a seam along the mask of a fill model: the tables of ``docs/precision.md``.
 
-    python dev/measure_seam.py                  # trains what is missing, measures, draws
-    python dev/measure_seam.py --only draw      # draws again from output/seam/seam.json
+    python dev/measure_seam.py                  # trains what is missing, measures, prints the tables
+    python dev/measure_seam.py --only report    # prints the tables of output/seam/seam.json
 
 Two experiments, both with the built-in tiny FLUX Fill and the demo's images, each with a generated mask:
 
 - *training*: the LoRA of ``configs/demo_fp8.toml`` with the region blanked grey, black, or with noise, on the base in
   high precision and on the base cast to fp8, with two seeds each: 12 LoRAs, about two minutes of a core each. Every one
-  is run as it may be served, and held against its own run in high precision and against the true picture;
+  is run as it may be served, and compared with its own run in high precision and with the true image;
 - *conditioning*: what servers do to mask, blank and latents, one at a time, beside what fp8 does to weights, inputs
   of layers and the LoRA, with the four LoRAs trained over grey and black in high precision.
 
-Runs and figures are those of ``tools/precision_report.py`` (``library/fidelity``): each of an error's figures along the
-border is divided by that of white noise of the same size on the same image. An image's value is the geometric mean over
+Runs and metrics are those of ``tools/precision_report.py`` (``library/fidelity``): each metric of the border is the
+error's, divided by that of white noise of the same size on the same image. An image's value is the geometric mean over
 the LoRAs, the intervals are over images (bootstrap). All is a function of the seeds; on another CPU the last digits
-differ. Prints the tables of the page as Markdown.
+differ.
 """
 
 from __future__ import annotations
@@ -34,12 +34,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-from matplotlib.figure import Figure
 from rich.console import Console
-from torch import Tensor
 
 import tools.quantize_model as quantize_model
-from dev.draw_precision_figures import save
 from library.config.model_types import Blank
 from library.config.schema import ModelConfig
 from library.errors import exit_on_user_error
@@ -126,18 +123,14 @@ class Bench:
             self._sets[blank] = replace(prepare_eval_set(self.models, found, REFERENCE, self.steps), sigmas=())
         return self._sets[blank]
 
-    def put_on(self, lora: Path) -> None:
-        """Make ``lora`` the one that runs."""
-        self.models.loras = read_loras([lora_source(str(lora))], self.models.family, Console(quiet=True))
-
     def run(self, lora: Path, variant: Variant, blank: Blank) -> Outcome:
-        """Return what the model paints with ``lora`` as ``variant`` serves it."""
-        self.put_on(lora)
+        """Return what the model generates with ``lora`` as ``variant`` serves it."""
+        self.models.loras = read_loras([lora_source(str(lora))], self.models.family, Console(quiet=True))
         name = f"{lora.parent.name}, {blank}: {variant.changes()}"
         return run_variant(self.models, variant, self.inputs(blank), self.console, name)
 
     def reference(self, lora: Path, blank: Blank) -> Outcome:
-        """Return what it paints in high precision."""
+        """Return what it generates in high precision."""
         if (lora, blank) not in self._references:
             self._references[lora, blank] = self.run(lora, REFERENCE, blank)
         return self._references[lora, blank]
@@ -201,15 +194,6 @@ CONDITIONING: dict[str, Variant] = {
     "known latents composited": replace(REFERENCE, paste="latents"),
     "known pixels pasted": replace(REFERENCE, paste="pixels"),
 }
-_COLOURS = {"fp8": "#1f77b4", "mask": "#d62728", "blank": "#9467bd", "known": "#2ca02c"}
-
-
-def colour_of(case: str) -> str:
-    """Return the colour of a case: what fp8 does, the mask, what is under it, the known region."""
-    words = {"mask ": "mask", "given": "blank", "known": "known"}
-    return _COLOURS[next((kind for word, kind in words.items() if word in case), "fp8")]
-
-
 Results = dict[str, Any]  # experiment, case, beside what, seed -> what Bench.measure returns
 
 
@@ -278,126 +262,38 @@ def table(results: Results, rows: Mapping[str, Sequence[str]]) -> str:
     return "\n".join(lines)
 
 
-def forest(results: Results, rows: Mapping[str, Sequence[str]], colours: Mapping[str, str]) -> Figure:
-    """Draw each case's figures with their intervals over images, the limits as dashed lines."""
-    shown = ("ring inside", "grain inside", "ring outside", "step")
-    figure = Figure(figsize=(9.6, 0.9 + 0.27 * len(rows)), layout="constrained")
-    places = range(len(rows), 0, -1)
-    for axis, name in zip(figure.subplots(1, len(shown), sharey=True), shown, strict=True):
-        for place, (title, names) in zip(places, rows.items(), strict=True):
-            middle, low, high = over_loras(results, names)[1][name]
-            axis.plot([low, high], [place, place], color=colours[title], linewidth=2.2, solid_capstyle="round")
-            axis.plot([middle], [place], "o", color=colours[title], markersize=4.5)
-        axis.axvline(1, color="#999999", linewidth=0.8)
-        axis.axvline(LIMITS[name], color="#999999", linewidth=0.8, linestyle="--")
-        axis.set_xscale("log")
-        axis.set_xlim(0.6, max(3, 1.1 * max(over_loras(results, names)[1][name][2] for names in rows.values())))
-        axis.set_xticks(*_ticks(axis.get_xlim()[1]))
-        axis.minorticks_off()
-        axis.set_title(name, loc="left", fontsize=10)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(axis="y", color="#eeeeee")
-        axis.set_axisbelow(True)
-        axis.set_yticks(list(places), list(rows), fontsize=8.5)
-        axis.tick_params(axis="y", length=0)
-    figure.supxlabel("times white noise of the same size; bars: 95 % intervals over images; dashed: limits", fontsize=9)
-    return figure
-
-
-def _ticks(most: float) -> tuple[list[float], list[str]]:
-    numbers = [n for n in ((1, 1.5, 2, 3) if most < 4 else (1, 2, 4, 8, 16, 32, 64)) if n <= most]
-    return numbers, [f"{n:g}" for n in numbers]
-
-
-SHOWN = (
-    "weights cast to fp8",
-    "LoRA merged, stochastic",
-    "mask grown by 4 px",
-    "mask blurred, sigma 4 px",
-    "known latents composited",
-)
-_WHITE = 40.0  # 8-bit steps that are white in the pictures of errors
-
-
-def pictures(bench: Bench) -> Figure:
-    """One image of the LoRA over grey in high precision, and its error with what servers do, all on one scale."""
-    eval_set = bench.inputs("grey")
-    masks = [(i, mask) for i in range(len(eval_set.batches)) if (mask := eval_set.mask(i)) is not None]
-    number, cells = max(masks, key=_inner_share)
-    one = replace(
-        eval_set,
-        batches=[eval_set.batches[number]],
-        pixels=[eval_set.pixels[number]],
-        jobs=[eval_set.jobs[number]],
-    )
-    bench.put_on(lora_file(bench.folder, "grey", "high", SEEDS[0]))
-    wanted, *served = (
-        run_variant(bench.models, variant, one, bench.console, "one picture").images[0]
-        for variant in (REFERENCE, *(CONDITIONING[case] for case in SHOWN))
-    )
-    figure = Figure(figsize=(9.6, 2.5), layout="constrained")
-    axes = list(figure.subplots(1, 1 + len(SHOWN)))
-    axes[0].imshow(((wanted + 1) / 2).clamp(0, 1).permute(1, 2, 0).numpy())
-    axes[0].set_title("high precision;\nfilled inside the line", fontsize=8)
-    shown: Any = None
-    for axis, case, found in zip(axes[1:], SHOWN, served, strict=True):
-        error = (found - wanted).abs().mean(0) / STEP_8BIT
-        shown = axis.imshow(error.numpy(), cmap="inferno", vmin=0, vmax=_WHITE)
-        axis.set_title(case.replace(", ", ",\n"), fontsize=8)
-    for axis in axes:
-        axis.contour(mask_in_pixels(cells, wanted).numpy(), levels=[0.5], colors="#33cccc", linewidths=0.9)
-        axis.set_axis_off()
-    figure.colorbar(shown, ax=axes, shrink=0.75, label="error, 8-bit steps")
-    return figure
-
-
-def _inner_share(each: tuple[int, Tensor]) -> float:
-    """The share that a mask fills, 0 if it touches the image's rim."""
-    mask = each[1]
-    touches = mask[0].any() or mask[-1].any() or mask[:, 0].any() or mask[:, -1].any()
-    return 0.0 if touches else float(mask.float().mean())
-
-
-def report(bench: Bench, results: Results, images: Path, console: Console) -> None:
-    """Print both experiments' tables and draw the page's figures into ``images``."""
+def report(results: Results, console: Console) -> None:
+    """Print the tables of both experiments."""
     itself = {name: found for name, found in rows_of(results, "training", "itself").items() if "run high" not in name}
-    truth, conditioning = rows_of(results, "training", "truth"), rows_of(results, "conditioning")
-    console.print("conditioning", *table(results, conditioning).splitlines(), sep="\n")
-    console.print("training, beside the same LoRA in high precision", *table(results, itself).splitlines(), sep="\n")
-    console.print("training, beside the true pictures: rms error of the known side, 8-bit steps, within 8 pixels")
-    for title, names in truth.items():
+    console.print("conditioning", table(results, rows_of(results, "conditioning")), sep="\n")
+    console.print("training, beside the same LoRA in high precision", table(results, itself), sep="\n")
+    console.print("training, beside the true images: rms error of the known side, 8-bit steps, within 8 pixels")
+    for title, names in rows_of(results, "training", "truth").items():
         middle, low, high = known_side(results, names)
         console.print(f"| {title.replace(' | ', ', ')} | {middle:.1f} [{low:.1f}, {high:.1f}] |")
-    colours = {case: colour_of(case) for case in conditioning}
-    console.print(str(save(forest(results, conditioning, colours), images / "precision_seam.png")))
-    named = {name.replace(" | ", ", "): found for name, found in itself.items()}
-    shades = dict(zip(BLANKS, ("#777777", "#000000", "#ff9f1c"), strict=True))
-    colours = {name: shades[blank] for name in named for blank in BLANKS if name.startswith(blank)}
-    console.print(str(save(forest(results, named, colours), images / "precision_seam_training.png")))
-    console.print(str(save(pictures(bench), images / "precision_seam_images.png")))
 
 
 @exit_on_user_error
 def main() -> None:
-    """Train, measure and draw."""
+    """Train, measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", choices=["train", "measure", "draw"], help="of these; default: all")
+    parser.add_argument("--only", nargs="+", choices=["train", "measure", "report"], help="of these; default: all")
     parser.add_argument("--folder", type=Path, default=Path("output/seam"), help="of LoRAs and results")
     parser.add_argument("--steps", type=int, default=8, help="sampling steps (default: %(default)s)")
-    parser.add_argument("--save_to", type=Path, default=ROOT / "docs" / "images", help="folder (default: docs/images)")
     options = parser.parse_args()
     console = Console(highlight=False, soft_wrap=True, markup=False)
-    asked = options.only or ["train", "measure", "draw"]
+    asked = options.only or ["train", "measure", "report"]
     folder = options.folder.resolve()
     if "train" in asked:
         train(folder)
-    path, bench = folder / "seam.json", Bench(folder, options.steps, console)
+    path = folder / "seam.json"
     results: Results = json.loads(read_text(path)) if path.exists() else {}
     if "measure" in asked:
+        bench = Bench(folder, options.steps, console)
         for _ in chain(training_experiment(bench, results), conditioning_experiment(bench, results)):
             write_text(path, json.dumps(results))
-    if "draw" in asked:
-        report(bench, results, options.save_to, console)
+    if "report" in asked:
+        report(results, console)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,23 @@
-"""A layer of known shape to measure on: heavy-tailed weights, correlated inputs, a LoRA's update.
+"""What rounding to fp8 does, on a layer of known shape: the numbers behind the figures of ``docs/precision.md``.
+
+    python dev/precision_numbers.py     # prints them, in a minute
 
 Weights are Student-t with 4 degrees of freedom and eight columns five times as large, at any standard deviation: the
 kind that FLUX's layers are, made from a seed. Inputs lie mostly in a few directions. An update either has no direction
-at all, or lies where the inputs are, as a trained LoRA's does.
-
-What the figures show, as plain lists: steps of formats, errors of weights, merges and activations.
-
-Everything is measured by rounding with ``library.precision`` and comparing; nothing here knows a formula for it.
+at all, or lies where the inputs are, as a trained LoRA's does. Everything is measured by rounding with
+``library.precision`` and comparing; nothing here knows a formula for it.
 """
 
 from __future__ import annotations
 
+import argparse
 import math
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 from torch import Tensor
@@ -21,7 +25,7 @@ from torch import Tensor
 from library.precision.activations import round_activations
 from library.precision.files.base import in_units
 from library.precision.files.fp8 import Fp8Scheme, Fp8Weight
-from library.precision.fp8_numbers import E4M3FN, FORMATS, dequantize, round_to_nearest
+from library.precision.fp8_numbers import E4M3FN, dequantize, round_to_nearest
 from library.precision.names import ActivationRounding, Granularity
 from library.precision.parity.compensated import merge_into
 from library.precision.parity.layer_errors import moment_energy, update_retention
@@ -73,9 +77,6 @@ def update_along_inputs(weight: Tensor, moment: Tensor, share: float = 0.01, see
 Lines = dict[str, list[float]]  # what a line is called -> its points
 Rounding = Literal["nearest", "stochastic", "compensated"]
 
-DTYPES: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-DTYPES |= {fp8.name: fp8.dtype for fp8 in reversed(FORMATS)}
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 MERGES: dict[str, tuple[Granularity, Rounding]] = {
     "plain cast, nearest": ("cast", "nearest"),
@@ -83,25 +84,6 @@ MERGES: dict[str, tuple[Granularity, Rounding]] = {
     "plain cast, stochastic": ("cast", "stochastic"),
     "plain cast, compensated": ("cast", "compensated"),
 }
-
-
-def step_at(magnitude: float, dtype: torch.dtype) -> float:
-    """Return the distance from the number of ``dtype`` nearest to ``magnitude`` to the next larger one.
-
-    0 where the format has ended.
-    """
-    number = torch.tensor([magnitude]).to(dtype)
-    following = (number.view(_INTEGERS[dtype.itemsize]) + 1).view(dtype)
-    step = following.double() - number.double()
-    return step.item() if bool(torch.isfinite(step)) else 0.0
-
-
-def numbers_between(low: float, high: float, dtype: torch.dtype, most: int = 4000) -> list[float]:
-    """Return the numbers of ``dtype`` in [low, high], at most ``most`` of them; ``low`` is not below 0."""
-    found = [float(torch.tensor([low]).to(dtype))]
-    while found[-1] <= high and len(found) < most:
-        found.append(found[-1] + step_at(found[-1], dtype))
-    return [number for number in found if low <= number <= high]
 
 
 def weight_errors(stds: Sequence[float], granularities: Sequence[Granularity]) -> Lines:
@@ -188,12 +170,6 @@ def saturation(shares: Sequence[float]) -> Lines:
     return result
 
 
-def stored_with_scale(values: Sequence[float], largest: float) -> list[float]:
-    """Return what e4m3fn makes of ``values`` under the scale of a tensor whose largest magnitude is ``largest``."""
-    row = torch.tensor([list(values)])
-    return _with_scale(row, torch.tensor([[largest / E4M3FN.max]]))[0].tolist()
-
-
 def activation_errors(outliers: Sequence[float], how: ActivationRounding) -> tuple[list[float], list[float]]:
     """Return the error of ordinary activations beside one outlier of each size: in its own token, in all others.
 
@@ -228,3 +204,30 @@ def _with_scale(values: Tensor, scale: Tensor) -> Tensor:
     """Return ``values`` [out, in] rounded under ``scale`` [1 or out, blocks], saturating."""
     blocked = values.view(values.shape[0], scale.shape[1], -1) / scale.unsqueeze(-1)
     return dequantize(round_to_nearest(blocked, E4M3FN).view(values.shape), scale, torch.float32)
+
+
+def main() -> None:
+    """Print what each figure shows."""
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    stds, shares = [0.005, 0.01, 0.02, 0.04, 0.08], [0.01, 0.03, 0.1, 0.3, 1.0]
+    outliers, sizes = [1e1, 1e2, 1e3, 1e4, 1e5, 1e6], [2.0**exponent for exponent in range(-14, 11, 4)]
+    tables: dict[str, Lines] = {
+        "error of a weight": {"std": stds, **weight_errors(stds, ("cast", "tensor", "row", "block64"))},
+        "share of weights in a plain cast": {"std": stds, **cast_shares(stds)},
+    }
+    for what, lines in merges(stds).items():
+        tables[f"a merged update of 1 %: {what}"] = {"std": stds, **lines}
+    tables["error of a merged weight"] = {"size of the update": shares, **saturation(shares)}
+    for how in ("tensor", "row"):
+        own, others = activation_errors(outliers, how)
+        name = f"activations beside an outlier, scale per {how}"
+        tables[name] = {"outlier": outliers, "its token": own, "other tokens": others}
+    tables["activations without scales"] = {"rms": sizes, **unscaled_errors(sizes)}
+    for title, lines in tables.items():
+        print(title)
+        for name, values in lines.items():
+            print(f"  {name:<24}", *(f"{value:9.3g}" for value in values))
+
+
+if __name__ == "__main__":
+    main()

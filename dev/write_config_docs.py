@@ -29,6 +29,9 @@ from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields, sec
 from library.errors import UserError, exit_on_user_error
 from library.files import write_text
 
+KOHYA_PAGE = ROOT / "docs/kohya_flags.md"
+_KOHYA_TABLES = "## Defaults of unset keys"  # the heading of the first table
+
 
 def json_schema(script: Script = LORA) -> str:
     """Return the JSON schema: every key allowed at the top level and under its section's heading."""
@@ -119,14 +122,9 @@ def _type(schema: dict[str, Any]) -> str:
 
 
 def kohya_page() -> str:
-    """Return the Markdown page of every flag of kohya's trainers and its fate."""
-    lines = [
-        Path(__file__).with_name("kohya_introduction.md").read_text(encoding="utf-8"),
-        "## Defaults of unset keys",
-        "",
-        "| key | sd-scripts | musubi-tuner | Tandem |",
-    ]
-    lines.append("|---|---|---|---|")
+    """Return the Markdown page of every flag of kohya's trainers and its fate; its introduction is written by hand."""
+    introduction, _, _ = KOHYA_PAGE.read_text(encoding="utf-8").partition(_KOHYA_TABLES)
+    lines = [introduction + _KOHYA_TABLES, "", "| key | sd-scripts | musubi-tuner | Tandem |", "|---|---|---|---|"]
     known = fields()
     for key in dict.fromkeys(key for defaults in DEFAULTS.values() for key in defaults):
         theirs = [DEFAULTS[tool].get(key, "") for tool in DEFAULTS]
@@ -177,8 +175,8 @@ def main() -> None:
         ROOT / "docs/llm_options.md": options_page(LLM),
         ROOT / "configs/llm/train_lora.schema.json": json_schema(LANGUAGE_LORA),
         ROOT / "docs/llm_lora_options.md": options_page(LANGUAGE_LORA),
+        KOHYA_PAGE: kohya_page(),
     }
-    pages[ROOT / "docs/kohya_flags.md"] = kohya_page()
     for path, text in pages.items():
         if path.exists() and path.read_text(encoding="utf-8") == text:
             continue

@@ -83,9 +83,11 @@ def test_a_row_says_how_far_a_step_is_from_its_floor() -> None:
 
 def test_ratios_are_the_worst_and_keep_quantised_bases_apart() -> None:
     taken = {  # seconds and MiB: Tandem's, peft's
-        "bf16": ((1.0, 6.0), (2.0, 8.0)), "fp32": ((3.0, 1.0), (4.0, 2.0)), "fp8": ((1.0, 1.0), (4.0, 10.0)),
+        "bf16": ((1.0, 6.0), (2.0, 8.0)),
+        "fp32": ((3.0, 1.0), (4.0, 2.0)),
+        "fp8": ((1.0, 1.0), (4.0, 10.0)),
         "nf4": ((3.0, 9.0), None),
-    }  # fmt: skip
+    }
     rows = []
     for dtype, pair in taken.items():
         for trainer, values in zip(train_step.TRAINERS, pair, strict=True):

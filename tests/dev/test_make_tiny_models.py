@@ -190,9 +190,15 @@ def tiny_flux() -> FluxPipeline:
 def draw(pipeline: FluxPipeline, prompt: str, seed: int = 0) -> np.ndarray:
     """[128, 128, 3] in 0..1."""
     return pipeline(
-        prompt, height=128, width=128, num_inference_steps=12, guidance_scale=3.5, max_sequence_length=32,
-        generator=torch.Generator().manual_seed(seed), output_type="np",
-    ).images[0]  # fmt: skip
+        prompt,
+        height=128,
+        width=128,
+        num_inference_steps=12,
+        guidance_scale=3.5,
+        max_sequence_length=32,
+        generator=torch.Generator().manual_seed(seed),
+        output_type="np",
+    ).images[0]
 
 
 def test_the_committed_model_fits_its_budget() -> None:
