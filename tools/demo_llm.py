@@ -69,7 +69,7 @@ def write_untrained() -> None:
     from library.config.load import load_for
     from library.config.scripts import LLM
     from library.llm.token_batches import TokenShards
-    from library.llm.tokenizers import load_tokenizer
+    from library.llm.tokenizer_files import load_tokenizer
     from library.models.llm.files import export_hf
     from library.training.tasks.pretraining import build_model, name_ends
 

@@ -1,16 +1,15 @@
-"""Evaluate a language model: perplexity, multiple choice by likelihood, samples, lm-evaluation-harness's tasks.
+"""Evaluate a language model: perplexity, multiple choice by likelihood, samples.
 
     python tools/evaluate_llm.py --model output/llama_tiny/llama_tiny --perplexity data/my_texts held_out.txt
     python tools/evaluate_llm.py --model Llama-3.2-1B --choices hellaswag_val.jsonl --limit 1000 --save_to scores.json
-    python tools/evaluate_llm.py --model Llama-3.2-1B --lora output/my_lora --tasks arc_easy,lambada_openai
 
-What is measured, and how, is said at the top of ``library/llm/evaluation.py``.
+``library/llm/evaluation.py`` defines each measure. lm-evaluation-harness reads our model folders itself
+(docs/llm.md, Evaluation).
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import itertools
 import json
 import sys
@@ -27,7 +26,8 @@ from library.console import Console
 from library.errors import UserError, exit_on_user_error
 from library.files import write_text
 from library.llm.documents import find_files, read_documents
-from library.llm.tokenizers import Tokenizer, load_tokenizer
+from library.llm.tokenizer_files import load_tokenizer
+from library.llm.tokenizers import Tokenizer
 from library.models.hub import find_model
 from library.training.report.progress import counting, plain_table
 from tools.command import (
@@ -41,7 +41,6 @@ from tools.command import (
     seed_number,
     tool_console,
     tool_parser,
-    whole,
 )
 
 _CONTEXT = 2048  # at most, unless asked for more: what models were compared at when these measures were made
@@ -57,7 +56,6 @@ def parser() -> argparse.ArgumentParser:
     what = parser.add_argument_group("what to measure")
     what.add_argument("--perplexity", nargs="+", metavar="PATH", help="text files, folders or prepared corpora")
     what.add_argument("--choices", nargs="+", metavar="FILE", help="questions, jsonl in HellaSwag's format")
-    what.add_argument("--tasks", metavar="A,B", help="of lm-evaluation-harness (requirements/eval.txt)")
     what.add_argument("--prompt", nargs="+", metavar="TEXT", help="beginnings to go on from")
     how = parser.add_argument_group("how")
     how.add_argument(
@@ -67,16 +65,14 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument(
         "--batch_size", type=count, default=8, metavar="N", help="windows or choices (default: %(default)s)"
     )
-    how.add_argument("--limit", type=count, metavar="N", help="documents of each file, questions of each file and task")
+    how.add_argument("--limit", type=count, metavar="N", help="documents of each file, questions of each file")
     how.add_argument("--text_key", help="jsonl key or column that holds the text; default: text")
     how.add_argument("--separator", metavar="TEXT", help="divides text files into documents")
     how.add_argument("--split", metavar="NAME", help="of a dataset's folder or a prepared corpus (there: validation)")
-    how.add_argument("--num_fewshot", type=whole(least=0), metavar="N", help="examples before each question of --tasks")
-    how.add_argument("--include_path", type=Path, metavar="FOLDER", help="further tasks in the harness's YAML")
     how.add_argument("--max_new_tokens", type=count, metavar="N", help="of samples; default: 64")
     how.add_argument("--temperature", type=number(least=0), metavar="X", help="of samples; default: 0.8")
     how.add_argument("--top_p", type=finite, metavar="X", help="of samples")
-    how.add_argument("--seed", type=seed_number, default=0, help="of samples and of the harness (default: %(default)s)")
+    how.add_argument("--seed", type=seed_number, default=0, help="of samples (default: %(default)s)")
     parser.add_argument("--save_to", type=Path, metavar="FILE", help="write everything measured as JSON")
     return parser
 
@@ -107,7 +103,6 @@ _PERPLEXITY_ROWS = {
 _ONLY_WITH = {
     "perplexity": ("stride", "text_key", "separator", "split"),
     "prompt": ("max_new_tokens", "temperature", "top_p"),
-    "tasks": ("num_fewshot", "include_path"),
 }
 
 
@@ -136,12 +131,6 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
             for path in options.perplexity:
                 texts[path] = documents(path, tokenizer, options)
                 reading(1)
-    tasks = [name.strip() for name in (options.tasks or "").split(",") if name.strip()]
-    manager = None
-    if options.tasks:
-        from library.llm.lm_harness import HarnessModel, find_tasks, run_tasks
-
-        manager = find_tasks(tasks, options.include_path)
     model = load_language_model(folder, options.dtype, options.fp8_scaled)
     if lora is not None:
         put_lora_on(model, lora.path, lora.ratio)
@@ -161,9 +150,6 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
             advance = start("choices", sum(len(question.choices) for question in asked))
             scores = answer_questions(model, tokenizer, asked, context, size, advance)
             results.setdefault("choices", {})[path] = accuracies(asked, scores)
-        if manager is not None:
-            harness = HarnessModel(model, tokenizer, context, size, start, options.seed)
-            results["tasks"] = run_tasks(harness, manager, tasks, options.num_fewshot, options.limit)
     if options.prompt:
         results["samples"] = samples(model, tokenizer, options, config.eos)
     show(results, console)
@@ -175,25 +161,21 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
 
 def check(options: argparse.Namespace) -> None:
     """Raise a UserError if nothing is asked for, an option would have no effect, or a number has no meaning."""
-    if not (options.perplexity or options.choices or options.tasks or options.prompt):
-        raise UserError("nothing to evaluate; give --perplexity, --choices, --tasks or --prompt")
+    if not (options.perplexity or options.choices or options.prompt):
+        raise UserError("nothing to evaluate; give --perplexity, --choices or --prompt")
     for needed, names in _ONLY_WITH.items():
         for name in names if not getattr(options, needed) else ():
             if getattr(options, name) is not None:
                 raise UserError(f"--{name}: has no effect without --{needed}; add it or remove --{name}")
     for name in ("limit", "context"):
-        if getattr(options, name) is not None and not (options.perplexity or options.choices or options.tasks):
-            raise UserError(f"--{name}: has no effect without --perplexity, --choices or --tasks; remove it")
+        if getattr(options, name) is not None and not (options.perplexity or options.choices):
+            raise UserError(f"--{name}: has no effect without --perplexity or --choices; remove it")
     prepared = [(Path(path) / INDEX).is_file() for path in options.perplexity or ()]
     for name in ("text_key", "separator"):
         if getattr(options, name) is not None and all(prepared):
             raise UserError(f"--{name}: has no effect on a prepared corpus; remove it")
     if options.save_to is not None and options.save_to.is_dir():
         raise UserError(f"--save_to: {options.save_to} is a folder; name a file in it")
-    if options.include_path is not None and not options.include_path.is_dir():
-        raise UserError(f"--include_path: {options.include_path}: no such folder; check the path")
-    if options.tasks and importlib.util.find_spec("lm_eval") is None:
-        raise UserError("--tasks: needs lm-evaluation-harness; run pip install -r requirements/eval.txt")
 
 
 def documents(path: str, tokenizer: Tokenizer, options: argparse.Namespace) -> list[Document]:
@@ -255,12 +237,6 @@ def show(results: dict[str, Any], console: Console) -> None:
         for path, own in measured.items():
             rates = [f"{100 * own[k]:.2f} ± {100 * own[f'{k}_stderr']:.2f} %" for k in ("acc", "acc_norm")]
             table.add_row(path, *rates, f"{own['questions']:,}")
-        console.print(table)
-    if measured := results.get("tasks"):
-        table = plain_table("task", "metric", "value")
-        for name, own in measured.items():
-            for metric, value in own.items():
-                table.add_row(name, metric, f"{value:.4g}")
         console.print(table)
     for sample in results.get("samples", ()):
         console.print(Text(f"--- {sample['prompt']}\n{sample['text']}\n"))

@@ -38,7 +38,8 @@ from library.config.schema import ModelConfig, PrecisionConfig
 from library.errors import UserError, error_prefix, exit_on_user_error
 from library.files import read_text, write_text
 from library.llm.chat_templates import CHAT_TEMPLATES, PromptTemplate, TextTemplate, load_chat_template
-from library.llm.tokenizers import IncrementalDecoder, Tokenizer, load_tokenizer
+from library.llm.tokenizer_files import load_tokenizer
+from library.llm.tokenizers import IncrementalDecoder, Tokenizer
 from library.models.hub import find_model
 from library.training.sampling.prompts import SamplePrompt, check_steering, parse_prompt, read_prompts
 from tools.command import (

@@ -36,7 +36,8 @@ from rich.progress import (
 from library.config.markers import MOST_WORKERS
 from library.errors import UserError, counted, exit_on_user_error
 from library.llm.documents import find_files, load_by_name, read_dataset, read_documents
-from library.llm.tokenizers import load_tokenizer, train_bpe
+from library.llm.tokenizer_files import load_tokenizer
+from library.llm.tokenizers import train_bpe
 from tools.command import answer_early, count, number, seed_number, tool_console, tool_parser, whole
 
 

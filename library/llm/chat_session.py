@@ -1,41 +1,39 @@
-"""A chat with a language model: what was said, as tokens, and the keys and values already computed for them.
+"""A chat with a language model: its turns as tokens, and the KV cache of those already computed.
 
     chat = ChatSession(model.config, load_prompt_template("auto", tokenizer, folder, model.config.eos))
     for text in chat.answer(model, "What is RoPE?", SamplingSettings(temperature=0.7)):
         print(text, end="", flush=True)
 
-The cache stays from turn to turn. A prompt shares its beginning with what is in the cache, usually all but the newest
-message; only the rest goes through the model. (What the model said stays the tokens it said, see
+The cache stays from turn to turn. A prompt begins like the cached tokens, usually with all but the newest message; only
+the rest goes through the model. (Answers are kept as the tokens that were generated, see
 ``library.llm.chat_templates``.)
 
-When the context is full, the oldest turns are left out, enough of them to make a quarter of the context free: their
-removal moves everything behind them, which has to be computed again, and so this happens every few turns only. A
-text without turns loses its oldest tokens instead.
+When the context is full, the oldest turns are left out, enough of them to free a quarter of the context. Leaving one
+out shifts all later positions, so they are computed again; freeing a quarter makes that rare. A text without turns
+loses its oldest tokens instead.
 
-A chat does not hold the model: several may be open while another model, or another LoRA, takes its place in
-memory. Who exchanges weights says so, by ``switch`` or ``forget_cache``.
+The chat does not hold the model. Call ``forget_cache`` when the model's weights change.
 
-Whoever iterates over an answer may stop at any piece, or be stopped by an exception (Ctrl-C): what was said until
-then is part of the chat, and the cache holds what was computed.
+An answer may be stopped after any piece: what was generated until then is part of the chat, and its keys and values
+stay in the cache.
 """
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from library.errors import UserError
-from library.llm.chat_templates import Message, PromptTemplate, TextTemplate, Turn, common
+from library.llm.chat_templates import PromptTemplate, TextTemplate, Turn, common
 from library.llm.generation import SamplingSettings, stream_tokens
 from library.llm.tokenizers import IncrementalDecoder
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import LMConfig
 from library.nn.kv_cache import KVCache
 
-Ending = Literal["said", "max_new_tokens", "context", "stopped"]
+Ending = Literal["model", "max_new_tokens", "context", "stopped"]
 _FIRST_CAPACITY = 256  # columns of a new cache; doubled as needed, as a context of 131,072 is gigabytes
 
 
@@ -48,7 +46,7 @@ class AnswerStats:
         cached: tokens of the prompt that were in the cache.
         computed: tokens of the prompt that were not.
         seconds: from the question to the end.
-        ending: the model ended ("said"), a limit did, or whoever listened.
+        ending: what ended it: the model, a limit, or the caller ("stopped").
     """
 
     tokens: int
@@ -63,96 +61,49 @@ class ChatSession:
 
     Attributes:
         turns: all of them, those that no longer fit the context too.
-        system: the system message; may be set at any time.
+        system: the system message.
         remarks: one line each about what the last answer had to leave out.
         stats: of the last answer.
-        context: tokens that fit.
+        context: tokens that prompt and answer may have.
     """
 
-    def __init__(
-        self, config: LMConfig, template: PromptTemplate, system: str = "", context: int | None = None
-    ) -> None:
+    def __init__(self, config: LMConfig, template: PromptTemplate, system: str = "") -> None:
         """Begin a chat.
 
         Args:
             config: of the model that will answer.
             template: how turns become tokens, with the model's tokenizer.
             system: message that precedes everything.
-            context: tokens that prompt and answer may have; default: what the model was made for.
         """
-        template.prompt(system, [], "?")
-        self.system, self.turns = system, list[Turn]()
-        self.remarks, self.stats = list[str](), None
-        self._wanted_context = context
-        self._attach(config, template)
+        self.template, self.context = template, config.context
+        self.stop_tokens = (*template.tokenizer.stop_tokens, *template.ends, *config.eos)
+        self.forget_cache()
+        self.restore([], system)
 
     stats: AnswerStats | None
 
-    def _attach(self, config: LMConfig, template: PromptTemplate) -> None:
-        largest, wanted = config.context, self._wanted_context
-        if wanted is not None and (wanted < 8 or (wanted > largest and not config.has_rope)):
-            raise UserError(f"context: {wanted} does not fit; this model takes 8 to {largest} tokens")
-        self.template, self.context = template, wanted or largest
-        self.stop_tokens = (*template.tokenizer.stop_tokens, *template.ends, *config.eos)
-        self._left_out = 0  # turns, or tokens of a text, at the beginning
-        self.forget_cache()
+    def restore(self, turns: Sequence[Turn], system: str = "") -> None:
+        """Continue another conversation; a cached beginning that both share stays cached.
 
-    @property
-    def messages(self) -> list[Message]:
-        """Return all that was said, in order."""
-        said = [Message("system", self.system)] if self.system else []
-        for turn in self.turns:
-            said += [Message("user", turn.question), Message("assistant", turn.answer)]
-        return said
+        A turn's tokens are dropped where they do not decode to its answer: they come from another tokenizer.
 
-    def reset(self) -> None:
-        """Forget all turns; the system message stays, and the cache of it."""
-        self.turns.clear()
-        self.remarks, self.stats, self._left_out = [], None, 0
-
-    def take_back(self, turn: int) -> None:
-        """Forget ``turn``, counted from 0, and all that followed; what was computed before it stays in the cache."""
-        del self.turns[turn:]
-        self.remarks, self.stats = [], None
-        if self.template.has_turns:
-            self._left_out = min(self._left_out, turn)
-        else:
-            self._left_out = 0  # tokens, of a text that is another now
-
-    def restore(self, turns: Sequence[Turn]) -> None:
-        """Take turns that were said before; tokens that do not say what their answer does are left out."""
+        Raises:
+            UserError: the template has no system message.
+        """
+        self.template.prompt(system, [], "?")
         tokenizer = self.template.tokenizer
-        self.reset()
+        self.system, self.turns = system, list[Turn]()
+        self.remarks, self.stats = list[str](), None
+        self._left_out = 0  # turns, or tokens of a text, at the beginning
         for turn in turns:
-            known = all(0 <= token < tokenizer.vocab_size for token in turn.said)
-            same = known and tokenizer.decode(list(turn.said), skip_special=True) == turn.answer
-            self.turns.append(turn if same else replace(turn, said=()))
+            known = all(0 <= token < tokenizer.vocab_size for token in turn.tokens)
+            same = known and tokenizer.decode(list(turn.tokens), skip_special=True) == turn.answer
+            self.turns.append(turn if same else replace(turn, tokens=()))
 
     def forget_cache(self) -> None:
-        """Compute everything again for the next answer, as the model's weights are others now."""
+        """Compute all keys and values anew for the next answer: the model's weights have changed."""
         self._cache: KVCache | None = None
         self._cached: list[int] = []  # the tokens that are in it
-
-    def begin_another(self) -> ChatSession:
-        """Return an empty chat with the same model, template and system message."""
-        other = copy.copy(self)
-        other.turns = []
-        other.reset()
-        other.forget_cache()
-        return other
-
-    def switch(self, config: LMConfig, template: PromptTemplate) -> bool:
-        """Go on with another model; return whether the turns so far could be kept.
-
-        They cannot between a model with turns and one that continues a text.
-        """
-        kept = template.has_turns == self.template.has_turns
-        if not kept:
-            self.reset()
-            self.system = ""
-        self._attach(config, template)
-        self.turns = [replace(turn, said=()) for turn in self.turns]  # tokens of another tokenizer
-        return kept
 
     def answer(self, model: TransformerLM, text: str, settings: SamplingSettings) -> Iterator[str]:
         """Yield the model's answer piece by piece, one a token; a piece is empty while a character is incomplete.
@@ -187,13 +138,13 @@ class ChatSession:
         finally:
             self._cached = [*prompt, *tokens][: cache.length]
             if tokens:
-                self.turns.append(Turn(text, said, tuple(tokens), ending == "said"))
+                self.turns.append(Turn(text, said, tuple(tokens), ending == "model"))
             seconds = time.perf_counter() - started
             self.stats = AnswerStats(len(tokens), cached, len(prompt) - cached, seconds, ending)
 
     def _ending(self, tokens: list[int], room: int, settings: SamplingSettings) -> Ending:
         if tokens[-1] in self.stop_tokens:
-            return "said"
+            return "model"
         if room == settings.max_new_tokens:
             return "max_new_tokens"
         self.remarks.append(f"the context of {self.context} tokens is full; the answer ends here")

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 from library.errors import UserError
 from library.files import read_json, read_text, write_text
 from library.gguf_header import gguf_file
-from library.llm.gguf_tokenizer import read_gguf_template
+from library.llm.tokenizer_files import read_gguf_template
 from library.llm.tokenizers import Tokenizer
 
 NO_ANSWER = -1
@@ -61,13 +61,13 @@ class Turn:
 
     Attributes:
         question, answer: as text.
-        said: the answer as generated; none if another model said it.
-        ended: the model itself ended its answer, by the last token of ``said``.
+        tokens: the answer as generated; empty if another model generated it.
+        ended: the model itself ended its answer, by the last one of ``tokens``.
     """
 
     question: str
     answer: str
-    said: tuple[int, ...]
+    tokens: tuple[int, ...]
     ended: bool
 
 
@@ -113,7 +113,7 @@ class TextTemplate(PromptTemplate):
         tokens, open_end = self.beginning, False
         for turn in turns:
             tokens += self._typed(turn.question, open_end)
-            tokens += turn.said or self.tokenizer.encode(turn.answer)
+            tokens += turn.tokens or self.tokenizer.encode(turn.answer)
             open_end = not turn.ended
         return tokens + self._typed(text, open_end)
 
@@ -180,13 +180,13 @@ class ChatTemplate(PromptTemplate):
         for owner, run in groupby(zip(owners, tokens, strict=True), key=lambda pair: pair[0]):
             encoded = [token for _, token in run]
             answered = None if owner == NO_ANSWER else turns[(owner - first) // 2]
-            prompt += self._said(answered, encoded) if answered is not None and answered.said else encoded
+            prompt += self._said(answered, encoded) if answered is not None and answered.tokens else encoded
         return prompt
 
     def _said(self, turn: Turn, encoded: list[int]) -> list[int]:
         """Return the tokens of an answer, with the mark by which the template ends it in ``encoded``."""
         marks = encoded[-1:] if encoded[-1] in self.tokenizer.special.values() else []
-        return [*turn.said[:-1], *(marks or turn.said[-1:])] if turn.ended else [*turn.said, *marks]
+        return [*turn.tokens[:-1], *(marks or turn.tokens[-1:])] if turn.ended else [*turn.tokens, *marks]
 
     @cached_property
     def _text_marks(self) -> dict[str, str]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from library.errors import UserError
 from library.files import atomic_folder, check_new_folder, check_room, write_text
 from library.llm.chat_templates import JINJA_FILE, jinja_source
-from library.llm.tokenizers import load_tokenizer
+from library.llm.tokenizer_files import load_tokenizer
 from library.models.llm.files import TransformersFiles
 from library.models.llm.spec import config_to_hf
 from library.safetensors_io import RowRange, stream_safetensors, tensor_bytes

@@ -42,7 +42,8 @@ from torch import Tensor
 from library.data.batches import ALL, MicroStep, Share
 from library.errors import UserError
 from library.files import checksum, open_own, read_checked_json, write_checked_json
-from library.llm.tokenizers import Tokenizer, load_tokenizer
+from library.llm.tokenizer_files import load_tokenizer
+from library.llm.tokenizers import Tokenizer
 from library.randomness import derive_seed, python_random
 
 Split = Literal["train", "validation"]

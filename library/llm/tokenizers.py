@@ -1,4 +1,4 @@
-"""Text to tokens and back, from the files that models are published with. Nothing is ever downloaded.
+"""Text to tokens and back. ``library.llm.tokenizer_files`` finds out which of these a model was published with.
 
 ============================================  =====================================================================
 ``tokenizer.json``                            Hugging Face, read by the ``tokenizers`` package; what ours are saved as
@@ -6,7 +6,7 @@
 ``vocab.bpe`` + ``encoder.json``              GPT-2 as OpenAI published it (``merges.txt`` + ``vocab.json`` at Hugging
                                               Face): its ranks are computed and go to ``tiktoken`` too
 ``tokenizer.model``, binary                   Llama 2: a SentencePiece model
-a GGUF file                                   the vocabulary in its metadata (``library.llm.gguf_tokenizer``)
+a GGUF file                                   the vocabulary in its metadata (``library.llm.tokenizer_files``)
 ============================================  =====================================================================
 
 Special tokens (``<|eot_id|>``) are made from text only on request: text that a user typed must not be able to end its
@@ -30,8 +30,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from library.errors import UserError
-from library.files import atomic_path, read_json, reading, write_text
-from library.gguf_header import gguf_file
+from library.files import atomic_path, read_json, write_text
 
 # What counts as a word, from openai/gpt-2 encoder.py and meta-llama/llama3 tokenizer.py.
 GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
@@ -53,7 +52,7 @@ _LLAMA3_SPECIAL = {
 _FIRST = ("<|begin_of_text|>", "<s>", "<|endoftext|>")
 _LAST = ("<|end_of_text|>", "</s>", "<|endoftext|>")
 _TURN_ENDS = ("<|eot_id|>", "<|eom_id|>")
-_ADDED = "added_tokens.json"
+ADDED_TOKENS = "added_tokens.json"
 
 
 class Tokenizer(ABC):
@@ -83,7 +82,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def save(self, folder: str | Path) -> None:
-        """Write what :func:`load_tokenizer` reads back into ``folder``."""
+        """Write what ``load_tokenizer`` reads back into ``folder``."""
 
     @abstractmethod
     def _extend(self, names: Sequence[str]) -> None:
@@ -108,53 +107,6 @@ class Tokenizer(ABC):
     def _find_ends(self) -> None:
         self.bos = next((self.special[name] for name in _FIRST if name in self.special), None)
         self.eos = next((self.special[name] for name in _LAST if name in self.special), None)
-
-
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """Return the tokenizer in ``path``, a folder or one of the files above."""
-    path = Path(path).expanduser()
-    found = _tokenizer_file(path) if path.is_dir() else path
-    if not found.is_file():
-        raise UserError(f"{path}: no such file; give a tokenizer's file or the folder it lies in")
-    try:
-        with reading(found):
-            tokenizer = _read(found)
-    except UserError:
-        raise
-    except Exception as error:  # three packages read these files; one of them raises plain Exception
-        raise UserError(f"{found}: cannot be read as a tokenizer ({error}); download it again") from error
-    added = found.parent / _ADDED
-    if added.is_file() and found.name != "tokenizer.json":  # tokenizer.json holds its own
-        numbers: dict[str, int] = read_json(added)
-        tokenizer.add_special_tokens(sorted(numbers, key=numbers.__getitem__))
-    return tokenizer
-
-
-def _tokenizer_file(folder: Path) -> Path:
-    names = ("tokenizer.json", "tokenizer.model", "vocab.bpe", "merges.txt")
-    for name in names:
-        if (folder / name).is_file():
-            return folder / name
-    if (file := gguf_file(folder)) is not None:
-        return file
-    raise UserError(f"{folder}: no tokenizer in this folder; one of {', '.join(names)} or a GGUF file is needed")
-
-
-def _read(file: Path) -> Tokenizer:
-    if file.suffix.lower() == ".gguf":
-        from library.llm.gguf_tokenizer import read_gguf_tokenizer  # which needs the classes here
-
-        return read_gguf_tokenizer(file)
-    if file.suffix == ".json":
-        return HuggingFaceTokenizer.read(file)
-    if file.name in ("vocab.bpe", "merges.txt"):
-        return TiktokenTokenizer.read_gpt2(file)
-    with open(file, "rb") as raw:
-        beginning = raw.read(64)
-    # a line of Llama 3's file: base64, a blank, a number; SentencePiece's is a protobuf message
-    if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", beginning):
-        return TiktokenTokenizer.read_llama3(file)
-    return SentencePieceTokenizer(file)
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -228,7 +180,7 @@ class _PublishedTokenizer(Tokenizer):
             with atomic_path(Path(folder) / file.name) as temporary:
                 shutil.copyfile(file, temporary)
         if self._added:
-            write_text(Path(folder) / _ADDED, json.dumps(self._added, indent=2) + "\n")
+            write_text(Path(folder) / ADDED_TOKENS, json.dumps(self._added, indent=2) + "\n")
 
     def _extend(self, names: Sequence[str]) -> None:
         numbers = range(self.vocab_size, self.vocab_size + len(names))

@@ -23,7 +23,7 @@ from library.web.jobs import ROOT
 from library.web.loras import weights_in
 from library.web.site import Form, Routes, Site
 
-child = Child([str(ROOT / "tools/chat.py"), "--json_lines"])  # one for all tabs
+child = Child([str(ROOT / "tools/chat_worker.py")])  # one for all tabs
 
 
 @asynccontextmanager

@@ -27,7 +27,8 @@ from library.llm.chat_batches import (
     tokenise_chats,
 )
 from library.llm.chat_templates import NO_ANSWER, ChatTemplate, Message, load_chat_template
-from library.llm.tokenizers import load_tokenizer, train_bpe
+from library.llm.tokenizer_files import load_tokenizer
+from library.llm.tokenizers import train_bpe
 from library.nn.attention import document_mask, document_positions
 from library.nn.cross_entropy import IGNORED
 

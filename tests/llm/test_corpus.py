@@ -17,7 +17,7 @@ from library.data.batches import Share
 from library.errors import UserError
 from library.llm.documents import find_files, read_documents
 from library.llm.token_batches import TokenBatches, TokenShards, held_out_batches
-from library.llm.tokenizers import load_tokenizer
+from library.llm.tokenizer_files import load_tokenizer
 from tools.prepare_text import parser, prepare
 
 DOCUMENTS = [f"Document {i}: " + "the cat sat on the mat and 12 dogs ran. " * (i % 7 + 1) for i in range(60)]

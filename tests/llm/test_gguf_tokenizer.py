@@ -15,7 +15,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from library.errors import UserError
 from library.llm.chat_templates import load_chat_template, load_prompt_template
-from library.llm.tokenizers import load_tokenizer
+from library.llm.tokenizer_files import load_tokenizer
 
 TEXT = (
     "The keeper's lamp burned on. In 1984, 1234567 gulls weren't there; they'd flown 12 miles!\n\n\tÉmigré cafés: ½ ²"

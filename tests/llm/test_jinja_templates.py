@@ -11,7 +11,8 @@ from transformers import PreTrainedTokenizerFast
 
 from library.errors import UserError
 from library.llm.chat_templates import BUILT_IN, ChatTemplate, Message, load_chat_template, write_jinja_template
-from library.llm.tokenizers import Tokenizer, load_tokenizer
+from library.llm.tokenizer_files import load_tokenizer
+from library.llm.tokenizers import Tokenizer
 from tests.llm.test_chat_batches import CONVERSATION, LLAMA3_MARKS, tokenizer_folder
 
 MARKS = {

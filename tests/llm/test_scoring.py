@@ -28,7 +28,8 @@ from library.llm.evaluation import (
     without_marks,
 )
 from library.llm.token_batches import TokenShards
-from library.llm.tokenizers import HuggingFaceTokenizer, load_tokenizer, train_bpe
+from library.llm.tokenizer_files import load_tokenizer
+from library.llm.tokenizers import HuggingFaceTokenizer, train_bpe
 from library.models.llm.files import load_lm
 from library.models.llm.model import TransformerLM
 from tools.prepare_text import parser, prepare
@@ -214,12 +215,6 @@ def test_accuracies_are_those_counted_by_hand() -> None:
 )
 def test_bracketed_marks_go_as_in_the_harness(text: str, expected: str) -> None:
     assert without_marks(text) == expected
-
-
-def test_the_harness_itself_prepares_questions_alike() -> None:
-    utils = pytest.importorskip("lm_eval.tasks.hellaswag.utils")
-    for text in ("[header] How [title] to  rest [substeps] Lie   down ", " [title] a", "b [title]  c [x][y] d"):
-        assert without_marks(text) == utils.preprocess(text)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from transformers import GPT2TokenizerFast, PreTrainedTokenizerFast
 
 from library.errors import UserError
 from library.llm.chat_templates import Message, built_in_template
-from library.llm.tokenizers import IncrementalDecoder, Tokenizer, load_tokenizer, train_bpe
+from library.llm.tokenizer_files import load_tokenizer
+from library.llm.tokenizers import IncrementalDecoder, Tokenizer, train_bpe
 
 TEXT = [
     "The quick brown fox doesn't jump over 12345 lazy dogs; it's asleep.\n\n  Indented   code: x = y ** 2\t# why?\r\n",

@@ -29,7 +29,7 @@ from tests.llm.talkers import write_lora
 from tests.models.llm.ggufs import write_model
 from tests.models.llm.lms import NAMES, VOCABULARY, reference, write_reference
 from tests.precision.files.gguf_files import weight_of
-from tools.chatting.session import take_loras_off
+from tools.chat_worker import take_loras_off
 from tools.command import load_language_model
 
 TOKENS = torch.arange(60).view(2, 30) % VOCABULARY

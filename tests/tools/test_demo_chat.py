@@ -18,7 +18,7 @@ from library.errors import UserError
 from library.llm.chat_batches import read_chats
 from library.llm.chat_templates import load_prompt_template
 from library.llm.generation import SamplingSettings, generate_tokens
-from library.llm.tokenizers import load_tokenizer
+from library.llm.tokenizer_files import load_tokenizer
 from library.models.llm.files import load_lm
 from tests.llm.talkers import write_chat_model
 from tests.tools.test_gguf_tools import in_gguf

@@ -5,7 +5,6 @@ Its head is zero, so that all 257 tokens (256 bytes and one that ends texts) are
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -18,7 +17,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from library.errors import UserError
-from library.llm.tokenizers import load_tokenizer, train_bpe
+from library.llm.tokenizer_files import load_tokenizer
+from library.llm.tokenizers import train_bpe
 from library.models.llm.files import export_hf
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import llama
@@ -137,7 +137,6 @@ def test_a_lora_of_peft_is_part_of_the_model(folder: Path, tmp_path: Path) -> No
         (["--perplexity", "text.txt", "--lora", "nowhere"], "nowhere"),
         (["--choices", "long.jsonl"], r"long\.jsonl:1: no key 'ctx'"),
         (["--prompt", "x", "--max_new_tokens", "0"], "--max_new_tokens: '0' is no whole number from 1"),
-        (["--tasks", "x", "--include_path", "nowhere"], "--include_path: nowhere: no such folder"),
         (["--prompt", "x", "--temperature", "0", "--top_p", "0.5"], "top_p: has no effect at temperature 0"),
     ],
 )
@@ -153,63 +152,3 @@ def test_a_bad_file_ends_the_script_with_one_line(folder: Path) -> None:
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith(f"error: {folder / 'bad.jsonl'}:1: not valid JSON")
-
-
-def test_tasks_need_the_harness(folder: Path) -> None:
-    if importlib.util.find_spec("lm_eval") is not None:
-        pytest.skip("lm-evaluation-harness is installed")
-    with pytest.raises(UserError, match=r"pip install -r requirements/eval\.txt"):
-        run(folder, "--tasks", "hellaswag")
-
-
-TASKS = {
-    "own_choices": """
-output_type: multiple_choice
-doc_to_text: "{{ctx}}"
-doc_to_target: "{{label}}"
-doc_to_choice: "{{endings}}"
-metric_list: [{metric: acc}, {metric: acc_norm}]
-""",
-    "own_rolling": """
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{ctx}}"
-metric_list: [{metric: byte_perplexity}, {metric: bits_per_byte}]
-""",
-    "own_writing": """
-output_type: generate_until
-doc_to_text: "{{ctx}}"
-doc_to_target: "{{endings[0]}}"
-generation_kwargs: {until: ["\\n"], max_gen_toks: 4, do_sample: false}
-metric_list: [{metric: exact_match}]
-""",
-}
-
-
-@pytest.fixture
-def own_tasks(folder: Path, tmp_path: Path) -> Path:
-    """Tasks in the harness's YAML on the questions of this file, so that nothing is downloaded."""
-    data = f"dataset_path: json\ndataset_kwargs: {{data_files: {{validation: {folder / 'questions.jsonl'}}}}}\n"
-    for name, text in TASKS.items():
-        (tmp_path / f"{name}.yaml").write_text(f"task: {name}\n{data}validation_split: validation\n{text}")
-    return tmp_path
-
-
-def test_the_harness_measures_what_this_tool_does(folder: Path, own_tasks: Path) -> None:
-    pytest.importorskip("lm_eval")
-    names = ",".join(TASKS)
-    flags = ["--choices", "questions.jsonl", "--include_path", str(own_tasks), "--num_fewshot", "0"]
-    found = run(folder, "--tasks", names, *flags)
-    (ours,), theirs = found["choices"].values(), found["tasks"]
-    assert theirs["own_choices"]["acc,none"] == ours["acc"]
-    assert theirs["own_choices"]["acc_norm,none"] == ours["acc_norm"]
-    assert theirs["own_choices"]["acc_stderr,none"] == pytest.approx(ours["acc_stderr"])
-    assert theirs["own_choices"]["num_fewshot"] == 0
-    assert theirs["own_rolling"]["byte_perplexity,none"] == pytest.approx(257, rel=1e-5)
-    assert theirs["own_writing"]["exact_match,none"] == 0.0
-
-
-def test_a_task_that_does_not_exist_is_named(folder: Path) -> None:
-    pytest.importorskip("lm_eval")
-    with pytest.raises(UserError, match="no task 'hellaswga'; did you mean 'hellaswag'"):
-        run(folder, "--tasks", "hellaswga")

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from library.errors import UserError
 from library.llm.generation import SamplingSettings, generate_tokens
-from library.llm.tokenizers import HuggingFaceTokenizer, load_tokenizer, train_bpe
+from library.llm.tokenizer_files import load_tokenizer
+from library.llm.tokenizers import HuggingFaceTokenizer, train_bpe
 from library.models.llm.files import export_hf, load_lm
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import llama

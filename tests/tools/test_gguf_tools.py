@@ -17,7 +17,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
-from library.llm.tokenizers import HuggingFaceTokenizer, load_tokenizer
+from library.llm.tokenizer_files import load_tokenizer
+from library.llm.tokenizers import HuggingFaceTokenizer
 from library.models.llm.files import load_lm
 from tests.chat_runs import run
 from tests.llm.talkers import PAIRS, write_chat_model, write_lora

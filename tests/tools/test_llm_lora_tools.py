@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from library.llm.chat_templates import Message, load_chat_template
 from library.llm.generation import SamplingSettings, generate_tokens
-from library.llm.tokenizers import load_tokenizer, train_bpe
+from library.llm.tokenizer_files import load_tokenizer
+from library.llm.tokenizers import train_bpe
 from library.models.llm.files import load_lm
 from library.models.registry import lora_targets
 from library.training.tasks.chat_lora import template_of

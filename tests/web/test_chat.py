@@ -16,7 +16,7 @@ import torch
 
 from library.llm.chat_templates import Message, built_in_template
 from library.llm.generation import SamplingSettings, generate_tokens
-from library.llm.tokenizers import load_tokenizer
+from library.llm.tokenizer_files import load_tokenizer
 from library.models.llm.files import load_lm
 from library.training.tasks.chat_lora import put_lora_on
 from tests.llm.talkers import write_chat_model, write_lora, write_story_model
@@ -106,7 +106,7 @@ def expected(folder: Path, messages: list[Message], count: int, lora: tuple[Path
 def children_of(server: Server) -> list[psutil.Process]:
     """Return the processes that have a model; jobs' processes that ended may be there too."""
     alive = [child for child in psutil.Process(server.process.pid).children() if child.status() != psutil.STATUS_ZOMBIE]
-    return [child for child in alive if "--json_lines" in child.cmdline()]
+    return [child for child in alive if any(word.endswith("chat_worker.py") for word in child.cmdline())]
 
 
 def test_nothing_is_loaded_before_one_asks_and_the_page_never_has_torch(

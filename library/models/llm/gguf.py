@@ -1,7 +1,7 @@
 """Language models in a GGUF file, as llama.cpp's converter writes them (``convert_hf_to_gguf.py``).
 
 The file is the whole model: sizes are in its metadata (``llama.block_count``), weights have transformers' names here
-already (:mod:`library.gguf_header`), the tokenizer is read by :mod:`library.llm.gguf_tokenizer`. Three things lie
+already (:mod:`library.gguf_header`), the tokenizer is read by :mod:`library.llm.tokenizer_files`. Three things lie
 otherwise than in transformers' folders:
 
 * a Llama's rows of q and k pair neighbours under RoPE, as in Meta's files, and are put into the half-split order, block

@@ -35,7 +35,7 @@ from library.llm.chat_batches import (
     tokenise_chats,
 )
 from library.llm.chat_templates import ChatTemplate, Message, load_chat_template
-from library.llm.tokenizers import load_tokenizer
+from library.llm.tokenizer_files import load_tokenizer
 from library.models.hub import find_model
 from library.models.llm.files import load_lm, open_lm
 from library.models.llm.model import TransformerLM, lm_split_plan, separate_projections

@@ -33,7 +33,8 @@ from library.config.schema import TrainingConfig
 from library.data.batches import Share
 from library.errors import UserError
 from library.llm.token_batches import TokenBatches, TokenShards, held_out_batches
-from library.llm.tokenizers import Tokenizer, load_tokenizer
+from library.llm.tokenizer_files import load_tokenizer
+from library.llm.tokenizers import Tokenizer
 from library.models.hub import find_model
 from library.models.llm.files import export_hf, load_lm
 from library.models.llm.model import TransformerLM

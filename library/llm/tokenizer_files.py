@@ -1,6 +1,6 @@
-"""The tokenizer and the chat template in a GGUF file's metadata.
+"""Read the tokenizer of a published model: its own files, or a GGUF file's metadata. Nothing is ever downloaded.
 
-The file has a vocabulary and names the rest: ``tokenizer.ggml.model`` is "gpt2" (byte-level BPE, with merges) or
+A GGUF file has a vocabulary and names the rest: ``tokenizer.ggml.model`` is "gpt2" (byte-level BPE, with merges) or
 "llama" (SentencePiece, with scores), ``tokenizer.ggml.pre`` is a word for how a BPE splits text before it merges.
 llama.cpp has the splits in its code (``src/llama-vocab.cpp``); those of the models that are read here are
 :data:`SPLITS`. A name that is not among them is refused: with another split the same text is other tokens, and the
@@ -9,6 +9,7 @@ model only a little worse, which nobody would notice.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,15 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from library.errors import UserError
-from library.gguf_header import read_gguf_metadata
+from library.files import read_json, reading
+from library.gguf_header import gguf_file, read_gguf_metadata
 from library.llm.tokenizers import (
+    ADDED_TOKENS,
     GPT2_PATTERN,
     LLAMA3_PATTERN,
     HuggingFaceTokenizer,
     SentencePieceTokenizer,
+    TiktokenTokenizer,
     Tokenizer,
 )
 
@@ -40,6 +44,51 @@ SPLITS = {
 }
 _WHOLE_WORDS = ("llama-bpe", "tekken")  # a word that is a token is not put together by merges
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6  # of tokenizer.ggml.token_type; SentencePiece has the same numbers
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """Return the tokenizer in ``path``, a folder or one of its files (``library.llm.tokenizers`` lists them)."""
+    path = Path(path).expanduser()
+    found = _tokenizer_file(path) if path.is_dir() else path
+    if not found.is_file():
+        raise UserError(f"{path}: no such file; give a tokenizer's file or the folder it lies in")
+    try:
+        with reading(found):
+            tokenizer = _read(found)
+    except UserError:
+        raise
+    except Exception as error:  # three packages read these files; one of them raises plain Exception
+        raise UserError(f"{found}: cannot be read as a tokenizer ({error}); download it again") from error
+    added = found.parent / ADDED_TOKENS
+    if added.is_file() and found.name != "tokenizer.json":  # tokenizer.json holds its own
+        numbers: dict[str, int] = read_json(added)
+        tokenizer.add_special_tokens(sorted(numbers, key=numbers.__getitem__))
+    return tokenizer
+
+
+def _tokenizer_file(folder: Path) -> Path:
+    names = ("tokenizer.json", "tokenizer.model", "vocab.bpe", "merges.txt")
+    for name in names:
+        if (folder / name).is_file():
+            return folder / name
+    if (file := gguf_file(folder)) is not None:
+        return file
+    raise UserError(f"{folder}: no tokenizer in this folder; one of {', '.join(names)} or a GGUF file is needed")
+
+
+def _read(file: Path) -> Tokenizer:
+    if file.suffix.lower() == ".gguf":
+        return read_gguf_tokenizer(file)
+    if file.suffix == ".json":
+        return HuggingFaceTokenizer.read(file)
+    if file.name in ("vocab.bpe", "merges.txt"):
+        return TiktokenTokenizer.read_gpt2(file)
+    with open(file, "rb") as raw:
+        beginning = raw.read(64)
+    # a line of Llama 3's file: base64, a blank, a number; SentencePiece's is a protobuf message
+    if re.match(rb"[A-Za-z0-9+/]+=* \d+\r?\n", beginning):
+        return TiktokenTokenizer.read_llama3(file)
+    return SentencePieceTokenizer(file)
 
 
 def read_gguf_tokenizer(file: Path) -> Tokenizer:

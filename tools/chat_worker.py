@@ -1,0 +1,207 @@
+"""Hold a language model for the page's chat: requests on stdin, events on stdout, one JSON object a line.
+
+    {"id": 1, "do": "load", "model": "output/llama", "lora": "output/assistant", "strength": 0.8}
+    {"id": 2, "do": "answer", "model": ..., "turns": [], "message": "hello", "settings": {"temperature": 0}}
+    {"do": "stop", "id": 2}
+
+The page (library/web/chat.py) starts this process; in a terminal, tools/generate.py answers prompts.
+
+A request carries its whole conversation. This process keeps only the model and the KV cache, and the next request
+reuses the cache as far as both conversations begin alike. Events carry the request's id: ``ready`` (the model is in
+memory), ``piece`` for each piece of text, and finally ``done`` or ``error``.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import queue
+import sys
+import threading
+from contextlib import closing
+from dataclasses import astuple
+from pathlib import Path
+from typing import Any, NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from library.errors import UserError, one_line, reason_of
+from tools.command import answer_early, tool_parser
+
+answer_early(__name__, lambda: tool_parser(__doc__).parse_args())
+
+from library.llm.chat_session import ChatSession
+from library.llm.chat_templates import PromptTemplate, Turn, load_prompt_template
+from library.llm.generation import SamplingSettings
+from library.llm.tokenizer_files import load_tokenizer
+from library.models.llm.files import open_lm
+from library.models.llm.model import TransformerLM
+from library.training.tasks.chat_lora import put_lora_on, template_of
+from networks.adapters.base import AdapterLinear
+from networks.network import AdapterNetwork
+from tools.command import load_language_model
+
+Request = dict[str, Any]
+_OFF = {"top_k": 0, "top_p": 1, "min_p": 0}  # how the page's form writes "off"
+
+
+class LoadedModel:
+    """One model in memory, with one LoRA on it or none, and the conversation whose KV cache is kept.
+
+    Attributes:
+        model_path: "" before the first model is loaded.
+        lora_path: None without a LoRA.
+        conversation: replaced when the model or the chat template changes.
+    """
+
+    model: TransformerLM
+    conversation: ChatSession
+    _template: PromptTemplate  # the model's own, without a LoRA
+
+    def __init__(self) -> None:
+        self.model_path, self.lora_path, self.strength = "", None, 1.0
+        self._network: AdapterNetwork | None = None
+
+    lora_path: str | None
+
+    def use(self, model: str, lora: str | None, strength: float) -> ChatSession:
+        """Load what is not in memory yet; return the conversation. Changing the LoRA does not reload the model.
+
+        Raises:
+            UserError: the model or the LoRA cannot be loaded. A LoRA that does not fit leaves the model without one.
+        """
+        if model != self.model_path:
+            self._load_model(model)
+        if lora != self.lora_path:
+            self._change_lora(lora)
+        if strength != self.strength:
+            self.strength = strength
+            self.conversation.forget_cache()
+        if self._network is not None:
+            self._network.set_multiplier(strength)
+        return self.conversation
+
+    def introduction(self) -> str:
+        """Return a line about the model and how it takes what is typed."""
+        if self.conversation.template.has_turns:
+            manner = f"talks in turns (template {self.conversation.template.name})"
+        else:
+            manner = "is a base model: it continues what you type, an empty line lets it go on"
+        strength = "" if self.strength == 1 else f" at {self.strength:g}"
+        lora = f" with {self.lora_path}{strength}" if self.lora_path else ""
+        return f"{self.model_path}{lora} {manner}; context {self.conversation.context} tokens"
+
+    def _load_model(self, path: str) -> None:
+        folder = Path(path)
+        config = open_lm(folder)[0]
+        tokenizer = load_tokenizer(folder)
+        if tokenizer.vocab_size > config.vocab_size:
+            raise UserError(
+                f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, the model {config.vocab_size}; "
+                "use the model's own tokenizer"
+            )
+        template = load_prompt_template("auto", tokenizer, folder, config.eos)
+        if self.model_path:  # free its memory first
+            self.model_path, self.lora_path, self._network = "", None, None
+            del self.model
+            gc.collect()
+        self.model = load_language_model(folder, None, fp8_scaled=False)
+        self.model_path, self._template = path, template
+        self.conversation = ChatSession(config, template)
+
+    def _change_lora(self, path: str | None) -> None:
+        take_loras_off(self.model)
+        self.lora_path, self._network, template = None, None, self._template
+        self.conversation.forget_cache()
+        if path is not None:
+            if trained_with := template_of(Path(path)):
+                config, folder = self.model.config, Path(self.model_path)
+                template = load_prompt_template(trained_with, template.tokenizer, folder, config.eos)
+            self._network, self.lora_path = put_lora_on(self.model, path), path
+        if template.name != self.conversation.template.name:
+            self.conversation = ChatSession(self.model.config, template)
+
+
+def take_loras_off(model: TransformerLM) -> None:
+    """Put back the layers that a LoRA was put around; their weights were never touched."""
+    for name, module in list(model.named_modules()):
+        if isinstance(module, AdapterLinear):
+            model.set_submodule(name, module.base)
+
+
+class _Answerer:
+    """Answers requests in the main thread; the reading thread adds the ids of requests to end early to ``stopped``."""
+
+    def __init__(self) -> None:
+        self.stopped = set[int]()
+        self._id = 0  # of the current request
+        self._loaded = LoadedModel()
+        self._out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)  # what a library prints goes to stderr and is not taken for an event
+
+    def send(self, event: str, **values: Any) -> None:
+        try:
+            self._out.write(json.dumps({"event": event, "id": self._id, **values}) + "\n")
+            self._out.flush()
+        except BrokenPipeError:  # the page has ended, and stdin has not told us yet
+            os._exit(0)
+
+    def handle(self, request: Request) -> None:
+        self._id = request["id"]
+        try:
+            lora, strength = request.get("lora") or None, float(request.get("strength", 1))
+            conversation = self._loaded.use(request["model"], lora, strength)
+            has_turns = conversation.template.has_turns
+            self.send("ready", introduction=self._loaded.introduction(), has_turns=has_turns)
+            self.send("done", **(self._answer(conversation, request) if request["do"] == "answer" else {}))
+        except UserError as error:
+            self.send("error", error=one_line(error))
+        except Exception as error:  # out of memory on the card, a request of another version: the next may succeed
+            self.send("error", error=f"{type(error).__name__}: {reason_of(error)}")
+
+    def _answer(self, conversation: ChatSession, request: Request) -> dict[str, Any]:
+        has_turns, given = conversation.template.has_turns, request["settings"]
+        is_drawn = given.get("temperature", 1) > 0
+        off = {name for name, value in _OFF.items() if not is_drawn or given.get(name) == value}
+        settings = SamplingSettings(**{name: value for name, value in given.items() if name not in off})
+        turns = [Turn(question, answer, tuple(tokens), ended) for question, answer, tokens, ended in request["turns"]]
+        if request.get("has_turns", has_turns) is not has_turns:  # plain text cannot continue a chat in turns
+            turns = []
+        conversation.restore(turns, request.get("system", "") if has_turns else "")
+        with closing(conversation.answer(self._loaded.model, request["message"], settings)) as pieces:
+            for piece in pieces:
+                if piece:
+                    self.send("piece", text=piece)
+                if self._id in self.stopped:
+                    break
+        new, stats, remarks = conversation.turns[len(turns) :], conversation.stats, list(conversation.remarks)
+        assert stats is not None
+        if stats.ending == "max_new_tokens":
+            remarks.append(f"the answer was cut off after {stats.tokens} tokens (max_new_tokens)")
+        report = (
+            f"{stats.tokens} tokens in {stats.seconds:.1f} s ({stats.tokens / max(stats.seconds, 1e-9):.1f}/s); of the "
+            f"prompt {stats.computed} tokens were new, {stats.cached} known"
+        )
+        return {"turn": astuple(new[0]) if new else None, "report": report, "remarks": remarks}
+
+
+def serve() -> NoReturn:
+    """Answer the requests on stdin until it closes: then the page has ended, and this process must not outlive it."""
+    answerer, requests = _Answerer(), queue.Queue[Request]()
+
+    def listen() -> None:
+        for line in sys.stdin:
+            if (request := json.loads(line))["do"] == "stop":
+                answerer.stopped.add(request["id"])
+            else:
+                requests.put(request)
+        os._exit(0)
+
+    threading.Thread(target=listen, daemon=True).start()
+    while True:
+        answerer.handle(requests.get())
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,1 +1,0 @@
-"""The chat of ``tools/chat.py``: its sessions, the terminal and the browser page."""
