@@ -16,9 +16,16 @@ from library.training.memory.plan import fits, plan_memory
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*_lora*.toml"))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param(
+            path, id=path.stem, marks=() if path.stem in ("flux_lora_12gb", "z_image_lora") else pytest.mark.slow
+        )
+        for path in CONFIGS
+    ],
+)
 def test_a_ready_configuration_takes_what_it_says(path: Path) -> None:
     """And it fits into the card that its name says, with a GiB to spare."""
     try:

@@ -119,9 +119,23 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "flux_fill, mxfp8, nothing recomputed": {"model_type": "flux_fill", "file": "mxfp8", "flags": []},
 }  # fmt: skip
+# Of each kind of blocks one, and of each kind of file; make test-cuda walks through the others.
+SAMPLE = {
+    "flux, GGUF Q4_K with Q6_K, compiled",
+    "flux, recomputed, sampled, validated, estimated",
+    "flux2_dev, nvfp4, blocks swapped and inputs on the host",
+    "flux3_klein, int8 with ConvRot, blocks swapped",
+    "flux_fill, mxfp8, nothing recomputed",
+    "krea2, fp8, blocks swapped, sampled with another model",
+    "qwen_image_21_edit, blocks swapped",
+    "qwen_image_edit, int8 by rows, activations within a budget",
+    "z_image, nf4, blocks swapped",
+}
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in SAMPLE else pytest.mark.slow) for name in RUNS]
+)
 def test_a_run_goes_through(device: FakeDevice, tmp_path: Path, name: str) -> None:
     """No tensor is on the wrong device, the host waits in no step that is not logged, no weight is left dequantised."""
     keywords = dict(RUNS[name])
