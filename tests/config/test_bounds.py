@@ -33,29 +33,32 @@ def takes(annotation: Any, kind: type) -> bool:
     return annotation is kind or any(takes(inner, kind) for inner in get_args(annotation))
 
 
-def options_of(kind: type) -> list[Any]:
+def options_of(kind: type) -> list[tuple[Script, str]]:
     return [
-        pytest.param(script, key, id=f"{script.training}-{key}")
+        (script, key)
         for script in NEEDED
         for key, (_, field) in fields(script).items()
         if takes(field.annotation, kind)
     ]
 
 
-@pytest.mark.parametrize(("script", "key"), options_of(float))
-def test_every_number_is_finite(script: Script, key: str) -> None:
-    for value in ("inf", "-inf", "nan", "1e400"):
-        with pytest.raises(UserError, match=f"--{key}: .*does not fit") as refusal:
-            load_for(script, [*NEEDED[script], f"--{key}={value}"])
-        assert "\n" not in str(refusal.value)
+def test_every_number_is_finite(subtests: pytest.Subtests) -> None:
+    for script, key in options_of(float):
+        for value in ("inf", "-inf", "nan", "1e400"):
+            with subtests.test(f"{script.training}: {key} = {value}"):
+                with pytest.raises(UserError, match=f"--{key}: .*does not fit") as refusal:
+                    load_for(script, [*NEEDED[script], f"--{key}={value}"])
+                assert "\n" not in str(refusal.value)
 
 
-@pytest.mark.parametrize(("script", "key"), options_of(int))
-def test_every_whole_number_has_an_end(script: Script, key: str) -> None:
-    most = 2**63 if key == "seed" else 10**12
-    for value in (most, 10**23):
-        with pytest.raises(UserError, match=f"--{key}: .*does not fit"):
-            load_for(script, [*NEEDED[script], f"--{key}={value}"])
+def test_every_whole_number_has_an_end(subtests: pytest.Subtests) -> None:
+    for script, key in options_of(int):
+        for value in (2**63 if key == "seed" else 10**12, 10**23):
+            with (
+                subtests.test(f"{script.training}: {key} = {value}"),
+                pytest.raises(UserError, match=f"--{key}: .*does not fit"),
+            ):
+                load_for(script, [*NEEDED[script], f"--{key}={value}"])
 
 
 @pytest.mark.parametrize(
@@ -86,22 +89,24 @@ def test_large_numbers_that_people_do_write_are_taken() -> None:
     load_for(LORA, [*NEEDED[LORA], *used, "--network_type=lokr", "--network_dim=100000", "--network_alpha=512"])
 
 
-@pytest.mark.parametrize("key", sorted(SUBSET_KEYS | DATASET_KEYS))
-def test_a_dataset_has_the_same_bounds(tmp_path: Path, key: str) -> None:
-    settings = SubsetSettings if key in SUBSET_KEYS else DatasetSettings
-    annotation = settings.model_fields[key].annotation
+def test_a_dataset_has_the_same_bounds(tmp_path: Path, subtests: pytest.Subtests) -> None:
     (tmp_path / "img").mkdir()
-    values = (["inf", "nan"] if takes(annotation, float) else []) + (
-        [str(10**23), str(2**63)] if takes(annotation, int) else []
-    )
-    for value in values:
-        toml = tmp_path / "d.toml"
-        given = {"resolution": "64"} | {key: value}
-        where = [f"{name} = {text}\n" for name, text in given.items()]
-        toml.write_text(f"[general]\n{''.join(where)}[[datasets]]\n[[datasets.subsets]]\nimage_dir = 'img'\n")
+    toml = tmp_path / "d.toml"
+    for key in sorted(SUBSET_KEYS | DATASET_KEYS):
+        settings = SubsetSettings if key in SUBSET_KEYS else DatasetSettings
+        annotation = settings.model_fields[key].annotation
         kind = "fill" if key in INPAINT_KEYS else "references" if key in REFERENCE_KEYS else "none"
-        with pytest.raises(UserError, match=f"{key} = .*correct the value"):
-            load_dataset_config(toml, DatasetArguments(dataset_config="d"), kind)
+        values = ["inf", "nan"] if takes(annotation, float) else []
+        values += [str(10**23), str(2**63)] if takes(annotation, int) else []
+        for value in values:
+            given = {"resolution": "64"} | {key: value}
+            where = [f"{name} = {text}\n" for name, text in given.items()]
+            toml.write_text(f"[general]\n{''.join(where)}[[datasets]]\n[[datasets.subsets]]\nimage_dir = 'img'\n")
+            with (
+                subtests.test(f"{key} = {value}"),
+                pytest.raises(UserError, match=f"{key} = .*correct the value"),
+            ):
+                load_dataset_config(toml, DatasetArguments(dataset_config="d"), kind)
 
 
 @pytest.mark.parametrize(
