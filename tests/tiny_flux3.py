@@ -24,7 +24,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from tests.tiny import _enliven, _seeded, bfl_vae_state_dict
+from tests.tiny import _enliven, _seeded
+from tests.tiny_flux2 import bfl_flux2_vae_state_dict, tiny_flux2_vae
 from tests.tiny_qwen import SplitFiles, tiny_qwen_tokenizer
 
 WIDTH = 32  # of the text encoder
@@ -179,25 +180,6 @@ def tiny_flux3_text_encoder(vocabulary: int, seed: int = 0) -> Qwen3VLForConditi
     return model.eval()
 
 
-def tiny_flux2_vae(seed: int = 0) -> AutoencoderKLFlux2:
-    """Return a VAE of FLUX.2's geometry (8 x smaller, 32 channels), random, its statistics too."""
-    vae = _seeded(
-        lambda: AutoencoderKLFlux2(
-            block_out_channels=(8, 8, 16, 32),
-            down_block_types=("DownEncoderBlock2D",) * 4,
-            up_block_types=("UpDecoderBlock2D",) * 4,
-            norm_num_groups=8,
-            layers_per_block=1,
-        ),
-        seed,
-    )
-    _enliven(vae, seed)
-    random = torch.Generator().manual_seed(seed + 3)
-    vae.bn.running_mean.normal_(std=0.3, generator=random)
-    vae.bn.running_var.uniform_(0.05, 0.3, generator=random)
-    return vae.eval()
-
-
 def tiny_flux3_pipeline(
     folder: str | Path, seed: int = 0, blocks: int = 2, flow_map: bool = False, channels: int = 32
 ) -> Path:
@@ -244,7 +226,7 @@ def save_flux3_split_files(pipeline_folder: Path, folder: Path, prefix: str = ""
     transformer = load_file(pipeline_folder / "transformer" / "diffusion_pytorch_model.safetensors")
     save_file({prefix + bfl_name(k): _half_swapped(k, v) for k, v in transformer.items()}, folder / "klein.safetensors")
     vae = load_file(pipeline_folder / "vae" / "diffusion_pytorch_model.safetensors")
-    save_file(bfl_flux2_vae(vae), folder / "flux2-vae.safetensors")
+    save_file(bfl_flux2_vae_state_dict(vae), folder / "flux2-vae.safetensors")
     text = load_file(pipeline_folder / "text_encoder" / "model.safetensors")
     save_file(text, folder / "qwen3vl_4b_bf16.safetensors")
     return SplitFiles(
@@ -254,16 +236,6 @@ def save_flux3_split_files(pipeline_folder: Path, folder: Path, prefix: str = ""
         folder / "qwen3vl_4b_bf16.safetensors",
         pipeline_folder / "tokenizer",
     )
-
-
-def bfl_flux2_vae(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return a diffusers FLUX.2 VAE state dict in the layout of flux2-vae.safetensors."""
-    convolutions = {"quant_conv": "encoder.quant_conv", "post_quant_conv": "decoder.post_quant_conv"}
-    plain = {k: v for k, v in state.items() if not k.startswith(("bn.", *convolutions))}
-    result = bfl_vae_state_dict(plain) | {k: v for k, v in state.items() if k.startswith("bn.")}
-    for ours, theirs in convolutions.items():
-        result |= {k.replace(ours, theirs, 1): v for k, v in state.items() if k.startswith(ours)}
-    return result
 
 
 # BFL's names, written out from the model's source as vLLM-Omni and ComfyUI read it.

@@ -1,0 +1,654 @@
+"""LoRAs of each family but FLUX.1: what is trained, the keys that programs know, and files that diffusers loads.
+
+FLUX.1, whose files have the most layouts, is in ``test_flux_keys.py`` and ``test_formats.py``.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import (
+    Flux2KleinPipeline,
+    Flux3ModularPipeline,
+    Krea2Pipeline,
+    QwenImage21Pipeline,
+    QwenImagePipeline,
+    ZImagePipeline,
+)
+from diffusers.loaders.single_file_utils import (
+    convert_flux2_transformer_checkpoint_to_diffusers,
+    convert_flux3_transformer_checkpoint_to_diffusers,
+    convert_krea2_transformer_checkpoint_to_diffusers,
+    convert_z_image_transformer_checkpoint_to_diffusers,
+)
+from diffusers.modular_pipelines.flux3.modular_blocks_flux3 import Flux3CoreDenoiseStep
+from peft.tuners.tuners_utils import BaseTunerLayer
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import tools.merge_lora as merge_lora
+from library.config.schema import NetworkConfig
+from library.errors import UserError
+from library.models.flux.files import FLUX_TARGETS
+from library.models.flux2.files import FLUX2_TARGETS
+from library.models.flux3.files import FLUX3_EDIT_TARGETS, FLUX3_TARGETS
+from library.models.krea2.files import KREA2_TARGETS
+from library.models.layer_names import LoraTargets
+from library.models.qwen_image.files import QWEN_TARGETS
+from library.models.qwen_image_21.files import QWEN_21_TARGETS
+from library.models.qwen_image_21.model import optimise_forward
+from library.models.registry import lora_targets
+from library.models.z_image.files import Z_IMAGE_TARGETS
+from networks.files.adapters import load_lora, save_adapter
+from networks.files.base import find_modules, fullest_targets, open_base
+from networks.files.readers import READERS, check_readers, readable
+from networks.files.weights import LoraWeights
+from networks.network import AdapterNetwork, attach_lora, inject_adapter
+from networks.options import parse_network_args
+from tests.networks.files.read_back import assert_read_as_written
+from tests.tiny_flux2 import bfl_flux2_state_dict, run_flux2, tiny_flux2_transformer
+from tests.tiny_flux3 import bfl_name, run_flux3, run_flux3_edit, tiny_flux3_transformer
+from tests.tiny_krea2 import published_name, published_state_dict, run_krea2, tiny_krea2_transformer
+from tests.tiny_qwen import run_qwen, tiny_qwen_tokenizer, tiny_qwen_transformer
+from tests.tiny_qwen_21 import TinyProcessor, comfy_21_state_dict, run_21, tiny_21_transformer
+from tests.tiny_z_image import comfy_state_dict, run_z, tiny_z_transformer
+
+
+@dataclass(frozen=True)
+class Family:
+    """A tiny model, diffusers' pipeline around it, and its published file.
+
+    Attributes:
+        published: diffusers' state dict -> that of the published file. diffusers: the way back, by diffusers' converter
+            or, where it has none, by ComfyUI's rules. everything: network_args that train each layer there is.
+    """
+
+    targets: LoraTargets
+    make: Callable[[], nn.Module]
+    run: Callable[[nn.Module], Tensor]
+    pipeline: Callable[[nn.Module], Any]
+    published: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    diffusers: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    everything: tuple[str, ...]
+
+    def inject(self, model: nn.Module, *network_args: str, kind: str = "lora") -> AdapterNetwork:
+        """Inject an adapter of rank 4 and alpha 3, and give it values."""
+        config = NetworkConfig(network_type=kind, network_dim=4, network_alpha=3, network_args=list(network_args))  # type: ignore[arg-type]
+        network = inject_adapter(model, parse_network_args(config, self.targets), self.targets, seed=0)
+        random = torch.Generator().manual_seed(1)
+        with torch.no_grad():
+            for parameter in network.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=random) * 0.1)
+        return network
+
+    def names(self, *network_args: str) -> set[str]:
+        """Return the layers that are trained."""
+        return set(self.inject(self.make(), *network_args).modules)
+
+    def reloaded(self, path: Path) -> nn.Module:
+        """Return the tiny transformer with the file loaded by diffusers' pipeline."""
+        pipeline = self.pipeline(self.make())
+        pipeline.load_lora_weights(str(path))
+        return pipeline.transformer
+
+    def output(self, model: nn.Module) -> Tensor:
+        with torch.no_grad():
+            return self.run(model)
+
+
+def flux3_pipeline(transformer: nn.Module) -> Flux3ModularPipeline:
+    pipeline = Flux3ModularPipeline(blocks=Flux3CoreDenoiseStep())
+    pipeline.update_components(transformer=transformer)
+    return pipeline
+
+
+def bfl_flux3_state_dict(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    named = {bfl_name(name): tensor for name, tensor in state.items()}
+    last = "final_layer.image.adaLN_modulation.1.weight"
+    return named | {last: torch.cat(named[last].chunk(2)[::-1])}
+
+
+def halves_of_21(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return ComfyUI's weights of Qwen-Image-2.1 with ``gate_up`` taken apart, as diffusers has it."""
+    state = dict(state)
+    for key in [key for key in state if "gate_up" in key]:
+        gate, factor = state.pop(key).chunk(2)
+        state |= {key.replace("gate_up", "gate_layer"): gate, key.replace("gate_up", "proj"): factor}
+    return state
+
+
+INPUTS = ("img_in_dim=2", "txt_in_dim=2", "time_in_dim=2")
+FLUX2 = Family(
+    FLUX2_TARGETS,
+    tiny_flux2_transformer,
+    run_flux2,
+    lambda transformer: Flux2KleinPipeline(None, None, None, None, transformer),
+    bfl_flux2_state_dict,
+    convert_flux2_transformer_checkpoint_to_diffusers,
+    ("img_mod_dim=3", "txt_mod_dim=2", "single_mod_dim=2", *INPUTS),
+)
+FLUX3 = Family(
+    FLUX3_TARGETS,
+    tiny_flux3_transformer,
+    run_flux3,
+    flux3_pipeline,
+    bfl_flux3_state_dict,
+    convert_flux3_transformer_checkpoint_to_diffusers,
+    ("img_mod_dim=3", "txt_mod_dim=2", *INPUTS),
+)
+FLUX3_EDIT = Family(
+    FLUX3_EDIT_TARGETS,
+    tiny_flux3_transformer,
+    run_flux3_edit,
+    flux3_pipeline,
+    bfl_flux3_state_dict,
+    convert_flux3_transformer_checkpoint_to_diffusers,
+    (*FLUX3.everything, "ref_mod_dim=2", "ref_in_dim=2"),
+)
+Z_IMAGE = Family(
+    Z_IMAGE_TARGETS,
+    tiny_z_transformer,
+    run_z,
+    lambda transformer: ZImagePipeline(None, None, None, None, transformer),
+    comfy_state_dict,
+    convert_z_image_transformer_checkpoint_to_diffusers,
+    ("mod_dim=3", "refiner_dim=2", "refiner_mod_dim=2", "mlp_dim=6", *INPUTS),
+)
+KREA2 = Family(
+    KREA2_TARGETS,
+    tiny_krea2_transformer,
+    run_krea2,
+    lambda transformer: Krea2Pipeline(None, None, None, None, transformer),
+    published_state_dict,
+    convert_krea2_transformer_checkpoint_to_diffusers,
+    (),
+)
+QWEN = Family(
+    QWEN_TARGETS,
+    tiny_qwen_transformer,
+    run_qwen,
+    lambda transformer: QwenImagePipeline(None, None, None, None, transformer),
+    dict,
+    dict,
+    ("img_mod_dim=3", "txt_mod_dim=2", "img_mlp_dim=6", *INPUTS),
+)
+QWEN_21 = Family(
+    QWEN_21_TARGETS,
+    lambda: optimise_forward(tiny_21_transformer()),
+    run_21,
+    lambda transformer: QwenImage21Pipeline(None, None, None, TinyProcessor(tiny_qwen_tokenizer()), transformer),  # type: ignore[arg-type]
+    comfy_21_state_dict,
+    halves_of_21,
+    ("mod_dim=3", "mlp_dim=6", *INPUTS),
+)
+
+# What diffusers reads whole: formats, and network_args beside the default ones.
+LOADED: list[tuple[Family, tuple[str, ...], str]] = [
+    *((FLUX2, args, layout) for layout in ("diffusers", "comfy") for args in ((), FLUX2.everything)),
+    *((FLUX2, args, "kohya") for args in ((), INPUTS)),
+    *((family, (), layout) for family in (FLUX3, FLUX3_EDIT) for layout in ("diffusers", "comfy")),
+    *((Z_IMAGE, args, layout) for layout in ("diffusers", "kohya", "comfy") for args in ((), Z_IMAGE.everything)),
+    (KREA2, (), "diffusers"),
+    *((QWEN, args, layout) for layout in ("diffusers", "kohya", "comfy") for args in ((), QWEN.everything)),
+    *((QWEN_21, args, "diffusers") for args in ((), QWEN_21.everything)),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "network_args", "save_format"),
+    [pytest.param(*row, id=f"{row[0].targets.family}, {row[2]}, {len(row[1])} options") for row in LOADED],
+)
+def test_diffusers_computes_what_our_network_computes(
+    family: Family, network_args: tuple[str, ...], save_format: str, tmp_path: Path
+) -> None:
+    model = family.make()
+    network = family.inject(model, *network_args)
+    save_adapter(tmp_path / "lora.safetensors", network.weights(), family.targets, save_format)
+    loaded = family.reloaded(tmp_path / "lora.safetensors")
+    assert {n for n, each in loaded.named_modules() if isinstance(each, BaseTunerLayer)} == network.modules.keys()
+    ours, theirs = family.output(model), family.output(loaded)
+    torch.testing.assert_close(theirs, ours, rtol=1e-4, atol=1e-5)  # peft multiplies in another order
+    assert (ours - family.output(family.make())).abs().max() > 0.01
+    assert_read_as_written(tmp_path / "lora.safetensors", network, family.targets, save_format)
+    check_readers(["diffusers"], list(network.modules), family.targets, save_format, "lora")
+
+
+# A module of each family, and its names in files: AI toolkit's below diffusion_model., musubi-tuner's below lora_unet_,
+# OneTrainer's below lora_transformer_, peft's below base_model.model., diffusers' below transformer.
+READ: list[tuple[Family, str, list[str]]] = [
+    (FLUX2, "single_transformer_blocks.1.attn.to_out", [
+        "diffusion_model.single_blocks.1.linear2", "lora_unet_single_blocks_1_linear2",
+        "lora_transformer_single_transformer_blocks_1_attn_to_out", "base_model.model.single_blocks.1.linear2",
+        "transformer.single_transformer_blocks.1.attn.to_out", "single_transformer_blocks.1.attn.to_out",
+    ]),
+    (FLUX3, "mode_blocks.image.1.ff.linear_out", [
+        "diffusion_model.content_mode_blocks.image.1.mlp_out", "lora_unet_content_mode_blocks_image_1_mlp_out",
+        "transformer.mode_blocks.image.1.ff.linear_out", "base_model.model.mode_blocks.image.1.ff.linear_out",
+        "mode_blocks.image.1.ff.linear_out",
+    ]),
+    (Z_IMAGE, "layers.1.feed_forward.w2", [
+        "diffusion_model.layers.1.feed_forward.w2", "lora_unet_layers_1_feed_forward_w2",
+        "base_model.model.layers.1.feed_forward.w2", "layers.1.feed_forward.w2",
+    ]),
+    (Z_IMAGE, "layers.0.attention.to_k", ["lora_unet_layers_0_attention_to_k"]),
+    (Z_IMAGE, "layers.0.attention.to_out.0", ["lora_unet_layers_0_attention_to_out_0"]),
+    (KREA2, "transformer_blocks.0.attn.to_out.0", ["lora_unet_blocks_0_attn_wo"]),
+    (KREA2, "text_fusion.refiner_blocks.1.ff.down", ["lora_unet_txtfusion_refiner_blocks_1_mlp_down"]),
+    (KREA2, "time_mod_proj", ["lora_unet_tproj_1"]),
+    (QWEN, "transformer_blocks.1.attn.add_k_proj", [  # the first is lightx2v's and DiffSynth-Studio's
+        "transformer_blocks.1.attn.add_k_proj", "diffusion_model.transformer_blocks.1.attn.add_k_proj",
+        "lora_unet_transformer_blocks_1_attn_add_k_proj",
+    ]),
+    (QWEN_21, "transformer_blocks.1.img_mlp.out", [
+        "diffusion_model.transformer_blocks.1.img_mlp.out", "lora_unet_transformer_blocks_1_img_mlp_out",
+        "base_model.model.transformer_blocks.1.img_mlp.out", "transformer.transformer_blocks.1.img_mlp.out",
+        "transformer_blocks.1.img_mlp.out",
+    ]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "stem"), [(family, name, stem) for family, name, stems in READ for stem in stems]
+)
+def test_published_layouts_are_read(family: Family, name: str, stem: str, tmp_path: Path) -> None:
+    layer = family.make().get_submodule(name)
+    assert isinstance(layer, nn.Linear)
+    a, b = torch.randn(4, layer.in_features), torch.randn(layer.out_features, 4)
+    for down, up in (("lora_A", "lora_B"), ("lora_A.default", "lora_B.default"), ("lora_down", "lora_up")):
+        alpha = {f"{stem}.alpha": torch.tensor(2.0)} if down == "lora_down" else {}
+        save_file({f"{stem}.{down}.weight": a, f"{stem}.{up}.weight": b} | alpha, tmp_path / "lora.safetensors")
+        ((found, weights),) = load_lora(tmp_path / "lora.safetensors", family.targets).weights.items()
+        assert found == name
+        assert torch.equal(weights.down, a)
+        assert torch.equal(weights.up, b)
+        assert weights.alpha == (2.0 if alpha else 4.0)
+
+
+@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
+@pytest.mark.parametrize(
+    ("family", "save_format"),
+    [(FLUX2, "diffusers"), (FLUX3_EDIT, "diffusers"), (Z_IMAGE, "diffusers"), (KREA2, "comfy"), (QWEN, "kohya"),
+     (QWEN_21, "diffusers")],
+)  # fmt: skip
+def test_merging_into_the_published_file_gives_the_networks_output(
+    family: Family, save_format: str, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = family.make()
+    base = {f"{prefix}{n}": tensor.contiguous() for n, tensor in family.published(model.state_dict()).items()}
+    save_file(base, tmp_path / "base.safetensors")
+    network = family.inject(model, *family.everything)
+    save_adapter(tmp_path / "lora.safetensors", network.weights(), family.targets, save_format)
+    flags = ["--model", "base.safetensors", "--lora", "lora.safetensors", "--save_to", "merged.safetensors"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["merge_lora.py", *flags, "--model_type", family.targets.family])
+    merge_lora.main()
+    merged = load_file(tmp_path / "merged.safetensors")
+    assert merged.keys() == base.keys()
+    plain = family.make()
+    plain.load_state_dict(family.diffusers({name.removeprefix(prefix): tensor for name, tensor in merged.items()}))
+    torch.testing.assert_close(family.output(plain), family.output(model), rtol=1e-4, atol=1e-5)
+
+
+# Of a module, the beginnings of its keys in a file. Z-Image: ComfyUI's comfy/lora.py knows diffusers' names below
+# diffusion_model. and transformer., its own (stacked) ones below lora_unet_; musubi-tuner no others than these.
+WRITTEN: list[tuple[Family, str, dict[str, str]]] = [
+    (FLUX2, "transformer_blocks.0.attn.to_q", {
+        "diffusers": "transformer.transformer_blocks.0.attn.to_q.lora_A.weight",
+        "kohya": "lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight",
+        "comfy": "diffusion_model.double_blocks.0.img_attn.qkv.lora_A.weight",
+    }),
+    (FLUX2, "single_transformer_blocks.1.attn.to_qkv_mlp_proj", {
+        "diffusers": "transformer.single_transformer_blocks.1.attn.to_qkv_mlp_proj.lora_B.weight",
+        "kohya": "lora_unet_single_blocks_1_linear1.alpha",
+        "comfy": "diffusion_model.single_blocks.1.linear1.lora_B.weight",
+    }),
+    (Z_IMAGE, "layers.0.attention.to_out.0", {
+        "diffusers": "transformer.layers.0.attention.to_out.0.lora_A.weight",
+        "kohya": "lora_unet_layers_0_attention_to_out_0.lora_down.weight",
+        "comfy": "diffusion_model.layers.0.attention.to_out.0.lora_down.weight",
+    }),
+    (QWEN, "transformer_blocks.0.attn.to_out.0", {
+        "diffusers": "transformer.transformer_blocks.0.attn.to_out.0.lora_A.weight",
+        "kohya": "lora_unet_transformer_blocks_0_attn_to_out_0.lora_down.weight",
+        "comfy": "diffusion_model.transformer_blocks.0.attn.to_out.0.lora_down.weight",
+    }),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("family", "name", "keys"), WRITTEN)
+def test_files_have_the_keys_that_other_programs_know(
+    family: Family, name: str, keys: dict[str, str], tmp_path: Path
+) -> None:
+    network = family.inject(family.make())
+    for save_format, key in keys.items():
+        save_adapter(tmp_path / "a", network.weights(), family.targets, save_format)
+        written = load_file(tmp_path / "a")
+        assert key in written, name
+        if family is FLUX2:
+            assert any(each.endswith(".alpha") for each in written) is (save_format == "kohya")
+
+
+# ---- FLUX.2
+
+
+def test_attention_and_mlp_of_all_blocks_of_flux2_are_trained_by_default_and_the_rest_where_asked() -> None:
+    names = FLUX2.names()
+    assert len(names) == 12 + 2 * 2
+    assert all("transformer_blocks." in name for name in names)
+    wide = FLUX2.inject(FLUX2.make(), *FLUX2.everything).modules
+    assert len(wide) == 12 + 2 * 2 + 3 + 4
+    assert wide["double_stream_modulation_img.linear"].rank == 3
+    single = FLUX2.names("train_single_block_indices=1", "train_double_block_indices=none")
+    assert single == {f"single_transformer_blocks.1.attn.{n}" for n in ("to_qkv_mlp_proj", "to_out")}
+
+
+def test_diffusers_passes_over_flux2s_modulation_in_kohyas_layout(tmp_path: Path) -> None:
+    """It says so in a line of a log."""
+    network = FLUX2.inject(FLUX2.make(), *FLUX2.everything)
+    save_adapter(tmp_path / "lora.safetensors", network.weights(), FLUX2_TARGETS, "kohya")
+    loaded = FLUX2.reloaded(tmp_path / "lora.safetensors")
+    found = {name for name, module in loaded.named_modules() if isinstance(module, BaseTunerLayer)}
+    assert found == readable(READERS[0], network.modules, FLUX2_TARGETS, "kohya")
+    assert network.modules.keys() - found == {n for n in network.modules if "modulation" in n}
+
+
+def test_diffusers_reads_a_lokr_of_flux2_in_comfyuis_layout(tmp_path: Path) -> None:
+    model = tiny_flux2_transformer()
+    FLUX2.inject(model, kind="lokr").save(tmp_path / "lokr.safetensors", "comfy", "fp32", {})
+    theirs = FLUX2.output(FLUX2.reloaded(tmp_path / "lokr.safetensors"))
+    torch.testing.assert_close(theirs, FLUX2.output(model), rtol=1e-4, atol=1e-5)
+
+
+def test_the_tests_own_layout_of_bfls_flux2_is_the_one_that_diffusers_converts() -> None:
+    state = tiny_flux2_transformer(2, 3, guidance=True).state_dict()
+    converted = convert_flux2_transformer_checkpoint_to_diffusers(bfl_flux2_state_dict(state))
+    assert converted.keys() == state.keys()
+    assert all(torch.equal(converted[name], tensor) for name, tensor in state.items())
+
+
+# ---- FLUX.3
+
+
+def test_blocks_of_flux3_are_trained_by_default_and_the_rest_where_asked() -> None:
+    network = FLUX3.inject(tiny_flux3_transformer())
+    assert len(network.modules) == 3 * 2 * 6  # image, text, joint: two blocks each
+    assert not any("image_cond" in name or "modulation" in name for name in network.modules)
+    edits = FLUX3_EDIT.inject(tiny_flux3_transformer(), *FLUX3_EDIT.everything)
+    assert len(edits.modules) == 4 * 2 * 6 + 6 + 2 + 1 + 2
+    assert edits.modules["early_stream_modulations.image_cond.linear"].rank == 2
+    assert len(FLUX3.inject(tiny_flux3_transformer(), "train_single_block_indices=0").modules) == (2 + 2 + 1) * 6
+    assert len(FLUX3.inject(tiny_flux3_transformer(), "train_mode_block_indices=1").modules) == (1 + 1 + 2) * 6
+
+
+def test_modulation_and_inputs_of_flux3_load_from_diffusers_layout_alone(tmp_path: Path) -> None:
+    model = tiny_flux3_transformer()
+    network = FLUX3_EDIT.inject(model, *FLUX3_EDIT.everything)
+    for save_format in ("diffusers", "comfy"):
+        save_adapter(tmp_path / f"{save_format}.safetensors", network.weights(), FLUX3_EDIT_TARGETS, save_format)
+    theirs = FLUX3_EDIT.output(FLUX3_EDIT.reloaded(tmp_path / "diffusers.safetensors"))
+    torch.testing.assert_close(theirs, FLUX3_EDIT.output(model), rtol=1e-4, atol=1e-5)
+    loaded = {
+        name for name, _ in FLUX3_EDIT.reloaded(tmp_path / "comfy.safetensors").named_parameters() if "lora_A" in name
+    }
+    assert {name.split(".lora_A")[0] for name in loaded} == {name for name in network.modules if "_blocks." in name}
+    check_readers(["diffusers"], list(network.modules), FLUX3_EDIT_TARGETS, "diffusers", "lora")
+    check_readers(["comfyui"], list(network.modules), FLUX3_EDIT_TARGETS, "comfy", "lora")
+    with pytest.raises(UserError, match="diffusers reads no LoRA of .* set save_format = diffusers"):
+        check_readers(["diffusers"], list(network.modules), FLUX3_EDIT_TARGETS, "comfy", "lora")
+
+
+def test_diffusers_refuses_a_file_of_flux3_with_alphas(tmp_path: Path) -> None:
+    """The reason for the comfy layout's form: kohya's spelling of the same names does not load."""
+    network = FLUX3.inject(tiny_flux3_transformer())
+    save_adapter(tmp_path / "lora.safetensors", network.weights(), FLUX3_TARGETS, "comfy")
+    tensors = load_file(tmp_path / "lora.safetensors")
+    stem = "diffusion_model.single_blocks.0.q_proj"
+    save_file(tensors | {f"{stem}.alpha": torch.tensor(3.0)}, tmp_path / "alpha.safetensors")
+    with pytest.raises(ValueError, match="Invalid LoRA checkpoint"):
+        FLUX3_EDIT.reloaded(tmp_path / "alpha.safetensors")
+    with pytest.raises(UserError, match="diffusers reads no LoRA of .* set save_format = diffusers or comfy"):
+        check_readers(["diffusers"], list(network.modules), FLUX3_TARGETS, "kohya", "lora")
+
+
+# ComfyUI's comfy/lora.py, of every model: the file's own names below diffusion_model., with underscores below
+# lora_unet_.
+@pytest.mark.parametrize("save_format", ["kohya", "comfy"])
+def test_files_of_flux3_have_the_keys_that_comfyui_knows(save_format: str, tmp_path: Path) -> None:
+    network = FLUX3_EDIT.inject(tiny_flux3_transformer(), *FLUX3_EDIT.everything)
+    save_adapter(tmp_path / "lora.safetensors", network.weights(), FLUX3_EDIT_TARGETS, save_format)
+    names = [bfl_name(f"{name}.weight").removesuffix(".weight") for name in network.modules]
+    known = {f"diffusion_model.{name}" for name in names}
+    known = known if save_format == "comfy" else {f"lora_unet_{name.replace('.', '_')}" for name in names}
+    written = load_file(tmp_path / "lora.safetensors")
+    assert {key.split(".lora_")[0].removesuffix(".alpha") for key in written} == known
+    ends = {"comfy": ("A.weight", "B.weight"), "kohya": ("down.weight", "up.weight")}[save_format]
+    assert all(f"{stem}.lora_{end}" in written for stem in known for end in ends)
+
+
+# ---- Z-Image
+
+
+def test_attention_and_mlp_of_the_main_layers_of_z_image_are_trained_by_default_and_the_rest_where_asked() -> None:
+    network = Z_IMAGE.inject(tiny_z_transformer())
+    assert len(network.modules) == 2 * 7
+    assert all(name.startswith("layers.") and "adaLN" not in name for name in network.modules)
+    wide = Z_IMAGE.inject(tiny_z_transformer(), *Z_IMAGE.everything)
+    assert len(wide.modules) == 2 * 8 + 8 + 7 + 4  # main layers, noise and context refiner, inputs
+    assert wide.modules["context_refiner.0.feed_forward.w2"].rank == 2
+    assert len(Z_IMAGE.inject(tiny_z_transformer(), "train_block_indices=0").modules) == 7
+
+
+# ---- Krea 2
+
+
+def krea2_linears() -> dict[str, nn.Linear]:
+    return {name: each for name, each in tiny_krea2_transformer().named_modules() if isinstance(each, nn.Linear)}
+
+
+def test_every_linear_layer_of_krea2_is_trained_as_musubi_tuner_does_and_attention_alone_where_asked() -> None:
+    # networks/lora_krea2.py: no list of modules, which stands for all
+    assert KREA2.inject(tiny_krea2_transformer()).modules.keys() == krea2_linears().keys()
+    others = ("mlp", "txt_fusion", "projector", "img_in", "txt_in", "time_in", "final")
+    attention = KREA2.inject(tiny_krea2_transformer(), *(f"{name}_dim=0" for name in others))
+    assert len(attention.modules) == 2 * 5  # docs/krea2.md: wq, wk, wv, wo and gate, 140 of 28 blocks
+    assert all(name.startswith("transformer_blocks.") for name in attention.modules)
+    one = KREA2.inject(tiny_krea2_transformer(), "train_block_indices=0")
+    assert not any(name.startswith("transformer_blocks.1.") for name in one.modules)
+
+
+@pytest.mark.parametrize("save_format", ["diffusers", "kohya", "comfy"])
+def test_files_of_krea2_are_read_as_they_were_written_and_have_the_keys_that_programs_know(
+    save_format: str, tmp_path: Path
+) -> None:
+    network = KREA2.inject(tiny_krea2_transformer())
+    save_adapter(tmp_path / "lora.safetensors", network.weights(), KREA2_TARGETS, save_format)
+    assert_read_as_written(tmp_path / "lora.safetensors", network, KREA2_TARGETS, save_format)
+    stems = {key.split(".lora_")[0] for key in load_file(tmp_path / "lora.safetensors") if ".lora_" in key}
+    names = {  # peft's; musubi-tuner's lora.py: "lora_unet_" and the path of the Linear; ComfyUI's "diffusion_model."
+        "diffusers": {f"transformer.{name}" for name in krea2_linears()},
+        "kohya": {"lora_unet_" + published_name(name).replace(".", "_") for name in krea2_linears()},
+        "comfy": {f"diffusion_model.{published_name(name)}" for name in krea2_linears()},
+    }
+    assert stems == names[save_format]
+
+
+@pytest.mark.parametrize("prefix", ["diffusion_model.", "base_model.model.", "transformer."])
+def test_krea2_files_of_other_trainers_are_read_as_diffusers_reads_them(prefix: str, tmp_path: Path) -> None:
+    """Krea's own trainer and ComfyUI write the first prefix, ai-toolkit the second, diffusers' script the third."""
+    random, tensors = torch.Generator().manual_seed(3), dict[str, Tensor]()
+    for name, linear in krea2_linears().items():
+        stem = prefix + (name if prefix == "transformer." else published_name(name))
+        tensors[f"{stem}.lora_A.weight"] = torch.randn(4, linear.in_features, generator=random) * 0.2
+        tensors[f"{stem}.lora_B.weight"] = torch.randn(linear.out_features, 4, generator=random) * 0.1
+    save_file(tensors, tmp_path / "lora.safetensors")
+    model = tiny_krea2_transformer()
+    attach_lora(model, load_lora(tmp_path / "lora.safetensors", KREA2_TARGETS).weights, KREA2_TARGETS, "the LoRA")
+    ours, theirs = KREA2.output(model), KREA2.output(KREA2.reloaded(tmp_path / "lora.safetensors"))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert (ours - KREA2.output(tiny_krea2_transformer())).abs().max() > 0.01
+
+
+# ---- Qwen-Image
+
+
+def test_attention_and_mlp_of_qwen_image_are_trained_by_default_and_modulation_where_asked() -> None:
+    network = QWEN.inject(tiny_qwen_transformer())
+    kinds = {name: QWEN_TARGETS.group_of(name) for name in network.modules}
+    assert {kind.name for kind in kinds.values() if kind} == {"img_attn", "txt_attn", "img_mlp", "txt_mlp"}
+    assert len(network.modules) == 2 * 12 - 4
+    wide = QWEN.inject(tiny_qwen_transformer(), *QWEN.everything)
+    assert len(wide.modules) == 2 * 14 - 4 + 4
+    assert wide.modules["transformer_blocks.1.txt_mod.1"].rank == 2
+    assert len(QWEN.inject(tiny_qwen_transformer(), "train_block_indices=0").modules) == 12
+
+
+@torch.enable_grad()
+def test_exactly_the_layers_without_a_gradient_are_left_out() -> None:
+    """The independent answer is autograd's: which of all linear layers in the blocks the loss reaches."""
+    model = tiny_qwen_transformer(blocks=3)
+    run_qwen(model).square().sum().backward()
+    linears = [f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    reached = {name for name, weight in model.named_parameters() if weight.grad is not None and weight.grad.any()}
+    dead = {name.removesuffix(".weight") for name in linears if name not in reached}
+    assert len(dead) == 4
+    assert all(name.startswith("transformer_blocks.2.") for name in dead)
+    everything = {name for name in linears if not re.match(r"(proj_out|norm_out)", name)}
+    injected = set(QWEN.inject(tiny_qwen_transformer(blocks=3), *QWEN.everything).modules)
+    assert injected == {name.removesuffix(".weight") for name in everything} - dead
+
+
+def test_training_goes_on_from_a_file_that_has_the_dead_layers_too(tmp_path: Path) -> None:
+    """musubi-tuner trains them to nothing: their lora_up stays zero."""
+    model = tiny_qwen_transformer()
+    network = QWEN.inject(model)
+    weights = network.weights()
+    dead = LoraWeights(torch.ones(4, 64), torch.zeros(64, 4), 3.0)
+    save_adapter(tmp_path / "a", weights | {"transformer_blocks.1.attn.to_add_out": dead}, QWEN_TARGETS, "kohya")
+    fresh = QWEN.inject(tiny_qwen_transformer())
+    fresh.load(load_lora(tmp_path / "a", QWEN_TARGETS).weights, "a")
+    assert all(torch.equal(fresh.weights()[name].up, weights[name].up) for name in weights)
+
+
+def test_edit_models_of_qwen_image_have_the_same_row() -> None:
+    for family in ("qwen_image_edit", "qwen_image_edit_plus"):
+        assert lora_targets()[family].family == family
+        assert lora_targets()[family].layer_groups is QWEN_TARGETS.layer_groups
+        assert lora_targets()[family].kohya_module == "networks.lora_qwen_image"
+
+
+def test_a_lora_and_a_model_of_another_family_are_named(tmp_path: Path) -> None:
+    layer = {"transformer_blocks.0.img_mlp.net.2": LoraWeights(torch.ones(1, 4), torch.ones(4, 1), 1.0)}
+    save_adapter(tmp_path / "a.safetensors", layer, QWEN_TARGETS)
+    with pytest.raises(UserError, match=r"a.safetensors: is a LoRA of qwen_image, not of flux; set --model_type qwen"):
+        load_lora(tmp_path / "a.safetensors", FLUX_TARGETS)
+    tiny_qwen_transformer(1).save_pretrained(tmp_path / "base")  # its attention has FLUX's names
+    files = open_base(tmp_path / "base").weights
+    with pytest.raises(UserError, match=r"is a model of qwen_image, not of flux; set --model_type qwen_image"):
+        find_modules(files, FLUX_TARGETS.keys, "flux")
+    assert [row.family for row in fullest_targets(files)] == ["qwen_image"]
+
+
+# ---- Qwen-Image-2.1
+
+
+def by_comfyui(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights of ComfyUI's model with a LoRA merged into them, by its rules (``comfy/lora.py``)."""
+    weights = comfy_21_state_dict(tiny_21_transformer().state_dict())
+    places: dict[str, tuple[str, slice]] = {}
+    for key, weight in weights.items():
+        name = key.removesuffix(".weight")
+        places[f"diffusion_model.{name}"] = places[f"lora_unet_{name.replace('.', '_')}"] = key, slice(None)
+        halves = {name: slice(None)}
+        if name.endswith(".img_mlp.gate_up"):
+            half = weight.shape[0] // 2
+            halves = {
+                name.replace("gate_up", "gate_layer"): slice(half),
+                name.replace("gate_up", "proj"): slice(half, None),
+            }
+        for known, rows in halves.items():
+            for prefix in ("", "transformer."):
+                places[prefix + known] = key, rows
+    for key, down in tensors.items():
+        for a, b in (("lora_down", "lora_up"), ("lora_A", "lora_B")):
+            stem = key.removesuffix(f".{a}.weight")
+            if stem != key and stem in places:
+                target, rows = places[stem]
+                scale = float(tensors.get(f"{stem}.alpha", torch.tensor(len(down)))) / len(down)
+                weights[target][rows] += scale * tensors[f"{stem}.{b}.weight"] @ down
+    return weights
+
+
+def test_attention_and_mlp_of_qwen_image_21_are_trained_by_default_and_the_rest_where_asked() -> None:
+    network = QWEN_21.inject(tiny_21_transformer())
+    assert len(network.modules) == 2 * 7
+    assert all(name.startswith("transformer_blocks.") for name in network.modules)
+    wide = QWEN_21.inject(tiny_21_transformer(), *QWEN_21.everything)
+    assert len(wide.modules) == 2 * 7 + 1 + 1 + 2 + 2
+    assert wide.modules["modulation.1"].rank == 3
+    assert len(QWEN_21.inject(tiny_21_transformer(), "train_block_indices=0").modules) == 7
+
+
+def test_every_layer_of_a_lora_of_qwen_image_21_has_a_gradient() -> None:
+    """Text goes through the last block's layers too, but these are the image's: DDP waits for no other gradient."""
+    model = optimise_forward(tiny_21_transformer().requires_grad_(False))
+    network = QWEN_21.inject(model, *QWEN_21.everything)
+    run_21(model).square().sum().backward()
+    for name, layer in network.modules.items():
+        for weight in (layer.lora_A.weight, layer.lora_B.weight):
+            assert weight.grad is not None, name
+            assert weight.grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("save_format", ["diffusers", "comfy"])
+@pytest.mark.parametrize("network_args", [(), QWEN_21.everything], ids=["default", "everything"])
+def test_comfyui_computes_of_qwen_image_21_what_our_network_computes(
+    save_format: str, network_args: tuple[str, ...], tmp_path: Path
+) -> None:
+    model = tiny_21_transformer()
+    network = QWEN_21.inject(model, *network_args)
+    save_adapter(tmp_path / "lora.safetensors", network.weights(), QWEN_21_TARGETS, save_format)
+    tensors = load_file(tmp_path / "lora.safetensors")
+    if save_format == "comfy":
+        gate_up = "diffusion_model.transformer_blocks.0.img_mlp.gate_up"
+        assert f"{gate_up}.lora_down.weight" in tensors
+        assert not any("gate_layer" in key or "img_mlp.proj" in key for key in tensors)
+    theirs = tiny_21_transformer()
+    merged = by_comfyui(tensors)
+    for key in [key for key in merged if "gate_up" in key]:
+        gate, factor = merged.pop(key).chunk(2)
+        merged |= {key.replace("gate_up", "gate_layer"): gate, key.replace("gate_up", "proj"): factor}
+    theirs.load_state_dict(merged)
+    with torch.no_grad():
+        torch.testing.assert_close(run_21(theirs), run_21(model), rtol=1e-4, atol=1e-5)
+    assert_read_as_written(tmp_path / "lora.safetensors", network, QWEN_21_TARGETS, save_format)
+
+
+def test_kohyas_files_of_qwen_image_21_have_diffusers_names_with_underscores(tmp_path: Path) -> None:
+    """As musubi-tuner writes of every Linear in its model, which has diffusers' names."""
+    network = QWEN_21.inject(tiny_21_transformer(), *QWEN_21.everything)
+    save_adapter(tmp_path / "lora.safetensors", network.weights(), QWEN_21_TARGETS, "kohya")
+    stems = {key.split(".")[0] for key in load_file(tmp_path / "lora.safetensors")}
+    linears = {name for name, module in tiny_21_transformer().named_modules() if isinstance(module, nn.Linear)}
+    assert stems == {f"lora_unet_{name.replace('.', '_')}" for name in linears - {"proj_out", "norm_out.linear"}}
+    assert_read_as_written(tmp_path / "lora.safetensors", network, QWEN_21_TARGETS, "kohya")
+
+
+def test_a_fused_lora_of_qwen_image_21_is_one_of_each_half_and_one_of_another_size_is_refused(tmp_path: Path) -> None:
+    stem = "diffusion_model.transformer_blocks.0.img_mlp.gate_up"
+    a, b = torch.randn(4, 64), torch.randn(2 * 192, 4)
+    save_file({f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": b}, tmp_path / "lora.safetensors")
+    weights = load_lora(tmp_path / "lora.safetensors", QWEN_21_TARGETS).weights
+    assert weights.keys() == {f"transformer_blocks.0.img_mlp.{half}" for half in ("gate_layer", "proj")}
+    assert torch.equal(weights["transformer_blocks.0.img_mlp.gate_layer"].up, b[:192])
+    assert torch.equal(weights["transformer_blocks.0.img_mlp.proj"].up, b[192:])
+    wrong = {f"{stem}.lora_A.weight": a, f"{stem}.lora_B.weight": torch.randn(300, 4)}
+    save_file(wrong, tmp_path / "lora.safetensors")
+    with pytest.raises(UserError, match="gate_up.*300"):
+        load_lora(tmp_path / "lora.safetensors", QWEN_21_TARGETS)
