@@ -57,6 +57,21 @@ class NotFiniteError(UserError):
     """Numbers that are not finite where a picture should be made of them."""
 
 
+class NotRestoredError(Exception):
+    """A change of the model for a while that could not be taken back: no run may go on after it."""
+
+
+@contextmanager
+def restoring(what: str) -> Iterator[None]:
+    """Let an error in the block, which takes back ``what``, be a :class:`NotRestoredError`."""
+    try:
+        yield
+    except Exception as error:
+        raise NotRestoredError(
+            f"{what} could not be taken back ({type(error).__name__}: {reason_of(error)})"
+        ) from error
+
+
 _MOST_SHOWN = 2000  # characters of a line
 
 

@@ -1,14 +1,30 @@
-"""The processes of one job: an error is shown once, and none outlives the others.
+"""The processes of one job: what happens to one happens to all, and its cause is said once.
 
-A process that dies leaves the others waiting in an exchange that never comes. gloo notices the closed connection;
-NCCL's kernels, and a main process that is writing or drawing meanwhile, do not. The launcher then asks them to end by
-SIGTERM, which a training run takes for a request to save after the step that it never finishes, and half a minute
-later by SIGKILL. So while a run listens to signals, ``watched`` looks at the processes of the same machine; those of
-others are told by their connections.
+A process that fails leaves the others waiting in an exchange that never comes. gloo notices the closed connection when
+the process has ended; NCCL's kernels do not, nor does a main process that is writing or drawing. The launcher then asks
+the others to end by SIGTERM, which a training run takes for a request to save after the step that it never finishes,
+and half a minute later by SIGKILL. And a process that catches its own error goes on alone, into exchanges that the
+others are not in. Two things prevent that, and both need no exchange of tensors, only notes in the store of the group:
+
+``watched`` goes around a run. A process that leaves it with an error rings an alarm: it leaves a note in the store. A
+thread of every other process looks for that note once a second, and asks the kernel whether the processes of its own
+machine still live. The others may be about to find the same error, so they get half a minute (``GRACE`` seconds if a
+process has ended), and then the thread ends them, whatever their main thread waits for. Any error of the run is covered
+by this, in the middle of a step too.
+
+``agreed`` goes around a part of the run that ends with all processes in one place. They vote there: each writes whether
+its part went well, and waits for the others' votes. If one failed, all leave the part with an error, the one that
+failed with its own. Where the run can do without the part, all go on instead. That needs all of them: if one failed
+between two collectives, the others wait inside one, where no vote can reach them. After ``_PATIENCE`` seconds it gives
+up waiting for them and raises its error, which ends the run. No collective can be taken back: so what is likely to
+fail in an optional part, such as writing a file, belongs behind its last collective.
+
+A vote has no time limit of its own, unlike a collective (``ddp_timeout``): one process may write for an hour.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import select
@@ -20,18 +36,34 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import wraps
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from library.errors import UserError, one_line
+from library.errors import NotRestoredError, UserError, one_line, reason_of
 from library.files import machine_name
 
 if TYPE_CHECKING:  # heavy: a script imports them when its configuration is complete
-    from accelerate import Accelerator
     from torch.distributed import Store
 
 GRACE = 10.0  # seconds in which a process may end by itself after another has
-# what gloo and NCCL say when the other end of a connection is gone
-_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
+_PATIENCE = 20.0  # seconds in which a process that failed in an optional part waits for the others' votes
+_LOOK = 1.0  # seconds between two looks for an alarm
+_UNWATCHED = 600.0  # seconds to wait for a vote where no thread would notice that the others have ended
+# what gloo, NCCL and the store say when the other end of a connection is gone
+_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    "Connection was likely closed",
+)
+
+
+class FailedElsewhere(UserError):
+    """A part of the run failed on another process, which says why; ``exit_code`` is what that process ends with."""
+
+    def __init__(self, message: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 def one_of_several(main: Callable[[], None]) -> Callable[[], None]:
@@ -55,6 +87,9 @@ def one_of_several(main: Callable[[], None]) -> Callable[[], None]:
             logging.disable(logging.WARNING)
         try:
             main()
+        except FailedElsewhere as error:
+            time.sleep(GRACE)  # the launcher takes the first that ends for the one that failed, and ends the others
+            raise SystemExit(error.exit_code) from None
         except UserError as error:
             if _is_said_already(one_line(error)):
                 raise SystemExit(2) from None
@@ -64,8 +99,7 @@ def one_of_several(main: Callable[[], None]) -> Callable[[], None]:
                 raise SystemExit(130) from None
             raise
         except Exception as error:
-            # an upload's lost connection is no RuntimeError
-            if not (isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST)):
+            if not _is_lost_connection(error):
                 handler.record_exception(error)
                 raise
             rank = os.environ.get("RANK", "?")
@@ -75,6 +109,11 @@ def one_of_several(main: Callable[[], None]) -> Callable[[], None]:
             raise SystemExit(1) from None
 
     return wrapped
+
+
+def _is_lost_connection(error: BaseException) -> bool:
+    """Whether the error says that another process is gone; an upload's lost connection is no RuntimeError."""
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST)
 
 
 def _last_line(error: Exception) -> str:
@@ -106,41 +145,201 @@ def _store() -> Store | None:
     return dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=GRACE))
 
 
-@contextmanager
-def watched(accelerator: Accelerator) -> Iterator[None]:
-    """End this process if another of this machine ends while the block runs; every process enters it.
+class _Notes:
+    """What the processes of a group leave for each other in its store.
 
-    The other may have an error that this one is about to find too, so it gets ``GRACE`` seconds for that.
+    Attributes:
+        group: that they belong to.
+        votes: how many votes this process has given.
+        settled: how many of them have everybody's answer.
+        runs: how many runs were watched.
+        is_watched: whether one is now.
     """
-    if accelerator.num_processes == 1 or not hasattr(os, "pidfd_open"):
-        yield
-        return
-    from accelerate.utils import gather_object
 
-    machine, own = machine_name(), (accelerator.process_index, os.getpid())
-    ranks: dict[int, int] = {}  # by a file of which the kernel tells when the process has ended
-    for where, rank, pid in gather_object([(machine, *own)]):
-        if where == machine and (rank, pid) != own:
-            with suppress(ProcessLookupError):  # gone already: its connections tell
-                ranks[os.pidfd_open(pid)] = rank
-    stopped, (wake, woken) = threading.Event(), os.pipe()
+    def __init__(self, group: Any, store: Store, rank: int, processes: int) -> None:
+        self.group, self.rank = group, rank
+        self.votes, self.settled, self.runs, self.is_watched = 0, 0, 0, False
+        self._store, self._processes = store, processes
+        self._own_connection: Store | None = None
 
-    def wait() -> None:
-        ready, _, _ = select.select([wake, *ranks], [], [])
-        gone = [ranks[file] for file in ready if file in ranks]
-        if not gone or stopped.wait(GRACE):
-            return
-        print(f"error: process {gone[0]} has ended in the middle of the run; its own error is the one to read",
-              file=sys.stderr, flush=True)  # fmt: skip
-        os._exit(1)  # the main thread waits for what will not come
+    def vote(self, value: Any, patience: float | None = None) -> list[Any] | None:
+        """Return every process's ``value`` (JSON) by rank; None if some have not come after ``patience`` seconds."""
+        self.cast(value)
+        keys = [self._key(self.votes - 1, rank) for rank in range(self._processes)]
+        limit = patience if patience is not None else float("inf") if self.is_watched else _UNWATCHED
+        pause, until = 0.001, time.monotonic() + limit
+        # A waiting call of the store would be cheaper. Its time limit is reported as a warning, with a stack.
+        while not self._store.check(keys):
+            if time.monotonic() > until:
+                if patience is None:
+                    raise RuntimeError(f"some of {self._processes} processes are still missing after {limit:.0f} s")
+                return None
+            time.sleep(pause)
+            pause = min(1.5 * pause, 0.1)
+        values = [json.loads(value) for value in self._store.multi_get(keys)]
+        self.settled = self.votes
+        if self.votes > 1:  # all have voted here, so all have read the votes before
+            self._store.delete_key(self._key(self.votes - 2, self.rank))
+        return values
 
-    thread = threading.Thread(target=wait, daemon=True)
-    thread.start()
+    def cast(self, value: Any) -> None:
+        """Give this process's vote, without waiting for the others'."""
+        self._store.set(self._key(self.votes, self.rank), json.dumps(value))
+        self.votes += 1
+
+    def _key(self, number: int, rank: int) -> str:
+        return f"tandem/vote/{number}/{rank}"
+
+    def ring(self, exit_code: int, vote: int | None = None) -> None:
+        """Tell the others that this process has failed: before ``vote``, which they may come to, or in any case."""
+        self._store.set(f"tandem/alarm/{self.runs}", json.dumps([exit_code, vote]))
+
+    def alarm(self) -> int | None:
+        """Return the exit code of a process that has failed, None if there is none; asked by the watching thread."""
+        if self._own_connection is None:
+            self._own_connection = self._store.clone()  # type: ignore[attr-defined]  # the other one may be taken by a call that waits
+        key = f"tandem/alarm/{self.runs}"
+        if not self._own_connection.check([key]):
+            return None
+        exit_code, vote = json.loads(self._own_connection.get(key))
+        return None if vote is not None and self.settled > vote else exit_code
+
+
+_current: _Notes | None = None
+
+
+def _notes() -> _Notes | None:
+    """Return what this process and others can leave notes in, None if it is alone."""
+    global _current
+    import torch.distributed as dist
+
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    if _current is None or _current.group is not dist.group.WORLD:
+        store = dist.distributed_c10d._get_default_store()
+        _current = _Notes(dist.group.WORLD, store, dist.get_rank(), dist.get_world_size())
+    return _current
+
+
+def from_all_processes(value: Any) -> list[Any]:
+    """Return every process's ``value`` (JSON) in the order of their ranks; all processes call it."""
+    notes = _notes()
+    if notes is None:
+        return [value]
+    values = notes.vote(value)
+    assert values is not None, "without patience there is an answer, or an error"
+    return values
+
+
+@contextmanager
+def agreed(what: str, otherwise: Callable[[Exception], None] | None = None) -> Iterator[None]:
+    """Leave the block on all processes alike: with an error on each if it failed on one; every process enters it.
+
+    Args:
+        what: names the part in the other processes' error.
+        otherwise: makes the part optional. It is called on every process instead of raising the error, the process's
+            own or a :class:`FailedElsewhere`. A process that is alone has it called too. A part that could not put
+            back what it changed (:class:`NotRestoredError`) is not optional.
+
+    Raises:
+        FailedElsewhere: the block failed on another process.
+        Exception: its own, also of an optional part whose end the other processes do not come to.
+    """
+    notes, error = _notes(), None
     try:
         yield
+    except FailedElsewhere:  # of a part within this one: all have it
+        raise
+    except Exception as found:
+        if _is_lost_connection(found):
+            raise
+        error = found
+    is_fatal = otherwise is None or isinstance(error, NotRestoredError)
+    failed = [] if error is None else [(0, _describe(error, is_fatal))]
+    if notes is not None:
+        own = failed[0][1] if failed else None
+        if error is not None:
+            notes.ring(_exit_code(error), notes.votes)
+        votes = notes.vote(own, None if error is None else 0.0 if is_fatal else _PATIENCE)
+        if votes is None:
+            assert error is not None
+            raise error
+        failed = [(rank, vote) for rank, vote in enumerate(votes) if vote is not None]
+    if not failed:
+        return
+    rank, (exit_code, reason, _) = failed[0]
+    error = error or FailedElsewhere(f"{what} failed on process {rank} ({reason})", exit_code)
+    if otherwise is None or any(fatal for _, (_, _, fatal) in failed):
+        raise error
+    otherwise(error)
+
+
+def _describe(error: Exception, is_fatal: bool) -> tuple[int, str, bool]:
+    """Return what the other processes are told: the exit code, the reason, and whether no process may go on."""
+    reason = one_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {reason_of(error)}"
+    return _exit_code(error), reason, is_fatal
+
+
+def _exit_code(error: BaseException) -> int:
+    """Return what a script ends with whose ``main`` raises ``error``."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else 1
+    return 2 if isinstance(error, UserError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+@contextmanager
+def watched() -> Iterator[None]:
+    """End this process if another one fails, or ends, while the block runs; every process enters it."""
+    notes = _notes()
+    if notes is None or sys.platform == "win32":  # where one cannot wait for a file and a time
+        yield
+        return
+    machine, pid = list(machine_name()), os.getpid()
+    ranks: dict[int, int] = {}  # by a file of which the kernel tells when the process has ended
+    for rank, (where, other) in enumerate(from_all_processes([machine, pid])):
+        if where == machine and other != pid and hasattr(os, "pidfd_open"):  # Linux
+            with suppress(ProcessLookupError):  # gone already: its connections tell
+                ranks[os.pidfd_open(other)] = rank
+    notes.runs += 1
+    stopped, (wake, woken) = threading.Event(), os.pipe()
+    thread = threading.Thread(target=_watch, args=(notes, ranks, wake, stopped), daemon=True)
+    thread.start()
+    notes.is_watched = True
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, FailedElsewhere) and not _is_lost_connection(error):
+            with suppress(RuntimeError):  # the process that has the store is gone
+                notes.ring(_exit_code(error))
+        raise
     finally:
+        notes.is_watched = False
         stopped.set()
         os.write(woken, b"x")
         thread.join()
         for file in (wake, woken, *ranks):
             os.close(file)
+
+
+def _watch(notes: _Notes, ranks: dict[int, int], wake: int, stopped: threading.Event) -> None:
+    """Wait until ``wake`` can be read; end this process if others fail meanwhile and it does not end by itself."""
+    alarm: int | None = None
+    since = 0.0  # the alarm
+    while True:
+        ready, _, _ = select.select([wake, *ranks], [], [], _LOOK)
+        if stopped.is_set():
+            return
+        if gone := [ranks[file] for file in ready]:
+            if stopped.wait(GRACE):
+                return
+            why = f"process {gone[0]} has ended in the middle of the run"
+            break
+        before = alarm
+        with suppress(RuntimeError):  # the store is gone; the connections of the process that had it tell
+            alarm = notes.alarm()
+        since = time.monotonic() if before is None else since
+        if alarm is not None and time.monotonic() - since > GRACE + _PATIENCE:
+            why = "another process has failed"
+            break
+    print(f"error: {why}; its own error is the one to read", file=sys.stderr, flush=True)
+    os._exit(alarm or 1)  # the main thread waits for what will not come

@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from library.accelerator import is_model_parallel
 from library.errors import UserError
 from library.files import atomic_folder
+from library.processes import agreed
 from library.training.checkpoint.hub import HubUpload
 from library.training.checkpoint.saving import CheckpointWriter, fallback_folder, remove_old
 from library.training.checkpoint.state import OutputNames, Position, save_training_state
@@ -56,6 +58,8 @@ class RunEvents:
         self.state_saved_at: int | None = None
         self._validated_at: int | None = None
         self._sampled_at: int | None = None
+        self._checked: str | None = None  # what :meth:`check_saved` found
+        self._wrong: UserError | None = None
         fallback = fallback_folder(self.saving.save_fallback_dir, self.saving.output_name)
         self.writer = CheckpointWriter(self.names.folder, fallback, self.saving.save_retries, progress.note)
         self.requests = SignalHandler(
@@ -88,9 +92,9 @@ class RunEvents:
             if self.task.samples_first:
                 self._sample(position.step)
             return
-        if self.task.sampler is not None:
-            self.task.sampler.recall(position.step)
-        self.task.accelerator.wait_for_everyone()  # all know the same samples before one draws what is missing
+        with agreed("looking for samples"):  # all know the same samples before one draws what is missing
+            if self.task.sampler is not None:
+                self.task.sampler.recall(position.step)
         self._catch_up(position)
 
     def _catch_up(self, position: Position) -> None:
@@ -244,14 +248,13 @@ class RunEvents:
         self._sampled_at = step
         with self._looking("sampling"):
             together = is_model_parallel(self.task.accelerator)  # then no process may stop alone
-            if self.task.accelerator.is_main_process or together:
-                transformer = self.task.transformer
-                stopping = (lambda: False) if together else (lambda: self.requests.signalled)
-                self.writer.write_optional(lambda: sampler.sample(transformer, step, stopping), "sampling")
-                if files := sampler.sampled.get(step):
-                    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
-                    self.progress.note(f"sampled at step {step}: {shown_path(files[0])}{more}")
-            self.task.accelerator.wait_for_everyone()
+            stopping = None if together else (lambda: self.requests.signalled)
+            with agreed("sampling", partial(self.writer.leave_out, "sampling")):
+                if self.task.accelerator.is_main_process or together:
+                    sampler.sample(self.task.transformer, step, stopping)
+            if files := sampler.sampled.get(step):
+                more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+                self.progress.note(f"sampled at step {step}: {shown_path(files[0])}{more}")
 
     def _save(
         self,
@@ -268,7 +271,11 @@ class RunEvents:
         """
         saved: list[Path] | None = None
         main = self.task.accelerator.is_main_process
-        with self.progress.phase("saving"), self.task.gathered(with_state):
+        with (
+            self.progress.phase("saving"),
+            self.task.gathered(with_state),
+            nullcontext() if alone else agreed("saving"),
+        ):
             if main or alone:
 
                 def write(folder: Path) -> list[Path]:
@@ -284,8 +291,6 @@ class RunEvents:
                 if self.upload is not None and not alone:  # what is left over is uploaded by the run that goes on
                     for path in saved or []:
                         self.upload.push(path)
-            if not alone:
-                self.task.accelerator.wait_for_everyone()
         if with_state and (saved or not main):
             self.state_saved_at = position.step
         return saved is not None
@@ -310,25 +315,28 @@ class RunEvents:
         with self.progress.phase(phase), self.task.deployed_weights():
             yield
 
+    def check_saved(self) -> None:
+        """Compare what was saved with the live weights; the last thing that all processes come to."""
+        task, main = self.task, self.task.accelerator.is_main_process
+        # a process that leaves early takes the process group from under the others
+        with task.gathered(with_state=False) if task.verifies else nullcontext(), agreed("checking what was saved"):
+            if task.verifies and main and self.stop_request.stop is None and not self.writer.in_fallback:
+                try:
+                    self._checked = task.verify(self.names.weights(self.names.stem()))
+                except UserError as error:  # is said after the summary
+                    self._wrong = error
+
     def finish(self, position: Position) -> None:
-        """Show what the run did, and compare what it saved with the live weights.
+        """Show what the run did.
 
         Raises:
             UserError: what is on disk is not what was trained, or lies elsewhere.
         """
-        task, main, wrong, checked = self.task, self.task.accelerator.is_main_process, None, None
-        with task.gathered(with_state=False) if task.verifies else nullcontext():
-            if task.verifies and main and self.stop_request.stop is None and not self.writer.in_fallback:
-                try:
-                    checked = task.verify(self.names.weights(self.names.stem()))
-                except UserError as error:
-                    wrong = error
-        # a process that leaves early takes the process group from under the others
-        task.accelerator.wait_for_everyone()
+        task = self.task
         self.metrics.close()
-        if main:  # alone from here on
+        if task.accelerator.is_main_process:  # alone from here on
             rows = [*self._summary(position), *task.summary.items()]
-            rows += [("LoRA file checked", checked)] if checked is not None else []
+            rows += [("LoRA file checked", self._checked)] if self._checked is not None else []
             print_summary(task.console, rows)
             if self.stop_request.stop is not None:
                 state = self.names.state(self.names.stem(step=position.step))
@@ -336,8 +344,8 @@ class RunEvents:
         if self.upload is not None and (failed := self.upload.finish()):
             task.console.print(f"not uploaded: {', '.join(map(shown_path, failed))}", soft_wrap=True)
         self.writer.report()
-        if wrong is not None:
-            raise wrong
+        if self._wrong is not None:
+            raise self._wrong
 
     def _summary(self, position: Position) -> list[tuple[str, str]]:
         """Return the rows of the run's summary: what it did, how well, and where its files are."""

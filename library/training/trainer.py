@@ -19,7 +19,7 @@ from torch import Tensor
 from library.accelerator import has_whole_model
 from library.data.batches import MicroStep
 from library.errors import UserError, counted, reason_of
-from library.processes import watched
+from library.processes import FailedElsewhere, watched
 from library.randomness import derive_seed
 from library.training.checkpoint.hub import HubUpload, build_upload
 from library.training.checkpoint.state import Position
@@ -50,19 +50,23 @@ class Trainer:
                 or does not fit into memory.
         """
         with self.task.own_folder():
-            upload = self._prepare()
-            task, folder = self.task, self.task.names.folder
-            self.first_step = self.position.step
-            write_config(folder, task.asked, task.accelerator)
-            self.metrics = MetricsStream(
-                folder / "metrics.jsonl", task.accelerator, task.config.logging, self.first_step
-            )
-            with TrainingProgress(task.console, task.total_steps, task.total_epochs, self.first_step) as self.progress:
-                self.events = RunEvents(task, self.metrics, self.progress, upload, self.first_step)
-                with self.events.requests.listening():
-                    self._train_or_save()
+            with watched():
+                self._run()
+                self.events.check_saved()
             self.events.finish(self.position)
         return self.events
+
+    def _run(self) -> None:
+        """Prepare the task and train."""
+        upload = self._prepare()
+        task, folder = self.task, self.task.names.folder
+        self.first_step = self.position.step
+        write_config(folder, task.asked, task.accelerator)
+        self.metrics = MetricsStream(folder / "metrics.jsonl", task.accelerator, task.config.logging, self.first_step)
+        with TrainingProgress(task.console, task.total_steps, task.total_epochs, self.first_step) as self.progress:
+            self.events = RunEvents(task, self.metrics, self.progress, upload, self.first_step)
+            with self.events.requests.listening():
+                self._train_or_save()
 
     def _prepare(self) -> HubUpload | None:
         """Look at what was asked for, load data and model, find the position; return what uploads."""
@@ -80,10 +84,11 @@ class Trainer:
     def _train_or_save(self) -> None:
         """Train to the end; whatever goes wrong, save the last good step before it is said."""
         try:
-            with watched(self.task.accelerator):
-                self.events.at_start(self.position)
-                self.train()
-                self.events.at_end(self.position)
+            self.events.at_start(self.position)
+            self.train()
+            self.events.at_end(self.position)
+        except FailedElsewhere:  # the process that failed does this
+            raise
         except BaseException as error:
             known = self.events.state_saved_at == self.position.step  # and told, by who raised this
             if (saved := self._keep_good_steps()) and not known:

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from library.config.schema import SavingConfig
-from library.errors import NotFiniteError, UserError, WriteError, reason_of
+from library.errors import NotFiniteError, NotRestoredError, UserError, WriteError, reason_of
 from library.files import discard
+from library.processes import FailedElsewhere
 from library.training.memory.budget import release
 
 Write = Callable[[Path], list[Path]]  # writes into a folder; returns what it wrote
@@ -94,11 +95,20 @@ class CheckpointWriter:
         """Write what a run can do without (images, plots); say so if that fails, whatever the reason."""
         try:
             write()
-        except (WriteError, NotFiniteError) as error:
-            self.say(f"warning: {error}; left out")
+        except NotRestoredError:
+            raise
         except Exception as error:
+            self.leave_out(what, error)
+
+    def leave_out(self, what: str, error: Exception) -> None:
+        """Say that ``what``, which the run can do without, failed."""
+        if isinstance(error, (WriteError, NotFiniteError)):
+            self.say(f"warning: {error}; left out")
+        elif isinstance(error, FailedElsewhere):
+            self.say(f"warning: {error}; left out, the run goes on")
+        else:
             self.say(f"warning: {what} failed ({type(error).__name__}: {reason_of(error)}); left out, the run goes on")
-            release()
+        release()
 
     def report(self) -> None:
         """Let the run end with an error if its result is not where it should be.

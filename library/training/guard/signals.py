@@ -125,7 +125,7 @@ class SignalHandler:
         """Inside the block the first signal is kept for :meth:`look` and the second has its usual effect.
 
         A launcher's signal to a process that has lost another would be kept for ever: see ``watched`` in
-        ``library.processes``, which belongs inside.
+        ``library.processes``, which belongs around it.
         """
         before = {}
         for number in _SIGNALS:

@@ -9,7 +9,8 @@ arXiv 2010.06192).
 How it is put into any ``torch.optim.Optimizer``, ours or third-party, without touching its code: a hook
 before ``step`` replaces each bf16 weight and gradient by an fp32 copy, the optimizer steps as if it were
 training fp32 weights, a hook after ``step`` rounds the copies into the original bf16 storage. Weights have
-the same storage before and after, so DDP, compiled graphs and fused kernels do not notice.
+the same storage before and after, so DDP, compiled graphs and fused kernels do not notice. torch calls no hook after
+a ``step`` that raises an error: then the copies are dropped, and the weights are those before the step.
 
 What it costs: the optimizer's state is fp32, as for fp32 weights (Adam's second moment could not decay in
 bf16 anyway: beta2 = 0.999 changes it by less than half a unit in the last place). While ``step`` runs, 4
@@ -27,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -81,6 +83,15 @@ def update_stochastically(optimizer: Optimizer, seed: int) -> None:
         for group in optimizer.param_groups:
             group[STEP_KEY] = step + 1
 
+    step = optimizer.step
+
+    def step_or_undo(_optimizer: Optimizer, *arguments: Any, **more: Any) -> Any:
+        try:
+            return step(*arguments, **more)
+        finally:
+            while held:
+                held.pop().drop()
+
     for group in optimizer.param_groups:
         group[STEP_KEY] = 0
     try:
@@ -89,6 +100,7 @@ def update_stochastically(optimizer: Optimizer, seed: int) -> None:
     except AttributeError as error:
         name = type(optimizer).__name__
         raise UserError(f"full_bf16: {name} takes no step hooks; set full_bf16 = false or use AdamW") from error
+    optimizer.step = MethodType(step_or_undo, optimizer)  # type: ignore[method-assign]
 
 
 class _Held:
@@ -98,24 +110,30 @@ class _Held:
         self.parameters = [p for p in parameters if p.dtype == torch.bfloat16]
         self.weights = [p.data for p in self.parameters]
         self.gradients = [p.grad for p in self.parameters]
-        for parameter, wide in zip(self.parameters, _widen(self.weights), strict=True):
+        present = [i for i, gradient in enumerate(self.gradients) if gradient is not None and with_gradients]
+        # what needs memory comes before the first change
+        wide_weights, wide_gradients = _widen(self.weights), _widen([self.gradients[i] for i in present])  # type: ignore[misc]
+        for parameter, wide in zip(self.parameters, wide_weights, strict=True):
             parameter.grad = None  # torch refuses a gradient of another dtype than its weight's
             parameter.data = wide
-        if with_gradients:
-            present = [i for i, gradient in enumerate(self.gradients) if gradient is not None]
-            wide_gradients = _widen([g for g in self.gradients if g is not None])
-            for i, wide in zip(present, wide_gradients, strict=True):
-                self.parameters[i].grad = wide
+        for i, wide in zip(present, wide_gradients, strict=True):
+            self.parameters[i].grad = wide
 
     @torch.no_grad()
     def put_back(self, randomness: tuple[int, int] | None) -> None:
         """Round the fp32 weights into the bf16 storage: stochastically for (seed, step), else to nearest."""
         wide = [parameter.data for parameter in self.parameters]
-        if randomness is None:
-            for weight, value in zip(self.weights, wide, strict=True):
-                weight.copy_(value)
-        else:
-            _round_into(self.weights, wide, *randomness)
+        try:
+            if randomness is None:
+                for weight, value in zip(self.weights, wide, strict=True):
+                    weight.copy_(value)
+            else:
+                _round_into(self.weights, wide, *randomness)
+        finally:
+            self.drop()
+
+    def drop(self) -> None:
+        """Put the bf16 weights and gradients in their place again, as they are."""
         for parameter, weight, gradient in zip(self.parameters, self.weights, self.gradients, strict=True):
             parameter.grad = None
             parameter.data = weight

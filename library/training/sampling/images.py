@@ -63,35 +63,49 @@ class Sampler:
     sampled: dict[int, list[Path]] = field(default_factory=dict)
     _conditions: dict[int, Conditions] = field(default_factory=dict)
 
-    def sample(self, transformer: nn.Module, step: int, is_stopping: Callable[[], bool] = lambda: False) -> list[Path]:
+    def sample(
+        self, transformer: nn.Module, step: int, is_stopping: Callable[[], bool] | None = lambda: False
+    ) -> list[Path]:
         """Sample every prompt; return the files. The VAE is loaded for it and freed again.
 
         Args:
             transformer: the network itself, out of any wrapper.
             step: names the files.
-            is_stopping: asked before each image; the run that goes on samples all of them again.
+            is_stopping: asked before each image; the run that goes on samples all of them again. None where several
+                processes make an image together: none may stop alone, nor fail to write while the others make the next,
+                so all images are made before the first is written.
         """
         paths: list[Path] = []
         try:
             with nullcontext() if self.model is None else self.model.in_place(transformer):
-                for i, prompt in enumerate(self.prompts):
-                    if is_stopping():
+                images: list[Image.Image] = []
+                for i in range(len(self.prompts)):
+                    if is_stopping is not None and is_stopping():
                         return paths
-                    paths.append(self._sample(transformer, i, prompt, step))
+                    images.append(self._generate(transformer, i))
+                    if is_stopping is not None or i + 1 == len(self.prompts):
+                        paths += self._write(images, step, len(paths))
+                        images.clear()
         finally:
             self.image_encoder.release()
         self.sampled[step] = paths
         return paths
 
-    def _sample(self, transformer: nn.Module, i: int, prompt: SamplePrompt, step: int) -> Path:
+    def _generate(self, transformer: nn.Module, i: int) -> Image.Image:
+        """Return the image of prompt ``i``."""
+        prompt = self.prompts[i]
         if i not in self._conditions:
             self._conditions[i] = encode_prompt_images(prompt, self.image_encoder, self.rules)
         texts = {text: self._text(prompt, text) for text in prompt.texts()}
-        image = generate_image(self.family, transformer, self.image_encoder, prompt, texts, self._conditions[i])
-        path = self._path(step, i)
-        if self.writes:
-            save_image(image, path, {"prompt": prompt.line()})
-        return path
+        return generate_image(self.family, transformer, self.image_encoder, prompt, texts, self._conditions[i])
+
+    def _write(self, images: list[Image.Image], step: int, first: int) -> list[Path]:
+        """Write the images of the prompts from ``first`` on, where this process does that; return their files."""
+        paths = [self._path(step, first + i) for i in range(len(images))]
+        for path, image, prompt in zip(paths, images, self.prompts[first:], strict=False):
+            if self.writes:
+                save_image(image, path, {"prompt": prompt.line()})
+        return paths
 
     def _text(self, prompt: SamplePrompt, text: str) -> dict[str, Tensor]:
         """Return the embeddings of one of a prompt's texts, without a batch axis."""

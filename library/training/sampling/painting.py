@@ -32,6 +32,7 @@ from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
 from library.precision.checkpoint import WeightFiles
 from library.precision.recipe import WeightLoader
+from library.processes import agreed
 from library.training.memory.budget import GIB, available_bytes, release
 from library.training.report.progress import counting
 from library.training.sampling.generate import generate_images
@@ -167,26 +168,27 @@ def paint(
             "preserve_prompts, general_prompts: their pictures are painted by one process, and the model is split; "
             "paint them on one GPU first (tools/paint_regularisation.py with this configuration and cache_directory)"
         )
-    for each in sets.values() if accelerator.is_main_process else ():
-        for path, prompt in each.pictures:
-            if not (caption := path.with_suffix(".txt")).exists():  # before its image: none is without its caption
-                write_text(caption, prompt.prompt + "\n")
-    if mine := missing_of(sets, accelerator.process_index, accelerator.num_processes):
-        loader = plan_base(config.precision, family.quantized_file(), config.training.seed, accelerator.device)
-        loader.changes = base_weights.changes(family.targets)
-        dtype, swapped = base_dtype(config.model, config.training), _swapped(config, family, loader, accelerator.device)
-        images = generate_images(
-            family, [prompt for _, prompt in mine], [], dtype, accelerator.device, console, loader, swapped=swapped,
-            encoders=encoders,
-        )  # fmt: skip
-        with counting(console) as progress:
-            advance = progress("painting general prompts", len(mine))
-            for (path, _), (prompt, image) in zip(mine, images, strict=True):
-                save_image(image, path, {"prompt": prompt.line()})
-                advance(1)
-        encoders[0].release()
-        release()
-    accelerator.wait_for_everyone()
+    with agreed("painting general prompts"):
+        for each in sets.values() if accelerator.is_main_process else ():
+            for path, prompt in each.pictures:
+                if not (caption := path.with_suffix(".txt")).exists():  # before its image: none is without its caption
+                    write_text(caption, prompt.prompt + "\n")
+        if mine := missing_of(sets, accelerator.process_index, accelerator.num_processes):
+            loader = plan_base(config.precision, family.quantized_file(), config.training.seed, accelerator.device)
+            loader.changes = base_weights.changes(family.targets)
+            dtype = base_dtype(config.model, config.training)
+            swapped = _swapped(config, family, loader, accelerator.device)
+            images = generate_images(
+                family, [prompt for _, prompt in mine], [], dtype, accelerator.device, console, loader, swapped=swapped,
+                encoders=encoders,
+            )  # fmt: skip
+            with counting(console) as progress:
+                advance = progress("painting general prompts", len(mine))
+                for (path, _), (prompt, image) in zip(mine, images, strict=True):
+                    save_image(image, path, {"prompt": prompt.line()})
+                    advance(1)
+            encoders[0].release()
+            release()
     folders = {key: each.folder for key, each in sets.items()}
     return Painted(folders.get("preserve_prompts"), folders.get("general_prompts"))
 

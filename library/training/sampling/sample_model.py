@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from library.config.schema import ModelConfig
-from library.errors import UserError
+from library.errors import UserError, restoring
 from library.models.family import Family, model_family, with_transformer
 from library.models.hub import find_model
 from library.models.weights import stands_for
@@ -85,27 +85,25 @@ class SampleModel:
         own = _frozen(transformer)
         if differing := sorted(own.keys() ^ other.keys()):
             raise UserError(f"sample_model: {differing[0]} is in one of both models only; give the same architecture")
-        self._exchange(transformer, own, other)
+        pairs, exchanged = [(own[name], other[name]) for name in own], list[tuple[Tensor, Tensor]]()
         try:
+            self._exchange(transformer, pairs, exchanged)
             yield
-        finally:
-            self._exchange(transformer, own, other)
+        finally:  # also of what was exchanged before the memory ran out
+            with restoring("sample_model: the exchange of the weights"):
+                self._exchange(transformer, exchanged, [])
 
     @torch.no_grad()
-    def _exchange(self, transformer: nn.Module, own: dict[str, Tensor], other: dict[str, Tensor]) -> None:
-        """Let each tensor of ``own``, the transformer's, and of ``other`` have the other's numbers where it lies."""
+    def _exchange(
+        self, transformer: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]], done: list[tuple[Tensor, Tensor]]
+    ) -> None:
+        """Let the tensors of each pair, the first the transformer's, have the other's numbers; add it to ``done``."""
         with ExitStack() as stack:
             for ring in self._rings:
                 stack.enter_context(ring.at_home())
-            changed: list[str] = []
-            try:
-                for name in own:
-                    _swap(own[name], other[name])
-                    changed.append(name)
-            except BaseException:  # no memory for the copy: a run must not go on with half of each model
-                for name in changed:
-                    _swap(own[name], other[name])
-                raise
+            for pair in pairs:
+                _swap(*pair)
+                done.append(pair)
             for layer in transformer.modules():
                 if isinstance(layer, AdapterLinear):
                     layer.measure_base()

@@ -43,11 +43,15 @@ class TextSampler:
     console: Console
     sampled: dict[int, list[Path]] = field(default_factory=dict)
 
-    def sample(self, transformer: nn.Module, step: int, is_stopping: Callable[[], bool] = lambda: False) -> list[Path]:
+    def sample(
+        self, transformer: nn.Module, step: int, is_stopping: Callable[[], bool] | None = lambda: False
+    ) -> list[Path]:
         """Write the file and return it; of split weights every process takes part.
 
-        ``is_stopping`` is asked after each token; the run that goes on writes the file then.
+        ``is_stopping`` is asked after each token; the run that goes on writes the file then. It is None where several
+        processes go on together, of which none may stop alone.
         """
+        is_stopping = is_stopping or (lambda: False)
         assert isinstance(transformer, TransformerLM)
         config, prompts = self.config, self.config.sample_prompts
         settings = SamplingSettings(

@@ -43,6 +43,7 @@ from library.errors import UserError
 from library.files import clear_leftovers, fingerprint
 from library.models.family import Family, model_family, with_transformer
 from library.precision.recipe import WeightLoader
+from library.processes import agreed
 from library.safetensors_io import write_safetensors
 from library.training.checkpoint.state import begun_position
 from library.training.flow import noisy_latents
@@ -82,36 +83,36 @@ def prepare_teacher(
     missing = [(step, items) for step, items in coming if not _is_cached(teacher, step, items, data)]
     own = Teacher(teacher.folder.with_name(f"{teacher.folder.name}-own"), 1.0) if asked.distill_effect else None
     passes = [(own, None), (teacher, own)] if own else [(teacher, None)]
-    for answers, beside in passes if missing else ():
-        todo = [(step, items) for step, items in missing if not _is_cached(answers, step, items, data)]
-        if not todo:
-            continue
-        clear_leftovers(answers.path(todo[0][0], 0).parent)  # where an interrupted run stopped
-        if answers is own:
-            runs, network = model_family(config.model), None
-            loader = plan_base(config.precision, runs.quantized_file(), config.training.seed, accelerator.device)
-            transformer = _load_base(config, runs, loader, accelerator.device)
-        else:
-            runs, (transformer, network) = family, _load_teacher(config, family, lora, accelerator.device)
-        with counting(console) as progress:
-            advance = progress(
-                "velocities without a LoRA" if answers is own else "velocities of the teacher", len(todo)
-            )
-            for step, items in todo:
-                batch = collate([data.train[item] for item in items]).to(accelerator.device)
-                predict = partial(_velocity, runs, transformer, batch, step, config, accelerator)
-                velocity = predict()
-                if beside is not None and network is not None:
-                    with network.bypassed():
-                        plain = predict()
-                    velocity = beside.blend(velocity, batch.sample_ids, step) + velocity - plain
-                _write(answers, batch, step, velocity)
-                advance(1)
-        del transformer, network, predict
-        release()
-    if own:
+    with agreed("predicting the teacher's velocities"):
+        for answers, beside in passes if missing else ():
+            todo = [(step, items) for step, items in missing if not _is_cached(answers, step, items, data)]
+            if not todo:
+                continue
+            clear_leftovers(answers.path(todo[0][0], 0).parent)  # where an interrupted run stopped
+            if answers is own:
+                runs, network = model_family(config.model), None
+                loader = plan_base(config.precision, runs.quantized_file(), config.training.seed, accelerator.device)
+                transformer = _load_base(config, runs, loader, accelerator.device)
+            else:
+                runs, (transformer, network) = family, _load_teacher(config, family, lora, accelerator.device)
+            with counting(console) as progress:
+                advance = progress(
+                    "velocities without a LoRA" if answers is own else "velocities of the teacher", len(todo)
+                )
+                for step, items in todo:
+                    batch = collate([data.train[item] for item in items]).to(accelerator.device)
+                    predict = partial(_velocity, runs, transformer, batch, step, config, accelerator)
+                    velocity = predict()
+                    if beside is not None and network is not None:
+                        with network.bypassed():
+                            plain = predict()
+                        velocity = beside.blend(velocity, batch.sample_ids, step) + velocity - plain
+                    _write(answers, batch, step, velocity)
+                    advance(1)
+            del transformer, network, predict
+            release()
+    if own:  # only now, when no process reads it any more
         shutil.rmtree(own.folder, ignore_errors=True)
-    accelerator.wait_for_everyone()
     return teacher
 
 

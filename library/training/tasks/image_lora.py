@@ -46,6 +46,7 @@ from library.models.vae import ImageEncoder
 from library.nn.checkpointing import neighbours
 from library.precision.checkpoint import WeightFiles
 from library.precision.linear import make_cpu_kernels
+from library.processes import agreed
 from library.training.checkpoint.metadata import image_facts, lora_facts, trigger_phrase
 from library.training.checkpoint.state import tidy
 from library.training.flow import NOISE_LEVELS, resolve_sampling
@@ -442,14 +443,14 @@ def cache_data(
     are let go before this returns.
     """
     rank, world = accelerator.process_index, accelerator.num_processes
-    if accelerator.is_main_process:
-        tidy(data.cache_folders, console.print)
-    with counting(console) as progress:
+    with agreed("tidying the cache"):
+        if accelerator.is_main_process:
+            tidy(data.cache_folders, console.print)
+    with agreed("caching"), counting(console) as progress:
         data.cache_latents(image_encoder, arguments.vae_batch_size, progress, rank, world)
         rules, sees = PromptImageRules.of(data), text_encoder.sees_references
         texts = [job for prompt in prompts for job in text_jobs(prompt, sees, rules).values()]
         data.cache_text(text_encoder, texts, arguments.text_encoder_batch_size, progress, rank, world)
-    accelerator.wait_for_everyone()
 
 
 def look_over(data: TrainingData, strict: bool, accelerator: Accelerator, console: Console) -> None:

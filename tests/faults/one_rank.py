@@ -1,0 +1,79 @@
+"""train_lora.py, of whose processes one fails at a given point: started by tests, once for each process.
+
+``FAULT`` is JSON: ``rank`` of the process that fails; ``inside`` and ``at``, two functions as ``module:name.name``;
+``call``: the so-manieth call of ``at`` within ``inside`` (null: anywhere) fails; ``error``: ``bug``, ``memory``,
+``disk`` or ``killed``. The file ``failed`` in the working folder tells when.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from library.errors import WriteError
+from train_lora import main
+
+fault = json.loads(os.environ["FAULT"])
+depth, calls = 0, 0
+ERRORS: dict[str, Callable[[], BaseException]] = {
+    "bug": lambda: ValueError("the part breaks here"),
+    "memory": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
+    "disk": lambda: WriteError("/full", "No space left on device"),
+}
+
+
+def fail() -> None:
+    """Raise the error, or end at once."""
+    Path("failed").touch()
+    if fault["error"] == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise ERRORS[fault["error"]]()
+
+
+def at(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapped(*arguments: Any, **more: Any) -> Any:
+        global calls
+        if depth or fault["inside"] is None:
+            calls += 1
+            if calls == fault["call"]:
+                fail()
+        return function(*arguments, **more)
+
+    return wrapped
+
+
+def inside(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapped(*arguments: Any, **more: Any) -> Any:
+        global depth
+        depth += 1
+        try:
+            return function(*arguments, **more)
+        finally:
+            depth -= 1
+
+    return wrapped
+
+
+def wrap(place: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Let a wrapper stand in a function's place."""
+    module, _, names = place.partition(":")
+    *path, name = names.split(".")
+    owner = functools.reduce(getattr, path, importlib.import_module(module))
+    setattr(owner, name, wrapper(getattr(owner, name)))
+
+
+if os.environ["RANK"] == str(fault["rank"]):
+    if fault["inside"] is not None:
+        wrap(fault["inside"], inside)
+    wrap(fault["at"], at)
+main()
