@@ -67,8 +67,8 @@ from library.precision.recipe import Recipe, quantize_model
 from library.training.memory.block_swap import swap_blocks
 from library.training.memory.budget import recompute_blocks
 from library.training.parallel.device_map import place_blocks
-from library.training.parallel.parallelize import parallelize
-from library.training.parallel.spec import ParallelSpec, transformer_split_points
+from library.training.parallel.parallelize import ParallelSpec, parallelize
+from library.training.parallel.pipeline import transformer_split_points
 from library.training.parallel.step import average_gradients
 from networks.network import AdapterNetwork
 
@@ -431,7 +431,7 @@ def _tandem(
         cpu_offload_checkpointing=case.offloaded,
     )
     pairs = {} if fetched or case.compiled else neighbours(blocks)
-    recompute_blocks(transformer, len(blocks), training, device, pairs, family.carried)
+    recompute_blocks(transformer, len(blocks), training, device, pairs, family.chained_args)
     return transformer, blocks, network
 
 
@@ -507,7 +507,7 @@ def _step_of(
     spec = ParallelSpec(
         transformer,
         family.repeated_blocks,
-        lambda: transformer_split_points(transformer, blocks, family.behind_blocks),
+        lambda: transformer_split_points(transformer, blocks, family.tail),
         lambda processes: split_plan(type(transformer), transformer.config, processes),
         network,
     )

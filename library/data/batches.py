@@ -445,11 +445,11 @@ class MicroStep:
 
 
 @dataclass(frozen=True)
-class Share:
+class DataParallelRank:
     """Which of an epoch's batches a process computes.
 
     Attributes:
-        processes: that have batches of their own.
+        processes: that have batches of their own (``dp_rank_and_size``).
         rank: of this one among them.
         accumulation: batches of each process in an optimizer step.
     """
@@ -470,7 +470,7 @@ class Share:
         return self.processes * self.accumulation
 
 
-ALL = Share()
+ALL = DataParallelRank()
 
 
 class PlannedBatchSampler(Sampler[list[Any]]):
@@ -480,8 +480,8 @@ class PlannedBatchSampler(Sampler[list[Any]]):
     loop has to know of each.
     """
 
-    def __init__(self, share: Share) -> None:
-        self.share = share
+    def __init__(self, dp_rank: DataParallelRank) -> None:
+        self.dp_rank = dp_rank
         self.drop_last = False  # accelerate asks
         self.epoch = self.first_batch = 0
         self._plan: tuple[int, list[list[int]]] | None = None
@@ -508,22 +508,22 @@ class PlannedBatchSampler(Sampler[list[Any]]):
 
     def __len__(self) -> int:
         """Batches of this process in the next pass."""
-        return -(-max(0, self.batches_per_epoch() - self.first_batch) // self.share.processes)
+        return -(-max(0, self.batches_per_epoch() - self.first_batch) // self.dp_rank.processes)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        plan, (processes, rank) = self.planned(self.epoch), (self.share.processes, self.share.rank)
+        plan, (processes, rank) = self.planned(self.epoch), (self.dp_rank.processes, self.dp_rank.rank)
         for first in range(self.first_batch, len(plan), processes):
             yield [self.key(index) for index in plan[min(first + rank, len(plan) - 1)]]
 
     def micro_steps(self) -> Iterator[MicroStep]:
         """Yield what the loop has to know of each batch of the next pass."""
-        plan, share = self.planned(self.epoch), self.share
-        for begin in range(self.first_batch, len(plan), share.step_batches):
-            step = plan[begin : begin + share.step_batches]
+        plan, dp_rank = self.planned(self.epoch), self.dp_rank
+        for begin in range(self.first_batch, len(plan), dp_rank.step_batches):
+            step = plan[begin : begin + dp_rank.step_batches]
             weights = list(map(self.weight, step))
-            for first in range(0, len(step), share.processes):
-                own, behind = first + share.rank, first + share.processes
-                weight = share.step_batches * weights[own] / sum(weights) if own < len(step) else 0.0
+            for first in range(0, len(step), dp_rank.processes):
+                own, behind = first + dp_rank.rank, first + dp_rank.processes
+                weight = dp_rank.step_batches * weights[own] / sum(weights) if own < len(step) else 0.0
                 number, everyone = min(begin + own, len(plan) - 1), step[first:behind]
                 yield MicroStep(weight, number, len(everyone), sum(map(len, everyone)), behind >= len(step))
 
@@ -541,13 +541,13 @@ class EpochBatchSampler(PlannedBatchSampler):
         buckets: the bucket of each item; only items of one bucket share a batch.
         batch_sizes: items in a batch, for each bucket.
         seed: what the order follows from.
-        share: of this process.
+        dp_rank: of this process.
     """
 
     def __init__(
-        self, buckets: Sequence[Bucket], batch_sizes: Mapping[Bucket, int], seed: int, share: Share = ALL
+        self, buckets: Sequence[Bucket], batch_sizes: Mapping[Bucket, int], seed: int, dp_rank: DataParallelRank = ALL
     ) -> None:
-        super().__init__(share)
+        super().__init__(dp_rank)
         self.buckets, self.batch_sizes, self.seed = buckets, batch_sizes, seed
         self._instead: dict[int, int] = {}  # items left out, and those that take their places
 

@@ -7,7 +7,7 @@
     print(*data.describe(), sep="\n")
     data.cache_latents(image_encoder, batch_size, progress)     # of images, and of what they are painted from
     data.cache_text(text_encoder, prompts, batch_size, progress)
-    sampler = data.batch_sampler(share)
+    sampler = data.batch_sampler(dp_rank)
     loader = DataLoader(data.train, batch_sampler=sampler, collate_fn=collate)
 
 With several processes each encodes its share; the caller waits for all of them before reading.
@@ -34,7 +34,7 @@ from torch import Tensor
 from library.conditions import ConditionKind
 from library.config.model_types import Blank
 from library.config.schema import DatasetArguments, PreservationConfig
-from library.data.batches import ALL, CachedDataset, CaptionPreservation, EpochBatchSampler, Share, has_mask
+from library.data.batches import ALL, CachedDataset, CaptionPreservation, DataParallelRank, EpochBatchSampler, has_mask
 from library.data.buckets import ControlSizing
 from library.data.cache import (
     EncodeJob,
@@ -244,9 +244,9 @@ class TrainingData:
         folders = [cache / kind for cache in caches for kind in ("latents", "conditions")]
         return [*(index.folder for index in self._indexes), *folders, self.text_folder / "text"]
 
-    def batch_sampler(self, share: Share = ALL) -> EpochBatchSampler:
-        """Return the batch sampler of the training samples, for a process's share."""
-        return EpochBatchSampler(self.train.buckets, self.train.batch_sizes, self.seed, share)
+    def batch_sampler(self, dp_rank: DataParallelRank = ALL) -> EpochBatchSampler:
+        """Return the batch sampler of the training samples, for one data-parallel rank."""
+        return EpochBatchSampler(self.train.buckets, self.train.batch_sizes, self.seed, dp_rank)
 
     def captions(self) -> list[str]:
         """Return every caption that can be asked for, each once: all variants, and "" where captions drop."""

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from library.data.batches import ALL, PlannedBatchSampler, Share, TensorBatch
+from library.data.batches import ALL, DataParallelRank, PlannedBatchSampler, TensorBatch
 from library.errors import UserError
 from library.files import MOST_DATA_BYTES, parse_json, read_json_lines, read_text
 from library.llm.chat_templates import ChatTemplate, Message
@@ -297,8 +297,8 @@ def target_count(windows: Iterable[Window]) -> int:
 class ChatSampler(PlannedBatchSampler):
     """Batch sampler over windows: yields lists of their numbers."""
 
-    def __init__(self, windows: Sequence[Window], batch_size: int, seed: int, share: Share = ALL) -> None:
-        super().__init__(share)
+    def __init__(self, windows: Sequence[Window], batch_size: int, seed: int, dp_rank: DataParallelRank = ALL) -> None:
+        super().__init__(dp_rank)
         self._lengths = [sum(len(e.tokens) for e in window) for window in windows]
         self._targets = [target_count([window]) for window in windows]
         self._size, self._seed = batch_size, seed

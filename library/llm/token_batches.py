@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from library.data.batches import ALL, MicroStep, Share
+from library.data.batches import ALL, DataParallelRank, MicroStep
 from library.errors import UserError
 from library.files import checksum, open_own, read_checked_json, write_checked_json
 from library.llm.tokenizer_files import load_tokenizer
@@ -312,7 +312,13 @@ class TokenBatches:
     """Shuffled windows of a split for one of several processes."""
 
     def __init__(
-        self, shards: TokenShards, context: int, batch_size: int, seed: int, share: Share = ALL, pinned: bool = False
+        self,
+        shards: TokenShards,
+        context: int,
+        batch_size: int,
+        seed: int,
+        dp_rank: DataParallelRank = ALL,
+        pinned: bool = False,
     ) -> None:
         """Plan the epochs; ``pinned`` batches can be copied to a GPU while it works."""
         # one window is given up, so that the start can move, and the last token is only a target
@@ -323,14 +329,14 @@ class TokenBatches:
                 "add text"
             )
         self._shards, self._context, self._size, self._seed = shards, context, batch_size, seed
-        self.share, self._pinned = share, pinned
+        self.dp_rank, self._pinned = dp_rank, pinned
         self._order: tuple[int, np.ndarray, int] | None = None
         self.set_position(0)
 
     @property
     def windows_in_step(self) -> int:
         """Windows of a full optimizer step, over all processes."""
-        return self.share.step_batches * self._size
+        return self.dp_rank.step_batches * self._size
 
     def set_position(self, epoch: int, first_batch: int = 0) -> None:
         """Start the next pass in ``epoch`` (from 0) behind ``first_batch`` windows, counted over all processes."""
@@ -368,14 +374,14 @@ class TokenBatches:
         The epoch's last step has what is left, spread over the processes; one that gets none of it takes a window that
         is another's with the weight 0.
         """
-        share, end = self.share, self.windows
+        dp_rank, end = self.dp_rank, self.windows
         for begin in range(self._first, end, self.windows_in_step):
             in_step = min(self.windows_in_step, end - begin)
-            for first in range(begin, begin + in_step, share.processes * self._size):
-                behind = min(first + share.processes * self._size, begin + in_step)
-                each = -(-(behind - first) // share.processes)
-                own = range(min(first + share.rank * each, behind), min(first + (share.rank + 1) * each, behind))
-                weight = share.step_batches * len(own) / in_step
+            for first in range(begin, begin + in_step, dp_rank.processes * self._size):
+                behind = min(first + dp_rank.processes * self._size, begin + in_step)
+                each = -(-(behind - first) // dp_rank.processes)
+                own = range(min(first + dp_rank.rank * each, behind), min(first + (dp_rank.rank + 1) * each, behind))
+                weight = dp_rank.step_batches * len(own) / in_step
                 own = own or range(behind - 1, behind)
                 yield own, MicroStep(weight, own.start, behind - first, behind - first, behind == begin + in_step)
 

@@ -68,10 +68,10 @@ class Family:
         distilled_steps: that its distilled model is published to be sampled with.
         distilled: of an instance, whether it is taken for the distilled model where no file tells.
         masks_padding: whether texts of different lengths in a batch are padded, and their padding masked.
-        carried: arguments of a block that the outputs of the one before are, in the order of these.
+        chained_args: arguments of a block that the outputs of the one before are, in the order of these.
         repeated_blocks: class names of the blocks, for regional compilation and sharding.
         unused_parts: modules of the transformer that this variant never calls, which are not loaded.
-        behind_blocks: names of what follows the blocks, for pipelines; none if it cannot be cut.
+        tail: names of what follows the blocks, for pipelines; none if it cannot be cut.
         int8_passes_bypass: whether newer versions of ComfyUI multiply some layers of its int8 files past a LoRA that
             stays beside the weights.
     """
@@ -96,10 +96,10 @@ class Family:
     distilled_steps = 4  # FLUX.1-schnell, FLUX.2 klein
     distilled = False
     masks_padding = False
-    carried: tuple[str, ...] = ("encoder_hidden_states", "hidden_states")
+    chained_args: tuple[str, ...] = ("encoder_hidden_states", "hidden_states")
     repeated_blocks: tuple[str, ...]
     unused_parts: tuple[str, ...] = ()
-    behind_blocks: tuple[str, ...] = ()
+    tail: tuple[str, ...] = ()
     int8_passes_bypass = False
 
     optimise_forward: Any

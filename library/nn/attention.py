@@ -7,7 +7,7 @@ wants [B, H, S, D]; the transposes are views and its kernels read strides, so no
     attend             the one call; PyTorch picks the kernel (flash, memory-efficient, cuDNN, plain math) from device,
                        dtype and shapes, ``backend`` forces one for this call, ``chosen_backend`` reports the choice
     attend_recomputed  the same of queries and keys that are made of others, normed and turned: those are saved for
-                       backward, and what is made of them is made again
+                       backward, and what is made of them is recomputed
     attend_jointly     text and image tokens among one another, with rotary positions (MM-DiT, arXiv 2403.03206)
     attend_in_order    one sequence of texts and images: a token of a text sees what is before it, one of an image all
                        of its image too; no mask is made

@@ -58,7 +58,7 @@ class ActivationCheckpointing:
     Attributes:
         blocks: how many blocks the model has.
         pairs: block -> the one that follows it, which runs within the same checkpoint.
-        carried: names of a block's arguments that the outputs of the one before are, in the order of these.
+        chained_args: names of a block's arguments that the outputs of the one before are, in the order of these.
         every: of so many neighbouring blocks one is checkpointed.
         budget_bytes: what a forward pass may save that could be recomputed.
         offload: where inputs wait; None leaves them on the device.
@@ -71,10 +71,10 @@ class ActivationCheckpointing:
         budget_bytes: int = 0,
         offload: HostOffload | None = None,
         pairs: Mapping[nn.Module, nn.Module] | None = None,
-        carried: tuple[str, ...] = (),
+        chained_args: tuple[str, ...] = (),
     ) -> None:
         self.blocks, self.every, self.budget_bytes, self.offload = blocks, every, budget_bytes, offload
-        self.pairs, self.carried = dict(pairs or {}), carried
+        self.pairs, self.chained_args = dict(pairs or {}), chained_args
         self._run_ahead: nn.Module | None = None  # the second of a pair, whose outputs have been returned already
         self._indices: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
         self._costs: dict[tuple[Any, ...], _Cost] = {}  # by a block's class and the shapes of its inputs
@@ -88,7 +88,7 @@ class ActivationCheckpointing:
         if block is self._run_ahead:
             self._run_ahead = None
             given = _by_name(block, args, kwargs)
-            outputs = tuple(given[name] for name in self.carried)
+            outputs = tuple(given[name] for name in self.chained_args)
             return outputs if len(outputs) > 1 else outputs[0]
         if (following := self.pairs.get(block)) is not None:
             self._run_ahead = following
@@ -125,7 +125,7 @@ class ActivationCheckpointing:
         def both(*values: Any) -> Any:
             named = dict(zip(given, values, strict=True))
             outputs = first(**{**named, **caches[0]})
-            passed_on = zip(self.carried, outputs if isinstance(outputs, tuple) else (outputs,), strict=True)
+            passed_on = zip(self.chained_args, outputs if isinstance(outputs, tuple) else (outputs,), strict=True)
             return second(**{**named, **dict(passed_on), **caches[1]})
 
         return checkpoint(both, *given.values(), use_reentrant=False)

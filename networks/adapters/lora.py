@@ -376,7 +376,7 @@ class _Fused(torch.autograd.Function):
                 (g.t() @ lows[u.low]).to(up.dtype).mul_(u.scale)
                 for g, up, u in zip(rows, ups, ctx.updates, strict=True)
             ]
-            # x is made again, used for the gradient of A and let go, before there is a gradient of its size.
+            # x is recomputed, used for the gradient of A and let go, before there is a gradient of its size.
             leaves = [t.detach().requires_grad_(need) for t, need in zip(inputs, wanted, strict=False)]
             with torch.set_grad_enabled(any(wanted[: ctx.count])):
                 x = _made(ctx, leaves)

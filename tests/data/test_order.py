@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from library.data.batches import ALL, Bucket, EpochBatchSampler, Share
+from library.data.batches import ALL, Bucket, DataParallelRank, EpochBatchSampler
 
 SQUARE: Bucket = (0, (64, 64))
 WIDE: Bucket = (0, (96, 32))
@@ -18,10 +18,10 @@ OTHER: Bucket = (1, (64, 64))
 
 
 def plan_epoch(
-    buckets: list[Bucket], batch_sizes: dict[Bucket, int], seed: int, epoch: int, share: Share = ALL
+    buckets: list[Bucket], batch_sizes: dict[Bucket, int], seed: int, epoch: int, dp_rank: DataParallelRank = ALL
 ) -> list[list[int]]:
     """Return the items of the batches that a sampler gives in an epoch."""
-    sampler = EpochBatchSampler(buckets, batch_sizes, seed, share)
+    sampler = EpochBatchSampler(buckets, batch_sizes, seed, dp_rank)
     sampler.set_position(epoch)
     return [[index for _, index in batch] for batch in sampler]
 
@@ -81,7 +81,7 @@ def test_processes_share_each_step_and_weigh_every_sample_alike(
     plan = plan_epoch(buckets, batch_sizes, 5, 2)[first:]
     ranks = []
     for rank in range(processes):
-        sampler = EpochBatchSampler(buckets, batch_sizes, 5, Share(processes, rank, accumulation))
+        sampler = EpochBatchSampler(buckets, batch_sizes, 5, DataParallelRank(processes, rank, accumulation))
         sampler.set_position(2, first)
         batches = [[index for _, index in batch] for batch in sampler]
         assert len(sampler) == len(batches)
@@ -129,7 +129,7 @@ class Echo:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_loader_prepared_by_accelerate_starts_where_the_sampler_is_set(rank: int) -> None:
-    sampler = EpochBatchSampler([SQUARE] * 7, {SQUARE: 2}, 0, Share(2, rank))
+    sampler = EpochBatchSampler([SQUARE] * 7, {SQUARE: 2}, 0, DataParallelRank(2, rank))
     loader = DataLoader(Echo(), batch_sampler=sampler, collate_fn=list)  # type: ignore[arg-type,var-annotated]
     prepared = prepare_data_loader(loader, num_processes=1, process_index=0, even_batches=False)
     for epoch, first in ((0, 0), (1, 2), (3, 0)):

@@ -14,7 +14,7 @@ import sentencepiece
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from library.data.batches import Share
+from library.data.batches import DataParallelRank
 from library.errors import UserError
 from library.llm.chat_batches import (
     Chat,
@@ -336,7 +336,7 @@ def test_documents_have_positions_from_0_and_see_nothing_of_each_other() -> None
 @pytest.mark.parametrize("world", [1, 2])
 def test_every_epoch_sees_all_and_a_token_counts_alike_in_its_step(world: int) -> None:
     windows = [(example,) for example in examples([int(n) for n in range(4, 27)])]
-    ranks = [ChatSampler(windows, 4, 1, Share(world, rank, 2)) for rank in range(world)]
+    ranks = [ChatSampler(windows, 4, 1, DataParallelRank(world, rank, 2)) for rank in range(world)]
     orders = []
     for epoch in range(3):
         found = []

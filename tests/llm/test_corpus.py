@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from library.data.batches import Share
+from library.data.batches import DataParallelRank
 from library.errors import UserError
 from library.llm.documents import find_files, read_documents
 from library.llm.token_batches import TokenBatches, TokenShards, held_out_batches
@@ -91,7 +91,7 @@ def test_an_epoch_is_every_window_once_whatever_the_number_of_processes(
         return [tuple(row.tolist()) for row in batch]
 
     alone = [row for batch in TokenBatches(shards, 16, 1, seed=5) for row in windows(batch)]
-    shares = [TokenBatches(shards, 16, size, 5, Share(world, rank, accumulation)) for rank in range(world)]
+    shares = [TokenBatches(shards, 16, size, 5, DataParallelRank(world, rank, accumulation)) for rank in range(world)]
     ranks = [list(zip(share, share.micro_steps(), strict=True)) for share in shares]
     step, weights, seen = [], list[float](), 0
     for together in zip(*ranks, strict=True):  # all compute as many batches

@@ -37,8 +37,8 @@ def test_its_class_is_the_one_its_files_name_and_its_blocks_are_known_by_class(n
     assert family.transformer_class.__name__ == family.layout.transformer
     assert {type(block).__name__ for block in family.blocks(model)} == set(family.repeated_blocks)
     assert all(model.config[depth] == 1 for depth in family.depths)
-    assert all(hasattr(model, part) for part in family.behind_blocks)
-    assert bool(family.behind_blocks) is not MODEL_TYPES[name].texts_differ_in_length
+    assert all(hasattr(model, part) for part in family.tail)
+    assert bool(family.tail) is not MODEL_TYPES[name].texts_differ_in_length
 
 
 def test_every_layer_that_can_have_a_lora_is_in_the_table_of_names(name: str) -> None:

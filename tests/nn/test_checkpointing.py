@@ -119,7 +119,7 @@ def test_two_blocks_in_one_checkpoint_are_each_computed_again_once(count: int) -
     expected, _ = step(blocks, None)
     pairs = neighbours(list(blocks), alone=0)
     assert len(pairs) == count // 2
-    checkpointing = ActivationCheckpointing(count, pairs=pairs, carried=("x",))
+    checkpointing = ActivationCheckpointing(count, pairs=pairs, chained_args=("x",))
     for _ in range(2):
         found, operations = step(blocks, checkpointing)
         assert operations.attentions == operations.forward_gelus == 2 * count

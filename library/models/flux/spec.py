@@ -71,7 +71,7 @@ class FluxFamily(Family):
     guidance_input = True
     sample_guidance = 3.5  # the published pipelines' default
     repeated_blocks = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
-    behind_blocks = ("norm_out", "proj_out")
+    tail = ("norm_out", "proj_out")
     published_texts = staticmethod(published_text)  # CLIP-L and T5-XXL
     optimise_forward = staticmethod(flux_model.optimise_forward)
 

@@ -59,7 +59,7 @@ class Flux2Family(Family):
     latent_channels = 32
     timestep_sampling = "flux2_shift"
     repeated_blocks = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
-    behind_blocks = ("norm_out", "proj_out")
+    tail = ("norm_out", "proj_out")
     optimise_forward = staticmethod(flux2_model.optimise_forward)
 
     @classmethod

@@ -58,7 +58,7 @@ class Flux3KleinFamily(Qwen3Family):
     published_pipeline = "Flux3ModularPipeline"
     distilled_steps = DISTILLED_STEPS
     masks_padding = True
-    carried = ("hidden_states",)
+    chained_args = ("hidden_states",)
     repeated_blocks: tuple[str, ...] = (  # not cut into stages: modes run beside one another
         "Flux3ModeTransformerBlock",
         "Flux3TextTransformerBlock",

@@ -4,8 +4,8 @@ One stream, text then image, and a small transformer in front of it that makes o
 encoder gives for a token. Beside attention and blocks:
 
 - *norms* multiply by 1 + weight. diffusers computes that in fp32 and saves an fp32 copy of the input for backward; here
-  the norms stand with the modulation in what backward makes again. Both are computed in fp32 and rounded once;
-- *attention's gate* is projected with q, k and v; its product with what attention gives is made again;
+  the norms stand with the modulation in what backward recomputes. Both are computed in fp32 and rounded once;
+- *attention's gate* is projected with q, k and v; its product with what attention gives is recomputed;
 - *position table*: text stands at the origin, where nothing turns, so one table serves texts of every length.
 
 diffusers does not round the timestep: nothing to mend.

@@ -58,9 +58,9 @@ class Krea2Family(Qwen3Family):
     timestep_sampling = "krea2_shift"
     distilled_steps = 8
     masks_padding = True
-    carried = ("hidden_states",)
+    chained_args = ("hidden_states",)
     repeated_blocks = ("Krea2TransformerBlock",)
-    behind_blocks = ("final_layer",)
+    tail = ("final_layer",)
     optimise_forward = staticmethod(krea2_model.optimise_forward)
 
     _read_layers: tuple[int, ...] = LAYERS

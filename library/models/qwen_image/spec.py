@@ -74,7 +74,7 @@ class QwenImageFamily(Family):
     timestep_sampling = "qwen_shift"
     masks_padding = True
     repeated_blocks = ("QwenImageTransformerBlock",)
-    behind_blocks = ("norm_out", "proj_out")
+    tail = ("norm_out", "proj_out")
     published_texts = staticmethod(published_text)
     optimise_forward = staticmethod(qwen_model.optimise_forward)
 

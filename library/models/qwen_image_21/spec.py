@@ -52,9 +52,9 @@ class QwenImage21Family(Family):
     timestep_sampling = "qwen_shift"
     distilled_steps = 8  # sample_sigmas in model_index.json of Qwen/Qwen-Image-2.1-Turbo
     masks_padding = True
-    carried = ("hidden_states",)
+    chained_args = ("hidden_states",)
     repeated_blocks = ("QwenImage21TransformerBlock",)
-    behind_blocks = ("norm_out", "proj_out")
+    tail = ("norm_out", "proj_out")
     optimise_forward = staticmethod(qwen_model.optimise_forward)
 
     @classmethod

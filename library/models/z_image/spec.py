@@ -39,7 +39,7 @@ class ZImageFamily(Qwen3Family):
     published_pipeline = "ZImagePipeline"
     distilled_steps = 8  # Turbo's card: num_inference_steps=9, whose last step is from 0 to 0
     masks_padding = True
-    carried = ("x",)
+    chained_args = ("x",)
     repeated_blocks = ("ZImageTransformerBlock",)  # not cut into stages: microbatches' captions differ in length
     int8_passes_bypass = True
     optimise_forward = staticmethod(z_image_model.optimise_forward)

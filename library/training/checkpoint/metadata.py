@@ -36,7 +36,7 @@ from library.config.chat_schema import ChatTrainConfig
 from library.config.markers import split_pairs
 from library.config.model_types import MODEL_FILE_KEYS
 from library.config.schema import SavingConfig, TrainConfig, effective_learning_rate
-from library.data.batches import Share
+from library.data.batches import DataParallelRank
 from library.data.buckets import Bucketing
 from library.data.captions import plain_caption
 from library.data.config import Dataset, DatasetConfig, Subset
@@ -96,7 +96,12 @@ def lora_facts(config: TrainConfig | ChatTrainConfig, begun: float, total_steps:
 
 
 def image_facts(
-    config: TrainConfig, data: TrainingData, begun: float, batches_per_epoch: int, share: Share, epochs: int
+    config: TrainConfig,
+    data: TrainingData,
+    begun: float,
+    batches_per_epoch: int,
+    dp_rank: DataParallelRank,
+    epochs: int,
 ) -> dict[str, object]:
     """Return the facts that an image LoRA's run adds to :func:`lora_facts`.
 
@@ -105,7 +110,7 @@ def image_facts(
         data: the images.
         begun: when training began, seconds since 1970; names the session too.
         batches_per_epoch: over all processes.
-        share: of one process.
+        dp_rank: of one process.
         epochs: of the run, the last may be begun only.
     """
     network, memory = config.network, data.text_folder / "file_hashes.json"
@@ -113,7 +118,7 @@ def image_facts(
         **_OFF,
         **lora_targets()[config.model.model_type].kohya_facts,
         **{key: getattr(getattr(config, section), key) for section, keys in _IMAGE_OPTIONS.items() for key in keys},
-        **dataset_facts(data, share.step_batches),
+        **dataset_facts(data, dp_rank.step_batches),
         **model_file_facts("sd_model", config.model.pretrained_model_name_or_path, memory),
         **model_file_facts("vae", config.model.ae or config.model.vae, memory),
         "network_dropout": network.network_dropout or None,
@@ -125,7 +130,7 @@ def image_facts(
         "huber_scale": 1.0,
         "huber_schedule": "constant",
         "session_id": derive_seed("session", config.training.seed, str(begun)) % 2**32,
-        "num_batches_per_epoch": math.ceil(batches_per_epoch / share.processes),
+        "num_batches_per_epoch": math.ceil(batches_per_epoch / dp_rank.processes),
         "num_epochs": epochs,
     }
     if network.network_args:

@@ -155,7 +155,7 @@ def recompute_blocks(
     training: SharedTrainingKeys,
     device: torch.device,
     pairs: Mapping[nn.Module, nn.Module] | None = None,
-    carried: tuple[str, ...] = (),
+    chained_args: tuple[str, ...] = (),
 ) -> None:
     """Let ``model`` compute its blocks again in backward, if ``training`` says so.
 
@@ -164,7 +164,7 @@ def recompute_blocks(
         blocks: how many it has.
         training: which blocks, what is kept all the same, where inputs wait.
         device: where the model computes.
-        pairs, carried: blocks that may run within one checkpoint (:class:`ActivationCheckpointing`).
+        pairs, chained_args: blocks that may run within one checkpoint (:class:`ActivationCheckpointing`).
     """
     if not training.gradient_checkpointing:
         return
@@ -173,5 +173,5 @@ def recompute_blocks(
     offload = HostOffload(device) if training.cpu_offload_checkpointing else None
     keep = training.activation_budget_mb * 2**20
     model.enable_gradient_checkpointing(
-        ActivationCheckpointing(blocks, training.checkpoint_every_n_blocks, keep, offload, together, carried)
+        ActivationCheckpointing(blocks, training.checkpoint_every_n_blocks, keep, offload, together, chained_args)
     )

@@ -48,8 +48,7 @@ from library.nn.tensor_split import Parts
 from library.precision.recipe import Recipe
 from library.training.memory.block_swap import most_swapped, replace_tensors, swapped_per_kind
 from library.training.memory.budget import GIB, MemoryEstimate
-from library.training.parallel.pipeline.stages import partition, stage_sizes
-from library.training.parallel.spec import lm_split_points
+from library.training.parallel.pipeline import lm_split_points, partition, stage_sizes
 from networks.network import inject_adapter
 from networks.options import parse_network_args
 
@@ -236,9 +235,9 @@ def _stage_ends(shape: ModelShape, model: Any) -> dict[str, Sequence[str]]:
     """Return the modules of only the ``first`` and only the ``last`` stage of a pipeline; none if it cannot be cut."""
     if isinstance(model, TransformerLM):
         points = lm_split_points(model)
-        return {"first": points.tables, "last": points.behind}
-    behind = family_class(shape.name).behind_blocks
-    return {"first": (), "last": behind} if behind else {}
+        return {"first": points.embeddings, "last": points.tail}
+    tail = family_class(shape.name).tail
+    return {"first": (), "last": tail} if tail else {}
 
 
 def _model(

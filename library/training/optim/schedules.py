@@ -33,7 +33,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from library.config.pretrain_schema import LLMTrainingConfig
 from library.config.schema import OptimizerConfig, TrainingConfig
-from library.data.batches import Share
+from library.data.batches import DataParallelRank
 from library.errors import UserError, counted
 from library.training.checkpoint.state import Position
 
@@ -145,10 +145,10 @@ def run_length(
     return training.max_train_steps, math.ceil((done + training.max_train_steps - begun.step) / in_epoch)
 
 
-def describe_steps(per_epoch: int, share: Share, per_step: int, unit: str = "batch") -> str:
+def describe_steps(per_epoch: int, dp_rank: DataParallelRank, per_step: int, unit: str = "batch") -> str:
     """Return in a line how an epoch's batches, or another ``unit``, become steps."""
     several = f"{unit}es" if unit == "batch" else f"{unit}s"
-    counts = {"processes": share.processes, "accumulated": share.accumulation}
+    counts = {"processes": dp_rank.processes, "accumulated": dp_rank.accumulation}
     of = " x ".join(f"{count} {what}" for what, count in counts.items() if count > 1)
     steps, left = math.ceil(per_epoch / per_step), per_epoch % per_step
     last = f", {'of' if steps == 1 else 'the last of'} {left} {unit if left == 1 else several}" if left else ""

@@ -17,7 +17,7 @@ from torch import nn
 from library.config.schema import ParallelConfig
 from library.errors import UserError
 from library.training.memory.budget import in_words, tensor_bytes
-from library.training.parallel.pipeline.stages import partition
+from library.training.parallel.pipeline import partition
 
 
 def devices_to_fill(parallel: ParallelConfig, accelerator: Accelerator) -> list[torch.device]:

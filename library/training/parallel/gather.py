@@ -1,7 +1,7 @@
 """The way back: full tensors of what a layout split, for files, and shards of full tensors that were read.
 
 What is written is the same for every layout, so a run goes on under another. A pipeline keeps some of the parameters
-(``pipeline.stages``), tensor parallelism the rows or columns of some heads (``library.nn.tensor_split``), FSDP2 some
+(``pipeline``), tensor parallelism the rows or columns of some heads (``library.nn.tensor_split``), FSDP2 some
 rows (a ``DTensor``, whose shape is the full one). ZeRO's optimizer (``zero``) gathers by itself, in the same words.
 
 torch's own way back (``torch.distributed.checkpoint.state_dict``) knows FSDP2 alone, names what torch's optimizers
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
 from library.nn.tensor_split import Split
-from library.training.parallel.pipeline.stages import staged
+from library.training.parallel.pipeline import stage_parameters
 
 
 def to_local(tensor: Tensor) -> Tensor:
@@ -58,13 +58,13 @@ def split_parameters(model: nn.Module) -> dict[str, Split]:
 
 def local_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of which something lies here, under their names in the full model."""
-    stage = staged(model)
+    stage = stage_parameters(model)
     return dict(model.named_parameters()) if stage is None else stage.local
 
 
 def full_shapes(model: nn.Module) -> dict[str, torch.Size]:
     """Return the shape that every parameter of the model has in full."""
-    if (stage := staged(model)) is not None:
+    if (stage := stage_parameters(model)) is not None:
         return stage.full
     cuts = split_parameters(model)
     return {name: _full_shape(parameter, cuts.get(name)) for name, parameter in model.named_parameters()}
@@ -122,7 +122,7 @@ class ShardedOptimizer(SplitOptimizer):
         super().__init__(optimizer)
         self._model, self._accelerator = model, accelerator
         # noted here, since a forward pass may leave FSDP2's full ones in the model
-        self._parameters, stage = local_parameters(model), staged(model)
+        self._parameters, stage = local_parameters(model), stage_parameters(model)
         names = {id(parameter): name for name, parameter in self._parameters.items()}
         groups = [group["params"] for group in optimizer.param_groups]
         self._order = [[names[id(p)] for p in group] for group in groups] if stage is None else stage.order
@@ -202,7 +202,7 @@ def _gather_each(
 
     ``value_of`` a name is what this process has; it is asked for those of ``parameters``, which lie here.
     """
-    cuts, stage = split_parameters(model), staged(model)
+    cuts, stage = split_parameters(model), stage_parameters(model)
 
     def full(name: str, tensor: Tensor) -> Tensor:
         cut = cuts.get(name) if tensor.shape == parameters[name].shape else None

@@ -1,4 +1,4 @@
-"""One way in: a model, its optimizer and its batches, as the layout of ``[parallel]`` runs them.
+"""A model, its optimizer and its batches, as the layout of ``[parallel]`` runs them: :func:`parallelize`.
 
 =============================  ==================================================================
 ``dp`` alone                   accelerate: DDP, or a single process
@@ -8,14 +8,17 @@
 ``zero``                       DeepSpeed (``zero``)
 =============================  ==================================================================
 
+A task describes its model in a :class:`ParallelSpec`, so that any layout can share it among processes.
+
 A LoRA is small: it stays full on every process, so that any optimizer can train it, and averages, samples and files see
-it as ever; ``step.average_gradients`` does for it what DDP does. Where all weights are trained, gradients and
-optimizer state are split as the weights are. ``gather`` is the way back.
+it as ever; ``step.average_gradients`` does for it what DDP does. Where all weights are trained, gradients and optimizer
+state are split as the weights are. ``gather`` is the way back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from accelerate import Accelerator
@@ -23,16 +26,64 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
-from library.accelerator import prepare_loader
+from library.accelerator import device_mesh, prepare_loader
 from library.config.schema import ParallelConfig
 from library.errors import UserError
-from library.models.llm.model import TransformerLM, shard_heads
+from library.models.llm.model import Block, TransformerLM, lm_split_plan, shard_heads
+from library.nn.tensor_split import Parts
 from library.training.parallel.gather import ShardedOptimizer
-from library.training.parallel.pipeline.schedule import Pipeline
-from library.training.parallel.pipeline.stages import prepare_stage
-from library.training.parallel.spec import ParallelSpec
-from library.training.parallel.tensor import prepare_tensor_parallel
+from library.training.parallel.pipeline import (
+    Pipeline,
+    SplitPoints,
+    StageComm,
+    call_together,
+    cut,
+    lm_split_points,
+    train_stage,
+)
+from library.training.parallel.tensor import split_layers
 from library.training.parallel.zero import prepare_zero
+from networks.network import AdapterNetwork
+
+
+@dataclass(frozen=True)
+class ParallelSpec:
+    """A model and what layouts ask about it.
+
+    Attributes:
+        model: full, in host memory where ``ParallelConfig.splits_model``, else on its device; changed in place.
+        blocks: class names of the modules that FSDP2 gathers as one.
+        split_points: where a pipeline can cut it.
+        tp_plan: number of processes -> layer -> how they share it; raises a UserError where they cannot.
+        network: the LoRA in the frozen model; None trains all weights.
+        text_encoders: trained beside the model, full on every process.
+        methods: of the model, called besides ``forward``.
+    """
+
+    model: nn.Module
+    blocks: Sequence[str]
+    split_points: Callable[[], SplitPoints]
+    tp_plan: Callable[[int], dict[str, Parts]]
+    network: AdapterNetwork | None = None
+    text_encoders: nn.Module | None = None
+    methods: Sequence[str] = ()
+
+    @property
+    def lora(self) -> list[nn.Parameter]:
+        """The LoRA's parameters, none where all weights are trained."""
+        return [] if self.network is None else self.network.parameters()
+
+
+def lm_parallel_spec(model: TransformerLM, network: AdapterNetwork | None = None) -> ParallelSpec:
+    """Return what layouts ask about a language model, whose q, k and v a LoRA needs apart."""
+    return ParallelSpec(
+        model,
+        [Block.__name__],
+        lambda: lm_split_points(model),
+        lambda processes: lm_split_plan(model.config, processes, separate=network is not None),
+        network,
+        methods=["next_logits"],  # what samples are made with
+    )
 
 
 class Parallelized(NamedTuple):
@@ -66,45 +117,88 @@ def parallelize(
     Raises:
         UserError: the model cannot be shared so, or an engine did something else than it was asked for.
     """
-    plan = spec.tp_plan(parallel.tp) if parallel.tp > 1 else {}
-    text_encoders, pipeline = None, None
+    text_encoders, pipeline = spec.text_encoders, None
     if parallel.splits_model and not (parallel.zero or parallel.device_map):
         for parameter in spec.lora:  # full on every process, whatever becomes of the base
             parameter.data = parameter.data.to(accelerator.device)
     if parallel.zero:
-        model, optimizer = prepare_zero(accelerator, spec, optimizer, max_grad_norm)
-    elif parallel.pp > 1:
-        model, optimizer, pipeline = prepare_stage(accelerator, parallel, spec, optimizer)
-    elif parallel.tp > 1:
-        model, optimizer = prepare_tensor_parallel(accelerator, spec, plan, optimizer)
+        model, optimizer = prepare_zero(accelerator, spec.model, spec.lora, optimizer, max_grad_norm)
     elif parallel.shard > 1:
-        model, optimizer = _prepare_fsdp(accelerator, spec, optimizer)
-    else:
-        trains = any(parameter.requires_grad for parameter in spec.model.parameters())  # else DDP would refuse it
-        # the model stays where it was put: with swapped blocks that is not the device alone
-        model = accelerator.prepare_model(spec.model, device_placement=False, evaluation_mode=not trains)
-        if spec.text_encoders is not None:
-            text_encoders = accelerator.prepare_model(spec.text_encoders)
+        model, optimizer = _apply_fsdp(accelerator, spec, optimizer)
+    elif parallel.tp > 1:
+        model = _apply_tp(accelerator, parallel, spec)
         optimizer = accelerator.prepare_optimizer(optimizer)
-    if plan and isinstance(spec.model, TransformerLM):
-        shard_heads(spec.model, parallel.tp)
-    for method in spec.methods:
-        register_fsdp_forward_method(spec.model, method)  # nothing happens to a model that is not FSDP2's
-    if spec.network is None and (parallel.shard > 1 or plan or pipeline):
+    elif parallel.pp > 1:
+        model, pipeline = _apply_pp(accelerator, parallel, spec, optimizer)
+        optimizer = accelerator.prepare_optimizer(optimizer)
+    else:
+        model, text_encoders = _apply_ddp(accelerator, spec)
+        optimizer = accelerator.prepare_optimizer(optimizer)
+    if spec.network is None and (parallel.shard > 1 or parallel.tp > 1 or parallel.pp > 1):
         optimizer = ShardedOptimizer(optimizer.optimizer, spec.model, accelerator)
     accelerator._optimizers[-1] = optimizer  # in the place of the one that it has prepared
     loader = None if loader is None else prepare_loader(accelerator, loader)
     return Parallelized(model, optimizer, loader, text_encoders, pipeline)
 
 
-def _prepare_fsdp(accelerator: Accelerator, spec: ParallelSpec, optimizer: Any) -> tuple[nn.Module, Any]:
+def _apply_ddp(accelerator: Accelerator, spec: ParallelSpec) -> tuple[nn.Module, nn.Module | None]:
+    """All weights are everywhere, and DDP averages gradients; alone, the model as it is."""
+    trains = any(parameter.requires_grad for parameter in spec.model.parameters())  # else DDP would refuse it
+    # the model stays where it was put: with swapped blocks that is not the device alone
+    model = accelerator.prepare_model(spec.model, device_placement=False, evaluation_mode=not trains)
+    return model, None if spec.text_encoders is None else accelerator.prepare_model(spec.text_encoders)
+
+
+def _apply_fsdp(accelerator: Accelerator, spec: ParallelSpec, optimizer: Any) -> tuple[nn.Module, Any]:
     """Rows of every weight but a LoRA's are split, and gathered with their block."""
     plugin = accelerator.state.fsdp_plugin
     plugin.transformer_cls_names_to_wrap = list(spec.blocks)
     plugin.ignored_modules = [nn.ParameterList(spec.lora)] if spec.lora else []
     model, optimizer = accelerator.prepare(spec.model, optimizer)
     check_sharding(accelerator, spec.model, spec.blocks)
+    for method in spec.methods:
+        register_fsdp_forward_method(spec.model, method)
     return model, optimizer
+
+
+def _apply_tp(accelerator: Accelerator, parallel: ParallelConfig, spec: ParallelSpec) -> nn.Module:
+    """Each process has parts of the large layers.
+
+    The parts of trained weights are plain parameters of their own, with their own optimizer state; norms, learned
+    positions and the biases behind a sum are full on every process, as a LoRA is.
+    """
+    split_layers(spec.model, spec.tp_plan(parallel.tp), device_mesh(accelerator)["tp"])
+    if isinstance(spec.model, TransformerLM):
+        shard_heads(spec.model, parallel.tp)
+    return _without_ddp(accelerator, spec.model)
+
+
+def _apply_pp(
+    accelerator: Accelerator, parallel: ParallelConfig, spec: ParallelSpec, optimizer: Any
+) -> tuple[nn.Module, Pipeline]:
+    """Each process has some of the blocks.
+
+    Every call of the model's ``forward`` and methods then gives all stages what the last one has computed.
+    """
+    mesh, model, full = device_mesh(accelerator)["pp"], spec.model, dict(spec.model.named_parameters())
+    comm = StageComm(mesh.get_local_rank(), mesh.size(), accelerator.device, mesh.get_group())
+    cut(model, spec.split_points(), comm, parallel.pp_balance)
+    if spec.network is None:
+        train_stage(model, full, optimizer, comm)
+    else:
+        held = set(model.modules())
+        for layer in spec.network.modules.values():
+            if layer not in held:
+                layer.base.to("meta")  # shapes and dtypes stay
+    prepared = _without_ddp(accelerator, model)
+    call_together(model, comm, ["forward", *spec.methods])
+    return prepared, Pipeline(prepared, comm, parallel.microbatch_count, accelerator.gradient_accumulation_steps)
+
+
+def _without_ddp(accelerator: Accelerator, model: nn.Module) -> nn.Module:
+    """Return ``model`` on its device, with autocast; ``step`` exchanges its gradients."""
+    model.to(accelerator.device)
+    return accelerator.prepare_model(model, device_placement=False, evaluation_mode=True)
 
 
 def check_sharding(accelerator: Accelerator, model: nn.Module, blocks: Sequence[str]) -> None:

@@ -26,7 +26,7 @@ from library.accelerator import (
 )
 from library.training.optim.factory import unwrapped
 from library.training.parallel.gather import split_parameters, to_full
-from library.training.parallel.pipeline.stages import Staged, staged
+from library.training.parallel.pipeline import StageParameters, stage_parameters
 from library.training.parallel.zero import ZeroOptimizer
 
 Item = TypeVar("Item")
@@ -59,7 +59,7 @@ def clip_gradients(accelerator: Accelerator, model: nn.Module, trained: Sequence
 
     ``model`` is the one that ``parallelize`` was given, ``trained`` its LoRA's parameters or all.
     """
-    if (stage := staged(model)) is not None:
+    if (stage := stage_parameters(model)) is not None:
         return _clip_stages(accelerator, stage, limit)
     if is_tensor_parallel(accelerator):
         names = split_parameters(model)
@@ -109,7 +109,7 @@ def _average(gradients: Iterable[Tensor], group: dist.ProcessGroup) -> None:
             gradient /= group.size()
 
 
-def _clip_stages(accelerator: Accelerator, stage: Staged, limit: float) -> Tensor:
+def _clip_stages(accelerator: Accelerator, stage: StageParameters, limit: float) -> Tensor:
     """Average the gradients over replicas and clip them to the norm of all stages'; return the norm before that."""
     comm = stage.comm
     gradients = dict(zip(stage.local, _gradients(stage.local.values()), strict=True))

@@ -14,22 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
-from torch.optim import Optimizer
 
-from library.accelerator import device_mesh
 from library.errors import UserError
 from library.nn.tensor_split import Parts, Split, entering, leaving, summed
 from library.precision.files.base import QuantizedWeight
 from library.precision.linear import QuantizedLinear
-from library.training.parallel.spec import ParallelSpec
 from networks.adapters.lora import LoRALinear
 
 
@@ -96,20 +91,6 @@ def split_layers(model: nn.Module, plan: Mapping[str, Parts], mesh: DeviceMesh) 
         raise UserError(f"tp: the model has no layer {missing[0]}, which its plan splits; install constraints.txt")
     parallelize_module(model, mesh, {name: Part(name, parts) for name, parts in plan.items()})
     _count_once(model, mesh.size())
-
-
-def prepare_tensor_parallel(
-    accelerator: Accelerator, spec: ParallelSpec, plan: Mapping[str, Parts], optimizer: Optimizer
-) -> tuple[nn.Module, Any]:
-    """Keep of each layer in ``plan`` this process's part; return model and optimizer.
-
-    The parts of trained weights are plain parameters of their own, with their own optimizer state; norms, learned
-    positions and the biases behind a sum are full on every process, as a LoRA is.
-    """
-    split_layers(spec.model, plan, device_mesh(accelerator)["tp"])
-    spec.model.to(accelerator.device)
-    model = accelerator.prepare_model(spec.model, device_placement=False, evaluation_mode=True)  # autocast; no DDP
-    return model, accelerator.prepare_optimizer(optimizer)
 
 
 def _count_once(model: nn.Module, processes: int) -> None:

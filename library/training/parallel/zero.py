@@ -27,7 +27,6 @@ from library.accelerator import zero_stage
 from library.config.rules import FP8_NOT_GATHERED
 from library.errors import UserError
 from library.training.parallel.gather import SplitOptimizer
-from library.training.parallel.spec import ParallelSpec
 
 _BUCKET = 2**23  # numbers that are reduced at once, 32 MiB, about as many as DDP's; a buffer of DeepSpeed's is as large
 
@@ -174,20 +173,24 @@ class _Engine(DeepSpeedEngineWrapper):
 
 
 def prepare_zero(
-    accelerator: Accelerator, spec: ParallelSpec, optimizer: Optimizer, max_grad_norm: float
+    accelerator: Accelerator,
+    model: nn.Module,
+    trained: Sequence[nn.Parameter],
+    optimizer: Optimizer,
+    max_grad_norm: float,
 ) -> tuple[nn.Module, ZeroOptimizer]:
     """Return model and optimizer as DeepSpeed and accelerate run them.
 
     Args:
         accelerator: set up for ZeRO.
-        spec: a model with its LoRA; in stage 3 in host memory.
+        model: with its LoRA; in stage 3 in host memory.
+        trained: the LoRA.
         optimizer: of the LoRA, one that treats every number by itself.
         max_grad_norm: to clip to, 0 for none.
 
     Raises:
         UserError: stage 3 with an fp8 base; what was set up is not what was asked.
     """
-    model, trained = spec.model, spec.lora
     splits_weights = zero_stage(accelerator) == 3
     if splits_weights and any(parameter.dtype.itemsize == 1 for parameter in model.parameters()):
         raise UserError(f"pretrained_model_name_or_path: an fp8 base; {FP8_NOT_GATHERED}")

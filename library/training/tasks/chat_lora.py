@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from library.config.chat_schema import ChatDataConfig, ChatSamplingConfig, ChatTrainConfig
 from library.config.markers import resume_keys
 from library.console import Console
-from library.data.batches import Share
+from library.data.batches import DataParallelRank
 from library.errors import UserError, counted, error_prefix
 from library.files import weights_fingerprint
 from library.llm.chat_batches import (
@@ -48,7 +48,7 @@ from library.randomness import generator
 from library.safetensors_io import read_safetensors_header
 from library.training.checkpoint.metadata import lora_facts
 from library.training.memory.budget import recompute_blocks
-from library.training.parallel.spec import ParallelSpec, lm_parallel_spec
+from library.training.parallel.parallelize import ParallelSpec, lm_parallel_spec
 from library.training.report.progress import counting
 from library.training.sampling.text import TextSampler
 from library.training.tasks.lora import LoraTask, base_dtype
@@ -126,7 +126,7 @@ class ChatLora(LoraTask):
         windows, held_out = prepare_chats(chat, self.template, self.sizes, training.seed, self.console)
         self.load_network()
         size = chat.train_batch_size
-        self.batches = ChatSampler(windows, size, training.seed, Share.of(self.accelerator))
+        self.batches = ChatSampler(windows, size, training.seed, DataParallelRank.of(self.accelerator))
         self.loader = DataLoader(
             windows,  # type: ignore[arg-type]  # a list is a dataset
             batch_sampler=self.batches,

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from library.accelerator import model_parallel_rank_and_size
 from library.config.schema import FlowConfig, TrainConfig, TrainingConfig
 from library.console import Console
-from library.data.batches import Batch, Share, collate
+from library.data.batches import Batch, DataParallelRank, collate
 from library.data.cache import is_complete
 from library.data.dataset import TrainingData
 from library.errors import UserError
@@ -140,11 +140,11 @@ def _coming_batches(
     training: TrainingConfig, data: TrainingData, accelerator: Accelerator
 ) -> Iterator[tuple[int, list[tuple[int, int]]]]:
     """Yield step and items (epoch, index) of this process's batches as the training loop is going to see them."""
-    share = Share.of(accelerator)
-    sampler = data.batch_sampler(share)
+    dp_rank = DataParallelRank.of(accelerator)
+    sampler = data.batch_sampler(dp_rank)
     per_epoch = sampler.batches_per_epoch()
     position = begun_position(training.resume, per_epoch)
-    steps, _ = run_length(training, per_epoch, share.step_batches, position)
+    steps, _ = run_length(training, per_epoch, dp_rank.step_batches, position)
     step, epoch, first = position.step, position.epoch, position.batches
     while step < steps:
         sampler.set_position(epoch, first)

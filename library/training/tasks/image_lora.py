@@ -29,8 +29,8 @@ from library.data.batches import (
     Batch,
     Bucket,
     CachedDataset,
+    DataParallelRank,
     EpochBatchSampler,
-    Share,
     WholeBatches,
     collate,
     collate_if_read,
@@ -56,8 +56,8 @@ from library.training.memory.block_swap import Ring, describe_rings, swap_blocks
 from library.training.memory.budget import recompute_blocks
 from library.training.memory.dry_run import MemoryProbe, fit_memory
 from library.training.parallel.device_map import devices_to_fill, place_blocks
-from library.training.parallel.pipeline.stages import check_microbatches
-from library.training.parallel.spec import ParallelSpec, transformer_split_points
+from library.training.parallel.parallelize import ParallelSpec
+from library.training.parallel.pipeline import check_microbatches, transformer_split_points
 from library.training.report.progress import counting
 from library.training.sampling.conditions import PromptImageRules, read_run_prompts, text_jobs
 from library.training.sampling.images import build_sampler
@@ -193,8 +193,8 @@ class ImageLora(LoraTask):
             assert self.end_sampler is not None
             self.end_sampler.sampled[0] = self.general.paths
         if writes:  # others write no files
-            share, per_epoch = self.batches.share, self.batches.batches_per_epoch()
-            own = image_facts(config, self.data, self.begun, per_epoch, share, self.total_epochs)
+            dp_rank, per_epoch = self.batches.dp_rank, self.batches.batches_per_epoch()
+            own = image_facts(config, self.data, self.begun, per_epoch, dp_rank, self.total_epochs)
             self.facts = {**lora_facts(config, self.begun, self.total_steps), **own}
 
     def load_networks(self) -> None:
@@ -232,7 +232,7 @@ class ImageLora(LoraTask):
         # Not where a block's weights come for its turn: a pair runs forwards again before it runs backwards.
         fetched = bool(training.blocks_to_swap or self.devices or config.parallel.splits_model)
         pairs = {} if fetched else neighbours(blocks)
-        recompute_blocks(transformer, len(blocks), training, device, pairs, family.carried)
+        recompute_blocks(transformer, len(blocks), training, device, pairs, family.chained_args)
         if training.gradient_checkpointing and self.text_encoders is not None:
             self.text_encoders.enable_gradient_checkpointing()  # type: ignore[operator]
         if swapped := training.blocks_to_swap:
@@ -255,7 +255,7 @@ class ImageLora(LoraTask):
             transformer,
             family.repeated_blocks,
             lambda: transformer_split_points(
-                transformer, family.blocks(transformer), family.behind_blocks, len(family.carried)
+                transformer, family.blocks(transformer), family.tail, len(family.chained_args)
             ),
             family.split_plan,
             self.network,
@@ -485,7 +485,7 @@ def training_loader(
     data: TrainingData, arguments: DatasetArguments, accelerator: Accelerator
 ) -> tuple[EpochBatchSampler, DataLoader[Any]]:
     """Return the loader of training batches, to be prepared by accelerate, and the sampler that orders them."""
-    sampler = data.batch_sampler(Share.of(accelerator))
+    sampler = data.batch_sampler(DataParallelRank.of(accelerator))
     workers = arguments.max_data_loader_n_workers
     loader = DataLoader(
         data.train,

@@ -17,7 +17,7 @@ from library import __version__
 from library.accelerator import expect_many_shapes
 from library.config.chat_schema import ChatTrainConfig, LanguageModelConfig
 from library.config.schema import ModelConfig, TrainConfig, TrainingConfig
-from library.data.batches import Share
+from library.data.batches import DataParallelRank
 from library.errors import UserError
 from library.precision.checkpoint import QuantizedFile, WeightFiles
 from library.precision.linear import ddp_ignored_names
@@ -150,13 +150,13 @@ class LoraTask(Task):
 
         ``many_shapes``: batches differ in size.
         """
-        config, training, share = self.config, self.config.training, Share.of(self.accelerator)
+        config, training, dp_rank = self.config, self.config.training, DataParallelRank.of(self.accelerator)
         groups = self.plan.parameter_groups(self.network)
         optimizer = build_optimizer(config.optimizer, groups, training.full_bf16, training.seed)
         per_epoch = self.batches.batches_per_epoch()
-        self.total_steps, self.total_epochs = run_length(training, per_epoch, share.step_batches, self.begins_at())
-        if share.step_batches > 1:
-            self.console.print(describe_steps(per_epoch, share, share.step_batches), soft_wrap=True)
+        self.total_steps, self.total_epochs = run_length(training, per_epoch, dp_rank.step_batches, self.begins_at())
+        if dp_rank.step_batches > 1:
+            self.console.print(describe_steps(per_epoch, dp_rank, dp_rank.step_batches), soft_wrap=True)
         self.lr_schedule = build_schedule(config.optimizer, optimizer, self.total_steps)
         if many_shapes:
             expect_many_shapes(self.accelerator)

@@ -30,7 +30,7 @@ from library.accelerator import build_accelerator, dp_rank_and_size
 from library.config.markers import resume_keys
 from library.config.pretrain_schema import LLMDataConfig, LLMModelConfig, LLMOptimizerConfig, PretrainConfig
 from library.config.schema import TrainingConfig
-from library.data.batches import Share
+from library.data.batches import DataParallelRank
 from library.errors import UserError
 from library.llm.token_batches import TokenBatches, TokenShards, held_out_batches
 from library.llm.tokenizer_files import load_tokenizer
@@ -55,8 +55,7 @@ from library.training.optim.factory import (
 from library.training.optim.muon import MuonWithAdamW
 from library.training.optim.schedules import build_schedule, describe_steps, resolve_steps, run_length
 from library.training.parallel.gather import full_shapes, gather_weights, gathered, local_parameters, scatter_weights
-from library.training.parallel.parallelize import parallelize
-from library.training.parallel.spec import ParallelSpec, lm_parallel_spec
+from library.training.parallel.parallelize import ParallelSpec, lm_parallel_spec, parallelize
 from library.training.sampling.text import TextSampler
 from library.training.tasks.task import Task
 
@@ -108,7 +107,7 @@ class Pretraining(Task):
         )
         windows, in_step = self.batches.windows, self.batches.windows_in_step
         epochs = self.total_steps / ceil(windows / in_step)
-        steps = describe_steps(windows, self.batches.share, in_step, "window")
+        steps = describe_steps(windows, self.batches.dp_rank, in_step, "window")
         self.console.print(f"{in_step * self.context:,} tokens a step, {epochs:.2f} epochs; {steps}", soft_wrap=True)
 
         optimizer = build_pretraining_optimizer(config.optimizer, model, training.full_bf16, training.seed)
@@ -138,9 +137,9 @@ class Pretraining(Task):
         data, training, accelerator = self.config.data, self.config.training, self.accelerator
         self.context, self.throughput = context, ("tokens_per_s", context)
         accelerator.gradient_accumulation_steps = accumulation_for(data, context, dp_rank_and_size(accelerator)[1])
-        share, on_gpu = Share.of(accelerator), accelerator.device.type == "cuda"
+        dp_rank, on_gpu = DataParallelRank.of(accelerator), accelerator.device.type == "cuda"
         self.batches = self.loader = TokenBatches(
-            self.shards, context, data.train_batch_size, training.seed, share, pinned=on_gpu
+            self.shards, context, data.train_batch_size, training.seed, dp_rank, pinned=on_gpu
         )
         windows, in_step = self.batches.windows, self.batches.windows_in_step
         self.total_steps, self.total_epochs = run_length(training, windows, in_step, self.begins_at())

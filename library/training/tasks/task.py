@@ -43,8 +43,8 @@ from library.training.checkpoint.state import (
 )
 from library.training.optim.ema import WeightAverage
 from library.training.optim.factory import averaged_weights
-from library.training.parallel.pipeline.schedule import Pipeline
-from library.training.parallel.spec import ParallelSpec
+from library.training.parallel.parallelize import ParallelSpec
+from library.training.parallel.pipeline import Pipeline
 from library.training.parallel.step import clip_gradients, lockstep_batches, no_sync
 from library.training.report.metrics import totals
 

@@ -100,7 +100,7 @@ def test_velocity_and_input_gradients_are_diffusers(tmp_path: Path, case: str, e
         blocks = family.blocks(transformer)
         pairs = neighbours(blocks, alone=0)
         assert len(pairs) == (8 if edits else 6), "two of each stack, none across"
-        checkpointing = ActivationCheckpointing(len(blocks), pairs=pairs, carried=family.carried)
+        checkpointing = ActivationCheckpointing(len(blocks), pairs=pairs, chained_args=family.chained_args)
         transformer.enable_gradient_checkpointing(checkpointing)
 
     def our_velocity(given: dict[str, Tensor]) -> Tensor:

@@ -84,8 +84,10 @@ def lora_step(checkpointing: bool, tokens: int, text: int, dtype: torch.dtype = 
     inject_adapter(model, options, lora_targets()["flux"], seed=0)
     if checkpointing:
         blocks = family_class("flux").blocks(model)
-        pairs, carried = neighbours(blocks), family_class("flux").carried
-        model.enable_gradient_checkpointing(ActivationCheckpointing(len(blocks), pairs=pairs, carried=carried))
+        pairs, chained_args = neighbours(blocks), family_class("flux").chained_args
+        model.enable_gradient_checkpointing(
+            ActivationCheckpointing(len(blocks), pairs=pairs, chained_args=chained_args)
+        )
     inputs = {
         "hidden_states": torch.randn(1, tokens, 64),
         "encoder_hidden_states": torch.randn(1, text, 128),

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import optimization as reference
 
 from library.config.schema import OptimizerConfig, TrainingConfig
-from library.data.batches import Share
+from library.data.batches import DataParallelRank
 from library.errors import UserError
 from library.training.checkpoint.state import Position
 from library.training.optim.factory import build_optimizer
@@ -229,14 +229,14 @@ def test_steps_that_were_passed_over_are_not_taken_in_the_end_instead_of_others(
 
 
 def test_a_line_says_how_batches_become_steps() -> None:
-    two = Share(processes=2)
+    two = DataParallelRank(processes=2)
     assert describe_steps(9, two, 2) == (
         "9 batches an epoch, 2 in a step (2 processes): 5 steps an epoch, the last of 1 batch"
     )
     assert describe_steps(8, two, 2) == "8 batches an epoch, 2 in a step (2 processes): 4 steps an epoch"
-    assert describe_steps(3, Share(2, 0, 2), 4) == (
+    assert describe_steps(3, DataParallelRank(2, 0, 2), 4) == (
         "3 batches an epoch, 4 in a step (2 processes x 2 accumulated): 1 step an epoch, of 3 batches"
     )
-    assert describe_steps(1420, Share(), 8, "window") == (
+    assert describe_steps(1420, DataParallelRank(), 8, "window") == (
         "1,420 windows an epoch, 8 in a step: 178 steps an epoch, the last of 4 windows"
     )

@@ -25,10 +25,14 @@ from library.data.batches import Batch
 from library.errors import UserError
 from library.llm.chat_batches import ChatBatch
 from library.models.registry import lora_targets
-from library.training.parallel.parallelize import parallelize
-from library.training.parallel.pipeline.schedule import microbatches_of
-from library.training.parallel.pipeline.stages import partition, plan_stages
-from library.training.parallel.spec import ParallelSpec, SplitPoints, transformer_split_points
+from library.training.parallel.parallelize import ParallelSpec, parallelize
+from library.training.parallel.pipeline import (
+    SplitPoints,
+    microbatches_of,
+    partition,
+    plan_stages,
+    transformer_split_points,
+)
 from networks.network import inject_adapter
 from networks.options import parse_network_args
 from tests.runs import pipeline_forward

@@ -1,1 +1,0 @@
-"""Pipeline parallelism: stages, the messages between them, schedules."""
