@@ -1,6 +1,7 @@
 """The report as one HTML file (``page.html`` filled) with its figures inside, and as JSON.
 
-The page must work where it was copied to, years later: no file beside it, no network, plain JavaScript. What was not
+The browser's Precision screen shows the same file. It must work where it was copied to, years later: no file beside it,
+no network, plain JavaScript. What was not
 measured is left out, whole: a figure is made of data, or not at all. All maps of differences share one scale, which
 never ends below ``LEAST_RANGE`` 8-bit steps, so that what nobody can see does not look like a fire.
 """
@@ -20,12 +21,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from jinja2 import Environment, StrictUndefined, Template
-from matplotlib import colormaps
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
-from PIL import Image
 from torch import Tensor
 
 from library.fidelity.border import RING, STEP_8BIT, WORDS, Border
@@ -45,6 +44,7 @@ from library.precision.parity.seam import border_distance
 LEAST_RANGE = 16  # 8-bit steps of the whole scale of differences
 ZOOM = 64  # pixels of the picture in a view of the border
 _IMAGES_SHOWN = 4
+_FINE = 0.01  # share of an image's size that is lost without anybody seeing it
 _SMALL = 0.05  # share of the error below which a cause counts as ruled out
 
 Columns = dict[str, tuple[str, str, Callable[[Any], Any]]]  # heading -> (meaning, format, value of a row)
@@ -151,8 +151,6 @@ def write_report(
 ) -> list[Path]:
     """Write ``report.html``, ``report.json`` and, where images were decoded, ``images.png``; return their paths.
 
-    Single pictures, which ``report.json`` names, lie in ``pictures/``.
-
     Args:
         report: what was measured.
         folder: made if needed.
@@ -171,7 +169,6 @@ def write_report(
     write_text(paths[0], _page(report, fixes, pictures, server, distilled))
     measured = _measured(report, fixes) | {"server": server and server.as_json()}
     measured |= {"distilled": distilled and distilled.as_json()}
-    measured |= {"pictures": write_pictures(report.reference, report.deployed, report.eval_set, folder / "pictures")}
     write_text(paths[1], json.dumps(_plain(measured), indent=1))
     return paths
 
@@ -180,7 +177,13 @@ def write_distilled(distilled: Distilled, title: str, folder: Path) -> list[Path
     """Write ``report.html`` and ``report.json`` of base and distilled model alone; return their paths."""
     paths = [folder / "report.html", folder / "report.json"]
     folder.mkdir(parents=True, exist_ok=True)
-    values = {"title": title, "headline": distilled.sentence(), "alarm": distilled.equal != 1.0, "words": {}}
+    values = {
+        "title": title,
+        "headline": distilled.sentence(),
+        "in_short": "",
+        "alarm": distilled.equal != 1.0,
+        "words": {},
+    }
     page = _template().render(values | {"report": None, "tables": {}, "distilled": _distilled_values(distilled)})
     write_text(paths[0], page)
     write_text(paths[1], json.dumps(_plain({"title": title, "distilled": distilled.as_json()}), indent=1))
@@ -231,6 +234,7 @@ def _page(
         distilled=distilled and _distilled_values(distilled),
         verdict=report.verdict,
         headline=report.verdict.lines(full)[0],
+        in_short=_in_short(report),
         words=_verdict(report, server),
         painted=server and server_pictures(server),
         pictures=pictures,
@@ -293,6 +297,18 @@ def _verdict(report: Report, server: ServerResult | None) -> dict[str, list[str]
         "How far off": [verdict.sizes(full)],
     }
     return {heading: [*map(_sentence, filter(None, lines))] for heading, lines in found.items() if any(lines)}
+
+
+def _in_short(report: Report) -> str:
+    """Return whether anything has to be done, and how far off what is served is."""
+    full = report.full
+    what, off = ("Pictures", full.image) if math.isfinite(full.image) else ("Single steps", full.velocity)
+    said = "Nothing is broken: this is what the format loses."
+    if report.verdict.alarm:
+        said = "Act on this: more is lost than the format has to lose."
+    elif off < _FINE:
+        said = "This is fine: nothing has to be done."
+    return f"{said} {what} are {off:.2%} off what the original model makes with this LoRA."
 
 
 def _sentence(text: str) -> str:
@@ -561,29 +577,6 @@ def picture_rows(reference: Outcome, others: Mapping[str, Outcome], eval_set: Ev
     label = "difference, mean over red, green and blue, in 8-bit steps (255: black for white)"
     figure.colorbar(drawn, ax=axes[0], location="top", aspect=60, extend="max", label=label)
     return figure
-
-
-def write_pictures(reference: Outcome, served: Outcome, eval_set: EvalSet, folder: Path) -> list[dict[str, str]]:
-    """Write what :func:`picture_rows` shows as files of their own; return the names of each image's, by what they are.
-
-    Views of the border are enlarged four times, without smoothing.
-    """
-    reference = reference.cut_like(served)
-    found = []
-    for number in range(min(_IMAGES_SHOWN, len(reference.images), len(served.images))):
-        steps = _steps(reference.images[number], served.images[number])
-        shown = {"reference": _pixels(reference.images[number]), "served": _pixels(served.images[number])}
-        heat = colormaps["magma"](steps.numpy() / difference_range(reference, served))
-        shown["difference"] = torch.from_numpy(heat)[..., :3]
-        if (mask := eval_set.border_mask(number, served)) is not None:
-            view = _border_view(steps, mask)
-            zoomed = {name: each[view].repeat_interleave(4, 0).repeat_interleave(4, 1) for name, each in shown.items()}
-            shown |= {f"border_{name}": each for name, each in zoomed.items()}
-        for name, each in shown.items():
-            with atomic_path(folder / f"{number}_{name}.png") as temporary:
-                Image.fromarray((each.clamp(0, 1) * 255).round().byte().numpy()).save(temporary, format="png")
-        found.append({name: f"{folder.name}/{number}_{name}.png" for name in shown})
-    return found
 
 
 def image_rows(images: Mapping[str, Sequence[Tensor]]) -> Figure:

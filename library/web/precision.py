@@ -1,7 +1,7 @@
 """Precision: what a LoRA loses where it is served, and the files that give it back.
 
-A report is a job of ``tools/precision_report.py`` into its own folder; its ``report.json`` is shown here. A remedy that
-makes a file is a job too, of the command that the report carries, under a name that nothing has yet.
+A report is a job of ``tools/precision_report.py`` into its own folder, whose ``report.html`` is shown here. A remedy
+that makes a file is a job too, of the command that the report carries, under a name that nothing has yet.
 """
 
 from __future__ import annotations
@@ -50,17 +50,14 @@ def _form(site: Site, run: dict[str, Any]) -> dict[str, Any]:
 
 
 def _result(site: Site, job: Job) -> dict[str, Any]:
-    """Return a report as the template takes it: what was measured, its pictures, and files made since."""
+    """Return a report as the template takes it: its remedies, and the files that they made since."""
     result, every = job.read(_REPORT), sorted(site.jobs.all(), key=lambda each: each.created)
     made = [(own["remedy"], each, _made(Path(own["file"]))) for each in every
             if each.kind == "remedy" and (own := each.read("asked.json")).get("report") == job.id]  # fmt: skip
     for each in (each for each in result.get("remedies", []) if each["command"]):  # a button needs no command in words
         each["text"] = re.sub(r" ?\(tools/[^)]*\)", "", each["text"])
-    pictures = [[(name.replace("_", ", "), url("/file", path=job.folder / "report" / file, v=job.id))
-                 for name, file in each.items()] for each in result.get("pictures", [])]  # fmt: skip
     return {
-        "result": result, "made": made, "pictures": pictures, "was": job.read("asked.json").get("was"),
-        "kind_of": kind_of,
+        "result": result, "made": made, "was": job.read("asked.json").get("was"), "kind_of": kind_of,
         "is_busy": not all(one.is_over for one in (job, *(one for _, one, _ in made))), "waits_for": ahead(site, job),
     }  # fmt: skip
 

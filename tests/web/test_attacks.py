@@ -336,7 +336,7 @@ def test_of_two_who_save_a_dataset_at_once_one_is_told(server: Server) -> None:
 
 def test_odd_reports_and_jobs_get_a_line(server: Server) -> None:
     jobs = Jobs(server.output / ".tandem")
-    reports = [{}, {"verdict": 3}, {"verdict": {"words": []}, "deployment": {}}, {"remedies": [1]}, {"pictures": [[1]]},
+    reports = [{}, {"verdict": 3}, {"verdict": {"words": []}, "deployment": {}}, {"remedies": [1]},
                {"verdict": {"words": [], "alarm": 1}, "deployment": {"image": "x", "velocity": []}}]  # fmt: skip
     for kind, screen in (("report", "/precision"), ("generate", "/generate")):
         for report in reports:
