@@ -12,7 +12,6 @@ import argparse
 import ast
 import sys
 import textwrap
-import tomllib
 from collections.abc import Iterable
 from html import escape
 from pathlib import Path
@@ -20,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from library.files import write_text
+from library.files import read_toml, write_text
 
 DRAWING = ROOT / "docs" / "images" / "structure.svg"
 COLOURS = ("#eef3fa", "#fdf3e7", "#edf6ec", "#f6eff5", "#f4f4f4", "#eaf5f5")
@@ -29,9 +28,7 @@ _WIDTH, _MARGIN, _LINE, _PAD = 980, 14, 17, 10
 
 def layers() -> list[list[str]]:
     """Return the contract's layers from the top, each as its modules, the scripts in their place."""
-    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
-        "contracts"
-    ]
+    contracts = read_toml(ROOT / "pyproject.toml")[0]["tool"]["importlinter"]["contracts"]
     found = [line.split(" | ") for line in contracts[0]["layers"]]
     return [found[0], ["train_lora", "train_llm"], *found[1:]]
 

@@ -34,6 +34,7 @@ import stat
 import sys
 import threading
 import time
+import tomllib
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -289,7 +290,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 MOST_TEXT_BYTES = 64 * 2**20  # of a configuration, prompts, a vocabulary: hundreds of times what such files have
-MOST_TOML_BYTES = 4 * 2**20  # the parser takes a second a MiB
+MOST_TOML_BYTES = 4 * 2**20  # of a configuration; the parser takes up to a second for so many
 MOST_DATA_BYTES = 16 * 2**30  # of a list of images or of conversations, which is held in memory
 _MOST_LINE_BYTES = 64 * 2**20  # of a jsonl file, which is read line by line
 _MOST_DEPTH = 64  # of tables within tables
@@ -399,22 +400,27 @@ def read_toml(path: str | Path, remedy: str = "check the path") -> tuple[dict[st
 
 
 def parse_toml(text: str, path: str | Path) -> dict[str, Any]:
-    """Return the tables of a TOML text, which messages call ``path``."""
+    """Return the tables of a TOML text, which messages call ``path``.
+
+    Python's own parser reads: toml 0.10.2 takes ``[","]`` for two empty strings.
+    """
     try:
-        tables = toml.loads(text)
-    except toml.TomlDecodeError as error:
+        tables = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        reason, _, place = str(error).rpartition(" (at ")
+        line = re.match(r"line (\d+)", place)
+        number = int(line[1]) if line else text.rstrip("\n").count("\n") + 1  # "at end of document"
         hint = "; in Windows paths write '/', or single quotes: 'C:\\images'" if "\\" in text else ""
-        raise UserError(f"{path} line {error.lineno}: not valid TOML ({error.msg}); correct this line{hint}") from None
-    except RecursionError:
-        raise UserError(f"{path}: not valid TOML (too many brackets within brackets); correct it") from None
-    except Exception as error:  # on some broken lines toml 0.10 raises whatever happens to it
-        raise UserError(f"{path}: not valid TOML ({error}); correct it") from None
+        raise UserError(f"{path} line {number}: not valid TOML ({reason}); correct this line{hint}") from None
+    except (RecursionError, ValueError) as error:  # ValueError: of numbers and dates that there are not
+        reason = "too many brackets within brackets" if isinstance(error, RecursionError) else str(error)
+        raise UserError(f"{path}: not valid TOML ({reason}); correct it") from None
     _refuse_depth(tables, str(path))
     return tables
 
 
 def toml_text(tables: Mapping[str, Any]) -> str:
-    """Return ``tables`` as TOML; toml's own encoder fails on control characters, and on backslashes before an x."""
+    """Return ``tables`` as TOML; toml's encoder of strings fails on control characters and on backslashes before an x."""
     encoder: Any = toml.TomlEncoder()
     encoder.dump_funcs[str] = toml_string
     return str(toml.dumps(tables, encoder))

@@ -147,7 +147,13 @@ def test_any_text_of_a_configuration_is_written_as_toml_that_says_it(text: str) 
     written = toml_text({"section": {"key": text, "list": [text, "b"], "number": 1e-4, "switch": True}})
     expected = {"key": text, "list": [text, "b"], "number": 1e-4, "switch": True}
     assert tomllib.loads(written) == {"section": expected}
-    assert toml.loads(written) == {"section": expected}  # by which a run reads it
+    assert toml.loads(written) == {"section": expected}
+
+
+def test_lists_are_read_as_toml_defines_them(tmp_path: Path) -> None:
+    path = tmp_path / "a.toml"
+    path.write_text('separators = [","]\nstrengths = [1, 0.5]\n', encoding="utf-8")  # toml 0.10.2: ["", ""], an error
+    assert read_toml(path)[0] == {"separators": [","], "strengths": [1, 0.5]}
 
 
 def test_toml_that_is_deeper_than_a_person_writes(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def edited(text: str, key: str, content: str, script: Script[Any]) -> str:
         read, default = value.unwrap(), field.get_default()
         value = None if read == default and isinstance(read, bool) is isinstance(default, bool) else value
     changed, now = text, dict[str, Any]()
-    with suppress(Exception):  # a heading that is a value, TOML that toml alone takes ...: refused below
+    with suppress(Exception):  # a heading that is a value ...: refused below
         document = tomlkit.parse(text)
         _put(document, section, key, value)
         changed = tomlkit.dumps(document)
@@ -124,8 +124,6 @@ def _value(text: str, field: FieldInfo) -> Any:
     if not lines or "list" not in types or is_file:
         return scalar(lines[0]) if lines else None
     items = [scalar(f"{line}.0" if line.isdecimal() and "float" in types else line) for line in lines if line != "[]"]
-    if len(set(map(type, items))) > 1:  # toml takes lists of one type
-        items = [tomlkit.value(toml_string(line)) for line in lines]
     written = [item.as_string() for item in items]
     is_long = sum(map(len, written)) > 100
     return tomlkit.value("[\n  " + ",\n  ".join(written) + ",\n]" if is_long else f"[{', '.join(written)}]")

@@ -302,7 +302,7 @@ def _verdict(report: Report, server: ServerResult | None) -> dict[str, list[str]
 def _in_short(report: Report) -> str:
     """Return whether anything has to be done, and how far off what is served is."""
     full = report.full
-    what, off = ("Pictures", full.image) if math.isfinite(full.image) else ("Single steps", full.velocity)
+    what, off = ("Pictures", full.image) if report.deployed.images else ("Single steps", full.velocity)
     said = "Nothing is broken: this is what the format loses."
     if report.verdict.alarm:
         said = "Act on this: more is lost than the format has to lose."

@@ -20,13 +20,13 @@ what they mean here. ``library.config.kohya.translate`` applies the tables; ``do
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from library.config.model_types import MODEL_TYPES, Tool
+from library.files import read_toml
 
 Fate = Literal["same", "renamed", "accepted", "noted", "dataset", "refused"]
 
@@ -68,7 +68,7 @@ def _rows(tables: dict[str, Any]) -> Iterator[Flag]:
             yield from (Flag(name, fate, tools, **row) for name in names)
 
 
-_TABLES = tomllib.loads(Path(__file__).with_name("flags.toml").read_text(encoding="utf-8"))
+_TABLES = read_toml(Path(__file__).with_name("flags.toml"))[0]
 FLAGS: Mapping[str, Flag] = {flag.name: flag for flag in _rows(_TABLES)}
 DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
     tool: _TABLES["defaults"]["both"] | _TABLES["defaults"][tool] for tool in get_args(Tool)

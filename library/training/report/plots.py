@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import re
-import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -28,7 +27,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from library.errors import UserError, WriteError
-from library.files import atomic_path
+from library.files import atomic_path, read_toml
 from library.training.optim.lr_tracker import detect_settled, warmup_end
 from library.training.report.metrics_file import Run, Series, Values, read_run, thin
 
@@ -459,8 +458,8 @@ def _folder(run: Path) -> Path:
 def _settings(folder: Path) -> dict[str, Any]:
     """Return the settings of the run in ``folder`` without their sections, nothing if it left none that can be read."""
     try:
-        sections = tomllib.loads((folder / "config.toml").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        sections, _ = read_toml(folder / "config.toml")
+    except UserError:
         return {}
     return {key: value for section in sections.values() if isinstance(section, dict) for key, value in section.items()}
 

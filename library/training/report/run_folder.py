@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import re
 import stat
-import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import cache, lru_cache
@@ -22,6 +21,7 @@ from PIL import Image
 
 from library.config.model_types import LANGUAGE_MODELS
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields
+from library.files import parse_toml
 from library.training.report.metrics_file import parse_line
 
 Read = TypeVar("Read")
@@ -80,7 +80,7 @@ def text_of(file: Path) -> str:
 @once
 def _settings(file: Path) -> dict[str, Any]:
     flat: dict[str, Any] = {}
-    for key, value in tomllib.loads(text_of(file) or "").items():
+    for key, value in parse_toml(text_of(file) or "", file).items():
         flat |= value if isinstance(value, dict) else {key: value}
     return flat
 
