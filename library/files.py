@@ -420,7 +420,7 @@ def parse_toml(text: str, path: str | Path) -> dict[str, Any]:
 
 
 def toml_text(tables: Mapping[str, Any]) -> str:
-    """Return ``tables`` as TOML; toml's encoder of strings fails on control characters and on backslashes before an x."""
+    """Return ``tables`` as TOML; toml's encoder fails on control characters, and on backslashes before an x."""
     encoder: Any = toml.TomlEncoder()
     encoder.dump_funcs[str] = toml_string
     return str(toml.dumps(tables, encoder))

@@ -140,7 +140,7 @@ class HubUpload:
         future = Future[Any]()
         self._running.append((path, future))
         self._queue.put((partial(self._send, path), future))
-        if self._thread is None:  # a daemon: an upload that hangs keeps no process from ending
+        if self._thread is None:  # a daemon: no upload keeps a process from ending, as one of HfApi.run_as_future would
             self._thread = threading.Thread(target=_work, args=(self._queue,), daemon=True)
             self._thread.start()
 
