@@ -201,14 +201,25 @@ def device_and_dtype(precision: str | None) -> tuple[torch.device, torch.dtype]:
 def add_calibration_images(data: Any, required: bool, *, prefix: str = "calibration_", seed: bool = True) -> None:
     """Add the flags of images that a model is run on; without --seed where the parser has it."""
     data.add_argument("--dataset_config", required=required, metavar="TOML", help="dataset TOML, as in training")
-    data.add_argument(f"--{prefix}images", dest="calibration_images", type=count, default=8, metavar="N",
-                      help="default: %(default)s")  # fmt: skip
-    data.add_argument(f"--{prefix}sigmas", dest="calibration_sigmas", type=finite, nargs="+", metavar="X",
-                      default=[0.95, 0.75, 0.5, 0.25], help="noise levels of each image")  # fmt: skip
+    data.add_argument(
+        f"--{prefix}images", dest="calibration_images", type=count, default=8, metavar="N", help="default: %(default)s"
+    )
+    data.add_argument(
+        f"--{prefix}sigmas",
+        dest="calibration_sigmas",
+        type=finite,
+        nargs="+",
+        metavar="X",
+        default=[0.95, 0.75, 0.5, 0.25],
+        help="noise levels of each image",
+    )
     if seed:
         data.add_argument("--seed", type=seed_number, default=0, help="chooses images, noise and stochastic rounding")
-    data.add_argument("--guidance_scale", type=guidance,
-                      help="guidance input (default: the family's; the built-in tiny models want 1)")  # fmt: skip
+    data.add_argument(
+        "--guidance_scale",
+        type=guidance,
+        help="guidance input (default: the family's; the built-in tiny models want 1)",
+    )
     data.add_argument("--masked_loss", action="store_true", help="the dataset has loss masks, as in training")
     data.add_argument("--cache_directory", metavar="DIR", help="of latents and text (default: beside the images)")
 

@@ -89,8 +89,14 @@ def parser() -> argparse.ArgumentParser:
     zero_cond_t = ModelConfig.model_fields["zero_cond_t"].description
     model.add_argument("--zero_cond_t", action="store_true", default=None, help=zero_cond_t)
     model.add_argument("--lora", nargs="+", default=[], metavar="FILE[:STRENGTH]", help="LoRA files, of any layout")
-    model.add_argument("--strengths", nargs="+", type=strength, default=[], metavar="X",
-                       help="paint each prompt at each of these, times the LoRAs' own; one loading")  # fmt: skip
+    model.add_argument(
+        "--strengths",
+        nargs="+",
+        type=strength,
+        default=[],
+        metavar="X",
+        help="paint each prompt at each of these, times the LoRAs' own; one loading",
+    )
     quantised = model.add_mutually_exclusive_group()
     for name in _FP8_FLAGS[:2]:
         quantised.add_argument(f"--{name}", action="store_true", help=PrecisionConfig.model_fields[name].description)
@@ -121,8 +127,12 @@ def parser() -> argparse.ArgumentParser:
         "--control_resolution", type=whole(most=MOST_SIDE), nargs="+", metavar="PIXELS", help="area of reference images"
     )
     what.add_argument("--no_resize_control", action="store_true", help="reference images are only trimmed")
-    sub.add_argument("--save_to", type=Path, default=Path("output/generated"),
-                     help="folder, or of one image a .png file (default: %(default)s)")  # fmt: skip
+    sub.add_argument(
+        "--save_to",
+        type=Path,
+        default=Path("output/generated"),
+        help="folder, or of one image a .png file (default: %(default)s)",
+    )
     sub.add_argument("--overwrite", action="store_true", help="replace the .png file if it exists")
     caption = "write each prompt beside its image with this ending (.txt): regularisation images, ready to train on"
     sub.add_argument("--caption_extension", type=caption_extension, metavar="EXT", help=caption)

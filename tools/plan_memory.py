@@ -56,9 +56,13 @@ _SOURCES = {
     "formulas": "estimated by formulas: only the training step, within 5 % where it was compared",
 }
 _COLOURS = {
-    "encoders": "#937860", "weights": "#4c72b0", "LoRA": "#55a868", "gradients": "#8172b3", "optimizer": "#ccb974",
+    "encoders": "#937860",
+    "weights": "#4c72b0",
+    "LoRA": "#55a868",
+    "gradients": "#8172b3",
+    "optimizer": "#ccb974",
     "activations": "#c44e52",
-}  # fmt: skip
+}
 
 
 def table(plan: MemoryPlan) -> Table:

@@ -125,10 +125,23 @@ def counted(options: argparse.Namespace, shape: ModelShape, row: Row) -> MemoryP
         path = Path(options.model).expanduser()
         model = str(path) if path.exists() else f"{folder}/{shape.name}"
         words = [
-            "--model_type", shape.name, "--pretrained_model_name_or_path", model,
-            "--dataset_config", str(data), "--network_dim", str(options.network_dim), "--mixed_precision", "bf16",
-            "--output_dir", folder, "--max_train_steps", "2", "--max_data_loader_n_workers", "0",
-        ]  # fmt: skip
+            "--model_type",
+            shape.name,
+            "--pretrained_model_name_or_path",
+            model,
+            "--dataset_config",
+            str(data),
+            "--network_dim",
+            str(options.network_dim),
+            "--mixed_precision",
+            "bf16",
+            "--output_dir",
+            folder,
+            "--max_train_steps",
+            "2",
+            "--max_data_loader_n_workers",
+            "0",
+        ]
         words += ["--gradient_checkpointing"] * row.options.checkpointing + ["--fp8_scaled"] * row.options.fp8
         return plan_memory(load_config(words), round(options.gpu_memory * GIB))
 

@@ -60,32 +60,60 @@ def parser() -> argparse.ArgumentParser:
     model.add_argument("--model_type", choices=IMAGE_MODELS, default="flux", help="architecture family")
     add_model_parts(model)
     model.add_argument("--lora", nargs="+", default=[], metavar="FILE[:STRENGTH]", help="LoRAs, of any layout")
-    model.add_argument("--reference_lora", nargs="+", default=[], metavar="FILE[:STRENGTH]", help="the original, where "
-                       "--lora is what was refitted to the deployment (default: --lora)")  # fmt: skip
+    model.add_argument(
+        "--reference_lora",
+        nargs="+",
+        default=[],
+        metavar="FILE[:STRENGTH]",
+        help="the original, where --lora is what was refitted to the deployment (default: --lora)",
+    )
     deployment = top.add_argument_group("the deployment, a cause a flag")
-    deployment.add_argument("--deploy", metavar="FILE|FOLDER|RECIPE", help="the model that is served, "
-                            "or a recipe (cast, tensor, int8_convrot, ...); :e5m2 and +all may follow")  # fmt: skip
+    deployment.add_argument(
+        "--deploy",
+        metavar="FILE|FOLDER|RECIPE",
+        help="the model that is served, or a recipe (cast, tensor, int8_convrot, ...); :e5m2 and +all may follow",
+    )
     deployment.add_argument("--deploy_merged", action="store_true", help="the LoRA is in that file already")
-    deployment.add_argument("--server", choices=SERVERS, help="the program: how it applies the LoRA, and which files "
-                            "it multiplies as stored (default: what such files are usually run by)")  # fmt: skip
-    deployment.add_argument("--deploy_lora", choices=["beside", *MERGES], help="beside the weights, rounded into them, "
-                            "or added at every use (default: as the server does)")  # fmt: skip
+    deployment.add_argument(
+        "--server",
+        choices=SERVERS,
+        help="the program: how it applies the LoRA, and which files "
+        "it multiplies as stored (default: what such files are usually run by)",
+    )
+    deployment.add_argument(
+        "--deploy_lora",
+        choices=["beside", *MERGES],
+        help="beside the weights, rounded into them, or added at every use (default: as the server does)",
+    )
     deployment.add_argument("--deploy_strength", type=strength, default=1.0, metavar="X", help="of the LoRA")
-    deployment.add_argument("--activations", choices=["none", "auto", *get_args(ActivationRounding)], metavar="HOW",
-                            help="rounded before products: none, auto (as the file says and the server heeds), "
-                            "row, tensor, unit, static (fp8), int8, nvfp4, mxfp8 (default: auto)")  # fmt: skip
-    deployment.add_argument("--deploy_lora_without", nargs="+", default=[], metavar="PATTERN",
-                            help="LoRA layers that are not served: text_encoder, single_transformer, ...")  # fmt: skip
+    deployment.add_argument(
+        "--activations",
+        choices=["none", "auto", *get_args(ActivationRounding)],
+        metavar="HOW",
+        help="rounded before products: none, auto (as the file says and the server heeds), "
+        "row, tensor, unit, static (fp8), int8, nvfp4, mxfp8 (default: auto)",
+    )
+    deployment.add_argument(
+        "--deploy_lora_without",
+        nargs="+",
+        default=[],
+        metavar="PATTERN",
+        help="LoRA layers that are not served: text_encoder, single_transformer, ...",
+    )
     deployment.add_argument("--attention", choices=["fp8"], help="q, k and v rounded to fp8")
     for name in TEXT_FILES:
         deployment.add_argument(f"--deploy_{name}", metavar="PATH", help="another file or folder of that encoder")
-    deployment.add_argument("--deploy_text_dtype", choices=["fp8", "fp8_block64", "fp16", "bf16"],
-                            help="of the text encoders; fp8: a plain cast")  # fmt: skip
+    deployment.add_argument(
+        "--deploy_text_dtype",
+        choices=["fp8", "fp8_block64", "fp16", "bf16"],
+        help="of the text encoders; fp8: a plain cast",
+    )
     deployment.add_argument("--deploy_t5_tokens", type=count, metavar="N", help="tokens of a caption that T5 is given")
     deployment.add_argument("--deploy_vae", metavar="PATH", help="another VAE")
     deployment.add_argument("--deploy_vae_dtype", choices=["fp8", "fp16", "bf16"], help="of the VAE; fp8: a plain cast")
-    deployment.add_argument("--deploy_guidance", type=_number_or("ignored", guidance), metavar="X|ignored",
-                            help="guidance input")  # fmt: skip
+    deployment.add_argument(
+        "--deploy_guidance", type=_number_or("ignored", guidance), metavar="X|ignored", help="guidance input"
+    )
     deployment.add_argument(
         "--deploy_shift", type=number(above=0, most=1000), metavar="X", help="static shift of the sampler"
     )
@@ -96,8 +124,13 @@ def parser() -> argparse.ArgumentParser:
         )
     distilled = top.add_argument_group("the LoRA on a distilled model of the reference, with --deploy or alone")
     distilled.add_argument("--distilled", metavar="FILE|FOLDER", help="Z-Image-Turbo for Z-Image, schnell for dev, ...")
-    distilled.add_argument("--distilled_lora", nargs="+", default=[], metavar="FILE[:STRENGTH]",
-                           help="LoRAs that are used there (default: those of --lora)")  # fmt: skip
+    distilled.add_argument(
+        "--distilled_lora",
+        nargs="+",
+        default=[],
+        metavar="FILE[:STRENGTH]",
+        help="LoRAs that are used there (default: those of --lora)",
+    )
     distilled.add_argument(
         "--distilled_steps",
         type=whole(least=1, most=MOST_STEPS),
@@ -109,16 +142,36 @@ def parser() -> argparse.ArgumentParser:
     given.add_argument(
         "--mask_grow", type=whole(least=-512, most=512), default=0, metavar="PX", help="negative: shrunk"
     )
-    given.add_argument("--mask_snap", type=whole(least=2, most=128), nargs="?", const=8, default=0, metavar="PX",
-                       help="grown to whole cells (default: of 8 pixels, a latent; 16 is a token)")  # fmt: skip
-    given.add_argument("--mask_blur", type=number(least=0, most=256), default=0.0, metavar="PX",
-                       help="standard deviation of a Gaussian")  # fmt: skip
+    given.add_argument(
+        "--mask_snap",
+        type=whole(least=2, most=128),
+        nargs="?",
+        const=8,
+        default=0,
+        metavar="PX",
+        help="grown to whole cells (default: of 8 pixels, a latent; 16 is a token)",
+    )
+    given.add_argument(
+        "--mask_blur",
+        type=number(least=0, most=256),
+        default=0.0,
+        metavar="PX",
+        help="standard deviation of a Gaussian",
+    )
     given.add_argument("--blank", choices=BLANKS, help="what is under the mask")
     given.add_argument("--latents_dtype", choices=["bf16", "fp16", "fp8"], help="of the given picture's latents")
-    given.add_argument("--crop_multiple", type=whole(least=16, most=1024), default=0, metavar="N",
-                       help="sides are cropped to multiples of N")  # fmt: skip
-    given.add_argument("--paste", choices=["pixels", "latents"], help="known region put back into the finished "
-                       "picture, or at each step (ComfyUI's noise mask)")  # fmt: skip
+    given.add_argument(
+        "--crop_multiple",
+        type=whole(least=16, most=1024),
+        default=0,
+        metavar="N",
+        help="sides are cropped to multiples of N",
+    )
+    given.add_argument(
+        "--paste",
+        choices=["pixels", "latents"],
+        help="known region put back into the finished picture, or at each step (ComfyUI's noise mask)",
+    )
     eval_set = top.add_argument_group("what they run on")
     add_calibration_images(eval_set, required=True, prefix="")
     top.set_defaults(statistics_gb=4.0)
@@ -134,19 +187,40 @@ def parser() -> argparse.ArgumentParser:
         help="also try what servers do to masks, one at a time, and put back layers, blocks and kinds of tensors",
     )
     server = top.add_argument_group("what a server really painted")
-    server.add_argument("--server_image", nargs="+", default=[], metavar="FILE[=NAME]", help="pictures that it "
-                        "painted; NAME: the dataset's image it was painted from (default: of FILE's name)")  # fmt: skip
-    server.add_argument("--server_seed", type=seed_number, nargs="+", default=[], metavar="N",
-                        help="seed of their noise: one, or one for each")  # fmt: skip
+    server.add_argument(
+        "--server_image",
+        nargs="+",
+        default=[],
+        metavar="FILE[=NAME]",
+        help="pictures that it painted; NAME: the dataset's image it was painted from (default: of FILE's name)",
+    )
+    server.add_argument(
+        "--server_seed",
+        type=seed_number,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="seed of their noise: one, or one for each",
+    )
     server.add_argument("--server_steps", type=whole(least=1, most=MOST_STEPS), metavar="N", help="its sampler's steps")
     fix = top.add_argument_group("fixes")
-    fix.add_argument("--fix", nargs="*", choices=FIXES, metavar="NAME",
-                     help=f"try fixes and name the cheapest that does; all, or some of {', '.join(FIXES)}")  # fmt: skip
+    fix.add_argument(
+        "--fix",
+        nargs="*",
+        choices=FIXES,
+        metavar="NAME",
+        help=f"try fixes and name the cheapest that does; all, or some of {', '.join(FIXES)}",
+    )
     fix.add_argument(
         "--fix_minutes", type=number(least=0), default=30.0, metavar="X", help="begin none later (default: 30)"
     )
-    fix.add_argument("--fix_target", type=number(least=0), default=0.3, metavar="X",
-                     help="share of the deployment's error that is good enough (default: %(default)s)")  # fmt: skip
+    fix.add_argument(
+        "--fix_target",
+        type=number(least=0),
+        default=0.3,
+        metavar="X",
+        help="share of the deployment's error that is good enough (default: %(default)s)",
+    )
     fix.add_argument("--fix_dataset_config", metavar="TOML", help="fit and train fixes on these images instead")
     fix.add_argument("--fix_images", type=count, metavar="N", help="that fixes are fitted to (default: --images)")
     top.add_argument("--save_to", type=Path, default=Path("output/precision_report"), help="folder")

@@ -139,11 +139,12 @@ def _check_products(options: argparse.Namespace, model: Path, layout: str, schem
     """Refuse ``--products`` where no server would heed it, or beside what cannot be changed with it."""
     if model.exists() and open_base(model, quantized=True).weights.quantized is not None:
         alone, top = {"model", "save_to", "products"}, parser()
-        others = [name for name, value in vars(options).items()
-                  if name not in alone and value != top.get_default(name)]  # fmt: skip
+        others = [name for name, value in vars(options).items() if name not in alone and value != top.get_default(name)]
         if others:
-            raise UserError(f"--{others[0]}: {model} is quantised already, and --products changes nothing else of it; "
-                            f"remove --{others[0]}, or give the bf16 file")  # fmt: skip
+            raise UserError(
+                f"--{others[0]}: {model} is quantised already, and --products changes nothing else of it; "
+                f"remove --{others[0]}, or give the bf16 file"
+            )
     elif not layout.startswith("comfy"):
         raise UserError(f"--products {options.products}: files of layout {layout} cannot say so; remove it")
     elif scheme.startswith("int8"):

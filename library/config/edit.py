@@ -26,10 +26,17 @@ NAME = "configuration"  # what messages call the text
 _FILES = (".txt", ".toml", ".json")  # where an option takes a list or a file of it, a line that ends so is the file
 
 _PLAIN = {  # what people call those that a first LoRA needs
-    "pretrained_model_name_or_path": "Base model", "model_type": "Kind of model", "dataset_config": "Dataset",
-    "network_dim": "Rank", "learning_rate": "Learning rate", "max_train_steps": "Steps", "optimizer_type": "Optimizer",
-    "output_name": "Name", "output_dir": "Where it is written", "sample_prompts": "Sample prompts",
-}  # fmt: skip
+    "pretrained_model_name_or_path": "Base model",
+    "model_type": "Kind of model",
+    "dataset_config": "Dataset",
+    "network_dim": "Rank",
+    "learning_rate": "Learning rate",
+    "max_train_steps": "Steps",
+    "optimizer_type": "Optimizer",
+    "output_name": "Name",
+    "output_dir": "Where it is written",
+    "sample_prompts": "Sample prompts",
+}
 
 
 def kinds_of(field: FieldInfo) -> set[str]:

@@ -459,13 +459,23 @@ class FlowConfig(Section):
     """Timesteps, weighting and loss of the rectified flow."""
 
     timestep_sampling: Literal[
-        "auto", "uniform", "sigmoid", "shift", "flux_shift", "flux2_shift", "qwen_shift", "krea2_shift", "sigma",
-        "logsnr", "qinglong_flux", "qinglong_qwen",
+        "auto",
+        "uniform",
+        "sigmoid",
+        "shift",
+        "flux_shift",
+        "flux2_shift",
+        "qwen_shift",
+        "krea2_shift",
+        "sigma",
+        "logsnr",
+        "qinglong_flux",
+        "qinglong_qwen",
     ] = Field(
         "auto",
         description="how sigmas are drawn; flux_shift and the like follow the size, as these models' samplers do; "
         "logsnr is normal in log SNR; qinglong mixes both; auto: as the model's scheduler does (Z-Image: shift of 3)",
-    )  # fmt: skip
+    )
     sigmoid_scale: Annotated[float, Field(gt=0), OnlyWith(timestep_sampling=("auto", *_SIGMOIDS, *_MIXED))] = Field(
         1.0, description="spread of sigmoid and of the shifts"
     )

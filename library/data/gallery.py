@@ -140,22 +140,41 @@ def described(config: DatasetConfig, report: Report, samples: Sequence[Sample], 
             for file in sample.files:
                 numbers[file.path].append(len(images))
             subset, path = sample.group.subset, sample.image.path
-            images.append(_known(path, subset) | {
-                "name": path.removeprefix(f"{subset.image_dir}{os.sep}"), "size": sample.image.size, "bucket": bucket,
-                "box": crop_box(sample.fit), "random_crop": sample.fit.encoded != sample.fit.bucket,
-                "captions": _captions_shown(sample), "repeats": sample.repeats, "marks": marks_of(sample),
-                "besides": preview_names(sample),
-                "companions": [os.path.realpath(file.path) for file in sample.files[1:]],
-            })  # fmt: skip
+            images.append(
+                _known(path, subset)
+                | {
+                    "name": path.removeprefix(f"{subset.image_dir}{os.sep}"),
+                    "size": sample.image.size,
+                    "bucket": bucket,
+                    "box": crop_box(sample.fit),
+                    "random_crop": sample.fit.encoded != sample.fit.bucket,
+                    "captions": _captions_shown(sample),
+                    "repeats": sample.repeats,
+                    "marks": marks_of(sample),
+                    "besides": preview_names(sample),
+                    "companions": [os.path.realpath(file.path) for file in sample.files[1:]],
+                }
+            )
     subsets = [subset for dataset in config.datasets for subset in dataset.subsets]
     for path in dict.fromkeys(path for one in report.findings if one.is_error for path in one.paths):
         if path not in numbers:
             inside = [one for one in subsets if one.image_dir is not None and Path(path).is_relative_to(one.image_dir)]
             numbers[path].append(len(images))
-            images.append(_known(path, inside[0] if inside else None) | {
-                "name": Path(path).name, "size": None, "bucket": None, "box": None, "random_crop": False,
-                "captions": [], "repeats": 0, "marks": [], "besides": [], "companions": [],
-            })  # fmt: skip
+            images.append(
+                _known(path, inside[0] if inside else None)
+                | {
+                    "name": Path(path).name,
+                    "size": None,
+                    "bucket": None,
+                    "box": None,
+                    "random_crop": False,
+                    "captions": [],
+                    "repeats": 0,
+                    "marks": [],
+                    "besides": [],
+                    "companions": [],
+                }
+            )
     for image in images:
         image["findings"] = []
     kinds = []
@@ -168,14 +187,21 @@ def described(config: DatasetConfig, report: Report, samples: Sequence[Sample], 
                 images[number]["findings"].append({"kind": kind, "is_error": one.is_error, "text": one.text})
     several = len(config.datasets) > 1
     return {
-        "dataset": str(config.path), "notes": report.notes, "refused": refused, "images": images,
+        "dataset": str(config.path),
+        "notes": report.notes,
+        "refused": refused,
+        "images": images,
         "kinds": kinds,
-        "buckets": [{"name": size_text(size) + f", dataset {number + 1}" * several,
-                     "images": len(buckets[number, size]),
-                     "batch_size": config.datasets[number].settings.batch_size,
-                     "seen": sum(s.repeats for s in buckets[number, size] if not s.held_out)}
-                    for number, size in sorted(buckets)],
-    }  # fmt: skip
+        "buckets": [
+            {
+                "name": size_text(size) + f", dataset {number + 1}" * several,
+                "images": len(buckets[number, size]),
+                "batch_size": config.datasets[number].settings.batch_size,
+                "seen": sum(s.repeats for s in buckets[number, size] if not s.held_out),
+            }
+            for number, size in sorted(buckets)
+        ],
+    }
 
 
 def _known(image: str, subset: Subset | None) -> dict[str, Any]:

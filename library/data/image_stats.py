@@ -66,9 +66,15 @@ def measure_image(path: str) -> ImageStats:
         return ImageStats(str(error).removeprefix(f"{path}: "))
     thumbnail = np.asarray(small.resize((8, 8), Image.Resampling.BOX), np.uint8)
     return ImageStats(
-        None, width, height, content_hash(data), difference_hash(small), base64.b64encode(thumbnail.tobytes()).decode(),
-        find_bars(small), frames,
-    )  # fmt: skip
+        None,
+        width,
+        height,
+        content_hash(data),
+        difference_hash(small),
+        base64.b64encode(thumbnail.tobytes()).decode(),
+        find_bars(small),
+        frames,
+    )
 
 
 def difference_hash(image: Image.Image) -> int:

@@ -109,8 +109,10 @@ def _halves(width: int, height: int, rng: random.Random) -> Mask:
     mask = np.zeros((height, width), dtype=np.uint8)
     share, side = rng.uniform(0.35, 0.65), rng.randint(0, 3)
     across, down = round(width * share), round(height * share)
-    mask[(slice(None), slice(None), slice(None, down), slice(height - down, None))[side],
-         (slice(None, across), slice(width - across, None), slice(None), slice(None))[side]] = 1  # fmt: skip
+    mask[
+        (slice(None), slice(None), slice(None, down), slice(height - down, None))[side],
+        (slice(None, across), slice(width - across, None), slice(None), slice(None))[side],
+    ] = 1
     return mask
 
 

@@ -66,8 +66,9 @@ def refit_lora(
     base, places = _reference(models)
     trained = targets.by_component(source.weights).get(targets.file_prefix, {})  # text encoders stay as they are
     if absent := sorted(trained.keys() - places.keys()):
-        raise UserError(f"{lora}: {names_in_short(absent)} are not in {models.config.pretrained_model_name_or_path}; "
-                        "wrong model?")  # fmt: skip
+        raise UserError(
+            f"{lora}: {names_in_short(absent)} are not in {models.config.pretrained_model_name_or_path}; wrong model?"
+        )
     if remark := base_mismatch(source.metadata, models.family.fingerprint()):
         console.print(f"note: {lora}: {remark}")
     quantised = _quantised_layers(models, places)

@@ -62,15 +62,37 @@ def costly_remedies(
     refit = ("tools/refit_lora.py", *words, *(("--save_format", "comfy") if in_comfyui else ()))
     fix = ("tools/precision_report.py", *asked, "--save_to", SAVE_TO, "--fix")
     return [
-        Remedy(f"Refit the LoRA to this file: the same rank, its layers fitted on your images{beside}.",
-               "refitted", "lora", refit, "one pass over the images", again),
-        Remedy(f"Refit it with 32 ranks more in every quantised layer, which undo a part of the rounding{beside}.",
-               "corrected", "lora", (*refit, "--correction_rank", "32"), "a larger LoRA", again),
-        Remedy("Train it 400 steps on the served file, with the original model as the teacher.",
-               "taught", "fixes", (*fix, "teacher"), "minutes to an hour of training"),
-        Remedy("Try every fix on your images and name the cheapest that does.",
-               "fixes", "fixes", fix, "half an hour and more"),
-    ]  # fmt: skip
+        Remedy(
+            f"Refit the LoRA to this file: the same rank, its layers fitted on your images{beside}.",
+            "refitted",
+            "lora",
+            refit,
+            "one pass over the images",
+            again,
+        ),
+        Remedy(
+            f"Refit it with 32 ranks more in every quantised layer, which undo a part of the rounding{beside}.",
+            "corrected",
+            "lora",
+            (*refit, "--correction_rank", "32"),
+            "a larger LoRA",
+            again,
+        ),
+        Remedy(
+            "Train it 400 steps on the served file, with the original model as the teacher.",
+            "taught",
+            "fixes",
+            (*fix, "teacher"),
+            "minutes to an hour of training",
+        ),
+        Remedy(
+            "Try every fix on your images and name the cheapest that does.",
+            "fixes",
+            "fixes",
+            fix,
+            "half an hour and more",
+        ),
+    ]
 
 
 def _model(models: Models) -> list[str]:

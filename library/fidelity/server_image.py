@@ -224,8 +224,11 @@ def catalogue(models: Models, declared: Variant, eval_set: EvalSet) -> list[Desc
     found += [("timesteps in bf16", {"timestep": torch.bfloat16})]
     found += [(f"VAE in {dtype}", {"vae": Served(dtype=dtype)}) for dtype in ("fp8", "bf16")]
     found += [("text encoder in fp8", {"text": Served(dtype="fp8")})]
-    found += [(f"declared: {models.words(name, value)}", {name: value}) for name, value in declared.changes().items()
-              if name not in ("merge", "activations")]  # fmt: skip
+    found += [
+        (f"declared: {models.words(name, value)}", {name: value})
+        for name, value in declared.changes().items()
+        if name not in ("merge", "activations")
+    ]
     every = [Description(words, replace(REFERENCE, **change)) for words, change in found]
     if len(declared.changes()) > 1:
         every.append(Description("the whole declared deployment", declared))

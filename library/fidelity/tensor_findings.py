@@ -82,10 +82,24 @@ def _share(row: TensorRow) -> float:
 
 
 _ORDER = (
-    "wrong_base", "other_block", "other_lora", "lora_twice", "lora_missing", "strength", "delta_lost", "wrong_scale",
-    "permuted", "exchanged", "zeroed", "clipped", "rounding_mode", "mixed_formats", "ruined_layer", "small_in_fp8",
+    "wrong_base",
+    "other_block",
+    "other_lora",
+    "lora_twice",
+    "lora_missing",
+    "strength",
+    "delta_lost",
+    "wrong_scale",
+    "permuted",
+    "exchanged",
+    "zeroed",
+    "clipped",
+    "rounding_mode",
+    "mixed_formats",
+    "ruined_layer",
+    "small_in_fp8",
     "activation_scale",
-)  # fmt: skip
+)
 
 
 def tensor_findings(rows: Sequence[TensorRow]) -> list[Finding]:

@@ -493,8 +493,11 @@ def _scale_row(layer: str, role: Role, kind: str, scale: Tensor, error: float, f
 def module_difference(reference: nn.Module, deployed: nn.Module) -> str:
     """Say how ``deployed`` differs from ``reference``, two modules of one class; nothing where they are the same."""
     there, here = _places(reference), _places(deployed)
-    strange = [name for name in {**there, **here} if name not in there or name not in here
-               or there[name].shape != here[name].shape]  # fmt: skip
+    strange = [
+        name
+        for name in {**there, **here}
+        if name not in there or name not in here or there[name].shape != here[name].shape
+    ]
     if strange:
         return f"another architecture ({names_in_short(strange)}: absent in one of the two, or of another shape)"
     casts: Counter[str] = Counter()

@@ -40,8 +40,11 @@ def send_file(site: Site, request: Request, form: Form) -> Response:
     if kind in _SHOWN and not download:
         # where the address names the version (?v=), it may be kept
         kept = {"cache-control": "private, max-age=31536000, immutable"} if "v" in request.query_params else {}
-        return FileResponse(path, media_type=mimetypes.guess_type(path.name)[0], headers=kept | {
-            "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; sandbox"})  # fmt: skip
+        return FileResponse(
+            path,
+            media_type=mimetypes.guess_type(path.name)[0],
+            headers=kept | {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; sandbox"},
+        )
     if kind == ".html" and not download and path.is_relative_to(site.places.state):  # others lead away from here
         return FileResponse(path, media_type="text/html", headers={"content-security-policy": _REPORT_POLICY})
     return FileResponse(path, filename=path.name)

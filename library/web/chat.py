@@ -44,8 +44,9 @@ async def child_while_open(site: Site) -> AsyncIterator[None]:
 def show(site: Site, request: Request, form: Form) -> Response:
     """Show the screen."""
     found = weights_in(site)
-    return site.page(request, "chat.html", models=found["language_model"], loras=found["language_lora"],
-                     is_running=child.is_running)  # fmt: skip
+    return site.page(
+        request, "chat.html", models=found["language_model"], loras=found["language_lora"], is_running=child.is_running
+    )
 
 
 def ask(site: Site, request: Request, form: Form) -> Response:

@@ -45,9 +45,13 @@ class Child:
         async with self._turn:
             if (process := self._process) is None or process.returncode is not None:
                 process = self._process = await asyncio.create_subprocess_exec(
-                    sys.executable, *self._words, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                    limit=2**26, start_new_session=True,  # bytes of a line; the Ctrl-C of the page is not its own
-                )  # fmt: skip
+                    sys.executable,
+                    *self._words,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    limit=2**26,
+                    start_new_session=True,  # bytes of a line; the Ctrl-C of the page is not its own
+                )
             assert process.stdout is not None
             self._number += 1
             self._send({**request, "id": self._number})

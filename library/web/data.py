@@ -46,12 +46,21 @@ def show(site: Site, request: Request, form: Form) -> Response:
     found: dict[str, Any] = _found(site, look.id) if look else {"kinds": [], "buckets": []}
     buckets = [(number, f"{one['name']} ({one['images']})") for number, one in enumerate(found["buckets"])]
     return site.page(
-        request, "data.html", title=path.parent.name if path.stem == "dataset" else path.stem, dataset=path, toml=toml,
-        job=jobs[0] if jobs else None, look=look.id if look else "", found=found, buckets_of=buckets,
+        request,
+        "data.html",
+        title=path.parent.name if path.stem == "dataset" else path.stem,
+        dataset=path,
+        toml=toml,
+        job=jobs[0] if jobs else None,
+        look=look.id if look else "",
+        found=found,
+        buckets_of=buckets,
         kinds=[(one["kind"], one["title"]) for one in found["kinds"]],
-        history=_journal(site, path).next_steps(), asked=request.query_params.get("kind", ""),
-        changed=look is not None and path.stat().st_mtime > look.created, counted=counted,
-    )  # fmt: skip
+        history=_journal(site, path).next_steps(),
+        asked=request.query_params.get("kind", ""),
+        changed=look is not None and path.stat().st_mtime > look.created,
+        counted=counted,
+    )
 
 
 def datasets(site: Site) -> tuple[list[tuple[Path, float]], list[tuple[Path, int]]]:
@@ -237,8 +246,16 @@ def grid(site: Site, request: Request, form: Form) -> Response:
     found = _found(site, look)
     shown = _matching(site, found, request.query_params)
     buckets = {bucket: list(inside) for bucket, inside in groupby(shown, lambda n: found["images"][n]["bucket"])}
-    return site.part("data.html", "grid", look=look, found=found, shown=len(shown), buckets=buckets, most=_MOST_CARDS,
-                     counted=counted)  # fmt: skip
+    return site.part(
+        "data.html",
+        "grid",
+        look=look,
+        found=found,
+        shown=len(shown),
+        buckets=buckets,
+        most=_MOST_CARDS,
+        counted=counted,
+    )
 
 
 def cards(site: Site, request: Request, form: Form) -> Response:
@@ -317,8 +334,16 @@ def bulk(site: Site, request: Request, form: Form) -> Response:
         left = journal.write(f"change of {counted(len(changes), 'caption')}", changes)
         said, changes = f"{counted(len(changes) - len(left), 'caption')} changed", []
     pairs = [(Path(path).name, Text(old).shown, Text(new).shown) for path, old, new, _ in changes[:20]]
-    answer = site.part("data.html", "bulk", said=said, digest=digest, count=len(changes), of=len(texts), pairs=pairs,
-                       locked=len(editable) < len(texts))  # fmt: skip
+    answer = site.part(
+        "data.html",
+        "bulk",
+        said=said,
+        digest=digest,
+        count=len(changes),
+        of=len(texts),
+        pairs=pairs,
+        locked=len(editable) < len(texts),
+    )
     answer.headers.update({"hx-trigger": "changed"} if is_done else {})
     return answer
 

@@ -34,8 +34,13 @@ def _form(site: Site, run: dict[str, Any]) -> dict[str, Any]:
     """Return what the form says before anybody has changed it."""
     is_tiny = "tiny-" in str(run.get("pretrained_model_name_or_path"))  # built in: made for guidance 1 and 128 pixels
     side, guidance = ("128", "1") if is_tiny else ("1024", "")
-    return {"strengths": "0 0.5 0.8 1 1.2", "prompts": _prompts_of(site, run), "width": side, "height": side,
-            "guidance": guidance}  # fmt: skip
+    return {
+        "strengths": "0 0.5 0.8 1 1.2",
+        "prompts": _prompts_of(site, run),
+        "width": side,
+        "height": side,
+        "guidance": guidance,
+    }
 
 
 def _prompts_of(site: Site, run: dict[str, Any]) -> str:
@@ -87,8 +92,10 @@ def _result(site: Site, job: Job) -> dict[str, Any]:
             one = json.loads(line)
             made[one["row"], one["strength"]] = url("/file", path=job.folder / "images" / one["file"], v=job.id)
     strengths = asked.get("strengths", [])
-    rows = [(text, [(f"strength {each:g}", made.get((row, each))) for each in strengths])
-            for row, text in enumerate(asked.get("prompts", []))]  # fmt: skip
+    rows = [
+        (text, [(f"strength {each:g}", made.get((row, each))) for each in strengths])
+        for row, text in enumerate(asked.get("prompts", []))
+    ]
     return {"rows": rows, "done": len(made), "all": len(rows) * len(strengths), "waits_for": ahead(site, job)}
 
 

@@ -110,9 +110,15 @@ class Jobs:
         self.queue_lock = state / "queue.lock"  # whose process works the queue off
 
     def add(
-        self, kind: str, title: str, words: Sequence[str], *, queued: bool = False, output: str = "",
+        self,
+        kind: str,
+        title: str,
+        words: Sequence[str],
+        *,
+        queued: bool = False,
+        output: str = "",
         files: Mapping[str, str] = MappingProxyType({}),
-    ) -> Job:  # fmt: skip
+    ) -> Job:
         """Write a job and see to it that it is begun; ``files`` are written into its folder, by name.
 
         Raises:
@@ -121,9 +127,14 @@ class Jobs:
         own = self.folder / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
         script = str(ROOT / words[0]) if (ROOT / words[0]).is_file() else words[0]
         record = {
-            "kind": kind, "title": title, "words": [word.replace("{job}", str(own)) for word in (script, *words[1:])],
-            "queued": queued, "output": output, "created": time.time(), "cwd": str(Path.cwd()),
-        }  # fmt: skip
+            "kind": kind,
+            "title": title,
+            "words": [word.replace("{job}", str(own)) for word in (script, *words[1:])],
+            "queued": queued,
+            "output": output,
+            "created": time.time(),
+            "cwd": str(Path.cwd()),
+        }
         with self.alone():
             if output and any(job.output == output and not job.is_over for job in self.all()):
                 raise UserError(f"{output}: a run that is going on or waits has this folder; look at it in Runs")
@@ -264,15 +275,26 @@ def run_job(jobs: Jobs, name: str) -> None:
             if (job.folder / "running.json").exists():
                 raise FileExistsError  # by one whose runner was killed
             pid, runner = os.getpid(), os.getppid()
-            _note(job.folder / "running.json", pid=pid, process_began=process_began(pid), runner=runner,
-                  runner_began=process_began(runner))  # fmt: skip
+            _note(
+                job.folder / "running.json",
+                pid=pid,
+                process_began=process_began(pid),
+                runner=runner,
+                runner_began=process_began(runner),
+            )
 
         own: dict[str, Any] = {} if sys.platform == "win32" else {"preexec_fn": note_begun}
         try:
             child = subprocess.Popen(
-                [sys.executable, *job.words], cwd=job.cwd, env=environment,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, **APART, **own,
-            )  # fmt: skip
+                [sys.executable, *job.words],
+                cwd=job.cwd,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                **APART,
+                **own,
+            )
         except (OSError, ValueError, subprocess.SubprocessError) as error:  # its folder is gone, a word is none ...
             if not jobs.get(name).pid:
                 log.write(f"error: the program cannot be started: {error}\n".encode())
@@ -280,8 +302,13 @@ def run_job(jobs: Jobs, name: str) -> None:
                 _note(job.folder / "ended.json", code=2)
             return
         if sys.platform == "win32":
-            _note(job.folder / "running.json", pid=child.pid, process_began=process_began(child.pid),
-                  runner=os.getpid(), runner_began=process_began(os.getpid()))  # fmt: skip
+            _note(
+                job.folder / "running.json",
+                pid=child.pid,
+                process_began=process_began(child.pid),
+                runner=os.getpid(),
+                runner_began=process_began(os.getpid()),
+            )
     _note(job.folder / "ended.json", code=child.wait())
 
 

@@ -75,14 +75,24 @@ def examine(site: Site, text: str, pretrains: bool) -> dict[str, Any]:
         key, said = found.groups() if (found := _LINE.match(line)) else ("", line)
         content = said.partition(", such as ")[2] if key == "output_dir" else ""
         stands = content or (key and (key in values or line.startswith(NAME)))
-        problems.append({"line": line, "key": key, "changes": {key: content} if stands else {},
-                         "offers": f"Take {content}" if content else "Remove"})  # fmt: skip
+        problems.append(
+            {
+                "line": line,
+                "key": key,
+                "changes": {key: content} if stands else {},
+                "offers": f"Take {content}" if content else "Remove",
+            }
+        )
         errors[key] = f"{errors.get(key, '')}\n{said}".strip()
     return {
-        "text": text, "training": script.training, "problems": problems, "errors": errors, "notes": notes,
+        "text": text,
+        "training": script.training,
+        "problems": problems,
+        "errors": errors,
+        "notes": notes,
         "values": {key: shown(values[key]) if key in values else "" for key in known},
         "unmet": {key: f"goes with {others}" for key in known if (others := lacks(key, values, script))},
-    }  # fmt: skip
+    }
 
 
 def _against(site: Site, script: Script[Any], given: RawConfig, is_new: bool) -> tuple[list[str], list[str], Values]:
@@ -182,10 +192,18 @@ def show(site: Site, request: Request, form: Form) -> Response:
     weights, (tomls, _) = weights_in(site), datasets(site)
     paths = [*weights["model"], *weights["language_model"], *(site.places.show(path) for path, _ in tomls)]
     return site.page(
-        request, "new_run.html", text=text, pretrains=pretrains, groups=form_of(script), training=script.training,
-        found=found, ready=configs, optimizers=list(OPTIMIZERS), paths=paths + [path for path, _ in configs],
+        request,
+        "new_run.html",
+        text=text,
+        pretrains=pretrains,
+        groups=form_of(script),
+        training=script.training,
+        found=found,
+        ready=configs,
+        optimizers=list(OPTIMIZERS),
+        paths=paths + [path for path, _ in configs],
         demo=next((path for path, _ in configs if path.endswith("demo.toml")), None),
-    )  # fmt: skip
+    )
 
 
 def _given(form: Mapping[str, Any]) -> tuple[str, bool]:
@@ -320,5 +338,9 @@ def show_job(site: Site, request: Request, form: Form, begun: Job | None = None)
 
 
 ROUTES: Routes = {
-    "/new": show, "/new/edit": (None, edit), "/new/job": (show_job, side_job),
-    "/new/start": (None, start), "/run/again": (None, again)}  # fmt: skip
+    "/new": show,
+    "/new/edit": (None, edit),
+    "/new/job": (show_job, side_job),
+    "/new/start": (None, start),
+    "/run/again": (None, again),
+}

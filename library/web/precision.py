@@ -45,21 +45,32 @@ def show(site: Site, request: Request, form: Form) -> Response:
 def _form(site: Site, run: dict[str, Any]) -> dict[str, Any]:
     """Return what the form says before anybody has changed it."""
     usual = "1" if "tiny-" in str(run.get("pretrained_model_name_or_path")) else ""  # built in, made for 1
-    return {"recipes": RECIPES, "served": "tensor" if run.get("fp8_scaled") else "cast",
-            "dataset": run.get("dataset_config", ""), "guidance_scale": run.get("guidance_scale", usual)}  # fmt: skip
+    return {
+        "recipes": RECIPES,
+        "served": "tensor" if run.get("fp8_scaled") else "cast",
+        "dataset": run.get("dataset_config", ""),
+        "guidance_scale": run.get("guidance_scale", usual),
+    }
 
 
 def _result(site: Site, job: Job) -> dict[str, Any]:
     """Return a report as the template takes it: its remedies, and the files that they made since."""
     result, every = job.read(_REPORT), sorted(site.jobs.all(), key=lambda each: each.created)
-    made = [(own["remedy"], each, _made(Path(own["file"]))) for each in every
-            if each.kind == "remedy" and (own := each.read("asked.json")).get("report") == job.id]  # fmt: skip
+    made = [
+        (own["remedy"], each, _made(Path(own["file"])))
+        for each in every
+        if each.kind == "remedy" and (own := each.read("asked.json")).get("report") == job.id
+    ]
     for each in (each for each in result.get("remedies", []) if each["command"]):  # a button needs no command in words
         each["text"] = re.sub(r" ?\(tools/[^)]*\)", "", each["text"])
     return {
-        "result": result, "made": made, "was": job.read("asked.json").get("was"), "kind_of": kind_of,
-        "is_busy": not all(one.is_over for one in (job, *(one for _, one, _ in made))), "waits_for": ahead(site, job),
-    }  # fmt: skip
+        "result": result,
+        "made": made,
+        "was": job.read("asked.json").get("was"),
+        "kind_of": kind_of,
+        "is_busy": not all(one.is_over for one in (job, *(one for _, one, _ in made))),
+        "waits_for": ahead(site, job),
+    }
 
 
 def _made(path: Path) -> list[Path]:
@@ -146,5 +157,8 @@ def stop(site: Site, request: Request, form: Form) -> Response:
 
 
 ROUTES: Routes = {
-    "/precision": (show, start), "/precision/remedy": (None, remedy), "/precision/again": (None, again),
-    "/job/stop": (None, stop)}  # fmt: skip
+    "/precision": (show, start),
+    "/precision/remedy": (None, remedy),
+    "/precision/again": (None, again),
+    "/job/stop": (None, stop),
+}

@@ -33,7 +33,7 @@ from library.training.report.run_folder import (
     states_of,
     text_of,
     texts_of,
-)  # fmt: skip
+)
 from library.web.jobs import Job
 from library.web.site import Form, Routes, Site, tell_changed, url
 
@@ -87,11 +87,18 @@ def look(site: Site, folder: Path, job: Job | None) -> Seen:
     asked = {name for name in ASKS if (folder / name).exists() or (name == "STOP" and job and job.asked)}
     goes_on, per_step = state == "running", newest.get("s_per_it", nan)
     return Seen(
-        folder, _name(site, folder), state, step, total, newest=newest, job=job,
+        folder,
+        _name(site, folder),
+        state,
+        step,
+        total,
+        newest=newest,
+        job=job,
         eta=max(0, total - step) * per_step if goes_on and total and isfinite(per_step) else None,
         when=max(wrote, job.ended or job.began or job.created if job else changed(folder / "config.toml")),
-        asked=frozenset(asked if goes_on else ()), error=error if state in ("failed", "lost") else "",
-    )  # fmt: skip
+        asked=frozenset(asked if goes_on else ()),
+        error=error if state in ("failed", "lost") else "",
+    )
 
 
 def _name(site: Site, folder: Path) -> str:
@@ -174,10 +181,16 @@ def show_run(site: Site, request: Request, form: Form) -> Response:
         raise UserError(f"{site.places.show(folder)}: no such run; it may have been moved or deleted")
     run = look(site, folder, job)
     values = {  # what a part has to look up, it calls
-        "run": run, "runs": [run], "job": run.job, "own": url("/run", path=folder), "rows": partial(_pictures, folder),
-        "states": partial(states_of, folder), "waits_for": partial(ahead, site, run.job),
-        "texts": partial(texts_of, folder), "loras": partial(_loras, folder, run.job, jobs),
-    }  # fmt: skip
+        "run": run,
+        "runs": [run],
+        "job": run.job,
+        "own": url("/run", path=folder),
+        "rows": partial(_pictures, folder),
+        "states": partial(states_of, folder),
+        "waits_for": partial(ahead, site, run.job),
+        "texts": partial(texts_of, folder),
+        "loras": partial(_loras, folder, run.job, jobs),
+    }
     if (part := request.query_params.get("part")) in ("overview", "samples", "files", "log"):
         return live(site, request, "run.html", part, **values)
     configs = (text_of(at / "config.toml") for at in (folder, run.job and run.job.folder) if at)
@@ -186,8 +199,10 @@ def show_run(site: Site, request: Request, form: Form) -> Response:
 
 def _pictures(folder: Path) -> list[tuple[str, str, list[tuple[str, str]]]]:
     """Return rows of kind, prompt and pictures: samples by step, then plots."""
-    rows = [(kind, prompt, [(str(step), address(file)) for step, file in files.items()])
-            for kind, prompt, files in samples_of(folder)]  # fmt: skip
+    rows = [
+        (kind, prompt, [(str(step), address(file)) for step, file in files.items()])
+        for kind, prompt, files in samples_of(folder)
+    ]
     plots = [(path.name, address(path)) for path in (*folder.glob("*.png"), *folder.glob("samples/[!s]*.png"))]
     return rows + ([("", "Plots of the run", plots)] if plots else [])
 

@@ -41,10 +41,14 @@ def show(site: Site, request: Request, form: Form) -> Response:
     others = [job for job in jobs if not job.queued and job.state == "running"]
     queue = site.jobs.queue(jobs)
     values: dict[str, Any] = {
-        "runs": [run for run in runs if asked.lower() in run.name.lower()], "count": len(runs), "q": asked,
-        "queue": queue + others, "waiting": [job for job in queue if job.state == "waiting"],
-        "called": partial(called, site), "address": _address,
-    }  # fmt: skip
+        "runs": [run for run in runs if asked.lower() in run.name.lower()],
+        "count": len(runs),
+        "q": asked,
+        "queue": queue + others,
+        "waiting": [job for job in queue if job.state == "waiting"],
+        "called": partial(called, site),
+        "address": _address,
+    }
     if request.query_params.get("part"):
         return live(site, request, "runs.html", "list", **values)
     return site.page(request, "runs.html", seen="", **values)
@@ -84,8 +88,10 @@ def compare(site: Site, request: Request, form: Form) -> Response:
     for one in runs:
         for kind, prompt, files in samples_of(one.path):
             painted.setdefault((kind, prompt), []).extend((step, one.name, files[step]) for step in files)
-    pictures = [(prompt, [(f"{name}, step {step}", address(file)) for step, name, file in sorted(cells)])
-                for (_, prompt), cells in painted.items()]  # fmt: skip
+    pictures = [
+        (prompt, [(f"{name}, step {step}", address(file)) for step, name, file in sorted(cells)])
+        for (_, prompt), cells in painted.items()
+    ]
     said = [settings_of(path, job.folder if job else None) for path, job in zip(paths, jobs, strict=True)]
     return site.page(request, "compare.html", runs=runs, pictures=pictures, differences=_differences(said))
 

@@ -34,8 +34,14 @@ from library.web.access import Places, Refused
 from library.web.jobs import Jobs
 
 HERE = Path(__file__).parent
-SCREENS = (("Runs", "/"), ("New run", "/new"), ("Data", "/data"), ("Precision", "/precision"),
-           ("Generate", "/generate"), ("Chat", "/chat"))  # fmt: skip
+SCREENS = (
+    ("Runs", "/"),
+    ("New run", "/new"),
+    ("Data", "/data"),
+    ("Precision", "/precision"),
+    ("Generate", "/generate"),
+    ("Chat", "/chat"),
+)
 _MOST_FILES, _MOST_BYTES = 2000, 4 * 2**20  # pictures of a form, and bytes of one of its texts
 
 Handler = Callable[["Site", Request, Form], Response]
@@ -53,8 +59,13 @@ class Site:
     @classmethod
     def of(cls, places: Places) -> Site:
         """Return the site over ``places``."""
-        templates = Environment(loader=FileSystemLoader(HERE / "templates"), autoescape=True, undefined=StrictUndefined,
-                                trim_blocks=True, lstrip_blocks=True)  # fmt: skip
+        templates = Environment(
+            loader=FileSystemLoader(HERE / "templates"),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
         templates.filters |= {each.__name__: each for each in (number, duration, size, moment, ago)}
         templates.filters |= {"short": places.show, "json": json.dumps, "urlencode": partial(quote, errors="replace")}
         templates.globals |= {"screens": SCREENS, "url": url}

@@ -109,8 +109,10 @@ def check_file(path: Path, network: AdapterNetwork, save_format: str) -> ExportC
             raise UserError(f"{path}: {reader.name} would pass over {names_in_short(lost)}; save again from the state")
         wrong = sorted(name for name in known if not differences[name] <= file.tolerance(reading.weights[name]))
         if wrong:
-            raise UserError(f"{path}: {reader.name} would read {names_in_short(wrong)} otherwise than was trained; "
-                            "save in another save_format")  # fmt: skip
+            raise UserError(
+                f"{path}: {reader.name} would read {names_in_short(wrong)} otherwise than was trained; "
+                "save in another save_format"
+            )
     return ExportCheck(len(live), distances[layer], layer, _NAMES[file.dtype], save_format, programs)
 
 

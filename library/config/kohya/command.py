@@ -47,9 +47,13 @@ _POSIX = _Shell(
     r"\\", r"\s*#", "\\", "\"'", r"\s*(?:export\s+)?(?P<name>\w+)=" + _ASSIGN_VALUE, r"\$\{?(?P<name>[A-Za-z_]\w*)\}?"
 )
 _BATCH = _Shell(
-    r"\^", r"\s*(?i:rem\b|::)", "", '"', r"\s*(?i:set)\s+(?P<quote>\"?)(?P<name>\w+)=(?P<value>.*?)(?P=quote)$",
+    r"\^",
+    r"\s*(?i:rem\b|::)",
+    "",
+    '"',
+    r"\s*(?i:set)\s+(?P<quote>\"?)(?P<name>\w+)=(?P<value>.*?)(?P=quote)$",
     r"%(?P<name>\w+)%",
-)  # fmt: skip
+)
 _POWERSHELL = _Shell("`", r"\s*#", "", "\"'", r"\s*\$(?P<name>\w+)\s*=\s*" + _ASSIGN_VALUE, r"\$(?P<name>[A-Za-z_]\w*)")
 _SHELLS = {".bat": _BATCH, ".cmd": _BATCH, ".ps1": _POWERSHELL}
 
