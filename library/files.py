@@ -1,4 +1,4 @@
-"""Files on disk: read with care, written in one step, put right after a crash, held against checksums, and recognised.
+"""Files on disk: safe reads, atomic writes, repair after a crash, checksums, and how a file is recognised.
 
 What a person names is read by :func:`reading` or what is made of it (:func:`read_text`, :func:`read_json`, ...): a
 folder, a pipe or a device in the place of a file would hang or never end, a file of gigabytes in the place of a

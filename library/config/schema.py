@@ -101,7 +101,8 @@ class ModelConfig(Section):
     )
     vae: str | None = Field(None, description="VAE file or folder, with a single file")
     text_encoder: str | None = Field(
-        None, description="text encoder's file or folder, with a single file; which one the guide of the family says"
+        None,
+        description="text encoder's file or folder, with a single file; docs/getting_started.md names each model's",
     )
     qwen_tokenizer: str | None = Field(
         None,

@@ -6,7 +6,7 @@ Every image becomes 8-bit RGB, upright, in sRGB:
   of it is ignored, as the standard asks, except in transcoded JPEGs, which come back as they were.
 - an embedded colour profile that is not sRGB (CMYK scans, Display P3 phones, Adobe RGB) is converted by it;
 - 16-bit greyscale is scaled (Pillow's own conversion would clip it to white); palette images are expanded;
-- transparency is laid on white, or kept as the mask with ``alpha_mask``.
+- transparent pixels are blended onto white, or kept as the mask with ``alpha_mask``.
 
 Sizes are read without decoding the image. Of an animation (GIF, APNG, WebP, AVIF) or a TIFF of several pages the first
 is used, and how many there are is told with the size. A TIFF is turned upright by Pillow itself as it is loaded, and
@@ -97,7 +97,7 @@ def decode(data: bytes, name: str, alpha_mask: bool = False) -> tuple[Image.Imag
         data: the file's content.
         name: the file's path, for messages.
         alpha_mask: return the alpha channel (mode L) as mask and leave the colours under it as they are. Else
-            transparency is laid on white and the mask is None. An opaque image's mask is None.
+            transparent pixels are blended onto white and the mask is None. An opaque image's mask is None.
     """
     with _open(io.BytesIO(data), name) as image:
         try:

@@ -1,4 +1,4 @@
-"""The reader of checkpoints: :class:`WeightFiles`, and what of them is quantised, :class:`QuantizedFile`.
+"""The reader of checkpoints: :class:`WeightFiles`, and their quantised tensors, :class:`QuantizedFile`.
 
 Which format a tensor has is known by the modules of ``library.precision.files``, each of which claims its own weights;
 layers of one file may have different ones. A tensor beside a quantised weight that none of them knows (a codebook, a

@@ -5,7 +5,8 @@ from ``qwen_image_2.1_vae_bf16.safetensors``, which has Wan's names
 (https://github.com/Wan-Video/Wan2.2/blob/main/wan/modules/vae2_2.py) and keeps the frame's axis.
 
 The fourth channel is opacity, from -1 to 1 as the colours. diffusers' pipeline gives images without one full opacity,
-and so are the images of a dataset, whose transparent parts were laid on white; what is decoded is laid on white too.
+and so are the images of a dataset, whose transparent pixels were blended onto white. Decoded images are blended onto
+white too.
 The sides of latents are even: in the text one token stands for 2 x 2 of them.
 """
 
@@ -74,7 +75,7 @@ class QwenImage21Encoder(QwenImageEncoder):
         return super().encode(torch.cat([pixels, torch.ones_like(pixels[:, :1])], dim=1))
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Return pixels [B, 3, H, W] fp32 in [-1, 1] of normalised ``latents`` [B, C, h, w], laid on white."""
+        """Return pixels [B, 3, H, W] fp32 in [-1, 1] of normalised ``latents`` [B, C, h, w], blended onto white."""
         pixels = super().decode(latents)
         opacity = (pixels[:, 3:] + 1) / 2
         return pixels[:, :3] * opacity + (1 - opacity)

@@ -216,7 +216,7 @@ class CutWeight(QuantizedWeight):
 
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
-        """Return the inputs of ``parts`` side by side; their scale, and what of them is no tensor, has to be the same.
+        """Return the inputs of ``parts`` side by side; their scale and their other fields have to be the same.
 
         Raises:
             ValueError: it is not.

@@ -111,7 +111,7 @@ def image_facts(
         begun: when training began, seconds since 1970; names the session too.
         batches_per_epoch: over all processes.
         dp_rank: of one process.
-        epochs: of the run, the last may be begun only.
+        epochs: of the run; the last may be incomplete.
     """
     network, memory = config.network, data.text_folder / "file_hashes.json"
     facts: dict[str, object] = {

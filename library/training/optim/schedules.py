@@ -126,7 +126,7 @@ def _check_lengths(config: OptimizerConfig, total_steps: int) -> None:
 def run_length(
     training: TrainingConfig | LLMTrainingConfig, per_epoch: int, per_step: int, begun: Position
 ) -> tuple[int, int]:
-    """Return the number of optimizer steps of the run, and of epochs, of which the last may be begun only.
+    """Return the number of optimizer steps of the run, and of epochs; the last epoch may be incomplete.
 
     Epochs win over steps. The last step of an epoch is a smaller one where ``per_step`` does not divide ``per_epoch``.
     A run that goes on with another number of processes takes as many steps as its epochs have left.

@@ -1,6 +1,6 @@
 """Max norm regularisation: no layer's update grows beyond a norm (``scale_weight_norms``, kohya's sd-scripts).
 
-After each optimizer step the update ``D = s B A`` of every layer, s = alpha / rank, is held against the limit m
+After each optimizer step the update ``D = s B A`` of every layer, s = alpha / rank, is compared with the limit m
 (``apply_max_norm_regularization`` in ``networks/lora_flux.py`` there):
 
     r = min(|D|, m) / max(|D|, m / 2)        if |D| > m:  A *= sqrt(r), B *= sqrt(r)

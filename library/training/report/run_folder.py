@@ -1,4 +1,4 @@
-"""What is known of a run from its folder alone, whoever began it: where it stands, how it was set, what it made.
+"""What a run's folder says about it: its position, its settings and its results.
 
 A folder with ``metrics.jsonl``, or with the ``config.toml`` that a trainer wrote, is a run. Of ``metrics.jsonl`` only
 the end is read to say where it stands. Every file is read once for each of its versions, since a list of runs is drawn
