@@ -22,6 +22,8 @@ ALONE: dict[str, dict[str, object]] = {
     "compiled": {"torch_compile": True, "dynamo_backend": "eager"},
 }
 
+pytestmark = pytest.mark.slow  # with LoRAs that are not joined each layout has a file here
+
 
 @pytest.fixture(scope="module")
 def runs(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -33,6 +33,7 @@ def test_two_processes_equal_one(base: Path, tmp_path: Path) -> None:
     assert two.stdout.count("validation loss") == 1
 
 
+@pytest.mark.slow
 def test_accelerate_launch_and_a_foreign_configuration_change_nothing(
     base: Path, dataset: Path, tmp_path: Path
 ) -> None:

@@ -35,6 +35,8 @@ TEXTS: dict[str, tuple[dict[str, object], dict[str, int]]] = {
 }
 LAYOUTS: dict[str, dict[str, int]] = {"copies": {"dp": 2}, "shard": {"shard": 2}, "tp": {"tp": 2}, "pp": {"pp": 2}}
 
+pytestmark = pytest.mark.slow
+
 
 def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
