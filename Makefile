@@ -39,10 +39,10 @@ demo-chat: setup-web ## train a real chat model (a 93 MB download) on twenty con
 	$(PY) ui.py --open $(if $(PORT),--port $(PORT))
 
 test: $(STAMP)  ## run the tests
-	$(PYTEST) -m "not slow" -n 2 --durations=20
+	$(PYTEST) -m "not slow" -n 2 --dist worksteal --durations=20
 
 test-all: $(STAMP) ## run the tests, the slow ones too
-	$(PYTEST) -n 2
+	$(PYTEST) -n 2 --dist worksteal
 
 check: $(STAMP) ## lint, format, types, import directions
 	$(PY) -m ruff check .
