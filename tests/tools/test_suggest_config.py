@@ -97,75 +97,85 @@ IN_OTHER_WORDS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("group", "key", "row"), list(rows()), ids=lambda value: value if isinstance(value, str) else ""
-)
-def test_every_value_stands_in_the_preset_that_it_cites(group: str, key: str, row: dict[str, Any]) -> None:
+def test_every_value_stands_in_the_preset_that_it_cites(subtests: pytest.Subtests) -> None:
     """Trainer, file and the words there: the words hold the value. Ours are the sizes of references (configs/)."""
-    if "source" not in row:
-        assert key in ("control_resolution", "no_resize_control")
-        path = re.search(r"configs/[\w/]+\.toml", TABLES["presets"][group]["control_resolution"]["note"])
-        assert path is not None
-        assert toml.load(ROOT / path[0])["datasets"][0][key] == row["value"]
-        return
-    for trainer, file, says in (row["source"], *row.get("others", ())):
-        assert trainer in TABLES["read"]
-        assert re.search(r"\.(md|yaml|json|py|tsx?)$", file)
-        assert says.strip()
-    says, value = row["source"][2], row["value"]
-    if words := IN_OTHER_WORDS.get((group, key)):
-        assert words in says
-    elif key == "sample":
-        assert numbers(value) <= numbers(" ".join(cited[2] for cited in (row["source"], *row.get("others", ()))))
-    elif isinstance(value, str):
-        assert value.lower() in says.lower()
-    elif isinstance(value, bool):
-        assert str(value).lower() in says.lower()
-    else:
-        assert set(value if isinstance(value, list) else [value]) <= numbers(says)
+    for group, key, row in rows():
+        with subtests.test(f"{group}: {key}"):
+            if "source" not in row:
+                assert key in ("control_resolution", "no_resize_control")
+                path = re.search(r"configs/[\w/]+\.toml", TABLES["presets"][group]["control_resolution"]["note"])
+                assert path is not None
+                assert toml.load(ROOT / path[0])["datasets"][0][key] == row["value"]
+                continue
+            for trainer, file, says in (row["source"], *row.get("others", ())):
+                assert trainer in TABLES["read"]
+                assert re.search(r"\.(md|yaml|json|py|tsx?)$", file)
+                assert says.strip()
+            says, value = row["source"][2], row["value"]
+            if words := IN_OTHER_WORDS.get((group, key)):
+                assert words in says
+            elif key == "sample":
+                assert numbers(value) <= numbers(
+                    " ".join(cited[2] for cited in (row["source"], *row.get("others", ())))
+                )
+            elif isinstance(value, str):
+                assert value.lower() in says.lower()
+            elif isinstance(value, bool):
+                assert str(value).lower() in says.lower()
+            else:
+                assert set(value if isinstance(value, list) else [value]) <= numbers(says)
 
 
-@pytest.mark.parametrize("model_type", IMAGE_MODELS)
-def test_every_family_has_values_and_says_where_they_are_only_the_nearest_familys(model_type: str) -> None:
-    values = presets(model_type)
-    assert {"network_dim", "network_alpha", "learning_rate", "max_train_steps", "timestep_sampling"} <= values.keys()
-    assert ("guidance_scale" in values) == MODEL_TYPES[model_type].takes_guidance
-    assert ("discrete_flow_shift" in values) == (values["timestep_sampling"][0] == "shift")
-    borrowed = "no trainer publishes" in values["network_dim"][1]
-    assert borrowed == (model_type in ("flux_fill", "flux3_klein", "flux3_klein_edit"))
-    assert "no trainer" not in values["optimizer_type"][1]  # of all families
+def test_every_family_has_values_and_says_where_they_are_only_the_nearest_familys(subtests: pytest.Subtests) -> None:
+    for model_type in IMAGE_MODELS:
+        with subtests.test(model_type):
+            values = presets(model_type)
+            assert {
+                "network_dim",
+                "network_alpha",
+                "learning_rate",
+                "max_train_steps",
+                "timestep_sampling",
+            } <= values.keys()
+            assert ("guidance_scale" in values) == MODEL_TYPES[model_type].takes_guidance
+            assert ("discrete_flow_shift" in values) == (values["timestep_sampling"][0] == "shift")
+            borrowed = "no trainer publishes" in values["network_dim"][1]
+            assert borrowed == (model_type in ("flux_fill", "flux3_klein", "flux3_klein_edit"))
+            assert "no trainer" not in values["optimizer_type"][1]  # of all families
 
 
 def memory_rows(model_type: str) -> list[dict[str, Any]]:
     return [row for row in TABLES["memory"] if model_type in row["models"]]
 
 
-@pytest.mark.parametrize("row", TABLES["memory"], ids=lambda row: row["count"])
-def test_counted_memory_is_that_of_the_ready_configurations(row: dict[str, Any]) -> None:
+def test_counted_memory_is_that_of_the_ready_configurations(subtests: pytest.Subtests) -> None:
     """Without flags the file's own head says it; the settings are the file's with the flags."""
-    name, *flags = row["count"].split()
-    text = (ROOT / name).read_text()
-    config = load_config(["--config_file", str(ROOT / name), *flags])
-    said = re.search(r"Takes ([\d.]+) GiB", text)
-    assert said is not None
-    if not flags:
-        assert row["gib"] == float(said[1])
-        assert config.model.model_type in row["models"]
-    given = {**config.precision.model_dump(), **config.training.model_dump()}
-    used = {key: given[key] for key in ("fp8_scaled", "fp8_text_encoder", "blocks_to_swap") if given[key]}
-    assert row["settings"] == used
-    assert given["gradient_checkpointing"]
-    rank, alpha = (presets(row["models"][0])[key][0] for key in ("network_dim", "network_alpha"))
-    assert (config.network.network_dim, config.network.network_alpha) == (rank, alpha)
+    for row in TABLES["memory"]:
+        with subtests.test(row["count"]):
+            name, *flags = row["count"].split()
+            text = (ROOT / name).read_text()
+            config = load_config(["--config_file", str(ROOT / name), *flags])
+            said = re.search(r"Takes ([\d.]+) GiB", text)
+            assert said is not None
+            if not flags:
+                assert row["gib"] == float(said[1])
+                assert config.model.model_type in row["models"]
+            given = {**config.precision.model_dump(), **config.training.model_dump()}
+            used = {key: given[key] for key in ("fp8_scaled", "fp8_text_encoder", "blocks_to_swap") if given[key]}
+            assert row["settings"] == used
+            assert given["gradient_checkpointing"]
+            rank, alpha = (presets(row["models"][0])[key][0] for key in ("network_dim", "network_alpha"))
+            assert (config.network.network_dim, config.network.network_alpha) == (rank, alpha)
 
 
-@pytest.mark.parametrize("model_type", IMAGE_MODELS)
-def test_a_larger_card_is_never_told_to_save_more(model_type: str) -> None:
-    for size in ("4b", "9b"):
-        of_size = [row["gib"] for row in memory_rows(model_type) if row.get("size", size) == size]
-        assert of_size
-        assert of_size == sorted(of_size, reverse=True)
-    assert choose_memory(model_type, "m", {}, 200 * GIB).gib == memory_rows(model_type)[0]["gib"]
+def test_a_larger_card_is_never_told_to_save_more(subtests: pytest.Subtests) -> None:
+    for model_type in IMAGE_MODELS:
+        with subtests.test(model_type):
+            for size in ("4b", "9b"):
+                of_size = [row["gib"] for row in memory_rows(model_type) if row.get("size", size) == size]
+                assert of_size
+                assert of_size == sorted(of_size, reverse=True)
+            assert choose_memory(model_type, "m", {}, 200 * GIB).gib == memory_rows(model_type)[0]["gib"]
 
 
 # ---- what is written

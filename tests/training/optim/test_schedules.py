@@ -204,22 +204,26 @@ def test_prodigy_plus_without_its_averaging_takes_a_schedule() -> None:
             stepped.step()
 
 
-@pytest.mark.parametrize("per_epoch", [1, 5, 13, 14])
-@pytest.mark.parametrize("per_step", [1, 2, 4, 20])
-@pytest.mark.parametrize("seen", [0, 1, 3])
-def test_a_run_takes_the_steps_that_its_epochs_have_left(per_epoch: int, per_step: int, seen: int) -> None:
+def test_a_run_takes_the_steps_that_its_epochs_have_left(subtests: pytest.Subtests) -> None:
     """Counted by taking them: from ``seen`` batches into the second of three epochs, which took seven steps so far."""
-    training = TrainingConfig(max_train_epochs=3)
-    begun = Position(step=7, epoch=1, batches=min(seen, per_epoch))
-    steps = 7
-    for epoch in (1, 2):
-        left = per_epoch - (begun.batches if epoch == 1 else 0)
-        while left > 0:
-            left, steps = left - per_step, steps + 1
-    assert run_length(training, per_epoch, per_step, begun) == (steps, 3)
-    by_steps = TrainingConfig(max_train_steps=steps)
-    assert run_length(by_steps, per_epoch, per_step, begun) == (steps, 3)
-    assert run_length(TrainingConfig(max_train_steps=steps + 1), per_epoch, per_step, begun) == (steps + 1, 4)
+    for seen in [0, 1, 3]:
+        for per_step in [1, 2, 4, 20]:
+            for per_epoch in [1, 5, 13, 14]:
+                with subtests.test(f"{seen}, {per_step}, {per_epoch}"):
+                    training = TrainingConfig(max_train_epochs=3)
+                    begun = Position(step=7, epoch=1, batches=min(seen, per_epoch))
+                    steps = 7
+                    for epoch in (1, 2):
+                        left = per_epoch - (begun.batches if epoch == 1 else 0)
+                        while left > 0:
+                            left, steps = left - per_step, steps + 1
+                    assert run_length(training, per_epoch, per_step, begun) == (steps, 3)
+                    by_steps = TrainingConfig(max_train_steps=steps)
+                    assert run_length(by_steps, per_epoch, per_step, begun) == (steps, 3)
+                    assert run_length(TrainingConfig(max_train_steps=steps + 1), per_epoch, per_step, begun) == (
+                        steps + 1,
+                        4,
+                    )
 
 
 def test_steps_that_were_passed_over_are_not_taken_in_the_end_instead_of_others() -> None:
