@@ -200,7 +200,7 @@ def exit_on_user_error(main: Callable[[], None]) -> Callable[[], None]:
             raise SystemExit(2) from None
         except KeyboardInterrupt as interrupt:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one does not wait for threads to end
-            if not interrupt.args:  # else it has been said, see ``library.training.guard.signals.interruptible``
+            if not interrupt.args:  # else it has been said, see ``library.training.signals.interruptible``
                 print("interrupted", file=sys.stderr)
             raise SystemExit(130) from None
 

@@ -45,7 +45,7 @@ def main() -> None:
     config = load_config(flags, notes)
     if os.environ.get("RANK", "0") == "0":
         print("\n".join(summary(notes)), end="\n" if notes else "")
-    from library.training.guard.signals import interruptible
+    from library.training.signals import interruptible
 
     with interruptible("what is cached is kept, and the same command goes on from it"):
         cache_dataset(config)

@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--save_to", type=Path, metavar="FOLDER", help="copy the images there, with their captions")
     options, flags = parser.parse_known_args()
     config = load_config(flags)
-    from library.training.guard.signals import interruptible
+    from library.training.signals import interruptible
 
     with interruptible("what is painted is kept, and the same command goes on from it"):
         paint_regularisation(config, options.save_to)

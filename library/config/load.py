@@ -46,6 +46,7 @@ _INSTEAD = {
     "max_train_steps": "max_train_epochs",
     "max_train_epochs": "max_train_steps",
 }  # two ways of saying one thing
+_FORMER_VALUES = {("on_nan", "rollback"): "skip"}  # values that configurations of earlier versions may hold
 
 
 @dataclass
@@ -173,6 +174,9 @@ def read_keys(text: str, path: str, script: Script[Any] = LORA) -> RawConfig:
             continue
         if key in given.values:
             given.problems.append(f"{where}: stands in this file twice; keep one")
+        if isinstance(value, str) and (now := _FORMER_VALUES.get((key, value))):
+            given.notes.append(Note(key, "note", f'"{value}" is no longer there; read as "{now}"', where))
+            value = now
         given.values[key], given.origins[key] = value, where
     for name in (name for name, value in tables.items() if isinstance(value, dict) and name not in known):
         if name not in (*sections(script), *_OF_DATASETS) and (

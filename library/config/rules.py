@@ -476,11 +476,6 @@ _CHATS = (
         lambda s: s.validation_data and s.validation_split,
         "validation_data is what is validated on; remove one of them",
     ),
-    Rule(
-        ("on_nan",),
-        lambda s: s.on_nan == "rollback",
-        "rollback leaves single images out; with conversations choose stop or skip",
-    ),
 )
 
 _PRETRAINING = (

@@ -436,13 +436,12 @@ class TrainingConfig(SharedTrainingKeys):
         description="take real steps at the largest bucket before anything is cached, and say what they take; "
         "the model is loaded twice for it; default: on a GPU, if the files' headers leave a doubt that a step fits",
     )
-    on_nan: Annotated[Literal["stop", "skip", "rollback"], SAME_RESULT] = Field(
+    on_nan: Annotated[Literal["stop", "skip"], SAME_RESULT] = Field(
         "stop",
-        description="a step whose loss or gradients are not finite: save what was before it and stop; skip its update; "
-        "or leave the images at fault out from then on and take the step again",
+        description="a step whose loss or gradients are not finite: save what was before it and stop; or skip the step",
     )
-    on_nan_limit: Annotated[Positive, OnlyWith(on_nan=("skip", "rollback")), SAME_RESULT] = Field(
-        10, description="stop after so many steps in a row that are not finite (skip, rollback)"
+    on_nan_limit: Annotated[Positive, OnlyWith(on_nan=("skip",)), SAME_RESULT] = Field(
+        10, description="stop after so many steps in a row that are not finite (skip)"
     )
     blocks_to_swap: Annotated[int, Field(ge=0, le=MOST), IMAGES, SAME_RESULT] = Field(
         0,

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
@@ -36,7 +36,6 @@ from library.data.buckets import Size
 from library.data.cache import Pixels, TextJob, latent_path, load_pixels, read_cached, read_conditions
 from library.data.captions import can_drop, caption_variants, choose_caption, has_word, plain_caption, replace_word
 from library.data.samples import Sample
-from library.errors import UserError
 from library.randomness import generator, python_random
 from library.safetensors_io import DamagedFile
 
@@ -143,10 +142,6 @@ class Batch(TensorBatch):
     def __len__(self) -> int:
         return len(self.sample_ids)
 
-    def only(self, sample: int) -> Batch:
-        """Return a batch of one of the samples."""
-        return self.rows([sample])
-
     def chunk(self, count: int) -> list[Batch]:
         """Return ``count`` batches of equal size with the samples in their order."""
         size = len(self) // count
@@ -235,11 +230,6 @@ class CachedDataset(Dataset[Item]):
 
     def __len__(self) -> int:
         return len(self.buckets)
-
-    def items_of(self, identities: Collection[str]) -> list[int]:
-        """Return the items of the samples with these identities, all repeats."""
-        owners = [i for i, sample in enumerate(self.samples) if sample.identity in identities]
-        return [int(self._first[i]) + repeat for i in owners for repeat in range(self.samples[i].repeats)]
 
     def samples_of(self, sample_ids: Sequence[int]) -> list[Sample]:
         """Return the samples with these ids, in their order; for messages: all ids are computed for it."""
@@ -549,31 +539,9 @@ class EpochBatchSampler(PlannedBatchSampler):
     ) -> None:
         super().__init__(dp_rank)
         self.buckets, self.batch_sizes, self.seed = buckets, batch_sizes, seed
-        self._instead: dict[int, int] = {}  # items left out, and those that take their places
-
-    def exclude(self, items: Collection[int]) -> None:
-        """Leave ``items`` out; the next item of the same bucket is seen in each one's place.
-
-        Batches keep their number and sizes, so positions mean what they meant, and processes stay in step.
-        """
-        in_bucket: dict[Bucket, list[int]] = defaultdict(list)
-        for index, bucket in enumerate(self.buckets):
-            in_bucket[bucket].append(index)
-        left_out = set(items)
-        self._instead = {}
-        for item in sorted(left_out):
-            same = in_bucket[self.buckets[item]]
-            kept = [other for other in same if other not in left_out]
-            if not kept:
-                width, height = self.buckets[item][1]
-                raise UserError(
-                    f"on_nan: no image of {width}x{height} is left that gives finite numbers; "
-                    'look at the images and their caches, or set on_nan = "stop"'
-                )
-            self._instead[item] = next((other for other in kept if other > item), kept[0])
 
     def key(self, index: int) -> tuple[int, int]:
-        return self.epoch, self._instead.get(index, index)
+        return self.epoch, index
 
     def plan_epoch(self, epoch: int) -> list[list[int]]:
         """Return the batches of an epoch: all items permuted, then dealt into the open batch of their bucket."""

@@ -20,10 +20,10 @@ from library.processes import agreed
 from library.training.checkpoint.hub import HubUpload
 from library.training.checkpoint.saving import CheckpointWriter, fallback_folder, remove_old
 from library.training.checkpoint.state import OutputNames, Position, save_training_state
-from library.training.guard.signals import NOTHING, SignalHandler, StopRequest, resume_hint
 from library.training.report.metrics import MetricsStream, peak_memory_bytes
 from library.training.report.plots import plot_noise_levels, plot_runs
 from library.training.report.progress import TrainingProgress, duration, print_summary, shown_path
+from library.training.signals import NOTHING, SignalHandler, StopRequest, resume_hint
 from library.training.tasks.task import Sampler, Task
 
 

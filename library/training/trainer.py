@@ -3,7 +3,7 @@
 One optimizer step is: some batches forward and backward, clipping, the optimizer, the schedule. Everything random in it
 is a function of (seed, step, sample), so the loop carries no hidden state: its whole memory is ``Position`` and what
 optimizer and schedule hold. The device is read back (one synchronisation) only at steps that are logged, and before
-something looks at the weights; ``update_guard`` keeps what is not finite from them meanwhile.
+something looks at the weights. A step that is not finite is skipped (``engine``); the host hears of it one step later.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from library.accelerator import has_whole_model
 from library.data.batches import MicroStep
-from library.errors import UserError, counted, reason_of
+from library.errors import UserError, names_in_short, reason_of
 from library.processes import FailedElsewhere, watched
 from library.randomness import derive_seed
 from library.training.checkpoint.hub import HubUpload, build_upload
 from library.training.checkpoint.state import Position
+from library.training.engine import Engine
 from library.training.events import RunEvents
-from library.training.guard.nonfinite import respond
-from library.training.guard.signals import interruptible
-from library.training.guard.update_guard import UpdateGuard, all_finite
 from library.training.memory.budget import keep_freed_memory, when_memory_runs_out
 from library.training.optim.lr_tracker import StepSizeMonitor, distance_starts, read_learning_rates
 from library.training.report.metrics import MetricsStream, of_each_process, peak_memory_bytes, write_config
 from library.training.report.progress import TrainingProgress
+from library.training.signals import interruptible
 from library.training.tasks.task import Task
 
 _EMA = 0.95  # weight of the past in loss_ema: a memory of about twenty steps
+_NAMED = 4  # samples that a message names
 
 
 class Trainer:
@@ -108,18 +109,20 @@ class Trainer:
         """Go back to the last good step, and save it; return the weights' path, None if there is nothing to keep.
 
         Each process does this by itself: another one may be the one that failed, or wait for this one. So weights that
-        are split among processes cannot be saved.
+        are split among processes cannot be saved. An update that failed half-way cannot be undone.
         """
-        if not hasattr(self, "guard") or not has_whole_model(self.task.accelerator):
+        if not hasattr(self, "engine") or not has_whole_model(self.task.accelerator) or not self.engine.is_whole:
             return None
         try:
-            intact, undone = self.guard.rollback(self.position)
-            if undone is not None:
-                self.record.go_back(undone.loss_ema)
+            if self.engine.settle():
+                self.position.batches = self._step_began  # a step that was begun has changed nothing yet
+                self.record.forget_batches()
+            else:
+                self._go_back()
+            self.engine.drop_gradients()
             if self.record.ema is not None and self.task.accelerator.num_processes == 1:  # others may not come by
                 self.record.read_average()
-            weights = [parameter.detach() for parameter in self.task.parameters()]
-            if not intact or self.position.step <= self.first_step or not bool(all_finite(weights)):
+            if self.position.step <= self.first_step or not self.engine.has_finite_weights(alone=True):
                 return None
             return self.events.save_before_fault(self.position, alone=True)
         except (Exception, KeyboardInterrupt) as error:  # a device that is lost; what was saved before stays
@@ -129,38 +132,44 @@ class Trainer:
     def train(self) -> None:
         """Train from ``position`` until ``total_steps`` optimizer steps are done, or the run is to stop."""
         task, position = self.task, self.position
-        self.guard, self.record = UpdateGuard(task), _Record(task, position)
+        self.engine = Engine(
+            task.accelerator, task.optimizer, task.lr_schedule, task.parameters(), task.average, task.after_update
+        )
+        self.record = _Record(task, position)
         self.rates: dict[str, float] = {}
         self.step_sizes = StepSizeMonitor(task.total_steps, distance_starts(task.optimizer, position.step == 0))
-        if position.skipped_samples:
-            task.exclude(position.skipped_samples)
-            self.progress.note(f"left out, as in the state: {counted(len(position.skipped_samples), 'image')}")
         for model in task.models:
             model.train()
         if task.accelerator.device.type == "cpu":
             keep_freed_memory()
         while position.step < task.total_steps and not self.events.stopped:
             self._epoch()
-        self._undo_bad_steps(before_saving=True)  # where the end was not a step that is logged
+        self._settle(before_saving=True)
 
     def _epoch(self) -> None:
         """Train to the end of the epoch or of the run; leave ``position`` at the start of the next epoch."""
-        task, position, record = self.task, self.position, self.record
+        task, position, record, engine = self.task, self.position, self.record, self.engine
         task.batches.set_position(position.epoch, position.batches)
+        self._step_began = position.batches
         record.start_clock()
         for (batch, waited), micro in zip(_timed(task.loader), task.batches.micro_steps(), strict=True):
-            self.guard.begin(position, record.ema)
             with when_memory_runs_out(partial(self._out_of_memory, batch)):
-                loss, metrics, grad_norm = self._batch(batch, micro)
-            position.batches += micro.done
-            record.add(loss, metrics, waited, len(batch) if micro.weight else 0, micro.samples)
-            if grad_norm is None:
-                continue
+                loss, metrics = self._forward_backward(batch, micro)
+                record.add(loss, metrics, waited, len(batch) if micro.weight else 0, micro.samples)
+                position.batches += micro.done
+                if not micro.ends_step:
+                    continue
+                grad_norm = task.clip_gradients(position.step)
+                if not self._settle():  # of the step before, while the device works on this one
+                    return
+                if self._is_logged(position.step + 1):
+                    self.rates = read_learning_rates(task.optimizer)  # as this step is going to use them
+                engine.update(grad_norm)
             position.step += 1
-            self.guard.end(position)
+            self._last_step, self._step_began = (self._step_began, position.batches), position.batches
             record.end_step(grad_norm)
             logged, due = self._is_logged(position.step), self.events.is_due(position)
-            if (logged or due or self.guard.found) and self._undo_bad_steps(before_saving=due):
+            if (logged or due or not engine.is_late) and not self._settle(before_saving=due):
                 return
             record.stop_clock()
             self.progress.advance(position.step)
@@ -172,53 +181,83 @@ class Trainer:
             record.start_clock()
             if position.step == task.total_steps or self.events.stopped:
                 return
-        if self._undo_bad_steps(before_saving=True):
+        if not self._settle(before_saving=True):
             return
         if record.ema is not None:  # steps were taken, of which the last may not have been logged
             record.read_average()
-        position.epoch, position.batches = position.epoch + 1, 0
+        position.epoch, position.batches, self._step_began = position.epoch + 1, 0, 0
         self.events.after_epoch(position)
 
-    def _batch(self, batch: Any, micro: MicroStep) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Forward and backward of one batch, and the update where the accumulation is complete.
-
-        Return its loss [] times its weight, its metrics' totals, and at the end of a step the gradients' norm.
-        """
-        task, position, grad_norm = self.task, self.position, None
+    def _forward_backward(self, batch: Any, micro: MicroStep) -> tuple[Tensor, Tensor]:
+        """Add a batch's gradients to the step's; return its loss [] times its weight, and its metrics' totals."""
+        task, position = self.task, self.position
 
         def checked(loss: Tensor) -> Tensor:
-            return self.guard.nan_if_bad(loss) * micro.weight
+            return self.engine.nan_if_bad(loss) * micro.weight
 
         with task.accumulate(micro.ends_step):
             # LoRA dropout is the one global draw; seeding it here makes it a function of the batch's place too.
             torch.manual_seed(derive_seed(task.seed, "dropout", position.step, micro.number))
             loss, metrics = task.forward_backward(batch, position.step, checked)
-            if micro.ends_step:
-                grad_norm = task.clip_gradients(position.step)
-                if self._is_logged(position.step + 1):
-                    self.rates = read_learning_rates(task.optimizer)  # as this step is going to use them
-                self.guard.update(grad_norm, self._update)
-            task.optimizer.zero_grad()
-        return loss * micro.weight, metrics, grad_norm
+        return loss * micro.weight, metrics
 
-    def _update(self, good: Tensor | None) -> None:
-        self.task.optimizer.step()
-        self.task.after_update()
-        if self.task.average is not None:
-            self.task.average.update(good)
-        if not self.task.accelerator.optimizer_step_was_skipped:
-            self.task.lr_schedule.step()
+    def _settle(self, before_saving: bool = False) -> bool:
+        """Complete the last update, or respond to one that was not finite; return whether the step counts.
 
-    def _undo_bad_steps(self, before_saving: bool = False) -> bool:
-        """Ask whether the steps since the last answer were finite; if not, go back before the first that was not."""
-        snapshot = self.guard.commit(self.position, before_saving)
-        if snapshot is None:
-            return False
-        self.record.go_back(snapshot.loss_ema)
-        note = respond(self.task, self.position, snapshot.end, self.events.save_before_fault)
-        self.progress.note(note)
-        self.metrics.write({"step": self.position.step, "updates_dropped": self.position.updates_dropped})
+        ``before_saving`` also looks, on all processes, at weights that no step has looked at.
+
+        Raises:
+            UserError: the run is to stop at such a step, there were too many in a row, or the weights are not finite.
+        """
+        if not self.engine.is_settled:
+            if not self.engine.settle():
+                self._respond()
+                return False
+            self.position.nonfinite_in_row = 0
+        if before_saving:
+            self._check_weights()
         return True
+
+    def _go_back(self) -> int:
+        """Put ``position`` before the last step, which is not finite; return the batches of the epoch it ended at."""
+        began, ended = self._last_step
+        self.position.step, self.position.batches, self._step_began = self.position.step - 1, began, began
+        self.record.forget_step()
+        return ended
+
+    def _respond(self) -> None:
+        """Pass over the last step, which was not finite, or end the run, as ``on_nan`` says."""
+        task, position = self.task, self.position
+        ended, row = self._go_back(), position.nonfinite_in_row + 1
+        self._check_weights()
+        said = f"step {position.step + 1} is not finite: {self._samples_of_step()}"
+        if task.on_nan == "stop" or row > task.on_nan_limit:
+            saved = self.events.save_before_fault(position)
+            last = f"last checkpoint: {saved}" if saved else "there was nothing to save"
+            often = f"{row} steps in a row are not finite, the last: " if row > 1 else ""
+            skip = ', or set on_nan = "skip" to go on without such steps' if task.on_nan == "stop" else ""
+            raise UserError(f"{often}{said}; {last}; lower learning_rate or set max_grad_norm{skip}")
+        position.batches, position.nonfinite_in_row = ended, row
+        position.updates_dropped += 1
+        self.progress.note(f"{said}; its update is skipped ({position.updates_dropped} so far)")
+        self.metrics.write({"step": position.step, "updates_dropped": position.updates_dropped})
+
+    def _check_weights(self) -> None:
+        if not self.engine.has_finite_weights():
+            raise UserError(
+                f"the {self.task.trained}'s weights are not finite after step {self.position.step} and are not saved; "
+                "lower learning_rate, check the weights it started from, or resume from an earlier state"
+            )
+
+    def _samples_of_step(self) -> str:
+        """Return the samples of the step after ``position``, of all processes; its batches are read again."""
+        task, position, names = self.task, self.position, list[str]()
+        task.batches.set_position(position.epoch, position.batches)
+        for batch, micro in zip(task.loader, task.batches.micro_steps(), strict=False):
+            names += task.sample_names(batch) if micro.weight else []
+            if micro.ends_step:
+                break
+        return names_in_short(list(dict.fromkeys(gather_object(names))), _NAMED)
 
     def _out_of_memory(self, batch: Any) -> UserError:
         """Go back before the step that does not fit, save, and return the error that names its batch."""
@@ -247,6 +286,7 @@ class _Record:
     def __init__(self, task: Task, position: Position) -> None:
         self._task, self._accelerator, self._position = task, task.accelerator, position
         self.ema: Tensor | None = None
+        self._ema_before: Tensor | None = None  # the last step
         self._losses: list[Tensor] = []
         self._totals: list[Tensor] = []
         self._steps, self._samples, self._all_samples, self._waited, self._busy = 0, 0, 0, 0.0, 0.0
@@ -258,9 +298,8 @@ class _Record:
         self._samples += samples
         self._all_samples += of_all
         self._losses.append(loss)
-        self._totals.append(
-            metrics if samples else torch.zeros_like(metrics)
-        )  # not of a batch that another process has counted
+        # a batch that another process has counted counts nothing here
+        self._totals.append(metrics if samples else torch.zeros_like(metrics))
         self._waited += waited
 
     def end_step(self, grad_norm: Tensor) -> None:
@@ -271,16 +310,17 @@ class _Record:
         if past is None:  # the first step; of a resumed run the average of before, rounded as that was
             resumed = torch.tensor(self._position.loss_ema, device=self._loss.device)
             past = self._loss if self._position.step == 1 else resumed
-        self.ema = _EMA * past + (1 - _EMA) * self._loss
+        self._ema_before, self.ema = self.ema, _EMA * past + (1 - _EMA) * self._loss
         self._losses = []
         self._steps += 1
 
-    def go_back(self, ema: Tensor | None) -> None:
-        """Forget the steps since one at whose beginning ``ema`` was the average, and the batches of one half done.
+    def forget_step(self) -> None:
+        """Forget the last step; what was added up since the last line has what was not finite in it."""
+        self.ema, self._losses, self._totals = self._ema_before, [], []
 
-        What was added up since the last line has what was not finite in it.
-        """
-        self.ema, self._losses, self._totals = ema, [], []
+    def forget_batches(self) -> None:
+        """Forget the batches of a step that is not going to end."""
+        self._losses = []
 
     def start_clock(self) -> None:
         """Leave out of s/it what was done between steps: saving, sampling, validating."""

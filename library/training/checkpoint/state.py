@@ -29,7 +29,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -62,9 +62,8 @@ class Position:
     val_loss_before: float | None = None
     best_val_loss: float | None = None
     validations_since_best: int = 0
-    updates_dropped: int = 0  # steps that were not finite
-    nonfinite_in_row: int = 0  # those since the last that was
-    skipped_samples: list[str] = field(default_factory=list)  # identities left out by on_nan = "rollback"
+    updates_dropped: int = 0  # steps that were not finite and were skipped with their batches
+    nonfinite_in_row: int = 0  # those since the last that was finite
     validated_at: int | None = None  # the step of the last validation that was compared with the best
     epoch_batches: int | None = None  # of the run that wrote it
 
@@ -135,6 +134,8 @@ def read_position(folder: str | Path, settings: Mapping[str, Any], base: str | N
     try:
         saved_base, then = saved.pop("base"), saved.pop("settings")
         del saved["saved"], saved["home"]
+        if saved.pop("skipped_samples", None):  # of on_nan = "rollback", which left out images and no batches
+            saved["updates_dropped"] = 0
         position = Position(**saved)
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"resume: {folder} {_OF_ANOTHER_VERSION.format(f'{POSITION} does not fit: {error}')}") from None

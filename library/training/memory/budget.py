@@ -128,14 +128,12 @@ class MemoryEstimate:
     lora: int
     gradients: int
     optimizer: int
-    update: int  # copies held while the optimizer runs, after the activations are freed
     activations: int
 
     @property
     def total(self) -> int:
         """At the highest point of the step."""
-        lasting = self.weights + self.lora + self.gradients + self.optimizer
-        return lasting + max(self.activations, self.update)
+        return self.weights + self.lora + self.gradients + self.optimizer + self.activations
 
     def describe(self) -> str:
         """Return the parts in one line."""

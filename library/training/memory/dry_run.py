@@ -45,8 +45,7 @@ from library.models.family import Family
 from library.models.text import TextEncoder
 from library.randomness import generator
 from library.safetensors_io import DamagedFile
-from library.training.checkpoint.state import Position
-from library.training.guard.update_guard import UpdateGuard
+from library.training.engine import Engine
 from library.training.memory.block_swap import most_swapped, swappable
 from library.training.memory.budget import (
     MemoryEstimate,
@@ -401,21 +400,21 @@ def largest(data: TrainingData) -> tuple[Sample, int]:
 
 def take_steps(task: Task, batch: Batch, steps: int = 2) -> MemoryEstimate:
     """Take ``steps`` on ``batch``; return what they take."""
-    device, position, guard = task.accelerator.device, Position(), UpdateGuard(task)
+    device = task.accelerator.device
+    engine = Engine(
+        task.accelerator, task.optimizer, task.lr_schedule, task.parameters(), task.average, task.after_update
+    )
     batch = batch.to(device)
     activations = 0
     for model in task.models:
         model.train()
-    for _ in range(steps):
-        guard.begin(position, None)
+    for step in range(steps):
         for _ in range(min(2, task.accelerator.gradient_accumulation_steps)):
             with _peak_bytes(device) as peak:
-                task.forward_backward(batch, position.step, guard.nan_if_bad)
+                task.forward_backward(batch, step, engine.nan_if_bad)
             activations = max(activations, peak())
-        guard.update(task.clip_gradients(position.step), lambda _: task.optimizer.step())
-        task.optimizer.zero_grad()
-        position.step += 1
-        guard.end(position)
+        engine.update(task.clip_gradients(step))
+        engine.settle()
     return measured_memory(task, activations, device)
 
 
@@ -536,6 +535,5 @@ def measured_memory(task: Task, activations: int, device: torch.device) -> Memor
         lora=lora,
         gradients=lora,
         optimizer=held + average,
-        update=lora + held + average,
         activations=activations,
     )

@@ -472,13 +472,11 @@ def _of_stage(
             gathered = max(gathered, min(_ZERO_LIVE * width, weights * owners))
         activations += gathered * (2 if options.full else 1)  # with their gradients, until these are handed out
     state = numbers * options.optimizer_bytes / owners + (shard if layout.zero else 0)
-    update = 0 if options.full else trained + state  # copies that the update guard keeps for a moment
     return MemoryEstimate(
         weights=round(weights),
         lora=round(lora),
         gradients=round((shard if layout.zero in (2, 3) else trained) + buckets),
         optimizer=round(state),
-        update=round(update),
         activations=round(activations),
     )
 

@@ -69,7 +69,7 @@ class MemoryPlan:
         """Return the highest point of a training step."""
         parts = self.phases()["step"]
         held = {name.lower(): parts.get(name, 0) for name in PARTS if name != "encoders"}
-        return MemoryEstimate(update=0, **held)
+        return MemoryEstimate(**held)
 
     def phases(self) -> dict[str, dict[str, int]]:
         """Return of each phase its highest point, bytes by part."""

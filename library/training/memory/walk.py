@@ -92,7 +92,7 @@ def _opened(config: TrainConfig, folder: Path) -> ImageLora:
 
 
 def estimated(config: TrainConfig, folder: Path) -> tuple[list[tuple[str, dict[str, int]]], tuple[int, int]]:
-    """Return what the estimate says of a step, its activations' peak and its update's, and of blocks as `walk_run`.
+    """Return what the estimate says of a step's peak, and of blocks as `walk_run`.
 
     Raises:
         UserError: it does not know what is trained.
@@ -102,8 +102,7 @@ def estimated(config: TrainConfig, folder: Path) -> tuple[list[tuple[str, dict[s
     if found is None:
         raise UserError("without a compiler only LoRAs of plain settings can be estimated; install g++")
     lasting = {part: getattr(found, part.lower()) for part in ("weights", "LoRA", "gradients", "optimizer")}
-    history = [("step", lasting | {"activations": size}) for size in (found.activations, found.update)]
-    return history, probe.swappable()
+    return [("step", lasting | {"activations": found.activations})], probe.swappable()
 
 
 def _state(task: ImageLora) -> Iterable[Tensor]:

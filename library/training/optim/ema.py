@@ -26,16 +26,11 @@ class WeightAverage:
         self.averages = [p.detach().float().clone() for p in parameters]
 
     @torch.no_grad()
-    def update(self, good: Tensor | None = None) -> None:
-        """Take in the weights as they are after an optimizer step; not where ``good``, on the device, is not set."""
+    def update(self) -> None:
+        """Take in the weights as they are after an optimizer step."""
         share = 1 - min(self._decay, (1 + self.updates) / (10 + self.updates))
         self.updates += 1
-        weights: list[Tensor] = [p.detach().float() for p in self._parameters]
-        if good is None:
-            torch._foreach_lerp_(self.averages, weights, share)
-            return
-        for average, weight in zip(self.averages, weights, strict=True):
-            average.lerp_(weight, good * share)
+        torch._foreach_lerp_(self.averages, [p.detach().float() for p in self._parameters], share)
 
     @contextmanager
     def shown(self) -> Iterator[None]:

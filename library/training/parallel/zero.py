@@ -6,7 +6,7 @@ and gathers a layer's when it runs. Between steps the LoRA itself is full on eve
 told to keep gathered what is as small as a LoRA), so that averages, samples and files see it as ever.
 
 accelerate sets the engine up; its wrapper would also take the optimizer's step within ``backward``. Here backward ends
-with the gradients, so that the guard of ``library.training.guard.update_guard`` can stand between them and the weights.
+with the gradients, so that ``library.training.engine`` can look at them first.
 DeepSpeed's own access to full states (``safe_get_full_optimizer_state``) takes a collective a tensor, and knows a state
 only after a step: here a group is gathered at once, and a state can be loaded before the first step.
 """
@@ -40,8 +40,6 @@ class ZeroOptimizer(SplitOptimizer):
         ends = accumulate(len(group) for group in groups)
         self._numbers = [range(end - len(group), end) for end, group in zip(ends, groups, strict=True)]
         self._splits_weights = engine.zero_optimization_stage() == 3
-        self._norm = torch.zeros(())
-        self._skipped = False
 
     @property
     def shards(self) -> list[Tensor]:
@@ -49,30 +47,20 @@ class ZeroOptimizer(SplitOptimizer):
         zero = self._zero
         return zero.fp32_partitioned_groups_flat if self._splits_weights else zero.single_partition_of_fp32_groups
 
-    @property
-    def step_was_skipped(self) -> bool:
-        return self._skipped
-
     def measure_norm(self) -> Tensor:
         """Return the norm of all gradients of the step; infinite where one is not finite. Collective."""
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
         if self._splits_weights:
-            self._norm = combine_grad_norm_groups(self._zero._get_norm_groups())
-        else:
-            self._norm = self._zero.scaled_global_norm()
-        return self._norm
+            return combine_grad_norm_groups(self._zero._get_norm_groups())
+        return self._zero.scaled_global_norm()
 
     def step(self, closure: Any = None) -> None:
-        """Clip, step on this process's parts, and let everyone have the LoRA; nothing where the norm is not finite.
+        """Clip, step on this process's parts, and let everyone have the LoRA.
 
-        DeepSpeed would look at the norm itself, and in stage 3 leave the LoRA split where it is not finite.
+        Not for gradients that are not finite: stage 3 would leave the LoRA split.
         """
-        self._skipped = not bool(self._norm.isfinite())
-        if self._skipped:
-            self.drop_gradients()
-        else:
-            self._engine.step()
+        self._engine.step()
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Do nothing: the engine's step has freed the gradients."""

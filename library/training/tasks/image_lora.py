@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -50,7 +50,6 @@ from library.processes import agreed
 from library.training.checkpoint.metadata import image_facts, lora_facts, trigger_phrase
 from library.training.checkpoint.state import tidy
 from library.training.flow import NOISE_LEVELS, resolve_sampling
-from library.training.guard.signals import ignore_signals
 from library.training.memory.attention_choice import attention_of_run
 from library.training.memory.block_swap import Ring, describe_rings, swap_blocks
 from library.training.memory.budget import recompute_blocks
@@ -64,6 +63,7 @@ from library.training.sampling.images import build_sampler
 from library.training.sampling.painting import PaintedSet, paint, painted_sets, resolved
 from library.training.sampling.prompts import SamplePrompt
 from library.training.sampling.sample_model import SampleModel, sample_family
+from library.training.signals import ignore_signals
 from library.training.tasks.distillation import prepare_teacher
 from library.training.tasks.image_step import FlowStep, Teacher, check_seam
 from library.training.tasks.lora import LoraTask, base_dtype
@@ -363,20 +363,6 @@ class ImageLora(LoraTask):
 
     def sample_names(self, batch: Batch) -> list[str]:
         return [sample.image.path for sample in self.data.train.samples_of(batch.sample_ids)]
-
-    def sample_identity(self, batch: Batch) -> str:
-        return self.data.train.samples_of(batch.sample_ids)[0].identity
-
-    def single_samples(self, batch: Batch) -> list[Batch]:
-        return [batch.only(i) for i in range(len(batch.sample_ids))]
-
-    def exclude(self, identities: Iterable[str]) -> None:
-        self.batches.exclude(self.data.train.items_of(set(identities)))
-
-    def bad_input(self, batch: Batch) -> str | None:
-        tensors = {"latents": batch.latents, **batch.text}
-        broken = [name for name, t in tensors.items() if t.is_floating_point() and not t.isfinite().all()]
-        return f"the cached {broken[0]}" if broken else None
 
 
 def read_data(

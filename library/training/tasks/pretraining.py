@@ -71,7 +71,6 @@ class Pretraining(Task):
         held_out: the corpus's documents to validate on.
     """
 
-    rolls_back: ClassVar[bool] = False
     verifies: ClassVar[bool] = False
     trained: ClassVar[str] = "model"
 

@@ -80,7 +80,6 @@ class Task(ABC):
         metric: what the metrics call the mean of the second value of :meth:`loss`, or of its first column.
         more_metrics: likewise the means of its further columns.
         throughput: the metric of speed, and how many of its units a sample counts.
-        rolls_back: whether there is memory for a copy of what is trained, to undo a step that is not finite.
         transformer: the network itself, out of any wrapper.
         models: what the engine runs forward and backward; the first is ``transformer``.
         loader, batches: of training batches, and what orders them.
@@ -93,7 +92,6 @@ class Task(ABC):
     metric: ClassVar[str | None] = None
     more_metrics: ClassVar[Sequence[str]] = ()
     throughput: tuple[str, int] = ("samples_per_s", 1)
-    rolls_back: ClassVar[bool] = True
     verifies: ClassVar[bool] = True  # what was saved last
     suffix: ClassVar[str] = ""  # of what is saved, a folder without one
     trained: ClassVar[str] = "LoRA"  # what is, in words
@@ -128,7 +126,7 @@ class Task(ABC):
         self.resumes_finished = resume == AUTO  # a finished run too, whose end may be yet to come
         self.config = config
         self.seed: int = config.training.seed
-        self.on_nan: Literal["stop", "skip", "rollback"] = config.training.on_nan
+        self.on_nan: Literal["stop", "skip"] = config.training.on_nan
         self.on_nan_limit: int = config.training.on_nan_limit
         self.names = OutputNames(Path(config.saving.output_dir), config.saving.output_name, self.suffix)
         self.summary: dict[str, str] = {}
@@ -327,22 +325,6 @@ class Task(ABC):
     @abstractmethod
     def sample_names(self, batch: Any) -> list[str]:
         """Return the names of a batch's samples; of batches without, what is known of them."""
-
-    def sample_identity(self, batch: Any) -> str | None:
-        """Return by what a batch's one sample is known to :meth:`exclude`; None where samples cannot be left out."""
-        return None
-
-    def single_samples(self, batch: Any) -> Iterable[Any]:
-        """Return ``batch`` as batches of one sample each, where that can be."""
-        return [batch]
-
-    def exclude(self, identities: Iterable[str]) -> None:
-        """Let other samples take the places of these from now on."""
-        raise NotImplementedError
-
-    def bad_input(self, batch: Any) -> str | None:
-        """Return which of a batch's own tensors is not finite."""
-        return None
 
     def parts(self) -> dict[str, Stateful]:
         """Return what has a state to save besides the weights."""

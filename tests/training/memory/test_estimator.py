@@ -160,7 +160,7 @@ MODEL = ModelMemory((BLOCK,), OUTSIDE, largest_matrix=300, ends=ENDS)
 
 def test_each_layout_splits_what_the_page_says() -> None:
     plain = {"weights": 8800, "lora": 800, "gradients": 800, "optimizer": 1600, "activations": 4 * 3400 + 1000 + 500}
-    assert vars(estimate(MODEL, ParallelConfig(dp=1), StepOptions())) == vars(MemoryEstimate(**plain, update=2400))
+    assert vars(estimate(MODEL, ParallelConfig(dp=1), StepOptions())) == vars(MemoryEstimate(**plain))
 
     def of(options: StepOptions | None = None, **layout: int) -> MemoryEstimate:
         return estimate(MODEL, ParallelConfig(**layout), options or StepOptions())
@@ -189,7 +189,7 @@ def test_each_layout_splits_what_the_page_says() -> None:
     assert [one.weights for one in (first, second, third)] == [8800, 8800, 4400]
     assert third.activations == plain["activations"] + 8800  # so few weights stay gathered
     full = of(StepOptions(full=True), dp=1, shard=2)
-    assert (full.weights, full.lora, full.gradients, full.optimizer, full.update) == (8800, 800, 8800, 17600, 0)
+    assert (full.weights, full.lora, full.gradients, full.optimizer) == (8800, 800, 8800, 17600)
 
 
 def test_only_layouts_that_can_be_had_are_named() -> None:
@@ -201,7 +201,7 @@ def test_only_layouts_that_can_be_had_are_named() -> None:
     assert [one.dp for one in layouts(MODEL, 1, 1, 1)] == [1]
     assert [one.zero for one in found if one.zero] == [2, 3]
     assert not any(one.zero for one in layouts(MODEL, 16, 8, batch=2, full=True))
-    parts = MemoryEstimate(weights=20 * GIB, lora=0, gradients=0, optimizer=0, update=0, activations=0)
+    parts = MemoryEstimate(weights=20 * GIB, lora=0, gradients=0, optimizer=0, activations=0)
     assert fits(parts, 24 * GIB)
     assert not fits(parts, 22 * GIB)  # 1.5 GiB and 5 % are kept free
 

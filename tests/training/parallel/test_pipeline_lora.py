@@ -18,10 +18,10 @@ from tests.tiny_flux2 import tiny_flux2_pipeline
 from tests.tiny_krea2 import tiny_krea2_pipeline
 from tests.tiny_qwen import tiny_qwen_pipeline
 from tests.tiny_qwen_21 import tiny_21_pipeline
-from tests.training.guard.test_nonfinite import BAD, spoilt
 from tests.training.tasks.test_chat_lora_runs import adapter, place  # noqa: F401  # the fixture
 from tests.training.tasks.test_chat_lora_runs import flags as chat_flags
 from tests.training.tasks.test_chat_lora_runs import run as chat_run
+from tests.training.test_nonfinite import BAD, spoilt
 from tests.worker_group import run_in_group
 
 # Gradients are sums over microbatches; 2.5e-5 was measured after three steps of another tiny model.
@@ -134,7 +134,7 @@ def test_what_is_not_finite_is_found_whichever_stage_meets_it(base: Path, tmp_pa
     clean = write_dataset(tmp_path / "clean", text="batch_size = 2")
     run(base, clean, tmp_path / "clean/out", max_train_steps=1)  # fills the caches
     data, large = spoilt(clean, tmp_path / "data", math.nan), spoilt(clean, tmp_path / "large", 1e30)
-    left_out: dict[str, object] = {"on_nan": "rollback", "max_train_steps": 5, "optimizer_args": ["eps=1e-6"]}
+    left_out: dict[str, object] = {"on_nan": "skip", "max_train_steps": 5, "optimizer_args": ["eps=1e-6"]}
     run(base, data, tmp_path / "one", **left_out)
     jobs = [
         ("two", train_one, (arguments(base, data, tmp_path / "two", **left_out, pp=2),)),
@@ -143,8 +143,7 @@ def test_what_is_not_finite_is_found_whichever_stage_meets_it(base: Path, tmp_pa
     said = run_in_group(jobs, tmp_path)
     assert said["two"] == ""
     assert largest_difference(lora(tmp_path / "two"), lora(tmp_path / "one")) < SAME_IN_FP32
-    assert f"{BAD} (" in said["large"]
-    assert "first in transformer_blocks.0" in said["large"]
+    assert BAD in said["large"]
 
 
 @pytest.mark.slow

@@ -21,12 +21,12 @@ from tests.layouts import GRADIENTS, assert_same_metrics, chat_one, lines, train
 from tests.layouts import SETTINGS as LAYOUT_SETTINGS
 from tests.runs import arguments, largest_difference, lora, run, write_dataset
 from tests.tiny_qwen import tiny_qwen_pipeline
-from tests.training.guard.test_nonfinite import clean, finite, spoilt  # noqa: F401  # the fixture
 from tests.training.parallel.test_pipeline_lora import QWEN, write_images
 from tests.training.parallel.test_sharded_lora import CHAT
 from tests.training.tasks.test_chat_lora_runs import adapter, place  # noqa: F401  # the fixture
 from tests.training.tasks.test_chat_lora_runs import flags as chat_flags
 from tests.training.tasks.test_chat_lora_runs import run as chat_run
+from tests.training.test_nonfinite import clean, finite, spoilt  # noqa: F401  # the fixture
 from tests.worker_group import run_in_group
 from train_lora import train
 

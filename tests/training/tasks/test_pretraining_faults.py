@@ -69,9 +69,7 @@ def test_a_step_that_is_not_finite_stops_the_run_and_what_was_before_it_is_saved
     run(corpus, tmp_path / "whole", save_every_n_steps=2, **settings)
     with monkeypatch.context() as patch:
         break_step(patch, 3, lambda loss: loss * math.nan)
-        with pytest.raises(
-            UserError, match=r"step 3 is not finite: 4 windows of 32 tokens .*; last checkpoint: "
-        ) as told:
+        with pytest.raises(UserError, match=r"step 3 is not finite: 4 windows of 32 tokens; last checkpoint: ") as told:
             run(corpus, tmp_path / "broken", log_every_n_steps=1000, **settings)
     assert "model-step00000002" in str(told.value)
     assert same(weights(tmp_path / "broken", "model-step00000002"), weights(tmp_path / "whole", "model-step00000002"))

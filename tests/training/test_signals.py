@@ -107,7 +107,7 @@ def test_ctrl_c_before_the_first_step_ends_it_with_one_line() -> None:
 def test_a_second_signal_ends_it_at_once() -> None:
     code = (
         "import os, signal, types, pathlib\n"
-        "from library.training.guard.signals import SignalHandler\n"
+        "from library.training.signals import SignalHandler\n"
         "alone = types.SimpleNamespace(is_main_process=True, num_processes=1)\n"
         "requests = SignalHandler(pathlib.Path('.'), alone, 0.0)\n"
         "with requests.listening():\n"

@@ -6,18 +6,22 @@ never met it; that the answer does not depend on when the host asks is compared 
 
 from __future__ import annotations
 
+import contextlib
+import json
 import math
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from diffusers import FluxTransformer2DModel
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from library.config.load import read_keys
 from library.errors import UserError
+from library.files import MANIFEST, write_manifest
 from library.safetensors_io import write_safetensors
+from library.training.engine import Engine
 from library.training.events import RunEvents
 from tests.runs import arguments as flags
 from tests.runs import lora, run, start, train_flags, write_dataset
@@ -69,8 +73,6 @@ def test_stop_names_the_image_and_keeps_what_was_learnt_before(base: Path, clean
     message = str(caught.value)
     assert "\n" not in message
     assert BAD in message
-    assert "sigma 0." in message
-    assert "the cached latents" in message
     (saved,) = (tmp_path / "out").glob("lora-step*.safetensors")
     steps = int(saved.stem[-8:])
     assert f"step {steps + 1} is not finite" in message
@@ -91,12 +93,11 @@ def test_the_exit_code_is_2_and_the_message_one_line(base: Path, clean: Path, tm
 
 
 @pytest.mark.parametrize("settings", OPTIMIZERS.values(), ids=OPTIMIZERS)
-@pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_when_the_host_asks_changes_nothing(
-    base: Path, clean: Path, tmp_path: Path, policy: str, settings: dict[str, object]
+    base: Path, clean: Path, tmp_path: Path, settings: dict[str, object]
 ) -> None:
     data = spoilt(clean, tmp_path / "data", math.nan)
-    settings = {"max_train_steps": 7, "on_nan": policy, **settings}
+    settings = {"max_train_steps": 7, "on_nan": "skip", **settings}
     each = run(base, data, tmp_path / "each", log_every_n_steps=1, **settings)
     once = run(base, data, tmp_path / "once", log_every_n_steps=100, **settings)
     assert same(lora(tmp_path / "each"), lora(tmp_path / "once"))
@@ -107,37 +108,50 @@ def test_when_the_host_asks_changes_nothing(
     assert each.task.lr_schedule.last_epoch == once.task.lr_schedule.last_epoch == 7  # dropped updates do not count
 
 
-def test_samples_left_out_stay_out_after_a_resume(base: Path, clean: Path, tmp_path: Path) -> None:
-    data = spoilt(clean, tmp_path / "data", math.nan)
-    settings = {"on_nan": "rollback", "save_state": True, "save_every_n_steps": 5, "seed": 1}
-    run(base, data, tmp_path / "whole", max_train_steps=12, **settings)
-    dropped = (tmp_path / "whole" / "metrics.jsonl").read_text().count("updates_dropped")
-    assert dropped == 1  # three epochs, one meeting
-    run(base, data, tmp_path / "half", max_train_steps=5, **settings)
-    state = tmp_path / "half" / "lora-step00000005-state"
-    assert BAD in (state / "position.json").read_text()
-    run(base, data, tmp_path / "rest", max_train_steps=12, resume=state, **settings)
-    assert same(lora(tmp_path / "whole"), lora(tmp_path / "rest"))
-    assert "updates_dropped" not in (tmp_path / "rest" / "metrics.jsonl").read_text()
-
-
-def test_a_finite_number_that_overflows_in_the_model_is_traced_to_its_module(
-    base: Path, clean: Path, tmp_path: Path
+@pytest.mark.parametrize("policy", ["skip", "stop"])
+def test_an_answer_that_comes_during_the_next_step_changes_nothing(
+    base: Path, clean: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    data = spoilt(clean, tmp_path / "data", 3e38)  # fp32 ends at 3.4e38: the loss's square does not hold it
-    with pytest.raises(UserError, match=f"{BAD} .*first in ") as caught:
-        run(base, data, tmp_path / "out", max_train_steps=8)
-    assert "the cached" not in str(caught.value)
-    named = str(caught.value).split("first in ")[1].split(")")[0]
-    assert named in dict(base_modules(base)) or named == "the model's output"
+    """As on a GPU, where the host has sent the next step before it hears of this one."""
+    data = spoilt(clean, tmp_path / "data", math.nan)
+    settings = {"max_train_steps": 7, "log_every_n_steps": 100, "on_nan": policy, **OPTIMIZERS["adamw"]}
+    update = Engine.update
+
+    def send(self: Engine, grad_norm: torch.Tensor) -> None:
+        update(self, grad_norm)
+        self.is_late = True
+
+    for name in ("at once", "late"):
+        with contextlib.ExitStack() as stack:
+            if policy == "stop":
+                stack.enter_context(pytest.raises(UserError, match=f"step 4 is not finite: .*{BAD}"))
+            run(base, data, tmp_path / name, **settings)
+        monkeypatch.setattr(Engine, "update", send)
+    stem = "lora" if policy == "skip" else "lora-step00000003"
+    assert same(lora(tmp_path / "at once", stem), lora(tmp_path / "late", stem))
 
 
-def base_modules(base: Path) -> list[tuple[str, torch.nn.Module]]:
-    return list(FluxTransformer2DModel.from_pretrained(base / "transformer").named_modules())
+def test_states_and_configurations_of_earlier_versions_are_read(base: Path, clean: Path, tmp_path: Path) -> None:
+    """Version 5327b3c8 had ``on_nan = "rollback"``, which left images out and no batches."""
+    run(base, clean, tmp_path / "out", max_train_steps=3, save_state=True)
+    state = tmp_path / "out/lora-state"
+    position = json.loads((state / "position.json").read_text())
+    old = position | {"skipped_samples": ["images/5.png"], "updates_dropped": 1}
+    (state / "position.json").write_text(json.dumps(old))
+    (state / MANIFEST).unlink()
+    write_manifest(state)
+    run(base, clean, tmp_path / "rest", max_train_steps=6, resume=state, on_nan="skip")
+    run(base, clean, tmp_path / "whole", max_train_steps=6)
+    assert same(lora(tmp_path / "rest"), lora(tmp_path / "whole"))
+    given = read_keys('on_nan = "rollback"', "config.toml")
+    assert given.values["on_nan"] == "skip"
+    assert [note.line() for note in given.notes] == [
+        'config.toml:1: on_nan: "rollback" is no longer there; read as "skip"'
+    ]
 
 
 def test_an_update_that_overflows_does_not_reach_the_weights(base: Path, clean: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is not finite"):
+    with pytest.raises(UserError, match="not finite"):
         run(base, clean, tmp_path / "out", learning_rate=1000, optimizer_args=["weight_decay=1e38"], max_grad_norm=0)
     for file in (tmp_path / "out").glob("*.safetensors"):
         assert finite(load_file(file))
@@ -154,8 +168,8 @@ def test_a_weight_made_infinite_from_outside_ends_the_run_without_a_save(
             self.task.network.parameters()[3].view(-1)[0] = math.inf
 
     monkeypatch.setattr(RunEvents, "after_step", poke)
-    with pytest.raises(UserError, match=r"the LoRA's \S+ is not finite before the step"):
-        run(base, clean, tmp_path / "out", on_nan="rollback")
+    with pytest.raises(UserError, match="the LoRA's weights are not finite after step"):
+        run(base, clean, tmp_path / "out", on_nan="skip")
     assert list((tmp_path / "out").glob("*.safetensors")) == []
 
 
@@ -165,11 +179,9 @@ def test_a_run_in_which_nothing_is_finite_stops_after_the_limit(base: Path, clea
     for file in data.parent.rglob("text/*.safetensors"):
         broken = {name: tensor * math.nan for name, tensor in load_file(file).items()}
         write_safetensors(file, broken, checked=True)
-    with pytest.raises(UserError, match="4 steps in a row are not finite, .*the cached"):
+    with pytest.raises(UserError, match="4 steps in a row are not finite, "):
         run(base, data, tmp_path / "out", on_nan="skip", on_nan_limit=3, max_train_steps=50)
     assert list((tmp_path / "out").glob("*.safetensors")) == []
-    with pytest.raises(UserError, match="no image of 64x64 is left"):
-        run(base, data, tmp_path / "out", on_nan="rollback", max_train_steps=50)
 
 
 def test_two_processes_agree_though_one_alone_meets_the_image(base: Path, clean: Path, tmp_path: Path) -> None:
