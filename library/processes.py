@@ -47,7 +47,7 @@ if TYPE_CHECKING:  # heavy: a script imports them when its configuration is comp
 GRACE = 10.0  # seconds in which a process may end by itself after another has
 _PATIENCE = 20.0  # seconds in which a process that failed in an optional part waits for the others' votes
 _LOOK = 1.0  # seconds between two looks for an alarm
-_UNWATCHED = 600.0  # seconds to wait for a vote where no thread would notice that the others have ended
+_UNWATCHED = 3600.0  # seconds to wait for a vote where no thread would notice that the others have ended
 # what gloo, NCCL and the store say when the other end of a connection is gone
 _LOST = (
     "Connection closed by peer",
@@ -272,6 +272,20 @@ def agreed(what: str, otherwise: Callable[[Exception], None] | None = None) -> I
     if otherwise is None or any(fatal for _, (_, _, fatal) in failed):
         raise error
     otherwise(error)
+
+
+@contextmanager
+def main_first(what: str) -> Iterator[None]:
+    """Run the block on the main process, and then on the others, which find what it wrote; see :func:`agreed`."""
+    notes = _notes()
+    if notes is not None and notes.rank != 0:
+        with agreed(what):
+            pass
+    with agreed(what):
+        yield
+    if notes is not None and notes.rank == 0:
+        with agreed(what):
+            pass
 
 
 def _describe(error: Exception, is_fatal: bool) -> tuple[int, str, bool]:

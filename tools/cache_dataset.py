@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from library.config import TrainConfig, load_config
 from library.config.kohya.translate import Note, summary
 from library.errors import exit_on_user_error
+from library.processes import one_of_several, watched
 from tools.command import training_tool_parser
 
 if TYPE_CHECKING:
@@ -31,13 +32,15 @@ def cache_dataset(config: TrainConfig) -> TrainingData:
     from library.training.tasks.image_lora import ImageLora
 
     task = ImageLora(config)
-    task.open()
-    task.read(task.paint())
-    task.cache()
+    with watched():
+        task.open()
+        task.read(task.paint())
+        task.cache()
     return task.data
 
 
 @exit_on_user_error
+@one_of_several
 def main() -> None:
     """Cache one dataset from the command line."""
     notes: list[Note] = []

@@ -46,7 +46,7 @@ from library.models.vae import ImageEncoder
 from library.nn.checkpointing import neighbours
 from library.precision.checkpoint import WeightFiles
 from library.precision.linear import make_cpu_kernels
-from library.processes import agreed
+from library.processes import agreed, main_first
 from library.training.checkpoint.metadata import image_facts, lora_facts, trigger_phrase
 from library.training.checkpoint.state import tidy
 from library.training.flow import NOISE_LEVELS, resolve_sampling
@@ -392,7 +392,7 @@ def read_data(
         UserError: see ``write_captions`` and ``build_dataset``; a seam without masks; more control images than the
             model takes.
     """
-    with accelerator.main_process_first(), counting(console) as start:  # the others find what it wrote
+    with main_first("writing captions"), counting(console) as start:
         write_captions(arguments, conditioning, start)
     data = build_dataset(
         arguments,
@@ -449,7 +449,7 @@ def look_over(data: TrainingData, strict: bool, accelerator: Accelerator, consol
         console.print(f"note: {line}", soft_wrap=True)
     if not strict:
         return
-    with accelerator.main_process_first(), counting(console) as start:  # the others find what it remembered
+    with main_first("checking the dataset"), counting(console) as start:
         report = check(data.config, data.pixel_multiple, data.conditioning, start)
     if report.findings:
         raise UserError(

@@ -19,16 +19,15 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 
 from library.accelerator import build_accelerator, dp_rank_and_size
 from library.config.markers import resume_keys
 from library.console import Console
 from library.data.batches import MicroStep
-from library.errors import UserError
 from library.folder_lock import FolderLock
 from library.nn.modes import evaluating
+from library.processes import agreed, from_all_processes
 from library.training.checkpoint.output_folder import refuse_to_overwrite, try_writing
 from library.training.checkpoint.state import (
     AUTO,
@@ -145,22 +144,17 @@ class Task(ABC):
                 only damaged states.
         """
         config = self.config
-        answer: list[str | None] = [None, None]  # the state, what is wrong
+        resumed: str | None = None
         say = partial(self.console.print, soft_wrap=True)
         lock = FolderLock(self.names.folder, self.names.name, say)
         try:
-            if self.accelerator.is_main_process:
-                try:
+            with agreed("looking at the output folder"):
+                if self.accelerator.is_main_process:
                     lock.acquire()
-                    answer[0] = resolve_resume(config.training.resume, config.saving, say)
-                    self._check_output(answer[0] is not None)
-                except UserError as error:
-                    answer[1] = str(error)
-            if self.accelerator.num_processes > 1:
-                broadcast_object_list(answer)
-            if answer[1] is not None:
-                raise UserError(answer[1])
-            training = config.training.model_copy(update={"resume": answer[0]})
+                    resumed = resolve_resume(config.training.resume, config.saving, say)
+                    self._check_output(resumed is not None)
+            resumed, *_ = from_all_processes(resumed)
+            training = config.training.model_copy(update={"resume": resumed})
             self.config = config.model_copy(update={"training": training})
             yield
         finally:
