@@ -57,6 +57,8 @@ _LOST = (
     "Connection was likely closed",
 )
 
+_VOTED_ON = "is_voted_on"  # attribute of an error that other processes know of
+
 
 class FailedElsewhere(UserError):
     """A part of the run failed on another process, which says why; ``exit_code`` is what that process ends with."""
@@ -160,7 +162,8 @@ class _Notes:
         self.group, self.rank = group, rank
         self.votes, self.settled, self.runs, self.is_watched = 0, 0, 0, False
         self._store, self._processes = store, processes
-        self._own_connection: Store | None = None
+        # for the watching thread: the other connection may be taken by a call that waits
+        self._second_connection: Store = store.clone()  # type: ignore[attr-defined]
 
     def vote(self, value: Any, patience: float | None = None) -> list[Any] | None:
         """Return every process's ``value`` (JSON) by rank; None if some have not come after ``patience`` seconds."""
@@ -196,12 +199,10 @@ class _Notes:
 
     def alarm(self) -> int | None:
         """Return the exit code of a process that has failed, None if there is none; asked by the watching thread."""
-        if self._own_connection is None:
-            self._own_connection = self._store.clone()  # type: ignore[attr-defined]  # the other one may be taken by a call that waits
         key = f"tandem/alarm/{self.runs}"
-        if not self._own_connection.check([key]):
+        if not self._second_connection.check([key]):
             return None
-        exit_code, vote = json.loads(self._own_connection.get(key))
+        exit_code, vote = json.loads(self._second_connection.get(key))
         return None if vote is not None and self.settled > vote else exit_code
 
 
@@ -248,10 +249,8 @@ def agreed(what: str, otherwise: Callable[[Exception], None] | None = None) -> I
     notes, error = _notes(), None
     try:
         yield
-    except FailedElsewhere:  # of a part within this one: all have it
-        raise
     except Exception as found:
-        if _is_lost_connection(found):
+        if _is_lost_connection(found) or getattr(found, _VOTED_ON, False):  # in a part within this one
             raise
         error = found
     is_fatal = otherwise is None or isinstance(error, NotRestoredError)
@@ -260,9 +259,10 @@ def agreed(what: str, otherwise: Callable[[Exception], None] | None = None) -> I
         own = failed[0][1] if failed else None
         if error is not None:
             notes.ring(_exit_code(error), notes.votes)
-        votes = notes.vote(own, None if error is None else 0.0 if is_fatal else _PATIENCE)
+        votes = notes.vote(own, None if error is None else _LOOK if is_fatal else _PATIENCE)
         if votes is None:
             assert error is not None
+            setattr(error, _VOTED_ON, True)
             raise error
         failed = [(rank, vote) for rank, vote in enumerate(votes) if vote is not None]
     if not failed:
@@ -270,6 +270,7 @@ def agreed(what: str, otherwise: Callable[[Exception], None] | None = None) -> I
     rank, (exit_code, reason, _) = failed[0]
     error = error or FailedElsewhere(f"{what} failed on process {rank} ({reason})", exit_code)
     if otherwise is None or any(fatal for _, (_, _, fatal) in failed):
+        setattr(error, _VOTED_ON, True)
         raise error
     otherwise(error)
 
@@ -330,8 +331,8 @@ def watched() -> Iterator[None]:
         notes.is_watched = False
         stopped.set()
         os.write(woken, b"x")
-        thread.join()
-        for file in (wake, woken, *ranks):
+        thread.join(GRACE)
+        for file in () if thread.is_alive() else (wake, woken, *ranks):  # it asks a store that does not answer
             os.close(file)
 
 

@@ -166,3 +166,38 @@ def test_an_optimizer_without_step_hooks_is_refused() -> None:
 
     with pytest.raises(UserError, match="full_bf16: Bare takes no step hooks; set full_bf16 = false or use AdamW"):
         update_stochastically(Bare([nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]), seed=0)
+
+
+@pytest.mark.parametrize("where", ["in the step", "while its copies are made", "while they are rounded"])
+def test_a_step_that_fails_leaves_weights_and_gradients_where_they_were(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = [nn.Parameter(torch.randn(20, 30, generator=generator(i)).bfloat16()) for i in range(2)]
+    optimizer = torch.optim.AdamW(weights, lr=1e-3)
+    update_stochastically(optimizer, seed=0)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    before = [(weight.data_ptr(), weight.grad, weight.detach().clone()) for weight in weights]
+    calls = list[int]()
+
+    def fail(*arguments: object, **more: object) -> list[Tensor]:
+        calls.append(1)
+        if where == "while its copies are made" and len(calls) == 1:  # of the weights; those of gradients fail
+            return [torch.empty_like(weight, dtype=torch.float32) for weight in weights]
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    owner, name = {
+        "in the step": (optimizer, "_init_group"),
+        "while its copies are made": (stochastic_rounding, "_widen"),
+        "while they are rounded": (stochastic_rounding, "_round_into"),
+    }[where]
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, fail)
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+    for weight, (place, gradient, value) in zip(weights, before, strict=True):
+        assert (weight.dtype, weight.data_ptr()) == (torch.bfloat16, place)
+        assert weight.grad is gradient
+        assert torch.equal(weight, value)
+    optimizer.step()
+    assert all(not torch.equal(weight, value) for weight, (_, _, value) in zip(weights, before, strict=True))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from PIL import Image
 from PIL.ImageChops import difference
 
 import tools.generate as generate
-from library.errors import UserError
+from library.errors import NotRestoredError, UserError
 from library.training.sampling.sample_model import SampleModel
 from tests.runs import largest_difference, lora, run, write_dataset
 from tests.tiny_z_image import tiny_z_pipeline
@@ -126,3 +127,27 @@ def test_weights_are_back_where_their_exchange_fails_half_way() -> None:
     with pytest.raises(RuntimeError), SampleModel(lambda: other.requires_grad_(False)).in_place(own):
         raise AssertionError("weights of another shape cannot take the place")
     assert all(torch.equal(tensor, before[name]) for name, tensor in own.state_dict().items())
+
+
+def test_a_failed_exchange_back_ends_the_run_with_the_last_good_step(
+    models: tuple[Path, Path], dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples are optional, what is trained is not: a run must not go on with the other model's weights."""
+    base, turbo = models
+    (tmp_path / "prompts.txt").write_text(PROMPT)
+    run(base, dataset, tmp_path / "whole", **Z_IMAGE, save_every_n_steps=1)
+    exchange, calls = SampleModel._exchange, list[int]()
+
+    def fail(*arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 4:  # there and back at step 1, there at step 2
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        exchange(*arguments)
+
+    monkeypatch.setattr(SampleModel, "_exchange", fail)
+    asked = Z_IMAGE | {"sample_prompts": tmp_path / "prompts.txt", "sample_every_n_steps": 1, "sample_model": turbo}
+    with pytest.raises(NotRestoredError, match="could not be taken back .*CUDA out of memory"):
+        run(base, dataset, tmp_path / "out", **asked)
+    assert len(calls) == 4
+    name = "lora-step00000002"
+    assert largest_difference(lora(tmp_path / "out", name), lora(tmp_path / "whole", name)) == 0
