@@ -3,9 +3,8 @@
 The token comes from the environment (``HF_TOKEN``) or from ``huggingface-cli login``, never from a configuration
 file, which ends up in metadata and logs. Access is checked before training starts.
 
-One thread uploads, one path after the other. Training never waits for long, since the other processes stand in a
-barrier while one saves, whose timeout (``ddp_timeout``) ends the job: with ``async_upload`` it does not wait at all,
-without it at most ``_PATIENCE`` for what it has just saved. A path that still waits is not queued again, and one that
+One thread uploads, one path after the other. Training never waits for long: with ``async_upload`` it does not wait at
+all, without it at most ``_PATIENCE`` for what it has just saved. A path that still waits is not queued again, and one that
 ``save_last_n_steps`` has removed meanwhile is passed over. An upload that fails does not end the run: it is reported,
 and tried again with the next one and at the end. There the main process waits for what is left, however long that
 takes, when the others have ended. What is not uploaded yet is kept in ``uploads.json`` beside it, so that a run that is
@@ -33,7 +32,7 @@ from library.console import Console
 from library.errors import UserError, WriteError, reason_of
 from library.files import write_text
 
-_PATIENCE = 60.0  # seconds, a tenth of the default ddp_timeout
+_PATIENCE = 60.0  # seconds
 _TELL = 10.0, 60.0  # seconds after which the end of a run says that it waits: at first, then again and again
 
 

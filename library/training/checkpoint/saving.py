@@ -26,7 +26,7 @@ from library.training.memory.budget import release
 Write = Callable[[Path], list[Path]]  # writes into a folder; returns what it wrote
 
 _FIRST_RETRY, _LAST_RETRY = 60.0, 600.0  # seconds, while training goes on
-_FIRST_WAIT, _LAST_WAIT = 5.0, 60.0  # at the end: ten waits are seven minutes, less than processes wait for each other
+_FIRST_WAIT, _LAST_WAIT = 5.0, 60.0  # at the end: ten waits are seven minutes
 
 
 @dataclass
