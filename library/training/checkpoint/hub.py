@@ -4,11 +4,11 @@ The token comes from the environment (``HF_TOKEN``) or from ``huggingface-cli lo
 file, which ends up in metadata and logs. Access is checked before training starts.
 
 One thread uploads, one path after the other. Training never waits for long: with ``async_upload`` it does not wait at
-all, without it at most ``_PATIENCE`` for what it has just saved. A path that still waits is not queued again, and one that
-``save_last_n_steps`` has removed meanwhile is passed over. An upload that fails does not end the run: it is reported,
-and tried again with the next one and at the end. There the main process waits for what is left, however long that
-takes, when the others have ended. What is not uploaded yet is kept in ``uploads.json`` beside it, so that a run that is
-resumed after being killed uploads that too.
+all, without it at most ``_PATIENCE`` for what it has just saved. A path that still waits is not queued again, and one
+that ``save_last_n_steps`` has removed meanwhile is passed over. An upload that fails does not end the run: it is
+reported, and tried again with the next one and at the end. There the main process waits for what is left, however long
+that takes, when the others have ended. What is not uploaded yet is kept in ``uploads.json`` beside it, so that a run
+that is resumed after being killed uploads that too.
 """
 
 from __future__ import annotations
