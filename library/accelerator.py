@@ -132,8 +132,10 @@ def _check_surroundings(mixed_precision: str, world: int, on_cpu: bool) -> None:
     if mixed_precision == "fp16" and on_cpu:
         raise UserError('mixed_precision: fp16 needs a GPU; on a CPU use "bf16" or "no"')
     if world > 1 and not on_cpu and not torch.distributed.is_nccl_available():
-        raise UserError(f"{world} processes: GPUs speak to each other through NCCL, which PyTorch for Windows does not "
-                        "have; start one process, or train in WSL 2")  # fmt: skip
+        raise UserError(
+            f"{world} processes: GPUs communicate through NCCL, which PyTorch for Windows does not have; "
+            "start one process, or train in WSL 2"
+        )
 
 
 def _sharding() -> FullyShardedDataParallelPlugin:
@@ -198,8 +200,10 @@ def _dynamo(accelerate: AccelerateConfig) -> TorchDynamoPlugin:
     if not accelerate.torch_compile:
         return TorchDynamoPlugin(backend="no")
     if torch.cuda.is_available() and accelerate.dynamo_backend == "inductor" and not has_triton_package():
-        raise UserError("torch_compile: needs triton, which is not installed; pip install triton, on Windows "
-                        "triton-windows, or remove torch_compile")  # fmt: skip
+        raise UserError(
+            "torch_compile: needs triton, which is not installed; pip install triton, on Windows triton-windows, "
+            "or remove torch_compile"
+        )
     return TorchDynamoPlugin(accelerate.dynamo_backend, accelerate.dynamo_mode, use_regional_compilation=True)
 
 
@@ -293,8 +297,10 @@ def _verify(accelerator: Accelerator, mixed_precision: str, parallel: ParallelCo
     if not fits:
         raise UserError(f"accelerate set up {accelerator.distributed_type}{wanted}; unset the ACCELERATE_* variables")
     if accelerator.num_processes != asked:
-        raise UserError(f"{asked} processes were started but accelerate joined {accelerator.num_processes} of them; "
-                        "start with torchrun --nproc-per-node N train_lora.py ...")  # fmt: skip
+        raise UserError(
+            f"{asked} processes were started but accelerate joined {accelerator.num_processes} of them; "
+            "start with torchrun --nproc-per-node N train_lora.py ..."
+        )
     if accelerator.mixed_precision != mixed_precision:
         raise UserError(f"mixed_precision: accelerate fell back to {accelerator.mixed_precision}; unset ACCELERATE_*")
 

@@ -50,10 +50,16 @@ def published_qwen3(size: str, layers: int, theta: float = THETA) -> dict[str, C
     width, inner = _SIZES[size]
     kind = Qwen3Config if theta == THETA else _Qwen3VLTextConfig
     config = kind(
-        vocab_size=151936, hidden_size=width, intermediate_size=inner, num_hidden_layers=len(range(36)[:layers]),
-        num_attention_heads=32, num_key_value_heads=8, head_dim=128, rms_norm_eps=1e-6,
+        vocab_size=151936,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_hidden_layers=len(range(36)[:layers]),
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-6,
         rope_parameters={"rope_type": "default", "rope_theta": theta},
-    )  # fmt: skip
+    )
     return {"text_encoder": lambda: without_norm(Qwen3Model(config)), "tokenizer": byte_tokenizer}
 
 

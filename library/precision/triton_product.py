@@ -98,9 +98,16 @@ def _encoded(x: Tensor, weight: QuantizedWeight) -> Encoded | None:
 
 @torch.library.custom_op("tandem::fused_product", mutates_args=())
 def fused_product(
-    x: Tensor, code: str, values: Tensor, scale: Tensor, table: Tensor,
-    outputs: int, inputs: int, bias: Tensor | None, backward: bool,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    code: str,
+    values: Tensor,
+    scale: Tensor,
+    table: Tensor,
+    outputs: int,
+    inputs: int,
+    bias: Tensor | None,
+    backward: bool,
+) -> Tensor:
     """Launch the kernel: x [n, in] -> [n, out], or with ``backward`` [n, out] -> [n, in], in the dtype of ``x``.
 
     ``code`` to ``table`` are an :class:`Encoded`, ``bias`` is [out].
@@ -144,10 +151,27 @@ def _kind(scale: Tensor) -> str:
 
 @triton.jit
 def product_kernel(
-    x, values, scale, table, bias, out, n, outputs, inputs, scale_stride, table_stride,
-    CODE: tl.constexpr, SCALE: tl.constexpr, RUN: tl.constexpr, BIAS: tl.constexpr, BACKWARD: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
-):  # fmt: skip
+    x,
+    values,
+    scale,
+    table,
+    bias,
+    out,
+    n,
+    outputs,
+    inputs,
+    scale_stride,
+    table_stride,
+    CODE: tl.constexpr,
+    SCALE: tl.constexpr,
+    RUN: tl.constexpr,
+    BIAS: tl.constexpr,
+    BACKWARD: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_F: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """Make one tile of ``out`` [n, features]: BLOCK_N rows, BLOCK_F features; BLOCK_K terms of its sums at a time.
 
     Strides lead from a row's scales to the next row's; 0: there is one row for all.
@@ -169,9 +193,21 @@ def product_kernel(
         x_KN = tl.load(x_rows + at[:, None], mask=(at < terms)[:, None] & (rows < n)[None, :], other=0.0)
         first, column = (term, feature) if BACKWARD else (feature, term)
         w = _tile(
-            values, scale, table, first, column, outputs, inputs, scale_stride, table_stride,
-            CODE, SCALE, RUN, ROWS, COLUMNS,
-        )  # fmt: skip
+            values,
+            scale,
+            table,
+            first,
+            column,
+            outputs,
+            inputs,
+            scale_stride,
+            table_stride,
+            CODE,
+            SCALE,
+            RUN,
+            ROWS,
+            COLUMNS,
+        )
         w_FK = tl.trans(w) if BACKWARD else w
         sums = tl.dot(w_FK.to(x_KN.dtype), x_KN, sums, input_precision="ieee")
     inside = features_at < features
@@ -183,9 +219,21 @@ def product_kernel(
 
 @triton.jit
 def _tile(
-    values, scale, table, row, column, outputs, inputs, scale_stride, table_stride,
-    CODE: tl.constexpr, SCALE: tl.constexpr, RUN: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+    values,
+    scale,
+    table,
+    row,
+    column,
+    outputs,
+    inputs,
+    scale_stride,
+    table_stride,
+    CODE: tl.constexpr,
+    SCALE: tl.constexpr,
+    RUN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
     """Return W[row : row + ROWS, column : column + COLUMNS], fp32; 0 or any finite number outside of W."""
     rows = row + tl.arange(0, ROWS)
     if CODE == "Q8_0":

@@ -267,15 +267,18 @@ def _changed_markers(source: QuantizedFile, low_precision_products: bool) -> tup
             "products can be chosen for its scaled fp8, nvfp4 and mxfp8 files"
         )
     entries, configs, strings = source.file.entries, source.file.layer_configs, {}
-    markers = {name: _asking_marker(DTYPES[entry.dtype], low_precision_products)
-               for name, entry in entries.items() if name.rpartition(".")[2] == "scaled_fp8"}  # fmt: skip
-    changed = {layer: _asking(configs[layer], low_precision_products)
-               for layer in (name.removesuffix(".weight") for name in heed) if layer in configs}  # fmt: skip
-    markers |= {f"{layer}.comfy_quant": _json_tensor(config) for layer, config in changed.items()
-                if f"{layer}.comfy_quant" in entries}  # fmt: skip
+    markers, changed = dict[str, Tensor](), dict[str, dict[str, Any]]()
+    for name, entry in entries.items():
+        if name.rpartition(".")[2] == "scaled_fp8":
+            markers[name] = _asking_marker(DTYPES[entry.dtype], low_precision_products)
+    for layer in (name.removesuffix(".weight") for name in heed):
+        if layer in configs:
+            changed[layer] = _asking(configs[layer], low_precision_products)
+            if f"{layer}.comfy_quant" in entries:
+                markers[f"{layer}.comfy_quant"] = _json_tensor(changed[layer])
     if (said := source.file.metadata.get("_quantization_metadata")) is not None:
         header = json.loads(said)
-        header["layers"] |= {layer: changed[full] for layer in header["layers"]
-                             if (full := source.file.full_name(layer)) in changed}  # fmt: skip
+        full_names = {layer: source.file.full_name(layer) for layer in header["layers"]}
+        header["layers"] |= {layer: changed[full] for layer, full in full_names.items() if full in changed}
         strings["_quantization_metadata"] = json.dumps(header)
     return markers, strings

@@ -1,9 +1,10 @@
-"""FLUX's autoencoder, Z-Image's too: diffusers' ``AutoencoderKL``.
+"""The autoencoders of FLUX: FLUX.1's (Z-Image's too) and FLUX.2's (FLUX.3's too).
 
-Read from a diffusers folder or from BFL's ``ae.safetensors``, whose keys follow the latent-diffusion code
+Each is read from a diffusers folder (``AutoencoderKL``, ``AutoencoderKLFlux2``) or from BFL's file
+(``ae.safetensors``, ``flux2-vae.safetensors``), whose keys follow the latent-diffusion code
 base (https://github.com/CompVis/latent-diffusion): ``encoder.down.i.block.j``, up blocks counted from the
 image side, attention as 1 x 1 convolutions. diffusers counts up blocks from the latent side and uses linears.
-Latents leave here normalised: (mean - shift) * scale.
+Latents leave here normalised.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from diffusers import AutoencoderKL
+import torch
+import torch.nn.functional as F
+from diffusers import AutoencoderKL, AutoencoderKLFlux2
 from torch import Tensor
 
 from library.errors import UserError
@@ -34,10 +37,13 @@ PUBLISHED: dict[str, Any] = {  # as config.json of black-forest-labs/FLUX.1-dev 
     "shift_factor": 0.1159,
     "sample_size": 1024,
 }
+PUBLISHED_FLUX2: dict[str, Any] = {
+    key: value for key, value in PUBLISHED.items() if key not in ("scaling_factor", "shift_factor")
+} | {"latent_channels": 32, "use_quant_conv": True, "use_post_quant_conv": True}
 
 
 class FluxImageEncoder(ImageEncoder):
-    """Latents are normalised by one shift and one scale.
+    """FLUX.1's autoencoder: latents are normalised by one shift and one scale, (mean - shift) * scale.
 
     Attributes:
         file: what it is published as. channels: of its latents.
@@ -124,3 +130,45 @@ def _diffusers_name(name: str, levels: int) -> str:
         name = re.sub(pattern, replacement, name)
     name = re.sub(r"\.up\.(\d+)\.block\.", lambda m: f".up_blocks.{levels - 1 - int(m[1])}.resnets.", name)
     return re.sub(r"\.up\.(\d+)\.upsample\.", lambda m: f".up_blocks.{levels - 1 - int(m[1])}.upsamplers.0.", name)
+
+
+class Flux2ImageEncoder(FluxImageEncoder):
+    """FLUX.2's autoencoder, FLUX.3's too: FLUX.1's with 32 channels.
+
+    Latents are normalised by the statistics of a batch norm over patches of 2 x 2, which come with the weights: one
+    mean and one variance for each channel and place in a patch (https://github.com/black-forest-labs/flux2,
+    ``autoencoder.py``). They stay latents of 32 channels here, 8 pixels each; diffusers' pipelines carry the patches,
+    128 channels of 16 pixels, whose numbers are in the order in which :func:`library.models.latents.pack_latents` makes
+    a token of them.
+    """
+
+    autoencoder = AutoencoderKLFlux2
+    title = "FLUX.2's VAE"
+    file = "flux2-vae.safetensors"
+    channels = 32
+    published = PUBLISHED_FLUX2
+
+    @staticmethod
+    def quant_convolutions(bfl: bool) -> tuple[str, str]:
+        """Return BFL's names, which lie inside encoder and decoder, or diffusers'."""
+        return ("encoder.quant_conv", "decoder.post_quant_conv") if bfl else ("quant_conv", "post_quant_conv")
+
+    def set_latents(self, config: dict[str, Any]) -> None:
+        """Read channels and factor."""
+        self.latent_channels = int(config["latent_channels"])
+        self.latent_factor = 2 ** (len(config["block_out_channels"]) - 1)
+
+    def normalise(self, latents: Tensor) -> Tensor:
+        """Return (patch - mean) / sqrt(variance + eps) of every patch."""
+        mean, deviation = self._statistics(latents)
+        return F.pixel_shuffle((F.pixel_unshuffle(latents, 2) - mean) / deviation, 2)
+
+    def denormalise(self, latents: Tensor) -> Tensor:
+        """Return patch * sqrt(variance + eps) + mean."""
+        mean, deviation = self._statistics(latents)
+        return F.pixel_shuffle(F.pixel_unshuffle(latents, 2) * deviation + mean, 2)
+
+    def _statistics(self, latents: Tensor) -> tuple[Tensor, Tensor]:
+        norm = self.vae.bn
+        mean, variance = (each.to(latents).view(1, -1, 1, 1) for each in (norm.running_mean, norm.running_var))
+        return mean, torch.sqrt(variance + norm.eps)

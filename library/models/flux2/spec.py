@@ -29,6 +29,7 @@ import library.models.flux2.model as flux2_model
 from library.conditions import ConditionKind, Conditions
 from library.errors import UserError
 from library.models.family import Family, inputs_changed
+from library.models.flux.vae import Flux2ImageEncoder
 from library.models.flux2.model import positions_of
 from library.models.flux2.text import (
     MISTRAL_LAYERS,
@@ -41,7 +42,6 @@ from library.models.flux2.text import (
     mistral_width,
     published_mistral,
 )
-from library.models.flux2.vae import Flux2ImageEncoder
 from library.models.latents import pack_latents, text_numbers, token_grid
 from library.models.qwen3 import Qwen3Family, published_qwen3
 from library.models.text import TextEncoder

@@ -92,9 +92,14 @@ def load_mistral_tokenizer(folder_or_name: str | Path) -> PreTrainedTokenizerBas
 def published_mistral() -> dict[str, Callable[[], Any]]:
     """Return what builds the layers of Mistral Small 3 that are read, and a tokenizer of single bytes, by folder."""
     config = _mistral_config(
-        vocab_size=131072, hidden_size=5120, intermediate_size=32768, num_hidden_layers=MISTRAL_LAYERS[-1],
-        num_attention_heads=32, num_key_value_heads=8, head_dim=_HEAD_DIM,
-    )  # fmt: skip
+        vocab_size=131072,
+        hidden_size=5120,
+        intermediate_size=32768,
+        num_hidden_layers=MISTRAL_LAYERS[-1],
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=_HEAD_DIM,
+    )
     specials = (_PAD, "<s>", _SYSTEM_TOKEN, "[/SYSTEM_PROMPT]", "[INST]", "[/INST]")
     return {"text_encoder": lambda: without_norm(MistralModel(config)), "tokenizer": lambda: byte_tokenizer(*specials)}
 

@@ -69,9 +69,12 @@ FLUX3_NORMS = tuple(
 def _arguments(shapes: Shapes) -> dict[str, Any]:
     """Return the arguments of ``Flux3Transformer2DModel`` that fit a file."""
     sizes = block_sizes(
-        shapes, "x_embedders.image", "single_transformer_blocks.0.attn.norm_q",
-        num_layers="txt_mode_blocks", num_single_layers="single_transformer_blocks",
-    )  # fmt: skip
+        shapes,
+        "x_embedders.image",
+        "single_transformer_blocks.0.attn.norm_q",
+        num_layers="txt_mode_blocks",
+        num_single_layers="single_transformer_blocks",
+    )
     width, inner = shapes["single_transformer_blocks.0.ff.linear_out.weight"]
     return sizes | {
         # a file may leave out what only reference images go through

@@ -16,6 +16,7 @@ diffusers has FLUX.3 as blocks of a modular pipeline. What runs here are those b
 from __future__ import annotations
 
 import logging
+import math
 from typing import Any
 
 import torch
@@ -23,21 +24,56 @@ import torch.nn.functional as F
 from diffusers import Flux3DistilledModularPipeline, Flux3ModularPipeline, Flux3Transformer2DModel
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.modular_pipelines.flux3 import modular_blocks_flux3, modular_blocks_flux3_distilled
+from PIL.Image import Image
 from torch import Tensor, nn
 
 import library.models.flux3.files as flux3_files
 import library.models.flux3.model as flux3_model
 from library.conditions import ConditionKind, Conditions
 from library.errors import UserError
-from library.models.flux2.vae import Flux2ImageEncoder
+from library.models.flux.vae import Flux2ImageEncoder
 from library.models.flux3.model import DISTILLED_STEPS, SHIFT, positions_of
-from library.models.flux3.text import LAYERS, MOST_TOKENS, Flux3TextEncoder
 from library.models.latents import pack_latents, text_numbers, token_grid
 from library.models.qwen3 import VL_THETA, Qwen3Family
+from library.models.text import LanguageModelEncoder, padded
 
 logging.getLogger("diffusers.guiders.guider_utils").setLevel(logging.ERROR)  # warns of itself with every sample
 
 _BY_MODE = ("mode_blocks", "x_embedders", "early_stream_modulations", "single_stream_modulations")
+
+LAYERS = (4, 8, 12, 16, 20, 24, 28, 32)  # after which the vectors are read
+MOST_TOKENS = 8192  # of a caption with its template; longer ones are cut, as in the pipeline
+_MULTIPLE, _PADDING_PLACE = 80, 1
+_TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+class Flux3TextEncoder(LanguageModelEncoder):
+    """Captions to 8 vectors a token, side by side, by Qwen3-VL-4B's language model.
+
+    A caption is put into the chat template as a user's message. It is filled up at its end to a multiple of 80 tokens,
+    and this padding is a part of the text: the transformer attends to it. A padding token sees the real ones and not
+    its like, at position 1, as transformers counted when the model was trained (diffusers'
+    ``modular_pipelines/flux3/encoders.py``). So captions of a batch have 80, 160, ... vectors each, and those filled up
+    further are masked.
+    """
+
+    title = "Qwen3-VL, 4 billion weights"
+    layers = LAYERS
+
+    def inputs(self, captions: list[str], references: list[list[Image]] | None) -> dict[str, Tensor]:
+        """Return ids, mask and positions [B, T], T being what the longest caption keeps. No images are looked at."""
+        assert references is None
+        rows = [self.tokenizer(_TEMPLATE.replace("{}", caption)).input_ids[:MOST_TOKENS] for caption in captions]
+        filled = max(self.kept(len(row)) for row in rows)
+        padding: Any = self.tokenizer.pad_token_id
+        made = padded(rows, filled, padding)
+        mask = made["attention_mask"]
+        places = torch.arange(filled).expand_as(mask).masked_fill(mask == 0, _PADDING_PLACE)
+        return made | {"position_ids": places}
+
+    def kept(self, length: int) -> int:
+        """Return the multiple of 80 that a prompt of ``length`` tokens is filled up to."""
+        return min(math.ceil(length / _MULTIPLE) * _MULTIPLE, MOST_TOKENS)
 
 
 class Flux3KleinFamily(Qwen3Family):
@@ -70,9 +106,7 @@ class Flux3KleinFamily(Qwen3Family):
     @staticmethod
     def blocks(transformer: Any) -> list[nn.Module]:
         """Return blocks of the image, of the text, then joint ones, in running order."""
-        return [
-            *transformer.mode_blocks["image"], *transformer.txt_mode_blocks, *transformer.single_transformer_blocks
-        ]  # fmt: skip
+        return [*transformer.mode_blocks["image"], *transformer.txt_mode_blocks, *transformer.single_transformer_blocks]
 
     @classmethod
     def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:

@@ -79,9 +79,13 @@ def _arguments(shapes: Shapes) -> dict[str, Any]:
     block, fusion = "transformer_blocks.0", "text_fusion.layerwise_blocks.0"
     (text_head_dim,) = shapes[f"{fusion}.attn.norm_q.weight"]
     sizes = block_sizes(
-        shapes, "img_in", f"{block}.attn.norm_q", num_layers="transformer_blocks",
-        num_layerwise_text_blocks="text_fusion.layerwise_blocks", num_refiner_text_blocks="text_fusion.refiner_blocks",
-    )  # fmt: skip
+        shapes,
+        "img_in",
+        f"{block}.attn.norm_q",
+        num_layers="transformer_blocks",
+        num_layerwise_text_blocks="text_fusion.layerwise_blocks",
+        num_refiner_text_blocks="text_fusion.refiner_blocks",
+    )
     head_dim = sizes["attention_head_dim"]
     return sizes | {
         "num_key_value_heads": shapes[f"{block}.attn.to_k.weight"][0] // head_dim,

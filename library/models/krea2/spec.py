@@ -16,21 +16,49 @@ from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, Krea2Pipeline, Krea2Transformer2DModel
+from PIL.Image import Image
 from torch import Tensor
 
 import library.models.krea2.files as krea2_files
 import library.models.krea2.model as krea2_model
 from library.conditions import Conditions
 from library.errors import UserError
-from library.models.krea2.text import LAYERS, MOST_TOKENS, Krea2TextEncoder
 from library.models.latents import image_positions, pack_latents, token_grid
 from library.models.qwen3 import VL_THETA, Qwen3Family
+from library.models.qwen_image.text import TEMPLATES
 from library.models.qwen_image.vae import QwenImageEncoder
-from library.models.text import LanguageModelEncoder
+from library.models.text import LanguageModelEncoder, padded
 from library.models.weights import read_config
 from library.precision.recipe import Recipe
 
 _TURBO_SHIFT = math.exp(1.15)  # Krea2Pipeline: mu of a distilled model
+
+LAYERS = (2, 5, 8, 11, 14, 17, 20, 23, 26, 29, 32, 35)  # of diffusers' pipeline, where a folder says no others
+MOST_TOKENS = 512  # of a caption with the template's end; longer captions are cut, as in the pipeline
+_TEMPLATE = TEMPLATES["qwen_image"]
+_BEFORE, _AFTER = _TEMPLATE.fill("\0", ()).split("\0")
+_END = 5  # tokens of the template's end
+
+
+class Krea2TextEncoder(LanguageModelEncoder):
+    """Captions to the vectors of several layers of Qwen3-VL-4B, side by side; ``prompt_embeds`` [L, layers * D].
+
+    A caption is put into Qwen-Image's template, and what the language model says about the template's own beginning is
+    dropped again (34 tokens). diffusers' pipeline fills captions up to a fixed length *before* the template's end,
+    masks what it filled up and counts positions without it: the vectors of the real tokens are those of a caption by
+    itself, and these are read here. No images are looked at.
+
+    Which layers are read, a model's folder says: the family sets ``layers``.
+    """
+
+    title = "Qwen3-VL, 4 billion weights"
+    dropped = _TEMPLATE.dropped
+
+    def inputs(self, captions: list[str], references: list[list[Image]] | None) -> dict[str, Tensor]:
+        """Return ids and mask [B, T], filled up at the end."""
+        assert references is None
+        most, end = self.dropped + MOST_TOKENS - _END, self.tokenizer(_AFTER).input_ids
+        return padded([self.tokenizer(_BEFORE + caption).input_ids[:most] + end for caption in captions])
 
 
 class Krea2Family(Qwen3Family):

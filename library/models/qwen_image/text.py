@@ -96,10 +96,15 @@ TEMPLATES = {
 def published_text() -> dict[str, Callable[[], Any]]:
     """Return what builds Qwen2.5-VL-7B, and a tokenizer of single bytes for it, by folder."""
     text = {
-        "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
-        "num_attention_heads": 28, "num_key_value_heads": 4, "rms_norm_eps": 1e-6,
+        "vocab_size": 152064,
+        "hidden_size": 3584,
+        "intermediate_size": 18944,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 28,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": _MROPE},
-    }  # fmt: skip
+    }
     vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584}
     return {
         "text_encoder": lambda: Qwen2_5_VLModel(Qwen2_5_VLConfig(text_config=text, vision_config=vision)),

@@ -80,10 +80,15 @@ def published_text(sees: bool) -> dict[str, Callable[[], Any]]:
 
     def whole() -> Qwen3VLModel:
         text = {
-            "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36,
-            "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128,
+            "vocab_size": 151936,
+            "hidden_size": 4096,
+            "intermediate_size": 12288,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
             "rope_parameters": {"rope_type": "default", "rope_theta": VL_THETA, "mrope_section": _MROPE},
-        }  # fmt: skip
+        }
         return _without_norm(Qwen3VLConfig(text_config=text, vision_config={"out_hidden_size": 4096}))
 
     return {"text_encoder": whole if sees else language, "processor": byte_tokenizer}

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from diffusers import DiffusionPipeline, ZImagePipeline, ZImageTransformer2DModel
+from PIL.Image import Image
 from torch import Tensor, nn
 
 import library.models.z_image.files as z_image_files
@@ -19,7 +20,27 @@ import library.models.z_image.model as z_image_model
 from library.conditions import Conditions
 from library.models.flux.vae import FluxImageEncoder
 from library.models.qwen3 import Qwen3Family
-from library.models.z_image.text import MOST_TOKENS, ZImageTextEncoder
+from library.models.text import LanguageModelEncoder, padded
+
+MOST_TOKENS = 512  # of a caption with its template; longer ones are cut, as in the pipeline
+_TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+
+
+class ZImageTextEncoder(LanguageModelEncoder):
+    """Captions to one vector a token, by Qwen3-4B without its last layer.
+
+    A caption is put into Qwen3's chat template as a user's message, with thinking allowed, and cut at 512 tokens. What
+    Z-Image sees is what enters the *last* layer of the language model. Captions keep their own lengths; a batch fills
+    them up and carries the mask.
+    """
+
+    title = "Qwen3, 4 billion weights"
+
+    def inputs(self, captions: list[str], references: list[list[Image]] | None) -> dict[str, Tensor]:
+        """Return ids and mask [B, T], filled up at the end. No images are looked at."""
+        assert references is None
+        prompts = [_TEMPLATE.replace("{}", caption) for caption in captions]
+        return padded([self.tokenizer(prompt).input_ids[:MOST_TOKENS] for prompt in prompts])
 
 
 class ZImageFamily(Qwen3Family):
