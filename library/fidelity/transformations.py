@@ -237,9 +237,9 @@ def _by_way_of_e5m2(served: ServedMatrix, wanted: Tensor) -> Diagnosis | None:
     assert served.quantized is not None
     if served.quantized.fp8.mantissa_bits != 3:
         return None
-    codes = served.quantized.values.view(torch.uint8)
-    normal = (codes & 0x7F) >= 0x08
-    odd = float((codes[normal] & 1).float().mean()) if bool(normal.any()) else 1.0
+    bits = served.quantized.values.view(torch.uint8)
+    normal = (bits & 0x7F) >= 0x08
+    odd = float((bits[normal] & 1).float().mean()) if bool(normal.any()) else 1.0
     if odd > 0.01 or relative(served.numbers, wanted) > 0.12:
         return None
     return "mixed_formats", "rounded to e5m2 before it was stored in e4m3fn"

@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,26 @@ from library.nn.modes import evaluating
 from library.nn.tensor_split import Parts
 from library.precision.checkpoint import QuantizedFile, ServedInput, WeightFiles
 from library.precision.recipe import Recipe, WeightLoader
+
+
+@dataclass(frozen=True)
+class SampleSettings:
+    """What an image is sampled with, besides its text.
+
+    Attributes:
+        width, height: pixels, multiples of the encoder's ``pixel_multiple``.
+        steps: of the solver; at least 2 where the schedule is stretched between the first and the last.
+        guidance: for the guidance input, where there is one.
+        seed: of the noise.
+        cfg: strength of true classifier-free guidance; above 1 it takes two evaluations a step.
+    """
+
+    width: int
+    height: int
+    steps: int
+    guidance: float
+    seed: int
+    cfg: float = 1.0
 
 
 class Family:
@@ -382,13 +403,8 @@ class Family:
         transformer: nn.Module,
         image_encoder: ImageEncoder,
         text: dict[str, Tensor],
-        width: int,
-        height: int,
-        steps: int,
-        guidance: float,
-        seed: int,
+        settings: SampleSettings,
         negative_text: dict[str, Tensor] | None = None,
-        cfg: float = 1.0,
         conditions: Conditions = NO_CONDITIONS,
     ) -> Image:
         """Sample one image with diffusers' pipeline and the running transformer.
@@ -401,11 +417,8 @@ class Family:
             transformer: the network, possibly with LoRA; DDP and compile wrappers are taken off.
             image_encoder: decodes the result.
             text: of the text encoder, with or without a batch axis of one.
-            width, height: pixels, multiples of ``image_encoder.pixel_multiple``.
-            steps: of the solver; at least 2 where the schedule is stretched between the first and the last.
-            guidance: for the guidance input, where there is one.
-            seed: of the noise.
-            negative_text, cfg: what to steer away from, with ``cfg`` above 1 (two evaluations a step).
+            settings: size, steps, guidance, seed.
+            negative_text: what to steer away from, with ``cfg`` above 1.
             conditions: what ``conditioning`` names, with a batch axis of one.
 
         Raises:
@@ -413,6 +426,7 @@ class Family:
                 takes no negative text.
         """
         multiple, factor = image_encoder.pixel_multiple, image_encoder.latent_factor
+        width, height, steps, seed = settings.width, settings.height, settings.steps, settings.seed
         if width % multiple or height % multiple:
             raise UserError(f"sample of {width} x {height} pixels: both must be multiples of {multiple}")
         scheduler = self._scheduler_of(steps)
@@ -424,8 +438,8 @@ class Family:
         inputs = self.condition_inputs((width, height), seed, conditions)
         if (sigmas := self.first_sigmas(steps)) is not None:
             inputs["sigmas"] = sigmas
-        texts = {"": text} | ({"negative_": negative_text} if negative_text is not None and cfg > 1 else {})
-        inputs |= self.guidance_inputs(guidance, cfg if len(texts) > 1 else 1.0)
+        texts = {"": text} | ({"negative_": negative_text} if negative_text is not None and settings.cfg > 1 else {})
+        inputs |= self.guidance_inputs(settings.guidance, settings.cfg if len(texts) > 1 else 1.0)
         for prefix, each in texts.items():
             one = each if each["prompt_embeds"].ndim == 3 else {name: row.unsqueeze(0) for name, row in each.items()}
             inputs |= {prefix + name: value for name, value in self.pipeline_text(one, plain).items()}

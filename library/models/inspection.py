@@ -82,7 +82,7 @@ _EMBEDDING = re.compile(
     r"(.*\.)?(embed_tokens|shared|wte|wpe|tok_embeddings|token_embedding|position_embedding|position_embeddings"
     r"|relative_attention_bias|word_embeddings)"
 )
-# Leaves that belong to a quantisation: ComfyUI's and musubi-tuner's scales and markers, bitsandbytes' codes.
+# Leaves that belong to a quantisation: ComfyUI's and musubi-tuner's scales and markers, bitsandbytes' tables.
 _BOOKKEEPING = re.compile(
     r"(.*\.)?(scale_weight|weight_scale|weight_scale_2|scale_input|input_scale|scaled_fp8|comfy_quant|SCB)"
     r"|(.*\.weight\.)?(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\..*)"

@@ -185,12 +185,12 @@ def by_bits(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     factor = (factor * fp8.half_factor).unsqueeze(-1)
     for start in range(0, values.shape[0], rows):
         chunk = slice(start, start + rows)
-        codes = values[chunk].view(torch.int8)
-        halves = integers[: len(codes)].copy_(codes).bitwise_left_shift_(fp8.half_shift)
+        bits = values[chunk].view(torch.int8)
+        halves = integers[: len(bits)].copy_(bits).bitwise_left_shift_(fp8.half_shift)
         if fp8.half_shift == 7:
             halves.bitwise_and_(-0x4001)  # bit 14 is the sign extension's; the half's exponent there is 0
-        floats = numbers[: len(codes)].copy_(halves.view(torch.float16))
-        floats.view(len(codes), factor.shape[1], -1).mul_(factor if len(factor) == 1 else factor[chunk])
+        floats = numbers[: len(bits)].copy_(halves.view(torch.float16))
+        floats.view(len(bits), factor.shape[1], -1).mul_(factor if len(factor) == 1 else factor[chunk])
         result[chunk].copy_(floats)
     return result
 

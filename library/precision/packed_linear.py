@@ -146,14 +146,14 @@ class Int8Linear(DecodedLinear):
 
 
 class Int4Linear(DecodedLinear):
-    """A weight of codes of 4 bits with a scale and an offset for each 32 inputs, which are rounded to bf16."""
+    """A weight of integers of 4 bits with a scale and an offset for each 32 inputs, which are rounded to bf16."""
 
     most_rows = _INT4_ROWS
 
-    def __init__(self, source: QuantizedLinear, codes: Tensor, scale: Tensor, offset: Tensor) -> None:
+    def __init__(self, source: QuantizedLinear, values: Tensor, scale: Tensor, offset: Tensor) -> None:
         super().__init__(source)
-        self.packed = torch._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
-        # the kernel's numbers are (code - 8) * scale + zero
+        self.packed = torch._convert_weight_to_int4pack_for_cpu(values.int(), 1)
+        # the kernel's numbers are (value - 8) * scale + zero
         self.scales = torch.stack((scale, offset + 8 * scale), dim=-1).transpose(0, 1).contiguous().bfloat16()
 
     def _product(self, rows: Tensor) -> Tensor:
@@ -222,7 +222,7 @@ def _has_decoder(layer: QuantizedLinear) -> bool:
     if weight.tensors()["values"].device.type != "cpu" or torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         return False
     if isinstance(weight, GgufWeight):
-        return weight.has_codes and layer.out_features % _INT4_OUTPUTS == 0
+        return weight.is_int4 and layer.out_features % _INT4_OUTPUTS == 0
     return isinstance(weight, Int8Weight) and not weight.rotates
 
 
@@ -231,8 +231,8 @@ def _decoded(layer: QuantizedLinear) -> DecodedLinear | None:
     weight = layer.quantized()
     if isinstance(weight, Int8Weight):
         return Int8Linear(layer, weight)
-    codes = weight.codes() if isinstance(weight, GgufWeight) else None
-    return None if codes is None else Int4Linear(layer, *codes)
+    parts = weight.int4() if isinstance(weight, GgufWeight) else None
+    return None if parts is None else Int4Linear(layer, *parts)
 
 
 def _has_kernel(weight: Tensor) -> bool:

@@ -248,16 +248,16 @@ def _tile(
     else:
         at = column + tl.arange(0, COLUMNS)
         mask = (rows < outputs)[:, None] & (at < inputs)[None, :]
-        codes = tl.load(values + rows.to(tl.int64)[:, None] * inputs + at[None, :], mask=mask, other=0)
+        bits = tl.load(values + rows.to(tl.int64)[:, None] * inputs + at[None, :], mask=mask, other=0)
         if CODE == "e4m3fn":
-            w = _e4m3fn(codes)
+            w = _e4m3fn(bits)
         elif CODE == "fp8e4nv":
-            w = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+            w = bits.to(tl.float8e4nv, bitcast=True).to(tl.float32)
         elif CODE == "e5m2":  # the upper byte of an IEEE half
-            w = (codes.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+            w = (bits.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
         else:
             tl.static_assert(CODE == "int8")
-            w = codes.to(tl.float32)
+            w = bits.to(tl.float32)
     if CODE != "Q8_0" and CODE != "Q4_0":
         # RUN inputs share a scale, 0: all of a row; there is one for the whole tile's width, or there are several
         RUNS: tl.constexpr = COLUMNS // RUN if RUN > 0 and RUN < COLUMNS else 1
@@ -273,22 +273,22 @@ def _tile(
 
 
 @triton.jit
-def _fields(codes, WIDTH: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
-    """Return the numbers of ``codes`` of sign, exponent and mantissa in WIDTH bits, fp32.
+def _fields(bits, WIDTH: tl.constexpr, MANTISSA: tl.constexpr, BIAS: tl.constexpr):
+    """Return the numbers of ``bits`` of sign, exponent and mantissa in WIDTH bits, fp32.
 
     BIAS: 127, fp32's bias of exponents, less their own.
     """
-    codes = codes.to(tl.uint32)
-    magnitude = (codes & ((1 << (WIDTH - 1)) - 1)) << (23 - MANTISSA)
-    bits = magnitude | ((codes >> (WIDTH - 1)) << 31)
+    bits = bits.to(tl.uint32)
+    magnitude = (bits & ((1 << (WIDTH - 1)) - 1)) << (23 - MANTISSA)
+    bits = magnitude | ((bits >> (WIDTH - 1)) << 31)
     factor = tl.full([1, 1], (127 + BIAS) << 23, tl.uint32).to(tl.float32, bitcast=True)  # 2^BIAS
     return bits.to(tl.float32, bitcast=True) * factor
 
 
 @triton.jit
-def _e4m3fn(codes):
+def _e4m3fn(bits):
     """Return the numbers of bytes in e4m3fn, fp32; S.1111.111 is its NaN."""
-    return tl.where((codes & 0x7F) == 0x7F, float("nan"), _fields(codes, 8, 3, 120))
+    return tl.where((bits & 0x7F) == 0x7F, float("nan"), _fields(bits, 8, 3, 120))
 
 
 @triton.jit

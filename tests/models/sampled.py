@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from library.models.family import Family
+from library.models.family import Family, SampleSettings
 
 
 def assert_sample_is_the_pipelines(family: Family, pipeline: Any, cfg: float, **theirs: Any) -> None:
@@ -22,13 +22,8 @@ def assert_sample_is_the_pipelines(family: Family, pipeline: Any, cfg: float, **
         transformer,
         family.load_image_encoder(torch.float32),
         text,
-        width=64,
-        height=96,
-        steps=3,
-        guidance=3.5,
-        seed=7,
+        SampleSettings(64, 96, steps=3, guidance=3.5, seed=7, cfg=cfg),
         negative_text=negative if cfg > 1 else None,
-        cfg=cfg,
     )
     if cfg > 1 and "negative_prompt_embeds" not in theirs:
         theirs["negative_prompt"] = "blurry, large"

@@ -151,7 +151,7 @@ def test_what_is_decoded_within_the_product_is_the_dequantised_weight(kind: str,
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q4_K"])
 def test_codes_are_the_numbers_of_a_gguf_weight(kind: str) -> None:
     weight = weight_of(kind)
-    found = weight.codes()
+    found = weight.int4()
     assert found is not None
     codes, scale, offset = found
     assert codes.shape == (24, 512)
@@ -160,7 +160,7 @@ def test_codes_are_the_numbers_of_a_gguf_weight(kind: str) -> None:
     expected = weight.dequantize(torch.float32)
     # the same in fp32, in another order
     torch.testing.assert_close(numbers.view(24, 512), expected, rtol=1e-5, atol=1e-6 * float(expected.abs().max()))
-    assert weight_of("Q6_K").codes() is None
+    assert weight_of("Q6_K").int4() is None
 
 
 def test_quantised_layers_of_an_fp32_model_or_without_a_kernel_stay() -> None:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from library.conditions import Conditions
 from library.config.schema import ModelConfig
 from library.errors import NotFiniteError, UserError
-from library.models.family import model_family
+from library.models.family import SampleSettings, model_family
 from library.models.registry import lora_targets
 from networks.files.adapters import save_adapter
 from networks.files.weights import LoraWeights
@@ -42,7 +42,9 @@ def painted(base: Path, model_type: str, conditions: Conditions) -> np.ndarray:
     text = family.load_text_encoder(torch.float32).encode(["a door"])[0]
     transformer = family.load_transformer(torch.float32)
     encoder = family.load_image_encoder(torch.float32)
-    sample = family.sample(transformer, encoder, text, 64, 48, 2, 3.0, 5, conditions=conditions)
+    sample = family.sample(
+        transformer, encoder, text, SampleSettings(64, 48, steps=2, guidance=3.0, seed=5), conditions=conditions
+    )
     return np.asarray(sample).astype(int)
 
 

@@ -106,7 +106,7 @@ class Derived:
 
 
 class DerivedWeights(WeightFiles):
-    """The tensors of ``base`` and derived ones beside them; fp8 codes keep their layout."""
+    """The tensors of ``base`` and derived ones beside them; fp8 values keep their layout."""
 
     def __init__(self, base: WeightFiles, derived: Mapping[str, Derived]) -> None:
         self.path, self.quantized = base.path, base.quantized

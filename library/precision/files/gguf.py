@@ -47,7 +47,7 @@ TYPES: dict[str, tuple[int, int, tuple[int, ...]]] = {
     "Q6_K": (256, 210, (208,)),
     "IQ4_XS": (256, 136, (0,)),
 }
-_CODES = {"Q4_0": 2, "Q4_1": 4, "Q4_K": 16}  # types of 4 even bits, and where the codes of a block begin
+_INT4 = {"Q4_0": 2, "Q4_1": 4, "Q4_K": 16}  # types of 4 even bits, and where the quantised values of a block begin
 _READ_ONLY = "of GGUF is read only here; its servers add a LoRA at run time, so nothing needs to be merged"
 
 
@@ -87,31 +87,31 @@ class GgufWeight(CutWeight):
         return in_chunks(self, numbers, dtype)
 
     @property
-    def has_codes(self) -> bool:
-        """Whether :meth:`codes` can say them."""
-        return self.type in _CODES
+    def is_int4(self) -> bool:
+        """Whether its values are integers of 4 bits with a scale and an offset (:meth:`int4`)."""
+        return self.type in _INT4
 
-    def codes(self) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Return codes 0..15 [out, in] uint8, scale and offset [out, in / 32] fp32 with code * scale + offset = weight.
+    def int4(self) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return quantised values 0..15 [out, in] uint8, scale and offset [out, in / 32] fp32; None of other types.
 
-        None of types that are not of 4 even steps.
+        weight = value * scale + offset
         """
         from diffusers.quantizers.gguf.utils import get_scale_min
 
-        if not self.has_codes:
+        if not self.is_int4:
             return None
-        start = _CODES[self.type]
+        start = _INT4[self.type]
         head = self.values[..., :start].contiguous()
         low_high = self.values[..., start:].unflatten(-1, (-1, 32 if self.type == "Q4_K" else 16))
-        codes = torch.stack((low_high & 15, low_high >> 4), dim=-2).reshape(self.shape)
+        values = torch.stack((low_high & 15, low_high >> 4), dim=-2).reshape(self.shape)
         scale = head[..., :4].view(torch.float16).float() if start > 2 else head.view(torch.float16).float()
         if self.type == "Q4_0":
-            return codes, scale[..., 0], -8 * scale[..., 0]
+            return values, scale[..., 0], -8 * scale[..., 0]
         if self.type == "Q4_1":
-            return codes, scale[..., 0], scale[..., 1]
+            return values, scale[..., 0], scale[..., 1]
         factors = [part.reshape(*scale.shape[:2], 8) for part in get_scale_min(head[..., 4:].reshape(-1, 12))]
         scale, offset = (scale[..., i : i + 1] * factors[i] for i in range(2))
-        return codes, scale.flatten(1), -offset.flatten(1)
+        return values, scale.flatten(1), -offset.flatten(1)
 
     def encoded(self) -> Encoded | None:
         """Return the blocks of the two simplest types, which have their scales in them."""

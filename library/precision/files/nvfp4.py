@@ -136,7 +136,7 @@ class Nvfp4Scheme(BlockScheme):
         return scale if self.matrix is None or exact.all() else self.matrix
 
     def round(self, units: Tensor, stochastic: bool = False, generator: torch.Generator | None = None) -> Tensor:
-        """See :meth:`Scheme.round`; between two numbers as near it takes the one with an even code."""
+        """See :meth:`Scheme.round`; between two numbers as near it takes the one with even bits."""
         refuse_nan(units, self.name)
         magnitude = units.abs().clamp_max_(_LARGEST)
         gap = gap_above(magnitude)
@@ -146,10 +146,10 @@ class Nvfp4Scheme(BlockScheme):
         """Return the weight of numbers ``units`` and of their steps."""
         assert steps is not None
         magnitude = units.abs()
-        codes = torch.where(magnitude < 2, magnitude * 2, torch.where(magnitude < 4, magnitude + 2, magnitude / 2 + 4))
-        codes = codes.to(torch.uint8) | (units.signbit().to(torch.uint8) << 3)
+        bits = torch.where(magnitude < 2, magnitude * 2, torch.where(magnitude < 4, magnitude + 2, magnitude / 2 + 4))
+        bits = bits.to(torch.uint8) | (units.signbit().to(torch.uint8) << 3)
         scale = self._scale_of(steps)
-        return Nvfp4Weight(codes[:, ::2] << 4 | codes[:, 1::2], (steps / scale).to(E4M3FN.dtype), scale)
+        return Nvfp4Weight(bits[:, ::2] << 4 | bits[:, 1::2], (steps / scale).to(E4M3FN.dtype), scale)
 
     def store(self, layout: LayoutKind, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredNvfp4:
         """See :meth:`Scheme.store`."""
@@ -253,5 +253,5 @@ def _swapped(values: Tensor) -> Tensor:
 def _pairs(device: torch.device) -> Tensor:
     """Return the two fp32 numbers of each byte as one int64, [256]: one look-up gives both."""
     numbers = torch.tensor([*_MAGNITUDES, *(-magnitude for magnitude in _MAGNITUDES)])
-    codes = torch.arange(256)
-    return torch.stack([numbers[codes >> 4], numbers[codes & 15]], dim=1).view(torch.int64).view(-1).to(device)
+    byte = torch.arange(256)
+    return torch.stack([numbers[byte >> 4], numbers[byte & 15]], dim=1).view(torch.int64).view(-1).to(device)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from library.conditions import Conditions
 from library.data.dataset import TrainingData
 from library.files import atomic_path
-from library.models.family import Family
+from library.models.family import Family, SampleSettings
 from library.models.vae import ImageEncoder
 from library.nn.modes import evaluating
 from library.training.sampling.conditions import PromptImageRules, encode_prompt_images, show_prompt_images, text_jobs
@@ -166,13 +166,10 @@ def generate_image(
         transformer,
         image_encoder,
         texts[prompt.prompt],
-        width=prompt.width,
-        height=prompt.height,
-        steps=prompt.steps,
-        guidance=prompt.guidance,
-        seed=prompt.seed,
+        SampleSettings(
+            prompt.width, prompt.height, steps=prompt.steps, guidance=prompt.guidance, seed=prompt.seed, cfg=prompt.cfg
+        ),
         negative_text=texts[prompt.negative] if prompt.cfg != 1.0 else None,
-        cfg=prompt.cfg,
         conditions=conditions,
     )
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from library.conditions import NO_CONDITIONS, Conditions
 from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.models.family import model_family
+from library.models.family import SampleSettings, model_family
 from library.models.flux.model import pack_mask
 from library.models.flux.spec import FluxFamily
 from library.models.latents import pack_latents
@@ -64,7 +64,11 @@ def test_a_sample_is_what_the_pipeline_paints_into_the_picture_itself(family: Fl
     conditions = Conditions(masked_latents=encoder.encode((picture * 2 - 1) * (1 - mask)), mask=mask)
     transformer = family.load_transformer(torch.float32)
     ours = family.sample(
-        transformer, encoder, text_of(), WIDTH, HEIGHT, steps=3, guidance=30.0, seed=7, conditions=conditions
+        transformer,
+        encoder,
+        text_of(),
+        SampleSettings(WIDTH, HEIGHT, steps=3, guidance=30.0, seed=7),
+        conditions=conditions,
     )
 
     pipeline = FluxFillPipeline.from_pretrained(folder)
@@ -96,7 +100,14 @@ def test_the_mask_and_the_known_part_decide_the_sample(family: FluxFamily) -> No
 
     def drawn(conditions: Conditions) -> np.ndarray:
         return np.asarray(
-            family.sample(transformer, encoder, text_of(), WIDTH, HEIGHT, 2, 30.0, 7, conditions=conditions), dtype=int
+            family.sample(
+                transformer,
+                encoder,
+                text_of(),
+                SampleSettings(WIDTH, HEIGHT, steps=2, guidance=30.0, seed=7),
+                conditions=conditions,
+            ),
+            dtype=int,
         )
 
     known = encoder.encode((picture * 2 - 1) * (1 - mask))
@@ -110,7 +121,13 @@ def test_a_16_bit_transformer_samples_under_autocast(family: FluxFamily) -> None
     encoder, transformer = family.load_image_encoder(torch.float32), family.load_transformer(torch.bfloat16)
     _, mask = picture_and_mask()
     conditions = Conditions(masked_latents=torch.zeros(1, 16, HEIGHT // 8, WIDTH // 8), mask=mask)
-    image = family.sample(transformer, encoder, text_of(), WIDTH, HEIGHT, 2, 30.0, 7, conditions=conditions)
+    image = family.sample(
+        transformer,
+        encoder,
+        text_of(),
+        SampleSettings(WIDTH, HEIGHT, steps=2, guidance=30.0, seed=7),
+        conditions=conditions,
+    )
     assert image.size == (WIDTH, HEIGHT)
     assert np.asarray(image).std() > 1
 
@@ -126,8 +143,17 @@ def test_what_fill_cannot_do_is_refused(family: FluxFamily) -> None:
         )
     right = tiny_conditions("flux_fill", 1)
     with pytest.raises(UserError, match="needs an image and a mask"):
-        family.sample(transformer, encoder, text, 64, 64, 1, 30.0, 0)
+        family.sample(transformer, encoder, text, SampleSettings(64, 64, steps=1, guidance=30.0, seed=0))
     with pytest.raises(UserError, match="64 x 48 pixels with a mask of 64 x 64"):
-        family.sample(transformer, encoder, text, 64, 48, 1, 30.0, 0, conditions=right)
+        family.sample(
+            transformer, encoder, text, SampleSettings(64, 48, steps=1, guidance=30.0, seed=0), conditions=right
+        )
     with pytest.raises(UserError, match="knows no negative prompt; remove --n and --l"):
-        family.sample(transformer, encoder, text, 64, 64, 1, 30.0, 0, text, cfg=3.0, conditions=right)
+        family.sample(
+            transformer,
+            encoder,
+            text,
+            SampleSettings(64, 64, steps=1, guidance=30.0, seed=0, cfg=3.0),
+            negative_text=text,
+            conditions=right,
+        )

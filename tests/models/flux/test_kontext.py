@@ -13,7 +13,7 @@ from torch import Tensor
 
 from library.conditions import NO_CONDITIONS, Conditions
 from library.config.schema import ModelConfig
-from library.models.family import model_family
+from library.models.family import SampleSettings, model_family
 from library.models.flux.spec import FluxFamily, canvas_offsets
 from tests.flux_variants import TEXT
 from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline
@@ -52,9 +52,13 @@ def test_a_sample_is_what_the_pipeline_draws(
         conditions = Conditions(references=(encoder.encode(pixels),))
     negative = text_of(1) if cfg != 1 else None
     ours = family.sample(
-        family.load_transformer(torch.float32), encoder, text_of(), WIDTH, HEIGHT,
-        steps=3, guidance=2.5, seed=7, negative_text=negative, cfg=cfg, conditions=conditions,
-    )  # fmt: skip
+        family.load_transformer(torch.float32),
+        encoder,
+        text_of(),
+        SampleSettings(WIDTH, HEIGHT, steps=3, guidance=2.5, seed=7, cfg=cfg),
+        negative_text=negative,
+        conditions=conditions,
+    )
 
     pipeline = FluxKontextPipeline.from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
@@ -123,7 +127,13 @@ def test_every_reference_reaches_the_sample(family: FluxFamily) -> None:
 
     def drawn(*references: Tensor) -> np.ndarray:
         conditions = Conditions(references=references)
-        image = family.sample(transformer, encoder, text_of(), WIDTH, HEIGHT, 2, 2.5, 7, conditions=conditions)
+        image = family.sample(
+            transformer,
+            encoder,
+            text_of(),
+            SampleSettings(WIDTH, HEIGHT, steps=2, guidance=2.5, seed=7),
+            conditions=conditions,
+        )
         return np.asarray(image, dtype=int)
 
     both = drawn(first, second)

@@ -14,7 +14,7 @@ from torch import nn
 
 from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.models.family import model_family
+from library.models.family import SampleSettings, model_family
 from library.models.flux.spec import FluxFamily
 from library.models.latents import image_positions, pack_latents, unpack_latents
 from tests.models.sampled import assert_sample_is_the_pipelines
@@ -160,7 +160,7 @@ def test_sampling_leaves_the_transformer_as_it_was(folders: dict[str, Path]) -> 
             self.module = module
 
     pictures = [
-        family.sample(model, encoder, text, 32, 32, steps=2, guidance=3.5, seed=1)
+        family.sample(model, encoder, text, SampleSettings(32, 32, steps=2, guidance=3.5, seed=1))
         for model in (transformer, Wrapped(transformer))
     ]
     assert np.array_equal(pictures[0], pictures[1])
@@ -174,7 +174,12 @@ def test_sampling_leaves_the_transformer_as_it_was(folders: dict[str, Path]) -> 
 def test_impossible_sample_size_is_refused(folders: dict[str, Path]) -> None:
     family = family_of(folders["dev"])
     with pytest.raises(UserError, match="sample of 40 x 64 pixels: both must be multiples of 16"):
-        family.sample(nn.Identity(), family.load_image_encoder(torch.float32), {}, 40, 64, 1, 1.0, 0)
+        family.sample(
+            nn.Identity(),
+            family.load_image_encoder(torch.float32),
+            {},
+            SampleSettings(40, 64, steps=1, guidance=1.0, seed=0),
+        )
 
 
 def test_fingerprints_follow_weights_and_settings(folders: dict[str, Path], tmp_path: Path) -> None:

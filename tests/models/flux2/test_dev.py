@@ -16,7 +16,7 @@ from library.conditions import Conditions
 from library.config.schema import ModelConfig
 from library.data.images import to_pixels
 from library.errors import UserError
-from library.models.family import model_family
+from library.models.family import SampleSettings, model_family
 from library.models.flux2.spec import DevFamily
 from tests.models.sampled import assert_sample_is_the_pipelines
 from tests.tiny_flux2 import (
@@ -96,7 +96,9 @@ def test_a_sample_with_a_reference_is_what_the_pipeline_draws(folder: Path, pipe
     conditions = Conditions(references=(encoder.encode(to_pixels(picture).unsqueeze(0)),))
     text = family.load_text_encoder(torch.float32).encode(["a red disc"])[0]
     transformer = family.load_transformer(torch.float32)
-    ours = family.sample(transformer, encoder, text, 64, 96, 3, 2.5, seed=7, conditions=conditions)
+    ours = family.sample(
+        transformer, encoder, text, SampleSettings(64, 96, steps=3, guidance=2.5, seed=7), conditions=conditions
+    )
     theirs = pipeline(
         image=[picture], prompt="a red disc", width=64, height=96, num_inference_steps=3, guidance_scale=2.5,
         generator=torch.Generator().manual_seed(7),

@@ -17,7 +17,7 @@ from library.conditions import NO_CONDITIONS, Conditions
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.data.images import to_pixels
 from library.errors import UserError
-from library.models.family import model_family
+from library.models.family import SampleSettings, model_family
 from library.models.flux2.files import FLUX2_TARGETS
 from library.models.flux2.model import optimise_forward
 from library.models.flux2.spec import KleinFamily
@@ -219,7 +219,9 @@ def test_a_sample_with_references_is_what_the_pipeline_draws(
     conditions = Conditions(references=latents) if count else NO_CONDITIONS
     text = family.load_text_encoder(torch.float32).encode(["a red disc"])[0]
     transformer = family.load_transformer(torch.float32)
-    ours = family.sample(transformer, encoder, text, 64, 96, 3, 1.0, seed=7, conditions=conditions)
+    ours = family.sample(
+        transformer, encoder, text, SampleSettings(64, 96, steps=3, guidance=1.0, seed=7), conditions=conditions
+    )
     theirs = pipeline(
         image=pictures or None,
         prompt="a red disc",

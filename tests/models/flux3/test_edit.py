@@ -11,7 +11,7 @@ from PIL import Image
 
 from library.conditions import Conditions
 from library.config.schema import ModelConfig
-from library.models.family import model_family
+from library.models.family import SampleSettings, model_family
 from tests.tiny_flux3 import flux3_reference, tiny_flux3_pipeline
 
 
@@ -33,9 +33,13 @@ def test_a_sample_is_what_the_pipeline_draws(
         conditions = Conditions(references=tuple(encoder.encode(each) for each in pixels[:references]))
         transformer = family.load_transformer(torch.float32)
         image = family.sample(
-            transformer, encoder, caption, 64, 48, steps=3, guidance=1.0, seed=7,
-            negative_text=negative if cfg > 1 else None, cfg=cfg, conditions=conditions,
-        )  # fmt: skip
+            transformer,
+            encoder,
+            caption,
+            SampleSettings(64, 48, steps=3, guidance=1.0, seed=7, cfg=cfg),
+            negative_text=negative if cfg > 1 else None,
+            conditions=conditions,
+        )
         return np.asarray(image, dtype=int)
 
     ours, pipeline = sample(len(sizes)), flux3_reference(folder)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from library.conditions import NO_CONDITIONS, Conditions
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.errors import UserError
-from library.models.family import model_family
+from library.models.family import SampleSettings, model_family
 from library.models.flux3.files import FLUX3_EDIT_TARGETS, FLUX3_TARGETS
 from library.models.flux3.model import optimise_forward, step_from
 from library.models.flux3.spec import Flux3KleinFamily
@@ -178,9 +178,12 @@ def test_samples_of_the_distilled_model_are_those_of_its_pipeline(distilled: Pat
     text = {"prompt_embeds": tiny_flux3_inputs(1)["prompt_embeds"]}
     with pytest.raises(UserError, match="knows no negative prompt; remove --n"):
         family.sample(
-            family.load_transformer(torch.float32), family.load_image_encoder(torch.float32), text, 64, 64, 2, 1.0, 0,
-            negative_text=text, cfg=2.0,
-        )  # fmt: skip
+            family.load_transformer(torch.float32),
+            family.load_image_encoder(torch.float32),
+            text,
+            SampleSettings(64, 64, steps=2, guidance=1.0, seed=0, cfg=2.0),
+            negative_text=text,
+        )
 
 
 class _AsPipeline:

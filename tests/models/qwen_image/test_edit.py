@@ -22,7 +22,7 @@ from library.config.schema import FlowConfig, ModelConfig
 from library.data.batches import Batch
 from library.data.images import to_pixels
 from library.errors import UserError
-from library.models.family import model_family
+from library.models.family import SampleSettings, model_family
 from library.models.qwen_image.spec import QwenImageEditFamily
 from library.models.qwen_image.text import TEMPLATES, reference_size
 from library.training.tasks.image_step import FlowStep
@@ -172,13 +172,8 @@ def test_samples_are_those_of_the_pipeline(
         family.load_transformer(torch.float32),
         encoder,
         text,
-        width=64,
-        height=96,
-        steps=3,
-        guidance=1.0,
-        seed=7,
+        SampleSettings(64, 96, steps=3, guidance=1.0, seed=7, cfg=3.0),
         negative_text=negative,
-        cfg=3.0,
         conditions=Conditions(references=references),
     )
     theirs = pipeline(

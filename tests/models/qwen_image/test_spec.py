@@ -14,7 +14,7 @@ from torch import nn
 
 from library.config.schema import FlowConfig, ModelConfig
 from library.errors import UserError
-from library.models.family import model_family
+from library.models.family import SampleSettings, model_family
 from library.models.qwen_image.spec import QwenImageFamily
 from library.precision.files.fp8 import Fp8Scheme
 from library.precision.recipe import Recipe
@@ -147,14 +147,14 @@ def test_samples_are_those_of_the_pipeline(folder: Path, pipeline: QwenImagePipe
 def test_sampling_refuses_one_step_and_odd_sizes_and_keeps_no_reference(folder: Path) -> None:
     family = family_of(folder)
     transformer, encoder = family.load_transformer(torch.bfloat16), family.load_image_encoder(torch.float32)
-    settings = {"guidance": 1.0, "seed": 1, "text": {name: rows[0] for name, rows in text_of(1).items()}}
+    text = {name: rows[0] for name, rows in text_of(1).items()}
     with pytest.raises(UserError, match="sample of 1 step: Qwen-Image's schedule has at least two"):
-        family.sample(transformer, encoder, width=64, height=64, steps=1, **settings)  # type: ignore[arg-type]
+        family.sample(transformer, encoder, text, SampleSettings(64, 64, steps=1, guidance=1.0, seed=1))
     with pytest.raises(UserError, match="60 x 64 pixels: both must be multiples of 16"):
-        family.sample(transformer, encoder, width=60, height=64, steps=2, **settings)  # type: ignore[arg-type]
+        family.sample(transformer, encoder, text, SampleSettings(60, 64, steps=2, guidance=1.0, seed=1))
     wrapped = nn.Module()
     wrapped.module = transformer
-    family.sample(wrapped, encoder, width=64, height=64, steps=2, **settings)  # type: ignore[arg-type]
+    family.sample(wrapped, encoder, text, SampleSettings(64, 64, steps=2, guidance=1.0, seed=1))
     gone = weakref.ref(transformer)
     del transformer, wrapped
     gc.collect()

@@ -16,7 +16,7 @@ from library.config.schema import FlowConfig, ModelConfig
 from library.data.batches import Item, collate
 from library.data.images import to_pixels
 from library.errors import UserError
-from library.models.family import model_family
+from library.models.family import SampleSettings, model_family
 from library.models.qwen_image_21.spec import QwenImage21EditFamily
 from library.training.tasks.image_step import FlowStep
 from tests.models.qwen_image_21.test_spec import on_white
@@ -113,13 +113,8 @@ def test_samples_are_those_of_the_pipeline(folder: Path, pipeline: QwenImage21Pi
         family.load_transformer(torch.float32),
         encoder,
         text,
-        width=64,
-        height=96,
-        steps=3,
-        guidance=1.0,
-        seed=7,
+        SampleSettings(64, 96, steps=3, guidance=1.0, seed=7, cfg=3.0),
         negative_text=negative,
-        cfg=3.0,
         conditions=Conditions(references=references),
     )
     theirs = pipeline(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from library.config.schema import FlowConfig, ModelConfig
 from library.errors import UserError
-from library.models.family import model_family
+from library.models.family import SampleSettings, model_family
 from library.models.files import file_arguments, transformer_of
 from library.models.qwen_image_21.files import FILES
 from library.models.qwen_image_21.spec import QwenImage21Family
@@ -149,13 +149,8 @@ def test_samples_are_those_of_the_pipeline(folder: Path, tmp_path: Path, cfg: fl
         transformer,
         family.load_image_encoder(torch.float32),
         text,
-        width=64,
-        height=96,
-        steps=3,
-        guidance=1.0,
-        seed=7,
+        SampleSettings(64, 96, steps=3, guidance=1.0, seed=7, cfg=cfg),
         negative_text=negative if cfg > 1 else None,
-        cfg=cfg,
     )
     expected = pipeline(
         "a red disc",

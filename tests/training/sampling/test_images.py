@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from torch import nn
 
+from library.models.family import SampleSettings
 from library.training.sampling.images import Sampler, save_image
 from library.training.sampling.prompts import SamplePrompt
 
@@ -18,9 +19,11 @@ class Painter:
     """A family whose image shows what it was asked for: the prompt's length in red, the "weights" in green."""
 
     def sample(
-        self, transformer: nn.Linear, encoder: object, text: dict, width: int, height: int, **_: object
+        self, transformer: nn.Linear, encoder: object, text: dict, settings: SampleSettings, **_: object
     ) -> Image.Image:
-        return Image.new("RGB", (width, height), (int(text["x"].item()), int(transformer.weight.item()), 200))
+        return Image.new(
+            "RGB", (settings.width, settings.height), (int(text["x"].item()), int(transformer.weight.item()), 200)
+        )
 
 
 class Encoder:

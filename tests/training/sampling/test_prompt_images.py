@@ -15,6 +15,7 @@ from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
 from library.config.model_types import Blank
 from library.data.buckets import ControlSizing
 from library.errors import UserError
+from library.models.family import SampleSettings
 from library.training.sampling.conditions import (
     PromptImageRules,
     check_prompt_images,
@@ -187,11 +188,16 @@ class Painter:
         self.given: list[Conditions] = []
 
     def sample(
-        self, transformer: object, encoder: object, text: object, width: int, height: int, conditions: Conditions,
+        self,
+        transformer: object,
+        encoder: object,
+        text: object,
+        settings: SampleSettings,
+        conditions: Conditions,
         **_: object,
-    ) -> Image.Image:  # fmt: skip
+    ) -> Image.Image:
         self.given.append(conditions)
-        return Image.new("RGB", (width, height), (10, 20, 200))
+        return Image.new("RGB", (settings.width, settings.height), (10, 20, 200))
 
 
 class Encoder(AverageEncoder):
