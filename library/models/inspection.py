@@ -28,7 +28,7 @@ from library.files import shards_of
 from library.models.hub import pipeline_index
 from library.models.registry import all_modules
 from library.precision.checkpoint import quantized_file
-from library.precision.files.base import FileTensors
+from library.precision.files.file_tensors import FileTensors
 from library.safetensors_io import TensorEntry, read_entries, weight_files
 
 

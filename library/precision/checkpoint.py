@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from library.errors import UserError, did_you_mean
-from library.precision.files.base import FileTensors, QuantizedWeight, StoredWeight
+from library.precision.files.base import QuantizedWeight, StoredWeight
+from library.precision.files.file_tensors import FileTensors
 from library.precision.files.registry import FINDERS
 from library.precision.names import ActivationRounding, LayoutKind
 from library.safetensors_io import RowRange, TensorEntry, read_entries, read_rows, weight_files

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from library.errors import UserError, counted
 from library.precision.checkpoint import QuantizedFile, WeightFiles
-from library.precision.files.base import COMFY_PREFIX, HIGH_PRODUCTS, QuantizedWeight, StoredWeight
+from library.precision.files.base import HIGH_PRODUCTS, QuantizedWeight, StoredWeight
+from library.precision.files.file_tensors import COMFY_PREFIX
 from library.precision.fp8_numbers import E4M3FN
 from library.precision.names import GRANULARITIES, LayoutKind
 from library.precision.recipe import Recipe

@@ -1,80 +1,56 @@
-"""What every deployed format offers: a weight in memory, the way such weights are made, and their place in a file.
+"""What every format of quantised files offers: read this before a format.
 
-    FileTensors      the tensors of a file by name, before anybody knows what they mean
-    StoredWeight     where one quantised weight lies among them, and which tensors hold its scales
-    QuantizedWeight  the same in memory: read, dequantised, cut, multiplied with
-    Scheme           how a weight in high precision becomes one: rotation, groups that share a step, numbers there are
+How a weight is quantised
+=========================
+A *scheme* rounds a weight W [out, in] to few bits:
 
-Every format is these three classes in a module of its own, and a function ``find(file)`` that claims its weights. The
-layer that multiplies (``library.precision.linear``), the reader and the writer of checkpoints, merging, compensated
-rounding and the report know no format by name.
+  1. rotate: where the format does, W is turned along its inputs, into a basis in which no column is much larger;
+  2. group:  the entries are grouped by rows and runs of columns;
+  3. step:   each group has one number, its step (its "scale" in files), so that its largest entry just fits;
+  4. round:  W / step is rounded to the nearest number that the format has, a *unit*.
 
-A scheme rounds in *units*: a weight is rotated (where the format does), its entries are grouped by rows and runs of
-columns, and each group's numbers are divided by its step:
+    W[o, i] ~ units[o, i] * step[o or 0, i // run]          (then rotated back)
 
-    weight[o, i] ~ units[o, i] * step[o or 0, i // run]          (then rotated back)
+Rounding to nearest, stochastic rounding, and rounding that looks at activations differ only in the units they choose.
 
-Rounding to nearest, stochastic rounding and rounding that looks at activations differ only in which units they choose.
+Three classes for each format
+=============================
+    QuantizedWeight  the weight in memory: dequantised, cut into rows and columns, multiplied with
+    Scheme           how one is made of a weight in high precision: the four steps above
+    StoredWeight     where one lies in a file, and which tensors hold its values and scales
+
+A format is a module here with these three and a function ``find(file)``, which returns the weights of the format among
+a file's tensors (``file_tensors``). ``registry`` lists the modules. The rest of the code knows no format by name: the
+layer that multiplies (``library.precision.linear``), reading and writing checkpoints, merging, compensated rounding, the
+report. A format whose tensors are cut one by one derives from ``cut_weight.CutWeight``; one that is read and never
+written takes :class:`ReadOnlyScheme` and :class:`StoredReadOnly`.
+
+What was left out
+=================
+There is no tensor subclass, as torchao has one: a layer holds the plain tensors of its weight and calls
+``dequantize`` or ``product`` itself, so that FSDP2, tensor parallelism and the compiler see plain tensors.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
-from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from library.errors import UserError
+from library.precision.files.file_tensors import FileTensors
 from library.precision.names import LayoutKind
-from library.safetensors_io import RowRange, TensorEntry, TensorSpecs, read_rows
+from library.safetensors_io import TensorSpecs
 
-COMFY_PREFIX = "model.diffusion_model."
 HIGH_PRODUCTS = "full_precision_matrix_mult"  # key of ComfyUI's word about a layer
 
 
-def cached_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return ``make``, a function of hashable arguments, with its tensors remembered.
-
-    Where it is first called does not matter: of sampling's inference mode autograd would take none, and those made on
-    fake tensors, which have no numbers, are not remembered.
-    """
-    known: dict[tuple[Any, ...], Tensor] = {}
-
-    @functools.wraps(make)
-    def cached(*key: Any) -> Tensor:
-        if key in known:
-            return known[key]
-        with torch.inference_mode(False):
-            made = make(*key)
-        if type(made) is Tensor:
-            known[key] = made
-        return made
-
-    return cached
-
-
-class Encoded(NamedTuple):
-    """What a kernel needs that decodes a weight itself (``library.precision.triton_product``); nothing is copied.
-
-    Attributes:
-        code: the decoder: ``e4m3fn``, ``e5m2``, ``int8``; ``e2m1`` and ``table`` (two to a byte); ``Q8_0``, ``Q4_0``.
-        values: the weight's.
-        scale: [1 or out, runs]: fp32, e4m3fn, or the exponents of powers of two (uint8).
-        table: fp32: of ``table`` its sixteen numbers; beside scales in e4m3fn their own scale [1 or out, 1].
-            Formats without a scale or a table have any tensor there.
-    """
-
-    code: str
-    values: Tensor
-    scale: Tensor
-    table: Tensor
+# --- in memory -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -191,64 +167,24 @@ class QuantizedWeight(ABC):
 Weight = TypeVar("Weight", bound=QuantizedWeight)
 
 
-class CutWeight(QuantizedWeight):
-    """A weight of which each tensor is cut and joined by itself; ``scale``, where it has one, is [1 or out, 1].
+class Encoded(NamedTuple):
+    """What a kernel needs that decodes a weight itself (``library.precision.triton_product``); nothing is copied.
 
     Attributes:
-        spans: field -> inputs that one of its columns is for; of every tensor but ``scale``.
+        code: the decoder: ``e4m3fn``, ``e5m2``, ``int8``; ``e2m1`` and ``table`` (two to a byte); ``Q8_0``, ``Q4_0``.
+        values: the weight's.
+        scale: [1 or out, runs]: fp32, e4m3fn, or the exponents of powers of two (uint8).
+        table: fp32: of ``table`` its sixteen numbers; beside scales in e4m3fn their own scale [1 or out, 1].
+            Formats without a scale or a table have any tensor there.
     """
 
-    spans: ClassVar[Mapping[str, int]]
-
-    @property
-    def column_block(self) -> int:
-        """The widest span."""
-        return max(self.spans.values())
-
-    def part(self, rows: slice = slice(None), columns: slice = slice(None)) -> Self:
-        """Return some rows and columns, as views."""
-        block_slice(columns, self.column_block)  # refuses an edge within a block
-        tensors = self.tensors()
-        cut = {name: tensors[name][rows, block_slice(columns, span)] for name, span in self.spans.items()}
-        if "scale" in tensors:
-            cut["scale"] = scale_of_rows(tensors["scale"], rows)
-        return self.with_tensors(cut)
-
-    @classmethod
-    def join(cls, parts: Sequence[Self]) -> Self:
-        """Return the inputs of ``parts`` side by side; their scale and their other fields have to be the same.
-
-        Raises:
-            ValueError: it is not.
-        """
-        first, tensors = _first_alike(parts), [part.tensors() for part in parts]
-        if "scale" in tensors[0] and not all(torch.equal(each["scale"], tensors[0]["scale"]) for each in tensors):
-            raise ValueError("they have different scales")
-        return first.with_tensors({name: torch.cat([each[name] for each in tensors], dim=1) for name in first.spans})
-
-    @classmethod
-    def stack(cls, parts: Sequence[Self]) -> Self:
-        """Return weights one below the other; different scales of tensors become scales of rows."""
-        first, tensors = _first_alike(parts), [part.tensors() for part in parts]
-        stacked = {name: torch.cat([each[name] for each in tensors]) for name in first.spans}
-        if (scale := tensors[0].get("scale")) is not None:
-            one = len(scale) == 1 and all(torch.equal(each["scale"], scale) for each in tensors)
-            by_rows = [each["scale"].expand(part.shape[0], 1) for part, each in zip(parts, tensors, strict=True)]
-            stacked["scale"] = scale.clone() if one else torch.cat(by_rows)
-        return first.with_tensors(stacked)
+    code: str
+    values: Tensor
+    scale: Tensor
+    table: Tensor
 
 
-def _first_alike(parts: Sequence[Weight]) -> Weight:
-    """Return the first of ``parts``; raises a ValueError if they differ in what is no tensor: type, rotation."""
-    words = [[v for f in fields(part) if not isinstance(v := getattr(part, f.name), Tensor)] for part in parts]
-    if any(each != words[0] for each in words):
-        raise ValueError(f"one is {' and one '.join(sorted({part.scheme.describe() for part in parts}))}")
-    return parts[0]
-
-
-def scale_of_rows(scale: Tensor, rows: slice) -> Tensor:
-    """Return what of a ``scale`` [1 or out, ...] is of ``rows``."""
-    return scale if len(scale) == 1 else scale[rows]
+# --- from high precision -------------------------------------------------------------------------------------------
 
 
 class Scheme(ABC):
@@ -346,6 +282,20 @@ class Scheme(ABC):
         return largest if rows > 1 else largest.amax(dim=0, keepdim=True)
 
 
+def in_units(values: Tensor, steps: Tensor | None) -> Tensor:
+    """Return ``values`` [out, in] divided by their steps [1 or out, runs]."""
+    if steps is None:
+        return values
+    return (values.view(values.shape[0], steps.shape[1], -1) / steps.unsqueeze(-1)).view(values.shape)
+
+
+def runs_of(inputs: int, block: int) -> int:
+    """Return how many runs of ``block`` there are in ``inputs``; raises a ValueError if it does not divide them."""
+    if inputs % block:
+        raise ValueError(f"{inputs} inputs cannot be cut into blocks of {block}")
+    return inputs // block
+
+
 @dataclass(frozen=True)
 class ReadOnlyScheme(Scheme):
     """A format whose weights are read and trained on, and never made here.
@@ -373,56 +323,7 @@ class ReadOnlyScheme(Scheme):
     groups = steps = round = pack = quantize = store = _refuse
 
 
-def device_is_capable(device: torch.device, capability: tuple[int, int]) -> bool:
-    """Return whether ``device`` is a GPU of Nvidia's with at least this compute capability."""
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    return nvidia and torch.cuda.get_device_capability(device) >= capability
-
-
-_CPU_CHUNK, _GPU_CHUNK = 1 << 18, 1 << 24  # numbers
-
-
-def in_chunks(weight: Weight, numbers: Callable[[Weight], Tensor], dtype: torch.dtype) -> Tensor:
-    """Return what ``numbers`` makes of ``weight``, fp32 [out, in], in ``dtype``, some rows at a time.
-
-    What is needed on the way, several times the size of the result, stays in a CPU's cache: chunks of 256 thousand
-    numbers are the fastest (4.2 ms for two million in Q4_K, 13 ms at once).
-    """
-    outputs, inputs = weight.shape
-    rows = max(1, (_CPU_CHUNK if weight.values.device.type == "cpu" else _GPU_CHUNK) // max(1, inputs))
-    if torch.compiler.is_compiling() or rows >= outputs:
-        return numbers(weight).to(dtype)
-    out = torch.empty(outputs, inputs, dtype=dtype, device=weight.values.device)
-    for start in range(0, outputs, rows):
-        out[start : start + rows] = numbers(weight.part(slice(start, start + rows)))
-    return out
-
-
-def block_slice(columns: slice, block: int) -> slice:
-    """Return the blocks of ``block`` inputs that ``columns`` are.
-
-    Raises:
-        ValueError: they do not begin and end at a block's edge.
-    """
-    start, stop = columns.start or 0, columns.stop
-    for edge in (start, stop or 0):
-        if edge % block:
-            raise ValueError(f"column {edge} lies within a block of {block}")
-    return slice(start // block, None if stop is None else stop // block)
-
-
-def runs_of(inputs: int, block: int) -> int:
-    """Return how many runs of ``block`` there are in ``inputs``; raises a ValueError if it does not divide them."""
-    if inputs % block:
-        raise ValueError(f"{inputs} inputs cannot be cut into blocks of {block}")
-    return inputs // block
-
-
-def in_units(values: Tensor, steps: Tensor | None) -> Tensor:
-    """Return ``values`` [out, in] divided by their steps [1 or out, runs]."""
-    if steps is None:
-        return values
-    return (values.view(values.shape[0], steps.shape[1], -1) / steps.unsqueeze(-1)).view(values.shape)
+# --- in a file -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -510,62 +411,31 @@ class StoredReadOnly(StoredWeight):
         return self.scheme.store()
 
 
-@dataclass(frozen=True)
-class FileTensors:
-    """The tensors of a model's files by name, and their strings."""
+# --- for formats ---------------------------------------------------------------------------------------------------
 
-    path: Path
-    entries: Mapping[str, TensorEntry]
-    metadata: Mapping[str, str]
 
-    def dtype(self, name: str) -> str | None:
-        """Return the dtype of tensor ``name`` as the file calls it; None if there is no such tensor."""
-        entry = self.entries.get(name)
-        return entry.dtype if entry is not None else None
+def cached_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return ``make``, a function of hashable arguments, with its tensors remembered.
 
-    def read(self, name: str, rows: slice = slice(None), held: tuple[int, ...] | None = None) -> Tensor:
-        """Return some rows of tensor ``name``; as bytes of shape ``held``, if given, whatever the file calls them."""
-        entry = self.entries[name]
-        if held is not None:
-            entry = replace(entry, dtype="U8", shape=held)
-        return read_rows({name: entry}, [RowRange(name, rows.start or 0, rows.stop)])
+    Where it is first called does not matter: of sampling's inference mode autograd would take none, and those made on
+    fake tensors, which have no numbers, are not remembered.
+    """
+    known: dict[tuple[Any, ...], Tensor] = {}
 
-    def read_scale(self, name: str) -> Tensor:
-        """Return tensor ``name`` in fp32, a scale: positive and finite."""
-        scale = self.read(name).float()
-        if not (torch.isfinite(scale).all() and (scale > 0).all()):
-            raise self.refuse(name, "holds a scale that is not positive and finite", "download it again")
-        return scale
+    @functools.wraps(make)
+    def cached(*key: Any) -> Tensor:
+        if key in known:
+            return known[key]
+        with torch.inference_mode(False):
+            made = make(*key)
+        if type(made) is Tensor:
+            known[key] = made
+        return made
 
-    def refuse(
-        self, name: str, why: str, remedy: str = "use the bf16 file, or one of a format that is read"
-    ) -> UserError:
-        """Return the error for tensor ``name``."""
-        return UserError(f"{self.path}: {name!r} {why}; {remedy}")
+    return cached
 
-    @cached_property
-    def layer_configs(self) -> dict[str, dict[str, Any]]:
-        """Layer -> what ComfyUI's ``comfy_quant`` says of it, from its marker or from the header."""
-        configs: dict[str, dict[str, Any]] = {}
-        if "_quantization_metadata" in self.metadata:
-            try:
-                layers = json.loads(self.metadata["_quantization_metadata"])["layers"]
-                configs |= {self.full_name(layer): dict(config) for layer, config in layers.items()}
-            except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-                raise self.refuse("_quantization_metadata", "is not the JSON object ComfyUI writes") from None
-        for name in (name for name in self.entries if name.rpartition(".")[2] == "comfy_quant"):
-            try:
-                configs[name.rpartition(".")[0]] = dict(json.loads(bytes(self.read(name).tolist())))
-            except (ValueError, TypeError, RecursionError):
-                raise self.refuse(name, "is not the JSON object ComfyUI writes") from None
-        for layer, config in configs.items():
-            if not isinstance(kind := config.get("format"), str | None):
-                raise self.refuse(f"{layer}.comfy_quant", f"names the format {kind!r}, which is not read")
-        return configs
 
-    def full_name(self, layer: str) -> str:
-        """Return ``layer`` with the file's prefix, which some writers leave out of the header."""
-        for prefix in ("", COMFY_PREFIX):
-            if f"{prefix}{layer}.weight" in self.entries:
-                return prefix + layer
-        return layer
+def device_is_capable(device: torch.device, capability: tuple[int, int]) -> bool:
+    """Return whether ``device`` is a GPU of Nvidia's with at least this compute capability."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device) >= capability

@@ -31,14 +31,14 @@ from torch.nn import functional
 from library.errors import UserError
 from library.precision.files.base import (
     HIGH_PRODUCTS,
-    CutWeight,
-    FileTensors,
     QuantizedWeight,
     Scheme,
     StoredWeight,
     device_is_capable,
     runs_of,
 )
+from library.precision.files.cut_weight import CutWeight
+from library.precision.files.file_tensors import FileTensors
 from library.precision.names import LayoutKind
 
 _TILE_ROWS, _TILE_RUNS, _SIDE_BY_SIDE = 128, 4, 32

@@ -53,16 +53,15 @@ from library.errors import UserError
 from library.precision.files.base import (
     HIGH_PRODUCTS,
     Encoded,
-    FileTensors,
     QuantizedWeight,
     Scheme,
     StoredWeight,
-    block_slice,
     device_is_capable,
     runs_of,
-    scale_of_rows,
 )
 from library.precision.files.comfy_quant import comfy_layers
+from library.precision.files.cut_weight import block_slice, scale_of_rows
+from library.precision.files.file_tensors import FileTensors
 from library.precision.fp8_numbers import (
     E4M3FN,
     FORMATS,

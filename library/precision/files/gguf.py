@@ -21,15 +21,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from library.precision.files.base import (
-    CutWeight,
-    Encoded,
-    FileTensors,
-    ReadOnlyScheme,
-    StoredReadOnly,
-    StoredWeight,
-    in_chunks,
-)
+from library.precision.files.base import Encoded, ReadOnlyScheme, StoredReadOnly, StoredWeight
+from library.precision.files.cut_weight import CutWeight, in_chunks
+from library.precision.files.file_tensors import FileTensors
 from library.safetensors_io import DTYPES
 
 # type -> inputs and bytes of a block, and where its fp16 scales begin (``ggml/src/ggml-common.h``)

@@ -32,17 +32,10 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from library.precision.files.base import (
-    CutWeight,
-    Encoded,
-    FileTensors,
-    QuantizedWeight,
-    Scheme,
-    StoredWeight,
-    cached_tensor,
-    scale_of_rows,
-)
+from library.precision.files.base import Encoded, QuantizedWeight, Scheme, StoredWeight, cached_tensor
 from library.precision.files.comfy_quant import ComfyLayer, StoredComfyWeight, comfy_layers, new_fields
+from library.precision.files.cut_weight import CutWeight, scale_of_rows
+from library.precision.files.file_tensors import FileTensors
 from library.precision.fp8_numbers import refuse_nan, round_to_whole, row_scale, scaled
 from library.precision.names import LayoutKind
 

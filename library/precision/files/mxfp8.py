@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from library.precision.files.base import Encoded, FileTensors, StoredWeight
+from library.precision.files.base import Encoded, StoredWeight
 from library.precision.files.comfy_quant import (
     BlockScaledWeight,
     BlockScheme,
@@ -28,6 +28,7 @@ from library.precision.files.comfy_quant import (
     scales_are_tiled,
     to_tiles,
 )
+from library.precision.files.file_tensors import FileTensors
 from library.precision.fp8_numbers import (
     E4M3FN,
     dequantize,

@@ -33,16 +33,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from library.precision.files.base import (
-    Encoded,
-    FileTensors,
-    QuantizedWeight,
-    ReadOnlyScheme,
-    StoredReadOnly,
-    StoredWeight,
-    block_slice,
-    in_chunks,
-)
+from library.precision.files.base import Encoded, QuantizedWeight, ReadOnlyScheme, StoredReadOnly, StoredWeight
+from library.precision.files.cut_weight import block_slice, in_chunks
+from library.precision.files.file_tensors import FileTensors
 
 _STATE = ".quant_state.bitsandbytes__"
 _READ_ONLY = "of bitsandbytes is read only here; diffusers puts a LoRA beside it, so nothing needs to be merged"

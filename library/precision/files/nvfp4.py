@@ -33,7 +33,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from library.precision.files.base import Encoded, FileTensors, QuantizedWeight, StoredWeight, cached_tensor, in_chunks
+from library.precision.files.base import Encoded, QuantizedWeight, StoredWeight, cached_tensor
 from library.precision.files.comfy_quant import (
     BlockScaledWeight,
     BlockScheme,
@@ -46,6 +46,8 @@ from library.precision.files.comfy_quant import (
     tiled_shape,
     to_tiles,
 )
+from library.precision.files.cut_weight import in_chunks
+from library.precision.files.file_tensors import FileTensors
 from library.precision.fp8_numbers import E4M3FN, holds_nan_or_inf, power_of_two, refuse_nan, round_to_whole
 from library.precision.names import LayoutKind
 

@@ -21,7 +21,8 @@ from __future__ import annotations
 import re
 
 from library.files import read_json
-from library.precision.files.base import FileTensors, StoredWeight
+from library.precision.files.base import StoredWeight
+from library.precision.files.file_tensors import FileTensors
 
 _OTHER_FILE = "use the bf16 model, or its fp8, int8, GGUF or bitsandbytes nf4 file"
 _NUNCHAKU = "train on the bf16 file of the same model: Nunchaku puts a LoRA beside its weights, where it is not rounded"

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from library.errors import UserError, did_you_mean
 from library.precision.files import fp8, gguf, int8, mxfp8, nf4, nvfp4, refused
-from library.precision.files.base import FileTensors, Scheme, StoredWeight
+from library.precision.files.base import Scheme, StoredWeight
+from library.precision.files.file_tensors import FileTensors
 from library.precision.fp8_numbers import E4M3FN, Fp8Format
 from library.precision.names import GRANULARITIES, READ_ONLY, SCHEME_NAMES
 

@@ -12,7 +12,8 @@ from comfy_kitchen.tensor import QuantizedTensor, get_layout_class
 from safetensors.torch import save_file
 from torch import Tensor
 
-from library.precision.files.base import FileTensors, QuantizedWeight, StoredWeight
+from library.precision.files.base import QuantizedWeight, StoredWeight
+from library.precision.files.file_tensors import FileTensors
 from library.safetensors_io import read_entries
 
 LAYOUTS = {
