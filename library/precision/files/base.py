@@ -21,8 +21,8 @@ Three classes for each format
 
 A format is a module here with these three and a function ``find(file)``, which returns the weights of the format among
 a file's tensors (``file_tensors``). ``registry`` lists the modules. The rest of the code knows no format by name: the
-layer that multiplies (``library.precision.linear``), reading and writing checkpoints, merging, compensated rounding, the
-report. A format whose tensors are cut one by one derives from ``cut_weight.CutWeight``; one that is read and never
+layer that multiplies (``library.precision.linear``), reading and writing checkpoints, merging, compensated rounding,
+the report. A format whose tensors are cut one by one derives from ``cut_weight.CutWeight``; one that is read and never
 written takes :class:`ReadOnlyScheme` and :class:`StoredReadOnly`.
 
 What was left out
