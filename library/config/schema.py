@@ -686,21 +686,23 @@ class ParallelConfig(Section):
     """How the processes of a run share the work; started with torchrun --nproc-per-node N."""
 
     shard: Size = Field(
-        1, description="processes that split the weights among them (FSDP2); 1: each holds them all (DDP)"
+        1, description="processes that share one copy of the weights (FSDP2); 1: each has a full copy (DDP)"
     )
     dp: Size | None = Field(
-        None, description="replicas that split the batches; with shard, groups of shard processes (HSDP); default: all"
+        None,
+        description="replicas that train on different batches, beside shard (HSDP), tp or pp; default: as many as "
+        "there are processes for",
     )
-    pp: Size = Field(1, description="pipeline stages, each a process with a part of the blocks; 1: no pipeline")
+    pp: Size = Field(1, description="pipeline stages, each a process with some of the blocks; 1: no pipeline")
     microbatches: Annotated[Batch | None, _PIPELINED] = Field(
-        None, description="parts of equal size that a batch goes through a pipeline in; default: as many as stages"
+        None, description="equal parts that a pipeline splits a batch into; default: as many as stages"
     )
     pp_balance: Annotated[Literal["time", "weights"], _PIPELINED] = Field(
-        "time", description="what stages have as equal parts of as can be: work, or weights where memory is short"
+        "time", description="what is as equal as possible among stages: time, or weights where memory is short"
     )
 
     tp: Size = Field(
-        1, description="processes that have each large layer together, computing one batch (tensor parallelism)"
+        1, description="processes that compute each large layer together, on the same batch (tensor parallelism)"
     )
 
     zero: Annotated[
@@ -716,7 +718,7 @@ class ParallelConfig(Section):
     device_map: Annotated[
         Literal["balanced"] | None,
         OnlyFor(("images",), "is for LoRAs on image models; set shard, tp or pp, with a process a GPU"),
-    ] = Field(None, description="one process drives several GPUs, each with a run of the blocks; one works at a time")
+    ] = Field(None, description="one process drives all GPUs, each with some of the blocks; one works at a time")
 
     @property
     def gathers_weights(self) -> bool:

@@ -212,9 +212,8 @@ def _write(merge: QuantizedMerge, save_to: Path, sources: Sequence[LoraSource], 
         for index in folder.glob("*.safetensors.index.json") if base.folder is not None else ():
             index.unlink()  # the shards become one file
         target = save_to if base.folder is None else folder / "diffusion_pytorch_model.safetensors"
-        written = write_quantized(
-            base.weights, target, merge.kind, merge.recipe, merge=merge, metadata={"tandem.merged_loras": merged}
-        )
+        merge.metadata["tandem.merged_loras"] = merged
+        written = write_quantized(base.weights, target, merge.kind, merge.recipe, merge=merge)
     console.print(f"{save_to}: {counted(len(merge.updates), 'tensor')} changed; {written.quantized} quantised")
 
 

@@ -65,7 +65,13 @@ Progress = Callable[[int, int], None]  # called with tensors done, tensors in al
 
 
 class WeightChanges(Protocol):
-    """What a merge does to the weights while they are written."""
+    """What a merge does to the weights while they are written.
+
+    Attributes:
+        metadata: strings that it adds to the source's.
+    """
+
+    metadata: dict[str, str]
 
     def rounded(self, name: str) -> QuantizedWeight | None:
         """Return the weight ``name`` as it is to be; None for what the source holds, rounded by the recipe."""
@@ -83,7 +89,6 @@ def write_quantized(
     low_precision_products: bool | None = None,
     progress: Progress | None = None,
     merge: WeightChanges | None = None,
-    metadata: Mapping[str, str] | None = None,
 ) -> Written:
     """Write the model ``weights`` to ``target`` with its linear weights quantised.
 
@@ -95,7 +100,6 @@ def write_quantized(
             source that is quantised already and not merged into.
         progress: called with (weights done, weights in all).
         merge: what changes on the way; a quantised source is taken only with it.
-        metadata: strings to add to the source's.
 
     Raises:
         UserError: the layout cannot hold what the recipe asks for, or the source is quantised and nothing changes it.
@@ -136,7 +140,7 @@ def write_quantized(
         plan[f"{prefix}scaled_fp8"] = _made(_asking_marker(E4M3FN.dtype, low_precision_products))
     strings = dict(weights.metadata) | ({"quantised": recipe.describe()} if source is None else {})
     before, after = sum(tensor_bytes(*spec) for spec in specs.values()), _planned_bytes(plan)
-    _stream(target, plan, strings | dict(metadata or {}), progress)
+    _stream(target, plan, strings | ({} if merge is None else merge.metadata), progress)
     return Written(Path(target), len(stored), len(linears) - len(stored), before, after)
 
 

@@ -46,6 +46,7 @@ class QuantizedMerge:
         updates: base tensor -> its updates.
         kind, recipe: what is written; those of the base where it is quantised.
         spool: folder for weights that are rounded before the file is written.
+        metadata: strings that are added to the file's.
     """
 
     base: Base
@@ -54,6 +55,7 @@ class QuantizedMerge:
     recipe: Recipe
     targets: LoraTargets
     spool: Path
+    metadata: dict[str, str] = field(default_factory=dict, init=False)
     _made: dict[str, tuple[QuantizedWeight, Path]] = field(default_factory=dict, init=False)
 
     @property
