@@ -46,7 +46,7 @@ def test_two_processes_that_have_the_layers_together_equal_one(runs: tuple[Path,
     assert (folder / "two/samples/00000004.txt").read_text() == (folder / "one/samples/00000004.txt").read_text()
 
 
-def test_grouped_heads_are_dealt_out_with_their_keys(runs: tuple[Path, dict[str, str]]) -> None:
+def test_grouped_heads_are_split_with_their_keys(runs: tuple[Path, dict[str, str]]) -> None:
     folder, said = runs
     assert said["llama_two"] == ""
     assert difference(weights(folder / "llama_one"), weights(folder / "llama_two")) < SAME_IN_FP32
