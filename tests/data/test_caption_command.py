@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -195,7 +194,7 @@ def test_the_check_shows_what_the_command_says_and_writes_nothing(tmp_path: Path
     toml = write_toml(tmp_path, general="trigger_word = 'zorbo'")
     script, command = ROOT / "tools/check_dataset.py", ["--caption_command", f"{captioner} {{image}}"]
     words = [str(toml), *command, "--preview", "2"]
-    done = subprocess.run([sys.executable, script, *words], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = run_script(script, words, tmp_path)
     assert done.returncode == 0, done.stderr
     assert "0.png: a picture of 0\n1.png: a picture of 1\n" in done.stdout
     assert "2 of 4 images without a caption shown" in done.stdout

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -266,9 +264,7 @@ def test_strict_leaves_with_an_error_code(folder: Path) -> None:
     put(folder, "letter.png", barred((0, 20)))
     put(folder, "twin.png", make_image(0))
     script = ROOT / "tools/check_dataset.py"
-    done = subprocess.run(
-        [sys.executable, script, "dataset.toml"], cwd=folder, capture_output=True, text=True, check=False
-    )
+    done = run_script(script, ["dataset.toml"], folder)
     assert done.returncode == 0, done.stderr
     assert "Bars at the border" in done.stdout
     strict = run_script(script, ["dataset.toml", "--strict"], folder)

@@ -6,8 +6,6 @@ Its head is zero, so that all 257 tokens (256 bytes and one that ends texts) are
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from math import log2
 from pathlib import Path
 
@@ -22,6 +20,7 @@ from library.llm.tokenizers import train_bpe
 from library.models.llm.files import export_hf
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import llama
+from tests.forked import run_script
 from tools.evaluate_llm import evaluate, parser
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -147,8 +146,8 @@ def test_mistakes_are_named(words: list[str], message: str, folder: Path) -> Non
 
 def test_a_bad_file_ends_the_script_with_one_line(folder: Path) -> None:
     (folder / "bad.jsonl").write_text("{\n")
-    command = [sys.executable, str(ROOT / "tools/evaluate_llm.py"), "--model", str(folder / "model")]
-    done = subprocess.run([*command, "--choices", str(folder / "bad.jsonl")], capture_output=True, text=True)
+    words = ["--model", str(folder / "model"), "--choices", str(folder / "bad.jsonl")]
+    done = run_script(ROOT / "tools/evaluate_llm.py", words, folder)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith(f"error: {folder / 'bad.jsonl'}:1: not valid JSON")

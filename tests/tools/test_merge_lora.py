@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from networks.files.adapters import save_adapter
 from networks.files.weights import LoraWeights
 from networks.merging.merge import LoraSource
 from tests.forked import run_script
-from tests.processes import run_command
 from tools.command import lora_source
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "merge_lora.py"
@@ -29,7 +27,7 @@ def test_two_loras_are_merged_at_their_strengths(tmp_path: Path) -> None:
         save_adapter(tmp_path / f"{name}.safetensors", lora, FLUX_TARGETS)
     words = ["--model", "base.safetensors", "--lora", "a.safetensors:0.5", "b.safetensors"]
     words += ["--save_to", "m.safetensors", "--save_precision", "bf16"]
-    done = run_command([sys.executable, str(SCRIPT), *words], tmp_path)
+    done = run_script(SCRIPT, words, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "m.safetensors: 1 of 1 tensor changed by 2 LoRAs\n"
     merged = load_file(tmp_path / "m.safetensors")["double_blocks.0.img_attn.qkv.weight"]

@@ -14,7 +14,7 @@ from library.config import load_config
 from library.config.kohya.command import read_command, read_command_file
 from library.config.schema import DatasetArguments
 from library.data.config import load_dataset_config
-from tests.processes import run_command
+from tests.forked import run_script
 from tools.migrate_config import migrate
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "migrate_config.py"
@@ -31,7 +31,7 @@ FLAGS = ["--pretrained_model_name_or_path", "m", "--network_module", "networks.l
 
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return run_command([sys.executable, str(SCRIPT), *arguments], cwd)
+    return run_script(SCRIPT, arguments, cwd)
 
 
 def test_a_pasted_command_becomes_a_toml_that_means_the_same(tmp_path: Path) -> None:
