@@ -23,7 +23,7 @@ from hypothesis import HealthCheck, Phase, settings
 
 from library.errors import UserError
 
-CASES = int(os.environ.get("FUZZ_CASES", "600"))
+CASES = int(os.environ.get("FUZZ_CASES", "300"))
 SEED = int(os.environ.get("FUZZ_SEED") or (secrets.randbelow(10**9) if "FUZZ_CASES" in os.environ else 0))
 CPU_SECONDS, WALL_SECONDS, MEBIBYTES = 10.0, 120.0, 1024
 outcomes: Counter[str] = Counter()
