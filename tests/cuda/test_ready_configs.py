@@ -20,9 +20,7 @@ CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*_lora*
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(
-            path, id=path.stem, marks=() if path.stem in ("flux_lora_12gb", "z_image_lora") else pytest.mark.slow
-        )
+        pytest.param(path, id=path.stem, marks=() if path.stem == "z_image_lora" else pytest.mark.slow)
         for path in CONFIGS
     ],
 )
