@@ -90,7 +90,7 @@ def one_of_several(main: Callable[[], None]) -> Callable[[], None]:
         try:
             main()
         except FailedElsewhere as error:
-            time.sleep(GRACE)  # the launcher takes the first that ends for the one that failed, and ends the others
+            _let_it_end_first()
             raise SystemExit(error.exit_code) from None
         except UserError as error:
             if _is_said_already(one_line(error)):
@@ -107,10 +107,16 @@ def one_of_several(main: Callable[[], None]) -> Callable[[], None]:
             rank = os.environ.get("RANK", "?")
             print(f"process {rank}: lost another process, whose error is the one to read ({_last_line(error)})",
                   file=sys.stderr, flush=True)  # fmt: skip
-            time.sleep(GRACE)  # the launcher takes the first that ends for the one that failed
+            _let_it_end_first()
             raise SystemExit(1) from None
 
     return wrapped
+
+
+def _let_it_end_first() -> None:
+    """Wait for the process that failed: torchrun takes the first that ends for the one, and ends the others itself."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(GRACE)
 
 
 def _is_lost_connection(error: BaseException) -> bool:

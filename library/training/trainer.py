@@ -20,7 +20,7 @@ from torch import Tensor
 from library.accelerator import has_whole_model
 from library.data.batches import MicroStep
 from library.errors import UserError, names_in_short, reason_of
-from library.processes import FailedElsewhere, watched
+from library.processes import FailedElsewhere, agreed, watched
 from library.randomness import derive_seed
 from library.training.checkpoint.hub import HubUpload, build_upload
 from library.training.checkpoint.state import Position
@@ -73,12 +73,14 @@ class Trainer:
         """Look at what was asked for, load data and model, find the position; return what uploads."""
         task, config = self.task, self.task.config
         with interruptible("before the first step; what is cached is kept"):
-            task.open()
-            upload = build_upload(
-                config.hub, task.accelerator, task.console, config.saving.output_dir, bool(config.training.resume)
-            )
+            with agreed("looking at the model's files and the hub"):
+                task.open()
+                upload = build_upload(
+                    config.hub, task.accelerator, task.console, config.saving.output_dir, bool(config.training.resume)
+                )
             task.prepare()
-            task.check_room()
+            with agreed("looking for room on the disk"):
+                task.check_room()
         self.position = task.resume(config.training.resume) if config.training.resume else task.begins_at()
         return upload
 
