@@ -2,7 +2,8 @@
 
 ``FAULT`` is JSON: ``rank`` of the process that fails; ``inside`` and ``at``, two functions as ``module:name.name``;
 ``call``: the so-manieth call of ``at`` within ``inside`` (null: anywhere) fails; ``error``: ``bug``, ``memory``,
-``disk`` or ``killed``. The file ``failed`` in the working folder tells when.
+``disk``, or ``stuck``: as ``disk``, but the process ends only when there is a file ``end``. The file ``failed`` in the
+working folder tells when it failed.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import importlib
 import json
 import os
-import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,13 +29,12 @@ ERRORS: dict[str, Callable[[], BaseException]] = {
     "memory": lambda: torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB"),
     "disk": lambda: WriteError("/full", "No space left on device"),
 }
+ERRORS["stuck"] = ERRORS["disk"]
 
 
 def fail() -> None:
-    """Raise the error, or end at once."""
+    """Raise the error."""
     Path("failed").touch()
-    if fault["error"] == "killed":
-        os.kill(os.getpid(), signal.SIGKILL)
     raise ERRORS[fault["error"]]()
 
 
@@ -72,8 +72,13 @@ def wrap(place: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]
     setattr(owner, name, wrapper(getattr(owner, name)))
 
 
-if os.environ["RANK"] == str(fault["rank"]):
+fails = os.environ["RANK"] == str(fault["rank"])
+if fails:
     if fault["inside"] is not None:
         wrap(fault["inside"], inside)
     wrap(fault["at"], at)
-main()
+try:
+    main()
+finally:
+    while fails and fault["error"] == "stuck" and not Path("end").exists():
+        time.sleep(0.1)

@@ -81,12 +81,16 @@ def settings(folder: Path) -> dict[str, object]:
 
 def run_two(fault: Fault, flags: list[str], folder: Path) -> tuple[float, list[subprocess.CompletedProcess[str]]]:
     """Train on two processes; return how many seconds after the fault both had ended, and how."""
+    running = start_two(fault, flags, folder)
+    ended = [process.wait(3 * LIMIT) for process in running]
+    return time.time() - (folder / "failed").stat().st_mtime, ended
+
+
+def start_two(fault: Fault, flags: list[str], folder: Path) -> list[Script]:
     group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": launcher()[-1], "FAULT": json.dumps(asdict(fault))}
     group |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     script = ROOT / "tests/faults/one_rank.py"
-    running = [Script(script, flags, folder, group | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
-    ended = [process.wait(3 * LIMIT) for process in running]
-    return time.time() - (folder / "failed").stat().st_mtime, ended
+    return [Script(script, flags, folder, group | {"RANK": rank, "LOCAL_RANK": rank}) for rank in "01"]
 
 
 def assert_all_end(fault: Fault, flags: list[str], folder: Path) -> None:
@@ -155,6 +159,21 @@ def test_a_fault_between_the_exchanges_of_sampling_ends_all_and_of_a_whole_model
     assert (main.returncode, other.returncode) == (0, 0), main.stderr + other.stderr
     assert main.stdout.count("warning: sampling failed (ValueError: the part breaks here); left out") == 1
     assert_trained(layout, cached, tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_a_process_that_failed_and_cannot_end_holds_no_other(base: Path, cached: Path, tmp_path: Path) -> None:
+    """Its connections stay open, as those of a process on another machine do under NCCL: the alarm alone tells."""
+    flags = arguments(base, cached / "dataset.toml", tmp_path / "out", **settings(cached))
+    running = start_two(Fault(1, None, STEP, 2, "stuck"), flags, tmp_path)
+    other = running[0].wait(3 * LIMIT)
+    seconds = time.time() - (tmp_path / "failed").stat().st_mtime
+    assert not running[1].has_ended()
+    assert seconds < LIMIT
+    assert other.returncode == 2
+    assert other.stderr.splitlines()[-1] == "error: another process has failed; its own error is the one to read"
+    (tmp_path / "end").touch()
+    assert running[1].wait().stderr.count(SAYS["disk"]) == 1
 
 
 def assert_trained(layout: str, cached: Path, out: Path) -> None:
