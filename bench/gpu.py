@@ -60,7 +60,7 @@ from library.accelerator import build_accelerator
 from library.config.schema import AccelerateConfig, LoggingConfig, ParallelConfig, SavingConfig, TrainingConfig
 from library.errors import UserError, did_you_mean, exit_on_user_error
 from library.models.family import split_plan
-from library.models.registry import family_class
+from library.models.family_by_name import family_class
 from library.nn.checkpointing import neighbours
 from library.precision.files.fp8 import loaded_scheme
 from library.precision.recipe import Recipe, quantize_model

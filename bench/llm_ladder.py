@@ -6,10 +6,9 @@ A GPT-2 and a Llama, random weights, random tokens, all weights trained, clippin
 sizes of 124M and Llama 3.2 1B with 1024 tokens a row, on a CPU of 13 million weights with 256. Each rung keeps what the
 rungs before it brought. "textbook" is the walk-through's model (``walkthrough/``), "blocks" Tandem's with the same
 attention, also in fp32. Before "SDPA flash" that is PyTorch's plain kernel, which writes all scores to memory; before
-"fused AdamW" it is the ``foreach`` one. On a CPU flash attention comes before bf16, which has Tandem's own there
-(``library.nn.causal_products``). Compilation is ``train_llm.py``'s: block by block. What a model or device has
-no use for is left out: TF32 on a CPU, padding of a vocabulary that is a multiple of 64. On a GPU transformers' model of
-the same size stands beside the rung of bf16 and flash attention.
+"fused AdamW" it is the ``foreach`` one. On a CPU flash attention comes before bf16. Compilation is ``train_llm.py``'s:
+block by block. What a model or device has no use for is left out: TF32 on a CPU, padding of a vocabulary that is a
+multiple of 64. On a GPU transformers' model of the same size stands beside the rung of bf16 and flash attention.
 
 Reported are tokens/s (median step), the peak of allocated memory, and MFU: what the model needs, counted as
 ``library.training.tasks.pretraining`` does and the same on every rung, over the bf16 matrix products of this card.

@@ -35,7 +35,6 @@ from bench.measure import Case, Table, benchmark_parser, finish, measure
 from library.errors import exit_on_user_error
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import LMConfig, config_to_hf, preset
-from library.nn.products import train_by_products
 from library.training.memory.budget import keep_freed_memory
 from walkthrough.gpt2 import GPT2, Decoder, Sizes
 from walkthrough.llama2 import LLAMA2
@@ -58,9 +57,7 @@ class Implementation(NamedTuple):
 def tandem_model(config: LMConfig, _: str = "") -> TransformerLM:
     """Return Tandem's model as ``train_llm.py`` trains it, in a process that trains nothing else."""
     keep_freed_memory()
-    model = TransformerLM(config).initialise()
-    train_by_products(model.blocks)
-    return model
+    return TransformerLM(config).initialise()
 
 
 def transformers_model(config: LMConfig, _: str = "") -> nn.Module:

@@ -164,7 +164,7 @@ def write_llm(folder: Path) -> None:
         save_file({name: state[name] for name in names[i::2]}, folder / "shards" / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names[i::2], file)
     (folder / "shards/model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    torch.save({meta_name(name)[0]: tensor for name, tensor in state.items()}, folder / "meta/consolidated.00.pth")
+    torch.save({meta_name(name): tensor for name, tensor in state.items()}, folder / "meta/consolidated.00.pth")
     params = {"dim": _LLAMA.width, "n_layers": _LLAMA.layers, "n_heads": _LLAMA.heads, "n_kv_heads": _LLAMA.kv_heads}
     params["rope_theta"] = _LLAMA.rope_theta
     (folder / "meta/params.json").write_text(json.dumps(params))

@@ -60,7 +60,7 @@ from bench.gpu import GpuCase, build, cases
 from bench.llm_ladder import LADDERS, Rung, build_rung, config_of, context_of, flops_of, kernels_of, rungs
 from bench.measure import Table, benchmark_parser, finish
 from library.errors import UserError, exit_on_user_error
-from library.models.registry import family_class
+from library.models.family_by_name import family_class
 from library.training.memory import fake_cuda
 from library.training.memory.block_swap import kind_sizes, kinds_of, swapped_per_kind
 from library.training.memory.fake_cuda import GIB, Walk, library_path, pretend, walking

@@ -42,9 +42,8 @@ from bench.families import (
 from bench.floor import FlooredStep
 from bench.measure import Case, Table, benchmark_parser, finish, measure
 from library.errors import exit_on_user_error
-from library.models.registry import family_class
+from library.models.family_by_name import family_class
 from library.precision.files.registry import scheme_named
-from library.precision.linear import make_cpu_kernels
 from library.precision.recipe import Recipe, quantize_model
 from library.training.memory.budget import keep_freed_memory
 
@@ -75,7 +74,6 @@ def build_step(
         family_class(family_name).optimise_forward(transformer)
         if dtype not in ("bf16", "fp32"):  # as training on a CPU does, computing in bf16
             quantize_model(transformer, Recipe(scheme_named("block64" if dtype == "fp8" else dtype)))
-            make_cpu_kernels(transformer, torch.bfloat16)
         trained = tandem_network(family_name, transformer, rank).parameters()
     else:
         trained = peft_lora(family_name, transformer, rank, fp8_cast=dtype == "fp8")

@@ -244,7 +244,7 @@ def add_calibration(parser: argparse.ArgumentParser, required: bool, *, model_ty
 def calibration_plan(options: argparse.Namespace, model: Path) -> CalibrationPlan:
     """Return what the flags of :func:`add_calibration` say for ``model``."""
     from library.fidelity.calibration import CalibrationOptions, CalibrationPlan
-    from library.models.registry import family_class
+    from library.models.family_by_name import family_class
 
     device, dtype = device_and_dtype(options.mixed_precision)
     config, asked = model_config(options, model), options.guidance_scale

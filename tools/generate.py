@@ -171,7 +171,7 @@ from library.models.llm.model import TransformerLM
 def image(options: argparse.Namespace) -> list[Path]:
     """Run the subcommand ``image``; return the files written."""
     from library.data.buckets import ControlSizing
-    from library.models.family import model_family
+    from library.models.family_by_name import model_family
     from library.training.sampling.generate import generate_images
     from library.training.sampling.images import save_image
     from library.training.tasks.lora_plan import plan_base

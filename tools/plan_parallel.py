@@ -71,8 +71,8 @@ answer_early(__name__, arguments)
 
 import torch
 
+from library.models.family_by_name import family_class
 from library.models.llm.spec import LMConfig
-from library.models.registry import family_class
 from library.training.memory.budget import GIB, MemoryEstimate
 from library.training.memory.estimator import (
     RESERVE,

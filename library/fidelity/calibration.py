@@ -21,7 +21,8 @@ from library.console import Console
 from library.data.batches import Batch, ItemSource, collate
 from library.data.dataset import TrainingData, build_dataset
 from library.errors import UserError, counted
-from library.models.family import Family, model_family
+from library.models.family import Family
+from library.models.family_by_name import model_family
 from library.precision.activations import round_timesteps
 from library.precision.parity.activations import Forward, LayerInputs, collect_inputs
 from library.precision.recipe import Recipe, WeightLoader

@@ -20,8 +20,8 @@ from torch import nn
 
 from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.models.family import Family, with_transformer
-from library.models.registry import family_class
+from library.models.family import Family
+from library.models.family_by_name import family_class, with_transformer
 from library.precision.checkpoint import ServedInput, WeightFiles
 from library.precision.files.base import QuantizedWeight
 from library.precision.files.fp8 import Fp8Scheme

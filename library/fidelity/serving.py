@@ -30,7 +30,8 @@ from library.fidelity.servers import SUMMED_IN, Merge, Server, comfyui_seed, usu
 from library.fidelity.transformations import same_in_bf16
 from library.files import weights_fingerprint
 from library.models.blocks import AttentionProcessor
-from library.models.family import Family, model_family
+from library.models.family import Family
+from library.models.family_by_name import model_family
 from library.models.hub import pipeline_index
 from library.models.vae import ImageEncoder
 from library.nn.rope import MultiAxisRope

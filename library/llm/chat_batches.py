@@ -96,10 +96,10 @@ def parse_chat(record: Any, where: str) -> Chat:
         raise UserError(f"{where}: has {keys}, which is no known shape; a record has {_SHAPES}")
     if isinstance(record.get("system"), str) and record["system"] and not _begins_with_system(turns):
         turns = [{"role": "system", "content": record["system"]}, *turns]
-    said = [_message(turn, where) for turn in turns]
-    if not any(is_trained for _, is_trained in said):
+    messages = [_message(turn, where) for turn in turns]
+    if not any(is_trained for _, is_trained in messages):
         raise UserError(f"{where}: the assistant says nothing to train on; remove the record")
-    return Chat(tuple(message for message, _ in said), tuple(is_trained for _, is_trained in said), where)
+    return Chat(tuple(message for message, _ in messages), tuple(is_trained for _, is_trained in messages), where)
 
 
 def _alpaca(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
@@ -107,12 +107,12 @@ def _alpaca(record: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     for pair in record.get("history") or ():
         if not isinstance(pair, list | tuple) or len(pair) != 2:
             raise UserError(f"{where}: history is no list of pairs, a question and its answer each; correct it")
-        asked, said = pair
-        turns += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
-    asked = record["instruction"]
+        question, answer = pair
+        turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    question = record["instruction"]
     if record.get("input"):
-        asked = f"{asked}\n\n{record['input']}" if asked else record["input"]
-    return [*turns, {"role": "user", "content": asked}, {"role": "assistant", "content": record["output"]}]
+        question = f"{question}\n\n{record['input']}" if question else record["input"]
+    return [*turns, {"role": "user", "content": question}, {"role": "assistant", "content": record["output"]}]
 
 
 def _as_turns(value: Any, role: str) -> list[Any]:
@@ -126,16 +126,16 @@ def _begins_with_system(turns: Sequence[Any]) -> bool:
 def _message(turn: Any, where: str) -> tuple[Message, bool]:
     if not isinstance(turn, Mapping):
         raise UserError(f"{where}: a message is no object with role and content; correct it")
-    said = turn.get("role", turn.get("from"))
-    role = _ROLES.get(str(said).lower())
+    name = turn.get("role", turn.get("from"))
+    role = _ROLES.get(str(name).lower())
     if role is None:
-        raise UserError(f"{where}: role {said!r} is none of {', '.join(sorted(_ROLES))}; correct it")
+        raise UserError(f"{where}: role {name!r} is none of {', '.join(sorted(_ROLES))}; correct it")
     content = turn.get("content", turn.get("value"))
     if isinstance(content, list | tuple):  # OpenAI's parts
         parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
         content = None if None in parts else "".join(map(str, parts))
     if not isinstance(content, str):
-        raise UserError(f"{where}: a message of {said} holds no text; only text can be trained on, remove the record")
+        raise UserError(f"{where}: a message of {name} holds no text; only text can be trained on, remove the record")
     return Message(role, content), role == "assistant" and bool(content.strip()) and turn.get("weight", 1) != 0
 
 

@@ -121,7 +121,7 @@ class ChatSession:
             settings, max_new_tokens=room, seed=settings.seed + len(self.turns), stop_tokens=self.stop_tokens
         )
         cache = self._ready_cache(model, prompt, len(prompt) + room)
-        cached, said, tokens = cache.length, "", list[int]()
+        cached, answer, tokens = cache.length, "", list[int]()
         ending: Ending = "stopped"
         decoder = IncrementalDecoder(self.template.tokenizer)
         try:
@@ -129,16 +129,16 @@ class ChatSession:
                 assert token is not None
                 tokens.append(token)
                 piece = decoder.add(token)
-                said += piece
+                answer += piece
                 yield piece
             ending = self._ending(tokens, room, settings)
             piece = decoder.rest()
-            said += piece
+            answer += piece
             yield piece
         finally:
             self._cached = [*prompt, *tokens][: cache.length]
             if tokens:
-                self.turns.append(Turn(text, said, tuple(tokens), ending == "model"))
+                self.turns.append(Turn(text, answer, tuple(tokens), ending == "model"))
             seconds = time.perf_counter() - started
             self.stats = AnswerStats(len(tokens), cached, len(prompt) - cached, seconds, ending)
 

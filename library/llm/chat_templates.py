@@ -164,8 +164,8 @@ class ChatTemplate(PromptTemplate):
     def ends(self) -> tuple[int, ...]:
         """The token that ends an answer, if it is a special one."""
         example = self.tokens([Message("user", "?"), Message("assistant", "!")])
-        said = [token for token, owner in zip(*example, strict=True) if owner != NO_ANSWER]
-        return tuple(said[-1:]) if said[-1] in self.tokenizer.special.values() else ()
+        answer = [token for token, owner in zip(*example, strict=True) if owner != NO_ANSWER]
+        return tuple(answer[-1:]) if answer[-1] in self.tokenizer.special.values() else ()
 
     def prompt(self, system: str, turns: Sequence[Turn], text: str) -> list[int]:
         """Return the prompt; an answer that was stopped or cut off ends as the template ends answers."""
@@ -235,9 +235,9 @@ class ChatTemplate(PromptTemplate):
                 "the tokenizer's chat template writes earlier turns differently once others follow, so answers cannot "
                 f"be told apart in it; set chat_template to one of {', '.join(BUILT_IN)}"
             )
-        said = after[len(before) :].rstrip()
-        ended = any(said.endswith(name) for name in self.tokenizer.special)
-        return len(before), len(before) + len(said) if ended else len(after)
+        answer = after[len(before) :].rstrip()
+        ended = any(answer.endswith(name) for name in self.tokenizer.special)
+        return len(before), len(before) + len(answer) if ended else len(after)
 
     def _broken(self, text: str) -> str:
         """Return ``text`` with the names of special tokens cut in two."""

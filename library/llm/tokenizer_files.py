@@ -97,24 +97,26 @@ def read_gguf_tokenizer(file: Path) -> Tokenizer:
     Raises:
         UserError: there is none, or of a kind that is not read.
     """
-    said = read_gguf_metadata(file)
-    tokens, kind = said.get("tokenizer.ggml.tokens"), said.get("tokenizer.ggml.model")
+    metadata = read_gguf_metadata(file)
+    tokens, kind = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.model")
     if not tokens:
         raise UserError(f"{file}: no tokenizer.ggml.tokens; give the tokenizer of the model by itself (tokenizer)")
-    types = said.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     if len(types) != len(tokens):
         raise UserError(f"{file}: {len(tokens)} tokens and {len(types)} token types; download it again")
     if kind == "gpt2":
-        tokenizer: Tokenizer = _bpe(file, said, tokens, types)
+        tokenizer: Tokenizer = _bpe(file, metadata, tokens, types)
     elif kind == "llama":
-        tokenizer = _sentencepiece(file, said, tokens, types)
+        tokenizer = _sentencepiece(file, metadata, tokens, types)
     else:
         raise UserError(
             f"{file}: tokenizer.ggml.model {kind!r} is not read, gpt2 and llama are; give the model's tokenizer by "
             "itself (tokenizer)"
         )
-    names = _named(said)
-    begins = said.get("tokenizer.ggml.add_bos_token", kind == "llama" or said.get("tokenizer.ggml.pre") == "llama-bpe")
+    names = _named(metadata)
+    begins = metadata.get(
+        "tokenizer.ggml.add_bos_token", kind == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
+    )
     tokenizer.bos = tokenizer.special.get(names.get("bos_token", "")) if begins else None
     tokenizer.eos = tokenizer.special.get(names.get("eos_token", ""), tokenizer.eos)
     return tokenizer
@@ -122,20 +124,20 @@ def read_gguf_tokenizer(file: Path) -> Tokenizer:
 
 def read_gguf_template(file: Path) -> tuple[str | None, dict[str, str]]:
     """Return the chat template in ``file``, if any, and the special tokens that it may name (``bos_token``)."""
-    said = read_gguf_metadata(file)
-    source = said.get("tokenizer.chat_template")
-    return source if isinstance(source, str) else None, _named(said)
+    metadata = read_gguf_metadata(file)
+    source = metadata.get("tokenizer.chat_template")
+    return source if isinstance(source, str) else None, _named(metadata)
 
 
-def _named(said: dict[str, Any]) -> dict[str, str]:
-    tokens = said.get("tokenizer.ggml.tokens") or []
+def _named(metadata: dict[str, Any]) -> dict[str, str]:
+    tokens = metadata.get("tokenizer.ggml.tokens") or []
     named = {"bos": "bos", "eos": "eos", "padding": "pad", "unknown": "unk"}
-    numbers = {ours: said.get(f"tokenizer.ggml.{theirs}_token_id") for theirs, ours in named.items()}
+    numbers = {ours: metadata.get(f"tokenizer.ggml.{theirs}_token_id") for theirs, ours in named.items()}
     return {f"{name}_token": tokens[i] for name, i in numbers.items() if isinstance(i, int) and 0 <= i < len(tokens)}
 
 
-def _bpe(file: Path, said: dict[str, Any], tokens: list[str], types: list[int]) -> HuggingFaceTokenizer:
-    pre, merges = said.get("tokenizer.ggml.pre"), said.get("tokenizer.ggml.merges") or []
+def _bpe(file: Path, metadata: dict[str, Any], tokens: list[str], types: list[int]) -> HuggingFaceTokenizer:
+    pre, merges = metadata.get("tokenizer.ggml.pre"), metadata.get("tokenizer.ggml.merges") or []
     if pre not in SPLITS:
         raise UserError(
             f"{file}: tokenizer.ggml.pre {pre!r} is not known, {', '.join(SPLITS)} are; give the tokenizer.json of the "
@@ -166,10 +168,10 @@ def _bpe(file: Path, said: dict[str, Any], tokens: list[str], types: list[int]) 
     return HuggingFaceTokenizer(inner)
 
 
-def _sentencepiece(file: Path, said: dict[str, Any], tokens: list[str], types: list[int]) -> SentencePieceTokenizer:
+def _sentencepiece(file: Path, metadata: dict[str, Any], tokens: list[str], types: list[int]) -> SentencePieceTokenizer:
     from sentencepiece import sentencepiece_model_pb2 as messages
 
-    scores = said.get("tokenizer.ggml.scores") or []
+    scores = metadata.get("tokenizer.ggml.scores") or []
     if len(scores) != len(tokens):
         raise UserError(f"{file}: {len(tokens)} tokens and {len(scores)} tokenizer.ggml.scores; download it again")
     model = messages.ModelProto()  # type: ignore[attr-defined]  # protobuf makes it
@@ -179,7 +181,7 @@ def _sentencepiece(file: Path, said: dict[str, Any], tokens: list[str], types: l
     model.trainer_spec.byte_fallback = _BYTE in types
     model.trainer_spec.vocab_size = len(tokens)
     model.normalizer_spec.name = "identity"
-    model.normalizer_spec.add_dummy_prefix = bool(said.get("tokenizer.ggml.add_space_prefix", True))
+    model.normalizer_spec.add_dummy_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     model.normalizer_spec.remove_extra_whitespaces = False
     try:
         return SentencePieceTokenizer(file, model.SerializeToString())

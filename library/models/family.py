@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,11 +30,10 @@ from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
 from library.config.schema import ModelConfig
 from library.errors import NotFiniteError, UserError
 from library.files import fingerprint, weights_fingerprint
-from library.models.files import FamilyFiles, locate
-from library.models.hub import pipeline_index
+from library.models.family_files import FamilyFiles
+from library.models.files import locate
 from library.models.latents import unpack_latents
 from library.models.layer_names import LoraTargets
-from library.models.registry import family_class
 from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
 from library.models.weights import load_into, read_config
@@ -504,32 +502,6 @@ class Family:
                 f"sample of {steps} step: {self.layout.title}'s schedule has at least two; set --s 2 or more"
             )
         return scheduler
-
-
-def model_family(config: ModelConfig) -> Family:
-    """Return the family that ``config`` names, its paths checked and nothing loaded."""
-    return family_class(config.model_type)(config)
-
-
-def with_transformer(config: ModelConfig, path: Path) -> ModelConfig:
-    """Return the config of the model in ``path``: a pipeline, or a transformer beside ``config``'s other parts.
-
-    For a second model of the same family, such as the fp8 file of a bf16 folder.
-    """
-    root = Path(config.pretrained_model_name_or_path).expanduser()
-    if path.is_dir() and pipeline_index(path) is None:
-        files = sorted(path.glob("*.safetensors"))
-        if len(files) != 1:
-            raise UserError(f"{path}: {len(files)} safetensors files; give one file, or a complete pipeline folder")
-        path = files[0]
-    values = {"pretrained_model_name_or_path": str(path)}
-    if path.is_file() and root.is_dir():
-        layout = family_class(config.model_type).layout
-        parts = (layout.vae, *layout.text_encoders)
-        values |= {part.option: str(root) for part in parts if getattr(config, part.option) is None}
-        folders = {part.option: root / part.folder for part in layout.tokenizers}
-        values |= {option: str(folder) for option, folder in folders.items() if folder.is_dir()}
-    return config.model_copy(update=values)
 
 
 def split_plan(kind: Any, config: Mapping[str, Any], processes: int) -> dict[str, Parts]:

@@ -8,7 +8,7 @@ bytes, not as parameters. Format: https://github.com/huggingface/safetensors#for
 
 Weights do not say which class computes with them. A one-dimensional weight with a bias may be a LayerNorm or a
 GroupNorm; and most norms of a diffusion transformer have no weights at all (``elementwise_affine=False``: scale and
-shift come from the modulation), so no tensor shows them. Rows of :class:`Architecture`, in each family's ``files.py``,
+shift come from the modulation), so no tensor shows them. Rows of ``Architecture``, in each family's ``files.py``,
 add that knowledge; they are checked against the modules of diffusers' and transformers' classes in
 ``tests/models/test_inspection.py``; BFL's names follow
 https://github.com/black-forest-labs/flux/blob/main/src/flux/modules/layers.py.
@@ -26,35 +26,11 @@ from pathlib import Path
 from library.errors import UserError, printable
 from library.files import shards_of
 from library.models.hub import pipeline_index
+from library.models.layer_names import Architecture
 from library.models.registry import all_modules
 from library.precision.checkpoint import quantized_file
 from library.precision.files.file_tensors import FileTensors
 from library.safetensors_io import TensorEntry, read_entries, weight_files
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """One naming of one architecture.
-
-    Attributes:
-        name: for people.
-        marks: regular expressions; each must match a whole tensor name.
-        with_bias: what a norm with weight and bias is.
-        without_bias: what a norm with a weight alone is.
-        weightless: LayerNorms that no tensor shows: a regular expression of the tensor that is there once for each
-            module that has them -> their names, with ``\\1`` for the expression's first group.
-        facts: label -> (tensor, axis): a size worth telling; axis None tells whether the tensor is there.
-        model_type: of a transformer, the family's first; "" of its other parts.
-    """
-
-    name: str
-    marks: tuple[str, ...]
-    with_bias: str = "LayerNorm"
-    without_bias: str = "RMSNorm"
-    weightless: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    facts: tuple[tuple[str, str, int | None], ...] = ()
-    model_type: str = ""
-
 
 UNKNOWN = Architecture("unknown architecture", (), with_bias="LayerNorm or GroupNorm")
 

@@ -7,6 +7,9 @@ Stacking is by output rows, counted in multiples of the module's input columns: 
 its :class:`KeyNames`; the base model's loader (:func:`original_key_map`), LoRA files and merging read the same table.
 File formats write names with dots or, like kohya, with underscores; both are found by :meth:`KeyNames.find`.
 
+*Architectures.* An :class:`Architecture` says how a network is recognised by its tensors' names, and what the tensors
+do not show: norms without weights (``library.models.inspection``).
+
 *LoRA targets.* A :class:`LoraTargets` says which linear layers get a LoRA: the groups they fall into (each with the
 ``*_dim`` option that sets its rank), the options that choose blocks, and the names. Code that injects, saves or merges
 takes such a row and knows nothing else about the family. A family's text encoders are rows of their own in it. Where
@@ -33,6 +36,30 @@ from library.safetensors_io import RowRange
 
 Weights = TypeVar("Weights")
 MOST_BLOCKS = 100  # of any model here
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One naming of one architecture.
+
+    Attributes:
+        name: for people.
+        marks: regular expressions; each must match a whole tensor name.
+        with_bias: what a norm with weight and bias is.
+        without_bias: what a norm with a weight alone is.
+        weightless: LayerNorms that no tensor shows: a regular expression of the tensor that is there once for each
+            module that has them -> their names, with ``\\1`` for the expression's first group.
+        facts: label -> (tensor, axis): a size worth telling; axis None tells whether the tensor is there.
+        model_type: of a transformer, the family's first; "" of its other parts.
+    """
+
+    name: str
+    marks: tuple[str, ...]
+    with_bias: str = "LayerNorm"
+    without_bias: str = "RMSNorm"
+    weightless: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    facts: tuple[tuple[str, str, int | None], ...] = ()
+    model_type: str = ""
 
 
 @dataclass(frozen=True)

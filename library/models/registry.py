@@ -1,4 +1,4 @@
-"""The model families by name: their classes, and the tables in each family's folder.
+"""The tables in the folders of all model families. Their classes: ``library.models.family_by_name``.
 
 Nothing of a family is imported before it is asked for, and a family's ``files.py`` imports no diffusers: tools that
 only look at names start fast.
@@ -10,16 +10,9 @@ import functools
 import importlib
 from collections.abc import Mapping
 from types import ModuleType
-from typing import Any
 
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
 from library.models.layer_names import LoraTargets
-
-
-def family_class(model_type: str) -> Any:
-    """Return the family's class: the architecture, of which what needs no files can be asked."""
-    module, _, name = MODEL_TYPES[model_type].family.partition(":")
-    return getattr(importlib.import_module(module), name)
 
 
 @functools.cache

@@ -39,7 +39,6 @@ from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from library.errors import UserError
-from library.nn.causal_products import attend_causally, is_faster
 from library.nn.rope import Table, rotate_interleaved
 
 Backend = Literal["auto", "flash", "efficient", "cudnn", "math"]
@@ -72,8 +71,7 @@ def attend(
         causal: a token sees itself and what is before it. With Sq < Sk the queries are the *last* Sq positions, as in
             decoding with a cache (PyTorch's ``is_causal`` would take them for the first).
         scale: factor on the scores; default 1/sqrt(D).
-        backend: kernel to force; "auto" lets PyTorch choose, and takes ``library.nn.causal_products`` where that is
-            faster: in training in bf16 on a CPU.
+        backend: kernel to force; "auto" lets PyTorch choose.
 
     Raises:
         UserError: ``backend`` cannot run these tensors on this device.
@@ -88,8 +86,6 @@ def attend(
         # No fused kernel takes both a mask and groups; the fallback would make the scores of all heads.
         key, value = (tensor.repeat_interleave(heads // kv_heads, dim=2) for tensor in (key, value))
     arguments = _kernel_arguments(query, key, value, mask, causal, scale)
-    if backend == "auto" and arguments[1]["is_causal"] and is_faster(query, key, value):
-        return attend_causally(query, key, value, scale)
     if backend == "auto":
         with _sound_kernels(query, key, arguments[1]["attn_mask"]):
             output = F.scaled_dot_product_attention(*arguments[0], **arguments[1])

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from library.nn.causal_products import OPERATOR
 from library.nn.norms import ModulationCache
 
 _aten = torch.ops.aten
@@ -39,7 +38,6 @@ ATTENTION = frozenset(
         _aten._scaled_dot_product_efficient_attention.default,
         _aten._scaled_dot_product_cudnn_attention.default,
         _aten._scaled_dot_product_flash_attention_for_cpu.default,
-        OPERATOR,
     }
 )
 

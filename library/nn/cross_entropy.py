@@ -24,7 +24,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from library.nn.products import add_weight_gradient, input_gradient_of, product
 from library.nn.tensor_split import Split, sum_over
 
 _LOGITS = {"cpu": 1 << 22, "cuda": 1 << 26}  # held at once: 16 MiB in fp32, which a cache holds, and 256 on a card
@@ -83,7 +82,7 @@ class _Loss(torch.autograd.Function):
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for part, wanted, d_part in _chunks(vocab_size, hidden, targets, d_hidden):
-            scores = _log_softmax(product(part, own).float(), split, is_token=first < vocab_size)
+            scores = _log_softmax(F.linear(part, own).float(), split, is_token=first < vocab_size)
             counts = wanted != IGNORED
             here = counts & (wanted >= first) & (wanted < first + tokens)
             places = (wanted - first).where(here, 0)[:, None]
@@ -91,12 +90,12 @@ class _Loss(torch.autograd.Function):
             d_logits = scores.exp_()
             d_logits.scatter_add_(1, places, -here[:, None].float())
             d_logits = d_logits.to(part.dtype)
-            d_part.copy_(input_gradient_of(own, d_logits)).mul_(counts[:, None])
+            d_part.copy_(d_logits @ own).mul_(counts[:, None])
             if d_weight is None:  # the head is frozen
                 continue
             part = part * counts[:, None]  # tokens that do not count add nothing to the weight's gradient either
             if d_logits.dtype == torch.float32:
-                add_weight_gradient(part, d_logits, d_weight[:tokens])
+                d_weight[:tokens].addmm_(d_logits.t(), part)
             else:
                 d_weight[:tokens] += d_logits.t() @ part
         if split is not None:

@@ -20,10 +20,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-
-from library.nn.products import add_input_gradient_of, input_gradient_of, product
 
 
 def has_input_gradient(layer: nn.Module) -> bool:
@@ -39,7 +38,7 @@ def output(layer: nn.Module, x: Tensor) -> Tensor:
     if type(layer) in (nn.Linear, FrozenLinear):
         assert isinstance(layer, nn.Linear)
         bias = None if layer.bias is None else layer.bias.to(x.dtype)
-        return product(x, layer.weight.to(x.dtype), bias)
+        return F.linear(x, layer.weight.to(x.dtype), bias)
     return layer(x)
 
 
@@ -48,7 +47,7 @@ def input_gradient(layer: Any, gradient: Tensor) -> Tensor:
     """Return ``gradient @ weight``: [n, out] -> [n, in], with the weight as the layer holds it now."""
     if hasattr(layer, "add_input_gradient"):
         return layer.add_input_gradient(gradient, gradient.new_zeros(len(gradient), layer.in_features))
-    return input_gradient_of(layer.weight.to(gradient.dtype), gradient)
+    return gradient @ layer.weight.to(gradient.dtype)
 
 
 @torch.no_grad()
@@ -56,7 +55,7 @@ def add_input_gradient(layer: Any, gradient: Tensor, into: Tensor) -> Tensor:
     """Add ``gradient @ weight`` to ``into`` in place: [n, out] and [n, in]; return ``into``."""
     if hasattr(layer, "add_input_gradient"):
         return layer.add_input_gradient(gradient, into)
-    return add_input_gradient_of(layer.weight.to(gradient.dtype), gradient, into)
+    return into.addmm_(gradient, layer.weight.to(gradient.dtype))
 
 
 class LinearWrapper(nn.Module):

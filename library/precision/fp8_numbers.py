@@ -13,28 +13,17 @@ the lower neighbour; adding as many random bits carries into the rest with just 
 normal number fp8's step is fixed, so there it is ``floor(x / step + u) * step``.
 
 *Dequantising on a CPU* is on the training path: every linear does it twice a step. torch's own cast takes 25 to 30 ms
-for 3072 x 3072 on one core, longer than the matrix product with 640 tokens (17 to 26 ms), and a table look-up 3 to 40
-ms. Two ways are better and give the same bits, the product with the scale being made in fp32 and rounded once:
-
-- *by bits*: a value shifted left by 7 (e4m3fn) or 8 (e5m2) has sign, exponent and mantissa in the fields of an IEEE
-  half, denormals included, and is that half times a power of two, which joins the scale. In chunks that stay in the
-  cache this takes 2.8 ms on an AMD Zen 5 and 7 ms on an Intel Xeon with AMX, with nothing to compile. (bf16's fields
-  would be quicker still, but there every fp8 denormal is a bf16 denormal, slow on CPUs that trap those and zero where
-  they are flushed.)
-- *compiled*: the cast itself, one pass instead of six, by inductor: 3.6 ms and 4.1 ms on the same machines (8.5 where
-  most values are denormals, as in a plain cast: torch's vector code has a branch for them). It takes a C++ compiler, a
-  few seconds, and 150 MiB for inductor's modules.
-
-Which one serves a process is measured at its first large weight.
+for 3072 x 3072 on one core, longer than the matrix product with 640 tokens (17 to 26 ms), and makes a whole FLUX step
+1.46 times as long (``docs/benchmarks.md``). Instead, a value shifted left by 7 (e4m3fn) or 8 (e5m2) has sign, exponent
+and mantissa in the fields of an IEEE half, denormals included, and is that half times a power of two, which joins the
+scale. In chunks that stay in the cache this takes 2.8 ms on an AMD Zen 5 and 7 ms on an Intel Xeon with AMX, and gives
+the same bits: the product with the scale is made in fp32 and rounded once. (bf16's fields would be quicker still, but
+there every fp8 denormal is a bf16 denormal, slow on CPUs that trap those and zero where they are flushed.)
 """
 
 from __future__ import annotations
 
-import functools
 import math
-import time
-import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -165,12 +154,6 @@ def power_of_two(values: Tensor, least: int, most: int) -> Tensor:
 
 
 _CHUNK = 1 << 18  # numbers turned at a time: 1 MiB as fp32; 8 times that falls out of the cache and takes 5 x
-_LARGE = 1 << 20  # weights from here on are worth a compiler's start
-_COMPILED_DTYPES = (torch.bfloat16, torch.float16)  # those of products; fp32 is for preparing files
-_ROUNDS = 20  # that decide for one of the ways, two milliseconds each; the first are slow on some machines
-_MOST_KERNELS = 64  # two formats, two dtypes, three kinds of scale, whole weights and slices of them
-
-Dequantize = Callable[[Tensor, Tensor | None, torch.dtype], Tensor]
 
 
 def by_bits(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -195,48 +178,6 @@ def by_bits(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     return result
 
 
-def compiled(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return ``values * scale`` in ``dtype`` by one compiled loop.
-
-    Raises:
-        Exception: whatever inductor raises where it finds no compiler.
-    """
-    own = torch.ones(1, 1) if scale is None else scale
-    with torch._dynamo.config.patch(recompile_limit=_MOST_KERNELS):  # past the limit it would run the slow cast
-        if own.shape[1] == 1:
-            return _kernel()(values, own, dtype)
-        # blocks as a dimension of the input: a view inside the kernel would divide for every number
-        return _kernel()(values.unflatten(1, (own.shape[1], -1)), own.unsqueeze(-1), dtype).view(values.shape)
-
-
-def _cast(values: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    return (values.to(torch.float32) * scale).to(dtype)
-
-
-@functools.cache
-def _kernel() -> Callable[[Tensor, Tensor, torch.dtype], Tensor]:
-    return torch.compile(_cast, dynamic=True, options={"compile_threads": 1})
-
-
-@functools.cache
-def _faster() -> Dequantize:
-    """Return the quicker of the two ways on this machine, by the shortest of their times taken in turn."""
-    values = torch.arange(_LARGE).to(torch.uint8).bitwise_and_(0x7B).view(torch.float8_e4m3fn).view(-1, 1024)
-    scale = torch.ones(len(values), 1)
-    seconds: dict[Dequantize, float] = {}
-    try:
-        compiled(values, scale, torch.bfloat16)
-    except Exception as failure:  # no compiler, no Python headers, a read-only home: inductor has many names for them
-        reason = next(iter(str(failure).strip().splitlines()), type(failure).__name__)
-        warnings.warn(f"fp8 weights are turned back without a compiled kernel, more slowly: {reason}", stacklevel=2)
-        return by_bits
-    for way in _ROUNDS * (compiled, by_bits):
-        begun = time.perf_counter()
-        way(values, scale, torch.bfloat16)
-        seconds[way] = min(seconds.get(way, math.inf), time.perf_counter() - begun)
-    return min(seconds, key=lambda way: seconds[way])
-
-
 def dequantize(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
     """Return ``values * scale`` in ``dtype``: the product in fp32, rounded once.
 
@@ -247,8 +188,7 @@ def dequantize(values: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tens
     """
     assert values.dtype in FP8_DTYPES, f"{values.dtype} is no fp8 dtype"
     if values.device.type == "cpu" and not torch.compiler.is_compiling():
-        small = values.numel() < _LARGE or dtype not in _COMPILED_DTYPES
-        return (by_bits if small else _faster())(values, None if scale is None else scale.float(), dtype)
+        return by_bits(values, None if scale is None else scale.float(), dtype)
     if scale is None:
         return values.to(dtype)
     return scaled(values, scale, dtype)

@@ -202,24 +202,6 @@ class QuantizedLinearOfHiddenDtype(QuantizedLinear):
             super().register_parameter(name, param)
 
 
-def make_cpu_kernels(model: nn.Module, dtype: torch.dtype) -> None:
-    """Have the kernels that ``model``'s quantised layers need on the CPU compiled now, and not within the first step.
-
-    Args:
-        model: with its weights on the CPU; elsewhere nothing happens.
-        dtype: of the activations.
-    """
-    seen = set()
-    for layer in model.modules():
-        if isinstance(layer, QuantizedLinear) and layer._weight.device.type == "cpu":
-            weight = layer.quantized()
-            kind = tuple((tensor.shape, tensor.dtype) for tensor in weight.tensors().values())
-            if kind not in seen:
-                seen.add(kind)
-                _product_by_rows(torch.zeros(1, layer.in_features, dtype=dtype), weight, None)
-                _gradient_by_columns(torch.zeros(1, layer.out_features, dtype=dtype), weight)
-
-
 def ddp_ignored_names(model: nn.Module) -> list[str]:
     """Return the names of all frozen parameters and of all buffers of ``model``.
 

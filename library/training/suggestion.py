@@ -27,8 +27,8 @@ from library.data.samples import Sample, scan
 from library.data.sources import is_image, stem
 from library.errors import UserError
 from library.files import read_toml, toml_text
+from library.models.family_by_name import family_class
 from library.models.files import pipeline_class, transformer_of
-from library.models.registry import family_class
 from library.training.memory.budget import GIB
 from library.training.memory.plan import RESERVE
 

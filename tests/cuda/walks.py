@@ -20,7 +20,7 @@ import library.training.trainer as trainer_module
 from library.config import load_config
 from library.config.load import load_for
 from library.config.scripts import LLM
-from library.models.registry import family_class
+from library.models.family_by_name import family_class
 from library.precision.linear import QuantizedLinear
 from library.training.memory.fake_cuda import Walk, pretend, walking
 from library.training.memory.plan import MemoryPlan

@@ -17,7 +17,8 @@ from library.conditions import NO_CONDITIONS, Conditions
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.data.batches import Batch, Item, collate
 from library.errors import UserError
-from library.models.family import Family, model_family
+from library.models.family import Family
+from library.models.family_by_name import model_family
 from library.models.layer_names import LoraTargets
 from library.precision.files.fp8 import Fp8Scheme
 from library.precision.recipe import Recipe, WeightLoader

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from library.config.model_types import IMAGE_MODELS, LANGUAGE_MODELS, MODEL_TYPES
-from library.models.registry import family_class, lora_namings, lora_targets
+from library.models.family_by_name import family_class
+from library.models.registry import lora_namings, lora_targets
 
 pytestmark = pytest.mark.parametrize("name", IMAGE_MODELS)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from library.config.schema import ModelConfig
-from library.models.family import model_family
+from library.models.family_by_name import model_family
 from library.nn.rope import Table
 from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline
 from tests.tiny_qwen import tiny_qwen_inputs, tiny_qwen_pipeline

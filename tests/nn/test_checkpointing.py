@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from library.nn.causal_products import attend_causally
 from library.nn.checkpointing import ATTENTION, ActivationCheckpointing, HostOffload, neighbours
 
 BLOCKS, TOKENS, WIDTH = 6, 32, 16
@@ -189,16 +188,3 @@ def test_a_pass_that_is_never_taken_back_leaves_nothing_behind() -> None:
     assert len(offload._offloaded) > 0
     del x, y
     assert len(offload._offloaded) == 0
-
-
-def test_the_budget_keeps_attention_by_products_too() -> None:
-    blocks = stack().bfloat16()
-    for block in blocks:
-        block.attention = attend_causally
-    for keep, attentions in ((0, 2 * BLOCKS), (3 * INPUT // 2, 2 * BLOCKS - 3), (BLOCKS * INPUT // 2, BLOCKS)):
-        checkpointing = ActivationCheckpointing(BLOCKS, budget_bytes=keep)
-        expected, _ = step(blocks, None)
-        for _ in range(3):
-            found, operations = step(blocks, checkpointing)
-            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-        assert operations.attentions == attentions

@@ -9,14 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import library.nn.products as products
 from library.nn.frozen_linear import FrozenLinear, has_input_gradient, input_gradient, project_together
-from library.nn.products import product
-
-
-@pytest.fixture(autouse=True, params=[True, False], ids=["oneDNN", "BLAS"])
-def _processor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "PREFERS_ONEDNN", request.param)
 
 
 def _layers(dtype: torch.dtype = torch.float32, size: int = 48) -> tuple[nn.Linear, FrozenLinear]:
@@ -42,17 +35,6 @@ def test_output_and_input_gradient_are_those_of_nn_linear(dtype: torch.dtype, au
     for a, b in zip(mine, expected, strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)  # small: the same kernels
-
-
-@pytest.mark.parametrize("transposed", [False, True])
-def test_large_fp32_products_are_as_exact_as_blas(transposed: bool) -> None:
-    torch.manual_seed(0)
-    x, weight, bias = torch.randn(300, 256), torch.randn(512, 256), torch.randn(512)
-    if transposed:
-        x, weight = x.t().contiguous().t(), weight.t().contiguous().t()
-    exact = x.double() @ weight.double().t() + bias.double()
-    errors = [(f(x, weight, bias) - exact).norm() / exact.norm() for f in (product, torch.nn.functional.linear)]
-    assert errors[0] < 3 * errors[1]  # both sum 256 numbers in fp32, in blocks of their own choice
 
 
 def test_backward_reads_the_weight_as_the_layer_holds_it_then() -> None:

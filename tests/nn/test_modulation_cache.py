@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from bench.families import FAMILIES, Sizes, build_transformer, example_inputs
 from library.config.schema import NetworkConfig
-from library.models.registry import family_class, lora_targets
+from library.models.family_by_name import family_class
+from library.models.registry import lora_targets
 from library.nn.checkpointing import ActivationCheckpointing, HostOffload
 from networks.network import inject_adapter
 from networks.options import parse_network_args

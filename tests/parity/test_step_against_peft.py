@@ -11,7 +11,7 @@ from peft.utils import get_peft_model_state_dict
 
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.data.batches import Batch
-from library.models.family import model_family
+from library.models.family_by_name import model_family
 from library.models.flux.files import FLUX_TARGETS
 from library.training.flow import noise_for, sample_sigmas
 from library.training.tasks.image_step import FlowStep

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from library.conditions import Conditions
 from library.config.schema import ModelConfig
 from library.errors import NotFiniteError, UserError
-from library.models.family import SampleSettings, model_family
+from library.models.family import SampleSettings
+from library.models.family_by_name import model_family
 from library.models.registry import lora_targets
 from networks.files.adapters import save_adapter
 from networks.files.weights import LoraWeights

@@ -20,7 +20,7 @@ from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
 from library.config.schema import TrainConfig
 from library.data.config import SubsetSettings
 from library.errors import UserError
-from library.models.registry import family_class
+from library.models.family_by_name import family_class
 from library.training.memory.budget import GIB
 from library.training.sampling.prompts import read_prompts
 from library.training.suggestion import Answers, choose_memory, find_model_type, look, presets, suggest

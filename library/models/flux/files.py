@@ -19,9 +19,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from library.models.files import FamilyFiles, Part, Shapes, block_sizes, rope_axes
-from library.models.inspection import Architecture
-from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets, TextEncoderTargets
+from library.models.family_files import FamilyFiles, Part, Shapes, block_sizes, rope_axes
+from library.models.layer_names import Architecture, KeyNames, KeyRow, LayerGroup, LoraTargets, TextEncoderTargets
 
 
 def _double(original: str, *parts: str, rows: tuple[int, ...] = ()) -> KeyRow:

@@ -9,9 +9,8 @@ transformers, GPT-2             ``config.json`` with safetensors, or ``pytorch_m
                                 linears are stored [in, out], so they are transposed; q, k and v are one matrix already
 transformers, Llama             the same files. ``model.layers.0.self_attn.q_proj.weight``; q, k, v and gate, up are
                                 joined
-Meta, Llama                     ``params.json`` with ``consolidated.00.pth``, ... ``layers.0.attention.wq.weight``; rows
-                                of q and k pair neighbours under RoPE and are put into the half-split order; a model in
-                                several files is cut by rows (q, k, v, gate, up, head) or by columns (the others)
+Meta, Llama                     ``params.json`` with one ``consolidated.00.pth``. ``layers.0.attention.wq.weight``; rows
+                                of q and k pair neighbours under RoPE and are put into the half-split order
 OpenAI, GPT-2                   ``hparams.json`` with ``model.ckpt.index``. ``model/h0/attn/c_attn/w`` [1, in, out]
 GGUF                            one file, the path of which may be given (``library.models.llm.gguf``)
 ==============================  ==========================================================================
@@ -35,8 +34,7 @@ from torch import Tensor
 from library.errors import UserError
 from library.files import write_text
 from library.gguf_header import gguf_file
-from library.models.inspection import Architecture
-from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets
+from library.models.layer_names import Architecture, KeyNames, KeyRow, LayerGroup, LoraTargets
 from library.models.llm.gguf import gguf_config, gguf_weights, in_order, mixed_layers
 from library.models.llm.model import TransformerLM, resize_vocabulary, separate_projections
 from library.models.llm.sources import DequantisedWeights, Derived, DerivedWeights, TensorFlowFiles, TorchFiles
@@ -104,9 +102,9 @@ def open_lm(folder: Path) -> tuple[LMConfig, WeightFiles, KeyMap]:
         config = config_from_hf(read_config(folder))
         return config, *hf_weights(_hf_files(folder), config)
     if (folder / "params.json").is_file():
-        files, shards = _meta_files(folder)
-        config = _meta_config(read_config(folder, "params.json"), files, shards)
-        return config, *meta_weights(files, config, shards)
+        files = _meta_file(folder)
+        config = _meta_config(read_config(folder, "params.json"), files)
+        return config, *meta_weights(files, config)
     if indices := sorted(folder.glob("*.index")):
         hparams = read_config(folder, "hparams.json")
         config = gpt2(*(hparams[key] for key in ("n_embd", "n_layer", "n_head", "n_vocab", "n_ctx")))
@@ -210,27 +208,26 @@ def _hf_files(folder: Path) -> WeightFiles:
     names = ["pytorch_model.bin"]
     if index.is_file():
         names = shard_names(index)
-    return TorchFiles(folder, [("", folder / name) for name in names])
+    return TorchFiles(folder, [folder / name for name in names])
 
 
-def _meta_files(folder: Path) -> tuple[TorchFiles, int]:
-    files = sorted(folder.glob("consolidated.*.pth"))
-    if not files:
-        raise UserError(f"{folder}: params.json without consolidated.00.pth; download the weights too")
-    if [file.name for file in files] != [f"consolidated.{i:02d}.pth" for i in range(len(files))]:
-        raise UserError(f"{folder}: a file between consolidated.00.pth and {files[-1].name} is missing; download it")
-    return TorchFiles(folder, [(f"{i}:", file) for i, file in enumerate(files)]), len(files)
+def _meta_file(folder: Path) -> TorchFiles:
+    file = folder / "consolidated.00.pth"
+    if not file.is_file():
+        raise UserError(f"{folder}: params.json without {file.name}; download the weights too")
+    if (folder / "consolidated.01.pth").exists():
+        raise UserError(f"{folder}: Meta's weights in several files are not read; use the transformers version")
+    return TorchFiles(folder, [file])
 
 
-def _meta_config(params: dict, files: TorchFiles, shards: int) -> LMConfig:
-    """Return the configuration of Meta's ``params.json``; what it leaves to code is told from shapes.
+def _meta_config(params: dict, files: TorchFiles) -> LMConfig:
+    """Return the configuration of Meta's ``params.json``; what it leaves to code follows from shapes.
 
     Its ``vocab_size`` may be -1, the width of the feed-forward follows from three numbers and rounding, and whether the
     head is tied is not said: Llama 3.2's small models store the embedding a second time.
     """
     width, heads = params["dim"], params["n_heads"]
-    columns = files.shape("0:tok_embeddings.weight")[1]
-    vocab_size = files.shape("0:tok_embeddings.weight")[0] * (shards if columns == width else 1)
+    vocab_size = files.shape("tok_embeddings.weight")[0]
     scaling = None
     if params.get("use_scaled_rope"):
         small = width < 4096  # Llama 3.2's 1B and 3B
@@ -243,7 +240,7 @@ def _meta_config(params: dict, files: TorchFiles, shards: int) -> LMConfig:
         layers=params["n_layers"],
         heads=heads,
         kv_heads=params.get("n_kv_heads") or heads,
-        hidden=files.shape("0:layers.0.feed_forward.w1.weight")[0] * shards,
+        hidden=files.shape("layers.0.feed_forward.w1.weight")[0],
         head_dim=width // heads,
         norm_eps=params.get("norm_eps", 1e-5),
         tied=_head_repeats_embedding(files),
@@ -253,9 +250,9 @@ def _meta_config(params: dict, files: TorchFiles, shards: int) -> LMConfig:
 
 
 def _head_repeats_embedding(files: TorchFiles) -> bool:
-    if "0:output.weight" not in files:
+    if "output.weight" not in files:
         return True
-    names = ("0:output.weight", "0:tok_embeddings.weight")
+    names = ("output.weight", "tok_embeddings.weight")
     if files.shape(names[0]) != files.shape(names[1]):
         return False
     head, embedding = (files.read([RowRange(name, 0, min(_TIED_ROWS, files.shape(name)[0]))]) for name in names)
@@ -283,20 +280,20 @@ _BLOCKS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "feed_forward.down": ("mlp.down_proj",),
     },
 }
-# transformers' module of a Llama, in a block or outside -> Meta's, and the axis along which files cut it
+# transformers' module of a Llama, in a block or outside -> Meta's
 _META = {
-    "model.embed_tokens": ("tok_embeddings", 0),
-    "input_layernorm": ("attention_norm", None),
-    "self_attn.q_proj": ("attention.wq", 0),
-    "self_attn.k_proj": ("attention.wk", 0),
-    "self_attn.v_proj": ("attention.wv", 0),
-    "self_attn.o_proj": ("attention.wo", 1),
-    "post_attention_layernorm": ("ffn_norm", None),
-    "mlp.gate_proj": ("feed_forward.w1", 0),
-    "mlp.up_proj": ("feed_forward.w3", 0),
-    "mlp.down_proj": ("feed_forward.w2", 1),
-    "model.norm": ("norm", None),
-    "lm_head": ("output", 0),
+    "model.embed_tokens": "tok_embeddings",
+    "input_layernorm": "attention_norm",
+    "self_attn.q_proj": "attention.wq",
+    "self_attn.k_proj": "attention.wk",
+    "self_attn.v_proj": "attention.wv",
+    "self_attn.o_proj": "attention.wo",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "feed_forward.w1",
+    "mlp.up_proj": "feed_forward.w3",
+    "mlp.down_proj": "feed_forward.w2",
+    "model.norm": "norm",
+    "lm_head": "output",
 }
 
 
@@ -376,47 +373,28 @@ def _gpt2_weights(
     return DerivedWeights(files, derived), key_map
 
 
-def meta_weights(files: WeightFiles, config: LMConfig, shards: int) -> tuple[WeightFiles, KeyMap]:
-    """Return weights and key map of Meta's checkpoint in ``shards`` files, whose names begin with ``0:`` and so on."""
+def meta_weights(files: WeightFiles, config: LMConfig) -> tuple[WeightFiles, KeyMap]:
+    """Return weights and key map of Meta's checkpoint."""
+    in_half_split_order = functools.partial(in_order, half_split_order(config.head_dim))
     derived: dict[str, Derived] = {}
     key_map: dict[str, list[RowRange]] = {}
     for ours, parts, _ in hf_names(config):
-        key_map[ours] = [
-            each for name, rows in parts for each in _meta_ranges(files, config, shards, name, rows, derived)
-        ]
+        key_map[ours] = []
+        for hf_name, _ in parts:
+            source = meta_name(hf_name)
+            if hf_name.endswith(("q_proj.weight", "k_proj.weight")) and source in files:
+                derived[f"{source}.half_split"] = Derived(files.shape(source), [source], in_half_split_order)
+                source = f"{source}.half_split"
+            key_map[ours].append(RowRange(source))
     return DerivedWeights(files, derived), key_map
 
 
-def _meta_ranges(
-    files: WeightFiles, config: LMConfig, shards: int, hf_name: str, rows: int, derived: dict[str, Derived]
-) -> list[RowRange]:
-    """Return the ranges that make the rows of transformers' ``hf_name``; put what must be computed into ``derived``."""
-    name, axis = meta_name(hf_name)
-    sources = [f"{shard}:{name}" for shard in range(1 if axis is None else shards)]
-    if any(source not in files for source in sources):
-        return [RowRange(source) for source in sources]  # the loader says what is missing
-    shape = files.shape(sources[0])
-    if name == "tok_embeddings.weight":  # Llama 2 cuts it by columns, Llama 3 by rows
-        axis = 1 if shape[0] == rows else 0
-    if len(sources) > 1 and axis == 1:
-        derived[name] = Derived((shape[0], shape[1] * shards), sources, lambda *parts: torch.cat(parts, dim=1))
-        return [RowRange(name)]
-    if hf_name.endswith(("q_proj.weight", "k_proj.weight")):
-        # a shard holds whole heads, so each can be put in order by itself
-        order = half_split_order(config.head_dim)
-        for source in sources:
-            derived[f"{source}.half_split"] = Derived(files.shape(source), [source], functools.partial(in_order, order))
-        return [RowRange(f"{source}.half_split") for source in sources]
-    return [RowRange(source) for source in sources]
-
-
-def meta_name(hf_name: str) -> tuple[str, int | None]:
-    """Return Meta's name for transformers', and the axis along which files cut it."""
+def meta_name(hf_name: str) -> str:
+    """Return Meta's name for transformers'."""
     layer, _, module = hf_name.removesuffix(".weight").removeprefix("model.layers.").partition(".")
-    if not layer.isdigit():
-        layer, module = "", hf_name.removesuffix(".weight")
-    name, axis = _META[module]
-    return f"layers.{layer}.{name}.weight" if layer else f"{name}.weight", axis
+    if layer.isdigit():
+        return f"layers.{layer}.{_META[module]}.weight"
+    return f"{_META[hf_name.removesuffix('.weight')]}.weight"
 
 
 def _targets(family: LMFamily, stack: str, groups: Mapping[str, str]) -> LoraTargets:

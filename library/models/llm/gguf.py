@@ -44,13 +44,13 @@ def gguf_config(file: Path, weights: WeightFiles) -> LMConfig:
     Raises:
         UserError: another architecture, or one of its keys has a value that is not carried here; the key is named.
     """
-    said = read_gguf_metadata(file, arrays=False)
-    kind = said.get("general.architecture")
+    metadata = read_gguf_metadata(file, arrays=False)
+    kind = metadata.get("general.architecture")
     if kind not in LANGUAGE_MODELS:
         raise UserError(f"{file}: general.architecture {kind!r} is not supported; {', '.join(LANGUAGE_MODELS)} are")
 
     def value(key: str, default: Any = None) -> Any:
-        found = said.get(f"{kind}.{key}", default)
+        found = metadata.get(f"{kind}.{key}", default)
         if found is None:
             raise UserError(f"{file}: {kind}.{key} is missing; the file is no complete model, download it again")
         if isinstance(found, str | list) or not 0 <= found < math.inf:
@@ -73,7 +73,7 @@ def gguf_config(file: Path, weights: WeightFiles) -> LMConfig:
     fixed |= {"no_rope": fourth_blocks(layers)} if kind == "smollm3" else {}
     if kind == "llama" and (window := value("attention.sliding_window", 0)):
         fixed |= {"kind": "mistral", "window": window}
-    tokens = {key: said.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", *_ENDS)}
+    tokens = {key: metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", *_ENDS)}
     return LMConfig(
         **{
             "attention_bias": f"{attention}.q_proj.bias" in weights,
@@ -93,20 +93,20 @@ def gguf_config(file: Path, weights: WeightFiles) -> LMConfig:
         norm_eps=value("attention.layer_norm_rms_epsilon"),
         tied="lm_head.weight" not in weights,
         rope_theta=theta,
-        rope_scaling=_scaling(file, said, kind, weights, (head_dim, theta, context)),
+        rope_scaling=_scaling(file, metadata, kind, weights, (head_dim, theta, context)),
         bos=tokens.pop("bos"),
         eos=tuple(dict.fromkeys(number for number in tokens.values() if number is not None)),
     )
 
 
 def _scaling(
-    file: Path, said: Mapping[str, Any], kind: str, weights: WeightFiles, sizes: tuple[int, float, int]
+    file: Path, metadata: Mapping[str, Any], kind: str, weights: WeightFiles, sizes: tuple[int, float, int]
 ) -> RopeScaling | None:
     head_dim, theta, context = sizes
     if _DIVISORS in weights:
         return _llama_scaling(file, weights.read([RowRange(_DIVISORS)]).double(), head_dim, theta)
-    found = {key.removeprefix(f"{kind}.rope.scaling."): value for key, value in said.items()}
-    factor = found.get("factor") or said.get(f"{kind}.rope.scale_linear") or 1.0
+    found = {key.removeprefix(f"{kind}.rope.scaling."): value for key, value in metadata.items()}
+    factor = found.get("factor") or metadata.get(f"{kind}.rope.scale_linear") or 1.0
     original = found.get("original_context_length") or context
     match found.get("type", "linear" if factor != 1 else "none"):
         case "none":

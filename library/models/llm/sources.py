@@ -40,33 +40,33 @@ from library.safetensors_io import DTYPE_NAMES, RowRange, TensorEntry
 
 
 class TorchFiles(WeightFiles):
-    """The tensors of files that ``torch.save`` wrote; names may be given a prefix for each file."""
+    """The tensors of files that ``torch.save`` wrote."""
 
-    def __init__(self, path: Path, files: Sequence[tuple[str, Path]]) -> None:
-        """Find every tensor in ``files``, pairs of a prefix and a file; ``path`` is what errors name."""
+    def __init__(self, path: Path, files: Sequence[Path]) -> None:
+        """Find every tensor in ``files``; ``path`` is what errors name."""
         self.path, self.quantized, self.entries, self.metadata = path, None, {}, {}
-        self._held: dict[str, Tensor] = {}
-        for prefix, file in files:
+        self._loaded: dict[str, Tensor] = {}  # of files from before PyTorch 1.6
+        for file in files:
             for name, tensor in _outline(file).items():
                 if not isinstance(tensor, Tensor):
                     continue
                 if not zipfile.is_zipfile(file):
-                    self._held[prefix + name] = tensor
+                    self._loaded[name] = tensor
                     dtype = DTYPE_NAMES.get(tensor.dtype, "unknown")
-                    self.entries[prefix + name] = TensorEntry(file, dtype, tuple(tensor.shape), 0, tensor.nbytes)
+                    self.entries[name] = TensorEntry(file, dtype, tuple(tensor.shape), 0, tensor.nbytes)
                     continue
                 offset = tensor.untyped_storage()._checkpoint_offset
                 if not tensor.is_contiguous() or offset is None or tensor.dtype not in DTYPE_NAMES:
                     raise UserError(f"{file}: tensor {name!r} is stored in pieces; save it again with safetensors")
                 start = offset + int(tensor.storage_offset()) * tensor.element_size()
                 dtype, shape = DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
-                self.entries[prefix + name] = TensorEntry(file, dtype, shape, start, tensor.nbytes)
+                self.entries[name] = TensorEntry(file, dtype, shape, start, tensor.nbytes)
 
     def read(self, ranges: Sequence[RowRange]) -> Tensor:
         """Return the rows of ``ranges`` one below the other, in memory of their own, in the file's dtype."""
-        if not any(rows.source in self._held for rows in ranges):
+        if not any(rows.source in self._loaded for rows in ranges):
             return super().read(ranges)
-        return torch.cat([self._held[rows.source][rows.start : rows.stop] for rows in ranges])
+        return torch.cat([self._loaded[rows.source][rows.start : rows.stop] for rows in ranges])
 
 
 # what the unpickler raises where a file is damaged, or would do something else than hold tensors

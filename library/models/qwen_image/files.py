@@ -22,9 +22,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from library.models.files import FamilyFiles, Part, Shapes, block_sizes, rope_axes
-from library.models.inspection import Architecture
-from library.models.layer_names import KeyNames, KeyRow, LayerGroup, LoraTargets
+from library.models.family_files import FamilyFiles, Part, Shapes, block_sizes, rope_axes
+from library.models.layer_names import Architecture, KeyNames, KeyRow, LayerGroup, LoraTargets
 
 _ZERO_COND_MARKER = "__index_timestep_zero__"
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from library.conditions import ConditionKind
 from library.config.schema import ModelConfig, TrainConfig
-from library.models.registry import family_class
+from library.models.family_by_name import family_class
 from library.models.weights import statistics
 from library.safetensors_io import DTYPE_NAMES, TensorSpecs
 

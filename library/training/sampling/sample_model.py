@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from library.config.schema import ModelConfig
 from library.errors import UserError, restoring
-from library.models.family import Family, model_family, with_transformer
+from library.models.family import Family
+from library.models.family_by_name import model_family, with_transformer
 from library.models.hub import find_model
 from library.models.weights import stands_for
 from library.precision.checkpoint import WeightFiles

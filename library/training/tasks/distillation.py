@@ -41,7 +41,8 @@ from library.data.cache import is_complete
 from library.data.dataset import TrainingData
 from library.errors import UserError
 from library.files import clear_leftovers, fingerprint
-from library.models.family import Family, model_family, with_transformer
+from library.models.family import Family
+from library.models.family_by_name import model_family, with_transformer
 from library.precision.recipe import WeightLoader
 from library.processes import agreed
 from library.safetensors_io import write_safetensors

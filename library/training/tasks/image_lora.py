@@ -40,12 +40,12 @@ from library.data.config import load_dataset_config
 from library.data.dataset import Painted, TrainingData, build_dataset
 from library.data.lint import check, summarise
 from library.errors import UserError
-from library.models.family import Family, model_family
+from library.models.family import Family
+from library.models.family_by_name import model_family
 from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
 from library.nn.checkpointing import neighbours
 from library.precision.checkpoint import WeightFiles
-from library.precision.linear import make_cpu_kernels
 from library.processes import agreed, main_first
 from library.training.checkpoint.metadata import image_facts, lora_facts, trigger_phrase
 from library.training.checkpoint.state import tidy
@@ -210,8 +210,6 @@ class ImageLora(LoraTask):
         loaded_to = torch.device("cpu") if training.blocks_to_swap else self.loaded_to()
         self.transformer = transformer = family.load_transformer(self.dtype, loaded_to, training.attention, fp8=fp8)
         fp8.round_inputs(transformer)
-        if device.type == "cpu":
-            make_cpu_kernels(transformer, self.dtype)
         if layout is not None:
             self.console.print(layout.describe())
         self.note_base(layout, fp8, self.dtype)

@@ -39,7 +39,6 @@ from library.models.hub import find_model
 from library.models.llm.files import export_hf, load_lm
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import LMConfig, fourth_blocks, preset
-from library.nn.products import train_by_products
 from library.randomness import generator
 from library.training.checkpoint.output_folder import SETTINGS, describe_settings
 from library.training.checkpoint.state import Position, load_training_state
@@ -272,7 +271,6 @@ def build_model(config: PretrainConfig, vocab_size: int, device: torch.device) -
     context = config.model.context or model.config.context
     if not model.config.has_rope and context > model.config.context:
         raise UserError(f"context: {context} is more than the model's {model.config.context} positions; lower it")
-    train_by_products(model.blocks)
     recompute_blocks(model, model.config.layers, config.training, device)
     return model.train()
 

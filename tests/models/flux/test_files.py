@@ -14,7 +14,7 @@ from transformers import T5TokenizerFast
 
 from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.models.family import model_family
+from library.models.family_by_name import model_family
 from library.models.text import load_tokenizer
 from tests.tiny import SingleFiles, save_single_files, tiny_flux_pipeline
 

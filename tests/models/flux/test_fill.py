@@ -13,7 +13,8 @@ from torch import Tensor
 from library.conditions import NO_CONDITIONS, Conditions
 from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.models.family import SampleSettings, model_family
+from library.models.family import SampleSettings
+from library.models.family_by_name import model_family
 from library.models.flux.model import pack_mask
 from library.models.flux.spec import FluxFamily
 from library.models.latents import pack_latents

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from library.conditions import NO_CONDITIONS, Conditions
 from library.config.schema import ModelConfig
-from library.models.family import SampleSettings, model_family
+from library.models.family import SampleSettings
+from library.models.family_by_name import model_family
 from library.models.flux.spec import FluxFamily, canvas_offsets
 from tests.flux_variants import TEXT
 from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline

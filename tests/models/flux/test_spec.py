@@ -14,7 +14,8 @@ from torch import nn
 
 from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.models.family import SampleSettings, model_family
+from library.models.family import SampleSettings
+from library.models.family_by_name import model_family
 from library.models.flux.spec import FluxFamily
 from library.models.latents import image_positions, pack_latents, unpack_latents
 from tests.models.sampled import assert_sample_is_the_pipelines

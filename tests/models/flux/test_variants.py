@@ -16,7 +16,7 @@ from library.conditions import Conditions
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.data.batches import Batch
 from library.errors import UserError
-from library.models.family import model_family
+from library.models.family_by_name import model_family
 from library.models.flux.spec import FluxFamily
 from library.models.registry import lora_targets
 from library.training.flow import noise_for, sample_sigmas

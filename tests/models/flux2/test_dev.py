@@ -16,7 +16,8 @@ from library.conditions import Conditions
 from library.config.schema import ModelConfig
 from library.data.images import to_pixels
 from library.errors import UserError
-from library.models.family import SampleSettings, model_family
+from library.models.family import SampleSettings
+from library.models.family_by_name import model_family
 from library.models.flux2.spec import DevFamily
 from tests.models.sampled import assert_sample_is_the_pipelines
 from tests.tiny_flux2 import (

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import tools.quantize_model as quantize_model
-from library.models.family import model_family
+from library.models.family_by_name import model_family
 from library.precision.linear import QuantizedLinear
 from tests.precision.files.gguf_files import read_by_the_package, write_gguf
 from tests.tiny_flux2 import save_flux2_files, tiny_flux2_inputs, tiny_flux2_pipeline

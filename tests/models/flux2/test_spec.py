@@ -17,7 +17,8 @@ from library.conditions import NO_CONDITIONS, Conditions
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.data.images import to_pixels
 from library.errors import UserError
-from library.models.family import SampleSettings, model_family
+from library.models.family import SampleSettings
+from library.models.family_by_name import model_family
 from library.models.flux2.files import FLUX2_TARGETS
 from library.models.flux2.model import optimise_forward
 from library.models.flux2.spec import KleinFamily

@@ -11,7 +11,8 @@ from PIL import Image
 
 from library.conditions import Conditions
 from library.config.schema import ModelConfig
-from library.models.family import SampleSettings, model_family
+from library.models.family import SampleSettings
+from library.models.family_by_name import model_family
 from tests.tiny_flux3 import flux3_reference, tiny_flux3_pipeline
 
 

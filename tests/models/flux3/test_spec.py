@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from library.conditions import NO_CONDITIONS, Conditions
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.errors import UserError
-from library.models.family import SampleSettings, model_family
+from library.models.family import SampleSettings
+from library.models.family_by_name import model_family
 from library.models.flux3.files import FLUX3_EDIT_TARGETS, FLUX3_TARGETS
 from library.models.flux3.model import optimise_forward, step_from
 from library.models.flux3.spec import Flux3KleinFamily

@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import tools.quantize_model as quantize_model
-from library.models.family import Family, model_family
+from library.models.family import Family
+from library.models.family_by_name import model_family
 from library.precision.linear import QuantizedLinear
 from tests.precision.files.gguf_files import read_by_the_package, write_gguf
 from tests.tiny_krea2 import save_krea2_split_files, tiny_krea2_inputs, tiny_krea2_pipeline

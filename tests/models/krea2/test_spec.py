@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.errors import UserError
-from library.models.family import model_family
+from library.models.family_by_name import model_family
 from library.models.krea2.files import KREA2_TARGETS
 from library.models.krea2.model import optimise_forward
 from library.models.krea2.spec import Krea2Family

@@ -22,7 +22,8 @@ from library.config.schema import FlowConfig, ModelConfig
 from library.data.batches import Batch
 from library.data.images import to_pixels
 from library.errors import UserError
-from library.models.family import SampleSettings, model_family
+from library.models.family import SampleSettings
+from library.models.family_by_name import model_family
 from library.models.qwen_image.spec import QwenImageEditFamily
 from library.models.qwen_image.text import TEMPLATES, reference_size
 from library.training.tasks.image_step import FlowStep

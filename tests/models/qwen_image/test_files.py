@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.models.family import model_family
+from library.models.family_by_name import model_family
 from library.models.qwen_image.text import image_processor, load_qwen_text
 from library.models.qwen_image.vae import QwenImageEncoder
 from library.precision.checkpoint import WeightFiles

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from library.errors import UserError
-from library.models.family import model_family
+from library.models.family_by_name import model_family
 from library.precision.files.fp8 import Fp8Scheme
 from library.precision.linear import QuantizedLinear
 from library.precision.recipe import Recipe, WeightLoader

@@ -14,7 +14,8 @@ from torch import nn
 
 from library.config.schema import FlowConfig, ModelConfig
 from library.errors import UserError
-from library.models.family import SampleSettings, model_family
+from library.models.family import SampleSettings
+from library.models.family_by_name import model_family
 from library.models.qwen_image.spec import QwenImageFamily
 from library.precision.files.fp8 import Fp8Scheme
 from library.precision.recipe import Recipe

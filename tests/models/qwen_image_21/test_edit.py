@@ -16,7 +16,8 @@ from library.config.schema import FlowConfig, ModelConfig
 from library.data.batches import Item, collate
 from library.data.images import to_pixels
 from library.errors import UserError
-from library.models.family import SampleSettings, model_family
+from library.models.family import SampleSettings
+from library.models.family_by_name import model_family
 from library.models.qwen_image_21.spec import QwenImage21EditFamily
 from library.training.tasks.image_step import FlowStep
 from tests.models.qwen_image_21.test_spec import on_white

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from library.config.schema import FlowConfig, ModelConfig
 from library.errors import UserError
-from library.models.family import SampleSettings, model_family
+from library.models.family import SampleSettings
+from library.models.family_by_name import model_family
 from library.models.files import file_arguments, transformer_of
 from library.models.qwen_image_21.files import FILES
 from library.models.qwen_image_21.spec import QwenImage21Family

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from library.config.schema import FlowConfig, ModelConfig
 from library.errors import UserError
-from library.models.family import model_family
+from library.models.family_by_name import model_family
 from library.models.z_image.files import Z_IMAGE_TARGETS
 from library.models.z_image.model import optimise_forward
 from library.models.z_image.spec import ZImageFamily

@@ -18,9 +18,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from library.config.schema import ParallelConfig
 from library.errors import UserError
+from library.models.family_by_name import family_class
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import LMConfig, llama
-from library.models.registry import family_class, lora_targets
+from library.models.registry import lora_targets
 from library.nn.checkpointing import ActivationCheckpointing, neighbours
 from library.training.memory.budget import GIB, MemoryEstimate
 from library.training.memory.dry_run import measured_memory

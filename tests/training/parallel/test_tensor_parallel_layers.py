@@ -25,7 +25,8 @@ from library.config.schema import (
 )
 from library.errors import UserError
 from library.models.family import split_plan
-from library.models.registry import family_class, lora_targets
+from library.models.family_by_name import family_class
+from library.models.registry import lora_targets
 from library.nn.cross_entropy import token_cross_entropy
 from library.nn.tensor_split import Parts
 from library.precision.linear import QuantizedLinear

@@ -16,7 +16,7 @@ import tools.quantize_model as quantize_model
 from library.config.schema import FlowConfig, ModelConfig
 from library.data.batches import Batch, Item
 from library.errors import UserError
-from library.models.family import model_family
+from library.models.family_by_name import model_family
 from library.models.flux.files import FLUX_TARGETS
 from library.precision.activations import FakeQuantLinear
 from library.precision.linear import QuantizedLinear

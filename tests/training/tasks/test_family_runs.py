@@ -18,7 +18,7 @@ from library.config import load_config
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
 from library.data.batches import Batch
 from library.errors import UserError
-from library.models.family import model_family
+from library.models.family_by_name import model_family
 from library.models.registry import lora_targets
 from library.training.flow import noise_for
 from library.training.tasks.image_step import FlowStep

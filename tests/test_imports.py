@@ -1,0 +1,82 @@
+"""No import circle between our files: imports within functions count, and those for type checkers, and importlib's."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from library.config.model_types import MODEL_TYPES
+from library.config.optimizer_types import OPTIMIZERS
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPTS = ("train_lora", "train_llm", "ui")
+FAMILIES = {row.family.partition(":")[0] for row in MODEL_TYPES.values() if row.family}
+# file that calls importlib -> our modules that it can import so; their names stand in tables
+BY_NAME = {
+    "bench.roofline": set(),  # other programs' alone
+    "library.models.family_by_name": FAMILIES,
+    "library.models.registry": {
+        *(f"{spec.rpartition('.')[0]}.files" for spec in FAMILIES),
+        "library.models.llm.files",
+    },
+    "library.training.optim.factory": {row.module for row in OPTIMIZERS.values()},
+}
+
+
+def modules() -> dict[str, Path]:
+    files = [ROOT / f"{script}.py" for script in SCRIPTS]
+    for package in ("library", "networks", "tools", "dev", "bench", "walkthrough"):
+        files += (ROOT / package).rglob("*.py")
+    return {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
+
+
+def imports(file: Path) -> set[str]:
+    """Return the names that ``file`` imports anywhere."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return found
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_file_imports_itself_through_others() -> None:
+    files = modules()
+    found = {name: imports(file) for name, file in files.items()}
+    graph = {name: (own | BY_NAME.get(name, set())) & files.keys() - {name} for name, own in found.items()}
+    assert circle(graph) == []
+    assert files.keys() >= BY_NAME.keys() | FAMILIES
+
+
+def test_who_imports_by_a_computed_name_is_known() -> None:
+    calling = set()
+    for name, file in modules().items():
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        names = (node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "") for node in ast.walk(tree))
+        calling |= {name} if {"import_module", "__import__"} & {*names} else set()
+    assert calling == BY_NAME.keys()
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("def f():\n    from a.b import c\n", {"a.b", "a.b.c"}),
+        ("if TYPE_CHECKING:\n    import a.b as x\n", {"a.b"}),
+    ],
+)
+def test_imports_are_found_wherever_they_stand(text: str, expected: set[str], tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text(text)
+    assert imports(tmp_path / "x.py") == expected
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) != []
