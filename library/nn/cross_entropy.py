@@ -84,11 +84,11 @@ class _Loss(torch.autograd.Function):
         for part, wanted, d_part in _chunks(vocab_size, hidden, targets, d_hidden):
             scores = _log_softmax(F.linear(part, own).float(), split, is_token=first < vocab_size)
             counts = wanted != IGNORED
-            here = counts & (wanted >= first) & (wanted < first + tokens)
-            places = (wanted - first).where(here, 0)[:, None]
-            total -= scores.gather(1, places)[:, 0].where(here, 0).sum()
+            is_local = counts & (wanted >= first) & (wanted < first + tokens)
+            places = (wanted - first).where(is_local, 0)[:, None]
+            total -= scores.gather(1, places)[:, 0].where(is_local, 0).sum()
             d_logits = scores.exp_()
-            d_logits.scatter_add_(1, places, -here[:, None].float())
+            d_logits.scatter_add_(1, places, -is_local[:, None].float())
             d_logits = d_logits.to(part.dtype)
             d_part.copy_(d_logits @ own).mul_(counts[:, None])
             if d_weight is None:  # the head is frozen
