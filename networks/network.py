@@ -29,9 +29,11 @@ from library.randomness import generator
 from networks.adapters.base import AdapterLinear
 from networks.adapters.lora import DoRALinear, LoRALinear, init_pissa, join
 from networks.adapters.lycoris import LoHaLinear, LoKrLinear
-from networks.files.adapters import LAYOUTS, PartialFit, load_adapter, save_adapter
+from networks.files.adapters import PartialFit, load_adapter
+from networks.files.layouts import LAYOUTS
 from networks.files.metadata import AlphaTable
 from networks.files.weights import TITLES, AdapterWeights, check_strength, same_down
+from networks.files.writing import save_adapter
 from networks.options import NetworkOptions
 
 
@@ -92,12 +94,12 @@ class AdapterNetwork:
 
     @torch.no_grad()
     def weights(self, save_format: str | None = None) -> dict[str, AdapterWeights]:
-        """Return module name -> weights, as :func:`networks.files.adapters.save_adapter` takes them for a format."""
+        """Return module name -> weights, as :func:`networks.files.writing.save_adapter` takes them for a format."""
         comfy = save_format is None or LAYOUTS[save_format].names.get("dora_scale", "dora_scale") is not None
         return {name: layer.weights(comfy) for name, layer in self.modules.items()}
 
     def save(self, path: str | Path, save_format: str, precision: str, metadata: Mapping[str, str]) -> None:
-        """Write the present weights as a file; see :func:`networks.files.adapters.save_adapter`."""
+        """Write the present weights as a file; see :func:`networks.files.writing.save_adapter`."""
         save_adapter(path, self.weights(save_format), self.targets, save_format, precision, metadata)
 
     def load_file(self, path: str | Path, allow_partial: bool = False) -> str:

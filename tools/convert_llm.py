@@ -36,7 +36,7 @@ def convert(options: argparse.Namespace) -> None:
     """Do what the command line asks for, and say what became of it."""
     from library.llm.conversion import write_transformers
     from library.models.llm.files import TransformersFiles
-    from networks.files.adapters import PRECISIONS
+    from networks.files.layouts import PRECISIONS
 
     files = TransformersFiles(find_model(options.model, "--model", is_pipeline=False))
     dtype = PRECISIONS[options.save_precision] if options.save_precision else files.dtype

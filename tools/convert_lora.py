@@ -54,10 +54,11 @@ def convert(
     """
     import torch
 
-    from networks.files.adapters import load_lora, save_adapter, widest_precision
+    from networks.files.adapters import load_lora
     from networks.files.detection import load_loras
     from networks.files.metadata import ADAPTER_METADATA_KEY
     from networks.files.weights import LoraWeights
+    from networks.files.writing import save_adapter, widest_precision
     from networks.merging.low_rank import relative_difference
 
     if target.exists() and source.exists() and target.resolve() == source.resolve():
@@ -88,8 +89,8 @@ def describe(weights: Mapping[str, LoraWeights], targets: LoraTargets) -> Table:
 def summary(path: Path, read: LoraFile) -> str:
     """Return a line: file, layout, precision, layers and tensors."""
     from library.safetensors_io import read_safetensors_header
-    from networks.files.adapters import widest_precision
     from networks.files.metadata import weight_file
+    from networks.files.writing import widest_precision
 
     tensors = len(read_safetensors_header(weight_file(path)).keys() - {"__metadata__"})
     precision = widest_precision(read.weights)

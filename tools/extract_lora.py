@@ -76,9 +76,9 @@ def model_targets(model: Base) -> LoraTargets:
 def extract(options: argparse.Namespace) -> tuple[Extraction, LoraTargets]:
     """Extract and write the LoRA that the command line asks for; return it with its family's row."""
     from library.models.registry import lora_targets
-    from networks.files.adapters import save_derived_lora
     from networks.files.base import open_base
     from networks.files.metadata import build_metadata
+    from networks.files.writing import save_derived_lora
     from networks.merging.extraction import extract_lora
 
     if options.dim is None and options.energy is None:

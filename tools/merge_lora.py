@@ -65,8 +65,8 @@ if TYPE_CHECKING:
 def merge_into_lora(options: argparse.Namespace) -> str:
     """Merge the LoRAs into one; return what became of them, in a line."""
     from library.training.tasks.chat_lora import TEMPLATE
-    from networks.files.adapters import save_derived_lora
     from networks.files.detection import load_loras
+    from networks.files.writing import save_derived_lora
     from networks.merging.low_rank import join_loras
 
     _refuse(options, _OF_A_MODEL, "has no effect without --model; remove it")

@@ -33,8 +33,8 @@ if TYPE_CHECKING:
 
 def resize(options: argparse.Namespace) -> list[ResizedLayer]:
     """Write the LoRA that the command line asks for; return what became of its layers."""
-    from networks.files.adapters import save_derived_lora
     from networks.files.detection import load_loras
+    from networks.files.writing import save_derived_lora
     from networks.merging.low_rank import resize_lora
 
     check_flags(options)

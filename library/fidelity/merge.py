@@ -29,9 +29,10 @@ from library.precision.parity.layer_errors import FLAGGED, UpdateRetention
 from library.precision.recipe import Recipe
 from library.precision.writing import write_quantized
 from library.training.report.progress import plain_table
-from networks.files.adapters import AdapterFile, save_adapter
+from networks.files.adapters import AdapterFile
 from networks.files.base import Base, check_target, folder_copy, open_base
 from networks.files.weights import AdapterWeights, LoraWeights
+from networks.files.writing import save_adapter
 from networks.merging.low_rank import combine_loras
 from networks.merging.merge import LoraSource, base_notes, partial_notes, plan_updates, read_sources
 from networks.merging.quantized import QuantizedMerge, rounding_retention

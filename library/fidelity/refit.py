@@ -25,10 +25,12 @@ from library.fidelity.serving import Models, base_layer, numbers, rounded
 from library.models.layer_names import LoraTargets
 from library.precision.checkpoint import WeightFiles
 from library.training.report.progress import plain_table
-from networks.files.adapters import PRECISIONS, LoraFile, load_lora, save_derived_lora, widest_precision
+from networks.files.adapters import LoraFile, load_lora
 from networks.files.base import BaseModule, find_modules, open_base
+from networks.files.layouts import PRECISIONS
 from networks.files.metadata import base_mismatch
 from networks.files.weights import LoraWeights
+from networks.files.writing import save_derived_lora, widest_precision
 from networks.merging.refit import Refit, refit_layer
 from networks.network import attach_lora
 

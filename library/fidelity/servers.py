@@ -24,7 +24,7 @@ from library.fidelity import SERVERS
 from library.models.layer_names import KeyPlace, LoraTargets
 from library.precision.names import LayoutKind
 from library.safetensors_io import read_entries
-from networks.files.adapters import find_place, split_key
+from networks.files.layouts import find_place, split_key
 from networks.files.metadata import weight_file
 
 Merge = Literal["nearest", "stochastic", "stochastic_fp16", "unrounded"]

@@ -18,7 +18,8 @@ from library.errors import UserError
 from library.models.layer_names import LoraTargets
 from library.models.registry import lora_targets
 from library.safetensors_io import read_safetensors_header
-from networks.files.adapters import LoraFile, best_targets, fitting_targets, load_lora
+from networks.files.adapters import LoraFile, load_lora
+from networks.files.layouts import best_targets, fitting_targets
 from networks.files.metadata import weight_file
 
 _STATED = ("ss_base_model_version", "modelspec.architecture")  # "flux1", "qwen_image"; "flux-1-dev/lora", "Qwen-Image"

@@ -20,8 +20,9 @@ from pathlib import Path
 from library.errors import UserError, printable
 from library.models.layer_names import LoraTargets
 from library.safetensors_io import TensorEntry, read_entries, read_safetensors_header, read_tensor
-from networks.files.adapters import best_targets, load_adapter, split_key
+from networks.files.adapters import load_adapter
 from networks.files.detection import likely_targets
+from networks.files.layouts import best_targets, split_key
 from networks.files.metadata import read_alphas
 from networks.files.verify import LoadsIn, loads_in
 from networks.files.weights import LoraWeights

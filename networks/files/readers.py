@@ -3,7 +3,7 @@
 The keys that a program knows are rows of :class:`Keys`: what stands before a module's name, whose name it is
 (diffusers' or the original checkpoint's), dots or underscores, and which tensors may follow. A key that no row knows is
 passed over: none of these programs stops because of one, at best it prints a line in a log. That is how a LoRA gets
-lost, so nothing here is derived from what we write (``networks.files.adapters``), but from the programs' sources:
+lost, so nothing here is derived from what we write (``networks.files.writing``), but from the programs' sources:
 
 ==============  =======================================  ============================================================
 diffusers       huggingface/diffusers 0.42.1             ``loaders/lora_pipeline.py``, ``loaders/peft.py``,
@@ -50,7 +50,8 @@ from torch import Tensor
 
 from library.errors import UserError, names_in_short
 from library.models.layer_names import KeyNames, KeyPlace, LoraTargets
-from networks.files.adapters import SAVE_FORMATS, key_stem, layout_of, split_rows, stem_of
+from networks.files.joined import split_rows
+from networks.files.layouts import SAVE_FORMATS, key_stem, layout_of, stem_of
 from networks.files.metadata import AlphaTable
 from networks.files.weights import KINDS, TITLES, AdapterWeights, LoraWeights, rank_of
 

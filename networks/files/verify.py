@@ -20,7 +20,8 @@ from torch import Tensor
 from library.errors import UserError, counted, names_in_short
 from library.models.layer_names import LoraTargets
 from library.safetensors_io import read_entries, read_tensor
-from networks.files.adapters import PRECISIONS, load_adapter
+from networks.files.adapters import load_adapter
+from networks.files.layouts import PRECISIONS
 from networks.files.metadata import read_alphas, weight_file
 from networks.files.readers import READERS, Reader, Reading, read_as, readable, remedy
 from networks.files.weights import AdapterWeights, LokrWeights, LoraWeights

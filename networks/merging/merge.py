@@ -40,8 +40,9 @@ from library.models.layer_names import KeyNames, LoraTargets
 from library.models.llm.files import TransformersFiles
 from library.precision.checkpoint import WeightFiles
 from library.safetensors_io import read_tensor, stream_safetensors
-from networks.files.adapters import PRECISIONS, AdapterFile, PartialFit, load_adapter
+from networks.files.adapters import AdapterFile, PartialFit, load_adapter
 from networks.files.base import Base, BaseModule, check_target, find_modules, folder_copy, open_base, saved_specs
+from networks.files.layouts import PRECISIONS
 from networks.files.metadata import base_mismatch, weight_file
 from networks.files.weights import AdapterWeights, check_strength
 

@@ -27,8 +27,8 @@ from library.data.dataset import build_dataset
 from library.models.flux.files import FLUX_TARGETS
 from library.models.qwen_image.text import TEMPLATES
 from library.models.z_image.files import Z_IMAGE_TARGETS
-from networks.files.adapters import save_adapter
 from networks.files.weights import LoraWeights
+from networks.files.writing import save_adapter
 from tests.curves import without_curves
 from tests.tiny import save_single_files, tiny_flux_pipeline
 from tests.tiny_flux2 import save_flux2_files, tiny_dev_pipeline, tiny_flux2_pipeline

@@ -13,7 +13,7 @@ from library.config.kohya.flags import FLAGS
 from library.config.schema import NetworkConfig, SavingConfig
 from library.config.scripts import LORA, fields
 from library.training.checkpoint.metadata import _OFF
-from networks.files.adapters import LAYOUTS, SAVE_FORMATS
+from networks.files.layouts import LAYOUTS, SAVE_FORMATS
 from networks.files.weights import KINDS
 from networks.network import _LAYERS
 

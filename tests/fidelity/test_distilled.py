@@ -26,8 +26,9 @@ from library.fidelity.runs import prepare_eval_set
 from library.fidelity.serving import REFERENCE, Models
 from library.models.flux.files import FLUX_TARGETS
 from library.models.z_image.files import Z_IMAGE_TARGETS
-from networks.files.adapters import load_lora, save_adapter
+from networks.files.adapters import load_lora
 from networks.files.weights import LoraWeights
+from networks.files.writing import save_adapter
 from tests.runs import write_dataset
 from tests.tiny import tiny_flux_pipeline
 from tests.tiny_z_image import save_z_split_files, tiny_z_pipeline

@@ -21,8 +21,8 @@ from library.fidelity.deployed import parse_deployment
 from library.fidelity.servers import BY_NAME, comfyui_seed, dropped_by_bypass, usual_server
 from library.fidelity.serving import Models, Variant, numbers
 from library.precision.activations import FakeQuantLinear
-from networks.files.adapters import save_adapter
 from networks.files.weights import LoraWeights
+from networks.files.writing import save_adapter
 from tests.tiny import save_single_files, tiny_flux_pipeline
 
 LAYER, NAME = "double_blocks.0.img_mlp.0", "transformer_blocks.0.ff.net.0.proj"

@@ -21,8 +21,8 @@ import torch
 from PIL import Image
 
 from library.models.flux.files import FLUX_TARGETS
-from networks.files.adapters import save_adapter
 from networks.files.weights import LoraWeights
+from networks.files.writing import save_adapter
 from tests import fuzz
 from tests.forked import ROOT, Script
 from tests.fuzz import CASES, SEED, outcomes

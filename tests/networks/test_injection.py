@@ -11,7 +11,8 @@ from library.config.schema import NetworkConfig
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
 from networks.adapters.lora import LoRALinear
-from networks.files.adapters import load_lora, save_adapter
+from networks.files.adapters import load_lora
+from networks.files.writing import save_adapter
 from networks.network import attach_lora, inject_adapter
 from networks.options import parse_network_args
 from tests.networks.conftest import inject, make_flux, run_flux, train_a_little

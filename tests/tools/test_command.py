@@ -19,7 +19,7 @@ from library.models.registry import lora_targets
 from library.precision.fp8_numbers import FORMATS
 from library.precision.names import FORMAT_NAMES
 from library.precision.recipe import KINDS
-from networks.files.adapters import PRECISIONS, SAVE_FORMATS
+from networks.files.layouts import PRECISIONS, SAVE_FORMATS
 from networks.merging import RANK_RULES
 from networks.merging.low_rank import RankRule
 from tests.runs import ROOT

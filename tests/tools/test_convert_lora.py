@@ -16,9 +16,11 @@ from torch import Tensor
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
 from library.models.qwen_image.files import QWEN_TARGETS
-from networks.files.adapters import SAVE_FORMATS, load_lora, save_adapter
+from networks.files.adapters import load_lora
 from networks.files.detection import load_loras
+from networks.files.layouts import SAVE_FORMATS
 from networks.files.weights import LoraWeights
+from networks.files.writing import save_adapter
 from tests.networks.conftest import inject, make_flux, run_flux, train_a_little
 from tests.networks.files.test_formats import output_in_diffusers
 from tools.convert_lora import convert, main

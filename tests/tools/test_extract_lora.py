@@ -14,9 +14,10 @@ import tools.extract_lora as tool
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
 from library.models.qwen_image.files import QWEN_TARGETS
-from networks.files.adapters import load_lora, save_adapter
+from networks.files.adapters import load_lora
 from networks.files.base import open_base
 from networks.files.weights import LoraWeights
+from networks.files.writing import save_adapter
 from networks.merging.extraction import extract_lora
 from networks.merging.low_rank import relative_difference
 from networks.merging.merge import LoraSource, merge_loras

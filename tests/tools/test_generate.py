@@ -18,8 +18,8 @@ from library.data.samples import scan
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
 from library.safetensors_io import write_safetensors
-from networks.files.adapters import save_adapter
 from networks.files.weights import LoraWeights
+from networks.files.writing import save_adapter
 from tests.tiny import T5_LENGTH, tiny_flux_pipeline, tiny_flux_transformer
 from tools.generate import image, main, parser
 

@@ -15,8 +15,8 @@ from PIL import Image
 
 from library.errors import UserError
 from library.models.registry import lora_targets
-from networks.files.adapters import save_adapter
 from networks.files.weights import LoraWeights
+from networks.files.writing import save_adapter
 from tests.tiny_flux2 import save_flux2_files, tiny_flux2_pipeline, tiny_flux2_transformer
 from tests.tiny_krea2 import save_krea2_split_files, tiny_krea2_pipeline, tiny_krea2_transformer
 from tests.tiny_qwen import SplitFiles, save_split_files, tiny_qwen_pipeline, tiny_qwen_transformer

@@ -17,8 +17,8 @@ from library.errors import NotFiniteError, UserError
 from library.models.family import SampleSettings
 from library.models.family_by_name import model_family
 from library.models.registry import lora_targets
-from networks.files.adapters import save_adapter
 from networks.files.weights import LoraWeights
+from networks.files.writing import save_adapter
 from tests.data.folders import make_image
 from tests.tiny import tiny_flux_pipeline
 from tools.generate import image, names_one_image, parser

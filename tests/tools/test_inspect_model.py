@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from library.models.flux.files import FLUX_TARGETS
-from networks.files.adapters import save_adapter
+from networks.files.writing import save_adapter
 from tests.networks.conftest import inject, make_flux, train_a_little
 from tests.networks.files.test_adapter_files import trained
 from tests.tiny import tiny_flux_pipeline, tiny_flux_transformer

@@ -20,7 +20,8 @@ from library.llm.tokenizers import train_bpe
 from library.models.llm.files import load_lm
 from library.models.registry import lora_targets
 from library.training.tasks.chat_lora import template_of
-from networks.files.adapters import load_lora, save_adapter
+from networks.files.adapters import load_lora
+from networks.files.writing import save_adapter
 from tests.models.llm.lms import reference
 from tools.generate import generate, parser
 

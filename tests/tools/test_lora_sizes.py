@@ -13,8 +13,9 @@ import torch
 import tools.merge_lora as merge_lora
 import tools.resize_lora as resize_lora
 from library.models.flux.files import FLUX_TARGETS
-from networks.files.adapters import load_lora, save_adapter
+from networks.files.adapters import load_lora
 from networks.files.weights import LoraWeights
+from networks.files.writing import save_adapter
 
 Q, K, OUT = (f"transformer_blocks.0.attn.{name}" for name in ("to_q", "to_k", "to_out.0"))
 CLIP = "text_encoder.encoder.layers.0.mlp.fc1"

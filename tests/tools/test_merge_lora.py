@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
-from networks.files.adapters import save_adapter
 from networks.files.weights import LoraWeights
+from networks.files.writing import save_adapter
 from networks.merging.merge import LoraSource
 from tests.forked import run_script
 from tools.command import lora_source

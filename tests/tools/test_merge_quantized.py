@@ -17,8 +17,9 @@ import tools.quantize_model as quantize_model
 from library.models.flux.files import FLUX_TARGETS
 from library.precision.checkpoint import WeightFiles
 from library.safetensors_io import RowRange
-from networks.files.adapters import load_lora, save_adapter
+from networks.files.adapters import load_lora
 from networks.files.weights import LoraWeights
+from networks.files.writing import save_adapter
 from tests.precision.files.comfy import by_kitchen, comfy_tensors, rebuilt, same
 from tests.precision.files.gguf_files import write_gguf
 from tests.runs import ROOT

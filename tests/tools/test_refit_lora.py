@@ -22,9 +22,10 @@ from library.errors import UserError
 from library.fidelity.calibration import CalibrationOptions, CalibrationPlan
 from library.files import weights_fingerprint
 from library.models.flux.files import FLUX_TARGETS
-from networks.files.adapters import load_lora, save_adapter
+from networks.files.adapters import load_lora
 from networks.files.metadata import base_mismatch
 from networks.files.weights import LoraWeights
+from networks.files.writing import save_adapter
 from tests.precision.files.gguf_files import write_gguf
 from tests.runs import ROOT, pipeline_forward
 from tests.tiny import bfl_state_dict

@@ -33,8 +33,8 @@ def with_run(folder: Path) -> Path:
     import torch
 
     from library.models.registry import lora_targets
-    from networks.files.adapters import save_adapter
     from networks.files.weights import LoraWeights
+    from networks.files.writing import save_adapter
 
     (folder / "output/zorbo").mkdir(parents=True)
     (folder / "assets").mkdir()

@@ -68,7 +68,7 @@ from library.training.tasks.distillation import prepare_teacher
 from library.training.tasks.image_step import FlowStep, Teacher, check_seam
 from library.training.tasks.lora import LoraTask, base_dtype
 from library.training.tasks.lora_plan import plan_base, plan_network, text_encoder_recipe
-from networks.files.adapters import PRECISIONS
+from networks.files.layouts import PRECISIONS
 from networks.merging.merge import BaseWeights, read_base_weights
 from networks.network import AdapterNetwork, inject_adapter
 

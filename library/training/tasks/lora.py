@@ -35,7 +35,8 @@ from library.training.parallel.parallelize import parallelize
 from library.training.report.progress import loads_in_table
 from library.training.tasks.lora_plan import NetworkPlan, describe_base
 from library.training.tasks.task import Task
-from networks.files.adapters import PRECISIONS, check_save_format, load_adapter, load_lora
+from networks.files.adapters import load_adapter, load_lora
+from networks.files.layouts import PRECISIONS, check_save_format
 from networks.files.metadata import base_mismatch, build_metadata, trained_alphas, weight_file
 from networks.files.readers import check_readers, read_by_none
 from networks.files.verify import check_file

@@ -21,7 +21,9 @@ from library.models.flux.spec import FluxFamily
 from library.models.registry import lora_targets
 from library.training.flow import noise_for, sample_sigmas
 from library.training.tasks.image_step import FlowStep
-from networks.files.adapters import SAVE_FORMATS, load_lora, save_adapter
+from networks.files.adapters import load_lora
+from networks.files.layouts import SAVE_FORMATS
+from networks.files.writing import save_adapter
 from networks.network import AdapterNetwork, inject_adapter
 from networks.options import parse_network_args
 from tests.flux_variants import TEXT, VARIANTS, diffusers_forward, tiny_conditions

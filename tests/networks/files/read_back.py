@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 
 from library.models.layer_names import LoraTargets
-from networks.files.adapters import layout_of, load_lora
+from networks.files.adapters import load_lora
+from networks.files.layouts import layout_of
 from networks.network import AdapterNetwork
 
 

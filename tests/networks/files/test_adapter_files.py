@@ -12,7 +12,8 @@ from torch import Tensor
 from library.config.schema import NetworkConfig
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
-from networks.files.adapters import LAYOUTS, check_save_format, load_adapter, load_lora, split_key
+from networks.files.adapters import load_adapter, load_lora
+from networks.files.layouts import LAYOUTS, check_save_format, split_key
 from networks.files.weights import KINDS as WEIGHTS
 from networks.merging.merge import LoraSource, merge_loras
 from networks.network import AdapterNetwork, inject_adapter

@@ -46,10 +46,11 @@ from library.models.qwen_image_21.files import QWEN_21_TARGETS
 from library.models.qwen_image_21.model import optimise_forward
 from library.models.registry import lora_targets
 from library.models.z_image.files import Z_IMAGE_TARGETS
-from networks.files.adapters import load_lora, save_adapter
+from networks.files.adapters import load_lora
 from networks.files.base import find_modules, fullest_targets, open_base
 from networks.files.readers import READERS, check_readers, readable
 from networks.files.weights import LoraWeights
+from networks.files.writing import save_adapter
 from networks.network import AdapterNetwork, attach_lora, inject_adapter
 from networks.options import parse_network_args
 from tests.networks.files.read_back import assert_read_as_written

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
-from networks.files.adapters import SAVE_FORMATS, load_lora, save_adapter
+from networks.files.adapters import load_lora
+from networks.files.layouts import SAVE_FORMATS
 from networks.files.weights import LoraWeights
+from networks.files.writing import save_adapter
 from networks.network import attach_lora
 from tests.networks.conftest import inject, make_flux, run_flux, train_a_little
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from library.models.layer_names import KeyRow
-from networks.files.adapters import fuse_parts, split_fused
+from networks.files.joined import fuse_parts, split_fused
 from networks.files.weights import LoraWeights
 
 QKV = KeyRow("qkv", ("q", "k", "v"), rows=(1, 1, 1))

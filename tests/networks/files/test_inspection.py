@@ -10,9 +10,10 @@ from safetensors.torch import load_file, save_file
 
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
-from networks.files.adapters import SAVE_FORMATS, save_adapter
 from networks.files.inspection import inspect_lora
+from networks.files.layouts import SAVE_FORMATS
 from networks.files.weights import LoraWeights
+from networks.files.writing import save_adapter
 from networks.network import AdapterNetwork
 from tests.networks.conftest import inject, make_flux, train_a_little
 from tests.networks.files.test_adapter_files import trained

@@ -10,9 +10,10 @@ import safetensors.torch
 import torch
 
 from library.models.flux.files import FLUX_TARGETS
-from networks.files.adapters import load_lora, save_adapter
+from networks.files.adapters import load_lora
 from networks.files.metadata import build_metadata
 from networks.files.weights import LoraWeights
+from networks.files.writing import save_adapter
 
 
 def test_training_facts_and_modelspec_have_kohyas_keys_and_string_values() -> None:

@@ -40,11 +40,12 @@ from library.models.layer_names import LoraTargets
 from library.models.qwen_image.files import QWEN_TARGETS
 from library.models.qwen_image_21.files import QWEN_21_TARGETS
 from library.models.z_image.files import Z_IMAGE_TARGETS
-from networks.files.adapters import load_adapter, load_lora, save_adapter
+from networks.files.adapters import load_adapter, load_lora
 from networks.files.metadata import ADAPTER_METADATA_KEY, trained_alphas
 from networks.files.readers import READERS, check_readers, read_as, read_by_none, readable
 from networks.files.verify import check_file, loads_in
 from networks.files.weights import LoraWeights
+from networks.files.writing import save_adapter
 from networks.network import AdapterNetwork, attach_lora, inject_adapter
 from networks.options import parse_network_args
 from tests.networks.conftest import make_flux, run_flux

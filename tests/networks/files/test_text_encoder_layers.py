@@ -13,8 +13,10 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
-from networks.files.adapters import SAVE_FORMATS, load_lora, save_adapter
+from networks.files.adapters import load_lora
+from networks.files.layouts import SAVE_FORMATS
 from networks.files.weights import LoraWeights
+from networks.files.writing import save_adapter
 from networks.merging.merge import LoraSource, merge_loras
 from tests.tiny import TEXT_WIDTH, save_single_files, tiny_flux_pipeline
 

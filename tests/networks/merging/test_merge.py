@@ -16,8 +16,8 @@ import networks.files.base
 from library.errors import UserError
 from library.files import weights_fingerprint
 from library.models.flux.files import FLUX_KEYS, FLUX_TARGETS
-from networks.files.adapters import save_adapter
 from networks.files.weights import LoraWeights
+from networks.files.writing import save_adapter
 from networks.merging.merge import LoraSource, merge_loras
 from tests.networks.conftest import make_flux, run_flux
 

@@ -13,7 +13,7 @@ from library.config.rules import find_conflicts
 from library.config.schema import NetworkConfig, TrainConfig
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
-from networks.files.adapters import save_adapter
+from networks.files.writing import save_adapter
 from networks.merging.merge import LoraSource, merge_loras
 from networks.network import inject_adapter
 from networks.options import parse_network_args

@@ -21,8 +21,9 @@ from library.models.flux.files import FLUX_TARGETS
 from library.precision.activations import FakeQuantLinear
 from library.precision.linear import QuantizedLinear
 from library.training.flow import add_noise, noise_for, sample_sigmas
-from networks.files.adapters import load_lora, save_adapter
+from networks.files.adapters import load_lora
 from networks.files.weights import LoraWeights
+from networks.files.writing import save_adapter
 from networks.network import attach_lora
 from tests.runs import largest_difference, lora, pipeline_forward, run, write_dataset
 
