@@ -78,7 +78,7 @@ def extract(options: argparse.Namespace) -> tuple[Extraction, LoraTargets]:
     from library.models.registry import lora_targets
     from networks.files.base import open_base
     from networks.files.metadata import build_metadata
-    from networks.files.writing import save_derived_lora
+    from networks.files.writing import SavedAs, save_derived_lora
     from networks.merging.extraction import extract_lora
 
     if options.dim is None and options.energy is None:
@@ -108,8 +108,8 @@ def extract(options: argparse.Namespace) -> tuple[Extraction, LoraTargets]:
         version=__version__,
     )
     comment = f"extracted from {options.model_tuned.name}"
-    format_and_precision = options.save_format, options.save_precision or "bf16"
-    save_derived_lora(options.save_to, found.weights, targets, metadata, comment, (), *format_and_precision)
+    saved_as = SavedAs(options.save_format, options.save_precision or "bf16")
+    save_derived_lora(options.save_to, found.weights, targets, metadata, comment, (), saved_as)
     return found, targets
 
 

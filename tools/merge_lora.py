@@ -59,14 +59,14 @@ _OF_QUANTIZED = ("rounding", "correction_rank", "retention", "accept_loss", "dat
 
 if TYPE_CHECKING:
     from library.models.layer_names import LoraTargets
-    from networks.merging.merge import LoraSource
+    from networks.merging.merge import LoraSelection, LoraSource
 
 
 def merge_into_lora(options: argparse.Namespace) -> str:
     """Merge the LoRAs into one; return what became of them, in a line."""
     from library.training.tasks.chat_lora import TEMPLATE
     from networks.files.detection import load_loras
-    from networks.files.writing import save_derived_lora
+    from networks.files.writing import SavedAs, save_derived_lora
     from networks.merging.low_rank import join_loras
 
     _refuse(options, _OF_A_MODEL, "has no effect without --model; remove it")
@@ -87,8 +87,8 @@ def merge_into_lora(options: argparse.Namespace) -> str:
         if len(values) == 1 and (value := values.pop()):
             metadata[key] = value
     comment = "merged from " + ", ".join(f"{source.path.name}:{source.ratio:g}" for source in options.lora)
-    format_and_precision = options.save_format, options.save_precision
-    save_derived_lora(options.save_to, weights, targets, metadata, comment, files, *format_and_precision)
+    saved_as = SavedAs(options.save_format, options.save_precision)
+    save_derived_lora(options.save_to, weights, targets, metadata, comment, files, saved_as)
     ranks = value_range(layer.after for layer in layers)
     kept = f"; at least {min(layer.kept for layer in layers):.2%} of each layer's sum kept" if by_svd else ""
     sizes = f"{counted(len(layers), 'layer')} of {counted(len(options.lora), 'LoRA')}, rank {ranks}"
@@ -104,9 +104,9 @@ def merge_into_model(options: argparse.Namespace, targets: LoraTargets) -> str:
     _refuse(options, _OF_A_LORA, "has no effect on a model; remove it, or remove --model to get a LoRA")
     given = options.model, options.lora, options.save_to, targets, options.save_precision, show_progress
     if _is_converted(options, targets):
-        report = merge_language_model(*given, options.allow_partial)
+        report = merge_language_model(*given, _selection(options))
     else:
-        report = merge_loras(*given, options.transformer_only, options.allow_partial, options.dora_norm or "auto")
+        report = merge_loras(*given, _selection(options))
     for note in report.notes:
         print(f"note: {note}")
     template = template_of(options.lora[0].path) if targets.own_names else None
@@ -138,7 +138,7 @@ def is_quantized(options: argparse.Namespace) -> bool:
 
 def merge_into_quantized(options: argparse.Namespace, targets: LoraTargets) -> None:
     """Merge the LoRAs into ``--model``, which is quantised or becomes so."""
-    from library.fidelity.merge import merge_quantized
+    from library.fidelity.merge import RoundingOptions, merge_quantized
 
     if targets.own_names:
         raise UserError(
@@ -154,17 +154,23 @@ def merge_into_quantized(options: argparse.Namespace, targets: LoraTargets) -> N
         options.save_to,
         targets,
         tool_console(),
-        precision=options.save_precision,
-        rounding=rounding,
-        seed=options.seed,
-        plan=calibration_plan(options, options.model) if options.dataset_config else None,
-        correction_rank=options.correction_rank,
-        accept_loss=options.accept_loss,
-        transformer_only=options.transformer_only,
-        allow_partial=options.allow_partial,
-        dora_norm=options.dora_norm or "auto",
-        shown=None if options.retention else 10,
+        RoundingOptions(
+            precision=options.save_precision,
+            rounding=rounding,
+            seed=options.seed,
+            plan=calibration_plan(options, options.model) if options.dataset_config else None,
+            correction_rank=options.correction_rank,
+            accept_loss=options.accept_loss,
+            shown=None if options.retention else 10,
+        ),
+        _selection(options),
     )
+
+
+def _selection(options: argparse.Namespace) -> LoraSelection:
+    from networks.merging.merge import LoraSelection
+
+    return LoraSelection(options.transformer_only, options.allow_partial, options.dora_norm or "auto")
 
 
 def _refuse(options: argparse.Namespace, names: tuple[str, ...], why: str) -> None:

@@ -44,22 +44,23 @@ if TYPE_CHECKING:
 def refit(options: argparse.Namespace, console: Console) -> dict[str, Refit]:
     """Run the tool; return the fits under their layers' names."""
     from library.fidelity.deployed import parse_deployment
-    from library.fidelity.refit import refit_lora
+    from library.fidelity.refit import refit_lora, refit_table
     from library.fidelity.serving import Models
+    from networks.files.writing import SavedAs
 
     check_lora_output(options.save_to, options.overwrite)
     plan = calibration_plan(options, options.model)
-    return refit_lora(
+    fits = refit_lora(
         options.lora,
         Models(plan.config, parse_deployment(options.deploy), {}, plan.dtype, plan.device),
         options.save_to,
         plan.options,
         console,
         correction_rank=options.correction_rank,
-        layout=options.save_format,
-        precision=options.save_precision,
-        shown=options.show,
+        saved_as=SavedAs(options.save_format, options.save_precision),
     )
+    console.print(refit_table(fits, options.show))
+    return fits
 
 
 def parser() -> argparse.ArgumentParser:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def resize(options: argparse.Namespace) -> list[ResizedLayer]:
     """Write the LoRA that the command line asks for; return what became of its layers."""
     from networks.files.detection import load_loras
-    from networks.files.writing import save_derived_lora
+    from networks.files.writing import SavedAs, save_derived_lora
     from networks.merging.low_rank import resize_lora
 
     check_flags(options)
@@ -46,9 +46,9 @@ def resize(options: argparse.Namespace) -> list[ResizedLayer]:
     how = f"rank {options.new_rank}"
     if options.dynamic_method:
         how = f"{options.dynamic_method} {options.dynamic_param:g}"
-    format_and_precision = options.save_format, options.save_precision
+    saved_as = SavedAs(options.save_format, options.save_precision)
     comment = f"resized by {how}"
-    save_derived_lora(options.save_to, weights, targets, source.metadata, comment, [source], *format_and_precision)
+    save_derived_lora(options.save_to, weights, targets, source.metadata, comment, [source], saved_as)
     return layers
 
 

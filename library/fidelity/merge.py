@@ -11,6 +11,7 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -34,11 +35,42 @@ from networks.files.base import Base, check_target, folder_copy, open_base
 from networks.files.weights import AdapterWeights, LoraWeights
 from networks.files.writing import save_adapter
 from networks.merging.low_rank import combine_loras
-from networks.merging.merge import LoraSource, base_notes, partial_notes, plan_updates, read_sources
+from networks.merging.merge import (
+    EVERYTHING,
+    LoraSelection,
+    LoraSource,
+    base_notes,
+    partial_notes,
+    plan_updates,
+    read_sources,
+)
 from networks.merging.quantized import QuantizedMerge, rounding_retention
 from networks.network import attach_lora
 
 Rounding = Literal["nearest", "stochastic", "compensated"]
+
+
+@dataclass(frozen=True)
+class RoundingOptions:
+    """How merged weights are rounded.
+
+    Attributes:
+        precision: one of ``QUANTIZED_PRECISIONS``, for a bf16 model.
+        rounding: compensated rounding needs ``plan``.
+        seed: of stochastic rounding.
+        plan: the deployed model and what it runs on; None to look at no activations.
+        correction_rank: of a LoRA of what rounding lost, written beside the result; needs ``plan``.
+        accept_loss: write although rounding loses updates.
+        shown: layers in the table of what rounding left; None for all.
+    """
+
+    precision: str | None = None
+    rounding: Rounding = "nearest"
+    seed: int = 0
+    plan: CalibrationPlan | None = None
+    correction_rank: int | None = None
+    accept_loss: bool = False
+    shown: int | None = 10
 
 
 def merge_quantized(
@@ -47,17 +79,8 @@ def merge_quantized(
     save_to: Path,
     targets: LoraTargets,
     console: Console,
-    *,
-    precision: str | None = None,
-    rounding: Rounding = "nearest",
-    seed: int = 0,
-    plan: CalibrationPlan | None = None,
-    correction_rank: int | None = None,
-    accept_loss: bool = False,
-    transformer_only: bool = False,
-    allow_partial: bool = False,
-    dora_norm: str = "auto",
-    shown: int | None = 10,
+    how: RoundingOptions,
+    selection: LoraSelection = EVERYTHING,
 ) -> dict[str, UpdateRetention]:
     """Merge into a quantised model; return what is left of each tensor's update in what was written.
 
@@ -67,27 +90,19 @@ def merge_quantized(
         save_to: a new folder, or a .safetensors file where ``model`` is one.
         targets: the family's row.
         console: for tables and notes.
-        precision: one of ``QUANTIZED_PRECISIONS``, for a bf16 model.
-        rounding: compensated rounding needs ``plan``.
-        seed: of stochastic rounding.
-        plan: the deployed model and what it runs on; None to look at no activations.
-        correction_rank: of a LoRA of what rounding lost, written beside the result; needs ``plan``.
-        accept_loss: write although rounding loses updates.
-        transformer_only: leave out the LoRAs' text encoder layers.
-        allow_partial: merge what fits.
-        dora_norm: see :func:`networks.files.adapters.load_adapter`.
-        shown: layers in a table; None for all.
+        how: weights are rounded.
+        selection: of the LoRAs.
 
     Raises:
         UserError: files that do not fit, or updates that rounding would lose.
     """
     base = open_base(model, quantized=True)
     check_target(base, save_to, torch.float8_e4m3fn)
-    kind, recipe = _what_is_written(base, precision, rounding, seed)
-    files, fits = read_sources(sources, targets, allow_partial, dora_norm)
+    kind, recipe = _what_is_written(base, how)
+    files, fits = read_sources(sources, targets, selection)
     for note in base_notes(base.weights_path, files):
         console.print(f"note: {note}")
-    loras = _of_transformer(files, targets, transformer_only)
+    loras = _of_transformer(files, targets, selection.transformer_only)
     updates = plan_updates(base.weights, loras, targets.keys, targets.family, fits)
     for note in partial_notes(fits):
         console.print(f"note: {note}")
@@ -96,20 +111,20 @@ def merge_quantized(
         merge = QuantizedMerge(base, updates, kind, recipe, targets, Path(spool))
         found = dict(rounding_retention(merge))
         if found:
-            title = f"left by rounding {rounding.replace('compensated', 'to nearest')}"
-            console.print(retention_table(title, found, shown))
+            title = f"left by rounding {how.rounding.replace('compensated', 'to nearest')}"
+            console.print(retention_table(title, found, how.shown))
         flagged = [name.removesuffix(".weight") for name, one in found.items() if one.flagged]
-        if flagged and rounding == "nearest" and not accept_loss:
+        if flagged and how.rounding == "nearest" and not how.accept_loss:
             _refuse_loss(model, merge, flagged, console)
         correction: dict[str, LoraWeights] = {}
-        if plan is not None:
-            left, correction = _calibrated(merge, plan, loras, rounding == "compensated", correction_rank, console)
+        if how.plan is not None:
+            left, correction = _calibrated(merge, how, how.plan, loras, console)
             found |= left
-            if rounding == "compensated" and found:
-                console.print(retention_table("left by compensated rounding", found, shown))
+            if how.rounding == "compensated" and found:
+                console.print(retention_table("left by compensated rounding", found, how.shown))
         _write(merge, save_to, sources, console)
     if correction:
-        _write_correction(save_to, correction, targets, correction_rank, console)
+        _write_correction(save_to, correction, targets, how.correction_rank, console)
     return found
 
 
@@ -131,8 +146,8 @@ def retention_table(title: str, found: Mapping[str, UpdateRetention], shown: int
     return table
 
 
-def _what_is_written(base: Base, precision: str | None, rounding: Rounding, seed: int) -> tuple[LayoutKind, Recipe]:
-    stochastic = rounding == "stochastic"
+def _what_is_written(base: Base, how: RoundingOptions) -> tuple[LayoutKind, Recipe]:
+    stochastic, precision, seed = how.rounding == "stochastic", how.precision, how.seed
     if base.weights.quantized is None:
         assert precision is not None
         layout, scheme = QUANTIZED_PRECISIONS[precision]
@@ -169,13 +184,13 @@ def _refuse_loss(model: Path, merge: QuantizedMerge, flagged: Sequence[str], con
 
 def _calibrated(
     merge: QuantizedMerge,
+    how: RoundingOptions,
     plan: CalibrationPlan,
     loras: Sequence[tuple[LoraSource, Mapping[str, object]]],
-    compensated: bool,
-    correction_rank: int | None,
     console: Console,
 ) -> tuple[dict[str, UpdateRetention], dict[str, LoraWeights]]:
     """Run the calibration, round and correct group by group; return what is left of updates, and the correction."""
+    compensated, correction_rank = how.rounding == "compensated", how.correction_rank
     calibration = plan.prepare(console)
     transformer = calibration.load_fp8(None if merge.layout is not None else merge.recipe)
     plain = [

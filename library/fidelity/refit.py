@@ -30,7 +30,7 @@ from networks.files.base import BaseModule, find_modules, open_base
 from networks.files.layouts import PRECISIONS
 from networks.files.metadata import base_mismatch
 from networks.files.weights import LoraWeights
-from networks.files.writing import save_derived_lora, widest_precision
+from networks.files.writing import AS_THE_SOURCES, SavedAs, save_derived_lora, widest_precision
 from networks.merging.refit import Refit, refit_layer
 from networks.network import attach_lora
 
@@ -45,9 +45,7 @@ def refit_lora(
     console: Console,
     *,
     correction_rank: int = 0,
-    layout: str | None = None,
-    precision: str | None = None,
-    shown: int = 20,
+    saved_as: SavedAs = AS_THE_SOURCES,
 ) -> dict[str, Refit]:
     """Refit ``lora``, which was trained on the reference, to the deployed model; return the layers' fits by name.
 
@@ -56,10 +54,9 @@ def refit_lora(
         models: the bf16 model, and the file that is served, or a recipe.
         save_to: the file to write.
         options: what both run on.
-        console: for tables and notes.
+        console: for notes.
         correction_rank: is added to the rank of every quantised layer; layers without a LoRA get one of that rank.
-        layout, precision: of the file; the source's by default.
-        shown: layers in the table.
+        saved_as: layout and precision of the file.
     """
     if correction_rank < 0:
         raise UserError(f"--correction_rank {correction_rank}: is negative; give 0 or more")
@@ -85,7 +82,7 @@ def refit_lora(
     _refuse_another_model(models, transformer, base, {unit[0]: places[unit[0]] for unit in units})
     if trained:
         attach_lora(transformer, trained, targets, str(lora))
-    precision = precision or widest_precision(source.weights)
+    precision = saved_as.precision or widest_precision(source.weights)
     fits: dict[str, Refit] = {}
     fitted: dict[str, LoraWeights] = {}
     for group in calibration.layer_inputs(transformer, [name for unit in units for name in unit], held_out=True):
@@ -101,9 +98,10 @@ def refit_lora(
             if done.weights is not None:
                 fitted |= _split(done.weights, {name: places[name].shape[0] for name in unit})
         console.print(f"{len(fits)} of {counted(len(units), 'layer')} fitted")
-    console.print(refit_table(fits, shown))
     metadata, comment = _metadata(lora, source, models, correction_rank, options, fits), f"refitted to {deployed.name}"
-    save_derived_lora(save_to, source.weights | fitted, targets, metadata, comment, [source], layout, precision)
+    save_derived_lora(
+        save_to, source.weights | fitted, targets, metadata, comment, [source], SavedAs(saved_as.save_format, precision)
+    )
     console.print(f"{save_to}: {counted(len(fitted), 'layer')} fitted to {deployed.name}")
     return fits
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,6 +108,22 @@ def _alpha_strings(weights: Mapping[str, AdapterWeights], targets: LoraTargets, 
     return {ADAPTER_METADATA_KEY: adapter_metadata(parts, folded=True), **trained}
 
 
+class SavedAs(NamedTuple):
+    """How a LoRA that was made from others is saved.
+
+    Attributes:
+        save_format: None: the first source's, where it is one of ``SAVE_FORMATS``; else diffusers, of a language model
+            peft.
+        precision: None: the one that holds every tensor of the sources.
+    """
+
+    save_format: str | None = None
+    precision: str | None = None
+
+
+AS_THE_SOURCES = SavedAs()
+
+
 def save_derived_lora(
     save_to: Path,
     weights: Mapping[str, LoraWeights],
@@ -114,8 +131,7 @@ def save_derived_lora(
     metadata: Mapping[str, str],
     comment: str,
     sources: Sequence[LoraFile] = (),
-    save_format: str | None = None,
-    precision: str | None = None,
+    saved_as: SavedAs = AS_THE_SOURCES,
 ) -> None:
     """Save a LoRA that was made from others or from models, its metadata brought up to date.
 
@@ -124,9 +140,6 @@ def save_derived_lora(
         metadata: of a source, or made for this file.
         comment: put before the training comment, as sd-scripts' tools do.
         sources: the LoRAs it was made from.
-        save_format: None: the first source's, where it is one of ``SAVE_FORMATS``; else diffusers, of a language model
-            peft.
-        precision: None: the one that holds every tensor of the sources.
     """
     strings = {key: value for key, value in metadata.items() if key != ADAPTER_METADATA_KEY}
     ranks = Counter(module.rank for module in weights.values())
@@ -135,10 +148,10 @@ def save_derived_lora(
     strings["ss_network_alpha"] = f"{next(iter(alphas)):g}" if len(alphas) == 1 else "Dynamic"
     before = strings.get("ss_training_comment", "None")
     strings["ss_training_comment"] = comment if before in ("", "None") else f"{comment}; {before}"
-    layout = save_format or next((file.layout for file in sources[:1]), "")
+    layout = saved_as.save_format or next((file.layout for file in sources[:1]), "")
     if layout not in SAVE_FORMATS:
         layout = "peft" if targets.own_names else "diffusers"
-    precision = precision or widest_precision(*(file.weights for file in sources))
+    precision = saved_as.precision or widest_precision(*(file.weights for file in sources))
     save_adapter(save_to, weights, targets, layout, precision, strings)
 
 

@@ -82,6 +82,24 @@ class Update:
 
 
 @dataclass(frozen=True)
+class LoraSelection:
+    """What of a LoRA file is merged, and how it is read.
+
+    Attributes:
+        transformer_only: its text encoder layers are left out; a note says so.
+        allow_partial: what has no place in the base, or another shape, is left out; a note names it.
+        dora_norm: see :func:`networks.files.adapters.load_adapter`.
+    """
+
+    transformer_only: bool = False
+    allow_partial: bool = False
+    dora_norm: str = "auto"
+
+
+EVERYTHING = LoraSelection()
+
+
+@dataclass(frozen=True)
 class MergeReport:
     """What was merged: base tensors changed, tensors written, and remarks worth reading."""
 
@@ -97,9 +115,7 @@ def merge_loras(
     targets: LoraTargets,
     precision: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    transformer_only: bool = False,
-    allow_partial: bool = False,
-    dora_norm: str = "auto",
+    selection: LoraSelection = EVERYTHING,
 ) -> MergeReport:
     """Merge LoRAs into ``model`` and write the result to ``save_to``.
 
@@ -110,18 +126,16 @@ def merge_loras(
         targets: the family's row.
         precision: "fp32", "fp16" or "bf16" for the transformer's floating tensors; None keeps each tensor's dtype.
         progress: called with (tensors done, tensors in all).
-        transformer_only: leave out the LoRAs' text encoder layers; a note says so.
-        allow_partial: leave out what has no place in the base or another shape; a note names it.
-        dora_norm: see :func:`networks.files.adapters.load_adapter`.
+        selection: of the LoRAs.
 
     Raises:
         UserError: a file is missing, a LoRA does not fit, a value leaves fp16's range, the disk is full.
     """
     dtype = PRECISIONS[precision] if precision else None
     base = open_base(model)
-    read, fits = read_sources(sources, targets, allow_partial, dora_norm)
+    read, fits = read_sources(sources, targets, selection)
     loras = [(source, file.weights) for source, file in read]
-    components = _components(base, loras, targets, transformer_only, fits)
+    components = _components(base, loras, targets, selection.transformer_only, fits)
     fitting = partial_notes(fits)
     check_target(base, save_to, dtype)
     total = sum(len(component.weights.entries) for component in components)
@@ -145,7 +159,7 @@ def merge_loras(
     notes = [
         *fitting,
         *base_notes(base.weights_path, read),
-        *(_left_out_notes(loras, targets) if transformer_only else ()),
+        *(_left_out_notes(loras, targets) if selection.transformer_only else ()),
     ]
     return MergeReport(sum(len(component.updates) for component in components), total, tuple(notes))
 
@@ -157,14 +171,14 @@ def merge_language_model(
     targets: LoraTargets,
     precision: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    allow_partial: bool = False,
+    selection: LoraSelection = EVERYTHING,
 ) -> MergeReport:
     """Merge LoRAs into a language model in any layout, GGUF among them, and write a transformers folder.
 
     Arguments as for :func:`merge_loras`; without ``precision`` a quantised model becomes bf16.
     """
     files = TransformersFiles(model)
-    read, fits = read_sources(sources, targets, allow_partial)
+    read, fits = read_sources(sources, targets, selection)
     updates = plan_updates(files, [(s, file.weights) for s, file in read], targets.keys, targets.family, fits)
 
     def merged(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -177,12 +191,12 @@ def merge_language_model(
 
 
 def read_sources(
-    sources: Sequence[LoraSource], targets: LoraTargets, allow_partial: bool, dora_norm: str = "auto"
+    sources: Sequence[LoraSource], targets: LoraTargets, selection: LoraSelection
 ) -> tuple[list[tuple[LoraSource, AdapterFile]], Fits]:
     """Return what LoRA files hold, and with ``allow_partial`` a tally for each of what fits."""
-    fits = {source.path: PartialFit(str(source.path)) for source in sources if allow_partial}
+    fits = {source.path: PartialFit(str(source.path)) for source in sources if selection.allow_partial}
     unknown = {path: fit.unknown for path, fit in fits.items()}
-    read = [load_adapter(source.path, targets, unknown.get(source.path), dora_norm) for source in sources]
+    read = [load_adapter(source.path, targets, unknown.get(source.path), selection.dora_norm) for source in sources]
     return list(zip(sources, read, strict=True)), fits
 
 

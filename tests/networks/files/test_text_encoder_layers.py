@@ -17,7 +17,7 @@ from networks.files.adapters import load_lora
 from networks.files.layouts import SAVE_FORMATS
 from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter
-from networks.merging.merge import LoraSource, merge_loras
+from networks.merging.merge import LoraSelection, LoraSource, merge_loras
 from tests.tiny import TEXT_WIDTH, save_single_files, tiny_flux_pipeline
 
 CLIP = "text_encoder.encoder.layers.1"
@@ -185,7 +185,7 @@ def test_a_base_without_text_encoders_is_refused_or_told(
         with pytest.raises(UserError, match=r"3 modules are text_encoder's, which .* does not have; give a diffusers"):
             merge_loras(model, source, target, FLUX_TARGETS)
         assert not target.exists()
-        report = merge_loras(model, source, target, FLUX_TARGETS, transformer_only=True)
+        report = merge_loras(model, source, target, FLUX_TARGETS, selection=LoraSelection(transformer_only=True))
         assert report.changed == 1
         assert "5 text encoder modules left out" in report.notes[0]
 

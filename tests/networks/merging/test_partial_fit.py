@@ -14,7 +14,7 @@ from library.config.schema import NetworkConfig, TrainConfig
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
 from networks.files.writing import save_adapter
-from networks.merging.merge import LoraSource, merge_loras
+from networks.merging.merge import LoraSelection, LoraSource, merge_loras
 from networks.network import inject_adapter
 from networks.options import parse_network_args
 from tests.networks.conftest import inject, make_flux, train_a_little
@@ -22,6 +22,8 @@ from tests.networks.conftest import inject, make_flux, train_a_little
 KEPT, GONE, MISSHAPEN = (f"transformer_blocks.0.attn.to_{part}" for part in "qkv")
 STRANGE = "transformer.transformer_blocks.0.attn.to_x.lora_A.weight"
 UNKNOWN = (STRANGE, STRANGE.replace("_A", "_B"))
+
+PARTIAL = LoraSelection(allow_partial=True)
 
 
 @pytest.fixture
@@ -67,7 +69,9 @@ def test_merging_a_part_names_every_module_and_changes_the_rest_only(mixed: Path
     sources = [LoraSource(mixed, 1.0)]
     with pytest.raises(UserError, match="2 keys are no LoRA weights"):
         merge_loras(tmp_path / "base", sources, tmp_path / "merged", FLUX_TARGETS)
-    report = merge_loras(tmp_path / "base", sources, tmp_path / "merged", FLUX_TARGETS, allow_partial=True)
+    report = merge_loras(
+        tmp_path / "base", sources, tmp_path / "merged", FLUX_TARGETS, selection=LoraSelection(allow_partial=True)
+    )
     (note,) = report.notes
     assert note == (
         f"{mixed}: 1 modules matched; 2 not known ({', '.join(UNKNOWN)}); 1 without a place here "
@@ -88,7 +92,9 @@ def test_merging_what_fits_nowhere_is_refused_and_writes_nothing(tmp_path: Path)
     make_flux().save_pretrained(tmp_path / "base")
     sources = [LoraSource(tmp_path / "a.safetensors", 1.0)]
     with pytest.raises(UserError, match="nothing of it fits"):
-        merge_loras(tmp_path / "base", sources, tmp_path / "merged", FLUX_TARGETS, allow_partial=True)
+        merge_loras(
+            tmp_path / "base", sources, tmp_path / "merged", FLUX_TARGETS, selection=LoraSelection(allow_partial=True)
+        )
     assert not (tmp_path / "merged").exists()
 
 
