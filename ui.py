@@ -60,7 +60,7 @@ def main() -> None:
     try:
         import uvicorn
 
-        from library.web.access import Places
+        from library.web.access import AllowedRoots
         from library.web.app import create_app
     except ModuleNotFoundError as error:
         if error.name not in ("uvicorn", "starlette", "multipart", "python_multipart"):
@@ -71,13 +71,13 @@ def main() -> None:
     with suppress(OSError):
         Path("datasets").mkdir(exist_ok=True)  # new ones are put there
     usual = [name for name in _USUAL if Path(name).is_dir()]
-    places = Places.of(options.output_dir, [*usual, *options.folders])
+    roots = AllowedRoots.of(options.output_dir, [*usual, *options.folders])
     listening = listen(options.host, options.port)
     port = listening.getsockname()[1]
     is_private = options.host in ("127.0.0.1", "localhost", "::1")
     token = None if is_private else secrets.token_urlsafe(24)
     shown = f"[{options.host}]" if ":" in options.host else options.host
-    app = create_app(places, port, token)
+    app = create_app(roots, port, token)
     address = f"http://{shown}:{port}/" + (f"?token={token}" if token else "")
     print(address, flush=True)
     has_screen = sys.platform in ("win32", "darwin") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")

@@ -40,7 +40,7 @@ class Refused(UserError):
 
 
 @dataclass(frozen=True)
-class Places:
+class AllowedRoots:
     """The folders that the page was given; all absolute, links resolved.
 
     Attributes:
@@ -52,7 +52,7 @@ class Places:
     folders: tuple[Path, ...]
 
     @classmethod
-    def of(cls, outputs: Iterable[str | Path], folders: Iterable[str | Path]) -> Places:
+    def of(cls, outputs: Iterable[str | Path], folders: Iterable[str | Path]) -> AllowedRoots:
         """Resolve the folders; the first output folder is made if need be.
 
         Raises:

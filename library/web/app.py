@@ -15,7 +15,7 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp
 
 from library.errors import UserError
-from library.web.access import Guard, Places, Refused
+from library.web.access import AllowedRoots, Guard, Refused
 from library.web.jobs import ROOT
 from library.web.site import HERE, Form, Site
 
@@ -30,12 +30,12 @@ _REPORT_POLICY = (
 
 
 def send_file(site: Site, request: Request, form: Form) -> Response:
-    """Send a file of the places: pictures and reports to look at, all else to keep."""
-    path = site.places.find(request.query_params.get("path", ""), own=True)
-    if path.is_relative_to(site.places.state) and not _OWN.fullmatch(path.relative_to(site.places.state).as_posix()):
-        raise Refused(f"{site.places.show(path)}: is the page's own")
+    """Send a file of the allowed folders: pictures and reports to look at, all else to keep."""
+    path = site.roots.find(request.query_params.get("path", ""), own=True)
+    if path.is_relative_to(site.roots.state) and not _OWN.fullmatch(path.relative_to(site.roots.state).as_posix()):
+        raise Refused(f"{site.roots.show(path)}: is the page's own")
     if not path.is_file():
-        raise UserError(f"{site.places.show(path)}: no such file; it may have been moved or deleted")
+        raise UserError(f"{site.roots.show(path)}: no such file; it may have been moved or deleted")
     kind, download = path.suffix.lower(), "download" in request.query_params
     if kind in _SHOWN and not download:
         # where the address names the version (?v=), it may be kept
@@ -45,16 +45,16 @@ def send_file(site: Site, request: Request, form: Form) -> Response:
             media_type=mimetypes.guess_type(path.name)[0],
             headers=kept | {"content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; sandbox"},
         )
-    if kind == ".html" and not download and path.is_relative_to(site.places.state):  # others lead away from here
+    if kind == ".html" and not download and path.is_relative_to(site.roots.state):  # others lead away from here
         return FileResponse(path, media_type="text/html", headers={"content-security-policy": _REPORT_POLICY})
     return FileResponse(path, filename=path.name)
 
 
-def create_app(places: Places, port: int, token: str | None = None) -> ASGIApp:
-    """Return the page over ``places``; ``token``: asked of everybody, None on an address of this machine alone."""
+def create_app(roots: AllowedRoots, port: int, token: str | None = None) -> ASGIApp:
+    """Return the page over ``roots``; ``token``: asked of everybody, None on an address of this machine alone."""
     from library.web import chat, data, generate, new_run, precision, runs
 
-    site = Site.of(places)
+    site = Site.of(roots)
     site.jobs.begin()  # what was queued when the machine went down
     reading = Thread(target=lambda: runs.all_runs(site, site.jobs.all()), daemon=True)
     reading.start()  # the first visit finds it read; of very many runs it goes on beside

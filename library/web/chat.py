@@ -58,7 +58,7 @@ def ask(site: Site, request: Request, form: Form) -> Response:
         raise UserError("request: neither load nor answer; reload the page")
     for name in ("model", "lora"):
         if name == "model" or asked.get(name):
-            asked[name] = site.places.show(site.places.find(str(asked.get(name, ""))))
+            asked[name] = site.roots.show(site.roots.find(str(asked.get(name, ""))))
     lines = (json.dumps(event) + "\n" async for event in child.ask(asked))
     return StreamingResponse(lines, media_type="application/x-ndjson")
 

@@ -64,10 +64,10 @@ def show(site: Site, request: Request, form: Form) -> Response:
 
 
 def datasets(site: Site) -> tuple[list[tuple[Path, float]], list[tuple[Path, int]]]:
-    """Return the dataset TOMLs in the places with their times, newest first; and folders of images with how many."""
+    """Return the dataset TOMLs in the allowed folders with their times, newest first; and folders of images with how many."""
     tomls: dict[Path, float] = {}
     folders: dict[Path, int] = {}
-    for base in dict.fromkeys((*site.places.folders, site.places.outputs[0] / "datasets")):
+    for base in dict.fromkeys((*site.roots.folders, site.roots.outputs[0] / "datasets")):
         for at, inside, names in islice(os.walk(base), _MOST_FOLDERS):
             folder = Path(at)
             deep = len(folder.relative_to(base).parts) >= _MOST_LEVELS
@@ -84,16 +84,16 @@ def make_dataset(site: Site, request: Request, form: Form) -> Response:
     """Write the TOML of a new dataset, or of a folder of images; pictures are sent after."""
     given = {key: str(value).strip() for key, value in form.items()}
     if given.get("folder"):
-        own, image_dir = site.places.find(given["folder"]), "."
+        own, image_dir = site.roots.find(given["folder"]), "."
     elif bad := find_bad_start(given.get("name", "")):
         raise UserError(f"Name {given.get('name', '')!r}: {bad}")
     else:
-        folders = [*site.places.folders, site.places.outputs[0] / "datasets"]
+        folders = [*site.roots.folders, site.roots.outputs[0] / "datasets"]
         home = next(folder for folder in folders if folder.name == "datasets")
-        own, image_dir = site.places.find(str(home / given["name"])), "images"
+        own, image_dir = site.roots.find(str(home / given["name"])), "images"
     path = own / "dataset.toml"
     if path.exists():
-        raise UserError(f"{site.places.show(path)}: is there already; open it, or choose another name")
+        raise UserError(f"{site.roots.show(path)}: is there already; open it, or choose another name")
     write_dataset(own, image_dir, given.get("trigger_word", ""), given["resolution"], given["num_repeats"])
     return JSONResponse({"dataset": str(path), "address": url("/data", dataset=path)})
 
@@ -103,10 +103,10 @@ def upload(site: Site, request: Request, form: Form) -> Response:
     path, _ = _toml(site, str(form.get("dataset", "")))
     named = next((text for key, text in _paths_in(read_toml(path)[0]) if key == "image_dir"), None)
     if named is None:
-        raise UserError(f"{site.places.show(path)}: names no image_dir to put pictures into; add one")
-    folder, file = site.places.find(str(path.parent / named)), form["file"]
+        raise UserError(f"{site.roots.show(path)}: names no image_dir to put pictures into; add one")
+    folder, file = site.roots.find(str(path.parent / named)), form["file"]
     name = getattr(file, "filename", "")  # of what is no file: refused
-    bad = refusal_of(name) or add_file(site.places.find(str(folder / name)), file.file)
+    bad = refusal_of(name) or add_file(site.roots.find(str(folder / name)), file.file)
     return JSONResponse({"refused": f"{name}: {bad}" if bad else ""})
 
 
@@ -120,17 +120,17 @@ def start_look(site: Site, request: Request, form: Form) -> Response:
             if job != shown:
                 site.jobs.remove(job.id)
         words = ["--json", "{job}/result.json", "--thumbnails", str(_own(site, "thumbs", path))]
-        site.jobs.add("data", f"Look over {site.places.show(path)}", ["tools/check_dataset.py", str(path), *words])
+        site.jobs.add("data", f"Look over {site.roots.show(path)}", ["tools/check_dataset.py", str(path), *words])
     return Response(headers=_REFRESH)
 
 
 def refuse_outside(site: Site, path: Path, *said: Mapping[str, Any]) -> None:
     """Refuse what a dataset TOML says if a place lies outside, beside it or in the working directory as in training."""
-    path = site.places.find(str(path))
+    path = site.roots.find(str(path))
     for _, named in _paths_in(list(said)):
-        site.places.find(named if named.startswith("~") else str(path.parent / named))
+        site.roots.find(named if named.startswith("~") else str(path.parent / named))
         if not (path.parent / named).exists() and Path(named).exists():
-            site.places.find(named)
+            site.roots.find(named)
 
 
 def _looks_of(site: Site, path: Path) -> tuple[list[Job], Job | None]:
@@ -153,20 +153,20 @@ def save_toml(site: Site, request: Request, form: Form) -> Response:
     """Write the TOML and look again, which tells what training would refuse."""
     path, old = _toml(site, str(form.get("dataset", "")))
     if str(form.get("hash")) != old.hash:
-        raise UserError(f"{site.places.show(path)}: was changed meanwhile; open it again, and change it then")
+        raise UserError(f"{site.roots.show(path)}: was changed meanwhile; open it again, and change it then")
     if (new := old.changed(str(form.get("text", "")))) is None:
-        raise UserError(f"{site.places.show(path)}: would be empty; write a [[datasets]] table")
+        raise UserError(f"{site.roots.show(path)}: would be empty; write a [[datasets]] table")
     refuse_outside(site, path, parse_toml(new.removeprefix("\ufeff"), path.name))
     if _journal(site, path).write(f"change of {path.name}", [(str(path), old.raw, new, old.encoding)]):
-        raise UserError(f"{site.places.show(path)}: was changed meanwhile; open it again, and change it then")
+        raise UserError(f"{site.roots.show(path)}: was changed meanwhile; open it again, and change it then")
     return start_look(site, request, form)
 
 
 def _toml(site: Site, text: str) -> tuple[Path, Text]:
-    path = site.places.find(text)
+    path = site.roots.find(text)
     found = read(path)
     if path.suffix != ".toml" or found.raw is None:
-        raise UserError(f"{site.places.show(path)}: {found.why or 'is no dataset TOML'}; choose one of the list")
+        raise UserError(f"{site.roots.show(path)}: {found.why or 'is no dataset TOML'}; choose one of the list")
     return path, found
 
 
@@ -181,24 +181,24 @@ def _paths_in(value: Any) -> Iterator[tuple[Any, str]]:
 
 def _own(site: Site, kind: str, dataset: Path) -> Path:
     """Return where the page keeps what it has of a dataset: "thumbs", "undo"."""
-    return site.places.state / kind / hashlib.sha256(os.fsencode(dataset)).hexdigest()[:16]
+    return site.roots.state / kind / hashlib.sha256(os.fsencode(dataset)).hexdigest()[:16]
 
 
 def _journal(site: Site, dataset: Path) -> Journal:
-    return Journal(_own(site, "undo", dataset).with_suffix(".json"), site.places.find)
+    return Journal(_own(site, "undo", dataset).with_suffix(".json"), site.roots.find)
 
 
 def _is_inside(site: Site, *paths: str | Path) -> bool:
     with suppress(Refused):
         for path in paths:
-            site.places.find(str(path))
+            site.roots.find(str(path))
         return True
     return False
 
 
 @lru_cache(3)
 def _found(site: Site, look: str) -> dict[str, Any]:
-    """Return what a look found; what a link has outside of the places is not shown."""
+    """Return what a look found; what a link has outside of the allowed folders is not shown."""
     result = site.jobs.get(look).read("result.json")
     if not result:
         raise UserError("this look at the dataset is not there any more; look again")
@@ -220,7 +220,7 @@ def _caption(site: Site, image: dict[str, Any]) -> Text:
     if image["caption_file"] is None:
         return Text("\n".join(image["captions"]), why=image["why"])
     with suppress(Refused):
-        return read(site.places.find(image["caption_file"]))
+        return read(site.roots.find(image["caption_file"]))
     return Text(None, why=_OUTSIDE)
 
 
@@ -288,7 +288,7 @@ def save_caption(site: Site, request: Request, form: Form) -> Response:
     old = _caption(site, image)
     if old.why:
         raise UserError(f"{image['name']}: its caption cannot be edited here: {old.why}")
-    journal = _journal(site, site.places.find(found["dataset"]))
+    journal = _journal(site, site.roots.find(found["dataset"]))
     change = (image["caption_file"], old.raw, old.changed(text), old.encoding)
     is_old = old.hash != form["hash"] or bool(journal.write(f"caption of {image['name']}", [change]))
     now = _caption(site, image)
@@ -330,7 +330,7 @@ def bulk(site: Site, request: Request, form: Form) -> Response:
     digest = hashlib.sha256(json.dumps(changes).encode()).hexdigest()
     said = "The captions have changed meanwhile; this is how it is now." if "digest" in form else ""
     if is_done := form.get("digest") == digest:
-        journal = _journal(site, site.places.find(found["dataset"]))
+        journal = _journal(site, site.roots.find(found["dataset"]))
         left = journal.write(f"change of {counted(len(changes), 'caption')}", changes)
         said, changes = f"{counted(len(changes) - len(left), 'caption')} changed", []
     pairs = [(Path(path).name, Text(old).shown, Text(new).shown) for path, old, new, _ in changes[:20]]

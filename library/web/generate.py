@@ -49,7 +49,7 @@ def _prompts_of(site: Site, run: dict[str, Any]) -> str:
     if isinstance(asked, list):
         return "\n".join(map(str, asked))
     with suppress(UserError):
-        path = site.places.find(str(asked), own=True)
+        path = site.roots.find(str(asked), own=True)
         lines = [prompt.line() for prompt in read_prompts(path, 0, 1)]
         if path.suffix == ".txt" and not any(" --ci " in line for line in lines):  # as they were written
             lines = [line for line in read_text(path).splitlines() if line.strip() and not line.startswith("#")]
@@ -69,11 +69,11 @@ def start(site: Site, request: Request, form: Form) -> Response:
     if not 0 < (number := len(prompts) * len(strengths)) <= _MOST_PICTURES:
         raise UserError(f"{number} pictures: write prompts and strengths for 1 to {_MOST_PICTURES} in all")
     for path in (path for prompt in prompts for path in (*prompt.control_images, prompt.mask_image) if path):
-        site.places.find(path)
+        site.roots.find(path)
     for text in more:
         lora_file(site, text if Path(text).exists() else text.rpartition(":")[0])
     words = ["tools/generate.py", "image", *model_words(site, lora, given)]
-    words += ["--lora", site.places.show(lora), *more, "--strengths", *(f"{each:g}" for each in strengths)]
+    words += ["--lora", site.roots.show(lora), *more, "--strengths", *(f"{each:g}" for each in strengths)]
     words += ["--from_file", "{job}/prompts.txt", "--save_to", "{job}/images"]
     for flag, key in {"w": "width", "h": "height", "s": "steps", "d": "seed", "g": "guidance"}.items():
         words += [f"--{flag}", given[key]] if given[key] else []

@@ -1,4 +1,4 @@
-"""LoRA files in the places, what the run that made one says about it, and the screens on which one is chosen."""
+"""LoRA files in the allowed folders, what the run that made one says about it, and the screens on which one is chosen."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from starlette.responses import Response
 from library.config.model_types import IMAGE_MODELS, LANGUAGE_MODEL_KINDS, MODEL_FILE_KEYS
 from library.errors import UserError
 from library.gguf_header import has_language_model
-from library.training.report.run_folder import changed, once, settings_of, text_of
-from library.web.run import live
+from library.training.report.run_folder import cached_by_mtime, mtime, settings_of, text_of
+from library.web.run import fragment
 from library.web.site import Site
 
 Values = Callable[[Site, Any], dict[str, Any]]  # of a template
@@ -31,27 +31,27 @@ _LORA = re.compile(r"\.lora|lora_|hada_w|lokr_w|\boft_|dora_scale")  # in tensor
 
 
 def weights_in(site: Site) -> dict[str, list[str]]:
-    """Return the weights in the places by kind, the newest first, as a person writes their paths.
+    """Return the weights in the allowed folders by kind, the newest first, as a person writes their paths.
 
     Kinds are "lora" and "model" of images, files or whole pipelines, "language_lora", folders, and "language_model",
     folders or GGUF files.
     """
     found: dict[Path, tuple[float, str]] = {}
-    for place in (*site.places.outputs, *site.places.folders):
+    for place in (*site.roots.outputs, *site.roots.folders):
         for name, inner, files in os.walk(place):
             folder = Path(name)
             inner[:] = [each for each in inner if each[0] != "." and not each.endswith(("-state", "teacher"))]
             if kind := _kind_of_folder(folder, files):
-                found[folder] = changed(folder), kind
+                found[folder] = mtime(folder), kind
             if kind == "model":  # what is in a pipeline is no model of its own
                 inner[:] = files = []
             for path in (folder / file for file in files if file.endswith(_ENDINGS)):
                 with suppress(OSError, UserError):
-                    path = site.places.find(str(path))
+                    path = site.roots.find(str(path))
                     found[path] = path.stat().st_mtime, kind_of(path) or ""
     lists: dict[str, list[str]] = {"lora": [], "model": [], "language_lora": [], "language_model": [], "": []}
     for path, (_, kind) in sorted(found.items(), key=lambda item: -item[1][0]):
-        lists[kind].append(site.places.show(path))
+        lists[kind].append(site.roots.show(path))
     return {kind: paths[:_MOST_SHOWN] for kind, paths in lists.items()}
 
 
@@ -67,13 +67,13 @@ def _kind_of_folder(folder: Path, files: Sequence[str]) -> str:
     return "language_model" if is_old or said.get("model_type") in LANGUAGE_MODEL_KINDS else ""
 
 
-@once
+@cached_by_mtime
 def settings_in(file: Path) -> dict[str, Any]:
     """Return the object in a small JSON file."""
     return dict(json.loads(text_of(file) or ""))
 
 
-@once
+@cached_by_mtime
 def kind_of(path: Path) -> str:
     """Return what a file is: "lora" by its tensors' names, "" where that is one of a language model, else "model".
 
@@ -108,7 +108,7 @@ def show_screen(site: Site, request: Request, kind: str, template: str, form: Va
     try:
         values = {"here": here, "job": job, **(result(site, job) if job else {})}
         if query.get("part") == "result":
-            return live(site, request, template, "result", **values)
+            return fragment(site, request, template, "result", **values)
         jobs = [each for each in site.jobs.all() if each.kind == kind]
         asked = job.read("asked.json").get("form", {}) if job else {}
         lora = query.get("lora") or asked.get("lora", "")
@@ -130,15 +130,15 @@ def model_words(site: Site, lora: Path, given: Mapping[str, str]) -> list[str]:
     run = settings_of(lora.parent)
     found = {"model": given["model"], "model_type": given["model_type"]}
     found |= {key: str(run[key]) for key in MODEL_FILE_KEYS if run.get(key)}
-    site.places.refuse_paths_outside(found, "model")
+    site.roots.refuse_paths_outside(found, "model")
     return [word for key, value in found.items() for word in (f"--{key}", value)]
 
 
 def lora_file(site: Site, text: str) -> Path:
     """Return a LoRA that a request names; raises a UserError if there is none."""
-    path = site.places.find(text)
+    path = site.roots.find(text)
     if path.suffix != ".safetensors" or not path.is_file():
-        raise UserError(f"{site.places.show(path)}: no such LoRA; choose a .safetensors file from the list")
+        raise UserError(f"{site.roots.show(path)}: no such LoRA; choose a .safetensors file from the list")
     return path
 
 

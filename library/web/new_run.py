@@ -31,7 +31,7 @@ from library.training.sampling.prompts import read_prompts
 from library.web.data import datasets, refuse_outside
 from library.web.jobs import ROOT, Job
 from library.web.loras import free_name, weights_in
-from library.web.run import look
+from library.web.run import run_status
 from library.web.site import Form, Routes, Site, goto, tell_changed, url
 
 Values = dict[str, Any]  # option -> value
@@ -108,16 +108,16 @@ def _against(site: Site, script: Script[Any], given: RawConfig, is_new: bool) ->
 
 
 def _refused(site: Site, values: Mapping[str, Any], script: Script[Any]) -> list[str]:
-    """Return a line for each option that runs a program, or whose path, or dataset, lies outside of the places."""
+    """Return a line for each option that runs a program, or whose path, or dataset, lies outside of the allowed folders."""
     lines = []
     for key, value in values.items():
         path = Path(value) if key in (*_PATHS, "sample_prompts") and isinstance(value, str) and value else None
         try:
-            site.places.refuse_paths_outside(value, key)
+            site.roots.refuse_paths_outside(value, key)
             if key in ("caption_command", "trust_class_paths") and value:
                 raise UserError("runs a program, which this page does not; start such a run in a terminal")
             if key in _MADE and value:
-                site.places.find(str(value), output=key == "output_dir")
+                site.roots.find(str(value), output=key == "output_dir")
             # "owner/name", of which there is no folder, is a model of the hub
             if path and not path.exists() and (path.suffix in _NAMED or path.parent.is_dir()):
                 raise UserError(f"no such file or folder: {value}")
@@ -128,7 +128,7 @@ def _refused(site: Site, values: Mapping[str, Any], script: Script[Any]) -> list
             if key == "sample_prompts" and value and script is LORA:
                 prompts = read_prompts([*map(str, value)] if isinstance(value, list) else str(value), 0, 1)
                 for image in (image for prompt in prompts for image in prompt.images()):
-                    site.places.find(image)
+                    site.roots.find(image)
         except (UserError, OSError, ValueError) as error:
             lines.append(f"{key}: {re.sub(rf'^{key}[:,] ', '', str(error))}")
     return lines
@@ -137,36 +137,36 @@ def _refused(site: Site, values: Mapping[str, Any], script: Script[Any]) -> list
 def _refuse_kohyas(site: Site, text: str, name: str, depth: int = 0) -> None:
     """Refuse kohya's settings that name what is outside, in the configuration and the dataset that they name too."""
     for key, value in paths_read(text, name):
-        site.places.refuse_paths_outside(value, key)
+        site.roots.refuse_paths_outside(value, key)
         path = Path(toml_path(str(value)))
         if key == "dataset_config" and path.is_file():
             refuse_outside(site, path, read_toml(path)[0])
         elif key == "config_file" and path.is_file() and depth < 8:
-            _refuse_kohyas(site, read_text(site.places.find(str(path)), most=_MOST_TEXT), path.name, depth + 1)
+            _refuse_kohyas(site, read_text(site.roots.find(str(path)), most=_MOST_TEXT), path.name, depth + 1)
 
 
 def _against_output(site: Site, values: Mapping[str, Any]) -> list[str]:
     """Return a line if output_dir is not free for this run; it ends with a folder that is."""
     taken, line = [Path(job.output) for job in site.jobs.all() if not job.is_over], ""
     with suppress(UserError, KeyError):  # what lies elsewhere is said already
-        path = site.places.find(str(values["output_dir"]), output=True)
-        if path in site.places.outputs:
+        path = site.roots.find(str(values["output_dir"]), output=True)
+        if path in site.roots.outputs:
             path /= Path(str(values.get("output_name") or "lora")).name
             line = "it holds all runs; give this one a folder of its own"
         elif path in taken:
             line = "a run that is going on or waits has this folder; choose another"
         elif is_run(path) and not (values.get("overwrite") or values.get("resume")):
             line = "it holds another run; set resume or overwrite, or choose another"
-    return [f"output_dir: {line}, such as {site.places.show(free_name(path, taken))}"] if line else []
+    return [f"output_dir: {line}, such as {site.roots.show(free_name(path, taken))}"] if line else []
 
 
 def ready(site: Site) -> list[tuple[str, str]]:
     """Return the configurations in folders called configs that say what they are for: path and title."""
     found = []
-    for path in (path for at in site.places.folders if at.name == "configs" for path in sorted(at.rglob("*.toml"))):
+    for path in (path for at in site.roots.folders if at.name == "configs" for path in sorted(at.rglob("*.toml"))):
         with suppress(UserError):  # a link may lead out
-            if title := re.match(r"#:schema .*\n# ?(.*)", text_of(site.places.find(str(path))) or ""):
-                found.append((site.places.show(path), title[1].rstrip(".:")))
+            if title := re.match(r"#:schema .*\n# ?(.*)", text_of(site.roots.find(str(path))) or ""):
+                found.append((site.roots.show(path), title[1].rstrip(".:")))
     return found
 
 
@@ -177,10 +177,10 @@ def show(site: Site, request: Request, form: Form) -> Response:
     """Show the form over an empty text, or over ``?config=``: a TOML, or the folder of a run."""
     text, found, script, configs = "", None, LORA, ready(site)
     if dataset := request.query_params.get("dataset"):
-        text = edited("", "dataset_config", site.places.show(site.places.find(dataset)), LORA)
+        text = edited("", "dataset_config", site.roots.show(site.roots.find(dataset)), LORA)
     if asked := request.query_params.get("config"):
-        found = site.places.find(asked)
-        file = found if found.is_file() else site.places.find(str(found / "config.toml"))
+        found = site.roots.find(asked)
+        file = found if found.is_file() else site.roots.find(str(found / "config.toml"))
         if not file.is_file() and (job := site.jobs.of_output(found)):  # a run that failed before it wrote one
             file = job.folder / "config.toml"
         text = read_text(file, "choose a configuration that is there")
@@ -190,7 +190,7 @@ def show(site: Site, request: Request, form: Form) -> Response:
         for key in ("resume", "overwrite") if found and is_run(file.parent) else ():  # a run's states are its own
             text = edited(text, key, "", script)
     weights, (tomls, _) = weights_in(site), datasets(site)
-    paths = [*weights["model"], *weights["language_model"], *(site.places.show(path) for path, _ in tomls)]
+    paths = [*weights["model"], *weights["language_model"], *(site.roots.show(path) for path, _ in tomls)]
     return site.page(
         request,
         "new_run.html",
@@ -234,7 +234,7 @@ def runnable(site: Site, text: str, pretrains: bool, is_new: bool = False) -> tu
     """Return script and values of a configuration; all that is run comes by here. ``is_new``: with a folder of its own.
 
     Raises:
-        UserError: anything is wrong with it, lies outside of the places, or would run another program.
+        UserError: anything is wrong with it, lies outside of the allowed folders, or would run another program.
     """
     script, given = read(text, pretrains)
     lines, _, values = _against(site, script, given, is_new)
@@ -249,7 +249,7 @@ def start(site: Site, request: Request, form: Form) -> Response:
     script, values = runnable(site, text, pretrains, is_new=True)
     if not re.fullmatch(r"[1-9]\d{0,2}", processes):
         raise UserError(f"processes: {processes[:20]!r} is no number from 1 to 999; give one for each GPU")
-    output = site.places.find(values["output_dir"], output=True)
+    output = site.roots.find(values["output_dir"], output=True)
     many = ["-m", "torch.distributed.run", "--nproc-per-node", processes] if processes != "1" else []
     words, files = [*many, str(ROOT / script.name), "--config_file", "{job}/config.toml"], {"config.toml": text}
     site.jobs.add("train", values["output_name"], words, queued=True, output=str(output), files=files)
@@ -258,9 +258,9 @@ def start(site: Site, request: Request, form: Form) -> Response:
 
 def again(site: Site, request: Request, form: Form) -> Response:
     """Queue a run once more, from one of its states, its newest ("auto") or the first step (""), as it was set."""
-    folder, state = site.places.find(str(form.get("path", "")), output=True), str(form.get("state", "auto"))
+    folder, state = site.roots.find(str(form.get("path", "")), output=True), str(form.get("state", "auto"))
     job = site.jobs.of_output(folder)
-    run, settings = look(site, folder, job), settings_of(folder, job.folder if job else None)
+    run, settings = run_status(site, folder, job), settings_of(folder, job.folder if job else None)
     if run.state == "running":  # perhaps in a terminal; a job that waits is refused by the queue
         raise UserError(f"{run.name}: is running already")
     if not settings:
@@ -268,7 +268,7 @@ def again(site: Site, request: Request, form: Form) -> Response:
     own = job.folder if job and not settings_of(folder) else folder  # one that failed early has written none
     text = text_of(own / "config.toml") or ""
     script, _ = runnable(site, text, script_of(settings) is LLM)
-    resume = state if state in ("auto", "") else str(site.places.find(str(folder / state), output=True))
+    resume = state if state in ("auto", "") else str(site.roots.find(str(folder / state), output=True))
     words = [script.name, "--config_file", "{job}/config.toml", "--output_dir", str(folder), "--resume", resume]
     site.jobs.add("train", run.name, words, queued=True, output=str(folder), files={"config.toml": text})
     return tell_changed()
@@ -301,7 +301,7 @@ def _values(site: Site, form: Form, needed: tuple[str, ...], others: tuple[str, 
 
 def _dataset(site: Site, form: Form) -> Command:
     dataset = _values(site, form, ("dataset_config",))["dataset_config"]
-    return ["tools/check_dataset.py", str(site.places.find(str(dataset)))], {}
+    return ["tools/check_dataset.py", str(site.roots.find(str(dataset)))], {}
 
 
 def _migration(site: Site, form: Form) -> Command:
@@ -310,8 +310,8 @@ def _migration(site: Site, form: Form) -> Command:
         name, text = dropped.filename, decoded(dropped.file.read(4 * _MOST_TEXT), dropped.filename)
     source = "kohya" + re.sub(r"[^.\w]", "", Path(name).suffix)[:5]
     _refuse_kohyas(site, _given({"text": text})[0], source)
-    folder = free_name(site.places.outputs[0] / (re.sub(r"\W", "_", Path(name).stem)[:60] or "kohya"))
-    words = ["tools/migrate_config.py", f"{{job}}/{source}", "--save_to", f"{site.places.show(folder)}/config.toml"]
+    folder = free_name(site.roots.outputs[0] / (re.sub(r"\W", "_", Path(name).stem)[:60] or "kohya"))
+    words = ["tools/migrate_config.py", f"{{job}}/{source}", "--save_to", f"{site.roots.show(folder)}/config.toml"]
     return words, {source: text}
 
 

@@ -84,20 +84,20 @@ def start(site: Site, request: Request, form: Form) -> Response:
     """Queue a report as the form says."""
     given = {key: str(value).strip() for key, value in form.items()}
     lora, deploy, shown = lora_file(site, given["lora"]), given["served"], RECIPES[given["served"]]
-    run, dataset = settings_of(lora.parent), site.places.find(given["dataset"])
+    run, dataset = settings_of(lora.parent), site.roots.find(given["dataset"])
     refuse_outside(site, dataset, read_toml(dataset)[0])
     if deploy == "file":
-        deploy = str(site.places.find(given["file"]))
+        deploy = str(site.roots.find(given["file"]))
         shown = Path(deploy).name
     strength = given.get("strength") or "1"
     words = ["tools/precision_report.py", *model_words(site, lora, given), "--deploy", deploy]
-    words += ["--lora", site.places.show(lora) + (f":{strength}" if float_of(strength, "strength") != 1 else "")]
+    words += ["--lora", site.roots.show(lora) + (f":{strength}" if float_of(strength, "strength") != 1 else "")]
     words += ["--dataset_config", given["dataset"], "--save_to", "{job}/report"]
     for key in ("server", "images", "steps", "guidance_scale"):
         words += [f"--{key}", given[key]] if given.get(key) else []
     words += ["--masked_loss"] if run.get("masked_loss") else []
     with suppress(UserError):  # a cache elsewhere is made anew, beside the images
-        words += ["--cache_directory", str(site.places.find(str(run.get("cache_directory") or "")))]
+        words += ["--cache_directory", str(site.roots.find(str(run.get("cache_directory") or "")))]
     return _add(site, f"{lora.name} on {shown}", words, {"form": given})
 
 
@@ -124,12 +124,12 @@ def remedy(site: Site, request: Request, form: Form) -> Response:
     words = chosen["command"]
     flag = "--model" if chosen["makes"] == "model" else "--lora"
     source = Path(words[words.index(flag) + 1]).resolve()
-    is_own = any(source.is_relative_to(folder) for folder in site.places.outputs)
+    is_own = any(source.is_relative_to(folder) for folder in site.roots.outputs)
     ending = "" if chosen["makes"] == "fixes" or source.is_dir() else ".safetensors"
     taken = [Path(each.read("asked.json").get("file", "")) for each in site.jobs.all()]
     name = f"{source.name if source.is_dir() else source.stem}-{chosen['name']}{ending}"
-    file = free_name((source.parent if is_own else site.places.outputs[0]) / name, taken)
-    own = [site.places.show(file) if word == "{save_to}" else word for word in words]
+    file = free_name((source.parent if is_own else site.roots.outputs[0]) / name, taken)
+    own = [site.roots.show(file) if word == "{save_to}" else word for word in words]
     files = {"asked.json": json.dumps({"report": job.id, "remedy": number, "file": str(file)})}
     site.jobs.add("remedy", file.name, own, queued=words[0] != "tools/convert_lora.py", files=files)
     return tell_changed()
@@ -137,13 +137,13 @@ def remedy(site: Site, request: Request, form: Form) -> Response:
 
 def again(site: Site, request: Request, form: Form) -> Response:
     """Queue the report once more, on the file that a remedy made."""
-    (job, _, chosen), file = _remedy_of(site, form), site.places.find(str(form["file"]))
+    (job, _, chosen), file = _remedy_of(site, form), site.roots.find(str(form["file"]))
     words = list(job.words)
     if kind_of(file) == "lora":
         first = words[words.index("--reference_lora" if "--reference_lora" in words else "--lora") + 1]
-        words += ["--lora", site.places.show(file), "--reference_lora", first]
+        words += ["--lora", site.roots.show(file), "--reference_lora", first]
     else:
-        words += ["--deploy", site.places.show(file)]
+        words += ["--deploy", site.roots.show(file)]
     words += [*chosen["again"], "--save_to", "{job}/report"]
     off = job.read(_REPORT)["deployment"]
     asked = job.read("asked.json") | {"was": off["image"] or off["velocity"]}

@@ -24,8 +24,8 @@ from library.folder_lock import LOCK, is_held
 from library.training.report.charts import charts_of
 from library.training.report.metrics_file import MetricsReader, Run, Series
 from library.training.report.run_folder import (
-    changed,
     defaults_of,
+    mtime,
     newest_metrics,
     samples_of,
     script_of,
@@ -43,7 +43,7 @@ _LOADS_IN = re.compile(r"^ *loads in .*(?:\n.*\S.*)+", re.M)
 
 
 @dataclass(frozen=True)
-class Seen:
+class RunStatus:
     """Where a run stands; ``job`` is the page's that writes it, if the newest to do so is one."""
 
     path: Path
@@ -66,9 +66,9 @@ class Seen:
         return "d·lr" if prefix[0] == "d" else "lr", max(values, default=None)
 
 
-def look(site: Site, folder: Path, job: Job | None) -> Seen:
+def run_status(site: Site, folder: Path, job: Job | None) -> RunStatus:
     """Return where the run in ``folder`` stands; ``job``: the newest that writes there."""
-    newest, wrote = newest_metrics(folder / "metrics.jsonl") or {}, changed(folder / "metrics.jsonl")
+    newest, wrote = newest_metrics(folder / "metrics.jsonl") or {}, mtime(folder / "metrics.jsonl")
     settings, step, held = settings_of(folder, job.folder if job else None), int(newest.get("step", 0)), is_held(folder)
     if job and job.state != "running" and (held or (job.is_over and wrote > (job.ended or wrote) + 5)):
         job = None  # a terminal's run came after it
@@ -82,11 +82,11 @@ def look(site: Site, folder: Path, job: Job | None) -> Seen:
         state, error = "lost", error or "It was killed, or the machine went down."
     else:
         name = str(settings.get("output_name", "lora"))
-        made = max(changed(folder / f"{name}.safetensors"), changed(folder / name))
+        made = max(mtime(folder / f"{name}.safetensors"), mtime(folder / name))
         state = "done" if (made and made >= wrote - 5) or (total and step >= total) else "stopped"
     asked = {name for name in ASKS if (folder / name).exists() or (name == "STOP" and job and job.asked)}
     goes_on, per_step = state == "running", newest.get("s_per_it", nan)
-    return Seen(
+    return RunStatus(
         folder,
         _name(site, folder),
         state,
@@ -95,14 +95,14 @@ def look(site: Site, folder: Path, job: Job | None) -> Seen:
         newest=newest,
         job=job,
         eta=max(0, total - step) * per_step if goes_on and total and isfinite(per_step) else None,
-        when=max(wrote, job.ended or job.began or job.created if job else changed(folder / "config.toml")),
+        when=max(wrote, job.ended or job.began or job.created if job else mtime(folder / "config.toml")),
         asked=frozenset(asked if goes_on else ()),
         error=error if state in ("failed", "lost") else "",
     )
 
 
 def _name(site: Site, folder: Path) -> str:
-    inside = (folder.relative_to(place) for place in site.places.outputs if place in folder.parents)
+    inside = (folder.relative_to(place) for place in site.roots.outputs if place in folder.parents)
     return str(next(inside, folder.name))
 
 
@@ -140,11 +140,11 @@ def _columns(file: Path) -> dict[str, Series]:
 def curves(site: Site, request: Request, form: Form) -> Response:
     """Answer what charts are drawn of, of one run or several; 204 if nothing is new since ``have``."""
     query = request.query_params
-    paths = [site.places.find(path, output=True) for path in query.getlist("path")[:_OPEN]]
+    paths = [site.roots.find(path, output=True) for path in query.getlist("path")[:_OPEN]]
     said = query.get("smooth", "")
     decay = min(float(said), 0.999) if re.fullmatch(r"[01](\.\d{1,9})?", said) else 0.95
     files = [path / "metrics.jsonl" for path in paths]
-    tag = " ".join([said, *(f"{file.stat().st_size}.{changed(file)}" for file in files if file.is_file())])
+    tag = " ".join([said, *(f"{file.stat().st_size}.{mtime(file)}" for file in files if file.is_file())])
     if tag == query.get("have"):
         return Response(status_code=204)
     runs = [Run(file.parent.name, _columns(file)) for file in files]
@@ -154,16 +154,16 @@ def curves(site: Site, request: Request, form: Form) -> Response:
 def _loras(folder: Path, job: Job | None, jobs: list[Job]) -> list[dict[str, Any]]:
     """Return the LoRA files of a run, the newest first, and what is known of where they load."""
     found = []
-    for path in sorted(filter(Path.is_file, folder.glob("*.safetensors")), key=changed, reverse=True):
+    for path in sorted(filter(Path.is_file, folder.glob("*.safetensors")), key=mtime, reverse=True):
         own = [each for each in jobs if each.kind == "inspect" and each.words[-1] == str(path)]
-        checks = [each for each in own if each.created > changed(path)]
+        checks = [each for each in own if each.created > mtime(path)]
         ended = [job] if job and job.state == "done" and "-step" not in path.name else []
         said = [table for each in (*checks, *ended) for table in _LOADS_IN.findall(each.log)]
         found.append({"path": path, "check": checks[0] if checks else None, "loads": said[0] if said else ""})
     return found
 
 
-def live(site: Site, request: Request, template: str, block: str, **values: Any) -> Response:
+def fragment(site: Site, request: Request, template: str, block: str, **values: Any) -> Response:
     """Return a block that is asked for again and again: nothing (204) while it is as it was ``seen``."""
     body = bytes(site.part(template, block, seen="\0", **values).body)
     tag = str(hash(body))
@@ -174,12 +174,12 @@ def live(site: Site, request: Request, template: str, block: str, **values: Any)
 
 def show_run(site: Site, request: Request, form: Form) -> Response:
     """Show a run, or the part of it that has changed."""
-    folder, jobs = site.places.find(request.query_params.get("path", ""), output=True), site.jobs.all()
+    folder, jobs = site.roots.find(request.query_params.get("path", ""), output=True), site.jobs.all()
     job = site.jobs.of_output(folder, jobs)
     site.jobs.go_on([job] if job else [])
     if not folder.is_dir() and job is None:
-        raise UserError(f"{site.places.show(folder)}: no such run; it may have been moved or deleted")
-    run = look(site, folder, job)
+        raise UserError(f"{site.roots.show(folder)}: no such run; it may have been moved or deleted")
+    run = run_status(site, folder, job)
     values = {  # what a part has to look up, it calls
         "run": run,
         "runs": [run],
@@ -192,7 +192,7 @@ def show_run(site: Site, request: Request, form: Form) -> Response:
         "loras": partial(_loras, folder, run.job, jobs),
     }
     if (part := request.query_params.get("part")) in ("overview", "samples", "files", "log"):
-        return live(site, request, "run.html", part, **values)
+        return fragment(site, request, "run.html", part, **values)
     configs = (text_of(at / "config.toml") for at in (folder, run.job and run.job.folder) if at)
     return site.page(request, "run.html", seen="", settings=next(filter(None, configs), ""), **values)
 
@@ -209,16 +209,16 @@ def _pictures(folder: Path) -> list[tuple[str, str, list[tuple[str, str]]]]:
 
 def address(picture: Path) -> str:
     """Return the address of a picture, which changes with it."""
-    return url("/file", path=picture, v=changed(picture))
+    return url("/file", path=picture, v=mtime(picture))
 
 
 def ask(site: Site, request: Request, form: Form) -> Response:
     """Ask a run to stop, save or sample, by file as a person would; KILL ends its process."""
-    folder, what = site.places.find(str(form.get("path", "")), output=True), str(form.get("what"))
-    run = look(site, folder, site.jobs.of_output(folder))
+    folder, what = site.roots.find(str(form.get("path", "")), output=True), str(form.get("what"))
+    run = run_status(site, folder, site.jobs.of_output(folder))
     if run.state != "running" or what not in (*ASKS, "KILL"):
         raise UserError(f"{run.name}: is not running; start it again first")
-    has_begun = run.step > 0 and changed(folder / "metrics.jsonl") > (run.job.began or 0 if run.job else 0)
+    has_begun = run.step > 0 and mtime(folder / "metrics.jsonl") > (run.job.began or 0 if run.job else 0)
     if run.job and (what == "KILL" or (what == "STOP" and not has_begun)):
         site.jobs.stop(run.job.id, again=what == "KILL")  # before the first step nobody looks for files
     elif what == "KILL":
@@ -230,7 +230,7 @@ def ask(site: Site, request: Request, form: Form) -> Response:
 
 def check(site: Site, request: Request, form: Form) -> Response:
     """Find out which programs load a LoRA file, as a job."""
-    path = site.places.find(str(form.get("path", "")), output=True)
+    path = site.roots.find(str(form.get("path", "")), output=True)
     site.jobs.add("inspect", f"Which programs load {path.name}", ["tools/inspect_model.py", str(path)])
     return tell_changed()
 

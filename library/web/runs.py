@@ -14,20 +14,20 @@ from library.errors import UserError
 from library.training.report.run_folder import defaults_of, find_runs, samples_of, script_of, settings_of
 from library.web import run
 from library.web.jobs import Job
-from library.web.run import Seen, address, called, live, look
+from library.web.run import RunStatus, address, called, fragment, run_status
 from library.web.site import Form, Routes, Site, goto, tell_changed, url
 
 _MOST = 6  # runs beside each other: as many as there are colours
 
 
-def all_runs(site: Site, jobs: list[Job]) -> list[Seen]:
+def all_runs(site: Site, jobs: list[Job]) -> list[RunStatus]:
     """Return all runs, those that go on or wait first, then the newest."""
-    places, runs = site.places.outputs, []
+    roots, runs = site.roots.outputs, []
     of_folder = {Path(job.output): job for job in reversed(jobs) if job.output}
-    for folder in dict.fromkeys([*of_folder, *(found for place in places for found in find_runs(place))]):
+    for folder in dict.fromkeys([*of_folder, *(found for place in roots for found in find_runs(place))]):
         try:
-            if any(folder.is_relative_to(place) for place in places):
-                runs.append(look(site, folder, of_folder.get(folder)))
+            if any(folder.is_relative_to(place) for place in roots):
+                runs.append(run_status(site, folder, of_folder.get(folder)))
         except Exception as error:  # one folder that nobody understands hides no other
             print(f"warning: {folder}: left out ({type(error).__name__}: {error})", file=sys.stderr)
     return sorted(runs, key=lambda run: ({"running": 0, "waiting": 1}.get(run.state, 2), -run.when))
@@ -50,7 +50,7 @@ def show(site: Site, request: Request, form: Form) -> Response:
         "address": _address,
     }
     if request.query_params.get("part"):
-        return live(site, request, "runs.html", "list", **values)
+        return fragment(site, request, "runs.html", "list", **values)
     return site.page(request, "runs.html", seen="", **values)
 
 
@@ -79,11 +79,11 @@ def change_queue(site: Site, request: Request, form: Form) -> Response:
 
 def compare(site: Site, request: Request, form: Form) -> Response:
     """Show runs over each other: curves, samples of the same prompts, settings that differ."""
-    paths = [site.places.find(path, output=True) for path in request.query_params.getlist("path")]
+    paths = [site.roots.find(path, output=True) for path in request.query_params.getlist("path")]
     if not 2 <= len(paths) <= _MOST:
         raise UserError(f"comparing takes two to {_MOST} runs, not {len(paths)}; choose them on the screen Runs")
     jobs = [site.jobs.of_output(path) for path in paths]
-    runs = [look(site, path, job) for path, job in zip(paths, jobs, strict=True)]
+    runs = [run_status(site, path, job) for path, job in zip(paths, jobs, strict=True)]
     painted: dict[tuple[str, str], list[tuple[int, str, Path]]] = {}  # of kind and prompt: step, run, file
     for one in runs:
         for kind, prompt, files in samples_of(one.path):

@@ -1,4 +1,4 @@
-"""What every screen has: the places, the jobs, the templates; and how a function becomes an answer.
+"""What every screen has: the allowed folders, the jobs, the templates; and how a function becomes an answer.
 
 A handler is a plain function ``(Site, Request, Form) -> Response``, run in a thread. A ``UserError`` that it raises is
 shown as the trainer shows it: as a line on the screen, where htmx asked (status 422, into the element ``#message``), or
@@ -30,7 +30,7 @@ from starlette.routing import Route
 
 from library.errors import UserError
 from library.training.report.progress import duration
-from library.web.access import Places, Refused
+from library.web.access import AllowedRoots, Refused
 from library.web.jobs import Jobs
 
 HERE = Path(__file__).parent
@@ -52,13 +52,13 @@ Routes = Mapping[str, Handler | tuple[Handler | None, Handler]]  # path -> of GE
 class Site:
     """What handlers are given."""
 
-    places: Places
+    roots: AllowedRoots
     jobs: Jobs
     templates: Environment
 
     @classmethod
-    def of(cls, places: Places) -> Site:
-        """Return the site over ``places``."""
+    def of(cls, roots: AllowedRoots) -> Site:
+        """Return the site over ``roots``."""
         templates = Environment(
             loader=FileSystemLoader(HERE / "templates"),
             autoescape=True,
@@ -67,12 +67,12 @@ class Site:
             lstrip_blocks=True,
         )
         templates.filters |= {each.__name__: each for each in (number, duration, size, moment, ago)}
-        templates.filters |= {"short": places.show, "json": json.dumps, "urlencode": partial(quote, errors="replace")}
+        templates.filters |= {"short": roots.show, "json": json.dumps, "urlencode": partial(quote, errors="replace")}
         templates.globals |= {"screens": SCREENS, "url": url}
         parts = vars(templates.get_template("parts.html").module)  # a block that is rendered alone has them too
         templates.globals |= {name: macro for name, macro in parts.items() if name[0] != "_"}
         list(map(templates.get_template, templates.list_templates()))  # compiled before the first visit
-        return cls(places, Jobs(places.state), templates)
+        return cls(roots, Jobs(roots.state), templates)
 
     def page(self, request: Request, template: str, **values: Any) -> Response:
         """Return a whole page, of a template that extends base.html."""

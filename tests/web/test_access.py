@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("starlette", reason="the page's packages are not installed (make setup-web)")
 
-from library.web.access import Places, Refused
+from library.web.access import AllowedRoots, Refused
 from tests.web.page import Server, serve
 
 ESCAPES = ["../secret.txt", "output/../../secret.txt", "output/link/secret.txt", "output/file_link", "~root/.bashrc",
@@ -34,45 +34,45 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("path", ESCAPES)
 def test_a_path_outside_is_refused_in_one_line(here: Path, path: str) -> None:
-    places = Places.of(["output"], [])
+    roots = AllowedRoots.of(["output"], [])
     with pytest.raises(Refused) as refusal:
-        places.find(path)
+        roots.find(path)
     assert "\n" not in str(refusal.value)
     assert len(str(refusal.value)) < 500
 
 
 def test_a_path_inside_comes_back_resolved(here: Path) -> None:
-    places = Places.of(["output"], [])
+    roots = AllowedRoots.of(["output"], [])
     for path in (
         "output/inside.txt",
         "output/../output/inside.txt",
         str(here / "output/inside.txt"),
         "output/good_link",
     ):
-        assert places.find(path) == (here / "output/inside.txt").resolve()
-    assert places.find("output/new/file.txt") == (here / "output/new/file.txt").resolve()
+        assert roots.find(path) == (here / "output/inside.txt").resolve()
+    assert roots.find("output/new/file.txt") == (here / "output/new/file.txt").resolve()
 
 
 def test_data_folders_are_no_place_for_runs(here: Path) -> None:
     (here / "images").mkdir()
-    places = Places.of(["output"], ["images"])
-    assert places.find("images/a.png") == (here / "images/a.png").resolve()
+    roots = AllowedRoots.of(["output"], ["images"])
+    assert roots.find("images/a.png") == (here / "images/a.png").resolve()
     with pytest.raises(Refused, match="--output_dir"):
-        places.find("images/run", output=True)
+        roots.find("images/run", output=True)
 
 
 def test_a_configuration_that_names_files_outside_is_refused_wherever_it_says_so(here: Path) -> None:
-    places = Places.of(["output"], [])
+    roots = AllowedRoots.of(["output"], [])
     for text in ("/etc/passwd", "../secret.txt", "~/models/x", "output/link/secret.txt"):
         for value in (text, [text], {"a": {"b": [text]}}):
             with pytest.raises(Refused, match="lies outside"):
-                places.refuse_paths_outside({"model": {"ae": value}}, "")
-    places.refuse_paths_outside({"name": "black-forest-labs/FLUX.1-dev", "prompt": "a cat, in rain", "n": 3}, "")
+                roots.refuse_paths_outside({"model": {"ae": value}}, "")
+    roots.refuse_paths_outside({"name": "black-forest-labs/FLUX.1-dev", "prompt": "a cat, in rain", "n": 3}, "")
 
 
 def test_a_folder_that_is_not_there_is_refused(here: Path) -> None:
     with pytest.raises(ValueError, match="images: no such folder"):
-        Places.of(["output"], ["images"])
+        AllowedRoots.of(["output"], ["images"])
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("starlette", reason="the page's packages are not installed (make setup-web)")
 
-from library.web.access import Places
+from library.web.access import AllowedRoots
 from library.web.child import BUSY, Child
 from library.web.loras import weights_in
 from library.web.site import Site
@@ -132,7 +132,7 @@ def test_folders_of_models_and_loras_are_told_by_their_configuration(tmp_path: P
     (tmp_path / "more/broken").mkdir()
     (tmp_path / "more/broken/config.json").write_text("[" * 5000)
     (tmp_path / "more/link").symlink_to(tmp_path / "elsewhere")
-    places = Places.of([tmp_path / "output"], [tmp_path / "more", tmp_path / "output/run"])
-    found = weights_in(Site.of(places))
+    roots = AllowedRoots.of([tmp_path / "output"], [tmp_path / "more", tmp_path / "output/run"])
+    found = weights_in(Site.of(roots))
     assert {Path(name) for name in found["language_model"]} == {tmp_path / "output/run/llama", tmp_path / "more/meta"}
     assert [Path(name) for name in found["language_lora"]] == [tmp_path / "output/run/answers"]

@@ -375,14 +375,14 @@ def test_pictures_come_where_the_script_is_late(server: Server, browser: Any) ->
 
 def test_paths_of_a_toml_are_seen_from_it_as_training_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from library.files import read_toml
-    from library.web.access import Places, Refused
+    from library.web.access import AllowedRoots, Refused
     from library.web.data import refuse_outside
     from library.web.site import Site
 
     (tmp_path / "sets/deep").mkdir(parents=True)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    site = Site.of(Places.of([tmp_path / "output"], [tmp_path / "sets"]))
+    site = Site.of(AllowedRoots.of([tmp_path / "output"], [tmp_path / "sets"]))
     toml = tmp_path / "sets/deep/dataset.toml"
     toml.write_text('[general]\nimage_dir = "../images"')  # outside only as seen from the working directory
     refuse_outside(site, toml, read_toml(toml)[0])

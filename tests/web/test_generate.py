@@ -60,13 +60,13 @@ def with_run(folder: Path) -> Path:
 
 
 def test_the_prompts_of_a_run_are_offered_as_they_were_written_in_its_list_or_its_file(tmp_path: Path) -> None:
-    from library.web.access import Places
+    from library.web.access import AllowedRoots
     from library.web.generate import _prompts_of
     from library.web.site import Site
 
     (tmp_path / "output").mkdir()
     (tmp_path / "prompts.txt").write_text("# a comment\na hat --d 3\n\na cat\n")
-    site = Site.of(Places.of([tmp_path / "output"], [tmp_path]))
+    site = Site.of(AllowedRoots.of([tmp_path / "output"], [tmp_path]))
     for prompts in (["a hat --d 3", "a cat"], str(tmp_path / "prompts.txt")):
         assert _prompts_of(site, {"sample_prompts": prompts}) == "a hat --d 3\na cat"
     for nothing in ({}, {"sample_prompts": []}, {"sample_prompts": "/etc/hosts"}):

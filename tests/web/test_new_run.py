@@ -29,7 +29,7 @@ from library.config.markers import words_of
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields
 from library.errors import UserError
 from library.files import toml_text
-from library.web.access import Places
+from library.web.access import AllowedRoots
 from library.web.jobs import Jobs
 from library.web.new_run import examine, form_of, start
 from library.web.site import Site
@@ -44,7 +44,7 @@ expect.set_options(timeout=WAIT)
 
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
-    return Site.of(Places.of([tmp_path / "output"], [tmp_path]))
+    return Site.of(AllowedRoots.of([tmp_path / "output"], [tmp_path]))
 
 
 # ---- every option
@@ -157,7 +157,7 @@ def test_several_processes_are_started_by_torchrun_with_the_script_that_the_text
     text: str, pretrains: str, script: str, site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Jobs, "begin", lambda self, name=None: None)
-    output = site.places.outputs[0] / "run"
+    output = site.roots.outputs[0] / "run"
     form: Any = {"text": text + f'output_dir = "{output}"\n', "pretrains": pretrains, "processes": "2"}
     answer = start(site, cast(Any, None), form)
     job = site.jobs.queue()[0]
@@ -182,8 +182,8 @@ def test_several_processes_are_started_by_torchrun_with_the_script_that_the_text
     ],
 )
 def test_a_path_that_is_not_there_is_said_at_its_field(key: str, path: str, is_said: bool, site: Site) -> None:
-    (site.places.outputs[0] / "here.toml").touch()
-    path = path.format(output=site.places.outputs[0])
+    (site.roots.outputs[0] / "here.toml").touch()
+    path = path.format(output=site.roots.outputs[0])
     found = examine(site, f'{key} = "{path}"', pretrains=False)
     lines = [one["line"] for one in found["problems"] if one["key"] == key and "no such file" in one["line"]]
     assert lines == ([f"{key}: no such file or folder: {path}"] if is_said else [])
@@ -337,7 +337,7 @@ def test_prompts_that_lie_in_the_pages_own_folder_are_not_read(server: Server) -
 
 
 def test_a_prompt_that_is_wrong_or_names_an_image_outside_is_said_at_its_field(site: Site) -> None:
-    file = site.places.outputs[0] / "p.txt"
+    file = site.roots.outputs[0] / "p.txt"
     file.write_text("a cat --ci /etc/hosts\n")
     for prompts, said in {
         '["fine", "cat --q 3"]': "prompt 2: unknown option --q",
@@ -381,10 +381,10 @@ def test_paths_are_suggested_from_the_folders_alone(server: Server, tmp_path: Pa
     assert wanted <= set(paths)
     assert len(set(paths)) == len(paths)
     assert "<i>" not in listed[1]
-    places = (server.output, data, configs, ROOT / "assets", ROOT / "configs")
+    roots = (server.output, data, configs, ROOT / "assets", ROOT / "configs")
     for path in paths:
         resolved = (server.folder / path).resolve()
-        assert any(map(resolved.is_relative_to, places)), path
+        assert any(map(resolved.is_relative_to, roots)), path
         assert ".tandem" not in resolved.parts
         assert resolved.exists()
     assert not [path for path in paths if ".." in Path(path).parts or "/led" in path]

@@ -124,7 +124,7 @@ def test_what_is_served_is_a_format_of_the_list_or_a_file(browser: Any, server: 
 
 
 def test_loras_of_language_models_are_left_out(tmp_path: Path) -> None:
-    from library.web.access import Places
+    from library.web.access import AllowedRoots
     from library.web.loras import weights_in
     from library.web.site import Site
 
@@ -139,6 +139,6 @@ def test_loras_of_language_models_are_left_out(tmp_path: Path) -> None:
     write("output/stated.safetensors", key | {"__metadata__": {"config": json.dumps({"task_type": "CAUSAL_LM"})}})
     write("peft/adapter_model.safetensors", key)
     (tmp_path / "peft/adapter_config.json").write_text(json.dumps({"task_type": "CAUSAL_LM"}))
-    found = weights_in(Site.of(Places.of([tmp_path / "output"], [tmp_path / "peft"])))
+    found = weights_in(Site.of(AllowedRoots.of([tmp_path / "output"], [tmp_path / "peft"])))
     assert [Path(path).name for path in found["lora"]] == ["flux.safetensors"]
     assert [Path(path).name for path in found["model"]] == ["base.safetensors"]

@@ -142,12 +142,12 @@ def test_smoothing_in_its_middle_is_the_trainers_own_average(tmp_path: Path) -> 
 
 
 def test_how_a_run_ended_is_told_from_its_files(tmp_path: Path) -> None:
-    from library.web.access import Places
-    from library.web.run import Seen, look
+    from library.web.access import AllowedRoots
+    from library.web.run import RunStatus, look
     from library.web.runs import all_runs
     from library.web.site import Site
 
-    site = Site.of(Places.of([tmp_path / "output"], []))
+    site = Site.of(AllowedRoots.of([tmp_path / "output"], []))
     run, outside = tmp_path / "output/deep/run", tmp_path / "secret.toml"
     write_metrics(run, 20)
     outside.write_text("# Tandem: a secret\n[training]\nmax_train_steps = 7\n")
@@ -155,7 +155,7 @@ def test_how_a_run_ended_is_told_from_its_files(tmp_path: Path) -> None:
     (run / "samples").mkdir()
     shutil.copy(run / "metrics.jsonl", run / "samples")  # no run
 
-    def seen() -> Seen:
+    def seen() -> RunStatus:
         (found,) = all_runs(site, site.jobs.all())
         return found
 

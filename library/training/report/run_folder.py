@@ -34,14 +34,14 @@ _SAMPLE = re.compile(r"step(\d{6,})_(\d{2,})\.png")
 _STATE = re.compile(r"step(\d+)-state")
 
 
-def changed(path: Path) -> float:
+def mtime(path: Path) -> float:
     """Return when a file or folder was changed, in seconds since 1970; 0 if there is none."""
     with suppress(OSError, ValueError):
         return path.stat().st_mtime
     return 0.0
 
 
-def once(read: Callable[[Path], Read]) -> Callable[[Path], Read | None]:
+def cached_by_mtime(read: Callable[[Path], Read]) -> Callable[[Path], Read | None]:
     """Have a file read once for each of its versions; None of one that cannot be read, is a link or no file."""
     kept = lru_cache(maxsize=4000)(lambda path, *version: read(path))
 
@@ -55,7 +55,7 @@ def once(read: Callable[[Path], Read]) -> Callable[[Path], Read | None]:
     return read_once
 
 
-@once
+@cached_by_mtime
 def newest_metrics(file: Path) -> dict[str, float]:
     """Return a run's newest metrics by key, ``s_per_it`` as the median of its last lines."""
     for most in _END_BYTES:
@@ -70,14 +70,14 @@ def newest_metrics(file: Path) -> dict[str, float]:
     return newest
 
 
-@once
+@cached_by_mtime
 def text_of(file: Path) -> str:
     """Return a configuration, or another short text, as it is."""
     with open(file, "rb") as opened:
         return opened.read(_MOST_TEXT).decode("utf-8", "replace")
 
 
-@once
+@cached_by_mtime
 def _settings(file: Path) -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in parse_toml(text_of(file) or "", file).items():
@@ -103,7 +103,7 @@ def defaults_of(script: Script[Any]) -> dict[str, Any]:
 
 def is_run(folder: Path) -> bool:
     """Return whether a trainer wrote there: metrics, or the settings that it began with; a suggestion is no run."""
-    return changed(folder / "metrics.jsonl") > 0 or _BEGUN.match(text_of(folder / "config.toml") or "") is not None
+    return mtime(folder / "metrics.jsonl") > 0 or _BEGUN.match(text_of(folder / "config.toml") or "") is not None
 
 
 def find_runs(place: Path) -> Iterator[Path]:
@@ -130,7 +130,7 @@ def samples_of(folder: Path) -> list[tuple[str, str, dict[int, Path]]]:
     return [(kind, _prompt(files[max(files)]) or f"Prompt {n}", files) for (kind, n), files in found.items()]
 
 
-@once
+@cached_by_mtime
 def _prompt(path: Path) -> str:
     with Image.open(path, formats=["PNG"]) as image:
         return str(image.info.get("prompt", "")).partition(" --")[0]
@@ -145,5 +145,5 @@ def texts_of(folder: Path) -> list[tuple[int, str]]:
 
 def states_of(folder: Path) -> list[tuple[str, str]]:
     """Return a run's states, the newest first: the folder's name, and the step that it is of."""
-    found = sorted(folder.glob("*-state"), key=changed, reverse=True)
+    found = sorted(folder.glob("*-state"), key=mtime, reverse=True)
     return [(f.name, f"step {int(at[1])}" if (at := _STATE.search(f.name)) else "the end") for f in found]
