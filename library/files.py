@@ -1,4 +1,4 @@
-"""Files on disk: safe reads, atomic writes, repair after a crash, checksums, and how a file is recognised.
+"""Files on disk: safe reads, atomic writes and repair after a crash.
 
 What a person names is read by :func:`reading` or what is made of it (:func:`read_text`, :func:`read_json`, ...): a
 folder, a pipe or a device in the place of a file would hang or never end, a file of gigabytes in the place of a
@@ -35,8 +35,7 @@ import sys
 import threading
 import time
 import tomllib
-import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -48,6 +47,7 @@ from library.errors import UserError, WriteError
 _LEFTOVER = re.compile(
     r"\.(?P<name>.+)\.(?P<machine>[0-9a-f]{8})-(?P<pid>\d+)-(?P<begun>\d+)(-\d+)?\.(?P<kind>tmp|old|gone)"
 )
+
 # Another machine's leftover is one when it has not been touched for so long; two renames take no time.
 _FOREIGN_SECONDS = {"tmp": 600.0, "gone": 600.0, "old": 5.0}
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
@@ -279,10 +279,6 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-_FINGERPRINT_SLICES = 256  # evenly spaced slices hashed from a weight file ...
-_FINGERPRINT_SLICE_BYTES = 16384  # ... of this many bytes each: 4 MiB read from a file of any size
-
-
 def write_text(path: str | Path, text: str) -> None:
     """Write ``text`` (UTF-8) to ``path`` in one step; bytes of file names that are not UTF-8 are spelt."""
     with atomic_path(path) as temporary:
@@ -294,6 +290,7 @@ MOST_TOML_BYTES = 4 * 2**20  # of a configuration; the parser takes up to a seco
 MOST_DATA_BYTES = 16 * 2**30  # of a list of images or of conversations, which is held in memory
 _MOST_LINE_BYTES = 64 * 2**20  # of a jsonl file, which is read line by line
 _MOST_DEPTH = 64  # of tables within tables
+
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
@@ -506,9 +503,11 @@ def _refuse_depth(value: object, where: str) -> None:
 
 # Windows': https://learn.microsoft.com/windows/win32/fileio/naming-a-file. What is made here is given to others.
 _FORBIDDEN = frozenset('<>:"/\\|?*\x7f') | frozenset(map(chr, range(32)))
+
 _DEVICES = {"con", "prn", "aux", "nul", "conin$", "conout$"} | {
     f"{d}{n}" for d in ("com", "lpt") for n in "0123456789¹²³"
 }
+
 _MOST_NAME_BYTES = 255  # ext4, XFS, APFS; NTFS counts characters
 
 
@@ -551,131 +550,3 @@ def written_path(text: str, where: str) -> Path:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{where} {text[:80]!r} is no path that can be looked at ({reason}); correct it") from None
     return path
-
-
-_CHECKED_HEAD = len('{"crc32":"01234567","content":')
-
-
-def _checked_head(body: bytes) -> bytes:
-    return b'{"crc32":"%08x","content":' % zlib.crc32(body)
-
-
-def seal_json(content: Any) -> bytes:
-    """Return ``content`` as JSON behind a checksum of itself, as :func:`read_checked_json` reads it."""
-    body = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass") + b"}\n"
-    return _checked_head(body) + body
-
-
-def write_checked_json(path: str | Path, content: Any) -> None:
-    """Write ``content`` as JSON behind a checksum of itself, for :func:`read_checked_json`."""
-    with atomic_path(path) as temporary:
-        temporary.write_bytes(seal_json(content))
-
-
-def read_checked_json(path: str | Path) -> Any:
-    """Return what :func:`write_checked_json` wrote.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: not a byte of it can be relied on.
-    """
-    return unseal_json(read_own(path))
-
-
-def unseal_json(data: bytes) -> Any:
-    """Return what :func:`seal_json` was given; ValueError where the checksum does not fit."""
-    head, body = data[:_CHECKED_HEAD], data[_CHECKED_HEAD:]
-    if head != _checked_head(body):
-        raise ValueError("its checksum does not fit")
-    return json.loads(body[:-2].decode("utf-8", "surrogatepass"))
-
-
-def checksum(path: str | Path) -> str:
-    """Return the CRC-32 of a file's content, eight hex digits."""
-    crc = 0
-    with open_own(path) as file:
-        while block := file.read(1 << 20):
-            crc = zlib.crc32(block, crc)
-    return f"{crc:08x}"
-
-
-MANIFEST = "checksums.json"
-
-
-def write_manifest(folder: Path) -> None:
-    """Note in ``checksums.json`` what the files of ``folder`` hold; the last to be written into it."""
-    write_checked_json(folder / MANIFEST, {path.name: checksum(path) for path in sorted(folder.iterdir())})
-
-
-def find_change(folder: Path, files: Collection[str] | None = None) -> str | None:
-    """Return in words which file of ``folder`` is missing or not as :func:`write_manifest` saw it; None for none.
-
-    ``files``: look at these only.
-    """
-    try:
-        known = read_checked_json(folder / MANIFEST)
-    except FileNotFoundError:
-        return f"{folder} has no {MANIFEST}"
-    except (OSError, ValueError) as error:
-        return f"{folder / MANIFEST} cannot be read ({error})"
-    for name, stored in known.items():
-        if files is not None and name not in files:
-            continue
-        try:
-            if checksum(folder / name) != stored:
-                return f"{folder / name} is damaged (its checksum does not fit)"
-        except OSError as error:
-            return f"{folder / name} cannot be read ({error.strerror or error})"
-    return None
-
-
-def shards_of(file: Path) -> list[Path]:
-    """Return all files of the model that ``file`` is one of, ``<name>00001-of-00004.safetensors``; else itself."""
-    if (match := re.fullmatch(r"(.*?)\d{5}-of-(\d{5})\.safetensors", file.name)) is None:
-        return [file]
-    count = int(match[2])
-    return [file.with_name(f"{match[1]}{i + 1:05d}-of-{count:05d}.safetensors") for i in range(count)]
-
-
-def fingerprint(path: str | Path) -> str:
-    """Return 16 hex digits that change when the weights or configs under ``path`` change.
-
-    A file's size and 256 evenly spaced slices of it are hashed, so a 24 GB checkpoint takes milliseconds. Any
-    retrained or requantised file differs in every slice; a file edited by hand in a few bytes may be missed.
-    A file that is one of several is the hash of all. A folder is that of its ``*.json``, ``*.safetensors`` and
-    tokenizer files by relative name; where there are no safetensors, of PyTorch's and TensorFlow's weight files.
-    """
-    root = Path(path)
-    if not root.exists():
-        raise UserError(f"{path}: no such file or folder; check the path")
-    wanted = {".json", ".safetensors", ".txt", ".model"}
-    files = (
-        [f for f in shards_of(root) if f.is_file()]
-        if root.is_file()
-        else sorted(f for f in root.rglob("*") if f.is_file())
-    )
-    if root.is_dir():
-        if not any(file.suffix == ".safetensors" for file in files):
-            wanted |= {".bin", ".pth", *(file.suffix for file in files if file.suffix.startswith(".data-"))}
-        files = [file for file in files if file.suffix in wanted]
-    digest, folder = hashlib.sha256(), root if root.is_dir() else root.parent
-    for file in files:
-        size = file.stat().st_size
-        digest.update(os.fsencode(f"{'' if file == root else file.relative_to(folder)}|{size}|"))
-        with open(file, "rb") as data:
-            if size <= _FINGERPRINT_SLICES * _FINGERPRINT_SLICE_BYTES:
-                digest.update(data.read())
-                continue
-            for i in range(_FINGERPRINT_SLICES):
-                data.seek(i * (size - _FINGERPRINT_SLICE_BYTES) // (_FINGERPRINT_SLICES - 1))
-                digest.update(data.read(_FINGERPRINT_SLICE_BYTES))
-    return digest.hexdigest()[:16]
-
-
-def weights_fingerprint(path: str | Path) -> str:
-    """Return the fingerprint of a network's weights, the same for a folder and for the only weight file in it.
-
-    So a LoRA knows its base again, whether the folder is named or its file.
-    """
-    files = list(Path(path).glob("*.safetensors")) or list(Path(path).glob("*.gguf"))  # of a file: nothing
-    return fingerprint(files[0] if len(files) == 1 else path)

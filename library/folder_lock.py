@@ -18,8 +18,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
+from library.checksums import seal_json, unseal_json
 from library.errors import UserError
-from library.files import machine_name, process_began, read_own, rename, seal_json, unseal_json
+from library.files import machine_name, process_began, read_own, rename
 
 LOCK = ".lock"
 _EMPTY_SECONDS = 2.0  # within which a lock that has just been made has its content

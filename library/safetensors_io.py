@@ -47,8 +47,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from library.checksums import shards_of
 from library.errors import UserError
-from library.files import atomic_path, open_own, read_json, reading, shards_of
+from library.files import atomic_path, open_own, read_json, reading
 from library.gguf_header import MAGIC, read_gguf_header
 
 MAX_HEADER_BYTES = 100_000_000

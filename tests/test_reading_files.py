@@ -14,18 +14,9 @@ from pathlib import Path
 import pytest
 import toml
 
+from library.checksums import fingerprint, weights_fingerprint
 from library.errors import UserError, exit_on_user_error
-from library.files import (
-    fingerprint,
-    parse_json,
-    read_bytes,
-    read_json,
-    read_json_lines,
-    read_text,
-    read_toml,
-    toml_text,
-    weights_fingerprint,
-)
+from library.files import parse_json, read_bytes, read_json, read_json_lines, read_text, read_toml, toml_text
 from library.safetensors_io import read_safetensors_header
 
 READERS: list[Callable[[Path], object]] = [

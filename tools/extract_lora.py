@@ -24,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.table import Table
 
 from library import __version__
+from library.checksums import weights_fingerprint
 from library.errors import UserError, counted, exit_on_user_error
-from library.files import weights_fingerprint
 from library.models.hub import find_model
 from library.training.report.progress import plain_table
 from tools.command import (

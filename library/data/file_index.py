@@ -22,10 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from library.checksums import read_checked_json, write_checked_json
 from library.data.images import read_header
 from library.data.new_dataset import MOST_CAPTION_BYTES
 from library.errors import UserError
-from library.files import read_bytes, read_checked_json, read_text, write_checked_json
+from library.files import read_bytes, read_text
 
 _VERSION = 2
 _RACY_NS = 2_000_000_000

@@ -18,10 +18,10 @@ from typing import Literal
 import torch
 from rich.table import Table
 
+from library.checksums import weights_fingerprint
 from library.console import Console
 from library.errors import UserError, counted, names_in_short
 from library.fidelity.calibration import CalibrationPlan
-from library.files import weights_fingerprint
 from library.models.layer_names import LoraTargets
 from library.precision.files.fp8 import Fp8Scheme
 from library.precision.files.registry import scheme_named

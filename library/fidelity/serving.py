@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from library.checksums import weights_fingerprint
 from library.config.model_types import Blank
 from library.config.schema import ModelConfig
 from library.data.cache import TextJob
@@ -28,7 +29,6 @@ from library.fidelity.calibration import CalibrationOptions, CalibrationPlan
 from library.fidelity.deployed import DeployedWeights, LoadedWeights
 from library.fidelity.servers import SUMMED_IN, Merge, Server, comfyui_seed, usual_server
 from library.fidelity.transformations import same_in_bf16
-from library.files import weights_fingerprint
 from library.models.blocks import AttentionProcessor
 from library.models.family import Family
 from library.models.family_by_name import model_family

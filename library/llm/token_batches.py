@@ -39,9 +39,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from library.checksums import checksum, read_checked_json, write_checked_json
 from library.data.batches import ALL, DataParallelRank, MicroStep
 from library.errors import UserError
-from library.files import checksum, open_own, read_checked_json, write_checked_json
+from library.files import open_own
 from library.llm.tokenizer_files import load_tokenizer
 from library.llm.tokenizers import Tokenizer
 from library.randomness import derive_seed, python_random

@@ -26,10 +26,10 @@ from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 from PIL.Image import Image
 from torch import Tensor, nn
 
+from library.checksums import fingerprint, weights_fingerprint
 from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
 from library.config.schema import ModelConfig
 from library.errors import NotFiniteError, UserError
-from library.files import fingerprint, weights_fingerprint
 from library.models.family_files import FamilyFiles
 from library.models.files import locate
 from library.models.latents import unpack_latents

@@ -23,8 +23,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from library.checksums import shards_of
 from library.errors import UserError, printable
-from library.files import shards_of
 from library.models.hub import pipeline_index
 from library.models.layer_names import Architecture
 from library.models.registry import all_modules

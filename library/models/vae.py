@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from library.checksums import fingerprint
 from library.errors import UserError
-from library.files import fingerprint
 from library.models.weights import KeyMap, identity_map, load_into, read_config_of
 from library.precision.checkpoint import WeightFiles
 

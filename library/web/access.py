@@ -1,7 +1,7 @@
 """Who may ask the page, and which files it may touch.
 
 *Files.* A path that arrives in a request is resolved, links and ``..`` included, and must then lie in a folder that the
-page was given (:class:`Places`); what comes back is the resolved path, so nobody exchanges a link in between.
+page was given (:class:`AllowedRoots`); what comes back is the resolved path, so nobody exchanges a link in between.
 
 *Requests.* :class:`Guard` stands before the application. A browser sends along from where a request comes
 (``Sec-Fetch-Site``, ``Origin``), so that another site's page can neither read nor press anything; a name that is not

@@ -64,7 +64,7 @@ def show(site: Site, request: Request, form: Form) -> Response:
 
 
 def datasets(site: Site) -> tuple[list[tuple[Path, float]], list[tuple[Path, int]]]:
-    """Return the dataset TOMLs in the allowed folders with their times, newest first; and folders of images with how many."""
+    """Return the dataset TOMLs in the allowed folders with times, newest first; folders of images with their counts."""
     tomls: dict[Path, float] = {}
     folders: dict[Path, int] = {}
     for base in dict.fromkeys((*site.roots.folders, site.roots.outputs[0] / "datasets")):
@@ -198,7 +198,7 @@ def _is_inside(site: Site, *paths: str | Path) -> bool:
 
 @lru_cache(3)
 def _found(site: Site, look: str) -> dict[str, Any]:
-    """Return what a look found; what a link has outside of the allowed folders is not shown."""
+    """Return what a look found; what a link has outside the allowed folders is not shown."""
     result = site.jobs.get(look).read("result.json")
     if not result:
         raise UserError("this look at the dataset is not there any more; look again")

@@ -1,4 +1,4 @@
-"""LoRA files in the allowed folders, what the run that made one says about it, and the screens on which one is chosen."""
+"""LoRA files in the allowed folders, what the runs that made them say, and the screens on which one is chosen."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def _against(site: Site, script: Script[Any], given: RawConfig, is_new: bool) ->
 
 
 def _refused(site: Site, values: Mapping[str, Any], script: Script[Any]) -> list[str]:
-    """Return a line for each option that runs a program, or whose path, or dataset, lies outside of the allowed folders."""
+    """Return a line for each option that runs a program, or whose path or dataset lies outside the allowed folders."""
     lines = []
     for key, value in values.items():
         path = Path(value) if key in (*_PATHS, "sample_prompts") and isinstance(value, str) and value else None
@@ -234,7 +234,7 @@ def runnable(site: Site, text: str, pretrains: bool, is_new: bool = False) -> tu
     """Return script and values of a configuration; all that is run comes by here. ``is_new``: with a folder of its own.
 
     Raises:
-        UserError: anything is wrong with it, lies outside of the allowed folders, or would run another program.
+        UserError: anything is wrong with it, lies outside the allowed folders, or would run another program.
     """
     script, given = read(text, pretrains)
     lines, _, values = _against(site, script, given, is_new)

@@ -61,16 +61,9 @@ class Layout:
 
 
 _PEFT = {"down": "lora_A.weight", "up": "lora_B.weight", "magnitude": "lora_magnitude_vector", "dora_scale": None}
-
-
 _KOHYA = {"down": "lora_down.weight", "up": "lora_up.weight", "magnitude": None}
-
-
 _PLAIN_W1: dict[str, str | None] = {"lokr_w1_a": None, "lokr_w1_b": None}
-
-
 _OTHER_KINDS = tuple(kind for kind in KINDS if kind != "lora")
-
 
 LAYOUTS = {  # prefixes are tried in this order
     "peft": Layout(("base_model.model.",), ("lora", "dora"), _PEFT, alpha="config"),
@@ -81,12 +74,8 @@ LAYOUTS = {  # prefixes are tried in this order
     "comfy": Layout(("diffusion_model.", "model.diffusion_model."), ("lora",), _KOHYA, original=True, text="comfy"),
 }
 
-
 _OF_OTHER_KINDS = {"comfy": "lycoris", "kohya": "musubi"}
-
-
 SAVE_FORMATS = ("diffusers", "kohya", "comfy")  # of image models; language models' are PEFT's
-
 
 _ROLES = {  # suffix -> the tensor in memory; PEFT may put the adapter's name before ".weight"
     ".lora_A.default.weight": "down",
@@ -103,7 +92,6 @@ _ROLES = {  # suffix -> the tensor in memory; PEFT may put the adapter's name be
     **{f".{written}": name for row in LAYOUTS.values() for name, written in row.names.items() if written},
     **{f".{name}": name for kind in KINDS.values() for names in kind.complete for name in names - _KOHYA.keys()},
 }
-
 
 _TENSOR_NAME = re.compile(
     "|".join([*(re.escape(role) + "$" for role in _ROLES), *(re.escape(mark) + ".*" for mark in ADAPTER_MARKS)])

@@ -33,8 +33,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from library.checksums import fingerprint, weights_fingerprint
 from library.errors import UserError, names_in_short
-from library.files import fingerprint, weights_fingerprint
 from library.llm.conversion import write_transformers
 from library.models.layer_names import KeyNames, LoraTargets
 from library.models.llm.files import TransformersFiles

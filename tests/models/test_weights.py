@@ -17,8 +17,8 @@ from diffusers.loaders.single_file_utils import (
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from library.checksums import fingerprint
 from library.errors import UserError
-from library.files import fingerprint
 from library.models.flux.files import FLUX_KEYS, FLUX_NORMS
 from library.models.flux.vae import FluxImageEncoder
 from library.models.layer_names import original_key_map

@@ -14,7 +14,7 @@ import pytest
 from accelerate.state import AcceleratorState
 
 import tools.demo_llm as demo_llm
-from library.files import read_checked_json
+from library.checksums import read_checked_json
 from tools.demo_llm import story
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import tools.quantize_model as quantize_model
+from library.checksums import weights_fingerprint
 from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.fidelity.calibration import CalibrationOptions, CalibrationPlan
-from library.files import weights_fingerprint
 from library.models.flux.files import FLUX_TARGETS
 from networks.files.adapters import load_lora
 from networks.files.metadata import base_mismatch

@@ -32,6 +32,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePath, PureWindowsPath
 from typing import Any
 
+from library.checksums import read_checked_json, write_checked_json
 from library.config.chat_schema import ChatTrainConfig
 from library.config.markers import split_pairs
 from library.config.model_types import MODEL_FILE_KEYS
@@ -43,7 +44,6 @@ from library.data.config import Dataset, DatasetConfig, Subset
 from library.data.dataset import TrainingData
 from library.data.samples import Sample
 from library.errors import UserError
-from library.files import read_checked_json, write_checked_json
 from library.models.registry import lora_targets
 from library.randomness import derive_seed
 from library.training.checkpoint.state import Position

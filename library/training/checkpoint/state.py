@@ -37,9 +37,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from library.checksums import MANIFEST, find_change, write_manifest
 from library.config.schema import SavingConfig
 from library.errors import UserError
-from library.files import MANIFEST, atomic_folder, clear_leftovers, find_change, read_own, write_manifest, write_text
+from library.files import atomic_folder, clear_leftovers, read_own, write_text
 from library.safetensors_io import write_safetensors
 from library.training.checkpoint.saving import fallback_folder
 

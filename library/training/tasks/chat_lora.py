@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from library.checksums import weights_fingerprint
 from library.config.chat_schema import ChatDataConfig, ChatSamplingConfig, ChatTrainConfig
 from library.config.markers import resume_keys
 from library.console import Console
 from library.data.batches import DataParallelRank
 from library.errors import UserError, counted, error_prefix
-from library.files import weights_fingerprint
 from library.llm.chat_batches import (
     Chat,
     ChatBatch,

@@ -34,13 +34,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from library.accelerator import model_parallel_rank_and_size
+from library.checksums import fingerprint
 from library.config.schema import FlowConfig, TrainConfig, TrainingConfig
 from library.console import Console
 from library.data.batches import Batch, DataParallelRank, collate
 from library.data.cache import is_complete
 from library.data.dataset import TrainingData
 from library.errors import UserError
-from library.files import clear_leftovers, fingerprint
+from library.files import clear_leftovers
 from library.models.family import Family
 from library.models.family_by_name import model_family, with_transformer
 from library.precision.recipe import WeightLoader

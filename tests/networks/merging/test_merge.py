@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import networks.files.base
+from library.checksums import weights_fingerprint
 from library.errors import UserError
-from library.files import weights_fingerprint
 from library.models.flux.files import FLUX_KEYS, FLUX_TARGETS
 from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter

@@ -16,9 +16,10 @@ from pathlib import Path
 
 import pytest
 
+from library.checksums import seal_json, unseal_json
 from library.config import load_config
 from library.errors import UserError
-from library.files import machine_name, process_began, seal_json, unseal_json
+from library.files import machine_name, process_began
 from library.folder_lock import FolderLock
 from tests.processes import LIMIT
 from tests.runs import ROOT, run

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
+from library.checksums import write_manifest
 from library.config import load_config
 from library.config.markers import resume_keys
 from library.config.schema import SavingConfig
 from library.errors import UserError
-from library.files import write_manifest
 from library.training.checkpoint.state import (
     OutputNames,
     Position,

@@ -11,10 +11,10 @@ from peft import PeftModel
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
+from library.checksums import weights_fingerprint
 from library.config.load import load_for, names_language_model
 from library.config.scripts import LANGUAGE_LORA
 from library.errors import UserError
-from library.files import weights_fingerprint
 from library.models.llm.files import load_lm
 from library.training.tasks.chat_lora import put_lora_on
 from tests.chat_runs import adapter, flags, run, train_flags, write_place
