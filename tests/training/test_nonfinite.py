@@ -17,9 +17,9 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from library.checksums import MANIFEST, write_manifest
 from library.config.load import read_keys
 from library.errors import UserError
-from library.files import MANIFEST, write_manifest
 from library.safetensors_io import write_safetensors
 from library.training.engine import Engine
 from library.training.events import RunEvents
