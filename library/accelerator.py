@@ -255,9 +255,9 @@ def dp_rank_and_size(accelerator: Accelerator) -> tuple[int, int]:
 
 def model_parallel_rank_and_size(accelerator: Accelerator) -> tuple[int, int]:
     """Return (rank, size) among the processes that compute this one's batches together."""
-    tp, (_, shares) = mesh_sizes(accelerator).get("tp", 1), dp_rank_and_size(accelerator)
-    stage, inner = accelerator.process_index // (shares * tp), accelerator.process_index % tp
-    return stage * tp + inner, accelerator.num_processes // shares
+    tp, (_, dp_size) = mesh_sizes(accelerator).get("tp", 1), dp_rank_and_size(accelerator)
+    stage, tp_rank = accelerator.process_index // (dp_size * tp), accelerator.process_index % tp
+    return stage * tp + tp_rank, accelerator.num_processes // dp_size
 
 
 def prepare_loader(accelerator: Accelerator, loader: DataLoader[Any]) -> DataLoader[Any]:

@@ -1,4 +1,4 @@
-"""Which process is where in the mesh, and which share of the data it trains on."""
+"""Which process is where in the mesh, and its data-parallel rank."""
 
 from types import SimpleNamespace
 from typing import cast
@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from library.accelerator import dp_rank_and_size, model_parallel_rank_and_size
 
 
-@pytest.mark.parametrize("sizes", [{"dp": 3}, {"dp": 2, "shard": 2}, {"pp": 2, "dp": 3, "shard": 2, "tp": 2}])
-def test_processes_that_compute_one_batch_together_have_one_share(sizes: dict[str, int]) -> None:
+@pytest.mark.parametrize("sizes", [{"dp": 3}, {"dp": 2, "shard": 2}, {"dp": 3, "tp": 2}, {"pp": 2, "dp": 3}])
+def test_processes_that_compute_one_batch_together_have_one_dp_rank(sizes: dict[str, int]) -> None:
     mesh = torch.arange(torch.Size(sizes.values()).numel()).reshape(*sizes.values())  # what torch's meshes are made of
     for process in mesh.flatten().tolist():
         place = dict(zip(sizes, (mesh == process).nonzero()[0].tolist(), strict=True))

@@ -1,14 +1,16 @@
-"""The way back: full tensors of what a layout split, for files, and shards of full tensors that were read.
+"""Gather what a layout split, for files, and scatter full tensors that were read.
 
-What is written is the same for every layout, so a run goes on under another. A pipeline keeps some of the parameters
-(``pipeline``), tensor parallelism the rows or columns of some heads (``library.nn.tensor_split``), FSDP2 some
-rows (a ``DTensor``, whose shape is the full one). ZeRO's optimizer (``zero``) gathers by itself, in the same words.
+Files are the same for every layout, so a run can resume under another. Each layout splits in one way:
 
-torch's own way back (``torch.distributed.checkpoint.state_dict``) knows FSDP2 alone, names what torch's optimizers
-number, and takes a step without gradients where there is no state yet, which not every optimizer survives.
+    pp       a stage has some of the parameters (``pipeline.StageParameters``)
+    tp       a process has the rows or columns of some heads (``library.nn.tensor_split``)
+    shard    a process has some rows (FSDP2's ``DTensor``, whose shape is the full one)
+    zero     a process has a part of the optimizer's state (``zero.ZeroOptimizer`` gathers it)
 
-Gathering is collective: every process of the run calls it; the main process alone gets the full tensors, in host
-memory.
+Gathering is collective: every process of the run calls it. Only the main process gets the full tensors, in host memory.
+
+torch's own functions for this (``torch.distributed.checkpoint.state_dict``) know FSDP2 alone, name what torch's
+optimizers number, and take a step without gradients where there is no state yet, which not every optimizer survives.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ from library.training.parallel.pipeline import stage_parameters
 
 
 def to_local(tensor: Tensor) -> Tensor:
-    """Return the rows of a split tensor that lie here, as a view; another as it is."""
+    """Return this process's rows of FSDP2's split tensor, as a view; another tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def to_full(tensor: Tensor) -> Tensor:
-    """Return FSDP2's split tensor in full on every process; another as it is."""
+    """Return FSDP2's split tensor in full on every process; another tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -57,7 +59,7 @@ def split_parameters(model: nn.Module) -> dict[str, Split]:
 
 
 def local_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of which something lies here, under their names in the full model."""
+    """Return the parameters that this process has, or has a part of, by their names in the full model."""
     stage = stage_parameters(model)
     return dict(model.named_parameters()) if stage is None else stage.local
 
@@ -71,14 +73,14 @@ def full_shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 
 def gather_weights(model: nn.Module, accelerator: Accelerator) -> dict[str, Tensor]:
-    """Return every parameter in full on the main process, something empty on others."""
+    """Return every parameter in full on the main process, empty tensors on others."""
     held = local_parameters(model)
     return _gather_each(model, accelerator, held, full_shapes(model), held.__getitem__)
 
 
 @torch.no_grad()
 def scatter_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Put this process's shards of full ``weights`` into the model; all that it has must be there."""
+    """Put this process's shards of full ``weights``, which name all parameters, into the model."""
     cuts = split_parameters(model)
     for name, parameter in local_parameters(model).items():
         parameter.copy_(_scatter(parameter, cuts.get(name), weights[name]))
@@ -173,7 +175,7 @@ def _joined(
 
 
 def _numbers(order: Iterable[list[str]], held: Mapping[str, Any] | None = None) -> dict[str, int]:
-    """Return by which number torch's optimizer knows each of the parameters in ``order``, or of those ``held``."""
+    """Return name -> the number by which torch's optimizer knows a parameter of ``order``, or of those ``held``."""
     return {name: i for i, name in enumerate(n for n in chain(*order) if held is None or n in held)}
 
 
@@ -198,9 +200,9 @@ def _gather_each(
     names: Iterable[str],
     value_of: Callable[[str], Any],
 ) -> dict[str, Any]:
-    """Return by name, in full on the main process, what processes have of parameters: tensors, or dicts of them.
+    """Return name -> the full value on the main process: a tensor of each parameter, or a dict of them.
 
-    ``value_of`` a name is what this process has; it is asked for those of ``parameters``, which lie here.
+    ``value_of`` returns this process's part of the value by a name; it is called for names in ``parameters`` alone.
     """
     cuts, stage = split_parameters(model), stage_parameters(model)
 
