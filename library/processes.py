@@ -105,8 +105,8 @@ def one_of_several(main: Callable[[], None]) -> Callable[[], None]:
                 handler.record_exception(error)
                 raise
             rank = os.environ.get("RANK", "?")
-            print(f"process {rank}: lost another process, whose error is the one to read ({_last_line(error)})",
-                  file=sys.stderr, flush=True)  # fmt: skip
+            said = f"process {rank}: lost another process, whose error is the one to read ({_last_line(error)})"
+            print(said, file=sys.stderr, flush=True)
             _let_it_end_first()
             raise SystemExit(1) from None
 
