@@ -1,6 +1,6 @@
 """What a training step costs a card at least, counted operation by operation without one: a roofline of every case.
 
-A step of a full-size model is walked on fake tensors (``library.training.memory.fake_cuda``). Of every operation that
+A step of a full-size model is traced on fake tensors (``library.training.memory.trace``). Of every operation that
 reaches the device are noted the FLOPs of its products, the bytes that it must read and write, and the line that called
 it. A card of known rates then needs at least
 
@@ -36,15 +36,11 @@ import functools
 import importlib
 import itertools
 import json
-import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import inf, prod
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,9 +57,11 @@ from bench.llm_ladder import LADDERS, Rung, build_rung, config_of, context_of, f
 from bench.measure import Table, benchmark_parser, finish
 from library.errors import UserError, exit_on_user_error
 from library.models.family_by_name import family_class
-from library.training.memory import fake_cuda
+from library.training.memory import fake_cuda, trace
 from library.training.memory.block_swap import kind_sizes, kinds_of, swapped_per_kind
-from library.training.memory.fake_cuda import GIB, Walk, library_path, pretend, walking
+from library.training.memory.budget import GIB
+from library.training.memory.fake_cuda import pretend
+from library.training.memory.trace import MemoryTrace, device_processes, tracing
 
 Piece = tuple[int, int, int]  # of a storage: offset, elements
 
@@ -140,8 +138,8 @@ _ROOT, _TORCH = f"{Path(__file__).resolve().parent.parent}/", str(Path(torch.__f
 _OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_"}  # write their first argument and do not read it
 
 
-class Trace(Walk):
-    """A walk that notes every launch while it is ``on``."""
+class LaunchTrace(MemoryTrace):
+    """A trace that notes every launch while it is ``on``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +220,7 @@ def _place() -> tuple[str, str, str]:
         updating |= "/torch/optim/" in path
         if not site and code.co_name == "_engine_run_backward":
             break  # a node of PyTorch's own called it
-        if path == fake_cuda.__file__:
+        if path in (fake_cuda.__file__, trace.__file__):
             stand_in = stand_in or code.co_qualname
         elif not site and not path.startswith((_TORCH, __file__)):
             short = path.rpartition("site-packages/")[2].removeprefix(_ROOT)
@@ -292,30 +290,30 @@ def fused(operations: Sequence[Operation], living: set[int], fusion: Fusion) -> 
 
 
 @functools.cache
-def _process_trace() -> Trace:
-    """Return this process's walk; what would touch the device as it is imported is imported before."""
+def _process_trace() -> LaunchTrace:
+    """Return this process's trace; what would touch the device as it is imported is imported before."""
     for module in ("transformers", "diffusers", "peft"):
         importlib.import_module(module)
     for family in FAMILIES:
         family_class(family)
-    trace = Trace()
+    launches = LaunchTrace()
     if not torch.cuda.is_available():
-        pretend(trace)
-    return trace
+        pretend(launches)
+    return launches
 
 
 Sizes = list[tuple[int, int]]  # of each kind of block: weights that can be swapped, their bytes
 
 
 def walk(case: GpuCase, blocks: tuple[int, ...]) -> tuple[list[Operation], set[int], Sizes]:
-    """Return the second step's operations, the storages that outlive it, and sizes; in a process of :func:`walkers`."""
+    """Return the second step's operations, the storages that outlive it, and sizes; see ``device_processes``."""
     sizes = replace(FAMILIES[case.family], blocks=blocks, batch=case.batch)
     step, operations, living = _second_step(lambda: build(case, sizes, torch.device("cuda"), tiny=False))
     return operations, living, block_sizes(case.family, step.model)
 
 
 def walk_rung(model: str, rung: Rung) -> Counter[Cost]:
-    """Return what a step of a language model's rung costs; in a process of :func:`walkers`."""
+    """Return what a step of a language model's rung costs; in a process of ``device_processes``."""
     eager = replace(rung, compiled=False)
     with kernels_of(rung):
         _, operations, living = _second_step(lambda: build_rung(model, eager, torch.device("cuda")))
@@ -327,17 +325,17 @@ def walk_rung(model: str, rung: Rung) -> Counter[Cost]:
 
 def _second_step(build_step: Callable[[], Any]) -> tuple[Any, list[Operation], set[int]]:
     """Return what is built, its second step's operations, and the storages that outlive it."""
-    trace = _process_trace()
-    trace.operations = []
+    launches = _process_trace()
+    launches.operations = []
     try:
-        with walking(trace):
+        with tracing(launches):
             step = build_step()
             step.loss()
-            trace.on = True
+            launches.on = True
             step.loss()
     finally:
-        trace.on = False
-    return step, trace.operations, trace.living()
+        launches.on = False
+    return step, launches.operations, launches.living()
 
 
 def block_sizes(family: str, transformer: Any) -> Sizes:
@@ -366,7 +364,7 @@ class Counted(NamedTuple):
 
 
 def count(case: GpuCase) -> Counted:
-    """Return what a step of the published depth costs, from steps of few blocks; in a process of :func:`walkers`."""
+    """Return what a step of the published depth costs, from steps of few blocks; see ``device_processes``."""
     depth = FAMILIES[case.family].blocks
     few = [tuple(_FEW + (kind == more) for kind in range(len(depth))) for more in range(-1, len(depth))]
     walks = [walk(case, blocks) for blocks in few]
@@ -384,23 +382,6 @@ def count(case: GpuCase) -> Counted:
 
     costs = {"": straight(None)} | {fusion.name: straight(fusion) for fusion in (COMPILED, DEQUANTISING)}
     return Counted(costs, walks[0][2])
-
-
-@contextmanager
-def walkers() -> Iterator[ProcessPoolExecutor]:
-    """Yield processes in which ``cuda`` is a fake device, unless there is a card.
-
-    Raises:
-        UserError: the device cannot be compiled.
-    """
-    before = os.environ.get("LD_PRELOAD", "")
-    if not torch.cuda.is_available():
-        os.environ["LD_PRELOAD"] = f"{before} {library_path()}".strip()
-    try:
-        with ProcessPoolExecutor(2, get_context("spawn")) as pool:
-            yield pool
-    finally:
-        os.environ["LD_PRELOAD"] = before
 
 
 def row(case: GpuCase, counted: Counted, card: str, efficiency: float, launch_us: float) -> dict[str, Any]:
@@ -433,7 +414,7 @@ def ladder_rows(options: Any) -> Iterator[dict[str, Any]]:
     ]
     if not asked:
         raise UserError(f"--only: no ladder's model holds {options.only!r}; there are {', '.join(LADDERS)}")
-    with walkers() as pool:
+    with device_processes(2) as pool:
         found = [(model, rung, pool.submit(walk_rung, model, rung)) for model, rung in asked]
         for model, rung, counted in found:
             costs = counted.result()
@@ -522,7 +503,7 @@ def main() -> None:
     counts = {"needed_tflop": "12.0f", "done_tflop": "10.0f", "moved_gib": "9.0f", "link_gib": "8.1f", "launches": "8d"}
     seconds, shares = dict.fromkeys(CARDS, "7.3f"), dict.fromkeys(_KINDS, "9.0%") | {"link": "5.0%"}
     table = Table({"case": "<64", **counts, "launch_s": "8.2f", **seconds, **shares, "measured_s": "10.3f"})
-    with walkers() as pool:
+    with device_processes(2) as pool:
         found = {case: pool.submit(count, case) for case in dict.fromkeys(map(_eager, chosen))}
         for case in chosen:
             own = row(case, found[_eager(case)].result(), options.card, options.efficiency, options.launch_us)

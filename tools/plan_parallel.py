@@ -6,11 +6,11 @@
     python tools/plan_parallel.py --model models/flux1-dev.safetensors --gpu_memory 16 --gpus 2
 
 The model is a published one by name, a diffusers or language model's folder, or a FLUX or Qwen-Image file, whose
-headers are read. Nothing is loaded and no GPU is needed: weights are counted, activations found by running a block of
-each kind on tensors without numbers. What is recommended is the first that fits, in the order of the table: copies
+headers are read. Nothing is loaded and no GPU is needed: the table is by a formula, which may be off by 20 %. What is
+recommended is the first that fits, in the order of the table: copies
 before split weights before shared layers before a pipeline before ZeRO, which takes another package; without
-checkpointing before with; the base as it is before fp8. Where every process has an image model in full, the step is
-counted as tools/plan_memory.py does before it is recommended, which takes a minute.
+checkpointing before with; the base as it is before fp8. Where every process has an image model in full, a step is
+traced as tools/plan_memory.py does before it is recommended, which takes a minute.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -73,36 +73,60 @@ import torch
 
 from library.models.family_by_name import family_class
 from library.models.llm.spec import LMConfig
-from library.training.memory.budget import GIB, MemoryEstimate
-from library.training.memory.estimator import (
-    RESERVE,
-    ModelMemory,
-    ModelShape,
-    StepOptions,
-    estimate,
-    fits,
-    layouts,
-    model_memory,
-    settings_of,
-    shape_of,
-)
-from library.training.memory.plan import MemoryPlan, plan_memory
-from library.training.memory.stand_in import write_dataset
+from library.training.memory.budget import GIB
+from library.training.memory.dry_run import plan_memory
+from library.training.memory.dummy_checkpoint import write_dataset
+from library.training.memory.formula import ModelNumbers, ModelShape, StepOptions, model_numbers, shape_of, step_parts
+from library.training.memory.policy import RESERVE, MemoryPlan, room_in
+from library.training.tasks.image_lora import ImageLora
 
+_PARTS = ("weights", "LoRA", "gradients", "optimizer", "activations")
 _TOKEN_SIDE = 16  # pixels of a token's side: 8 of the VAE times 2 of a patch
 
 
 @dataclass(frozen=True)
 class Row:
-    """A layout with its options, and what a process holds."""
+    """A layout with its options, and what a process holds: bytes by part."""
 
     layout: ParallelConfig
     options: StepOptions
-    parts: MemoryEstimate
+    parts: dict[str, int]
     fits: bool
 
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+        return sum(self.parts.values())
 
-def plan(model: ModelMemory, gpus: int, in_machine: int, limit: int, full: bool = False, batch: int = 1) -> list[Row]:
+
+def layouts(
+    model: ModelNumbers, gpus: int, in_machine: int, batch: int, full: bool = False
+) -> Iterator[ParallelConfig]:
+    """Yield the layouts that ``gpus`` processes can have, simple ones first; ``full``: all weights are trained.
+
+    Groups that exchange much (``shard``, ``tp``) lie within a machine; ``shard`` may take all there are instead. A
+    pipeline's microbatches are full images or texts: one of a batch of one, which leaves all stages but one idle.
+    ``zero`` comes last: it takes another package.
+    """
+    yield ParallelConfig(dp=gpus)
+    if gpus == 1:
+        return
+    inside = min(gpus, in_machine)
+    splits = sorted({n for n in range(2, inside + 1) if inside % n == 0} | {gpus})
+    for shard in splits:
+        yield ParallelConfig(dp=gpus // shard, shard=shard)
+    for tp in (n for n in splits if n <= inside and n in model.held):
+        yield ParallelConfig(dp=gpus // tp, tp=tp)
+    for pp in (n for n in splits if model.can_be_cut and n <= sum(kind.count for kind in model.blocks)):
+        count = max(n for n in range(1, pp + 1) if batch % n == 0)
+        yield ParallelConfig(dp=gpus // pp, pp=pp, microbatches=count)
+    if not full:
+        yield from (ParallelConfig(dp=gpus, zero=stage) for stage in (2, 3))
+
+
+def rows_of(
+    model: ModelNumbers, gpus: int, in_machine: int, limit: int, full: bool = False, batch: int = 1
+) -> list[Row]:
     """Return all rows in the order in which they are to be preferred; ``limit`` in bytes a GPU."""
     rows = []
     for fp8 in (False,) if full else (False, True):
@@ -111,13 +135,13 @@ def plan(model: ModelMemory, gpus: int, in_machine: int, limit: int, full: bool 
                 continue
             for checkpointing in (False, True):
                 options = StepOptions(full, fp8, checkpointing, batch)
-                parts = estimate(model, layout, options)
-                rows.append(Row(layout, options, parts, fits(parts, limit)))
+                parts = step_parts(model, options, layout)
+                rows.append(Row(layout, options, parts, sum(parts.values()) <= room_in(limit)))
     return rows
 
 
-def counted(options: argparse.Namespace, shape: ModelShape, row: Row) -> MemoryPlan:
-    """Return what a process that has the whole model takes, walked on fake tensors."""
+def traced(options: argparse.Namespace, shape: ModelShape, row: Row) -> MemoryPlan:
+    """Return what a process that has the whole model takes."""
     with tempfile.TemporaryDirectory() as folder:
         data = write_dataset(
             Path(folder), family_class(shape.name).conditioning, options.resolution, options.batch_size
@@ -143,7 +167,7 @@ def counted(options: argparse.Namespace, shape: ModelShape, row: Row) -> MemoryP
             "0",
         ]
         words += ["--gradient_checkpointing"] * row.options.checkpointing + ["--fp8_scaled"] * row.options.fp8
-        return plan_memory(load_config(words), round(options.gpu_memory * GIB))
+        return plan_memory(ImageLora, load_config(words))
 
 
 def settings(row: Row) -> Iterator[str]:
@@ -156,7 +180,13 @@ def settings(row: Row) -> Iterator[str]:
         yield from ("[precision]", "fp8_scaled = true", "")
 
 
-def describe(layout: ParallelConfig) -> str:
+def settings_of(layout: ParallelConfig) -> dict[str, str]:
+    """Return the keys of ``[parallel]`` that make a layout, as they are written."""
+    values = {key: getattr(layout, key) for key in ("dp", "shard", "tp", "pp", "microbatches", "zero")}
+    return {key: str(value) for key, value in values.items() if (value or 0) > 1}
+
+
+def described(layout: ParallelConfig) -> str:
     """Return a layout as the keys that make it."""
     keys = (f"{key} = {value}" for key, value in settings_of(layout).items() if key != "microbatches")
     return ", ".join(keys) or "one process"
@@ -165,12 +195,12 @@ def describe(layout: ParallelConfig) -> str:
 def table(rows: list[Row], best: Row | None) -> Table:
     """Return the rows for the terminal, in GiB of a process."""
     shown = Table(box=None, header_style="bold")
-    for name in ("layout", "base", "weights", "LoRA", "gradients", "optimizer", "activations", "in all", ""):
+    for name in ("layout", "base", *_PARTS, "in all", ""):
         shown.add_column(name, justify="left" if name in ("layout", "base", "") else "right", no_wrap=True)
     for row in rows:
-        numbers = [getattr(row.parts, n) for n in ("weights", "lora", "gradients", "optimizer", "activations", "total")]
+        numbers = [*(row.parts[part] for part in _PARTS), row.total]
         mark = "<- recommended" if row is best else "fits" if row.fits else ""
-        shown.add_row(describe(row.layout), row.options.describe(), *(f"{n / GIB:.2f}" for n in numbers), mark)
+        shown.add_row(described(row.layout), row.options.describe(), *(f"{n / GIB:.2f}" for n in numbers), mark)
     return shown
 
 
@@ -187,46 +217,45 @@ def main() -> None:
     if language is not None:
         tokens = min(options.tokens or 2048, language.context)
     dtype = torch.float32 if full else torch.bfloat16
-    model = model_memory(shape, tokens, options.text_tokens, 0 if full else options.network_dim, dtype)
+    model = model_numbers(shape, tokens, options.text_tokens, 0 if full else options.network_dim, dtype)
     limit = round(options.gpu_memory * GIB)
-    rows = plan(model, gpus, within, limit, full, options.batch_size)
+    rows = rows_of(model, gpus, within, limit, full, options.batch_size)
     console = Console(markup=False, highlight=False, width=140)
     best, said = None, ""
     for row in rows:
         if not row.fits:
             continue
         if language or row.layout.splits_model or row.layout.zero or options.text_tokens != _TEXT_TOKENS:
-            best, said = row, "by formulas"
+            best, said = row, "by a formula, which may be off by 20 %"
             break
-        with console.status(f"counting {describe(row.layout)}, {row.options.describe()}: a minute"):
-            found = counted(options, shape, row)
-        parts = replace(found.step(), gradients=row.parts.gradients)  # these are more where they are sent
-        if fits(parts, limit):
-            best, said = row, f"its step takes {parts.total / GIB:.2f} GiB, source: {found.source}"
+        with console.status(f"counting {described(row.layout)}, {row.options.describe()}: a minute"):
+            found = traced(options, shape, row)
+        held = sum(found.step.values()) + row.parts["gradients"] - found.step["gradients"]  # more where they are sent
+        if held <= room_in(limit):
+            best, said = row, f"its step takes {held / GIB:.2f} GiB, source: {found.source}"
             break
-    weights = sum(part.count * part.weights for part in model.parts)
+    weights = model.held[1]
     seen = f"{tokens} tokens" if language else f"{options.resolution} x {options.resolution} pixels"
     batch = f"a batch of {options.batch_size} at {seen}, AdamW"
     console.print(f"{options.model}: {weights / 1e9:.2f} billion weights; {batch}")
     console.print(
-        f"GiB of each of {gpus} GPUs; of {options.gpu_memory:g} GiB 5 % and {RESERVE / GIB:.1f} GiB are free",
+        f"GiB of each of {gpus} GPUs, by a formula, which may be off by 20 %; of {options.gpu_memory:g} GiB "
+        f"{RESERVE / GIB:g} is left for CUDA itself",
         end="\n\n",
     )
     console.print(table(rows, best))
     if options.save_to is not None:
-        found = [
-            {"layout": r.layout.model_dump(), **asdict(r.options), **asdict(r.parts), "fits": r.fits} for r in rows
-        ]
-        write_text(options.save_to, json.dumps(found, indent=1))
+        written = [{"layout": r.layout.model_dump(), **asdict(r.options), **r.parts, "fits": r.fits} for r in rows]
+        write_text(options.save_to, json.dumps(written, indent=1))
     if best is None:
-        least = min(rows, key=lambda row: row.parts.total)
-        needed = f"{describe(least.layout)} with {least.options.describe()} needs {least.parts.total / GIB:.1f} GiB"
+        least = min(rows, key=lambda row: row.total)
+        needed = f"{described(least.layout)} with {least.options.describe()} needs {least.total / GIB:.1f} GiB"
         raise UserError(f"nothing fits: {needed}; lower --resolution, --tokens or --batch_size, or take more GPUs")
     lines = list(settings(best)) or ["# nothing to set"]
     script = "train_llm.py" if full else "train_lora.py"
     nodes = f"--nnodes {gpus // within} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
     start = f"torchrun {nodes if gpus > within else ''}--nproc-per-node {within}"
-    console.print(f"recommended: {describe(best.layout)}, {best.options.describe()}; {said}")
+    console.print(f"recommended: {described(best.layout)}, {best.options.describe()}; {said}")
     console.print("", *lines, sep="\n")
     console.print(f"{start if gpus > 1 else 'python'} {script} --config_file ...")
 

@@ -164,15 +164,15 @@ LORA_MATRIX = (
     Row("sample_model", _each("changes full weights, which {layout} splits" + _ONE, "shard", "tp", "pp", "zero")),
     Row(
         "memory_dry_run",
-        _each("loads the full model for its trial; remove it, or set {layout} = 1", "shard", "tp", "pp")
+        _each("counts a step of the full model; remove it, or set {layout} = 1", "shard", "tp", "pp")
         | {
             "device_map": "looks at one device; remove it, or device_map",
-            "zero": "DeepSpeed's engine is not taken down after a trial; remove it, or zero",
+            "zero": "counts a step without DeepSpeed; remove it, or zero",
         },
     ),
     Row(
         "memory_dry_run",
-        {'memory = "auto"': "{layout} takes its steps in any case; remove it"},
+        {'memory = "auto"': "{layout} counts a step in any case; remove it"},
         lambda s: s.memory_dry_run is not None,
         "true, false",
     ),

@@ -433,8 +433,8 @@ class TrainingConfig(SharedTrainingKeys):
     )
     memory_dry_run: Annotated[bool | None, IMAGES, SAME_RESULT] = Field(
         None,
-        description="take real steps at the largest bucket before anything is cached, and say what they take; "
-        "the model is loaded twice for it; default: on a GPU, if the files' headers leave a doubt that a step fits",
+        description="count on fake tensors what a step at the largest bucket takes, before anything is cached; "
+        "default: on a GPU, unless a step clearly fits by a formula",
     )
     on_nan: Annotated[Literal["stop", "skip"], SAME_RESULT] = Field(
         "stop",

@@ -1,7 +1,7 @@
 """A first configuration for a LoRA: of published presets, counted memory, and what the images are like.
 
 ``presets.toml`` (beside the schema) holds what other trainers publish for each family, with the file where it stands,
-and which settings fit into which card, with the memory that ``memory.plan`` counts for them. Nothing else decides a
+and which settings fit into which card, with the memory that ``memory.dry_run`` counts for them. Nothing else decides a
 number here: values come from there with their sources as comments, resolution, validation and captions follow from the
 images. :func:`find_model_type` and :func:`look` see what there is, :func:`suggest` returns the files' texts.
 """
@@ -30,7 +30,7 @@ from library.files import read_toml, toml_text
 from library.models.family_by_name import family_class
 from library.models.files import pipeline_class, transformer_of
 from library.training.memory.budget import GIB
-from library.training.memory.plan import RESERVE
+from library.training.memory.policy import RESERVE
 
 Kind = Literal["subject", "style", "edit"]
 CAPTIONER = 'caption_command = "my_captioner {image}"'

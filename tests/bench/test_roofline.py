@@ -32,10 +32,9 @@ from bench.roofline import (
     needed_flops,
     walk,
     walk_rung,
-    walkers,
 )
 from library.training.memory.block_swap import swap_blocks
-from library.training.memory.fake_cuda import walking
+from library.training.memory.trace import device_processes, tracing
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the fake device is compiled")
 FLUX = GpuCase("flux", checkpointing=True)
@@ -43,7 +42,7 @@ FLUX = GpuCase("flux", checkpointing=True)
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ProcessPoolExecutor]:
-    with walkers() as processes:
+    with device_processes(2) as processes:
         yield processes
 
 
@@ -86,7 +85,7 @@ def test_flops_of_a_step_are_those_of_the_architecture(pool: ProcessPoolExecutor
 def small_operations() -> list[Operation]:
     trace = roofline._process_trace()
     trace.operations = []
-    with walking(trace):
+    with tracing(trace):
         a = torch.zeros(512, 1024, dtype=torch.bfloat16, device="cuda")
         b = torch.zeros(1024, 256, dtype=torch.bfloat16, device="cuda")
         row = torch.zeros(1024, device="cuda")
@@ -266,7 +265,7 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     def here() -> Iterator[HerePool]:
         yield HerePool()
 
-    monkeypatch.setattr(roofline, "walkers", here)
+    monkeypatch.setattr(roofline, "device_processes", here)
     monkeypatch.setattr(roofline, "count", made_up)
 
     def run(*arguments: str) -> None:

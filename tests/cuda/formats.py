@@ -13,7 +13,7 @@ import torch
 from library.precision.files.comfy_quant import tiled_shape
 from library.precision.files.registry import scheme_named
 from library.safetensors_io import TensorSpecs, read_entries
-from library.training.memory.stand_in import write_specs
+from library.training.memory.dummy_checkpoint import write_specs
 
 _QUANTISED = re.compile(r".*(blocks|layers)\.(\w+\.)?\d+\..*\.weight")
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from library.training.memory.stand_in import write_dataset
+from library.training.memory.dummy_checkpoint import write_dataset
 from tests.cuda.device import FakeDevice
 from tests.tiny import tiny_flux_pipeline
 

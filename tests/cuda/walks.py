@@ -22,9 +22,10 @@ from library.config.load import load_for
 from library.config.scripts import LLM
 from library.models.family_by_name import family_class
 from library.precision.linear import QuantizedLinear
-from library.training.memory.fake_cuda import Walk, pretend, walking
-from library.training.memory.plan import MemoryPlan
-from library.training.memory.stand_in import write_dataset, write_model
+from library.training.memory.dummy_checkpoint import write_dataset, write_model
+from library.training.memory.fake_cuda import pretend
+from library.training.memory.policy import MemoryPlan
+from library.training.memory.trace import MemoryTrace, tracing
 from library.training.tasks.image_lora import ImageLora
 from library.training.tasks.image_step import FlowStep
 from library.training.tasks.pretraining import Pretraining
@@ -79,19 +80,19 @@ def train(
         "--network_dim", "16", "--mixed_precision", "bf16", "--max_data_loader_n_workers", "0", "--overwrite",
         *([] if estimated else ["--no-memory_dry_run"]), *flags,
     ])  # fmt: skip
-    walk, copies = Walk(), list[str]()
-    pretend(walk)
+    trace, copies = MemoryTrace(), list[str]()
+    pretend(trace)
     if planted is not None:
         _PLANTED[planted]()
-    _watch(walk, copies)
-    with walking(walk), without_curves():
+    _watch(trace, copies)
+    with tracing(trace), without_curves():
         task = ImageLora(config)
         trainer_module.Trainer(task).run()
-    plan = MemoryPlan("fake device", walk.history)
-    loaded = next(sum(parts.values()) for phase, parts in walk.history if phase == "step 1")
+    plan = MemoryPlan("fake device", trace.history)
+    loaded = next(sum(parts.values()) for phase, parts in trace.history if phase == "step 1")
     saved = [path.name for path in (folder / "run").iterdir()]
     return {
-        "waits": _waits(walk, steps),
+        "waits": _waits(trace, steps),
         "phases": plan.phases(),
         "copies": copies,
         "saved": saved,
@@ -107,28 +108,28 @@ def pretrain(folder: Path, flags: Sequence[str]) -> dict[str, Any]:
         "--data_dir", str(corpus), "--output_dir", str(folder / "run"), "--max_train_steps", "3", "--log_every_n_steps",
         "100", "--train_batch_size", "2", "--mixed_precision", "bf16", "--overwrite", *flags,
     ])  # fmt: skip
-    walk = Walk()
-    pretend(walk)
-    _watch(walk, [])
-    with walking(walk), without_curves():
+    trace = MemoryTrace()
+    pretend(trace)
+    _watch(trace, [])
+    with tracing(trace), without_curves():
         trainer_module.Trainer(Pretraining(config)).run()
-    return {"waits": _waits(walk, 3), "saved": [path.name for path in (folder / "run").iterdir()]}
+    return {"waits": _waits(trace, 3), "saved": [path.name for path in (folder / "run").iterdir()]}
 
 
 def chat(folder: Path, **settings: object) -> dict[str, Any]:
     """Train a LoRA on a tiny language model for three steps; return the host's waits, as :func:`train`."""
-    place, walk = chat_runs.write_place(folder), Walk()
-    pretend(walk)
-    _watch(walk, [])
+    place, trace = chat_runs.write_place(folder), MemoryTrace()
+    pretend(trace)
+    _watch(trace, [])
     settings |= {"max_train_steps": 3, "log_every_n_steps": 100, "mixed_precision": "bf16", "train_batch_size": 1}
-    with walking(walk):
+    with tracing(trace):
         chat_runs.run(place, folder / "run", gradient_accumulation_steps=1, **settings)
-    return {"waits": _waits(walk, 3), "saved": [path.name for path in (folder / "run").iterdir()]}
+    return {"waits": _waits(trace, 3), "saved": [path.name for path in (folder / "run").iterdir()]}
 
 
-def _waits(walk: Walk, steps: int) -> list[list[str]]:
+def _waits(trace: MemoryTrace, steps: int) -> list[list[str]]:
     """Return the host's waits in ``steps`` but the last."""
-    return [[w.phase, w.operation, *w.where] for w in walk.waits if w.phase in {f"step {i}" for i in range(1, steps)}]
+    return [[w.phase, w.operation, *w.where] for w in trace.waits if w.phase in {f"step {i}" for i in range(1, steps)}]
 
 
 def _with_file(folder: Path, model_type: str, file: str, flags: Sequence[str]) -> tuple[Path, Sequence[str]]:
@@ -140,19 +141,19 @@ def _with_file(folder: Path, model_type: str, file: str, flags: Sequence[str]) -
     return made, [*flags, *(word for option, path in parts.items() for word in (f"--{option}", str(path)))]
 
 
-def _watch(walk: Walk, copies: list[str]) -> None:
+def _watch(trace: MemoryTrace, copies: list[str]) -> None:
     """Name steps in the walk; after each forward pass look for what holds a quantised weight in high precision."""
     own_batch, own_loss = trainer_module.Trainer._batch, FlowStep.loss
 
     def batch(self: Any, *arguments: Any) -> Any:
-        walk.phase = f"step {self.position.step + 1}"
+        trace.phase = f"step {self.position.step + 1}"
         return own_batch(self, *arguments)
 
     def loss(self: Any, model: Any, *arguments: Any) -> Any:
-        walk.relabel((*model.parameters(), *model.buffers()), "weights")
+        trace.relabel((*model.parameters(), *model.buffers()), "weights")
         found = own_loss(self, model, *arguments)
         shapes = {layer.outline.shape for layer in model.modules() if isinstance(layer, QuantizedLinear)}
-        for each in walk.living():
+        for each in trace.living():
             if each.part == "activations" and each.shape in shapes and "16" in each.dtype:
                 copies.append(f"{each.operation} {each.shape}")
         return found
@@ -201,12 +202,12 @@ def tool(folder: Path, name: str, words: Sequence[str]) -> dict[str, Any]:
     import importlib
 
     module = importlib.import_module(f"tools.{name}")
-    walk = Walk()
-    pretend(walk)
+    trace = MemoryTrace()
+    pretend(trace)
     sys.argv = [name, *words]
-    with walking(walk):
+    with tracing(trace):
         module.main()
-    return {"peak": walk.peak}
+    return {"peak": trace.peak}
 
 
 def make_model(folder: Path, model_type: str, blocks: int) -> dict[str, Any]:

@@ -8,13 +8,13 @@ import struct
 from pathlib import Path
 
 import pytest
+from library.training.memory.plan import RESERVE, fits, plan_memory, remedies
 
 from library.config import load_config
 from library.errors import UserError
 from library.training.memory import plan as plans
 from library.training.memory.budget import GIB
 from library.training.memory.fake_cuda import library_path
-from library.training.memory.plan import RESERVE, fits, plan_memory, remedies
 from tests.forked import run_script
 from tests.runs import ROOT
 

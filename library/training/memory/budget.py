@@ -1,4 +1,4 @@
-"""The memory that there is, what a step needs of it by part, what is kept, and how running out is recognised."""
+"""The memory that there is, what is kept of it, and how running out is recognised."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -118,28 +117,6 @@ def tensor_bytes(tensors: Any) -> int:
     """Return the bytes of tensors, those that share memory once."""
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     return sum(storages.values())
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """What a training step holds on a device, in bytes, estimated (``estimator``) or measured (``dry_run``)."""
-
-    weights: int  # frozen ones, or all that are trained
-    lora: int
-    gradients: int
-    optimizer: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        """At the highest point of the step."""
-        return self.weights + self.lora + self.gradients + self.optimizer + self.activations
-
-    def describe(self) -> str:
-        """Return the parts in one line."""
-        names = ("weights", "LoRA", "gradients", "optimizer", "activations")
-        parts = ", ".join(f"{name} {in_words(getattr(self, name.lower()))}" for name in names)
-        return f"{in_words(self.total)} ({parts})"
 
 
 def in_words(count: int) -> str:

@@ -1,394 +1,257 @@
-"""Memory dry run: whether a training step fits, found out before thousands of images are cached.
+"""Memory dry run: whether a training step fits, found out before thousands of images are cached, and what would.
 
-Real steps at the largest bucket. The model is loaded as for the run, with LoRA, optimizer and memory policy; latents
-are noise of the right shape, one caption (the longest) is encoded for its text. Two steps are taken, the second with
-the optimizer's state in place and, with accumulation, gradients held beside the activations. First at a sixteenth and a
-quarter of the area: from what these take the full step is extrapolated, so that a CPU run that would be killed for its
-memory is not started. Then everything is freed. Nothing of it reaches the run: it loads its networks anew, all its
-random numbers are functions of seed and step, and the global generator and the loss scaler are put back.
+A run is traced from its configuration to the end of the second step on fake tensors (``trace``), in a process of its
+own, which may patch what it likes; a minute or two at full depth. By the functions that a run calls: the VAE encodes an
+image of the largest bucket, the text encoders the longest caption, the transformer is loaded and the LoRA put in, two
+steps are taken, and where the run samples, a prompt is sampled. Only that the batch is made of noise is other than in a
+run; validation takes no more than a step. What was found is kept under ``~/.cache/tandem`` by configuration, model,
+dataset and code. Where there is no compiler for the fake device, ``formula`` says of the step what it can.
 
-The price is loading the model twice. Where the option ``memory_dry_run`` is not set, a GPU run pays it only if it is in
-doubt: ``estimator`` says from the files' headers what a step holds, and what clearly fits, or clearly does not, is not
-tried; where that is not clear, the step is counted on fake tensors (``plan``), and only within a GiB of the limit real
-ones decide.
+    plan_memory(build, config)    what a run takes: a :class:`MemoryPlan`
+    fit_memory(task, console)     the same of a run that begins: ``memory = "auto"`` chooses, what cannot fit is refused
 
-``memory = "auto"``: the fastest memory policy with which the largest batch fits. From the fastest on: nothing is
-recomputed; everything is, but for as much as the free memory keeps; the inputs of blocks wait in host memory; frozen
-blocks do too. On a GPU each is counted on fake tensors (``plan``), a minute or two for a model at full depth the first
-time; on a CPU and with several processes real steps are taken. None of it changes a number of the training, so a run
-may be resumed under another choice. A twentieth of the memory is left free for what the allocator wastes.
+``build`` makes a task of a configuration (the class ``ImageLora``): nothing here knows the tasks. On a CPU what a card
+would take is counted. With several processes one of them counts, and a copy of the gradients is added, which is sent.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
+import functools
+import hashlib
+import importlib
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from library.conditions import NO_CONDITIONS, Conditions
-from library.config.schema import ParallelConfig, TrainConfig, TrainingConfig
+from library.config.schema import TrainConfig, TrainingConfig
 from library.console import Console
 from library.data.batches import Batch
-from library.data.cache import TextJob
 from library.data.dataset import TrainingData
 from library.data.samples import Sample
 from library.errors import UserError
+from library.files import write_text
 from library.models.family import Family
 from library.models.text import TextEncoder
+from library.models.vae import ImageEncoder
 from library.randomness import generator
-from library.safetensors_io import DamagedFile
-from library.training.engine import Engine
-from library.training.memory.block_swap import most_swapped, swappable
-from library.training.memory.budget import (
-    MemoryEstimate,
-    available_bytes,
-    in_words,
-    is_out_of_memory,
-    release,
-    tensor_bytes,
-)
-from library.training.memory.estimator import ModelMemory, ModelShape, StepOptions, estimate, model_memory
-from library.training.memory.plan import RESERVE, plan_memory
-from library.training.optim.factory import unwrapped
-from library.training.tasks.task import Task
+from library.training.memory.block_swap import swappable
+from library.training.memory.budget import available_bytes, in_words
+from library.training.memory.dummy_checkpoint import with_dummies
+from library.training.memory.fake_cuda import cache_folder, library_path, pretend
+from library.training.memory.formula import ModelShape, StepOptions, model_numbers, step_parts
+from library.training.memory.policy import MemoryPlan, Source, choose, describe, remedies, room_in
+from library.training.memory.trace import MemoryTrace, device_processes, tracing
+from library.training.sampling.conditions import PromptImageRules
+from library.training.sampling.images import Sampler
 
-_SHARES = (4, 2)  # the first steps have so many times shorter sides
 _TEXT_TOKENS = 512  # of a caption, as most: T5's for FLUX
-# Of the memory there is. The estimate was within 5 % of what steps held (tests/training/memory/test_estimator.py), and
-# knows nothing of the CUDA context, fragments, averages or other processes.
-_CLEARLY_FITS, _CLEARLY_TOO_MUCH = 0.75, 1.5
-_ROOM = 0.95  # of the memory there is
-_WORTH_KEEPING = 64 * 2**20  # bytes; less buys no time
-_SWAP_TRIES = 3
-_CHOICES = ("gradient_checkpointing", "activation_budget_mb", "cpu_offload_checkpointing", "blocks_to_swap")
-
-
-@dataclass(frozen=True)
-class Measured:
-    """What steps under a memory policy took.
-
-    Attributes:
-        memory: None if not even small steps could be taken.
-        fits: the step was taken, or on a CPU is extrapolated to fit.
-        swappable: how many blocks may be swapped; 0 where host memory is the same.
-        block: bytes of a block's frozen weights.
-    """
-
-    memory: MemoryEstimate | None
-    fits: bool
-    swappable: int = 0
-    block: int = 0
-
-    def within(self, share: float, limit: int) -> bool:
-        """Whether the step fits with room to spare: into ``share`` of ``limit``."""
-        return self.fits and self.memory is not None and self.memory.total <= share * limit
+_CLEARLY_FITS = 0.75  # of the memory there is, by the formula, which may be off by 20 %
+_HOPPER = (9, 0)
+_CODE = Path(__file__).resolve().parents[3]
 
 
 class ImageTask(Protocol):
-    """``library.training.tasks.image_lora.ImageLora``, with its data read and nothing loaded."""
+    """``library.training.tasks.image_lora.ImageLora``."""
 
     config: TrainConfig
     accelerator: Accelerator
+    console: Console
     family: Family
     dtype: torch.dtype
+    image_encoder: ImageEncoder
     text_encoder: TextEncoder
     data: TrainingData
+    prompts: Any
+    transformer: nn.Module
+    models: list[nn.Module]
+    optimizer: Any
 
-    def trial(self, training: TrainingConfig) -> Task: ...
+    def open(self) -> None: ...
+    def read(self) -> None: ...
+    def load_networks(self) -> None: ...
+    def wrap_networks(self) -> None: ...
+    def parameters(self) -> list[nn.Parameter]: ...
+    def forward_backward(self, batch: Batch, step: int) -> Any: ...
+    def clip_gradients(self, step: int) -> Any: ...
 
 
-@dataclass(frozen=True)
-class MemoryProbe:
-    """Estimates and takes steps ahead of a run, at its largest bucket."""
+Build = Callable[[TrainConfig], ImageTask]
 
-    task: ImageTask
 
-    @cached_property
-    def limit(self) -> int:
-        """Bytes that there are, for this and every other process."""
-        accelerator, own = self.task.accelerator, available_bytes(self.task.accelerator.device)
-        if accelerator.num_processes == 1:
-            return own
-        limits = torch.tensor([own], dtype=torch.int64, device=accelerator.device)
-        return int(accelerator.gather(limits).min())  # all processes decide alike
+def plan_memory(build: Build, config: TrainConfig, traces: bool = False, source: Source | None = None) -> MemoryPlan:
+    """Return what a run of ``config`` takes.
 
-    @cached_property
-    def bucket(self) -> tuple[Sample, int]:
-        """A sample of the largest bucket, and the batch size there."""
-        return largest(self.task.data)
+    Args:
+        build: makes the task; a class or function of a module.
+        config: complete; its model and dataset need not be there: then the published model is counted, on one image.
+        traces: keep where the tensors at the peak were made.
+        source: default: the best there is.
 
-    @property
-    def what(self) -> str:
-        """The batch in words."""
-        sample, size = self.bucket
-        width, height = sample.fit.bucket
-        return f"{size} at {width}x{height}"
+    Raises:
+        UserError: the configuration cannot run; without a compiler, the formula does not know what it trains.
+    """
+    notes = list[str]()
+    if source is None and torch.cuda.is_available():
+        source = "card"
+    if source is None:
+        try:
+            library_path()
+            source = "fake device"
+        except UserError as error:
+            source, notes = "formula", [str(error)]
+    if source == "formula":
+        with _dummies(config) as (complete, folder, missing):
+            return replace(by_formula(_opened(build, complete, folder), config), notes=[*notes, *missing])
+    capability = torch.cuda.get_device_capability() if source == "card" else _HOPPER
+    asked = config.model_dump(mode="json", exclude_unset=True), capability, traces
+    kept = cache_folder() / "plans" / f"{_key(config, [*asked, source])}.json"
+    if not kept.is_file():
+        try:
+            with device_processes() as pool:
+                answer = pool.submit(_trace_config, build, *asked, source).result()
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"the memory could not be counted ({error}); please report it with the configuration"
+            ) from error
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_text(kept, json.dumps(asdict(answer)))
+    answer = json.loads(kept.read_text(encoding="utf-8"))
+    return MemoryPlan(**answer | {"swappable": tuple(answer["swappable"])})
 
-    @cached_property
-    def text(self) -> dict[str, Tensor]:
-        """The embeddings of the longest caption: from the cache where they are, else encoded."""
-        encoder, data = self.task.text_encoder, self.task.data
-        caption = max(data.captions(), key=len)
-        path = TextJob(caption).path(data.text_folder, encoder.fingerprint)
-        if path.exists() and not encoder.sees_references:
-            data.missing_text(encoder.fingerprint)
-            with suppress(DamagedFile):  # it is encoded here, and again with the others
-                return data.text_embeddings(caption)
-        images = [Image.new("RGB", control.fit.encoded) for control in self.bucket[0].control_images]
-        (embeddings,) = encoder.encode([caption], [images] if encoder.sees_references else None)
-        encoder.release()
-        return embeddings
 
-    @cached_property
-    def model(self) -> ModelMemory | None:
-        """The model's numbers from its files' headers; None where the estimate does not know what is trained."""
-        config, family = self.task.config, self.task.family
-        if config.optimizer.text_encoder_lr or config.network.network_type != "lora" or config.network.dim_from_weights:
-            return None
-        (height, width), *references = self._sides(1)
-        if sum(h * w for h, w in references) > height * width:  # the estimate has one reference of the image's size
-            return None
-        tokens = height * width // family.patch_size**2
-        shape = ModelShape(family.name, family.files.transformer_config)
-        dtype, autocast = self.task.dtype, config.training.mixed_precision != "no"
-        if dtype != torch.float32 and not autocast:
-            return None
-        with suppress(UserError):
-            return model_memory(shape, tokens, _TEXT_TOKENS, config.network.network_dim, dtype, autocast)
-        return None
+def _key(config: TrainConfig, asked: list[Any]) -> str:
+    """Return a name for all that a trace depends on."""
+    prompts = config.sampling.sample_prompts  # listed ones stand in the configuration
+    files = [config.model.pretrained_model_name_or_path, config.dataset.dataset_config]
+    files += [prompts] if isinstance(prompts, str) else []
+    settings = {section: values for section, values in asked[0].items() if section not in ("saving", "logging")}
+    seen: list[Any] = [settings, asked[1:], torch.__version__]
+    for name in filter(None, files):
+        path = Path(name).expanduser()
+        inside = [path, *sorted(path.parent.glob("*/"))] if path.suffix == ".toml" else [path]
+        seen.append([(str(p), p.stat().st_mtime_ns, p.stat().st_size) for p in inside if p.exists()])
+    code = hashlib.sha256(json.dumps(seen, default=str).encode())
+    for folder in ("library", "networks"):
+        for file in sorted((_CODE / folder).rglob("*.py")):
+            code.update(file.read_bytes())
+    return code.hexdigest()[:24]
 
-    @property
-    def options(self) -> StepOptions:
-        """The step as the configuration asks for it."""
-        config, training, (_, size) = self.task.config, self.task.config.training, self.bucket
-        eight_bit = "8bit" in config.optimizer.optimizer_type.lower()
-        return StepOptions(
-            fp8=bool(config.precision.fp8_base or config.precision.fp8_scaled or self.task.family.quantized_file()),
-            checkpointing=training.gradient_checkpointing,
-            batch=size,
-            base_bytes=self.task.dtype.itemsize,
-            lora_bytes=2 if training.full_bf16 else 4,
-            optimizer_bytes=2 if eight_bit else 8,
-            swapped=training.blocks_to_swap,
-            inputs_on_host=training.cpu_offload_checkpointing,
-        )
 
-    def estimate(self) -> MemoryEstimate | None:
-        """Return what a step holds, from headers alone; None where that is not known."""
-        return None if self.model is None else estimate(self.model, ParallelConfig(), self.options)
+@contextmanager
+def _dummies(config: TrainConfig) -> Iterator[tuple[TrainConfig, Path, list[str]]]:
+    """Yield ``config`` with what is missing made, a folder to write into, and a sentence for each thing missing."""
+    with tempfile.TemporaryDirectory() as folder:
+        complete, notes = with_dummies(config, Path(folder))
+        yield complete, Path(folder), notes
 
-    @property
-    def can_count(self) -> bool:
-        """Whether this process has a GPU for itself, and is no walk on fake tensors."""
-        device = self.task.accelerator.device
-        on_card = device.type == "cuda" and type(torch.empty(0, device=device)) is Tensor
-        return on_card and self.task.accelerator.num_processes == 1
 
-    def counted(self, training: TrainingConfig) -> Measured | None:
-        """Return what a step takes under the memory policy of ``training``, walked on fake tensors; None if not known.
+def _opened(build: Build, config: TrainConfig, folder: Path) -> ImageTask:
+    """Return the run's task with its data read, that writes nothing but into ``folder``."""
+    silent = {"overwrite": True, "output_dir": str(folder / "run"), "save_state": False}
+    changes = {
+        "saving": config.saving.model_copy(update=silent),
+        "training": config.training.model_copy(update={"resume": None, "memory": "manual"}),
+        "logging": config.logging.model_copy(update={"log_with": None}),
+    }
+    task = build(config.model_copy(update=changes))
+    task.console = Console(quiet=True)
+    task.open()
+    task.read()
+    return task
 
-        A policy that cannot run, as compiled blocks with some others, is not known either.
-        """
-        if not self.can_count:
-            return None
-        with suppress(UserError):
-            config = self.task.config.model_copy(update={"training": _with(training, memory="manual")})
-            plan = plan_memory(config, self.limit)
-            memory = plan.step()
-            return Measured(memory, memory.total + RESERVE <= self.limit, *plan.swappable)
-        return None
 
-    def swappable(self) -> tuple[int, int]:
-        """How many blocks may be swapped, and bytes of one, by the files' headers; zeros where these do not say."""
-        if self.model is None:
-            return 0, 0
-        sizes = [(part.count, part.weights) for part in self.model.blocks]
-        return most_swapped(sizes), _swapped_bytes(self.model, self.options)
+def _trace_config(
+    build: Build, settings: dict[str, Any], capability: tuple[int, int], traces: bool, source: Source
+) -> MemoryPlan:
+    """Return what a run takes; in a process of ``device_processes``."""
+    for module in ("accelerate", "diffusers", "peft", "transformers"):
+        importlib.import_module(module)  # before the device is one: they look for it as they are imported
+    trace = MemoryTrace(traces)
+    with _dummies(TrainConfig.model_validate(settings)) as (config, folder, notes):
+        pretend(trace, capability=capability, runtime=source != "card")
+        with tracing(trace):
+            task = _opened(build, config, folder)
+            _trace_run(task, trace, folder)
+            blocks = swappable(task.family.blocks(task.transformer))
+    return MemoryPlan(source, trace.history, _batch_in_words(task.data), blocks, notes, _largest_tensors(trace))
 
-    def policy(self, training: TrainingConfig) -> Measured:
-        """Return what a step takes under the memory policy of ``training``: counted where it can be, else taken."""
-        return self.counted(training) or self.measure(training)
 
-    def measure(self, training: TrainingConfig) -> Measured:
-        """Take real steps under the memory policy of ``training``; everything is freed again."""
-        family, accelerator = self.task.family, self.task.accelerator
-        memory: MemoryEstimate | None = None
-        with _restored(accelerator):
-            try:
-                task = self.task.trial(training)
-                small, memory = (take_steps(task, self.batch(share)) for share in _SHARES)
-                memory = replace(memory, activations=self._extrapolated(small, memory))
-                # a GPU says itself when it is full
-                fits = memory.total <= self.limit * (1.2 if accelerator.device.type == "cuda" else 1.0)
-                if fits:
-                    memory = take_steps(task, self.batch())
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                fits = False
-            swaps = memory is not None and accelerator.device.type != "cpu"
-            most, size = swappable(family.blocks(task.transformer)) if swaps else (0, 0)
-            task = None  # type: ignore[assignment]
-        return Measured(memory, fits, most, size)
-
-    def takes(self, memory: MemoryEstimate) -> str:
-        """Return in words what a step takes, and of how much."""
-        return f"a step of {self.what} takes {memory.describe()}, of {in_words(self.limit)}"
-
-    def refuse(self, memory: MemoryEstimate | None, remedy: str) -> UserError:
-        """Return the error with which a run ends whose step does not fit."""
-        room = in_words(self.limit)
-        if memory is None:
-            return UserError(
-                f"memory dry run: not even the model fits into {room}; set fp8_scaled = true or blocks_to_swap"
+def _trace_run(task: ImageTask, trace: MemoryTrace, folder: Path) -> None:
+    """Go through a run; ``trace`` notes what it takes, by phase."""
+    sample, _ = largest(task.data)
+    width, height = sample.fit.bucket
+    with _phase(trace, "encoding images", "encoders"):
+        task.image_encoder.encode(torch.zeros(task.config.dataset.vae_batch_size, 3, height, width))
+        task.image_encoder.release()
+    with _phase(trace, "encoding captions", "encoders"):
+        images = [Image.new("RGB", control.fit.encoded) for control in sample.control_images]
+        caption = max(task.data.captions(), key=len)
+        (text,) = task.text_encoder.encode([caption], [images] if task.text_encoder.sees_references else None)
+        task.text_encoder.release()
+    with _phase(trace, "loading", "weights"):
+        task.load_networks()
+        task.wrap_networks()
+        trace.relabel(task.parameters(), "LoRA")
+    for model in task.models:
+        model.train()
+    for parameter in task.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: trace.relabel([p.grad], "gradients"))
+    batch = _noise(task, text)
+    for step, name in enumerate(("first step", "step")):
+        with _phase(trace, name):
+            _take_step(task, batch, step)
+        states = (value for state in task.optimizer.state.values() for value in state.values())
+        trace.relabel([value for value in states if isinstance(value, Tensor)], "optimizer")
+    if task.prompts:
+        prompt = max(task.prompts, key=lambda prompt: prompt.width * prompt.height)
+        texts = {prompt.text_key(one): text for one in prompt.texts()}
+        rules, own = PromptImageRules.of(task.data), [replace(prompt, steps=2)]
+        with _phase(trace, "sampling"):
+            Sampler(task.family, own, task.image_encoder, texts, folder, rules=rules, writes=False).sample(
+                task.transformer, 0
             )
-        return UserError(
-            f"memory dry run: a step of {self.what} needs about {in_words(memory.total)} of {room}; {remedy}"
-        )
-
-    def _sides(self, share: int) -> list[tuple[int, int]]:
-        """Height and width in latents of the image and its references, sides ``share`` times shorter, whole patches."""
-        (sample, _), unit, factor = self.bucket, self.task.family.patch_size, self.task.data.latent_factor
-        sizes = [sample.fit.bucket, *(control.fit.encoded for control in sample.control_images)]
-        cut = [[max(1, side // factor // unit // share) * unit for side in size] for size in sizes]
-        return [(height, width) for width, height in cut]
-
-    def _extrapolated(self, small: MemoryEstimate, middle: MemoryEstimate) -> int:
-        """The activations of the full area, on the line through those of two smaller ones; the text's are constant."""
-        areas = [sum(h * w for h, w in self._sides(share)) for share in (*_SHARES, 1)]
-        if areas[1] == areas[0]:
-            return middle.activations
-        slope = (middle.activations - small.activations) / (areas[1] - areas[0])
-        return round(middle.activations + max(slope, 0.0) * (areas[2] - areas[1]))
-
-    def batch(self, share: int = 1) -> Batch:
-        """A batch as the data loader gives it, of noise; with sides ``share`` times shorter."""
-        data, (_, size), noise = self.task.data, self.bucket, generator("memory dry run")
-        channels, factor = self.task.family.latent_channels, data.latent_factor
-        (height, width), *references = self._sides(share)
-
-        def latents(h: int, w: int) -> Tensor:
-            return torch.randn(size, channels, h, w, generator=noise)
-
-        conditions = NO_CONDITIONS
-        if data.conditioning == "fill":
-            conditions = Conditions(latents(height, width), torch.ones(size, 1, height * factor, width * factor))
-        elif data.conditioning == "references":
-            conditions = Conditions(references=tuple(latents(*side) for side in references))
-        masks = torch.ones(size, 1, height, width) if data.has_regions else None
-        text = {name: tensor[None].expand(size, *tensor.shape).contiguous() for name, tensor in self.text.items()}
-        captions = [max(data.captions(), key=len)] * size
-        return Batch(latents(height, width), text, torch.ones(size), masks, list(range(size)), captions, conditions)
 
 
-def fit_memory(probe: MemoryProbe, console: Console) -> TrainingConfig:
-    """Return the section ``training`` after a memory dry run, if one is due: as it was, or with memory's choice made.
-
-    Raises:
-        UserError: a step does not fit, whatever is chosen.
-    """
-    config = probe.task.config
-    if config.training.memory == "auto":
-        chosen, measured = choose(probe)
-        assert measured.memory is not None
-        values = ((key, getattr(chosen, key)) for key in _CHOICES)
-        said = ", ".join(f"{key} = {str(value).lower()}" for key, value in values if value) or "nothing recomputed"
-        console.print(f"memory: {said}; {probe.takes(measured.memory)}", soft_wrap=True)
-        return chosen
-    asked, on_gpu = config.training.memory_dry_run, probe.task.accelerator.device.type == "cuda"
-    if asked or (asked is None and on_gpu and not config.parallel.splits_model and _in_doubt(probe, console)):
-        _check_fits(probe, console)
-    return config.training
+def _take_step(task: ImageTask, batch: Batch, step: int) -> None:
+    """Take a step as the trainer does, of two batches where gradients are accumulated."""
+    batch = batch.to(task.accelerator.device)
+    for _ in range(min(2, task.accelerator.gradient_accumulation_steps)):
+        task.forward_backward(batch, step)
+    task.clip_gradients(step)
+    task.optimizer.step()
+    task.optimizer.zero_grad()
 
 
-def _in_doubt(probe: MemoryProbe, console: Console) -> bool:
-    """Whether only real steps can tell if a step fits; say so where the estimate can.
-
-    Raises:
-        UserError: it clearly does not.
-    """
-    memory, limit, how = probe.estimate(), probe.limit, "estimated"
-    if memory is None or _CLEARLY_FITS * limit < memory.total < _CLEARLY_TOO_MUCH * limit:
-        found = probe.counted(probe.task.config.training)
-        if found is None or found.memory is None or found.memory.total <= limit < found.memory.total + RESERVE:
-            return True
-        memory, how = found.memory, "counted"
-    console.print(
-        f"memory dry run: a step of {probe.what} is {how} at {memory.describe()}, of {in_words(limit)}; no dry run",
-        soft_wrap=True,
-    )
-    if memory.total < limit:
-        return False
-    raise _too_much(probe, memory, 0, console)
+@contextmanager
+def _phase(trace: MemoryTrace, name: str, part: str = "activations") -> Iterator[None]:
+    """Name what is done, and what is allocated meanwhile."""
+    trace.phase, trace.part = name, part
+    yield
+    trace.phase, trace.part = "", "activations"
 
 
-def _check_fits(probe: MemoryProbe, console: Console) -> None:
-    """Take real steps at the largest bucket and print what they take, by part.
-
-    Raises:
-        UserError: they do not fit; it names the settings that would, by estimate.
-    """
-    measured = probe.measure(probe.task.config.training)
-    if measured.memory is None:
-        raise probe.refuse(None, "")
-    console.print(f"memory dry run: {probe.takes(measured.memory)}", soft_wrap=True)
-    if not measured.within(_ROOM, probe.limit):
-        error = _too_much(probe, measured.memory, measured.swappable, console)
-        if not measured.fits:
-            raise error
-
-
-def _too_much(probe: MemoryProbe, memory: MemoryEstimate, swappable: int, console: Console) -> UserError:
-    """Print the settings that take less; return the error that names the first that fits."""
-    others = suggestions(memory, probe.model, probe.options, probe.limit, swappable) if probe.model else []
-    for name, total, would_fit in others:
-        console.print(f"  with {name}: about {in_words(total)}, {'fits' if would_fit else 'does not fit'}")
-    fitting = [name for name, _, would_fit in others if would_fit]
-    return probe.refuse(memory, f"set {fitting[0]}" if fitting else "lower resolution, or use a larger device")
-
-
-def suggestions(
-    measured: MemoryEstimate, model: ModelMemory, options: StepOptions, limit: int, swappable: int
-) -> list[tuple[str, int, bool]]:
-    """Return settings that take less than a step that was measured, each with its total and whether that fits.
-
-    A setting's total is the measured one and the difference of two estimates. ``swappable``: blocks that may be.
-    """
-
-    def total(**change: Any) -> int:
-        return measured.total + estimate(model, ParallelConfig(), replace(options, **change)).total - now.total
-
-    now = estimate(model, ParallelConfig(), options)
-    block = 0 if options.swapped else _swapped_bytes(model, options)
-    changes: dict[str, dict[str, Any]] = {"gradient_checkpointing = true": {"checkpointing": True}}
-    swaps = bool(swappable and block)
-    if swaps:
-        needed = min(swappable, max(1, -(-(measured.total - limit) // block)))
-        changes[f"blocks_to_swap = {needed}"] = {"swapped": needed}
-    changes["fp8_scaled = true"] = {"fp8": True}
-    changes["batch_size = 1"] = {"batch": 1}
-    changes['optimizer_type = "AdamW8bit"'] = {"optimizer_bytes": 2}
-    changes = {name: change for name, change in changes.items() if replace(options, **change) != options}
-    if len(changes) > 1:
-        together = {key: value for change in changes.values() for key, value in change.items()}
-        together |= {"swapped": swappable} if swaps else {}
-        changes["all of these" + (", and every block swapped" if swaps else "")] = together
-    totals = {name: total(**change) for name, change in changes.items()}
-    return [(name, total, total <= limit) for name, total in totals.items() if total < measured.total]
-
-
-def _swapped_bytes(model: ModelMemory, options: StepOptions) -> int:
-    """Return how much smaller the weights become with the first block that is swapped."""
-    none, one = (estimate(model, ParallelConfig(), replace(options, swapped=count)).weights for count in (0, 1))
-    return none - one
+def _largest_tensors(trace: MemoryTrace) -> list[tuple[int, int, str]]:
+    """Return bytes, number and origin of what lived at the peak, the largest first."""
+    total, number = Counter[str](), Counter[str]()
+    for each in trace.at_peak:
+        origin = f"{each.part}: {each.operation.split('.')[1]} {list(each.shape)} {each.where}"
+        total[origin] += each.bytes
+        number[origin] += 1
+    return [(size, number[origin], origin) for origin, size in total.most_common(30)]
 
 
 def largest(data: TrainingData) -> tuple[Sample, int]:
@@ -398,142 +261,161 @@ def largest(data: TrainingData) -> tuple[Sample, int]:
     return data.train.samples[data.train.sample_buckets.index(bucket)], sizes[bucket]
 
 
-def take_steps(task: Task, batch: Batch, steps: int = 2) -> MemoryEstimate:
-    """Take ``steps`` on ``batch``; return what they take."""
-    device = task.accelerator.device
-    engine = Engine(
-        task.accelerator, task.optimizer, task.lr_schedule, task.parameters(), task.average, task.after_update
-    )
-    batch = batch.to(device)
-    activations = 0
-    for model in task.models:
-        model.train()
-    for step in range(steps):
-        for _ in range(min(2, task.accelerator.gradient_accumulation_steps)):
-            with _peak_bytes(device) as peak:
-                task.forward_backward(batch, step, engine.nan_if_bad)
-            activations = max(activations, peak())
-        engine.update(task.clip_gradients(step))
-        engine.settle()
-    return measured_memory(task, activations, device)
+def _batch_in_words(data: TrainingData) -> str:
+    sample, size = largest(data)
+    width, height = sample.fit.bucket
+    return f"{size} at {width}x{height}"
 
 
-@contextlib.contextmanager
-def _peak_bytes(device: torch.device) -> Iterator[Callable[[], int]]:
-    """Yield a function that returns how many bytes the block held at most besides what there was before.
-
-    On a GPU the allocator's peak. On a CPU, where nobody counts, what the forward pass keeps for the backward pass.
-    """
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        yield lambda: torch.cuda.max_memory_allocated(device) - before
-        return
-    saved: dict[int, int] = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        if not tensor.requires_grad or not tensor.is_leaf:
-            storage = tensor.untyped_storage()
-            saved[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        yield lambda: sum(saved.values())
+def _sides(task: ImageTask) -> list[tuple[int, int]]:
+    """Return height and width in latents of the largest image and its references, in whole patches."""
+    (sample, _), unit, factor = largest(task.data), task.family.patch_size, task.data.latent_factor
+    sizes = [sample.fit.bucket, *(control.fit.encoded for control in sample.control_images)]
+    return [(height // factor // unit * unit, width // factor // unit * unit) for width, height in sizes]
 
 
-@contextlib.contextmanager
-def _restored(accelerator: Accelerator) -> Iterator[None]:
-    """Put back what the block changed of the process: generators, loss scaler, accelerate's lists and counts."""
-    scaler, gpus = accelerator.scaler, torch.cuda.device_count()
-    before = None if scaler is None else scaler.state_dict()
-    with torch.random.fork_rng(range(gpus)):
-        try:
-            yield
-        finally:
-            accelerator.free_memory()
-            release()
-            if scaler is not None:
-                scaler.load_state_dict(before)
-            if gpus:
-                torch.cuda.reset_peak_memory_stats()
+def _noise(task: ImageTask, text: dict[str, Tensor]) -> Batch:
+    """Return a batch of the largest bucket as the data loader gives it, of noise."""
+    data, (_, size), noise = task.data, largest(task.data), generator("memory dry run")
+    channels, factor = task.family.latent_channels, data.latent_factor
+    (height, width), *references = _sides(task)
+
+    def latents(h: int, w: int) -> Tensor:
+        return torch.randn(size, channels, h, w, generator=noise)
+
+    conditions = NO_CONDITIONS
+    if data.conditioning == "fill":
+        conditions = Conditions(latents(height, width), torch.ones(size, 1, height * factor, width * factor))
+    elif data.conditioning == "references":
+        conditions = Conditions(references=tuple(latents(*side) for side in references))
+    masks = torch.ones(size, 1, height, width) if data.has_regions else None
+    batched = {name: tensor[None].expand(size, *tensor.shape).contiguous() for name, tensor in text.items()}
+    captions = [max(data.captions(), key=len)] * size
+    return Batch(latents(height, width), batched, torch.ones(size), masks, list(range(size)), captions, conditions)
 
 
-def choose(probe: MemoryProbe) -> tuple[TrainingConfig, Measured]:
-    """Return the first policy that fits, fastest first, and what a step takes with it.
+def by_formula(task: ImageTask, config: TrainConfig) -> MemoryPlan:
+    """Return what the formula says of a step of ``config``, which may be off by 20 %; ``task`` has its data read.
 
     Raises:
-        UserError: none does.
+        UserError: it does not know what is trained.
     """
-    training, limit = probe.task.config.training, probe.limit
-    fastest = probe.policy(training)
-    if fastest.within(_ROOM, limit):
-        return training, fastest
-    recomputing = _with(training, gradient_checkpointing=True)
-    least = probe.policy(recomputing)
-    if least.within(_ROOM, limit):
-        return _keeping(probe, recomputing, fastest, least)
-    last = least
-    for candidate in _on_the_host(probe, recomputing, least):
-        last = probe.policy(candidate)
-        if last.within(_ROOM, limit):
-            return candidate, last
-    raise probe.refuse(last.memory, "set fp8_scaled = true, a smaller batch_size or a lower resolution")
-
-
-def _keeping(
-    probe: MemoryProbe, recomputing: TrainingConfig, fastest: Measured, least: Measured
-) -> tuple[TrainingConfig, Measured]:
-    """Return ``recomputing`` with what the free memory can keep, if that is worth it and turns out to fit."""
-    assert least.memory is not None
-    room = int(_ROOM * probe.limit) - least.memory.total
-    if fastest.memory is not None:
-        room = min(room, fastest.memory.activations - least.memory.activations)
-    compiled = probe.task.config.accelerate.torch_compile  # a compiled block does not show what it keeps
-    if room >= _WORTH_KEEPING and not compiled:
-        keeping = _with(recomputing, activation_budget_mb=room // 2**20)
-        measured = probe.policy(keeping)
-        if measured.within(1.0, probe.limit):
-            return keeping, measured
-    return recomputing, least
-
-
-def _on_the_host(probe: MemoryProbe, recomputing: TrainingConfig, least: Measured) -> Iterator[TrainingConfig]:
-    """Yield policies that use host memory, if that is another memory than the device's; the fastest first."""
-    if probe.task.accelerator.device.type == "cpu":
-        return
-    offloading = _with(recomputing, cpu_offload_checkpointing=True)
-    yield offloading
-    most = least.swappable
-    if least.memory is None or not least.block or not most or probe.task.config.accelerate.torch_compile:
-        return
-    over = least.memory.total - _ROOM * probe.limit
-    swapped = max(1, -(-int(over) // least.block))
-    for attempt in range(_SWAP_TRIES):
-        swapped = min(most, swapped + attempt * max(1, swapped // 4))
-        yield _with(offloading, blocks_to_swap=swapped)
-        if swapped == most:
-            return
-
-
-def _with(training: TrainingConfig, **changes: Any) -> TrainingConfig:
-    return training.model_copy(update=changes)
-
-
-def measured_memory(task: Task, activations: int, device: torch.device) -> MemoryEstimate:
-    """Return what a run's parts take after a step; gradients count as when they are there."""
-    trained = task.parameters()
-    ids = {id(p) for p in trained}
-    models = [task.transformer, *task.models[1:]]
-    tensors = (t for model in models for t in (*model.parameters(), *model.buffers()))
-    frozen = [t for t in tensors if id(t) not in ids and t.device.type == device.type]
-    optimizer = unwrapped(task.optimizer)
-    state = [v for s in optimizer.state.values() if isinstance(s, Mapping) for v in s.values() if isinstance(v, Tensor)]
-    lora, held = tensor_bytes(trained), tensor_bytes(state)
-    average = tensor_bytes(task.average.averages) if task.average is not None else 0
-    return MemoryEstimate(
-        weights=tensor_bytes(frozen),
-        lora=lora,
-        gradients=lora,
-        optimizer=held + average,
-        activations=activations,
+    family, training, precision = task.family, config.training, config.precision
+    (height, width), *references = _sides(task)
+    autocast = training.mixed_precision != "no"
+    if (
+        config.optimizer.text_encoder_lr
+        or config.network.network_type != "lora"
+        or config.network.dim_from_weights
+        or sum(h * w for h, w in references) > height * width  # the formula has one reference of the image's size
+        or (task.dtype != torch.float32 and not autocast)
+    ):
+        raise UserError("without a compiler only LoRAs of plain settings can be estimated; install g++")
+    model = model_numbers(
+        ModelShape(family.name, family.files.transformer_config),
+        height * width // family.patch_size**2,
+        _TEXT_TOKENS,
+        config.network.network_dim,
+        task.dtype,
+        autocast,
     )
+    options = StepOptions(
+        fp8=bool(precision.fp8_base or precision.fp8_scaled or family.quantized_file()),
+        checkpointing=training.gradient_checkpointing,
+        batch=largest(task.data)[1],
+        base_bytes=task.dtype.itemsize,
+        lora_bytes=2 if training.full_bf16 else 4,
+        optimizer_bytes=2 if "8bit" in config.optimizer.optimizer_type.lower() else 8,
+        swapped=training.blocks_to_swap,
+        inputs_on_host=training.cpu_offload_checkpointing,
+        kept=training.activation_budget_mb * 2**20,
+    )
+    most, numbers = model.swappable
+    block = numbers * (1 if options.fp8 else options.base_bytes)
+    return MemoryPlan("formula", [("step", step_parts(model, options))], _batch_in_words(task.data), (most, block))
+
+
+def fit_memory(task: ImageTask, console: Console) -> TrainingConfig:
+    """Return the section ``training`` after a memory dry run, if one is due: as it was, or with memory's choice made.
+
+    Raises:
+        UserError: a step does not fit, whatever is chosen.
+    """
+    config, device = task.config, task.accelerator.device
+    training, on_cpu = config.training, device.type == "cpu"
+    if training.memory != "auto" and (
+        training.memory_dry_run is False
+        or (training.memory_dry_run is None and (on_cpu or config.parallel.splits_model or config.parallel.zero))
+    ):
+        return training
+    limit = _limit(task.accelerator)
+    room, count = room_in(limit, on_cpu), functools.partial(_count, task)
+    if training.memory == "auto":
+        chosen = choose(config, room, count, on_cpu)
+        if chosen.plan.over(room, ("step",)):
+            raise _too_much(chosen.plan, limit, "set fp8_scaled = true, a smaller batch_size or a lower resolution")
+        said = ", ".join(chosen.lines.values()) or "nothing recomputed"
+        console.print(f"memory: {said}; {_takes(chosen.plan, limit)}", soft_wrap=True)
+        return chosen.config.training
+    plan = None
+    if training.memory_dry_run is None:
+        with suppress(UserError):
+            plan = by_formula(task, config)
+    if plan is None or sum(plan.step.values()) > _CLEARLY_FITS * limit:
+        plan = count(config)
+    console.print(f"memory dry run: {_takes(plan, limit)}", soft_wrap=True)
+    if not plan.over(room, ("step",)):
+        return training
+    enough = None
+    for remedy in remedies(config, plan, room, count, on_cpu=on_cpu):
+        fits = not remedy.plan.over(room, ("step",))
+        total, line = sum(remedy.plan.step.values()), list(remedy.lines.values())[-1]
+        console.print(f"  with {line}: about {in_words(total)}, {'fits' if fits else 'does not fit'}")
+        enough = remedy if fits else None
+    settings = f"set {', '.join(enough.lines.values())}" if enough else "lower resolution, or use a larger device"
+    raise _too_much(plan, limit, settings)
+
+
+def _takes(plan: MemoryPlan, limit: int) -> str:
+    """Return in words what a step takes, and of how much."""
+    how = "by a formula, which may be off by 20 %" if plan.source == "formula" else "counted on fake tensors"
+    return f"a step of {plan.batch} takes {describe(plan.step)}, of {in_words(limit)}; {how}"
+
+
+def _too_much(plan: MemoryPlan, limit: int, remedy: str) -> UserError:
+    needed = in_words(sum(plan.step.values()))
+    return UserError(f"memory dry run: a step of {plan.batch} needs about {needed} of {in_words(limit)}; {remedy}")
+
+
+def _limit(accelerator: Accelerator) -> int:
+    """Return the bytes that there are for this and every other process."""
+    own = available_bytes(accelerator.device)
+    if accelerator.num_processes == 1:
+        return own
+    limits = torch.tensor([own], dtype=torch.int64, device=accelerator.device)
+    return int(accelerator.gather(limits).min())  # all processes decide alike
+
+
+def _count(task: ImageTask, config: TrainConfig) -> MemoryPlan:
+    """Return what a run takes that begins; the main process counts for all.
+
+    Raises:
+        UserError: the configuration cannot run; on all processes.
+    """
+    found: list[Any] = [None]
+    is_traced = type(torch.empty(0, device=task.accelerator.device)) is not Tensor
+    if task.accelerator.is_main_process:
+        try:
+            found = [by_formula(task, config) if is_traced else plan_memory(type(task), config)]
+        except UserError as error:
+            found = [error]
+    if task.accelerator.num_processes == 1:
+        (plan,) = found
+    else:
+        (plan,) = broadcast_object_list(found)
+        if isinstance(plan, MemoryPlan):  # DDP reduces in buckets that are a copy of the gradients
+            history = [(phase, {**p, "gradients": 2 * p.get("gradients", 0)}) for phase, p in plan.history]
+            plan = replace(plan, history=history)
+    if isinstance(plan, UserError):
+        raise plan
+    return plan

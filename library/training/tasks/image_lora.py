@@ -11,7 +11,6 @@ steps.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -53,7 +52,8 @@ from library.training.flow import NOISE_LEVELS, resolve_sampling
 from library.training.memory.attention_choice import attention_of_run
 from library.training.memory.block_swap import Ring, describe_rings, swap_blocks
 from library.training.memory.budget import recompute_blocks
-from library.training.memory.dry_run import MemoryProbe, fit_memory
+from library.training.memory.dry_run import fit_memory
+from library.training.memory.policy import advice
 from library.training.parallel.device_map import devices_to_fill, place_blocks
 from library.training.parallel.parallelize import ParallelSpec
 from library.training.parallel.pipeline import check_microbatches, transformer_split_points
@@ -174,7 +174,7 @@ class ImageLora(LoraTask):
             base, other = config.model.pretrained_model_name_or_path, config.sampling.sample_model
             model = f"--model {base} --model_type {family.name} --distilled {other}"
             self.summary["samples"] = f"made with {other}; how the LoRA fares there: tools/precision_report.py {model}"
-        self.config = config = config.model_copy(update={"training": fit_memory(MemoryProbe(self), console)})
+        self.config = config = config.model_copy(update={"training": fit_memory(self, console)})
         self.cache()
         self.teacher = prepare_teacher(config, self.data, self.accelerator, console)
         self.load_networks()
@@ -274,15 +274,6 @@ class ImageLora(LoraTask):
             lockstep,
         )  # fmt: skip
 
-    def trial(self, training: TrainingConfig) -> ImageLora:
-        """Return this task with its networks loaded under another memory policy: what a dry run takes steps with."""
-        trial = copy.copy(self)
-        trial.config = self.config.model_copy(update={"training": training})
-        trial.console = Console(quiet=True)
-        trial.load_networks()
-        trial.wrap_networks()
-        return trial
-
     def loss(self, model: nn.Module, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
         return self.step.loss(model, batch, step)
 
@@ -350,9 +341,7 @@ class ImageLora(LoraTask):
         }
 
     def memory_advice(self) -> str:
-        swapped = self.config.training.blocks_to_swap
-        swap = f"raise blocks_to_swap from {swapped}" if swapped else "set blocks_to_swap"
-        return ", or ".join([*super().memory_advice().split(", or "), swap][:3])
+        return advice(self.config, on_cpu=self.accelerator.device.type == "cpu")
 
     def describe_batch(self, batch: Batch) -> str:
         height, width = (side * self.data.latent_factor for side in batch.latents.shape[-2:])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from library.training.memory.estimator import ModelShape, StepOptions, estimate, model_memory, shape_of
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -15,7 +16,6 @@ from library.config.load import load_for
 from library.config.schema import ParallelConfig
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script
 from library.training.memory.budget import tensor_bytes
-from library.training.memory.estimator import ModelShape, StepOptions, estimate, model_memory, shape_of
 from library.training.optim.factory import unwrapped
 from library.training.tasks.pretraining import fresh_config
 from tests.chat_runs import flags as chat_flags

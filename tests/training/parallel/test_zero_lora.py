@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from library.training.memory.estimator import StepOptions, estimate, model_memory, shape_of
 
 from library.accelerator import require_deepspeed
 from library.config import load_config
 from library.config.rules import find_conflicts
 from library.config.schema import ParallelConfig, TrainConfig
 from library.errors import UserError
-from library.training.memory.estimator import StepOptions, estimate, model_memory, shape_of
 from tests.layouts import GRADIENTS, assert_same_metrics, chat_one, lines, train_one
 from tests.layouts import SETTINGS as LAYOUT_SETTINGS
 from tests.runs import arguments, largest_difference, lora, run, write_dataset

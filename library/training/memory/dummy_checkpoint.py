@@ -1,7 +1,7 @@
 """Models and datasets of the right shape with nothing in them: what is counted where the real ones are not there yet.
 
 A model's files are headers with holes behind them (sparse files: names, dtypes, shapes, and no disk space), a
-diffusers folder of the sizes that were published. Walks on fake tensors (``fake_cuda``) read no more than that.
+diffusers folder of the sizes that were published. Walks on fake tensors (``trace``) read no more than that.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from library.safetensors_io import DTYPE_NAMES, TensorSpecs
 _CAPTION = "a " * 256  # with a byte a token as long as what the published pipelines take, 512 tokens
 
 
-def with_stand_ins(config: TrainConfig, folder: Path) -> tuple[TrainConfig, list[str]]:
+def with_dummies(config: TrainConfig, folder: Path) -> tuple[TrainConfig, list[str]]:
     """Return ``config`` with what is missing of its model and dataset replaced, and a sentence for each."""
     notes, changes = list[str](), dict[str, Any]()
     model = _complete(config.model, folder / "model", notes)

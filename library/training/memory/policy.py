@@ -1,0 +1,222 @@
+"""What fits into a card, and which settings take less: one policy for everything that decides about memory.
+
+``memory = "auto"`` (:func:`choose`), ``tools/plan_memory.py`` (:func:`remedies`), the memory dry run (both) and the
+message when a step runs out of memory (:func:`advice`) go through the same table of settings, the cheapest first. What
+a configuration takes is asked of a function, ``count``: a trace on fake tensors, or the formula (``dry_run``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from library.config.schema import TrainConfig
+from library.errors import UserError
+from library.training.memory.budget import GIB, in_words
+
+Source = Literal["card", "fake device", "formula"]
+PARTS = ("encoders", "weights", "LoRA", "gradients", "optimizer", "activations")
+# Besides what is counted: the CUDA context, cuBLAS' workspaces, what the allocator loses between blocks. 0.5 to 0.9 GiB
+# on an H100 (bench/gpu.py: allocated and reserved).
+RESERVE = GIB
+_ON_CPU = 0.95  # of the memory there is
+_WORTH_KEEPING = 64 * 2**20  # bytes; less buys no time
+_RUN = ("loading", "first step", "step")
+_TRAINING = (*_RUN, "sampling")
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a run takes.
+
+    Attributes:
+        source: where it is from.
+        history: in the order of the run: the phase, and bytes by part.
+        batch: the largest, in words.
+        swappable: how many blocks may be swapped at most, and the bytes that each takes off the card.
+        notes: what is not as the configuration says, in sentences.
+        at_peak: the largest tensors then: bytes, how many, and where they were made; where asked for.
+    """
+
+    source: Source
+    history: list[tuple[str, dict[str, int]]]
+    batch: str = ""
+    swappable: tuple[int, int] = (0, 0)
+    notes: list[str] = field(default_factory=list)
+    at_peak: list[tuple[int, int, str]] = field(default_factory=list)
+
+    @property
+    def peak(self) -> int:
+        """Bytes at the highest point of the run."""
+        return max(sum(parts.values()) for _, parts in self.history)
+
+    @property
+    def step(self) -> dict[str, int]:
+        """Bytes by part at the highest point of a step."""
+        return self.phases()["step"]
+
+    def phases(self) -> dict[str, dict[str, int]]:
+        """Return of each phase its highest point, bytes by part."""
+        highest: dict[str, dict[str, int]] = {}
+        for phase, parts in self.history:
+            if phase and sum(parts.values()) > sum(highest.get(phase, {}).values()):
+                highest[phase] = parts
+        return highest
+
+    def over(self, room: int, phases: Collection[str] = _TRAINING) -> int:
+        """Return by how many bytes the largest of ``phases`` exceeds ``room``."""
+        held = (sum(parts.values()) for phase, parts in self.phases().items() if phase in phases)
+        return max(0, max(held, default=0) - room)
+
+
+def describe(parts: Mapping[str, int]) -> str:
+    """Return bytes by part in one line."""
+    named = ", ".join(f"{part} {in_words(parts.get(part, 0))}" for part in PARTS if part != "encoders")
+    return f"{in_words(sum(parts.values()))} ({named})"
+
+
+def room_in(memory: int, on_cpu: bool = False) -> int:
+    """Return how many of ``memory`` bytes what is counted may take."""
+    return int(_ON_CPU * memory) if on_cpu else memory - RESERVE
+
+
+@dataclass(frozen=True)
+class _Setting:
+    """A key that takes less.
+
+    Attributes:
+        cost: in words.
+        phases: in which it does.
+        exact: it changes no number of the training.
+        on_host: it uses host memory, which on a CPU is the same.
+    """
+
+    section: str
+    key: str
+    value: Any
+    cost: str
+    phases: tuple[str, ...] = _TRAINING
+    exact: bool = False
+    on_host: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.key} = {json.dumps(self.value)}"
+
+    def put_into(self, config: TrainConfig) -> TrainConfig:
+        """Return ``config`` with the setting."""
+        changed = getattr(config, self.section).model_copy(update={self.key: self.value})
+        return config.model_copy(update={self.section: changed})
+
+
+_RECOMPUTING = _Setting("training", "gradient_checkpointing", True, "about a third more time", exact=True)
+# The cheapest first.
+_SETTINGS = (
+    _Setting(
+        "precision", "fp8_text_encoder", True, "embeddings of a quantised encoder: other ones", ("encoding captions",)
+    ),
+    _RECOMPUTING,
+    _Setting(
+        "training",
+        "cpu_offload_checkpointing",
+        True,
+        "host memory; hidden behind the blocks by a fast link",
+        exact=True,
+        on_host=True,
+    ),
+    _Setting("optimizer", "optimizer_type", "AdamW8bit", "moments in eight bits"),
+    _Setting("precision", "fp8_scaled", True, "weights are dequantised for each product"),
+)
+_SWAPPING = "weights come from host memory as they are needed; hidden where a block computes longer than it is copied"
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """Settings that take less: what the last one costs, and what is counted with all.
+
+    Attributes:
+        lines: by key, the newest last.
+    """
+
+    config: TrainConfig
+    plan: MemoryPlan
+    lines: Mapping[str, str] = field(default_factory=dict)
+    cost: str = ""
+
+
+Count = Callable[[TrainConfig], MemoryPlan]
+
+
+def remedies(
+    config: TrainConfig, plan: MemoryPlan, room: int, count: Count, exact: bool = False, on_cpu: bool = False
+) -> Iterator[Remedy]:
+    """Yield what makes a run smaller, one setting after the other, until it fits into ``room``.
+
+    In the order of what they cost; each comes on top of those before. What takes nothing off a phase that does not fit
+    is left out.
+
+    Args:
+        config, plan: of the run, and what it takes.
+        room: bytes.
+        count: says what a configuration takes; raises a UserError if it cannot run.
+        exact: only settings that change no number of the training.
+        on_cpu: host memory is all there is.
+    """
+    least = Remedy(config, plan)
+
+    def better(setting: _Setting) -> Remedy | None:
+        phases = tuple(phase for phase in setting.phases if phase in _RUN or not exact)
+        over, changed = least.plan.over(room, phases), setting.put_into(least.config)
+        if not over or changed == least.config or (setting.key == "fp8_scaled" and least.config.precision.fp8_base):
+            return None
+        try:
+            plan = count(changed)
+        except UserError:  # two settings that exclude each other
+            return None
+        lines = {key: line for key, line in least.lines.items() if key != setting.key} | {setting.key: str(setting)}
+        return Remedy(changed, plan, lines, setting.cost) if plan.over(room, phases) < over else None
+
+    for setting in _SETTINGS:
+        if (setting.exact or not exact) and not (setting.on_host and on_cpu) and (found := better(setting)) is not None:
+            yield (least := found)
+    most, block = (0, 0) if on_cpu or config.accelerate.torch_compile else least.plan.swappable
+    phases = _RUN if exact else _TRAINING
+    while (over := least.plan.over(room, phases)) and (now := least.config.training.blocks_to_swap) < most:
+        swapped = min(most, now + -(-over // max(1, block)))
+        if (found := better(_Setting("training", "blocks_to_swap", swapped, _SWAPPING))) is None:
+            return
+        yield (least := found)
+
+
+def choose(config: TrainConfig, room: int, count: Count, on_cpu: bool = False) -> Remedy:
+    """Return the fastest settings with which a step fits into ``room``, of those that change no number of it.
+
+    From the fastest on: nothing is recomputed; everything is, but for as much as the free memory keeps; the inputs of
+    blocks wait in host memory; frozen blocks do too. The last that was tried is returned if none fits.
+    """
+    fastest = Remedy(config, count(config))
+    least = [fastest, *remedies(config, fastest.plan, room, count, exact=True, on_cpu=on_cpu)][-1]
+    if list(least.lines) != [_RECOMPUTING.key] or config.accelerate.torch_compile:
+        return least  # a compiled block does not show what it keeps
+    free = min(room - sum(least.plan.step.values()), fastest.plan.step["activations"] - least.plan.step["activations"])
+    if least.plan.over(room, _RUN) or free < _WORTH_KEEPING:
+        return least
+    keeping = _Setting("training", "activation_budget_mb", free // 2**20, "")
+    plan = count(keeping.put_into(least.config))
+    if plan.over(room, _RUN):
+        return least
+    return Remedy(keeping.put_into(least.config), plan, {**least.lines, keeping.key: str(keeping)})
+
+
+def advice(config: TrainConfig, on_cpu: bool = False) -> str:
+    """Return which settings to change when a step runs out of memory, the cheapest first."""
+    changes = [each for each in _SETTINGS if "step" in each.phases and not (each.on_host and on_cpu)]
+    lines = [f"set {each}" for each in changes if each.put_into(config) != config]
+    if not config.training.gradient_checkpointing:
+        lines[1:1] = ["lower batch_size or resolution"]
+    else:
+        lines[:0] = ["lower batch_size or resolution"]
+    swapped = config.training.blocks_to_swap
+    swapping = [] if on_cpu else [f"raise blocks_to_swap from {swapped}" if swapped else "set blocks_to_swap"]
+    return ", or ".join([*lines[: 4 - len(swapping)], *swapping])

@@ -1,0 +1,110 @@
+"""Which settings are chosen and proposed for cards of several sizes; sums are done by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from library.config import load_config
+from library.config.schema import TrainConfig
+from library.errors import UserError
+from library.training.memory.policy import MemoryPlan, advice, choose, remedies
+from tests.runs import arguments
+
+MIB = 2**20
+
+
+def config_of(folder: Path, **settings: object) -> TrainConfig:
+    return load_config(arguments(folder, folder / "data.toml", folder / "out", **settings))
+
+
+class Model:
+    """20 blocks of 40 MiB, of which 18 can be swapped: 800 MiB of weights, half of them in fp8; 1000 of activations.
+
+    Recomputing needs 150 MiB of activations, 100 of which are the blocks' inputs. The encoder of texts has 900 MiB.
+    """
+
+    def __init__(self) -> None:
+        self.counted = 0
+
+    def count(self, config: TrainConfig) -> MemoryPlan:
+        self.counted += 1
+        training, precision = config.training, config.precision
+        if training.cpu_offload_checkpointing and not training.gradient_checkpointing:
+            raise UserError("cpu_offload_checkpointing: nothing is recomputed")
+        activations = 150 + training.activation_budget_mb if training.gradient_checkpointing else 1000
+        activations -= 100 * training.cpu_offload_checkpointing
+        weights = (800 - 40 * training.blocks_to_swap) // (2 if precision.fp8_scaled else 1)
+        encoders = 500 if precision.fp8_text_encoder else 900
+        history = [
+            ("encoding captions", {"encoders": encoders * MIB}),
+            ("step", {"weights": weights * MIB, "activations": activations * MIB}),
+        ]
+        return MemoryPlan("card", history, "1 at 64x64", (18, 40 * MIB))
+
+
+@pytest.mark.parametrize(
+    ("room", "expected"),
+    [
+        (1800, {}),
+        (1425, {"gradient_checkpointing": True, "activation_budget_mb": 475}),  # 1425 - 950
+        (960, {"gradient_checkpointing": True}),  # 10 MiB are not worth it
+        (902, {"gradient_checkpointing": True, "cpu_offload_checkpointing": True}),  # 850
+        (470, {"gradient_checkpointing": True, "cpu_offload_checkpointing": True, "blocks_to_swap": 10}),  # 380 over
+        (130, {"gradient_checkpointing": True, "cpu_offload_checkpointing": True, "blocks_to_swap": 18}),
+    ],
+)
+def test_the_fastest_settings_that_fit_are_chosen(room: int, expected: dict[str, object], tmp_path: Path) -> None:
+    config, model = config_of(tmp_path), Model()
+    chosen = choose(config, room * MIB, model.count)
+    before, after = config.training.model_dump(), chosen.config.training.model_dump()
+    assert {key: value for key, value in after.items() if value != before[key]} == expected
+    assert not chosen.plan.over(room * MIB, ("step",))
+    assert model.counted <= 6
+    assert list(chosen.lines) == list(expected)
+
+
+def test_a_cpu_has_no_other_memory_and_compiled_blocks_neither_show_nor_move(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    assert choose(config, 900 * MIB, Model().count, on_cpu=True).plan.over(900 * MIB)
+    compiled = config.model_copy(update={"accelerate": config.accelerate.model_copy(update={"torch_compile": True})})
+    assert list(choose(compiled, 1425 * MIB, Model().count).lines) == ["gradient_checkpointing"]
+    assert choose(compiled, 600 * MIB, Model().count).plan.over(600 * MIB)
+
+
+def test_what_is_proposed_takes_something_off_a_phase_that_does_not_fit(tmp_path: Path) -> None:
+    """Where the step alone is too much, nothing is done to the text encoder; where captions are, that comes first."""
+    config, model = config_of(tmp_path), Model()
+    plan = model.count(config)
+    (enough,) = remedies(config, plan, 960 * MIB, model.count)
+    assert list(enough.lines.values()) == ["gradient_checkpointing = true"]
+    every = [list(each.lines.values())[-1] for each in remedies(config, plan, 240 * MIB, model.count)]
+    assert every == [
+        "fp8_text_encoder = true", "gradient_checkpointing = true", "cpu_offload_checkpointing = true",
+        "fp8_scaled = true", "blocks_to_swap = 6", "blocks_to_swap = 9", "blocks_to_swap = 10", "blocks_to_swap = 11",
+    ]  # fmt: skip
+
+
+def test_running_out_of_memory_names_what_is_not_set_yet(tmp_path: Path) -> None:
+    assert advice(config_of(tmp_path)).startswith(
+        "set gradient_checkpointing = true, or lower batch_size or resolution"
+    )
+    less = advice(config_of(tmp_path, gradient_checkpointing=True, blocks_to_swap=2))
+    assert "set gradient_checkpointing" not in less
+    assert less.endswith("raise blocks_to_swap from 2")
+    assert "swap" not in advice(config_of(tmp_path), on_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"blocks_to_swap": 2}, 'blocks_to_swap: memory = "auto" chooses it'),
+        ({"gradient_checkpointing": True}, 'gradient_checkpointing: memory = "auto" chooses it'),
+        ({"memory_dry_run": False}, 'memory_dry_run: memory = "auto" counts a step'),
+        ({"shard": 2}, 'memory: "auto" tries the full model'),
+    ],
+)
+def test_what_contradicts_the_choice_is_refused(settings: dict[str, object], said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        config_of(tmp_path, memory="auto", **settings)
