@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from library.training.memory.estimator import StepOptions, estimate, model_memory, shape_of
 
 from library.accelerator import require_deepspeed
 from library.config import load_config
 from library.config.rules import find_conflicts
 from library.config.schema import ParallelConfig, TrainConfig
 from library.errors import UserError
+from library.training.memory.formula import StepOptions, model_numbers, shape_of, step_parts
 from tests.layouts import GRADIENTS, assert_same_metrics, chat_one, lines, train_one
 from tests.layouts import SETTINGS as LAYOUT_SETTINGS
 from tests.runs import arguments, largest_difference, lora, run, write_dataset
@@ -128,13 +128,13 @@ def test_gradients_of_the_first_step_are_one_processs(runs: Path, stage: int) ->
 @pytest.mark.parametrize("stage", STAGES)
 def test_each_process_holds_what_was_estimated(runs: Path, base: Path, stage: int) -> None:
     weights, optimizer = json.loads((runs / f"weighed{stage}.json").read_text())
-    whole = model_memory(shape_of(str(base)), 16, 24, 4)
-    parts = estimate(whole, ParallelConfig(dp=2, zero=stage), StepOptions())
-    assert optimizer == pytest.approx(parts.optimizer, rel=2e-3)  # a step counter, and what makes the parts even
+    whole = model_numbers(shape_of(str(base)), 16, 24, 4)
+    parts = step_parts(whole, StepOptions(), ParallelConfig(dp=2, zero=stage))
+    assert optimizer == pytest.approx(parts["optimizer"], rel=2e-3)  # a step counter, and what makes the parts even
     if stage < 3:
-        assert weights == parts.weights
+        assert weights == parts["weights"]
     else:  # what is as small as a LoRA stays whole beside the part; most of this base's layers are not
-        assert parts.weights < weights < 1.5 * parts.weights
+        assert parts["weights"] < weights < 1.5 * parts["weights"]
 
 
 @on_two_processes
