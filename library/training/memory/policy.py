@@ -214,9 +214,9 @@ def advice(config: TrainConfig, on_cpu: bool = False) -> str:
     changes = [each for each in _SETTINGS if "step" in each.phases and not (each.on_host and on_cpu)]
     lines = [f"set {each}" for each in changes if each.put_into(config) != config]
     if not config.training.gradient_checkpointing:
-        lines[1:1] = ["lower batch_size or resolution"]
+        lines[1:1] = ["lower batch_size (train_batch_size) or resolution"]
     else:
-        lines[:0] = ["lower batch_size or resolution"]
+        lines[:0] = ["lower batch_size (train_batch_size) or resolution"]
     swapped = config.training.blocks_to_swap
     swapping = [] if on_cpu else [f"raise blocks_to_swap from {swapped}" if swapped else "set blocks_to_swap"]
     return ", or ".join([*lines[: 4 - len(swapping)], *swapping])

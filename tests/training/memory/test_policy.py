@@ -88,7 +88,7 @@ def test_what_is_proposed_takes_something_off_a_phase_that_does_not_fit(tmp_path
 
 def test_running_out_of_memory_names_what_is_not_set_yet(tmp_path: Path) -> None:
     assert advice(config_of(tmp_path)).startswith(
-        "set gradient_checkpointing = true, or lower batch_size or resolution"
+        "set gradient_checkpointing = true, or lower batch_size (train_batch_size) or resolution"
     )
     less = advice(config_of(tmp_path, gradient_checkpointing=True, blocks_to_swap=2))
     assert "set gradient_checkpointing" not in less
