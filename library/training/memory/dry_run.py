@@ -46,6 +46,7 @@ from library.models.family import Family
 from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
 from library.randomness import generator
+from library.training.engine import Engine
 from library.training.memory.block_swap import swappable
 from library.training.memory.budget import available_bytes, in_words
 from library.training.memory.dummy_checkpoint import with_dummies
@@ -77,13 +78,16 @@ class ImageTask(Protocol):
     transformer: nn.Module
     models: list[nn.Module]
     optimizer: Any
+    lr_schedule: Any
+    average: Any
 
     def open(self) -> None: ...
     def read(self) -> None: ...
     def load_networks(self) -> None: ...
     def wrap_networks(self) -> None: ...
     def parameters(self) -> list[nn.Parameter]: ...
-    def forward_backward(self, batch: Batch, step: int) -> Any: ...
+    def after_update(self) -> None: ...
+    def forward_backward(self, batch: Batch, step: int, checked: Callable[[Tensor], Tensor]) -> Any: ...
     def clip_gradients(self, step: int) -> Any: ...
 
 
@@ -211,9 +215,12 @@ def _trace_run(task: ImageTask, trace: MemoryTrace, folder: Path) -> None:
     for parameter in task.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: trace.relabel([p.grad], "gradients"))
     batch = _noise(task, text)
+    engine = Engine(
+        task.accelerator, task.optimizer, task.lr_schedule, task.parameters(), task.average, task.after_update
+    )
     for step, name in enumerate(("first step", "step")):
         with _phase(trace, name):
-            _take_step(task, batch, step)
+            _take_step(task, engine, batch, step)
         states = (value for state in task.optimizer.state.values() for value in state.values())
         trace.relabel([value for value in states if isinstance(value, Tensor)], "optimizer")
     if task.prompts:
@@ -226,14 +233,13 @@ def _trace_run(task: ImageTask, trace: MemoryTrace, folder: Path) -> None:
             )
 
 
-def _take_step(task: ImageTask, batch: Batch, step: int) -> None:
+def _take_step(task: ImageTask, engine: Engine, batch: Batch, step: int) -> None:
     """Take a step as the trainer does, of two batches where gradients are accumulated."""
     batch = batch.to(task.accelerator.device)
     for _ in range(min(2, task.accelerator.gradient_accumulation_steps)):
-        task.forward_backward(batch, step)
-    task.clip_gradients(step)
-    task.optimizer.step()
-    task.optimizer.zero_grad()
+        task.forward_backward(batch, step, engine.nan_if_bad)
+    engine.update(task.clip_gradients(step))
+    engine.settle()
 
 
 @contextmanager
