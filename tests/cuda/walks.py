@@ -143,7 +143,7 @@ def _with_file(folder: Path, model_type: str, file: str, flags: Sequence[str]) -
 
 def _watch(trace: MemoryTrace, copies: list[str]) -> None:
     """Name steps in the walk; after each forward pass look for what holds a quantised weight in high precision."""
-    own_batch, own_loss = trainer_module.Trainer._batch, FlowStep.loss
+    own_batch, own_loss = trainer_module.Trainer._forward_backward, FlowStep.loss
 
     def batch(self: Any, *arguments: Any) -> Any:
         trace.phase = f"step {self.position.step + 1}"
@@ -158,7 +158,7 @@ def _watch(trace: MemoryTrace, copies: list[str]) -> None:
                 copies.append(f"{each.operation} {each.shape}")
         return found
 
-    trainer_module.Trainer._batch, FlowStep.loss = batch, loss  # type: ignore[method-assign]
+    trainer_module.Trainer._forward_backward, FlowStep.loss = batch, loss  # type: ignore[method-assign]
 
 
 def _item() -> None:
