@@ -29,12 +29,12 @@ from library.config.model_types import IMAGE_MODELS
 from library.config.schema import NetworkConfig, ParallelConfig
 from library.errors import UserError, did_you_mean
 from library.models.family import split_plan
+from library.models.family_by_name import family_class
 from library.models.files import transformer_of
 from library.models.hub import find_model, pipeline_index
 from library.models.llm.files import open_lm
 from library.models.llm.model import TransformerLM, lm_split_plan, separate_projections
 from library.models.llm.spec import PRESETS, LMConfig
-from library.models.family_by_name import family_class
 from library.models.registry import lora_targets
 from library.precision.recipe import Recipe
 from library.training.memory.block_swap import most_swapped, replace_tensors
