@@ -3,8 +3,8 @@
     python bench/distilled.py --json distilled.json
     python bench/distilled.py --seeds 1 --images 8            # a quick look
 
-For each training seed a LoRA is trained on the base, as ``configs/demo.toml`` says in fewer steps. Its effect on the
-base is what the student is to show: velocities at the student's four noise levels, and finished pictures, of images
+For each training seed a LoRA is trained on the base with ``configs/demo.toml`` in fewer steps. Its effect on the base
+is what the student is to show: velocities at the student's four noise levels, and finished images, of scenes
 painted from seeds that no training has seen. Remedies are trained on others. *wrong* is what is missing or wrong of the
 effect on the velocity, over the effect. Captions have 32 tokens, as where the student was made.
 """
@@ -34,58 +34,25 @@ from networks.files.adapters import load_lora
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL, DIFFERENCE = ROOT / "assets" / "tiny-flux", ROOT / "assets" / "tiny-flux-turbo.safetensors"
-DEMO = ROOT / "assets" / "demo_dataset"
 TRAINING_IMAGES, STEPS, BASE_STEPS, GUIDANCE = 32, 4, 20, 3.5
 TOKENS, LORA_STEPS, TEACHER_STEPS, TEACHER_RATE = 32, 250, 100, 3e-4
 
 
 def measure_seed(seed: int, held_out: Path, images: int, training: Path, turbo: Path, folder: Path) -> dict[str, Any]:
     """Train a LoRA with ``seed``; return case -> its row, and the equal strength under that name."""
-    lora = folder / "lora.safetensors"
+    lora, workers = folder / "lora.safetensors", {"max_data_loader_n_workers": 0, "t5xxl_max_token_length": TOKENS}
     run(
         "train_lora.py",
-        "--pretrained_model_name_or_path",
-        MODEL,
-        "--seed",
-        seed,
-        "--dataset_config",
-        DEMO / "dataset.toml",
-        "--preserve",
-        "prior",
-        "--preserve_prompts",
-        DEMO / "preserve.txt",
-        "--general_prompts",
-        "none",
-        "--network_dim",
-        16,
-        "--network_alpha",
-        16,
-        "--optimizer_type",
-        "AdamW",
-        "--learning_rate",
-        2e-3,
-        "--lr_scheduler",
-        "cosine",
-        "--lr_warmup_steps",
-        20,
-        "--lr_scheduler_min_lr_ratio",
-        0.1,
-        "--timestep_sampling",
-        "shift",
-        "--discrete_flow_shift",
-        1.6,
-        "--max_train_steps",
-        LORA_STEPS,
-        "--t5xxl_max_token_length",
-        TOKENS,
-        "--max_data_loader_n_workers",
-        0,
-        "--output_dir",
-        folder,
-        "--output_name",
-        "lora",
-        "--cache_directory",
-        folder / "cache",
+        "--no-sample_at_first",
+        "--no-sample_at_end",
+        config_file="configs/demo.toml",
+        seed=seed,
+        general_prompts="none",
+        max_train_steps=LORA_STEPS,
+        output_dir=folder,
+        output_name="lora",
+        cache_directory=folder / "cache",
+        **workers,
     )
     config = ModelConfig(pretrained_model_name_or_path=str(MODEL), t5xxl_max_token_length=TOKENS)
     models = Models(config, DeployedWeights("the student", turbo, None), {}, torch.float32, torch.device("cpu"))
@@ -109,38 +76,22 @@ def measure_seed(seed: int, held_out: Path, images: int, training: Path, turbo: 
         output = folder / name.rpartition(" ")[2]
         run(
             "train_lora.py",
-            "--pretrained_model_name_or_path",
-            turbo,
-            "--distill_from",
-            MODEL,
-            *flags,
-            "--distill_lora",
-            lora,
-            "--network_weights",
-            lora,
             "--dim_from_weights",
-            "--dataset_config",
-            training,
-            "--guidance_scale",
-            GUIDANCE,
-            "--max_train_steps",
-            TEACHER_STEPS,
-            "--learning_rate",
-            TEACHER_RATE,
-            "--lr_scheduler",
-            "cosine",
-            "--seed",
-            seed,
-            "--output_dir",
-            output,
-            "--output_name",
-            "taught",
-            "--cache_directory",
-            folder / "cache_training",
-            "--max_data_loader_n_workers",
-            0,
-            "--t5xxl_max_token_length",
-            TOKENS,
+            *flags,
+            pretrained_model_name_or_path=turbo,
+            distill_from=MODEL,
+            distill_lora=lora,
+            network_weights=lora,
+            dataset_config=training,
+            guidance_scale=GUIDANCE,
+            max_train_steps=TEACHER_STEPS,
+            learning_rate=TEACHER_RATE,
+            lr_scheduler="cosine",
+            seed=seed,
+            output_dir=output,
+            output_name="taught",
+            cache_directory=folder / "cache_training",
+            **workers,
         )
         rows[name] = with_lora(output / "taught.safetensors")
     return rows

@@ -66,16 +66,19 @@ def paint(folder: Path, count: int, seed: int, subset: str = "inpaint_mask_varia
     return path
 
 
-def run(*words: object) -> None:
-    """Run a command of this repository."""
-    command = [sys.executable, *map(str, words)]
-    subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, check=True)
+def run(script: str, *words: object, **options: object) -> None:
+    """Run a script of this repository with ``words``, then each of ``options`` as a flag; True is a flag alone."""
+    for name, value in options.items():
+        words += (f"--{name}",) if value is True else (f"--{name}", value)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, script, *map(str, words)]
+    subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=True)
 
 
 def train_lora(seed: int, folder: Path) -> Path:
     """Train the demo's LoRA with ``seed`` in ``folder``; return its file."""
-    training = ["--config_file", "configs/demo_fp8.toml", "--seed", seed, "--output_dir", folder]
-    run("train_lora.py", *training, "--output_name", "lora", "--cache_directory", folder / "cache")
+    training = {"config_file": "configs/demo_fp8.toml", "seed": seed, "cache_directory": folder / "cache"}
+    run("train_lora.py", **training, output_dir=folder, output_name="lora")
     return folder / "lora.safetensors"
 
 
@@ -86,27 +89,19 @@ def calibration_options(dataset: Path, images: int, cache: Path) -> CalibrationO
 
 def merge_compensated(lora: Path, precision: str, fitted: CalibrationOptions, target: Path) -> DeployedWeights:
     """Merge ``lora`` from the 16-bit model into ``precision``, rounded by what the images of ``fitted`` show."""
-    data = ["--dataset_config", fitted.dataset_config, "--cache_directory", fitted.cache_directory]
     run(
         "tools/merge_lora.py",
-        "--model",
-        MODEL,
-        "--model_type",
-        "flux_fill",
-        "--lora",
-        lora,
-        "--save_to",
-        target,
-        "--save_precision",
-        precision,
-        "--rounding",
-        "compensated",
         "--transformer_only",
-        "--guidance_scale",
-        GUIDANCE,
-        "--calibration_images",
-        fitted.images,
-        *data,
+        model=MODEL,
+        model_type="flux_fill",
+        lora=lora,
+        save_to=target,
+        save_precision=precision,
+        rounding="compensated",
+        guidance_scale=GUIDANCE,
+        calibration_images=fitted.images,
+        dataset_config=fitted.dataset_config,
+        cache_directory=fitted.cache_directory,
     )
     return DeployedWeights(str(target), target, None, merged=True)
 

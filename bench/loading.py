@@ -129,18 +129,6 @@ def measure(cases: Callable[[Path], Cases], case: str, folder: Path) -> dict:
     }
 
 
-def flux_ratios(rows: list[dict]) -> dict[str, float]:
-    """Return the worst of ours over the model's size, and ours over the others."""
-    by_case = {row["case"]: row["peak_over_model"] for row in rows}
-    ours = [peak for case, peak in by_case.items() if case.startswith("tandem")]
-    return {
-        "peak_over_model": max(ours),
-        "peak_over_diffusers_folder": round(by_case["tandem folder"] / by_case["diffusers folder"], 3),
-        "peak_over_diffusers_single_file": round(by_case["tandem single file"] / by_case["diffusers single file"], 3),
-        "peak_over_plain_loading": round(by_case["tandem single file"] / by_case["plain single file"], 3),
-    }
-
-
 _LLAMA = llama(2048, 6, 32, 8, 8192, vocab_size=32000, context=4096)  # of Llama 3.2 1B's width, 1 GB in bf16
 
 
@@ -213,20 +201,6 @@ def llm_cases(folder: Path) -> Cases:
     }
 
 
-def llm_ratios(rows: list[dict]) -> dict[str, float]:
-    """Return the worst of ours over the model's size (fp8: over the file's), and over the naive way."""
-    peak = {row["case"]: row["peak_over_model"] for row in rows}
-    size = next(row["model_bytes"] for row in rows if row["case"] == "tandem")
-    high = [peak[case] for case in ("tandem", "tandem sharded", "tandem Meta's file")]
-    fp8 = next(row["peak_bytes"] for row in rows if row["case"] == "tandem fp8")
-    return {
-        "peak_over_file": max(high),
-        "fp8_peak_over_bf16_file": round(fp8 / size, 3),
-        "peak_over_naive": round(peak["tandem"] / peak["naive"], 3),
-        "peak_over_transformers": round(peak["tandem"] / peak["transformers"], 3),
-    }
-
-
 @exit_on_user_error
 def main() -> None:
     """Run every case and print the table."""
@@ -234,7 +208,7 @@ def main() -> None:
     parser.add_argument("--model", choices=("flux", "llm"), default="flux", help="what is loaded")
     parser.add_argument("--single-blocks", type=int, default=2, help="blocks of 0.28 GB to add")
     options = parser.parse_args()
-    cases, ratios = (llm_cases, llm_ratios) if options.model == "llm" else (flux_cases, flux_ratios)
+    cases = llm_cases if options.model == "llm" else flux_cases
     sizes = {"model_bytes": "13,", "peak_bytes": "13,", "peak_over_model": "15.2f", "anonymous_over_model": "20.2f"}
     table = Table({"case": "<37", **sizes, "seconds": "8.2f"})
     with tempfile.TemporaryDirectory(prefix="tandem-loading-") as temporary:
@@ -245,7 +219,7 @@ def main() -> None:
             write_flux(folder, Sizes(blocks=(1, options.single_blocks)))
         for case in cases(folder):
             table.add(run_alone(measure, cases, case, folder))
-    finish(table.rows, ratios(table.rows), options.json)
+    finish(table.rows, {}, options.json)
 
 
 if __name__ == "__main__":

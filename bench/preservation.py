@@ -15,15 +15,12 @@ their own, of what lies inside, and are compared with each other.
 from __future__ import annotations
 
 import json
-import multiprocessing
-import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -33,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 from PIL import Image
 
-from bench.fp8_parity import run as command
+from bench.fp8_parity import run
 from bench.measure import Table, benchmark_parser, finish
 from dev.tiny_models.painting import Pixels, coverage, paint, paint_shape, to_image
 from dev.tiny_models.scenes import background, paint_zorbo
@@ -41,31 +38,21 @@ from dev.tiny_models.scenes import background, paint_zorbo
 ROOT = Path(__file__).resolve().parent.parent
 MODEL, DEMO = ROOT / "assets" / "tiny-flux", ROOT / "assets" / "demo_dataset"
 IMAGES, STEPS, EVERY, BATCH = 16, 100, 50, 2
-FLAGS = (
-    "--network_dim",
-    16,
-    "--network_alpha",
-    16,
-    "--learning_rate",
-    2e-3,
-    "--lr_scheduler",
-    "constant_with_warmup",
-    "--lr_warmup_steps",
-    20,
-    "--timestep_sampling",
-    "shift",
-    "--discrete_flow_shift",
-    1.6,
-    "--max_train_steps",
-    STEPS,
-    "--validate_every_n_steps",
-    EVERY,
-    "--general_prompts",
-    DEMO / "general.txt",
-    "--max_data_loader_n_workers",
-    0,
-    "--no-sample_at_end",
-)
+FLAGS = {
+    "pretrained_model_name_or_path": MODEL,
+    "network_dim": 16,
+    "network_alpha": 16,
+    "learning_rate": 2e-3,
+    "lr_scheduler": "constant_with_warmup",
+    "lr_warmup_steps": 20,
+    "timestep_sampling": "shift",
+    "discrete_flow_shift": 1.6,
+    "max_train_steps": STEPS,
+    "validate_every_n_steps": EVERY,
+    "general_prompts": DEMO / "general.txt",
+    "max_data_loader_n_workers": 0,
+    "no-sample_at_end": True,
+}
 
 
 def paint_mup(image: Pixels, centre: tuple[float, float], radius: float) -> None:
@@ -123,19 +110,20 @@ def write_dataset(folder: Path, name: str) -> None:
 
 
 PLAIN, MASKED = "none", "masked loss"  # with what the others are compared
-PAINTED = ("--preserve", "prior", "--preserve_prompts", DEMO / "preserve.txt")
+PAINTED = {"preserve": "prior", "preserve_prompts": DEMO / "preserve.txt"}
 
 
-def ways(word: str) -> dict[str, tuple[str, tuple[object, ...]]]:
-    """Return way -> dataset TOML and flags; ``word`` is what the subject's class is called."""
-    shared = ("--preserve_share", 0.4, "--prior_loss_weight", 2)
+def ways(word: str) -> dict[str, tuple[str, dict[str, object]]]:
+    """Return way -> dataset TOML and options; ``word`` is what the subject's class is called."""
+    shared = {"preserve_share": 0.4, "prior_loss_weight": 2}
+    outside = {"masked_loss": True, "preserve": "prior", "preserve_outside_mask": True}
     return {
-        PLAIN: ("plain", ()),
-        "regularisation images": ("regularised", ()),
-        "prior": ("plain", (*PAINTED, *shared)),
-        "class word": ("plain", ("--preserve", "prior", "--preserve_class", word, *shared)),
-        MASKED: ("masked", ("--masked_loss",)),
-        "masked, prior outside": ("masked", ("--preserve", "prior", "--preserve_outside_mask", "--masked_loss")),
+        PLAIN: ("plain", {}),
+        "regularisation images": ("regularised", {}),
+        "prior": ("plain", PAINTED | shared),
+        "class word": ("plain", {"preserve": "prior", "preserve_class": word} | shared),
+        MASKED: ("masked", {"masked_loss": True}),
+        "masked, prior outside": ("masked", outside),
     }
 
 
@@ -157,36 +145,12 @@ class Curve:
         return values[-1]
 
 
-def run(folder: Path, name: str, way: str, seed: int) -> Curve:
+def train(folder: Path, name: str, way: str, seed: int) -> Curve:
     """Train one LoRA; return how its validations went."""
-    from accelerate.state import AcceleratorState
-
-    from library.config import load_config
-    from train_lora import train
-
-    dataset, flags = ways(SUBJECTS[name][2])[way]
-    output = folder / "runs" / f"{name}-{way}-{seed}"
-    arguments = (
-        "--pretrained_model_name_or_path",
-        MODEL,
-        "--dataset_config",
-        folder / name / f"{dataset}.toml",
-        *FLAGS,
-        *flags,
-        "--cache_directory",
-        folder / "cache",
-        "--output_dir",
-        output,
-        "--seed",
-        seed,
-    )
-    AcceleratorState._reset_state(reset_partial_state=True)
-    with open(os.devnull, "w") as nothing:
-        kept, sys.stdout = sys.stdout, nothing
-        try:
-            train(load_config(list(map(str, arguments))))
-        finally:
-            sys.stdout = kept
+    dataset, options = ways(SUBJECTS[name][2])[way]
+    data, output = folder / name / f"{dataset}.toml", folder / "runs" / f"{name}-{way}-{seed}"
+    own = FLAGS | options | {"dataset_config": data, "cache_directory": folder / "cache"}
+    run("train_lora.py", **own, output_dir=output, seed=seed)
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
     per_step = {line["step"]: line["s_per_it"] for line in lines if "loss" in line}
     found = [line for line in lines if "val_loss" in line]
@@ -233,34 +197,21 @@ def main() -> None:
     parser = benchmark_parser(__doc__)
     parser.add_argument("--seeds", type=int, default=3, help="training seeds (default: %(default)s)")
     parser.add_argument("--subjects", nargs="+", choices=SUBJECTS, default=list(SUBJECTS))
-    parser.add_argument("--jobs", type=int, default=2, help="runs side by side, a thread each (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="runs side by side, a core each (default: %(default)s)")
     options = parser.parse_args()
-    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for name in options.subjects:
             write_dataset(folder / name, name)
         begun = time.perf_counter()
-        command(
-            "tools/paint_regularisation.py",
-            "--pretrained_model_name_or_path",
-            MODEL,
-            "--dataset_config",
-            folder / options.subjects[0] / "plain.toml",
-            *FLAGS,
-            *PAINTED,
-            "--cache_directory",
-            folder / "cache",
-            "--save_to",
-            folder / "kept",
-        )
+        data = folder / options.subjects[0] / "plain.toml"
+        own = FLAGS | PAINTED | {"dataset_config": data, "cache_directory": folder / "cache"}
+        run("tools/paint_regularisation.py", **own, save_to=folder / "kept")
         painted = time.perf_counter() - begun
         names = list(ways("circle"))
         cases = [(name, seed) for name in options.subjects for seed in range(1, options.seeds + 1)]
-        with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
-            waiting = {
-                (w, case): pool.submit(partial(run, folder, case[0], w, case[1])) for case in cases for w in names
-            }
+        with ThreadPoolExecutor(options.jobs) as pool:  # each waits for a process of its own
+            waiting = {(w, case): pool.submit(train, folder, case[0], w, case[1]) for case in cases for w in names}
             found = {way: {case: waiting[way, case].result() for case in cases} for way in names}
     table = Table(COLUMNS)
     for row in rows_of(found):

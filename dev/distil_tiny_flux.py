@@ -16,21 +16,21 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import math
 import shutil
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from dev.tiny_models.fill import text_to_image_of
 from dev.tiny_models.latent_pool import Captions, tokenize
+from dev.tiny_models.loop import Training, load_state, train
 from dev.tiny_models.scenes import random_scene
 from dev.tiny_models.training import forward_context
 from dev.tiny_models.transformer import LATENT_CHANNELS, TIME_SHIFT, TextToImage, load_pipeline
@@ -43,7 +43,7 @@ from networks.options import NetworkOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL, DIFFERENCE = ROOT / "assets/tiny-flux", ROOT / "assets/tiny-flux-turbo.safetensors"
-MERGED = ROOT / "output/tiny-flux-turbo"
+MERGED, STATE = ROOT / "output/tiny-flux-turbo", ROOT / "output/tiny-flux-training/turbo.pt"
 STEPS, FINER = 4, 5  # large steps, and the teacher's small ones in each
 GUIDANCE = 3.5  # of the teacher; the student is given it, too
 RANK, SIDE, BATCH = 32, 16, 32  # SIDE: of the latents
@@ -86,38 +86,25 @@ def distil(paths: int, steps: int, rate: float, seed: int) -> AdapterNetwork:
     """Train the student's difference on ``paths`` of the teacher."""
     model, fine = load(), sigmas_of(STEPS * FINER)
     noise, captions = draw(paths, seed)
-    begun = time.monotonic()
-    pool: list[Tensor] = []  # [STEPS + 1, B, 16, h, w] each
-    for rows in torch.arange(paths).split(64):
-        pool.append(torch.stack(path(model, noise[rows], captions[rows], fine)[::FINER]))
-        print(f"{len(pool) * 64} paths, {time.monotonic() - begun:.0f} s", flush=True)
-    states = torch.cat(pool, dim=1)
+    some = tqdm(torch.arange(paths).split(64), "the teacher's paths")
+    pool = [torch.stack(path(model, noise[rows], captions[rows], fine)[::FINER]) for rows in some]
+    states = torch.cat(pool, dim=1)  # [STEPS + 1, N, 16, h, w]
     levels = torch.tensor(fine[::FINER])
     network = inject_adapter(model.transformer, NetworkOptions(dim=RANK, alpha=RANK), FLUX_TARGETS, seed)
-    optimizer = torch.optim.AdamW(network.parameters(), lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
-    average = [parameter.detach().clone() for parameter in network.parameters()]
-    draws = torch.Generator().manual_seed(seed)
-    smooth = 0.0
-    for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = rate * min(1.0, (step + 1) / 30) * (0.02 + 0.98 * (1 + math.cos(math.pi * step / steps)) / 2)
-        rows = torch.randint(paths, (BATCH,), generator=draws)
+    trained = nn.ParameterList(network.parameters())
+    optimizer = torch.optim.AdamW(trained, lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
+
+    def losses_of(step: int) -> dict[str, Tensor]:
+        rows = torch.randint(paths, (BATCH,), generator=torch.Generator().manual_seed(seed * 1_000_003 + step))
         windows = torch.arange(BATCH) % STEPS
         now, following = levels[windows], levels[windows + 1]
         start, end = states[windows, rows], states[windows + 1, rows]
         target = (end - start) / (following - now).view(-1, 1, 1, 1)
-        loss = (velocity(model, start, now, captions[rows]) - target).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        for kept, parameter in zip(average, network.parameters(), strict=True):
-            kept.lerp_(parameter.detach(), 1 - min(0.99, (1 + step) / (10 + step)))
-        smooth = loss.item() if step == 0 else 0.95 * smooth + 0.05 * loss.item()
-        if step % 50 == 49:
-            print(f"step {step + 1}: loss {smooth:.4f}, {time.monotonic() - begun:.0f} s", flush=True)
-    with torch.no_grad():
-        for kept, parameter in zip(average, network.parameters(), strict=True):
-            parameter.copy_(kept)
+        return {"loss": (velocity(model, start, now, captions[rows]) - target).square().mean()}
+
+    training = Training(steps, BATCH, warmup=30, average_decay=0.99, seed=seed)
+    train("distil", trained, [optimizer], losses_of, training, STATE, resume=False)
+    trained.load_state_dict(load_state(STATE)["average"])
     return network
 
 

@@ -42,7 +42,6 @@ from torch import Tensor
 
 from bench.fp8_parity import MODEL, ROOT
 from bench.measure import Table, benchmark_parser, finish
-from library.files import write_text
 from tests.fidelity.planted_faults import (
     CLEAN,
     DEQUANTIZED,
@@ -514,23 +513,6 @@ def ratios_of(rows: Sequence[dict[str, Any]]) -> dict[str, float]:
     return found
 
 
-def markdown(rows: Sequence[dict[str, Any]], place: Path) -> str:
-    """Return the table of docs/benchmarks.md."""
-    lines = ["| planted | judged | the verdict's first cause |", "|---|---|---|"]
-    for section, title in {"listed": "listed", "further": "not listed", "clean": "nothing"}.items():
-        lines.append(f"| **{title}** | | |")
-        for row in rows:
-            if row["section"] == section:
-                said = re.sub(rf"{re.escape(str(place))}/(tmp\w+/)?", "", row["says"]).replace("|", "/")
-                lines.append(f"| {row['fault'].removeprefix('clean: ')} | {row['judged']} | {shortened(said)} |")
-    return "\n".join(lines) + "\n"
-
-
-def shortened(text: str, most: int = 150) -> str:
-    """Return the beginning of ``text``, to the end of a word."""
-    return text if len(text) <= most else f"{text[:most].rsplit(' ', 1)[0]} ..."
-
-
 def main() -> None:
     """Prepare, plant, ask, print, write."""
     parser = benchmark_parser(__doc__)
@@ -539,7 +521,6 @@ def main() -> None:
     parser.add_argument(
         "--place", type=Path, metavar="DIR", help="keep LoRA, clean files and caches here, or find them"
     )
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the table of docs/benchmarks.md here")
     parser.add_argument("--verbose", action="store_true", help="print all that each verdict says")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -558,8 +539,6 @@ def main() -> None:
             table.add(row)
             if options.verbose:
                 print(row.get("words", ""))
-        if options.markdown:
-            write_text(options.markdown, markdown(table.rows, place))
         found = ratios_of(table.rows) | ({} if options.only else time_reports(place))
     finish(table.rows, found, options.json)
 
