@@ -21,8 +21,9 @@ from library.fidelity.border import STEP_8BIT, judge_border
 from library.fidelity.causes import Finding
 from library.fidelity.comparison import Comparison
 from library.fidelity.differences import Differences, mask_in_pixels
+from library.fidelity.figures import attribution_bars, border_intervals, layer_errors, picture_rows
 from library.fidelity.layers import ActivationSizes, LayerRow
-from library.fidelity.page import attribution_bars, border_intervals, layer_errors, picture_rows, write_report
+from library.fidelity.page import write_report
 from library.fidelity.report import Report
 from library.fidelity.runs import EvalSet, Outcome
 from library.fidelity.tensors import TensorRow

@@ -143,7 +143,7 @@ def test_smoothing_in_its_middle_is_the_trainers_own_average(tmp_path: Path) -> 
 
 def test_how_a_run_ended_is_told_from_its_files(tmp_path: Path) -> None:
     from library.web.access import AllowedRoots
-    from library.web.run import RunStatus, look
+    from library.web.run import RunStatus, run_status
     from library.web.runs import all_runs
     from library.web.site import Site
 
@@ -179,11 +179,11 @@ def test_how_a_run_ended_is_told_from_its_files(tmp_path: Path) -> None:
     log = tmp_path / "job/log.txt"
     log.parent.mkdir()
     job = Job("x", "train", "x", (), True, str(run), 1.0, "", log.parent, began=1.0, state="lost")  # nobody saw its end
-    assert look(site, run, job).state == "done"
+    assert run_status(site, run, job).state == "done"
     (run / "x.safetensors").unlink()
-    assert look(site, run, job).state == "stopped"
+    assert run_status(site, run, job).state == "stopped"
     log.write_text("error: no room\n")
-    failed = look(site, run, replace(job, id="y"))
+    failed = run_status(site, run, replace(job, id="y"))
     assert (failed.state, failed.error) == ("lost", "error: no room")
     for name, head in (("first", "# Tandem suggests this."), ("begun", "# Tandem 0.1.0: the settings of this run")):
         (tmp_path / "output" / name).mkdir()  # a suggestion is no run; what a trainer began with is

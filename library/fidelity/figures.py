@@ -1,0 +1,252 @@
+"""The report's figures: errors as curves and bars, and images beside each other with their differences.
+
+A figure is made of what was measured, or not at all. All maps of differences share one scale, which never ends below
+``LEAST_RANGE`` 8-bit steps, so that what nobody can see does not look like a fire.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+from torch import Tensor
+
+from library.fidelity.border import RING, STEP_8BIT, WORDS, Border
+from library.fidelity.causes import CAUSES
+from library.fidelity.differences import Differences
+from library.fidelity.layers import LayerRow
+from library.fidelity.runs import EvalSet, Outcome
+from library.fidelity.server_image import ServerResult
+from library.fidelity.verdict import Attribution
+from library.precision.parity.seam import border_distance
+
+LEAST_RANGE = 16  # 8-bit steps of the whole scale of differences
+ZOOM = 64  # pixels of the picture in a view of the border
+_IMAGES_SHOWN = 4
+_REGIONS = {"all": "#222222", "filled": "#1f77b4", "known": "#7f7f7f", "ring": "#d62728"}
+
+
+def error_by_sigma(named: Mapping[str, Differences]) -> Figure:
+    """Relative velocity error against the noise level, a panel for each of ``named``, a line for each region."""
+    figure = Figure(figsize=(1.2 + 3.4 * len(named), 3.2), layout="constrained")
+    axes = figure.subplots(1, len(named), sharey=True, squeeze=False)[0]
+    for axis, (title, differences) in zip(axes, named.items(), strict=True):
+        sigmas = sorted(differences.velocity_by_sigma)
+        for region, colour in _REGIONS.items():
+            values = [100 * differences.velocity_by_sigma[sigma].get(region, math.nan) for sigma in sigmas]
+            if not all(map(math.isnan, values)):
+                axis.plot(sigmas, values, marker="o", color=colour, label=region)
+        axis.set(xlabel="noise level σ", title=title)
+    axes[0].set_ylabel("velocity error, % of its size")
+    axes[0].set_ylim(bottom=0)
+    _legend(figure, axes[0])
+    return figure
+
+
+def error_over_steps(named: Mapping[str, Differences]) -> Figure:
+    """Relative error of the latents after every step of a sampling run."""
+    figure, axis = _plot(6.4, 3.2, "sampling step", "latents' error, % of their size")
+    for title, differences in named.items():
+        values = [100 * value for value in differences.latents_by_step]
+        axis.plot(range(1, len(values) + 1), values, marker=".", label=title)
+    axis.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axis.set_ylim(bottom=0)
+    _legend(figure, axis)
+    return figure
+
+
+def border_intervals(border: Border) -> Figure:
+    """Each figure of the border over white noise's: mean and interval over images, every image, and the limit."""
+    names = [WORDS[each.name] for each in border.figures]
+    figure, axis = _plot(8, 2.9, "times what white noise of the same size gives", "")
+    for place, each in enumerate(border.figures):
+        colour = "#d62728" if each.decides else "#1f77b4"
+        axis.plot(each.by_image, [place] * len(each.by_image), ".", color="#aaaaaa", label="" if place else "an image")
+        axis.plot(
+            [each.low, each.high], [place, place], color=colour, linewidth=2.5, label="" if place else "95 % interval"
+        )
+        axis.plot(each.times, place, "o", color=colour, label="" if place else "mean")
+        axis.plot(each.limit, place, "|", color="#222222", markersize=20, label="" if place else "limit")
+    axis.axvline(1, color="#999999", linewidth=0.8)
+    axis.set_yticks(range(len(names)), names)
+    axis.set_ylim(len(names) - 0.5, -0.5)
+    axis.set_xscale("log")
+    _plain_ticks(axis.xaxis)
+    _legend(figure, axis)
+    return figure
+
+
+def attribution_bars(full: Differences, attributions: Sequence[Attribution]) -> Figure:
+    """Each cause alone, and the deployment without it, by the error people see and by the border."""
+    figure = Figure(figsize=(9, 1.3 + 0.45 * (len(attributions) + 1)), layout="constrained")
+    labels = ["all together", *(CAUSES[each.cause] for each in attributions)]
+    alone = [full, *(each.alone for each in attributions)]
+    without = [None, *(each.without for each in attributions)]
+    bars: list[tuple[str, float, str, Sequence[Differences | None]]] = [("alone", -0.18, "#1f77b4", alone)]
+    bars += [("all without it", 0.18, "#bbbbbb", without)] if any(without) else []
+    measures: dict[str, Callable[[Differences], float]] = {"error, %": lambda each: 100 * each.error}
+    if full.border:
+        label = "worst border figure, times white noise"
+        measures[label] = lambda each: each.border.worst.times if each.border else math.nan
+    axes = figure.subplots(1, len(measures), sharey=True, squeeze=False)[0]
+    for axis, (label, measure) in zip(axes, measures.items(), strict=True):
+        for name, shift, colour, of in bars:
+            widths = [math.nan if each is None else measure(each) for each in of]
+            axis.barh([place + shift for place in range(len(labels))], widths, 0.34, color=colour, label=name)
+        axis.set_xlabel(label)
+    if full.border:
+        axes[1].axvline(1, color="#222222", linewidth=0.8)
+    axes[0].set_yticks(range(len(labels)), labels)
+    axes[0].invert_yaxis()
+    _legend(figure, axes[0])
+    return figure
+
+
+def layer_errors(rows: Sequence[LayerRow]) -> Figure:
+    """Output error of every layer in the model's order, beside what its format must cost and the LoRA's effect."""
+    figure, axis = _plot(10, 3.4, "layer, in the model's order", "% of the layer's output")
+    places = range(1, len(rows) + 1)
+    errors = [100 * row.output_error or math.nan for row in rows]
+    axis.plot(places, errors, "o", color="#1f77b4", markersize=4, label="deployed")
+    expected = [100 * row.expected_output_error or math.nan for row in rows]
+    axis.plot(places, expected, "_", color="#222222", label="rounding to nearest")
+    effects = [100 * row.lora_effect if row.lora_effect else math.nan for row in rows]
+    if not all(map(math.isnan, effects)):
+        axis.plot(places, effects, "v", color="#ff7f0e", markersize=4, label="the LoRA's effect")
+    axis.set_yscale("log")
+    _plain_ticks(axis.yaxis)
+    axis.set_xlim(0, len(rows) + 1)
+    _legend(figure, axis)
+    return figure
+
+
+def _plot(width: float, height: float, xlabel: str, ylabel: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axis = figure.subplots()
+    axis.set(xlabel=xlabel, ylabel=ylabel)
+    return figure, axis
+
+
+def _legend(figure: Figure, axis: Axes) -> None:
+    """Put the legend of ``axis`` below the plots, where it covers nothing; one line needs none."""
+    handles, labels = axis.get_legend_handles_labels()
+    if len(handles) > 1:
+        figure.legend(
+            handles, labels, loc="outside lower center", ncols=int(figure.get_figwidth() // 1.8), frameon=False
+        )
+
+
+def _plain_ticks(axis: Axis) -> None:
+    """Write a logarithmic axis's numbers out: 0.5, 1, 2; not 5 x 10^-1."""
+    low, high = axis.get_data_interval()
+    subs = (1.0, 1.5, 2.0, 3.0, 5.0) if high < 8 * low else (1.0, 2.0, 5.0)
+    axis.set_major_locator(LogLocator(subs=subs, numticks=20))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def server_pictures(server: ServerResult) -> Figure | None:
+    """Return what a server painted beside the reference, and beside the description that comes nearest."""
+    others = {"the server": server.painted, f"nearest: {server.nearest.words}": server.nearest.images}
+    outcomes = {title: Outcome(images=list(images)) for title, images in others.items()}
+    return picture_rows(Outcome(images=list(server.reference.images)), outcomes, None)
+
+
+def picture_rows(reference: Outcome, others: Mapping[str, Outcome], eval_set: EvalSet | None) -> Figure | None:
+    """Return images side by side: the reference, then each of ``others`` with its difference; None without images.
+
+    A sample is a row, and where it has a mask a second: the ``ZOOM`` pixels along the border with the largest
+    difference of the first of ``others``. All differences share one scale; the border is the line in them.
+    """
+    count = min(_IMAGES_SHOWN, len(reference.images), *(len(other.images) for other in others.values()))
+    if not count:
+        return None
+    served = next(iter(others.values()))
+    reference = reference.cut_like(served)
+    others = {name: other if other.windows else other.cut_like(served) for name, other in others.items()}
+    masks = [eval_set.border_mask(number, served) if eval_set else None for number in range(count)]
+    largest = difference_range(reference, served)
+    rows: list[tuple[str, int, tuple[slice, slice]]] = []
+    for number in range(count):
+        rows.append((f"image {number + 1}", number, (slice(None), slice(None))))
+        if (mask := masks[number]) is not None:
+            steps = _steps(reference.images[number], served.images[number])
+            rows.append(("its border", number, _border_view(steps, mask)))
+    ratios = [height / width for height, width in (reference.images[n][0][view].shape for _, n, view in rows)]
+    titles = ["reference", *(title for name in others for title in (name, "difference"))]
+    figure = Figure(figsize=(2.2 * len(titles), 1.1 + 2.2 * sum(ratios)), layout="compressed")
+    axes = figure.subplots(len(rows), len(titles), squeeze=False, height_ratios=ratios)
+    for line, (label, number, view) in zip(axes, rows, strict=True):
+        ours, mask = reference.images[number], masks[number]
+        line[0].set_ylabel(label)
+        line[0].imshow(_pixels(ours)[view])
+        for own, other, beside in zip(line[1::2], others.values(), line[2::2], strict=True):
+            image = other.images[number]
+            own.imshow(_pixels(image)[view])
+            drawn = beside.imshow(_steps(ours, image)[view], cmap="magma", vmin=0, vmax=largest)
+            if mask is not None:
+                beside.contour(mask[view].float(), levels=[0.5], colors="#00d5ff", linewidths=0.7, linestyles="dotted")
+    for axis in axes.flat:
+        axis.set(xticks=[], yticks=[])
+    for axis, title in zip(axes[0], titles, strict=True):
+        axis.set_title(title, loc="left", fontsize=10)
+    label = "difference, mean over red, green and blue, in 8-bit steps (255: black for white)"
+    figure.colorbar(drawn, ax=axes[0], location="top", aspect=60, extend="max", label=label)
+    return figure
+
+
+def image_rows(images: Mapping[str, Sequence[Tensor]]) -> Figure:
+    """Return pictures side by side, a column a title, a row a sample."""
+    count = min(_IMAGES_SHOWN, *map(len, images.values()))
+    ratios = [next(iter(images.values()))[n].shape[1] / next(iter(images.values()))[n].shape[2] for n in range(count)]
+    figure = Figure(figsize=(2.2 * len(images), 0.4 + 2.2 * sum(ratios)), layout="compressed")
+    axes = figure.subplots(count, len(images), squeeze=False, height_ratios=ratios)
+    for column, (title, pictures) in zip(axes.T, images.items(), strict=True):
+        column[0].set_title(title, loc="left", fontsize=10)
+        for axis, picture in zip(column, pictures, strict=False):
+            axis.imshow(_pixels(picture))
+            axis.set(xticks=[], yticks=[])
+    return figure
+
+
+def difference_range(reference: Outcome, served: Outcome) -> float:
+    """Return where the one scale of all differences ends, in 8-bit steps: at ``LEAST_RANGE``, or at 99.5 % of them."""
+    pairs = zip(reference.images[:_IMAGES_SHOWN], served.images, strict=False)
+    steps = torch.cat([_steps(ours, theirs).flatten() for ours, theirs in pairs]).sort().values
+    return max(LEAST_RANGE, float(steps[round(0.995 * (len(steps) - 1))]))
+
+
+def _pixels(image: Tensor) -> Tensor:
+    """Return ``image`` [3, H, W] in about [-1, 1] as [H, W, 3] in [0, 1]."""
+    return ((image.clamp(-1, 1) + 1) / 2).permute(1, 2, 0)
+
+
+def _steps(ours: Tensor, theirs: Tensor) -> Tensor:
+    """Return the difference [H, W] of two images [3, H, W] in about [-1, 1], in 8-bit steps."""
+    return (theirs - ours).abs().mean(0) / STEP_8BIT
+
+
+def _border_view(steps: Tensor, filled: Tensor) -> tuple[slice, slice]:
+    """Return the square of at most ``ZOOM`` pixels around the border pixel about which ``steps`` [H, W] are largest."""
+    near = border_distance(filled, 1) <= 1
+    around = F.avg_pool2d(steps[None, None], RING + 1, stride=1, padding=RING // 2)[0, 0]
+    middle = int(torch.where(near, around, -1.0).argmax())
+    size = min(ZOOM, *(side // 2 for side in steps.shape))
+    places = (middle // steps.shape[1], middle % steps.shape[1])
+    starts = [min(max(place - size // 2, 0), side - size) for place, side in zip(places, steps.shape, strict=True)]
+    return slice(starts[0], starts[0] + size), slice(starts[1], starts[1] + size)
+
+
+def as_data_uri(figure: Figure) -> str:
+    """Return a PNG as a data URI, for a page without files beside it."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=110)
+    return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode("ascii")
