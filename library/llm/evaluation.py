@@ -88,9 +88,9 @@ def score_spans(
         scores: dict[int, Score] = {}
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size]
-            own = [group[i] for i in batch]
-            scores |= zip(batch, _score_batch(model, own), strict=True)
-            progress(own)
+            batch_spans = [group[i] for i in batch]
+            scores |= zip(batch, _score_batch(model, batch_spans), strict=True)
+            progress(batch_spans)
         yield from (scores[i] for i in range(len(group)))
 
 
@@ -321,10 +321,10 @@ def answer_questions(
 
 def accuracies(questions: Sequence[Question], scores: Sequence[Sequence[float]]) -> dict[str, float | int]:
     """Return accuracy, length-normalised accuracy, their standard errors and the number of questions."""
-    right = [_largest(own) == question.answer for question, own in zip(questions, scores, strict=True)]
+    right = [_largest(each) == question.answer for question, each in zip(questions, scores, strict=True)]
     right_normed = []
-    for question, own in zip(questions, scores, strict=True):
-        normed = [score / len(choice) for score, choice in zip(own, question.choices, strict=True)]
+    for question, each in zip(questions, scores, strict=True):
+        normed = [score / len(choice) for score, choice in zip(each, question.choices, strict=True)]
         right_normed.append(_largest(normed) == question.answer)
     return {
         "acc": sum(right) / len(right),

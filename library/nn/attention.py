@@ -210,9 +210,9 @@ class _Recomputed(torch.autograd.Function):
         with torch.enable_grad(), torch.autocast(saved[0].device.type, dtype, enabled=enabled):
             made = ctx.prologue(*inputs)
         ctx.again[:] = (*(tensor.detach() for tensor in made), *saved[ctx.count :])
-        *own, value_gradient = torch.autograd.grad(ctx.output, ctx.ends, gradients, retain_graph=True)
+        *made_gradients, value_gradient = torch.autograd.grad(ctx.output, ctx.ends, gradients, retain_graph=True)
         ctx.again.clear()
-        return None, None, value_gradient, *torch.autograd.grad(made, inputs, own)
+        return None, None, value_gradient, *torch.autograd.grad(made, inputs, made_gradients)
 
 
 class _Entry(torch.autograd.Function):

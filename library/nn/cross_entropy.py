@@ -51,9 +51,9 @@ def token_cross_entropy(hidden: Tensor, head: nn.Module, targets: Tensor, vocab_
         logits = head(rows)[:, :vocab_size].float()
         return F.cross_entropy(logits, wanted, ignore_index=IGNORED, reduction="sum") / count
     total = rows.new_zeros((), dtype=torch.float32)
-    for part, own in _chunks(vocab_size, rows, wanted):
+    for part, part_wanted in _chunks(vocab_size, rows, wanted):
         logits = head(part)[:, :vocab_size].float()
-        total += F.cross_entropy(logits, own, ignore_index=IGNORED, reduction="sum")
+        total += F.cross_entropy(logits, part_wanted, ignore_index=IGNORED, reduction="sum")
     return total / count
 
 
@@ -77,12 +77,12 @@ class _Loss(torch.autograd.Function):
     ) -> Tensor:
         first = 0 if split is None else split.group.rank() * weight.shape[0]  # the token of the first row here
         tokens = min(max(vocab_size - first, 1), weight.shape[0])  # where all is padding, one row that is no target
-        own = weight[:tokens]
+        token_rows = weight[:tokens]
         total = hidden.new_zeros((), dtype=torch.float32)
         d_hidden = torch.empty_like(hidden)
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         for part, wanted, d_part in _chunks(vocab_size, hidden, targets, d_hidden):
-            scores = _log_softmax(F.linear(part, own).float(), split, is_token=first < vocab_size)
+            scores = _log_softmax(F.linear(part, token_rows).float(), split, is_token=first < vocab_size)
             counts = wanted != IGNORED
             is_local = counts & (wanted >= first) & (wanted < first + tokens)
             places = (wanted - first).where(is_local, 0)[:, None]
@@ -90,7 +90,7 @@ class _Loss(torch.autograd.Function):
             d_logits = scores.exp_()
             d_logits.scatter_add_(1, places, -is_local[:, None].float())
             d_logits = d_logits.to(part.dtype)
-            d_part.copy_(d_logits @ own).mul_(counts[:, None])
+            d_part.copy_(d_logits @ token_rows).mul_(counts[:, None])
             if d_weight is None:  # the head is frozen
                 continue
             part = part * counts[:, None]  # tokens that do not count add nothing to the weight's gradient either

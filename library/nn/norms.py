@@ -184,9 +184,9 @@ class _BesideGelu(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor]:
         (x,), (gradient,) = ctx.saved_tensors, gradients
-        own = gradient[..., ctx.width :]
-        torch.ops.aten.gelu_backward.grad_input(own, x, approximate="tanh", grad_input=own)
-        return gradient[..., : ctx.width] if ctx.width else None, own
+        x_gradient = gradient[..., ctx.width :]
+        torch.ops.aten.gelu_backward.grad_input(x_gradient, x, approximate="tanh", grad_input=x_gradient)
+        return gradient[..., : ctx.width] if ctx.width else None, x_gradient
 
 
 def _gelu_gate(x: Tensor) -> Tensor:
@@ -226,11 +226,11 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        (gate, up), (own,) = ctx.saved_tensors, gradients
-        up_gradient = F.silu(gate).mul_(own)
-        own.mul_(up)
-        torch.ops.aten.silu_backward.grad_input(own, gate, grad_input=own)
-        return own, up_gradient
+        (gate, up), (gradient,) = ctx.saved_tensors, gradients
+        up_gradient = F.silu(gate).mul_(gradient)
+        gate_gradient = gradient.mul_(up)
+        torch.ops.aten.silu_backward.grad_input(gate_gradient, gate, grad_input=gate_gradient)
+        return gate_gradient, up_gradient
 
 
 def swiglu_halves(x: Tensor) -> Tensor:

@@ -80,9 +80,8 @@ def keep_freed_memory() -> None:
 
     A step on a CPU allocates and frees the same tensors over and over. glibc's ``malloc`` returns large blocks to the
     kernel as they are freed, and each comes back page by page, every page a fault and filled with zeros: a tenth of a
-    step of a small language model on an EPYC, a fifth with the models of other programs. So blocks up to a GiB come
-    from the heap, of which 256 MiB may lie unused at its end. A process that took 820 MiB at its peak then takes 900:
-    blocks on the heap have gaps between them.
+    step of a small language model on an EPYC. So blocks up to a GiB come from the heap, of which 256 MiB may lie unused
+    at its end. A process that took 820 MiB at its peak then takes 900: blocks on the heap have gaps between them.
     """
     if any(name.startswith("MALLOC_") for name in os.environ) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", ""):
         return
