@@ -235,15 +235,22 @@ def test_a_state_is_not_continued_on_another_rounding_of_its_base(
         run(pipeline, dataset, tmp_path, **other, max_train_steps=2, resume=tmp_path / "lora-state")
 
 
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"gradient_checkpointing": True},
+        # tests/precision/test_fp8_linear.py compiles the layer
+        pytest.param({"torch_compile": True, "dynamo_backend": "aot_eager"}, marks=pytest.mark.slow),
+    ],
+    ids=["checkpointed", "compiled"],
+)
 def test_checkpointing_and_compilation_change_nothing_on_an_fp8_base(
-    bases: dict[str, Settings], pipeline: Path, dataset: Path, tmp_path: Path
+    bases: dict[str, Settings], pipeline: Path, dataset: Path, tmp_path: Path, policy: Settings
 ) -> None:
     settings = bases["musubi"] | {"max_train_steps": 2}
     run(pipeline, dataset, tmp_path / "plain", **settings)
-    run(pipeline, dataset, tmp_path / "checkpointed", **settings, gradient_checkpointing=True)
-    assert largest_difference(lora(tmp_path / "checkpointed"), lora(tmp_path / "plain")) < SAME_IN_FP32
-    run(pipeline, dataset, tmp_path / "compiled", **settings, torch_compile=True, dynamo_backend="aot_eager")
-    assert largest_difference(lora(tmp_path / "compiled"), lora(tmp_path / "plain")) < SAME_IN_FP32
+    run(pipeline, dataset, tmp_path / "other", **settings, **policy)
+    assert largest_difference(lora(tmp_path / "other"), lora(tmp_path / "plain")) < SAME_IN_FP32
 
 
 @pytest.mark.slow
