@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import ast
+import json
 import re
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 from typing import get_args
 
@@ -28,29 +30,48 @@ from tools.command import add_model_type, choices, lora_source, tool_parser
 
 TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("[a-z]*.py") if path.stem != "command")
 HEAVY = ("torch", "numpy", "transformers", "diffusers", "accelerate", "matplotlib", "PIL")
+# Runs tools, each in a fork of a process that has imported what all of them import first.
 HELP = """
-import runpy, sys
-heavy, *sys.argv = sys.argv[1:]
-try:
-    runpy.run_path(sys.argv[0], run_name="__main__")
-finally:
-    print([name for name in heavy.split() if name in sys.modules], file=sys.stderr)
+import json, os, runpy, sys
+import library.config.schema
+folder, heavy, *tools = sys.argv[1:]
+for tool in tools:
+    for word in ("--help", "--no_such_flag"):
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+            continue
+        sys.argv = [f"tools/{tool}.py", word]
+        for descriptor, name in enumerate(("out", "err"), 1):
+            os.dup2(os.open(f"{folder}/{tool}{word}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
+        code = None
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+        found = [name for name in heavy.split() if name in sys.modules]
+        with open(f"{folder}/{tool}{word}.json", "w") as file:
+            json.dump([code, found], file)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
 """
 
 
-@pytest.mark.parametrize("tool", TOOLS)
-def test_help_and_a_mistyped_flag_are_answered_before_torch_is_imported(tool: str) -> None:
-    for words, code in ((["--help"], 0), (["--no_such_flag"], 2)):
-        command = [sys.executable, "-c", HELP, " ".join(HEAVY), f"tools/{tool}.py", *words]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        assert done.returncode == code, done.stderr
-        assert "usage:" in done.stdout if code == 0 else done.stderr.startswith(("error: ", "usage: ")), done.stderr
-        assert done.stderr.splitlines()[-1] == "[]"
-        assert "Traceback" not in done.stderr
-        if code == 0:
-            purpose = ast.get_docstring(ast.parse((ROOT / f"tools/{tool}.py").read_text()))
-            assert purpose is not None
-            assert purpose.splitlines()[0] in done.stdout
+def test_help_and_a_mistyped_flag_are_answered_before_torch_is_imported(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    command = [sys.executable, "-c", HELP, str(tmp_path), " ".join(HEAVY), *TOOLS]
+    subprocess.run(command, cwd=ROOT, check=True)
+    for tool, (word, code) in product(TOOLS, (("--help", 0), ("--no_such_flag", 2))):
+        with subtests.test(f"{tool} {word}"):
+            said, error = ((tmp_path / f"{tool}{word}.{name}").read_text() for name in ("out", "err"))
+            assert json.loads((tmp_path / f"{tool}{word}.json").read_text()) == [code, []], error
+            assert "usage:" in said if code == 0 else error.startswith(("error: ", "usage: ")), error
+            if code == 0:
+                purpose = ast.get_docstring(ast.parse((ROOT / f"tools/{tool}.py").read_text()))
+                assert purpose is not None
+                assert purpose.splitlines()[0] in said
 
 
 def test_tools_that_take_a_trainings_options_show_their_own_first_and_say_where_the_others_are() -> None:
