@@ -153,7 +153,13 @@ def test_a_run_goes_through(device: FakeDevice, tmp_path: Path, name: str) -> No
     assert bool(found["graphs"]) == ("--torch_compile" in flags)
 
 
-@pytest.mark.parametrize("more", [["--gradient_checkpointing"], ["--torch_compile", "--dynamo_backend", "aot_eager"]])
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--gradient_checkpointing"],
+        pytest.param(["--torch_compile", "--dynamo_backend", "aot_eager"], marks=pytest.mark.slow),
+    ],
+)
 def test_pretraining_goes_through(device: FakeDevice, tmp_path: Path, more: list[str]) -> None:
     """Llama 3.2 1B with two of its layers."""
     flags = ["--preset", "llama3.2-1b", "--layers", "2", "--context", "512", *more]
@@ -166,7 +172,10 @@ def test_pretraining_goes_through(device: FakeDevice, tmp_path: Path, more: list
     "settings",
     [
         {"sample_prompts": ["say 3"], "sample_tokens": 12, "sample_at_first": True},
-        {"model_type": "gpt2", "packing": True, "max_length": 30, "gradient_checkpointing": True},
+        pytest.param(
+            {"model_type": "gpt2", "packing": True, "max_length": 30, "gradient_checkpointing": True},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["Llama, sampled", "GPT-2, packed"],
 )
@@ -213,6 +222,7 @@ def test_a_planted_fault_is_found(device: FakeDevice, tmp_path: Path, planted: s
         assert [wait[0] for wait in waits] == ["step 1", "step 2"]
 
 
+@pytest.mark.slow
 def test_an_activation_that_is_kept_twice_is_found(device: FakeDevice, tmp_path: Path) -> None:
     """A single block's two joined inputs, of one and of five widths, beside what they are made of."""
     held = []
