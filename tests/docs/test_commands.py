@@ -199,6 +199,7 @@ def _assert_written(place: Path, *paths: str) -> None:
     assert [path for path in paths if not (place / path).exists() or (place / path).stat().st_size == 0] == []
 
 
+@pytest.mark.slow  # the README's commands are the same kinds
 def test_every_command_of_getting_started_runs_and_leaves_what_the_next_one_needs(place: Path) -> None:
     _run_page("docs/getting_started.md", place, 11, curves="flux_lora_16gb")
     _assert_written(

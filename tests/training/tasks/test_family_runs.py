@@ -286,7 +286,9 @@ LEARNERS = {
 }
 
 
-@pytest.mark.parametrize("kind", LEARNERS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if "_edit" in kind else ()) for kind in LEARNERS]
+)
 def test_one_image_is_learnt_by_heart(kind: str, tmp_path: Path) -> None:
     """A tenth of what predicting nothing would cost, for one image at one noise."""
     learner = LEARNERS[kind]
