@@ -5,6 +5,7 @@ The models are the tiny random ones in the published layouts; a few flags make t
 
 from __future__ import annotations
 
+import random
 import re
 import runpy
 import shlex
@@ -121,7 +122,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "configs", folder / "configs")
     (folder / "my_images").mkdir()
     for i in range(10):
-        Image.new("RGB", (80, 64), (25 * i, 99, 0)).save(folder / "my_images" / f"{i}.png")
+        pixels = random.Random(i).randbytes(10 * 8 * 3)  # no two images are nearly the same
+        Image.frombytes("RGB", (10, 8), pixels).resize((80, 64)).save(folder / "my_images" / f"{i}.png")
         (folder / "my_images" / f"{i}.txt").write_text(f"colour {i}")
     shutil.copytree(folder / "my_images", folder / "my_controls")
     (text,) = blocks("docs/getting_started.md", "toml")
@@ -246,8 +248,8 @@ def test_every_command_about_lora_formats_runs(trained: Path) -> None:
 
 
 def test_every_command_about_precision_runs(place: Path) -> None:
-    random = torch.Generator().manual_seed(0)
-    down, up = (torch.randn(shape, generator=random) for shape in ((2, 64), (64, 2)))
+    noise = torch.Generator().manual_seed(0)
+    down, up = (torch.randn(shape, generator=noise) for shape in ((2, 64), (64, 2)))
     save_adapter(
         place / "style.safetensors", {"transformer_blocks.0.attn.to_q": LoraWeights(down, up, 2.0)}, FLUX_TARGETS
     )
