@@ -102,7 +102,7 @@ class Task(ABC):
     loader: Any
     batches: Batches
     total_steps: int
-    total_epochs: int  # the last may be begun only
+    total_epochs: int  # the last may be incomplete
     settings: Mapping[str, Any]
     pipeline: Pipeline | None = None
     average: WeightAverage | None = None
@@ -310,7 +310,7 @@ class Task(ABC):
 
     @abstractmethod
     def memory_advice(self) -> str:
-        """Return which settings to change when a step does not fit, those first that cost least."""
+        """Return which settings to change when a step does not fit, cheapest first."""
 
     def describe_batch(self, batch: Any) -> str:
         """Return what a batch holds, for errors: ``the batch of 4 at 512x512 (a.png, b.png)``."""
