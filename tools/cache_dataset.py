@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 from library.config import TrainConfig, load_config
-from library.config.kohya.translate import Note, summary
+from library.config.kohya.translate import summary
+from library.config.kohya.translation import Note
 from library.errors import exit_on_user_error
 from library.processes import one_of_several, watched
 from tools.command import training_tool_parser

@@ -20,7 +20,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.config.kohya.command import SCRIPT_SUFFIXES, Command, read_command, read_command_file
-from library.config.kohya.translate import Note, Translation, find_tool, translate
+from library.config.kohya.translate import find_tool, translate
+from library.config.kohya.translation import Note, Translation
 from library.config.load import fields, read_arguments, sections, validated
 from library.config.schema import TrainConfig
 from library.errors import UserError, counted, exit_on_user_error

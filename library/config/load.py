@@ -27,7 +27,8 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from library.config.kohya.flags import FLAGS
-from library.config.kohya.translate import Note, find_tool, translate
+from library.config.kohya.translate import find_tool, translate
+from library.config.kohya.translation import Note
 from library.config.markers import asks_for_nothing, is_nothing, words_of
 from library.config.model_types import LANGUAGE_MODELS, MODEL_TYPES
 from library.config.rules import find_conflicts

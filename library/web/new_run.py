@@ -18,7 +18,8 @@ from starlette.responses import JSONResponse, Response
 
 from library.config.edit import NAME, edited, lacks, option, read, shown
 from library.config.kohya.command import paths_read
-from library.config.kohya.translate import Note, summary
+from library.config.kohya.translate import summary
+from library.config.kohya.translation import Note
 from library.config.load import RawConfig, checked, read_keys, toml_path
 from library.config.markers import split_pairs
 from library.config.model_types import MODEL_FILE_KEYS

@@ -9,7 +9,8 @@ import pytest
 from pydantic.fields import FieldInfo
 
 from library.config import TrainConfig, load_config
-from library.config.kohya.translate import Note, summary, translate
+from library.config.kohya.translate import summary, translate
+from library.config.kohya.translation import Note
 from library.config.load import fields
 from library.data.config import load_dataset_config
 from library.errors import UserError, one_line

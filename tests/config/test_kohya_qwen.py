@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from library.config import load_config
-from library.config.kohya.translate import Note, translate
+from library.config.kohya.translate import translate
+from library.config.kohya.translation import Note
 from library.config.load import fields
 from library.errors import UserError
 from tests.config.test_kohya import PLAIN, _given, _loaded, _problem, _words

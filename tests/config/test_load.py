@@ -11,7 +11,8 @@ import pytest
 
 from dev.write_config_docs import json_schema, options_page
 from library.config import load_config
-from library.config.kohya.translate import Note, summary
+from library.config.kohya.translate import summary
+from library.config.kohya.translation import Note
 from library.config.load import load_for, read_keys
 from library.config.scripts import LLM, LORA, REMOVED_KEYS, Script, fields, sections
 from library.errors import UserError

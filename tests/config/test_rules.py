@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from library.config import load_config
-from library.config.kohya.translate import Note, summary
+from library.config.kohya.translate import summary
+from library.config.kohya.translation import Note
 from library.config.load import load_for
 from library.config.markers import OnlyFor, OnlyWith
 from library.config.rules import LORA_MATRIX, PRETRAIN_MATRIX, Row, Settings, find_conflicts

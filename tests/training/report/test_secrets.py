@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from library.config import load_config
-from library.config.kohya.translate import Note, summary
+from library.config.kohya.translate import summary
+from library.config.kohya.translation import Note
 from tests.runs import arguments, run, write_base, write_dataset
 
 TOKEN = "hf_planted0123456789secret"
