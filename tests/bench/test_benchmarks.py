@@ -86,7 +86,7 @@ def test_ratios_are_the_worst_and_keep_quantised_bases_apart() -> None:
         "bf16": ((1.0, 6.0), (2.0, 8.0)),
         "fp32": ((3.0, 1.0), (4.0, 2.0)),
         "fp8": ((1.0, 1.0), (4.0, 10.0)),
-        "nf4": ((3.0, 9.0), None),
+        "int8_row": ((3.0, 9.0), None),
     }
     rows = []
     for dtype, pair in taken.items():
@@ -110,8 +110,8 @@ def test_ratios_are_the_worst_and_keep_quantised_bases_apart() -> None:
         "time_over_floor_fp32": 3.0,
         "time_over_bf16_fp8": 1.0,
         "memory_over_bf16_fp8": pytest.approx(1 / 6),
-        "time_over_bf16_nf4": 3.0,
-        "memory_over_bf16_nf4": 1.5,
+        "time_over_bf16_int8_row": 3.0,
+        "memory_over_bf16_int8_row": 1.5,
     }
 
 
