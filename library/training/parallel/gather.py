@@ -24,6 +24,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
@@ -60,8 +61,12 @@ def split_parameters(model: nn.Module) -> dict[str, Split]:
 
 def local_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that this process has, or has a part of, by their names in the full model."""
-    stage = stage_parameters(model)
-    return dict(model.named_parameters()) if stage is None else stage.local
+    if (stage := stage_parameters(model)) is not None:
+        return stage.local
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a forward pass without backward leaves the root's full weights, which are freed later
+    return dict(model.named_parameters())
 
 
 def full_shapes(model: nn.Module) -> dict[str, torch.Size]:
