@@ -117,8 +117,7 @@ def test_auto_is_the_published_scheduler_of_single_files(
     assert resolve_sampling(asked, family) is asked
 
 
-@pytest.mark.parametrize("shift", [3.0, 6.0, 1.0])
-@pytest.mark.parametrize("model_type", ["z_image", "flux"])
+@pytest.mark.parametrize(("model_type", "shift"), [("z_image", 3.0), ("z_image", 6.0), ("z_image", 1.0), ("flux", 3.0)])
 def test_auto_is_the_static_shift_of_the_folders_scheduler_at_every_size(
     tmp_path: Path, model_type: str, shift: float
 ) -> None:
@@ -128,7 +127,7 @@ def test_auto_is_the_static_shift_of_the_folders_scheduler_at_every_size(
     plain = torch.sigmoid(torch.randn(2000, generator=torch.Generator().manual_seed(3)))
     scheduler.set_timesteps(sigmas=plain.sort(descending=True)[0].tolist())
     through = scheduler.sigmas[:-1].repeat(10)
-    for tokens in (256, 1024, 4096):
+    for tokens in (256, 4096):
         drawn = sample_sigmas(flow, IDS, tokens, 0, 0)
         points = torch.linspace(0, 1, 201)
         difference = torch.searchsorted(drawn.sort()[0], points) - torch.searchsorted(through.sort()[0], points)
@@ -153,7 +152,8 @@ def test_qwen_shift_is_the_shift_of_qwen_images_pipeline_and_scheduler(tokens: i
     shifted = shift_sigmas(plain, math.exp(qwen_mu(tokens)))
     torch.testing.assert_close(shifted, scheduler.time_shift(mu, 1.0, plain), rtol=1e-5, atol=1e-6)
     draws = {
-        kind: sample_sigmas(FlowConfig(timestep_sampling=kind), IDS, tokens, 0, 0) for kind in ("qwen_shift", "sigmoid")
+        kind: sample_sigmas(FlowConfig(timestep_sampling=kind), IDS[:500], tokens, 0, 0)
+        for kind in ("qwen_shift", "sigmoid")
     }
     torch.testing.assert_close(
         draws["qwen_shift"], scheduler.time_shift(mu, 1.0, draws["sigmoid"]), rtol=1e-5, atol=1e-6

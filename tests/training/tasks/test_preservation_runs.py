@@ -181,7 +181,8 @@ DEEPSPEED = pytest.mark.skipif(not find_spec("deepspeed"), reason="DeepSpeed is 
 @pytest.mark.parametrize(
     "layout",
     [
-        *LAYOUTS,
+        LAYOUTS[0],
+        *(pytest.param(layout, marks=pytest.mark.slow) for layout in LAYOUTS[1:]),
         *(pytest.param({"zero": stage, "network_dim": 1}, marks=(pytest.mark.slow, DEEPSPEED)) for stage in (2, 3)),
     ],
     ids=["ddp", "shard", "tp", "zero-2", "zero-3"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from library.models.llm.model import TransformerLM
 from library.models.llm.spec import PRESETS
 from library.training.optim.muon import MuonWithAdamW
 from library.training.tasks.pretraining import flops_per_token, fresh_config, parameter_groups
+from tests.forked import run_script
 from tests.pretraining_runs import flags, lines, run, weights
 from tests.processes import launcher, run_command
 
@@ -258,8 +258,7 @@ def test_a_state_is_not_gone_on_from_with_other_settings(corpus: Path, tmp_path:
 
 
 def test_the_script_ends_with_exit_code_2_on_a_mistake(tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "train_llm.py"), "--preset", "llama-tiny", "--data_dir", "nowhere"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = run_script(ROOT / "train_llm.py", ["--preset", "llama-tiny", "--data_dir", "nowhere"], tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: nowhere/index.json: no such file")
     assert done.stderr.count("\n") == 1
