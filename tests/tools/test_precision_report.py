@@ -1,4 +1,4 @@
-"""The report names what was planted: one fault at a time in a deployment that is otherwise an honest fp8 file. Causes: see ``tests/fidelity/report_faults.py``."""
+"""The report on an honest fp8 file, and what it tries; ``tests/fidelity/report_faults.py`` has a fault for each cause."""
 
 from __future__ import annotations
 
