@@ -133,6 +133,7 @@ def test_what_nothing_explains_is_called_unexplained(
     assert found.unexplained > 0.5
 
 
+@pytest.mark.slow
 def test_a_jpeg_has_a_higher_floor_than_a_png(
     pipeline: FluxFillPipeline, place: Path, models: Models, calibration: Calibration
 ) -> None:

@@ -1,4 +1,4 @@
-"""The report on an honest fp8 file, and what it tries; ``tests/fidelity/report_faults.py`` has a fault for each cause."""
+"""The report on an honest fp8 file, and its fixes; ``tests/fidelity/report_faults.py`` has a fault for each cause."""
 
 from __future__ import annotations
 
