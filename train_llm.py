@@ -18,7 +18,7 @@ from library.errors import exit_on_user_error
 from library.processes import one_of_several
 
 if TYPE_CHECKING:
-    from library.training.events import RunEvents
+    from library.training.run import Run
 
 
 @exit_on_user_error
@@ -29,16 +29,16 @@ def main() -> None:
         raise SystemExit(exit_code)
 
 
-def train(config: PretrainConfig) -> RunEvents:
+def train(config: PretrainConfig) -> Run:
     """Train as ``config`` says; leave the model, metrics and samples in ``output_dir``.
 
     Raises:
         UserError: anything in the configuration, the corpus or the model files that a user can fix.
     """
     from library.training.tasks.pretraining import Pretraining
-    from library.training.trainer import Trainer
+    from library.training.trainer import train as train_task
 
-    return Trainer(Pretraining(config)).run()
+    return train_task(Pretraining(config))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from library.errors import exit_on_user_error
 from library.processes import one_of_several
 
 if TYPE_CHECKING:
-    from library.training.events import RunEvents
+    from library.training.run import Run
 
 
 @exit_on_user_error
@@ -38,7 +38,7 @@ def main() -> None:
         raise SystemExit(exit_code)
 
 
-def train(config: TrainConfig | ChatTrainConfig) -> RunEvents:
+def train(config: TrainConfig | ChatTrainConfig) -> Run:
     """Train a LoRA as ``config`` says; leave it with metrics, samples and plots in ``output_dir``.
 
     Raises:
@@ -46,10 +46,10 @@ def train(config: TrainConfig | ChatTrainConfig) -> RunEvents:
     """
     from library.training.tasks.chat_lora import ChatLora
     from library.training.tasks.image_lora import ImageLora
-    from library.training.trainer import Trainer
+    from library.training.trainer import train as train_task
 
     task = ChatLora(config) if isinstance(config, ChatTrainConfig) else ImageLora(config)
-    return Trainer(task).run()
+    return train_task(task)
 
 
 if __name__ == "__main__":

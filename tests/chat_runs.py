@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from library.config.load import load_for
 from library.config.scripts import LANGUAGE_LORA
 from library.llm.tokenizers import train_bpe
-from library.training.events import RunEvents
+from library.training.run import Run
 from tests.curves import without_curves
 from train_lora import train
 
@@ -67,11 +67,11 @@ def flags(place: Path, output: Path, model_type: str = "llama", **settings: obje
     return words
 
 
-def run(place: Path, output: Path, model_type: str = "llama", **settings: object) -> RunEvents:
+def run(place: Path, output: Path, model_type: str = "llama", **settings: object) -> Run:
     return train_flags(flags(place, output, model_type, **settings))
 
 
-def train_flags(flags: list[str]) -> RunEvents:
+def train_flags(flags: list[str]) -> Run:
     """Train, in this process or as a job of a worker group."""
     AcceleratorState._reset_state(reset_partial_state=True)  # it refuses a second run of other precision otherwise
     with without_curves():

@@ -10,5 +10,5 @@ from unittest import mock
 @contextmanager
 def without_curves() -> Iterator[None]:
     """Let runs in the block draw neither lr.png nor noise_levels.png."""
-    with mock.patch.multiple("library.training.events", plot_runs=mock.DEFAULT, plot_noise_levels=lambda *_: []):
+    with mock.patch.multiple("library.training.run", plot_runs=mock.DEFAULT, plot_noise_levels=lambda *_: []):
         yield

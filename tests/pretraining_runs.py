@@ -13,7 +13,7 @@ from torch import Tensor
 
 from library.config.load import load_for
 from library.config.scripts import LLM
-from library.training.events import RunEvents
+from library.training.run import Run
 from tests.curves import without_curves
 from tools.prepare_text import parser, prepare
 from train_llm import train
@@ -57,7 +57,7 @@ def flags(corpus: Path, output: Path, **settings: object) -> list[str]:
     return words
 
 
-def run(corpus: Path, output: Path, curves: bool = False, **settings: object) -> RunEvents:
+def run(corpus: Path, output: Path, curves: bool = False, **settings: object) -> Run:
     """Train in this process; ``curves``: with lr.png, which takes longer than the training."""
     AcceleratorState._reset_state(reset_partial_state=True)  # it refuses a second run of other precision otherwise
     with nullcontext() if curves else without_curves():

@@ -17,7 +17,7 @@ from torch import nn
 
 from library.config import load_config
 from library.data.batches import Batch
-from library.training.events import RunEvents
+from library.training.run import Run
 from library.training.tasks.image_step import FlowStep
 from networks.network import AdapterNetwork
 from tests.curves import without_curves
@@ -91,7 +91,7 @@ def arguments(base: Path, dataset: Path, output: Path, **settings: object) -> li
     return flags
 
 
-def run(base: Path, dataset: Path, output: Path, curves: bool = False, **settings: object) -> RunEvents:
+def run(base: Path, dataset: Path, output: Path, curves: bool = False, **settings: object) -> Run:
     """Train in this process and return the run; ``curves``: with lr.png, which takes longer than the training."""
     AcceleratorState._reset_state(reset_partial_state=True)  # it refuses a second run of other precision otherwise
     with nullcontext() if curves else without_curves():

@@ -1,15 +1,19 @@
-"""The update of a step: a step whose loss or gradients are not finite is skipped, and the host does not wait to know.
+"""What runs a step on all processes: forward, backward, accumulation, clipping, the update.
 
-Whether a step is finite is known on the device; asking for it there would make the host wait in every step. A loss that
-is not finite multiplies its gradients by NaN (``nan_if_bad``). Gradients are summed over the batches of a step and
-averaged over processes, so their norm is then NaN on every process: all decide alike without another collective. One
-question remains: is the norm finite?
+A task makes model, optimizer and batches; ``Engine.prepare`` lets accelerate and ``parallel`` wrap them as the layout
+says. From then on the trainer calls, for each batch, ``forward_backward``, and at the end of a step ``clip``,
+``update`` and ``settle``. Gradient noise would go between ``clip`` and ``update``.
+
+**A step whose loss or gradients are not finite is skipped, and the host does not wait to know.** Whether a step is
+finite is known on the device; asking for it there would make the host wait in every step. A loss that is not finite
+multiplies its gradients by NaN. Gradients are summed over the batches of a step and averaged over processes, so their
+norm is then NaN on every process: all decide alike without another collective. One question remains: is the norm
+finite?
 
 - torch's fused optimizers take the answer as ``found_inf``, which was made for loss scalers: their kernels then leave
   weights and state as they are. The answer travels to the host meanwhile, which reads it before the next update
   (``settle``). Average and schedule wait for it, so there is nothing to undo but the count of steps.
-- Other optimizers have nothing like it: the host waits for the norm and leaves the step out. It also does so in the
-  first step of a fused optimizer, which makes the state.
+- Other optimizers have nothing like it: the host waits for the norm and leaves the step out.
 - With a loss scaler (fp16) the scaler leaves out what is not finite. Gradients that overflow while its scale is above 1
   are its way to find the scale, and count as a step; a loss that is not finite does not.
 
@@ -19,57 +23,133 @@ An update can also make weights infinite from finite gradients: ``has_finite_wei
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
+from library.accelerator import dp_rank_and_size
+from library.config.schema import ParallelConfig
+from library.data.batches import MicroStep
+from library.nn.modes import evaluating
+from library.randomness import derive_seed
+from library.training.checkpoint.state import Stateful
 from library.training.optim.ema import WeightAverage
-from library.training.optim.factory import unwrapped
+from library.training.optim.factory import averaged_weights, unwrapped
 from library.training.parallel.gather import all_reduce_and, to_local
-from library.training.parallel.step import drop_gradients
+from library.training.parallel.parallelize import ParallelSpec, parallelize
+from library.training.parallel.pipeline import Pipeline
+from library.training.parallel.step import clip_gradients, drop_gradients, lockstep_batches, no_sync
 from library.training.parallel.zero import ZeroOptimizer
+from library.training.report.metrics import totals
+
+ALONE = MicroStep(1.0, 0, 1, 1, True)  # the only batch of its step
+Loss = Callable[..., tuple[Tensor, Tensor]]  # model, batch, step -> loss [], and values that metrics are means of
 
 
 class Engine:
-    """Takes the updates of a run; see the module's text.
+    """Runs the steps of one process; see the module's text.
 
     Attributes:
+        accelerator: the process's.
+        models: what runs forward and backward, wrapped: the network, and text encoders that are trained.
+        optimizer, schedule: as prepared.
+        parameters: what is trained; of split weights the part that lies here.
+        average: of the parameters, None without ``ema_decay``.
+        pipeline: None where one process has the whole model.
         is_whole: whether weights, optimizer, average and schedule are of one step; not amid an update that failed.
         is_settled: whether the host knows that the last step was finite.
         is_late: whether the answer on the last step is still on its way from a GPU.
     """
 
-    def __init__(
+    models: list[nn.Module]
+    optimizer: Any
+    schedule: LRScheduler
+    parameters: Sequence[nn.Parameter]
+    average: WeightAverage | None = None
+    pipeline: Pipeline | None = None
+
+    def __init__(self, accelerator: Accelerator, seed: int) -> None:
+        self.accelerator, self.seed = accelerator, seed
+        self.is_whole = self.is_settled = True
+        self.is_late = False
+
+    def prepare(
         self,
-        accelerator: Accelerator,
+        parallel: ParallelConfig,
+        spec: ParallelSpec,
         optimizer: Any,
-        schedule: torch.optim.lr_scheduler.LRScheduler,
-        parameters: Sequence[nn.Parameter],
-        average: WeightAverage | None = None,
-        after_update: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Take over what a run steps.
+        schedule: LRScheduler,
+        trained: Callable[[], Sequence[nn.Parameter]],
+        loader: Any = None,
+        max_grad_norm: float = 0.0,
+        ema_decay: float | None = None,
+    ) -> tuple[Any, nn.Module | None]:
+        """Wrap what a task has made as the layout runs it; return its loader, and the text encoders that are trained.
 
         Args:
-            accelerator: the process's.
-            optimizer, schedule: as prepared.
-            parameters: what is trained.
-            average: of these.
-            after_update: changes the weights that an update left, before they are averaged or looked at.
+            parallel, spec, optimizer, loader, max_grad_norm: as of ``parallelize``.
+            schedule: of the optimizer.
+            trained: returns what is trained, once the model is split.
+            ema_decay: of an average of the weights.
         """
-        self._accelerator, self._optimizer, self._schedule = accelerator, optimizer, schedule
-        self._parameters, self._average, self._after_update = parameters, average, after_update
-        self._device = parameters[0].device
+        prepared = parallelize(self.accelerator, parallel, spec, optimizer, loader, max_grad_norm)
+        self._network, encoders = spec.model, prepared.text_encoders
+        self.models = [prepared.model] if encoders is None else [prepared.model, encoders]
+        self.optimizer, self.schedule, self.pipeline = prepared.optimizer, schedule, prepared.pipeline
+        self.parameters = trained()
+        self.average = WeightAverage(self.parameters, ema_decay) if ema_decay else None
+        self.after_update: Callable[[], None] = lambda: None  # changes the weights that an update has left
+        self._device = self.parameters[0].device
         self._on_gpu = self._device.type == "cuda"
         self._loss_bad = torch.zeros((), device=self._device)
         self._answer = torch.ones((), dtype=torch.bool, pin_memory=self._on_gpu)
         self._arrived: torch.cuda.Event | None = None
         self._groups: list[dict[str, Any]] = []
-        self.is_whole = self.is_settled = True
-        self.is_late = False
+        return prepared.loader, encoders
+
+    def forward_backward(
+        self, loss_of: Loss, batch: Any, step: int, micro: MicroStep = ALONE, columns: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """Add a batch's gradients to the step's; return its loss [] times its weight, and its metrics' totals.
+
+        Processes exchange gradients in a step's last batch only. (accelerate's own ``accumulate`` counts batches; here
+        a step may have fewer.)
+
+        Args:
+            loss_of: of a task.
+            batch: of this process.
+            step: optimizer steps before this one.
+            micro: the batch's place in the step.
+            columns: of the metrics that ``loss_of`` returns.
+        """
+
+        def checked(loss: Tensor) -> Tensor:
+            return self.nan_if_bad(loss) * micro.weight
+
+        # LoRA dropout is the one global draw; seeding it here makes it a function of the batch's place too.
+        torch.manual_seed(derive_seed(self.seed, "dropout", step, micro.number))
+        self.accelerator.sync_gradients = micro.ends_step
+        with nullcontext() if micro.ends_step else no_sync(self.accelerator, self.models):
+            if self.pipeline is not None:
+                compute = partial(loss_of, self.models[0], step=step)
+                loss, metrics = self.pipeline.forward_backward(batch, compute, checked, columns)
+            else:
+                loss, values = loss_of(self.models[0], batch, step)
+                self.accelerator.backward(checked(loss))
+                loss, metrics = loss.detach(), totals(values)
+        return loss * micro.weight, metrics
+
+    def clip(self, limit: float) -> Tensor:
+        """Scale the step's gradients to a norm of ``limit``, 0 for none; return their norm before that, []."""
+        limit = limit or float("inf")  # with inf the norm is measured, not changed
+        return clip_gradients(self.accelerator, self._network, self.parameters, limit)
 
     def nan_if_bad(self, loss: Tensor) -> Tensor:
         """Return ``loss`` with gradients that are NaN where it is not finite itself; else the same, bit for bit."""
@@ -80,21 +160,21 @@ class Engine:
     def update(self, grad_norm: Tensor) -> None:
         """Take the optimizer's step unless ``grad_norm`` is not finite; :meth:`settle` completes it, or drops it."""
         assert self.is_settled, "settle the step before"
-        optimizer: Any = unwrapped(self._optimizer)
+        optimizer: Any = unwrapped(self.optimizer)
         finite = self._is_finite(torch.as_tensor(grad_norm, device=self._device))
         # what an optimizer keeps on the host counts a step that its kernels leave out
         self._groups = [{k: v for k, v in g.items() if not isinstance(v, Tensor)} for g in optimizer.param_groups]
         self.is_whole = self.is_settled = False
-        if self._accelerator.scaler is not None:
-            self._optimizer.step()
+        if self.accelerator.scaler is not None:
+            self.optimizer.step()
         elif self._skips_by_itself(optimizer):
             optimizer.found_inf = (~finite).float()
-            self._optimizer.step()
+            self.optimizer.step()
             del optimizer.found_inf
         elif bool(finite):
-            self._optimizer.step()
-        self._after_update()
-        self._optimizer.zero_grad()
+            self.optimizer.step()
+        self.after_update()
+        self.optimizer.zero_grad()
         self._answer.copy_(finite, non_blocking=True)
         self.is_late = self._on_gpu
         if self._on_gpu:
@@ -102,15 +182,16 @@ class Engine:
             self._arrived.record(torch.cuda.current_stream(self._device))
 
     def _skips_by_itself(self, optimizer: Any) -> bool:
-        """Whether the optimizer's kernels leave out a step (torch's mark); its first step makes its state."""
-        own = not isinstance(self._optimizer, ZeroOptimizer)
-        return own and bool(optimizer.state) and getattr(optimizer, "_step_supports_amp_scaling", False)
+        """Whether the optimizer's kernels leave out a step (torch's mark); SGD's first spoils its momentum."""
+        has_state = isinstance(optimizer, torch.optim.Adam) or bool(optimizer.state)
+        own = not isinstance(self.optimizer, ZeroOptimizer)
+        return own and has_state and getattr(optimizer, "_step_supports_amp_scaling", False)
 
     def _is_finite(self, grad_norm: Tensor) -> Tensor:
-        scaler, finite = self._accelerator.scaler, grad_norm.isfinite().all()
+        scaler, finite = self.accelerator.scaler, grad_norm.isfinite().all()
         if scaler is None:
             return finite
-        bad_losses = self._accelerator.reduce(self._loss_bad, reduction="sum")  # a NaN norm may be the scaler's
+        bad_losses = self.accelerator.reduce(self._loss_bad, reduction="sum")  # a NaN norm may be the scaler's
         self._loss_bad = torch.zeros_like(self._loss_bad)
         scale = scaler._scale if scaler._scale is not None else torch.ones((), device=self._device)
         return (bad_losses == 0) & (finite | (scale > 1))
@@ -126,26 +207,65 @@ class Engine:
         self.is_whole = False
         finite = bool(self._answer.numpy())  # host memory: nothing is asked of the device
         if finite:
-            if self._average is not None:
-                self._average.update()
-            if not self._accelerator.optimizer_step_was_skipped:
-                self._schedule.step()
+            if self.average is not None:
+                self.average.update()
+            if not self.accelerator.optimizer_step_was_skipped:
+                self.schedule.step()
         else:
-            for group, before in zip(unwrapped(self._optimizer).param_groups, self._groups, strict=True):
+            for group, before in zip(unwrapped(self.optimizer).param_groups, self._groups, strict=True):
                 group.update(before)
-            drop_gradients(self._optimizer)  # of the step behind it, too
+            drop_gradients(self.optimizer)  # of the step behind it, too
         self.is_whole = self.is_settled = True
         return finite
 
     def drop_gradients(self) -> None:
         """Forget the gradients of a step that is not taken."""
-        drop_gradients(self._optimizer)
+        drop_gradients(self.optimizer)
 
     def has_finite_weights(self, alone: bool = False) -> bool:
         """Return whether all that is trained is finite, on all processes; ``alone`` asks no other one."""
-        local = [tensor for p in self._parameters if (tensor := to_local(p.detach())).numel()]
+        local = [tensor for p in self.parameters if (tensor := to_local(p.detach())).numel()]
         finite = all_finite(local)
-        return bool(finite if alone else all_reduce_and(finite, self._accelerator))
+        return bool(finite if alone else all_reduce_and(finite, self.accelerator))
+
+    def parts(self) -> dict[str, Stateful]:
+        """Return what has a state to save besides the weights."""
+        parts: dict[str, Stateful] = {"optimizer": self.optimizer, "schedule": self.schedule}
+        if self.accelerator.scaler is not None:
+            parts["scaler"] = self.accelerator.scaler
+        if self.average is not None:
+            parts["average"] = self.average
+        return parts
+
+    @contextmanager
+    def deployed_weights(self) -> Iterator[None]:
+        """Inside the block the model holds the weights to save and look at: averaged ones, where the run averages."""
+        with averaged_weights(self.optimizer), self.average.shown() if self.average else nullcontext():
+            yield
+
+    def mean_over(
+        self,
+        batches: Callable[[], Iterable[Any]],
+        measure: Callable[[Any], tuple[Tensor, Tensor | int]],
+        parts: int = 1,
+    ) -> list[float]:
+        """Return the means, over all of ``batches``, of the ``parts`` that ``measure`` sums up in a batch.
+
+        ``measure`` returns these sums, [] or [parts], and over how many samples or tokens they are. Each process takes
+        its share of the batches. The sums are added up before the division, so the means do not depend on the number of
+        processes.
+        """
+        accelerator = self.accelerator
+        sums = torch.zeros(parts + 1, dtype=torch.float64, device=accelerator.device)
+        rank, processes = dp_rank_and_size(accelerator)
+        with evaluating(*self.models):
+            for own in lockstep_batches(islice(batches(), rank, None, processes), accelerator):
+                loss, count = measure(next(iter(batches())) if own is None else own)
+                if own is not None:  # else only to take part
+                    number = torch.as_tensor(count, device=loss.device).double()
+                    sums += torch.cat([loss.double().view(parts), number[None]])
+        *losses, count = accelerator.reduce(sums, reduction="sum").tolist()
+        return [loss / count for loss in losses]
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Tensor:

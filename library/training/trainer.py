@@ -1,9 +1,10 @@
-"""The training loop: of image LoRAs, chat LoRAs and pretraining alike. What differs is the ``Task``.
+"""The training loop: of image LoRAs, chat LoRAs and pretraining alike.
 
-One optimizer step is: some batches forward and backward, clipping, the optimizer, the schedule. Everything random in it
-is a function of (seed, step, sample), so the loop carries no hidden state: its whole memory is ``Position`` and what
-optimizer and schedule hold. The device is read back (one synchronisation) only at steps that are logged, and before
-something looks at the weights. A step that is not finite is skipped (``engine``); the host hears of it one step later.
+One optimizer step is: some batches forward and backward, clipping, the optimizer, the schedule (``Trainer._epoch``).
+What is trained is the ``Task``'s, how a step runs on the processes the ``Engine``'s, what happens between steps the
+``Run``'s. Everything random is a function of (seed, step, sample), so the loop carries no hidden state: its whole
+memory is ``Position`` and what optimizer and schedule hold. The device is read back (one synchronisation) only at steps
+that are logged, and before something looks at the weights.
 """
 
 from __future__ import annotations
@@ -18,86 +19,64 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from library.accelerator import has_whole_model
-from library.data.batches import MicroStep
 from library.errors import UserError, names_in_short, reason_of
-from library.processes import FailedElsewhere, agreed, watched
-from library.randomness import derive_seed
-from library.training.checkpoint.hub import HubUpload, build_upload
+from library.processes import FailedElsewhere, watched
 from library.training.checkpoint.state import Position
-from library.training.engine import Engine
-from library.training.events import RunEvents
 from library.training.memory.budget import keep_freed_memory, when_memory_runs_out
 from library.training.optim.lr_tracker import StepSizeMonitor, distance_starts, read_learning_rates
-from library.training.report.metrics import MetricsStream, of_each_process, peak_memory_bytes, write_config
-from library.training.report.progress import TrainingProgress
-from library.training.signals import interruptible
+from library.training.report.metrics import of_each_process, peak_memory_bytes
+from library.training.run import Run
 from library.training.tasks.task import Task
 
 _EMA = 0.95  # weight of the past in loss_ema: a memory of about twenty steps
 _NAMED = 4  # samples that a message names
 
 
+def train(task: Task) -> Run:
+    """Prepare the task, train, and leave everything in its output folder; return how it went.
+
+    Raises:
+        UserError: anything in the configuration, the data or the model that a user can fix; a step is not finite, or
+            does not fit into memory.
+    """
+    run = Run(task)
+    with run.own_folder() as state:
+        with watched():
+            run.prepare(state)
+            with run.progress, run.requests.listening():
+                Trainer(task, run).train_or_save()
+            run.check_saved()
+        run.finish()
+    return run
+
+
 class Trainer:
-    """Takes a task from its beginning, or from a saved state, to its last step."""
+    """Takes a task from the run's position to its last step."""
 
-    def __init__(self, task: Task) -> None:
-        self.task = task
+    def __init__(self, task: Task, run: Run) -> None:
+        self.task, self.run, self.engine, self.position = task, run, task.engine, run.position
+        self.record = _Record(task, run.position)
+        self.step_sizes = StepSizeMonitor(
+            task.total_steps, distance_starts(self.engine.optimizer, self.position.step == 0)
+        )
+        self.rates: dict[str, float] = {}
+        self._step_began = self.position.batches  # of the epoch, before the step that is next or under way
+        self._last_step = (0, 0)  # batches of the epoch before the last step, and after it
 
-    def run(self) -> RunEvents:
-        """Prepare the task, train, and leave everything in its output folder; return how it went.
-
-        Raises:
-            UserError: anything in the configuration, the data or the model that a user can fix; a step is not finite,
-                or does not fit into memory.
-        """
-        with self.task.own_folder():
-            with watched():
-                self._run()
-                self.events.check_saved()
-            self.events.finish(self.position)
-        return self.events
-
-    def _run(self) -> None:
-        """Prepare the task and train."""
-        upload = self._prepare()
-        task, folder = self.task, self.task.names.folder
-        self.first_step = self.position.step
-        write_config(folder, task.asked, task.accelerator)
-        self.metrics = MetricsStream(folder / "metrics.jsonl", task.accelerator, task.config.logging, self.first_step)
-        with TrainingProgress(task.console, task.total_steps, task.total_epochs, self.first_step) as self.progress:
-            self.events = RunEvents(task, self.metrics, self.progress, upload, self.first_step)
-            with self.events.requests.listening():
-                self._train_or_save()
-
-    def _prepare(self) -> HubUpload | None:
-        """Look at what was asked for, load data and model, find the position; return what uploads."""
-        task, config = self.task, self.task.config
-        with interruptible("before the first step; what is cached is kept"):
-            with agreed("looking at the model's files and the hub"):
-                task.open()
-                upload = build_upload(
-                    config.hub, task.accelerator, task.console, config.saving.output_dir, bool(config.training.resume)
-                )
-            task.prepare()
-            with agreed("looking for room on the disk"):
-                task.check_room()
-        self.position = task.resume(config.training.resume) if config.training.resume else task.begins_at()
-        return upload
-
-    def _train_or_save(self) -> None:
+    def train_or_save(self) -> None:
         """Train to the end; whatever goes wrong, save the last good step before it is said."""
         try:
-            self.events.at_start(self.position)
+            self.run.at_start()
             self.train()
-            self.events.at_end(self.position)
+            self.run.at_end()
         except FailedElsewhere:  # the process that failed does this
             raise
         except BaseException as error:
-            known = self.events.state_saved_at == self.position.step  # and told, by who raised this
+            known = self.run.state_saved_at == self.position.step  # and told, by who raised this
             if (saved := self._keep_good_steps()) and not known:
                 line = f"what was learnt up to step {self.position.step} is in {saved}: go on with --resume auto"
-                if self.task.accelerator.is_main_process:
-                    self.progress.note(line)
+                if self.engine.accelerator.is_main_process:
+                    self.run.progress.note(line)
                 else:
                     print(line, flush=True)
             if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):  # as torch says it
@@ -107,101 +86,58 @@ class Trainer:
                 ) from error
             raise
 
-    def _keep_good_steps(self) -> str | None:
-        """Go back to the last good step, and save it; return the weights' path, None if there is nothing to keep.
-
-        Each process does this by itself: another one may be the one that failed, or wait for this one. So weights that
-        are split among processes cannot be saved. An update that failed half-way cannot be undone.
-        """
-        if not hasattr(self, "engine") or not has_whole_model(self.task.accelerator) or not self.engine.is_whole:
-            return None
-        try:
-            if self.engine.settle():
-                self.position.batches = self._step_began  # a step that was begun has changed nothing yet
-                self.record.forget_batches()
-            else:
-                self._go_back()
-            self.engine.drop_gradients()
-            if self.record.ema is not None and self.task.accelerator.num_processes == 1:  # others may not come by
-                self.record.read_average()
-            if self.position.step <= self.first_step or not self.engine.has_finite_weights(alone=True):
-                return None
-            return self.events.save_before_fault(self.position, alone=True)
-        except (Exception, KeyboardInterrupt) as error:  # a device that is lost; what was saved before stays
-            self.progress.note(f"warning: the last steps could not be saved ({reason_of(error)})")
-            return None
-
     def train(self) -> None:
-        """Train from ``position`` until ``total_steps`` optimizer steps are done, or the run is to stop."""
-        task, position = self.task, self.position
-        self.engine = Engine(
-            task.accelerator, task.optimizer, task.lr_schedule, task.parameters(), task.average, task.after_update
-        )
-        self.record = _Record(task, position)
-        self.rates: dict[str, float] = {}
-        self.step_sizes = StepSizeMonitor(task.total_steps, distance_starts(task.optimizer, position.step == 0))
-        for model in task.models:
+        """Train until ``total_steps`` optimizer steps are done, or the run is to stop."""
+        for model in self.engine.models:
             model.train()
-        if task.accelerator.device.type == "cpu":
+        if self.engine.accelerator.device.type == "cpu":
             keep_freed_memory()
-        while position.step < task.total_steps and not self.events.stopped:
+        while self.position.step < self.task.total_steps and not self.run.stopped:
             self._epoch()
         self._settle(before_saving=True)
 
     def _epoch(self) -> None:
         """Train to the end of the epoch or of the run; leave ``position`` at the start of the next epoch."""
-        task, position, record, engine = self.task, self.position, self.record, self.engine
+        task, run, engine, position, record = self.task, self.run, self.engine, self.position, self.record
+        columns = 1 + len(task.more_metrics)
         task.batches.set_position(position.epoch, position.batches)
         self._step_began = position.batches
         record.start_clock()
         for (batch, waited), micro in zip(_timed(task.loader), task.batches.micro_steps(), strict=True):
             with when_memory_runs_out(partial(self._out_of_memory, batch)):
-                loss, metrics = self._forward_backward(batch, micro)
+                loss, metrics = engine.forward_backward(task.loss, batch, position.step, micro, columns)
                 record.add(loss, metrics, waited, len(batch) if micro.weight else 0, micro.samples)
                 position.batches += micro.done
                 if not micro.ends_step:
                     continue
-                grad_norm = task.clip_gradients(position.step)
-                if not self._settle():  # of the step before, while the device works on this one
+                grad_norm = engine.clip(task.gradient_limit(position.step))
+                if not self._settle():  # the step before, while the device works on this one
                     return
                 if self._is_logged(position.step + 1):
-                    self.rates = read_learning_rates(task.optimizer)  # as this step is going to use them
-                engine.update(grad_norm)
+                    self.rates = read_learning_rates(engine.optimizer)  # as this step is going to use them
+                engine.update(grad_norm)  # the schedule follows when the step is settled
             position.step += 1
             self._last_step, self._step_began = (self._step_began, position.batches), position.batches
             record.end_step(grad_norm)
-            logged, due = self._is_logged(position.step), self.events.is_due(position)
+            logged, due = self._is_logged(position.step), run.is_due()
             if (logged or due or not engine.is_late) and not self._settle(before_saving=due):
                 return
             record.stop_clock()
-            self.progress.advance(position.step)
+            run.progress.advance(position.step)
             if logged:
                 self._log()
             elif due:
                 record.read_average()
-            self.events.after_step(position)
+            run.after_step()
             record.start_clock()
-            if position.step == task.total_steps or self.events.stopped:
+            if position.step == task.total_steps or run.stopped:
                 return
         if not self._settle(before_saving=True):
             return
         if record.ema is not None:  # steps were taken, of which the last may not have been logged
             record.read_average()
         position.epoch, position.batches, self._step_began = position.epoch + 1, 0, 0
-        self.events.after_epoch(position)
-
-    def _forward_backward(self, batch: Any, micro: MicroStep) -> tuple[Tensor, Tensor]:
-        """Add a batch's gradients to the step's; return its loss [] times its weight, and its metrics' totals."""
-        task, position = self.task, self.position
-
-        def checked(loss: Tensor) -> Tensor:
-            return self.engine.nan_if_bad(loss) * micro.weight
-
-        with task.accumulate(micro.ends_step):
-            # LoRA dropout is the one global draw; seeding it here makes it a function of the batch's place too.
-            torch.manual_seed(derive_seed(task.seed, "dropout", position.step, micro.number))
-            loss, metrics = task.forward_backward(batch, position.step, checked)
-        return loss * micro.weight, metrics
+        run.after_epoch()
 
     def _settle(self, before_saving: bool = False) -> bool:
         """Complete the last update, or respond to one that was not finite; return whether the step counts.
@@ -234,15 +170,15 @@ class Trainer:
         self._check_weights()
         said = f"step {position.step + 1} is not finite: {self._samples_of_step()}"
         if task.on_nan == "stop" or row > task.on_nan_limit:
-            saved = self.events.save_before_fault(position)
+            saved = self.run.save_before_fault()
             last = f"last checkpoint: {saved}" if saved else "there was nothing to save"
             often = f"{row} steps in a row are not finite, the last: " if row > 1 else ""
             skip = ', or set on_nan = "skip" to go on without such steps' if task.on_nan == "stop" else ""
             raise UserError(f"{often}{said}; {last}; lower learning_rate or set max_grad_norm{skip}")
         position.batches, position.nonfinite_in_row = ended, row
         position.updates_dropped += 1
-        self.progress.note(f"{said}; its update is skipped ({position.updates_dropped} so far)")
-        self.metrics.write({"step": position.step, "updates_dropped": position.updates_dropped})
+        self.run.progress.note(f"{said}; its update is skipped ({position.updates_dropped} so far)")
+        self.run.metrics.write({"step": position.step, "updates_dropped": position.updates_dropped})
 
     def _check_weights(self) -> None:
         if not self.engine.has_finite_weights():
@@ -275,11 +211,35 @@ class Trainer:
         values = {"step": self.position.step, "epoch": self.position.epoch, **self.record.read(), **self.rates}
         values["peak_mem_bytes"] = peak_memory_bytes()
         values = self.task.training_metrics(values, self.position)
-        self.metrics.write(values)
+        self.run.metrics.write(values)
         for remark in self.step_sizes.look(self.position.step, self.rates):
-            self.progress.note(remark)
-        if self.task.accelerator.is_main_process:
-            self.progress.show(values)
+            self.run.progress.note(remark)
+        if self.engine.accelerator.is_main_process:
+            self.run.progress.show(values)
+
+    def _keep_good_steps(self) -> str | None:
+        """Go back to the last good step, and save it; return the weights' path, None if there is nothing to keep.
+
+        Each process does this by itself: another one may be the one that failed, or wait for this one. So weights that
+        are split among processes cannot be saved. An update that failed half-way cannot be undone.
+        """
+        if not has_whole_model(self.engine.accelerator) or not self.engine.is_whole:
+            return None
+        try:
+            if self.engine.settle():
+                self.position.batches = self._step_began  # a step that was begun has changed nothing yet
+                self.record.forget_batches()
+            else:
+                self._go_back()
+            self.engine.drop_gradients()
+            if self.record.ema is not None and self.engine.accelerator.num_processes == 1:  # others may not come by
+                self.record.read_average()
+            if self.position.step <= self.run.first_step or not self.engine.has_finite_weights(alone=True):
+                return None
+            return self.run.save_before_fault(alone=True)
+        except (Exception, KeyboardInterrupt) as error:  # a device that is lost; what was saved before stays
+            self.run.progress.note(f"warning: the last steps could not be saved ({reason_of(error)})")
+            return None
 
 
 class _Record:

@@ -22,6 +22,7 @@ from library.config.load import load_for
 from library.config.scripts import LLM
 from library.models.family_by_name import family_class
 from library.precision.linear import QuantizedLinear
+from library.training.engine import Engine
 from library.training.memory.dummy_checkpoint import write_dataset, write_model
 from library.training.memory.fake_cuda import pretend
 from library.training.memory.policy import MemoryPlan
@@ -87,7 +88,7 @@ def train(
     _watch(trace, copies)
     with tracing(trace), without_curves():
         task = ImageLora(config)
-        trainer_module.Trainer(task).run()
+        trainer_module.train(task)
     plan = MemoryPlan("fake device", trace.history)
     loaded = next(sum(parts.values()) for phase, parts in trace.history if phase == "step 1")
     saved = [path.name for path in (folder / "run").iterdir()]
@@ -112,7 +113,7 @@ def pretrain(folder: Path, flags: Sequence[str]) -> dict[str, Any]:
     pretend(trace)
     _watch(trace, [])
     with tracing(trace), without_curves():
-        trainer_module.Trainer(Pretraining(config)).run()
+        trainer_module.train(Pretraining(config))
     return {"waits": _waits(trace, 3), "saved": [path.name for path in (folder / "run").iterdir()]}
 
 
@@ -148,11 +149,17 @@ def _with_file(folder: Path, model_type: str, file: str, flags: Sequence[str]) -
 
 def _watch(trace: MemoryTrace, copies: list[str]) -> None:
     """Name steps in the walk; after each forward pass look for what holds a quantised weight in high precision."""
-    own_batch, own_loss = trainer_module.Trainer._forward_backward, FlowStep.loss
+    own_epoch, own_batch, own_loss = trainer_module.Trainer._epoch, Engine.forward_backward, FlowStep.loss
+    training = list[bool]()  # not in a dry run
 
-    def batch(self: Any, *arguments: Any) -> Any:
-        trace.phase = f"step {self.position.step + 1}"
-        return own_batch(self, *arguments)
+    def epoch(self: Any) -> None:
+        training.append(True)
+        own_epoch(self)
+
+    def batch(self: Any, loss_of: Any, batch: Any, step: int, *arguments: Any) -> Any:
+        if training:
+            trace.phase = f"step {step + 1}"
+        return own_batch(self, loss_of, batch, step, *arguments)
 
     def loss(self: Any, model: Any, *arguments: Any) -> Any:
         trace.relabel((*model.parameters(), *model.buffers()), "weights")
@@ -163,7 +170,8 @@ def _watch(trace: MemoryTrace, copies: list[str]) -> None:
                 copies.append(f"{each.operation} {each.shape}")
         return found
 
-    trainer_module.Trainer._forward_backward, FlowStep.loss = batch, loss  # type: ignore[method-assign]
+    trainer_module.Trainer._epoch, Engine.forward_backward = epoch, batch  # type: ignore[method-assign]
+    FlowStep.loss = loss  # type: ignore[method-assign]
 
 
 def _item() -> None:

@@ -22,7 +22,7 @@ from library.config.load import read_keys
 from library.errors import UserError
 from library.safetensors_io import write_safetensors
 from library.training.engine import Engine
-from library.training.events import RunEvents
+from library.training.run import Run
 from tests.runs import arguments as flags
 from tests.runs import lora, run, start, train_flags, write_dataset
 from tests.worker_group import run_in_group
@@ -105,7 +105,9 @@ def test_when_the_host_asks_changes_nothing(
     metrics = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("each", "once")]
     assert all('"updates_dropped": 1' in text for text in metrics)
     assert not [word for text in metrics for word in ("NaN", "Infinity") if word in text]
-    assert each.task.lr_schedule.last_epoch == once.task.lr_schedule.last_epoch == 7  # dropped updates do not count
+    assert (
+        each.task.engine.schedule.last_epoch == once.task.engine.schedule.last_epoch == 7
+    )  # dropped updates do not count
 
 
 @pytest.mark.parametrize("policy", ["skip", "stop"])
@@ -160,14 +162,14 @@ def test_an_update_that_overflows_does_not_reach_the_weights(base: Path, clean: 
 def test_a_weight_made_infinite_from_outside_ends_the_run_without_a_save(
     base: Path, clean: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    after_step = RunEvents.after_step
+    after_step = Run.after_step
 
-    def poke(self: RunEvents, position: object) -> None:
-        after_step(self, position)  # type: ignore[arg-type]
+    def poke(self: Run) -> None:
+        after_step(self)
         with torch.no_grad():
             self.task.network.parameters()[3].view(-1)[0] = math.inf
 
-    monkeypatch.setattr(RunEvents, "after_step", poke)
+    monkeypatch.setattr(Run, "after_step", poke)
     with pytest.raises(UserError, match="the LoRA's weights are not finite after step"):
         run(base, clean, tmp_path / "out", on_nan="skip")
     assert list((tmp_path / "out").glob("*.safetensors")) == []

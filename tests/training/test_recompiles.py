@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from library.training.checkpoint.state import Position
-from library.training.events import RunEvents
+from library.training.run import Run
 from tests.runs import run, write_dataset
 
 # 16, 32, 64 and 60 tokens; 24, as the text has, would be taken for the same number
@@ -32,13 +31,13 @@ def test_more_buckets_compile_nothing_more(base: Path, tmp_path: Path, monkeypat
     torch._dynamo.reset()
     counters.clear()
     graphs: list[int] = []
-    after_step = RunEvents.after_step
+    after_step = Run.after_step
 
-    def count(self: RunEvents, position: Position) -> None:
+    def count(self: Run) -> None:
         graphs.append(counters["stats"]["unique_graphs"])
-        after_step(self, position)
+        after_step(self)
 
-    monkeypatch.setattr(RunEvents, "after_step", count)
+    monkeypatch.setattr(Run, "after_step", count)
     settings = {"torch_compile": True, "dynamo_backend": "eager", "max_train_epochs": 1}
     run(base, buckets(tmp_path, SIZES), tmp_path / "out", **settings)
     assert len(graphs) == len(SIZES)

@@ -88,16 +88,14 @@ def test_a_first_ctrl_c_is_answered_while_sampling_and_the_rest_of_the_samples_i
 def test_ctrl_c_before_the_first_step_ends_it_with_one_line() -> None:
     code = (
         "import os, signal, sys, time\n"
-        "from contextlib import nullcontext\n"
         "from library.errors import exit_on_user_error\n"
-        "from library.training.trainer import Trainer\n"
-        "class Task:\n"
-        "    config = accelerator = None\n"
-        "    own_folder = nullcontext\n"
-        "    def open(self):\n"
+        "from library.training.run import Run\n"
+        "from unittest.mock import MagicMock\n"
+        "class Task(MagicMock):\n"
+        "    def open(self, state):\n"
         "        try: os.kill(os.getpid(), signal.SIGINT); time.sleep(9)\n"
         "        finally: print('threads end', file=sys.stderr)\n"  # what runs is waited for after the answer
-        "exit_on_user_error(Trainer(Task()).run)()\n"
+        "exit_on_user_error(lambda: Run(Task()).prepare(None))()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
     assert done.stderr == "interrupted: before the first step; what is cached is kept\nthreads end\n"

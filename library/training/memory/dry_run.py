@@ -76,19 +76,14 @@ class ImageTask(Protocol):
     data: TrainingData
     prompts: Any
     transformer: nn.Module
-    models: list[nn.Module]
-    optimizer: Any
-    lr_schedule: Any
-    average: Any
+    engine: Engine
 
     def open(self) -> None: ...
     def read(self) -> None: ...
     def load_networks(self) -> None: ...
     def wrap_networks(self) -> None: ...
-    def parameters(self) -> list[nn.Parameter]: ...
-    def after_update(self) -> None: ...
-    def forward_backward(self, batch: Batch, step: int, checked: Callable[[Tensor], Tensor]) -> Any: ...
-    def clip_gradients(self, step: int) -> Any: ...
+    def loss(self, model: nn.Module, batch: Batch, step: int) -> tuple[Tensor, Tensor]: ...
+    def gradient_limit(self, step: int) -> float: ...
 
 
 Build = Callable[[TrainConfig], ImageTask]
@@ -209,19 +204,16 @@ def _trace_run(task: ImageTask, trace: MemoryTrace, folder: Path) -> None:
     with _phase(trace, "loading", "weights"):
         task.load_networks()
         task.wrap_networks()
-        trace.relabel(task.parameters(), "LoRA")
-    for model in task.models:
+        trace.relabel(task.engine.parameters, "LoRA")
+    for model in task.engine.models:
         model.train()
-    for parameter in task.parameters():
+    for parameter in task.engine.parameters:
         parameter.register_post_accumulate_grad_hook(lambda p: trace.relabel([p.grad], "gradients"))
     batch = _noise(task, text)
-    engine = Engine(
-        task.accelerator, task.optimizer, task.lr_schedule, task.parameters(), task.average, task.after_update
-    )
     for step, name in enumerate(("first step", "step")):
         with _phase(trace, name):
-            _take_step(task, engine, batch, step)
-        states = (value for state in task.optimizer.state.values() for value in state.values())
+            _take_step(task, batch, step)
+        states = (value for state in task.engine.optimizer.state.values() for value in state.values())
         trace.relabel([value for value in states if isinstance(value, Tensor)], "optimizer")
     if task.prompts:
         prompt = max(task.prompts, key=lambda prompt: prompt.width * prompt.height)
@@ -233,13 +225,13 @@ def _trace_run(task: ImageTask, trace: MemoryTrace, folder: Path) -> None:
             )
 
 
-def _take_step(task: ImageTask, engine: Engine, batch: Batch, step: int) -> None:
+def _take_step(task: ImageTask, batch: Batch, step: int) -> None:
     """Take a step as the trainer does, of two batches where gradients are accumulated."""
     batch = batch.to(task.accelerator.device)
     for _ in range(min(2, task.accelerator.gradient_accumulation_steps)):
-        task.forward_backward(batch, step, engine.nan_if_bad)
-    engine.update(task.clip_gradients(step))
-    engine.settle()
+        task.engine.forward_backward(task.loss, batch, step)
+    task.engine.update(task.engine.clip(task.gradient_limit(step)))
+    task.engine.settle()
 
 
 @contextmanager

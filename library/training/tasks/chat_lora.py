@@ -77,7 +77,8 @@ class ChatLora(LoraTask):
     template: ChatTemplate
     held_out: Sequence[ChatBatch] = ()
 
-    def open(self) -> None:
+    def open(self, state: str | None = None) -> None:
+        self.state = state
         config, device, seed = self.config, self.accelerator.device, self.config.training.seed
         name = config.model.pretrained_model_name_or_path
         folder = self.folder = find_model(name, "pretrained_model_name_or_path", is_pipeline=False)
@@ -93,7 +94,7 @@ class ChatLora(LoraTask):
         self.layout: QuantizedFile | None = weights.quantized
         plan_base(config.precision, self.layout, seed, device)
         self.base_fingerprint = weights_fingerprint(folder)  # reads all of a file that is no safetensors
-        self.settings = resume_keys(config)
+        self.resume_keys = resume_keys(config)
         self.check_saved(weights)
         tokenizer = Path(config.model.tokenizer or folder).expanduser()
         self.template = load_chat_template(config.chat.chat_template, load_tokenizer(tokenizer), tokenizer)
@@ -136,7 +137,7 @@ class ChatLora(LoraTask):
         self.wrap(many_shapes=True)  # a batch is as long as its longest window
         self.held_out = batches_of_similar_length(held_out[: config.validation.max_validation_conversations], size)
         self.validates = bool(self.held_out)
-        self.facts = lora_facts(config, self.begun, self.total_steps)
+        self.facts = lora_facts(config, self.started_at, self.total_steps)
         base = Path(config.model.pretrained_model_name_or_path)
         shown = base.name if base.is_absolute() or str(base).startswith("~") else str(base)
         self.own_metadata = {BASE_MODEL: shown, TEMPLATE: self.template.name}
@@ -164,13 +165,14 @@ class ChatLora(LoraTask):
     def loss(self, model: nn.Module, batch: ChatBatch, step: int) -> tuple[Tensor, Tensor]:
         return token_mean_loss(model, batch)
 
-    def held_out_batches(self) -> Sequence[ChatBatch]:
-        return self.held_out
+    def validate(self, step: int) -> dict[str, float]:
+        (loss,) = self.engine.mean_over(lambda: self.held_out, self._held_out_loss)
+        return {"val_loss": loss}
 
-    def held_out_loss(self, batch: ChatBatch) -> tuple[Tensor, Tensor]:
+    def _held_out_loss(self, batch: ChatBatch) -> tuple[Tensor, Tensor]:
         own = batch.to(self.accelerator.device)
         count = (own.targets != IGNORED).sum()
-        return self.models[0](own.tokens, own.targets).double() * count, count
+        return self.engine.models[0](own.tokens, own.targets).double() * count, count
 
     def sample_names(self, batch: Any) -> list[str]:
         return ["a batch of chats"]

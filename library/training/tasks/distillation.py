@@ -61,11 +61,11 @@ from networks.network import AdapterNetwork, attach_lora
 
 
 def prepare_teacher(
-    config: TrainConfig, data: TrainingData, accelerator: Accelerator, console: Console
+    config: TrainConfig, state: str | None, data: TrainingData, accelerator: Accelerator, console: Console
 ) -> Teacher | None:
     """Let the teacher predict the velocities of all coming steps; return where they are, None without a teacher.
 
-    ``data`` is cached. Each process has its own samples' predicted.
+    ``state`` is what the run goes on from. ``data`` is cached. Each process has its own samples' predicted.
 
     Raises:
         UserError: the teacher or its LoRA cannot be read or is of another architecture; the disk is full.
@@ -81,7 +81,7 @@ def prepare_teacher(
     folder = Path(asked.distill_cache or Path(config.saving.output_dir) / "teacher")
     teacher = Teacher(folder / _key(config, family, lora, data), asked.distill_weight)
     rank, size = model_parallel_rank_and_size(accelerator)  # of those that see the same batches and share the work
-    coming = islice(_coming_batches(config.training, data, accelerator), rank, None, size)
+    coming = islice(_coming_batches(config.training, state, data, accelerator), rank, None, size)
     missing = [(step, items) for step, items in coming if not _is_cached(teacher, step, items, data)]
     own = Teacher(teacher.folder.with_name(f"{teacher.folder.name}-own"), 1.0) if asked.distill_effect else None
     passes = [(own, None), (teacher, own)] if own else [(teacher, None)]
@@ -139,13 +139,13 @@ def _load_teacher(
 
 
 def _coming_batches(
-    training: TrainingConfig, data: TrainingData, accelerator: Accelerator
+    training: TrainingConfig, state: str | None, data: TrainingData, accelerator: Accelerator
 ) -> Iterator[tuple[int, list[tuple[int, int]]]]:
     """Yield step and items (epoch, index) of this process's batches as the training loop is going to see them."""
     dp_rank = DataParallelRank.of(accelerator)
     sampler = data.batch_sampler(dp_rank)
     per_epoch = sampler.batches_per_epoch()
-    position = begun_position(training.resume, per_epoch)
+    position = begun_position(state, per_epoch)
     steps, _ = run_length(training, per_epoch, dp_rank.step_batches, position)
     step, epoch, first = position.step, position.epoch, position.batches
     while step < steps:

@@ -106,7 +106,8 @@ class ImageLora(LoraTask):
     general: PaintedSet | None = None
     rings: Sequence[Ring] = ()
 
-    def open(self) -> None:
+    def open(self, state: str | None = None) -> None:
+        self.state = state
         accelerator = self.accelerator
         self.devices = devices_to_fill(self.config.parallel, accelerator)
         self.family = family = model_family(self.config.model)
@@ -135,7 +136,7 @@ class ImageLora(LoraTask):
         self.base_fingerprint = family.fingerprint()
         self.text_fingerprint = self.text_encoder.fingerprint if self.plan.text_encoders else None
         trained_text = {} if self.text_fingerprint is None else {"text_encoders": self.text_fingerprint}
-        self.settings = resume_keys(config) | trained_text | {"base_weights": self.base_weights.fingerprint()}
+        self.resume_keys = resume_keys(config) | trained_text | {"base_weights": self.base_weights.fingerprint()}
         self.check_saved(WeightFiles(family.files.transformer))
 
     def read(self, painted: Painted | None = None) -> None:
@@ -176,7 +177,7 @@ class ImageLora(LoraTask):
             self.summary["samples"] = f"made with {other}; how the LoRA fares there: tools/precision_report.py {model}"
         self.config = config = config.model_copy(update={"training": fit_memory(self, console)})
         self.cache()
-        self.teacher = prepare_teacher(config, self.data, self.accelerator, console)
+        self.teacher = prepare_teacher(config, self.state, self.data, self.accelerator, console)
         self.load_networks()
         self.wrap_networks()
         self._hold_out()
@@ -194,8 +195,8 @@ class ImageLora(LoraTask):
             self.end_sampler.sampled[0] = self.general.paths
         if writes:  # others write no files
             dp_rank, per_epoch = self.batches.dp_rank, self.batches.batches_per_epoch()
-            own = image_facts(config, self.data, self.begun, per_epoch, dp_rank, self.total_epochs)
-            self.facts = {**lora_facts(config, self.begun, self.total_steps), **own}
+            own = image_facts(config, self.data, self.started_at, per_epoch, dp_rank, self.total_epochs)
+            self.facts = {**lora_facts(config, self.started_at, self.total_steps), **own}
 
     def load_networks(self) -> None:
         """Load what takes part in a step, put the LoRA in, set the memory policy.
@@ -299,7 +300,7 @@ class ImageLora(LoraTask):
 
     def validate(self, step: int) -> dict[str, float]:
         """Return what was learnt of held-out images, and what the LoRA changes on images of general prompts."""
-        losses = {} if self.data.validation is None else super().validate(step)
+        losses = {} if self.data.validation is None else self._held_out_losses()
         if (general := self.data.general) is None:
             return losses
         if step == 0 and self.config.network.network_weights is None:
@@ -307,23 +308,24 @@ class ImageLora(LoraTask):
         sigmas = self.config.validation.validation_sigmas
 
         def difference(batch: Batch) -> tuple[Tensor, int]:
-            losses = self.step.prior_losses(self.models[0], batch.to(self.accelerator.device), sigmas)
+            losses = self.step.prior_losses(self.engine.models[0], batch.to(self.accelerator.device), sigmas)
             return losses.double().sum(), len(losses)
 
-        (changed,) = self.mean_over(lambda: held_out_loader(general, len(general)), difference)
+        (changed,) = self.engine.mean_over(lambda: held_out_loader(general, len(general)), difference)
         return losses | {"val_prior_loss": changed}
 
-    def held_out_batches(self) -> DataLoader[Any]:
-        return self.held_out
+    def _held_out_losses(self) -> dict[str, float]:
+        """Return the losses at each noise level, and their mean."""
+        sigmas = self.config.validation.validation_sigmas
 
-    @property
-    def held_out_parts(self) -> Sequence[str]:
-        return [f"val_loss/sigma_{sigma:g}" for sigma in self.config.validation.validation_sigmas]
+        def measure(batch: Batch) -> tuple[Tensor, int]:
+            on_device = batch.to(self.accelerator.device)
+            losses = self.step.validation_losses(self.engine.models[0], on_device, sigmas)
+            return losses.double().view(len(sigmas), -1).sum(dim=1), len(batch)
 
-    def held_out_loss(self, batch: Batch) -> tuple[Tensor, int]:
-        on_device, sigmas = batch.to(self.accelerator.device), self.config.validation.validation_sigmas
-        losses = self.step.validation_losses(self.models[0], on_device, sigmas)
-        return losses.double().view(len(sigmas), -1).sum(dim=1), len(batch)
+        means = self.engine.mean_over(lambda: self.held_out, measure, len(sigmas))
+        parts = {f"val_loss/sigma_{sigma:g}": mean for sigma, mean in zip(sigmas, means, strict=True)}
+        return {"val_loss": sum(means) / len(means), **parts}
 
     @property
     def save_format(self) -> str:  # type: ignore[override]

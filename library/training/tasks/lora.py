@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,19 @@ from library.precision.recipe import WeightLoader
 from library.safetensors_io import read_safetensors_header
 from library.training.checkpoint.metadata import LEAST_FACTS, save_facts, spec_fields, without_folders
 from library.training.checkpoint.output_folder import describe_settings
-from library.training.checkpoint.state import Position, load_training_state, read_position, refuse_finished
-from library.training.optim.ema import WeightAverage
+from library.training.checkpoint.state import (
+    AUTO,
+    Position,
+    begun_position,
+    load_training_state,
+    read_position,
+    refuse_finished,
+)
 from library.training.optim.factory import build_optimizer, check_optimizer
 from library.training.optim.schedules import build_schedule, describe_steps, run_length
 from library.training.optim.weight_norms import WeightNormLimit
 from library.training.parallel.gather import gathered
-from library.training.parallel.parallelize import parallelize
+from library.training.parallel.parallelize import ParallelSpec
 from library.training.report.progress import loads_in_table
 from library.training.tasks.lora_plan import NetworkPlan, describe_base
 from library.training.tasks.task import Task
@@ -77,7 +84,7 @@ class LoraTask(Task):
             base: the model's, of which only headers are looked at.
 
         Raises:
-            UserError: ``network_weights`` is no LoRA of this family; the state to ``resume`` was trained on another
+            UserError: ``network_weights`` is no LoRA of this family; the state to go on from was trained on another
                 base, or has nothing left to train; a rank is above that of every layer of the model; programs would not
                 read the LoRA from its format.
         """
@@ -90,10 +97,10 @@ class LoraTask(Task):
             self.check_readers()
         if network.network_weights:
             load_adapter(network.network_weights, self.plan.targets, [] if network.allow_partial else None)
-        if training.resume:
-            position = read_position(training.resume, self.settings, self.base_fingerprint)
+        if self.state is not None:
+            position = read_position(self.state, self.resume_keys, self.base_fingerprint)
             if training.max_train_epochs is None:
-                refuse_finished(training.resume, position, training.max_train_steps, self.resumes_finished)
+                refuse_finished(self.state, position, training.max_train_steps, training.resume == AUTO)
 
     def check_readers(self) -> None:
         """Refuse a format that was asked for and that a program, or every program, would read in part; else say so."""
@@ -155,41 +162,45 @@ class LoraTask(Task):
         groups = self.plan.parameter_groups(self.network)
         optimizer = build_optimizer(config.optimizer, groups, training.full_bf16, training.seed)
         per_epoch = self.batches.batches_per_epoch()
-        self.total_steps, self.total_epochs = run_length(training, per_epoch, dp_rank.step_batches, self.begins_at())
+        begun = begun_position(self.state, per_epoch)
+        self.total_steps, self.total_epochs = run_length(training, per_epoch, dp_rank.step_batches, begun)
         if dp_rank.step_batches > 1:
             self.console.print(describe_steps(per_epoch, dp_rank, dp_rank.step_batches), soft_wrap=True)
-        self.lr_schedule = build_schedule(config.optimizer, optimizer, self.total_steps)
+        schedule = build_schedule(config.optimizer, optimizer, self.total_steps)
         if many_shapes:
             expect_many_shapes(self.accelerator)
         for module in filter(None, (self.transformer, self.text_encoders)):
             # every process has read the same frozen weights: broadcasting takes time, and gloo cannot broadcast fp8
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ddp_ignored_names(module))
-        clip, loader = config.optimizer.max_grad_norm, self.loader
-        model, self.optimizer, self.loader, self.text_encoders, self.pipeline = parallelize(
-            self.accelerator, config.parallel, self.parallel(), optimizer, loader, clip
+        self.loader, self.text_encoders = self.engine.prepare(
+            config.parallel,
+            self.parallel(),
+            optimizer,
+            schedule,
+            self.network.parameters,
+            self.loader,
+            config.optimizer.max_grad_norm,
+            config.saving.ema_decay,
         )
-        self.models = [model] if self.text_encoders is None else [model, self.text_encoders]
         limit = config.network.scale_weight_norms
         own = [layer for layer in self.network.modules.values() if layer.trained()]  # of joined ones the first
-        self.norm_limit = WeightNormLimit(limit, own) if limit else None
-        self.average = WeightAverage(self.parameters(), decay) if (decay := config.saving.ema_decay) else None
+        if limit:
+            self.norm_limit = WeightNormLimit(limit, own)
+            self.engine.after_update = self.norm_limit.apply
 
-    def after_update(self) -> None:
-        if self.norm_limit is not None:
-            self.norm_limit.apply()
+    @abstractmethod
+    def parallel(self) -> ParallelSpec:
+        """Return what layouts ask about the loaded model."""
 
     def training_metrics(self, values: dict[str, float], position: Position) -> dict[str, float]:
         return values if self.norm_limit is None else values | self.norm_limit.metrics()
-
-    def parameters(self) -> list[nn.Parameter]:
-        return self.network.parameters()
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         layers = self.network.modules.items()
         return {f"{name}.{part}": parameter for name, layer in layers for part, parameter in layer.trained().items()}
 
     def gathered(self, with_state: bool) -> Any:
-        return gathered(self.optimizer, with_state)
+        return gathered(self.engine.optimizer, with_state)
 
     def weights(self) -> dict[str, Tensor]:
         return self.network.state_dict()
@@ -202,7 +213,9 @@ class LoraTask(Task):
                 parameter.copy_(weights[name])
 
         shapes = {name: tensor.shape for name, tensor in own.items()}
-        return load_training_state(folder, shapes, scatter, self.parts(), self.base_fingerprint, self.settings)
+        return load_training_state(
+            folder, shapes, scatter, self.engine.parts(), self.base_fingerprint, self.resume_keys
+        )
 
     save_format = "peft"
     own_metadata: Mapping[str, str] = {}
@@ -228,7 +241,7 @@ class LoraTask(Task):
             base_fingerprint=self.base_fingerprint,
             base_precision=self.base_precision,
             config=config,
-            settings=describe_settings(self.asked, hidden=saving.no_metadata),
+            settings=describe_settings(self.raw_config, hidden=saving.no_metadata),
             version=__version__,
             **self.describe_file(),
         )
@@ -236,7 +249,7 @@ class LoraTask(Task):
         self.network.save(path, self.save_format, precision, {**self.own_metadata, **metadata})
 
     def verify(self, path: Path) -> str:
-        with self.deployed_weights():
+        with self.engine.deployed_weights():
             check = check_file(path, self.network, self.save_format)
         self.console.print(loads_in_table(each.row for each in check.programs))
         return str(check)

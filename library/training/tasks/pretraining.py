@@ -41,9 +41,8 @@ from library.models.llm.model import TransformerLM
 from library.models.llm.spec import LMConfig, fourth_blocks, preset
 from library.randomness import generator
 from library.training.checkpoint.output_folder import SETTINGS, describe_settings
-from library.training.checkpoint.state import Position, load_training_state
+from library.training.checkpoint.state import Position, begun_position, load_training_state
 from library.training.memory.budget import recompute_blocks
-from library.training.optim.ema import WeightAverage
 from library.training.optim.factory import (
     build_optimizer,
     check_arguments,
@@ -54,7 +53,7 @@ from library.training.optim.factory import (
 from library.training.optim.muon import MuonWithAdamW
 from library.training.optim.schedules import build_schedule, describe_steps, resolve_steps, run_length
 from library.training.parallel.gather import full_shapes, gather_weights, gathered, local_parameters, scatter_weights
-from library.training.parallel.parallelize import ParallelSpec, lm_parallel_spec, parallelize
+from library.training.parallel.parallelize import lm_parallel_spec
 from library.training.sampling.text import TextSampler
 from library.training.tasks.task import Task
 
@@ -89,10 +88,11 @@ class Pretraining(Task):
         training = TrainingConfig(mixed_precision=config.training.mixed_precision)
         return build_accelerator(config.accelerate, training, config.saving, config.logging, config.parallel)
 
-    def open(self) -> None:
+    def open(self, state: str | None = None) -> None:
+        self.state = state
         self.shards = TokenShards(self.config.data.data_dir, "train")
         self.tokenizer = load_tokenizer(self.config.data.data_dir)
-        self.settings = resume_keys(self.config)
+        self.resume_keys = resume_keys(self.config)
 
     def prepare(self) -> None:
         config, training, accelerator = self.config, self.config.training, self.accelerator
@@ -110,16 +110,19 @@ class Pretraining(Task):
 
         optimizer = build_pretraining_optimizer(config.optimizer, model, training.full_bf16, training.seed)
         schedule = config.optimizer.with_defaults()
-        self.lr_schedule = build_schedule(schedule, optimizer, self.total_steps)
+        lr_schedule = build_schedule(schedule, optimizer, self.total_steps)
         self.clips_from = 0
         if not config.optimizer.clip_during_warmup:
             self.clips_from = resolve_steps(schedule.lr_warmup_steps, self.total_steps)
         self.flops_per_token, self.peak_flops = flops_per_token(model, self.context), peak_flops(accelerator.device)
-        engine, self.optimizer, _, _, self.pipeline = parallelize(
-            accelerator, config.parallel, self.parallel(), optimizer
+        self.engine.prepare(
+            config.parallel,
+            lm_parallel_spec(model),
+            optimizer,
+            lr_schedule,
+            lambda: list(self.named_parameters().values()),
+            ema_decay=config.saving.ema_decay,
         )
-        self.models = [engine]
-        self.average = WeightAverage(self.parameters(), decay) if (decay := config.saving.ema_decay) else None
         if config.sampling.sample_at_first is None:
             self.samples_first = bool(config.sampling.sample_every_n_steps)
         if prompts := config.sampling.sample_prompts:
@@ -140,7 +143,9 @@ class Pretraining(Task):
             self.shards, context, data.train_batch_size, training.seed, dp_rank, pinned=on_gpu
         )
         windows, in_step = self.batches.windows, self.batches.windows_in_step
-        self.total_steps, self.total_epochs = run_length(training, windows, in_step, self.begins_at())
+        self.total_steps, self.total_epochs = run_length(
+            training, windows, in_step, begun_position(self.state, windows)
+        )
 
     def _find_held_out(self) -> None:
         """Find what to validate on; nothing where the corpus holds nothing out and nothing asks for it."""
@@ -165,9 +170,6 @@ class Pretraining(Task):
     def gradient_limit(self, step: int) -> float:
         return self.config.optimizer.max_grad_norm if step >= self.clips_from else 0.0
 
-    def parallel(self) -> ParallelSpec:
-        return lm_parallel_spec(self.transformer)
-
     def named_parameters(self) -> dict[str, nn.Parameter]:
         return local_parameters(self.transformer)
 
@@ -179,11 +181,13 @@ class Pretraining(Task):
             values["mfu"] = values["tokens_per_s"] * self.flops_per_token / possible
         return values
 
-    def held_out_batches(self) -> Iterator[Tensor]:
+    def validate(self, step: int) -> dict[str, float]:
         size, most = self.config.data.train_batch_size, self.config.validation.validation_tokens
-        return held_out_batches(self.held_out, self.context, size, most)
+        batches = partial(held_out_batches, self.held_out, self.context, size, most)
+        (loss,) = self.engine.mean_over(batches, self._held_out_loss)
+        return {"val_loss": loss}
 
-    def held_out_loss(self, batch: Tensor) -> tuple[Tensor, int]:
+    def _held_out_loss(self, batch: Tensor) -> tuple[Tensor, int]:
         count = batch[:, 1:].numel()
         return self.loss(self.transformer, batch, 0)[0].double() * count, count
 
@@ -191,17 +195,17 @@ class Pretraining(Task):
         return {"val_perplexity": perplexity(loss)}
 
     def save(self, path: Path, position: Position) -> None:
-        settings = {SETTINGS: describe_settings(self.asked)}
+        settings = {SETTINGS: describe_settings(self.raw_config)}
         export_hf(self.transformer, path, _DTYPES[self.config.saving.save_precision], self._deployed, settings)
         self.tokenizer.save(path)
 
     @contextmanager
     def gathered(self, with_state: bool) -> Iterator[None]:
         self._weights = self._deployed = gather_weights(self.transformer, self.accelerator)
-        if has_averaged_weights(self.optimizer):
-            with self.deployed_weights():  # what is gathered may be copies, which do not change with the model
+        if has_averaged_weights(self.engine.optimizer):
+            with self.engine.deployed_weights():  # what is gathered may be copies, which do not change with the model
                 self._deployed = gather_weights(self.transformer, self.accelerator)
-        with gathered(self.optimizer, with_state):
+        with gathered(self.engine.optimizer, with_state):
             yield
         del self._weights, self._deployed
 
@@ -211,7 +215,7 @@ class Pretraining(Task):
     def restore(self, folder: str) -> Position:
         model = self.transformer
         scatter = partial(scatter_weights, model)
-        return load_training_state(folder, full_shapes(model), scatter, self.parts(), "", self.settings)
+        return load_training_state(folder, full_shapes(model), scatter, self.engine.parts(), "", self.resume_keys)
 
     def memory_advice(self) -> str:
         options = [] if self.config.training.gradient_checkpointing else ["set gradient_checkpointing = true"]

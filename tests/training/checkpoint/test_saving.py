@@ -74,7 +74,7 @@ def test_the_saved_lora_is_the_average_and_the_run_goes_on_from_the_weights(
     assert largest_difference(lora(tmp_path / "averaged"), expected) < 1e-6
     for name, weight in plain.task.network.state_dict().items():
         assert torch.equal(weight, averaged.task.network.state_dict()[name])
-    assert initial.task.average is None
+    assert initial.task.engine.average is None
 
 
 def test_a_resumed_run_has_the_same_average(base: Path, dataset: Path, tmp_path: Path) -> None:

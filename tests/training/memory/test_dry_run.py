@@ -24,14 +24,14 @@ from tests.runs import ROOT, arguments, largest_difference, lora, run, write_dat
 # train_lora.py, with the room that is left after the first step of the run limited to so many MiB
 LIMITED = """
 import resource, sys
-from library.training.events import RunEvents
-after_step, room = RunEvents.after_step, int(sys.argv.pop(1))
-def limit(self, position):
-    after_step(self, position)
+from library.training.run import Run
+after_step, room = Run.after_step, int(sys.argv.pop(1))
+def limit(self):
+    after_step(self)
     pages = int(open("/proc/self/statm").read().split()[0])
     most = pages * resource.getpagesize() + room * 2**20
     resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
-RunEvents.after_step = limit
+Run.after_step = limit
 from train_lora import main
 main()
 """

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
-from library.training.events import RunEvents
+from library.training.run import Run
 from networks.merging.merge import LoraSource, merge_loras
 from networks.network import inject_adapter
 from tests.networks.files.comfy_formulas import comfy_weight
@@ -32,7 +32,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_base(folder / "base"), write_dataset(folder / "data", images=4)
 
 
-def train(files: tuple[Path, Path], output: Path, kind: str, **settings: object) -> RunEvents:
+def train(files: tuple[Path, Path], output: Path, kind: str, **settings: object) -> Run:
     defaults = {
         "network_type": kind,
         "network_dim": 6,
@@ -47,7 +47,7 @@ def train(files: tuple[Path, Path], output: Path, kind: str, **settings: object)
 @pytest.fixture(scope="module", params=KINDS)
 def trained(
     request: pytest.FixtureRequest, files: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, Path, RunEvents]:
+) -> tuple[str, Path, Run]:
     """One whole run of each kind with a state two steps before its end."""
     output = tmp_path_factory.mktemp(request.param)
     settings = {"max_train_steps": STEPS, "log_every_n_steps": 1, "gradient_checkpointing": True}
@@ -61,7 +61,7 @@ def losses(output: Path) -> list[float]:
     ]
 
 
-def trained_output(events: RunEvents) -> Tensor:
+def trained_output(events: Run) -> Tensor:
     return forward(events.task.transformer.eval())
 
 
@@ -77,7 +77,7 @@ def merged_output(base: Path, file: Path, folder: Path) -> Tensor:
 
 
 def test_a_run_learns_and_its_merged_file_is_the_trained_model(
-    files: tuple[Path, Path], trained: tuple[str, Path, RunEvents], tmp_path: Path
+    files: tuple[Path, Path], trained: tuple[str, Path, Run], tmp_path: Path
 ) -> None:
     _, output, events = trained
     seen = losses(output)
@@ -90,7 +90,7 @@ def test_a_run_learns_and_its_merged_file_is_the_trained_model(
     assert (merged - trained_output(events)).abs().max() < 1e-4 * max(1.0, moved)  # fp32 throughout
 
 
-def test_comfyui_reads_the_file_as_the_trained_weights(trained: tuple[str, Path, RunEvents]) -> None:
+def test_comfyui_reads_the_file_as_the_trained_weights(trained: tuple[str, Path, Run]) -> None:
     _, output, events = trained
     stems: dict[str, dict[str, Tensor]] = {}
     for key, tensor in lora(output).items():
@@ -108,7 +108,7 @@ def test_comfyui_reads_the_file_as_the_trained_weights(trained: tuple[str, Path,
 
 
 def test_a_resumed_run_gives_the_same_file(
-    files: tuple[Path, Path], trained: tuple[str, Path, RunEvents], tmp_path: Path
+    files: tuple[Path, Path], trained: tuple[str, Path, Run], tmp_path: Path
 ) -> None:
     kind, output, _ = trained
     state = output / f"lora-step{STEPS - 2:08d}-state"
@@ -116,7 +116,7 @@ def test_a_resumed_run_gives_the_same_file(
     assert largest_difference(lora(tmp_path), lora(output)) == 0
 
 
-def test_network_weights_go_on_from_a_file(files: tuple[Path, Path], trained: tuple[str, Path, RunEvents]) -> None:
+def test_network_weights_go_on_from_a_file(files: tuple[Path, Path], trained: tuple[str, Path, Run]) -> None:
     _, output, events = trained
     fresh = FluxTransformer2DModel.from_pretrained(files[0] / "transformer").eval()
     network = inject_adapter(fresh, events.task.network.options, FLUX_TARGETS, seed=99)
@@ -218,7 +218,7 @@ def test_impossible_combinations_are_refused_at_the_start(
 
 
 def test_a_state_of_another_kind_is_not_gone_on_with(
-    files: tuple[Path, Path], trained: tuple[str, Path, RunEvents], tmp_path: Path
+    files: tuple[Path, Path], trained: tuple[str, Path, Run], tmp_path: Path
 ) -> None:
     kind, output, _ = trained
     state = output / f"lora-step{STEPS - 2:08d}-state"

@@ -11,7 +11,7 @@ from diffusers import FluxPipeline
 from PIL import Image, ImageChops
 
 from library.errors import UserError
-from library.training.events import RunEvents
+from library.training.run import Run
 from tests.runs import arguments, largest_difference, lora, run, train_flags, write_dataset
 from tests.worker_group import run_in_group
 
@@ -31,7 +31,7 @@ def _rates(output: Path) -> dict[str, float]:
 
 
 @torch.no_grad()
-def _running(events: RunEvents) -> dict[str, torch.Tensor]:
+def _running(events: Run) -> dict[str, torch.Tensor]:
     encoders = events.task.step.text_encoders
     assert encoders is not None
     return encoders.eval()([PROMPT])

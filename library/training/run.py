@@ -1,7 +1,11 @@
-"""What happens between steps: saving, sampling, validating, and the summary at the end.
+"""One run: its folder, how far it is, and what happens between steps: saving, sampling, validating, the summary.
 
-The trainer tells ``RunEvents`` when a step or an epoch is over; from the settings it knows what is due. Schedule-free
-optimizers keep two sets of weights; whatever looks at the weights from outside looks at the averaged set.
+The trainer tells the run when a step or an epoch is over; from the settings it knows what is due. What looks at the
+weights from outside looks at those to deploy (``Engine.deployed_weights``).
+
+What is written to disk is written so that nothing saved is lost: under a temporary name first; again and again while
+the disk is full, in the end into ``save_fallback_dir`` (``checkpoint.saving``). A process that fails while others wait
+for it makes all leave alike (``processes.agreed``), with its reason said once.
 """
 
 from __future__ import annotations
@@ -16,21 +20,34 @@ from pathlib import Path
 from library.accelerator import is_model_parallel
 from library.errors import UserError
 from library.files import atomic_folder
-from library.processes import agreed
-from library.training.checkpoint.hub import HubUpload
+from library.folder_lock import FolderLock
+from library.processes import agreed, from_all_processes
+from library.training.checkpoint.hub import build_upload
+from library.training.checkpoint.output_folder import refuse_to_overwrite, try_writing
 from library.training.checkpoint.saving import CheckpointWriter, fallback_folder, remove_old
-from library.training.checkpoint.state import OutputNames, Position, save_training_state
-from library.training.report.metrics import MetricsStream, peak_memory_bytes
+from library.training.checkpoint.state import (
+    AUTO,
+    OutputNames,
+    Position,
+    begun_position,
+    check_whole,
+    refuse_finished,
+    resolve_resume,
+    save_training_state,
+)
+from library.training.report.metrics import MetricsStream, peak_memory_bytes, write_config
 from library.training.report.plots import plot_noise_levels, plot_runs
 from library.training.report.progress import TrainingProgress, duration, print_summary, shown_path
-from library.training.signals import NOTHING, SignalHandler, StopRequest, resume_hint
+from library.training.signals import NOTHING, SignalHandler, StopRequest, interruptible, resume_hint
 from library.training.tasks.task import Sampler, Task
 
 
-class RunEvents:
-    """Saves, samples and validates when it is due.
+class Run:
+    """Opens the folder, prepares the task, and saves, samples and validates when it is due.
 
     Attributes:
+        position: how far the run is.
+        first_step: where it began, 0 unless it is resumed.
         stopped: whether training is to end before its last step.
         stop_request: from outside, that stopped the run.
         val_losses: every validation loss so far.
@@ -38,18 +55,16 @@ class RunEvents:
         state_saved_at: the step of the last state.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        metrics: MetricsStream,
-        progress: TrainingProgress,
-        upload: HubUpload | None,
-        first_step: int,
-    ) -> None:
-        """Take a run that begins behind ``first_step``, 0 unless it is resumed."""
-        self.task, self.metrics, self.progress, self.upload = task, metrics, progress, upload
-        self._first_step = first_step
-        self.names, config = task.names, task.config
+    position: Position
+    first_step: int
+    metrics: MetricsStream
+    progress: TrainingProgress
+    writer: CheckpointWriter
+    requests: SignalHandler
+
+    def __init__(self, task: Task) -> None:
+        self.task, self.engine, self.names = task, task.engine, task.names
+        config = task.config
         self.saving, self.sampling, self.validation = config.saving, config.sampling, config.validation
         self.stopped = False
         self.stop_request: StopRequest = NOTHING
@@ -60,16 +75,93 @@ class RunEvents:
         self._sampled_at: int | None = None
         self._checked: str | None = None  # what :meth:`check_saved` found
         self._wrong: UserError | None = None
-        fallback = fallback_folder(self.saving.save_fallback_dir, self.saving.output_name)
-        self.writer = CheckpointWriter(self.names.folder, fallback, self.saving.save_retries, progress.note)
-        self.requests = SignalHandler(
-            self.names.folder,
-            task.accelerator,
-            task.begun,
-            has_unsaved=lambda: self.writer.is_due,
-            answer=self._answer,
-        )
         self._at_end = False  # all steps are done, and what was trained is saved
+
+    @contextmanager
+    def own_folder(self) -> Iterator[str | None]:
+        """Inside the block the output folder is this run's alone; yield the state that it goes on from.
+
+        Raises:
+            UserError: on every process: another run has the folder, it cannot be written to, holds another result, or
+                only damaged states.
+        """
+        state: str | None = None
+        say = partial(self.task.console.print, soft_wrap=True)
+        lock = FolderLock(self.names.folder, self.names.name, say)
+        try:
+            with agreed("looking at the output folder"):
+                if self.engine.accelerator.is_main_process:
+                    lock.acquire()
+                    state = resolve_resume(self.task.config.training.resume, self.saving, say)
+                    self._check_output(state is not None)
+            state, *_ = from_all_processes(state)
+            yield state
+        finally:
+            lock.release()
+
+    def _check_output(self, resumed: bool) -> None:
+        logging, accelerator = self.task.config.logging, self.engine.accelerator
+        if not (resumed or self.saving.overwrite):
+            refuse_to_overwrite(self.names.weights(self.names.stem()), self.task.raw_config)
+        try_writing(self.names.folder, self.names, 0)
+        if logging.log_with:
+            try_writing(Path(accelerator.logging_dir), self.names, 0, "logging_dir")
+
+    def prepare(self, state: str | None) -> None:
+        """Let the task load data and model; go to the position of ``state``, the very beginning without one."""
+        task, accelerator, hub = self.task, self.engine.accelerator, self.task.config.hub
+        with interruptible("before the first step; what is cached is kept"):
+            with agreed("looking at the model's files and the hub"):
+                task.open(state)
+                self.upload = build_upload(hub, accelerator, task.console, self.saving.output_dir, state is not None)
+            task.prepare()
+            with agreed("looking for room on the disk"):
+                self._check_room()
+        per_epoch = task.batches.batches_per_epoch()
+        self.position = begun_position(None, per_epoch) if state is None else self._resume(state, per_epoch)
+        self.first_step = self.position.step
+        folder = self.names.folder
+        write_config(folder, task.raw_config, accelerator)
+        self.metrics = MetricsStream(folder / "metrics.jsonl", accelerator, task.config.logging, self.first_step)
+        self.progress = TrainingProgress(task.console, task.total_steps, task.total_epochs, self.first_step)
+        fallback = fallback_folder(self.saving.save_fallback_dir, self.saving.output_name)
+        self.writer = CheckpointWriter(folder, fallback, self.saving.save_retries, self.progress.note)
+        self.requests = SignalHandler(
+            folder, accelerator, task.started_at, has_unsaved=lambda: self.writer.is_due, answer=self._answer
+        )
+
+    def _check_room(self) -> None:
+        """Refuse a disk without room for one save of what is trained (on the main process).
+
+        Raises:
+            UserError: with the sizes.
+        """
+        parameters, short = self.engine.parameters, self.saving.save_precision not in (None, "fp32")
+        nbytes = sum(p.numel() * (2 if short else p.dtype.itemsize) for p in parameters)
+        if self.saving.save_state:
+            nbytes += sum(p.numel() * p.dtype.itemsize for p in parameters)  # and what the optimizer is going to keep
+        if self.engine.accelerator.is_main_process:
+            try_writing(self.names.folder, self.names, nbytes)
+
+    def _resume(self, state: str, per_epoch: int) -> Position:
+        """Put a saved state back; return where training goes on.
+
+        Raises:
+            UserError: it is no state, a damaged one, or one of another model, or has nothing left to train.
+        """
+        task, accelerator = self.task, self.engine.accelerator
+        if accelerator.is_local_main_process and not accelerator.is_main_process:
+            check_whole(Path(state))  # on another machine than :meth:`own_folder` saw it, which may have a copy
+        saved = task.restore(state)
+        position = saved.in_epoch_of(per_epoch)
+        if saved.batches and saved.epoch_batches not in (None, per_epoch):
+            task.console.print(
+                f"note: an epoch is {per_epoch} batches (of texts: windows) long, not {saved.epoch_batches} as in the "
+                f"state; the run goes on at {position.batches}, where some of this epoch may come again or be left out",
+                soft_wrap=True,
+            )
+        refuse_finished(state, position, task.total_steps, task.config.training.resume == AUTO)
+        return position
 
     @property
     def val_loss(self) -> float | None:
@@ -84,36 +176,36 @@ class RunEvents:
         again = "once more ends it at once" + ("" if self._at_end else ", without saving")
         self.progress.note(f"{signal_name}: stopping after {first}{then}; {again}")
 
-    def at_start(self, position: Position) -> None:
+    def at_start(self) -> None:
         """Look at the untrained network: validation loss and samples before the first step."""
-        if position.step == 0:
+        if self.position.step == 0:
             if self.task.validates_first:
-                position.val_loss_before = self._validate(position.step)
+                self.position.val_loss_before = self._validate(self.position.step)
             if self.task.samples_first:
-                self._sample(position.step)
+                self._sample(self.position.step)
             return
         with agreed("looking for samples"):  # all know the same samples before one draws what is missing
             if self.task.sampler is not None:
-                self.task.sampler.recall(position.step)
-        self._catch_up(position)
+                self.task.sampler.recall(self.position.step)
+        self._catch_up()
 
-    def _catch_up(self, position: Position) -> None:
+    def _catch_up(self) -> None:
         """Do what the run that wrote the state did not get to: look at the weights, delete old files, end."""
-        step = position.step
-        if self._is_due("validate", step=step) and position.validated_at != step:
-            self._compare(position)
+        step = self.position.step
+        if self._is_due("validate", step=step) and self.position.validated_at != step:
+            self._compare()
         if self._is_due("sample", step=step) and self.task.sampler and step not in self.task.sampler.sampled:
             self._sample(step)
         if self._is_due("save", step=step):
             self._rotate(step=step)
-        if position.epoch and not position.batches and self._is_due("save", epoch=position.epoch):
-            self._rotate(epoch=position.epoch)
-        self._stop_if_stale(position)
+        if self.position.epoch and not self.position.batches and self._is_due("save", epoch=self.position.epoch):
+            self._rotate(epoch=self.position.epoch)
+        self._stop_if_stale()
 
-    def is_due(self, position: Position) -> bool:
+    def is_due(self) -> bool:
         """Return whether :meth:`after_step` is going to look at the weights."""
-        asked = bool(self.requests.look(position.step))
-        return asked or any(self._is_due(what, step=position.step) for what in ("validate", "sample", "save"))
+        asked = bool(self.requests.look(self.position.step))
+        return asked or any(self._is_due(what, step=self.position.step) for what in ("validate", "sample", "save"))
 
     def _is_due(self, what: str, **done: int) -> bool:
         """Return whether to validate, sample or save after so many steps (``step=``) or epochs (``epoch=``)."""
@@ -128,62 +220,62 @@ class RunEvents:
         }[what, unit]
         return every is not None and count % every == 0 and (what != "validate" or self.task.validates)
 
-    def save_before_fault(self, position: Position, alone: bool = False) -> str | None:
+    def save_before_fault(self, alone: bool = False) -> str | None:
         """Save weights and state as they are before a step that cannot be taken; return the weights' path, if any.
 
         Every process comes by, unless this one is ``alone``, which then writes whichever it is.
         """
-        if position.step == 0:
+        if self.position.step == 0:
             return None
-        stem = self.names.stem(step=position.step)
-        if not alone or self.state_saved_at != position.step:
-            self._save(stem, position, True, lambda: self.requests.signalled, alone)
+        stem = self.names.stem(step=self.position.step)
+        if not alone or self.state_saved_at != self.position.step:
+            self._save(stem, True, lambda: self.requests.signalled, alone)
         return shown_path((self.writer.in_fallback or [self.names.weights(stem)])[0])
 
-    def after_step(self, position: Position) -> None:
+    def after_step(self) -> None:
         """Do what is due after an optimizer step."""
-        stop_request = self.requests.look(position.step)
-        if stop_request.stop is not None and position.step < self.task.total_steps:
-            self._stop(stop_request, position)
+        stop_request = self.requests.look(self.position.step)
+        if stop_request.stop is not None and self.position.step < self.task.total_steps:
+            self._stop(stop_request)
             return
-        self._do_what_is_due(position, stop_request, step=position.step)
+        self._do_what_is_due(stop_request, step=self.position.step)
         self.requests.answered(stop_request)
 
-    def after_epoch(self, position: Position) -> None:
-        """Do what is due after an epoch; ``position.epoch`` is the number of epochs done."""
-        self._do_what_is_due(position, NOTHING, epoch=position.epoch)
+    def after_epoch(self) -> None:
+        """Do what is due after an epoch; ``self.position.epoch`` is the number of epochs done."""
+        self._do_what_is_due(NOTHING, epoch=self.position.epoch)
 
-    def _do_what_is_due(self, position: Position, request: StopRequest, **done: int) -> None:
+    def _do_what_is_due(self, request: StopRequest, **done: int) -> None:
         if self._is_due("validate", **done):
-            self._compare(position)
-            self._stop_if_stale(position)
+            self._compare()
+            self._stop_if_stale()
         if self._is_due("sample", **done) or request.sample:
-            self._sample(position.step)
+            self._sample(self.position.step)
         if self._is_due("save", **done) or request.save or request.again:
             with_state = self.saving.save_state or request.save
-            if self._save(self.names.stem(**done), position, with_state):
+            if self._save(self.names.stem(**done), with_state):
                 self._rotate(**done)
 
-    def _stop(self, stop_request: StopRequest, position: Position) -> None:
+    def _stop(self, stop_request: StopRequest) -> None:
         """Keep what has been trained, and end: there may be only seconds."""
-        stem, in_a_hurry = self.names.stem(step=position.step), stop_request.stop != "STOP"
-        self._save(stem, position, with_state=True, last=lambda: in_a_hurry or self.requests.signalled)
+        stem, in_a_hurry = self.names.stem(step=self.position.step), stop_request.stop != "STOP"
+        self._save(stem, with_state=True, last=lambda: in_a_hurry or self.requests.signalled)
         self.requests.answered(stop_request)
         self.stopped, self.stop_request = True, stop_request
 
-    def at_end(self, position: Position) -> None:
+    def at_end(self) -> None:
         """Save first, then look at the result; what can fail for lack of memory comes after what must be saved."""
         if self.stop_request.stop is not None:
             return
         with_state = self.saving.save_state or self.saving.save_state_on_train_end
-        self._save(self.names.stem(), position, with_state, last=lambda: self.requests.signalled)
+        self._save(self.names.stem(), with_state, last=lambda: self.requests.signalled)
         self._at_end = True
-        if self._validated_at != position.step:
-            self._compare(position)
-        if self.sampling.sample_at_end and self._sampled_at != position.step:
-            self._sample(position.step)
+        if self._validated_at != self.position.step:
+            self._compare()
+        if self.sampling.sample_at_end and self._sampled_at != self.position.step:
+            self._sample(self.position.step)
         if self.task.end_sampler is not None:
-            self._sample(position.step, self.task.end_sampler)
+            self._sample(self.position.step, self.task.end_sampler)
 
     def _plot(self) -> list[Path]:
         """Plot the learning rate curves and write the sheets of samples; return the images (main process only)."""
@@ -218,28 +310,28 @@ class RunEvents:
         self.val_prior_loss, self._validated_at = elsewhere, step
         return loss
 
-    def _compare(self, position: Position) -> None:
+    def _compare(self) -> None:
         """Validate, and save the best weights so far."""
-        loss = self._validate(position.step)
-        if loss is None or position.validated_at == position.step:
+        loss = self._validate(self.position.step)
+        if loss is None or self.position.validated_at == self.position.step:
             return
-        position.validated_at = position.step
+        self.position.validated_at = self.position.step
         score = loss + self.task.best_prior_weight * (self.val_prior_loss or 0.0)
-        if position.best_val_loss is None or score < position.best_val_loss:
-            position.best_val_loss, position.validations_since_best = score, 0
+        if self.position.best_val_loss is None or score < self.position.best_val_loss:
+            self.position.best_val_loss, self.position.validations_since_best = score, 0
             if self.saving.save_best:
-                self._save(f"{self.names.name}-best", position, with_state=False)
+                self._save(f"{self.names.name}-best", with_state=False)
         else:
-            position.validations_since_best += 1
+            self.position.validations_since_best += 1
 
-    def _stop_if_stale(self, position: Position) -> None:
+    def _stop_if_stale(self) -> None:
         """Stop after too many validations without a better one."""
         patience = self.saving.early_stop_patience
-        if patience is not None and position.validations_since_best >= patience:
+        if patience is not None and self.position.validations_since_best >= patience:
             self.stopped = True
 
     def _rotate(self, **done: int) -> None:
-        if self.task.accelerator.is_main_process:
+        if self.engine.accelerator.is_main_process:
             remove_old(self.names.folder, self.names.name, self.saving, **done)
 
     def _sample(self, step: int, sampler: Sampler | None = None) -> None:
@@ -247,10 +339,10 @@ class RunEvents:
             return
         self._sampled_at = step
         with self._looking("sampling"):
-            together = is_model_parallel(self.task.accelerator)  # then no process may stop alone
+            together = is_model_parallel(self.engine.accelerator)  # then no process may stop alone
             stopping = None if together else (lambda: self.requests.signalled)
             with agreed("sampling", partial(self.writer.leave_out, "sampling")):
-                if self.task.accelerator.is_main_process or together:
+                if self.engine.accelerator.is_main_process or together:
                     sampler.sample(self.task.transformer, step, stopping)
             if files := sampler.sampled.get(step):
                 more = f" and {len(files) - 1} more" if len(files) > 1 else ""
@@ -259,7 +351,6 @@ class RunEvents:
     def _save(
         self,
         stem: str,
-        position: Position,
         with_state: bool,
         last: Callable[[], bool] | None = None,
         alone: bool = False,
@@ -270,7 +361,7 @@ class RunEvents:
         process does it, and the others know nothing of it.
         """
         saved: list[Path] | None = None
-        main = self.task.accelerator.is_main_process
+        main = self.engine.accelerator.is_main_process
         with (
             self.progress.phase("saving"),
             self.task.gathered(with_state),
@@ -279,7 +370,7 @@ class RunEvents:
             if main or alone:
 
                 def write(folder: Path) -> list[Path]:
-                    return self._write(replace(self.names, folder=folder), stem, position, with_state)
+                    return self._write(replace(self.names, folder=folder), stem, with_state)
 
                 saved = (
                     self.writer.write_or_retry_later(write)
@@ -287,37 +378,39 @@ class RunEvents:
                     else self.writer.write_with_retries(write, last)
                 )
                 if saved:
-                    self.progress.note(f"saved at step {position.step}: {shown_path(saved[0])}")
+                    self.progress.note(f"saved at step {self.position.step}: {shown_path(saved[0])}")
                 if self.upload is not None and not alone:  # what is left over is uploaded by the run that goes on
                     for path in saved or []:
                         self.upload.push(path)
         if with_state and (saved or not main):
-            self.state_saved_at = position.step
+            self.state_saved_at = self.position.step
         return saved is not None
 
-    def _write(self, names: OutputNames, stem: str, position: Position, with_state: bool) -> list[Path]:
+    def _write(self, names: OutputNames, stem: str, with_state: bool) -> list[Path]:
         """Write the weights, and a state; return what is to be uploaded."""
         task, saved = self.task, [names.weights(stem)]
-        with task.deployed_weights(), nullcontext(saved[0]) if names.suffix else atomic_folder(saved[0]) as target:
-            task.save(target, position)
+        written = nullcontext(saved[0]) if names.suffix else atomic_folder(saved[0])
+        with self.engine.deployed_weights(), written as target:
+            task.save(target, self.position)
         if with_state:
             folder = names.state(stem)
             saved += [folder] if self.task.config.hub.save_state_to_huggingface else []
             if self.upload is not None:
                 self.upload.note(saved)  # a run that goes on from this state uploads them, should this one be killed
-            weights, state, home = task.weights(), task.state(), self.names.folder
-            save_training_state(folder, weights, state, position, task.base_fingerprint, task.settings, home)
+            states = {name: part.state_dict() for name, part in self.engine.parts().items()}
+            about = task.base_fingerprint, task.resume_keys, self.names.folder
+            save_training_state(folder, task.weights(), states, self.position, *about)
         return saved
 
     @contextmanager
     def _looking(self, phase: str) -> Iterator[None]:
         """Name the phase and show the averaged weights while the block runs."""
-        with self.progress.phase(phase), self.task.deployed_weights():
+        with self.progress.phase(phase), self.engine.deployed_weights():
             yield
 
     def check_saved(self) -> None:
         """Compare what was saved with the live weights; the last thing that all processes come to."""
-        task, main = self.task, self.task.accelerator.is_main_process
+        task, main = self.task, self.engine.accelerator.is_main_process
         # a process that leaves early takes the process group from under the others
         with task.gathered(with_state=False) if task.verifies else nullcontext(), agreed("checking what was saved"):
             if task.verifies and main and self.stop_request.stop is None and not self.writer.in_fallback:
@@ -326,7 +419,7 @@ class RunEvents:
                 except UserError as error:  # is said after the summary
                     self._wrong = error
 
-    def finish(self, position: Position) -> None:
+    def finish(self) -> None:
         """Show what the run did.
 
         Raises:
@@ -334,25 +427,25 @@ class RunEvents:
         """
         task = self.task
         self.metrics.close()
-        if task.accelerator.is_main_process:  # alone from here on
-            rows = [*self._summary(position), *task.summary.items()]
+        if self.engine.accelerator.is_main_process:  # alone from here on
+            rows = [*self._summary(), *task.summary.items()]
             rows += [("LoRA file checked", self._checked)] if self._checked is not None else []
             print_summary(task.console, rows)
             if self.stop_request.stop is not None:
-                state = self.names.state(self.names.stem(step=position.step))
-                task.console.print(resume_hint(self.stop_request, position.step, state), soft_wrap=True)
+                state = self.names.state(self.names.stem(step=self.position.step))
+                task.console.print(resume_hint(self.stop_request, self.position.step, state), soft_wrap=True)
         if self.upload is not None and (failed := self.upload.finish()):
             task.console.print(f"not uploaded: {', '.join(map(shown_path, failed))}", soft_wrap=True)
         self.writer.report()
         if self._wrong is not None:
             raise self._wrong
 
-    def _summary(self, position: Position) -> list[tuple[str, str]]:
+    def _summary(self) -> list[tuple[str, str]]:
         """Return the rows of the run's summary: what it did, how well, and where its files are."""
-        before, after, folder = position.val_loss_before, self.val_loss, self.names.folder
-        resumed = f", from step {self._first_step} to {position.step}" if self._first_step else ""
-        steps = f"{position.step - self._first_step} in {duration(time.time() - self.task.begun)}{resumed}"
-        rows = [("steps", steps), ("avg loss", f"{position.loss_ema:.4f} (moving average over about 20 steps)")]
+        before, after, folder = self.position.val_loss_before, self.val_loss, self.names.folder
+        resumed = f", from step {self.first_step} to {self.position.step}" if self.first_step else ""
+        steps = f"{self.position.step - self.first_step} in {duration(time.time() - self.task.started_at)}{resumed}"
+        rows = [("steps", steps), ("avg loss", f"{self.position.loss_ema:.4f} (moving average over about 20 steps)")]
         if after is not None:
             first, change = "", ""
             if before is not None and self._validated_at:  # again since the first step
@@ -368,9 +461,9 @@ class RunEvents:
         if self.stop_request.stop is not None:
             rows.append(("stopped", f"by {self.stop_request.stop} before step {self.task.total_steps}"))
         elif self.stopped:
-            rows.append(("stopped early", f"no lower validation loss since {position.best_val_loss:.4f}"))
+            rows.append(("stopped early", f"no lower validation loss since {self.position.best_val_loss:.4f}"))
         images = self._plot()
-        stem = self.names.stem() if self.stop_request.stop is None else self.names.stem(step=position.step)
+        stem = self.names.stem() if self.stop_request.stop is None else self.names.stem(step=self.position.step)
         files = [self.names.weights(stem), *images, folder / "metrics.jsonl"]
         return rows + [(_title(path) if path in images else path.name, shown_path(path)) for path in files]
 
