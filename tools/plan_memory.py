@@ -4,7 +4,7 @@
     python tools/plan_memory.py configs/flux_lora.toml --gpu_memory 12            # and what would make it fit
     python tools/plan_memory.py my.toml --gpu_memory 24 --network_dim 64 --picture plan.png
 
-The run is walked from its configuration to the end of the second step on tensors that have shapes and no numbers, on
+The run is traced from its configuration to the end of the second step on tensors that have shapes and no numbers, on
 this machine's card or, without one, on a device that computes nothing: no weights are read, no memory is taken. Flags
 of train_lora.py change the configuration. A model or dataset that is not there yet is replaced by the published model,
 and by one image of 1024 x 1024 pixels.
@@ -112,7 +112,7 @@ def main() -> None:
     if config.parallel.splits_model:
         raise UserError(f"{options.config}: its model is split among GPUs; ask tools/plan_parallel.py")
     console = Console(markup=False, highlight=False, width=140)
-    with console.status("walking through the run: a minute or two at full depth"):
+    with console.status("counting: a minute or two at full depth"):
         plan = plan_memory(ImageLora, config, options.tensors)
     for note in plan.notes:
         console.print(f"note: {note}", soft_wrap=True)
