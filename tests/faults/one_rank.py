@@ -2,8 +2,8 @@
 
 ``FAULT`` is JSON: ``rank`` of the process that fails; ``inside`` and ``at``, two functions as ``module:name.name``;
 ``call``: the so-manieth call of ``at`` within ``inside`` (null: anywhere) fails; ``error``: ``bug``, ``memory``,
-``disk``, or ``stuck``: as ``disk``, but the process ends only when there is a file ``end``. The file ``failed`` in the
-working folder tells when it failed.
+``disk``, or ``stuck``: as ``disk``, but the process ends only when there is a file ``end``. With ``late`` it does not
+fail, and is five seconds late. The file ``failed`` in the working folder tells when it failed.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ ERRORS["stuck"] = ERRORS["disk"]
 
 
 def fail() -> None:
-    """Raise the error."""
+    """Raise the error, or be late."""
     Path("failed").touch()
+    if fault["error"] == "late":
+        time.sleep(5)
+        return
     raise ERRORS[fault["error"]]()
 
 

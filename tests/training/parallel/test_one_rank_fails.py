@@ -125,7 +125,7 @@ def test_a_fault_on_one_process_ends_all(layout: str, part: str, base: Path, cac
 @pytest.mark.slow
 def test_a_fault_while_painting_ends_all(base: Path, cached: Path, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("a house\na tree\na cat\na boat\n")
-    more = {"preserve": "image", "preserve_prompts": tmp_path / "prompts.txt", "general_prompts": "none"}
+    more = {"preserve": "prior", "preserve_prompts": tmp_path / "prompts.txt", "general_prompts": "none"}
     images = write_dataset(tmp_path / "images", text="batch_size = 1")
     fault = Fault(1, None, "library.training.sampling.painting:save_image", 2, "disk")
     assert_all_end(fault, arguments(base, images, tmp_path / "out", **settings(cached), **more), tmp_path)
@@ -174,6 +174,24 @@ def test_a_process_that_failed_and_cannot_end_holds_no_other(base: Path, cached:
     assert other.stderr.splitlines()[-1] == "error: another process has failed; its own error is the one to read"
     (tmp_path / "end").touch()
     assert running[1].wait().stderr.count(SAYS["disk"]) == 1
+
+
+@pytest.mark.slow
+def test_the_answers_of_the_base_are_kept_until_the_last_process_has_read_them(
+    base: Path, cached: Path, tmp_path: Path
+) -> None:
+    teacher = {"distill_from": base, "network_weights": cached / "whole-1/lora.safetensors", "distill_effect": True}
+    flags = arguments(base, cached / "dataset.toml", tmp_path / "out", **teacher)
+    fault = Fault(
+        1,
+        "library.training.tasks.distillation:prepare_teacher",
+        "library.training.tasks.image_step:Teacher.blend",
+        1,
+        "late",
+    )
+    _, (main, other) = run_two(fault, flags, tmp_path)
+    assert (main.returncode, other.returncode) == (0, 0), main.stderr + other.stderr
+    assert not list((tmp_path / "out/teacher").glob("*-own"))
 
 
 def assert_trained(layout: str, cached: Path, out: Path) -> None:
