@@ -182,13 +182,7 @@ def test_the_answers_of_the_base_are_kept_until_the_last_process_has_read_them(
 ) -> None:
     teacher = {"distill_from": base, "network_weights": cached / "whole-1/lora.safetensors", "distill_effect": True}
     flags = arguments(base, cached / "dataset.toml", tmp_path / "out", **teacher)
-    fault = Fault(
-        1,
-        "library.training.tasks.distillation:prepare_teacher",
-        "library.training.tasks.image_step:Teacher.blend",
-        1,
-        "late",
-    )
+    fault = Fault(1, None, "library.training.tasks.image_step:Teacher.blend", 1, "late")  # before the first step
     _, (main, other) = run_two(fault, flags, tmp_path)
     assert (main.returncode, other.returncode) == (0, 0), main.stderr + other.stderr
     assert not list((tmp_path / "out/teacher").glob("*-own"))
