@@ -201,15 +201,16 @@ class _Notes:
 
     def ring(self, exit_code: int, vote: int | None = None) -> None:
         """Tell the others that this process has failed: before ``vote``, which they may come to, or in any case."""
-        self._store.set(f"tandem/alarm/{self.runs}", json.dumps([exit_code, vote]))
+        self._store.set(f"tandem/alarm/{self.runs}", json.dumps([self.rank, exit_code, vote]))
 
     def alarm(self) -> int | None:
-        """Return the exit code of a process that has failed, None if there is none; asked by the watching thread."""
+        """Return the exit code of another process that has failed, None if there is none; the watching thread asks."""
         key = f"tandem/alarm/{self.runs}"
         if not self._second_connection.check([key]):
             return None
-        exit_code, vote = json.loads(self._second_connection.get(key))
-        return None if vote is not None and self.settled > vote else exit_code
+        rank, exit_code, vote = json.loads(self._second_connection.get(key))
+        is_settled = vote is not None and self.settled > vote
+        return None if rank == self.rank or is_settled else exit_code
 
 
 _current: _Notes | None = None

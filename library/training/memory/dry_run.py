@@ -45,6 +45,7 @@ from library.files import write_text
 from library.models.family import Family
 from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
+from library.processes import agreed
 from library.randomness import generator
 from library.training.engine import Engine
 from library.training.memory.block_swap import swappable
@@ -402,18 +403,15 @@ def _count(task: ImageTask, config: TrainConfig) -> MemoryPlan:
     """
     found: list[Any] = [None]
     is_traced = type(torch.empty(0, device=task.accelerator.device)) is not Tensor
-    if task.accelerator.is_main_process:
-        try:
+    with agreed("counting the memory of a step"):
+        if task.accelerator.is_main_process:
             found = [by_formula(task, config) if is_traced else plan_memory(type(task), config)]
-        except UserError as error:
-            found = [error]
+    plan: MemoryPlan
     if task.accelerator.num_processes == 1:
         (plan,) = found
     else:
         (plan,) = broadcast_object_list(found)
-        if isinstance(plan, MemoryPlan):  # DDP reduces in buckets that are a copy of the gradients
-            history = [(phase, {**p, "gradients": 2 * p.get("gradients", 0)}) for phase, p in plan.history]
-            plan = replace(plan, history=history)
-    if isinstance(plan, UserError):
-        raise plan
+        # DDP reduces in buckets that are a copy of the gradients
+        history = [(phase, {**p, "gradients": 2 * p.get("gradients", 0)}) for phase, p in plan.history]
+        plan = replace(plan, history=history)
     return plan

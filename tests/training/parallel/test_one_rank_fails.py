@@ -131,6 +131,12 @@ def test_a_fault_while_painting_ends_all(base: Path, cached: Path, tmp_path: Pat
     assert_all_end(fault, arguments(base, images, tmp_path / "out", **settings(cached), **more), tmp_path)
 
 
+@pytest.mark.slow
+def test_a_fault_while_the_main_process_counts_memory_ends_all(base: Path, cached: Path, tmp_path: Path) -> None:
+    flags = arguments(base, cached / "dataset.toml", tmp_path / "out", memory="auto")
+    assert_all_end(Fault(0, None, "library.training.memory.dry_run:plan_memory", 1, "bug"), flags, tmp_path)
+
+
 @pytest.mark.parametrize(
     "layout", [pytest.param(layout, marks=[] if layout == "shard" else [pytest.mark.slow]) for layout in LAYOUTS]
 )
