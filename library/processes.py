@@ -203,6 +203,14 @@ class _Notes:
         """Tell the others that this process has failed: before ``vote``, which they may come to, or in any case."""
         self._store.set(f"tandem/alarm/{self.runs}", json.dumps([self.rank, exit_code, vote]))
 
+    def leave(self) -> None:
+        """Let the main process leave last: without a launcher's store it has that of all."""
+        key, until = f"tandem/left/{self.runs}", time.monotonic() + GRACE
+        left = self._store.add(key, 1)
+        while self.rank == 0 and left < self._processes and time.monotonic() < until:
+            time.sleep(0.01)
+            left = self._store.add(key, 0)
+
     def alarm(self) -> int | None:
         """Return the exit code of another process that has failed, None if there is none; the watching thread asks."""
         key = f"tandem/alarm/{self.runs}"
@@ -334,6 +342,8 @@ def watched() -> Iterator[None]:
             with suppress(RuntimeError):  # the process that has the store is gone
                 notes.ring(_exit_code(error))
         raise
+    else:
+        notes.leave()
     finally:
         notes.is_watched = False
         stopped.set()
