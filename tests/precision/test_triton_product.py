@@ -65,6 +65,7 @@ except UserError as error:
     assert "install requirements/triton.txt" in ended.stdout
 
 
+@pytest.mark.slow  # CI runs it by make test-triton
 @needs_triton
 def test_numbers_are_right_in_tritons_interpreter() -> None:
     ended = child("-m", "pytest", "-q", "-x", "tests/precision/triton_arithmetic.py", TRITON_INTERPRET="1")
@@ -72,6 +73,7 @@ def test_numbers_are_right_in_tritons_interpreter() -> None:
     assert re.search(r"^\d+ passed", ended.stdout.splitlines()[-1])  # and none was skipped
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("card", CARDS)
 def test_every_variant_becomes_machine_code_for_tensor_cores(
