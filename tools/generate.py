@@ -172,9 +172,9 @@ def image(options: argparse.Namespace) -> list[Path]:
     """Run the subcommand ``image``; return the files written."""
     from library.data.buckets import ControlSizing
     from library.models.family_by_name import model_family
+    from library.precision.placement import plan_base
     from library.training.sampling.generate import generate_images
     from library.training.sampling.images import save_image
-    from library.training.tasks.lora_plan import plan_base
 
     config = model_config(options, options.model, "t5xxl_max_token_length", "zero_cond_t")
     for problem in model_conflicts(config):

@@ -29,8 +29,8 @@ from library.precision.files.registry import scheme_named
 from library.precision.fp8_numbers import E4M3FN, format_named
 from library.precision.linear import QuantizedLinear
 from library.precision.names import GRANULARITIES, SCHEME_NAMES, USUAL_LAYOUTS, LayoutKind
+from library.precision.placement import describe_base
 from library.precision.recipe import Recipe, WeightLoader
-from library.training.tasks.lora_plan import describe_base
 
 _HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}
 

@@ -142,7 +142,7 @@ def test_keys_of_the_other_family_are_refused(settings: dict[str, str], message:
     flags = [word for key, value in settings.items() for word in (f"--{key}", value)]
     if "text_encoder_lr" in settings:  # decided by the network's plan, which knows what can be trained
         from library.models.qwen_image.files import QWEN_TARGETS
-        from library.training.tasks.lora_plan import plan_network
+        from library.training.plan import plan_network
 
         config = load_config([*PLAIN, *flags])
         with pytest.raises(UserError, match="the text encoder of qwen_image cannot be trained; remove it"):

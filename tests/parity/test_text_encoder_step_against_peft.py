@@ -17,7 +17,7 @@ from library.training.flow import noise_for, sample_sigmas
 from library.training.tasks.image_lora import ImageLora
 from library.training.tasks.image_step import FlowStep
 from tests.parity.peft_lora import assert_gradients_are_pefts, copy_to_peft, fill_up
-from tests.runs import arguments, pipeline_forward
+from tests.runs import arguments, pipeline_forward, write_dataset
 from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline
 
 RANK, ALPHA, STEP = 4, 3.0, 11
@@ -26,7 +26,7 @@ CAPTIONS = ["a disc", "a red disc, plain", ""]
 
 def _prepared(base: Path, checkpointing: bool) -> tuple[FlowStep, ImageLora]:
     flags = arguments(
-        base, base / "none.toml", base / "out", network_dim=RANK, network_alpha=ALPHA, text_encoder_lr=[1e-5, 1e-5],
+        base, write_dataset(base.parent / "data"), base / "out", network_dim=RANK, network_alpha=ALPHA, text_encoder_lr=[1e-5, 1e-5],
         network_args=["train_t5xxl=True"], gradient_checkpointing=checkpointing,
     )  # fmt: skip
     AcceleratorState._reset_state(reset_partial_state=True)  # of a run of other precision before

@@ -21,13 +21,13 @@ from library.models.family import Family
 from library.models.layer_names import LoraTargets
 from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
+from library.precision.placement import describe_base
 from library.precision.recipe import WeightLoader
 from library.safetensors_io import read_entries
 from library.training.memory.block_swap import swap_blocks, swappable
 from library.training.sampling.conditions import PromptImageRules, check_prompt_images, encode_prompt_images, text_jobs
 from library.training.sampling.images import generate_image
 from library.training.sampling.prompts import SamplePrompt
-from library.training.tasks.lora_plan import describe_base
 from networks.files.adapters import load_lora
 from networks.files.metadata import base_mismatch, weight_file
 from networks.files.weights import LoraWeights

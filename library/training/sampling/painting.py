@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from library.conditions import ConditionKind
-from library.config.schema import PreservationConfig, TrainConfig
+from library.config.schema import TrainConfig
 from library.console import Console
 from library.data.config import DatasetConfig
 from library.data.dataset import Painted
@@ -31,15 +30,15 @@ from library.models.family import Family
 from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
 from library.precision.checkpoint import WeightFiles
+from library.precision.placement import plan_base
 from library.precision.recipe import WeightLoader
 from library.processes import agreed
 from library.training.memory.budget import GIB, available_bytes, release
+from library.training.plan import base_dtype
 from library.training.report.progress import counting
 from library.training.sampling.generate import generate_images
 from library.training.sampling.images import save_image
 from library.training.sampling.prompts import SamplePrompt, read_prompts
-from library.training.tasks.lora import base_dtype
-from library.training.tasks.lora_plan import plan_base
 from networks.merging.merge import BaseWeights
 
 Encoders = tuple[ImageEncoder, TextEncoder]
@@ -112,23 +111,6 @@ def painted_sets(
         )
     weights = [family.fingerprint(), base_weights.fingerprint(), *(one.fingerprint for one in encoders)]
     return {key: PaintedSet(cache / "painted" / _key(config, weights, each), each) for key, each in prompts.items()}
-
-
-def resolved(asked: PreservationConfig, dataset: DatasetConfig, conditioning: ConditionKind) -> PreservationConfig:
-    """Return ``asked`` with what ``preserve`` means where no key says it.
-
-    Without a kind of sample that preserves it is images of general prompts, or of a model that is given images, the
-    blank prompt; the other general prompts are measured with it.
-    """
-    preserves, paints = asked.preserve != "none", conditioning == "none"
-    values: dict[str, object] = {}
-    if asked.general_prompts == "auto":
-        values["general_prompts"] = "general" if preserves and paints else "none"
-    named = (asked.preserve_class, asked.preserve_blank, asked.preserve_prompts, asked.preserve_outside_mask)
-    subsets = [subset.settings for each in dataset.datasets for subset in each.subsets]
-    if preserves and not any(named) and not any(each.is_reg or each.preserve_class for each in subsets):
-        values |= {"preserve_prompts": "general"} if paints else {"preserve_blank": True}
-    return asked.model_copy(update=values)
 
 
 def _read(key: str, path: str, seed: int, pixel_multiple: int, usual: SamplePrompt) -> list[SamplePrompt]:

@@ -44,15 +44,16 @@ from library.models.registry import lora_targets
 from library.nn.cross_entropy import IGNORED
 from library.precision.checkpoint import QuantizedFile
 from library.precision.packed_linear import unpacked
+from library.precision.placement import plan_base
 from library.randomness import generator
 from library.safetensors_io import read_safetensors_header
 from library.training.checkpoint.metadata import lora_facts
 from library.training.memory.budget import recompute_blocks
 from library.training.parallel.parallelize import ParallelSpec, lm_parallel_spec
+from library.training.plan import resolve
 from library.training.report.progress import counting
 from library.training.sampling.text import TextSampler
-from library.training.tasks.lora import LoraTask, base_dtype
-from library.training.tasks.lora_plan import plan_base, plan_network
+from library.training.tasks.lora import LoraTask
 from networks.files.adapters import load_adapter
 from networks.files.metadata import BASE_MODEL, weight_file
 from networks.network import AdapterNetwork, attach_lora
@@ -90,7 +91,7 @@ class ChatLora(LoraTask):
             )
         if config.parallel.tp > 1:
             lm_split_plan(self.sizes, config.parallel.tp, separate=True)
-        self.plan = plan_network(config.network, config.optimizer, config.training, lora_targets()[self.sizes.family])
+        self.plan = resolve(config, lora_targets()[self.sizes.family])
         self.layout: QuantizedFile | None = weights.quantized
         plan_base(config.precision, self.layout, seed, device)
         self.base_fingerprint = weights_fingerprint(folder)  # reads all of a file that is no safetensors
@@ -149,7 +150,7 @@ class ChatLora(LoraTask):
             UserError: the LoRA's options do not suit the model, or ``network_weights`` do not; a file is damaged.
         """
         config, training, device = self.config, self.config.training, self.loaded_to()
-        dtype = base_dtype(config.model, training)
+        dtype = self.plan.dtype
         fp8 = plan_base(config.precision, self.layout, training.seed, self.accelerator.device)
         self.transformer = model = load_lm(self.folder, dtype, device, fp8=fp8)
         separate_projections(model)

@@ -44,6 +44,7 @@ from library.errors import UserError
 from library.files import clear_leftovers
 from library.models.family import Family
 from library.models.family_by_name import model_family, with_transformer
+from library.precision.placement import plan_base
 from library.precision.recipe import WeightLoader
 from library.processes import agreed
 from library.safetensors_io import write_safetensors
@@ -51,10 +52,9 @@ from library.training.checkpoint.state import begun_position
 from library.training.flow import noisy_latents
 from library.training.memory.budget import release
 from library.training.optim.schedules import run_length
+from library.training.plan import base_dtype
 from library.training.report.progress import counting
 from library.training.tasks.image_step import Teacher
-from library.training.tasks.lora import base_dtype
-from library.training.tasks.lora_plan import plan_base
 from networks.files.adapters import load_lora
 from networks.merging.merge import read_base_weights
 from networks.network import AdapterNetwork, attach_lora

@@ -45,10 +45,11 @@ from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
 from library.nn.checkpointing import neighbours
 from library.precision.checkpoint import WeightFiles
+from library.precision.placement import plan_base, text_encoder_recipe
 from library.processes import agreed, main_first
 from library.training.checkpoint.metadata import image_facts, lora_facts, trigger_phrase
 from library.training.checkpoint.state import tidy
-from library.training.flow import NOISE_LEVELS, resolve_sampling
+from library.training.flow import NOISE_LEVELS
 from library.training.memory.attention_choice import attention_of_run
 from library.training.memory.block_swap import Ring, describe_rings, swap_blocks
 from library.training.memory.budget import recompute_blocks
@@ -57,17 +58,17 @@ from library.training.memory.policy import advice
 from library.training.parallel.device_map import devices_to_fill, place_blocks
 from library.training.parallel.parallelize import ParallelSpec
 from library.training.parallel.pipeline import check_microbatches, transformer_split_points
+from library.training.plan import resolve_images
 from library.training.report.progress import counting
 from library.training.sampling.conditions import PromptImageRules, read_run_prompts, text_jobs
 from library.training.sampling.images import build_sampler
-from library.training.sampling.painting import PaintedSet, paint, painted_sets, resolved
+from library.training.sampling.painting import PaintedSet, paint, painted_sets
 from library.training.sampling.prompts import SamplePrompt
 from library.training.sampling.sample_model import SampleModel, sample_family
 from library.training.signals import ignore_signals
 from library.training.tasks.distillation import prepare_teacher
 from library.training.tasks.image_step import FlowStep, Teacher, check_seam
-from library.training.tasks.lora import LoraTask, base_dtype
-from library.training.tasks.lora_plan import plan_base, plan_network, text_encoder_recipe
+from library.training.tasks.lora import LoraTask
 from networks.files.layouts import PRECISIONS
 from networks.merging.merge import BaseWeights, read_base_weights
 from networks.network import AdapterNetwork, inject_adapter
@@ -79,6 +80,7 @@ class ImageLora(LoraTask):
     Attributes:
         family: the model's. shown: of the model that samples are made with.
         dtype: of the frozen weights.
+        training: the section, with what ``memory = "auto"`` has chosen.
         image_encoder, text_encoder: located; their weights are read when they are needed.
         data: the images, and those held out.
         attention: the kernel that it takes, in words.
@@ -95,6 +97,7 @@ class ImageLora(LoraTask):
     family: Family
     shown: Family
     dtype: torch.dtype
+    training: TrainingConfig
     image_encoder: ImageEncoder
     text_encoder: TextEncoder
     data: TrainingData
@@ -112,10 +115,9 @@ class ImageLora(LoraTask):
         self.devices = devices_to_fill(self.config.parallel, accelerator)
         self.family = family = model_family(self.config.model)
         family.check_trainable()
-        config = self.config.model_copy(update={"flow": resolve_sampling(self.config.flow, family)})
-        self.config = config
-        self.plan = plan_network(config.network, config.optimizer, config.training, family.targets)
-        self.dtype = base_dtype(config.model, config.training)
+        self.plan = resolve_images(self.raw_config, family)
+        self.config, self.dtype = self.plan.config, self.plan.dtype
+        config, self.training = self.config, self.config.training
         self.base_weights = read_base_weights(
             config.network.base_weights, config.network.base_weights_multiplier, family.targets
         )
@@ -134,7 +136,7 @@ class ImageLora(LoraTask):
         if config.parallel.tp > 1:
             family.split_plan(config.parallel.tp)
         self.base_fingerprint = family.fingerprint()
-        self.text_fingerprint = self.text_encoder.fingerprint if self.plan.text_encoders else None
+        self.text_fingerprint = self.text_encoder.fingerprint if self.plan.network.text_encoders else None
         trained_text = {} if self.text_fingerprint is None else {"text_encoders": self.text_fingerprint}
         self.resume_keys = resume_keys(config) | trained_text | {"base_weights": self.base_weights.fingerprint()}
         self.check_saved(WeightFiles(family.files.transformer))
@@ -148,11 +150,9 @@ class ImageLora(LoraTask):
         )  # fmt: skip
 
     def paint(self) -> Painted:
-        """Let the base paint what the run trains on and is measured by; what ``preserve`` means is settled by it."""
+        """Let the base paint what the run trains on and is measured by."""
         config, family, encoders = self.config, self.family, (self.image_encoder, self.text_encoder)
         dataset = load_dataset_config(config.dataset.dataset_config, config.dataset, family.conditioning)
-        preservation = resolved(config.preservation, dataset, family.conditioning)
-        self.config = config = config.model_copy(update={"preservation": preservation})
         samples = self.prompts if self.shown is family else []
         sets = painted_sets(config, dataset, family, self.base_weights, encoders, samples)
         self.general = sets.get("general_prompts")
@@ -167,7 +167,6 @@ class ImageLora(LoraTask):
     def prepare(self) -> None:
         config, family, console = self.config, self.family, self.console
         self.read(self.paint())
-        config = self.config
         self.attention = attention_of_run(config.training, family, self.data, self.dtype, self.accelerator.device)
         console.print(f"attention: {self.attention}")
         self.summary["attention"] = self.attention
@@ -175,7 +174,8 @@ class ImageLora(LoraTask):
             base, other = config.model.pretrained_model_name_or_path, config.sampling.sample_model
             model = f"--model {base} --model_type {family.name} --distilled {other}"
             self.summary["samples"] = f"made with {other}; how the LoRA fares there: tools/precision_report.py {model}"
-        self.config = config = config.model_copy(update={"training": fit_memory(self, console)})
+        self.training = fit_memory(self, console)
+        config = config.model_copy(update={"training": self.training})  # as files say it
         self.cache()
         self.teacher = prepare_teacher(config, self.state, self.data, self.accelerator, console)
         self.load_networks()
@@ -204,8 +204,8 @@ class ImageLora(LoraTask):
         Raises:
             UserError: the LoRA's options do not suit the model, or ``network_weights`` do not; an fp8 file is damaged.
         """
-        config, family, plan, device = self.config, self.family, self.plan, self.accelerator.device
-        training, layout = config.training, family.quantized_file()
+        config, family, plan, device = self.config, self.family, self.plan.network, self.accelerator.device
+        training, layout = self.training, family.quantized_file()
         fp8 = plan_base(config.precision, layout, training.seed, device)
         fp8.changes = self.base_weights.changes(family.targets)
         loaded_to = torch.device("cpu") if training.blocks_to_swap else self.loaded_to()
@@ -343,7 +343,8 @@ class ImageLora(LoraTask):
         }
 
     def memory_advice(self) -> str:
-        return advice(self.config, on_cpu=self.accelerator.device.type == "cpu")
+        config = self.config.model_copy(update={"training": self.training})
+        return advice(config, on_cpu=self.accelerator.device.type == "cpu")
 
     def describe_batch(self, batch: Batch) -> str:
         height, width = (side * self.data.latent_factor for side in batch.latents.shape[-2:])

@@ -16,12 +16,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from library import __version__
 from library.accelerator import expect_many_shapes
-from library.config.chat_schema import ChatTrainConfig, LanguageModelConfig
-from library.config.schema import ModelConfig, TrainConfig, TrainingConfig
+from library.config.chat_schema import ChatTrainConfig
+from library.config.schema import TrainConfig
 from library.data.batches import DataParallelRank
 from library.errors import UserError
 from library.precision.checkpoint import QuantizedFile, WeightFiles
 from library.precision.linear import ddp_ignored_names
+from library.precision.placement import describe_base
 from library.precision.recipe import WeightLoader
 from library.safetensors_io import read_safetensors_header
 from library.training.checkpoint.metadata import LEAST_FACTS, save_facts, spec_fields, without_folders
@@ -39,11 +40,11 @@ from library.training.optim.schedules import build_schedule, describe_steps, run
 from library.training.optim.weight_norms import WeightNormLimit
 from library.training.parallel.gather import gathered
 from library.training.parallel.parallelize import ParallelSpec
+from library.training.plan import Plan
 from library.training.report.progress import loads_in_table
-from library.training.tasks.lora_plan import NetworkPlan, describe_base
 from library.training.tasks.task import Task
 from networks.files.adapters import load_adapter, load_lora
-from networks.files.layouts import PRECISIONS, check_save_format
+from networks.files.layouts import check_save_format
 from networks.files.metadata import base_mismatch, build_metadata, trained_alphas, weight_file
 from networks.files.readers import check_readers, read_by_none
 from networks.files.verify import check_file
@@ -54,7 +55,7 @@ class LoraTask(Task):
     """A LoRA, or another adapter, in a frozen model.
 
     Attributes:
-        plan: what is trained, at which rates.
+        plan: what the run does, settled before anything is loaded.
         network: the LoRA, of all trained models together.
         text_encoders: those that are trained, as one module; None where none is.
         base_precision: of the frozen weights, in words.
@@ -63,7 +64,7 @@ class LoraTask(Task):
     """
 
     config: TrainConfig | ChatTrainConfig
-    plan: NetworkPlan
+    plan: Plan
     network: AdapterNetwork
     text_encoders: nn.Module | None = None
     base_precision: str
@@ -88,7 +89,7 @@ class LoraTask(Task):
                 base, or has nothing left to train; a rank is above that of every layer of the model; programs would not
                 read the LoRA from its format.
         """
-        training, network, options = self.config.training, self.config.network, self.plan.options
+        training, network, options = self.config.training, self.config.network, self.plan.network.options
         shapes = [shape for name in base.names if len(shape := base.shape(name)) == 2]
         asked = [(f"network_args: {option}", options.dims[kind]) for kind, option in options.dim_sources.items()]
         for option, rank in asked if network.dim_from_weights else [("network_dim", options.dim), *asked]:
@@ -96,7 +97,7 @@ class LoraTask(Task):
         if not network.dim_from_weights:  # whose layers the end's check knows
             self.check_readers()
         if network.network_weights:
-            load_adapter(network.network_weights, self.plan.targets, [] if network.allow_partial else None)
+            load_adapter(network.network_weights, self.plan.network.targets, [] if network.allow_partial else None)
         if self.state is not None:
             position = read_position(self.state, self.resume_keys, self.base_fingerprint)
             if training.max_train_epochs is None:
@@ -104,7 +105,7 @@ class LoraTask(Task):
 
     def check_readers(self) -> None:
         """Refuse a format that was asked for and that a program, or every program, would read in part; else say so."""
-        plan, saving = self.plan, self.config.saving
+        plan, saving = self.plan.network, self.config.saving
         names, kind = plan.options.trained_layers(plan.targets, plan.rates), plan.options.kind
         check_readers(saving.save_for, names, plan.targets, self.save_format, kind)
         if problem := read_by_none(names, plan.targets, self.save_format, kind):
@@ -124,7 +125,7 @@ class LoraTask(Task):
 
     def attach(self, transformer: nn.Module) -> AdapterNetwork:
         """Put a LoRA into the transformer: a new one, or with ``dim_from_weights`` the file's, layer by layer."""
-        network, plan = self.config.network, self.plan
+        network, plan = self.config.network, self.plan.network
         if not network.dim_from_weights:
             return inject_adapter(transformer, plan.options, plan.targets, self.config.training.seed, self.lora_dtype)
         source = network.network_weights
@@ -159,7 +160,7 @@ class LoraTask(Task):
         ``many_shapes``: batches differ in size.
         """
         config, training, dp_rank = self.config, self.config.training, DataParallelRank.of(self.accelerator)
-        groups = self.plan.parameter_groups(self.network)
+        groups = self.plan.network.parameter_groups(self.network)
         optimizer = build_optimizer(config.optimizer, groups, training.full_bf16, training.seed)
         per_epoch = self.batches.batches_per_epoch()
         begun = begun_position(self.state, per_epoch)
@@ -233,7 +234,7 @@ class LoraTask(Task):
             facts, comment, config = {key: facts[key] for key in facts.keys() & LEAST_FACTS}, None, ""
         metadata = build_metadata(
             facts,
-            self.plan.targets,
+            self.plan.network.targets,
             title=saving.output_name,
             timestamp=now,
             description=comment,
@@ -261,9 +262,3 @@ class LoraTask(Task):
         if not (precision.fp8_base or precision.fp8_scaled):
             options.append("set fp8_scaled = true")
         return ", or ".join(options)
-
-
-def base_dtype(model: ModelConfig | LanguageModelConfig, training: TrainingConfig) -> torch.dtype:
-    """Return the dtype of the frozen weights: as asked, or the dtype of the forward pass."""
-    forward = "fp32" if training.mixed_precision == "no" else training.mixed_precision
-    return PRECISIONS[forward if model.base_dtype == "auto" else model.base_dtype]

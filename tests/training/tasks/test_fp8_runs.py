@@ -20,7 +20,7 @@ from library.errors import UserError
 from library.precision.activations import FakeQuantLinear
 from library.precision.checkpoint import WeightFiles
 from library.precision.linear import QuantizedLinear
-from library.training.tasks.lora_plan import plan_base
+from library.precision.placement import plan_base
 from tests.runs import ROOT, arguments, largest_difference, lora, pipeline_forward, run, train_flags, write_dataset
 from tests.tiny import SingleFiles, bfl_state_dict, save_single_files, tiny_flux_inputs, tiny_flux_pipeline
 from tests.worker_group import run_in_group

@@ -1,42 +1,109 @@
-"""What a run trains, and at which learning rates: decided from the settings before anything is loaded.
+"""What a LoRA run does, decided from the configuration before anything is loaded: :func:`resolve`.
+
+Every ``auto`` and every default of the model's family is settled here, once; configuration and plan are frozen. What
+``memory = "auto"`` chooses is measured later: it is a value that is passed on.
 
 The transformer is trained, and no text encoder: sd-scripts' ``network_train_unet_only``. ``text_encoder_lr`` adds them,
 its first value CLIP-L, its second T5; one value holds for both. As in sd-scripts T5 also needs ``train_t5xxl=True`` in
 ``network_args``, because it costs 10 GB and seldom helps; where the two disagree, the run is refused (sd-scripts goes
 by ``train_t5xxl`` and drops the rest). A rate of 0 leaves an encoder as it is. ``network_train_text_encoder_only``
 leaves out the transformer.
-
-The ``[precision]`` section, decided: which weights of the base become fp8, and how products with them are made.
-
-A file that holds fp8 is the file that will be deployed, so it is trained on as it is: options that would quantise the
-rest of it are refused, except ``fp8_base``, by which the kohya trainers ask for just that. What has no effect on the
-files and the device at hand is refused before anything is loaded.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
+from library.conditions import ConditionKind
+from library.config.chat_schema import ChatTrainConfig, LanguageModelConfig
 from library.config.markers import split_pairs
 from library.config.schema import (
+    ModelConfig,
     NetworkConfig,
     OptimizerConfig,
-    PrecisionConfig,
+    PreservationConfig,
+    TrainConfig,
     TrainingConfig,
     effective_learning_rate,
 )
+from library.data.config import DatasetConfig, load_dataset_config
 from library.errors import UserError
+from library.models.family import Family
 from library.models.layer_names import LoraTargets
-from library.precision.checkpoint import QuantizedFile
-from library.precision.files.base import device_is_capable
-from library.precision.files.fp8 import Fp8Scheme, device_has_fp8_matmul, loaded_scheme
-from library.precision.fp8_numbers import format_named
-from library.precision.recipe import Recipe, WeightLoader
+from library.training.flow import resolve_sampling
 from library.training.optim.factory import check_rates
+from networks.files.layouts import PRECISIONS
 from networks.network import AdapterNetwork
 from networks.options import NetworkOptions, parse_network_args
+
+Config = TypeVar("Config", TrainConfig, ChatTrainConfig)
+
+
+@dataclass(frozen=True)
+class Plan(Generic[Config]):
+    """What a run does.
+
+    Attributes:
+        config: as given, with every ``auto`` of the family settled.
+        network: what is trained, at which rates.
+        dtype: of the frozen weights.
+    """
+
+    config: Config
+    network: NetworkPlan
+    dtype: torch.dtype
+
+
+def resolve(config: Config, targets: LoraTargets) -> Plan[Config]:
+    """Settle what a LoRA on a model with these ``targets`` does.
+
+    Raises:
+        UserError: as :func:`plan_network`.
+    """
+    network = plan_network(config.network, config.optimizer, config.training, targets)
+    return Plan(config, network, base_dtype(config.model, config.training))
+
+
+def resolve_images(config: TrainConfig, family: Family) -> Plan[TrainConfig]:
+    """Settle what a LoRA on images does: how noise levels are drawn and what ``preserve`` means, too.
+
+    Raises:
+        UserError: as :func:`resolve`; the dataset's file is wrong.
+    """
+    dataset = load_dataset_config(config.dataset.dataset_config, config.dataset, family.conditioning)
+    settled = {
+        "flow": resolve_sampling(config.flow, family),
+        "preservation": resolve_preservation(config.preservation, dataset, family.conditioning),
+    }
+    return resolve(config.model_copy(update=settled), family.targets)
+
+
+def resolve_preservation(
+    asked: PreservationConfig, dataset: DatasetConfig, conditioning: ConditionKind
+) -> PreservationConfig:
+    """Return ``asked`` with what ``preserve`` means where no key says it.
+
+    Without a kind of sample that preserves it is images of general prompts, or of a model that is given images, the
+    blank prompt; the other general prompts are measured with it.
+    """
+    preserves, paints = asked.preserve != "none", conditioning == "none"
+    values: dict[str, object] = {}
+    if asked.general_prompts == "auto":
+        values["general_prompts"] = "general" if preserves and paints else "none"
+    named = (asked.preserve_class, asked.preserve_blank, asked.preserve_prompts, asked.preserve_outside_mask)
+    subsets = [subset.settings for each in dataset.datasets for subset in each.subsets]
+    if preserves and not any(named) and not any(each.is_reg or each.preserve_class for each in subsets):
+        values |= {"preserve_prompts": "general"} if paints else {"preserve_blank": True}
+    return asked.model_copy(update=values)
+
+
+def base_dtype(model: ModelConfig | LanguageModelConfig, training: TrainingConfig) -> torch.dtype:
+    """Return the dtype of the frozen weights: as asked, or the dtype of the forward pass."""
+    forward = "fp32" if training.mixed_precision == "no" else training.mixed_precision
+    return PRECISIONS[forward if model.base_dtype == "auto" else model.base_dtype]
 
 
 @dataclass(frozen=True)
@@ -127,76 +194,3 @@ def _text_encoder_rates(values: list[float], options: NetworkOptions, targets: L
             "such as [0, 1e-5] for T5 alone"
         )
     return rates
-
-
-def plan_base(config: PrecisionConfig, layout: QuantizedFile | None, seed: int, device: torch.device) -> WeightLoader:
-    """Return how the transformer's weights are placed.
-
-    Args:
-        config: what is asked for.
-        layout: what the transformer's files hold in fp8, or None.
-        seed: of stochastic rounding.
-        device: that will compute.
-
-    Raises:
-        UserError: the device has no such products, or an option has no effect on this file.
-    """
-    if config.quantised_compute == "quantised":
-        in_fp8 = layout is None or any(isinstance(each.scheme, Fp8Scheme) for each in layout.weights.values())
-        if device.type != "cuda" or (in_fp8 and not device_has_fp8_matmul(device)):
-            name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-            needs = "in fp8 need an Ada, Hopper or newer GPU" if in_fp8 else "as weights are stored need a GPU"
-            raise UserError(f'quantised_compute: products {needs}, which {name} is not; use "auto" or "dequant"')
-    if config.quantised_compute == "fused" and not device_is_capable(device, (8, 0)):
-        raise UserError('quantised_compute: fused needs an Nvidia GPU, Ampere or newer; use "auto" or "dequant"')
-    activations = None if config.quantised_activations == "none" else config.quantised_activations
-    # rounded once, where the server rounds
-    compute = "dequant" if activations and config.quantised_compute == "auto" else config.quantised_compute
-    if layout is None:
-        if not (config.fp8_base or config.fp8_scaled):
-            for key in ("quantised_compute", "quantised_activations"):
-                if key in config.model_fields_set:
-                    raise UserError(f"{key}: has no effect, the model has no fp8 weights; set fp8_base or fp8_scaled")
-        if activations in ("auto", "static"):
-            raise UserError(
-                f"quantised_activations = {activations}: is read from a quantised file, and this base is quantised "
-                "as it is loaded; train on the file, or name the server's rounding (row, unit, ...)"
-            )
-        return WeightLoader(transformer_recipe(config, seed), compute, activations)
-    unused = ("fp8_scaled", "fp8_format", "fp8_exclude", "fp8_exclude_patterns", "fp8_rounding")
-    for key in unused:
-        if key in config.model_fields_set and (key != "fp8_scaled" or config.fp8_scaled):
-            raise UserError(f"{key}: {layout.path} is in fp8 already and is trained on as it is; remove {key}")
-    return WeightLoader(None, compute, activations)
-
-
-def transformer_recipe(config: PrecisionConfig, seed: int) -> Recipe | None:
-    """Return how a transformer in high precision becomes fp8; None if it does not.
-
-    Raises:
-        UserError: a pattern of ``fp8_exclude_patterns`` is no regular expression.
-    """
-    if not (config.fp8_base or config.fp8_scaled):
-        return None
-    granularity = config.fp8_granularity if config.fp8_scaled else "cast"
-    return Recipe(
-        loaded_scheme(granularity, format_named(config.fp8_format)),
-        exclude=tuple(config.fp8_exclude),
-        exclude_patterns=tuple(config.fp8_exclude_patterns),
-        stochastic=config.fp8_rounding == "stochastic",
-        seed=seed,
-    )
-
-
-def text_encoder_recipe(config: PrecisionConfig) -> Recipe | None:
-    """Return how T5 becomes fp8; None if it does not."""
-    return Recipe(loaded_scheme("block64"), exclude=()) if config.fp8_text_encoder else None
-
-
-def describe_base(layout: QuantizedFile | None, fp8: WeightLoader, dtype: torch.dtype) -> str:
-    """Return the precision of a base that ``fp8`` has loaded, in words, for people and for the LoRA's metadata."""
-    high = str(dtype).removeprefix("torch.")
-    if layout is None and fp8.recipe is None:
-        return high
-    file = "" if layout is None else f"{layout.layout} file ({layout.formats}), "
-    return f"{file}{fp8.describe()}, others {high}"
