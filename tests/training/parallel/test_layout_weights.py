@@ -48,7 +48,7 @@ def train_and_weigh(flags: list[str], folder: Path, script: Script = LORA) -> No
     trained = run.network.parameters()
     ids = {id(p) for p in trained}
     frozen = [local(p) for p in run.transformer.parameters() if id(p) not in ids and not p.is_meta]
-    states = unwrapped(run.optimizer).state.values()
+    states = unwrapped(run.engine.optimizer).state.values()
     held = {
         "weights": tensor_bytes(frozen),
         "LoRA": tensor_bytes([local(p) for p in trained]),

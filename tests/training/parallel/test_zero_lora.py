@@ -56,7 +56,10 @@ def train_and_weigh(flags: list[str], said: Path) -> None:
     done = train(load_config(flags)).task
     frozen = [p for p in done.transformer.parameters() if not p.requires_grad]
     weights = sum((p.numel() + getattr(p, "ds_tensor", torch.empty(0)).numel()) * p.element_size() for p in frozen)
-    held = [*done.optimizer.shards, *(v for own in done.optimizer.optimizer.state.values() for v in own.values())]
+    held = [
+        *done.engine.optimizer.shards,
+        *(v for own in done.engine.optimizer.optimizer.state.values() for v in own.values()),
+    ]
     said.write_text(json.dumps([weights, sum(tensor.numel() * 4 for tensor in held)]))
 
 
