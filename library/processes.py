@@ -271,14 +271,17 @@ def agreed(what: str, otherwise: Callable[[Exception], None] | None = None) -> I
     is_fatal = otherwise is None or isinstance(error, NotRestoredError)
     failed = [] if error is None else [(0, _describe(error, is_fatal))]
     if notes is not None:
-        own = failed[0][1] if failed else None
-        if error is not None:
-            notes.ring(_exit_code(error), notes.votes)
-        votes = notes.vote(own, None if error is None else _LOOK if is_fatal else _PATIENCE)
-        if votes is None:
-            assert error is not None
-            setattr(error, _VOTED_ON, True)
-            raise error
+        votes: list[Any] | None = None
+        if error is None:
+            votes = notes.vote(None)
+        else:
+            with suppress(RuntimeError):  # the process that has the store is gone: its own error is still to be said
+                notes.ring(_exit_code(error), notes.votes)
+                votes = notes.vote(failed[0][1], _LOOK if is_fatal else _PATIENCE)
+            if votes is None:
+                setattr(error, _VOTED_ON, True)
+                raise error
+        assert votes is not None
         failed = [(rank, vote) for rank, vote in enumerate(votes) if vote is not None]
     if not failed:
         return
