@@ -164,13 +164,20 @@ RUN_HERE += cases(["qwen_image"])[:7]
 RUN_HERE = [case for case in RUN_HERE if case.base != "fp8 fused" or importlib.util.find_spec("triton")]
 
 
-@pytest.mark.parametrize("case", RUN_HERE, ids=lambda case: case.name())
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=case.name(), marks=pytest.mark.slow if case.compiled or case.family != "flux" else ())
+        for case in RUN_HERE
+    ],
+)
 def test_every_case_of_the_gpu_benchmark_runs(case: GpuCase) -> None:
     row = gpu.measure(case, torch.device("cpu"), tiny=True)
     assert row["step_s"] > 0
     assert row["peak_gib"] > row["weights_gib"] > 0
 
 
+@pytest.mark.slow
 def test_the_gpu_benchmark_reports_failures_as_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = {"family": "flux"}
     jobs = [Job(GpuCase("flux").name(), good), Job("broken", good | {"family": "x"})]
