@@ -26,9 +26,15 @@ CAPTIONS = ["a disc", "a red disc, plain", ""]
 
 def _prepared(base: Path, checkpointing: bool) -> tuple[FlowStep, ImageLora]:
     flags = arguments(
-        base, write_dataset(base.parent / "data"), base / "out", network_dim=RANK, network_alpha=ALPHA, text_encoder_lr=[1e-5, 1e-5],
-        network_args=["train_t5xxl=True"], gradient_checkpointing=checkpointing,
-    )  # fmt: skip
+        base,
+        write_dataset(base.parent / "data"),
+        base / "out",
+        network_dim=RANK,
+        network_alpha=ALPHA,
+        text_encoder_lr=[1e-5, 1e-5],
+        network_args=["train_t5xxl=True"],
+        gradient_checkpointing=checkpointing,
+    )
     AcceleratorState._reset_state(reset_partial_state=True)  # of a run of other precision before
     task = ImageLora(load_config(flags))
     task.open()
