@@ -10,7 +10,7 @@ BUNDLE := .gpu-bundle
 WHEELS := $(wildcard $(BUNDLE)/*.whl)
 
 .PHONY: help setup ui demo demo-fp8 demo-llm demo-chat test test-all check format docs clean \
-	setup-web setup-zero setup-triton test-again test-web test-cuda test-zero test-triton test-faults fuzz gpu-bundle bench-gpu
+	setup-web setup-zero test-again test-web test-cuda test-zero test-faults fuzz gpu-bundle bench-gpu
 
 help:
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 20
@@ -62,14 +62,12 @@ clean:          ## remove the virtual environment, output and caches
 	rm -rf $(VENV) output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
 
 # Optional packages, none of which changes one of requirements.txt. DeepSpeed is built against the installed torch, without
-# its kernels. Triton goes in without its dependencies, also beside a torch for CPUs, which is enough for the tests.
+# its kernels.
 setup-web: $(VENV)/.installed-web
 setup-zero: $(VENV)/.installed-zero
-setup-triton: $(VENV)/.installed-triton
 FLAGS :=
 $(VENV)/.installed-zero: export DS_BUILD_OPS = 0
 $(VENV)/.installed-zero: FLAGS := --no-build-isolation --no-deps
-$(VENV)/.installed-triton: FLAGS := --no-deps
 $(VENV)/.installed-%: requirements/%.txt $(STAMP)
 	$(PIP) $(FLAGS) -r $<
 	@touch $@
@@ -86,9 +84,6 @@ test-cuda: $(STAMP)
 
 test-zero: setup-zero
 	$(PYTEST) -rs -k zero tests/training/parallel/test_zero_lora.py tests/training/tasks/test_preservation_runs.py
-
-test-triton: setup-triton
-	$(PYTEST) -n 2 -rs tests/precision/test_triton_product.py
 
 test-faults: $(STAMP)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) -m tests.faults.suite --faults 300

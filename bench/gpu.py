@@ -286,7 +286,7 @@ def layout_job(family: str, layout: str, device: torch.device) -> Job:
     return Job(f"{family}, {layout}", {"layout": layout, "family": family}, processes=processes)
 
 
-Base = Literal["bf16", "fp8 dequant", "fp8 scaled_mm", "fp8 fused", "fp8 cast"]
+Base = Literal["bf16", "fp8 dequant", "fp8 scaled_mm", "fp8 cast"]
 
 
 @dataclass(frozen=True)
@@ -355,7 +355,6 @@ def cases(families: list[str]) -> list[GpuCase]:
             replace(saved, kept_mb=8192),
             replace(saved, offloaded=True),
             replace(saved, base="fp8 dequant", swapped=16),
-            replace(saved, base="fp8 fused"),
             replace(saved, batch=4),
             replace(peft, batch=4),
             replace(saved, batch=4, base="fp8 scaled_mm"),
@@ -417,8 +416,8 @@ def _tandem(
     """
     family = family_class(case.family)
     transformer = family.optimise_forward(build_transformer(case.family, sizes, torch.bfloat16, str(device)))
-    if case.base in ("fp8 dequant", "fp8 fused"):
-        quantize_model(transformer, Recipe(loaded_scheme("block64")), compute=case.base.removeprefix("fp8 "))
+    if case.base == "fp8 dequant":
+        quantize_model(transformer, Recipe(loaded_scheme("block64")), compute="dequant")
     elif case.base == "fp8 scaled_mm":
         quantize_model(transformer, Recipe(loaded_scheme("row")), compute="quantised")
     if fetched:

@@ -20,8 +20,7 @@ little for products. Rates are those of data sheets, which no product reaches: a
 
 *Few blocks stand for all.* Blocks of a kind are alike, so two of each are walked, then three of one kind, and counts go
 on in a straight line. Swapped blocks, which are none, go up twice a step. A compiled case is its eager one with all
-fused that is neither product nor attention (:func:`fused`): a perfect compiler's, of which Inductor falls short. So is
-``fp8 fused`` its dequantised one, with each product's dequantising within it.
+fused that is neither product nor attention (:func:`fused`): a perfect compiler's, of which Inductor falls short.
 
 ``--ladder`` counts the steps of ``bench/llm_ladder.py`` instead, whole models: tokens/s and MFU that the card allows,
 and tokens/s that its host does.
@@ -234,13 +233,11 @@ def _place() -> tuple[str, str, str]:
 class Fusion(NamedTuple):
     """Operations that one kernel could do.
 
-    ``member`` says which, as long as each reads what another wrote and no other operation read it; ``ends`` which
-    others may come last.
+    ``member`` says which, as long as each reads what another wrote and no other operation read it.
     """
 
     name: str
     member: Callable[[Operation], bool]
-    ends: Callable[[Operation], bool] = lambda _: False
 
 
 def _is_traffic(op: Operation) -> bool:
@@ -248,11 +245,6 @@ def _is_traffic(op: Operation) -> bool:
 
 
 COMPILED = Fusion("compiled", _is_traffic)
-DEQUANTISING = Fusion(
-    "dequantise inside the product",
-    lambda op: _is_traffic(op) and "fp8_numbers.py:" in op.cost.site,
-    lambda op: op.cost.kind == "products",
-)
 
 
 def fused(operations: Sequence[Operation], living: set[int], fusion: Fusion) -> Counter[Cost]:
@@ -266,12 +258,12 @@ def fused(operations: Sequence[Operation], living: set[int], fusion: Fusion) -> 
     for index, op in enumerate(operations):
         for storage, *_ in op.reads:
             readers[storage].add(index)
-        sources, member = {owner[storage] for storage, *_ in op.reads if storage in owner}, fusion.member(op)
-        if member or (sources and fusion.ends(op)):
+        sources = {owner[storage] for storage, *_ in op.reads if storage in owner}
+        if fusion.member(op):
             groups[index] = [*itertools.chain(*(groups.pop(each) for each in sources)), index]
             owner = {storage: index if group in sources else group for storage, group in owner.items()}
             owner |= {storage: index for storage, *_ in op.writes}
-        if not member:
+        else:
             owner = {storage: group for storage, group in owner.items() if group not in sources | {index}}
     grouped = set(itertools.chain(*groups.values()))
     found = Counter(op.cost for index, op in enumerate(operations) if index not in grouped)
@@ -354,7 +346,7 @@ class Counted(NamedTuple):
 
     def of(self, case: GpuCase) -> Counter[Cost]:
         """Return the costs of ``case``: of what is swapped, each block goes up in forward and in backward."""
-        fusion = COMPILED.name if case.compiled else DEQUANTISING.name if case.base == "fp8 fused" else ""
+        fusion = COMPILED.name if case.compiled else ""
         costs, depth = Counter(self.costs[fusion]), FAMILIES[case.family].blocks
         kinds = [(number, weights) for number, (weights, _) in zip(depth, self.sizes, strict=True)]
         for share, (_, size) in zip(swapped_per_kind(kinds, case.swapped), self.sizes, strict=True):
@@ -380,7 +372,7 @@ def count(case: GpuCase) -> Counted:
                 found[cost] += (blocks - _FEW) * (other[cost] - first[cost])
         return found
 
-    costs = {"": straight(None)} | {fusion.name: straight(fusion) for fusion in (COMPILED, DEQUANTISING)}
+    costs = {"": straight(None)} | {COMPILED.name: straight(COMPILED)}
     return Counted(costs, walks[0][2])
 
 
@@ -466,7 +458,7 @@ def countable() -> list[GpuCase]:
 
 def _eager(case: GpuCase) -> GpuCase:
     """Return the case that is walked for ``case``."""
-    return replace(case, compiled=False, swapped=0, base="fp8 dequant" if case.base == "fp8 fused" else case.base)
+    return replace(case, compiled=False, swapped=0)
 
 
 def _chosen(only: str | None) -> list[GpuCase]:

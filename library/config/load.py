@@ -47,7 +47,8 @@ _INSTEAD = {
     "max_train_steps": "max_train_epochs",
     "max_train_epochs": "max_train_steps",
 }  # two ways of saying one thing
-_FORMER_VALUES = {("on_nan", "rollback"): "skip"}  # values that configurations of earlier versions may hold
+# values that configurations of earlier versions may hold
+_FORMER_VALUES = {("on_nan", "rollback"): "skip", ("quantised_compute", "fused"): "dequant"}
 
 
 @dataclass

@@ -154,12 +154,11 @@ class PrecisionConfig(Section):
     fp8_rounding: Annotated[Literal["nearest", "stochastic"], MUST_MATCH, _QUANTISED] = Field(
         "nearest", description="how weights are rounded to fp8; stochastic follows seed"
     )
-    quantised_compute: Literal["auto", "dequant", "quantised", "fused"] = Field(
+    quantised_compute: Literal["auto", "dequant", "quantised"] = Field(
         "auto",
         description="products with quantised weights: dequantised to the compute dtype; as they are stored, which "
         "rounds activations too (fp8 on Ada, Hopper or newer with one scale a tensor or row; int8 on Turing or newer); "
-        "auto takes these in fp8 where GPU and weight allow; fused decodes weights within a Triton kernel, without a "
-        "copy in the compute dtype (Nvidia, Ampere or newer), for those who are short of memory",
+        "auto takes these in fp8 where GPU and weight allow",
     )
     quantised_activations: Literal["none", "auto", "row", "tensor", "unit", "static", "int8", "nvfp4", "mxfp8"] = Field(
         "none",

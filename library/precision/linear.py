@@ -11,7 +11,7 @@ function does both passes and keeps *nothing* of the weight's size:
 
 The price is a second dequantisation a step, a pass over memory beside a matrix product.
 
-There are three ways to the product:
+There are two ways to the product:
 
 *Dequantised* (``dequant``), everywhere: exact to the compute dtype, for every format. A format that rotates its weights
 has the inputs rotated instead, which is a small product beside the large one. On the CPU the weight is dequantised and
@@ -23,9 +23,6 @@ Qwen-Image weight is one chunk.
 *As it is stored* (``quantised``), on GPUs whose tensor cores have the format (``QuantizedWeight.multiplies_on``), at up
 to twice bf16's rate. Activations are then rounded too, row by row with scales of their own (nothing to calibrate). The
 input gradient stays dequantised: made in fp8 it takes longer, as the weight has to be transposed each time.
-
-*Decoded within the product* (``fused``), on GPUs and with Triton: nothing of the weight's size is made at all. See
-``library.precision.triton_product``, also for why nobody gets it unasked; what it does not take is dequantised.
 
 The layer is an ``nn.Linear`` to whoever asks (LoRA, tensor parallelism by type), the weight's values its parameter
 ``weight``, its scales buffers. Moving it moves all; casting it (``model.to(torch.bfloat16)``) changes none, since a
@@ -44,7 +41,7 @@ from torch import Tensor, nn
 from library.errors import UserError
 from library.precision.files.base import QuantizedWeight
 
-Compute = Literal["auto", "dequant", "quantised", "fused"]
+Compute = Literal["auto", "dequant", "quantised"]
 
 _CPU_CHUNK = 1 << 21  # 4 MiB in bf16; with AMX smaller ones take 20 % longer, on Zen 5 all up to this cost the same
 _CPU_TOKENS = 128  # rotated at a time at least, or a quarter of all, anew for each chunk of the weight
@@ -58,7 +55,7 @@ class QuantizedLinear(nn.Linear):
     Attributes:
         weight: the field ``values`` of the weight; its other tensors are buffers under their fields' names.
         bias: [out] in high precision, or None.
-        compute: how products are made: ``dequant``, ``quantised``, ``fused``, or ``auto``, which takes ``quantised``
+        compute: how products are made: ``dequant``, ``quantised``, or ``auto``, which takes ``quantised``
             where GPU and weight allow.
     """
 
@@ -89,10 +86,8 @@ class QuantizedLinear(nn.Linear):
         """Choose how products are made.
 
         Raises:
-            UserError: the weight cannot be multiplied as it is stored, or Triton is not there.
+            UserError: the weight cannot be multiplied as it is stored.
         """
-        if compute == "fused":
-            _triton_product()
         if compute == "quantised" and not self.quantized().is_operand:
             raise UserError(
                 f"quantised_compute = quantised: a {self.out_features} x {self.in_features} weight "
@@ -139,14 +134,14 @@ class QuantizedLinear(nn.Linear):
 
     def input_gradient(self, gradient: Tensor) -> Tensor:
         """Return ``gradient @ W``: [n, out] -> [n, in]; what backward of :meth:`forward` does."""
-        return _input_gradient(gradient, self.quantized(), self.compute)
+        return _input_gradient(gradient, self.quantized())
 
     def add_input_gradient(self, gradient: Tensor, into: Tensor) -> Tensor:
         """Add ``gradient @ W`` to ``into`` [n, in] in place, within the product where the weight is one chunk."""
-        weight, way = self.quantized(), self.compute
+        weight = self.quantized()
         whole = _step(gradient.device, self.in_features, self.out_features, weight.column_block) >= self.in_features
-        if way == "fused" or weight.rotates or not whole:
-            return into.add_(_input_gradient(gradient, weight, way))
+        if weight.rotates or not whole:
+            return into.add_(_input_gradient(gradient, weight))
         return into.addmm_(gradient, weight.operand(gradient.dtype))
 
     def _way(self, device: torch.device) -> Compute:
@@ -228,8 +223,8 @@ class _Product(torch.autograd.Function):
         else:
             # Kept by reference, past saved-tensor hooks: activation offloading must not carry off the weights.
             ctx.tensors = tensors
-        ctx.outline, ctx.way = how
-        return _multiplied(x, _with_tensors(ctx.outline, tensors), bias, ctx.way)
+        ctx.outline, way = how
+        return _multiplied(x, _with_tensors(ctx.outline, tensors), bias, way)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -237,7 +232,7 @@ class _Product(torch.autograd.Function):
         tensors = ctx.tensors if hasattr(ctx, "tensors") else ctx.saved_tensors
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = _input_gradient(gradient, _with_tensors(ctx.outline, tensors), ctx.way)
+            dx = _input_gradient(gradient, _with_tensors(ctx.outline, tensors))
         dbias = gradient.float().sum(dim=0) if ctx.needs_input_grad[1] else None
         return dx, dbias, None, *(None for _ in tensors)
 
@@ -251,24 +246,7 @@ def _multiplied(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, way: Co
     if way == "quantised":
         out = weight.product(x)
         return out if bias is None else out.add_(bias)
-    fused = _triton_product().product(x, weight, bias) if way == "fused" else None
-    return _product_by_rows(x, weight, bias) if fused is None else fused
-
-
-def _input_gradient(gradient: Tensor, weight: QuantizedWeight, way: Compute) -> Tensor:
-    fused = _triton_product().input_gradient(gradient, weight) if way == "fused" else None
-    return _gradient_by_columns(gradient, weight) if fused is None else fused
-
-
-def _triton_product() -> Any:
-    """Return the module, which needs Triton; imported by those who ask for it only."""
-    try:
-        from library.precision import triton_product
-    except ImportError as missing:
-        raise UserError(
-            f"quantised_compute = fused: needs Triton ({missing}); install requirements/triton.txt, or set dequant"
-        ) from None
-    return triton_product
+    return _product_by_rows(x, weight, bias)
 
 
 def _product_by_rows(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
@@ -290,7 +268,7 @@ def _product_by_rows(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) ->
     return out
 
 
-def _gradient_by_columns(gradient: Tensor, weight: QuantizedWeight) -> Tensor:
+def _input_gradient(gradient: Tensor, weight: QuantizedWeight) -> Tensor:
     out_features, in_features = weight.shape
     step = _step(gradient.device, in_features, out_features, weight.column_block)
     if torch.compiler.is_compiling() or step >= in_features:

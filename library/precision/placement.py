@@ -12,7 +12,6 @@ import torch
 from library.config.schema import PrecisionConfig
 from library.errors import UserError
 from library.precision.checkpoint import QuantizedFile
-from library.precision.files.base import device_is_capable
 from library.precision.files.fp8 import Fp8Scheme, device_has_fp8_matmul, loaded_scheme
 from library.precision.fp8_numbers import format_named
 from library.precision.recipe import Recipe, WeightLoader
@@ -36,8 +35,6 @@ def plan_base(config: PrecisionConfig, layout: QuantizedFile | None, seed: int, 
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
             needs = "in fp8 need an Ada, Hopper or newer GPU" if in_fp8 else "as weights are stored need a GPU"
             raise UserError(f'quantised_compute: products {needs}, which {name} is not; use "auto" or "dequant"')
-    if config.quantised_compute == "fused" and not device_is_capable(device, (8, 0)):
-        raise UserError('quantised_compute: fused needs an Nvidia GPU, Ampere or newer; use "auto" or "dequant"')
     activations = None if config.quantised_activations == "none" else config.quantised_activations
     # rounded once, where the server rounds
     compute = "dequant" if activations and config.quantised_compute == "auto" else config.quantised_compute

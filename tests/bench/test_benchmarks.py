@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import multiprocessing
 import sys
@@ -161,7 +160,6 @@ def test_a_case_that_dies_is_named() -> None:
 
 RUN_HERE = [case for case in cases(["flux"]) if case.batch == 1 and not (case.compiled and case.base != "bf16")]
 RUN_HERE += cases(["qwen_image"])[:7]
-RUN_HERE = [case for case in RUN_HERE if case.base != "fp8 fused" or importlib.util.find_spec("triton")]
 
 
 @pytest.mark.parametrize(

@@ -193,29 +193,6 @@ def test_an_operation_between_parts_two_kernels() -> None:
     assert moved(fused(chain(("mul", [0], [1]), ("mul", [2], [3])), {1, 3}, POINTWISE)) == {"mul": (2, 16.0)}
 
 
-def test_a_product_ends_a_kernel_and_keeps_its_flops() -> None:
-    ends = POINTWISE._replace(ends=lambda op: op.cost.name == "mm")
-    costs = fused(chain(("mul", [0, 1], [2]), ("mm", [2, 3], [4]), ("add", [4, 6], [5])), {5}, ends)
-    (joined,) = [cost for cost in costs if cost.name == "one kernel"]
-    assert (joined.kind, joined.flops, joined.bytes) == ("products", 100.0, 32.0)  # reads 0, 1, 3, writes 4
-    assert moved(costs)["add"] == (1, 24.0)  # a kernel of its own
-
-
-@needs_compiler
-def test_a_kernel_that_dequantises_reads_each_weight_in_fp8_once_a_product(pool: ProcessPoolExecutor) -> None:
-    counted = pool.submit(count, replace(FLUX, base="fp8 dequant")).result()
-    eager, fused_in = counted.costs[""], counted.costs[roofline.DEQUANTISING.name]
-    less, products = eager - fused_in, fused_in - eager
-    # layers: 12 and the modulation of two streams in a double block, 5 and one in a single one; the modulation's
-    # input, the timestep, has no gradient
-    assert sum(products.values()) == 2 * (19 * 14 + 38 * 6) + 19 * 12 + 38 * 5
-    assert sum(less.values()) == 3 * sum(products.values())
-    # bf16 is written, scaled in place (read, written) and read: 8 bytes a weight, and read in fp8 once either way
-    blocks, modulation = (19 * 24 + 38 * 12) * 3072**2, (19 * 12 + 38 * 3) * 3072**2
-    saved = sum(n * c.bytes for c, n in less.items()) - sum(n * c.bytes for c, n in products.items())
-    assert saved == pytest.approx(8 * (3 * blocks + 2 * modulation), rel=0.01)
-
-
 @needs_compiler
 @pytest.mark.slow
 def test_few_blocks_stand_for_all(pool: ProcessPoolExecutor) -> None:
@@ -248,7 +225,7 @@ def made_up(case: GpuCase) -> Counted:
         {product(4e12, 1e9): 60, product(0, 2e9, kind="traffic", name="mul"): 30, product(1e12, 0, dtype="fp8"): 9}
     )
     less = Counter({product(4e12, 1e9): 60, product(0, 2e9, kind="traffic", name="mul"): 10})
-    costs = {"": step, **{fusion.name: less for fusion in (roofline.COMPILED, roofline.DEQUANTISING)}}
+    costs = {"": step, roofline.COMPILED.name: less}
     return Counted(costs, [(100, 680 << 20), (41, 283 << 20)])
 
 
@@ -262,7 +239,7 @@ class HerePool:
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     @contextmanager
-    def here() -> Iterator[HerePool]:
+    def here(_processes: int) -> Iterator[HerePool]:
         yield HerePool()
 
     monkeypatch.setattr(roofline, "device_processes", here)
@@ -289,7 +266,6 @@ def test_a_table_has_predictions_and_measurements(command: Callable[..., None], 
     assert own["products"] + own["attention"] + own["traffic"] == pytest.approx(1)
     assert own["launches"] == 99
     assert rows[replace(FLUX, compiled=True).name()]["launches"] == 70
-    assert rows[replace(FLUX, base="fp8 fused").name()]["launches"] == 70
     swapped = rows[replace(FLUX, swapped=16).name()]
     assert swapped["link_gib"] == pytest.approx(2 * (8 * 680 + 16 * 283) / 1024)
     assert swapped["H100"] > own["H100"]  # not all is hidden

@@ -37,7 +37,7 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -139,10 +139,6 @@ class QuantizedWeight(ABC):
         """Return ``x @ weight.T`` with ``x`` [n, in] rounded as the format's own products need it; [n, out]."""
         raise NotImplementedError
 
-    def encoded(self) -> Encoded | None:
-        """Return how a kernel decodes :meth:`operand`; None: none does."""
-        return None
-
     @classmethod
     def join(cls, parts: Sequence[Self]) -> Self:
         """Return weights of this format side by side: the inputs of all of them.
@@ -165,23 +161,6 @@ class QuantizedWeight(ABC):
 
 
 Weight = TypeVar("Weight", bound=QuantizedWeight)
-
-
-class Encoded(NamedTuple):
-    """What a kernel needs that decodes a weight itself (``library.precision.triton_product``); nothing is copied.
-
-    Attributes:
-        code: the decoder: ``e4m3fn``, ``e5m2``, ``int8``; ``e2m1`` and ``table`` (two to a byte); ``Q8_0``, ``Q4_0``.
-        values: the weight's.
-        scale: [1 or out, runs]: fp32, e4m3fn, or the exponents of powers of two (uint8).
-        table: fp32: of ``table`` its sixteen numbers; beside scales in e4m3fn their own scale [1 or out, 1].
-            Formats without a scale or a table have any tensor there.
-    """
-
-    code: str
-    values: Tensor
-    scale: Tensor
-    table: Tensor
 
 
 # --- from high precision -------------------------------------------------------------------------------------------

@@ -52,7 +52,6 @@ from torch import Tensor
 from library.errors import UserError
 from library.precision.files.base import (
     HIGH_PRODUCTS,
-    Encoded,
     QuantizedWeight,
     Scheme,
     StoredWeight,
@@ -164,10 +163,6 @@ class Fp8Weight(QuantizedWeight):
         rounded = (x / scale).to(E4M3FN.dtype)  # at most 448 and two units in the last place, which rounds to 448
         columns = self.factors.reshape(1, -1).expand(1, len(self.values)).contiguous()
         return _scaled_mm(rounded, self.values.t(), scale, columns, x.dtype)
-
-    def encoded(self) -> Encoded:
-        """Return values and scale."""
-        return Encoded(self.fp8.name, self.values, factors := self.factors, factors)
 
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:

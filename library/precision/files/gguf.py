@@ -21,7 +21,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from library.precision.files.base import Encoded, ReadOnlyScheme, StoredReadOnly, StoredWeight
+from library.precision.files.base import ReadOnlyScheme, StoredReadOnly, StoredWeight
 from library.precision.files.cut_weight import CutWeight, in_chunks
 from library.precision.files.file_tensors import FileTensors
 from library.safetensors_io import DTYPES
@@ -106,10 +106,6 @@ class GgufWeight(CutWeight):
         factors = [part.reshape(*scale.shape[:2], 8) for part in get_scale_min(head[..., 4:].reshape(-1, 12))]
         scale, offset = (scale[..., i : i + 1] * factors[i] for i in range(2))
         return values, scale.flatten(1), -offset.flatten(1)
-
-    def encoded(self) -> Encoded | None:
-        """Return the blocks of the two simplest types, which have their scales in them."""
-        return Encoded(self.type, self.values, self.values, self.values) if self.type in ("Q8_0", "Q4_0") else None
 
 
 @dataclass(frozen=True, kw_only=True)

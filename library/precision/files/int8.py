@@ -32,7 +32,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from library.precision.files.base import Encoded, QuantizedWeight, Scheme, StoredWeight, cached_tensor
+from library.precision.files.base import QuantizedWeight, Scheme, StoredWeight, cached_tensor
 from library.precision.files.comfy_quant import ComfyLayer, StoredComfyWeight, comfy_layers, new_fields
 from library.precision.files.cut_weight import CutWeight, scale_of_rows
 from library.precision.files.file_tensors import FileTensors
@@ -125,10 +125,6 @@ class Int8Weight(CutWeight):
             rounded = torch.nn.functional.pad(rounded, (0, 0, 0, _FEWEST_ROWS - len(rounded)))
         sums = torch._int_mm(rounded, self.values.t())[: len(x)]
         return torch.mul(sums * scale, self.scale.reshape(1, -1), out=torch.empty_like(sums, dtype=x.dtype))
-
-    def encoded(self) -> Encoded:
-        """Return values and scale."""
-        return Encoded("int8", self.values, self.scale, self.scale)
 
 
 @dataclass(frozen=True)

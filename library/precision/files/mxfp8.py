@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from library.precision.files.base import Encoded, StoredWeight
+from library.precision.files.base import StoredWeight
 from library.precision.files.comfy_quant import (
     BlockScaledWeight,
     BlockScheme,
@@ -68,10 +68,6 @@ class Mxfp8Weight(BlockScaledWeight):
     def product(self, x: Tensor) -> Tensor:
         """Return ``x @ weight.T`` with ``x`` [n, in] rounded to mxfp8; both by comfy-kitchen."""
         return multiplied(x, self, "TensorCoreMXFP8Layout", scale=to_tiles(self.block_scale).view(torch.float8_e8m0fnu))
-
-    def encoded(self) -> Encoded:
-        """Return numbers and exponents."""
-        return Encoded(E4M3FN.name, self.values, self.block_scale, self.block_scale)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from library.precision.files.base import Encoded, QuantizedWeight, ReadOnlyScheme, StoredReadOnly, StoredWeight
+from library.precision.files.base import QuantizedWeight, ReadOnlyScheme, StoredReadOnly, StoredWeight
 from library.precision.files.cut_weight import block_slice, in_chunks
 from library.precision.files.file_tensors import FileTensors
 
@@ -104,10 +104,6 @@ class Nf4Weight(QuantizedWeight):
             return runs.mul_(weight.magnitudes().unsqueeze(-1)).view(weight.shape)
 
         return in_chunks(self, numbers, dtype)
-
-    def encoded(self) -> Encoded:
-        """Return nibbles, magnitudes in fp32 and the sixteen numbers."""
-        return Encoded("table", self.values, self.magnitudes(), self.quant_map)
 
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:

@@ -33,7 +33,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from library.precision.files.base import Encoded, QuantizedWeight, StoredWeight, cached_tensor
+from library.precision.files.base import QuantizedWeight, StoredWeight, cached_tensor
 from library.precision.files.comfy_quant import (
     BlockScaledWeight,
     BlockScheme,
@@ -102,10 +102,6 @@ class Nvfp4Weight(BlockScaledWeight):
         """Return ``x @ weight.T`` with ``x`` [n, in] rounded to nvfp4; both by comfy-kitchen."""
         scales = {"scale": self.scale.reshape(()), "block_scale": to_tiles(self.block_scale)}
         return multiplied(x, self, "TensorCoreNVFP4Layout", **scales)
-
-    def encoded(self) -> Encoded:
-        """Return numbers and both scales."""
-        return Encoded("e2m1", self.values, self.block_scale, self.scale)
 
 
 @dataclass(frozen=True)
