@@ -39,6 +39,7 @@ import re
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from io import BufferedReader, RawIOBase
 from pathlib import Path
@@ -81,17 +82,6 @@ DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _CHECKSUM = "crc32_with_name"  # in the metadata, eight hex digits
 _CHECKSUM_PLACE = re.compile(rb'"crc32_with_name":"([0-9a-f]{8})"')  # a quote within a string would be escaped
 TensorSpecs = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # name -> (dtype, shape)
-
-
-class DamagedFile(UserError):
-    """A file that can be made again, and whose content is not what was written: ``path``, and ``reason`` in words."""
-
-    def __init__(self, path: str | Path, reason: str) -> None:
-        super().__init__(f"{path}: {reason}; delete it and start again: it is made anew")
-        self.path, self.reason = Path(path), reason
-
-    def __reduce__(self) -> tuple[type[DamagedFile], tuple[Path, str]]:
-        return type(self), (self.path, self.reason)
 
 
 @dataclass(frozen=True)
@@ -426,10 +416,11 @@ def is_checked(header: Mapping[str, Any]) -> bool:
 
 
 def read_checked(path: str | Path) -> dict[str, Tensor]:
-    """Return the tensors of a file that was written ``checked``, in memory of their own.
+    """Return the tensors of a cache file that was written ``checked``, in memory of their own.
 
     Raises:
-        DamagedFile: it is missing, cannot be read, has no checksum, or another one than its content.
+        UserError: it is missing, cannot be read, has no checksum, or another one than its content. It is deleted then,
+            so that the next start makes it again.
     """
     try:
         with open_own(path) as file:
@@ -438,17 +429,17 @@ def read_checked(path: str | Path) -> dict[str, Tensor]:
             file.seek(0)
             _read_exactly(file, content)
     except FileNotFoundError:
-        raise DamagedFile(path, "missing") from None
+        raise _made_again(path, "missing") from None
     except OSError as error:
-        raise DamagedFile(path, f"cannot be read ({error.strerror or error})") from None
+        raise _made_again(path, f"cannot be read ({error.strerror or error})") from None
     end = 8 + int.from_bytes(content[:8], "little")
     place = _CHECKSUM_PLACE.search(content, 8, min(end, len(content)))
     if place is None:
-        raise DamagedFile(path, "damaged (no checksum in it)")
+        raise _made_again(path, "damaged (no checksum in it)")
     begin, stored = place.start(1), bytes(place[1])
     crc = zlib.crc32(content[begin + 8 :], zlib.crc32(b"0" * 8, zlib.crc32(content[:begin], _of_name(path))))
     if b"%08x" % crc != stored:
-        raise DamagedFile(path, "damaged (its checksum does not fit)")
+        raise _made_again(path, "damaged (its checksum does not fit)")
     tensors = {}
     for name, entry in json.loads(bytes(content[8:end])).items():
         if name != "__metadata__":
@@ -456,3 +447,10 @@ def read_checked(path: str | Path) -> dict[str, Tensor]:
             data = whole[end + first : end + last]
             tensors[name] = data.view(DTYPES[entry["dtype"]]).reshape(entry["shape"])
     return tensors
+
+
+def _made_again(path: str | Path, reason: str) -> UserError:
+    """Delete a cache file that cannot be used; return the error that says so."""
+    with suppress(OSError):  # it is gone, or a folder lies in its place
+        Path(path).unlink()
+    return UserError(f"{path}: {reason}; start again with --resume auto: it is made anew before the model is loaded")

@@ -36,10 +36,8 @@ from library.data.buckets import Size
 from library.data.cache import Pixels, TextJob, latent_path, load_pixels, read_cached, read_conditions
 from library.data.captions import can_drop, caption_variants, choose_caption, has_word, plain_caption, replace_word
 from library.data.samples import Sample
+from library.errors import UserError
 from library.randomness import generator, python_random
-from library.safetensors_io import DamagedFile
-
-_TRIES = 3  # to encode an item again
 
 
 @dataclass
@@ -158,21 +156,8 @@ class Batch(TensorBatch):
         return replace(part, sample_ids=ids, captions=captions, prior=prior)
 
 
-@dataclass
-class UnreadBatch(TensorBatch):
-    """What a data loader's worker gives for a batch of which a cache file is damaged or gone: where its items are.
-
-    A worker cannot encode it again: encoders belong to the main process, and their device may too.
-    """
-
-    items: list[tuple[int, int]]
-
-
 class CachedDataset(Dataset[Item]):
     """Samples times repeats, read from caches. Item ``i``'s bucket is ``buckets[i]``.
-
-    ``encode_again`` is called, in the main process only, with a sample and its caption's job where a file of theirs
-    cannot be used; then they are read once more.
 
     Args:
         samples: of one size each, with hashed contents.
@@ -204,7 +189,6 @@ class CachedDataset(Dataset[Item]):
         self.image_fingerprint: str | None = None  # of the encoders whose cached outputs are read;
         self.text_fingerprint: str | None = None  # set once the caches are looked into
         self.text_sees_references = False
-        self.encode_again: Callable[[Sample, TextJob], None] | None = None
         repeats = torch.tensor([sample.repeats for sample in samples])
         self._owner = torch.repeat_interleave(torch.arange(len(samples)), repeats)  # item -> sample
         self._first = repeats.cumsum(0) - repeats  # sample -> its first item
@@ -263,36 +247,12 @@ class CachedDataset(Dataset[Item]):
         owner = int(self._owner[index])
         return self.samples[owner].sample_id(index - int(self._first[owner]))
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return what a worker process gets: encoders stay where they are."""
-        return self.__dict__ | {"encode_again": None}
-
     def __getitem__(self, position: tuple[int, int]) -> Item:
         """Return item ``index`` as it is in ``epoch``.
 
         Raises:
-            DamagedFile: a cache file cannot be used, and not be made again here.
+            UserError: a cache file is damaged or gone.
         """
-        for _ in range(_TRIES):  # a folder may be vanishing file by file
-            try:
-                return self._read(position)
-            except DamagedFile:
-                if self.encode_again is None or get_worker_info() is not None:
-                    raise
-            source = self.source(position)
-            self.encode_again(source.sample, source.text)
-        return self._read(position)
-
-    def __getitems__(self, positions: list[tuple[int, int]]) -> list[Item] | UnreadBatch:
-        """Return the items of a batch (asked for by the data loader)."""
-        try:
-            return [self[position] for position in positions]
-        except DamagedFile:
-            if get_worker_info() is None:
-                raise
-            return UnreadBatch(positions)
-
-    def _read(self, position: tuple[int, int]) -> Item:
         source, rng = self._seen(position)
         sample, flipped, epoch, sample_id = source.sample, source.flipped, source.epoch, source.sample_id
         assert self.image_fingerprint is not None, "ask missing_latents or cache_latents first"
@@ -307,6 +267,15 @@ class CachedDataset(Dataset[Item]):
         if source.prior and self.preservation is not None:
             weight, mask = self.preservation.loss_weight, None if mask is None else torch.ones_like(mask)
         return Item(latents, text, weight, mask, sample_id, source.text.caption, conditions, source.prior)
+
+    def __getitems__(self, positions: list[tuple[int, int]]) -> list[Item] | UserError:
+        """Return the items of a batch (asked for by the data loader); a worker returns its error (RaisingLoader)."""
+        try:
+            return [self[position] for position in positions]
+        except UserError as error:
+            if get_worker_info() is None:
+                raise
+            return error
 
     def _caption(self, sample: Sample, epoch: int, sample_id: int) -> tuple[str, bool]:
         """Return a sample's caption in an epoch, and whether the frozen model's answer to it is the target."""
@@ -364,22 +333,22 @@ def has_mask(sample: Sample) -> bool:
     return sample.mask is not None or sample.settings.alpha_mask
 
 
-class WholeBatches:
-    """The batches of a loader on its device, those among them that a worker could not read read by this process."""
+class RaisingLoader:
+    """The batches of a loader; a worker's error, which torch would wrap in a traceback, is raised as it is."""
 
-    def __init__(self, loader: Iterable[Batch | UnreadBatch], dataset: CachedDataset, device: torch.device) -> None:
-        self.loader, self.dataset, self.device = loader, dataset, device
+    def __init__(self, loader: Iterable[Batch | UserError]) -> None:
+        self.loader = loader
 
     def __iter__(self) -> Iterator[Batch]:
         for batch in self.loader:
-            if isinstance(batch, UnreadBatch):
-                batch = collate([self.dataset[item] for item in batch.items]).to(self.device)
+            if isinstance(batch, UserError):
+                raise batch
             yield batch
 
 
-def collate_if_read(items: list[Item] | UnreadBatch) -> Batch | UnreadBatch:
-    """Return :func:`collate`'s batch, or what is there instead."""
-    return items if isinstance(items, UnreadBatch) else collate(items)
+def collate_or_error(items: list[Item] | UserError) -> Batch | UserError:
+    """Return :func:`collate`'s batch, or the error of reading its items."""
+    return items if isinstance(items, UserError) else collate(items)
 
 
 def collate(items: list[Item]) -> Batch:

@@ -14,8 +14,8 @@ A key is a hash of everything the content depends on, so there is nothing to inv
 crop, orientation, encoder or setting is another name, and what lies under the old name is never looked at again. Files
 are written in one step. At the start a folder is listed once; a file counts only if its size is that of a file whose
 header was read and agrees with it: one open for each distinct size instead of one a sample. What is truncated or empty
-is thereby encoded again. Every file carries a checksum, which is compared whenever it is read: what does not fit it,
-or is gone by then, is encoded again too (``library.data.dataset``).
+is thereby encoded again. Every file carries a checksum, which is compared whenever it is read: a file that does not fit
+it is deleted and ends the run, whose next start encodes it again.
 
 Inpainting masks have two values, as FluxFillPipeline makes them: a pixel is filled from half white on. A sample may
 have several generated masks; which one an epoch sees is a function of (seed, epoch, sample), and held-out samples see
@@ -60,7 +60,7 @@ from library.data.masks import MASKS_VERSION, Mask, generated_mask
 from library.data.samples import ControlImage, Sample
 from library.errors import UserError
 from library.randomness import generator, python_random
-from library.safetensors_io import DamagedFile, is_checked, read_checked, read_safetensors_header, write_safetensors
+from library.safetensors_io import is_checked, read_checked, read_safetensors_header, write_safetensors
 
 _DECODERS = 4  # threads that decode and resize ahead while the encoder works
 _HALF_WHITE = 128
@@ -147,11 +147,6 @@ def missing_latents(samples: Iterable[Sample], seed: int, fingerprint: str) -> l
                 path = cache / kind / name
                 jobs.setdefault(path, EncodeJob(path, tensor_name, source, size, load))
     return list(jobs.values())
-
-
-def cached_files(sample: Sample, seed: int, fingerprint: str) -> list[Path]:
-    """Return the files that :func:`missing_latents` looks for, of one sample."""
-    return [sample.group.cache / kind / name for kind, name, *_ in _files_of(sample, seed, fingerprint)]
 
 
 def _files_of(sample: Sample, seed: int, fingerprint: str) -> Iterator[tuple[str, str, str, str, Size, Callable]]:
@@ -425,26 +420,13 @@ def read_cached(path: Path, crop: tuple[int, int, int, int] | None = None) -> di
     """Return a cache file's tensors; with ``crop`` (top, left, height, width) only that part of each [_, h, w].
 
     Raises:
-        DamagedFile: it is gone, or not what was written.
+        UserError: it is gone, or not what was written.
     """
     tensors = read_checked(path)
     if crop is None:
         return tensors
     top, left, height, width = crop
     return {name: tensor[:, top : top + height, left : left + width].clone() for name, tensor in tensors.items()}
-
-
-def discard_damaged(paths: Iterable[Path]) -> list[DamagedFile]:
-    """Delete those cache files that cannot be used; return what is wrong with them, and with those that are gone."""
-    found = []
-    for path in paths:
-        try:
-            read_cached(path)
-        except DamagedFile as damage:
-            found.append(damage)
-            if path.is_file() or path.is_symlink():
-                path.unlink(missing_ok=True)
-    return found
 
 
 def inpaint_variant(sample: Sample, seed: int, epoch: int, sample_id: int) -> int:

@@ -11,24 +11,18 @@
     loader = DataLoader(data.train, batch_sampler=sampler, collate_fn=collate)
 
 With several processes each encodes its share; the caller waits for all of them before reading.
-
-A cache file that is damaged or gone when it is read is encoded again then and there, with whatever else is gone, as a
-vanished folder is seldom missed for one file; ``say`` tells in a line. The encoders' weights are read for it and freed
-again. That needs the image or the caption, and memory beside the model; without them the run ends, and as the damaged
-file is deleted, the next one encodes it at its start.
 """
 
 from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from library.conditions import ConditionKind
@@ -42,8 +36,6 @@ from library.data.cache import (
     Progress,
     TextEncoder,
     TextJob,
-    cached_files,
-    discard_damaged,
     encode_latents,
     encode_texts,
     missing_latents,
@@ -54,7 +46,6 @@ from library.data.captions import has_word
 from library.data.config import DatasetConfig, Subset, SubsetSettings, load_dataset_config
 from library.data.samples import Sample, Scan, control_sizing, scan
 from library.errors import UserError, counted
-from library.safetensors_io import DamagedFile
 
 
 @contextmanager
@@ -188,10 +179,7 @@ class TrainingData:
         warnings: lines the user should read (also part of :meth:`describe`).
         listed: the samples for training as the TOML lists them, regularisation images not balanced.
         conditioning: what the samples bring besides a caption.
-        say: prints a line.
     """
-
-    say: Callable[[str], None] = staticmethod(print)
 
     def __init__(
         self,
@@ -218,16 +206,12 @@ class TrainingData:
         self.validation = CachedDataset(found.held_out, *self._shared) if found.held_out else None
         self.general: CachedDataset | None = None
         self._captions: list[str] | None = None
-        self._fill: dict[str, Callable[[Progress], None]] = {}  # by cache: encodes all that is missing
-        for dataset in self._datasets:
-            dataset.encode_again = self._encode_sample_again
 
     def measure_on(self, found: Scan) -> None:
         """Have the pictures in ``found`` cached with the others, to be measured by."""
         self._indexes += found.indexes
         samples = [replace(sample, held_out=True, repeats=1) for sample in found.train]
         self.general = CachedDataset(samples, *self._shared)
-        self.general.encode_again = self._encode_sample_again
 
     @property
     def _datasets(self) -> list[CachedDataset]:
@@ -287,7 +271,6 @@ class TrainingData:
         The encoder's weights are freed.
         """
         assert (encoder.pixel_multiple, encoder.latent_factor) == (self.pixel_multiple, self.latent_factor)
-        self._fill["latents"] = lambda progress: self.cache_latents(encoder, batch_size, progress)
         jobs = [job for job in self._latent_jobs(encoder.fingerprint) if _owner(job.path, world) == rank]
         try:
             if jobs:
@@ -305,7 +288,6 @@ class TrainingData:
         world: int = 1,
     ) -> None:
         """Encode the captions that are missing, and ``extra`` ones (sample prompts), each once; free the weights."""
-        self._fill["text"] = lambda progress: self.cache_text(encoder, extra, batch_size, progress)
         missing = self._missing_texts(encoder.fingerprint, extra, encoder.sees_references)
         paths = (job.path(self.text_folder, encoder.fingerprint) for job in missing)
         mine = [job for job, path in zip(missing, paths, strict=True) if _owner(path, world) == rank]
@@ -319,51 +301,7 @@ class TrainingData:
         """Return the cached embeddings of a caption or extra caption, without a batch dimension."""
         fingerprint = self.train.text_fingerprint
         assert fingerprint is not None, "ask missing_text or cache_text first"
-        path = _as_job(text).path(self.text_folder, fingerprint)
-        try:
-            return read_cached(path)
-        except DamagedFile:
-            self._encode_again([path])
-        return read_cached(path)
-
-    def _encode_sample_again(self, sample: Sample, text: TextJob) -> None:
-        image_fingerprint, text_fingerprint = self.train.image_fingerprint, self.train.text_fingerprint
-        assert image_fingerprint is not None
-        assert text_fingerprint is not None
-        files = cached_files(sample, self.seed, image_fingerprint)
-        self._encode_again([*files, text.path(self.text_folder, text_fingerprint)])
-
-    def _encode_again(self, paths: Sequence[Path]) -> None:
-        """Encode those files of ``paths`` that cannot be used, and all others that are gone, in this process.
-
-        Raises:
-            UserError: no encoder was there when the caches were filled; an image is gone, or has changed; the memory
-                does not suffice.
-        """
-        damages = discard_damaged(paths)
-        if not damages:  # another process was faster
-            return
-        done = [0]
-
-        def start(description: str, total: int) -> Callable[[int], None]:
-            done[0] += total
-            return lambda _: None
-
-        what = f"{damages[0].path}: {damages[0].reason}"
-        try:
-            for fill in list(self._fill.values()):
-                fill(start)
-        except torch.OutOfMemoryError:
-            raise UserError(
-                f"{what}, and beside the model there is no memory to encode it again; go on with --resume auto: it is "
-                "encoded before the model is loaded"
-            ) from None
-        except UserError as error:
-            raise UserError(f"{what}, and cannot be encoded again: {error}") from None
-        if not done[0]:
-            raise damages[0]
-        others = f", and {done[0] - 1} more" if done[0] > 1 else ""
-        self.say(f"{what}; encoded again{others}")
+        return read_cached(_as_job(text).path(self.text_folder, fingerprint))
 
     def describe(self) -> list[str]:
         """Return the lines of a summary of datasets, subsets, buckets and counts."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import os
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 
-from library.data.batches import WholeBatches, collate, collate_if_read
+from library.data.batches import RaisingLoader, collate, collate_or_error
 from library.errors import UserError
 from tests.data.folders import (
     LONG_AGO,
@@ -137,44 +138,40 @@ def _cached(folder: Path) -> list[Path]:
     return sorted((folder / "img" / ".tandem_cache").rglob("*.safetensors"))
 
 
-def test_any_changed_byte_of_a_cache_file_is_noticed_and_the_file_encoded_again(tmp_path: Path) -> None:
+def test_any_changed_byte_of_a_cache_file_is_noticed_and_the_file_deleted(tmp_path: Path) -> None:
     add_image(tmp_path / "img", "a.png")
-    data, said = build(write_toml(tmp_path)), list[str]()
-    data.say = said.append
+    data = build(write_toml(tmp_path))
     cache_all(data)
-    before, draw = data.train[(0, 0)], random.Random(0)
+    draw = random.Random(0)
     for path in _cached(tmp_path):
         whole = path.read_bytes()
         for place in sorted({*range(0, 200, 7), len(whole) - 1, *(draw.randrange(len(whole)) for _ in range(50))}):
             changed = bytearray(whole)
             changed[place] ^= 1 << draw.randrange(8)
             path.write_bytes(changed)
-            again = data.train[(0, 0)]
-            assert torch.equal(again.latents, before.latents), place
-            assert again.text.keys() == before.text.keys(), place
-            assert all(torch.equal(again.text[name], before.text[name]) for name in before.text), place
-            assert path.read_bytes() == whole, place
-            assert said.pop().startswith(f"{path}: damaged"), place
-            assert not said
+            with pytest.raises(UserError, match=r"damaged .*; start again with --resume auto: it is made anew"):
+                data.train[(0, 0)]
+            assert not path.exists(), place
+            path.write_bytes(whole)
 
 
 def test_a_whole_cache_file_in_the_place_of_another_is_not_used(tmp_path: Path) -> None:
     for i in range(2):
         add_image(tmp_path / "img", f"{i}.png", seed=i, caption=f"caption {i}")
-    data, said = build(write_toml(tmp_path)), list[str]()
-    data.say = said.append
+    data = build(write_toml(tmp_path))
     cache_all(data)
     before = [data.train[(0, i)] for i in range(2)]
     assert not torch.equal(before[0].latents, before[1].latents)
     for folder in ("latents", "text"):  # as a sync that mixes up its files leaves them
         one, other = sorted((tmp_path / "img" / ".tandem_cache" / folder).iterdir())
         shutil.copyfile(one, other)
+        with pytest.raises(UserError, match=r"damaged \(its checksum does not fit\)"):
+            [data.train[(0, i)] for i in range(2)]
+        assert not other.exists()
+        cache_all(data)
         for i, item in enumerate(before):
-            again = data.train[(0, i)]
-            assert torch.equal(again.latents, item.latents)
-            assert torch.equal(again.text["prompt_embeds"], item.text["prompt_embeds"])
-        assert said.pop().startswith(f"{other}: damaged (its checksum does not fit)")
-        assert not said
+            assert torch.equal(data.train[(0, i)].latents, item.latents)
+            assert torch.equal(data.train[(0, i)].text["prompt_embeds"], item.text["prompt_embeds"])
 
 
 @pytest.mark.timeout(30)
@@ -185,7 +182,7 @@ def test_what_is_no_file_in_the_place_of_a_cache_file_gives_way_to_it(what: str,
     cache_all(data)
     before = data.train[(0, 0)]
     for path in _cached(tmp_path):
-        for at_the_start in (False, True):
+        for is_read_before in (True, False):
             path.unlink()
             match what:
                 case "folder":
@@ -194,9 +191,10 @@ def test_what_is_no_file_in_the_place_of_a_cache_file_gives_way_to_it(what: str,
                     os.mkfifo(path)
                 case _:
                     path.symlink_to({"link to itself": path.name, "link to nothing": "x", "device": "/dev/zero"}[what])
-            if at_the_start:
-                data = build(write_toml(tmp_path))
-                cache_all(data)
+            if is_read_before:
+                with pytest.raises(UserError, match="start again"):
+                    data.train[(0, 0)]
+            cache_all(build(write_toml(tmp_path)))
             again = data.train[(0, 0)]
             assert torch.equal(again.latents, before.latents)
             assert torch.equal(again.text["prompt_embeds"], before.text["prompt_embeds"])
@@ -205,51 +203,24 @@ def test_what_is_no_file_in_the_place_of_a_cache_file_gives_way_to_it(what: str,
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_what_vanishes_while_training_is_encoded_again_from_images_and_captions(workers: int, tmp_path: Path) -> None:
+def test_what_vanishes_while_training_is_said_in_a_line(workers: int, tmp_path: Path) -> None:
     for i in range(3):
         add_image(tmp_path / "img", f"{i}.png", seed=i, caption=f"caption {i}")
-    data, said = build(write_toml(tmp_path)), list[str]()
-    data.say = said.append
-    cache_all(data)
-    loader = DataLoader(
-        data.train, batch_sampler=data.batch_sampler(), collate_fn=collate_if_read, num_workers=workers,
-        persistent_workers=workers > 0,
-    )  # fmt: skip
-    batches = WholeBatches(loader, data.train, torch.device("cpu"))
-    before = list(batches)
-    assert len(before) == 3
-    shutil.rmtree(tmp_path / "img" / ".tandem_cache")
-    for one, other in zip(list(batches), before, strict=True):
-        assert torch.equal(one.latents, other.latents)
-        assert torch.equal(one.text["prompt_embeds"], other.text["prompt_embeds"])
-    assert len(said) == 1
-    assert said[0].endswith(": missing; encoded again, and 5 more")
-    assert len(_cached(tmp_path)) == 6
-
-
-def test_what_can_not_be_encoded_again_is_told_with_the_reason_and_leaves_no_damaged_file(tmp_path: Path) -> None:
-    image = add_image(tmp_path / "img", "a.png")
     data = build(write_toml(tmp_path))
     cache_all(data)
-    (victim,) = (tmp_path / "img" / ".tandem_cache" / "latents").iterdir()
-    victim.write_bytes(b"hello")
-    image.unlink()
+    loader = DataLoader(
+        data.train,
+        batch_sampler=data.batch_sampler(),
+        collate_fn=collate_or_error,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    )
+    assert len(list(RaisingLoader(loader))) == 3
+    shutil.rmtree(tmp_path / "img" / ".tandem_cache")
     with pytest.raises(UserError) as caught:
-        data.train[(0, 0)]
-    said = f"{victim}: damaged (no checksum in it), and cannot be encoded again: {image}: no such file"
-    assert str(caught.value).startswith(said)
-    assert not victim.exists()
-
-    class Small(AverageEncoder):
-        def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-
-    make_image(64, 64).save(image)
-    data.cache_latents(AverageEncoder(), 1, silent)
-    data.cache_latents(Small(), 1, silent)  # finds all there
-    victim.unlink()
-    with pytest.raises(UserError, match=r"missing, and beside the model there is no memory .* --resume auto"):
-        data.train[(0, 0)]
+        list(RaisingLoader(loader))
+    said = r"\S+: missing; start again with --resume auto: it is made anew before the model is loaded"
+    assert re.fullmatch(said, str(caught.value))
 
 
 def test_a_cache_file_of_an_earlier_version_is_encoded_again(tmp_path: Path) -> None:

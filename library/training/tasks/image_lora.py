@@ -30,9 +30,9 @@ from library.data.batches import (
     CachedDataset,
     DataParallelRank,
     EpochBatchSampler,
-    WholeBatches,
+    RaisingLoader,
     collate,
-    collate_if_read,
+    collate_or_error,
 )
 from library.data.caption_command import write_captions
 from library.data.config import load_dataset_config
@@ -267,7 +267,7 @@ class ImageLora(LoraTask):
         check_microbatches(config.parallel, max(sizes.values()))
         self.batches, self.loader = training_loader(self.data, config.dataset, self.accelerator)
         self.wrap(many_shapes=len(sizes) > 1)
-        self.loader = WholeBatches(self.loader, self.data.train, self.accelerator.device)
+        self.loader = RaisingLoader(self.loader)
         outside = config.training.prior_loss_weight if config.preservation.preserve_outside_mask else 0.0
         lockstep = config.preservation.preserve != "none" and config.parallel.gathers_weights
         self.step = FlowStep(
@@ -397,8 +397,6 @@ def read_data(
     )
     check_seam(flow, data)
     check_references(data, most_references)
-    if accelerator.is_main_process:  # another one's console is quiet
-        data.say = functools.partial(console.print, soft_wrap=True)
     console.print(*data.describe(), sep="\n", soft_wrap=True)
     look_over(data, arguments.strict_dataset, accelerator, console)
     return data
@@ -466,7 +464,7 @@ def training_loader(
     loader = DataLoader(
         data.train,
         batch_sampler=sampler,
-        collate_fn=collate_if_read,
+        collate_fn=collate_or_error,
         num_workers=workers,
         persistent_workers=workers > 0,
         worker_init_fn=ignore_signals,

@@ -41,7 +41,7 @@ from library.data.batches import Batch
 from library.data.dataset import TrainingData
 from library.errors import UserError
 from library.models.family import Family
-from library.safetensors_io import DamagedFile, read_checked
+from library.safetensors_io import read_checked
 from library.training.flow import (
     add_noise,
     by_noise_level,
@@ -227,20 +227,9 @@ class Teacher:
         Raises:
             UserError: an answer is gone or damaged.
         """
-        answers = [self._read(step, sample) for sample in sample_ids]
+        answers = [read_checked(self.path(step, sample))["velocity"].float() for sample in sample_ids]
         return torch.lerp(target, torch.stack(answers).to(target.device, non_blocking=True), self.weight)
 
     def path(self, step: int, sample_id: int) -> Path:
         """Return the file of one answer."""
         return self.folder / f"{step:08d}" / f"{sample_id:016x}.safetensors"
-
-    def _read(self, step: int, sample_id: int) -> Tensor:
-        path = self.path(step, sample_id)
-        try:
-            return read_checked(path)["velocity"].float()
-        except DamagedFile as damage:
-            path.unlink(missing_ok=True)
-            raise UserError(
-                f"{path}: the teacher's answer is {damage.reason}; go on with --resume auto: the teacher is loaded "
-                "before the model and gives it again"
-            ) from None
