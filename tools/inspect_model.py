@@ -2,17 +2,11 @@
 
     python tools/inspect_model.py flux1-dev.safetensors
     python tools/inspect_model.py FLUX.1-dev --modules          # a diffusers folder, every module
-    python tools/inspect_model.py my_lora.safetensors --save_to my_lora.png
+    python tools/inspect_model.py my_lora.safetensors           # and what programs make of it
     python tools/inspect_model.py models/*.safetensors --json
 
 Any safetensors file, shards with an index, a model's or a pipeline's folder. Only headers are read, so a file of any
 size takes a moment; of a LoRA the small matrices are read too, for the size of its updates.
-
-``--save_to`` plots a LoRA. The blocks of each part of the network (FLUX: double and single) stand side by side on one
-scale. Above, bars show a block's update, the root of the sum of its layers' squared norms, with the block's number.
-Below, a cell is a layer of a block, its colour the root mean square of the update's elements, on a logarithmic scale,
-so that layers of all sizes compare. Ranks and alphas that are the same everywhere are in the title; those that differ
-are in their part's title, or at the right of their rows.
 """
 
 from __future__ import annotations
@@ -38,7 +32,6 @@ from rich.text import Text
 
 from library.console import Console
 from library.errors import UserError, counted, exit_on_user_error, names_in_short
-from library.files import atomic_path
 from library.training.report.progress import loads_in_table, plain_table
 from tools.command import answer_early, tool_parser, value_range
 
@@ -48,23 +41,14 @@ def parser() -> argparse.ArgumentParser:
     parser = tool_parser(__doc__)
     parser.add_argument("paths", metavar="PATH", nargs="+", type=Path, help="file or folder")
     parser.add_argument("--modules", action="store_true", help="every module instead of a count by kind")
-    parser.add_argument("--save_to", type=Path, metavar="PNG", help="plot of a LoRA; a folder for several")
     parser.add_argument("--json", action="store_true", help="everything as JSON, for other programs")
     return parser
 
 
 answer_early(__name__, lambda: parser().parse_args())
 
-import matplotlib
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import LogNorm
-from matplotlib.figure import Figure
-
 from library.models.inspection import Component, ModuleGroup, WeightSet, components, is_known, is_lora, weight_sets
 from library.precision.checkpoint import WeightFiles
-from library.training.report.plots import STYLE, as_written
 from networks.files.inspection import LoraLayer, LoraReport, inspect_lora
 
 
@@ -117,19 +101,6 @@ def show(finding: Finding, console: Console, all_modules: bool) -> None:
         console.print(lora_view(finding.lora))
     if finding.weights.metadata.keys() - {"format"}:
         console.print(metadata_table(finding.weights.metadata))
-
-
-def draw(findings: list[Finding], save_to: Path) -> list[Path]:
-    """Draw every LoRA: one to the file ``save_to``, several into a folder of that name; return the files."""
-    loras = [(finding.weights.files[0], finding.lora) for finding in findings if finding.lora and finding.lora.layers]
-    if not loras:
-        raise UserError(f"--save_to {save_to}: only a LoRA is plotted, and none is among the files; remove it")
-    if len(loras) == 1 and save_to.suffix == ".png":
-        return [draw_lora(loras[0][1].layers, loras[0][0].name, save_to)]
-    if save_to.suffix:
-        what = "give a folder for several LoRAs" if len(loras) > 1 else "give a name that ends in .png"
-        raise UserError(f"--save_to {save_to}: {what}")
-    return [draw_lora(lora.layers, path.name, save_to / f"{path.stem}.png") for path, lora in loras]
 
 
 _DTYPES = {"F32": "fp32", "F16": "fp16", "BF16": "bf16", "F8_E4M3": "fp8 e4m3", "F8_E5M2": "fp8 e5m2", "F64": "fp64"}
@@ -283,108 +254,6 @@ def metadata_table(strings: Mapping[str, str]) -> RenderableType:
     return Padding(table, (0, 0, 1, 2))
 
 
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito 2008
-_DECADES = 3  # of the colour scale below the largest update; what is smaller is shown as smallest
-
-
-def draw_lora(layers: Sequence[LoraLayer], title: str, save_to: Path) -> Path:
-    """Draw ``layers`` to the PNG ``save_to``; return its path."""
-    with matplotlib.rc_context(STYLE | {"axes.grid": False}):
-        figure = _figure(layers, title)
-        with atomic_path(save_to) as temporary:
-            figure.savefig(temporary, format="png", dpi=140)
-    return save_to
-
-
-def _figure(layers: Sequence[LoraLayer], title: str) -> Figure:
-    parts = _by_part(layers)
-    columns = [len(_blocks(part)) for part in parts.values()]
-    rows = max(len(_rows(part)) for part in parts.values())
-    width = min(24.0, 3.0 + 1.9 * len(parts) + 0.2 * sum(columns))
-    figure = Figure(figsize=(width, 3.1 + 0.27 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
-    figure.suptitle(as_written(_headline(layers, title)), x=0.01, ha="left", fontsize=12, fontweight="bold")
-    ratios = [max(count, 6) for count in columns]
-    grid = figure.add_gridspec(2, len(parts), width_ratios=ratios, height_ratios=[1.5, max(1.5, 0.27 * rows)])
-    scale = _colour_scale([layer.rms for layer in layers])
-    heat: list[Axes] = []
-    bars: Axes | None = None
-    for column, (part, members) in enumerate(parts.items()):
-        bars = figure.add_subplot(grid[0, column], sharey=bars)
-        _draw_bars(bars, members, as_written(_plot_title(part, members, layers)), _COLOURS[column % len(_COLOURS)])
-        bars.tick_params(labelleft=column == 0)
-        if column == 0:
-            bars.set_ylabel("norm of the update")
-        heat.append(figure.add_subplot(grid[1, column]))
-        image = _draw_cells(heat[-1], members, scale, rows)
-    figure.colorbar(image, ax=heat, label="update, root mean square", pad=0.01, aspect=30)
-    return figure
-
-
-def _colour_scale(values: Sequence[float]) -> LogNorm:
-    """Return the scale from the smallest update to the largest; half a decade at least, ``_DECADES`` at most."""
-    largest = max(values) or 1.0
-    smallest = min((value for value in values if value > 0), default=largest)
-    return LogNorm(min(max(smallest, largest / 10**_DECADES), largest / 10**0.5), largest, clip=True)
-
-
-def _headline(layers: Sequence[LoraLayer], title: str) -> str:
-    norm = math.hypot(*(layer.norm for layer in layers))
-    return f"{title}   {counted(len(layers), 'layer')}, {_rank_and_alpha(layers)}, norm {norm:.3g}"
-
-
-def _rank_and_alpha(layers: Sequence[LoraLayer]) -> str:
-    ranks, alphas = value_range(layer.rank for layer in layers), value_range(layer.alpha for layer in layers)
-    return f"rank {ranks}, alpha {alphas}"
-
-
-def _plot_title(part: str, members: Sequence[LoraLayer], layers: Sequence[LoraLayer]) -> str:
-    """Return a part's name, with its rank and alpha where the part has one of each and the whole LoRA has not."""
-    name = part.replace("_", " ") or "outside the blocks"
-    return name if _differ(members) or not _differ(layers) else f"{name}\n{_rank_and_alpha(members)}"
-
-
-def _differ(layers: Sequence[LoraLayer]) -> bool:
-    return len({(layer.rank, layer.alpha) for layer in layers}) > 1
-
-
-def _draw_bars(axes: Axes, members: Sequence[LoraLayer], title: str, colour: str) -> None:
-    blocks = _blocks(members)
-    heights = [math.hypot(*(layer.norm for layer in members if (layer.block or 0) == block)) for block in blocks]
-    axes.bar(range(len(blocks)), heights, color=colour, width=0.8)
-    axes.set_title(title)
-    axes.set_xlim(-0.5, len(blocks) - 0.5)
-    every = max(1, math.ceil(len(blocks) / 20))
-    axes.set_xticks(range(0, len(blocks), every), [str(block) for block in blocks[::every]], fontsize=8)
-    if not members[0].part:
-        axes.set_xticks([])
-    axes.tick_params(axis="x", length=0)
-    axes.grid(axis="y", color="#E4E4E4", linewidth=0.7)
-    axes.set_axisbelow(True)
-
-
-def _draw_cells(axes: Axes, members: Sequence[LoraLayer], scale: LogNorm, most_rows: int) -> Any:
-    """Draw one part's layers over its blocks; return the image, for the colour bar."""
-    blocks, rows = _blocks(members), _rows(members)
-    values = np.full((len(rows), len(blocks)), np.nan)
-    for layer in members:
-        values[rows.index(layer.layer), blocks.index(layer.block or 0)] = max(layer.rms, float(scale.vmin or 0.0))
-    image = axes.imshow(values, aspect="auto", norm=scale, cmap="viridis", interpolation="nearest")
-    axes.set_yticks(range(len(rows)), list(map(as_written, rows)), fontsize=8)
-    axes.set_xticks([])
-    axes.set_ylim(most_rows - 0.5, -0.5)  # rows of all parts are of one height
-    axes.spines[["left", "bottom"]].set_visible(False)
-    axes.tick_params(length=0)
-    for row, name in enumerate(rows if _differ(members) else ()):
-        text = _rank_and_alpha([layer for layer in members if layer.layer == name])
-        axes.annotate(text, (1.0, row), (3, 0), ("axes fraction", "data"), "offset points", va="center", fontsize=7)
-    return image
-
-
-def _blocks(members: Sequence[LoraLayer]) -> list[int]:
-    return sorted({layer.block or 0 for layer in members})
-
-
 @exit_on_user_error
 def main() -> None:
     """Parse the command line, inspect, show."""
@@ -396,8 +265,6 @@ def main() -> None:
         console = Console(highlight=False, markup=False)
         for finding in findings:
             show(finding, console, options.modules)
-    for path in draw(findings, options.save_to) if options.save_to else []:
-        print(path, file=sys.stderr if options.json else sys.stdout)
 
 
 if __name__ == "__main__":

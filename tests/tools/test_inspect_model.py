@@ -6,11 +6,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from library.models.flux.files import FLUX_TARGETS
 from networks.files.writing import save_adapter
@@ -88,45 +86,17 @@ def test_fp8_is_told_with_its_scales_and_what_is_not_known_is_said(
     assert "'x.weight' has dtype U8, whose meaning no known layout gives" in run(monkeypatch, capsys, path)
 
 
-def test_a_lora_is_shown_with_ranks_norms_metadata_and_a_picture(
+def test_a_lora_is_shown_with_ranks_norms_and_metadata(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_lora(tmp_path / "a.safetensors", "single_dim=8")
-    picture = tmp_path / "pictures" / "a.png"
-    said = run(monkeypatch, capsys, path, "--save_to", picture)
+    said = run(monkeypatch, capsys, path)
     lines = said.splitlines()
     assert "LoRA for flux, kohya" in said
     assert any(words(line)[:4] == ["attn.to_out.0", "2", "4", "3"] for line in lines)
     assert any(words(line)[:4] == ["proj_mlp", "2", "8", "3"] for line in lines)
     assert any(words(line) == ["ss_network_dim", "4"] for line in lines)
     assert "(500 characters)" in said
-    assert lines[-1] == str(picture)
-    with Image.open(picture) as image:
-        assert image.format == "PNG"
-        assert len(np.unique(np.asarray(image.convert("RGB")).reshape(-1, 3), axis=0)) > 50  # there is something to see
-
-
-def test_several_loras_are_drawn_into_a_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    paths = [write_lora(tmp_path / f"{name}.safetensors") for name in "ab"]
-    run(monkeypatch, capsys, *paths, "--save_to", tmp_path / "pictures")
-    assert sorted(path.name for path in (tmp_path / "pictures").iterdir()) == ["a.png", "b.png"]
-    said = error(monkeypatch, capsys, *paths, "--save_to", tmp_path / "both.png")
-    assert said.endswith("both.png: give a folder for several LoRAs\n")
-    assert error(monkeypatch, capsys, paths[0], "--save_to", tmp_path / "a.jpg").endswith(
-        "a.jpg: give a name that ends in .png\n"
-    )
-
-
-def test_an_untrained_lora_has_a_picture_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = write_lora(tmp_path / "a.safetensors")
-    zero = {key: tensor * 0 if "lora_up" in key else tensor for key, tensor in load_file(path).items()}
-    save_file(zero, path)
-    run(monkeypatch, capsys, path, "--save_to", tmp_path / "a.png")
-    assert (tmp_path / "a.png").exists()
 
 
 def test_json_holds_everything(
@@ -143,13 +113,8 @@ def test_json_holds_everything(
     assert (second["fp8"], second["lora"], second["bytes"]) == (None, None, model.stat().st_size)
 
 
-def test_mistakes_are_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert error(monkeypatch, capsys, "nowhere") == "error: nowhere: no such file or folder; check the path\n"
-    model = tmp_path / "m.safetensors"
-    save_file({"a.weight": torch.zeros(2, 2)}, model)
-    assert "only a LoRA is plotted" in error(monkeypatch, capsys, model, "--save_to", tmp_path / "x.png")
 
 
 def test_another_kind_than_lora_is_shown_in_two_lines(
