@@ -1,6 +1,6 @@
 """What each program that loads LoRAs makes of a file, as data, and a file read as one of them reads it.
 
-The keys that a program knows are rows of :class:`Keys`: what stands before a module's name, whose name it is
+The keys that a program knows are rows of ``readers.toml``: what stands before a module's name, whose name it is
 (diffusers' or the original checkpoint's), dots or underscores, and which tensors may follow. A key that no row knows is
 passed over: none of these programs stops because of one, at best it prints a line in a log. That is how a LoRA gets
 lost, so nothing here is derived from what we write (``networks.files.writing``), but from the programs' sources:
@@ -35,8 +35,8 @@ FLUX.3's blocks; musubi-tuner's network (``--network_weights``, ``merge_lora.py`
 become that long); ComfyUI takes ``dora_scale`` and divides it by the norms of the *base's* rows. Each reads the other's
 file as a plain LoRA, which is another update.
 
-To add a program: a row of :data:`READERS`. ``tests/networks/files/test_readers.py`` holds the rows to the programs that
-can be installed, and to keys written out by hand.
+To add a program: a row of ``readers.toml``. ``tests/networks/files/test_readers.py`` compares the rows with the programs
+that can be installed, and with keys written out by hand.
 """
 
 from __future__ import annotations
@@ -44,29 +44,18 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from torch import Tensor
 
 from library.errors import UserError, names_in_short
+from library.files import read_toml
 from library.models.layer_names import KeyNames, KeyPlace, LoraTargets
 from networks.files.joined import split_rows
 from networks.files.layouts import SAVE_FORMATS, key_stem, layout_of, stem_of
 from networks.files.metadata import AlphaTable
 from networks.files.weights import KINDS, TITLES, AdapterWeights, LoraWeights, rank_of
-
-_AB = {"lora_A.weight": "down", "lora_B.weight": "up"}
-_DOWN_UP = {"lora_down.weight": "down", "lora_up.weight": "up", "alpha": "alpha"}
-_MAGNITUDE = {"lora_magnitude_vector": "magnitude"}
-_LOHA = {name: name for name in ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")}
-_LOKR = {name: name for name in ("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b")}
-_OF_MUSUBI = _DOWN_UP | _LOHA | {name: name for name in ("lokr_w1", "lokr_w2", "lokr_w2_a", "lokr_w2_b")}
-_OLD = {"lora.down.weight": "down", "lora.up.weight": "up"}
-_DEFAULT = {"lora_A.default.weight": "down", "lora_B.default.weight": "up"}
-_CONVERTED = _AB | _DEFAULT | _DOWN_UP  # diffusers, of Qwen-Image and Z-Image
-_RARE = {"lora_linear_layer.down.weight": "down", "lora_linear_layer.up.weight": "up", "lora_A": "down", "lora_B": "up"}
-_PAIRS = _AB | _OLD | _DEFAULT | _RARE | _DOWN_UP  # comfy/weight_adapter/lora.py
-_OF_COMFYUI = _PAIRS | _LOHA | _LOKR | {"dora_scale": "dora_scale", "oft_blocks": "oft_blocks"}
 
 
 @dataclass(frozen=True)
@@ -135,168 +124,32 @@ class Reader:
                     yield form, component, place
 
 
-def _by_family(rows: Mapping[str, tuple[Keys, ...]]) -> dict[str, tuple[Keys, ...]]:
-    """Return family -> forms, of rows whose key may name several families."""
-    return {name: forms for names, forms in rows.items() for name in names.split()}
+def _reader(row: Mapping[str, Any]) -> Reader:
+    """Return a program of ``readers.toml``."""
+    families: dict[str, tuple[Keys, ...]] = {}
+    text: dict[str, tuple[Keys, ...]] = {}
+    for form in row["forms"]:
+        sets = [_TABLES["tensors"][name] for name in form.get("tensors", row.get("tensors"))]
+        tensors = {key: name for each in sets for key, name in each.items()}
+        only = _TABLES["layers"][form["only"]] if "only" in form else ".*"
+        alpha = form.get("needs_alpha", False)
+        forms = tuple(Keys(prefix, form["names"], tensors, only, alpha) for prefix in form["prefix"])
+        for name in _families(form.get("for", ())):
+            families[name] = families.get(name, ()) + forms
+        for component in form.get("text", ()):
+            text[component] = text.get(component, ()) + forms
+    stops = row.get("stops", {"for": (), "module": ""})
+    stopped = dict.fromkeys(_families(stops["for"]), stops["module"])
+    return Reader(row["name"], families, text, row.get("header", False), stopped)
 
 
-def _alike(
-    naming: Literal["diffusers", "original"], tensors: Mapping[str, str], *prefixes: str, only: str = ".*"
-) -> tuple[Keys, ...]:
-    """Return forms that differ in what stands before the module's name alone."""
-    return tuple(Keys(prefix, naming, tensors, only) for prefix in prefixes)
+def _families(names: Iterable[str]) -> list[str]:
+    """Return model families; ``names`` may be those of groups."""
+    return [family for name in names for family in _TABLES["groups"].get(name, [name])]
 
 
-_FLUX = "flux flux_fill flux_kontext"
-_FLUX2 = "flux2_klein flux2_klein_edit flux2_dev flux2_dev_edit"
-_FLUX3 = "flux3_klein flux3_klein_edit"
-_QWEN = "qwen_image qwen_image_edit qwen_image_edit_plus"
-_QWEN_21 = "qwen_image_21 qwen_image_21_edit"
-
-# Layers, by diffusers' names, that a form does not go beyond.
-_BLOCKS = r"(single_)?transformer_blocks\..*"
-_OF_FLUX2 = rf"{_BLOCKS}|(x|context)_embedder|proj_out|norm_out.*"
-_FLUX3_BLOCKS = r"(single_transformer_blocks|txt_mode_blocks|mode_blocks\.\w+)\..*"
-_Z_BLOCKS = r"(layers|(noise|context)_refiner)\..*"
-# Of underscored names diffusers puts dots where it knows no better: gate.layer; outside of the blocks it knows some.
-_Q_UNDERSCORED = r".*\.(attn\..*|img_mlp\.(proj|out))|img_in|proj_out|norm_out.*|time_text_embed.*"
-
-_ALONE = _AB | _OLD | _MAGNITUDE | {"alpha": "takes the file for another trainer's and finds no layer, or refuses it"}
-_STOPS = {"alpha": "fails on the whole file"}
-_PEFT_KEYS = Keys("transformer.", "diffusers", _ALONE)
-_OF_ALL_IN_COMFYUI = _alike("diffusers", _OF_COMFYUI, "transformer.", "lycoris_", "")
-_ORIGINALS_IN_COMFYUI = _alike("original", _OF_COMFYUI, "lora_unet_", "diffusion_model.")
-
-READERS = (
-    Reader(
-        "diffusers",
-        _by_family(
-            {
-                _FLUX: (
-                    Keys("transformer.", "diffusers", _AB | _OLD | _MAGNITUDE | {"alpha": "alpha"}),
-                    Keys("lora_unet_", "original", _DOWN_UP, _BLOCKS),
-                    Keys("diffusion_model.", "original", _DOWN_UP, _BLOCKS),
-                    Keys("lora_transformer_", "diffusers", _DOWN_UP, r".*(\.attn\.|embed).*|proj_out|norm_out.*", True),
-                ),
-                _FLUX2: (
-                    Keys("transformer.", "diffusers", _AB | _OLD | _MAGNITUDE),
-                    Keys("diffusion_model.", "original", _AB),
-                    Keys("diffusion_model.", "diffusers", _AB | _OLD, _BLOCKS),
-                    Keys("lora_unet_", "original", _DOWN_UP, r"(?!.*(modulation|guidance_embedder|norm_out)).*"),
-                    Keys("lycoris_", "diffusers", _LOKR | {"alpha": "alpha"}, _BLOCKS),
-                ),
-                _FLUX3: (
-                    _PEFT_KEYS,
-                    Keys("diffusion_model.", "original", _ALONE, _FLUX3_BLOCKS),
-                    Keys("diffusion_model.", "diffusers", _ALONE),
-                ),
-                _QWEN: (
-                    _PEFT_KEYS,
-                    *_alike("diffusers", _CONVERTED, "lora_unet_", "diffusion_model."),
-                    Keys("", "diffusers", _DEFAULT),
-                    Keys("", "diffusers", _CONVERTED, needs_alpha=True),
-                ),
-                _QWEN_21: (
-                    _PEFT_KEYS,
-                    Keys("lora_unet_", "diffusers", _CONVERTED, _Q_UNDERSCORED),
-                    Keys("diffusion_model.", "diffusers", _CONVERTED),
-                    Keys("", "diffusers", _DEFAULT),
-                    Keys("", "diffusers", _CONVERTED, needs_alpha=True),
-                ),
-                "z_image": (
-                    _PEFT_KEYS,
-                    Keys("lora_unet_", "diffusers", _DOWN_UP | _OLD),
-                    Keys("lora_unet_", "original", _DOWN_UP, r".*attention.*"),
-                    Keys("diffusion_model.", "diffusers", _CONVERTED | _OLD),
-                    Keys("", "diffusers", _DEFAULT),
-                    Keys("", "diffusers", _CONVERTED | _OLD, needs_alpha=True),
-                ),
-                "krea2": (
-                    _PEFT_KEYS,
-                    *_alike("original", _AB | _STOPS, "diffusion_model.", "base_model.model."),
-                ),
-            }
-        ),
-        text={
-            "text_encoder": (
-                Keys("text_encoder.", "original", _AB),
-                *_alike("original", _DOWN_UP, "lora_te1_", "lora_te_"),
-            )
-        },
-        header=True,
-        stops=dict.fromkeys(_QWEN_21.split(), r"lora_unet_(modulation|txt_in)_\w+"),
-    ),
-    Reader(
-        "ComfyUI",
-        _by_family(
-            {
-                _FLUX: (
-                    *_OF_ALL_IN_COMFYUI,
-                    *_alike("diffusers", _OF_COMFYUI, "lora_transformer_"),
-                    *_ORIGINALS_IN_COMFYUI,
-                ),
-                _FLUX2: (
-                    *_alike(
-                        "diffusers", _OF_COMFYUI, "transformer.", "lycoris_", "", "lora_transformer_", only=_OF_FLUX2
-                    ),
-                    *_ORIGINALS_IN_COMFYUI,
-                ),
-                _FLUX3: _ORIGINALS_IN_COMFYUI,
-                _QWEN: (
-                    *_OF_ALL_IN_COMFYUI,
-                    *_alike("diffusers", _OF_COMFYUI, "lora_unet_", "diffusion_model."),
-                ),
-                _QWEN_21: (  # its feed-forward is fused: below the first two, as a whole; elsewhere by its halves
-                    *_ORIGINALS_IN_COMFYUI,
-                    *_OF_ALL_IN_COMFYUI,
-                ),
-                "z_image": (
-                    *_OF_ALL_IN_COMFYUI,
-                    Keys("lora_unet_", "original", _OF_COMFYUI),
-                    Keys("diffusion_model.", "diffusers", _OF_COMFYUI),
-                    Keys("diffusion_model.", "original", _OF_COMFYUI),
-                ),
-                "krea2": (
-                    *_OF_ALL_IN_COMFYUI,
-                    Keys("diffusion_model.", "diffusers", _OF_COMFYUI),
-                    *_ORIGINALS_IN_COMFYUI,
-                ),
-            }
-        ),
-        text={
-            "text_encoder": _alike(
-                "original", _OF_COMFYUI, "lora_te1_", "lora_te_", "text_encoder.", "text_encoders.clip_l.transformer."
-            ),
-            "text_encoder_2": _alike(
-                "original", _OF_COMFYUI, "lora_te3_", "lora_te2_", "text_encoders.t5xxl.transformer."
-            ),
-        },
-    ),
-    Reader(
-        "sd-scripts",
-        _by_family({_FLUX: (Keys("lora_unet_", "original", _DOWN_UP, needs_alpha=True),)}),
-        text={
-            "text_encoder": (Keys("lora_te1_", "original", _DOWN_UP, needs_alpha=True),),
-            "text_encoder_2": (Keys("lora_te3_", "original", _DOWN_UP, needs_alpha=True),),
-        },
-    ),
-    Reader(
-        "musubi-tuner",
-        _by_family(
-            {
-                f"flux_kontext {_FLUX2}": (Keys("lora_unet_", "original", _OF_MUSUBI, _BLOCKS, True),),
-                f"{_QWEN} {_QWEN_21}": (Keys("lora_unet_", "diffusers", _OF_MUSUBI, _BLOCKS, True),),
-                "z_image": (Keys("lora_unet_", "diffusers", _OF_MUSUBI, _Z_BLOCKS, True),),
-                "krea2": (Keys("lora_unet_", "original", _OF_MUSUBI, needs_alpha=True),),
-            }
-        ),
-    ),
-    Reader(
-        "peft",
-        _by_family({"llama gpt2": (Keys("base_model.model.", "diffusers", _AB | _MAGNITUDE),)}),
-        header=True,
-    ),
-)
+_TABLES = read_toml(Path(__file__).with_name("readers.toml"))[0]
+READERS = tuple(map(_reader, _TABLES["programs"]))
 
 
 # ---- before anything is written
