@@ -35,8 +35,8 @@ FLUX.3's blocks; musubi-tuner's network (``--network_weights``, ``merge_lora.py`
 become that long); ComfyUI takes ``dora_scale`` and divides it by the norms of the *base's* rows. Each reads the other's
 file as a plain LoRA, which is another update.
 
-To add a program: a row of ``readers.toml``. ``tests/networks/files/test_readers.py`` compares the rows with the programs
-that can be installed, and with keys written out by hand.
+To add a program: a row of ``readers.toml``. ``tests/networks/files/test_readers.py`` compares the rows with the
+programs that can be installed, and with keys written out by hand.
 """
 
 from __future__ import annotations
