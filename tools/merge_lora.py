@@ -55,7 +55,7 @@ from tools.command import (
 
 _OF_A_MODEL = ("transformer_only", "allow_partial", "dora_norm")
 _OF_A_LORA = ("method", "new_rank", "save_format", "overwrite")
-_OF_QUANTIZED = ("rounding", "correction_rank", "retention", "accept_loss", "dataset_config")
+_OF_QUANTIZED = ("rounding", "retention", "accept_loss", "dataset_config")
 
 if TYPE_CHECKING:
     from library.models.layer_names import LoraTargets
@@ -146,8 +146,8 @@ def merge_into_quantized(options: argparse.Namespace, targets: LoraTargets) -> N
         )
     _refuse(options, _OF_A_LORA, "has no effect on a merge into a quantised model; remove it")
     rounding = options.rounding or ("compensated" if options.dataset_config else "nearest")
-    if (rounding == "compensated" or options.correction_rank) and not options.dataset_config:
-        raise UserError("--rounding compensated and --correction_rank look at activations; give --dataset_config")
+    if (rounding == "compensated") != bool(options.dataset_config):
+        raise UserError("--rounding compensated looks at activations, the others do not: it goes with --dataset_config")
     merge_quantized(
         options.model,
         options.lora,
@@ -159,7 +159,6 @@ def merge_into_quantized(options: argparse.Namespace, targets: LoraTargets) -> N
             rounding=rounding,
             seed=options.seed,
             plan=calibration_plan(options, options.model) if options.dataset_config else None,
-            correction_rank=options.correction_rank,
             accept_loss=options.accept_loss,
             shown=None if options.retention else 10,
         ),
@@ -216,7 +215,6 @@ def parser() -> argparse.ArgumentParser:
         choices=["nearest", "stochastic", "compensated"],
         help="default: compensated with --dataset_config",
     )
-    group.add_argument("--correction_rank", type=count, metavar="R", help="also write a LoRA of what rounding lost")
     group.add_argument(
         "--retention", action="store_true", help="show what is left of every layer's update, not the worst"
     )

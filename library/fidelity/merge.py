@@ -1,4 +1,4 @@
-"""LoRAs merged into quantised models: update retention, then rounding as asked for, then the file and its correction.
+"""LoRAs merged into quantised models: update retention, then rounding as asked for, then the file.
 
 ``networks.merging.quantized`` says what is done to the weights. Here the deployed model runs on the calibration where
 rounding looks at activations: at most half the size of bf16, with the LoRAs beside it. A bf16 base of FLUX's size is
@@ -18,7 +18,6 @@ from typing import Literal
 import torch
 from rich.table import Table
 
-from library.checksums import weights_fingerprint
 from library.console import Console
 from library.errors import UserError, counted, names_in_short
 from library.fidelity.calibration import CalibrationPlan
@@ -33,7 +32,6 @@ from library.training.report.progress import plain_table
 from networks.files.adapters import AdapterFile
 from networks.files.base import Base, check_target, folder_copy, open_base
 from networks.files.weights import AdapterWeights, LoraWeights
-from networks.files.writing import save_adapter
 from networks.merging.low_rank import combine_loras
 from networks.merging.merge import (
     EVERYTHING,
@@ -56,10 +54,9 @@ class RoundingOptions:
 
     Attributes:
         precision: one of ``QUANTIZED_PRECISIONS``, for a bf16 model.
-        rounding: compensated rounding needs ``plan``.
+        rounding: see ``networks.merging.quantized``.
         seed: of stochastic rounding.
-        plan: the deployed model and what it runs on; None to look at no activations.
-        correction_rank: of a LoRA of what rounding lost, written beside the result; needs ``plan``.
+        plan: of compensated rounding: the deployed model and what it runs on.
         accept_loss: write although rounding loses updates.
         shown: layers in the table of what rounding left; None for all.
     """
@@ -68,7 +65,6 @@ class RoundingOptions:
     rounding: Rounding = "nearest"
     seed: int = 0
     plan: CalibrationPlan | None = None
-    correction_rank: int | None = None
     accept_loss: bool = False
     shown: int | None = 10
 
@@ -116,15 +112,11 @@ def merge_quantized(
         flagged = [name.removesuffix(".weight") for name, one in found.items() if one.flagged]
         if flagged and how.rounding == "nearest" and not how.accept_loss:
             _refuse_loss(model, merge, flagged, console)
-        correction: dict[str, LoraWeights] = {}
         if how.plan is not None:
-            left, correction = _calibrated(merge, how, how.plan, loras, console)
-            found |= left
-            if how.rounding == "compensated" and found:
+            found |= _compensate(merge, how.plan, loras, console)
+            if found:
                 console.print(retention_table("left by compensated rounding", found, how.shown))
         _write(merge, save_to, sources, console)
-    if correction:
-        _write_correction(save_to, correction, targets, how.correction_rank, console)
     return found
 
 
@@ -182,15 +174,13 @@ def _refuse_loss(model: Path, merge: QuantizedMerge, flagged: Sequence[str], con
     )
 
 
-def _calibrated(
+def _compensate(
     merge: QuantizedMerge,
-    how: RoundingOptions,
     plan: CalibrationPlan,
     loras: Sequence[tuple[LoraSource, Mapping[str, object]]],
     console: Console,
-) -> tuple[dict[str, UpdateRetention], dict[str, LoraWeights]]:
-    """Run the calibration, round and correct group by group; return what is left of updates, and the correction."""
-    compensated, correction_rank = how.rounding == "compensated", how.correction_rank
+) -> dict[str, UpdateRetention]:
+    """Run the calibration and round group by group; return what is left of each tensor's update."""
     calibration = plan.prepare(console)
     transformer = calibration.load_fp8(None if merge.layout is not None else merge.recipe)
     plain = [
@@ -202,20 +192,15 @@ def _calibrated(
         console.print("note: adapters of other kinds than LoRA are not in the model that is calibrated on")
     if plain:
         attach_lora(transformer, combine_loras(plain), merge.targets, "--lora")
-    modules = merge.modules()
-    if merge.layout is not None and not correction_rank:
-        modules = {tensor: names for tensor, names in modules.items() if tensor in merge.updates}
-    first = {names[0]: tensor for tensor, names in modules.items()}
+    changed = merge.updates if merge.layout is not None else merge.quantized()
+    first = {names[0]: tensor for tensor, names in merge.modules().items() if tensor in changed}
     left: dict[str, UpdateRetention] = {}
-    correction: dict[str, LoraWeights] = {}
     for group in calibration.layer_inputs(transformer, list(first)):
         for name, inputs in group.items():
             tensor = first[name]
-            if compensated and (one := merge.compensate(tensor, inputs)) is not None:
+            if (one := merge.compensate(tensor, inputs)) is not None:
                 left[tensor] = one
-            if correction_rank:
-                correction |= merge.low_rank_correction(tensor, modules[tensor], inputs, correction_rank)
-    return left, correction
+    return left
 
 
 def _write(merge: QuantizedMerge, save_to: Path, sources: Sequence[LoraSource], console: Console) -> None:
@@ -231,17 +216,3 @@ def _write(merge: QuantizedMerge, save_to: Path, sources: Sequence[LoraSource], 
         merge.metadata["tandem.merged_loras"] = merged
         written = write_quantized(base.weights, target, merge.kind, merge.recipe, merge=merge)
     console.print(f"{save_to}: {counted(len(merge.updates), 'tensor')} changed; {written.quantized} quantised")
-
-
-def _write_correction(
-    save_to: Path, weights: dict[str, LoraWeights], targets: LoraTargets, rank: int | None, console: Console
-) -> None:
-    path = save_to.with_name(f"{save_to.stem}-correction.safetensors")
-    merged = save_to / "transformer" if (save_to / "transformer").is_dir() else save_to
-    metadata = {
-        "tandem.base_fingerprint": weights_fingerprint(merged),
-        "tandem.base_name": save_to.name,
-        "tandem.refitted": '{"correction_of": "a merge"}',
-    }
-    save_adapter(path, weights, targets, "diffusers", "bf16", metadata)
-    console.print(f"{path}: what rounding lost of {counted(len(weights), 'layer')}, rank {rank}; use it at 1.0")

@@ -28,12 +28,11 @@ from library.precision.files.base import QuantizedWeight, Scheme, StoredWeight
 from library.precision.names import LayoutKind
 from library.precision.parity.activations import LayerInputs
 from library.precision.parity.compensated import merge_into, quantize_compensated
-from library.precision.parity.layer_errors import UpdateRetention, fit_low_rank, update_retention
+from library.precision.parity.layer_errors import UpdateRetention, update_retention
 from library.precision.recipe import Recipe
 from library.precision.writing import linear_weights
 from library.safetensors_io import RowRange, tensor_bytes
 from networks.files.base import Base, BaseModule, find_modules
-from networks.files.weights import LoraWeights
 from networks.merging.merge import Update, merge_tensor
 
 
@@ -132,19 +131,6 @@ class QuantizedMerge:
         if name not in self.updates:
             return None
         return update_retention(made.dequantize(torch.float32), weight, update, moment)
-
-    def low_rank_correction(
-        self, name: str, modules: Sequence[str], inputs: LayerInputs, rank: int
-    ) -> dict[str, LoraWeights]:
-        """Return module -> the remainder of rank ``rank`` of what rounding ``name`` lost."""
-        served = self.rounded(name) or self._quantized(name)
-        error = self.merged(name) - served.dequantize(torch.float32)
-        up, down = (part.cpu() for part in fit_low_rank(error.to(inputs.moment.device), inputs.moment, rank))
-        found = {}
-        for module in modules:
-            rows = self.places[module].swap(up[self.places[module].rows])
-            found[module] = LoraWeights(down, rows.contiguous(), float(rank))
-        return found
 
     def rounded(self, name: str) -> QuantizedWeight | None:
         """Return a weight as it goes into the file; see ``writing.WeightChanges``."""
