@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from rich.text import Text
 
 from library.errors import exit_on_user_error
-from library.files import write_text
+from library.files import read_json_lines, write_text
 from library.training.report.progress import plain_table, shown_path
 from tools.command import answer_early, count, show_and_run, tool_console, tool_parser
 
@@ -89,9 +89,12 @@ def demo(run: Run, steps: int | None = None, stories: int = 10_000) -> None:
     run([*prepare, "--workers", "0", "--save_to", str(CORPUS), "--overwrite"])
     write_untrained()
     run(["train_llm.py", "--config_file", CONFIG, *(["--max_train_steps", str(steps)] if steps else [])])
-    what = ["--perplexity", str(CORPUS), "--prompt", *PROMPTS, "--max_new_tokens", "110", "--top_p", "0.9"]
+    how = ["--max_new_tokens", "110", "--temperature", "0.8", "--top_p", "0.9"]
     for model in (UNTRAINED, TRAINED):  # measured on the held-out stories, and let write
-        run(["tools/evaluate_llm.py", "--model", str(model), *what, "--save_to", f"{model}.json"])
+        measured = ["--perplexity", str(CORPUS), "--save_to", f"{model}.json"]
+        run(["tools/evaluate_llm.py", "--model", str(model), *measured])
+        written = ["--prompt", *PROMPTS, *how, "--save_to", f"{model}.jsonl"]
+        run(["tools/generate.py", "text", "--model", str(model), *written])
     summary()
 
 
@@ -103,8 +106,8 @@ def summary() -> None:
     for key, name in _MEASURES.items():
         table.add_row(name, *(f"{next(iter(side['perplexity'].values()))[key]:.3f}" for side in (before, after)))
     console.print(table)
-    for name, side in (("before", before), ("after", after)):
-        for sample in side["samples"]:
+    for name, model in (("before", UNTRAINED), ("after", TRAINED)):
+        for _, sample in read_json_lines(f"{model}.jsonl"):
             console.print(Text(f"{name}: {sample['prompt']}{sample['text']}\n"))
     curves, metrics = FOLDER / "lr.png", FOLDER / "metrics.jsonl"
     for path in (curves, metrics, TRAINED, Path(f"{TRAINED}.json"), STORIES):

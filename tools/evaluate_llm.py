@@ -1,10 +1,10 @@
-"""Evaluate a language model: perplexity, multiple choice by likelihood, samples.
+"""Evaluate a language model: perplexity, and multiple choice by likelihood.
 
     python tools/evaluate_llm.py --model output/llama_tiny/llama_tiny --perplexity data/my_texts held_out.txt
     python tools/evaluate_llm.py --model Llama-3.2-1B --choices hellaswag_val.jsonl --limit 1000 --save_to scores.json
 
 ``library/llm/evaluation.py`` defines each measure. lm-evaluation-harness reads our model folders itself
-(docs/llm.md, Evaluation).
+(docs/llm.md, Evaluation); tools/generate.py text shows what a model writes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
-from rich.text import Text
-
 from library.console import Console
 from library.errors import UserError, exit_on_user_error
 from library.files import write_text
@@ -34,11 +32,8 @@ from tools.command import (
     add_language_model,
     answer_early,
     count,
-    finite,
     load_language_model,
     lora_source,
-    number,
-    seed_number,
     tool_console,
     tool_parser,
 )
@@ -56,7 +51,6 @@ def parser() -> argparse.ArgumentParser:
     what = parser.add_argument_group("what to measure")
     what.add_argument("--perplexity", nargs="+", metavar="PATH", help="text files, folders or prepared corpora")
     what.add_argument("--choices", nargs="+", metavar="FILE", help="questions, jsonl in HellaSwag's format")
-    what.add_argument("--prompt", nargs="+", metavar="TEXT", help="beginnings to go on from")
     how = parser.add_argument_group("how")
     how.add_argument(
         "--context", type=count, metavar="N", help=f"tokens read; default: the model's, at most {_CONTEXT}"
@@ -69,10 +63,6 @@ def parser() -> argparse.ArgumentParser:
     how.add_argument("--text_key", help="jsonl key or column that holds the text; default: text")
     how.add_argument("--separator", metavar="TEXT", help="divides text files into documents")
     how.add_argument("--split", metavar="NAME", help="of a dataset's folder or a prepared corpus (there: validation)")
-    how.add_argument("--max_new_tokens", type=count, metavar="N", help="of samples; default: 64")
-    how.add_argument("--temperature", type=number(least=0), metavar="X", help="of samples; default: 0.8")
-    how.add_argument("--top_p", type=finite, metavar="X", help="of samples")
-    how.add_argument("--seed", type=seed_number, default=0, help="of samples (default: %(default)s)")
     parser.add_argument("--save_to", type=Path, metavar="FILE", help="write everything measured as JSON")
     return parser
 
@@ -89,9 +79,7 @@ from library.llm.evaluation import (
     shard_documents,
     text_documents,
 )
-from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.token_batches import INDEX, TokenShards
-from library.models.llm.model import TransformerLM
 
 _PERPLEXITY_ROWS = {
     "loss": "loss of a token",
@@ -99,10 +87,6 @@ _PERPLEXITY_ROWS = {
     "bits_per_byte": "bits per byte",
     "byte_perplexity": "perplexity of a byte",
     "word_perplexity": "perplexity of a word",
-}
-_ONLY_WITH = {
-    "perplexity": ("stride", "text_key", "separator", "split"),
-    "prompt": ("max_new_tokens", "temperature", "top_p"),
 }
 
 
@@ -150,8 +134,6 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
             advance = start("choices", sum(len(question.choices) for question in asked))
             scores = answer_questions(model, tokenizer, asked, context, size, advance)
             results.setdefault("choices", {})[path] = accuracies(asked, scores)
-    if options.prompt:
-        results["samples"] = samples(model, tokenizer, options, config.eos)
     show(results, console)
     if options.save_to is not None:
         write_text(options.save_to, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
@@ -161,15 +143,11 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
 
 def check(options: argparse.Namespace) -> None:
     """Raise a UserError if nothing is asked for, an option would have no effect, or a number has no meaning."""
-    if not (options.perplexity or options.choices or options.prompt):
-        raise UserError("nothing to evaluate; give --perplexity, --choices or --prompt")
-    for needed, names in _ONLY_WITH.items():
-        for name in names if not getattr(options, needed) else ():
-            if getattr(options, name) is not None:
-                raise UserError(f"--{name}: has no effect without --{needed}; add it or remove --{name}")
-    for name in ("limit", "context"):
-        if getattr(options, name) is not None and not (options.perplexity or options.choices):
-            raise UserError(f"--{name}: has no effect without --perplexity or --choices; remove it")
+    if not (options.perplexity or options.choices):
+        raise UserError("nothing to evaluate; give --perplexity or --choices")
+    for name in ("stride", "text_key", "separator", "split") if not options.perplexity else ():
+        if getattr(options, name) is not None:
+            raise UserError(f"--{name}: has no effect without --perplexity; add it or remove --{name}")
     prepared = [(Path(path) / INDEX).is_file() for path in options.perplexity or ()]
     for name in ("text_key", "separator"):
         if getattr(options, name) is not None and all(prepared):
@@ -202,28 +180,8 @@ def documents(path: str, tokenizer: Tokenizer, options: argparse.Namespace) -> l
     return kept
 
 
-def samples(
-    model: TransformerLM, tokenizer: Tokenizer, options: argparse.Namespace, ends: tuple[int, ...]
-) -> list[dict[str, str]]:
-    """Return each prompt and what the model writes after it."""
-    settings = SamplingSettings(
-        max_new_tokens=64 if options.max_new_tokens is None else options.max_new_tokens,
-        temperature=0.8 if options.temperature is None else options.temperature,
-        top_p=options.top_p,
-        seed=options.seed,
-        stop_tokens=(*tokenizer.stop_tokens, *ends),
-    )
-    first = [] if tokenizer.bos is None else [tokenizer.bos]
-    given = [first + tokenizer.encode(prompt) for prompt in options.prompt]
-    written = generate_tokens(model, given, settings)
-    return [
-        {"prompt": prompt, "text": tokenizer.decode(new, skip_special=True)}
-        for prompt, new in zip(options.prompt, written, strict=True)
-    ]
-
-
 def show(results: dict[str, Any], console: Console) -> None:
-    """Print what was measured: a table for each kind, and the samples."""
+    """Print what was measured: a table for each kind."""
     if measured := results.get("perplexity"):
         table = plain_table("", *measured)
         for key, name in _PERPLEXITY_ROWS.items():
@@ -238,8 +196,6 @@ def show(results: dict[str, Any], console: Console) -> None:
             rates = [f"{100 * own[k]:.2f} ± {100 * own[f'{k}_stderr']:.2f} %" for k in ("acc", "acc_norm")]
             table.add_row(path, *rates, f"{own['questions']:,}")
         console.print(table)
-    for sample in results.get("samples", ()):
-        console.print(Text(f"--- {sample['prompt']}\n{sample['text']}\n"))
 
 
 @exit_on_user_error

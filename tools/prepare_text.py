@@ -3,12 +3,10 @@
     python tools/prepare_text.py my_texts --train_tokenizer 8192 --save_to data/mine
     python tools/prepare_text.py corpus.jsonl more/*.parquet --tokenizer Llama-3.2-1B --save_to data/llama
     python tools/prepare_text.py saved_dataset --split train --tokenizer Llama-3.2-1B --save_to data/llama
-    python tools/prepare_text.py --hf_dataset roneneldan/TinyStories --split train --tokenizer gpt2 --save_to data/tiny
 
 Texts are .txt and .md files (one document each, or several with --separator), .jsonl (a document a line), .parquet and
-.arrow (a document a row), folders of these, and Hugging Face datasets: a folder that save_to_disk wrote, one of the
-hub's cache, or by name where the datasets package is installed. The folder that is written holds the tokenizer too, so
-it is all that training needs.
+.arrow (a document a row), folders of these, and Hugging Face datasets: a folder that save_to_disk wrote, or one of the
+hub's cache. The folder that is written holds the tokenizer too, so it is all that training needs.
 """
 
 from __future__ import annotations
@@ -16,17 +14,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from rich.progress import (
     BarColumn,
     DownloadColumn,
-    MofNCompleteColumn,
     Progress,
     TextColumn,
     TimeElapsedColumn,
@@ -35,7 +30,7 @@ from rich.progress import (
 
 from library.config.markers import MOST_WORKERS
 from library.errors import UserError, counted, exit_on_user_error
-from library.llm.documents import find_files, load_by_name, read_dataset, read_documents
+from library.llm.documents import find_files, read_documents
 from library.llm.tokenizer_files import load_tokenizer
 from library.llm.tokenizers import train_bpe
 from tools.command import answer_early, count, number, seed_number, tool_console, tool_parser, whole
@@ -44,11 +39,8 @@ from tools.command import answer_early, count, number, seed_number, tool_console
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser."""
     parser = tool_parser(__doc__)
-    parser.add_argument("texts", nargs="*", metavar="PATH", help="files and folders")
-    parser.add_argument(
-        "--hf_dataset", nargs="+", metavar="NAME", help="a Hugging Face dataset [and its configuration]"
-    )
-    parser.add_argument("--split", metavar="NAME", help="of a dataset, by name or in a folder: train, ...")
+    parser.add_argument("texts", nargs="+", metavar="PATH", help="files and folders")
+    parser.add_argument("--split", metavar="NAME", help="of a dataset in a folder: train, ...")
     parser.add_argument("--save_to", type=Path, required=True, metavar="FOLDER", help="where the shards go")
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--tokenizer", metavar="PATH", help="a tokenizer's file, or the folder of it or its model")
@@ -76,34 +68,9 @@ answer_early(__name__, lambda: parser().parse_args())
 from library.llm.token_batches import INDEX, Split, SplitIndex, write_corpus
 
 
-class Source(NamedTuple):
-    """Something to read documents from, as often as need be."""
-
-    size: int  # bytes of a file, rows of a dataset
-    read: Callable[[], Iterator[str]]
-
-
-def sources(options: argparse.Namespace) -> list[Source]:
-    """Return what the command line names."""
-    if bool(options.texts) == bool(options.hf_dataset):
-        raise UserError("give either files and folders, or --hf_dataset NAME")
-    if not options.hf_dataset:
-        return [
-            Source(file.stat().st_size, partial(read_documents, file, options.text_key, options.separator))
-            for file in find_files(options.texts, options.split)
-        ]
-    if options.separator is not None:
-        raise UserError("--separator: divides text files, a dataset has rows; remove it")
-    name, *configuration = options.hf_dataset
-    if len(configuration) > 1:
-        raise UserError("--hf_dataset: takes a name and at most one configuration")
-    dataset = load_by_name(name, next(iter(configuration), None), options.split, options.text_key)
-    return [Source(len(dataset), partial(read_dataset, dataset, options.text_key))]
-
-
 def prepare(options: argparse.Namespace) -> dict[Split, SplitIndex]:
     """Tokenise what the command line names; return what was written."""
-    given = sources(options)
+    files = find_files(options.texts, options.split)
     folder: Path = options.save_to
     if (folder / INDEX).exists() and not options.overwrite:
         raise UserError(f"{folder}: holds a prepared corpus; choose another folder, or give --overwrite")
@@ -114,19 +81,19 @@ def prepare(options: argparse.Namespace) -> dict[Split, SplitIndex]:
     console = tool_console()
 
     def documents() -> Iterator[str]:
-        for source in given:
-            yield from source.read()
-            bar.advance(task, source.size)
+        for file in files:
+            yield from read_documents(file, options.text_key, options.separator)
+            bar.advance(task, file.stat().st_size)
 
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        MofNCompleteColumn() if options.hf_dataset else DownloadColumn(),
+        DownloadColumn(),
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console) as bar:
-        size = sum(source.size for source in given)
+        size = sum(file.stat().st_size for file in files)
         if options.tokenizer is None:
             task = bar.add_task("training the tokenizer", total=size)
             tokenizer = train_bpe(documents(), options.train_tokenizer)

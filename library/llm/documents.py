@@ -3,7 +3,7 @@
 A folder is read file by file in the order of names, below it too; ``.txt`` and ``.md`` files are one document each
 (or several, divided by a separator), ``.jsonl`` files one a line, ``.parquet`` and ``.arrow`` files one a row. Only
 what is being read is in memory. A folder may be a Hugging Face dataset, as the ``datasets`` package or the hub's client
-left it on disk; these are read with ``pyarrow`` alone, ``datasets`` is asked only for a dataset by its name:
+left it on disk; these are read with ``pyarrow`` alone:
 
 ====================================================  =================================================================
 what lies in the folder                               what is read
@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from library.errors import UserError, did_you_mean, reason_of
+from library.errors import UserError, did_you_mean
 from library.files import read_json, read_json_lines, read_text, reading
 
 SUFFIXES = (".txt", ".md", ".jsonl", ".parquet", ".arrow")
@@ -214,41 +214,3 @@ def check_column(file: Path, schema: Any, text_key: str) -> None:
     types = pyarrow.types
     if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
         raise UserError(f"{file}: column {text_key!r} holds {kind}, not text; set --text_key")
-
-
-def load_by_name(name: str, configuration: str | None, split: str | None, text_key: str) -> Any:
-    """Return one split of a dataset of the hub, or in the cache, as a ``datasets.Dataset`` of one column.
-
-    Args:
-        name: "owner/name", or whatever else ``datasets.load_dataset`` takes.
-        configuration: one of the dataset's, where it has several.
-        split: may be left out where there is one.
-        text_key: the column that holds the text.
-    """
-    spec = importlib.util.find_spec("datasets")
-    if spec is None or spec.origin is None:  # a folder of this name is found too
-        raise UserError("--hf_dataset: needs the package datasets; run pip install datasets==5.2.0, or give files")
-    import datasets
-
-    try:
-        found = datasets.load_dataset(name, configuration, split=split)
-    except (OSError, ValueError, RuntimeError) as error:  # not found, no connection, no such configuration or split
-        raise UserError(f"--hf_dataset: {name}: {reason_of(error)}") from None
-    if split is None:
-        found = found[_one_of(list(found), None, name)]
-    if text_key not in found.column_names:
-        columns = ", ".join(found.column_names)
-        raise UserError(f"--hf_dataset: {name} has no column {text_key!r}; set --text_key to one of {columns}")
-    return found.select_columns([text_key])
-
-
-def read_dataset(dataset: Any, text_key: str) -> Iterator[str]:
-    """Yield the texts of :func:`load_by_name`'s dataset that hold anything."""
-    for batch in dataset.iter(batch_size=_ROWS):
-        for text in batch[text_key]:
-            if text is not None and not isinstance(text, str):
-                raise UserError(
-                    f"--text_key: {text_key!r} holds {type(text).__name__}, not text; choose another column"
-                )
-            if text is not None and text.strip():
-                yield text

@@ -60,21 +60,14 @@ class Span(NamedTuple):
     scored: int
 
 
-class Score(NamedTuple):
-    """What the model says of a span: the log probability of its scored tokens, and whether each was the likeliest."""
-
-    log_probability: float
-    greedy: bool
-
-
 @torch.inference_mode()
 def score_spans(
     model: TransformerLM,
     spans: Iterable[Span],
     batch_size: int,
     progress: Callable[[Sequence[Span]], None] = lambda batch: None,
-) -> Iterator[Score]:
-    """Yield the score of every span, in order.
+) -> Iterator[float]:
+    """Yield the log probability of every span's scored tokens, in order.
 
     Args:
         model: in eval mode, on any device.
@@ -85,7 +78,7 @@ def score_spans(
     coming = iter(spans)
     while group := list(itertools.islice(coming, batch_size * _BATCHES)):
         order = sorted(range(len(group)), key=lambda i: len(group[i].tokens), reverse=True)
-        scores: dict[int, Score] = {}
+        scores: dict[int, float] = {}
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size]
             batch_spans = [group[i] for i in batch]
@@ -94,7 +87,7 @@ def score_spans(
         yield from (scores[i] for i in range(len(group)))
 
 
-def _score_batch(model: TransformerLM, spans: Sequence[Span]) -> list[Score]:
+def _score_batch(model: TransformerLM, spans: Sequence[Span]) -> list[float]:
     longest, vocab_size = max(len(span.tokens) for span in spans), model.config.vocab_size
     device = model.embedding.weight.device
     tokens = torch.zeros(len(spans), longest, dtype=torch.int64)
@@ -109,22 +102,19 @@ def _score_batch(model: TransformerLM, spans: Sequence[Span]) -> list[Score]:
         )
     tokens, wanted = tokens.to(device), wanted.to(device)
     hidden = model.hidden(tokens[:, :-1])[wanted]  # [N, W], rows of spans one behind the other
-    log_probabilities, likeliest = _of_targets(model, hidden, tokens[:, 1:][wanted])
-    lengths = [span.scored for span in spans]
-    sums = [float(part.double().sum()) for part in log_probabilities.cpu().split(lengths)]
-    return [Score(total, bool(top.all())) for total, top in zip(sums, likeliest.cpu().split(lengths), strict=True)]
+    log_probabilities = _of_targets(model, hidden, tokens[:, 1:][wanted]).cpu()
+    return [float(part.double().sum()) for part in log_probabilities.split([span.scored for span in spans])]
 
 
-def _of_targets(model: TransformerLM, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the log probability of each target, fp32 [N], and whether it is the likeliest token, bool [N]."""
+def _of_targets(model: TransformerLM, hidden: Tensor, targets: Tensor) -> Tensor:
+    """Return the log probability of each target, fp32 [N]."""
     vocab_size = model.config.vocab_size
     step = max(64, _LOGITS // vocab_size)
-    found, top = [], []
+    found = []
     for rows, wanted in zip(hidden.split(step), targets.split(step), strict=True):
         logits = model.lm_head(rows)[:, :vocab_size].float()
         found.append(logits.log_softmax(dim=-1).gather(1, wanted[:, None])[:, 0])
-        top.append(logits.argmax(dim=-1) == wanted)
-    return torch.cat(found), torch.cat(top)
+    return torch.cat(found)
 
 
 _LARGEST = 700.0  # its exponential is still a float64
@@ -206,7 +196,7 @@ def measure_perplexity(
         raise UserError("no document holds a token; give a file with text in it")
     spans = itertools.chain.from_iterable(windows(document.tokens, first, context, stride) for document in documents)
     scores = score_spans(model, spans, batch_size, lambda batch: progress(sum(span.scored for span in batch)))
-    nats = -sum(score.log_probability for score in scores)
+    nats = -sum(scores)
     size, words = sum(document.bytes for document in documents), sum(document.words for document in documents)
     return {
         "loss": nats / tokens,
@@ -316,7 +306,7 @@ def answer_questions(
     """
     spans = [continuation_span(tokenizer, q.context, f" {choice}", context) for q in questions for choice in q.choices]
     scores = score_spans(model, spans, batch_size, lambda batch: progress(len(batch)))
-    return [[next(scores).log_probability for _ in question.choices] for question in questions]
+    return [[next(scores) for _ in question.choices] for question in questions]
 
 
 def accuracies(questions: Sequence[Question], scores: Sequence[Sequence[float]]) -> dict[str, float | int]:

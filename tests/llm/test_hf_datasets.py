@@ -6,7 +6,6 @@ left in the cache; both were written by that package.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -16,7 +15,7 @@ import pyarrow.parquet
 import pytest
 
 from library.errors import UserError
-from library.llm.documents import find_files, load_by_name, read_dataset, read_documents
+from library.llm.documents import find_files, read_documents
 from tools.prepare_text import parser, prepare
 
 FILES = Path(__file__).parent / "files"
@@ -106,38 +105,3 @@ def run(folder: Path, *words: str) -> dict:
 
 def test_a_saved_dataset_becomes_a_corpus(tmp_path: Path) -> None:
     assert run(tmp_path, str(FILES / "saved_dataset"), "--split", "train")["train"].documents == 5
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ([], "give either files and folders, or --hf_dataset"),
-        (["x.txt", "--hf_dataset", "owner/name"], "give either files and folders, or --hf_dataset"),
-        (["--hf_dataset", "owner/name", "--separator", "|"], "--separator: divides text files"),
-        (["--hf_dataset", "owner/name", "one", "two"], "at most one configuration"),
-    ],
-)
-def test_what_does_not_fit_together_is_refused(words: list[str], message: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=message):
-        run(tmp_path, *words)
-
-
-def test_a_dataset_by_name_needs_the_package(tmp_path: Path) -> None:
-    if importlib.util.find_spec("datasets") is not None:
-        pytest.skip("datasets is installed")
-    with pytest.raises(UserError, match="needs the package datasets; run pip install datasets=="):
-        run(tmp_path, "--hf_dataset", "owner/name")
-
-
-def test_a_dataset_by_name_is_read(tmp_path: Path) -> None:
-    pytest.importorskip("datasets")
-    folder = tmp_path / "named"
-    folder.mkdir()
-    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS, "n": range(5)}), folder / "train-00000-of-00001.parquet")
-    assert list(read_dataset(load_by_name(str(folder), None, None, "text"), "text")) == TEXTS
-    assert run(tmp_path, "--hf_dataset", str(folder), "--split", "train")["train"].documents == 5
-    with pytest.raises(UserError, match="has no column 'body'; set --text_key to one of text, n"):
-        load_by_name(str(folder), None, "train", "body")
-    for name, split in ((str(folder), "tset"), (str(tmp_path / "nowhere"), None)):
-        with pytest.raises(UserError, match="--hf_dataset: "):
-            load_by_name(name, None, split, "text")

@@ -14,14 +14,12 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from library.errors import UserError
 from library.llm.evaluation import (
     Question,
-    Span,
     accuracies,
     answer_questions,
     continuation_span,
     first_token,
     measure_perplexity,
     read_questions,
-    score_spans,
     shard_documents,
     text_documents,
     windows,
@@ -111,15 +109,6 @@ def test_windows_score_every_token_once_and_give_it_what_the_stride_promises() -
         assert all(len(span.tokens) <= 9 for span in spans)
         for span in spans[1:]:
             assert len(span.tokens) - span.scored >= 8 - 3
-
-
-def test_a_greedy_continuation_is_told_from_another(pair: tuple) -> None:
-    ours, theirs, _ = pair
-    given = [3, 50, 120]
-    with torch.no_grad():
-        likeliest = int(theirs(torch.tensor([given])).logits[0, -1].argmax())
-    spans = [Span([*given, likeliest], 1), Span([*given, (likeliest + 1) % 256], 1)]
-    assert [score.greedy for score in score_spans(ours, spans, 2)] == [True, False]
 
 
 def test_the_held_out_documents_of_a_corpus_measure_as_their_texts_do(pair: tuple, tmp_path: Path) -> None:

@@ -58,8 +58,8 @@ def test_everything_is_measured_shown_and_saved(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "240")
-    what = ["--perplexity", "text.txt", "long.jsonl", "--choices", "questions.jsonl", "--prompt", "The", "A"]
-    found = run(folder, *what, "--max_new_tokens", "5", "--save_to", str(tmp_path / "a" / "scores.json"))
+    what = ["--perplexity", "text.txt", "long.jsonl", "--choices", "questions.jsonl"]
+    found = run(folder, *what, "--save_to", str(tmp_path / "a" / "scores.json"))
     own = found["perplexity"][str(folder / "text.txt")]
     assert own["perplexity"] == pytest.approx(257, rel=1e-5)
     assert (own["tokens"], own["bytes"], own["words"], own["documents"]) == (29, 29, 5, 1)
@@ -70,7 +70,6 @@ def test_everything_is_measured_shown_and_saved(
     # the shortest ending wins (2 of 3 right); per character " " + ending costs (n + 1) / n bytes: the longest wins
     assert found["choices"][str(folder / "questions.jsonl")]["acc"] == pytest.approx(2 / 3)
     assert found["choices"][str(folder / "questions.jsonl")]["acc_norm"] == pytest.approx(1 / 3)
-    assert [sample["prompt"] for sample in found["samples"]] == ["The", "A"]
     assert json.loads((tmp_path / "a" / "scores.json").read_text()) == found
     shown = capsys.readouterr().out
     assert "66.67 ± 33.33 %" in shown
@@ -119,13 +118,10 @@ def test_a_lora_of_peft_is_part_of_the_model(folder: Path, tmp_path: Path) -> No
     ("words", "message"),
     [
         ([], "nothing to evaluate"),
-        (["--prompt", "x", "--stride", "3"], "--stride: has no effect without --perplexity"),
-        (["--perplexity", "text.txt", "--top_p", "0.5"], "--top_p: has no effect without --prompt"),
-        (["--prompt", "x", "--limit", "3"], "--limit: has no effect without"),
-        (["--prompt", "x", "--context", "3"], "--context: has no effect without"),
-        (["--prompt", "x", "--save_to", "model"], "model is a folder"),
+        (["--choices", "questions.jsonl", "--stride", "3"], "--stride: has no effect without --perplexity"),
+        (["--perplexity", "text.txt", "--save_to", "model"], "model is a folder"),
         (
-            ["--prompt", "x", "--model", "nowhere"],
+            ["--perplexity", "text.txt", "--model", "nowhere"],
             "--model 'nowhere' does not exist; give a local file or folder, or a name on",
         ),
         (["--perplexity", "corpus", "--separator", "x"], "--separator: has no effect on a prepared corpus"),
@@ -135,8 +131,6 @@ def test_a_lora_of_peft_is_part_of_the_model(folder: Path, tmp_path: Path) -> No
         (["--perplexity", "long.jsonl", "--text_key", "body"], r"long\.jsonl:1: no key 'body'"),
         (["--perplexity", "text.txt", "--lora", "nowhere"], "nowhere"),
         (["--choices", "long.jsonl"], r"long\.jsonl:1: no key 'ctx'"),
-        (["--prompt", "x", "--max_new_tokens", "0"], "--max_new_tokens: '0' is no whole number from 1"),
-        (["--prompt", "x", "--temperature", "0", "--top_p", "0.5"], "top_p: has no effect at temperature 0"),
     ],
 )
 def test_mistakes_are_named(words: list[str], message: str, folder: Path) -> None:
