@@ -196,10 +196,6 @@ class LoraTask(Task):
     def training_metrics(self, values: dict[str, float], position: Position) -> dict[str, float]:
         return values if self.norm_limit is None else values | self.norm_limit.metrics()
 
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        layers = self.network.modules.items()
-        return {f"{name}.{part}": parameter for name, layer in layers for part, parameter in layer.trained().items()}
-
     def gathered(self, with_state: bool) -> Any:
         return gathered(self.engine.optimizer, with_state)
 

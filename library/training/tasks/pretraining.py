@@ -120,7 +120,7 @@ class Pretraining(Task):
             lm_parallel_spec(model),
             optimizer,
             lr_schedule,
-            lambda: list(self.named_parameters().values()),
+            lambda: list(local_parameters(model).values()),
             ema_decay=config.saving.ema_decay,
         )
         if config.sampling.sample_at_first is None:
@@ -169,9 +169,6 @@ class Pretraining(Task):
 
     def gradient_limit(self, step: int) -> float:
         return self.config.optimizer.max_grad_norm if step >= self.clips_from else 0.0
-
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        return local_parameters(self.transformer)
 
     def training_metrics(self, values: dict[str, float], position: Position) -> dict[str, float]:
         windows = position.epoch * self.batches.windows + position.batches

@@ -137,10 +137,6 @@ class Task(ABC):
         return self.config.optimizer.max_grad_norm
 
     @abstractmethod
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return what is trained, in the model's order; of split weights the part that lies here."""
-
-    @abstractmethod
     def validate(self, step: int) -> dict[str, float]:
         """Return the mean loss on what is held out, ``val_loss``, and other means as metrics call them."""
 
