@@ -67,14 +67,6 @@ if TYPE_CHECKING:
 _FP8_FLAGS = ("fp8_base", "fp8_scaled", "fp8_granularity")
 
 
-def caption_extension(text: str) -> str:
-    """Return the file name ending that ``--caption_extension`` names; the dot may be left out, as in training."""
-    ending = "." + text.removeprefix(".")
-    if not re.fullmatch(r"\.\w+", ending) or ending.lower() == ".png":
-        raise argparse.ArgumentTypeError(f"{text[:40]!r} is no ending of a text file; write .txt")
-    return ending
-
-
 def parser() -> argparse.ArgumentParser:
     """Return the command line's parser; each kind of thing to generate is a subcommand."""
     top = tool_parser(__doc__)
@@ -134,8 +126,6 @@ def parser() -> argparse.ArgumentParser:
         help="folder, or of one image a .png file (default: %(default)s)",
     )
     sub.add_argument("--overwrite", action="store_true", help="replace the .png file if it exists")
-    caption = "write each prompt beside its image with this ending (.txt): regularisation images, ready to train on"
-    sub.add_argument("--caption_extension", type=caption_extension, metavar="EXT", help=caption)
     _add_text_command(commands)
     return top
 
@@ -188,7 +178,7 @@ def image(options: argparse.Namespace) -> list[Path]:
     prompts = read_image_prompts(options, multiple, family.sample_guidance)
     strengths = options.strengths or [1.0]
     images = len(prompts) * len(strengths)
-    one_file = names_one_image(options.save_to, images, options.overwrite, options.caption_extension)
+    one_file = names_one_image(options.save_to, images, options.overwrite)
     if options.strengths and (one_file or not options.lora):
         raise UserError("--strengths: are of LoRAs, and painted into a folder; give --lora, and a folder to --save_to")
     for remark in check_steering(prompts, family.guidance_input, family.sample_guidance):
@@ -217,8 +207,6 @@ def image(options: argparse.Namespace) -> list[Path]:
             said = {"file": path.name, "prompt": prompt.line(), "row": number // len(strengths), "strength": now}
             with open(options.save_to / "images.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(said) + "\n")
-        if options.caption_extension:
-            write_text(path.with_suffix(options.caption_extension), prompt.prompt + "\n")
         console.print(f"{path}: {prompt.line()}")
         written.append(path)
     return written
@@ -232,7 +220,7 @@ def _both(sides: Sequence[int] | None) -> tuple[int, int] | None:
     return sides[0], sides[-1]
 
 
-def names_one_image(save_to: Path, images: int, overwrite: bool, caption_extension: str | None = None) -> bool:
+def names_one_image(save_to: Path, images: int, overwrite: bool) -> bool:
     """Return whether ``save_to`` is the path of one image instead of a folder; refuse it before any work is done.
 
     Raises:
@@ -247,9 +235,8 @@ def names_one_image(save_to: Path, images: int, overwrite: bool, caption_extensi
         raise UserError(f"--save_to {save_to}: images are written as PNG; give a folder, or a name that ends in .png")
     if images > 1:
         raise UserError(f"--save_to {save_to}: one file for {images} images; give a folder")
-    for path in (save_to, save_to.with_suffix(caption_extension or save_to.suffix)):
-        if path.exists() and not overwrite:
-            raise UserError(f"--save_to {path}: exists; choose another name or give --overwrite")
+    if save_to.exists() and not overwrite:
+        raise UserError(f"--save_to {save_to}: exists; choose another name or give --overwrite")
     return True
 
 

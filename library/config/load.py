@@ -37,12 +37,11 @@ from library.config.scripts import LORA, REMOVED_KEYS, Schema, Script, fields, s
 from library.errors import UserError, did_you_mean, nearest_of
 from library.files import MOST_TOML_BYTES, parse_toml, read_text, read_toml, written_path
 
-_SAME_HEADING = 0.8  # similarity above which an unknown table heading is taken for a misspelt one
-_SAME_WORD = 0.8  # likewise a key of a kohya's configuration, whose other unknown keys are passed over
+_SAME_WORD = 0.8  # similarity above which an unknown key of a kohya's configuration is taken for a misspelt one
 _MOST_HINTS = 200  # unknown keys of a file for which one that may be meant is looked for
 _OF_DATASETS = ("general", "datasets")
 _NAME = re.compile(r"\"[^\"]*\"|'[^']*'|[\w-]+")  # a TOML key's part, and a line's beginning that sets one or a table
-_NAMES = re.compile(rf"[ \t]*(\[*)[ \t]*((?:{_NAME.pattern})(?:[ \t]*\.[ \t]*(?:{_NAME.pattern}))*)[ \t]*[=\]]")
+_NAMES = re.compile(rf"[ \t]*\[*[ \t]*((?:{_NAME.pattern})(?:[ \t]*\.[ \t]*(?:{_NAME.pattern}))*)[ \t]*[=\]]")
 _INSTEAD = {
     "max_train_steps": "max_train_epochs",
     "max_train_epochs": "max_train_steps",
@@ -156,7 +155,7 @@ def _read_file(path: str, script: Script[Any]) -> RawConfig:
 def read_keys(text: str, path: str, script: Script[Any] = LORA) -> RawConfig:
     """Return the keys of a training TOML's text, table headings dissolved; messages call it ``path``."""
     tables, known, given = parse_toml(text, path), fields(script), RawConfig()
-    pairs, (lines, headings) = _flattened(tables, set(known)), _lines_of(text)
+    pairs, lines = _flattened(tables, set(known)), _lines_of(text)
     of_kohyas = script.takes_kohya and find_tool(dict(pairs)) is not None
     for key, value in pairs:
         if key in REMOVED_KEYS and value == REMOVED_KEYS[key][0]:
@@ -180,12 +179,6 @@ def read_keys(text: str, path: str, script: Script[Any] = LORA) -> RawConfig:
             given.notes.append(Note(key, "note", f'"{value}" is no longer there; read as "{now}"', where))
             value = now
         given.values[key], given.origins[key] = value, where
-    for name in (name for name, value in tables.items() if isinstance(value, dict) and name not in known):
-        if name not in (*sections(script), *_OF_DATASETS) and (
-            meant := nearest_of(name, sections(script), _SAME_HEADING)
-        ):
-            where = f"{path}:{headings.get(name, 1)}: [{name}]"
-            given.notes.append(Note(name, "note", f"no section has this name; did you mean {meant!r}?", where))
     return given
 
 
@@ -216,17 +209,13 @@ def _flattened(table: dict[str, Any], known: set[str]) -> list[tuple[str, Any]]:
     return pairs
 
 
-def _lines_of(text: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Return the first line of ``text`` that sets a key, or has it as a table's last name, and that of a heading."""
+def _lines_of(text: str) -> dict[str, int]:
+    """Return the first line of ``text`` that sets a key, or has it as a table's last name."""
     keys: dict[str, int] = {}
-    headings: dict[str, int] = {}
     for number, line in enumerate(text.split("\n"), 1):
         if match := _NAMES.match(line):
-            names = [name.strip("\"'") for name in _NAME.findall(match[2])]
-            keys.setdefault(names[-1], number)
-            for name in names if match[1] else ():
-                headings.setdefault(name, number)
-    return keys, headings
+            keys.setdefault(_NAME.findall(match[1])[-1].strip("\"'"), number)
+    return keys
 
 
 def validated(values: dict[str, Any], origins: dict[str, str]) -> TrainConfig:

@@ -24,7 +24,7 @@ from library.data.cache import preview_names, previews
 from library.data.captions import can_drop, caption_variants
 from library.data.config import DatasetConfig, Subset
 from library.data.file_index import content_hash
-from library.data.images import decode, upright
+from library.data.image_stats import reduced
 from library.data.lint import Report, title
 from library.data.samples import Sample
 from library.data.sources import caption_suffix, is_image, stem
@@ -81,14 +81,7 @@ def _write_thumbnail(image: str, path: Path) -> None:
 def thumbnail(image: str, side: int) -> bytes | None:
     """Return a small JPEG of an image file, upright and no larger than ``side``; None of one that cannot be shown."""
     try:
-        content = read_bytes(image)
-        if content.startswith(b"\xff\xd8"):  # a JPEG: decoded at up to an eighth of its size
-            with Image.open(io.BytesIO(content), formats=["JPEG"]) as opened:
-                opened.draft("RGB", (side, side))
-                picture = upright(opened).convert("RGB")
-        else:
-            picture, _ = decode(content, image)  # refuses what is too large
-        return small_jpeg(picture, side)
+        return small_jpeg(reduced(read_bytes(image), image, side), side)
     except Exception:  # whatever a broken image does to a decoder; its finding says what is wrong
         return None
 
@@ -161,19 +154,10 @@ def described(config: DatasetConfig, report: Report, samples: Sequence[Sample], 
             inside = [one for one in subsets if one.image_dir is not None and Path(path).is_relative_to(one.image_dir)]
             numbers[path].append(len(images))
             images.append(
-                _known(path, inside[0] if inside else None)
-                | {
-                    "name": Path(path).name,
-                    "size": None,
-                    "bucket": None,
-                    "box": None,
-                    "random_crop": False,
-                    "captions": [],
-                    "repeats": 0,
-                    "marks": [],
-                    "besides": [],
-                    "companions": [],
-                }
+                dict.fromkeys(("size", "bucket", "box"))
+                | dict.fromkeys(("captions", "marks", "besides", "companions"), ())
+                | _known(path, inside[0] if inside else None)
+                | {"name": Path(path).name, "random_crop": False, "repeats": 0}
             )
     for image in images:
         image["findings"] = []

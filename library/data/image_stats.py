@@ -61,7 +61,7 @@ def measure_image(path: str) -> ImageStats:
     try:
         data = read_bytes(path)
         (width, height), frames = read_header(path)
-        small = _reduced(data, path)
+        small = reduced(data, path, _REDUCED)
     except UserError as error:
         return ImageStats(str(error).removeprefix(f"{path}: "))
     thumbnail = np.asarray(small.resize((8, 8), Image.Resampling.BOX), np.uint8)
@@ -116,18 +116,18 @@ def _bar(spread: NDArray[np.int16], means: NDArray[np.float32], rows: NDArray[np
     return length if differs.mean(axis=1).max() >= 0.5 else 0
 
 
-def _reduced(data: bytes, name: str) -> Image.Image:
-    """Decode to RGB, at most ``_REDUCED`` pixels a side, without the full size in between where that is a JPEG."""
+def reduced(data: bytes, name: str, side: int) -> Image.Image:
+    """Decode to RGB, at most ``side`` pixels a side, without the full size in between where that is a JPEG."""
     if data[:2] == b"\xff\xd8" and not ImageFile.LOAD_TRUNCATED_IMAGES:
         try:
-            with Image.open(io.BytesIO(data)) as image:
-                image.draft("RGB", (_REDUCED, _REDUCED))
+            with Image.open(io.BytesIO(data), formats=["JPEG"]) as image:
+                image.draft("RGB", (side, side))
                 small = upright(image).convert("RGB")
         except Exception as error:  # Pillow's plugins raise many types here, all of them about the file
             raise UserError(f"{name}: damaged image ({reason_of(error)}); replace or remove it") from None
     else:
         small, _ = decode(data, name)
-    small.thumbnail((_REDUCED, _REDUCED), Image.Resampling.BOX)
+    small.thumbnail((side, side), Image.Resampling.BOX)
     return small
 
 

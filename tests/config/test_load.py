@@ -125,7 +125,6 @@ def test_all_that_is_wrong_is_told_at_once_a_line_each(tmp_path: Path) -> None:
         f"{path}:11: output_name: 'out/cat' does not fit: it is a file's name alone; put the folder into output_dir",
         'lr_scheduler_power: has no effect with lr_scheduler = "constant" (it goes with polynomial); remove it',
         f"discrete_flow_shift: has no effect with {sampling} (it goes with shift or sigma); remove it",
-        f"{path}:14: [trainin]: no section has this name; did you mean 'training'?",
     ]  # full_bf16 would want another mixed_precision, save_last_n_steps a save_every_n_steps: both are told above
 
 
@@ -139,12 +138,10 @@ def test_conflicts_are_told_together() -> None:
     ]
 
 
-def test_a_misspelt_table_heading_is_mentioned_and_its_keys_are_read(tmp_path: Path) -> None:
+def test_a_table_may_have_any_heading(tmp_path: Path) -> None:
     path = _toml(tmp_path, "[trainin]\nseed = 4\n[training_arguments]\nmax_train_steps = 7\n")
-    notes: list[Note] = []
-    config = load_config(["--config_file", path, *REQUIRED], notes)
+    config = load_config(["--config_file", path, *REQUIRED])
     assert (config.training.seed, config.training.max_train_steps) == (4, 7)
-    assert summary(notes) == [f"note: {path}:1: [trainin]: no section has this name; did you mean 'training'?"]
 
 
 def test_tables_of_the_wrong_kind_are_named(tmp_path: Path) -> None:

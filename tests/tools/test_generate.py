@@ -12,9 +12,6 @@ from diffusers import FluxPipeline
 from PIL import Image
 
 import tools.quantize_model as quantize_model
-from library.config.schema import DatasetArguments
-from library.data.config import load_dataset_config
-from library.data.samples import scan
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
 from library.safetensors_io import write_safetensors
@@ -145,30 +142,6 @@ def test_pictures_are_added_and_none_is_written_over(base: Path, tmp_path: Path)
     assert names == ["0007_mine.png", "0008_ein-haus_seed0.png", "0009_x_seed1.png"]
     assert (tmp_path / "0007_mine.png").read_bytes() == b"mine"
     assert Image.open(tmp_path / "0009_x_seed1.png").size == (32, 48)
-
-
-def test_pictures_with_captions_are_a_dataset(base: Path, tmp_path: Path) -> None:
-    config = tmp_path / "data.toml"
-    config.write_text(
-        "[[datasets]]\nresolution = 64\ncaption_extension = '.txt'\n"
-        "[[datasets.subsets]]\nimage_dir = 'mine'\n[[datasets.subsets]]\nimage_dir = 'painted'\nis_reg = true\n"
-    )
-    to = ["--save_to", str(tmp_path / "painted"), "--caption_extension", "txt"]
-    drawn("--model", str(base), "--prompt", "Ein Haus!", "a red door --d 7 --n blue", *SMALL, *to)
-    (tmp_path / "mine").mkdir()
-    for number in range(2):
-        Image.new("RGB", (64, 64), (number, 0, 0)).save(tmp_path / "mine" / f"{number}.png")
-        (tmp_path / "mine" / f"{number}.txt").write_text("mine")
-    data = load_dataset_config(config, DatasetArguments(dataset_config=str(config)))
-    found = scan(data, seed=0, pixel_multiple=16, prior_loss_weight=0.5)
-    regular = {Path(sample.image.path).name: (sample.caption, sample.group.loss_weight) for sample in found.train[2:]}
-    assert regular == {"0000_ein-haus_seed0.png": ("Ein Haus!", 0.5), "0001_a-red-door_seed7.png": ("a red door", 0.5)}
-
-
-@pytest.mark.parametrize("ending", [".png", ".", "../x", ".t/xt"])
-def test_a_caption_is_never_written_over_its_picture_or_elsewhere(ending: str) -> None:
-    with pytest.raises(UserError, match=f"--caption_extension: {re.escape(repr(ending))} is no ending of a text file"):
-        parser().parse_args(["image", "--model", "m", "--prompt", "x", "--caption_extension", ending])
 
 
 def test_a_lora_of_another_base_is_remarked_on(
