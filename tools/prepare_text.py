@@ -2,11 +2,11 @@
 
     python tools/prepare_text.py my_texts --train_tokenizer 8192 --save_to data/mine
     python tools/prepare_text.py corpus.jsonl more/*.parquet --tokenizer Llama-3.2-1B --save_to data/llama
-    python tools/prepare_text.py saved_dataset --split train --tokenizer Llama-3.2-1B --save_to data/llama
+    python tools/prepare_text.py datasets--owner--name --split train --tokenizer Llama-3.2-1B --save_to data/llama
 
-Texts are .txt and .md files (one document each, or several with --separator), .jsonl (a document a line), .parquet and
-.arrow (a document a row), folders of these, and Hugging Face datasets: a folder that save_to_disk wrote, or one of the
-hub's cache. The folder that is written holds the tokenizer too, so it is all that training needs.
+Texts are .txt and .md files (one document each, or several with --separator), .jsonl (a document a line), .parquet (a
+document a row), and folders of these, such as a dataset in the Hugging Face hub's cache. The folder that is written
+holds the tokenizer too, so it is all that training needs.
 """
 
 from __future__ import annotations

@@ -1,18 +1,9 @@
 """Texts for pretraining, one document at a time, from the files that people have.
 
 A folder is read file by file in the order of names, below it too; ``.txt`` and ``.md`` files are one document each
-(or several, divided by a separator), ``.jsonl`` files one a line, ``.parquet`` and ``.arrow`` files one a row. Only
-what is being read is in memory. A folder may be a Hugging Face dataset, as the ``datasets`` package or the hub's client
-left it on disk; these are read with ``pyarrow`` alone:
-
-====================================================  =================================================================
-what lies in the folder                               what is read
-====================================================  =================================================================
-``dataset_dict.json`` (``DatasetDict.save_to_disk``)  the folder of one split
-``state.json`` (``Dataset.save_to_disk``)             the arrow files it names
-``snapshots/`` (the hub's cache, ``huggingface-cli``)  the snapshot that ``refs/main`` names, without its README
-``*.arrow`` (the cache of ``load_dataset``)           these, but none of ``map``'s and ``filter``'s ``cache-*.arrow``
-====================================================  =================================================================
+(or several, divided by a separator), ``.jsonl`` files one a line, ``.parquet`` files one a row. Only what is being read
+is in memory. A folder may be a dataset in the cache of the Hugging Face hub's client: it has a folder ``snapshots``, of
+which the one that ``refs/main`` names is read, without its README.
 """
 
 from __future__ import annotations
@@ -24,10 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from library.errors import UserError, did_you_mean
-from library.files import read_json, read_json_lines, read_text, reading
+from library.errors import UserError
+from library.files import read_json_lines, read_text, reading
 
-SUFFIXES = (".txt", ".md", ".jsonl", ".parquet", ".arrow")
+SUFFIXES = (".txt", ".md", ".jsonl", ".parquet")
 _ROWS = 1024  # read at once
 
 
@@ -35,9 +26,10 @@ def find_files(paths: Sequence[str | Path], split: str | None = None) -> list[Pa
     """Return the files that ``paths`` name or hold, in order; with ``split``, those of folders that belong to it."""
     if split is not None and not any(Path(path).is_dir() for path in paths):
         raise UserError("--split: has no effect on files; give the folder of a dataset, or remove it")
-    files = named_files(paths, SUFFIXES, lambda folder: dataset_files(folder, SUFFIXES, split))
+    files = named_files(paths, SUFFIXES, lambda folder: _files_inside(folder, split))
     if not files:
-        raise UserError(f"{paths[0]}: no {', '.join(SUFFIXES)} file in it; name the folder the texts lie in")
+        named = "name the folder the texts lie in; Dataset.to_parquet writes one from arrow files"
+        raise UserError(f"{paths[0]}: no {', '.join(SUFFIXES)} file in it; {named}")
     require_pyarrow(files)
     return files
 
@@ -61,10 +53,8 @@ def named_files(
 
 def require_pyarrow(files: Sequence[Path]) -> None:
     """Raise a UserError if any of ``files`` needs pyarrow and it is not installed."""
-    if any(file.suffix in (".parquet", ".arrow") for file in files) and importlib.util.find_spec("pyarrow") is None:
-        raise UserError(
-            "parquet and arrow files need the package pyarrow; run pip install pyarrow==26.0.1, or convert to .jsonl"
-        )
+    if any(file.suffix == ".parquet" for file in files) and importlib.util.find_spec("pyarrow") is None:
+        raise UserError("parquet files need the package pyarrow; run pip install pyarrow==26.0.1, or convert to .jsonl")
 
 
 def read_documents(file: Path, text_key: str = "text", separator: str | None = None) -> Iterator[str]:
@@ -72,10 +62,10 @@ def read_documents(file: Path, text_key: str = "text", separator: str | None = N
 
     Args:
         file: of :func:`find_files`.
-        text_key: the key of a jsonl line or the column of a parquet or arrow file that holds the text.
+        text_key: the key of a jsonl line or the column of a parquet file that holds the text.
         separator: divides text files into documents.
     """
-    readers = {".jsonl": _jsonl, ".parquet": read_parquet, ".arrow": read_arrow}
+    readers = {".jsonl": _jsonl, ".parquet": read_parquet}
     texts = readers[file.suffix](file, text_key) if file.suffix in readers else _text(file, separator)
     yield from (text for text in texts if text is not None and text.strip())
 
@@ -111,31 +101,19 @@ def read_parquet(file: Path, text_key: str | None = None) -> Iterator[Any]:
     try:
         table = pyarrow.parquet.ParquetFile(file)
         if text_key is not None:
-            check_column(file, table.schema_arrow, text_key)
+            _check_column(file, table.schema_arrow, text_key)
         for batch in table.iter_batches(batch_size=_ROWS, columns=None if text_key is None else [text_key]):
             yield from (batch if text_key is None else batch.column(0)).to_pylist()
     except pyarrow.ArrowException as error:
         raise UserError(f"{file}: not a readable parquet file ({error}); download it again") from None
 
 
-def dataset_files(folder: Path, suffixes: tuple[str, ...], split: str | None) -> list[Path]:
-    """Return the files of ``folder``, a dataset in one of the forms above or any folder of texts, in order.
-
-    Args:
-        folder: exists.
-        suffixes: of files that can be read.
-        split: only files of this split: its folder, or those that have it as a word in their path.
-    """
-    if (folder / "dataset_dict.json").is_file():
-        splits = _read_json(folder / "dataset_dict.json", "splits")
-        return dataset_files(folder / _one_of(splits, split, str(folder)), suffixes, None)
-    if (folder / "state.json").is_file() and (folder / "dataset_info.json").is_file():
-        return _saved_files(folder)
+def _files_inside(folder: Path, split: str | None) -> list[Path]:
+    """Return the files of texts in ``folder``, in order; with ``split`` those that have it as a word in their path."""
     hub = (folder / "snapshots").is_dir()
     root = _snapshot(folder) if hub else folder
     found = (Path(top, name) for top, _, names in os.walk(root) for name in names)  # a folder may vanish meanwhile
-    files = sorted(file for file in found if file.suffix in suffixes and file.is_file())
-    files = [file for file in files if not (file.suffix == ".arrow" and file.name.startswith("cache-"))]
+    files = sorted(file for file in found if file.suffix in SUFFIXES and file.is_file())
     files = [file for file in files if not (hub and file.suffix == ".md")]  # the dataset's card
     if split is None:
         return files
@@ -145,30 +123,6 @@ def dataset_files(folder: Path, suffixes: tuple[str, ...], split: str | None) ->
     if files and not chosen:
         raise UserError(f"{folder}: no file of a split {split!r} in it; name a split it has, or leave --split out")
     return chosen
-
-
-def _one_of(splits: list[str], split: str | None, where: str) -> str:
-    if split is None and len(splits) == 1:
-        return splits[0]
-    if split not in splits:
-        asked = f"no split {split!r}{did_you_mean(split, splits)}" if split else "several splits"
-        raise UserError(f"{where}: {asked}; choose one with --split: {', '.join(splits)}")
-    return split
-
-
-def _saved_files(folder: Path) -> list[Path]:
-    files = [folder / entry["filename"] for entry in _read_json(folder / "state.json", "_data_files")]
-    for file in files:
-        if not file.is_file():
-            raise UserError(f"{file}: missing, though state.json names it; save the dataset again")
-    return files
-
-
-def _read_json(file: Path, key: str) -> Any:
-    try:
-        return read_json(file, "save the dataset again")[key]
-    except KeyError:
-        raise UserError(f"{file}: damaged (no {key!r}); save the dataset again") from None
 
 
 def _snapshot(folder: Path) -> Path:
@@ -181,30 +135,7 @@ def _snapshot(folder: Path) -> Path:
     return found[0]
 
 
-def read_arrow(file: Path, text_key: str) -> Iterator[str]:
-    """Yield the texts of an arrow file, of the stream format that ``datasets`` writes or of the file format."""
-    import pyarrow
-    import pyarrow.ipc
-
-    try:
-        with pyarrow.memory_map(str(file)) as mapped:
-            if mapped.size() >= 6 and mapped.read(6) == b"ARROW1":
-                reader = pyarrow.ipc.open_file(mapped)
-                batches: Iterator[Any] = map(reader.get_batch, range(reader.num_record_batches))
-            else:
-                mapped.seek(0)
-                reader = pyarrow.ipc.open_stream(mapped)
-                batches = iter(reader)
-            check_column(file, reader.schema, text_key)
-            for batch in batches:
-                column = batch.column(text_key)
-                for start in range(0, len(column), _ROWS):
-                    yield from column.slice(start, _ROWS).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(f"{file}: not a readable arrow file ({error}); download it again") from None
-
-
-def check_column(file: Path, schema: Any, text_key: str) -> None:
+def _check_column(file: Path, schema: Any, text_key: str) -> None:
     """Raise a UserError if a pyarrow ``schema`` has no column of texts called ``text_key``."""
     import pyarrow
 

@@ -218,7 +218,7 @@ def test_a_corpus_that_changes_while_it_is_read_ends_in_an_error_and_not_in_othe
 
 
 def test_a_folder_without_texts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no .txt, .md, .jsonl, .parquet, .arrow file in it"):
+    with pytest.raises(UserError, match="no .txt, .md, .jsonl, .parquet file in it; name"):
         find_files([tmp_path])
 
 
