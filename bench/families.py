@@ -146,24 +146,24 @@ class LoraStep:
         self.base_bytes = sum(t.numel() * t.element_size() for t in tensors if not t.requires_grad)
         self.autocast = autocast
         self.optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
-        self.target = target_of(inputs)
+        shape = inputs["hidden_states"].shape
+        self.target = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(inputs["hidden_states"].device)
 
-    def loss(self) -> Tensor:
-        """Run one step and return its loss, still on the device."""
+    def backward(self) -> Tensor:
+        """Run forward and backward; return the loss, still on the device."""
         with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.autocast):
             output = call_transformer(self.model, self.inputs)
         loss = (output.float() - self.target).square().mean()
         loss.backward()
+        return loss.detach()
+
+    def loss(self) -> Tensor:
+        """Run one step and return its loss, still on the device."""
+        loss = self.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return loss
 
     def step(self) -> float:
         """Take one step; return its loss."""
         return self.loss().item()
-
-
-def target_of(inputs: dict[str, Tensor]) -> Tensor:
-    """Return a velocity [B, tokens, channels] to learn."""
-    tokens = inputs["hidden_states"]
-    return torch.randn(tokens.shape, generator=torch.Generator().manual_seed(2)).to(tokens.device)

@@ -6,14 +6,10 @@ Each case runs in a process of its own with a time limit: one that fails, runs o
 not there is a row that says so. The cases that tell most come first, a family at a time: a run that is out of time ends
 in the middle. Reported are the median seconds of a step, the peak of allocated device memory, and two utilisations,
 both over what the card's bf16 matrix products, measured first, would do in that time: of model FLOPs (MFU, what a step
-needs: no weight gradients, no recomputation) and of hardware FLOPs (HFU, with recomputation).
+needs: no weight gradients, no recomputation) and of hardware FLOPs (HFU, with recomputation). Rows with "graph" capture
+forward and backward as one CUDA graph and replay it.
 
-Then steps in each layout of several GPUs, set up by the functions that a training run calls, in as many processes as
-there are GPUs: ``dp`` copies the model, ``shard`` splits its weights (FSDP2), ``pp`` its depth, ``tp`` its layers;
-``device_map`` is one process with a run of the blocks on each GPU, or on one GPU and the CPU, then of few blocks.
-``dp`` and ``shard`` train an image a GPU, ``pp`` as many in one batch, the others one image a step.
-
-Last, language models climb the ladder of ``bench/llm_ladder.py``, from fp32 to everything that makes them fast.
+Then language models climb the ladder of ``bench/llm_ladder.py``, from fp32 to everything that makes them fast.
 
 Besides torch, transformers, accelerate and peft this needs what requirements/gpu.txt lists; ``make gpu-bundle`` packs
 it for a machine that has a card and no network.
@@ -24,6 +20,7 @@ it for a machine that has a card and no network.
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import sys
@@ -31,17 +28,16 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
+from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-import torch.distributed as dist
-from accelerate import Accelerator
-from torch import Tensor, nn
-from torch.distributed.elastic.utils.distributed import get_free_port
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import bench.llm_ladder as llm_ladder
 from bench.families import (
@@ -49,32 +45,24 @@ from bench.families import (
     LoraStep,
     Sizes,
     build_transformer,
-    call_transformer,
     example_inputs,
     peft_lora,
     tandem_network,
-    target_of,
 )
 from bench.measure import Table, benchmark_parser, finish, machine_name, reason, start, time_steps, wait_for
-from library.accelerator import build_accelerator
-from library.config.schema import AccelerateConfig, LoggingConfig, ParallelConfig, SavingConfig, TrainingConfig
+from library.config.schema import TrainingConfig
 from library.errors import UserError, did_you_mean, exit_on_user_error
-from library.models.family import split_plan
 from library.models.family_by_name import family_class
 from library.nn.checkpointing import neighbours
 from library.precision.files.fp8 import loaded_scheme
 from library.precision.recipe import Recipe, quantize_model
 from library.training.memory.block_swap import swap_blocks
 from library.training.memory.budget import recompute_blocks
-from library.training.parallel.device_map import place_blocks
-from library.training.parallel.parallelize import ParallelSpec, parallelize
-from library.training.parallel.pipeline import transformer_split_points
-from library.training.parallel.step import average_gradients
-from networks.network import AdapterNetwork
 
 _LLM = "llm"
 _CASE_SECONDS = 150  # of which compilation takes up to a minute
 _LADDER_SECONDS = 120
+_WARM_STEPS = 3  # before a graph is captured
 _END_SECONDS = 10  # in which a process that has sent all ends
 
 
@@ -95,12 +83,11 @@ def matmul_rate(device: torch.device, tiny: bool) -> float:
 
 
 class Job(NamedTuple):
-    """What one process measures, or several together."""
+    """What one process measures."""
 
     name: str
     case: dict[str, Any]  # what :func:`measured` takes
     seconds: float = _CASE_SECONDS
-    processes: int = 1
 
 
 class Children:
@@ -116,53 +103,33 @@ class Children:
         self._end = time.monotonic() + 60 * minutes
 
     def rows(self, job: Job) -> list[dict[str, Any]]:
-        """Return what the job's processes found; the last is {"error": why} if one of them did not end well."""
+        """Return what the job's process found; the last is {"error": why} if it did not end well."""
         limit = min(job.seconds, self._end - time.monotonic())
         if limit <= 0:
             return [{"error": "left out: the time was up"}]
         rows, end = list[dict[str, Any]](), time.monotonic() + limit
-        workers = [
-            start(_send, job.case, self._device, self._tiny, environment, method=self.method)
-            for environment in _environments(job.processes)
-        ]
-        waiting: dict[Any, Any] = {connection: process for process, connection in workers}
+        process, connection = start(_send, job.case, self._device, self._tiny, method=self.method)
         try:
-            while waiting:
-                ready = wait([*waiting], max(0.0, end - time.monotonic()))
-                if not ready:
-                    return [*rows, {"error": f"stopped after {limit:.0f} s"}]
-                for connection in ready:
-                    said = _said(connection, waiting[connection])
-                    if isinstance(said, str):
-                        return [*rows, {"error": said}]
-                    if said is None:
-                        waiting.pop(connection).join(_END_SECONDS)
-                    else:
-                        rows.append(said)
-            return rows
+            while connection.poll(max(0.0, end - time.monotonic())):
+                said = _said(connection, process)
+                if isinstance(said, str):
+                    return [*rows, {"error": said}]
+                if said is None:
+                    process.join(_END_SECONDS)
+                    return rows
+                rows.append(said)
+            return [*rows, {"error": f"stopped after {limit:.0f} s"}]
         finally:
-            for process in (process for process, _ in workers if process.is_alive()):
+            if process.is_alive():
                 with suppress(ProcessLookupError):  # it has no group yet
                     os.killpg(process.pid, signal.SIGKILL)
                 process.kill()
                 process.join()
 
 
-def _environments(processes: int) -> list[dict[str, str]]:
-    """Return what a launcher would put into the environment of each of ``processes``; of one alone nothing."""
-    if processes == 1:
-        return [{}]
-    group = {"WORLD_SIZE": f"{processes}", "LOCAL_WORLD_SIZE": f"{processes}"}
-    group |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": f"{get_free_port()}"}
-    return [group | {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}"} for rank in range(processes)]
-
-
-def _send(
-    connection: Connection, case: dict[str, Any], device: torch.device, tiny: bool, environment: dict[str, str]
-) -> None:
+def _send(connection: Connection, case: dict[str, Any], device: torch.device, tiny: bool) -> None:
     """Send each row as it is measured, then None; or, in words, why there is none if it fails."""
     os.setsid()  # with the processes that compile for it in one group, to be stopped together
-    os.environ |= environment
     try:
         for row in measured(case, device, tiny):
             connection.send(row)
@@ -190,7 +157,7 @@ def run(jobs: list[Job], children: Children) -> list[dict[str, Any]]:
     rate = found.get("rate")
     print(f"bf16 matrix products: {f'{rate / 1e12:.1f} TFLOP/s' if rate else found['error']}", flush=True)
     sizes = {"step_s": "8.3f", "peak_gib": "8.1f", "weights_gib": "11.1f", "tokens_per_s": "12,.0f"}
-    table = Table({"case": "<56", **sizes, "images": "6", "mfu": "6.1%", "hfu": "6.1%"})
+    table = Table({"case": "<56", **sizes, "mfu": "6.1%", "hfu": "6.1%"})
     for job in jobs:
         for found in children.rows(job):
             row = {"case": job.name} | job.case | found
@@ -210,13 +177,13 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
         pairs = {
             "over_peft": (saved, replace(saved, trainer="peft")),
             "compiled_over_peft": (replace(saved, compiled=True), replace(saved, trainer="peft")),
-            "over_peft_both_compiled": (replace(saved, compiled=True), replace(saved, trainer="peft", compiled=True)),
             "fp8_scaled_mm_over_bf16": (replace(saved, base="fp8 scaled_mm"), saved),
             "fp8_dequant_over_bf16": (replace(saved, base="fp8 dequant"), saved),
             "swap_16_over_none": (replace(saved, swapped=16), saved),
             "keep_8192_over_none": (replace(saved, kept_mb=8192), saved),
             "offload_over_none": (replace(saved, offloaded=True), saved),
             "compiled_over_eager": (replace(saved, compiled=True), saved),
+            "graph_over_compiled": (replace(saved, compiled=True, graph=True), replace(saved, compiled=True)),
         }
         for name, pair in pairs.items():
             one, other = (by_name.get(case.name()) for case in pair)
@@ -230,10 +197,6 @@ def measured(case: dict[str, Any], device: torch.device, tiny: bool) -> Iterator
     """Yield the rows of a job as they are measured; call it in a fresh process."""
     if "ladder" in case:
         yield from llm_ladder.climb(case["ladder"], device, tiny)
-    elif "layout" in case:
-        row = measure_layout(case["family"], case["layout"], device, tiny)
-        if os.environ.get("RANK", "0") == "0":
-            yield row
     elif "rate" in case:
         yield {"rate": matmul_rate(device, tiny)}
     else:
@@ -261,7 +224,7 @@ def main() -> None:
     for family in asked:
         if family not in families:
             raise UserError(f"--families: no {family!r}{did_you_mean(family, families)}; choose {', '.join(families)}")
-    jobs = [job for job in all_jobs(asked, torch.device(options.device)) if options.only in job.name]
+    jobs = [job for job in all_jobs(asked) if options.only in job.name]
     if not jobs:
         raise UserError(f"--only: no case's name holds {options.only!r}; leave it out to see the names")
     rows = run(jobs, Children(options.device, options.tiny, options.minutes))
@@ -269,24 +232,14 @@ def main() -> None:
     finish(rows, ratios(rows), options.json, machine)
 
 
-def all_jobs(asked: list[str], device: torch.device) -> list[Job]:
-    """Return LoRAs, then layouts (one GPU has nobody to share with but its CPU), then language models."""
+def all_jobs(asked: list[str]) -> list[Job]:
+    """Return LoRAs, then language models."""
     ladders = [Job(model, {"ladder": model}, _LADDER_SECONDS) for model in llm_ladder.LADDERS if _LLM in asked]
     families = [family for family in asked if family != _LLM]
-    alone = device.type == "cuda" and torch.cuda.device_count() < 2
-    layouts = [layout_job(f, layout, device) for f in families for layout in (() if alone else LAYOUTS)]
-    layouts += [layout_job(family, "device_map", device) for family in families]
-    return [Job(case.name(), asdict(case)) for case in cases(families)] + layouts + ladders
+    return [Job(case.name(), asdict(case)) for case in cases(families)] + ladders
 
 
-def layout_job(family: str, layout: str, device: torch.device) -> Job:
-    """Return the job of ``layout``: a process a GPU, two to try it on a CPU; device_map is one."""
-    every = torch.cuda.device_count() if device.type == "cuda" else 2
-    processes = 1 if layout == "device_map" else every
-    return Job(f"{family}, {layout}", {"layout": layout, "family": family}, processes=processes)
-
-
-Base = Literal["bf16", "fp8 dequant", "fp8 scaled_mm", "fp8 cast"]
+Base = Literal["bf16", "fp8 dequant", "fp8 scaled_mm"]
 
 
 @dataclass(frozen=True)
@@ -297,12 +250,12 @@ class GpuCase:
         family: a key of ``FAMILIES``.
         trainer: tandem or peft (diffusers + peft).
         batch: images a step.
-        base: the frozen weights and how they are multiplied; ``fp8 cast`` is what the kohya trainers do, weights
-            cast to fp8 without scales, cast up for each product.
+        base: the frozen weights and how they are multiplied.
         checkpointing: every block is recomputed in backward.
         every, kept_mb, offloaded: with it, checkpoint_every_n_blocks, activation_budget_mb, cpu_offload_checkpointing.
         swapped: blocks whose weights wait in host memory.
         compiled: regional compilation.
+        graph: forward and backward as one CUDA graph; a plain step on a CPU.
     """
 
     family: str
@@ -315,6 +268,7 @@ class GpuCase:
     offloaded: bool = False
     swapped: int = 0
     compiled: bool = False
+    graph: bool = False
 
     def name(self) -> str:
         """Return the row's name."""
@@ -325,6 +279,7 @@ class GpuCase:
             "offload" if self.offloaded else "",
             f"swap {self.swapped}" if self.swapped else "",
             "compiled" if self.compiled else "",
+            "graph" if self.graph else "",
         ]
         parts = [self.family, f"b{self.batch}", self.trainer, self.base, *filter(None, memory)]
         return ", ".join(parts)
@@ -336,28 +291,26 @@ def cases(families: list[str]) -> list[GpuCase]:
     for family in families:
         plain = GpuCase(family)
         saved = replace(plain, checkpointing=True)
-        peft = replace(saved, trainer="peft")
+        scaled_mm = replace(saved, base="fp8 scaled_mm")
         first += [
             saved,
             replace(saved, compiled=True),
-            peft,
+            replace(saved, trainer="peft"),
+            replace(saved, compiled=True, graph=True),
+            replace(scaled_mm, compiled=True),
+            replace(scaled_mm, compiled=True, graph=True),
             replace(saved, base="fp8 dequant"),
-            replace(saved, base="fp8 scaled_mm"),
+            scaled_mm,
             replace(saved, base="fp8 dequant", compiled=True),
-            replace(saved, base="fp8 scaled_mm", compiled=True),
         ]
         rest = [
-            replace(peft, compiled=True),
-            replace(peft, base="fp8 cast"),
             plain,
-            replace(plain, trainer="peft"),
             replace(saved, swapped=16),
             replace(saved, kept_mb=8192),
             replace(saved, offloaded=True),
             replace(saved, base="fp8 dequant", swapped=16),
             replace(saved, batch=4),
-            replace(peft, batch=4),
-            replace(saved, batch=4, base="fp8 scaled_mm"),
+            replace(scaled_mm, batch=4),
             replace(plain, swapped=16),
             replace(saved, every=2),
             replace(saved, base="fp8 dequant", swapped=16, offloaded=True),
@@ -380,7 +333,9 @@ def measure(case: GpuCase, device: torch.device, tiny: bool) -> dict[str, Any]:
     """Return seconds of a step, and its memory; call it in a fresh process."""
     sizes = sizes_of(case.family, tiny, case.batch)
     step = build(case, sizes, device, tiny)
-    seconds, peak = time_steps(step.loss, device, once=tiny)
+    replayed, captured = graphed(step) if case.graph and device.type == "cuda" else (step.loss, 0)
+    seconds, peak = time_steps(replayed, device, once=tiny)
+    peak = max(peak, captured)
     found = {"step_s": seconds, "peak_gib": peak / 2**30, "weights_gib": step.base_bytes / 2**30}
     found["flops_per_s"] = sizes.step_flops() / seconds
     if not case.kept_mb:  # what is kept of a budget is found as it runs, and not counted
@@ -389,148 +344,64 @@ def measure(case: GpuCase, device: torch.device, tiny: bool) -> dict[str, Any]:
     return found
 
 
+def graphed(step: LoraStep) -> tuple[Callable[[], Tensor], int]:
+    """Capture forward and backward of ``step`` as one CUDA graph.
+
+    Returns:
+        What replays it and lets the optimizer take its step, and the peak bytes of the capture: a replay, whose memory
+        is the graph's, allocates nothing.
+    """
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    # A random state cannot be read during a capture; a step of a transformer draws nothing.
+    with patch("library.nn.checkpointing.checkpoint", functools.partial(checkpoint, preserve_rng_state=False)):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_STEPS):  # choose kernels, compile
+                step.backward()
+                step.optimizer.zero_grad(set_to_none=True)  # a gradient that is there would be added to
+        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.reset_peak_memory_stats()
+        with torch.cuda.graph(graph):
+            loss = step.backward()
+
+    def replay() -> Tensor:
+        graph.replay()  # writes the same gradients again
+        step.optimizer.step()
+        return loss
+
+    return replay, torch.cuda.max_memory_allocated()
+
+
 def build(case: GpuCase, sizes: Sizes, device: torch.device, tiny: bool) -> LoraStep:
-    """Return the loaded case."""
+    """Return the loaded case: a transformer, and the LoRA in it, as a run loads them."""
+    transformer = build_transformer(case.family, sizes, torch.bfloat16, str(device))
     if case.trainer == "peft":
-        transformer = build_transformer(case.family, sizes, torch.bfloat16, str(device))
-        trained = peft_lora(case.family, transformer, fp8_cast=case.base == "fp8 cast")
+        trained = peft_lora(case.family, transformer)
         if case.checkpointing:
             transformer.enable_gradient_checkpointing()
     else:
-        transformer, blocks, network = _tandem(case, sizes, device, fetched=bool(case.swapped))
-        trained = network.parameters()
+        family = family_class(case.family)
+        transformer = family.optimise_forward(transformer)
+        if case.base == "fp8 dequant":
+            quantize_model(transformer, Recipe(loaded_scheme("block64")), compute="dequant")
+        elif case.base == "fp8 scaled_mm":
+            quantize_model(transformer, Recipe(loaded_scheme("row")), compute="quantised")
+        if case.swapped:  # made on the device, which is faster, and swapped from host memory
+            transformer.to("cpu")
+        trained, blocks = tandem_network(case.family, transformer).parameters(), family.blocks(transformer)
+        training = TrainingConfig(
+            gradient_checkpointing=case.checkpointing,
+            checkpoint_every_n_blocks=case.every,
+            activation_budget_mb=case.kept_mb,
+            cpu_offload_checkpointing=case.offloaded,
+        )
+        pairs = {} if case.swapped or case.compiled else neighbours(blocks)
+        recompute_blocks(transformer, len(blocks), training, device, pairs, family.chained_args)
         if case.swapped:
             swap_blocks(transformer, blocks, min(case.swapped, 3) if tiny else case.swapped, device)
     if case.compiled:
         transformer.compile_repeated_blocks(backend="eager" if tiny else "inductor")
     return LoraStep(transformer, trained, example_inputs(case.family, sizes, device))
-
-
-def _tandem(
-    case: GpuCase, sizes: Sizes, device: torch.device, fetched: bool
-) -> tuple[Any, list[nn.Module], AdapterNetwork]:
-    """Return a transformer, its blocks and the LoRA in it, as a run loads them.
-
-    ``fetched``: made on ``device``, which is faster, and put into host memory, from where its blocks are swapped or
-    placed.
-    """
-    family = family_class(case.family)
-    transformer = family.optimise_forward(build_transformer(case.family, sizes, torch.bfloat16, str(device)))
-    if case.base == "fp8 dequant":
-        quantize_model(transformer, Recipe(loaded_scheme("block64")), compute="dequant")
-    elif case.base == "fp8 scaled_mm":
-        quantize_model(transformer, Recipe(loaded_scheme("row")), compute="quantised")
-    if fetched:
-        transformer.to("cpu")
-    network, blocks = tandem_network(case.family, transformer), family.blocks(transformer)
-    training = TrainingConfig(
-        gradient_checkpointing=case.checkpointing,
-        checkpoint_every_n_blocks=case.every,
-        activation_budget_mb=case.kept_mb,
-        cpu_offload_checkpointing=case.offloaded,
-    )
-    pairs = {} if fetched or case.compiled else neighbours(blocks)
-    recompute_blocks(transformer, len(blocks), training, device, pairs, family.chained_args)
-    return transformer, blocks, network
-
-
-LAYOUTS = ("dp", "shard", "pp", "tp")
-_FEW_BLOCKS = 2  # a kind, where a CPU has half of them
-
-
-@dataclass
-class Images:
-    """A batch as a pipeline takes it: it has a length and can be cut."""
-
-    inputs: dict[str, Any]
-    target: Tensor
-
-    def __len__(self) -> int:
-        return len(self.target)
-
-    def chunk(self, count: int) -> list[Images]:
-        """Return ``count`` pieces; what all images have in common (positions) goes to each."""
-        size = -(-len(self) // count)
-        return [
-            Images(
-                {key: value if key.endswith("_ids") else value[i : i + size] for key, value in self.inputs.items()},
-                self.target[i : i + size],
-            )
-            for i in range(0, len(self), size)
-        ]
-
-
-def measure_layout(family_name: str, layout: str, device: torch.device, tiny: bool) -> dict[str, Any]:
-    """Return seconds and images of a step and the fullest GPU's peak.
-
-    Call it in a fresh process, for all but ``device_map`` in each of the layout's.
-    """
-    if layout == "device_map":
-        return _measure_device_map(family_name, device, tiny)
-    world = int(os.environ["WORLD_SIZE"])
-    parallel = ParallelConfig(**({} if layout == "dp" else {layout: world}))
-    training, saving = TrainingConfig(mixed_precision="bf16"), SavingConfig()
-    accelerator = build_accelerator(AccelerateConfig(), training, saving, LoggingConfig(), parallel)
-    sizes = sizes_of(family_name, tiny, world if layout == "pp" else 1)
-    step = _step_of(accelerator, parallel, family_name, sizes)
-    seconds, peak = time_steps(step, accelerator.device, once=tiny)
-    peaks: list[float] = [0.0] * world
-    dist.all_gather_object(peaks, peak)
-    return {"step_s": seconds, "images": 1 if layout == "tp" else world, "peak_gib": max(peaks) / 2**30}
-
-
-def _measure_device_map(family_name: str, device: torch.device, tiny: bool) -> dict[str, Any]:
-    """One process with all GPUs; with one GPU, or none, the CPU has the other half of a few blocks."""
-    devices = [torch.device("cuda", i) for i in range(torch.cuda.device_count())] if device.type == "cuda" else [device]
-    sizes = sizes_of(family_name, tiny)
-    if len(devices) < 2:
-        devices.append(torch.device("cpu"))
-        sizes = replace(sizes, blocks=tuple(min(_FEW_BLOCKS, blocks) for blocks in sizes.blocks))
-    transformer, blocks, network = _tandem(GpuCase(family_name, checkpointing=True), sizes, devices[0], fetched=True)
-    placed = place_blocks(transformer, blocks, devices)
-    step = LoraStep(transformer, network.parameters(), example_inputs(family_name, sizes, devices[0]))
-    seconds, peak = time_steps(step.loss, devices[0], once=tiny)
-    return {"step_s": seconds, "images": 1, "peak_gib": peak / 2**30, "placed": placed}
-
-
-def _step_of(
-    accelerator: Accelerator, parallel: ParallelConfig, family_name: str, sizes: Sizes
-) -> Callable[[], Tensor]:
-    """Return what takes a training step and returns its loss."""
-    family, device = family_class(family_name), accelerator.device
-    case = GpuCase(family_name, checkpointing=True)
-    transformer, blocks, network = _tandem(case, sizes, device, fetched=parallel.splits_model)
-    trained = network.parameters()
-    inputs = example_inputs(family_name, sizes, device)
-    batch = Images(inputs, target_of(inputs))
-    spec = ParallelSpec(
-        transformer,
-        family.repeated_blocks,
-        lambda: transformer_split_points(transformer, blocks, family.tail),
-        lambda processes: split_plan(type(transformer), transformer.config, processes),
-        network,
-    )
-    made = parallelize(accelerator, parallel, spec, torch.optim.AdamW(trained, lr=1e-4))
-    made.model.train()
-
-    def compute(images: Images) -> tuple[Tensor, Tensor]:
-        with accelerator.autocast():
-            output = call_transformer(made.model, images.inputs)
-        loss = (output.float() - images.target).square().mean()
-        return loss, loss.detach()
-
-    def step() -> Tensor:
-        if made.pipeline is not None:
-            loss, _ = made.pipeline.forward_backward(batch, compute)
-        else:
-            loss, _ = compute(batch)
-            accelerator.backward(loss)
-        average_gradients(accelerator, trained)
-        made.optimizer.step()
-        made.optimizer.zero_grad()
-        return loss.detach()
-
-    return step
 
 
 if __name__ == "__main__":

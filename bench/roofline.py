@@ -451,8 +451,8 @@ def needed_flops(costs: Counter[Cost]) -> float:
 
 
 def countable() -> list[GpuCase]:
-    """Return the cases of bench/gpu.py but those that save a budget, found as a step runs, or every other block."""
-    found = [case for case in cases([*FAMILIES]) if not case.kept_mb and case.every == 1]
+    """Return the cases of bench/gpu.py but graphs, every other block, and a budget, which is found as a step runs."""
+    found = [case for case in cases([*FAMILIES]) if not (case.kept_mb or case.graph) and case.every == 1]
     return sorted(found, key=lambda case: [*FAMILIES].index(case.family))
 
 

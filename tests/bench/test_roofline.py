@@ -253,7 +253,9 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def test_a_table_has_predictions_and_measurements(command: Callable[..., None], tmp_path: Path) -> None:
-    measured = {"rows": [{"case": FLUX.name(), "step_s": 0.946}, {"case": "flux, dp", "error": "left out"}]}
+    measured = {
+        "rows": [{"case": FLUX.name(), "step_s": 0.946}, {"case": "flux, b4, tandem, bf16", "error": "left out"}]
+    }
     (tmp_path / "gpu.json").write_text(json.dumps(measured))
     paths = {name: tmp_path / name for name in ("gpu.json", "rows.json")}
     flags = [f"--measured={paths['gpu.json']}", f"--json={paths['rows.json']}"]
