@@ -30,9 +30,6 @@ def main() -> None:
     parser.add_argument(
         "--noise_levels", action="store_true", help="draw one run's loss and gradient norm by noise level instead"
     )
-    parser.add_argument(
-        "--log", choices=("auto", "on", "off"), default="auto", help="logarithmic axes; auto: beyond a decade"
-    )
     arguments = parser.parse_args()
     from library.training.report.plots import plot_noise_levels, plot_runs
 
@@ -40,9 +37,9 @@ def main() -> None:
     name = "noise_levels.png" if arguments.noise_levels else "lr.png"
     save_to = arguments.save_to or (first if first.is_dir() else first.parent) / name
     if not arguments.noise_levels:
-        written = plot_runs(arguments.runs, save_to, arguments.log)
-    elif len(arguments.runs) > 1 or arguments.log != "auto":
-        raise UserError("noise_levels: draws one run, without --log; name one run")
+        written = plot_runs(arguments.runs, save_to)
+    elif len(arguments.runs) > 1:
+        raise UserError("noise_levels: draws one run; name one run")
     elif not (written := plot_noise_levels(first, save_to)):
         raise UserError(f"{first}: its metrics have no noise levels (runs on images of this version do); train again")
     for path in written:

@@ -4,16 +4,15 @@
 level; both write the image as PNG (to look at) and SVG (to print and zoom). Nothing here needs a display or changes
 matplotlib's global settings: figures are made without pyplot.
 
-Colour means run, line style means parameter group (groups with equal values share a line). Runs whose lines lie on each
-other share one line whose dashes take turns. The palette is Okabe and Ito's (2008, "Color Universal Design"), which
-people with any kind of colour blindness can tell apart. A run is called by its ``output_name``, from the
-``config.toml`` beside its metrics.
+Colour means run, line style means parameter group (groups with equal values share a line). The lines of earlier runs
+are wider, so that those of later ones do not hide them. The palette is Okabe and Ito's (2008, "Color Universal
+Design"), which people with any kind of colour blindness can tell apart. A run is called by its ``output_name``, from
+the ``config.toml`` beside its metrics.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -31,8 +30,6 @@ from library.files import atomic_path, read_toml
 from library.training.optim.lr_tracker import detect_settled, warmup_end
 from library.training.report.metrics_file import Run, Series, Values, read_run, thin
 
-LogAxes = Literal["auto", "on", "off"]
-
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _LEVEL_COLOURS = ("#E69F00", "#D55E00", "#CC79A7", "#0072B2", "#000000")  # from detail to composition
 _FEWEST = 5  # steps that a median is taken of
@@ -43,8 +40,6 @@ _HELD_OUT |= {"markeredgewidth": 0.8, "linewidth": 1.1, "linestyle": "--"}
 _BESIDE_TITLE: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1.0), "borderaxespad": 0.1}
 _POINTS = 2000  # drawn per line: two for each of a thousand pixels, the lowest and the highest
 _EMA_DECAY = 0.98  # where a run wrote no loss_ema
-_SAME = 0.003  # of a panel's height: lines that are nowhere further apart lie on each other
-_DASH = 7.0  # line widths, of a run's turn
 _LR_SPAN = 1e3  # a schedule that ends at 0 is shown this far below its peak
 _BY_LEVEL = ("loss/sigma_", "val_loss/sigma_")
 STYLE: dict[Any, Any] = {
@@ -67,14 +62,13 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def plot_runs(runs: Sequence[Path], save_to: Path, log: LogAxes = "auto") -> list[Path]:
+def plot_runs(runs: Sequence[Path], save_to: Path) -> list[Path]:
     """Draw ``runs`` (folders with a ``metrics.jsonl``, or such files) and return the paths of the PNG and
     the SVG.
 
     Args:
         runs: one or several; colours repeat after seven.
         save_to: where the image goes; ``.png`` and ``.svg`` take the place of its suffix.
-        log: logarithmic axes where values span more than a factor of ten ("auto"), for all ("on") or none ("off").
 
     Raises:
         UserError: no run, a run without metrics, or a folder that cannot be written to.
@@ -83,7 +77,7 @@ def plot_runs(runs: Sequence[Path], save_to: Path, log: LogAxes = "auto") -> lis
         raise UserError("no run to plot; name at least one output folder")
     loaded = [read_run(Path(run), name) for run, name in zip(runs, _distinct_names(runs), strict=True)]
     subject = _subject(_folder(Path(runs[0]))) if len(runs) == 1 else ""
-    return save_figure(draw_runs(loaded, log, subject), Path(save_to))
+    return save_figure(draw_runs(loaded, subject), Path(save_to))
 
 
 def plot_noise_levels(run: Path, save_to: Path) -> list[Path]:
@@ -117,10 +111,11 @@ def as_written(text: str) -> str:
 
 
 @matplotlib.rc_context(STYLE)
-def draw_runs(runs: Sequence[Run], log: LogAxes = "auto", subject: str = "") -> Figure:
+def draw_runs(runs: Sequence[Run], subject: str = "") -> Figure:
     """Draw the figure: the loss at the left, the other quantities one below the other at the right.
 
-    ``subject`` says behind the name of a single run what was trained.
+    Axes are logarithmic where values span more than a factor of ten. ``subject`` says behind the name of a single run
+    what was trained.
     """
     panels = [
         (title, prefix)
@@ -141,11 +136,11 @@ def draw_runs(runs: Sequence[Run], log: LogAxes = "auto", subject: str = "") -> 
     first: Axes | None = None
     if has_loss:
         first = figure.add_subplot(grid[:, 0])
-        _draw_loss(first, runs, log)
+        _draw_loss(first, runs)
     for row, (title, prefix) in enumerate(panels):
         axes = figure.add_subplot(grid[row, -1], sharex=first)
         first = first or axes
-        _draw_panel(axes, runs, title, prefix, log)
+        _draw_panel(axes, runs, title, prefix)
         axes.tick_params(labelbottom=row == len(panels) - 1)
     for lowest in {figure.axes[0 if has_loss else -1], figure.axes[-1]}:  # of each column
         lowest.set_xlabel("optimizer step")
@@ -173,7 +168,7 @@ def draw_noise_levels(run: Run, subject: str = "") -> Figure:
             label = f"σ {level.replace('-', '–')}"
             axes.plot(*thin(average, _POINTS), color=colour, linewidth=1.9, label=label, **_dot(average))
             shown.append(average[1])
-        _scale(axes, shown, "auto", margin=0.14, from_zero=True)
+        _scale(axes, shown, margin=0.14, from_zero=True)
         axes.set_xlabel("optimizer step (moving average, before loss weights)")
         axes.legend(ncols=5, columnspacing=0.9, handlelength=1.1, handletextpad=0.4, loc="upper left")
     for row, draw in enumerate(right):
@@ -205,7 +200,7 @@ def _draw_held_out(axes: Axes, run: Run) -> None:
         middle: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "center", "fontsize": 8.5}
         axes.annotate(change, (sigma, place), xytext=(0, below), **middle)
     axes.set_title("Held-out loss at fixed noise")
-    _scale(axes, [*ends, np.zeros(1)], "off", margin=0.16, from_zero=True)
+    _scale(axes, [*ends, np.zeros(1)], linear=True, margin=0.16, from_zero=True)
     axes.legend(ncols=2, **_BESIDE_TITLE)
 
 
@@ -222,7 +217,7 @@ def _draw_gradients(axes: Axes, run: Run) -> None:
             around = [[median - low], [high - median]]
             axes.errorbar(level / 10 + 0.05, median, around, fmt="o", color=_COLOURS[1], markersize=5, linewidth=1.8)
     axes.set_title("Gradient norm (median, quartiles)")
-    _scale(axes, [norms], "auto")
+    _scale(axes, [norms])
     samples = _samples_of_line(run)
     said = "one sample: exact" if samples == 1 else f"{samples} samples at their mean σ"
     axes.text(1.0, 1.02, f"a dot: {said}", transform=axes.transAxes, ha="right", fontsize=8.5, color=_GREY)
@@ -240,82 +235,39 @@ def _head(figure: Figure, runs: Sequence[Run], subject: str) -> None:
         title = as_written("   ".join(filter(None, (runs[0].name, subject))))
         figure.suptitle(title, x=0.01, ha="left", fontsize=13, fontweight="bold")
         return
-    labels = [
-        next((f"{run.name} (same as {other.name})" for other in runs[:i] if _alike(run, other)), run.name)
-        for i, run in enumerate(runs)
-    ]
-    handles = [Line2D([], [], color=_colour(i), linewidth=2.5, label=as_written(each)) for i, each in enumerate(labels)]
+    labels = [as_written(run.name) for run in runs]
+    handles = [Line2D([], [], color=_colour(i), linewidth=2.5, label=label) for i, label in enumerate(labels)]
     across = min(len(runs), max(1, 100 // max(map(len, labels))))
     figure.legend(handles=handles, loc="outside upper left", ncols=across, fontsize=10.5)
 
 
-def _alike(one: Run, other: Run) -> bool:
-    """Return whether two runs have the same curves, to the last bit; how long they took is not looked at."""
-    curves = re.compile(r"(lr|d|d\*lr)/.*|loss|val_loss|grad_norm")
-    keys = [key for key in one.columns if curves.fullmatch(key)]
-    same = keys == [key for key in other.columns if curves.fullmatch(key)]
-    return same and all((_apart_by(one.columns[key], other.columns[key]) == 0).all() for key in keys)
+def _width(run: int, runs: Sequence[Run]) -> float:
+    """Return how wide a run's lines are: those of earlier runs are seen at both sides of a later one's."""
+    return 1.8 + 1.2 * (len(runs) - 1 - run)
 
 
-def _apart_by(one: Series, other: Series) -> Values:
-    """Return the distance of two series at each step, infinite where they are not of the same steps."""
-    if not np.array_equal(one[0], other[0]):
-        return np.array([math.inf])
-    return np.where(np.isnan(one[1]) & np.isnan(other[1]), 0.0, np.abs(one[1] - other[1]))
-
-
-def _looks(series: Sequence[Series | None]) -> list[dict[str, Any]]:
-    """Return for each line what lets it be seen under others.
-
-    The dashes of lines that lie on each other take turns; one that later ones cover in part is wider than they are.
-    """
-    values = np.concatenate([s[1] for s in series if s is not None] or [np.zeros(1)])
-    near = _SAME * float(np.nanmax(values) - np.nanmin(values))
-    covers = np.zeros((len(series), len(series)))  # by how much of each other's steps two lines lie on each other
-    for i, own in enumerate(series):
-        for j, other in enumerate(series):
-            if own is not None and other is not None:
-                covers[i, j] = np.mean(_apart_by(own, other) <= near)
-    looks: list[dict[str, Any]] = []
-    for i, row in enumerate(covers):
-        look: dict[str, Any] = {}
-        same = [j for j, share in enumerate(row) if share == 1.0]
-        if len(same) > 1:
-            cycle, turn = _DASH * len(same), same.index(i)
-            look["linestyle"] = -_DASH * turn % cycle, (_DASH, cycle - _DASH)
-        if later := sum(0.1 < share < 1.0 for share in row[i + 1 :]):
-            look["linewidth"] = 1.8 + 1.3 * min(later, 3)
-        looks.append(look)
-    return looks
-
-
-def _draw_loss(axes: Axes, runs: Sequence[Run], log: LogAxes) -> None:
+def _draw_loss(axes: Axes, runs: Sequence[Run]) -> None:
     """Draw every run's loss as a moving average (one run's steps too), its validation loss as dots."""
     shown: list[Values] = []
-    looks = _looks([run.columns.get("loss_ema", run.columns.get("loss")) for run in runs])
-    held_out_looks = _looks([run.columns.get("val_loss") for run in runs])
     for i, run in enumerate(runs):
         if (loss := run.columns.get("loss")) is not None:
             average = run.columns.get("loss_ema")
-            shown += _draw_noisy(axes, loss, average, _colour(i), looks[i], with_steps=len(runs) == 1)
+            shown += _draw_noisy(axes, loss, average, i, runs)
         if (held_out := run.columns.get("val_loss")) is not None:
-            axes.plot(*held_out, color=_held_out_colour(i, runs), zorder=3, **_HELD_OUT | held_out_looks[i])
+            axes.plot(*held_out, color=_held_out_colour(i, runs), zorder=3, **_HELD_OUT)
             shown.append(held_out[1])
     axes.set_title("Loss")
-    _scale(axes, shown, log, margin=0.06)
+    _scale(axes, shown, margin=0.06)
     axes.legend(handles=_loss_legend(runs), ncols=3, **_BESIDE_TITLE)
 
 
-def _draw_noisy(
-    axes: Axes, series: Series, average: Series | None, colour: str, look: dict[str, Any], with_steps: bool
-) -> list[Values]:
-    """Draw a moving average, over the steps themselves if wanted; return the values the axis must show."""
-    average = average or (series[0], _moving_average(series[1]))
-    if with_steps:
+def _draw_noisy(axes: Axes, series: Series, average: Series | None, number: int, runs: Sequence[Run]) -> list[Values]:
+    """Draw a run's moving average, of a single run over the steps themselves; return the values the axis must show."""
+    average, colour, alone = average or (series[0], _moving_average(series[1])), _colour(number), len(runs) == 1
+    if alone:
         axes.plot(*thin(series, _POINTS), color=colour, alpha=0.28, linewidth=0.8)
-    look = {"linewidth": 1.9, "dash_capstyle": "butt", **look, **_dot(average)}
-    axes.plot(*thin(average, _POINTS), color=colour, **look)
-    return [average[1], np.nanpercentile(series[1], [1.0, 99.0])] if with_steps else [average[1]]
+    axes.plot(*thin(average, _POINTS), color=colour, linewidth=_width(number, runs), **_dot(average))
+    return [average[1], np.nanpercentile(series[1], [1.0, 99.0])] if alone else [average[1]]
 
 
 def _dot(series: Series) -> dict[str, Any]:
@@ -336,28 +288,27 @@ def _loss_legend(runs: Sequence[Run]) -> list[Line2D]:
     return entries
 
 
-def _draw_panel(axes: Axes, runs: Sequence[Run], title: str, prefix: str, log: LogAxes) -> None:
+def _draw_panel(axes: Axes, runs: Sequence[Run], title: str, prefix: str) -> None:
     """Draw one quantity of every run and parameter group, with its marks."""
     axes.set_title(title)
     shown: list[Values] = []
     if prefix == "grad_norm":
-        looks = _looks([run.columns.get(prefix) for run in runs])
         for i, run in enumerate(runs):
             if (series := run.columns.get(prefix)) is not None:
-                shown += _draw_noisy(axes, series, None, _colour(i), looks[i], with_steps=len(runs) == 1)
-        _scale(axes, shown, log)
+                shown += _draw_noisy(axes, series, None, i, runs)
+        _scale(axes, shown)
         return
     if prefix == "val_prior_loss":
-        _draw_learnt(axes, runs, log)
+        _draw_learnt(axes, runs)
         return
     names = list(dict.fromkeys(name for run in runs for group in run.groups(prefix) for name in group))
-    lines = [(i, group, series) for i, run in enumerate(runs) for group, series in run.groups(prefix).items()]
-    for (i, group, series), look in zip(lines, _looks([series for _, _, series in lines]), strict=True):
-        own = {"linestyle": _style(names.index(group[0])), "linewidth": 1.7, "dash_capstyle": "butt"}
-        axes.plot(*thin(series, _POINTS), color=_colour(i), **own | look | _dot(series))
-        shown.append(series[1])
+    for i, run in enumerate(runs):
+        for group, series in run.groups(prefix).items():
+            style, width = _style(names.index(group[0])), _width(i, runs)
+            axes.plot(*thin(series, _POINTS), color=_colour(i), linestyle=style, linewidth=width, **_dot(series))
+            shown.append(series[1])
     lowest_peak = min(float(np.nanmax(values)) for values in shown)
-    _scale(axes, shown, log, lowest=lowest_peak / _LR_SPAN if prefix == "lr/" else 0.0, from_zero=True)
+    _scale(axes, shown, lowest=lowest_peak / _LR_SPAN if prefix == "lr/" else 0.0, from_zero=True)
     if prefix in ("lr/", "d/"):
         _mark(axes, runs, prefix)
     if prefix == "lr/" and any(len(run.groups(key)) > 1 for run in runs for key in ("lr/", "d/")):
@@ -367,7 +318,7 @@ def _draw_panel(axes: Axes, runs: Sequence[Run], title: str, prefix: str, log: L
         axes.legend(handles=handles, ncols=4, handlelength=2.6, **_BESIDE_TITLE)
 
 
-def _draw_learnt(axes: Axes, runs: Sequence[Run], log: LogAxes) -> None:
+def _draw_learnt(axes: Axes, runs: Sequence[Run]) -> None:
     """Draw by how much the held-out loss fell, and how far the model is from the base on other prompts.
 
     Both are mean squared differences of velocities, so they share the axis.
@@ -381,7 +332,7 @@ def _draw_learnt(axes: Axes, runs: Sequence[Run], log: LogAxes) -> None:
             colour = _COLOURS[key != "val_loss"] if len(runs) == 1 else _colour(i)
             name = label if i == measured[0] else "_"  # once in the legend
             axes.plot(steps, shown[-1], color=colour, marker="o", markersize=4, linestyle=style, label=name)
-    _scale(axes, shown, "off" if log == "auto" else log)
+    _scale(axes, shown, linear=True)
     axes.legend(ncols=2, columnspacing=1.0, **_BESIDE_TITLE)
 
 
@@ -422,28 +373,27 @@ def _mark(axes: Axes, runs: Sequence[Run], prefix: str) -> None:
 def _scale(
     axes: Axes,
     shown: Sequence[Values],
-    log: LogAxes,
+    linear: bool = False,
     margin: float = 0.1,
     lowest: float = 0.0,
     from_zero: bool = False,
 ) -> None:
-    """Choose a linear or logarithmic axis and its limits from the values shown.
+    """Choose an axis and its limits from the values shown: logarithmic over a decade, unless it is to be ``linear``.
 
     A logarithmic axis does not go below ``lowest``; a linear one begins at 0 with ``from_zero``.
     """
     values = np.concatenate([np.asarray(v, dtype=np.float64) for v in shown])
     values = values[np.isfinite(values)]
     positive = values[values > 0]
-    if log == "on" or (log == "auto" and positive.size and positive.max() / positive.min() > 10):
-        if positive.size:
-            low, high = math.log10(max(positive.min(), lowest)), math.log10(positive.max())
-            room = margin * max(high - low, 0.3)
-            axes.set_yscale("log")
-            axes.set_ylim(10 ** (low - room), 10 ** (high + room))
-            if high - low < 2:  # too few powers of ten to read the axis by
-                axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-                axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-                axes.yaxis.set_minor_formatter(NullFormatter())
+    if not linear and positive.size and positive.max() / positive.min() > 10:
+        low, high = math.log10(max(positive.min(), lowest)), math.log10(positive.max())
+        room = margin * max(high - low, 0.3)
+        axes.set_yscale("log")
+        axes.set_ylim(10 ** (low - room), 10 ** (high + room))
+        if high - low < 2:  # too few powers of ten to read the axis by
+            axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axes.yaxis.set_minor_formatter(NullFormatter())
         return
     low, high = float(values.min()), float(values.max())
     room = margin * ((high - low) or abs(high) or 1.0)
