@@ -1,7 +1,6 @@
 """Make a few-step student of the tiny FLUX, as FLUX.1-schnell and Z-Image-Turbo are of their bases.
 
     python dev/distil_tiny_flux.py                # assets/tiny-flux-turbo.safetensors: a quarter of an hour on one core
-    python dev/distil_tiny_flux.py --merge_only   # from that file, the whole model: output/tiny-flux-turbo
     python dev/distil_tiny_flux.py --measure      # is it one? its images beside the teacher's
 
 The student takes STEPS large steps of the schedule, the teacher STEPS * FINER small ones between the same noise levels.
@@ -9,14 +8,14 @@ In each large step the student learns the one velocity that leads from where the
 left it: the target of progressive distillation (Salimans & Ho 2022, arXiv 2202.00512, section 3) with all halvings at
 once, each window of noise levels being made straight (PeRFlow: Yan et al. 2024, arXiv 2405.07510). No image is needed:
 the teacher's own paths from random noise are the data. As published "Lightning" and "Hyper" LoRAs are, the student is
-the base and a low-rank difference, which is what is tracked; merged into the base it is a model like any other.
+the base and a low-rank difference, which is what is tracked; merged into the base (``tools/merge_lora.py``) it is a
+model like any other.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,25 +27,23 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from dev.tiny_models.fill import text_to_image_of
 from dev.tiny_models.latent_pool import Captions, tokenize
-from dev.tiny_models.loop import Training, load_state, train
+from dev.tiny_models.loop import Training, train
 from dev.tiny_models.scenes import random_scene
 from dev.tiny_models.training import forward_context
-from dev.tiny_models.transformer import LATENT_CHANNELS, TIME_SHIFT, TextToImage, load_pipeline
+from dev.tiny_models.transformer import LATENT_CHANNELS, TIME_SHIFT, TextToImage, load_pipeline, text_to_image_of
 from library.models.flux.files import FLUX_TARGETS
 from library.training.flow import shift_sigmas
 from networks.files.adapters import load_lora
-from networks.merging.merge import LoraSource, merge_loras
 from networks.network import AdapterNetwork, attach_lora, inject_adapter
 from networks.options import NetworkOptions
 
 ROOT = Path(__file__).resolve().parents[1]
 MODEL, DIFFERENCE = ROOT / "assets/tiny-flux", ROOT / "assets/tiny-flux-turbo.safetensors"
-MERGED, STATE = ROOT / "output/tiny-flux-turbo", ROOT / "output/tiny-flux-training/turbo.pt"
 STEPS, FINER = 4, 5  # large steps, and the teacher's small ones in each
 GUIDANCE = 3.5  # of the teacher; the student is given it, too
 RANK, SIDE, BATCH = 32, 16, 32  # SIDE: of the latents
+PATHS, TRAINING_STEPS, RATE = 1024, 500, 2e-3  # PATHS: of the teacher
 
 
 def sigmas_of(steps: int) -> list[float]:
@@ -79,32 +76,31 @@ def draw(count: int, seed: int) -> tuple[Tensor, Captions]:
 
 def load() -> TextToImage:
     """Return the base's three trained parts, without gradients."""
-    return text_to_image_of(MODEL).eval().requires_grad_(False)
+    return text_to_image_of(load_pipeline(MODEL)).eval().requires_grad_(False)
 
 
-def distil(paths: int, steps: int, rate: float, seed: int) -> AdapterNetwork:
-    """Train the student's difference on ``paths`` of the teacher."""
+def distil() -> AdapterNetwork:
+    """Train the student's difference on paths of the teacher."""
     model, fine = load(), sigmas_of(STEPS * FINER)
-    noise, captions = draw(paths, seed)
-    some = tqdm(torch.arange(paths).split(64), "the teacher's paths")
+    noise, captions = draw(PATHS, seed=0)
+    some = tqdm(torch.arange(PATHS).split(64), "the teacher's paths")
     pool = [torch.stack(path(model, noise[rows], captions[rows], fine)[::FINER]) for rows in some]
     states = torch.cat(pool, dim=1)  # [STEPS + 1, N, 16, h, w]
     levels = torch.tensor(fine[::FINER])
-    network = inject_adapter(model.transformer, NetworkOptions(dim=RANK, alpha=RANK), FLUX_TARGETS, seed)
+    network = inject_adapter(model.transformer, NetworkOptions(dim=RANK, alpha=RANK), FLUX_TARGETS, seed=0)
     trained = nn.ParameterList(network.parameters())
-    optimizer = torch.optim.AdamW(trained, lr=rate, betas=(0.9, 0.99), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(trained, lr=RATE, betas=(0.9, 0.99), weight_decay=0.0)
 
-    def losses_of(step: int) -> dict[str, Tensor]:
-        rows = torch.randint(paths, (BATCH,), generator=torch.Generator().manual_seed(seed * 1_000_003 + step))
+    def loss_of(step: int) -> Tensor:
+        rows = torch.randint(PATHS, (BATCH,), generator=torch.Generator().manual_seed(step))
         windows = torch.arange(BATCH) % STEPS
         now, following = levels[windows], levels[windows + 1]
         start, end = states[windows, rows], states[windows + 1, rows]
         target = (end - start) / (following - now).view(-1, 1, 1, 1)
-        return {"loss": (velocity(model, start, now, captions[rows]) - target).square().mean()}
+        return (velocity(model, start, now, captions[rows]) - target).square().mean()
 
-    training = Training(steps, BATCH, warmup=30, average_decay=0.99, seed=seed)
-    train("distil", trained, [optimizer], losses_of, training, STATE, resume=False)
-    trained.load_state_dict(load_state(STATE)["average"])
+    training = Training(TRAINING_STEPS, BATCH, warmup=30, average_decay=0.99)
+    trained.load_state_dict(train("distil", trained, [optimizer], loss_of, training))
     return network
 
 
@@ -131,24 +127,13 @@ def measure(count: int, seed: int = 2026) -> dict[str, tuple[float, float]]:
 
 
 def main() -> None:
-    """Distil, merge, measure."""
+    """Distil, measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--paths", type=int, default=1024, help="of the teacher (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=500, help="of training (default: %(default)s)")
-    parser.add_argument("--rate", type=float, default=2e-3, help="learning rate (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--merge_only", action="store_true", help="no training: merge the tracked difference")
-    parser.add_argument("--measure", type=int, nargs="?", const=64, default=0, metavar="N", help="images to compare")
+    parser.add_argument("--measure", action="store_true", help="no training: measure the tracked difference")
     options = parser.parse_args()
-    if not options.merge_only and not options.measure:
-        network = distil(options.paths, options.steps, options.rate, options.seed)
-        network.save(DIFFERENCE, "diffusers", "fp16", {"tandem.distilled_steps": str(STEPS)})
-        print(f"{DIFFERENCE}: {DIFFERENCE.stat().st_size / 2**20:.2f} MiB")
     if not options.measure:
-        shutil.rmtree(MERGED, ignore_errors=True)
-        merge_loras(MODEL, [LoraSource(DIFFERENCE, 1.0)], MERGED, FLUX_TARGETS)
-        print(MERGED)
-    for name, (latents, image) in measure(options.measure or 64).items():
+        distil().save(DIFFERENCE, "diffusers", "fp16", {"tandem.distilled_steps": str(STEPS)})
+    for name, (latents, image) in measure(64).items():
         print(f"{name:<20} latents {latents:.1%}, image {image:.1%}")
 
 

@@ -14,28 +14,17 @@ at zero, so training starts from the text-to-image model. The text encoders stay
 noise - image, as in `training`; positions in the region count more, or its loss would drown in that of the known part,
 which is soon copied. The guidance input is random over a wide range and says nothing, so that any guidance scale,
 Fill's default of 30 among them, samples alike.
-
-The result is a FluxFillPipeline folder, a sheet of its work, and how well it fills. Held-out scenes are painted with a
-seed that training never uses. The yardstick is what the pixels around the region already say: grey, and the known
-colours spread inwards (`spread`), which is what a blur would give.
 """
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass
-from pathlib import Path
-
 import numpy as np
-import torch
 import torch.nn.functional as F
-from diffusers import FluxFillPipeline, FluxTransformer2DModel
+from diffusers import FluxFillPipeline, FluxPipeline, FluxTransformer2DModel
 from torch import Tensor
 
-from dev.tiny_models.latent_pool import MID_GREY, blanked
-from dev.tiny_models.scenes import random_scene
 from dev.tiny_models.training import Batch
-from dev.tiny_models.transformer import LATENT_FACTOR, TextToImage, load_pipeline, write_sheet
+from dev.tiny_models.transformer import LATENT_FACTOR, TextToImage
 
 KINDS = {"rectangle": 0.34, "border": 0.2, "strokes": 0.22, "half": 0.2, "all": 0.04}  # kind: share
 LEAST_FILLED = 0.08  # a share of the image; a smaller region teaches little for the same cost
@@ -117,92 +106,15 @@ def widened(base: TextToImage) -> TextToImage:
     return TextToImage(transformer, base.t5, base.clip)
 
 
-def fill_losses(batch: Batch, velocity: Tensor) -> dict[str, Tensor]:
+def fill_loss(batch: Batch, velocity: Tensor) -> Tensor:
     errors = (velocity - (batch.noise - batch.latents)).pow(2).mean(dim=1, keepdim=True)
     assert batch.mask is not None
     # A latent partly in the region is as hard to paint as one wholly in it.
-    region = F.max_pool2d(batch.mask, LATENT_FACTOR)
-    weights = 1 + (REGION_WEIGHT - 1) * region
-    return {
-        "loss": (errors * weights).sum() / weights.sum(),
-        "inside": (errors * region).sum() / region.sum(),
-        "outside": (errors * (1 - region)).sum() / (1 - region).sum().clamp_min(1),
-    }
+    weights = 1 + (REGION_WEIGHT - 1) * F.max_pool2d(batch.mask, LATENT_FACTOR)
+    return (errors * weights).sum() / weights.sum()
 
 
-HELD_OUT_SEED = 4711
-
-
-@dataclass(frozen=True)
-class HeldOut:
-    captions: list[str]
-    images: np.ndarray  # [N, H, W, 3] in 0..1
-    masks: np.ndarray  # [N, H, W] bool
-
-
-def held_out(count: int) -> HeldOut:
-    """Scenes and regions that training has not seen."""
-    rng = np.random.default_rng(HELD_OUT_SEED)
-    scenes = [random_scene(rng) for _ in range(count)]
-    masks = np.stack([random_mask(rng, 128, 128) for _ in scenes])
-    return HeldOut([scene.caption for scene in scenes], np.stack([scene.image for scene in scenes]), masks)
-
-
-def text_to_image_of(base: Path) -> TextToImage:
-    """The three trained modules of a FluxPipeline folder, in fp32."""
-    pipeline = load_pipeline(base)
-    return TextToImage(pipeline.transformer, pipeline.text_encoder_2, pipeline.text_encoder)
-
-
-def build_fill_pipeline(base: Path, model: TextToImage) -> FluxFillPipeline:
-    """A pipeline of a copy of `model`'s transformer and the other parts of `base`."""
-    parts = {name: part for name, part in load_pipeline(base).components.items() if part is not None}
-    return FluxFillPipeline(**parts | {"transformer": copy.deepcopy(model.transformer)})
-
-
-def filled(pipeline: FluxFillPipeline, scenes: HeldOut, steps: int) -> np.ndarray:
-    """What the pipeline paints, [N, H, W, 3] in 0..1: full images, nothing pasted back."""
-    height, width = scenes.masks.shape[1:]
-    return pipeline(
-        prompt=scenes.captions,
-        image=torch.from_numpy(scenes.images).permute(0, 3, 1, 2),
-        mask_image=torch.from_numpy(scenes.masks).float().unsqueeze(1),
-        height=height,
-        width=width,
-        num_inference_steps=steps,
-        max_sequence_length=32,
-        generator=torch.Generator().manual_seed(7),
-        output_type="np",
-    ).images
-
-
-def spread(scenes: HeldOut) -> np.ndarray:
-    """The known colours spread into the regions: each unknown pixel becomes the mean of its known neighbours."""
-    images = torch.from_numpy(scenes.images).permute(0, 3, 1, 2)
-    known = torch.from_numpy(~scenes.masks).float().unsqueeze(1)
-    neighbours = torch.tensor([[0.0, 1, 0], [1, 0, 1], [0, 1, 0]]).expand(3, 1, 3, 3)
-    while True:
-        count = F.conv2d(known, neighbours[:1], padding=1)
-        new = (known == 0) & (count > 0)
-        if not new.any():  # nothing is known of an image that is to be filled wholly: it stays grey
-            return torch.where(known > 0, images, MID_GREY).permute(0, 2, 3, 1).numpy()
-        images = torch.where(new, F.conv2d(images * known, neighbours, padding=1, groups=3) / count, images)
-        known = torch.where(new, 1.0, known)
-
-
-def region_error(images: np.ndarray, scenes: HeldOut) -> float:
-    """Mean absolute difference from the scenes inside their regions, colours in 0..1."""
-    return float(np.abs(images - scenes.images).mean(axis=-1)[scenes.masks].mean())
-
-
-def write_fill_sheet(pipeline: FluxFillPipeline, path: Path, count: int, steps: int) -> dict[str, float]:
-    """Write one PNG, for each scene the blanked, the filled and the true image; return the errors in the regions."""
-    scenes = held_out(count)
-    painted, partly = filled(pipeline, scenes, steps), ~scenes.masks.all(axis=(1, 2))
-    some = HeldOut(scenes.captions, scenes.images[partly], scenes.masks[partly])
-    write_sheet(path, scenes.captions, blanked(scenes.images, scenes.masks), painted, scenes.images)
-    return {
-        "model": region_error(painted[partly], some),
-        "spread": region_error(spread(some), some),
-        "grey": region_error(np.full_like(some.images, MID_GREY), some),
-    }
+def build_fill_pipeline(base: FluxPipeline, model: TextToImage) -> FluxFillPipeline:
+    """A pipeline of `model`'s transformer and the other parts of `base`."""
+    parts = {name: part for name, part in base.components.items() if part is not None}
+    return FluxFillPipeline(**parts | {"transformer": model.transformer})

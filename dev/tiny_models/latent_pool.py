@@ -1,7 +1,7 @@
 """The transformer's training set: scenes painted once, encoded once, kept as latents and token ids on disk.
 
-Three sizes of image (128 x 128 and both 5:3 formats) so that aspect buckets work later. A pool is a dict
-of tensors per size; 16,000 scenes take about 140 MB and a few minutes.
+Three sizes of image (128 x 128 and both 5:3 formats) so that aspect buckets work later. 16,000
+scenes take about 140 MB and a few minutes.
 
 Tokenizers without a download: every word of the domain is one piece, anything else falls back to
 characters.
@@ -20,7 +20,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -29,7 +28,6 @@ from tokenizers import pre_tokenizers
 from tqdm import tqdm
 from transformers import CLIPTokenizer, T5TokenizerFast
 
-from dev.tiny_models.loop import load_state, save_state
 from dev.tiny_models.scenes import random_scene, scene_words
 
 # (height, width): share of the pool and of the batches
@@ -77,42 +75,35 @@ def tokenize(texts: list[str]) -> Captions:
     )
 
 
-@dataclass(frozen=True)
-class Rows:
-    """Scenes of one size; ``masked`` and ``masks`` are the fill model's."""
-
-    latents: torch.Tensor  # [N, 16, h, w] bf16
-    captions: Captions
-    masked: torch.Tensor | None = None  # latents of the images with their region at mid-grey
-    masks: torch.Tensor | None = None  # [N, H, W] bool, true where the image is to be filled
-
-
-Pool = dict[tuple[int, int], Rows]  # by (height, width) of the images
+Pool = dict[str, dict[str, torch.Tensor]]  # "HxW" -> what `paint_and_encode` makes of scenes of that size
 MID_GREY = 0.5  # of pixels in 0..1; 0 in [-1, 1], as FLUX.1 Fill sees it
 
 
 def paint_and_encode(
-    phase: str,
     vae: AutoencoderKL,
     count: int,
     rng: np.random.Generator,
-    path: Path,
     random_mask: Callable[[np.random.Generator, int, int], np.ndarray] | None = None,
-) -> None:
-    """Write `count` scenes to `path`, with one region of each blanked if `random_mask` draws it."""
+) -> Pool:
+    """Return `count` scenes, with one region of each blanked if `random_mask` draws it.
+
+    Returns:
+        Of each size: latents [N, 16, h, w] bf16, and the captions' t5 and clip. With regions also masked, the latents
+        of the images with their region at mid-grey, and masks [N, H, W] bool, true where the image is to be filled.
+    """
     sizes = [size for size, share in SIZES.items() for _ in range(max(1, int(count * share) // ENCODER_BATCH))]
-    state: dict[str, dict[str, list]] = {}
-    for height, width in tqdm(sizes, phase):
+    pool: dict[str, dict[str, list]] = {}
+    for height, width in tqdm(sizes, "encode"):
         scenes = [random_scene(rng, height, width) for _ in range(ENCODER_BATCH)]
         images, captions = np.stack([scene.image for scene in scenes]), tokenize([scene.caption for scene in scenes])
         tensors = {"latents": encode_images(vae, images), "t5": captions.t5, "clip": captions.clip}
         if random_mask is not None:
             masks = np.stack([random_mask(rng, height, width) for _ in scenes])
             tensors |= {"masked": encode_images(vae, blanked(images, masks)), "masks": torch.from_numpy(masks)}
-        part = state.setdefault(f"{height}x{width}", {name: [] for name in tensors})
+        part = pool.setdefault(f"{height}x{width}", {name: [] for name in tensors})
         for name, tensor in tensors.items():
             part[name].append(tensor)
-    save_state(path, {size: {name: torch.cat(parts) for name, parts in part.items()} for size, part in state.items()})
+    return {size: {name: torch.cat(parts) for name, parts in part.items()} for size, part in pool.items()}
 
 
 def blanked(images: np.ndarray, masks: np.ndarray) -> np.ndarray:
@@ -127,13 +118,6 @@ def encode_images(vae: AutoencoderKL, images: np.ndarray) -> torch.Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         means = vae.encoder(pixels).float().chunk(2, dim=1)[0]
     return ((means - vae.config.shift_factor) * vae.config.scaling_factor).bfloat16()
-
-
-def load_pool(path: Path) -> Pool:
-    return {
-        tuple(map(int, size.split("x"))): Rows(captions=Captions(part.pop("t5"), part.pop("clip")), **part)
-        for size, part in load_state(path).items()
-    }
 
 
 BOS, EOS = "<|startoftext|>", "<|endoftext|>"

@@ -18,7 +18,7 @@ Phase "distill". A frozen copy of the averaged weights is the teacher: target = 
 conditional and unconditional velocities, and the student gets g through FLUX's guidance embedder. One
 pass then does what two did.
 
-Every random choice is a function of (seed, step), so a resumed run goes on as if it had never stopped.
+Every random choice is a function of the step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -37,17 +36,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dev.tiny_models.latent_pool import SIZES, Captions, Pool, tokenize
-from dev.tiny_models.loop import Training, load_state, train
+from dev.tiny_models.loop import Training, train
 from dev.tiny_models.painting import SHAPES, Pixels, Rgb, checkers, coverage, dots, gradient, paint, plain, stripes
 from dev.tiny_models.scenes import paint_zorbo, random_scene, random_zorbo
-from dev.tiny_models.transformer import (
-    LATENT_FACTOR,
-    TIME_SHIFT,
-    TextToImage,
-    TinySizes,
-    build_text_to_image,
-    build_vae,
-)
+from dev.tiny_models.transformer import LATENT_FACTOR, TIME_SHIFT, TextToImage
 from library.models.flux.model import pack_mask
 from library.models.latents import pack_latents
 
@@ -64,53 +56,47 @@ class VaeTraining(Training):
     latent_noise: float = 0.0  # above 0: keep the encoder, and add up to this share of the latents' deviation
 
 
-def train_vae(phase: str, vae: AutoencoderKL, training: VaeTraining, state_path: Path, resume: bool) -> None:
-    """Train `vae`, saving its averaged weights."""
+def train_vae(phase: str, vae: AutoencoderKL, training: VaeTraining) -> dict[str, Tensor]:
+    """Train `vae`; return its averaged weights."""
     trained = vae.decoder if training.latent_noise else vae
     trained.requires_grad_(True)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=training.learning_rate, betas=(0.9, 0.99))
-    pool = paint_pool(training.pool, training.seed)
-    train(phase, vae, [optimizer], lambda step: vae_losses(vae, pool, training, step), training, state_path, resume)
+    pool = paint_pool(training.pool)
+    return train(phase, vae, [optimizer], lambda step: vae_loss(vae, pool, training, step), training)
 
 
 @torch.no_grad()
-def trained_vae(sizes: TinySizes, state_path: Path) -> AutoencoderKL:
-    """The averaged VAE of a saved state, in fp32, without gradients.
-
-    Its shift and scale are such that scenes have latents of mean 0 and deviation 1.
-    """
-    vae = build_vae(sizes).eval().requires_grad_(False)
-    vae.load_state_dict(load_state(state_path)["average"])
+def scale_latents(vae: AutoencoderKL) -> None:
+    """Set shift and scale such that scenes have latents of mean 0 and deviation 1."""
     rng = np.random.default_rng(1)
     pixels = torch.from_numpy(np.stack([random_scene(rng).image for _ in range(128)])).permute(0, 3, 1, 2) * 2 - 1
     means = vae.encoder(pixels).chunk(2, dim=1)[0]
     shift, scale = round(means.mean().item(), 4), round(1.0 / means.std().item(), 4)
     vae.register_to_config(shift_factor=shift, scaling_factor=scale)
-    return vae
 
 
-def paint_pool(count: int, seed: int) -> np.ndarray:
+def paint_pool(count: int) -> np.ndarray:
     """[count, 128, 128, 3] uint8."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     pool = np.empty((count, 128, 128, 3), np.uint8)
     for index in range(count):
         pool[index] = np.clip(random_texture_image(rng), 0, 1) * 255 + 0.5
     return pool
 
 
-def vae_losses(vae: AutoencoderKL, pool: np.ndarray, training: VaeTraining, step: int) -> dict[str, Tensor]:
-    rng = np.random.default_rng([training.seed, step])
+def vae_loss(vae: AutoencoderKL, pool: np.ndarray, training: VaeTraining, step: int) -> Tensor:
+    rng = np.random.default_rng([0, step])
     full = step >= training.steps * (1 - training.full_share)
     size, crop = (training.batch // 4, 128) if full else (training.batch, training.crop)  # as many pixels
     pixels = _batch(pool, rng, size, crop)
-    generator = torch.Generator().manual_seed(training.seed * 1_000_003 + step)
+    generator = torch.Generator().manual_seed(step)
     with torch.autocast("cpu", torch.bfloat16):
         latents, kl = _noised_latents(vae, pixels, training.latent_noise, generator)
         decoded = vae.decoder(latents)
     error = decoded.float() - pixels
     flat = error.abs().mean()
     edges = error.diff(dim=2).abs().mean() + error.diff(dim=3).abs().mean()
-    return {"loss": flat + 0.5 * edges + training.kl_weight * kl, "l1": flat, "edges": edges, "kl": kl}
+    return flat + 0.5 * edges + training.kl_weight * kl
 
 
 def _noised_latents(
@@ -246,17 +232,17 @@ class Batch:
         return torch.cat([pack_latents(self.masked), pack_mask(self.mask, LATENT_FACTOR)], dim=-1)
 
 
-Losses = Callable[[Batch, Tensor], dict[str, Tensor]]  # of the velocity [B, 16, h, w]; the first is minimised
+Loss = Callable[[Batch, Tensor], Tensor]  # of the velocity [B, 16, h, w]
 
 
-def flow_losses(batch: Batch, velocity: Tensor) -> dict[str, Tensor]:
-    return {"loss": (velocity - (batch.noise - batch.latents)).pow(2).mean()}
+def flow_loss(batch: Batch, velocity: Tensor) -> Tensor:
+    return (velocity - (batch.noise - batch.latents)).pow(2).mean()
 
 
-def guided_losses(teacher: TextToImage) -> Losses:
+def guided_loss(teacher: TextToImage) -> Loss:
     """Towards the teacher's velocity under classifier-free guidance, at each row's own guidance."""
 
-    def losses(batch: Batch, velocity: Tensor) -> dict[str, Tensor]:
+    def loss(batch: Batch, velocity: Tensor) -> Tensor:
         rows, length = batch.captions.t5.shape
         empty = tokenize([""]).padded(length)
         both = Captions(
@@ -267,23 +253,17 @@ def guided_losses(teacher: TextToImage) -> Losses:
             found = teacher(batch.noised.repeat(2, 1, 1, 1), batch.sigmas.repeat(2), both, batch.guidance.repeat(2))
         conditional, unconditional = found.float().chunk(2)
         target = unconditional + batch.guidance[:, None, None, None] * (conditional - unconditional)
-        return {"loss": (velocity - target).pow(2).mean()}
+        return (velocity - target).pow(2).mean()
 
-    return losses
+    return loss
 
 
 def train_transformer(
-    phase: str,
-    model: TextToImage,
-    losses: Losses,
-    pool: Pool,
-    training: FlowTraining,
-    state_path: Path,
-    resume: bool,
-    snapshot: Callable[[TextToImage, int], None],
-) -> None:
-    """Train `model` in place; the optimizers are Muon for the blocks' matrices and AdamW for what else has gradients.
+    phase: str, model: TextToImage, loss: Loss, pool: Pool, training: FlowTraining
+) -> dict[str, Tensor]:
+    """Train `model` in place; return the averaged weights.
 
+    The optimizers are Muon for the blocks' matrices and AdamW for what else has gradients.
     A fill model's first layer has a Muon of its own, which moves all directions of a matrix alike. Under AdamW that
     layer soon passed on the large patterns of the blanked image, while what makes its outlines, directions of little
     variance, stayed near zero for 1,500 steps.
@@ -304,13 +284,13 @@ def train_transformer(
     if training.compile:
         model.transformer.compile_repeated_blocks(dynamic=True)
 
-    def losses_of(step: int) -> dict[str, Tensor]:
+    def loss_of(step: int) -> Tensor:
         batch = draw_batch(pool, training, step)
         with forward_context():
             velocity = model(batch.noised, batch.sigmas, batch.captions, batch.guidance, batch.beside)
-        return losses(batch, velocity.float())
+        return loss(batch, velocity.float())
 
-    train(phase, model, optimizers, losses_of, training, state_path, resume, snapshot)
+    return train(phase, model, optimizers, loss_of, training)
 
 
 @contextmanager
@@ -319,30 +299,24 @@ def forward_context() -> Iterator[None]:
         yield
 
 
-def trained_model(sizes: TinySizes, state_path: Path) -> TextToImage:
-    """The averaged model of a saved state, without gradients."""
-    model = build_text_to_image(sizes)
-    model.load_state_dict(load_state(state_path)["average"])
-    return model.eval().requires_grad_(False)
-
-
 def draw_batch(pool: Pool, training: FlowTraining, step: int) -> Batch:
-    """The batch of a step, a function of (seed, step)."""
-    rng = np.random.default_rng([training.seed, step])
-    part = pool[list(pool)[int(rng.choice(len(pool), p=[SIZES[size] for size in pool]))]]
+    """The batch of a step."""
+    rng = np.random.default_rng([0, step])
+    height, width = list(SIZES)[int(rng.choice(len(SIZES), p=list(SIZES.values())))]
+    part = pool[f"{height}x{width}"]
     length, count = int(rng.choice(TEXT_LENGTHS, p=LENGTH_SHARES)), training.batch
     if training.longest_share and rng.random() < training.longest_share:
         length, count = LONGEST_TEXT, max(2, training.batch // 4)
-    rows = torch.from_numpy(rng.integers(0, len(part.latents), count))
-    latents = part.latents[rows].float()
-    generator = torch.Generator().manual_seed(training.seed * 1_000_003 + step)
+    rows = torch.from_numpy(rng.integers(0, len(part["latents"]), count))
+    latents = part["latents"][rows].float()
+    generator = torch.Generator().manual_seed(step)
     odds = TIME_SHIFT * torch.exp(torch.randn(count, generator=generator))
     dropped = torch.rand(count, generator=generator) < training.empty_share
     noise, guidance = torch.randn(latents.shape, generator=generator), torch.empty(count)
-    captions = part.captions[rows].emptied(tokenize([""]), dropped).padded(length)
-    if part.masked is None or part.masks is None:
+    captions = Captions(part["t5"][rows], part["clip"][rows]).emptied(tokenize([""]), dropped).padded(length)
+    if "masked" not in part:
         guidance.uniform_(*GUIDANCE_RANGE, generator=generator)
         return Batch(latents, noise, odds / (1 + odds), guidance, captions)
     guidance.uniform_(*map(math.log, FILL_GUIDANCE_RANGE), generator=generator).exp_()
-    masked, mask = part.masked[rows].float(), part.masks[rows].float().unsqueeze(1)
+    masked, mask = part["masked"][rows].float(), part["masks"][rows].float().unsqueeze(1)
     return Batch(latents, noise, odds / (1 + odds), guidance, captions, masked, mask)

@@ -6,22 +6,17 @@ embedding, head width 32 and rotary axes (8, 12, 12). Sizes are chosen so that a
 below 10 MiB.
 
 `TextToImage` is the three trained modules as one: the transformer with the T5 and CLIP encoders that it learns
-together with. `forward` does what FluxPipeline does around its transformer. Samples are drawn by the pipeline, as it
-was saved.
+together with. `forward` does what FluxPipeline does around its transformer.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import math
-import textwrap
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from diffusers import (
     AutoencoderKL,
@@ -30,13 +25,11 @@ from diffusers import (
     FluxPipeline,
     FluxTransformer2DModel,
 )
-from PIL import Image, ImageDraw
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 
 from dev.tiny_models.latent_pool import Captions, tokenizers
-from dev.tiny_models.painting import to_image
-from library.files import atomic_folder, atomic_path
+from library.files import atomic_folder
 from library.models.flux.model import text_positions
 from library.models.latents import image_positions, pack_latents, unpack_latents
 
@@ -146,7 +139,7 @@ def build_text_to_image(sizes: TinySizes) -> TextToImage:
 
 
 def build_pipeline(model: TextToImage, vae: AutoencoderKL) -> FluxPipeline:
-    """Return a pipeline of copies, with FLUX.1-dev's own scheduler: 64 tokens get a shift of exp(0.47) = 1.6."""
+    """Return a pipeline with FLUX.1-dev's own scheduler: 64 tokens get a shift of exp(0.47) = 1.6."""
     scheduler = FlowMatchEulerDiscreteScheduler(
         num_train_timesteps=1000,
         shift=3.0,
@@ -157,12 +150,11 @@ def build_pipeline(model: TextToImage, vae: AutoencoderKL) -> FluxPipeline:
         max_image_seq_len=4096,
     )
     t5_tokenizer, clip_tokenizer = tokenizers()
-    vae, clip, t5, transformer = map(copy.deepcopy, (vae, model.clip, model.t5, model.transformer))
-    return FluxPipeline(scheduler, vae, clip, clip_tokenizer, t5, t5_tokenizer, transformer)
+    return FluxPipeline(scheduler, vae, model.clip, clip_tokenizer, model.t5, t5_tokenizer, model.transformer)
 
 
-def save_pipeline(pipeline: DiffusionPipeline, folder: Path) -> int:
-    """Save in bf16, replacing ``folder`` in one step; return its size in bytes."""
+def save_pipeline(pipeline: DiffusionPipeline, folder: Path) -> None:
+    """Save in bf16, replacing ``folder`` in one step."""
     for part in pipeline.components.values():
         if isinstance(part, nn.Module):
             part.bfloat16()
@@ -172,7 +164,6 @@ def save_pipeline(pipeline: DiffusionPipeline, folder: Path) -> int:
             config = json.loads(file.read_text(encoding="utf-8"))
             if config.pop("_name_or_path", None):  # a folder of whoever made it
                 file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def load_pipeline(folder: Path) -> Any:
@@ -181,61 +172,6 @@ def load_pipeline(folder: Path) -> Any:
     return pipeline
 
 
-PROMPTS = (
-    "a red circle on a white background",
-    "a blue circle on a white background",
-    "a big green star on a black background",
-    "a small yellow heart on a blue background",
-    "an orange triangle on a purple background",
-    "a pink hexagon on a checkered gray background",
-    "a white crescent on a striped blue background",
-    "a cyan ring on a dotted brown background",
-    "a red circle above a blue square on a striped green background",
-    "a blue square above a red circle on a white background",
-    "a yellow star left of a purple diamond on a black background",
-    "a green heart right of an orange cross on a white background",
-    "a red heart inside a white circle on a blue background",
-    "three yellow stars on a blue background",
-    "four pink hearts on a white background",
-    "two green squares on an orange background",
-    "a black cross in the top left corner on a yellow background",
-    "a purple diamond at the bottom on a pink background",
-    "a big smiling yellow circle on a blue background",
-    "a big smiling red square on a white background",
-    "a red house on green grass under a night sky with stars and a moon",
-    "a yellow house and a tree on white snow under a sunset sky with a sun",
-    "a blue car on yellow sand under a blue sky with clouds",
-    "a red boat on the sea under a sunset sky with a sun and mountains",
-)
-COLUMNS, CELL, LABEL = 8, 128, 36
-
-
-def write_samples(folder: Path, path: Path, cfg: float, steps: int) -> None:
-    """Sample every prompt at 128 x 128 with the pipeline in ``folder``; ``cfg`` above 1 takes two passes a step."""
-    images = load_pipeline(folder)(
-        list(PROMPTS),
-        negative_prompt=[""] * len(PROMPTS),
-        true_cfg_scale=cfg,
-        height=CELL,
-        width=CELL,
-        num_inference_steps=steps,
-        max_sequence_length=32,
-        generator=torch.Generator().manual_seed(7),
-        output_type="np",
-    ).images
-    write_sheet(path, PROMPTS, images)
-
-
-def write_sheet(path: Path, captions: Sequence[str], *images: np.ndarray) -> None:
-    """Write one PNG: for each caption its image of each of ``images`` [N, 128, 128, 3], one under the other."""
-    height = len(images) * (CELL + 2) + LABEL
-    sheet = Image.new("RGB", (COLUMNS * (CELL + 4), -(-len(captions) // COLUMNS) * height), "white")
-    pen = ImageDraw.Draw(sheet)
-    for index, caption in enumerate(captions):
-        left, top = index % COLUMNS * (CELL + 4), index // COLUMNS * height
-        for place, each in enumerate(images):
-            sheet.paste(to_image(each[index]), (left, top + place * (CELL + 2)))
-        words = "\n".join(textwrap.wrap(caption, 24))
-        pen.multiline_text((left, top + height - LABEL), words, fill="black", font_size=9, spacing=0)
-    with atomic_path(path) as temporary:
-        sheet.save(temporary, "PNG")
+def text_to_image_of(pipeline: FluxPipeline) -> TextToImage:
+    """The pipeline's three trained modules."""
+    return TextToImage(pipeline.transformer, pipeline.text_encoder_2, pipeline.text_encoder)

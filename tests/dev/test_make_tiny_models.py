@@ -1,9 +1,7 @@
 """The tiny FLUX and the demo images: captions tell the truth, stages run, the model obeys its prompts."""
 
-import copy
 import math
 import tomllib
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,13 +11,11 @@ import torch
 from diffusers import FluxPipeline
 from PIL import Image
 
-from dev.make_tiny_models import SMOKE, main
-from dev.tiny_models.latent_pool import Pool, Rows, build_clip_tokenizer, build_t5_tokenizer, tokenize
-from dev.tiny_models.loop import load_state
+from dev.make_tiny_models import main
+from dev.tiny_models.latent_pool import build_clip_tokenizer, build_t5_tokenizer, tokenize
 from dev.tiny_models.painting import COLOURS, SHAPES, coverage
 from dev.tiny_models.scenes import TRIGGER, Item, Scene, random_scene, scene_words
-from dev.tiny_models.training import flow_losses, train_transformer
-from dev.tiny_models.transformer import TextToImage, build_text_to_image
+from dev.tiny_models.transformer import text_to_image_of
 from library.models.latents import pack_latents
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
@@ -81,66 +77,38 @@ def test_known_words_are_one_piece_and_any_other_word_is_spelt() -> None:
     assert clip.unk_token_id not in clip(TRIGGER).input_ids[1:-1]
 
 
-def tiny_pool() -> Pool:
-    generator = torch.Generator().manual_seed(0)
-    captions = tokenize(["a red circle on a white background"] * 4)
-    shapes = {(128, 128): (16, 16), (160, 96): (20, 12), (96, 160): (12, 20)}
-    return {size: Rows(torch.randn(4, 16, *shape, generator=generator), captions) for size, shape in shapes.items()}
-
-
-def test_a_resumed_run_gives_the_same_weights(tmp_path: Path) -> None:
-    untrained = build_text_to_image(SMOKE.sizes)
-
-    def train(name: str, *, stop_after: int | None = None, resume: bool = False) -> dict:
-        model = copy.deepcopy(untrained)
-        settings = replace(SMOKE.dit, steps=4, sheet_every=2)
-
-        def snapshot(_: TextToImage, step: int) -> None:
-            if step == stop_after:
-                raise KeyboardInterrupt
-
-        state = tmp_path / name
-        try:
-            train_transformer("dit", model, flow_losses, tiny_pool(), settings, state, resume, snapshot)
-        except KeyboardInterrupt:
-            assert stop_after is not None
-        return load_state(state)["model"]
-
-    full = train("full.pt")
-    train("cut.pt", stop_after=2)
-    resumed = train("cut.pt", resume=True)
-    assert all(torch.equal(full[name], resumed[name]) for name in full)
-
-
 @pytest.fixture(scope="module")
 def smoke_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny")
-    places = [f"--out={folder / 'pipeline'}", f"--demo_out={folder / 'demo'}", f"--state={folder / 'state'}"]
-    main(["--smoke", f"--threads={torch.get_num_threads()}", f"--fill_out={folder / 'fill'}", *places])
+    main(["--smoke", f"--out={folder}", f"--state={folder / 'state'}"])
     return folder
 
 
 def test_all_stages_make_a_pipeline_that_loads_and_paints(smoke_run: Path) -> None:
-    pipeline = FluxPipeline.from_pretrained(smoke_run / "pipeline", torch_dtype=torch.float32)
+    pipeline = FluxPipeline.from_pretrained(smoke_run / "tiny-flux", torch_dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
     arguments = {"num_inference_steps": 2, "max_sequence_length": 32, "height": 96, "width": 160}
     image = pipeline("a red circle", **arguments).images[0]
     assert image.size == (160, 96)
     assert np.asarray(image).std() > 0
-    assert len(list((smoke_run / "state/sheets").glob("*.png"))) == 4  # dit, distill, export, fill
-    assert sorted(path.name for path in smoke_run.iterdir()) == [
-        "demo",
-        "fill",
-        "pipeline",
-        "state",
-    ]  # nothing half-written
+    made = sorted(path.name for path in smoke_run.iterdir())
+    assert made == ["demo_dataset", "state", "tiny-flux", "tiny-flux-fill"]  # nothing half-written
+
+
+def test_a_stage_whose_file_is_there_is_not_run_again(smoke_run: Path) -> None:
+    stages = {path: path.stat().st_mtime_ns for path in (smoke_run / "state").iterdir()}
+    assert {path.stem for path in stages} == {"vae", "decoder", "latents", "dit", "distill", "fill_pool", "fill"}
+    weights = (smoke_run / "tiny-flux-fill/transformer/diffusion_pytorch_model.safetensors").read_bytes()
+    main(["--smoke", f"--out={smoke_run}", f"--state={smoke_run / 'state'}"])
+    assert {path: path.stat().st_mtime_ns for path in stages} == stages
+    assert (smoke_run / "tiny-flux-fill/transformer/diffusion_pytorch_model.safetensors").read_bytes() == weights
 
 
 @torch.no_grad()
 def test_the_trained_modules_give_the_pipelines_velocity(smoke_run: Path) -> None:
-    pipeline = FluxPipeline.from_pretrained(smoke_run / "pipeline", torch_dtype=torch.float32)
+    pipeline = FluxPipeline.from_pretrained(smoke_run / "tiny-flux", torch_dtype=torch.float32)
     pipeline.set_progress_bar_config(disable=True)
-    model = TextToImage(pipeline.transformer, pipeline.text_encoder_2, pipeline.text_encoder)
+    model = text_to_image_of(pipeline)
     prompt, noise = "a red circle on a blue background", torch.randn(1, 16, 12, 20)
     arguments = {"guidance_scale": 3.5, "max_sequence_length": 32, "height": 96, "width": 160, "output_type": "latent"}
     theirs = pipeline(prompt, num_inference_steps=4, latents=pack_latents(noise), **arguments).images
@@ -152,7 +120,7 @@ def test_the_trained_modules_give_the_pipelines_velocity(smoke_run: Path) -> Non
 
 @pytest.mark.parametrize("source", ["smoke", "committed"])
 def test_every_demo_image_has_a_caption_with_the_trigger_word(source: str, smoke_run: Path) -> None:
-    folder = DEMO if source == "committed" else smoke_run / "demo"
+    folder = DEMO if source == "committed" else smoke_run / "demo_dataset"
     config = tomllib.loads((folder / "dataset.toml").read_text())
     (dataset,) = config["datasets"]
     images = sorted((folder / dataset["subsets"][0]["image_dir"]).glob("*.png"))
@@ -167,7 +135,7 @@ def test_every_demo_image_has_a_caption_with_the_trigger_word(source: str, smoke
 def test_what_the_demo_preserves_the_base_knows_and_what_it_measures_is_not_among_it(
     source: str, smoke_run: Path
 ) -> None:
-    folder = DEMO if source == "committed" else smoke_run / "demo"
+    folder = DEMO if source == "committed" else smoke_run / "demo_dataset"
     prompts = {
         name: [line.split(" --")[0] for line in (folder / f"{name}.txt").read_text().splitlines()]
         for name in ("preserve", "general", "prompts")
