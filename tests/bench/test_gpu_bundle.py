@@ -22,8 +22,8 @@ import bench.gpu as gpu
 device = torch.device("cpu")
 saved = {"family": "flux", "checkpointing": True}
 cases = [saved, saved | {"trainer": "peft"}, saved | {"base": "fp8 dequant", "offloaded": True, "swapped": 16}]
-cases += [saved | {"base": "fp8 scaled_mm"}, {"family": "qwen_image"}, saved | {"compiled": True}]
-cases += [{"family": "flux", "layout": "device_map"}, {"ladder": "gpt2-124m"}]
+cases += [saved | {"base": "fp8 scaled_mm"}, {"family": "qwen_image"}]
+cases += [saved | {"compiled": True, "graph": True}, {"ladder": "gpt2-124m"}]
 errors = [row["error"] for case in cases for row in gpu.measured(case, device, True) if "error" in row]
 modules = {name.partition(".")[0] for name in sys.modules}
 owners = importlib.metadata.packages_distributions()
