@@ -1,6 +1,6 @@
 """Latents as a transformer's tokens: 2 x 2 of them are one, as FLUX.1 and Qwen-Image have it, or each is its own.
 
-Where tokens stand is what rotary embeddings turn them by (``library.nn.rope``). Those tensors are :func:`remembered`.
+Where tokens stand is what rotary embeddings turn them by (``library.nn.rope``).
 
 The published code is https://github.com/black-forest-labs/flux/blob/main/src/flux/sampling.py; diffusers' pipelines do
 the same and are what the tests compare with.
@@ -8,15 +8,9 @@ the same and are what the tests compare with.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-Make = TypeVar("Make", bound=Callable[..., Tensor])
 
 
 def pack_latents(latents: Tensor, patch: int = 2) -> Tensor:
@@ -40,28 +34,17 @@ def token_grid(latents: Tensor, patch: int = 2) -> tuple[int, int]:
     return latents.shape[-2] // patch, latents.shape[-1] // patch
 
 
-def remembered(make: Make) -> Make:
-    """Return ``make``, which gives the same tensor for the same arguments, not to be changed.
-
-    Tables of sines are remembered by the very tensor of positions. Made while sampling, it serves training too.
-    """
-    uses: Any = functools.lru_cache(maxsize=256)(torch.inference_mode(mode=False)(make))
-    return cast(Make, uses)
-
-
 def grid_positions(rows: int, columns: int, device: torch.device | str = "cpu", step: float = 1.0) -> Tensor:
     """Return (row, column) of an image's tokens, times ``step``, fp32 [rows * columns, 2]."""
     axes = [torch.arange(count, device=device, dtype=torch.float32) * step for count in (rows, columns)]
     return torch.stack(torch.meshgrid(*axes, indexing="ij"), dim=-1).reshape(-1, 2)
 
 
-@remembered
 def image_positions(rows: int, columns: int, device: torch.device | str = "cpu", index: int = 0) -> Tensor:
     """Return (index, row, column) of every image token, fp32 [rows * columns, 3], as of FLUX.1 and Krea 2."""
     return F.pad(grid_positions(rows, columns, device), (1, 0), value=index)
 
 
-@remembered
 def text_numbers(tokens: int, device: torch.device | str = "cpu") -> Tensor:
     """Return (0, 0, 0, number) of every text token, fp32 [tokens, 4], as of FLUX.2 and FLUX.3."""
     return F.pad(torch.arange(tokens, device=device, dtype=torch.float32).unsqueeze(1), (3, 0))

@@ -15,7 +15,6 @@ computed in fp32 and rounded once to the dtype of the input.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,13 +23,6 @@ import torch
 from torch import Tensor, nn
 
 Table = tuple[Tensor, Tensor]  # cos, sin: each [S, D/2], fp32
-TABLES = 64  # kept of a model, one for each size of image and text; 2 MiB each for FLUX at 1024 x 1024
-
-
-def make_room(tables: dict[Any, Any]) -> None:
-    """Forget the oldest of ``tables``, so that with one more there are ``TABLES`` at most."""
-    while len(tables) >= TABLES:
-        del tables[next(iter(tables))]
 
 
 @dataclass(frozen=True)
@@ -55,19 +47,6 @@ class LinearScaling:
 
 
 @dataclass(frozen=True)
-class DynamicNTKScaling:
-    """A larger base for longer texts ("dynamic NTK"), so that fast pairs stay and the slowest is stretched as asked.
-
-    A text of ``length`` beyond ``original_context`` has the base theta * (factor * length / original_context -
-    (factor - 1)) ^ (dim / (dim - 2)), shorter ones have theta (https://arxiv.org/abs/2309.00071, appendix B.1;
-    transformers' ``rope_type = "dynamic"``).
-    """
-
-    factor: float
-    original_context: int
-
-
-@dataclass(frozen=True)
 class YarnScaling:
     """YaRN (Peng et al. 2023, https://arxiv.org/abs/2309.00071): slow pairs stretched, fast ones kept.
 
@@ -85,16 +64,13 @@ class YarnScaling:
     truncate: bool = True
 
 
-RopeScaling = LinearScaling | DynamicNTKScaling | YarnScaling | Llama31Scaling
+RopeScaling = LinearScaling | YarnScaling | Llama31Scaling
 
 
-def rope_frequencies(dim: int, theta: float = 10000.0, scaling: RopeScaling | None = None, length: int = 0) -> Tensor:
-    """Return theta^(-2i/dim) for each pair i, float64 [dim/2], changed by ``scaling`` for a text of ``length``."""
+def rope_frequencies(dim: int, theta: float = 10000.0, scaling: RopeScaling | None = None) -> Tensor:
+    """Return theta^(-2i/dim) for each pair i, float64 [dim/2], changed by ``scaling``."""
     if dim % 2:
         raise ValueError(f"a rotary width must be even, not {dim}")
-    if isinstance(scaling, DynamicNTKScaling) and length > scaling.original_context:
-        longer = scaling.factor * length / scaling.original_context - (scaling.factor - 1)
-        theta *= longer ** (dim / (dim - 2))
     # Written as 1 / theta^(2i/dim), the form of the published code, so that the last bit agrees too.
     frequencies = 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     match scaling:
@@ -144,46 +120,23 @@ def multi_axis_table(positions: Tensor, axes_dims: Sequence[int], theta: float =
     """
     device = positions.device
     precision = torch.float32 if device.type == "mps" else torch.float64
-    tables = [
-        rope_table(positions[:, axis], rope_frequencies(dim, theta).to(device=device, dtype=precision))
-        for axis, dim in enumerate(axes_dims)
-    ]
+    with torch.device("cpu" if device.type == "mps" else device):
+        frequencies = [rope_frequencies(dim, theta).to(device, precision) for dim in axes_dims]
+    tables = [rope_table(positions[:, axis], each) for axis, each in enumerate(frequencies)]
     return torch.cat([cos for cos, _ in tables], dim=-1), torch.cat([sin for _, sin in tables], dim=-1)
 
 
 class MultiAxisRope(nn.Module):
-    """:func:`multi_axis_table` as a module without parameters, in place of diffusers' ``FluxPosEmbed``.
-
-    Tables are remembered by the very tensors that positions are joined of, which a caller that has the same sizes again
-    hands in again. Their values are not looked at: on a GPU that would wait for it.
-    """
+    """:func:`multi_axis_table` as a module without parameters, in place of diffusers' ``FluxPosEmbed``."""
 
     def __init__(self, axes_dims: Sequence[int], theta: float = 10000.0) -> None:
         super().__init__()
         self.axes_dims = tuple(axes_dims)
         self.theta = theta
-        self._parts: tuple[Tensor, ...] = ()
-        self._known: dict[tuple[int, ...], tuple[list[weakref.ref[Tensor]], list[int], Table]] = {}
 
-    def expect(self, *parts: Tensor) -> None:
-        """Tell of what the positions of the next call are joined."""
-        self._parts = () if any(part.is_inference() for part in parts) else parts
-
-    @torch.compiler.disable  # a compiler would look into what is remembered, and compile anew for each table
     def forward(self, positions: Tensor) -> Table:
         """Return the table of ``positions`` [S, axes]."""
-        parts, self._parts = self._parts, ()
-        key, versions = tuple(map(id, parts)), [part._version for part in parts]
-        references, known, table = self._known.get(key, ([], [], None))
-        alive = all(reference() is part for reference, part in zip(references, parts, strict=False))
-        if table is not None and alive and known == versions:
-            return table
-        with torch.inference_mode(False):
-            table = multi_axis_table(positions, self.axes_dims, self.theta)
-        if parts:
-            make_room(self._known)
-            self._known[key] = ([weakref.ref(part) for part in parts], versions, table)
-        return table
+        return multi_axis_table(positions, self.axes_dims, self.theta)
 
 
 class RopeTables:
@@ -192,28 +145,19 @@ class RopeTables:
     def __init__(self, dim: int, theta: float, scaling: RopeScaling | None = None) -> None:
         self.dim, self.theta, self.scaling = dim, theta, scaling
         self._tables: dict[torch.device, Table] = {}
-        self._longer: tuple[int, torch.device, Table] | None = None
 
     def table(self, length: int, device: torch.device) -> Table:
-        """Return (cos, sin), each fp32 [at least ``length``, D/2], on ``device``.
-
-        Under a :class:`DynamicNTKScaling` a text beyond the original context has a table of its very length; what a
-        cache holds of it was turned by the tables of then, as in transformers.
-        """
-        if isinstance(self.scaling, DynamicNTKScaling) and length > self.scaling.original_context:
-            if self._longer is None or self._longer[:2] != (length, device):
-                self._longer = length, device, self._made(length, length, device)
-            return self._longer[2]
+        """Return (cos, sin), each fp32 [at least ``length``, D/2], on ``device``."""
         known = self._tables.get(device)
         if known is None or known[0].shape[0] < length:
-            known = self._tables[device] = self._made(1 << (length - 1).bit_length(), 0, device)
+            known = self._tables[device] = self._made(1 << (length - 1).bit_length(), device)
         return known
 
-    def _made(self, rows: int, length: int, device: torch.device) -> Table:
-        """Return a table of ``rows`` positions of a text of ``length``, 0 for one of any length."""
+    def _made(self, rows: int, device: torch.device) -> Table:
+        """Return a table of ``rows`` positions."""
         # computed on the CPU: not every device has float64; kept for training too, which takes no inference tensors
         with torch.device("cpu"), torch.inference_mode(False):
-            cos, sin = rope_table(torch.arange(rows), rope_frequencies(self.dim, self.theta, self.scaling, length))
+            cos, sin = rope_table(torch.arange(rows), rope_frequencies(self.dim, self.theta, self.scaling))
             if isinstance(self.scaling, YarnScaling):
                 cos, sin = cos * self.scaling.attention_factor, sin * self.scaling.attention_factor
             return cos.to(device), sin.to(device)

@@ -130,29 +130,3 @@ def test_tables_grow_when_a_longer_text_comes() -> None:
 
 def _interleaving(dim: int) -> torch.Tensor:
     return torch.argsort(rope.half_split_order(dim))
-
-
-def test_tables_of_known_positions_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[int] = []
-    kept = rope.multi_axis_table
-    monkeypatch.setattr(rope, "multi_axis_table", lambda *a: made.append(1) or kept(*a))
-    module = MultiAxisRope((4, 6, 6))
-    text, image = torch.zeros(3, 3), torch.arange(24.0).view(8, 3)
-
-    def table(*parts: torch.Tensor) -> rope.Table:
-        module.expect(*parts)
-        return module(torch.cat(parts))
-
-    first = table(text, image)
-    assert table(text, image) is first
-    assert len(made) == 1
-    other = image.flip(0)  # another bucket of as many tokens
-    torch.testing.assert_close(table(text, other), kept(torch.cat((text, other)), (4, 6, 6), 10000.0))
-    image += 1  # changed in place: remembered no more
-    torch.testing.assert_close(table(text, image), kept(torch.cat((text, image)), (4, 6, 6), 10000.0))
-    module(torch.cat((text, image)))  # nothing expected, nothing remembered
-    assert len(made) == 4
-    for _ in range(3 * rope.TABLES):  # tensors that come and go may have the numbers of those before
-        image = torch.rand(8, 3)
-        torch.testing.assert_close(table(text, image), kept(torch.cat((text, image)), (4, 6, 6), 10000.0))
-    assert len(module._known) <= rope.TABLES

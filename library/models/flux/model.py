@@ -25,7 +25,7 @@ from diffusers.models.transformers import transformer_flux as diffusers_flux
 from torch import Tensor, nn
 
 from library.models.blocks import AttentionProcessor, adopt, adopt_positions, feedforward, joint_attention, modulation
-from library.models.latents import pack_latents, remembered
+from library.models.latents import pack_latents
 from library.nn.attention import Backend
 from library.nn.frozen_linear import project_recomputed
 from library.nn.norms import ModulationCache, beside_gelu, clamp_fp16, join_tokens, modulated, split_tokens
@@ -43,7 +43,6 @@ def pack_mask(mask: Tensor, factor: int) -> Tensor:
     return pack_latents(cells.reshape(batch, factor * factor, height // factor, width // factor))
 
 
-@remembered
 def text_positions(tokens: int, device: torch.device | str = "cpu") -> Tensor:
     """Return (0, 0, 0) for every text token, fp32 [tokens, 3]."""
     return torch.zeros(tokens, 3, device=device)
@@ -141,13 +140,7 @@ class _PooledAndTimestep(NamedTuple):
 def _before_forward(
     transformer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Forward pre-hook: bind the timestep to the pooled text before the transformer rounds it.
-
-    The position table gets the ids as they came in, before the transformer concatenates them.
-    """
-    positions: Any = transformer.pos_embed
-    if isinstance(image := kwargs.get("img_ids"), Tensor) and isinstance(text := kwargs.get("txt_ids"), Tensor):
-        positions.expect(text, image)
+    """Forward pre-hook: bind the timestep to the pooled text before the transformer rounds it."""
     timestep, pooled = kwargs.get("timestep"), kwargs.get("pooled_projections")
     if timestep is None or pooled is None or not timestep.is_floating_point():
         return args, kwargs

@@ -10,7 +10,7 @@ own is written anew, for three reasons:
   compute dtype before it takes sines of them (``library.models.flux.model`` says what that does to bf16);
 - *text and image* stay two tensors through the single blocks too, neighbouring parts of one, so that blocks of both
   kinds take and give the same;
-- the *position table* is one for text and images, with one cosine and sine per pair, and is remembered.
+- the *position table* is one for text and images, with one cosine and sine per pair.
 
 The modulation's vectors come from three layers of the whole model; each block is given them whole and takes its parts.
 """
@@ -26,7 +26,7 @@ from diffusers.models.transformers import transformer_flux2 as diffusers_flux2
 from torch import Tensor
 
 from library.models.blocks import AttentionProcessor, adopt, adopt_positions, feedforward, joint_attention, run_block
-from library.models.latents import image_positions, remembered
+from library.models.latents import image_positions
 from library.nn.attention import Backend
 from library.nn.frozen_linear import project_recomputed
 from library.nn.norms import clamp_fp16, join_tokens, modulated, split_tokens, swiglu_halves
@@ -35,7 +35,6 @@ from library.nn.rope import Table
 REFERENCE_STEP = 10  # between the indices of images
 
 
-@remembered
 def positions_of(sizes: tuple[tuple[int, int], ...], device: torch.device | str = "cpu", first: int = 0) -> Tensor:
     """Return (index, row, column, 0) of every token of images of ``sizes`` (rows, columns), fp32 [tokens, 4].
 
@@ -83,7 +82,6 @@ class Flux2Transformer2DModel(diffusers_flux2.Flux2Transformer2DModel):
         image_mod, text_mod = self.double_stream_modulation_img(temb), self.double_stream_modulation_txt(temb)
         both_mod = self.single_stream_modulation(temb)
         image, text = self.x_embedder(hidden_states), self.context_embedder(encoder_hidden_states)
-        self.pos_embed.expect(txt_ids, img_ids)
         rope = self.pos_embed(torch.cat([ids[0] if ids.ndim == 3 else ids for ids in (txt_ids, img_ids)]))
         for double in self.transformer_blocks:
             text, image = run_block(self, double, image, text, image_mod, text_mod, rope)

@@ -32,7 +32,7 @@ from diffusers.models.transformers import transformer_flux3 as diffusers_flux3
 from torch import Tensor
 
 from library.models.blocks import AttentionProcessor, adopt, adopt_positions, run_block
-from library.models.latents import grid_positions, remembered
+from library.models.latents import grid_positions
 from library.nn.attention import Backend
 from library.nn.frozen_linear import project_recomputed
 from library.nn.norms import RMSNorm, modulated, modulated_norm, swiglu_halves
@@ -42,7 +42,6 @@ SHIFT, DISTILLED_STEPS = 6.93, 16  # of the published schedules, and steps of th
 _STEP = 0.5  # of positions from row to row and from column to column
 
 
-@remembered
 def positions_of(sizes: tuple[tuple[int, int], ...], device: torch.device | str = "cpu", first: int = 0) -> Tensor:
     """Return (0, h, w, l) of the tokens of images, fp32 [tokens, 4].
 
@@ -189,7 +188,6 @@ class Flux3Transformer2DModel(DiffusersTransformer):
             given["image_cond"] = (image_cond_hidden_states, image_cond_ids)
         lengths = tuple(ids.shape[0] for _, ids in given.values())
         positions = [ids for _, ids in given.values()]
-        self.pos_embed.expect(*positions)
         rope = self.pos_embed(torch.cat(positions))
         ropes = dict(zip(given, zip(*(table.split(lengths) for table in rope), strict=True), strict=True))
         embedded = self._embedded(timestep, target_timestep, hidden_states.dtype)

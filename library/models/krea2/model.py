@@ -46,7 +46,7 @@ def optimise_forward(transformer: Krea2Transformer2DModel, backend: Backend = "a
     transformer.set_attn_processor(AttentionProcessor(backend))
     if not isinstance(transformer.rotary_emb, JointRope):
         transformer.rotary_emb = JointRope(transformer.config.axes_dims_rope, transformer.config.rope_theta)
-        transformer.register_forward_pre_hook(_expect_positions, with_kwargs=True)
+        transformer.register_forward_pre_hook(_count_text, with_kwargs=True)
     return transformer
 
 
@@ -158,19 +158,16 @@ class JointRope(MultiAxisRope):
 
     before = 0  # text tokens that the next positions leave out
 
-    @torch.compiler.disable  # as in MultiAxisRope
     def forward(self, positions: Tensor) -> Table:
         """Return (cos, sin), each fp32 [L + S, D/2], of ``positions`` [S, 3], of which the text is left out, or all."""
         cos, sin = super().forward(positions)
         return F.pad(cos, (0, 0, self.before, 0), value=1.0), F.pad(sin, (0, 0, self.before, 0))
 
 
-def _expect_positions(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _count_text(transformer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Forward pre-hook: tell the table how many text tokens there are beside those that have positions."""
     given = (
         dict(zip(("hidden_states", "encoder_hidden_states", "timestep", "position_ids"), args, strict=False)) | kwargs
     )
-    positions, tokens = given["position_ids"], given["hidden_states"].shape[1] + given["encoder_hidden_states"].shape[1]
-    transformer.rotary_emb.before = tokens - len(positions)
-    if transformer.rotary_emb.before:  # the same tensor whenever the size is the same
-        transformer.rotary_emb.expect(positions)
+    tokens = given["hidden_states"].shape[1] + given["encoder_hidden_states"].shape[1]
+    transformer.rotary_emb.before = tokens - len(given["position_ids"])

@@ -5,7 +5,7 @@ in that form, so that every layout costs the same memory, one model and one tens
 
 - :class:`TorchFiles` finds where the tensors of a ``.pth`` or ``.bin`` file lie without reading them. Unpickling is
   restricted to tensors (``weights_only``), and under ``FakeTensorMode`` PyTorch reports each storage's place in the
-  file instead of filling it. Of files from before PyTorch 1.6, which are no archives, it does not: they are read whole.
+  file instead of filling it. Files from before PyTorch 1.6 (July 2020), which are no archives, are refused.
 - :class:`DerivedWeights` adds tensors that are computed when they are read: a transpose, a permutation, a join.
 - :class:`DequantisedWeights` has no quantised ones.
 - :class:`TensorFlowFiles` finds the tensors of a TensorFlow checkpoint without TensorFlow. The data file
@@ -25,7 +25,6 @@ import pickle
 import struct
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,15 +44,9 @@ class TorchFiles(WeightFiles):
     def __init__(self, path: Path, files: Sequence[Path]) -> None:
         """Find every tensor in ``files``; ``path`` is what errors name."""
         self.path, self.quantized, self.entries, self.metadata = path, None, {}, {}
-        self._loaded: dict[str, Tensor] = {}  # of files from before PyTorch 1.6
         for file in files:
             for name, tensor in _outline(file).items():
                 if not isinstance(tensor, Tensor):
-                    continue
-                if not zipfile.is_zipfile(file):
-                    self._loaded[name] = tensor
-                    dtype = DTYPE_NAMES.get(tensor.dtype, "unknown")
-                    self.entries[name] = TensorEntry(file, dtype, tuple(tensor.shape), 0, tensor.nbytes)
                     continue
                 offset = tensor.untyped_storage()._checkpoint_offset
                 if not tensor.is_contiguous() or offset is None or tensor.dtype not in DTYPE_NAMES:
@@ -61,12 +54,6 @@ class TorchFiles(WeightFiles):
                 start = offset + int(tensor.storage_offset()) * tensor.element_size()
                 dtype, shape = DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)
                 self.entries[name] = TensorEntry(file, dtype, shape, start, tensor.nbytes)
-
-    def read(self, ranges: Sequence[RowRange]) -> Tensor:
-        """Return the rows of ``ranges`` one below the other, in memory of their own, in the file's dtype."""
-        if not any(rows.source in self._loaded for rows in ranges):
-            return super().read(ranges)
-        return torch.cat([self._loaded[rows.source][rows.start : rows.stop] for rows in ranges])
 
 
 # what the unpickler raises where a file is damaged, or would do something else than hold tensors
@@ -77,14 +64,13 @@ _DAMAGED = (
 
 
 def _outline(file: Path) -> dict[str, Tensor]:
-    """Return a file's tensors: where they lie, or as they are where it is of before PyTorch 1.6."""
-    is_archive = zipfile.is_zipfile(file)
-    if file.is_file() and not is_archive:
-        with open(file, "rb") as start:
-            if start.read(2) not in (b"\x80\x02", b"\x80\x03", b"\x80\x04"):  # a pickle's protocol
-                raise UserError(f"{file}: no file of torch.save's, or cut off; download it again")
+    """Return a file's tensors, which know where they lie in it."""
+    if file.is_file() and not zipfile.is_zipfile(file):
+        raise UserError(
+            f"{file}: cut off, or no file of PyTorch 1.6 or newer; download it again, or use the model's safetensors"
+        )
     try:
-        with FakeTensorMode() if is_archive else nullcontext():
+        with FakeTensorMode():
             state = torch.load(file, map_location="cpu", weights_only=True)
     except FileNotFoundError:
         raise UserError(f"{file}: no such file; download it again") from None

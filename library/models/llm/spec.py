@@ -16,7 +16,7 @@ from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Literal
 
 from library.errors import UserError, did_you_mean
-from library.nn.rope import DynamicNTKScaling, LinearScaling, Llama31Scaling, RopeScaling, YarnScaling
+from library.nn.rope import LinearScaling, Llama31Scaling, RopeScaling, YarnScaling
 
 LMFamily = Literal["gpt2", "llama"]
 
@@ -317,8 +317,6 @@ def _scaling_from_hf(rope: Mapping[str, Any], values: Mapping[str, Any]) -> Rope
             return None
         case "linear":
             return LinearScaling(_positive(rope, "factor"))
-        case "dynamic":
-            return DynamicNTKScaling(_positive(rope, "factor"), context)
         case "yarn":
             original = values.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
             original = original or context
@@ -329,9 +327,7 @@ def _scaling_from_hf(rope: Mapping[str, Any], values: Mapping[str, Any]) -> Rope
             factor, low, high = (_positive(rope, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
             return Llama31Scaling(factor, low, high, rope["original_max_position_embeddings"])
         case kind:
-            raise UserError(
-                f"config.json: rope_type {kind!r} is not supported; default, linear, dynamic, yarn and llama3 are"
-            )
+            raise UserError(f"config.json: rope_type {kind!r} is not supported; default, linear, yarn and llama3 are")
 
 
 def _positive(rope: Mapping[str, Any], key: str, default: float | None = None) -> float:
@@ -383,7 +379,6 @@ def config_to_hf(config: LMConfig) -> dict[str, Any]:
 
 _SCALING_FIELDS: dict[type[RopeScaling], tuple[str, tuple[str, ...]]] = {  # transformers' rope_type and names, in order
     LinearScaling: ("linear", ("factor",)),
-    DynamicNTKScaling: ("dynamic", ("factor",)),  # its original context is max_position_embeddings
     YarnScaling: (
         "yarn",
         ("factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow", "truncate"),

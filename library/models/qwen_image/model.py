@@ -16,7 +16,7 @@ vectors a sample, and an index says which one a token takes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from library.models.blocks import AttentionProcessor, adopt, feedforward, joint_attention, modulation
 from library.nn.attention import Backend
 from library.nn.norms import ModulationCache, clamp_fp16, modulated, modulated_norm
-from library.nn.rope import Table, make_room
+from library.nn.rope import Table
 
 
 class QwenImageTransformerBlock(diffusers_qwen.QwenImageTransformerBlock):
@@ -125,9 +125,8 @@ class JointRope(nn.Module):
         self.theta = theta
         with torch.device("cpu"):
             self._table = QwenEmbedRope(theta, list(axes_dims), scale_rope=True)
-        self._known: dict[Hashable, Table] = {}
 
-    @torch.compiler.disable  # as in MultiAxisRope
+    @torch.compiler.disable  # a compiler cannot generate complex code
     def forward(
         self, video_fhw: list[Any], device: torch.device | None = None, max_txt_seq_len: int | Tensor = 0
     ) -> Table:
@@ -135,15 +134,9 @@ class JointRope(nn.Module):
 
         ``video_fhw`` lists for each sample its images' (1, rows, columns); the first sample counts for all.
         """
-        key = str(video_fhw[0]), device, int(max_txt_seq_len)
-        if key not in self._known:
-            make_room(self._known)
-            with torch.inference_mode(False):
-                # no call of a module: DeepSpeed compares which modules ran, and other processes may know this table
-                image, text = self._table.forward(video_fhw, device, max_txt_seq_len)
-                joint = torch.cat([text, image])
-                self._known[key] = joint.real.contiguous(), joint.imag.contiguous()
-        return self._known[key]
+        image, text = self._table(video_fhw, device, max_txt_seq_len)
+        joint = torch.cat([text, image])
+        return joint.real.contiguous(), joint.imag.contiguous()
 
 
 def _carry_exact_timestep(

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from library.models.blocks import AttentionProcessor, adopt, run_block
 from library.nn.attention import Backend, Segment
 from library.nn.frozen_linear import project_recomputed
 from library.nn.norms import clamp_fp16, modulated_norm, swiglu
-from library.nn.rope import Table, make_room
+from library.nn.rope import Table
 
 ImageShape = tuple[int, ...]  # 1, rows, columns
 _SLOT = 4  # latents that stand for one token of an image in the text
@@ -183,9 +183,8 @@ class InterleavedRope(nn.Module):
         self.theta = theta
         with torch.device("cpu"):
             self._turns = diffusers_qwen.QwenImage21Rope(theta, list(axes_dims)).freqs
-        self._known: dict[Hashable, Table] = {}
 
-    @torch.compiler.disable  # as in MultiAxisRope
+    @torch.compiler.disable  # a compiler cannot generate complex code
     def forward(
         self,
         runs: Sequence[int],
@@ -202,22 +201,14 @@ class InterleavedRope(nn.Module):
             runs: tokens of text before each of the images of ``shapes``.
             missing: [B], so many at the end of each sample's last text are padding.
         """
-        key = (*runs, *shapes, device)
-        if missing is None and key in self._known:
-            return self._known[key]
         self._turns = [turns.to(device) for turns in self._turns]
-        with torch.inference_mode(False):
-            places = _places(runs, shapes, device)
-            if missing is not None:
-                painted = torch.arange(len(places), device=device) >= len(places) - math.prod(shapes[-1])
-                index = places[:, 0] - painted * missing.unsqueeze(1)
-                places = torch.cat([index.unsqueeze(2), places[:, 1:].expand(len(index), -1, -1)], dim=2)
-            joint = torch.cat([turns[places[..., axis]] for axis, turns in enumerate(self._turns)], dim=-1)
-            table = joint.real.contiguous(), joint.imag.contiguous()
-        if missing is None:
-            make_room(self._known)
-            self._known[key] = table
-        return table
+        places = _places(runs, shapes, device)
+        if missing is not None:
+            painted = torch.arange(len(places), device=device) >= len(places) - math.prod(shapes[-1])
+            index = places[:, 0] - painted * missing.unsqueeze(1)
+            places = torch.cat([index.unsqueeze(2), places[:, 1:].expand(len(index), -1, -1)], dim=2)
+        joint = torch.cat([turns[places[..., axis]] for axis, turns in enumerate(self._turns)], dim=-1)
+        return joint.real.contiguous(), joint.imag.contiguous()
 
 
 def _places(runs: Sequence[int], shapes: Sequence[ImageShape], device: torch.device) -> Tensor:

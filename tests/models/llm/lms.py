@@ -33,10 +33,6 @@ SIZES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
     },
     "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
-    "dynamic": {
-        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
-        "max_position_embeddings": 32,
-    },
     "yarn": {"rope_parameters": _YARN},
     "yarn in detail": {"rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.4, "truncate": False}},
     "biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},
