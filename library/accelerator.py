@@ -14,6 +14,7 @@ Below that, what the rest of the code asks about the layout: its mesh, and this 
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import logging
 import os
@@ -358,3 +359,10 @@ def _hide_from_transformers() -> None:
     from transformers.integrations import unset_hf_deepspeed_config
 
     unset_hf_deepspeed_config()
+
+
+def release() -> None:
+    """Give unused memory back to the device."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -169,8 +169,10 @@ class Engine:
             self.optimizer.step()
         elif self._skips_by_itself(optimizer):
             optimizer.found_inf = (~finite).float()
-            self.optimizer.step()
-            del optimizer.found_inf
+            try:
+                self.optimizer.step()
+            finally:
+                del optimizer.found_inf
         elif bool(finite):
             self.optimizer.step()
         self.after_update()

@@ -17,11 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from library.accelerator import release
 from library.config.schema import SavingConfig
 from library.errors import NotFiniteError, NotRestoredError, UserError, WriteError, reason_of
 from library.files import discard
 from library.processes import FailedElsewhere
-from library.training.memory.budget import release
 
 Write = Callable[[Path], list[Path]]  # writes into a folder; returns what it wrote
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -15,6 +14,7 @@ import psutil
 import torch
 from torch import nn
 
+from library.accelerator import release
 from library.config.schema import SharedTrainingKeys
 from library.errors import UserError
 from library.nn.checkpointing import ActivationCheckpointing, HostOffload
@@ -66,13 +66,6 @@ def when_memory_runs_out(explain: Callable[[], UserError]) -> Iterator[None]:
         return
     release()
     raise explain()
-
-
-def release() -> None:
-    """Give unused memory back to the device."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def keep_freed_memory() -> None:

@@ -31,11 +31,8 @@ import math
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from library.config.pretrain_schema import LLMTrainingConfig
-from library.config.schema import OptimizerConfig, TrainingConfig
-from library.data.batches import DataParallelRank
-from library.errors import UserError, counted
-from library.training.checkpoint.state import Position
+from library.config.schema import OptimizerConfig
+from library.errors import UserError
 
 
 def build_schedule(config: OptimizerConfig, optimizer: Optimizer, total_steps: int) -> LambdaLR:
@@ -121,38 +118,3 @@ def _check_lengths(config: OptimizerConfig, total_steps: int) -> None:
             f"lr_decay_steps: {warmup} warm-up and {decay} decay steps exceed the run's {total_steps}; "
             "lower one of them or train longer"
         )
-
-
-def run_length(
-    training: TrainingConfig | LLMTrainingConfig, per_epoch: int, per_step: int, begun: Position
-) -> tuple[int, int]:
-    """Return the number of optimizer steps of the run, and of epochs; the last epoch may be incomplete.
-
-    Epochs win over steps. The last step of an epoch is a smaller one where ``per_step`` does not divide ``per_epoch``.
-    A run that goes on with another number of processes takes as many steps as its epochs have left.
-
-    Args:
-        training: max_train_steps, max_train_epochs.
-        per_epoch, per_step: batches, or windows, of an epoch and of a full step over all processes.
-        begun: where the run begins or goes on.
-    """
-    in_epoch = math.ceil(per_epoch / per_step)
-    done = (begun.epoch + 1) * in_epoch - math.ceil(max(0, per_epoch - begun.batches) / per_step)
-    if training.on_nan == "skip":
-        done -= begun.updates_dropped  # steps that were passed over
-    if training.max_train_epochs is not None:
-        return begun.step + training.max_train_epochs * in_epoch - done, training.max_train_epochs
-    return training.max_train_steps, math.ceil((done + training.max_train_steps - begun.step) / in_epoch)
-
-
-def describe_steps(per_epoch: int, dp_rank: DataParallelRank, per_step: int, unit: str = "batch") -> str:
-    """Return in a line how an epoch's batches, or another ``unit``, become steps."""
-    several = f"{unit}es" if unit == "batch" else f"{unit}s"
-    counts = {"processes": dp_rank.processes, "accumulated": dp_rank.accumulation}
-    of = " x ".join(f"{count} {what}" for what, count in counts.items() if count > 1)
-    steps, left = math.ceil(per_epoch / per_step), per_epoch % per_step
-    last = f", {'of' if steps == 1 else 'the last of'} {left} {unit if left == 1 else several}" if left else ""
-    return (
-        f"{per_epoch:,} {several} an epoch, {per_step:,} in a step{f' ({of})' if of else ''}: "
-        f"{counted(steps, 'step')} an epoch{last}"
-    )

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
+from library.accelerator import release
 from library.config.schema import TrainConfig
 from library.console import Console
 from library.data.config import DatasetConfig
@@ -33,7 +34,7 @@ from library.precision.checkpoint import WeightFiles
 from library.precision.placement import plan_base
 from library.precision.recipe import WeightLoader
 from library.processes import agreed
-from library.training.memory.budget import GIB, available_bytes, release
+from library.training.memory.budget import GIB, available_bytes
 from library.training.plan import base_dtype
 from library.training.report.progress import counting
 from library.training.sampling.generate import generate_images

@@ -33,7 +33,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from library.accelerator import model_parallel_rank_and_size
+from library.accelerator import model_parallel_rank_and_size, release
 from library.checksums import fingerprint
 from library.config.schema import FlowConfig, TrainConfig, TrainingConfig
 from library.console import Console
@@ -50,10 +50,9 @@ from library.processes import agreed
 from library.safetensors_io import write_safetensors
 from library.training.checkpoint.state import begun_position
 from library.training.flow import noisy_latents
-from library.training.memory.budget import release
-from library.training.optim.schedules import run_length
 from library.training.plan import base_dtype
 from library.training.report.progress import counting
+from library.training.run_length import run_length
 from library.training.tasks.image_step import Teacher
 from networks.files.adapters import load_lora
 from networks.merging.merge import read_base_weights

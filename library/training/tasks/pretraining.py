@@ -51,9 +51,10 @@ from library.training.optim.factory import (
     parse_optimizer_args,
 )
 from library.training.optim.muon import MuonWithAdamW
-from library.training.optim.schedules import build_schedule, describe_steps, resolve_steps, run_length
+from library.training.optim.schedules import build_schedule, resolve_steps
 from library.training.parallel.gather import full_shapes, gather_weights, gathered, local_parameters, scatter_weights
 from library.training.parallel.parallelize import lm_parallel_spec
+from library.training.run_length import describe_steps, run_length
 from library.training.sampling.text import TextSampler
 from library.training.tasks.task import Task
 
