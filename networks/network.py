@@ -29,7 +29,7 @@ from library.randomness import generator
 from networks.adapters.base import AdapterLinear
 from networks.adapters.lora import DoRALinear, LoRALinear, init_pissa, join
 from networks.adapters.lycoris import LoHaLinear, LoKrLinear
-from networks.files.adapters import PartialFit, load_adapter
+from networks.files.adapters import load_adapter
 from networks.files.layouts import LAYOUTS
 from networks.files.metadata import AlphaTable
 from networks.files.weights import TITLES, AdapterWeights, check_strength, same_down
@@ -102,26 +102,10 @@ class AdapterNetwork:
         """Write the present weights as a file; see :func:`networks.files.writing.save_adapter`."""
         save_adapter(path, self.weights(save_format), self.targets, save_format, precision, metadata)
 
-    def load_file(self, path: str | Path, allow_partial: bool = False) -> str:
-        """Copy the weights of a file into the layers (``network_weights``); say what was loaded.
-
-        With ``allow_partial``, what does not fit is named in the result and left as it was initialised.
-        """
-        left_out: list[str] = []
-        file = load_adapter(path, self.targets, left_out if allow_partial else None, self.options.dora_norm)
-        weights, notes = file.weights, "".join(f"\nnote: {note}" for note in file.notes)
-        if not allow_partial:
-            return self.load(weights, str(path)) + notes
-        fit = PartialFit(str(path), left_out, sorted(weights.keys() - self.modules.keys()))
-        for name, layer in self.modules.items():
-            if name not in weights:
-                continue
-            if problem := self._misfit(name, weights):
-                fit.misfits.append(f"{name} {problem[0]}")
-            else:
-                layer.load_weights(weights[name])
-                fit.matched.add(name)
-        return fit.line(self.modules) + notes
+    def load_file(self, path: str | Path) -> str:
+        """Copy the weights of a file into the layers (``network_weights``); say what was loaded."""
+        file = load_adapter(path, self.targets, self.options.dora_norm)
+        return self.load(file.weights, str(path)) + "".join(f"\nnote: {note}" for note in file.notes)
 
     @torch.no_grad()
     def load(self, weights: Mapping[str, AdapterWeights], source: str) -> str:

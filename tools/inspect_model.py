@@ -214,8 +214,6 @@ def lora_view(report: LoraReport) -> RenderableType:
                 f"{math.hypot(*(layer.rms for layer in layers)) / len(layers) ** 0.5:.2e}",
                 sparkline([layer.rms for layer in layers], most) if part else "",
             )
-    if report.others:
-        heads.append(Text(f"not of a LoRA of linear layers: {names_in_short(report.others, 8)}", "yellow"))
     heads += [Text(note, "yellow") for note in report.notes]
     parts = [table] if report.layers else []
     parts += [loads_in_table(each.row for each in report.loads_in)] if report.loads_in else []

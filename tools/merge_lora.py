@@ -53,7 +53,7 @@ from tools.command import (
     value_range,
 )
 
-_OF_A_MODEL = ("transformer_only", "allow_partial", "dora_norm")
+_OF_A_MODEL = ("transformer_only", "dora_norm")
 _OF_A_LORA = ("method", "new_rank", "save_format", "overwrite")
 _OF_QUANTIZED = ("rounding", "retention", "accept_loss", "dataset_config")
 
@@ -169,7 +169,7 @@ def merge_into_quantized(options: argparse.Namespace, targets: LoraTargets) -> N
 def _selection(options: argparse.Namespace) -> LoraSelection:
     from networks.merging.merge import LoraSelection
 
-    return LoraSelection(options.transformer_only, options.allow_partial, options.dora_norm or "auto")
+    return LoraSelection(options.transformer_only, options.dora_norm or "auto")
 
 
 def _refuse(options: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
@@ -194,9 +194,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--save_precision", choices=precisions, help="default: as in --model, or the LoRAs")
     add_model_type(parser, "flux; of language models, and of LoRAs alone, as they say")
     parser.add_argument("--transformer_only", action="store_true", help="leave out the LoRAs' text encoder layers")
-    parser.add_argument(
-        "--allow_partial", action="store_true", help="merge what fits of each LoRA; what does not is named, not refused"
-    )
     parser.add_argument(
         "--dora_norm",
         choices=["merged", "base"],

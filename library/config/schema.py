@@ -317,9 +317,6 @@ class NetworkConfig(Section):
         list[Annotated[float, Field(allow_inf_nan=False)]], OnlyWith(base_weights=True), IMAGES
     ] = Field([], description="their strengths; those not given are 1")
     network_weights: str | None = Field(None, description="LoRA file to go on from")
-    allow_partial: Annotated[bool, OnlyWith(network_weights=True, dim_from_weights=False)] = Field(
-        False, description="take what fits of network_weights; the rest is named and left out"
-    )
     dim_from_weights: Annotated[bool, MUST_MATCH, OnlyWith(", the file to take ranks from", network_weights=True)] = (
         Field(False, description="train the transformer layers of network_weights, each with its own rank and alpha")
     )

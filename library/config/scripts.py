@@ -68,6 +68,10 @@ UNSUPPORTED_KEYS = {
 # Options that were removed -> the default they had, and what to say of another value. The configuration that a run
 # saved before holds them; at the default they are read without complaint.
 REMOVED_KEYS: Mapping[str, tuple[Any, str]] = {
+    "allow_partial": (
+        False,
+        "was removed, all of network_weights is taken; remove it, and choose the file's layers with network_args",
+    ),
     "shard_lora": (
         False,
         "was removed, shard splits the base alone; remove it, or set zero = 3, which splits the "

@@ -38,7 +38,6 @@ from networks.merging.merge import (
     LoraSelection,
     LoraSource,
     base_notes,
-    partial_notes,
     plan_updates,
     read_sources,
 )
@@ -95,13 +94,11 @@ def merge_quantized(
     base = open_base(model, quantized=True)
     check_target(base, save_to, torch.float8_e4m3fn)
     kind, recipe = _what_is_written(base, how)
-    files, fits = read_sources(sources, targets, selection)
+    files = read_sources(sources, targets, selection)
     for note in base_notes(base.weights_path, files):
         console.print(f"note: {note}")
     loras = _of_transformer(files, targets, selection.transformer_only)
-    updates = plan_updates(base.weights, loras, targets.keys, targets.family, fits)
-    for note in partial_notes(fits):
-        console.print(f"note: {note}")
+    updates = plan_updates(base.weights, loras, targets.keys, targets.family)
     save_to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=save_to.parent, prefix=f".{save_to.name}.") as spool:
         merge = QuantizedMerge(base, updates, kind, recipe, targets, Path(spool))

@@ -244,6 +244,11 @@ def _note(path: Path, **values: float) -> None:
     write_text(path, json.dumps(values | {"at": time.time()}))
 
 
+def _note_begun(job: Job, pid: int, runner: int) -> None:
+    began = process_began(pid), process_began(runner)
+    _note(job.folder / "running.json", pid=pid, process_began=began[0], runner=runner, runner_began=began[1])
+
+
 def job_is_gone(running: Mapping[str, float]) -> bool:
     """Return whether neither a job's process is there any more nor the one that waits for it to note its end."""
     both = ("pid", "process_began"), ("runner", "runner_began")
@@ -274,14 +279,7 @@ def run_job(jobs: Jobs, name: str) -> None:
         def note_begun() -> None:  # the child itself does: whoever is killed when, it is known once it runs
             if (job.folder / "running.json").exists():
                 raise FileExistsError  # by one whose runner was killed
-            pid, runner = os.getpid(), os.getppid()
-            _note(
-                job.folder / "running.json",
-                pid=pid,
-                process_began=process_began(pid),
-                runner=runner,
-                runner_began=process_began(runner),
-            )
+            _note_begun(job, os.getpid(), os.getppid())
 
         own: dict[str, Any] = {} if sys.platform == "win32" else {"preexec_fn": note_begun}
         try:
@@ -302,13 +300,7 @@ def run_job(jobs: Jobs, name: str) -> None:
                 _note(job.folder / "ended.json", code=2)
             return
         if sys.platform == "win32":
-            _note(
-                job.folder / "running.json",
-                pid=child.pid,
-                process_began=process_began(child.pid),
-                runner=os.getpid(),
-                runner_began=process_began(os.getpid()),
-            )
+            _note_begun(job, child.pid, os.getpid())
     _note(job.folder / "ended.json", code=child.wait())
 
 

@@ -2,14 +2,13 @@
 
 In memory an adapter is ``dict[module name, AdapterWeights]`` in diffusers' module names. Reading takes any mixture of
 the prefixes, suffixes and namings seen in published files (``networks.files.layouts``). A key that cannot be mapped is
-named in the error: an adapter that is loaded in part is a wrong adapter. Whoever asks for a part all the same
-(``allow_partial``) gets the names of what was left out (:class:`PartialFit`).
+named in the error: an adapter that is loaded in part is a wrong adapter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -62,15 +61,12 @@ class LoraFile(AdapterFile):
     weights: dict[str, LoraWeights]  # type: ignore[assignment]
 
 
-def load_adapter(
-    path: str | Path, targets: LoraTargets, left_out: list[str] | None = None, dora_norm: str = "auto"
-) -> AdapterFile:
+def load_adapter(path: str | Path, targets: LoraTargets, dora_norm: str = "auto") -> AdapterFile:
     """Read an adapter file of any kind, in any known layout.
 
     Args:
         path: a safetensors file, or a folder written by PEFT (``adapter_model.safetensors``).
         targets: the family's row.
-        left_out: receives the keys that cannot be mapped, which are refused otherwise.
         dora_norm: one of :data:`networks.files.weights.DORA_NORMS`.
 
     Returns:
@@ -86,9 +82,6 @@ def load_adapter(
     title = TITLES[non_lora_kind(entries) or "lora"]
     if unknown:
         refuse_other_family(path, targets)
-    if unknown and found and left_out is not None:
-        left_out.extend(sorted(unknown))
-    elif unknown:
         or_text = " or text encoders" if targets.text_encoders else ""
         raise UserError(
             f"{path}: {len(unknown)} keys are no {title} weights of {targets.family}'s transformer{or_text}: "
@@ -257,41 +250,3 @@ def _check_norms(read: AdapterWeights) -> None:
         if name in read.tensors and tuple(read.tensors[name].shape) not in allowed[name]:
             shape = tuple(read.tensors[name].shape)
             raise ValueError(f"{name} {shape} is not one norm a row or column of {out}x{columns}")
-
-
-_SHOWN = 20  # names of each sort; a FLUX LoRA has 500
-
-
-@dataclass
-class PartialFit:
-    """A tally of one file's modules.
-
-    Attributes:
-        source: the file. unknown: its keys that mean no module of the family.
-        unmatched: modules that have no place here. misfits: those of another shape, described. matched: the rest.
-    """
-
-    source: str
-    unknown: list[str] = field(default_factory=list)
-    unmatched: list[str] = field(default_factory=list)
-    misfits: list[str] = field(default_factory=list)
-    matched: set[str] = field(default_factory=set)
-
-    def line(self, wanted: Collection[str] | None = None) -> str:
-        """Return what was taken and what was not, by name, in one line; ``wanted`` are the modules there are."""
-        missing = sorted(set(wanted) - self.matched) if wanted is not None else []
-        groups = {
-            "not known": self.unknown,
-            "without a place here": self.unmatched,
-            "of another shape": self.misfits,
-            "newly initialised": missing,
-        }
-        left = [f"{len(names)} {what} ({names_in_short(names, _SHOWN)})" for what, names in groups.items() if names]
-        if not self.matched:
-            raise UserError(f"{self.source}: nothing of it fits: {', '.join(left[:3])}; give a LoRA of this model")
-        return f"{self.source}: " + "; ".join([f"{len(self.matched)} modules matched", *left])
-
-    @property
-    def complete(self) -> bool:
-        """Whether all of the file was taken."""
-        return not (self.unknown or self.unmatched or self.misfits)

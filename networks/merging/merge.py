@@ -40,14 +40,13 @@ from library.models.layer_names import KeyNames, LoraTargets
 from library.models.llm.files import TransformersFiles
 from library.precision.checkpoint import WeightFiles
 from library.safetensors_io import read_tensor, stream_safetensors
-from networks.files.adapters import AdapterFile, PartialFit, load_adapter
+from networks.files.adapters import AdapterFile, load_adapter
 from networks.files.base import Base, BaseModule, check_target, find_modules, folder_copy, open_base, saved_specs
 from networks.files.layouts import PRECISIONS
 from networks.files.metadata import base_mismatch, weight_file
 from networks.files.weights import AdapterWeights, check_strength
 
 Updates = Mapping[str, AdapterWeights]  # by module name
-Fits = Mapping[Path, PartialFit]  # by LoRA file; empty where all of each has to fit
 _STALE_METADATA = ("modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash")
 
 
@@ -87,12 +86,10 @@ class LoraSelection:
 
     Attributes:
         transformer_only: its text encoder layers are left out; a note says so.
-        allow_partial: what has no place in the base, or another shape, is left out; a note names it.
         dora_norm: see :func:`networks.files.adapters.load_adapter`.
     """
 
     transformer_only: bool = False
-    allow_partial: bool = False
     dora_norm: str = "auto"
 
 
@@ -133,10 +130,9 @@ def merge_loras(
     """
     dtype = PRECISIONS[precision] if precision else None
     base = open_base(model)
-    read, fits = read_sources(sources, targets, selection)
+    read = read_sources(sources, targets, selection)
     loras = [(source, file.weights) for source, file in read]
-    components = _components(base, loras, targets, selection.transformer_only, fits)
-    fitting = partial_notes(fits)
+    components = _components(base, loras, targets, selection.transformer_only)
     check_target(base, save_to, dtype)
     total = sum(len(component.weights.entries) for component in components)
     done = itertools.count(1)
@@ -156,11 +152,8 @@ def merge_loras(
             write(components[0], folder)
             for component in components[1:]:
                 write(component, folder.parent / component.name)
-    notes = [
-        *fitting,
-        *base_notes(base.weights_path, read),
-        *(_left_out_notes(loras, targets) if selection.transformer_only else ()),
-    ]
+    left_out = _left_out_notes(loras, targets) if selection.transformer_only else ()
+    notes = [*base_notes(base.weights_path, read), *left_out]
     return MergeReport(sum(len(component.updates) for component in components), total, tuple(notes))
 
 
@@ -178,32 +171,23 @@ def merge_language_model(
     Arguments as for :func:`merge_loras`; without ``precision`` a quantised model becomes bf16.
     """
     files = TransformersFiles(model)
-    read, fits = read_sources(sources, targets, selection)
-    updates = plan_updates(files, [(s, file.weights) for s, file in read], targets.keys, targets.family, fits)
+    read = read_sources(sources, targets, selection)
+    updates = plan_updates(files, [(s, file.weights) for s, file in read], targets.keys, targets.family)
 
     def merged(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return merge_tensor(f"{save_to}: {name}", tensor, updates.get(name, ()), dtype)
 
     metadata, dtype = _merged_metadata(files, sources), PRECISIONS[precision] if precision else None
     remark = write_transformers(files, save_to, dtype, change=merged, progress=progress, metadata=metadata)
-    notes = [*partial_notes(fits), *base_notes(model, read), *([remark] if remark else [])]
+    notes = [*base_notes(model, read), *([remark] if remark else [])]
     return MergeReport(len(updates), len(files.entries), tuple(notes))
 
 
 def read_sources(
     sources: Sequence[LoraSource], targets: LoraTargets, selection: LoraSelection
-) -> tuple[list[tuple[LoraSource, AdapterFile]], Fits]:
-    """Return what LoRA files hold, and with ``allow_partial`` a tally for each of what fits."""
-    fits = {source.path: PartialFit(str(source.path)) for source in sources if selection.allow_partial}
-    unknown = {path: fit.unknown for path, fit in fits.items()}
-    read = [load_adapter(source.path, targets, unknown.get(source.path), selection.dora_norm) for source in sources]
-    return list(zip(sources, read, strict=True)), fits
-
-
-def partial_notes(fits: Fits) -> list[str]:
-    """Return a line for each LoRA of which something was left out."""
-    lines = [(fit, fit.line()) for fit in fits.values()]
-    return [line for fit, line in lines if not fit.complete]
+) -> list[tuple[LoraSource, AdapterFile]]:
+    """Return what LoRA files hold."""
+    return [(source, load_adapter(source.path, targets, selection.dora_norm)) for source in sources]
 
 
 @dataclass(frozen=True)
@@ -225,14 +209,13 @@ def _components(
     loras: Sequence[tuple[LoraSource, Updates]],
     targets: LoraTargets,
     transformer_only: bool,
-    fits: Fits,
 ) -> list[_Component]:
     """Return the transformer, and the text encoders that the LoRAs change, with their updates."""
     _refuse_text_encoder_alone(base, targets)
     split = [(source, targets.by_component(weights)) for source, weights in loras]
     name = targets.file_prefix
     own = [(source, parts.get(name, {})) for source, parts in split]
-    updates = plan_updates(base.weights, own, targets.keys, targets.family, fits)
+    updates = plan_updates(base.weights, own, targets.keys, targets.family)
     components = [_Component(name, base.weights, updates)]
     for encoder in () if transformer_only else targets.text_encoders:
         concerned = [(source, parts[encoder.name]) for source, parts in split if encoder.name in parts]
@@ -246,7 +229,7 @@ def _components(
             )
         prefix = f"{encoder.name}."
         stripped = [(source, {k.removeprefix(prefix): w for k, w in weights.items()}) for source, weights in concerned]
-        updates = plan_updates(inside, stripped, encoder.keys, f"{targets.family}'s {encoder.name}", fits)
+        updates = plan_updates(inside, stripped, encoder.keys, f"{targets.family}'s {encoder.name}")
         components.append(_Component(encoder.name, inside, updates))
     return components
 
@@ -272,9 +255,8 @@ def plan_updates(
     loras: Sequence[tuple[LoraSource, Updates]],
     keys: KeyNames,
     model_name: str,
-    fits: Fits,
 ) -> dict[str, list[Update]]:
-    """Return base tensor -> its updates; ``fits`` take what has no place, which is refused where there is no tally.
+    """Return base tensor -> its updates.
 
     Raises:
         UserError: a LoRA module has no place in the base or another shape; its name is in the message.
@@ -282,27 +264,17 @@ def plan_updates(
     places = find_modules(base, keys, model_name)
     updates: dict[str, list[Update]] = {}
     for source, modules in loras:
-        absent = sorted(modules.keys() - places.keys())
-        fit = fits.get(source.path)
-        if fit is not None:
-            fit.unmatched += absent
-        elif absent:
+        if absent := sorted(modules.keys() - places.keys()):
             names = names_in_short(absent)
             raise UserError(f"{source.path}: {len(absent)} modules are not in the base ({names}); wrong model?")
         problems = []
         for name, weights in modules.items():
-            if name not in places:
-                continue
             place = places[name]
             if made_for := weights.made_for_other(place.shape):
                 problems.append(f"{name} is for {made_for}, the base has {place.shape[0]}x{place.shape[1]}")
                 continue
-            if fit is not None:
-                fit.matched.add(name)
             updates.setdefault(place.tensor, []).append(Update(weights, source.ratio, place))
-        if fit is not None:
-            fit.misfits += problems
-        elif problems:
+        if problems:
             raise UserError(f"{source.path}: {names_in_short(problems)}; it was trained on another model")
     return updates
 

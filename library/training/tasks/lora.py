@@ -98,7 +98,7 @@ class LoraTask(Task):
         if not network.dim_from_weights:  # whose layers the end's check knows
             self.check_readers()
         if network.network_weights:
-            load_adapter(network.network_weights, self.plan.network.targets, [] if network.allow_partial else None)
+            load_adapter(network.network_weights, self.plan.network.targets)
         if self.state is not None:
             position = read_position(self.state, self.resume_keys, self.base_fingerprint)
             if training.max_train_epochs is None:
@@ -153,7 +153,7 @@ class LoraTask(Task):
         if remark := base_mismatch(metadata, self.base_fingerprint, self.describe_file().get("base_weights", "")):
             say(f"note: {source}: {remark}")
         if not self.config.network.dim_from_weights:
-            say(Text(self.network.load_file(source, self.config.network.allow_partial)))
+            say(Text(self.network.load_file(source)))
 
     def wrap(self, many_shapes: bool) -> None:
         """Build optimizer and schedule, and let the engine wrap and compile the loaded networks.
