@@ -95,25 +95,23 @@ def show(report: Report, console: Console) -> None:
 
 
 def write_json(
-    path: Path,
-    thumbnails: Path | None,
+    options: argparse.Namespace,
     config: DatasetConfig,
     report: Report,
-    seed: int,
-    multiple: int,
     kind: ConditionKind,
     start: Callable[[str, int], Advance],
 ) -> None:
     """Write what is known of a dataset; then small pictures of its images, and of what models are given besides.
 
-    ``thumbnails``: the folder of the former; "thumbnail" of an image is a name in it.
+    "thumbnail" of an image is a name in the folder of --thumbnails.
     """
+    path, thumbnails, seed = options.json, options.thumbnails, options.seed
     samples, refused = list[Sample](), None
     whole = {"validation_split": 0.0}
     unsplit = tuple(replace(one, settings=one.settings.model_copy(update=whole)) for one in config.datasets)
     for each in (config, replace(config, datasets=unsplit)):  # images are shown, too, where the split is refused
         try:
-            found = scan(each, seed, multiple, 1.0, kind, without_broken(report.findings))
+            found = scan(each, seed, options.pixel_multiple, 1.0, kind, without_broken(report.findings))
             samples = [*found.train, *found.held_out]
             break
         except UserError as error:
@@ -170,8 +168,7 @@ def main() -> None:
     if options.json is not None:
         start = partial(telling, console, seconds=0.5)
         report = check(config, options.pixel_multiple, conditioning, start)
-        seed, multiple = options.seed, options.pixel_multiple
-        write_json(options.json, options.thumbnails, config, report, seed, multiple, conditioning, start)
+        write_json(options, config, report, conditioning, start)
     else:
         with counting(console) as start:
             report = check(config, options.pixel_multiple, conditioning, start)

@@ -3,7 +3,7 @@
     python tools/inspect_model.py flux1-dev.safetensors
     python tools/inspect_model.py FLUX.1-dev --modules          # a diffusers folder, every module
     python tools/inspect_model.py my_lora.safetensors           # and what programs make of it
-    python tools/inspect_model.py models/*.safetensors --json
+    python tools/inspect_model.py models/*.safetensors
 
 Any safetensors file, shards with an index, a model's or a pipeline's folder. Only headers are read, so a file of any
 size takes a moment; of a LoRA the small matrices are read too, for the size of its updates.
@@ -12,15 +12,13 @@ size takes a moment; of a LoRA the small matrices are read too, for the size of 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -41,7 +39,6 @@ def parser() -> argparse.ArgumentParser:
     parser = tool_parser(__doc__)
     parser.add_argument("paths", metavar="PATH", nargs="+", type=Path, help="file or folder")
     parser.add_argument("--modules", action="store_true", help="every module instead of a count by kind")
-    parser.add_argument("--json", action="store_true", help="everything as JSON, for other programs")
     return parser
 
 
@@ -60,20 +57,6 @@ class Finding:
     fp8: str | None
     components: tuple[Component, ...] = ()
     lora: LoraReport | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return everything but the list of tensors, for ``--json``."""
-        return {
-            "part": self.weights.name,
-            "files": [str(file) for file in self.weights.files],
-            "bytes": self.weights.bytes,
-            "tensors": len(self.weights.tensors),
-            "notes": list(self.weights.notes),
-            "fp8": self.fp8,
-            "components": [asdict(part) for part in self.components],
-            "lora": asdict(self.lora) if self.lora else None,
-            "metadata": dict(self.weights.metadata),
-        }
 
 
 def inspect(path: Path) -> list[Finding]:
@@ -257,12 +240,9 @@ def main() -> None:
     """Parse the command line, inspect, show."""
     options = parser().parse_args()
     findings = [finding for path in options.paths for finding in inspect(path.expanduser())]
-    if options.json:
-        print(json.dumps([finding.as_json() for finding in findings], indent=2))
-    else:
-        console = Console(highlight=False, markup=False)
-        for finding in findings:
-            show(finding, console, options.modules)
+    console = Console(highlight=False, markup=False)
+    for finding in findings:
+        show(finding, console, options.modules)
 
 
 if __name__ == "__main__":

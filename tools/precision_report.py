@@ -235,7 +235,7 @@ from library.fidelity.deployed import DeployedWeights, parse_deployment
 from library.fidelity.distilled import compare_distilled
 from library.fidelity.fixes import Fix, FixOptions, fix_table, recommend, recommendation, try_fixes
 from library.fidelity.page import write_distilled, write_report
-from library.fidelity.report import measure
+from library.fidelity.report import measure, with_remedies
 from library.fidelity.runs import prepare_eval_set
 from library.fidelity.server_image import ServerPicture, explain_server
 from library.fidelity.servers import BY_NAME, Merging
@@ -400,16 +400,15 @@ def main() -> None:
     calibration = plan.prepare(console)
     report = measure(
         models,
-        variant,
+        [(replace(variant, merge=each.how), each) for each in merges] or [(variant, None)],
         calibration,
         console,
         steps=options.steps,
         explain=options.explain,
-        merges=merges,
-        loras=[lora_source(text).path for text in options.lora],
-        asked=sys.argv[1:],
         reference_loras=_loras(options.reference_lora, models),
     )
+    files = [lora_source(text).path for text in options.lora]
+    report = with_remedies(report, models, plan.options, files, sys.argv[1:])
     variant = report.variant
     fixes: list[Fix] = []
     if options.fix is not None:

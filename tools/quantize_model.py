@@ -96,7 +96,7 @@ from networks.files.base import open_base
 
 def quantize(options: argparse.Namespace, console: Console) -> Written:
     """Write the quantised model that ``options`` ask for."""
-    from library.fidelity.quantize import quantize_checkpoint
+    from library.fidelity.quantize import ByActivations, quantize_checkpoint
 
     by_activations = options.compensated or options.budget_mb is not None
     if by_activations != bool(options.dataset_config):
@@ -122,17 +122,11 @@ def quantize(options: argparse.Namespace, console: Console) -> Written:
         stochastic=options.rounding == "stochastic",
         seed=options.seed,
     )
-    return quantize_checkpoint(
-        model,
-        options.save_to,
-        layout,
-        recipe,
-        console,
-        plan=calibration_plan(options, model) if by_activations else None,
-        compensated=options.compensated,
-        budget_mb=options.budget_mb,
-        low_precision_products=None if options.products is None else options.products == "low",
-    )
+    how = None
+    if by_activations:
+        how = ByActivations(calibration_plan(options, model), options.compensated, options.budget_mb)
+    low = None if options.products is None else options.products == "low"
+    return quantize_checkpoint(model, options.save_to, layout, recipe, console, how, low)
 
 
 def _check_products(options: argparse.Namespace, model: Path, layout: str, scheme: str) -> None:

@@ -23,7 +23,6 @@ from library.data.dataset import TrainingData, build_dataset
 from library.errors import UserError, counted
 from library.models.family import Family
 from library.models.family_by_name import model_family
-from library.precision.activations import round_timesteps
 from library.precision.parity.activations import Forward, LayerInputs, collect_inputs
 from library.precision.recipe import Recipe, WeightLoader
 from library.randomness import generator
@@ -153,10 +152,9 @@ class Calibration:
     def _velocity(self, transformer: nn.Module, batch: Batch, sigma: float) -> Tensor:
         options, batch = self.plan.options, batch.to(self.plan.device)
         noise = noise_for(batch.latents, batch.sample_ids, options.seed, "calibration", round(sigma * 1e6))
-        noisy, _ = add_noise(batch.latents, noise, torch.full((len(batch.sample_ids),), sigma))
-        return predict(
-            self.family, transformer, batch, options.guidance_scale, self.plan.dtype, torch.float32, noisy, sigma
-        )
+        sigmas = torch.full((len(batch.sample_ids),), sigma)
+        noisy, _ = add_noise(batch.latents, noise, sigmas)
+        return predict(self.family, transformer, batch, options.guidance_scale, self.plan.dtype, noisy, sigmas)
 
 
 def predict(
@@ -165,9 +163,8 @@ def predict(
     batch: Batch,
     guidance: float,
     dtype: torch.dtype,
-    timestep: torch.dtype,
     noisy: Tensor,
-    sigma: float,
+    sigmas: Tensor,
 ) -> Tensor:
     """Return the velocity at ``noisy``, fp32; products in 16 bits are made under autocast, as in training.
 
@@ -176,11 +173,10 @@ def predict(
         batch: its text and conditions.
         guidance: for models with a guidance input.
         dtype: of the products.
-        timestep: dtype that timesteps are carried in.
-        noisy, sigma: latents, all of one noise level.
+        noisy: latents. sigmas: their noise levels, [batch].
     """
     device = batch.latents.device
-    sigmas = round_timesteps(torch.full((len(batch.sample_ids),), sigma, device=device), timestep)
+    sigmas = sigmas.to(device)
     with torch.autocast(device.type, dtype, enabled=dtype in (torch.bfloat16, torch.float16)):
         return family.predict_velocity(transformer, noisy, sigmas, batch.text, guidance, batch.conditions).float()
 

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from library.console import Console
 from library.fidelity.calibration import Calibration
 from library.fidelity.causes import Finding
-from library.fidelity.layers import LayerRow, layer_row, sizes_by_region
-from library.fidelity.runs import EvalSet
+from library.fidelity.layers import LayerRow, layer_row, linear_layers
 from library.fidelity.serving import REFERENCE, Models, Variant, base_layer, numbers
 from library.fidelity.tensor_findings import costly_kinds, tensor_findings, with_lora_faults
 from library.fidelity.tensors import TensorRow, compare_tensors, model_tensors, stored_dtypes, without_compensated
@@ -66,7 +65,6 @@ def compare_models(
     models: Models,
     variant: Variant,
     calibration: Calibration,
-    eval_set: EvalSet,
     console: Console,
     *,
     explain: bool,
@@ -79,8 +77,7 @@ def compare_models(
     merged = "in the file" if models.deployed.merged else merged
     inside, updates = merged == "in the file", models.transformer_lora
     with models.transformer(REFERENCE) as reference:
-        with counting(console) as progress:
-            by_region = sizes_by_region(reference, calibration, eval_set, progress)
+        linears = linear_layers(reference)
         deployed = models.base(deployed=True)
         stored = stored_dtypes(models.deployed_family) if models.deployed.path else {}
         scales = {name: each.scale for name, each in models.served_inputs.items() if each.scale is not None}
@@ -90,13 +87,13 @@ def compare_models(
         served = models.merged_weights(variant) if merged == "here" else deployed
         expected = models.merged_updates(variant) if merged == "here" else updates
         rows: dict[str, LayerRow] = {}
-        for group in calibration.layer_inputs(reference, [*by_region]):
+        for group in calibration.layer_inputs(reference, linears):
             for name, inputs in group.items():
                 high = numbers(base_layer(reference, name))
                 layers = deployed.get_submodule(name), served.get_submodule(name)
                 update = expected.get(name)
-                rows[name] = layer_row(weights[name], high, *layers, inputs, by_region[name], update, merged)
-        layers_in_order = [rows[name] for name in by_region if name in rows]
+                rows[name] = layer_row(weights[name], high, *layers, inputs, update, merged)
+        layers_in_order = [rows[name] for name in linears if name in rows]
         tensors = without_compensated(tensors, [row.name for row in layers_in_order if row.compensated])
         batches = [*calibration.check, *calibration.fit][:_IMAGES]
         if explain:

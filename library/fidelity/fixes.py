@@ -45,7 +45,7 @@ from library.fidelity.calibration import CalibrationOptions
 from library.fidelity.deployed import DeployedWeights
 from library.fidelity.differences import Differences, compare
 from library.fidelity.layers import LayerRow
-from library.fidelity.quantize import quantize_checkpoint
+from library.fidelity.quantize import ByActivations, quantize_checkpoint
 from library.fidelity.refit import refit_lora
 from library.fidelity.runs import EvalSet, Outcome, run_variant
 from library.fidelity.serving import REFERENCE, Models, Variant
@@ -278,16 +278,21 @@ class FixBuilder:
         del deployed, stored
         budget = kept_share * size / 2**20 if kept_share else None
         low = not asked[0][0] if asked else None  # products as the deployed file asks for them
-        return self._written(name, layout, recipe, budget, compensated=True, low_precision_products=low)
+        how = ByActivations(models.plan(self.options.calibration), compensated=True, budget_mb=budget)
+        return self._written(name, layout, recipe, how, low)
 
     def _written(
-        self, name: str, layout: LayoutKind, recipe: Recipe, budget_mb: float | None = None, **how: Any
+        self,
+        name: str,
+        layout: LayoutKind,
+        recipe: Recipe,
+        how: ByActivations | None = None,
+        low_precision_products: bool | None = None,
     ) -> Models:
         """Write the reference by ``recipe`` as ``name`` and return the models with it deployed."""
         base, options = Path(self.models.config.pretrained_model_name_or_path), self.options
         target = options.folder / (name if base.expanduser().is_dir() else f"{name}.safetensors")
-        plan = self.models.plan(options.calibration) if how.get("compensated") else None
-        quantize_checkpoint(base, target, layout, recipe, Console(quiet=True), plan=plan, budget_mb=budget_mb, **how)
+        quantize_checkpoint(base, target, layout, recipe, Console(quiet=True), how, low_precision_products)
         return replace(self.models, deployed=DeployedWeights(target.name, target, None))
 
     def _refit(self, models: Models, correction_rank: int) -> Path:

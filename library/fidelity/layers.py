@@ -1,32 +1,26 @@
 """Every linear layer of the deployed model beside the reference's: weights, activations, outputs, update retention.
 
 The reference runs on the evaluation set while its layers' inputs are added up: second moments, which give the output
-error of any weight error (``library.precision.parity``), and once more, where there are masks, sizes by region. Then
-outputs of reference and deployed weights are compared, a layer at a time; the weights themselves are in ``tensors``.
+error of any weight error (``library.precision.parity``). Then outputs of reference and
+deployed weights are compared, a layer at a time; the weights themselves are in ``tensors``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from library.fidelity.calibration import Calibration
-from library.fidelity.runs import EvalSet
 from library.fidelity.serving import numbers, rounded, rounds
 from library.fidelity.tensors import TensorRow
 from library.precision.files.base import QuantizedWeight
 from library.precision.files.registry import scheme_named
 from library.precision.linear import QuantizedLinear
-from library.precision.parity.activations import LayerInputs, watched
+from library.precision.parity.activations import LayerInputs
 from library.precision.parity.layer_errors import FLAGGED, relative_output_error, update_retention
-from library.precision.parity.seam import regions
-from library.training.report.progress import Advance
 from networks.files.weights import LoraWeights
 
 _INT8 = scheme_named("int8_convrot")
@@ -35,10 +29,9 @@ OUTLIER = 10.0  # a channel is one if its rms is over ten times the median chann
 
 @dataclass(frozen=True)
 class ActivationSizes:
-    """Sizes of one layer's inputs: rms of all, by region of the mask (image tokens only), the largest, outliers."""
+    """Sizes of one layer's inputs: rms, the largest, outliers."""
 
     rms: float
-    by_region: Mapping[str, float]
     largest: float
     outlier_channels: tuple[int, ...]
 
@@ -115,7 +108,6 @@ def layer_row(
     deployed: nn.Module,
     served: nn.Module,
     inputs: LayerInputs,
-    by_region: Mapping[str, float],
     update: LoraWeights | None,
     merged: Literal["no", "here", "in the file"],
 ) -> LayerRow:
@@ -126,7 +118,7 @@ def layer_row(
         reference: [out, in] weight without the LoRA.
         deployed: the layer as the file or the recipe has it.
         served: the same with the LoRA rounded into it where that is done here; otherwise ``deployed``.
-        inputs, by_region: of the layer, from the evaluation set; see :func:`sizes_by_region`.
+        inputs: of the layer, from the evaluation set.
         update: the LoRA's, at full strength; None without one.
         merged: whether the LoRA is rounded into ``served`` here, or came with the file.
     """
@@ -163,7 +155,7 @@ def layer_row(
         retention_cosine=retained.cosine if retained else None,
         lora_effect=relative_output_error(delta, target, inputs) if delta is not None else None,
         benefit=None,
-        activations=_sizes(inputs, by_region),
+        activations=_sizes(inputs),
     )
 
 
@@ -186,72 +178,10 @@ def linear_layers(model: nn.Module) -> list[str]:
     return names
 
 
-def sizes_by_region(
-    model: nn.Module, calibration: Calibration, eval_set: EvalSet, progress: Callable[[str, int], Advance]
-) -> dict[str, dict[str, float]]:
-    """Return layer -> region -> rms of its inputs, of the image's tokens of samples that have masks.
-
-    Args:
-        model: whose linear layers are meant.
-        calibration: runs it.
-        eval_set: the samples and their masks.
-        progress: see ``counting``.
-    """
-    advance = progress("activations", len(eval_set.batches))
-    sums: dict[str, dict[str, list[float]]] = {name: {} for name in linear_layers(model)}
-    for number, batch in enumerate(eval_set.batches):
-        mask = eval_set.mask(number)
-        patch = calibration.family.patch_size
-        parts = {} if mask is None else _token_regions(mask, patch)
-        if parts:
-            # A stream holds the image's tokens, then those of references; blocks that join both have the text's first.
-            tokens, text = _tokens(batch.latents, patch), batch.text["prompt_embeds"].shape[1]
-            own = tokens + sum(_tokens(reference, patch) for reference in batch.conditions.references)
-            places = {length: slice(start, start + tokens) for length, start in ((own, 0), (own + text, text))}
-            shows = {name: partial(_add_regions, found, parts, places) for name, found in sums.items()}
-            with torch.no_grad(), watched(model, shows):
-                for run in calibration.forwards(model, [batch]):
-                    run()
-        advance(1)
-    return {
-        name: {region: math.sqrt(total / count) for region, (total, count) in found.items()}
-        for name, found in sums.items()
-    }
-
-
-def _add_regions(
-    sums: dict[str, list[float]], parts: Mapping[str, Tensor], places: Mapping[int, slice], x: Tensor
-) -> None:
-    """Add to region -> (sum of squares, their number) what one layer is given; ``places``: length -> image's tokens."""
-    if x.ndim != 3 or x.shape[1] not in places:
-        return
-    energy = x[0, places[x.shape[1]]].float().square().sum(-1).cpu()
-    for region, chosen in parts.items():
-        found = sums.setdefault(region, [0.0, 0.0])
-        found[0] += float(energy[chosen].sum())
-        found[1] += float(chosen.sum()) * x.shape[-1]
-
-
-def _sizes(inputs: LayerInputs, by_region: Mapping[str, float]) -> ActivationSizes:
+def _sizes(inputs: LayerInputs) -> ActivationSizes:
     rms = inputs.rms
     outliers = (rms > OUTLIER * rms.median()).nonzero().flatten().tolist()
-    return ActivationSizes(float(rms.square().mean().sqrt()), by_region, float(inputs.amax.max()), tuple(outliers))
-
-
-def _tokens(latents: Tensor, patch: int) -> int:
-    return latents.shape[-2] * latents.shape[-1] // patch**2
-
-
-def _token_regions(mask: Tensor, patch: int) -> dict[str, Tensor]:
-    """Return region -> tokens of patch x patch cells, flat bool: filled, known, and both sides of the border."""
-    cells = mask[: mask.shape[0] // patch * patch, : mask.shape[1] // patch * patch]
-    tokens = cells.float().unfold(0, patch, patch).unfold(1, patch, patch).mean((-1, -2)) >= 0.5
-    if not tokens.any() or tokens.all():
-        return {}
-    where = regions(tokens, 1)
-    border = where.inside | where.outside
-    parts = {"filled": where.filled & ~border, "known": where.known & ~border, "border": border}
-    return {name: part.flatten() for name, part in parts.items() if bool(part.any())}
+    return ActivationSizes(float(rms.square().mean().sqrt()), float(inputs.amax.max()), tuple(outliers))
 
 
 def _kind(layer: Any) -> str:

@@ -70,9 +70,6 @@ _LAYER_COLUMNS: Columns = {
         lambda row: row.activations.largest / row.activations.rms if row.activations.rms else None,
     ),
     "outliers": ("channels over ten times the median", "{}", lambda row: len(row.activations.outlier_channels)),
-    "in filled": ("input rms in the filled region", "{:.3g}", lambda row: row.activations.by_region.get("filled")),
-    "in known": ("input rms in the known region", "{:.3g}", lambda row: row.activations.by_region.get("known")),
-    "at border": ("input rms along the border", "{:.3g}", lambda row: row.activations.by_region.get("border")),
 }
 
 _TENSOR_COLUMNS: Columns = {

@@ -14,7 +14,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.progress import Progress
@@ -38,16 +38,28 @@ from networks.merging.quantized import QuantizedMerge
 _RANKED_ON = IMAGES  # of the calibration; ranking layers runs the model once more for each of them
 
 
+@dataclass(frozen=True)
+class ByActivations:
+    """What is decided by running the model.
+
+    Attributes:
+        plan: what is run.
+        compensated: round so that outputs change least.
+        budget_mb: MiB for weights that stay in bf16; None for none.
+    """
+
+    plan: CalibrationPlan
+    compensated: bool = False
+    budget_mb: float | None = None
+
+
 def quantize_checkpoint(
     model: Path,
     save_to: Path,
     kind: LayoutKind,
     recipe: Recipe,
     console: Console,
-    *,
-    plan: CalibrationPlan | None = None,
-    compensated: bool = False,
-    budget_mb: float | None = None,
+    by_activations: ByActivations | None = None,
     low_precision_products: bool | None = None,
 ) -> Written:
     """Write ``model`` quantised.
@@ -57,9 +69,7 @@ def quantize_checkpoint(
         save_to: a .safetensors file, or a folder where ``model`` is one.
         kind, recipe: the layout, and how weights are rounded.
         console: for what the calibration says.
-        plan: what is run to round by activations; None rounds by the recipe alone.
-        compensated: round so that outputs change least.
-        budget_mb: MiB for weights that stay in bf16; None for none.
+        by_activations: what is decided by running the model; None: nothing, the recipe says all.
         low_precision_products: let ComfyUI multiply in the format; None: as is usual for it.
     """
     given, model = model, model.expanduser()
@@ -76,8 +86,8 @@ def quantize_checkpoint(
     if target.resolve() in {file.resolve() for file in weight_files(model)}:
         raise UserError(f"--save_to {target}: is the model itself; choose another place")
     rounding: AbstractContextManager[tuple[QuantizedMerge | None, Recipe]] = nullcontext((None, recipe))
-    if plan:
-        rounding = _calibrated(given, save_to, kind, recipe, plan, compensated, budget_mb, console)
+    if by_activations:
+        rounding = _calibrated(given, save_to, kind, recipe, by_activations, console)
     with rounding as (rounded, recipe), Progress(transient=True) as progress:
         task = progress.add_task("quantising", total=None)
         written = write_quantized(
@@ -111,45 +121,43 @@ def _calibrated(
     save_to: Path,
     kind: LayoutKind,
     recipe: Recipe,
-    plan: CalibrationPlan,
-    compensated: bool,
-    budget_mb: float | None,
+    how: ByActivations,
     console: Console,
 ) -> Iterator[tuple[QuantizedMerge | None, Recipe]]:
     """Yield weights that are rounded already, if any, and the recipe with the layers that are worth keeping."""
-    calibration = plan.prepare(console)
+    calibration = how.plan.prepare(console)
     transformer = calibration.load_fp8(recipe)
     base = open_base(model, quantized=True)
     save_to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=save_to.parent, prefix=f".{save_to.name}.") as spool:
         merge = QuantizedMerge(base, {}, kind, recipe, calibration.family.targets, Path(spool))
         modules = merge.modules()
-        if budget_mb is not None:
+        if how.budget_mb is not None:
             batches = [*calibration.fit, *calibration.check][:_RANKED_ON]
             places = merge.places
             shares = measure_contributions(
                 transformer,
                 list(modules.values()),
-                lambda name: places[name].read(base.weights, plan.device).to(plan.dtype),
+                lambda name: places[name].read(base.weights, how.plan.device).to(how.plan.dtype),
                 lambda: calibration.velocities(transformer, batches),
             )
             sizes = [merge.bytes_saved(name) for name in modules]
             measured = zip(modules, shares, sizes, strict=True)
             candidates = [Candidate(name.removesuffix(".weight"), share, size) for name, share, size in measured]
-            kept = choose_kept(candidates, int(budget_mb * 2**20))
+            kept = choose_kept(candidates, int(how.budget_mb * 2**20))
             console.print(_budget_table(candidates, {one.name for one in kept}))
-            console.print(f"kept: {len(kept)} of {counted(len(candidates), 'weight')} within {budget_mb:g} MiB")
+            console.print(f"kept: {len(kept)} of {counted(len(candidates), 'weight')} within {how.budget_mb:g} MiB")
             kept_patterns = (f"^{re.escape(one.name)}$" for one in kept)
             recipe = replace(recipe, exclude_patterns=(*recipe.exclude_patterns, *kept_patterns))
             modules = {
                 name: of for name, of in modules.items() if recipe.excluded_as(name.removesuffix(".weight")) is None
             }
-        if compensated:
+        if how.compensated:
             first = {names[0]: tensor for tensor, names in modules.items()}
             for group in calibration.layer_inputs(transformer, list(first)):
                 for name, inputs in group.items():
                     merge.compensate(first[name], inputs)
-        yield (merge if compensated else None), recipe
+        yield (merge if how.compensated else None), recipe
 
 
 def _budget_table(candidates: list[Candidate], kept: set[str], shown: int = 20) -> Table:

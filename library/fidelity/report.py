@@ -94,34 +94,29 @@ def merge_sentences(rows: Sequence[MergeRow]) -> list[str]:
 
 def measure(
     models: Models,
-    variant: Variant,
+    ways: Sequence[tuple[Variant, Merging | None]],
     calibration: Calibration,
     console: Console,
     *,
     steps: int,
     explain: bool = False,
-    merges: Sequence[Merging] = (),
-    loras: Sequence[Path] = (),
-    asked: Sequence[str] = (),
     reference_loras: Mapping[str, dict[str, LoraWeights]] | None = None,
 ) -> Report:
     """Return the report.
 
     Args:
-        models, variant: the deployment.
+        models: of the deployment.
+        ways: the deployment, once for each way in which the server merges; the worst is judged.
         calibration: what it is measured on.
         console: for progress.
         steps: of the sampling runs; 0 for none.
         explain: measure what each kind of tensors, each block and each layer explains, and what servers do to masks.
-        merges: ways in which the server merges; the worst becomes the variant's.
-        loras: their files.
-        asked: the words of the command, for remedies that are the report once more.
         reference_loras: those beside the reference, where what is served was refitted; None: the same.
 
     Raises:
         UserError: anything wrong with models, or flags that need what the dataset does not have.
     """
-    eval_set = prepare_eval_set(models, calibration, variant, steps)
+    eval_set = prepare_eval_set(models, calibration, ways[0][0], steps)
     original = models if reference_loras is None else replace(models, loras=dict(reference_loras))
     reference = run_variant(original, REFERENCE, eval_set, console, "reference")
     decode = models.image_encoder(REFERENCE).decode
@@ -131,15 +126,15 @@ def measure(
         return outcome, compare(reference, outcome, eval_set, decode)
 
     runs: dict[Any, tuple[Variant, Outcome, Differences]] = {}
-    ways = [(replace(variant, merge=each.how), each) for each in merges]
-    for each in [way for way, _ in ways] or [variant]:
+    for each, _ in ways:
         key = models.runs_as(each)
         if key not in runs:
             runs[key] = each, *run(each, f"deployment, {each.merge}" if len(ways) > 1 else "deployment")
     variant, deployed, full = max(runs.values(), key=lambda found: found[2].error)
     judged = models.runs_as(variant)
-    rows = [MergeRow(way, runs[key][2], key == judged) for key, way in ((models.runs_as(v), way) for v, way in ways)]
-    comparison = compare_models(models, variant, calibration, eval_set, console, explain=explain)
+    keys = [(models.runs_as(each), way) for each, way in ways]
+    rows = [MergeRow(way, runs[key][2], key == judged) for key, way in keys if way is not None]
+    comparison = compare_models(models, variant, calibration, console, explain=explain)
     causes = variant.changes()
     alone = {cause: full if variant.only(cause) == variant else run(variant.only(cause), cause)[1] for cause in causes}
     puzzling = is_worse(full) and not any(map(is_worse, alone.values()))
@@ -160,15 +155,23 @@ def measure(
         attributions=attributions,
         tried=tried,
         merges=rows,
-        remedies=[
-            *free_remedies(models, variant, full, without, comparison, loras),
-            *costly_remedies(models, variant, calibration.plan.options, loras, asked),
-        ],
         comparison=comparison,
         reference=reference,
         deployed=deployed,
         eval_set=eval_set,
     )
+
+
+def with_remedies(
+    report: Report, models: Models, options: CalibrationOptions, loras: Sequence[Path], words: Sequence[str]
+) -> Report:
+    """Return the report with what to do, the cheapest first.
+
+    ``loras``: the LoRAs' files. ``words``: of the report's own command; some remedies are that report once more.
+    """
+    without = {each.cause: each.without for each in report.attributions if each.without}
+    free = free_remedies(models, report.variant, report.full, without, report.comparison, loras)
+    return replace(report, remedies=[*free, *costly_remedies(models, report.variant, options, loras, words)])
 
 
 HABITS = {  # what servers do to masks and to what is under them

@@ -33,6 +33,7 @@ from library.fidelity.calibration import Calibration, predict
 from library.fidelity.conditioning import Given, Window, cut, drawn_mask, give, round_latents
 from library.fidelity.serving import Models, Variant
 from library.models.vae import ImageEncoder
+from library.precision.activations import round_timesteps
 from library.training.flow import add_noise, noise_for
 from library.training.report.progress import counting
 
@@ -198,7 +199,8 @@ def run_variant(
         advance = progress(title, len(inputs) * (len(eval_set.sigmas) + steps))
         for each in inputs:
             batch = each.batch
-            velocity = partial(predict, family, network, batch, guidance, models.dtype, variant.timestep)
+            at = partial(predict, family, network, batch, guidance, models.dtype)
+            velocity = partial(_velocity, at, variant)
             for sigma in eval_set.sigmas:
                 noise = noise_for(batch.latents, batch.sample_ids, eval_set.seed, round(sigma * 1e6))
                 noisy, _ = add_noise(batch.latents, noise, torch.tensor([sigma]))
@@ -268,6 +270,11 @@ class _Shown:
 
     def load(self, flipped: bool = False) -> Image.Image:
         return to_image(self.pixels)
+
+
+def _velocity(predict_at: Any, variant: Variant, noisy: Tensor, sigma: float) -> Tensor:
+    """Return the velocity at ``noisy``, all of one noise level, the timestep carried in the dtype of ``variant``."""
+    return predict_at(noisy, round_timesteps(torch.full((len(noisy),), sigma), variant.timestep))
 
 
 def _sample(velocity: Any, sigmas: Sequence[float], given: _Input, variant: Variant) -> Iterator[Tensor]:

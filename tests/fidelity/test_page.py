@@ -35,7 +35,7 @@ LAYERS, IMAGES, SIZE = 500, 3, 128
 
 
 def layer(number: int) -> LayerRow:
-    sizes = ActivationSizes(1.0, {"filled": 1.0}, 9.0, ())
+    sizes = ActivationSizes(1.0, 9.0, ())
     error = (number * 37 % LAYERS) / 1000  # every error once, in no order
     name = EVIL if number == 3 else f"transformer_blocks.{number}.attn.to_q"
     return LayerRow(name, "e4m3fn row", 4096, error, 0.02, 30.0, 1.0, error, 0.0, 0.0, 0.0, error, 0.02, False, "",

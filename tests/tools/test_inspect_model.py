@@ -3,7 +3,6 @@ tests/networks/files/test_inspection.py."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -97,20 +96,6 @@ def test_a_lora_is_shown_with_ranks_norms_and_metadata(
     assert any(words(line)[:4] == ["proj_mlp", "2", "8", "3"] for line in lines)
     assert any(words(line) == ["ss_network_dim", "4"] for line in lines)
     assert "(500 characters)" in said
-
-
-def test_json_holds_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lora = write_lora(tmp_path / "a.safetensors")
-    model = tmp_path / "m.safetensors"
-    save_file(tiny_flux_transformer().state_dict(), model)
-    first, second = json.loads(run(monkeypatch, capsys, lora, model, "--json"))
-    assert first["lora"]["layers"][0]["rank"] == 4
-    assert first["metadata"]["ss_network_dim"] == "4"
-    assert second["components"][0]["architecture"] == "FLUX.1 transformer (diffusers' names)"
-    assert second["components"][0]["blocks"] == {"transformer_blocks": 1, "single_transformer_blocks": 2}
-    assert (second["fp8"], second["lora"], second["bytes"]) == (None, None, model.stat().st_size)
 
 
 def test_mistakes_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
