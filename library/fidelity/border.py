@@ -69,6 +69,11 @@ class BorderFigure:
     by_image: tuple[float, ...]
 
     @property
+    def title(self) -> str:
+        """Its name in words."""
+        return WORDS[self.name]
+
+    @property
     def limit(self) -> float:
         """What honest rounding stays below."""
         return LIMITS[self.name]

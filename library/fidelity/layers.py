@@ -35,6 +35,16 @@ class ActivationSizes:
     largest: float
     outlier_channels: tuple[int, ...]
 
+    @property
+    def peak(self) -> float | None:
+        """The largest over the rms."""
+        return self.largest / self.rms if self.rms else None
+
+    @property
+    def outliers(self) -> int:
+        """How many channels are outliers."""
+        return len(self.outlier_channels)
+
 
 @dataclass(frozen=True)
 class LayerRow:
@@ -79,9 +89,9 @@ class LayerRow:
     as_int8: float | None = None
 
     @property
-    def benefit_per_megabyte(self) -> float:
+    def benefit_per_megabyte(self) -> float | None:
         """Benefit for each 2^20 bytes more in bf16."""
-        return (self.benefit or 0.0) / (self.size / 2**20)
+        return None if self.benefit is None else self.benefit / (self.size / 2**20)
 
     @property
     def conspicuous(self) -> bool:

@@ -10,14 +10,12 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined, Template
 from matplotlib.figure import Figure
 
-from library.fidelity.border import RING, WORDS
 from library.fidelity.causes import CAUSES, REMEDIES
 from library.fidelity.distilled import Distilled
 from library.fidelity.figures import (
@@ -38,109 +36,14 @@ from library.fidelity.fixes import FIX_COLUMNS, Fix, fix_rows
 from library.fidelity.report import Report, merge_sentences
 from library.fidelity.server_image import ServerResult
 from library.fidelity.serving import REFERENCE
-from library.files import atomic_path, write_text
+from library.files import atomic_path, read_toml, write_text
 
 _FINE = 0.01  # share of an image's size that is lost without anybody seeing it
 _SMALL = 0.05  # share of the error below which a cause counts as ruled out
-Columns = dict[str, tuple[str, str, Callable[[Any], Any]]]  # heading -> (meaning, format, value of a row)
+Columns = Mapping[str, Mapping[str, str]]  # heading -> what it means, value of a row, format: see page_tables.toml
 
-_LAYER_COLUMNS: Columns = {
-    "layer": ("module, as diffusers names it", "{}", lambda row: row.name),
-    "format": ("how its weights are stored", "{}", lambda row: row.kind),
-    "benefit / MB": (
-        "share of the output's squared error that comes back with the layer in high precision, a megabyte of it",
-        "{:.2e}",
-        lambda row: None if row.benefit is None else row.benefit_per_megabyte,
-    ),
-    "output error": ("of the layer's output on these images", "{:.2%}", lambda row: row.output_error),
-    "of rounding": ("what rounding to nearest would cost", "{:.2%}", lambda row: row.expected_output_error),
-    "weight error": ("of the layer's weights", "{:.2%}", lambda row: row.weight_error),
-    "of format": ("what rounding to nearest in this format would cost", "{:.2%}", lambda row: row.expected_error),
-    "SQNR dB": ("weights over their error", "{:.1f}", lambda row: row.sqnr_db),
-    "gain": ("weights over the reference's; 1 is right", "{:.3f}", lambda row: row.gain),
-    "zeros": ("share of weights that became zero", "{:.1%}", lambda row: row.zeros),
-    "subnormal": ("share of weights below the format's normal numbers", "{:.1%}", lambda row: row.subnormals),
-    "saturated": ("share of weights cut off at the format's largest number", "{:.1%}", lambda row: row.saturated),
-    "LoRA effect": ("size of the LoRA's share of the output", "{:.3f}", lambda row: row.lora_effect),
-    "retention": ("share of the LoRA's update that the merge kept", "{:.3f}", lambda row: row.retention),
-    "input rms": ("size of what the layer is given", "{:.3g}", lambda row: row.activations.rms),
-    "max / rms": (
-        "its largest value over that",
-        "{:.0f}",
-        lambda row: row.activations.largest / row.activations.rms if row.activations.rms else None,
-    ),
-    "outliers": ("channels over ten times the median", "{}", lambda row: len(row.activations.outlier_channels)),
-}
-
-_TENSOR_COLUMNS: Columns = {
-    "tensor": ("parameter or buffer, as diffusers names it", "{}", lambda row: row.name),
-    "role": ("what it is", "{}", lambda row: row.role),
-    "stored as": ("how its numbers are stored", "{}", lambda row: row.kind),
-    "numbers": ("how many it holds", "{:,}", lambda row: row.size),
-    "error": ("difference from the reference, over the reference", "{:.2%}", lambda row: row.error),
-    "expected": ("what rounding to nearest in most layers' format would cost", "{:.2%}", lambda row: row.expected),
-    "of format": ("what rounding to nearest in its own format would cost", "{:.2%}", lambda row: row.own_expected),
-    "gain": ("the tensor over the reference's; 1 is right", "{:.3f}", lambda row: row.gain),
-    "LoRA share": ("of the LoRA's update that is in it", "{:.2f}", lambda row: row.lora_share),
-    "diagnosis": ("what was done to it", "{}", lambda row: row.diagnosis),
-}
-
-_GROUP_COLUMNS: Columns = {
-    "put back": ("tensors that were replaced by the reference's", "{}", itemgetter(0)),
-    "explains": ("share of the weights' squared velocity error that goes away", "{:.1%}", itemgetter(1)),
-}
-
-_TRIED_COLUMNS: Columns = {
-    "what a server may do": ("done to the reference, nothing else changed", "{}", itemgetter(0)),
-    "image": ("how far it puts the decoded image off", "{:.2%}", lambda row: row[1].image),
-    "worst figure": ("of the border", "{}", lambda row: row[1].border and WORDS[row[1].border.worst.name]),
-    "times": ("over white noise of the same size", "{:.2f}", lambda row: row[1].border and row[1].border.worst.times),
-    "limit": ("what honest rounding stays below", "{:g}", lambda row: row[1].border and row[1].border.worst.limit),
-    "the border is": ("", "{}", lambda row: row[1].border and row[1].border.state),
-}
-
-_MERGE_COLUMNS: Columns = {
-    "what a step runs on": ("which of them a layer gets depends on free memory", "{}", lambda row: row.merging.when),
-    "the LoRA is": ("how it is added to the weights of the deployment", "{}", lambda row: row.merging.how),
-    "velocity": ("how far it puts one step off", "{:.2%}", lambda row: row.differences.velocity),
-    "latents": ("with all steps so", "{:.2%}", lambda row: None if row.merging.one_step else row.differences.latents),
-    "image": ("with all steps so", "{:.2%}", lambda row: None if row.merging.one_step else row.differences.image),
-    "judged": ("the report is about it", "{}", lambda row: "yes" if row.judged else "no"),
-}
-
-_SERVER_COLUMNS: Columns = {
-    "what the server may do": ("done to the reference, nothing else changed", "{}", lambda row: row.words),
-    "distance": ("from the server's pictures, rms in 8-bit steps", "{:.2f}", lambda row: row.distance),
-    "explains": ("share of the squared difference that is gone with it", "{:.1%}", lambda row: row.explained),
-}
-
-_BORDER_COLUMNS: Columns = {
-    "figure": (f"within {RING} pixels of the border, over the rest of that side", "{}", lambda row: WORDS[row.name]),
-    "of the error": ("geometric mean over images", "{:.2f}", lambda row: row.error),
-    "of white noise": ("the control: noise of the same size on the same images", "{:.2f}", lambda row: row.noise),
-    "times": ("the one over the other; 1 knows nothing of the border", "{:.2f}", lambda row: row.times),
-    "from": ("95 % interval over images", "{:.2f}", lambda row: row.low),
-    "to": ("95 % interval over images", "{:.2f}", lambda row: row.high),
-    "limit": ("what honest rounding stays below", "{:g}", lambda row: row.limit),
-    "decides": ("the whole interval is above the limit", "{}", lambda row: "yes" if row.decides else "no"),
-}
-
-_DISTILLED_COLUMNS: Columns = {
-    "strength": ("of the LoRA on the distilled model", "{:.2f}", lambda row: row.strength),
-    "size": ("of its effect on the velocity, over the effect at 1 on the base", "{:.2f}", lambda row: row.size),
-    "direction": ("cosine of the two effects; 1: the same change", "{:.2f}", lambda row: row.direction),
-    "error": ("what is missing or wrong of the effect, over the effect", "{:.2f}", lambda row: row.error),
-    "in pictures": ("size of the change in finished latents, over that on the base", "{:.2f}", lambda row: row.picture),
-    "its direction": ("cosine of these changes", "{:.2f}", lambda row: row.picture_direction),
-}
-
-_LEVEL_COLUMNS: Columns = {
-    "noise level": ("of the distilled schedule", "{:.3f}", itemgetter(0)),
-    "size": ("of the LoRA's effect at strength 1, over that on the base", "{:.2f}", lambda row: row[1][0]),
-    "direction": ("cosine of the two effects", "{:.2f}", lambda row: row[1][1]),
-}
-
-_FIX_COLUMNS: Columns = {name or "fix": ("", "{}", itemgetter(place)) for place, name in enumerate(FIX_COLUMNS)}
+_TABLES: Mapping[str, Columns] = read_toml(Path(__file__).with_name("page_tables.toml"))[0]
+_FIX_COLUMNS: Columns = {name or "fix": {"means": "", "value": str(place)} for place, name in enumerate(FIX_COLUMNS)}
 
 
 def write_report(
@@ -215,19 +118,19 @@ def _page(
     layers, tensors = report.comparison.layers, report.comparison.tensors
     tables = {
         "fixes": _table(_FIX_COLUMNS, fix_rows(fixes, full)) if fixes else None,
-        "border": full.border and _table(_BORDER_COLUMNS, full.border.figures),
-        "groups": _table(_GROUP_COLUMNS, [*report.comparison.groups.items()], "explains"),
+        "border": full.border and _table(_TABLES["border"], full.border.figures),
+        "groups": _table(_TABLES["group"], [*report.comparison.groups.items()], "explains"),
         # the layers whose return to bf16 buys most per megabyte, or those that err most where that was not measured
         "layers": _table(
-            _LAYER_COLUMNS,
+            _TABLES["layer"],
             layers,
             "output error" if all(row.benefit is None for row in layers) else "benefit / MB",
             lambda row: row.conspicuous,
         ),
-        "server": server and _table(_SERVER_COLUMNS, [*server.descriptions, server.reference]),
-        "tried": _table(_TRIED_COLUMNS, report.tried, "times"),
-        "merges": _table(_MERGE_COLUMNS, report.merges) if len(report.merges) > 1 else None,
-        "tensors": _table(_TENSOR_COLUMNS, tensors, "error", lambda row: bool(row.fault)),
+        "server": server and _table(_TABLES["server"], [*server.descriptions, server.reference]),
+        "tried": _table(_TABLES["tried"], report.tried, "times"),
+        "merges": _table(_TABLES["merge"], report.merges) if len(report.merges) > 1 else None,
+        "tensors": _table(_TABLES["tensor"], tensors, "error", lambda row: bool(row.fault)),
     }
     return _template().render(
         report=report,
@@ -263,8 +166,8 @@ def _distilled_values(distilled: Distilled) -> dict[str, Any]:
     return {
         "sentence": distilled.sentence(),
         "pictures": image_rows(distilled.images) if distilled.images else None,
-        "strengths": _table(_DISTILLED_COLUMNS, distilled.rows),
-        "levels": _table(_LEVEL_COLUMNS, [*distilled.by_sigma.items()]),
+        "strengths": _table(_TABLES["distilled"], distilled.rows),
+        "levels": _table(_TABLES["level"], [*distilled.by_sigma.items()]),
     }
 
 
@@ -383,26 +286,34 @@ def _table(
 
     One that is sorted ``by`` a column, largest first, can be sorted by any; its second column is the order of ``rows``.
     """
-    found = {name: [value(row) for row in rows] for name, (_, _, value) in columns.items()}
+    found = {name: [_value(row, column["value"]) for row in rows] for name, column in columns.items()}
     if by:
         first, *others = found
-        columns = {"#": ("place in the model", "{}", itemgetter(0))} | columns
+        columns = {**columns, "#": {"means": "place in the model"}}
         found = {first: found[first], "#": [*range(1, len(rows) + 1)]} | {name: found[name] for name in others}
     shown = {name: values for name, values in found.items() if any(map(_there, values))}
     order = sorted(range(len(rows)), key=lambda row: -(found[by][row] or 0.0)) if by else range(len(rows))
     cells = [
         [
-            (columns[name][1].format(values[row]), values[row]) if _there(values[row]) else ("", "")
+            (columns[name].get("format", "{}").format(values[row]), values[row]) if _there(values[row]) else ("", "")
             for name, values in shown.items()
         ]
         for row in order
     ]
     words = {name: any(isinstance(value, str) for value in values) for name, values in shown.items()}
     return {
-        "headings": [(name, columns[name][0], words[name]) for name in shown],
+        "headings": [(name, columns[name]["means"], words[name]) for name in shown],
         "rows": [(line, flagged(rows[row])) for line, row in zip(cells, order, strict=True)],
         "by": by,
     }
+
+
+def _value(row: Any, path: str) -> Any:
+    """Return what stands in a row under ``path``: names of attributes, or places of a tuple; None where one is None."""
+    for part in path.split("."):
+        if row is not None:
+            row = row[int(part)] if part.isdigit() else getattr(row, part)
+    return ("no", "yes")[row] if isinstance(row, bool) else row
 
 
 def _there(value: Any) -> bool:

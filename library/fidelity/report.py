@@ -68,6 +68,16 @@ class MergeRow:
     differences: Differences
     judged: bool
 
+    @property
+    def latents(self) -> float | None:
+        """The error of the finished latents with all steps so; None where only one step is."""
+        return None if self.merging.one_step else self.differences.latents
+
+    @property
+    def image(self) -> float | None:
+        """The same of the decoded image."""
+        return None if self.merging.one_step else self.differences.image
+
 
 def merge_sentences(rows: Sequence[MergeRow]) -> list[str]:
     """Return what the server's ways to merge make of the error, and what decides between them."""
