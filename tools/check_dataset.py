@@ -22,7 +22,6 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from library.config.markers import MOST_SIDE
 from library.config.schema import DatasetArguments
 from library.console import Console
 from library.errors import UserError, counted, exit_on_user_error
@@ -31,6 +30,7 @@ from library.training.report.progress import counting, telling
 from tools.command import answer_early, seed_number, tool_console, tool_parser, whole
 
 _PREVIEW = 3
+_PIXEL_MULTIPLE = 16  # of an image's sides, for every model so far
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,17 +45,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--caption_command", help="as in training: show what it says of images without a caption")
     parser.add_argument("--preview", type=whole(), metavar="N", help=f"of so many images; default {_PREVIEW}")
     parser.add_argument("--cache_directory", help="as in training; default .tandem_cache beside the images")
-    parser.add_argument(
-        "--pixel_multiple",
-        type=whole(most=MOST_SIDE),
-        default=16,
-        help="sides are multiples of it; 16 for every model so far",
-    )
-    parser.add_argument(
-        "--conditioning",
-        choices=["none", "fill", "references"],
-        help="what the model is given; default: as the keys say",
-    )
     return parser
 
 
@@ -111,7 +100,7 @@ def write_json(
     unsplit = tuple(replace(one, settings=one.settings.model_copy(update=whole)) for one in config.datasets)
     for each in (config, replace(config, datasets=unsplit)):  # images are shown, too, where the split is refused
         try:
-            found = scan(each, seed, options.pixel_multiple, 1.0, kind, without_broken(report.findings))
+            found = scan(each, seed, _PIXEL_MULTIPLE, 1.0, kind, without_broken(report.findings))
             samples = [*found.train, *found.held_out]
             break
         except UserError as error:
@@ -162,16 +151,16 @@ def main() -> None:
         raise UserError("--thumbnails: has no effect without --json, which names them; give it, or remove --thumbnails")
     given = {"cache_directory": options.cache_directory, "trigger_word": options.trigger_word}
     arguments = DatasetArguments(dataset_config=str(options.dataset), **given)
-    conditioning = options.conditioning or conditioning_of(options.dataset)
+    conditioning = conditioning_of(options.dataset)
     config = load_dataset_config(options.dataset, arguments, conditioning)
     console = tool_console()
     if options.json is not None:
         start = partial(telling, console, seconds=0.5)
-        report = check(config, options.pixel_multiple, conditioning, start)
+        report = check(config, _PIXEL_MULTIPLE, conditioning, start)
         write_json(options, config, report, conditioning, start)
     else:
         with counting(console) as start:
-            report = check(config, options.pixel_multiple, conditioning, start)
+            report = check(config, _PIXEL_MULTIPLE, conditioning, start)
     show(report, console)
     preview(config, options.caption_command, options.preview, console)
     if options.strict and report.findings:

@@ -60,9 +60,6 @@ def parser() -> argparse.ArgumentParser:
         "--batch_size", type=count, default=8, metavar="N", help="windows or choices (default: %(default)s)"
     )
     how.add_argument("--limit", type=count, metavar="N", help="documents of each file, questions of each file")
-    how.add_argument("--text_key", help="jsonl key or column that holds the text; default: text")
-    how.add_argument("--separator", metavar="TEXT", help="divides text files into documents")
-    how.add_argument("--split", metavar="NAME", help="of a dataset's folder or a prepared corpus (there: validation)")
     parser.add_argument("--save_to", type=Path, metavar="FILE", help="write everything measured as JSON")
     return parser
 
@@ -113,7 +110,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         with counting(console) as start:
             reading = start("tokenising files", len(options.perplexity))
             for path in options.perplexity:
-                texts[path] = documents(path, tokenizer, options)
+                texts[path] = documents(path, tokenizer, options.limit)
                 reading(1)
     model = load_language_model(folder, options.dtype, options.fp8_scaled)
     if lora is not None:
@@ -145,25 +142,17 @@ def check(options: argparse.Namespace) -> None:
     """Raise a UserError if nothing is asked for, an option would have no effect, or a number has no meaning."""
     if not (options.perplexity or options.choices):
         raise UserError("nothing to evaluate; give --perplexity or --choices")
-    for name in ("stride", "text_key", "separator", "split") if not options.perplexity else ():
-        if getattr(options, name) is not None:
-            raise UserError(f"--{name}: has no effect without --perplexity; add it or remove --{name}")
-    prepared = [(Path(path) / INDEX).is_file() for path in options.perplexity or ()]
-    for name in ("text_key", "separator"):
-        if getattr(options, name) is not None and all(prepared):
-            raise UserError(f"--{name}: has no effect on a prepared corpus; remove it")
+    if options.stride is not None and not options.perplexity:
+        raise UserError("--stride: has no effect without --perplexity; add it or remove --stride")
     if options.save_to is not None and options.save_to.is_dir():
         raise UserError(f"--save_to: {options.save_to} is a folder; name a file in it")
 
 
-def documents(path: str, tokenizer: Tokenizer, options: argparse.Namespace) -> list[Document]:
-    """Return the documents of a file, a folder of files or a prepared corpus, tokenised, the first --limit of them."""
+def documents(path: str, tokenizer: Tokenizer, limit: int | None) -> list[Document]:
+    """Return the first documents, at most ``limit``, of a file, a folder of files or a prepared corpus, tokenised."""
     found: Iterator[Document]
     if (Path(path) / INDEX).is_file():
-        split = options.split or "validation"
-        if split not in ("train", "validation"):
-            raise UserError(f"--split: a prepared corpus has train and validation, no {split!r}")
-        shards = TokenShards(path, split)
+        shards = TokenShards(path, "validation")
         if shards.vocab_size != tokenizer.vocab_size:
             raise UserError(
                 f"{path}: prepared with {shards.vocab_size} tokens, the model's tokenizer has {tokenizer.vocab_size}; "
@@ -171,12 +160,11 @@ def documents(path: str, tokenizer: Tokenizer, options: argparse.Namespace) -> l
             )
         found = shard_documents(shards, tokenizer)
     else:
-        files = find_files([path], options.split)
-        read = (read_documents(file, options.text_key or "text", options.separator) for file in files)
+        read = map(read_documents, find_files([path]))
         found = text_documents(itertools.chain.from_iterable(read), tokenizer)
-    kept = list(itertools.islice(found, options.limit))
+    kept = list(itertools.islice(found, limit))
     if not kept:
-        raise UserError(f"{path}: holds no text; give another file, or set --text_key")
+        raise UserError(f"{path}: holds no text; give another file")
     return kept
 
 

@@ -14,7 +14,6 @@ from typing import get_args
 
 import pytest
 
-from library.conditions import ConditionKind
 from library.config.schema import PrecisionConfig, SavingConfig
 from library.errors import UserError
 from library.models.registry import lora_targets
@@ -25,7 +24,6 @@ from networks.files.layouts import PRECISIONS, SAVE_FORMATS
 from networks.merging import RANK_RULES
 from networks.merging.low_rank import RankRule
 from tests.runs import ROOT
-from tools import check_dataset
 from tools.command import add_model_type, choices, lora_source, tool_parser
 
 TOOLS = sorted(path.stem for path in (ROOT / "tools").glob("[a-z]*.py") if path.stem != "command")
@@ -99,8 +97,6 @@ def test_flags_offer_what_the_library_takes() -> None:
     assert tuple(choices(PrecisionConfig, "fp8_exclude")) == tuple(KINDS)
     assert tuple(fp8.name for fp8 in FORMATS) == FORMAT_NAMES
     assert get_args(RankRule) == RANK_RULES
-    (flag,) = (action for action in check_dataset.parser()._actions if action.dest == "conditioning")
-    assert tuple(flag.choices or ()) == get_args(ConditionKind)
 
 
 def test_a_strength_that_is_no_number_is_told() -> None:

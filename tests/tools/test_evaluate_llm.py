@@ -44,8 +44,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     (folder / "long.jsonl").write_text("".join(json.dumps({"text": TEXT * 9}) + "\n" for _ in range(3)))
     (folder / "questions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    (folder / "corpus").mkdir()
-    (folder / "corpus/index.json").write_text("{}")  # what tells a prepared corpus
     return folder
 
 
@@ -124,11 +122,10 @@ def test_a_lora_of_peft_is_part_of_the_model(folder: Path, tmp_path: Path) -> No
             ["--perplexity", "text.txt", "--model", "nowhere"],
             "--model 'nowhere' does not exist; give a local file or folder, or a name on",
         ),
-        (["--perplexity", "corpus", "--separator", "x"], "--separator: has no effect on a prepared corpus"),
         (["--perplexity", "text.txt", "--batch_size", "0"], "--batch_size: '0' is no whole number from 1"),
         (["--perplexity", "text.txt", "--context", "8", "--stride", "9"], "--stride: 9 does not fit"),
         (["--perplexity", "nowhere.txt"], "no such file or folder"),
-        (["--perplexity", "long.jsonl", "--text_key", "body"], r"long\.jsonl:1: no key 'body'"),
+        (["--perplexity", "questions.jsonl"], r"questions\.jsonl:1: no key 'text'"),
         (["--perplexity", "text.txt", "--lora", "nowhere"], "nowhere"),
         (["--choices", "long.jsonl"], r"long\.jsonl:1: no key 'ctx'"),
     ],
