@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -139,18 +139,18 @@ def compare_tensors(
     for look in looks:
         if look.on_grid:
             found.setdefault(look.row.kind, []).append(look.row.error)
-    usual = {kind: median(errors) for kind, errors in found.items()}
-    looks = [replace(look, on_grid=look.on_grid or _as_if_on_grid(look, usual)) for look in looks]
+    medians = {kind: median(errors) for kind, errors in found.items()}
+    looks = [replace(look, on_grid=look.on_grid or _as_if_on_grid(look, medians)) for look in looks]
     main = _main_kind([look.row for look in looks])
     scheme = next((look.scheme for look in looks if look.row.kind == main and look.scheme), None)
+    usual = _Usual(medians, main, scheme)
     rows: list[TensorRow] = []
     for look in looks:
         name = look.row.name
         if name in here:
             update = updates.get(look.row.layer) if name.endswith(".weight") else None
             others = partial(_same_shape, there, there[name])
-            typical = usual.get(look.row.kind, 0.0)
-            rows.append(_explained(look, there[name], here[name], update, merged, typical, main, scheme, others))
+            rows.append(_explained(look, there[name], here[name], update, merged, usual, others))
             rows += _scale_rows(look.row, there[name], here[name], input_scales.get(look.row.layer))
         else:
             rows.append(look.row)
@@ -278,6 +278,18 @@ class _Look:
     settled: bool
     on_grid: bool = False
     scheme: Scheme | None = None
+
+
+class _Usual(NamedTuple):
+    """What most of the deployment's weights are like.
+
+    ``medians``: kind -> the median error of weights on a grid. ``main``: the kind of most, see :func:`_main_kind`, and
+    its ``scheme``.
+    """
+
+    medians: Mapping[str, float]
+    main: str
+    scheme: Scheme | None
 
 
 def _look(there: _Place, here: _Place, update: LoraWeights | None, merged: bool, dtype: str) -> _Look:
@@ -419,13 +431,11 @@ def _explained(
     here: _Place,
     update: LoraWeights | None,
     merged: bool,
-    typical: float,
-    main: str,
-    scheme: Scheme | None,
+    usual: _Usual,
     others: Callable[[], Mapping[str, Tensor]],
 ) -> TensorRow:
     """Add to a row what is expected of it, and what was done to it if it is not that."""
-    row = look.row
+    row, main, typical = look.row, usual.main, usual.medians.get(look.row.kind, 0.0)
     vector = row.role != "weight" or there.shape[0] == 1
     in_line = look.on_grid and row.error <= _OUT_OF_LINE * typical and abs(row.gain - 1) < 0.02 + row.error**2
     if look.on_grid:
@@ -436,7 +446,7 @@ def _explained(
     delta = None if update is None else update.delta().cpu().float()
     wanted = high + delta if delta is not None and merged else high
     if row.own_expected and not look.on_grid:
-        row = replace(row, expected=row.own_expected if row.kind == main or vector else _expected(scheme, wanted))
+        row = replace(row, expected=row.own_expected if row.kind == main or vector else _expected(usual.scheme, wanted))
     stored = here.stored
     quantized = _as_fp8(stored) if look.on_grid or stored is not None else _on_a_casts_grid(numbers)
     if look.settled or in_line:
