@@ -86,7 +86,7 @@ def number(least: float = -math.inf, most: float = math.inf, above: float = -mat
             value = math.nan
         if not (math.isfinite(value) and least <= value <= most and value > above):
             limits = ((f" of at least {least:g}", least), (f" above {above:g}", above), (f", at most {most:g}", most))
-            bounds = "".join(said for said, limit in limits if math.isfinite(limit))
+            bounds = "".join(words for words, limit in limits if math.isfinite(limit))
             raise argparse.ArgumentTypeError(f"{text[:40]!r} is no finite number{bounds}")
         return value
 
@@ -135,9 +135,9 @@ def add_lora_output(
 ) -> None:
     """Add --save_to, --save_format, --save_precision, --model_type and --overwrite."""
     layouts, precisions = choices(SavingConfig, "save_format"), choices(SavingConfig, "save_precision")
-    said = "of the result" if format_required else "(default: the source's, or diffusers)"
+    which = "of the result" if format_required else "(default: the source's, or diffusers)"
     parser.add_argument("--save_to", required=True, type=Path, help="the .safetensors file to write")
-    parser.add_argument("--save_format", required=format_required, choices=layouts, help=f"key layout {said}")
+    parser.add_argument("--save_format", required=format_required, choices=layouts, help=f"key layout {which}")
     parser.add_argument("--save_precision", choices=precisions, help=f"default: {precision_default}")
     add_model_type(parser, "as the files say")
     parser.add_argument("--overwrite", action="store_true", help="replace the file if it exists")

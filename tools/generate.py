@@ -204,9 +204,9 @@ def image(options: argparse.Namespace) -> list[Path]:
             path, record["strength"] = path.with_stem(f"{path.stem}_strength{now:g}"), f"{now:g}"
         save_image(made, path, {"prompt": prompt.line(), **record})
         if options.strengths:
-            said = {"file": path.name, "prompt": prompt.line(), "row": number // len(strengths), "strength": now}
+            entry = {"file": path.name, "prompt": prompt.line(), "row": number // len(strengths), "strength": now}
             with open(options.save_to / "images.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(said) + "\n")
+                file.write(json.dumps(entry) + "\n")
         console.print(f"{path}: {prompt.line()}")
         written.append(path)
     return written

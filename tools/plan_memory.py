@@ -99,11 +99,11 @@ def _advise(config: TrainConfig, plan: MemoryPlan, memory: int, console: Console
     Raises:
         UserError: nothing does.
     """
-    room, said = room_in(memory), f"{memory / GIB:g} GiB, of which {RESERVE / GIB:g} is left for CUDA itself"
+    room, limit = room_in(memory), f"{memory / GIB:g} GiB, of which {RESERVE / GIB:g} is left for CUDA itself"
     if plan.peak <= room:
-        console.print(f"fits into {said}")
+        console.print(f"fits into {limit}")
         return
-    console.print(f"does not fit into {said}; what takes less, the cheapest first, one on top of the other:")
+    console.print(f"does not fit into {limit}; what takes less, the cheapest first, one on top of the other:")
     last = None
     for last in remedies(config, plan, room, partial(plan_memory, ImageLora)):
         fitting = ": fits" if last.plan.peak <= room else ""

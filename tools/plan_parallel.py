@@ -221,18 +221,18 @@ def main() -> None:
     limit = round(options.gpu_memory * GIB)
     rows = rows_of(model, gpus, within, limit, full, options.batch_size)
     console = Console(markup=False, highlight=False, width=140)
-    best, said = None, ""
+    best, source = None, ""
     for row in rows:
         if not row.fits:
             continue
         if language or row.layout.splits_model or row.layout.zero or options.text_tokens != _TEXT_TOKENS:
-            best, said = row, "by a formula, which may be off by 20 %"
+            best, source = row, "by a formula, which may be off by 20 %"
             break
         with console.status(f"counting {described(row.layout)}, {row.options.describe()}: a minute"):
             found = traced(options, shape, row)
-        held = sum(found.step.values()) + row.parts["gradients"] - found.step["gradients"]  # more where they are sent
-        if held <= room_in(limit):
-            best, said = row, f"its step takes {held / GIB:.2f} GiB, source: {found.source}"
+        taken = sum(found.step.values()) + row.parts["gradients"] - found.step["gradients"]  # more where they are sent
+        if taken <= room_in(limit):
+            best, source = row, f"its step takes {taken / GIB:.2f} GiB, source: {found.source}"
             break
     weights = model.held[1]
     seen = f"{tokens} tokens" if language else f"{options.resolution} x {options.resolution} pixels"
@@ -255,7 +255,7 @@ def main() -> None:
     script = "train_llm.py" if full else "train_lora.py"
     nodes = f"--nnodes {gpus // within} --rdzv-backend c10d --rdzv-endpoint HOST:29500 "
     start = f"torchrun {nodes if gpus > within else ''}--nproc-per-node {within}"
-    console.print(f"recommended: {described(best.layout)}, {best.options.describe()}; {said}")
+    console.print(f"recommended: {described(best.layout)}, {best.options.describe()}; {source}")
     console.print("", *lines, sep="\n")
     console.print(f"{start if gpus > 1 else 'python'} {script} --config_file ...")
 

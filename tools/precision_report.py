@@ -353,10 +353,10 @@ def _report_distilled_alone(options: argparse.Namespace, console: Console) -> No
     """Compare base and distilled model, and nothing else; write the report."""
     if options.distilled is None:
         raise UserError("--deploy: say what is served: a file, a folder or a recipe; or give --distilled")
-    said = [f"the flags of {name}" for name in variant_of(options).changes() if name != "weights"]
-    said += [f"--{name}" for name in ("deploy_merged", "server", "explain", "server_image") if getattr(options, name)]
-    if said or options.fix is not None:
-        raise UserError(f"{[*said, '--fix'][0]}: of a deployment, and there is none; give --deploy too, or remove it")
+    flags = [f"the flags of {name}" for name in variant_of(options).changes() if name != "weights"]
+    flags += [f"--{name}" for name in ("deploy_merged", "server", "explain", "server_image") if getattr(options, name)]
+    if flags or options.fix is not None:
+        raise UserError(f"{[*flags, '--fix'][0]}: of a deployment, and there is none; give --deploy too, or remove it")
     plan = calibration_plan(options, options.model)
     models = Models(plan.config, _distilled(options), {}, plan.dtype, plan.device)
     models.loras = read_loras([lora_source(text) for text in options.lora], models.family, console)
@@ -388,7 +388,7 @@ def main() -> None:
     distilled_models = replace(models, deployed=_distilled(options)) if options.distilled else None
     models.check(declared, options.steps, options.masked_loss)
     declared, merges = as_served(options, models, declared)
-    console.print(f"server: {models.said(declared)}")
+    console.print(f"server: {models.describe_server(declared)}")
     variant = models.complete(declared)
     models.check(variant, options.steps, options.masked_loss)
     for cause in variant.changes().keys() - declared.changes().keys():

@@ -125,8 +125,8 @@ def answers(options: argparse.Namespace) -> tuple[suggestion.Answers, Mapping[st
     old = [save_to / name for name in ("config.toml", "dataset.toml") if (save_to / name).exists()]
     if old and not options.overwrite:
         raise UserError(f"{old[0]}: exists; choose another --save_to or give --overwrite")
-    said = (options.control_directory, options.trigger_word, options.class_word, gpu_memory, save_to)
-    return suggestion.Answers(kind, model, model_type, parts, images, *said), arguments
+    others = (options.control_directory, options.trigger_word, options.class_word, gpu_memory, save_to)
+    return suggestion.Answers(kind, model, model_type, parts, images, *others), arguments
 
 
 @exit_on_user_error

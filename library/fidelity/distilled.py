@@ -121,10 +121,10 @@ class Distilled:
 
     def as_json(self) -> dict[str, Any]:
         """Return what ``report.json`` holds."""
-        said = {key: getattr(self, key) for key in ("name", "steps", "share", "equal")}
+        fields = {key: getattr(self, key) for key in ("name", "steps", "share", "equal")}
         by_sigma = {f"{sigma:.4g}": {"size": s, "direction": d} for sigma, (s, d) in self.by_sigma.items()}
         rows = [asdict(row) | {"error": row.error} for row in self.rows]
-        return said | {"verdict": self.sentence(), "strengths": rows, "by_sigma": by_sigma}
+        return fields | {"verdict": self.sentence(), "strengths": rows, "by_sigma": by_sigma}
 
 
 def compare_distilled(

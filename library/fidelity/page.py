@@ -208,12 +208,12 @@ def _in_short(report: Report) -> str:
     """Return whether anything has to be done, and how far off what is served is."""
     full = report.full
     what, off = ("Pictures", full.image) if report.deployed.images else ("Single steps", full.velocity)
-    said = "Nothing is broken: this is what the format loses."
+    judgement = "Nothing is broken: this is what the format loses."
     if report.verdict.alarm:
-        said = "Act on this: more is lost than the format has to lose."
+        judgement = "Act on this: more is lost than the format has to lose."
     elif off < _FINE:
-        said = "This is fine: nothing has to be done."
-    return f"{said} {what} are {off:.2%} off what the original model makes with this LoRA."
+        judgement = "This is fine: nothing has to be done."
+    return f"{judgement} {what} are {off:.2%} off what the original model makes with this LoRA."
 
 
 def _sentence(text: str) -> str:

@@ -217,7 +217,7 @@ def _settings(
     return {
         "reference": f"{models.family.name}, fingerprint {models.family.fingerprint()}",
         "deployment": models.deployed.describe(),
-        "server": models.said(variant),
+        "server": models.describe_server(variant),
         "causes": ", ".join(changes),
         "LoRA": f"{counted(len(models.transformer_lora), 'layer')} of the transformer",
         "eval_set": f"{counted(options.images, 'image')}, sigmas {', '.join(f'{s:g}' for s in options.sigmas)}, "

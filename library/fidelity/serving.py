@@ -71,8 +71,8 @@ class Served:
 
     def __str__(self) -> str:
         """Return it in words."""
-        said = [f"{option} {value}" for option, value in self.options]
-        return ", ".join([*said, *([f"in {self.dtype}"] if self.dtype else [])])
+        parts = [f"{option} {value}" for option, value in self.options]
+        return ", ".join([*parts, *([f"in {self.dtype}"] if self.dtype else [])])
 
 
 @dataclass(frozen=True)
@@ -521,7 +521,7 @@ class Models:
         words = ", ".join(value) if isinstance(value, tuple) else str(value)
         return f"{cause} {words.removeprefix('torch.')}"
 
-    def said(self, variant: Variant) -> str:
+    def describe_server(self, variant: Variant) -> str:
         """Return the server and how products are made, in words; what of it depends on the card."""
         assert self.server is not None
         kinds: Counter[str] = Counter()

@@ -106,21 +106,21 @@ class Site:
 
     def _refusal(self, request: Request, error: Exception) -> Response:
         """Return an error as it is shown, on the screen it belongs to or as a page."""
-        said, status = str(error), 403 if isinstance(error, Refused) else 422
+        message, status = str(error), 403 if isinstance(error, Refused) else 422
         if isinstance(error, KeyError):
-            said = f"{error}: is missing in the request; reload the screen"
+            message = f"{error}: is missing in the request; reload the screen"
         elif isinstance(error, OSError):
-            said = f"{error.filename or 'a file'}: {error.strerror or error}; check the disk and its rights"
+            message = f"{error.filename or 'a file'}: {error.strerror or error}; check the disk and its rights"
         elif isinstance(error, HTTPException):
-            said = f"the request cannot be read: {error.detail}"
+            message = f"the request cannot be read: {error.detail}"
         elif not isinstance(error, UserError):
             traceback.print_exception(error)
-            said, status = f"this is a bug of the page: {type(error).__name__}; the terminal has the rest", 500
+            message, status = f"this is a bug of the page: {type(error).__name__}; the terminal has the rest", 500
         if "hx-request" in request.headers:
-            answer = self.part("base.html", "notice", notice=said)
+            answer = self.part("base.html", "notice", notice=message)
             answer.headers["hx-retarget"], answer.headers["hx-reswap"] = "#message", "innerHTML"
         else:
-            answer = self.page(request, "base.html", notice=said)
+            answer = self.page(request, "base.html", notice=message)
         answer.status_code = status
         return answer
 
