@@ -87,9 +87,9 @@ def _text(file: Path, separator: str | None) -> Iterator[str]:
 def _jsonl(file: Path, text_key: str) -> Iterator[str]:
     for where, row in read_json_lines(file):
         if not isinstance(row, dict) or text_key not in row:
-            raise UserError(f"{where}: no key {text_key!r}; set --text_key")
+            raise UserError(f"{where}: no key {text_key!r}; set --text_key of prepare_text.py")
         if not isinstance(row[text_key], str):
-            raise UserError(f"{where}: {text_key!r} holds no text; set --text_key")
+            raise UserError(f"{where}: {text_key!r} holds no text; set --text_key of prepare_text.py")
         yield row[text_key]
 
 
@@ -140,8 +140,10 @@ def _check_column(file: Path, schema: Any, text_key: str) -> None:
     import pyarrow
 
     if text_key not in schema.names:
-        raise UserError(f"{file}: no column {text_key!r}; set --text_key to one of {', '.join(schema.names)}")
+        raise UserError(
+            f"{file}: no column {text_key!r}; set --text_key of prepare_text.py to one of {', '.join(schema.names)}"
+        )
     kind = schema.field(text_key).type
     types = pyarrow.types
     if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-        raise UserError(f"{file}: column {text_key!r} holds {kind}, not text; set --text_key")
+        raise UserError(f"{file}: column {text_key!r} holds {kind}, not text; set --text_key of prepare_text.py")

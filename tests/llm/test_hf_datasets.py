@@ -43,7 +43,7 @@ def test_columns_of_text_alone_are_read(tmp_path: Path) -> None:
         table = pyarrow.table({"n": [1, 2, 3], "text": pyarrow.array(["a", None, "c"], kind)})
         pyarrow.parquet.write_table(table, path)
         assert list(read_documents(path)) == ["a", "c"]
-        with pytest.raises(UserError, match="no column 'body'; set --text_key to one of n, text"):
+        with pytest.raises(UserError, match="no column 'body'; set --text_key of prepare_text.py to one of n, text"):
             list(read_documents(path, "body"))
         with pytest.raises(UserError, match="column 'n' holds int64, not text"):
             list(read_documents(path, "n"))
