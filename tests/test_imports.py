@@ -22,6 +22,7 @@ BY_NAME = {
         *(f"{spec.rpartition('.')[0]}.files" for spec in FAMILIES),
         "library.models.llm.files",
     },
+    "library.training.memory.dry_run": set(),  # likewise
     "library.training.optim.factory": {row.module for row in OPTIMIZERS.values()},
 }
 
