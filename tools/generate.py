@@ -12,8 +12,8 @@
     python tools/generate.py image --model FLUX.1-Fill-dev --prompt "a red door" --ci house.png --mi door_mask.png
 
 Prompts are those of training samples: lines with --n --w --h --d --s --g --l --ci --mi, or a .txt, .toml or .json file
-of them. The same flags on the command line hold for every prompt that says nothing itself. An image is written over
-another one with --overwrite only; each carries its prompt, model and LoRAs as PNG text. With --strengths each prompt is
+of them. The same flags on the command line hold for every prompt that says nothing itself. No image is written over
+another one; each carries its prompt, model and LoRAs as PNG text. With --strengths each prompt is
 painted at each of them, and ``images.jsonl`` beside the images says which is which, a line as soon as one is there.
 Several texts are one batch; a single one is shown while it is written.
 """
@@ -123,9 +123,8 @@ def parser() -> argparse.ArgumentParser:
         "--save_to",
         type=Path,
         default=Path("output/generated"),
-        help="folder, or of one image a .png file (default: %(default)s)",
+        help="folder (default: %(default)s)",
     )
-    sub.add_argument("--overwrite", action="store_true", help="replace the .png file if it exists")
     _add_text_command(commands)
     return top
 
@@ -161,11 +160,15 @@ from library.models.llm.model import TransformerLM
 def image(options: argparse.Namespace) -> list[Path]:
     """Run the subcommand ``image``; return the files written."""
     from library.data.buckets import ControlSizing
+    from library.data.new_dataset import IMAGE_SUFFIXES
     from library.models.family_by_name import model_family
     from library.precision.placement import plan_base
     from library.training.sampling.generate import generate_images
     from library.training.sampling.images import save_image
 
+    to: Path = options.save_to
+    if to.is_file() or (to.suffix.lower() in IMAGE_SUFFIXES and not to.is_dir()):
+        raise UserError(f"--save_to {to}: images get names of their own; give a folder")
     config = model_config(options, options.model, "t5xxl_max_token_length", "zero_cond_t")
     for problem in model_conflicts(config):
         raise UserError(problem.message)
@@ -177,10 +180,8 @@ def image(options: argparse.Namespace) -> list[Path]:
     multiple = family.load_image_encoder(dtype, device).pixel_multiple
     prompts = read_image_prompts(options, multiple, family.sample_guidance)
     strengths = options.strengths or [1.0]
-    images = len(prompts) * len(strengths)
-    one_file = names_one_image(options.save_to, images, options.overwrite)
-    if options.strengths and (one_file or not options.lora):
-        raise UserError("--strengths: are of LoRAs, and painted into a folder; give --lora, and a folder to --save_to")
+    if options.strengths and not options.lora:
+        raise UserError("--strengths: are of LoRAs; give --lora")
     for remark in check_steering(prompts, family.guidance_input, family.sample_guidance):
         console.print(f"note: {remark}")
     sources = [lora_source(text) for text in options.lora]
@@ -196,10 +197,7 @@ def image(options: argparse.Namespace) -> list[Path]:
             *(family, prompts, sources, dtype, device, console, fp8, sizing, options.inpaint_blank), strengths=strengths
         )
     ):
-        path, now = (
-            options.save_to if one_file else free_path(options.save_to, prompt),
-            strengths[number % len(strengths)],
-        )
+        path, now = free_path(options.save_to, prompt), strengths[number % len(strengths)]
         if options.strengths:
             path, record["strength"] = path.with_stem(f"{path.stem}_strength{now:g}"), f"{now:g}"
         save_image(made, path, {"prompt": prompt.line(), **record})
@@ -218,26 +216,6 @@ def _both(sides: Sequence[int] | None) -> tuple[int, int] | None:
     if len(sides) > 2 or min(sides) < 1:
         raise UserError("--control_resolution: takes one number of pixels, or width and height")
     return sides[0], sides[-1]
-
-
-def names_one_image(save_to: Path, images: int, overwrite: bool) -> bool:
-    """Return whether ``save_to`` is the path of one image instead of a folder; refuse it before any work is done.
-
-    Raises:
-        UserError: one path for several images, another format, or something that lies there.
-    """
-    from library.data.new_dataset import IMAGE_SUFFIXES
-
-    suffix = save_to.suffix.lower()
-    if save_to.is_dir() or (suffix not in IMAGE_SUFFIXES and not save_to.exists()):
-        return False
-    if suffix != ".png":
-        raise UserError(f"--save_to {save_to}: images are written as PNG; give a folder, or a name that ends in .png")
-    if images > 1:
-        raise UserError(f"--save_to {save_to}: one file for {images} images; give a folder")
-    if save_to.exists() and not overwrite:
-        raise UserError(f"--save_to {save_to}: exists; choose another name or give --overwrite")
-    return True
 
 
 def free_path(folder: Path, prompt: SamplePrompt) -> Path:

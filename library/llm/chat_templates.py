@@ -283,7 +283,6 @@ BUILT_IN = {
     "plain": ("eos_token",),
 }
 CHAT_TEMPLATES = ("auto", "tokenizer", *BUILT_IN)
-PROMPT_TEMPLATES = ("auto", TextTemplate.name, "tokenizer", *BUILT_IN)
 
 
 def built_in_template(name: str, tokenizer: Tokenizer) -> ChatTemplate:
@@ -327,7 +326,7 @@ def load_prompt_template(name: str, tokenizer: Tokenizer, folder: Path, ends: Se
     say nothing) its folder's name. Other models are taken for base models.
 
     Args:
-        name: one of ``PROMPT_TEMPLATES``; "text" continues what is typed.
+        name: one of ``CHAT_TEMPLATES``, or "text", which continues what is typed.
         tokenizer: the model's.
         folder: the model's.
         ends: the configuration's tokens that end a text.
