@@ -157,7 +157,7 @@ def run(jobs: list[Job], children: Children) -> list[dict[str, Any]]:
     rate = found.get("rate")
     print(f"bf16 matrix products: {f'{rate / 1e12:.1f} TFLOP/s' if rate else found['error']}", flush=True)
     sizes = {"step_s": "8.3f", "peak_gib": "8.1f", "weights_gib": "11.1f", "tokens_per_s": "12,.0f"}
-    table = Table({"case": "<56", **sizes, "mfu": "6.1%", "hfu": "6.1%"})
+    table = Table({"case": "<64", **sizes, "mfu": "6.1%", "hfu": "6.1%"})
     for job in jobs:
         for found in children.rows(job):
             row = {"case": job.name} | job.case | found
