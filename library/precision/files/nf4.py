@@ -16,9 +16,9 @@ in a diffusers folder or in a single file (lllyasviel's flux1-dev-bnb-nf4). Sour
 (``QuantState``, ``dequantize_4bit``), diffusers ``quantizers/bitsandbytes``.
 
 In memory nibbles are [out, in / 2] and absmax [out, runs], bytes where they are bytes in the file. Where a row is no
-whole number of blocks (no published model has such), each row's runs are made as fine as the blocks' edges need, with
-the same numbers. ``dequantize`` is ours: bitsandbytes' wants a whole weight, and parts are what is multiplied with.
-diffusers multiplies in 16 bits and puts a LoRA beside the weight (peft), so nothing has to be merged.
+whole number of blocks (Qwen2.5-VL's image encoder has rows of 3420), each row's runs are made as fine as the blocks'
+edges need, with the same numbers. ``dequantize`` is ours: bitsandbytes' wants a whole weight, and parts are what is
+multiplied with. diffusers multiplies in 16 bits and puts a LoRA beside the weight (peft), so nothing has to be merged.
 """
 
 from __future__ import annotations
