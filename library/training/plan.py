@@ -1,7 +1,8 @@
-"""What a LoRA run does, decided from the configuration before anything is loaded: :func:`resolve`.
+"""What a run does, decided from the configuration before anything is loaded: a :class:`Plan` of the task.
 
 Every ``auto`` and every default of the model's family is settled here, once; configuration and plan are frozen. What
-``memory = "auto"`` chooses is measured later: it is a value that is passed on.
+``memory = "auto"`` chooses is measured later: it is a value that is passed on. What happens between steps is in
+:class:`RunSettings`, which is all that the run and the trainer know of the configuration.
 
 The transformer is trained, and no text encoder: sd-scripts' ``network_train_unet_only``. ``text_encoder_lr`` adds them,
 its first value CLIP-L, its second T5; one value holds for both. As in sd-scripts T5 also needs ``train_t5xxl=True`` in
@@ -13,20 +14,26 @@ leaves out the transformer.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
 from library.conditions import ConditionKind
-from library.config.chat_schema import ChatTrainConfig, LanguageModelConfig
+from library.config.chat_schema import ChatTrainConfig, ChatValidationConfig, LanguageModelConfig
 from library.config.markers import split_pairs
+from library.config.pretrain_schema import LLMValidationConfig, PretrainConfig
 from library.config.schema import (
+    HubConfig,
+    LoggingConfig,
     ModelConfig,
     NetworkConfig,
     OptimizerConfig,
     PreservationConfig,
+    SamplingConfig,
+    SavingConfig,
     TrainConfig,
     TrainingConfig,
+    ValidationConfig,
     effective_learning_rate,
 )
 from library.data.config import DatasetConfig, load_dataset_config
@@ -39,35 +46,102 @@ from networks.files.layouts import PRECISIONS
 from networks.network import AdapterNetwork
 from networks.options import NetworkOptions, parse_network_args
 
-Config = TypeVar("Config", TrainConfig, ChatTrainConfig)
+Config = TypeVar("Config", TrainConfig, ChatTrainConfig, PretrainConfig)
+LoraConfig = TypeVar("LoraConfig", TrainConfig, ChatTrainConfig)
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What the run and the trainer know of the configuration.
+
+    Attributes:
+        raw_config: all of it, as given; for ``config.toml``.
+        resume: the state to go on from, or "auto".
+        on_nan, on_nan_limit: what happens at a step that is not finite, and how many may follow each other.
+        validates_first: whether the run also validates before the first step.
+        saving, sampling, validation, logging, hub: the sections, with every ``auto`` settled.
+    """
+
+    raw_config: Any
+    resume: str | None
+    on_nan: Literal["stop", "skip"]
+    on_nan_limit: int
+    validates_first: bool
+    saving: SavingConfig
+    sampling: SamplingConfig
+    validation: ValidationConfig | ChatValidationConfig | LLMValidationConfig
+    logging: LoggingConfig
+    hub: HubConfig
+
+
+def run_settings(config: TrainConfig | ChatTrainConfig | PretrainConfig) -> RunSettings:
+    """Settle what happens between steps.
+
+    Pretraining validates and samples before the first step only if it does so later.
+    """
+    training, sampling, validation, validates_first = config.training, config.sampling, config.validation, True
+    if isinstance(config, PretrainConfig):
+        validates_first = bool(validation.validate_every_n_steps or validation.validate_every_n_epochs)
+    if sampling.sample_at_first is None:
+        sampling = sampling.model_copy(update={"sample_at_first": bool(sampling.sample_every_n_steps)})
+    return RunSettings(
+        config,
+        training.resume,
+        training.on_nan,
+        training.on_nan_limit,
+        validates_first,
+        config.saving,
+        sampling,
+        validation,
+        config.logging,
+        config.hub,
+    )
 
 
 @dataclass(frozen=True)
 class Plan(Generic[Config]):
-    """What a run does.
+    """What a task does.
 
     Attributes:
         config: as given, with every ``auto`` of the family settled.
-        network: what is trained, at which rates.
-        dtype: of the frozen weights.
+        dtype: of the frozen weights; where all are trained, of these.
     """
 
     config: Config
-    network: NetworkPlan
     dtype: torch.dtype
 
 
-def resolve(config: Config, targets: LoraTargets) -> Plan[Config]:
+@dataclass(frozen=True)
+class LoraPlan(Plan[LoraConfig]):
+    """What the training of a LoRA does; ``network`` is what is trained, at which rates."""
+
+    network: NetworkPlan
+
+
+@dataclass(frozen=True)
+class PretrainPlan(Plan[PretrainConfig]):
+    """What pretraining does; ``optimizer`` has AdamW's betas, and no warm-up of a constant schedule."""
+
+    optimizer: OptimizerConfig
+
+
+def resolve_pretraining(config: PretrainConfig) -> PretrainPlan:
+    """Settle what pretraining does."""
+    dtype = torch.bfloat16 if config.training.full_bf16 else torch.float32
+    return PretrainPlan(config, dtype, config.optimizer.with_defaults())
+
+
+def resolve(config: LoraConfig, targets: LoraTargets) -> LoraPlan[LoraConfig]:
     """Settle what a LoRA on a model with these ``targets`` does.
 
     Raises:
         UserError: as :func:`plan_network`.
     """
     network = plan_network(config.network, config.optimizer, config.training, targets)
-    return Plan(config, network, base_dtype(config.model, config.training))
+    return LoraPlan(config, base_dtype(config.model, config.training), network)
 
 
-def resolve_images(config: TrainConfig, family: Family) -> Plan[TrainConfig]:
+def resolve_images(config: TrainConfig, family: Family) -> LoraPlan[TrainConfig]:
     """Settle what a LoRA on images does: how noise levels are drawn and what ``preserve`` means, too.
 
     Raises:

@@ -64,8 +64,7 @@ class Run:
 
     def __init__(self, task: Task) -> None:
         self.task, self.engine, self.names = task, task.engine, task.names
-        config = task.config
-        self.saving, self.sampling, self.validation = config.saving, config.sampling, config.validation
+        self.settings, self.saving = task.settings, task.settings.saving
         self.stopped = False
         self.stop_request: StopRequest = NOTHING
         self.val_losses: list[float] = []
@@ -92,7 +91,7 @@ class Run:
             with agreed("looking at the output folder"):
                 if self.engine.accelerator.is_main_process:
                     lock.acquire()
-                    state = resolve_resume(self.task.config.training.resume, self.saving, say)
+                    state = resolve_resume(self.settings.resume, self.saving, say)
                     self._check_output(state is not None)
             state, *_ = from_all_processes(state)
             yield state
@@ -100,16 +99,16 @@ class Run:
             lock.release()
 
     def _check_output(self, resumed: bool) -> None:
-        logging, accelerator = self.task.config.logging, self.engine.accelerator
+        accelerator = self.engine.accelerator
         if not (resumed or self.saving.overwrite):
-            refuse_to_overwrite(self.names.weights(self.names.stem()), self.task.raw_config)
+            refuse_to_overwrite(self.names.weights(self.names.stem()), self.settings.raw_config)
         try_writing(self.names.folder, self.names, 0)
-        if logging.log_with:
+        if self.settings.logging.log_with:
             try_writing(Path(accelerator.logging_dir), self.names, 0, "logging_dir")
 
     def prepare(self, state: str | None) -> None:
         """Let the task load data and model; go to the position of ``state``, the very beginning without one."""
-        task, accelerator, hub = self.task, self.engine.accelerator, self.task.config.hub
+        task, accelerator, hub = self.task, self.engine.accelerator, self.settings.hub
         with interruptible("before the first step; what is cached is kept"):
             with agreed("looking at the model's files and the hub"):
                 task.open(state)
@@ -121,8 +120,8 @@ class Run:
         self.position = begun_position(None, per_epoch) if state is None else self._resume(state, per_epoch)
         self.first_step = self.position.step
         folder = self.names.folder
-        write_config(folder, task.raw_config, accelerator)
-        self.metrics = MetricsStream(folder / "metrics.jsonl", accelerator, task.config.logging, self.first_step)
+        write_config(folder, self.settings.raw_config, accelerator)
+        self.metrics = MetricsStream(folder / "metrics.jsonl", accelerator, self.settings.logging, self.first_step)
         self.progress = TrainingProgress(task.console, task.total_steps, task.total_epochs, self.first_step)
         fallback = fallback_folder(self.saving.save_fallback_dir, self.saving.output_name)
         self.writer = CheckpointWriter(folder, fallback, self.saving.save_retries, self.progress.note)
@@ -160,7 +159,7 @@ class Run:
                 f"state; the run goes on at {position.batches}, where some of this epoch may come again or be left out",
                 soft_wrap=True,
             )
-        refuse_finished(state, position, task.total_steps, task.config.training.resume == AUTO)
+        refuse_finished(state, position, task.total_steps, self.settings.resume == AUTO)
         return position
 
     @property
@@ -179,9 +178,9 @@ class Run:
     def at_start(self) -> None:
         """Look at the untrained network: validation loss and samples before the first step."""
         if self.position.step == 0:
-            if self.task.validates_first:
+            if self.settings.validates_first:
                 self.position.val_loss_before = self._validate(self.position.step)
-            if self.task.samples_first:
+            if self.settings.sampling.sample_at_first:
                 self._sample(self.position.step)
             return
         with agreed("looking for samples"):  # all know the same samples before one draws what is missing
@@ -211,10 +210,10 @@ class Run:
         """Return whether to validate, sample or save after so many steps (``step=``) or epochs (``epoch=``)."""
         ((unit, count),) = done.items()
         every = {
-            ("validate", "step"): self.validation.validate_every_n_steps,
-            ("validate", "epoch"): self.validation.validate_every_n_epochs,
-            ("sample", "step"): self.sampling.sample_every_n_steps,
-            ("sample", "epoch"): self.sampling.sample_every_n_epochs,
+            ("validate", "step"): self.settings.validation.validate_every_n_steps,
+            ("validate", "epoch"): self.settings.validation.validate_every_n_epochs,
+            ("sample", "step"): self.settings.sampling.sample_every_n_steps,
+            ("sample", "epoch"): self.settings.sampling.sample_every_n_epochs,
             ("save", "step"): self.saving.save_every_n_steps,
             ("save", "epoch"): self.saving.save_every_n_epochs,
         }[what, unit]
@@ -272,7 +271,7 @@ class Run:
         self._at_end = True
         if self._validated_at != self.position.step:
             self._compare()
-        if self.sampling.sample_at_end and self._sampled_at != self.position.step:
+        if self.settings.sampling.sample_at_end and self._sampled_at != self.position.step:
             self._sample(self.position.step)
         if self.task.end_sampler is not None:
             self._sample(self.position.step, self.task.end_sampler)
@@ -394,7 +393,7 @@ class Run:
             task.save(target, self.position)
         if with_state:
             folder = names.state(stem)
-            saved += [folder] if self.task.config.hub.save_state_to_huggingface else []
+            saved += [folder] if self.settings.hub.save_state_to_huggingface else []
             if self.upload is not None:
                 self.upload.note(saved)  # a run that goes on from this state uploads them, should this one be killed
             states = {name: part.state_dict() for name, part in self.engine.parts().items()}

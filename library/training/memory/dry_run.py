@@ -8,7 +8,7 @@ run; validation takes no more than a step. What was found is kept under ``~/.cac
 dataset and code. Where there is no compiler for the fake device, ``formula`` says of the step what it can.
 
     plan_memory(build, config)    what a run takes: a :class:`MemoryPlan`
-    fit_memory(task, console)     the same of a run that begins: ``memory = "auto"`` chooses, what cannot fit is refused
+    fit_memory(task, config, ...) the same of a run that begins: ``memory = "auto"`` chooses, what cannot fit is refused
 
 ``build`` makes a task of a configuration (the class ``ImageLora``): nothing here knows the tasks. On a CPU what a card
 would take is counted. With several processes one of them counts, and a copy of the gradients is added, which is sent.
@@ -67,7 +67,6 @@ _CODE = Path(__file__).resolve().parents[3]
 class ImageTask(Protocol):
     """``library.training.tasks.image_lora.ImageLora``."""
 
-    config: TrainConfig
     accelerator: Accelerator
     console: Console
     family: Family
@@ -185,17 +184,17 @@ def _trace_config(
         pretend(trace, capability=capability, runtime=source != "card")
         with tracing(trace):
             task = _opened(build, config, folder)
-            _trace_run(task, trace, folder)
+            _trace_run(task, config, trace, folder)
             blocks = swappable(task.family.blocks(task.transformer))
     return MemoryPlan(source, trace.history, _batch_in_words(task.data), blocks, notes, _largest_tensors(trace))
 
 
-def _trace_run(task: ImageTask, trace: MemoryTrace, folder: Path) -> None:
+def _trace_run(task: ImageTask, config: TrainConfig, trace: MemoryTrace, folder: Path) -> None:
     """Go through a run; ``trace`` notes what it takes, by phase."""
     sample, _ = largest(task.data)
     width, height = sample.fit.bucket
     with _phase(trace, "encoding images", "encoders"):
-        task.image_encoder.encode(torch.zeros(task.config.dataset.vae_batch_size, 3, height, width))
+        task.image_encoder.encode(torch.zeros(config.dataset.vae_batch_size, 3, height, width))
         task.image_encoder.release()
     with _phase(trace, "encoding captions", "encoders"):
         images = [Image.new("RGB", control.fit.encoded) for control in sample.control_images]
@@ -334,14 +333,13 @@ def by_formula(task: ImageTask, config: TrainConfig) -> MemoryPlan:
     return MemoryPlan("formula", [("step", step_parts(model, options))], _batch_in_words(task.data), (most, block))
 
 
-def fit_memory(task: ImageTask, console: Console) -> TrainingConfig:
+def fit_memory(task: ImageTask, config: TrainConfig, console: Console) -> TrainingConfig:
     """Return the section ``training`` after a memory dry run, if one is due: as it was, or with memory's choice made.
 
     Raises:
         UserError: a step does not fit, whatever is chosen.
     """
-    config, device = task.config, task.accelerator.device
-    training, on_cpu = config.training, device.type == "cpu"
+    training, on_cpu = config.training, task.accelerator.device.type == "cpu"
     if training.memory != "auto" and (
         training.memory_dry_run is False
         or (training.memory_dry_run is None and (on_cpu or config.parallel.splits_model or config.parallel.zero))

@@ -50,7 +50,7 @@ from library.safetensors_io import read_safetensors_header
 from library.training.checkpoint.metadata import lora_facts
 from library.training.memory.budget import recompute_blocks
 from library.training.parallel.parallelize import ParallelSpec, lm_parallel_spec
-from library.training.plan import resolve
+from library.training.plan import LoraPlan, resolve
 from library.training.report.progress import counting
 from library.training.sampling.text import TextSampler
 from library.training.tasks.lora import LoraTask
@@ -72,7 +72,7 @@ class ChatLora(LoraTask):
 
     metric: ClassVar[str] = "loss_tokens"
 
-    config: ChatTrainConfig
+    plan: LoraPlan[ChatTrainConfig]
     transformer: TransformerLM
     sizes: LMConfig
     template: ChatTemplate
@@ -80,7 +80,8 @@ class ChatLora(LoraTask):
 
     def open(self, state: str | None = None) -> None:
         self.state = state
-        config, device, seed = self.config, self.accelerator.device, self.config.training.seed
+        config: ChatTrainConfig = self.settings.raw_config
+        device, seed = self.accelerator.device, config.training.seed
         name = config.model.pretrained_model_name_or_path
         folder = self.folder = find_model(name, "pretrained_model_name_or_path", is_pipeline=False)
         self.sizes, weights, _ = open_lm(folder)
@@ -108,7 +109,7 @@ class ChatLora(LoraTask):
         Raises:
             UserError: a prompt and its answer do not fit the model's context.
         """
-        template, context, system = self.template, self.sizes.context, self.config.chat.system_prompt
+        template, context, system = self.template, self.sizes.context, self.plan.config.chat.system_prompt
         first = [Message("system", system)] if system else []
         tokens = [template.tokens([*first, Message("user", p)], answer_next=True)[0] for p in config.sample_prompts]
         if (longest := max(map(len, tokens))) + config.sample_tokens > context:
@@ -118,13 +119,13 @@ class ChatLora(LoraTask):
             )
         stop_tokens = (*template.tokenizer.stop_tokens, *template.ends, *self.sizes.eos)
         return TextSampler(
-            config, tokens, template.tokenizer, stop_tokens, self.config.training.seed,
+            config, tokens, template.tokenizer, stop_tokens, self.plan.config.training.seed,
             self.names.folder / "samples", "step{:06d}.txt", lambda prompt, text: f"> {prompt}\n\n{text.strip()}",
             self.accelerator, self.console,
         )  # fmt: skip
 
     def prepare(self) -> None:
-        config, training, chat = self.config, self.config.training, self.config.chat
+        config, training, chat = self.plan.config, self.plan.config.training, self.plan.config.chat
         windows, held_out = prepare_chats(chat, self.template, self.sizes, training.seed, self.console)
         self.load_network()
         size = chat.train_batch_size
@@ -149,7 +150,7 @@ class ChatLora(LoraTask):
         Raises:
             UserError: the LoRA's options do not suit the model, or ``network_weights`` do not; a file is damaged.
         """
-        config, training, device = self.config, self.config.training, self.loaded_to()
+        config, training, device = self.plan.config, self.plan.config.training, self.loaded_to()
         dtype = self.plan.dtype
         fp8 = plan_base(config.precision, self.layout, training.seed, self.accelerator.device)
         self.transformer = model = load_lm(self.folder, dtype, device, fp8=fp8)

@@ -58,7 +58,7 @@ from library.training.memory.policy import advice
 from library.training.parallel.device_map import devices_to_fill, place_blocks
 from library.training.parallel.parallelize import ParallelSpec
 from library.training.parallel.pipeline import check_microbatches, transformer_split_points
-from library.training.plan import resolve_images
+from library.training.plan import LoraPlan, resolve_images
 from library.training.report.progress import counting
 from library.training.sampling.conditions import PromptImageRules, read_run_prompts, text_jobs
 from library.training.sampling.images import build_sampler
@@ -93,7 +93,7 @@ class ImageLora(LoraTask):
     more_metrics = tuple(f"loss/sigma_{i / NOISE_LEVELS:g}-{(i + 1) / NOISE_LEVELS:g}" for i in range(NOISE_LEVELS))
     suffix: ClassVar[str] = ".safetensors"
 
-    config: TrainConfig
+    plan: LoraPlan[TrainConfig]
     family: Family
     shown: Family
     dtype: torch.dtype
@@ -112,12 +112,12 @@ class ImageLora(LoraTask):
     def open(self, state: str | None = None) -> None:
         self.state = state
         accelerator = self.accelerator
-        self.devices = devices_to_fill(self.config.parallel, accelerator)
-        self.family = family = model_family(self.config.model)
+        asked: TrainConfig = self.settings.raw_config
+        self.devices = devices_to_fill(asked.parallel, accelerator)
+        self.family = family = model_family(asked.model)
         family.check_trainable()
-        self.plan = resolve_images(self.raw_config, family)
-        self.config, self.dtype = self.plan.config, self.plan.dtype
-        config, self.training = self.config, self.config.training
+        self.plan = resolve_images(asked, family)
+        config, self.dtype, self.training = self.plan.config, self.plan.dtype, self.plan.config.training
         self.base_weights = read_base_weights(
             config.network.base_weights, config.network.base_weights_multiplier, family.targets
         )
@@ -127,12 +127,16 @@ class ImageLora(LoraTask):
         plan_base(config.precision, family.quantized_file(), config.training.seed, accelerator.device)
         recipe = text_encoder_recipe(config.precision)
         self.text_encoder = family.load_text_encoder(self.dtype, accelerator.device, recipe=recipe)
-        multiple, asked, seed = self.image_encoder.pixel_multiple, config.sampling.sample_prompts, config.training.seed
+        multiple, prompts, seed = (
+            self.image_encoder.pixel_multiple,
+            config.sampling.sample_prompts,
+            config.training.seed,
+        )
         self.shown, other = family, config.sampling.sample_model
         if other is not None:
             self.shown = sample_family(other, config.model, family)
         say = self.console.print
-        self.prompts = read_run_prompts(asked, seed, self.shown, multiple, say, distilled=other is not None)
+        self.prompts = read_run_prompts(prompts, seed, self.shown, multiple, say, distilled=other is not None)
         if config.parallel.tp > 1:
             family.split_plan(config.parallel.tp)
         self.base_fingerprint = family.fingerprint()
@@ -143,7 +147,7 @@ class ImageLora(LoraTask):
 
     def read(self, painted: Painted | None = None) -> None:
         """Read the dataset, with what the base has painted beside it; nothing is encoded, and no weights are loaded."""
-        config, family = self.config, self.family
+        config, family = self.plan.config, self.family
         self.data = read_data(
             config.dataset, config.training, config.flow, self.image_encoder, self.accelerator, self.console,
             family.conditioning, family.most_references, config.preservation, painted,
@@ -151,7 +155,7 @@ class ImageLora(LoraTask):
 
     def paint(self) -> Painted:
         """Let the base paint what the run trains on and is measured by."""
-        config, family, encoders = self.config, self.family, (self.image_encoder, self.text_encoder)
+        config, family, encoders = self.plan.config, self.family, (self.image_encoder, self.text_encoder)
         dataset = load_dataset_config(config.dataset.dataset_config, config.dataset, family.conditioning)
         samples = self.prompts if self.shown is family else []
         sets = painted_sets(config, dataset, family, self.base_weights, encoders, samples)
@@ -162,10 +166,10 @@ class ImageLora(LoraTask):
         """Encode what is not cached yet; for that alone the encoders' weights are read, and freed again."""
         prompts = [*self.prompts, *(self.general.prompts if self.general else ())]
         encoders = self.image_encoder, self.text_encoder
-        cache_data(self.data, self.config.dataset, *encoders, self.accelerator, prompts, self.console)
+        cache_data(self.data, self.plan.config.dataset, *encoders, self.accelerator, prompts, self.console)
 
     def prepare(self) -> None:
-        config, family, console = self.config, self.family, self.console
+        config, family, console = self.plan.config, self.family, self.console
         self.read(self.paint())
         self.attention = attention_of_run(config.training, family, self.data, self.dtype, self.accelerator.device)
         console.print(f"attention: {self.attention}")
@@ -174,7 +178,7 @@ class ImageLora(LoraTask):
             base, other = config.model.pretrained_model_name_or_path, config.sampling.sample_model
             model = f"--model {base} --model_type {family.name} --distilled {other}"
             self.summary["samples"] = f"made with {other}; how the LoRA fares there: tools/precision_report.py {model}"
-        self.training = fit_memory(self, console)
+        self.training = fit_memory(self, config, console)
         config = config.model_copy(update={"training": self.training})  # as files say it
         self.cache()
         self.teacher = prepare_teacher(config, self.state, self.data, self.accelerator, console)
@@ -204,7 +208,7 @@ class ImageLora(LoraTask):
         Raises:
             UserError: the LoRA's options do not suit the model, or ``network_weights`` do not; an fp8 file is damaged.
         """
-        config, family, plan, device = self.config, self.family, self.plan.network, self.accelerator.device
+        config, family, plan, device = self.plan.config, self.family, self.plan.network, self.accelerator.device
         training, layout = self.training, family.quantized_file()
         fp8 = plan_base(config.precision, layout, training.seed, device)
         fp8.changes = self.base_weights.changes(family.targets)
@@ -242,7 +246,7 @@ class ImageLora(LoraTask):
 
     def _load_shown(self) -> nn.Module:
         """Read the transformer that samples are made with into host memory, as the base was loaded."""
-        config, shown = self.config, self.shown
+        config, shown = self.plan.config, self.shown
         fp8 = plan_base(config.precision, shown.quantized_file(), config.training.seed, self.accelerator.device)
         transformer = shown.load_transformer(self.dtype, "cpu", config.training.attention, fp8=fp8)
         fp8.round_inputs(transformer)
@@ -263,7 +267,7 @@ class ImageLora(LoraTask):
 
     def wrap_networks(self) -> None:
         """Let the engine wrap the loaded networks, with optimizer, schedule and batches."""
-        sizes, config = self.data.train.batch_sizes, self.config
+        sizes, config = self.data.train.batch_sizes, self.plan.config
         check_microbatches(config.parallel, max(sizes.values()))
         self.batches, self.loader = training_loader(self.data, config.dataset, self.accelerator)
         self.wrap(many_shapes=len(sizes) > 1)
@@ -284,9 +288,9 @@ class ImageLora(LoraTask):
         Raises:
             UserError: validation was asked for and there is nothing to validate on.
         """
-        config, saving = self.config.validation, self.config.saving
+        config, saving = self.plan.config.validation, self.plan.config.saving
         self.validates = self.data.validation is not None or self.data.general is not None
-        self.best_prior_weight = self.config.preservation.best_prior_weight
+        self.best_prior_weight = self.plan.config.preservation.best_prior_weight
         if self.best_prior_weight and self.data.general is None:
             raise UserError("best_prior_weight: no val_prior_loss is measured; set general_prompts, or remove it")
         if self.data.validation is not None:
@@ -303,9 +307,9 @@ class ImageLora(LoraTask):
         losses = {} if self.data.validation is None else self._held_out_losses()
         if (general := self.data.general) is None:
             return losses
-        if step == 0 and self.config.network.network_weights is None:
+        if step == 0 and self.plan.config.network.network_weights is None:
             return losses | {"val_prior_loss": 0.0}  # whatever the kind of adapter, it begins as its base
-        sigmas = self.config.validation.validation_sigmas
+        sigmas = self.plan.config.validation.validation_sigmas
 
         def difference(batch: Batch) -> tuple[Tensor, int]:
             losses = self.step.prior_losses(self.engine.models[0], batch.to(self.accelerator.device), sigmas)
@@ -316,7 +320,7 @@ class ImageLora(LoraTask):
 
     def _held_out_losses(self) -> dict[str, float]:
         """Return the losses at each noise level, and their mean."""
-        sigmas = self.config.validation.validation_sigmas
+        sigmas = self.plan.config.validation.validation_sigmas
 
         def measure(batch: Batch) -> tuple[Tensor, int]:
             on_device = batch.to(self.accelerator.device)
@@ -329,7 +333,7 @@ class ImageLora(LoraTask):
 
     @property
     def save_format(self) -> str:  # type: ignore[override]
-        return self.config.saving.save_format
+        return self.plan.config.saving.save_format
 
     def describe_file(self) -> dict[str, Any]:
         return {
@@ -339,11 +343,11 @@ class ImageLora(LoraTask):
             "attention": self.attention,
             "base_weights": self.base_weights.described(),
             "inpaint_blank": " ".join(self.data.inpaint_blanks),
-            "trigger_phrase": None if self.config.saving.no_metadata else trigger_phrase(self.data.config),
+            "trigger_phrase": None if self.plan.config.saving.no_metadata else trigger_phrase(self.data.config),
         }
 
     def memory_advice(self) -> str:
-        config = self.config.model_copy(update={"training": self.training})
+        config = self.plan.config.model_copy(update={"training": self.training})
         return advice(config, on_cpu=self.accelerator.device.type == "cpu")
 
     def describe_batch(self, batch: Batch) -> str:

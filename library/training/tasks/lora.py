@@ -40,7 +40,7 @@ from library.training.optim.schedules import build_schedule
 from library.training.optim.weight_norms import WeightNormLimit
 from library.training.parallel.gather import gathered
 from library.training.parallel.parallelize import ParallelSpec
-from library.training.plan import Plan
+from library.training.plan import LoraPlan
 from library.training.report.progress import loads_in_table
 from library.training.run_length import describe_steps, run_length
 from library.training.tasks.task import Task
@@ -56,7 +56,6 @@ class LoraTask(Task):
     """A LoRA, or another adapter, in a frozen model.
 
     Attributes:
-        plan: what the run does, settled before anything is loaded.
         network: the LoRA, of all trained models together.
         text_encoders: those that are trained, as one module; None where none is.
         base_precision: of the frozen weights, in words.
@@ -64,8 +63,7 @@ class LoraTask(Task):
         norm_limit: what keeps the updates small; None where nothing does.
     """
 
-    config: TrainConfig | ChatTrainConfig
-    plan: Plan
+    plan: LoraPlan[Any]
     network: AdapterNetwork
     text_encoders: nn.Module | None = None
     base_precision: str
@@ -90,7 +88,7 @@ class LoraTask(Task):
                 base, or has nothing left to train; a rank is above that of every layer of the model; programs would not
                 read the LoRA from its format.
         """
-        training, network, options = self.config.training, self.config.network, self.plan.network.options
+        training, network, options = self.plan.config.training, self.plan.config.network, self.plan.network.options
         shapes = [shape for name in base.names if len(shape := base.shape(name)) == 2]
         asked = [(f"network_args: {option}", options.dims[kind]) for kind, option in options.dim_sources.items()]
         for option, rank in asked if network.dim_from_weights else [("network_dim", options.dim), *asked]:
@@ -106,7 +104,7 @@ class LoraTask(Task):
 
     def check_readers(self) -> None:
         """Refuse a format that was asked for and that a program, or every program, would read in part; else say so."""
-        plan, saving = self.plan.network, self.config.saving
+        plan, saving = self.plan.network, self.plan.config.saving
         names, kind = plan.options.trained_layers(plan.targets, plan.rates), plan.options.kind
         check_readers(saving.save_for, names, plan.targets, self.save_format, kind)
         if problem := read_by_none(names, plan.targets, self.save_format, kind):
@@ -122,13 +120,15 @@ class LoraTask(Task):
 
     @property
     def lora_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.config.training.full_bf16 else torch.float32
+        return torch.bfloat16 if self.plan.config.training.full_bf16 else torch.float32
 
     def attach(self, transformer: nn.Module) -> AdapterNetwork:
         """Put a LoRA into the transformer: a new one, or with ``dim_from_weights`` the file's, layer by layer."""
-        network, plan = self.config.network, self.plan.network
+        network, plan = self.plan.config.network, self.plan.network
         if not network.dim_from_weights:
-            return inject_adapter(transformer, plan.options, plan.targets, self.config.training.seed, self.lora_dtype)
+            return inject_adapter(
+                transformer, plan.options, plan.targets, self.plan.config.training.seed, self.lora_dtype
+            )
         source = network.network_weights
         assert source is not None, "the config's rules ask for one"
         file = load_lora(source, plan.targets)
@@ -145,14 +145,14 @@ class LoraTask(Task):
 
     def start_from_file(self) -> None:
         """Read ``network_weights`` into the LoRA, if they are given; say if they were trained on another base."""
-        source, say = self.config.network.network_weights, self.console.print
+        source, say = self.plan.config.network.network_weights, self.console.print
         say(Text(self.network.describe()))
         if source is None:
             return
         metadata = read_safetensors_header(weight_file(Path(source))).get("__metadata__") or {}
         if remark := base_mismatch(metadata, self.base_fingerprint, self.describe_file().get("base_weights", "")):
             say(f"note: {source}: {remark}")
-        if not self.config.network.dim_from_weights:
+        if not self.plan.config.network.dim_from_weights:
             say(Text(self.network.load_file(source)))
 
     def wrap(self, many_shapes: bool) -> None:
@@ -160,7 +160,7 @@ class LoraTask(Task):
 
         ``many_shapes``: batches differ in size.
         """
-        config, training, dp_rank = self.config, self.config.training, DataParallelRank.of(self.accelerator)
+        config, training, dp_rank = self.plan.config, self.plan.config.training, DataParallelRank.of(self.accelerator)
         groups = self.plan.network.parameter_groups(self.network)
         optimizer = build_optimizer(config.optimizer, groups, training.full_bf16, training.seed)
         per_epoch = self.batches.batches_per_epoch()
@@ -223,10 +223,10 @@ class LoraTask(Task):
         return {}
 
     def save(self, path: Path, position: Position) -> None:
-        saving, now = self.config.saving, time.time()
+        saving, now = self.plan.config.saving, time.time()
         facts = {**self.facts, **save_facts(position, self.total_steps, now)}
         comment = saving.training_comment
-        config = json.dumps(without_folders(self.config.model_dump(exclude_none=True)))
+        config = json.dumps(without_folders(self.plan.config.model_dump(exclude_none=True)))
         if saving.no_metadata:
             facts, comment, config = {key: facts[key] for key in facts.keys() & LEAST_FACTS}, None, ""
         metadata = build_metadata(
@@ -239,11 +239,11 @@ class LoraTask(Task):
             base_fingerprint=self.base_fingerprint,
             base_precision=self.base_precision,
             config=config,
-            settings=describe_settings(self.raw_config, hidden=saving.no_metadata),
+            settings=describe_settings(self.settings.raw_config, hidden=saving.no_metadata),
             version=__version__,
             **self.describe_file(),
         )
-        precision = saving.save_precision or ("bf16" if self.config.training.full_bf16 else "fp32")
+        precision = saving.save_precision or ("bf16" if self.plan.config.training.full_bf16 else "fp32")
         self.network.save(path, self.save_format, precision, {**self.own_metadata, **metadata})
 
     def verify(self, path: Path) -> str:
@@ -253,7 +253,7 @@ class LoraTask(Task):
         return str(check)
 
     def memory_advice(self) -> str:
-        training, precision = self.config.training, self.config.precision
+        training, precision = self.plan.config.training, self.plan.config.precision
         options = [] if training.gradient_checkpointing else ["set gradient_checkpointing = true"]
         options.append("lower batch_size (train_batch_size) or resolution")
         if not (precision.fp8_base or precision.fp8_scaled):

@@ -54,6 +54,7 @@ from library.training.optim.muon import MuonWithAdamW
 from library.training.optim.schedules import build_schedule, resolve_steps
 from library.training.parallel.gather import full_shapes, gather_weights, gathered, local_parameters, scatter_weights
 from library.training.parallel.parallelize import lm_parallel_spec
+from library.training.plan import PretrainPlan, resolve_pretraining
 from library.training.run_length import describe_steps, run_length
 from library.training.sampling.text import TextSampler
 from library.training.tasks.task import Task
@@ -73,15 +74,19 @@ class Pretraining(Task):
     verifies: ClassVar[bool] = False
     trained: ClassVar[str] = "model"
 
-    config: PretrainConfig
+    plan: PretrainPlan
     transformer: TransformerLM
     batches: TokenBatches
+
+    def __init__(self, config: PretrainConfig) -> None:
+        self.plan = resolve_pretraining(config)
+        super().__init__(config)
 
     def check(self, config: PretrainConfig) -> None:
         if config.optimizer.optimizer_type.lower() == "muon":
             check_arguments(MuonWithAdamW, parse_optimizer_args(config.optimizer.optimizer_args), "Muon")
         else:
-            check_optimizer(config.optimizer.with_defaults())
+            check_optimizer(self.plan.optimizer)
 
     def build_accelerator(self, config: PretrainConfig) -> Accelerator:
         if config.training.allow_tf32:
@@ -91,12 +96,12 @@ class Pretraining(Task):
 
     def open(self, state: str | None = None) -> None:
         self.state = state
-        self.shards = TokenShards(self.config.data.data_dir, "train")
-        self.tokenizer = load_tokenizer(self.config.data.data_dir)
-        self.resume_keys = resume_keys(self.config)
+        self.shards = TokenShards(self.plan.config.data.data_dir, "train")
+        self.tokenizer = load_tokenizer(self.plan.config.data.data_dir)
+        self.resume_keys = resume_keys(self.plan.config)
 
     def prepare(self) -> None:
-        config, training, accelerator = self.config, self.config.training, self.accelerator
+        config, training, accelerator = self.plan.config, self.plan.config.training, self.accelerator
         self.transformer = model = build_model(config, self.shards.vocab_size, self.loaded_to())
         name_ends(model, self.tokenizer)
         self._plan_batches(config.model.context or model.config.context)
@@ -110,11 +115,10 @@ class Pretraining(Task):
         self.console.print(f"{in_step * self.context:,} tokens a step, {epochs:.2f} epochs; {steps}", soft_wrap=True)
 
         optimizer = build_pretraining_optimizer(config.optimizer, model, training.full_bf16, training.seed)
-        schedule = config.optimizer.with_defaults()
-        lr_schedule = build_schedule(schedule, optimizer, self.total_steps)
+        lr_schedule = build_schedule(self.plan.optimizer, optimizer, self.total_steps)
         self.clips_from = 0
         if not config.optimizer.clip_during_warmup:
-            self.clips_from = resolve_steps(schedule.lr_warmup_steps, self.total_steps)
+            self.clips_from = resolve_steps(self.plan.optimizer.lr_warmup_steps, self.total_steps)
         self.flops_per_token, self.peak_flops = flops_per_token(model, self.context), peak_flops(accelerator.device)
         self.engine.prepare(
             config.parallel,
@@ -124,8 +128,6 @@ class Pretraining(Task):
             lambda: list(local_parameters(model).values()),
             ema_decay=config.saving.ema_decay,
         )
-        if config.sampling.sample_at_first is None:
-            self.samples_first = bool(config.sampling.sample_every_n_steps)
         if prompts := config.sampling.sample_prompts:
             first = [] if self.tokenizer.bos is None else [self.tokenizer.bos]
             self.sampler = TextSampler(
@@ -136,7 +138,7 @@ class Pretraining(Task):
 
     def _plan_batches(self, context: int) -> None:
         """Decide which windows a batch has, how many batches a step, and how many steps there are."""
-        data, training, accelerator = self.config.data, self.config.training, self.accelerator
+        data, training, accelerator = self.plan.config.data, self.plan.config.training, self.accelerator
         self.context, self.throughput = context, ("tokens_per_s", context)
         accelerator.gradient_accumulation_steps = accumulation_for(data, context, dp_rank_and_size(accelerator)[1])
         dp_rank, on_gpu = DataParallelRank.of(accelerator), accelerator.device.type == "cuda"
@@ -150,10 +152,10 @@ class Pretraining(Task):
 
     def _find_held_out(self) -> None:
         """Find what to validate on; nothing where the corpus holds nothing out and nothing asks for it."""
-        config, data = self.config.validation, self.config.data
+        config, data = self.plan.config.validation, self.plan.config.data
         asked = bool(config.validate_every_n_steps or config.validate_every_n_epochs)
         shards = TokenShards(data.data_dir, "validation")
-        self.validates, self.validates_first = shards.tokens > self.context, asked
+        self.validates = shards.tokens > self.context
         if asked and not self.validates:
             key = "validate_every_n_steps" if config.validate_every_n_steps else "validate_every_n_epochs"
             raise UserError(
@@ -169,7 +171,7 @@ class Pretraining(Task):
         return loss, loss.detach()[None]
 
     def gradient_limit(self, step: int) -> float:
-        return self.config.optimizer.max_grad_norm if step >= self.clips_from else 0.0
+        return self.plan.config.optimizer.max_grad_norm if step >= self.clips_from else 0.0
 
     def training_metrics(self, values: dict[str, float], position: Position) -> dict[str, float]:
         windows = position.epoch * self.batches.windows + position.batches
@@ -180,7 +182,7 @@ class Pretraining(Task):
         return values
 
     def validate(self, step: int) -> dict[str, float]:
-        size, most = self.config.data.train_batch_size, self.config.validation.validation_tokens
+        size, most = self.plan.config.data.train_batch_size, self.plan.config.validation.validation_tokens
         batches = partial(held_out_batches, self.held_out, self.context, size, most)
         (loss,) = self.engine.mean_over(batches, self._held_out_loss)
         return {"val_loss": loss}
@@ -193,8 +195,8 @@ class Pretraining(Task):
         return {"val_perplexity": perplexity(loss)}
 
     def save(self, path: Path, position: Position) -> None:
-        settings = {SETTINGS: describe_settings(self.raw_config)}
-        export_hf(self.transformer, path, _DTYPES[self.config.saving.save_precision], self._deployed, settings)
+        settings = {SETTINGS: describe_settings(self.settings.raw_config)}
+        export_hf(self.transformer, path, _DTYPES[self.plan.config.saving.save_precision], self._deployed, settings)
         self.tokenizer.save(path)
 
     @contextmanager
@@ -216,7 +218,7 @@ class Pretraining(Task):
         return load_training_state(folder, full_shapes(model), scatter, self.engine.parts(), "", self.resume_keys)
 
     def memory_advice(self) -> str:
-        options = [] if self.config.training.gradient_checkpointing else ["set gradient_checkpointing = true"]
+        options = [] if self.plan.config.training.gradient_checkpointing else ["set gradient_checkpointing = true"]
         return ", or ".join([*options, "lower train_batch_size (tokens_per_batch keeps the step's size)"])
 
     def sample_names(self, batch: Tensor) -> list[str]:

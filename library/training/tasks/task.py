@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -25,6 +25,7 @@ from library.console import Console
 from library.data.batches import MicroStep
 from library.training.checkpoint.state import AUTO, OutputNames, Position, read_position
 from library.training.engine import Engine
+from library.training.plan import Plan, run_settings
 
 
 class Batches(Protocol):
@@ -54,7 +55,8 @@ class Task(ABC):
     """One kind of training.
 
     Attributes:
-        raw_config, config: as it was given, and with every default of the family settled.
+        settings: what the run and the trainer know of the configuration.
+        plan: what the task does; of a LoRA known once it is open.
         engine: what runs its steps, with the optimizer and what is trained.
         metric: what the metrics call the mean of the second value of :meth:`loss`, or of its first column.
         more_metrics: likewise the means of its further columns.
@@ -74,6 +76,7 @@ class Task(ABC):
     suffix: ClassVar[str] = ""  # of what is saved, a folder without one
     trained: ClassVar[str] = "LoRA"  # what is, in words
 
+    plan: Plan[Any]
     transformer: nn.Module
     loader: Any
     batches: Batches
@@ -84,26 +87,20 @@ class Task(ABC):
     end_sampler: Sampler | None = None
     best_prior_weight: float = 0.0
     validates: bool = False
-    validates_first: bool = True  # before the first step
-    samples_first: bool  # likewise
     base_fingerprint: str = ""
     state: str | None = None  # the folder of the state that the run goes on from
 
     def __init__(self, config: Any) -> None:
         self.started_at = time.time()
-        self.raw_config = self.config = config
+        self.settings = run_settings(config)
         self.check(config)
         if (resume := config.training.resume) and resume != AUTO:
             read_position(resume, resume_keys(config))
         self.engine = Engine(self.build_accelerator(config), config.training.seed)
         self.accelerator = self.engine.accelerator
         self.console = Console(quiet=not self.accelerator.is_main_process, markup=False, highlight=False)
-        self.seed: int = config.training.seed
-        self.on_nan: Literal["stop", "skip"] = config.training.on_nan
-        self.on_nan_limit: int = config.training.on_nan_limit
         self.names = OutputNames(Path(config.saving.output_dir), config.saving.output_name, self.suffix)
         self.summary: dict[str, str] = {}
-        self.samples_first = config.sampling.sample_at_first
 
     @abstractmethod
     def check(self, config: Any) -> None:
@@ -114,7 +111,7 @@ class Task(ABC):
 
     def loaded_to(self) -> torch.device:
         """Where the model is read to: host memory, where processes get parts of it, as all of it need not fit."""
-        return torch.device("cpu") if self.config.parallel.splits_model else self.accelerator.device
+        return torch.device("cpu") if self.plan.config.parallel.splits_model else self.accelerator.device
 
     @abstractmethod
     def open(self, state: str | None = None) -> None:
@@ -134,7 +131,7 @@ class Task(ABC):
 
     def gradient_limit(self, step: int) -> float:
         """Return the norm that gradients are clipped to in ``step``, 0 for no clipping."""
-        return self.config.optimizer.max_grad_norm
+        return self.plan.config.optimizer.max_grad_norm
 
     @abstractmethod
     def validate(self, step: int) -> dict[str, float]:
