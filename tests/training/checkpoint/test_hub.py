@@ -19,7 +19,7 @@ from rich.console import Console
 
 from library.config.schema import HubConfig
 from library.errors import UserError
-from library.training import trainer
+from library.training import run as training_run
 from library.training.checkpoint.hub import HubUpload
 from tests.pretraining_runs import run as pretrain
 from tests.runs import arguments, run, train_flags
@@ -211,7 +211,7 @@ class _SlowUpload:
 
 def train_with_a_slow_upload(flags: list[str], folder: Path) -> None:
     rank = int(os.environ["RANK"])
-    trainer.build_upload = lambda *_: None if rank else _SlowUpload()  # type: ignore[assignment,return-value]
+    training_run.build_upload = lambda *_: None if rank else _SlowUpload()  # type: ignore[assignment,return-value]
     train_flags(flags)
     (folder / f"{rank}.txt").write_text(str(time.time()))
 

@@ -26,7 +26,7 @@ from library.training.checkpoint.state import (
     resolve_resume,
     save_training_state,
 )
-from library.training.tasks.task import Task
+from library.training.run import Run
 
 
 def _parts() -> dict[str, torch.optim.Optimizer]:
@@ -191,9 +191,10 @@ def test_a_copy_of_a_state_on_another_machine_is_looked_at_there(tmp_path: Path)
     save_training_state(folder, {"a": torch.ones(1)}, _states(), Position(), "base")
     whole = (folder / "weights.safetensors").read_bytes()
     (folder / "weights.safetensors").write_bytes(whole[:-1] + b"!")
-    task: Any = SimpleNamespace(accelerator=SimpleNamespace(is_local_main_process=True, is_main_process=False))
+    accelerator = SimpleNamespace(is_local_main_process=True, is_main_process=False)
+    run: Any = SimpleNamespace(task=None, engine=SimpleNamespace(accelerator=accelerator))
     with pytest.raises(UserError, match=r"weights.safetensors is damaged"):
-        Task.resume(task, str(folder))
+        Run._resume(run, str(folder), 1)
 
 
 def test_names_follow_kohyas_pattern(tmp_path: Path) -> None:

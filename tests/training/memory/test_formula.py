@@ -139,7 +139,7 @@ def test_a_pretraining_steps_peak_too(checkpointing: bool) -> None:
 
 def test_the_parts_are_those_of_a_prepared_run(base: Path, dataset: Path, tmp_path: Path) -> None:
     done = run(base, dataset, tmp_path / "out", max_train_steps=1, mixed_precision="bf16", network_dim=4).task
-    trained, states = done.parameters(), unwrapped(done.engine.optimizer).state.values()
+    trained, states = done.engine.parameters, unwrapped(done.engine.optimizer).state.values()
     parts = step_parts(model_numbers(shape_of(str(base)), 16, 24, 4), StepOptions())
     ids = {id(p) for p in trained}
     assert parts["weights"] == tensor_bytes([p for p in done.transformer.parameters() if id(p) not in ids])
