@@ -89,6 +89,7 @@ class Engine:
         trained: Callable[[], Sequence[nn.Parameter]],
         loader: Any = None,
         max_grad_norm: float = 0.0,
+        clips_from: int = 0,
         ema_decay: float | None = None,
     ) -> tuple[Any, nn.Module | None]:
         """Wrap what a task has made as the layout runs it; return its loader, and the text encoders that are trained.
@@ -97,6 +98,7 @@ class Engine:
             parallel, spec, optimizer, loader, max_grad_norm: as of ``parallelize``.
             schedule: of the optimizer.
             trained: returns what is trained, once the model is split.
+            clips_from: the first step whose gradients are clipped.
             ema_decay: of an average of the weights.
         """
         prepared = parallelize(self.accelerator, parallel, spec, optimizer, loader, max_grad_norm)
@@ -104,6 +106,7 @@ class Engine:
         self.models = [prepared.model] if encoders is None else [prepared.model, encoders]
         self.optimizer, self.schedule, self.pipeline = prepared.optimizer, schedule, prepared.pipeline
         self.parameters = trained()
+        self._max_grad_norm, self._clips_from = max_grad_norm, clips_from
         self.average = WeightAverage(self.parameters, ema_decay) if ema_decay else None
         self.after_update: Callable[[], None] = lambda: None  # changes the weights that an update has left
         self._device = self.parameters[0].device
@@ -146,9 +149,10 @@ class Engine:
                 loss, metrics = loss.detach(), totals(values)
         return loss * micro.weight, metrics
 
-    def clip(self, limit: float) -> Tensor:
-        """Scale the step's gradients to a norm of ``limit``, 0 for none; return their norm before that, []."""
-        limit = limit or float("inf")  # with inf the norm is measured, not changed
+    def clip(self, step: int) -> Tensor:
+        """Scale the gradients of ``step`` to a norm of ``max_grad_norm``; return their norm before that, []."""
+        clips = self._max_grad_norm and step >= self._clips_from
+        limit = self._max_grad_norm if clips else math.inf  # with inf the norm is measured, not changed
         return clip_gradients(self.accelerator, self._network, self.parameters, limit)
 
     def nan_if_bad(self, loss: Tensor) -> Tensor:

@@ -300,7 +300,7 @@ class Run:
         loss, elsewhere, said = values.get("val_loss"), values.get("val_prior_loss"), list[str]()
         if loss is not None:
             said.append(f"loss {loss:.4f}" + (f", {self.val_losses[-1]:.4f} before" if self.val_losses else ""))
-            values |= self.task.describe_validation(loss)
+            values |= {f"val_{name}": of_loss(loss) for name, of_loss in self.task.from_val_loss.items()}
             self.val_losses.append(loss)
         if elsewhere is not None:
             said.append(f"changed elsewhere {elsewhere:.4f}")
@@ -315,7 +315,7 @@ class Run:
         if loss is None or self.position.validated_at == self.position.step:
             return
         self.position.validated_at = self.position.step
-        score = loss + self.task.best_prior_weight * (self.val_prior_loss or 0.0)
+        score = loss + self.settings.best_prior_weight * (self.val_prior_loss or 0.0)
         if self.position.best_val_loss is None or score < self.position.best_val_loss:
             self.position.best_val_loss, self.position.validations_since_best = score, 0
             if self.saving.save_best:
@@ -451,9 +451,9 @@ class Run:
                 first, change = f"{before:.4f} before -> ", f" ({(after / before - 1) * 100:+.1f} %)"
             when = "after" if self._validated_at else "before the first step"
             rows.append(("validation loss", f"{first}{after:.4f} {when}{change}"))
-            for key, value in self.task.describe_validation(after).items():
-                first = "" if before is None else f"{self.task.describe_validation(before)[key]:.1f} -> "
-                rows.append((key.removeprefix("val_"), f"{first}{value:.1f}"))
+            for name, of_loss in self.task.from_val_loss.items():
+                first = "" if before is None else f"{of_loss(before):.1f} -> "
+                rows.append((name, f"{first}{of_loss(after):.1f}"))
         if self.val_prior_loss is not None:
             rows.append(("changed elsewhere", f"{self.val_prior_loss:.4f} (squared, of velocities on general prompts)"))
         rows += [*self.progress.summary(), ("peak memory", f"{peak_memory_bytes() / 2**30:.2f} GiB")]

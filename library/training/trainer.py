@@ -19,6 +19,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from library.accelerator import has_whole_model
+from library.data.batches import MicroStep
 from library.errors import UserError, names_in_short, reason_of
 from library.processes import FailedElsewhere, watched
 from library.training.checkpoint.state import Position
@@ -98,19 +99,15 @@ class Trainer:
 
     def _epoch(self) -> None:
         """Train to the end of the epoch or of the run; leave ``position`` at the start of the next epoch."""
-        task, run, engine, position, record = self.task, self.run, self.engine, self.position, self.record
-        columns = 1 + len(task.more_metrics)
-        task.batches.set_position(position.epoch, position.batches)
-        self._step_began = position.batches
-        record.start_clock()
-        for (batch, waited), micro in zip(_timed(task.loader), task.batches.micro_steps(), strict=True):
+        task, engine, position, record = self.task, self.engine, self.position, self.record
+        for (batch, waited), micro in self._batches_of_epoch():
             with when_memory_runs_out(partial(self._out_of_memory, batch)):
-                loss, metrics = engine.forward_backward(task.loss, batch, position.step, micro, columns)
+                loss, metrics = engine.forward_backward(task.loss, batch, position.step, micro, record.columns)
                 record.add(loss, metrics, waited, len(batch) if micro.weight else 0, micro.samples)
                 position.batches += micro.done
                 if not micro.ends_step:
                     continue
-                grad_norm = engine.clip(task.gradient_limit(position.step))
+                grad_norm = engine.clip(position.step)
                 if not self._settle():  # the step before, while the device works on this one
                     return
                 if self._is_logged(position.step + 1):
@@ -119,25 +116,42 @@ class Trainer:
             position.step += 1
             self._last_step, self._step_began = (self._step_began, position.batches), position.batches
             record.end_step(grad_norm)
-            logged, due = self._is_logged(position.step), run.is_due()
-            if (logged or due or not engine.is_late) and not self._settle(before_saving=due):
+            if not self._after_step():
                 return
-            record.stop_clock()
-            run.progress.advance(position.step)
-            if logged:
-                self._log()
-            elif due:
-                record.read_average()
-            run.after_step()
-            record.start_clock()
-            if position.step == task.total_steps or run.stopped:
-                return
+        self._end_epoch()
+
+    def _batches_of_epoch(self) -> Iterator[tuple[tuple[Any, float], MicroStep]]:
+        """Return the batches from ``position`` on, each with the time it was waited for and its place in its step."""
+        batches, position = self.task.batches, self.position
+        batches.set_position(position.epoch, position.batches)
+        self._step_began = position.batches
+        self.record.start_clock()
+        return zip(_timed(self.task.loader), batches.micro_steps(), strict=True)
+
+    def _after_step(self) -> bool:
+        """Log a step, and let the run do what is due after it; return whether the epoch goes on."""
+        run, record, step = self.run, self.record, self.position.step
+        logged, due = self._is_logged(step), run.is_due()
+        if (logged or due or not self.engine.is_late) and not self._settle(before_saving=due):
+            return False
+        record.stop_clock()
+        run.progress.advance(step)
+        if logged:
+            self._log()
+        elif due:
+            record.read_average()
+        run.after_step()
+        record.start_clock()
+        return step < self.task.total_steps and not run.stopped
+
+    def _end_epoch(self) -> None:
+        """Settle the last step of an epoch, and let the run do what is due after it."""
         if not self._settle(before_saving=True):
             return
-        if record.ema is not None:  # steps were taken, of which the last may not have been logged
-            record.read_average()
-        position.epoch, position.batches, self._step_began = position.epoch + 1, 0, 0
-        run.after_epoch()
+        if self.record.ema is not None:  # steps were taken, of which the last may not have been logged
+            self.record.read_average()
+        self.position.epoch, self.position.batches, self._step_began = self.position.epoch + 1, 0, 0
+        self.run.after_epoch()
 
     def _settle(self, before_saving: bool = False) -> bool:
         """Complete the last update, or respond to one that was not finite; return whether the step counts.
@@ -168,16 +182,16 @@ class Trainer:
         settings, position = self.run.settings, self.position
         ended, row = self._go_back(), position.nonfinite_in_row + 1
         self._check_weights()
-        said = f"step {position.step + 1} is not finite: {self._samples_of_step()}"
+        message = f"step {position.step + 1} is not finite: {self._samples_of_step()}"
         if settings.on_nan == "stop" or row > settings.on_nan_limit:
             saved = self.run.save_before_fault()
             last = f"last checkpoint: {saved}" if saved else "there was nothing to save"
             often = f"{row} steps in a row are not finite, the last: " if row > 1 else ""
             skip = ', or set on_nan = "skip" to go on without such steps' if settings.on_nan == "stop" else ""
-            raise UserError(f"{often}{said}; {last}; lower learning_rate or set max_grad_norm{skip}")
+            raise UserError(f"{often}{message}; {last}; lower learning_rate or set max_grad_norm{skip}")
         position.batches, position.nonfinite_in_row = ended, row
         position.updates_dropped += 1
-        self.run.progress.note(f"{said}; its update is skipped ({position.updates_dropped} so far)")
+        self.run.progress.note(f"{message}; its update is skipped ({position.updates_dropped} so far)")
         self.run.metrics.write({"step": position.step, "updates_dropped": position.updates_dropped})
 
     def _check_weights(self) -> None:
@@ -247,6 +261,7 @@ class _Record:
 
     def __init__(self, task: Task, position: Position) -> None:
         self._task, self._accelerator, self._position = task, task.accelerator, position
+        self.columns = 1 + len(task.more_metrics)
         self.ema: Tensor | None = None
         self._ema_before: Tensor | None = None  # the last step
         self._losses: list[Tensor] = []
@@ -326,9 +341,9 @@ def _timed(batches: Iterable[Any]) -> Iterator[tuple[Any, float]]:
     """Yield each batch with the seconds spent waiting for it."""
     iterator = iter(batches)
     while True:
-        begun = time.perf_counter()
+        started = time.perf_counter()
         try:
             batch = next(iterator)
         except StopIteration:
             return
-        yield batch, time.perf_counter() - begun
+        yield batch, time.perf_counter() - started

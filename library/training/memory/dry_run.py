@@ -83,7 +83,6 @@ class ImageTask(Protocol):
     def load_networks(self) -> None: ...
     def wrap_networks(self) -> None: ...
     def loss(self, model: nn.Module, batch: Batch, step: int) -> tuple[Tensor, Tensor]: ...
-    def gradient_limit(self, step: int) -> float: ...
 
 
 Build = Callable[[TrainConfig], ImageTask]
@@ -230,7 +229,7 @@ def _take_step(task: ImageTask, batch: Batch, step: int) -> None:
     batch = batch.to(task.accelerator.device)
     for _ in range(min(2, task.accelerator.gradient_accumulation_steps)):
         task.engine.forward_backward(task.loss, batch, step)
-    task.engine.update(task.engine.clip(task.gradient_limit(step)))
+    task.engine.update(task.engine.clip(step))
     task.engine.settle()
 
 

@@ -97,7 +97,7 @@ class ChatLora(LoraTask):
         plan_base(config.precision, self.layout, seed, device)
         self.base_fingerprint = weights_fingerprint(folder)  # reads all of a file that is no safetensors
         self.resume_keys = resume_keys(config)
-        self.check_saved(weights)
+        self._check_saved(weights)
         tokenizer = Path(config.model.tokenizer or folder).expanduser()
         self.template = load_chat_template(config.chat.chat_template, load_tokenizer(tokenizer), tokenizer)
         if config.sampling.sample_prompts:
@@ -136,7 +136,7 @@ class ChatLora(LoraTask):
             collate_fn=collate_windows,
             pin_memory=self.accelerator.device.type == "cuda",
         )
-        self.wrap(many_shapes=True)  # a batch is as long as its longest window
+        self._wrap(many_shapes=True)  # a batch is as long as its longest window
         self.held_out = batches_of_similar_length(held_out[: config.validation.max_validation_conversations], size)
         self.validates = bool(self.held_out)
         self.facts = lora_facts(config, self.started_at, self.total_steps)
@@ -150,18 +150,18 @@ class ChatLora(LoraTask):
         Raises:
             UserError: the LoRA's options do not suit the model, or ``network_weights`` do not; a file is damaged.
         """
-        config, training, device = self.plan.config, self.plan.config.training, self.loaded_to()
+        config, training, device = self.plan.config, self.plan.config.training, self._loaded_to()
         dtype = self.plan.dtype
         fp8 = plan_base(config.precision, self.layout, training.seed, self.accelerator.device)
         self.transformer = model = load_lm(self.folder, dtype, device, fp8=fp8)
         separate_projections(model)
         fp8.round_inputs(model)
-        self.note_base(self.layout, fp8, dtype)
-        self.network = self.attach(model)
-        self.start_from_file()
+        self._note_base(self.layout, fp8, dtype)
+        self.network = self._attach(model)
+        self._start_from_file()
         recompute_blocks(model, model.config.layers, training, device)
 
-    def parallel(self) -> ParallelSpec:
+    def _parallel(self) -> ParallelSpec:
         return lm_parallel_spec(self.transformer, self.network)
 
     def loss(self, model: nn.Module, batch: ChatBatch, step: int) -> tuple[Tensor, Tensor]:

@@ -143,7 +143,7 @@ class ImageLora(LoraTask):
         self.text_fingerprint = self.text_encoder.fingerprint if self.plan.network.text_encoders else None
         trained_text = {} if self.text_fingerprint is None else {"text_encoders": self.text_fingerprint}
         self.resume_keys = resume_keys(config) | trained_text | {"base_weights": self.base_weights.fingerprint()}
-        self.check_saved(WeightFiles(family.files.transformer))
+        self._check_saved(WeightFiles(family.files.transformer))
 
     def read(self, painted: Painted | None = None) -> None:
         """Read the dataset, with what the base has painted beside it; nothing is encoded, and no weights are loaded."""
@@ -212,23 +212,23 @@ class ImageLora(LoraTask):
         training, layout = self.training, family.quantized_file()
         fp8 = plan_base(config.precision, layout, training.seed, device)
         fp8.changes = self.base_weights.changes(family.targets)
-        loaded_to = torch.device("cpu") if training.blocks_to_swap else self.loaded_to()
+        loaded_to = torch.device("cpu") if training.blocks_to_swap else self._loaded_to()
         self.transformer = transformer = family.load_transformer(self.dtype, loaded_to, training.attention, fp8=fp8)
         fp8.round_inputs(transformer)
         if layout is not None:
             self.console.print(layout.describe())
-        self.note_base(layout, fp8, self.dtype)
+        self._note_base(layout, fp8, self.dtype)
         for path, strength in self.base_weights.sources:
             self.console.print(f"base: {path} merged at {strength:g}", soft_wrap=True)
         for line in self.base_weights.left_out:
             self.console.print(f"note: {line}", soft_wrap=True)
-        loras = [self.attach(transformer)] if plan.trains_transformer or config.network.dim_from_weights else []
+        loras = [self._attach(transformer)] if plan.trains_transformer or config.network.dim_from_weights else []
         if plan.text_encoders:
             self.text_encoders = self.text_encoder.load_modules(plan.text_encoders)
             options = plan.options.for_text_encoders()
-            loras.append(inject_adapter(self.text_encoders, options, plan.targets, training.seed, self.lora_dtype))
+            loras.append(inject_adapter(self.text_encoders, options, plan.targets, training.seed, self._lora_dtype))
         self.network = functools.reduce(AdapterNetwork.joined, loras)
-        self.start_from_file()
+        self._start_from_file()
         if plan.options.train_t5xxl:
             self.console.print("note: diffusers passes over T5's part of a LoRA file; ComfyUI and sd-scripts load it")
         blocks = family.blocks(transformer)
@@ -252,7 +252,7 @@ class ImageLora(LoraTask):
         fp8.round_inputs(transformer)
         return transformer
 
-    def parallel(self) -> ParallelSpec:
+    def _parallel(self) -> ParallelSpec:
         family, transformer = self.family, self.transformer
         return ParallelSpec(
             transformer,
@@ -270,7 +270,7 @@ class ImageLora(LoraTask):
         sizes, config = self.data.train.batch_sizes, self.plan.config
         check_microbatches(config.parallel, max(sizes.values()))
         self.batches, self.loader = training_loader(self.data, config.dataset, self.accelerator)
-        self.wrap(many_shapes=len(sizes) > 1)
+        self._wrap(many_shapes=len(sizes) > 1)
         self.loader = RaisingLoader(self.loader)
         outside = config.training.prior_loss_weight if config.preservation.preserve_outside_mask else 0.0
         lockstep = config.preservation.preserve != "none" and config.parallel.gathers_weights
@@ -290,8 +290,7 @@ class ImageLora(LoraTask):
         """
         config, saving = self.plan.config.validation, self.plan.config.saving
         self.validates = self.data.validation is not None or self.data.general is not None
-        self.best_prior_weight = self.plan.config.preservation.best_prior_weight
-        if self.best_prior_weight and self.data.general is None:
+        if self.settings.best_prior_weight and self.data.general is None:
             raise UserError("best_prior_weight: no val_prior_loss is measured; set general_prompts, or remove it")
         if self.data.validation is not None:
             self.held_out = held_out_loader(self.data.validation, config.max_validation_images)
@@ -335,7 +334,7 @@ class ImageLora(LoraTask):
     def save_format(self) -> str:  # type: ignore[override]
         return self.plan.config.saving.save_format
 
-    def describe_file(self) -> dict[str, Any]:
+    def _describe_file(self) -> dict[str, Any]:
         return {
             "architecture": self.family.modelspec_architecture,
             "resolution": self.data.config.datasets[0].resolution,

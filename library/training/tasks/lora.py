@@ -70,14 +70,14 @@ class LoraTask(Task):
     facts: Mapping[str, object] = {}
     norm_limit: WeightNormLimit | None = None
 
-    def check(self, config: TrainConfig | ChatTrainConfig) -> None:
+    def _check(self, config: TrainConfig | ChatTrainConfig) -> None:
         check_optimizer(config.optimizer)
         check_save_format(config.network.network_type, config.saving.save_format)
         weights = config.network.network_weights
         if weights and not Path(weights).exists():
             raise UserError(f"network_weights: {weights} does not exist; check the path")
 
-    def check_saved(self, base: WeightFiles) -> None:
+    def _check_saved(self, base: WeightFiles) -> None:
         """Look at the files a run goes on from, now that headers tell which model it is; no weights of it are read.
 
         Args:
@@ -94,7 +94,7 @@ class LoraTask(Task):
         for option, rank in asked if network.dim_from_weights else [("network_dim", options.dim), *asked]:
             refuse_large_rank(option, rank, shapes, options.kind)
         if not network.dim_from_weights:  # whose layers the end's check knows
-            self.check_readers()
+            self._check_readers()
         if network.network_weights:
             load_adapter(network.network_weights, self.plan.network.targets)
         if self.state is not None:
@@ -102,7 +102,7 @@ class LoraTask(Task):
             if training.max_train_epochs is None:
                 refuse_finished(self.state, position, training.max_train_steps, training.resume == AUTO)
 
-    def check_readers(self) -> None:
+    def _check_readers(self) -> None:
         """Refuse a format that was asked for and that a program, or every program, would read in part; else say so."""
         plan, saving = self.plan.network, self.plan.config.saving
         names, kind = plan.options.trained_layers(plan.targets, plan.rates), plan.options.kind
@@ -112,22 +112,22 @@ class LoraTask(Task):
                 raise UserError(problem)
             self.console.print(f"note: {problem}")
 
-    def note_base(self, layout: QuantizedFile | None, fp8: WeightLoader, dtype: torch.dtype) -> None:
+    def _note_base(self, layout: QuantizedFile | None, fp8: WeightLoader, dtype: torch.dtype) -> None:
         """Remember the precision of the base that was loaded; print it where some of it is in fp8."""
         self.base_precision = describe_base(layout, fp8, dtype)
         if layout is not None or fp8.recipe is not None:
             self.console.print(f"base: {self.base_precision}")
 
     @property
-    def lora_dtype(self) -> torch.dtype:
+    def _lora_dtype(self) -> torch.dtype:
         return torch.bfloat16 if self.plan.config.training.full_bf16 else torch.float32
 
-    def attach(self, transformer: nn.Module) -> AdapterNetwork:
+    def _attach(self, transformer: nn.Module) -> AdapterNetwork:
         """Put a LoRA into the transformer: a new one, or with ``dim_from_weights`` the file's, layer by layer."""
         network, plan = self.plan.config.network, self.plan.network
         if not network.dim_from_weights:
             return inject_adapter(
-                transformer, plan.options, plan.targets, self.plan.config.training.seed, self.lora_dtype
+                transformer, plan.options, plan.targets, self.plan.config.training.seed, self._lora_dtype
             )
         source = network.network_weights
         assert source is not None, "the config's rules ask for one"
@@ -141,21 +141,21 @@ class LoraTask(Task):
                 f"note: {source}: its layers of {' and '.join(sorted(parts))} are not trained and not saved"
             )
         alphas = trained_alphas(Path(source), file.metadata, plan.targets.file_prefix)
-        return attach_lora(transformer, own, plan.targets, source, self.lora_dtype, alphas)
+        return attach_lora(transformer, own, plan.targets, source, self._lora_dtype, alphas)
 
-    def start_from_file(self) -> None:
+    def _start_from_file(self) -> None:
         """Read ``network_weights`` into the LoRA, if they are given; say if they were trained on another base."""
         source, say = self.plan.config.network.network_weights, self.console.print
         say(Text(self.network.describe()))
         if source is None:
             return
         metadata = read_safetensors_header(weight_file(Path(source))).get("__metadata__") or {}
-        if remark := base_mismatch(metadata, self.base_fingerprint, self.describe_file().get("base_weights", "")):
+        if remark := base_mismatch(metadata, self.base_fingerprint, self._describe_file().get("base_weights", "")):
             say(f"note: {source}: {remark}")
         if not self.plan.config.network.dim_from_weights:
             say(Text(self.network.load_file(source)))
 
-    def wrap(self, many_shapes: bool) -> None:
+    def _wrap(self, many_shapes: bool) -> None:
         """Build optimizer and schedule, and let the engine wrap and compile the loaded networks.
 
         ``many_shapes``: batches differ in size.
@@ -176,13 +176,13 @@ class LoraTask(Task):
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ddp_ignored_names(module))
         self.loader, self.text_encoders = self.engine.prepare(
             config.parallel,
-            self.parallel(),
+            self._parallel(),
             optimizer,
             schedule,
             self.network.parameters,
             self.loader,
-            config.optimizer.max_grad_norm,
-            config.saving.ema_decay,
+            max_grad_norm=config.optimizer.max_grad_norm,
+            ema_decay=config.saving.ema_decay,
         )
         limit = config.network.scale_weight_norms
         own = [layer for layer in self.network.modules.values() if layer.trained()]  # of joined ones the first
@@ -191,7 +191,7 @@ class LoraTask(Task):
             self.engine.after_update = self.norm_limit.apply
 
     @abstractmethod
-    def parallel(self) -> ParallelSpec:
+    def _parallel(self) -> ParallelSpec:
         """Return what layouts ask about the loaded model."""
 
     def training_metrics(self, values: dict[str, float], position: Position) -> dict[str, float]:
@@ -218,7 +218,7 @@ class LoraTask(Task):
     save_format = "peft"
     own_metadata: Mapping[str, str] = {}
 
-    def describe_file(self) -> dict[str, Any]:
+    def _describe_file(self) -> dict[str, Any]:
         """Return further arguments of ``build_metadata``."""
         return {}
 
@@ -241,7 +241,7 @@ class LoraTask(Task):
             config=config,
             settings=describe_settings(self.settings.raw_config, hidden=saving.no_metadata),
             version=__version__,
-            **self.describe_file(),
+            **self._describe_file(),
         )
         precision = saving.save_precision or ("bf16" if self.plan.config.training.full_bf16 else "fp32")
         self.network.save(path, self.save_format, precision, {**self.own_metadata, **metadata})

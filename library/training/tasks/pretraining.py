@@ -62,6 +62,11 @@ from library.training.tasks.task import Task
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+def perplexity(loss: float) -> float:
+    """Return exp(loss), and of a run that has left the numbers the largest that there is to show."""
+    return exp(min(loss, 700.0))
+
+
 class Pretraining(Task):
     """See the module's text.
 
@@ -73,6 +78,7 @@ class Pretraining(Task):
 
     verifies: ClassVar[bool] = False
     trained: ClassVar[str] = "model"
+    from_val_loss: ClassVar = {"perplexity": perplexity}
 
     plan: PretrainPlan
     transformer: TransformerLM
@@ -82,13 +88,13 @@ class Pretraining(Task):
         self.plan = resolve_pretraining(config)
         super().__init__(config)
 
-    def check(self, config: PretrainConfig) -> None:
+    def _check(self, config: PretrainConfig) -> None:
         if config.optimizer.optimizer_type.lower() == "muon":
             check_arguments(MuonWithAdamW, parse_optimizer_args(config.optimizer.optimizer_args), "Muon")
         else:
             check_optimizer(self.plan.optimizer)
 
-    def build_accelerator(self, config: PretrainConfig) -> Accelerator:
+    def _build_accelerator(self, config: PretrainConfig) -> Accelerator:
         if config.training.allow_tf32:
             torch.set_float32_matmul_precision("high")
         training = TrainingConfig(mixed_precision=config.training.mixed_precision)
@@ -102,7 +108,7 @@ class Pretraining(Task):
 
     def prepare(self) -> None:
         config, training, accelerator = self.plan.config, self.plan.config.training, self.accelerator
-        self.transformer = model = build_model(config, self.shards.vocab_size, self.loaded_to())
+        self.transformer = model = build_model(config, self.shards.vocab_size, self._loaded_to())
         name_ends(model, self.tokenizer)
         self._plan_batches(config.model.context or model.config.context)
         self._find_held_out()
@@ -116,9 +122,7 @@ class Pretraining(Task):
 
         optimizer = build_pretraining_optimizer(config.optimizer, model, training.full_bf16, training.seed)
         lr_schedule = build_schedule(self.plan.optimizer, optimizer, self.total_steps)
-        self.clips_from = 0
-        if not config.optimizer.clip_during_warmup:
-            self.clips_from = resolve_steps(self.plan.optimizer.lr_warmup_steps, self.total_steps)
+        warmup = resolve_steps(self.plan.optimizer.lr_warmup_steps, self.total_steps)
         self.flops_per_token, self.peak_flops = flops_per_token(model, self.context), peak_flops(accelerator.device)
         self.engine.prepare(
             config.parallel,
@@ -126,6 +130,8 @@ class Pretraining(Task):
             optimizer,
             lr_schedule,
             lambda: list(local_parameters(model).values()),
+            max_grad_norm=config.optimizer.max_grad_norm,
+            clips_from=0 if config.optimizer.clip_during_warmup else warmup,
             ema_decay=config.saving.ema_decay,
         )
         if prompts := config.sampling.sample_prompts:
@@ -170,9 +176,6 @@ class Pretraining(Task):
             loss = model(tokens[:, :-1], tokens[:, 1:])
         return loss, loss.detach()[None]
 
-    def gradient_limit(self, step: int) -> float:
-        return self.plan.config.optimizer.max_grad_norm if step >= self.clips_from else 0.0
-
     def training_metrics(self, values: dict[str, float], position: Position) -> dict[str, float]:
         windows = position.epoch * self.batches.windows + position.batches
         values |= {"perplexity": perplexity(values["loss"]), "tokens": windows * self.context}
@@ -190,9 +193,6 @@ class Pretraining(Task):
     def _held_out_loss(self, batch: Tensor) -> tuple[Tensor, int]:
         count = batch[:, 1:].numel()
         return self.loss(self.transformer, batch, 0)[0].double() * count, count
-
-    def describe_validation(self, loss: float) -> dict[str, float]:
-        return {"val_perplexity": perplexity(loss)}
 
     def save(self, path: Path, position: Position) -> None:
         settings = {SETTINGS: describe_settings(self.settings.raw_config)}
@@ -223,11 +223,6 @@ class Pretraining(Task):
 
     def sample_names(self, batch: Tensor) -> list[str]:
         return [f"{len(batch)} windows of {self.context} tokens"]
-
-
-def perplexity(loss: float) -> float:
-    """Return exp(loss), and of a run that has left the numbers the largest that there is to show."""
-    return exp(min(loss, 700.0))
 
 
 def accumulation_for(config: LLMDataConfig, context: int, world: int) -> int:

@@ -60,17 +60,18 @@ class Task(ABC):
         engine: what runs its steps, with the optimizer and what is trained.
         metric: what the metrics call the mean of the second value of :meth:`loss`, or of its first column.
         more_metrics: likewise the means of its further columns.
+        from_val_loss: further metrics, that follow from the validation loss.
         throughput: the metric of speed, and how many of its units a sample counts.
         transformer: the network itself, out of any wrapper.
         loader, batches: of training batches, and what orders them.
         resume_keys: settings that a state must have been trained with.
         sampler: None where nothing is sampled. end_sampler: of what is sampled at the end alone.
-        best_prior_weight: of ``val_prior_loss`` beside the validation loss, where the best weights are looked for.
         summary: rows for the table at the end of the run.
     """
 
     metric: ClassVar[str | None] = None
     more_metrics: ClassVar[Sequence[str]] = ()
+    from_val_loss: ClassVar[Mapping[str, Callable[[float], float]]] = {}
     throughput: tuple[str, int] = ("samples_per_s", 1)
     verifies: ClassVar[bool] = True  # what was saved last
     suffix: ClassVar[str] = ""  # of what is saved, a folder without one
@@ -85,7 +86,6 @@ class Task(ABC):
     resume_keys: Mapping[str, Any]
     sampler: Sampler | None = None
     end_sampler: Sampler | None = None
-    best_prior_weight: float = 0.0
     validates: bool = False
     base_fingerprint: str = ""
     state: str | None = None  # the folder of the state that the run goes on from
@@ -93,23 +93,23 @@ class Task(ABC):
     def __init__(self, config: Any) -> None:
         self.started_at = time.time()
         self.settings = run_settings(config)
-        self.check(config)
+        self._check(config)
         if (resume := config.training.resume) and resume != AUTO:
             read_position(resume, resume_keys(config))
-        self.engine = Engine(self.build_accelerator(config), config.training.seed)
+        self.engine = Engine(self._build_accelerator(config), config.training.seed)
         self.accelerator = self.engine.accelerator
         self.console = Console(quiet=not self.accelerator.is_main_process, markup=False, highlight=False)
         self.names = OutputNames(Path(config.saving.output_dir), config.saving.output_name, self.suffix)
         self.summary: dict[str, str] = {}
 
     @abstractmethod
-    def check(self, config: Any) -> None:
+    def _check(self, config: Any) -> None:
         """Refuse what can be refused before anything is loaded."""
 
-    def build_accelerator(self, config: Any) -> Accelerator:
+    def _build_accelerator(self, config: Any) -> Accelerator:
         return build_accelerator(config.accelerate, config.training, config.saving, config.logging, config.parallel)
 
-    def loaded_to(self) -> torch.device:
+    def _loaded_to(self) -> torch.device:
         """Where the model is read to: host memory, where processes get parts of it, as all of it need not fit."""
         return torch.device("cpu") if self.plan.config.parallel.splits_model else self.accelerator.device
 
@@ -129,17 +129,9 @@ class Task(ABC):
         does not count.
         """
 
-    def gradient_limit(self, step: int) -> float:
-        """Return the norm that gradients are clipped to in ``step``, 0 for no clipping."""
-        return self.plan.config.optimizer.max_grad_norm
-
     @abstractmethod
     def validate(self, step: int) -> dict[str, float]:
         """Return the mean loss on what is held out, ``val_loss``, and other means as metrics call them."""
-
-    def describe_validation(self, loss: float) -> dict[str, float]:
-        """Return further metrics of a validation loss."""
-        return {}
 
     def training_metrics(self, values: dict[str, float], position: Position) -> dict[str, float]:
         """Return a training line's metrics, from those that every task has."""
