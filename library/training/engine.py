@@ -63,7 +63,8 @@ class Engine:
         parameters: what is trained; of split weights the part that lies here.
         average: of the parameters, None without ``ema_decay``.
         pipeline: None where one process has the whole model.
-        is_whole: whether weights, optimizer, average and schedule are of one step; not amid an update that failed.
+        is_whole: whether weights, optimizer, average and schedule are of one step, or will be once the last update is
+            settled. An error inside :meth:`update` or :meth:`settle` leaves it False.
         is_settled: whether the host knows that the last step was finite.
         is_late: whether the answer on the last step is still on its way from a GPU.
     """
@@ -186,6 +187,7 @@ class Engine:
         if self._on_gpu:
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(self._device))
+        self.is_whole = True  # nothing failed: settle does the rest
 
     def _skips_by_itself(self, optimizer: Any) -> bool:
         """Whether the optimizer's kernels leave out a step (torch's mark); SGD's first spoils its momentum."""
@@ -203,7 +205,10 @@ class Engine:
         return (bad_losses == 0) & (finite | (scale > 1))
 
     def settle(self) -> bool:
-        """Complete the last update if it was finite; return whether it was. It is, where nothing is left to settle."""
+        """Complete the last update if it was finite, else drop it; return whether it was finite.
+
+        Called again before the next update, it does nothing and returns True.
+        """
         if self.is_settled:
             return True
         if self._arrived is not None:
@@ -220,7 +225,7 @@ class Engine:
         else:
             for group, before in zip(unwrapped(self.optimizer).param_groups, self._groups, strict=True):
                 group.update(before)
-            drop_gradients(self.optimizer)  # of the step behind it, too
+            drop_gradients(self.optimizer)  # of the step that has begun since
         self.is_whole = self.is_settled = True
         return finite
 

@@ -1,11 +1,11 @@
 """One run: its folder, how far it is, and what happens between steps: saving, sampling, validating, the summary.
 
-The trainer tells the run when a step or an epoch is over; from the settings it knows what is due. What looks at the
-weights from outside looks at those to deploy (``Engine.deployed_weights``).
+The trainer tells the run when a step or an epoch is over; the run knows from the settings what is due (``_is_due``).
+Validation, samples and saved files use the weights to deploy (``Engine.deployed_weights``).
 
-What is written to disk is written so that nothing saved is lost: under a temporary name first; again and again while
-the disk is full, in the end into ``save_fallback_dir`` (``checkpoint.saving``). A process that fails while others wait
-for it makes all leave alike (``processes.agreed``), with its reason said once.
+A save never destroys an older one: files are written under a temporary name and renamed. If the disk is full, the save
+is tried again later, and at the end of the run it goes into ``save_fallback_dir`` (``checkpoint.saving``). A process
+that fails while others wait for it makes all of them leave (``processes.agreed``); its reason is printed once.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Run:
         stop_request: from outside, that stopped the run.
         val_losses: every validation loss so far.
         val_prior_loss: how much the last validation found changed elsewhere.
-        state_saved_at: the step of the last state.
+        state_saved_at: the step of the last state that was saved, None before the first.
     """
 
     position: Position
@@ -70,6 +70,7 @@ class Run:
         self.val_losses: list[float] = []
         self.val_prior_loss: float | None = None
         self.state_saved_at: int | None = None
+        self._state_stem = ""  # its name
         self._validated_at: int | None = None
         self._sampled_at: int | None = None
         self._checked: str | None = None  # what :meth:`check_saved` found
@@ -190,15 +191,17 @@ class Run:
 
     def _catch_up(self) -> None:
         """Do what the run that wrote the state did not get to: look at the weights, delete old files, end."""
-        step = self.position.step
-        if self._is_due("validate", step=step) and self.position.validated_at != step:
+        step, ended = self.position.step, [{"step": self.position.step}]
+        if self.position.epoch and not self.position.batches:
+            ended.append({"epoch": self.position.epoch})
+        if any(self._is_due("validate", **done) for done in ended) and self.position.validated_at != step:
             self._compare()
-        if self._is_due("sample", step=step) and self.task.sampler and step not in self.task.sampler.sampled:
+        samples = any(self._is_due("sample", **done) for done in ended)
+        if samples and self.task.sampler and step not in self.task.sampler.sampled:
             self._sample(step)
-        if self._is_due("save", step=step):
-            self._rotate(step=step)
-        if self.position.epoch and not self.position.batches and self._is_due("save", epoch=self.position.epoch):
-            self._rotate(epoch=self.position.epoch)
+        for done in ended:
+            if self._is_due("save", **done):
+                self._rotate(**done)
         self._stop_if_stale()
 
     def is_due(self) -> bool:
@@ -220,16 +223,16 @@ class Run:
         return every is not None and count % every == 0 and (what != "validate" or self.task.validates)
 
     def save_before_fault(self, alone: bool = False) -> str | None:
-        """Save weights and state as they are before a step that cannot be taken; return the weights' path, if any.
+        """Save weights and state of the last good step before the run fails; return the weights' path, if any.
 
-        Every process comes by, unless this one is ``alone``, which then writes whichever it is.
+        Every process calls this, unless one is ``alone``: that one writes, also if it is not the main process.
         """
         if self.position.step == 0:
             return None
         stem = self.names.stem(step=self.position.step)
         if not alone or self.state_saved_at != self.position.step:
             self._save(stem, True, lambda: self.requests.signalled, alone)
-        return shown_path((self.writer.in_fallback or [self.names.weights(stem)])[0])
+        return shown_path((self.writer.in_fallback or [self.names.weights(self._state_stem)])[0])
 
     def after_step(self) -> None:
         """Do what is due after an optimizer step."""
@@ -256,7 +259,7 @@ class Run:
                 self._rotate(**done)
 
     def _stop(self, stop_request: StopRequest) -> None:
-        """Keep what has been trained, and end: there may be only seconds."""
+        """Save what has been trained, and end the run; there may be only seconds left."""
         stem, in_a_hurry = self.names.stem(step=self.position.step), stop_request.stop != "STOP"
         self._save(stem, with_state=True, last=lambda: in_a_hurry or self.requests.signalled)
         self.requests.answered(stop_request)
@@ -356,8 +359,8 @@ class Run:
     ) -> bool:
         """Save the weights, and a state; return on the main process whether that could be done.
 
-        ``last`` is given when there is no later: it tells whether the process is about to be ended. With ``alone`` this
-        process does it, and the others know nothing of it.
+        ``last`` is given for a save that ends the run; it tells whether the process is about to be killed, so that no
+        retry waits. With ``alone`` this process saves without the others.
         """
         saved: list[Path] | None = None
         main = self.engine.accelerator.is_main_process
@@ -382,7 +385,7 @@ class Run:
                     for path in saved or []:
                         self.upload.push(path)
         if with_state and (saved or not main):
-            self.state_saved_at = self.position.step
+            self.state_saved_at, self._state_stem = self.position.step, stem
         return saved is not None
 
     def _write(self, names: OutputNames, stem: str, with_state: bool) -> list[Path]:

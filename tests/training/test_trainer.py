@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from library.errors import UserError
 from library.training.checkpoint.state import find_damage
+from library.training.engine import Engine
 from library.training.sampling.images import Sampler
 from library.training.tasks.image_lora import ImageLora
 from library.training.trainer import _Record
@@ -45,20 +46,32 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def averages(output: Path) -> dict[int, float]:
-    """Return the average loss by step."""
+def averages(output: Path, name: str = "loss_ema") -> dict[int, float]:
+    """Return the average loss, or another one, by step."""
     lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss_ema"] for line in lines if "loss_ema" in line}
+    return {line["step"]: line[name] for line in lines if name in line}
+
+
+def fail_in_backward(patch: Patch) -> None:
+    patch.setattr(Accelerator, "backward", fail_at(3, Accelerator.backward, RuntimeError("a kernel failed")))
+
+
+def fail_before_the_answer(patch: Patch) -> None:
+    """As on a GPU, where the host has begun the next step before it hears whether the last one was finite."""
+    update = Engine.update
+
+    def send(engine: Engine, grad_norm: torch.Tensor) -> None:
+        update(engine, grad_norm)
+        engine.is_late = True
+
+    patch.setattr(Engine, "update", send)
+    fail_in_backward(patch)
 
 
 # what raises, and how many steps are whole then
 FAULTS: dict[str, tuple[Callable[[Patch], None], int]] = {
-    "in backward": (
-        lambda patch: patch.setattr(
-            Accelerator, "backward", fail_at(3, Accelerator.backward, RuntimeError("a kernel failed"))
-        ),
-        2,
-    ),
+    "in backward": (fail_in_backward, 2),
+    "in backward, while the device works on the step before": (fail_before_the_answer, 2),
     "before a step that is taken is counted": (
         lambda patch: patch.setattr(_Record, "add", fail_at(3, _Record.add, KeyboardInterrupt("x"))),
         2,
@@ -100,6 +113,32 @@ def test_an_error_amid_the_steps_leaves_lora_and_state_of_the_last_good_one(
     run(base, data, tmp_path / "out", **settings, resume="auto")
     assert same(lora(tmp_path / "out"), lora(tmp_path / "whole"))
     assert averages(tmp_path / "out") == averages(tmp_path / "whole")
+
+
+def test_a_step_that_does_not_fit_after_an_epoch_names_the_checkpoint_of_the_epoch(
+    base: Path, dataset: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    monkeypatch.setattr(Accelerator, "backward", fail_at(3, Accelerator.backward, error))
+    with pytest.raises(UserError, match="out of memory in step 3") as caught:
+        run(base, dataset, tmp_path / "out", max_train_steps=4, save_every_n_epochs=1, save_state=True)
+    (saved,) = (tmp_path / "out").glob("*.safetensors")
+    assert saved.stem == "lora-000001"
+    assert f"last checkpoint: {saved}; " in str(caught.value)
+
+
+def test_a_validation_after_an_epoch_that_failed_is_done_when_the_run_goes_on(base: Path, tmp_path: Path) -> None:
+    data = write_dataset(tmp_path / "data", text="batch_size = 2\nvalidation_split = 0.25\nvalidation_seed = 1")
+    settings = {"max_train_steps": 5, "validate_every_n_epochs": 1}
+    run(base, data, tmp_path / "whole", **settings)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ImageLora, "validate", fail_at(2, ImageLora.validate, OSError("Stale handle")))
+        with pytest.raises(OSError, match="Stale"):
+            run(base, data, tmp_path / "out", **settings)
+    run(base, data, tmp_path / "out", **settings, resume="auto")
+    validated = averages(tmp_path / "out", "val_loss")
+    assert list(validated) == [0, 3, 5]
+    assert validated == averages(tmp_path / "whole", "val_loss")
 
 
 @pytest.mark.parametrize("fault", FAULTS_AMID_AN_UPDATE)
