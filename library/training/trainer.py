@@ -1,10 +1,11 @@
 """The training loop: of image LoRAs, chat LoRAs and pretraining alike.
 
-One optimizer step is: some batches forward and backward, clipping, the optimizer, the schedule (``Trainer._epoch``).
-What is trained is the ``Task``'s, how a step runs on the processes the ``Engine``'s, what happens between steps the
-``Run``'s. Everything random is a function of (seed, step, sample), so the loop carries no hidden state: its whole
-memory is ``Position`` and what optimizer and schedule hold. The device is read back (one synchronisation) only at steps
-that are logged, and before something looks at the weights.
+One optimizer step (``Trainer._epoch``) is: some batches forward and backward, clipping, the optimizer; then, when the
+host knows that the step was finite, average and schedule (``Trainer._settle``). The ``Task`` says what is trained, the
+``Engine`` runs a step on all processes, the ``Run`` saves, samples and validates between steps. Everything random is a
+function of (seed, step, sample), so the loop carries no hidden state: its whole memory is ``Position`` and what
+optimizer, average and schedule hold. On a GPU the host waits for the step under way only if that step is logged, or if
+the weights are about to be looked at; in other steps it waits for the step before (``engine`` names the exceptions).
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Trainer:
             task.total_steps, distance_starts(self.engine.optimizer, self.position.step == 0)
         )
         self.rates: dict[str, float] = {}
-        self._step_began = self.position.batches  # of the epoch, before the step that is next or under way
+        self._step_began = self.position.batches  # of the epoch before the step that is next or under way
         self._last_step = (0, 0)  # batches of the epoch before the last step, and after it
 
     def train_or_save(self) -> None:
@@ -73,8 +74,8 @@ class Trainer:
         except FailedElsewhere:  # the process that failed does this
             raise
         except BaseException as error:
-            known = self.run.state_saved_at == self.position.step  # and told, by who raised this
-            if (saved := self._keep_good_steps()) and not known:
+            is_told = self.run.state_saved_at == self.position.step  # this step is saved, and a line has said so
+            if (saved := self._keep_good_steps()) and not is_told:
                 line = f"what was learnt up to step {self.position.step} is in {saved}: go on with --resume auto"
                 if self.engine.accelerator.is_main_process:
                     self.run.progress.note(line)
@@ -171,14 +172,14 @@ class Trainer:
         return True
 
     def _go_back(self) -> int:
-        """Put ``position`` before the last step, which is not finite; return the batches of the epoch it ended at."""
+        """Put ``position`` before the last step, which is not finite; return the batches of the epoch up to its end."""
         began, ended = self._last_step
         self.position.step, self.position.batches, self._step_began = self.position.step - 1, began, began
         self.record.forget_step()
         return ended
 
     def _respond(self) -> None:
-        """Pass over the last step, which was not finite, or end the run, as ``on_nan`` says."""
+        """Skip the last step and its batches, as it was not finite, or end the run: as ``on_nan`` says."""
         settings, position = self.run.settings, self.position
         ended, row = self._go_back(), position.nonfinite_in_row + 1
         self._check_weights()
@@ -300,11 +301,11 @@ class _Record:
         self._losses = []
 
     def start_clock(self) -> None:
-        """Leave out of s/it what was done between steps: saving, sampling, validating."""
+        """Begin to count the time of steps; that of saving, sampling and validating before is left out of s/it."""
         self._clock = time.perf_counter()
 
     def stop_clock(self) -> None:
-        """Count the time since the clock was started, after the device was waited for where it is."""
+        """Count the time since the clock was started; where the host waits for the device, it has done so before."""
         self._busy += time.perf_counter() - self._clock
 
     def read_average(self) -> None:
