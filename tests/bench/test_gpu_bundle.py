@@ -10,6 +10,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
+import pytest
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,6 +57,7 @@ def pins(name: str) -> dict[str, str]:
     return {canonical(package): version for package, _, version in rows}
 
 
+@pytest.mark.slow
 def test_the_bundle_is_what_the_gpu_benchmark_imports(tmp_path: Path) -> None:
     there = with_their_needs(["torch", "transformers", "accelerate", "peft"])
     bundled = set(pins("requirements/gpu.txt"))

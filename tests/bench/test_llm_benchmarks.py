@@ -80,7 +80,9 @@ def test_a_token_reads_all_weights_but_the_embedding(tmp_path: Path) -> None:
     assert llm_generate.bytes_read(loaded) == 2 * sum(parameter.numel() for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("model", llm_ladder.LADDERS)
+@pytest.mark.parametrize(
+    "model", [pytest.param(m, marks=pytest.mark.slow if m.startswith("gpt2") else ()) for m in llm_ladder.LADDERS]
+)
 def test_the_ladder_climbs_to_the_top_with_the_peer_beside_flash(model: str) -> None:
     precision = torch.get_float32_matmul_precision()
     rows = list(llm_ladder.climb(model, torch.device("cpu"), tiny=True))

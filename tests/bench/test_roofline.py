@@ -62,7 +62,9 @@ def linear_flops(family: str) -> float:
 
 
 @needs_compiler
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=pytest.mark.slow if family == "flux" else ()) for family in FAMILIES]
+)
 def test_flops_of_a_step_are_those_of_the_architecture(pool: ProcessPoolExecutor, family: str) -> None:
     counted = pool.submit(count, replace(FLUX, family=family)).result()
     linear, attention = linear_flops(family), 4.0 * 4608**2 * 3072 * sum(FAMILIES[family].blocks)
@@ -303,6 +305,7 @@ def test_without_a_compiler_it_says_so(
     assert "\n" not in said
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_ladders_steps_need_what_the_paper_counts(pool: ProcessPoolExecutor) -> None:
     """6 FLOPs a weight and token, and 12 * layers * width * context for attention (arXiv 2204.02311, appendix B)."""

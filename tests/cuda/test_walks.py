@@ -121,7 +121,6 @@ RUNS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 # Of each kind of blocks one, and of each kind of file; make test-cuda walks through the others.
 SAMPLE = {
-    "flux, GGUF Q4_K with Q6_K, compiled",
     "flux, recomputed, sampled, validated, estimated",
     "flux2_dev, nvfp4, blocks swapped and inputs on the host",
     "flux3_klein, int8 with ConvRot, blocks swapped",
@@ -129,6 +128,7 @@ SAMPLE = {
     "krea2, fp8, blocks swapped, sampled with another model",
     "qwen_image_21_edit, blocks swapped",
     "qwen_image_edit, int8 by rows, activations within a budget",
+    "z_image, GGUF Q8_0, DoRA, inputs on the host",
     "z_image, nf4, blocks swapped",
 }
 

@@ -161,6 +161,7 @@ def test_a_mistyped_path_is_not_looked_for_on_the_hub(
     assert ("hf download" in str(error.value)) == (given == "models/flux-dve")  # the folder is there, as an owner's
 
 
+@pytest.mark.slow
 def test_every_program_that_takes_a_model_takes_a_name(hub: Hub, tmp_path: Path) -> None:
     """They stop at the gate: until there each has understood the name."""
     flags = {

@@ -191,7 +191,11 @@ def test_network_weights_of_the_transformer_alone_leave_the_encoder_to_start(
 
 
 @pytest.mark.parametrize(
-    "trained", [BOTH, {**CLIP, "network_train_text_encoder_only": True}], ids=["all", "clip-alone"]
+    "trained",
+    [
+        pytest.param(BOTH, marks=pytest.mark.slow, id="all"),
+        pytest.param({**CLIP, "network_train_text_encoder_only": True}, id="clip-alone"),
+    ],
 )
 def test_two_processes_equal_one(base: Path, tmp_path: Path, trained: dict[str, object]) -> None:
     held = "validation_split = 0.25\nvalidation_seed = 1"  # two images, in batches that two processes share unequally
