@@ -60,7 +60,7 @@ def test_the_answers_are_the_bf16_models_at_the_runs_own_noise(
     assert len(answers) == sum(map(len, plan[:4]))
     for step in range(2):
         for index in (index for items in plan[2 * step : 2 * step + 2] for index in items):
-            item = events.task.loader.dataset[index]
+            item = events.task.loader.loader.dataset[index]
             sample = [item.sample_id]
             latents = item.latents[None]
             flow = FlowConfig(timestep_sampling="flux_shift")
