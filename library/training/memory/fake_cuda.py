@@ -41,11 +41,14 @@ aten = torch.ops.aten
 def library_path() -> Path:
     """Return the shared library of the device, compiled now if this PyTorch has none yet (ten seconds).
 
+    It finds PyTorch's libraries by their folder: each environment compiles its own.
+
     Raises:
         UserError: there is no C++ compiler, or it cannot compile against PyTorch's headers.
     """
     text = _SOURCE.read_bytes()
-    key = hashlib.sha256(text + torch.__version__.encode()).hexdigest()[:16]
+    root = Path(torch.__file__).parent
+    key = hashlib.sha256(text + f"{torch.__version__} {root}".encode()).hexdigest()[:16]
     made = cache_folder() / f"fake_cuda-{key}.so"
     if made.exists():
         return made
@@ -53,7 +56,6 @@ def library_path() -> Path:
     if compiler is None or sys.platform != "linux":
         raise UserError("no C++ compiler for the fake CUDA device; install g++ (Debian: apt-get install g++)")
     made.parent.mkdir(parents=True, exist_ok=True)
-    root = Path(torch.__file__).parent
     with atomic_path(made) as target:
         done = subprocess.run(
             [compiler, "-O0", "-shared", "-fPIC", "-std=c++20", str(_SOURCE), "-o", str(target),
