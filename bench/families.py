@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from library.config.schema import NetworkConfig
 from library.models.family_by_name import family_class
-from library.models.latents import image_positions
 from library.models.layer_names import LoraTargets
 from library.models.registry import lora_targets
+from library.models.vae import image_positions
 from networks.network import AdapterNetwork, inject_adapter, select_modules
 from networks.options import NetworkOptions, parse_network_args
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from diffusers import (
@@ -218,6 +219,22 @@ def flux3_reference(folder: Path) -> Flux3ModularPipeline:
     )
     pipeline.set_progress_bar_config(disable=True)
     return pipeline
+
+
+class CalledAsOthers:
+    """diffusers' modular pipeline, called as other families' pipelines are."""
+
+    def __init__(self, pipeline: Flux3ModularPipeline) -> None:
+        self._pipeline = pipeline
+        self.vae_scale_factor, self.scheduler = pipeline.vae_scale_factor, pipeline.scheduler
+
+    def __call__(self, prompt: str, negative_prompt: str | None = None, **inputs: Any) -> Any:
+        if negative_prompt is not None:
+            inputs["negative_prompt"] = negative_prompt
+        if "guidance_scale" in inputs:
+            self._pipeline.guider.guidance_scale = inputs.pop("guidance_scale")
+        self.images = self._pipeline(prompt=prompt, **inputs, output="images")
+        return self
 
 
 def save_flux3_split_files(pipeline_folder: Path, folder: Path, prefix: str = "") -> SplitFiles:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Qwen3VLConfig, Qwen3VLModel
 
-from library.models.latents import pack_latents
+from library.models.vae import pack_latents
 from tests.tiny import _enliven, _seeded
 from tests.tiny_qwen import SplitFiles, tiny_qwen_inputs, tiny_qwen_tokenizer, tiny_qwen_vae, wan_name
 

@@ -30,7 +30,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from library.config.schema import ModelConfig
-from library.models.latents import pack_latents
+from library.models.vae import pack_latents
 from tests.tiny import _enliven, _seeded
 
 Kind = Literal["qwen_image", "qwen_image_edit", "qwen_image_edit_plus"]

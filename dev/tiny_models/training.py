@@ -41,7 +41,7 @@ from dev.tiny_models.painting import SHAPES, Pixels, Rgb, checkers, coverage, do
 from dev.tiny_models.scenes import paint_zorbo, random_scene, random_zorbo
 from dev.tiny_models.transformer import LATENT_FACTOR, TIME_SHIFT, TextToImage
 from library.models.flux.model import pack_mask
-from library.models.latents import pack_latents
+from library.models.vae import pack_latents
 
 
 @dataclass(frozen=True)

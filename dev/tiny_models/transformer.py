@@ -31,7 +31,7 @@ from transformers import CLIPTextConfig, CLIPTextModel, T5Config, T5EncoderModel
 from dev.tiny_models.latent_pool import Captions, tokenizers
 from library.files import atomic_folder
 from library.models.flux.model import text_positions
-from library.models.latents import image_positions, pack_latents, unpack_latents
+from library.models.vae import image_positions, pack_latents, unpack_latents
 
 LATENT_CHANNELS, LATENT_FACTOR = 16, 8
 TEXT_WIDTH = 64

@@ -30,15 +30,13 @@ from library.checksums import fingerprint, weights_fingerprint
 from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
 from library.config.schema import ModelConfig
 from library.errors import NotFiniteError, UserError
-from library.models.family_files import FamilyFiles
 from library.models.files import locate
-from library.models.latents import unpack_latents
-from library.models.layer_names import LoraTargets
+from library.models.layer_names import FamilyFiles, LoraTargets
 from library.models.text import TextEncoder
-from library.models.vae import ImageEncoder
+from library.models.vae import ImageEncoder, unpack_latents
 from library.models.weights import load_into, read_config
 from library.nn.attention import Backend
-from library.nn.modes import evaluating
+from library.nn.checkpointing import evaluating
 from library.nn.tensor_split import Parts
 from library.precision.checkpoint import QuantizedFile, ServedInput, WeightFiles
 from library.precision.recipe import Recipe, WeightLoader
@@ -76,6 +74,9 @@ class Family:
         image_encoder: the class that reads its autoencoder.
         published_scheduler: arguments of the scheduler, for models in single files.
         published_pipeline: diffusers' class that a folder names.
+        sampler: diffusers' class that samples. sampler_options: arguments of its call that are always the same.
+        guidance_argument, cfg_argument: the arguments that take the guidance input's value and the strength of
+            classifier-free guidance; "" where there is none. cfg_offset: what the pipeline adds to the latter.
         modelspec_architecture: what ModelSpec calls this model, "flux-1-schnell"; default: what it calls the family.
         optimise_forward: of ``model.py``: (transformer, backend) -> transformer, whose forward saves less for backward.
         patch_size: latents a side that make one token.
@@ -104,6 +105,11 @@ class Family:
     image_encoder: type[ImageEncoder]
     published_scheduler: Mapping[str, Any] = {}
     published_pipeline: str
+    sampler: Any
+    sampler_options: Mapping[str, Any] = {}
+    guidance_argument = ""
+    cfg_argument = ""
+    cfg_offset = 0
     modelspec_architecture: str
     patch_size = 2
     latent_channels: int
@@ -199,11 +205,18 @@ class Family:
 
     def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
         """Return diffusers' pipeline around ``transformer``, without encoders."""
-        raise NotImplementedError
+        parameters = inspect.signature(self.sampler.__init__).parameters.values()
+        required = {each.name: None for each in parameters if each.default is each.empty and each.name != "self"}
+        return self.sampler(**required | {"transformer": transformer, "scheduler": scheduler})
 
     def guidance_inputs(self, guidance: float, cfg: float) -> dict[str, Any]:
         """Return the pipeline's arguments for both guidances; ``cfg`` is 1 where there is no negative text."""
-        raise NotImplementedError
+        if cfg != 1.0 and not self.cfg_argument:
+            raise UserError(
+                f"model_type {self.name} knows no negative prompt; remove --n and --l (negative_prompt, scale)"
+            )
+        values = {self.guidance_argument: guidance, self.cfg_argument: cfg - self.cfg_offset}
+        return {**self.sampler_options, **{name: value for name, value in values.items() if name}}
 
     def condition_inputs(self, size: tuple[int, int], seed: int, conditions: Conditions) -> dict[str, Any]:
         """Return the pipeline's arguments for ``conditions``; ``size`` is width and height."""

@@ -18,8 +18,8 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -270,3 +270,17 @@ class HostOffload:
             entry.on_device.copy_(entry.host, non_blocking=True)
             entry.copied_back = torch.cuda.Event()
             entry.copied_back.record(self._stream)
+
+
+@contextmanager
+def evaluating(*modules: nn.Module) -> Iterator[None]:
+    """Inside the block nothing is recorded, and every submodule is in eval mode; then it is in its own again."""
+    training = [child for module in modules for child in module.modules() if child.training]
+    for module in modules:
+        module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for child in training:
+            child.training = True

@@ -37,7 +37,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from library.accelerator import dp_rank_and_size
 from library.config.schema import ParallelConfig
 from library.data.batches import MicroStep
-from library.nn.modes import evaluating
+from library.nn.checkpointing import evaluating
 from library.randomness import derive_seed
 from library.training.checkpoint.state import Stateful
 from library.training.optim.ema import WeightAverage

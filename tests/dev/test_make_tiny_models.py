@@ -16,7 +16,7 @@ from dev.tiny_models.latent_pool import build_clip_tokenizer, build_t5_tokenizer
 from dev.tiny_models.painting import COLOURS, SHAPES, coverage
 from dev.tiny_models.scenes import TRIGGER, Item, Scene, random_scene, scene_words
 from dev.tiny_models.transformer import text_to_image_of
-from library.models.latents import pack_latents
+from library.models.vae import pack_latents
 
 ASSETS = Path(__file__).resolve().parents[2] / "assets"
 TINY_FLUX, DEMO = ASSETS / "tiny-flux", ASSETS / "demo_dataset"

@@ -1,6 +1,6 @@
 """FLUX.1's transformer: how it sees images, and its optimised forward.
 
-*Tokens.* 2 x 2 latents are one token (``library.models.latents``), each token at (index, row, column). ``index`` is 0
+*Tokens.* 2 x 2 latents are one token (``library.models.vae``), each token at (index, row, column). ``index`` is 0
 for the image that is sampled and larger for reference images. The mask of a Fill model has no encoder: the pixels under
 a token become its channels.
 
@@ -25,7 +25,7 @@ from diffusers.models.transformers import transformer_flux as diffusers_flux
 from torch import Tensor, nn
 
 from library.models.blocks import AttentionProcessor, adopt, adopt_positions, feedforward, joint_attention, modulation
-from library.models.latents import pack_latents
+from library.models.vae import pack_latents
 from library.nn.attention import Backend
 from library.nn.frozen_linear import project_recomputed
 from library.nn.norms import ModulationCache, beside_gelu, clamp_fp16, join_tokens, modulated, split_tokens

@@ -47,8 +47,8 @@ from library.models.family import Family
 from library.models.flux.model import pack_mask, text_positions
 from library.models.flux.text import FluxTextEncoder, check_t5, clip_positions, load_clip, load_t5, published_text
 from library.models.flux.vae import FluxImageEncoder
-from library.models.latents import image_positions, pack_latents, token_grid
 from library.models.text import load_tokenizer
+from library.models.vae import image_positions, pack_latents, token_grid
 from library.precision.checkpoint import WeightFiles
 from library.precision.recipe import Recipe
 
@@ -68,6 +68,8 @@ class FluxFamily(Family):
     image_encoder = FluxImageEncoder
     published_scheduler = {"shift": 3.0, "use_dynamic_shifting": True}  # noqa: RUF012
     published_pipeline = "FluxPipeline"
+    sampler: Any = FluxPipeline
+    guidance_argument, cfg_argument = "guidance_scale", "true_cfg_scale"
     guidance_input = True
     sample_guidance = 3.5  # the published pipelines' default
     repeated_blocks = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
@@ -175,20 +177,14 @@ class FluxFamily(Family):
         """
         return pack_latents(latents), image_positions(*token_grid(latents), latents.device)
 
-    def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
-        """Return FluxPipeline."""
-        return FluxPipeline(scheduler, None, None, None, None, None, transformer)
-
-    def guidance_inputs(self, guidance: float, cfg: float) -> dict[str, Any]:
-        """Return both guidances."""
-        return {"guidance_scale": guidance, "true_cfg_scale": cfg}
-
 
 class FluxFillFamily(FluxFamily):
     """FLUX.1 Fill."""
 
     name = "flux_fill"
     published_pipeline = "FluxFillPipeline"
+    sampler = FluxFillPipeline
+    cfg_argument = ""
     targets = flux_files.FLUX_FILL_TARGETS
     published = {"guidance_embeds": True, "in_channels": 384, "out_channels": 64}  # noqa: RUF012
     conditioning: ConditionKind = "fill"
@@ -213,15 +209,9 @@ class FluxFillFamily(FluxFamily):
         The pipeline takes images only: latents that it is given make it fail on the image that is then missing
         (diffusers 0.42).
         """
-        pipeline = FluxFillPipeline(scheduler, None, None, None, None, None, transformer)
+        pipeline: Any = super().pipeline(transformer, scheduler, conditions)
         pipeline.vae = _KnownLatents(_region(conditions)[0])
         return pipeline
-
-    def guidance_inputs(self, guidance: float, cfg: float) -> dict[str, Any]:
-        """Return the guidance input's; refuse a negative text."""
-        if cfg != 1.0:
-            raise UserError("FLUX.1 Fill knows no negative prompt; remove --n and --l (negative_prompt, scale)")
-        return {"guidance_scale": guidance}
 
     def condition_inputs(self, size: tuple[int, int], seed: int, conditions: Conditions) -> dict[str, Any]:
         """Return mask, noise, and an image for its size alone."""
@@ -261,11 +251,26 @@ def _region(conditions: Conditions) -> tuple[Tensor, Tensor]:
     return conditions.masked_latents, conditions.mask
 
 
+class _GivenReferences(FluxKontextPipeline):
+    """FluxKontextPipeline for any number of references, given as latents."""
+
+    references: tuple[Tensor, ...] = ()
+
+    def prepare_latents(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """Return noise, tokens of the references, and the positions of both."""
+        latents, _, positions, _ = super().prepare_latents(*args, **kwargs)
+        if not self.references:
+            return latents, None, positions, None
+        tokens, reference_positions = _reference_tokens(self.references)
+        return latents, tokens.to(latents), positions, reference_positions.to(positions)
+
+
 class FluxKontextFamily(FluxFamily):
     """FLUX.1 Kontext."""
 
     name = "flux_kontext"
     published_pipeline = "FluxKontextPipeline"
+    sampler = _GivenReferences
     targets = flux_files.FLUX_KONTEXT_TARGETS
     conditioning: ConditionKind = "references"
     sample_guidance = 2.5  # BFL's and the model card's; the pipeline's own default is 3.5
@@ -283,27 +288,13 @@ class FluxKontextFamily(FluxFamily):
 
     def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
         """Return FluxKontextPipeline with the references as tokens."""
-        pipeline = _GivenReferences(scheduler, None, None, None, None, None, transformer)
+        pipeline: Any = super().pipeline(transformer, scheduler, conditions)
         pipeline.references = conditions.references
         return pipeline
 
     def condition_inputs(self, size: tuple[int, int], seed: int, conditions: Conditions) -> dict[str, Any]:
         """Return the area, which the pipeline would otherwise choose itself, of one megapixel."""
         return {"max_area": size[0] * size[1]}
-
-
-class _GivenReferences(FluxKontextPipeline):
-    """FluxKontextPipeline for any number of references, given as latents."""
-
-    references: tuple[Tensor, ...] = ()
-
-    def prepare_latents(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
-        """Return noise, tokens of the references, and the positions of both."""
-        latents, _, positions, _ = super().prepare_latents(*args, **kwargs)
-        if not self.references:
-            return latents, None, positions, None
-        tokens, reference_positions = _reference_tokens(self.references)
-        return latents, tokens.to(latents), positions, reference_positions.to(positions)
 
 
 def _reference_tokens(references: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:

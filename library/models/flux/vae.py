@@ -138,7 +138,7 @@ class Flux2ImageEncoder(FluxImageEncoder):
     Latents are normalised by the statistics of a batch norm over patches of 2 x 2, which come with the weights: one
     mean and one variance for each channel and place in a patch (https://github.com/black-forest-labs/flux2,
     ``autoencoder.py``). They stay latents of 32 channels here, 8 pixels each; diffusers' pipelines carry the patches,
-    128 channels of 16 pixels, whose numbers are in the order in which :func:`library.models.latents.pack_latents` makes
+    128 channels of 16 pixels, whose numbers are in the order in which :func:`library.models.vae.pack_latents` makes
     a token of them.
     """
 

@@ -1,6 +1,6 @@
 """FLUX.2's transformer: where it sees tokens, and its optimised forward.
 
-*Tokens.* 2 x 2 latents are one token (``library.models.latents``). It stands at (index, row, column, 0), the index 0
+*Tokens.* 2 x 2 latents are one token (``library.models.vae``). It stands at (index, row, column, 0), the index 0
 for the image that is sampled and 10, 20, ... for reference images; a text token stands at (0, 0, 0, its number).
 
 *Forward* (:func:`optimise_forward`, ``library.models.blocks``). Beside norms, attention and blocks the transformer's
@@ -26,7 +26,7 @@ from diffusers.models.transformers import transformer_flux2 as diffusers_flux2
 from torch import Tensor
 
 from library.models.blocks import AttentionProcessor, adopt, adopt_positions, feedforward, joint_attention, run_block
-from library.models.latents import image_positions
+from library.models.vae import image_positions
 from library.nn.attention import Backend
 from library.nn.frozen_linear import project_recomputed
 from library.nn.norms import clamp_fp16, join_tokens, modulated, split_tokens, swiglu_halves

@@ -42,9 +42,9 @@ from library.models.flux2.text import (
     mistral_width,
     published_mistral,
 )
-from library.models.latents import pack_latents, text_numbers, token_grid
 from library.models.qwen3 import Qwen3Family, published_qwen3
 from library.models.text import TextEncoder
+from library.models.vae import pack_latents, text_numbers, token_grid
 from library.precision.recipe import Recipe
 
 
@@ -96,9 +96,15 @@ class Flux2Family(Family):
             "img_ids": positions_of(tuple(map(token_grid, images)), latents.device),
         }
 
-    def pipeline_text(self, text: dict[str, Tensor], transformer: Any) -> dict[str, Any]:
-        """Return the embeddings in fp32."""
-        return {"prompt_embeds": text["prompt_embeds"].to(transformer.device, torch.float32)}
+    def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
+        """Return the pipeline with a stand-in for its autoencoder, by whose statistics it would denormalise latents.
+
+        Ours does that itself; these change nothing. For edit models too: :meth:`conditioned` adds what they see.
+        """
+        pipeline: Any = super().pipeline(transformer, scheduler, conditions)
+        norm = SimpleNamespace(running_mean=torch.zeros(1), running_var=torch.ones(1))
+        pipeline.vae = SimpleNamespace(bn=norm, config=SimpleNamespace(batch_norm_eps=0.0))
+        return pipeline
 
     def conditioned(
         self, transformer: nn.Module, conditions: Conditions, text: dict[str, Tensor]
@@ -124,16 +130,6 @@ class Flux2Family(Family):
         return super().sampling_sigmas(steps, tokens, shift)
 
 
-def _with_known_latents(pipeline: Any) -> DiffusionPipeline:
-    """Return the pipeline with a stand-in for its autoencoder, by whose statistics it would denormalise latents.
-
-    Ours does that itself; these change nothing.
-    """
-    norm = SimpleNamespace(running_mean=torch.zeros(1), running_var=torch.ones(1))
-    pipeline.vae = SimpleNamespace(bn=norm, config=SimpleNamespace(batch_norm_eps=0.0))
-    return pipeline
-
-
 class KleinFamily(Qwen3Family, Flux2Family):
     """FLUX.2 klein."""
 
@@ -151,6 +147,8 @@ class KleinFamily(Qwen3Family, Flux2Family):
         "guidance_embeds": False,
     }
     published_pipeline = "Flux2KleinPipeline"
+    sampler = Flux2KleinPipeline
+    cfg_argument = "guidance_scale"
 
     @classmethod
     def published_like(cls, name: str) -> tuple[Mapping[str, Any], dict[str, Callable[[], Any]]]:
@@ -166,14 +164,6 @@ class KleinFamily(Qwen3Family, Flux2Family):
         super().check_variant()
         size = {7680: "-4b", 12288: "-9b"}.get(self.argument("joint_attention_dim"), "")
         self.modelspec_architecture = self.targets.architecture + size
-
-    def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
-        """Return Flux2KleinPipeline, for edit models too: :meth:`conditioned` adds what they see."""
-        return _with_known_latents(Flux2KleinPipeline(scheduler, None, None, None, transformer))
-
-    def guidance_inputs(self, guidance: float, cfg: float) -> dict[str, Any]:
-        """Return the guidance by the negative text."""
-        return {"guidance_scale": cfg}
 
 
 class KleinEditFamily(KleinFamily):
@@ -192,6 +182,8 @@ class DevFamily(Flux2Family):
     targets = flux2_files.DEV_TARGETS
     published_texts = staticmethod(published_mistral)
     published_pipeline = "Flux2Pipeline"
+    sampler = Flux2Pipeline
+    guidance_argument = "guidance_scale"
     guidance_input = True
     sample_guidance = 4.0  # the pipeline's default
 
@@ -208,16 +200,6 @@ class DevFamily(Flux2Family):
         fingerprint = self.text_fingerprint(dtype, recipe, "flux2_dev", MOST_TOKENS)
         tokenizer = load_mistral_tokenizer(self.files.tokenizers[0])
         return DevTextEncoder(lambda: load_mistral(path, dtype, device, recipe), tokenizer, fingerprint)
-
-    def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
-        """Return Flux2Pipeline, for editing too: :meth:`conditioned` adds what it sees."""
-        return _with_known_latents(Flux2Pipeline(scheduler, None, None, None, transformer))
-
-    def guidance_inputs(self, guidance: float, cfg: float) -> dict[str, Any]:
-        """Return the guidance input's; refuse a negative text."""
-        if cfg != 1.0:
-            raise UserError("FLUX.2 dev knows no negative prompt; remove --n and --l (negative_prompt, scale)")
-        return {"guidance_scale": guidance}
 
 
 class DevEditFamily(DevFamily):

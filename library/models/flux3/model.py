@@ -32,7 +32,7 @@ from diffusers.models.transformers import transformer_flux3 as diffusers_flux3
 from torch import Tensor
 
 from library.models.blocks import AttentionProcessor, adopt, adopt_positions, run_block
-from library.models.latents import grid_positions
+from library.models.vae import grid_positions
 from library.nn.attention import Backend
 from library.nn.frozen_linear import project_recomputed
 from library.nn.norms import RMSNorm, modulated, modulated_norm, swiglu_halves

@@ -33,9 +33,9 @@ from library.conditions import ConditionKind, Conditions
 from library.errors import UserError
 from library.models.flux.vae import Flux2ImageEncoder
 from library.models.flux3.model import DISTILLED_STEPS, SHIFT, positions_of
-from library.models.latents import pack_latents, text_numbers, token_grid
 from library.models.qwen3 import VL_THETA, Qwen3Family
 from library.models.text import LanguageModelEncoder, padded
+from library.models.vae import pack_latents, text_numbers, token_grid
 
 logging.getLogger("diffusers.guiders.guider_utils").setLevel(logging.ERROR)  # warns of itself with every sample
 
@@ -92,6 +92,7 @@ class Flux3KleinFamily(Qwen3Family):
     theta = VL_THETA
     published_scheduler = {"shift": SHIFT}  # noqa: RUF012
     published_pipeline = "Flux3ModularPipeline"
+    cfg_argument = "guidance_scale"
     distilled_steps = DISTILLED_STEPS
     masks_padding = True
     chained_args = ("hidden_states",)
@@ -160,7 +161,7 @@ class Flux3KleinFamily(Qwen3Family):
             raise UserError(
                 "the distilled FLUX.3 klein knows no negative prompt; remove --n and --l (negative_prompt, scale)"
             )
-        return {"guidance_scale": cfg}
+        return super().guidance_inputs(guidance, cfg)
 
     def pipeline_text(self, text: dict[str, Tensor], transformer: Any) -> dict[str, Any]:
         """Return the embeddings; of a single caption all are real."""

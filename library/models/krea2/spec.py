@@ -15,7 +15,7 @@ import math
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline, FlowMatchEulerDiscreteScheduler, Krea2Pipeline, Krea2Transformer2DModel
+from diffusers import FlowMatchEulerDiscreteScheduler, Krea2Pipeline, Krea2Transformer2DModel
 from PIL.Image import Image
 from torch import Tensor
 
@@ -23,11 +23,11 @@ import library.models.krea2.files as krea2_files
 import library.models.krea2.model as krea2_model
 from library.conditions import Conditions
 from library.errors import UserError
-from library.models.latents import image_positions, pack_latents, token_grid
 from library.models.qwen3 import VL_THETA, Qwen3Family
 from library.models.qwen_image.text import TEMPLATES
 from library.models.qwen_image.vae import QwenImageEncoder
 from library.models.text import LanguageModelEncoder, padded
+from library.models.vae import image_positions, pack_latents, token_grid
 from library.models.weights import read_config
 from library.precision.recipe import Recipe
 
@@ -61,6 +61,14 @@ class Krea2TextEncoder(LanguageModelEncoder):
         return padded([self.tokenizer(_BEFORE + caption).input_ids[:most] + end for caption in captions])
 
 
+class _Unpadded(Krea2Pipeline):
+    """Krea2Pipeline for one caption, which has no padding: without a mask the fastest kernels compute attention."""
+
+    def encode_prompt(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
+        """Return the embeddings, and no mask."""
+        return super().encode_prompt(*args, **kwargs)[0], None
+
+
 class Krea2Family(Qwen3Family):
     """Krea 2 Raw and Turbo."""
 
@@ -83,6 +91,8 @@ class Krea2Family(Qwen3Family):
         "max_shift": 1.15,
     }
     published_pipeline = "Krea2Pipeline"
+    sampler = _Unpadded
+    cfg_argument, cfg_offset = "guidance_scale", 1
     timestep_sampling = "krea2_shift"
     distilled_steps = 8
     masks_padding = True
@@ -155,23 +165,7 @@ class Krea2Family(Qwen3Family):
         """Return [B, L, layers, D] of ``embeds`` [B, L, layers * D]."""
         return embeds.unflatten(-1, (len(self._read_layers), -1))
 
-    def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
-        """Return Krea2Pipeline."""
-        return _Unpadded(scheduler, None, None, None, transformer)
-
-    def guidance_inputs(self, guidance: float, cfg: float) -> dict[str, Any]:
-        """Return the guidance by the negative text, which the pipeline counts less by 1."""
-        return {"guidance_scale": cfg - 1}
-
     def pipeline_text(self, text: dict[str, Tensor], transformer: Any) -> dict[str, Any]:
         """Return the embeddings by layer and their mask."""
         found = super().pipeline_text(text, transformer)
         return found | {"prompt_embeds": self._by_layer(found["prompt_embeds"])}
-
-
-class _Unpadded(Krea2Pipeline):
-    """Krea2Pipeline for one caption, which has no padding: without a mask the fastest kernels compute attention."""
-
-    def encode_prompt(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        """Return the embeddings, and no mask."""
-        return super().encode_prompt(*args, **kwargs)[0], None

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline, QwenImagePipeline, QwenImageTransformer2DModel
+from diffusers import QwenImagePipeline, QwenImageTransformer2DModel
 from torch import Tensor, nn
 
 import library.models.qwen_image.files as qwen_files
@@ -29,7 +29,6 @@ from library.conditions import ConditionKind, Conditions
 from library.errors import UserError
 from library.models.family import Family, inputs_changed
 from library.models.files import pipeline_class
-from library.models.latents import pack_latents, token_grid
 from library.models.qwen_image.text import (
     IMAGE_TOKEN,
     MOST_TOKENS,
@@ -42,6 +41,7 @@ from library.models.qwen_image.text import (
 )
 from library.models.qwen_image.vae import QwenImageEncoder
 from library.models.text import load_qwen_tokenizer
+from library.models.vae import pack_latents, token_grid
 from library.precision.recipe import Recipe
 
 _PIPELINES = {  # of diffusers folders -> model_type
@@ -71,6 +71,9 @@ class QwenImageFamily(Family):
         "time_shift_type": "exponential",
     }
     published_pipeline = "QwenImagePipeline"
+    sampler = QwenImagePipeline  # of edit models too: ``conditioned`` adds what they see
+    sampler_options = {"max_sequence_length": MOST_TOKENS}  # noqa: RUF012
+    cfg_argument = "true_cfg_scale"
     timestep_sampling = "qwen_shift"
     masks_padding = True
     repeated_blocks = ("QwenImageTransformerBlock",)
@@ -139,14 +142,6 @@ class QwenImageFamily(Family):
         if self.most_references is not None and count != self.most_references:
             remedy = 'use model_type = "qwen_image_edit_plus"' if count else "give control_directory"
             raise UserError(f"{self.name}: takes one reference image a sample, found {count}; {remedy}")
-
-    def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
-        """Return QwenImagePipeline, for edit models too: :meth:`conditioned` adds what they see."""
-        return QwenImagePipeline(scheduler, None, None, None, transformer)
-
-    def guidance_inputs(self, guidance: float, cfg: float) -> dict[str, Any]:
-        """Return the guidance by the negative text."""
-        return {"true_cfg_scale": cfg, "max_sequence_length": MOST_TOKENS}
 
 
 class QwenImageEditFamily(QwenImageFamily):

@@ -26,13 +26,13 @@ import library.models.qwen_image_21.files as qwen_files
 import library.models.qwen_image_21.model as qwen_model
 from library.conditions import ConditionKind, Conditions
 from library.models.family import Family, inputs_changed
-from library.models.latents import pack_latents, token_grid
 from library.models.qwen3 import VL_THETA, load_qwen3, qwen3_width
 from library.models.qwen_image.spec import QwenImageFamily
 from library.models.qwen_image.text import IMAGE_TOKEN
 from library.models.qwen_image_21.text import QwenImage21TextEncoder, check_qwen3_vl, load_qwen3_vl, published_text
 from library.models.qwen_image_21.vae import QwenImage21Encoder
 from library.models.text import load_qwen_tokenizer
+from library.models.vae import pack_latents, token_grid
 from library.models.weights import read_config
 from library.precision.recipe import Recipe
 
@@ -48,6 +48,8 @@ class QwenImage21Family(Family):
     image_encoder = QwenImage21Encoder
     published_scheduler = QwenImageFamily.published_scheduler  # Qwen/Qwen-Image-2.1 has the same file
     published_pipeline = "QwenImage21Pipeline"
+    sampler_options = {"use_kv_cache": False}  # noqa: RUF012
+    cfg_argument = "true_cfg_scale"
     patch_size = 1
     timestep_sampling = "qwen_shift"
     distilled_steps = 8  # sample_sigmas in model_index.json of Qwen/Qwen-Image-2.1-Turbo
@@ -114,10 +116,6 @@ class QwenImage21Family(Family):
     def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
         """Return QwenImage21Pipeline, with references too: :meth:`conditioned` adds what the transformer sees."""
         return QwenImage21Pipeline(scheduler, None, None, _Processor(), transformer)
-
-    def guidance_inputs(self, guidance: float, cfg: float) -> dict[str, Any]:
-        """Return the guidance by the negative text."""
-        return {"true_cfg_scale": cfg, "use_kv_cache": False}
 
     def pipeline_text(self, text: dict[str, Tensor], transformer: Any) -> dict[str, Any]:
         """Return the text of all parts, in fp32 like the noise; a single sample has no padding."""

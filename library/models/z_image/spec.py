@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from diffusers import DiffusionPipeline, ZImagePipeline, ZImageTransformer2DModel
+from diffusers import ZImagePipeline, ZImageTransformer2DModel
 from PIL.Image import Image
 from torch import Tensor, nn
 
@@ -58,6 +58,8 @@ class ZImageFamily(Qwen3Family):
     text_argument = "cap_feat_dim"
     published_scheduler = {"shift": 3.0}  # Turbo's  # noqa: RUF012
     published_pipeline = "ZImagePipeline"
+    sampler = ZImagePipeline
+    cfg_argument, cfg_offset = "guidance_scale", 1
     distilled_steps = 8  # Turbo's card: num_inference_steps=9, whose last step is from 0 to 0
     masks_padding = True
     chained_args = ("x",)
@@ -93,14 +95,6 @@ class ZImageFamily(Qwen3Family):
     def velocity(self, output: Any, latents: Tensor) -> Tensor:
         """Return the velocity of its negative, a list of [16, 1, h, w]."""
         return -torch.stack([each.float() for each in output]).squeeze(2)
-
-    def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:
-        """Return ZImagePipeline."""
-        return ZImagePipeline(scheduler, None, None, None, transformer)
-
-    def guidance_inputs(self, guidance: float, cfg: float) -> dict[str, Any]:
-        """Return the guidance by the negative text, which the pipeline counts less by 1."""
-        return {"guidance_scale": cfg - 1}
 
     def pipeline_text(self, text: dict[str, Tensor], transformer: Any) -> dict[str, Any]:
         """Return the embeddings as a list, in the transformer's dtype; the noise is fp32 in any case."""

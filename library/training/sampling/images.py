@@ -23,7 +23,7 @@ from library.data.dataset import TrainingData
 from library.files import atomic_path
 from library.models.family import Family, SampleSettings
 from library.models.vae import ImageEncoder
-from library.nn.modes import evaluating
+from library.nn.checkpointing import evaluating
 from library.training.sampling.conditions import PromptImageRules, encode_prompt_images, show_prompt_images, text_jobs
 from library.training.sampling.prompts import SamplePrompt
 from library.training.sampling.sample_model import SampleModel

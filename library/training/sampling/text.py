@@ -15,7 +15,7 @@ from library.files import write_text
 from library.llm.generation import SamplingSettings, generate_tokens
 from library.llm.tokenizers import Tokenizer
 from library.models.llm.model import TransformerLM
-from library.nn.modes import evaluating
+from library.nn.checkpointing import evaluating
 
 
 @dataclass(frozen=True)

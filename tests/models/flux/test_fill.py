@@ -17,7 +17,7 @@ from library.models.family import SampleSettings
 from library.models.family_by_name import model_family
 from library.models.flux.model import pack_mask
 from library.models.flux.spec import FluxFamily
-from library.models.latents import pack_latents
+from library.models.vae import pack_latents
 from tests.flux_variants import TEXT, tiny_conditions
 from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline
 

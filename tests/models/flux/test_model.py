@@ -11,7 +11,7 @@ from diffusers.models.embeddings import get_timestep_embedding
 from torch import Tensor, nn
 
 from library.models.flux.model import optimise_forward
-from library.models.latents import image_positions, pack_latents
+from library.models.vae import image_positions, pack_latents
 from library.nn.norms import RMSNorm
 from tests.tiny import tiny_flux_inputs, tiny_flux_transformer
 

@@ -17,7 +17,7 @@ from library.errors import UserError
 from library.models.family import SampleSettings
 from library.models.family_by_name import model_family
 from library.models.flux.spec import FluxFamily
-from library.models.latents import image_positions, pack_latents, unpack_latents
+from library.models.vae import image_positions, pack_latents, unpack_latents
 from tests.models.sampled import assert_sample_is_the_pipelines
 from tests.tiny import save_single_files, tiny_flux_inputs, tiny_flux_pipeline
 

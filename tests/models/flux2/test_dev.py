@@ -86,7 +86,7 @@ def test_text_embeddings_are_those_of_the_pipeline(folder: Path, pipeline: Flux2
 def test_samples_are_those_of_the_pipeline(folder: Path, pipeline: Flux2Pipeline) -> None:
     family = family_of(folder)
     assert_sample_is_the_pipelines(family, pipeline, 1.0, guidance_scale=3.5)
-    with pytest.raises(UserError, match="FLUX.2 dev knows no negative prompt; remove"):
+    with pytest.raises(UserError, match="flux2_dev knows no negative prompt; remove"):
         family.guidance_inputs(3.5, 2.0)
 
 

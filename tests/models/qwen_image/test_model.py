@@ -10,8 +10,8 @@ from diffusers import QwenImageTransformer2DModel
 from diffusers.models.embeddings import get_timestep_embedding
 from torch import Tensor, nn
 
-from library.models.latents import pack_latents
 from library.models.qwen_image.model import optimise_forward
+from library.models.vae import pack_latents
 from library.nn.norms import RMSNorm
 from tests.tiny_qwen import tiny_qwen_inputs, tiny_qwen_transformer
 

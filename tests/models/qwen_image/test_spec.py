@@ -9,24 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import QwenImagePipeline
-from safetensors.torch import load_file
 from torch import nn
 
-from library.config.schema import FlowConfig, ModelConfig
+from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.models.family import SampleSettings
 from library.models.family_by_name import model_family
 from library.models.qwen_image.spec import QwenImageFamily
-from library.precision.files.fp8 import Fp8Scheme
-from library.precision.recipe import Recipe
-from tests.models.claims import (
-    assert_bf16_is_near,
-    assert_captions_are_as_alone,
-    assert_fp8_is_near,
-    assert_same_model,
-)
-from tests.models.sampled import assert_sample_is_the_pipelines
-from tests.tiny_qwen import save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
+from tests.tiny_qwen import tiny_qwen_inputs, tiny_qwen_pipeline
 
 CAPTIONS = ["a red disc", "make the picture of a small plain disc blue, yellow and purple"]
 
@@ -73,15 +63,6 @@ def test_velocity_is_that_of_diffusers_called_by_hand(folder: Path, pipeline: Qw
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)  # one order of operations; sums may be split
 
 
-def test_captions_of_different_lengths_have_the_losses_and_gradients_they_have_alone(folder: Path) -> None:
-    flow = FlowConfig(timestep_sampling="qwen_shift")
-    assert_captions_are_as_alone(family_of(folder), tiny_qwen_inputs(3), (12, 3, 7), "img_in", flow, 1e-2)
-
-
-def test_bf16_weights_with_and_without_autocast_are_near(folder: Path) -> None:
-    assert_bf16_is_near(family_of(folder), tiny_qwen_inputs(), text_of())
-
-
 @pytest.mark.parametrize("captions", [CAPTIONS, CAPTIONS[:1], [""], ["a {brace} and <|im_end|>"], ["plain " * 1100]])
 def test_text_embeddings_are_those_of_the_pipeline(
     folder: Path, pipeline: QwenImagePipeline, captions: list[str]
@@ -102,21 +83,6 @@ def test_embeddings_do_not_depend_on_the_batch(folder: Path) -> None:
     for both, caption in zip(together, CAPTIONS, strict=True):
         (alone,) = encoder.encode([caption])
         torch.testing.assert_close(both["prompt_embeds"], alone["prompt_embeds"], rtol=1e-5, atol=1e-5)
-
-
-def test_text_only_models_load_no_vision_tower_and_an_fp8_one_is_near(folder: Path) -> None:
-    family = family_of(folder)
-    plain = family.load_text_encoder(torch.bfloat16)
-    small = family.load_text_encoder(torch.bfloat16, recipe=Recipe(Fp8Scheme("block64"), exclude=()))
-    assert plain.fingerprint != small.fingerprint
-    (expected,), (found,) = plain.encode(CAPTIONS[:1]), small.encode(CAPTIONS[:1])
-    assert found["prompt_embeds"].dtype == torch.bfloat16
-    error = (found["prompt_embeds"] - expected["prompt_embeds"]).float().norm() / expected["prompt_embeds"].norm()
-    assert 0 < error < 0.15  # e4m3 rounds a weight by 2.6 % (rms); 14 matrices one after the other: 10 %
-    assert plain._model is not None
-    assert not any("visual" in name for name, _ in plain._model.named_parameters())
-    plain.release()
-    assert plain._model is None
 
 
 def test_latents_are_the_normalised_mean_of_the_pipelines_vae_and_decode_back(
@@ -140,11 +106,6 @@ def test_latents_are_the_normalised_mean_of_the_pipelines_vae_and_decode_back(
         encoder.encode(torch.zeros(1, 3, 40, 48))
 
 
-@pytest.mark.parametrize("cfg", [1.0, 4.0])
-def test_samples_are_those_of_the_pipeline(folder: Path, pipeline: QwenImagePipeline, cfg: float) -> None:
-    assert_sample_is_the_pipelines(family_of(folder), pipeline, cfg, true_cfg_scale=cfg)
-
-
 def test_sampling_refuses_one_step_and_odd_sizes_and_keeps_no_reference(folder: Path) -> None:
     family = family_of(folder)
     transformer, encoder = family.load_transformer(torch.bfloat16), family.load_image_encoder(torch.float32)
@@ -160,23 +121,3 @@ def test_sampling_refuses_one_step_and_odd_sizes_and_keeps_no_reference(folder: 
     del transformer, wrapped
     gc.collect()
     assert gone() is None
-
-
-@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
-def test_split_files_hold_the_same_model(folder: Path, tmp_path: Path, prefix: str) -> None:
-    files = save_split_files(folder, tmp_path, prefix)
-    assert_same_model(model_family(files.model_config()), family_of(folder), CAPTIONS)
-
-
-def test_fp8_base_stays_near_and_keeps_its_inputs_high(folder: Path) -> None:
-    # quantised are the linear layers of two blocks; inputs, timestep and output stay
-    assert_fp8_is_near(family_of(folder), tiny_qwen_inputs(), text_of(), ("embedders", "final"), (2 * 14, 6))
-
-
-def test_the_transformer_loads_what_the_pipeline_saved(folder: Path) -> None:
-    weights = load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors")
-    loaded = family_of(folder).load_transformer(torch.float32)
-    state = loaded.state_dict()
-    assert state.keys() == weights.keys()
-    assert all(torch.equal(state[name], weights[name]) for name in weights)
-    assert not any(parameter.requires_grad for parameter in loaded.parameters())

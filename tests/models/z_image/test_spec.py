@@ -12,28 +12,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from library.config.schema import FlowConfig, ModelConfig
-from library.errors import UserError
 from library.models.family_by_name import model_family
 from library.models.z_image.files import Z_IMAGE_TARGETS
-from library.models.z_image.model import optimise_forward
 from library.models.z_image.spec import ZImageFamily
-from library.precision.files.fp8 import Fp8Scheme
-from library.precision.recipe import Recipe
 from tests.models.claims import (
-    assert_bf16_is_near,
-    assert_captions_are_as_alone,
-    assert_fp8_is_near,
-    assert_lone_file_is_read,
     assert_refused,
     assert_same_gradients,
-    assert_same_model,
     assert_step_is_pefts,
-    assert_timesteps_are_exact,
     gradients_of,
 )
-from tests.models.sampled import assert_sample_is_the_pipelines
 from tests.tiny_qwen import tiny_qwen_pipeline
-from tests.tiny_z_image import save_z_split_files, tiny_z_inputs, tiny_z_pipeline, tiny_z_transformer
+from tests.tiny_z_image import save_z_split_files, tiny_z_inputs, tiny_z_pipeline
 
 CAPTIONS = ["a red disc", "make the picture of a small plain disc blue, yellow and purple " * 3]
 FLOW = FlowConfig(timestep_sampling="shift", discrete_flow_shift=2.0)
@@ -94,11 +83,6 @@ def test_velocity_and_input_gradients_are_diffusers(folder: Path, pipeline: ZIma
     assert_same_gradients(ours, theirs)
 
 
-def test_captions_of_different_lengths_have_the_losses_and_gradients_they_have_alone(folder: Path) -> None:
-    inputs = tiny_z_inputs(3, tokens=40)
-    assert_captions_are_as_alone(family_of(folder), inputs, (40, 3, 33), "cap_embedder.1", FLOW, 1e-2)
-
-
 def test_a_training_step_is_that_of_diffusers_and_peft(folder: Path) -> None:
     inputs = tiny_z_inputs(3, tokens=40)
     text = text_of(inputs, 40, 5, 33)
@@ -119,79 +103,16 @@ def test_text_embeddings_are_those_of_the_pipeline(folder: Path, pipeline: ZImag
         torch.testing.assert_close(ours["prompt_embeds"], embeds, rtol=1e-5, atol=1e-5)
 
 
-def test_the_last_layer_of_the_text_encoder_is_not_loaded_and_an_fp8_one_is_near(folder: Path) -> None:
-    family = family_of(folder)
-    plain = family.load_text_encoder(torch.bfloat16)
-    small = family.load_text_encoder(torch.bfloat16, recipe=Recipe(Fp8Scheme("block64"), exclude=()))
-    assert plain.fingerprint != small.fingerprint
-    (expected,), (found,) = plain.encode(CAPTIONS[:1]), small.encode(CAPTIONS[:1])
-    error = (found["prompt_embeds"] - expected["prompt_embeds"]).float().norm() / expected["prompt_embeds"].norm()
-    assert 0 < error < 0.15  # e4m3 rounds a weight by 2.6 % (rms); 14 matrices one after the other
-    assert plain._model is not None
-    assert len(plain._model.layers) == 2
-    plain.release()
-    assert plain._model is None
-    with pytest.raises(UserError, match="text_encoder_lr: Qwen3"):
-        plain.load_modules(["text_encoder"])
-
-
-@pytest.mark.parametrize("cfg", [1.0, 4.0])
-def test_samples_are_those_of_the_pipeline(folder: Path, pipeline: ZImagePipeline, cfg: float) -> None:
-    # the pipeline counts from 0
-    assert_sample_is_the_pipelines(family_of(folder), pipeline, cfg, guidance_scale=cfg - 1)
-
-
-@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
-def test_split_files_hold_the_same_model(folder: Path, tmp_path: Path, prefix: str) -> None:
-    files = save_z_split_files(folder, tmp_path, prefix)
-    assert_same_model(model_family(files.model_config()), family_of(folder), CAPTIONS)
-
-
-def test_a_lone_file_in_diffusers_names_is_read(folder: Path, tmp_path: Path) -> None:
-    assert_lone_file_is_read(folder, family_of, tmp_path / "z.safetensors")
-
-
-@pytest.mark.parametrize("keep", [("embedders", "final"), ()])
-def test_fp8_base_stays_near_and_keeps_its_inputs_high(folder: Path, keep: tuple[str, ...]) -> None:
-    # 7 in each of four blocks, modulation in three; outside them picture, text, two of the timestep, two of the end
-    inputs, counts = tiny_z_inputs(), (31, 6) if keep else (37, 0)
-    assert_fp8_is_near(family_of(folder), inputs, text_of(inputs), keep, counts)
-
-
-def test_bf16_weights_with_and_without_autocast_are_near(folder: Path) -> None:
-    inputs = tiny_z_inputs()
-    assert_bf16_is_near(family_of(folder), inputs, text_of(inputs))
-
-
-def test_timesteps_that_bf16_cannot_tell_apart_are_told_apart(folder: Path) -> None:
-    inputs = tiny_z_inputs(1)
-    assert_timesteps_are_exact(family_of(folder), inputs, text_of(inputs))
-
-
-def test_other_models_and_missing_parts_are_refused_in_one_line(folder: Path, tmp_path: Path) -> None:
+def test_other_models_are_refused_in_one_line(folder: Path, tmp_path: Path) -> None:
     files = save_z_split_files(folder, tmp_path / "files")
     qwen = tiny_qwen_pipeline(tmp_path / "qwen")
-    lora = tmp_path / "lora.safetensors"
-    save_file({"diffusion_model.layers.0.attention.to_q.lora_A.weight": torch.ones(1)}, lora)
     omni = tmp_path / "omni.safetensors"
     save_file({**load_file(files.transformer), "siglip_pad_token": torch.ones(1, 64)}, omni)
     wanted = {
-        "does not exist; give a local file or folder": {"pretrained_model_name_or_path": "nowhere"},
         "not ZImageTransformer2DModel; set model_type = .qwen_image": {"pretrained_model_name_or_path": str(qwen)},
-        "needs vae beside it; set vae to ae.safetensors": {"vae": None},
-        "needs text_encoder beside it; set text_encoder to qwen_3_4b": {"text_encoder": None},
-        "vae 'nowhere' does not exist": {"vae": "nowhere"},
         r"not Qwen3 \(no model.layers.0": {"text_encoder": str(files.vae)},
         "'qwen2_5_vl', not qwen3": {"text_encoder": str(qwen)},
-        "a LoRA, not a base model": {"pretrained_model_name_or_path": str(lora)},
         "Z-Image-Omni, not a model family": {"pretrained_model_name_or_path": str(omni)},
         "an image autoencoder.*, not Z-Image": {"pretrained_model_name_or_path": str(files.vae)},
     }
     assert_refused(files.model_config, wanted)
-    with pytest.raises(UserError, match='a Z-Image transformer, not FLUX.1; set model_type = "z_image"'):
-        model_family(ModelConfig(pretrained_model_name_or_path=str(files.transformer)))
-
-
-def test_swapping_twice_changes_nothing() -> None:
-    transformer = optimise_forward(optimise_forward(tiny_z_transformer()))
-    assert transformer.state_dict().keys() == tiny_z_transformer().state_dict().keys()

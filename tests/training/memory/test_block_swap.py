@@ -18,7 +18,7 @@ from library.errors import UserError
 from library.models.family_by_name import family_class
 from library.models.flux.files import FLUX_TARGETS
 from library.models.flux.model import optimise_forward
-from library.models.latents import image_positions, pack_latents
+from library.models.vae import image_positions, pack_latents
 from library.precision.files.fp8 import Fp8Scheme
 from library.precision.recipe import Recipe, quantize_model
 from library.training.memory.block_swap import (
