@@ -58,10 +58,9 @@ def attend(
     *,
     mask: Tensor | None = None,
     causal: bool = False,
-    scale: float | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Return softmax(query key^T * scale + mask) value as [B, Sq, H, D], in the dtype of ``query``.
+    """Return softmax(query key^T / sqrt(D) + mask) value as [B, Sq, H, D], in the dtype of ``query``.
 
     Args:
         query: [B, Sq, H, D].
@@ -70,7 +69,6 @@ def attend(
         mask: boolean (true = attended to) or additive; [B, Sk] for padding, or broadcastable to [B, H, Sq, Sk].
         causal: a token sees itself and what is before it. With Sq < Sk the queries are the *last* Sq positions, as in
             decoding with a cache (PyTorch's ``is_causal`` would take them for the first).
-        scale: factor on the scores; default 1/sqrt(D).
         backend: kernel to force; "auto" lets PyTorch choose.
 
     Raises:
@@ -80,12 +78,12 @@ def attend(
     if query.shape[1] == 1 and heads != kv_heads and (mask is None or mask.shape[1] == 1 or mask.ndim == 2):
         # One token: the heads of a group are as many queries to one head of keys, which needs no copy of them.
         grouped = query.reshape(query.shape[0], kv_heads, heads // kv_heads, -1).transpose(1, 2)
-        mixed = attend(grouped, key, value, mask=mask, scale=scale, backend=backend)
+        mixed = attend(grouped, key, value, mask=mask, backend=backend)
         return mixed.transpose(1, 2).reshape(query.shape)
     if mask is not None and heads != kv_heads and query.is_cuda:
         # No fused kernel takes both a mask and groups; the fallback would make the scores of all heads.
         key, value = (tensor.repeat_interleave(heads // kv_heads, dim=2) for tensor in (key, value))
-    arguments = _kernel_arguments(query, key, value, mask, causal, scale)
+    arguments = _kernel_arguments(query, key, value, mask, causal)
     if backend == "auto":
         with _sound_kernels(query, key, arguments[1]["attn_mask"]):
             output = F.scaled_dot_product_attention(*arguments[0], **arguments[1])
@@ -276,7 +274,7 @@ def chosen_backend(
     query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, causal: bool = False
 ) -> str:
     """Return the name of PyTorch's kernel that ``attend(..., backend="auto")`` runs for these tensors."""
-    tensors, options = _kernel_arguments(query, key, value, mask, causal, None)
+    tensors, options = _kernel_arguments(query, key, value, mask, causal)
     with _sound_kernels(query, key, options["attn_mask"]):
         choice = torch._fused_sdp_choice(*tensors, **options)
     names = {int(kernel.value): name for name, kernel in _KERNELS.items()}
@@ -291,7 +289,7 @@ def _sound_kernels(query: Tensor, key: Tensor, mask: Tensor | None) -> AbstractC
 
 
 def _kernel_arguments(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict]:
     """Translate to the kernel's layout and options."""
     length, keys = query.shape[1], key.shape[1]
@@ -312,7 +310,6 @@ def _kernel_arguments(
         "attn_mask": mask,
         "dropout_p": 0.0,
         "is_causal": kernel_causal,
-        "scale": scale,
         "enable_gqa": query.shape[2] != key.shape[2],
     }
 

@@ -27,18 +27,15 @@ class KVCache:
     def __init__(
         self,
         layers: int,
-        batch: int,
-        heads: int,
-        capacity: int,
-        head_dim: int,
+        shape: tuple[int, int, int, int],
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         padding: Tensor | None = None,
     ) -> None:
-        shape = (batch, heads, capacity, head_dim)
+        """Allocate keys and values of ``shape`` (batch, heads, capacity, head_dim) for each layer."""
         self._keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(layers)]
         self._values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.length, self.capacity = 0, capacity
+        self.length, self.capacity = 0, shape[2]
         self.padding = padding if padding is not None and bool((padding > 0).any()) else None
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,11 +22,11 @@ for each linear layer of a block, all trained by default, as the usual recipes d
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,12 +35,12 @@ from library.errors import UserError
 from library.files import write_text
 from library.gguf_header import gguf_file
 from library.models.layer_names import Architecture, KeyNames, KeyRow, LayerGroup, LoraTargets
-from library.models.llm.gguf import gguf_config, gguf_weights, in_order, mixed_layers
+from library.models.llm.gguf import gguf_config, gguf_weights, in_half_split_order, mixed_layers
 from library.models.llm.model import TransformerLM, resize_vocabulary, separate_projections
 from library.models.llm.sources import DequantisedWeights, Derived, DerivedWeights, TensorFlowFiles, TorchFiles
 from library.models.llm.spec import LMConfig, LMFamily, config_from_hf, config_to_hf, gpt2
 from library.models.weights import KeyMap, check_map, load_into, read_config
-from library.nn.rope import Llama31Scaling, half_split_order
+from library.nn.rope import Llama31Scaling
 from library.precision.checkpoint import WeightFiles
 from library.precision.recipe import WeightLoader
 from library.safetensors_io import DTYPE_NAMES, RowRange, TensorEntry, shard_names, stream_safetensors
@@ -137,27 +137,42 @@ def export_hf(
     state = dict(weights or model.named_parameters())
     if any(tensor.dtype.itemsize == 1 for tensor in state.values()):
         raise UserError("a model with fp8 weights is not exported; load it without fp8 first")
-    # transformers' name -> ours, its rows, whether it is stored transposed; and what the file says of it
-    plan: dict[str, tuple[str, slice, bool]] = {}
-    layout: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
-    for ours, parts, transposed in hf_names(model.config):
-        start = 0
-        for name, rows in parts:
-            plan[name] = ours, slice(start, start + rows), transposed
-            shape = (rows, *state[ours].shape[1:])
-            layout[name] = (dtype or state[ours].dtype, shape[::-1] if transposed else shape)
-            start += rows
+    places = _places(model.config, {name: tuple(tensor.shape) for name, tensor in state.items()})
+    layout = {name: (dtype or state[place.ours].dtype, place.shape) for name, place in places.items()}
 
     def produce(name: str) -> Tensor:
-        ours, rows, transposed = plan[name]
-        tensor = state[ours].detach()[rows].to(layout[name][0])
-        return tensor.t() if transposed else tensor
+        return places[name].of(state[places[name].ours].detach()).to(layout[name][0])
 
     stream_safetensors(folder / "model.safetensors", layout, produce, {"format": "pt", **(metadata or {})})
     stored = str(layout[next(iter(layout))][0]).removeprefix("torch.")
     config = config_to_hf(model.config) | {"torch_dtype": stored}
     write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
     return folder
+
+
+class _Place(NamedTuple):
+    """Where a tensor of transformers' is in the model: rows of the parameter ``ours``."""
+
+    ours: str
+    rows: slice
+    transposed: bool
+    shape: tuple[int, ...]
+
+    def of(self, parameter: Tensor) -> Tensor:
+        """Return the tensor, as it is stored, of the parameter."""
+        return parameter[self.rows].t() if self.transposed else parameter[self.rows]
+
+
+def _places(config: LMConfig, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, _Place]:
+    """Return transformers' name -> its place among our parameters, which have ``shapes``."""
+    places: dict[str, _Place] = {}
+    for ours, parts, transposed in hf_names(config):
+        start = 0
+        for name, rows in parts:
+            shape = (rows, *shapes[ours][1:])
+            places[name] = _Place(ours, slice(start, start + rows), transposed, shape[::-1] if transposed else shape)
+            start += rows
+    return places
 
 
 class TransformersFiles(WeightFiles):
@@ -178,25 +193,18 @@ class TransformersFiles(WeightFiles):
         check_map(expected, self._stored, self._key_map)
         any_matrix = self._key_map["blocks.0.attention.out.weight"][:1]
         self.dtype = torch.bfloat16 if stored.read_quantized(any_matrix) else stored.read(any_matrix).dtype
-        self._places: dict[str, tuple[str, slice, bool]] = {}  # ours, its rows, whether it is stored transposed
-        for ours, parts, transposed in hf_names(self.config):
-            start = 0
-            for name, rows in parts:
-                self._places[name] = ours, slice(start, start + rows), transposed
-                shape = (rows, *expected[ours][1:])
-                shape = shape[::-1] if transposed else shape
-                self.entries[name] = TensorEntry(path, DTYPE_NAMES[self.dtype], shape, 0, 0)
-                start += rows
+        self._places = _places(self.config, expected)
+        for name, place in self._places.items():
+            self.entries[name] = TensorEntry(path, DTYPE_NAMES[self.dtype], place.shape, 0, 0)
 
     def read(self, ranges: Sequence[RowRange]) -> Tensor:
         """Return the rows of ``ranges`` one below the other; what was quantised is fp32."""
         parts = []
         for rows in ranges:
-            ours, own, transposed = self._places[rows.source]
-            if self._last[0] != ours:  # q, k and v follow one another
-                self._last = ours, self._stored.read(self._key_map[ours])
-            tensor = self._last[1][own]
-            parts.append((tensor.t() if transposed else tensor)[rows.start : rows.stop])
+            place = self._places[rows.source]
+            if self._last[0] != place.ours:  # q, k and v follow one another
+                self._last = place.ours, self._stored.read(self._key_map[place.ours])
+            parts.append(place.of(self._last[1])[rows.start : rows.stop])
         return torch.cat(parts)
 
 
@@ -375,18 +383,8 @@ def _gpt2_weights(
 
 def meta_weights(files: WeightFiles, config: LMConfig) -> tuple[WeightFiles, KeyMap]:
     """Return weights and key map of Meta's checkpoint."""
-    in_half_split_order = functools.partial(in_order, half_split_order(config.head_dim))
-    derived: dict[str, Derived] = {}
-    key_map: dict[str, list[RowRange]] = {}
-    for ours, parts, _ in hf_names(config):
-        key_map[ours] = []
-        for hf_name, _ in parts:
-            source = meta_name(hf_name)
-            if hf_name.endswith(("q_proj.weight", "k_proj.weight")) and source in files:
-                derived[f"{source}.half_split"] = Derived(files.shape(source), [source], in_half_split_order)
-                source = f"{source}.half_split"
-            key_map[ours].append(RowRange(source))
-    return DerivedWeights(files, derived), key_map
+    key_map = {ours: [RowRange(meta_name(name)) for name, _ in parts] for ours, parts, _ in hf_names(config)}
+    return in_half_split_order(files, config, key_map, ("wq", "wk"))
 
 
 def meta_name(hf_name: str) -> str:

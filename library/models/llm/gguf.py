@@ -14,7 +14,6 @@ otherwise than in transformers' folders:
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -142,22 +141,27 @@ def gguf_weights(files: WeightFiles, config: LMConfig, key_map: KeyMap) -> tuple
     """Return ``files`` with rows in the half-split order, and ``key_map`` of transformers' names with their ranges."""
     if files.metadata["general.architecture"] not in _PAIRED:
         return files, key_map
-    order, derived = half_split_order(config.head_dim), {}
-    changed: dict[str, list[RowRange]] = {}
-    for ours, ranges in key_map.items():
-        changed[ours] = []
-        for rows in ranges:
-            name = rows.source
-            if name in files and name.rpartition(".")[0].endswith(("q_proj", "k_proj")):
-                derived[f"{name}{_ORDERED}"] = Derived(files.shape(name), [name], functools.partial(in_order, order))
-                rows = RowRange(f"{name}{_ORDERED}")
-            changed[ours].append(rows)
-    return DerivedWeights(files, derived), changed
+    return in_half_split_order(files, config, key_map, ("q_proj", "k_proj"))
 
 
-def in_order(order: Tensor, weight: Tensor) -> Tensor:
-    """Put the rows of every head of ``weight`` [heads * D, ...] into ``order`` [D]."""
-    return weight.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
+def in_half_split_order(
+    files: WeightFiles, config: LMConfig, key_map: KeyMap, layers: tuple[str, ...]
+) -> tuple[WeightFiles, KeyMap]:
+    """Return ``files`` and ``key_map`` with the rows of ``layers``, whose neighbours are pairs, in the other order."""
+    order, derived = half_split_order(config.head_dim), dict[str, Derived]()
+
+    def ordered(weight: Tensor) -> Tensor:  # [heads * D, ...]
+        return weight.unflatten(0, (-1, len(order)))[:, order].flatten(0, 1)
+
+    def changed(rows: RowRange) -> RowRange:
+        name = rows.source
+        if name not in files or not name.rpartition(".")[0].endswith(layers):
+            return rows
+        derived[f"{name}{_ORDERED}"] = Derived(files.shape(name), [name], ordered)
+        return RowRange(f"{name}{_ORDERED}")
+
+    found = {ours: [changed(rows) for rows in ranges] for ours, ranges in key_map.items()}
+    return DerivedWeights(files, derived), found
 
 
 def mixed_layers(weights: WeightFiles, key_map: KeyMap) -> frozenset[str]:

@@ -274,8 +274,8 @@ class TransformerLM(nn.Module):
             dtype = torch.get_autocast_dtype(weight.device.type)
         first = next(block for block in self.blocks if isinstance(block, Block))  # a pipeline's stage has not all
         kv_heads = first.attention.kv_heads  # this process's, where it has some of them
-        sizes = (config.layers, batch, kv_heads, capacity, config.head_dim)
-        return KVCache(*sizes, dtype=dtype, device=weight.device, padding=padding)
+        shape = (batch, kv_heads, capacity, config.head_dim)
+        return KVCache(config.layers, shape, dtype=dtype, device=weight.device, padding=padding)
 
 
 @torch.no_grad()

@@ -322,7 +322,9 @@ def _scaling_from_hf(rope: Mapping[str, Any], values: Mapping[str, Any]) -> Rope
             original = original or context
             factor = context / original if rope.get("factor") is None else _positive(rope, "factor")
             betas = (_positive(rope, "beta_fast", 32.0), _positive(rope, "beta_slow", 1.0))
-            return YarnScaling(factor, original, _yarn_attention(rope, factor), *betas, rope.get("truncate", True))
+            _expect(rope, mscale=None, mscale_all_dim=None)  # of DeepSeek's configurations
+            growth = _positive(rope, "attention_factor", 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0)
+            return YarnScaling(factor, original, growth, *betas, rope.get("truncate", True))
         case "llama3":
             factor, low, high = (_positive(rope, key) for key in ("factor", "low_freq_factor", "high_freq_factor"))
             return Llama31Scaling(factor, low, high, rope["original_max_position_embeddings"])
@@ -336,19 +338,6 @@ def _positive(rope: Mapping[str, Any], key: str, default: float | None = None) -
     if not isinstance(value, int | float) or not 0 < value < math.inf:
         raise UserError(f"config.json: rope_scaling: {key} = {value!r} is no number above 0; download the model again")
     return value
-
-
-def _yarn_attention(rope: Mapping[str, Any], factor: float) -> float:
-    """Return by what queries and keys grow: as said, or 0.1 m ln(factor) + 1 (with m of DeepSeek's configurations)."""
-    if rope.get("attention_factor") is not None:
-        return _positive(rope, "attention_factor")
-
-    def grown(mscale: float) -> float:
-        return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
-
-    if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return grown(rope["mscale"]) / grown(rope["mscale_all_dim"])
-    return grown(1.0)
 
 
 def _expect(values: Mapping[str, Any], **wanted: Any) -> None:

@@ -34,7 +34,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "linear": {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
     "yarn": {"rope_parameters": _YARN},
-    "yarn in detail": {"rope_parameters": _YARN | {"mscale": 0.7, "mscale_all_dim": 0.4, "truncate": False}},
+    "yarn in detail": {"rope_parameters": _YARN | {"attention_factor": 1.3, "truncate": False}},
     "biases": {"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},
     "mistral": {"model_type": "mistral", "num_key_value_heads": 2, "sliding_window": 5},
     "mistral without a window": {
