@@ -1,0 +1,249 @@
+"""Quantised files of the families in the names that they are published with: the file's numbers in the running model.
+
+Every format that is written here, GGUF and bitsandbytes' nf4 as ComfyUI-GGUF, diffusers and lllyasviel write them, the
+published fp8 files of Qwen-Image and T5.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import bitsandbytes.functional as bnb
+import pytest
+import torch
+from diffusers import BitsAndBytesConfig, FluxTransformer2DModel
+from diffusers.quantizers.bitsandbytes.bnb_quantizer import BnB4BitDiffusersQuantizer
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import tools.quantize_model as quantize_model
+from library.errors import UserError
+from library.models.family_by_name import model_family
+from library.models.flux.text import load_t5
+from library.precision.files.fp8 import Fp8Scheme
+from library.precision.linear import QuantizedLinear
+from library.precision.recipe import Recipe, WeightLoader
+from tests.precision.files.gguf_files import image_model_types, read_by_the_package, write_gguf
+from tests.precision.files.nf4_files import nf4_of
+from tests.tiny import save_single_files, tiny_flux_inputs, tiny_flux_pipeline
+from tests.tiny_flux2 import save_flux2_files, tiny_flux2_inputs, tiny_flux2_pipeline
+from tests.tiny_krea2 import save_krea2_split_files, tiny_krea2_inputs, tiny_krea2_pipeline
+from tests.tiny_qwen import save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
+from tests.tiny_z_image import save_z_split_files, tiny_z_inputs, tiny_z_pipeline
+
+FP8 = torch.float8_e4m3fn
+# a K-quant has blocks of 256 numbers, FLUX.2's blocks of 128 need 8 heads
+WRITERS: dict[str, tuple[Callable[..., Path], dict[str, int], Callable[..., Any], Callable[..., dict[str, Tensor]]]] = {
+    "flux": (tiny_flux_pipeline, {"heads": 4, "head_dim": 64}, save_single_files, tiny_flux_inputs),
+    "flux2_klein": (tiny_flux2_pipeline, {"single_blocks": 1, "heads": 8}, save_flux2_files, tiny_flux2_inputs),
+    "krea2": (tiny_krea2_pipeline, {}, save_krea2_split_files, tiny_krea2_inputs),
+    "z_image": (tiny_z_pipeline, {}, save_z_split_files, tiny_z_inputs),
+    "qwen_image": (tiny_qwen_pipeline, {}, save_split_files, tiny_qwen_inputs),
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """A family's tiny model: its pipeline's folder and its published files."""
+
+    folder: Path
+    files: Any
+    inputs: dict[str, Tensor]
+
+    def loaded(self, path: Path) -> tuple[nn.Module, Tensor, int]:
+        """Return the transformer in ``path``, its velocity, and how many layers are quantised."""
+        family = model_family(self.files.model_config(pretrained_model_name_or_path=str(path)))
+        loading = WeightLoader(compute="dequant")
+        transformer = family.load_transformer(torch.float32, fp8=loading)
+        text = {name: each for name, each in self.inputs.items() if name not in ("latents", "sigmas")}
+        with torch.no_grad():
+            velocity = family.predict_velocity(transformer, self.inputs["latents"], self.inputs["sigmas"], text, 3.5)
+        count = sum(isinstance(layer, QuantizedLinear) for layer in transformer.modules())
+        assert count == loading.read
+        return transformer, velocity, count
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
+    made: dict[str, Model] = {}
+
+    def model(name: str) -> Model:
+        if name not in made:
+            root, (write, sizes, save, inputs) = tmp_path_factory.mktemp(name), WRITERS[name]
+            folder = write(root / "pipeline", **sizes)
+            made[name] = Model(folder, save(folder, root / "files"), inputs())
+        return made[name]
+
+    return model
+
+
+def q8_where(*beginnings: str) -> Callable[[str, Tensor], str]:
+    """Return the types of a file whose blocks are Q8_0, as far as their rows are whole blocks of 32."""
+    return lambda name, tensor: "Q8_0" if name.startswith(beginnings) and tensor.shape[-1] % 32 == 0 else "F16"
+
+
+GGUFS = {
+    **{f"flux {kind}": ("flux", image_model_types(kind), "", 26) for kind in ("Q8_0", "Q4_K", "Q5_0")},
+    "flux below a prefix": ("flux", image_model_types("Q4_K"), "model.diffusion_model.", 26),
+    "flux2_klein": ("flux2_klein", q8_where("double_blocks.", "single_blocks."), "", 12 + 2),
+    "krea2": ("krea2", q8_where("blocks."), "", 16),
+    "z_image": ("z_image", q8_where("layers."), "", 14),
+}
+
+
+@pytest.mark.parametrize("name", GGUFS)
+def test_a_gguf_file_is_the_model_of_its_numbers(name: str, models: Callable[[str], Model], tmp_path: Path) -> None:
+    family, kinds, prefix, count = GGUFS[name]
+    model = models(family)
+    state = load_file(model.files.transformer)
+    # GGUF keeps no single row apart from a vector
+    vectors = {key: each[0] if key.endswith("pad_token") else each for key, each in state.items()}
+    path = write_gguf(tmp_path / "m.gguf", {prefix + key: each for key, each in vectors.items()}, kinds,
+                      architecture={"krea2": "krea2", "z_image": "lumina2"}.get(family, "flux"))  # fmt: skip
+    numbers = {key.removeprefix(prefix): each for key, each in read_by_the_package(path).items()}
+    save_file({key: each.view(state[key].shape) for key, each in numbers.items()}, tmp_path / "plain.safetensors")
+    (own, ours, quantised), (plain, theirs, none) = (
+        model.loaded(file) for file in (path, tmp_path / "plain.safetensors")
+    )
+    assert (quantised, none) == (count, 0)
+    for key, layer in own.named_modules():
+        if isinstance(layer, QuantizedLinear):
+            assert torch.equal(layer.dequantized(torch.float32), plain.get_submodule(key).weight), key
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)  # multiplied in chunks of other sizes
+
+
+# What rounding may do to the velocity, from the bits of the mantissa: e4m3 has 4, int8 by rows about 7, e2m1 2.
+FORMATS = {
+    "--layout plain": 0.1,
+    "--layout comfy_scaled": 0.1,
+    "--layout comfy_quant": 0.1,
+    "--layout rows": 0.1,
+    "--layout musubi --scheme block64": 0.1,
+    "--scheme int8": 0.05,
+    "--layout comfy_quant --scheme int8_convrot": 0.03,
+    "--scheme int8_row": 0.02,
+    "--scheme nvfp4": 0.3,
+}
+# the eight layers of both blocks of Krea 2 (the text's transformer stays high, as in musubi-tuner); 12 of the double
+# block of FLUX.2, 2 of the single one and the three modulations; of both inputs and the end stay high
+LAYERS = {"flux": 26, "flux2_klein": 12 + 2 + 3, "krea2": 16}
+
+
+@pytest.mark.parametrize("flags", FORMATS)
+@pytest.mark.parametrize("family", LAYERS)
+def test_a_quantised_file_is_near_the_plain_one(
+    family: str, flags: str, models: Callable[[str], Model], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, path = models(family), tmp_path / "quantised.safetensors"
+    source = getattr(model.files, "comfy_transformer", model.files.transformer)
+    words = ["--model", str(source), "--save_to", str(path), *flags.split()]
+    monkeypatch.setattr(sys, "argv", ["quantize_model.py", *words])
+    quantize_model.main()
+    _, exact, _ = model.loaded(source)
+    transformer, velocity, quantised = model.loaded(path)
+    assert quantised == LAYERS[family]
+    assert 0 < (velocity - exact).norm() / exact.norm() < FORMATS[flags]
+    if family == "flux" and "--layout" in flags and "--scheme" not in flags:
+        stored = load_file(path)["model.diffusion_model.double_blocks.0.img_attn.qkv.weight"]
+        attention: Any = transformer.get_submodule("transformer_blocks.0.attn")
+        own = [layer.weight.view(torch.uint8) for layer in (attention.to_q, attention.to_k, attention.to_v)]
+        assert torch.equal(torch.cat(own), stored.view(torch.uint8)), "the file's own codes"
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_all_in_one_nf4_file_is_the_model_of_its_dequantised_weights(
+    nested: bool, models: Callable[[str], Model], tmp_path: Path
+) -> None:
+    model = models("flux")
+    stored, plain = nf4_of(load_file(model.files.transformer), "model.diffusion_model.", nested)
+    save_file(stored | {"vae.encoder.conv_in.weight": torch.ones(2, 2, 3, 3)}, tmp_path / "nf4.safetensors")
+    save_file(plain, tmp_path / "plain.safetensors")
+    (_, ours, count), (_, theirs, _) = (model.loaded(tmp_path / f"{name}.safetensors") for name in ("nf4", "plain"))
+    assert count == 26
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_a_folder_that_diffusers_saves_in_nf4_is_the_model_that_it_loads(
+    models: Callable[[str], Model], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # it asks for a GPU, and bitsandbytes quantises on the CPU as well
+    monkeypatch.setattr(BnB4BitDiffusersQuantizer, "validate_environment", lambda *_, **__: None)
+    model = models("flux")
+    for part in model.folder.iterdir():
+        if part.name != "transformer":
+            (tmp_path / part.name).symlink_to(part)
+    how = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+        llm_int8_skip_modules=["proj_out", "x_embedder"],
+    )
+    theirs = FluxTransformer2DModel.from_pretrained(
+        model.folder / "transformer", quantization_config=how, torch_dtype=torch.float32, device_map="cpu"
+    )
+    theirs.save_pretrained(tmp_path / "transformer")
+    config = json.loads((tmp_path / "transformer" / "config.json").read_text())
+    assert config["quantization_config"]["quant_method"] == "bitsandbytes"
+    ours, _, count = model.loaded(tmp_path)
+    assert count > 20
+    for name, module in theirs.named_modules():
+        if type(module).__name__ == "Linear4bit":
+            own = ours.get_submodule(name)
+            assert isinstance(own, QuantizedLinear)
+            expected = bnb.dequantize_4bit(module.weight.data, module.weight.quant_state).float()
+            assert torch.equal(own.dequantized(torch.float32), expected), name
+
+
+def test_a_scaled_t5_file_encodes_in_fp8(
+    models: Callable[[str], Model], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = models("flux").files.t5xxl, tmp_path / "t5.safetensors"
+    monkeypatch.setattr(sys, "argv", ["quantize_model.py", "--model", str(source), "--save_to", str(target)])
+    quantize_model.main()
+    ids = torch.randint(0, 40, (1, 8), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        fp8, high = (load_t5(path, torch.bfloat16)(ids)[0] for path in (target, source))
+    assert fp8.dtype == torch.bfloat16
+    assert float((fp8 - high).float().norm() / high.float().norm()) < 0.1
+
+
+def test_a_plain_cast_transformer_computes_what_its_numbers_say(models: Callable[[str], Model], tmp_path: Path) -> None:
+    """As qwen_image_fp8_e4m3fn.safetensors: every tensor is fp8, biases and norms too."""
+    model = models("qwen_image")
+    cast = {name: tensor.to(FP8) for name, tensor in load_file(model.files.transformer).items()}
+    save_file(cast, tmp_path / "fp8.safetensors")
+    save_file({name: tensor.float() for name, tensor in cast.items()}, tmp_path / "same.safetensors")
+    (own, ours, count), (_, theirs, _) = (model.loaded(tmp_path / f"{name}.safetensors") for name in ("fp8", "same"))
+    assert count == 2 * 14 + 6
+    assert isinstance(own.get_submodule("transformer_blocks.0.img_mod.1"), QuantizedLinear)
+    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)  # fp32 products with the very same numbers
+
+
+def test_a_scaled_text_encoder_is_used_as_it_is(models: Callable[[str], Model], tmp_path: Path) -> None:
+    """As qwen_2.5_vl_7b_fp8_scaled.safetensors: linear weights of the language model with a scale each."""
+    files = models("qwen_image").files
+    scaled: dict[str, Tensor] = {"scaled_fp8": torch.zeros(0, dtype=FP8)}
+    same: dict[str, Tensor] = {}
+    for name, tensor in load_file(files.text_encoder).items():
+        scaled[name] = same[name] = tensor
+        if name.startswith("model.layers.") and tensor.ndim == 2:
+            scale = tensor.abs().max() / 448
+            scaled[name] = (tensor / scale).to(FP8)
+            scaled[name.replace(".weight", ".scale_weight")] = scale
+            same[name] = scaled[name].float() * scale
+    embeddings = []
+    for kind, tensors in (("scaled", scaled), ("same", same)):
+        save_file(tensors, tmp_path / f"{kind}.safetensors")
+        config = files.model_config(text_encoder=str(tmp_path / f"{kind}.safetensors"))
+        encoder = model_family(config).load_text_encoder(torch.float32)
+        embeddings.append(encoder.encode(["a red disc, plain"])[0]["prompt_embeds"])
+    torch.testing.assert_close(*embeddings, rtol=1e-4, atol=1e-4)  # fp32, two layers of the same numbers
+    config = files.model_config(text_encoder=str(tmp_path / "scaled.safetensors"))
+    with pytest.raises(UserError, match="fp8_text_encoder: .* is in fp8 already and is used as it is"):
+        model_family(config).load_text_encoder(torch.float32, recipe=Recipe(Fp8Scheme("block64")))
