@@ -43,8 +43,7 @@ from bench.floor import FlooredStep
 from bench.measure import Case, Table, benchmark_parser, finish, measure
 from library.errors import exit_on_user_error
 from library.models.family_by_name import family_class
-from library.precision.files.registry import scheme_named
-from library.precision.recipe import Recipe, quantize_model
+from library.precision.recipe import Recipe, quantize_model, scheme_named
 from library.training.memory.budget import keep_freed_memory
 
 TRAINERS, DTYPES = ("tandem", "peft"), ("bf16", "fp32", "fp8")

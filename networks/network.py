@@ -104,7 +104,7 @@ class AdapterNetwork:
 
     def load_file(self, path: str | Path) -> str:
         """Copy the weights of a file into the layers (``network_weights``); say what was loaded."""
-        file = load_adapter(path, self.targets, self.options.dora_norm)
+        file = load_adapter(path, self.targets)
         return self.load(file.weights, str(path)) + "".join(f"\nnote: {note}" for note in file.notes)
 
     @torch.no_grad()

@@ -19,8 +19,6 @@
 
     split_qkv                      "False": one LoRA for the layers that are one in the original checkpoint (FLUX's and
                                    Z-Image's qkv, FLUX's linear1), which is sd-scripts' default; "True": each its own
-    dora_norm                      of network_type dora with network_weights: "merged" or "base", what dora_scale in
-                                   that file is divided by where its metadata do not tell
     factor, decompose_both         of network_type lokr, see ``networks.adapters.lycoris``
 
 alpha is the same for every rank, as in kohya's: a layer's scale is ``network_alpha / its rank``. Ranks by kind,
@@ -39,15 +37,15 @@ from library.config.markers import split_pairs
 from library.config.schema import NetworkConfig
 from library.errors import UserError, did_you_mean, error_prefix
 from library.models.layer_names import LoraTargets
-from networks.files.weights import DORA_NORMS
 
-_REPLACED = {  # keys sd-scripts takes for FLUX, and what to do instead
+_REPLACED = {  # keys that sd-scripts, or earlier versions, take, and what to do instead
     "train_blocks": "write train_single_block_indices=none or train_double_block_indices=none",
     "conv_dim": "this model has no convolutions; remove it",
     "conv_alpha": "this model has no convolutions; remove it",
     "verbose": "the summary is always printed; remove it",
     "network_reg_dims": "set ranks by kind with the *_dim keys",
     "network_reg_lrs": "all layers share one learning rate; remove it",
+    "dora_norm": "the metadata of the file tell; remove it",
     "ggpo_beta": "gradient-guided perturbation is not available; remove it",
     "ggpo_sigma": "gradient-guided perturbation is not available; remove it",
 }
@@ -67,7 +65,6 @@ class NetworkOptions:
         rank_stabilised: the scale is alpha / sqrt(rank).
         pissa: A and B start from the largest singular directions of the weights, see ``networks.adapters.lora``.
         split_qkv: layers that are one in the original checkpoint have LoRAs of their own.
-        dora_norm: how ``network_weights`` are read, see :func:`networks.files.adapters.load_adapter`.
         factor, decompose_both: how lokr cuts a layer, see ``networks.adapters.lycoris``.
         dropout, rank_dropout, module_dropout: probabilities, see ``networks.adapters.lora``.
         dims: kind -> rank (0: left out), from the ``*_dim`` options and lists such as ``in_dims``.
@@ -96,7 +93,6 @@ class NetworkOptions:
     rank_stabilised: bool = False
     pissa: bool = False
     split_qkv: bool = True
-    dora_norm: str = "auto"
     factor: int = -1
     decompose_both: bool = False
 
@@ -190,8 +186,6 @@ def _check_kind(config: NetworkConfig, values: Mapping[str, str]) -> None:
             raise UserError(f"network_args: {key}: network_type {kind} has no A and B; remove it")
         if key in _LOKR_KEYS and kind != "lokr":
             raise UserError(f"network_args: {key}: has no effect on network_type {kind}, only on lokr; remove it")
-    if "dora_norm" in values and not (kind == "dora" and config.network_weights):
-        raise UserError("network_args: dora_norm: is about network_weights of network_type dora; remove it")
     if config.use_rslora and not low_rank:
         raise UserError(f"use_rslora: is about the scale of a LoRA or DoRA, not of network_type {kind}; remove it")
     if start != "default" and kind != "lora":
@@ -247,12 +241,6 @@ def _check_joined(config: NetworkConfig, targets: LoraTargets) -> None:
         raise UserError(f"split_qkv=False: network_type {config.network_type} cannot be trained so; remove it")
     if config.init_lora_weights != "default":
         raise UserError(f"split_qkv=False: init_lora_weights {config.init_lora_weights} begins at layers; remove one")
-
-
-def _dora_norm(option: str, text: str) -> str:
-    if text not in DORA_NORMS:
-        raise UserError(f"{option}={text}: must be one of {', '.join(DORA_NORMS)}")
-    return text
 
 
 def _factor(option: str, text: str) -> int:
@@ -319,7 +307,6 @@ _PARSERS: Mapping[str, Callable[[str, str], Any]] = {  # of the options that eve
     "exclude_patterns": _patterns,
     "train_t5xxl": _flag,
     "split_qkv": _flag,
-    "dora_norm": _dora_norm,
     "factor": _factor,
     "decompose_both": _flag,
 }

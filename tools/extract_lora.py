@@ -3,12 +3,11 @@
     python tools/extract_lora.py --model_org flux1-dev.safetensors --model_tuned my_finetune.safetensors \\
         --save_to my_lora.safetensors --dim 32
     python tools/extract_lora.py --model_org FLUX.1-dev --model_tuned my_finetune_fp8.safetensors \\
-        --save_to my_lora.safetensors --energy 0.9 --dim 128 --device cuda
+        --save_to my_lora.safetensors --dim 128 --device cuda
 
-``--dim`` is the rank of every layer. ``--energy 0.9`` gives every layer the smallest rank that keeps 90 % of the sum of
-squares of its difference, ``--dim`` being the largest then. The models may lie in different layouts (diffusers folder,
-original or ComfyUI's single file) and in fp8; two tensors are in memory at a time. At the end the layers are shown
-with the share they keep.
+``--dim`` is the rank of every layer; ``resize_lora.py`` then gives each layer a rank of its own. The models may lie in
+different layouts (diffusers folder, original or ComfyUI's single file) and in fp8; two tensors are in memory at a time.
+At the end the layers are shown with the share they keep. Biases and norms have no place in a LoRA.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ from tools.command import (
     check_lora_output,
     count,
     device_and_dtype,
-    finite,
     show_progress,
     tool_console,
     tool_parser,
@@ -81,10 +79,6 @@ def extract(options: argparse.Namespace) -> tuple[Extraction, LoraTargets]:
     from networks.files.writing import SavedAs, save_derived_lora
     from networks.merging.extraction import extract_lora
 
-    if options.dim is None and options.energy is None:
-        raise UserError("give --dim (a rank) or --energy (a share to keep, 0.9), or both")
-    if options.energy is not None and not 0 < options.energy <= 1:
-        raise UserError(f"--energy {options.energy:g}: must be above 0 and at most 1; 0.9 keeps 90 %")
     check_lora_output(options.save_to, options.overwrite)
     original = open_base(find_model(options.model_org, "--model_org"), "--model_org", quantized=True)
     targets = lora_targets()[options.model_type] if options.model_type else model_targets(original)
@@ -94,7 +88,6 @@ def extract(options: argparse.Namespace) -> tuple[Extraction, LoraTargets]:
         tuned,
         targets,
         dim=options.dim,
-        energy=options.energy,
         device=options.device or str(device_and_dtype(None)[0]),
         progress=show_progress,
     )
@@ -119,16 +112,13 @@ def main() -> None:
     parser = tool_parser(__doc__)
     parser.add_argument("--model_org", required=True, type=Path, help="base: diffusers folder, file, name on the hub")
     parser.add_argument("--model_tuned", required=True, type=Path, help="the fine-tuned model")
-    parser.add_argument("--dim", type=count, metavar="N", help="rank; with --energy the largest one")
-    parser.add_argument("--energy", type=finite, metavar="X", help="share of the sum of squares each layer keeps")
+    parser.add_argument("--dim", required=True, type=count, metavar="N", help="rank of every layer")
     parser.add_argument("--device", help="where to decompose (default: a GPU if there is one)")
     add_lora_output(parser, "bf16")
     options = parser.parse_args()
     found, targets = extract(options)
     console = tool_console()
     console.print(layer_table(found.layers, targets))
-    for note in found.notes:
-        console.print(f"note: {note}")
     console.print(f"{options.save_to}: {counted(len(found.layers), 'layer')}, equal ones left out: {found.equal}")
 
 

@@ -53,13 +53,13 @@ from tools.command import (
     value_range,
 )
 
-_OF_A_MODEL = ("transformer_only", "dora_norm")
+_OF_A_MODEL = ("transformer_only",)
 _OF_A_LORA = ("method", "new_rank", "save_format", "overwrite")
 _OF_QUANTIZED = ("rounding", "retention", "accept_loss", "dataset_config")
 
 if TYPE_CHECKING:
     from library.models.layer_names import LoraTargets
-    from networks.merging.merge import LoraSelection, LoraSource
+    from networks.merging.merge import LoraSource
 
 
 def merge_into_lora(options: argparse.Namespace) -> str:
@@ -104,9 +104,9 @@ def merge_into_model(options: argparse.Namespace, targets: LoraTargets) -> str:
     _refuse(options, _OF_A_LORA, "has no effect on a model; remove it, or remove --model to get a LoRA")
     given = options.model, options.lora, options.save_to, targets, options.save_precision, show_progress
     if _is_converted(options, targets):
-        report = merge_language_model(*given, _selection(options))
+        report = merge_language_model(*given)
     else:
-        report = merge_loras(*given, _selection(options))
+        report = merge_loras(*given, options.transformer_only)
     for note in report.notes:
         print(f"note: {note}")
     template = template_of(options.lora[0].path) if targets.own_names else None
@@ -162,14 +162,8 @@ def merge_into_quantized(options: argparse.Namespace, targets: LoraTargets) -> N
             accept_loss=options.accept_loss,
             shown=None if options.retention else 10,
         ),
-        _selection(options),
+        options.transformer_only,
     )
-
-
-def _selection(options: argparse.Namespace) -> LoraSelection:
-    from networks.merging.merge import LoraSelection
-
-    return LoraSelection(options.transformer_only, options.dora_norm or "auto")
 
 
 def _refuse(options: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
@@ -194,12 +188,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--save_precision", choices=precisions, help="default: as in --model, or the LoRAs")
     add_model_type(parser, "flux; of language models, and of LoRAs alone, as they say")
     parser.add_argument("--transformer_only", action="store_true", help="leave out the LoRAs' text encoder layers")
-    parser.add_argument(
-        "--dora_norm",
-        choices=["merged", "base"],
-        help="what dora_scale of rows is divided by: |W + BA|, as LyCORIS and OneTrainer train it, or |W|, as ComfyUI "
-        "does (default: as the file's metadata say, else merged)",
-    )
     lora = parser.add_argument_group("without --model")
     lora.add_argument("--method", choices=["concat", "svd"], help="how LoRAs become one (default: concat)")
     lora.add_argument("--new_rank", type=count, metavar="N", help="rank of --method svd")

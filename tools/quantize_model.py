@@ -87,9 +87,8 @@ def parser() -> argparse.ArgumentParser:
 
 answer_early(__name__, lambda: parser().parse_args())
 
-from library.precision.files.registry import scheme_named
 from library.precision.fp8_numbers import format_named
-from library.precision.recipe import Recipe
+from library.precision.recipe import Recipe, scheme_named
 from library.precision.writing import Written
 from networks.files.base import open_base
 

@@ -157,8 +157,8 @@ class PrecisionConfig(Section):
     quantised_compute: Literal["auto", "dequant", "quantised"] = Field(
         "auto",
         description="products with quantised weights: dequantised to the compute dtype; as they are stored, which "
-        "rounds activations too (fp8 on Ada, Hopper or newer with one scale a tensor or row; int8 on Turing or newer); "
-        "auto takes these in fp8 where GPU and weight allow",
+        "rounds activations too (fp8 alone, on Ada, Hopper or newer, with one scale a tensor or row); "
+        "auto takes these where GPU and weight allow",
     )
     quantised_activations: Literal["none", "auto", "row", "tensor", "unit", "static", "int8", "nvfp4", "mxfp8"] = Field(
         "none",
@@ -261,7 +261,7 @@ class PreservationConfig(Section):
 
 
 _NO_LONGER_TRAINED = {
-    **dict.fromkeys(("oft", "boft"), "it is no longer trained, only read and merged; use lora, dora, lokr or loha"),
+    **dict.fromkeys(("oft", "boft"), "it is no longer trained; use lora, dora, lokr or loha"),
     "olora": "this start is gone; use pissa, or default",
 }
 
@@ -298,8 +298,7 @@ class NetworkConfig(Section):
         "v_proj_dim, o_proj_dim, gate_proj_dim, up_proj_dim, down_proj_dim (Llama), c_attn_dim, attn_c_proj_dim, "
         "c_fc_dim, mlp_c_proj_dim (GPT-2), train_double_block_indices, train_mode_block_indices (FLUX.3), "
         "train_single_block_indices, train_block_indices (Qwen-Image, Z-Image, Krea 2, Llama, GPT-2); factor, "
-        "decompose_both (lokr), split_qkv (lora), "
-        "dora_norm (dora)",
+        "decompose_both (lokr), split_qkv (lora)",
     )
     scale_weight_norms: Annotated[
         NotNegative,

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from library.fidelity.serving import numbers, rounded, rounds
 from library.fidelity.tensors import TensorRow
 from library.precision.files.base import QuantizedWeight
-from library.precision.files.registry import scheme_named
 from library.precision.linear import QuantizedLinear
 from library.precision.parity.activations import LayerInputs
 from library.precision.parity.layer_errors import FLAGGED, relative_output_error, update_retention
+from library.precision.recipe import scheme_named
 from networks.files.weights import LoraWeights
 
 _INT8 = scheme_named("int8_convrot")

@@ -23,10 +23,9 @@ from library.errors import UserError, counted, names_in_short
 from library.fidelity.calibration import CalibrationPlan
 from library.models.layer_names import LoraTargets
 from library.precision.files.fp8 import Fp8Scheme
-from library.precision.files.registry import scheme_named
 from library.precision.names import QUANTIZED_PRECISIONS, LayoutKind
 from library.precision.parity.layer_errors import FLAGGED, UpdateRetention
-from library.precision.recipe import Recipe
+from library.precision.recipe import Recipe, scheme_named
 from library.precision.writing import write_quantized
 from library.training.report.progress import plain_table
 from networks.files.adapters import AdapterFile
@@ -34,8 +33,6 @@ from networks.files.base import Base, check_target, folder_copy, open_base
 from networks.files.weights import AdapterWeights, LoraWeights
 from networks.merging.low_rank import combine_loras
 from networks.merging.merge import (
-    EVERYTHING,
-    LoraSelection,
     LoraSource,
     base_notes,
     plan_updates,
@@ -75,7 +72,7 @@ def merge_quantized(
     targets: LoraTargets,
     console: Console,
     how: RoundingOptions,
-    selection: LoraSelection = EVERYTHING,
+    transformer_only: bool = False,
 ) -> dict[str, UpdateRetention]:
     """Merge into a quantised model; return what is left of each tensor's update in what was written.
 
@@ -86,7 +83,7 @@ def merge_quantized(
         targets: the family's row.
         console: for tables and notes.
         how: weights are rounded.
-        selection: of the LoRAs.
+        transformer_only: leave out the LoRAs' layers of text encoders.
 
     Raises:
         UserError: files that do not fit, or updates that rounding would lose.
@@ -94,10 +91,10 @@ def merge_quantized(
     base = open_base(model, quantized=True)
     check_target(base, save_to, torch.float8_e4m3fn)
     kind, recipe = _what_is_written(base, how)
-    files = read_sources(sources, targets, selection)
+    files = read_sources(sources, targets)
     for note in base_notes(base.weights_path, files):
         console.print(f"note: {note}")
-    loras = _of_transformer(files, targets, selection.transformer_only)
+    loras = _of_transformer(files, targets, transformer_only)
     updates = plan_updates(base.weights, loras, targets.keys, targets.family)
     save_to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=save_to.parent, prefix=f".{save_to.name}.") as spool:

@@ -295,8 +295,8 @@ def is_known(component: Component) -> bool:
 
 
 def is_lora(names: Iterable[str]) -> bool:
-    """Whether the tensor names are those of a LoRA or one of its relatives (LoKr, LoHa, DoRA, OFT)."""
+    """Whether the tensor names are those of a LoRA or one of its relatives (LoKr, LoHa, DoRA)."""
     return any(
-        re.search(r"\.(lora_(A|B|up|down|mid)|lora\.(up|down)|lora_linear_layer|hada_w|lokr_w|oft_|dora_scale)", name)
+        re.search(r"\.(lora_(A|B|up|down|mid)|lora\.(up|down)|lora_linear_layer|hada_w|lokr_w|dora_scale)", name)
         for name in names
     )

@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 
 from library.errors import UserError, did_you_mean
+from library.precision.files import fp8, gguf, int8, mxfp8, nf4, nvfp4
 from library.precision.files.base import QuantizedWeight, StoredWeight
-from library.precision.files.file_tensors import FileTensors
-from library.precision.files.registry import FINDERS
+from library.precision.files.file_tensors import FileTensors, refuse_unread
 from library.precision.names import ActivationRounding, LayoutKind
 from library.safetensors_io import RowRange, TensorEntry, read_entries, read_rows, weight_files
 
+_FORMATS = (gguf, nf4, fp8, int8, nvfp4, mxfp8)
 _WEIGHT_DTYPES = {"F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2"}
 _QUANTISED_DTYPES = {"F8_E4M3", "F8_E5M2", "U8", "I8", "I32", "F8_E8M0", "F4"}
 _SCALES = ("scale_weight", "weight_scale", "scale_input", "input_scale")
@@ -202,7 +203,8 @@ def quantized_file(file: FileTensors) -> QuantizedFile | None:
     Raises:
         UserError: something belongs to a quantisation that no format here knows.
     """
-    weights = {name: stored for find in FINDERS for name, stored in find(file).items()}
+    refuse_unread(file)
+    weights = {name: stored for format in _FORMATS for name, stored in format.find(file).items()}
     found = QuantizedFile(file, weights)
     for layer, config in file.layer_configs.items():
         if f"{layer}.weight" not in weights:

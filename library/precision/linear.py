@@ -20,7 +20,7 @@ columns, so that each gives finished input gradients and none is summed in bf16.
 the cache when it is used) and bounds the extra memory at 8 MiB in bf16. On a GPU kernels want to be large: a FLUX or
 Qwen-Image weight is one chunk.
 
-*As it is stored* (``quantised``), on GPUs whose tensor cores have the format (``QuantizedWeight.multiplies_on``), at up
+*As it is stored* (``quantised``), in fp8 on GPUs whose tensor cores have it (``QuantizedWeight.multiplies_on``), at up
 to twice bf16's rate. Activations are then rounded too, row by row with scales of their own (nothing to calibrate). The
 input gradient stays dequantised: made in fp8 it takes longer, as the weight has to be transposed each time.
 

@@ -12,7 +12,7 @@ import torch
 from library.config.schema import PrecisionConfig
 from library.errors import UserError
 from library.precision.checkpoint import QuantizedFile
-from library.precision.files.fp8 import Fp8Scheme, device_has_fp8_matmul, loaded_scheme
+from library.precision.files.fp8 import device_has_fp8_matmul, loaded_scheme
 from library.precision.fp8_numbers import format_named
 from library.precision.recipe import Recipe, WeightLoader
 
@@ -29,12 +29,12 @@ def plan_base(config: PrecisionConfig, layout: QuantizedFile | None, seed: int, 
     Raises:
         UserError: the device has no such products, or an option has no effect on this file.
     """
-    if config.quantised_compute == "quantised":
-        in_fp8 = layout is None or any(isinstance(each.scheme, Fp8Scheme) for each in layout.weights.values())
-        if device.type != "cuda" or (in_fp8 and not device_has_fp8_matmul(device)):
-            name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-            needs = "in fp8 need an Ada, Hopper or newer GPU" if in_fp8 else "as weights are stored need a GPU"
-            raise UserError(f'quantised_compute: products {needs}, which {name} is not; use "auto" or "dequant"')
+    if config.quantised_compute == "quantised" and not device_has_fp8_matmul(device):
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+        raise UserError(
+            f"quantised_compute: products in fp8 need an Ada, Hopper or newer GPU, which {name} is not; "
+            'use "auto" or "dequant"'
+        )
     activations = None if config.quantised_activations == "none" else config.quantised_activations
     # rounded once, where the server rounds
     compute = "dequant" if activations and config.quantised_compute == "auto" else config.quantised_compute

@@ -33,9 +33,11 @@ from library.precision.activations import round_inputs, roundings
 from library.precision.checkpoint import ServedInput
 from library.precision.files.base import QuantizedWeight, ReadOnlyScheme, Scheme
 from library.precision.files.fp8 import Fp8Scheme, Fp8Weight
-from library.precision.fp8_numbers import FP8_DTYPES
+from library.precision.files.int8 import Int8Scheme
+from library.precision.files.nvfp4 import Nvfp4Scheme
+from library.precision.fp8_numbers import E4M3FN, FP8_DTYPES, Fp8Format
 from library.precision.linear import Compute, QuantizedLinear, QuantizedLinearOfHiddenDtype
-from library.precision.names import ActivationRounding
+from library.precision.names import GRANULARITIES, READ_ONLY, SCHEME_NAMES, ActivationRounding
 from library.randomness import derive_seed
 
 
@@ -58,6 +60,27 @@ KINDS = {
 _NEVER = re.compile(
     r"(.*\.)?(shared|embed_tokens|relative_attention_bias|token_embedding|position_embedding|wte|wpe|lm_head|lora_A|lora_B)"
 )
+
+
+_OTHER_SCHEMES: dict[str, Scheme] = {
+    scheme.name: scheme for scheme in (Int8Scheme(rows=False), Int8Scheme(), Int8Scheme(group=256), Nvfp4Scheme())
+}
+
+
+def scheme_named(name: str, number_format: Fp8Format = E4M3FN) -> Scheme:
+    """Return the scheme called ``name``; ``number_format`` is that of fp8 ones.
+
+    Raises:
+        UserError: there is none of that name.
+    """
+    if name in GRANULARITIES:
+        return Fp8Scheme(name, number_format)
+    if name in _OTHER_SCHEMES:
+        return _OTHER_SCHEMES[name]
+    known = ", ".join(SCHEME_NAMES)
+    if name.lower().startswith((*READ_ONLY, "q4_", "q5_", "q6_", "q8_")):
+        raise UserError(f"scheme {name!r}: files in it are read and trained on, not written; use {known}")
+    raise UserError(f"scheme {name!r} is none of {known}{did_you_mean(name, SCHEME_NAMES)}")
 
 
 @dataclass(frozen=True)

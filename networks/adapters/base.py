@@ -9,8 +9,7 @@ Kinds differ in the change:
 
 None of them keeps anything of the weight's size for backward: the base may be fp8, or lie elsewhere between the two.
 
-The plain formulas, on full weights, are in ``networks.files.weights``, as files hold the kinds; files of OFT and BOFT
-are read and merged, and not trained.
+The plain formulas, on full weights, are in ``networks.files.weights``, as files hold the kinds.
 """
 
 from __future__ import annotations

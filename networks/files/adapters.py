@@ -30,7 +30,6 @@ from networks.files.weights import (
     TITLES,
     AdapterWeights,
     LoraWeights,
-    OftWeights,
     RowsDependError,
     non_lora_kind,
     rank_of,
@@ -61,13 +60,12 @@ class LoraFile(AdapterFile):
     weights: dict[str, LoraWeights]  # type: ignore[assignment]
 
 
-def load_adapter(path: str | Path, targets: LoraTargets, dora_norm: str = "auto") -> AdapterFile:
+def load_adapter(path: str | Path, targets: LoraTargets) -> AdapterFile:
     """Read an adapter file of any kind, in any known layout.
 
     Args:
         path: a safetensors file, or a folder written by PEFT (``adapter_model.safetensors``).
         targets: the family's row.
-        dora_norm: one of :data:`networks.files.weights.DORA_NORMS`.
 
     Returns:
         The weights under diffusers' module names, split where the file has fused layers, in the file's dtype
@@ -90,7 +88,7 @@ def load_adapter(path: str | Path, targets: LoraTargets, dora_norm: str = "auto"
     if not found:
         raise UserError(f"{path}: no tensors; not a LoRA file")
     prefixes = (targets.file_prefix, *(encoder.name for encoder in targets.text_encoders))
-    stated = {prefix: read_alphas(path, metadata, prefix, dora=title == "DoRA") for prefix in prefixes}
+    stated = {prefix: read_alphas(path, metadata, prefix) for prefix in prefixes}
     weights: dict[str, AdapterWeights] = {}
     for stem, (module, tensors) in found.items():
         alphas = stated[module.encoder.name if module.encoder else targets.file_prefix]
@@ -98,10 +96,7 @@ def load_adapter(path: str | Path, targets: LoraTargets, dora_norm: str = "auto"
             if name in weights:
                 raise UserError(f"{path}: {name} is there twice, in two namings ({stem}); keep one")
             weights[name] = read
-    notes = _settle_norms(path, weights, metadata, dora_norm)
-    if limited := [name for name, module in weights.items() if isinstance(module, OftWeights) and module.alpha > 0]:
-        what = f"{len(limited)} rotations are limited to alpha times the outputs, as LyCORIS and sd-scripts train them"
-        notes += (f"{path}: {what}; ComfyUI limits them to alpha and shows a smaller change",)
+    notes = _settle_norms(path, weights, metadata)
     modules = [module for module, _ in found.values()]
     # comfy files have kohya's keys for text encoders: the transformer's keys tell the layout where there are any
     layouts = {m.layout for m in modules if m.encoder is None} or {m.layout for m in modules}
@@ -111,27 +106,24 @@ def load_adapter(path: str | Path, targets: LoraTargets, dora_norm: str = "auto"
 DORA_NORM = "tandem.dora_norm"  # in a file's metadata
 
 
-def _settle_norms(
-    path: Path, weights: dict[str, AdapterWeights], metadata: Mapping[str, str], dora_norm: str
-) -> tuple[str, ...]:
+def _settle_norms(path: Path, weights: dict[str, AdapterWeights], metadata: Mapping[str, str]) -> tuple[str, ...]:
     """Rename ``dora_scale`` with a row for each output where it stands for rows of V; return a note if that is a guess.
 
     Trainers (LyCORIS, OneTrainer) mean V = W + BA, ComfyUI divides by W: so mean files that were written here for it.
     """
     by_rows = {n: w for n, w in weights.items() if "dora_scale" in w.tensors and w.tensors["dora_scale"].shape[1] == 1}
     stated = metadata.get(DORA_NORM) or ("base" if any(key.startswith("tandem.") for key in metadata) else "")
-    norm = dora_norm if dora_norm != "auto" else stated or "merged"
-    if norm == "base":
+    if stated == "base":
         return ()
     for name, module in by_rows.items():
         tensors = {"magnitude" if n == "dora_scale" else n: t for n, t in module.tensors.items()}
         weights[name] = module.of({**tensors, "magnitude": tensors["magnitude"].flatten()}, module.alpha)
-    known = dora_norm != "auto" or stated or any(key.startswith("ot_") for key in metadata)
+    known = stated or any(key.startswith("ot_") for key in metadata)
     if not by_rows or known or "lycoris" in metadata.get("ss_network_module", ""):
         return ()
     return (
         f"{path}: {len(by_rows)} dora_scale are taken for row norms of W + BA, as LyCORIS and OneTrainer train them; "
-        "ComfyUI divides by those of W: dora_norm=base does so too",
+        "ComfyUI divides by those of W",
     )
 
 
@@ -170,8 +162,7 @@ def _kind_of(tensors: Mapping[str, Tensor]) -> str:
     """Return the kind of adapter that one module's tensors are of: the one they make complete, else what they show."""
     complete = (kind for kind, each in KINDS.items() if set(tensors) in each.complete)
     shown = sorted(f".{name}" for name in tensors if name not in NORMS) + [f".{name}" for name in tensors]
-    kind = next(complete, None) or non_lora_kind(shown) or "lora"
-    return "boft" if kind == "oft" and tensors["oft_blocks"].ndim == 4 else kind
+    return next(complete, None) or non_lora_kind(shown) or "lora"
 
 
 def _modules_of(
@@ -194,8 +185,6 @@ def _modules_of(
     if "down" in tensors:
         value = value or float(rank)  # alpha 0 means "no scaling" in sd-scripts
     read = kind.of(tensors, value)
-    if isinstance(read, OftWeights) and read.alpha > 0:
-        read = kind.of(tensors, read.alpha * read.shape[0])  # trainers limit |Q| by alpha times the outputs
     try:
         _check_norms(read)
         if not module.is_fused and place.part is not None:
@@ -232,13 +221,11 @@ def _multiply(tensors: Mapping[str, Tensor]) -> bool:
     """Whether an adapter's tensors have shapes that can be multiplied as its kind does."""
     pairs = [("up", "down"), *((f"{n}_a", f"{n}_b") for n in ("lokr_w1", "lokr_w2", "hada_w1", "hada_w2"))]
     products = [(tensors[a].shape, tensors[b].shape) for a, b in pairs if a in tensors]
-    blocks = tensors.get("oft_blocks")
     return (
         all(tensor.numel() for tensor in tensors.values())
         and all(len(a) == len(b) == 2 and a[1] == b[0] for a, b in products)
         and ("hada_w1_a" not in tensors or len({(a[0], b[1]) for a, b in products}) == 1)
         and all(tensor.ndim == 2 for name, tensor in tensors.items() if name in ("lokr_w1", "lokr_w2"))
-        and (blocks is None or (blocks.ndim in (3, 4) and blocks.shape[-1] == blocks.shape[-2]))
     )
 
 

@@ -53,7 +53,7 @@ class LoraReport:
     """A LoRA file, or one of its relatives.
 
     Attributes:
-        kind: "LoRA", "DoRA", "LoKr", "LoHa", "OFT" or "BOFT".
+        kind: "LoRA", "DoRA", "LoKr" or "LoHa".
         families: the family named in the metadata, or each whose layers' names the keys are; none of an unknown one.
         layout: of a LoRA of a known family "kohya", "diffusers", ...; "" otherwise.
         count: how many layers it changes.

@@ -302,8 +302,6 @@ def _read_module(form: Keys, place: KeyPlace, tensors: dict[str, Tensor]) -> dic
     kind = next((each for each in KINDS.values() if set(tensors) in each.complete), None)
     if kind is None or (form.needs_alpha and alpha is None):
         return {}
-    if kind.kind == "oft" and tensors["oft_blocks"].ndim == 4:
-        kind = KINDS["boft"]
     rank = rank_of(tensors)
     weights = kind.of(tensors, float(rank if alpha is None else alpha))
     if place.part is not None:

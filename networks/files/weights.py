@@ -3,14 +3,12 @@
 These are the plain formulas, on full weights; merging uses them. The layers that are trained (``networks.adapters``)
 compute the same without forming a weight. A new kind is a class here, in :data:`KINDS`, and a layer there.
 
-The formulas are ComfyUI's (``comfy/weight_adapter``), whose names the tensors have. Two of them deserve a warning:
-
-* ``dora_scale`` with a row for each output is divided there by the row norms of the *base*, |W|, not of V = W + s B A
-  as in the paper, in peft (``lora_magnitude_vector``) and where LyCORIS and OneTrainer train it. A DoRA trained as in
-  the paper is right in ComfyUI if its ``dora_scale`` is m |W| / |V|; so it is written here. With a column for each
-  input all of them divide by V's columns. In memory the name tells: rows of V are ``magnitude``, rows of the base
-  ``dora_scale`` (:func:`networks.files.adapters.load_adapter` decides which a file means).
-* ``alpha`` of OFT and BOFT is no scale but a limit on |Q|, 0 for none; in files times the outputs, but for ComfyUI.
+The formulas are ComfyUI's (``comfy/weight_adapter``), whose names the tensors have. One of them deserves a warning:
+``dora_scale`` with a row for each output is divided there by the row norms of the *base*, |W|, not of V = W + s B A as
+in the paper, in peft (``lora_magnitude_vector``) and where LyCORIS and OneTrainer train it. A DoRA trained as in the
+paper is right in ComfyUI if its ``dora_scale`` is m |W| / |V|; so it is written here. With a column for each input all
+of them divide by V's columns. In memory the name tells: rows of V are ``magnitude``, rows of the base ``dora_scale``
+(:func:`networks.files.adapters.load_adapter` decides which a file means).
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ class AdapterWeights:
         trained: whether there is a layer for it in ``networks.adapters``.
         complete: the sets of tensors that an adapter of this kind may consist of, by name.
         tensors: by name, on one device, of any floating dtype.
-        alpha: numerator of the scale; the limit on |Q| of oft and boft.
+        alpha: numerator of the scale.
     """
 
     kind: ClassVar[str]
@@ -211,7 +209,6 @@ class LohaWeights(AddedWeights):
 
 
 NORMS = ("magnitude", "dora_scale")
-DORA_NORMS = ("auto", "merged", "base")  # what a file's dora_scale of rows is divided by: |V|, |W|, or as it says
 
 
 class DoraWeights(AdapterWeights):
@@ -256,7 +253,7 @@ class DoraWeights(AdapterWeights):
 
 
 class DoraLokrWeights(DoraWeights):
-    """The same of a LoKr: LyCORIS's ``weight_decompose``."""
+    """The same with a LoKr: LyCORIS's ``weight_decompose``."""
 
     kind, title, added = "lokr with dora_scale", "LoKr with dora_scale", LokrWeights
     trained = False
@@ -265,7 +262,7 @@ class DoraLokrWeights(DoraWeights):
 
 
 class DoraLohaWeights(DoraWeights):
-    """The same of a LoHa."""
+    """The same with a LoHa."""
 
     kind, title, added = "loha with dora_scale", "LoHa with dora_scale", LohaWeights
     trained = False
@@ -273,50 +270,7 @@ class DoraLohaWeights(DoraWeights):
     complete = tuple(names | {norm} for names in LohaWeights.complete for norm in NORMS)
 
 
-class OftWeights(AdapterWeights):
-    """``oft_blocks`` P [blocks, size, size]."""
-
-    kind, title, complete = "oft", "OFT", ({"oft_blocks"},)
-    trained = False
-    marks: ClassVar[tuple[str, ...]] = (".oft_blocks",)
-
-    @property
-    def shape(self) -> tuple[int, int | None]:
-        """See the base class."""
-        return self.tensors["oft_blocks"].shape[-3] * self.tensors["oft_blocks"].shape[-1], None
-
-    def apply(self, weight: Tensor, strength: float) -> Tensor:
-        """W + strength * (R W - W)."""
-        blocks = self.without_limit().tensors["oft_blocks"]
-        return weight + strength * (rotate(weight.t(), cayley(blocks)).t() - weight)
-
-    def without_limit(self) -> Self:
-        """Return the same rotation in fp32 with what its limit takes off |Q| taken off P."""
-        blocks = self.tensors["oft_blocks"].float()
-        if self.alpha > 0:
-            size = (blocks - blocks.transpose(-1, -2)).norm() + 1e-8
-            blocks = blocks * min(1.0, self.alpha / float(size))
-        return self.of({"oft_blocks": blocks}, 0.0)
-
-    def of_rows(self, rows: Tensor) -> OftWeights:
-        """See the base class."""
-        blocks = self.tensors["oft_blocks"]
-        size = blocks.shape[-1]
-        starts = rows[::size]
-        together = len(rows) % size == 0 and torch.equal(rows, (starts[:, None] + torch.arange(size)).flatten())
-        if blocks.ndim != 3 or self.alpha > 0 or not together or bool((starts % size).any()):
-            raise RowsDependError("the rotation mixes rows of several layers")
-        return OftWeights({"oft_blocks": blocks[starts // size]}, 0.0)
-
-
-class BoftWeights(OftWeights):
-    """``oft_blocks`` P [stages, blocks, size, size]."""
-
-    kind, title = "boft", "BOFT"
-    marks: ClassVar[tuple[str, ...]] = ()
-
-
-_ALL = (LoraWeights, DoraWeights, LokrWeights, LohaWeights, OftWeights, BoftWeights, DoraLokrWeights, DoraLohaWeights)
+_ALL = (LoraWeights, DoraWeights, LokrWeights, LohaWeights, DoraLokrWeights, DoraLohaWeights)
 KINDS: dict[str, type[AdapterWeights]] = {each.kind: each for each in _ALL}
 TITLES = {kind: each.title for kind, each in KINDS.items()}
 ADAPTER_MARKS = {mark: kind for kind, each in KINDS.items() for mark in each.marks}
@@ -339,7 +293,7 @@ def fold_scale(module: AdapterWeights, evenly: bool = False) -> AdapterWeights:
 
 
 def non_lora_kind(keys: Iterable[str]) -> str | None:
-    """Return the kind that a file's keys show if it is no plain LoRA; "oft" for BOFT too."""
+    """Return the kind that a file's keys show if it is no plain LoRA."""
     return next((kind for key in keys for mark, kind in ADAPTER_MARKS.items() if mark in key), None)
 
 
@@ -354,31 +308,3 @@ def check_strength(where: str, strength: float) -> None:
     """Refuse a strength that is not finite, or so large that nothing is left of the model; ``where`` names the LoRA."""
     if not abs(strength) <= MOST_STRENGTH:
         raise UserError(f"{where}: a strength of {strength:g}; give one from -{MOST_STRENGTH:g} to {MOST_STRENGTH:g}")
-
-
-def cayley(blocks: Tensor) -> Tensor:
-    """Return ``(I + Q) (I - Q)^-1`` with ``Q = P - P^T`` of every block ``P`` [..., size, size], in fp32."""
-    with torch.autocast(blocks.device.type, enabled=False):
-        skew = blocks.float() - blocks.float().transpose(-1, -2)
-        eye = torch.eye(blocks.shape[-1], device=blocks.device)
-        return torch.linalg.solve(eye - skew, eye + skew, left=False)
-
-
-def rotate(outputs: Tensor, rotations: Tensor) -> Tensor:
-    """Return ``outputs`` [N, out] rotated as OFT's and BOFT's rows of a weight are.
-
-    Args:
-        outputs: the last dimension is the one that is rotated; of a weight give the transpose.
-        rotations: [blocks, size, size] (OFT: row n goes to m by ``R[n, m]``) or [stages, blocks, size, size] (BOFT:
-            by ``R[m, n]``, on the order of the stage).
-    """
-    size = rotations.shape[-1]
-    if rotations.ndim == 3:
-        parts = outputs.unflatten(-1, (-1, size))
-        return torch.einsum("...kn,knm->...km", parts, rotations).flatten(-2)
-    for stage, blocks in enumerate(rotations):
-        half = 2**stage * (size // 2)
-        parts = outputs.unflatten(-1, (-1, 2, half)).transpose(-1, -2).flatten(-3).unflatten(-1, (-1, size))
-        parts = torch.einsum("...kn,kmn->...km", parts, blocks).flatten(-2)
-        outputs = parts.unflatten(-1, (-1, half, 2)).transpose(-1, -2).flatten(-3)
-    return outputs

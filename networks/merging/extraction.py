@@ -1,14 +1,11 @@
 """A fine-tuned model minus its base, as a LoRA.
 
 Layer by layer the difference of two weights is decomposed (``networks.merging.low_rank``) and its largest directions
-become
-the factors: ``up = U sqrt(s)``, ``down = sqrt(s) V^T``, alpha = rank. Two weights are in memory at a time, whatever the
-models' sizes. The two may be stored in different layouts and precisions: modules are compared by diffusers' name, q, k
-and v apart, fp8 weights as the numbers they stand for.
+become the factors: ``up = U sqrt(s)``, ``down = sqrt(s) V^T``, alpha = rank. Two weights are in memory at a time,
+whatever the models' sizes. The two may be stored in different layouts and precisions: modules are compared by
+diffusers' name, q, k and v apart, fp8 weights as the numbers they stand for.
 
-Rank: ``dim`` for every layer; or per layer the smallest one that keeps the share ``energy`` of the sum of squares of
-the difference, ``dim`` being the largest allowed. Layers that are equal get no LoRA. A LoRA holds no biases and no
-norms: where those differ too, a note says so.
+Layers that are equal get no LoRA. A LoRA holds no biases and no norms: what the tuned model changed in them is lost.
 """
 
 from __future__ import annotations
@@ -18,14 +15,13 @@ from dataclasses import dataclass
 
 import torch
 
-from library.errors import UserError, counted, names_in_short
+from library.errors import UserError, names_in_short
 from library.models.layer_names import KeyNames, LoraTargets
 from library.precision.checkpoint import WeightFiles
 from library.randomness import generator
-from library.safetensors_io import read_tensor
 from networks.files.base import Base, BaseModule, find_modules
 from networks.files.weights import LoraWeights
-from networks.merging.low_rank import Spectrum, decompose, decompose_to_energy
+from networks.merging.low_rank import Spectrum, decompose
 
 
 @dataclass(frozen=True)
@@ -40,12 +36,11 @@ class ExtractedLayer:
 
 @dataclass(frozen=True)
 class Extraction:
-    """The LoRA, its layers in the models' order, the layers that are equal, and remarks worth reading."""
+    """The LoRA, its layers in the models' order, and how many layers are equal."""
 
     weights: dict[str, LoraWeights]
     layers: list[ExtractedLayer]
     equal: int
-    notes: list[str]
 
 
 @dataclass(frozen=True)
@@ -62,8 +57,7 @@ def extract_lora(
     tuned: Base,
     targets: LoraTargets,
     *,
-    dim: int | None,
-    energy: float | None = None,
+    dim: int,
     device: torch.device | str = "cpu",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Extraction:
@@ -72,8 +66,7 @@ def extract_lora(
     Args:
         original, tuned: models of one architecture. Their text encoders are compared where both have them.
         targets: the family's row.
-        dim: rank of every layer, or with ``energy`` the largest one (None: no limit).
-        energy: share of the sum of squares to keep in every layer, above 0 up to 1.
+        dim: rank of every layer.
         device: where to decompose.
         progress: called with (layers done, layers in all).
 
@@ -91,7 +84,7 @@ def extract_lora(
     layers: list[ExtractedLayer] = []
     for pair in pairs:
         for name in pair.places[0]:
-            if spectrum := _layer(pair, name, dim, energy, device):
+            if spectrum := _layer(pair, name, dim, device):
                 rank = len(spectrum.values)
                 lora = spectrum.lora(rank)
                 full = pair.prefix + name
@@ -101,8 +94,7 @@ def extract_lora(
             progress(done, total)
     if not layers:
         raise UserError(f"{tuned.path}: its linear layers are those of {original.path}; there is nothing to extract")
-    notes = [note for pair in pairs for note in _other_differences(pair)]
-    return Extraction(weights, layers, total - len(layers), notes)
+    return Extraction(weights, layers, total - len(layers))
 
 
 def _pair(weights: tuple[WeightFiles, WeightFiles], keys: KeyNames, prefix: str, model_name: str) -> _Pair:
@@ -124,9 +116,7 @@ def _pair(weights: tuple[WeightFiles, WeightFiles], keys: KeyNames, prefix: str,
     return _Pair(prefix, (before, after), weights)
 
 
-def _layer(
-    pair: _Pair, name: str, dim: int | None, energy: float | None, device: torch.device | str
-) -> Spectrum | None:
+def _layer(pair: _Pair, name: str, dim: int, device: torch.device | str) -> Spectrum | None:
     """Return the directions to keep of one layer's difference; None where there is none."""
     before, after = (
         places[name].read(weights, device) for weights, places in zip(pair.weights, pair.places, strict=True)
@@ -136,24 +126,4 @@ def _layer(
         raise UserError(f"{pair.weights[1].path}: {name} holds NaN or infinity; the checkpoint is damaged")
     if not bool(difference.any()):
         return None
-    draws = generator(0, "extract", pair.prefix + name)
-    if energy is None:
-        return decompose(difference, dim, draws)
-    return decompose_to_energy(difference, energy, dim, draws)
-
-
-def _other_differences(pair: _Pair) -> list[str]:
-    """Return a remark if tensors that a LoRA cannot hold differ; only those of equal name can be compared."""
-    held = {place.tensor for places in pair.places for place in places.values()}
-    before, after = (weights.entries for weights in pair.weights)
-    differing = [
-        name
-        for name in before
-        if name not in held
-        and name in after
-        and not torch.equal(read_tensor(before, name).float(), read_tensor(after, name).float())
-    ]
-    if not differing:
-        return []
-    where, shown = pair.weights[1].path, names_in_short(differing, 3)
-    return [f"{where}: also different, but held by no LoRA: {counted(len(differing), 'tensor')} ({shown}); left out"]
+    return decompose(difference, dim, generator(0, "extract", pair.prefix + name))

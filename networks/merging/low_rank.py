@@ -102,7 +102,6 @@ _EXACT_BELOW = 512  # smaller sides are decomposed exactly in well under a secon
 _EXACT_SHARE = 4  # and so is a matrix of which a quarter of the directions is wanted
 _OVERSAMPLING = 16
 _POWER_ITERATIONS = 4
-_FIRST_GUESS = 64  # rank that is tried first where an energy is asked for
 
 
 class Spectrum(NamedTuple):
@@ -134,8 +133,8 @@ def decompose_product(weights: LoraWeights) -> Spectrum:
     return Spectrum(left @ u[:, :k], values, vh[:k] @ right.t(), float(values.square().sum()))
 
 
-def decompose(matrix: Tensor, rank: int | None, generator: torch.Generator) -> Spectrum:
-    """Return the ``rank`` largest directions of ``matrix`` [out, in] in its dtype (fp32 or wider); None: all.
+def decompose(matrix: Tensor, rank: int, generator: torch.Generator) -> Spectrum:
+    """Return the ``rank`` largest directions of ``matrix`` [out, in] in its dtype (fp32 or wider).
 
     Args:
         matrix: on any device.
@@ -144,27 +143,11 @@ def decompose(matrix: Tensor, rank: int | None, generator: torch.Generator) -> S
     """
     side = min(matrix.shape)
     energy = _sum_of_squares(matrix)
-    if rank is None or side <= _EXACT_BELOW or rank * _EXACT_SHARE >= side:
+    if side <= _EXACT_BELOW or rank * _EXACT_SHARE >= side:
         u, values, vh = torch.linalg.svd(matrix, full_matrices=False)
     else:
         u, values, vh = _randomised(matrix, rank + _OVERSAMPLING, generator)
-    rank = side if rank is None else min(rank, side)
     return Spectrum(u[:, :rank], values[:rank], vh[:rank], energy)
-
-
-def decompose_to_energy(matrix: Tensor, energy: float, cap: int | None, generator: torch.Generator) -> Spectrum:
-    """Return the fewest directions that hold the share ``energy`` of the matrix's energy, at most ``cap``."""
-    side = min(matrix.shape)
-    limit = min(cap or side, side)
-    guess = min(_FIRST_GUESS, limit)
-    while True:
-        spectrum = decompose(matrix, guess, generator)
-        if guess == limit or spectrum.kept(guess) >= energy:
-            break
-        guess = min(2 * guess, limit)
-        guess = limit if guess * _EXACT_SHARE >= side else guess  # exact from here on: all at once
-    rank = _first_reaching(spectrum.values.double().square().cumsum(0), energy * spectrum.energy)
-    return Spectrum(spectrum.left[:, :rank], spectrum.values[:rank], spectrum.right[:rank], spectrum.energy)
 
 
 def rank_by_rule(values: Tensor, rule: RankRule, parameter: float) -> int:

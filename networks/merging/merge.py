@@ -2,7 +2,7 @@
 
     W' = round(W + sum_k ratio_k * alpha_k / rank_k * B_k @ A_k)          in fp32, rounded once
 
-Other kinds (DoRA, LoKr, LoHa, OFT, BOFT) change a weight by their own formula, ``networks.files.weights``; those that
+Other kinds (DoRA, LoKr, LoHa) change a weight by their own formula, ``networks.files.weights``; those that
 depend on the weight see it as the files before them left it.
 
 The base is a diffusers folder (a pipeline or its transformer alone, in one file or in shards) or a single
@@ -26,7 +26,6 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,22 +80,6 @@ class Update:
 
 
 @dataclass(frozen=True)
-class LoraSelection:
-    """What of a LoRA file is merged, and how it is read.
-
-    Attributes:
-        transformer_only: its text encoder layers are left out; a note says so.
-        dora_norm: see :func:`networks.files.adapters.load_adapter`.
-    """
-
-    transformer_only: bool = False
-    dora_norm: str = "auto"
-
-
-EVERYTHING = LoraSelection()
-
-
-@dataclass(frozen=True)
 class MergeReport:
     """What was merged: base tensors changed, tensors written, and remarks worth reading."""
 
@@ -112,7 +95,7 @@ def merge_loras(
     targets: LoraTargets,
     precision: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    selection: LoraSelection = EVERYTHING,
+    transformer_only: bool = False,
 ) -> MergeReport:
     """Merge LoRAs into ``model`` and write the result to ``save_to``.
 
@@ -123,16 +106,16 @@ def merge_loras(
         targets: the family's row.
         precision: "fp32", "fp16" or "bf16" for the transformer's floating tensors; None keeps each tensor's dtype.
         progress: called with (tensors done, tensors in all).
-        selection: of the LoRAs.
+        transformer_only: leave out the LoRAs' layers of text encoders; a note says so.
 
     Raises:
         UserError: a file is missing, a LoRA does not fit, a value leaves fp16's range, the disk is full.
     """
     dtype = PRECISIONS[precision] if precision else None
     base = open_base(model)
-    read = read_sources(sources, targets, selection)
+    read = read_sources(sources, targets)
     loras = [(source, file.weights) for source, file in read]
-    components = _components(base, loras, targets, selection.transformer_only)
+    components = _components(base, loras, targets, transformer_only)
     check_target(base, save_to, dtype)
     total = sum(len(component.weights.entries) for component in components)
     done = itertools.count(1)
@@ -152,7 +135,7 @@ def merge_loras(
             write(components[0], folder)
             for component in components[1:]:
                 write(component, folder.parent / component.name)
-    left_out = _left_out_notes(loras, targets) if selection.transformer_only else ()
+    left_out = _left_out_notes(loras, targets) if transformer_only else ()
     notes = [*base_notes(base.weights_path, read), *left_out]
     return MergeReport(sum(len(component.updates) for component in components), total, tuple(notes))
 
@@ -164,14 +147,13 @@ def merge_language_model(
     targets: LoraTargets,
     precision: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    selection: LoraSelection = EVERYTHING,
 ) -> MergeReport:
     """Merge LoRAs into a language model in any layout, GGUF among them, and write a transformers folder.
 
     Arguments as for :func:`merge_loras`; without ``precision`` a quantised model becomes bf16.
     """
     files = TransformersFiles(model)
-    read = read_sources(sources, targets, selection)
+    read = read_sources(sources, targets)
     updates = plan_updates(files, [(s, file.weights) for s, file in read], targets.keys, targets.family)
 
     def merged(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -183,11 +165,9 @@ def merge_language_model(
     return MergeReport(len(updates), len(files.entries), tuple(notes))
 
 
-def read_sources(
-    sources: Sequence[LoraSource], targets: LoraTargets, selection: LoraSelection
-) -> list[tuple[LoraSource, AdapterFile]]:
+def read_sources(sources: Sequence[LoraSource], targets: LoraTargets) -> list[tuple[LoraSource, AdapterFile]]:
     """Return what LoRA files hold."""
-    return [(source, load_adapter(source.path, targets, selection.dora_norm)) for source in sources]
+    return [(source, load_adapter(source.path, targets)) for source in sources]
 
 
 @dataclass(frozen=True)
@@ -211,7 +191,6 @@ def _components(
     transformer_only: bool,
 ) -> list[_Component]:
     """Return the transformer, and the text encoders that the LoRAs change, with their updates."""
-    _refuse_text_encoder_alone(base, targets)
     split = [(source, targets.by_component(weights)) for source, weights in loras]
     name = targets.file_prefix
     own = [(source, parts.get(name, {})) for source, parts in split]
@@ -232,22 +211,6 @@ def _components(
         updates = plan_updates(inside, stripped, encoder.keys, f"{targets.family}'s {encoder.name}")
         components.append(_Component(encoder.name, inside, updates))
     return components
-
-
-def _refuse_text_encoder_alone(base: Base, targets: LoraTargets) -> None:
-    """Refuse a base that is no transformer but one of its text encoders, such as ComfyUI's clip_l file."""
-
-    def holds(keys: KeyNames) -> bool:
-        with suppress(UserError):
-            return bool(find_modules(base.weights, keys, targets.family))
-        return False
-
-    alone = [encoder.name for encoder in targets.text_encoders if holds(encoder.keys)]
-    if alone and not holds(targets.keys):
-        raise UserError(
-            f"{base.path}: holds {alone[0]} alone; a text encoder is merged as part of a diffusers pipeline folder: "
-            "give that folder to --model"
-        )
 
 
 def plan_updates(

@@ -11,7 +11,7 @@ import gguf
 import torch
 
 from library.precision.files.comfy_quant import tiled_shape
-from library.precision.files.registry import scheme_named
+from library.precision.recipe import scheme_named
 from library.safetensors_io import TensorSpecs, read_entries
 from library.training.memory.dummy_checkpoint import write_specs
 

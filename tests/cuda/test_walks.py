@@ -108,10 +108,6 @@ RUNS: dict[str, dict[str, Any]] = {
         "model_type": "z_image", "blocks": 3, "file": "nf4",
         "flags": ["--blocks_to_swap", "1", "--gradient_checkpointing"],
     },
-    "flux, int8 with ConvRot, products in int8, blocks swapped": {
-        "blocks": 4, "file": "int8_convrot",
-        "flags": ["--quantised_compute", "quantised", "--gradient_checkpointing", "--blocks_to_swap", "1"],
-    },
     "flux_kontext, nvfp4, LoKr, every second block": {
         "model_type": "flux_kontext", "file": "nvfp4",
         "flags": ["--network_type", "lokr", "--save_format", "comfy", "--gradient_checkpointing",

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from library.fidelity.tensor_findings import costly_kinds, tensor_findings, with_lora_faults
 from library.fidelity.tensors import TensorRow, compare_tensors, module_difference
 from library.precision.files.fp8 import Fp8Scheme
-from library.precision.files.registry import scheme_named
 from library.precision.fp8_numbers import E4M3FN, E5M2, Fp8Format
 from library.precision.linear import QuantizedLinear
 from library.precision.names import GRANULARITIES, Granularity
-from library.precision.recipe import Recipe, quantize_model
+from library.precision.recipe import Recipe, quantize_model, scheme_named
 from networks.files.weights import LoraWeights
 from tests.precision.layers import quantize
 from tests.tiny import tiny_flux_transformer

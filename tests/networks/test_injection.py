@@ -244,10 +244,6 @@ def test_ranks_and_blocks_beyond_the_model_are_refused_before_anything_is_made(
     assert len(list(model.parameters())) == before
 
 
-def test_a_rank_as_large_as_the_smaller_side_is_taken() -> None:
-    assert inject(make_flux(), "img_attn_dim=32").modules["transformer_blocks.0.attn.to_q"].rank == 32
-
-
 def test_a_factor_beyond_every_layer_is_refused() -> None:
     with pytest.raises(UserError, match="factor=100000: no layer has more than"):
         inject(make_flux(), "factor=100000", network_type="lokr")

@@ -24,12 +24,6 @@ def test_one_group_without_lora_plus_and_two_with_it() -> None:
     assert [id(p) for p in down["params"]] == [id(layer.lora_A.weight) for layer in layers]
 
 
-def test_optimizers_take_the_groups() -> None:
-    network = inject(make_flux(), ATTENTION)
-    optimizer = torch.optim.AdamW(network.parameter_groups(1e-4, 16))
-    assert [group["name"] for group in optimizer.param_groups] == ["lora_A", "lora_B"]
-
-
 def test_state_goes_out_and_in_bit_for_bit() -> None:
     model, other = make_flux(), make_flux()
     network = inject(model)

@@ -59,7 +59,7 @@ def test_patterns_may_be_bare_quoted_or_a_list(text: str, patterns: tuple[str, .
     ("argument", "message"),
     [
         ("img_atn_dim=4", "unknown key 'img_atn_dim'; did you mean 'img_attn_dim'?"),
-        ("zzz=4", "unknown key 'zzz'; known keys: decompose_both, dora_norm, exclude_patterns, factor, img_attn_dim"),
+        ("zzz=4", "unknown key 'zzz'; known keys: decompose_both, exclude_patterns, factor, img_attn_dim"),
         ("rank_dropout", "'rank_dropout' is not of the form key=value; write it like rank_dropout=0.1"),
         ("rank_dropout=1.0", "rank_dropout=1.0: must be at least 0 and below 1"),
         ("module_dropout=-1", "module_dropout=-1: must be at least 0 and below 1"),

@@ -3,14 +3,13 @@ each layout is tested in tests/networks/files/test_formats.py; here is what the 
 
 from __future__ import annotations
 
-import hashlib
 import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from library.errors import UserError
@@ -18,10 +17,9 @@ from library.models.flux.files import FLUX_TARGETS
 from library.models.qwen_image.files import QWEN_TARGETS
 from networks.files.adapters import load_lora
 from networks.files.detection import load_loras
-from networks.files.layouts import SAVE_FORMATS
 from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter
-from tests.networks.conftest import inject, make_flux, run_flux, train_a_little
+from tests.networks.conftest import inject, make_flux, train_a_little
 from tests.networks.files.test_formats import output_in_diffusers
 from tools.convert_lora import convert, main
 
@@ -52,9 +50,8 @@ def deltas(weights: dict[str, LoraWeights]) -> dict[str, Tensor]:
     return {name: module.delta(torch.float64) for name, module in weights.items()}
 
 
-@pytest.mark.parametrize("first", SAVE_FORMATS)
-@pytest.mark.parametrize("second", SAVE_FORMATS)
-def test_every_pair_of_layouts_keeps_update_output_and_metadata(first: str, second: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("first", "second"), [("diffusers", "kohya"), ("kohya", "comfy"), ("comfy", "diffusers")])
+def test_another_layout_keeps_update_output_and_metadata(first: str, second: str, tmp_path: Path) -> None:
     weights = mixed_lora()
     assert any(module.alpha != module.rank for module in weights.values())
     source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
@@ -71,42 +68,6 @@ def test_every_pair_of_layouts_keeps_update_output_and_metadata(first: str, seco
         assert kept[key] == METADATA[key]
     # diffusers' alphas are in the file's metadata only where they are not in tensors too
     assert ("lora_adapter_metadata" in kept) == (second == "diffusers")
-
-
-def test_hashes_are_those_of_the_new_file(tmp_path: Path) -> None:
-    source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    save_adapter(source, mixed_lora(), FLUX_TARGETS, "diffusers", metadata=METADATA)
-    convert(source, target, "kohya", model_type="flux")
-    data = target.read_bytes()
-    tensors = data[8 + int.from_bytes(data[:8], "little") :]
-    digest = hashlib.sha256(tensors).hexdigest()  # sd-scripts: SHA-256 of everything behind the header
-    kept = metadata_of(target)
-    assert (kept["sshs_model_hash"], kept["modelspec.hash_sha256"]) == (digest, f"0x{digest}")
-    assert kept["sshs_model_hash"] != metadata_of(source)["sshs_model_hash"]
-
-
-def test_a_peft_folder_becomes_a_kohya_file_with_its_alphas(tmp_path: Path) -> None:
-    """Keys and alphas as PEFT's save_pretrained writes them, the update computed here."""
-    folder = tmp_path / "peft"
-    folder.mkdir()
-    rng = torch.Generator().manual_seed(1)
-    name = "transformer_blocks.1.attn.to_k"
-    down, up = torch.randn(2, 32, generator=rng), torch.randn(32, 2, generator=rng)
-    save_file(
-        {f"base_model.model.{name}.lora_A.weight": down, f"base_model.model.{name}.lora_B.weight": up},
-        folder / "adapter_model.safetensors",
-    )
-    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 5}))
-    target = tmp_path / "kohya.safetensors"
-    convert(folder, target, "kohya", model_type="flux")
-    tensors = load_file(target)
-    stem = "lora_unet_double_blocks_1_img_attn_qkv"
-    assert tensors.keys() == {f"{stem}.lora_down.weight", f"{stem}.lora_up.weight", f"{stem}.alpha"}
-    fused_up, fused_down = tensors[f"{stem}.lora_up.weight"], tensors[f"{stem}.lora_down.weight"]
-    fused = tensors[f"{stem}.alpha"] / fused_down.shape[0] * fused_up @ fused_down
-    expected = torch.zeros(96, 32)
-    expected[32:64] = 5 / 2 * up @ down  # q, k, v lie below each other
-    torch.testing.assert_close(fused, expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("asked", "dtype"), [(None, torch.bfloat16), ("fp32", torch.float32)])
@@ -129,15 +90,6 @@ def test_unequal_scales_of_a_bf16_file_are_folded_without_loss_into_fp32(tmp_pat
     source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     save_adapter(source, weights, FLUX_TARGETS, "diffusers", "bf16")
     assert convert(source, target, "kohya", "fp32", "flux")[-1] < 1e-6
-
-
-def test_what_cannot_be_mapped_is_named_and_nothing_is_written(tmp_path: Path) -> None:
-    source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    save_adapter(source, mixed_lora(), FLUX_TARGETS, "diffusers")
-    save_file(load_file(source) | {"transformer.mystery.lora_A.weight": torch.ones(2, 2)}, source)
-    with pytest.raises(UserError, match=r"1 keys are no LoRA weights .*transformer\.mystery\.lora_A\.weight"):
-        convert(source, target, "kohya", model_type="flux")
-    assert not target.exists()
 
 
 def test_nothing_on_disk_is_replaced_unasked(tmp_path: Path) -> None:
@@ -182,20 +134,6 @@ def test_the_report_tells_layers_ranks_layouts_and_the_check(
         main()
     assert left.value.code == 2
     assert capsys.readouterr().err == "error: nowhere.safetensors: no such file; check the path\n"
-
-
-def test_the_converted_file_makes_our_model_compute_the_same(tmp_path: Path) -> None:
-    model = make_flux()
-    network = inject(model, alpha=3.0)
-    train_a_little(network)
-    save_adapter(tmp_path / "a.safetensors", network.weights(), FLUX_TARGETS, "diffusers")
-    convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors", "kohya", model_type="flux")
-    expected = run_flux(model)
-    with torch.no_grad():
-        for layer in network.modules.values():
-            layer.lora_B.weight.zero_()
-    network.load(load_lora(tmp_path / "b.safetensors", FLUX_TARGETS).weights, "b")
-    torch.testing.assert_close(run_flux(model), expected, rtol=1e-5, atol=1e-5)  # B rescaled once in fp32
 
 
 ATTENTION = {"transformer_blocks.0.attn.to_q": LoraWeights(torch.ones(2, 8), torch.ones(8, 2), 1.0)}

@@ -44,25 +44,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("a.safetensors", LoraSource(Path("a.safetensors"), 1.0)),
-        ("a.safetensors:0.8", LoraSource(Path("a.safetensors"), 0.8)),
-        ("dir/a:b.safetensors:-1", LoraSource(Path("dir/a:b.safetensors"), -1.0)),
-        ("C:/loras/a.safetensors", LoraSource(Path("C:/loras/a.safetensors"), 1.0)),
-    ],
-)
-def test_strength_follows_the_last_colon(text: str, expected: LoraSource) -> None:
-    assert lora_source(text) == expected
-
-
-def test_a_file_with_a_colon_in_its_name_is_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "a:0.5"
-    path.touch()
-    assert lora_source(str(path)) == LoraSource(path, 1.0)
-
-
-def test_a_strength_that_is_no_number_is_refused() -> None:
+def test_strength_follows_the_last_colon_unless_a_file_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / "a:0.5").touch()
+    for text, path, strength in (
+        ("a.safetensors", "a.safetensors", 1.0),
+        ("dir/a:b.safetensors:-1", "dir/a:b.safetensors", -1.0),
+        ("C:/loras/a.safetensors", "C:/loras/a.safetensors", 1.0),
+        (f"{tmp_path}/a:0.5", f"{tmp_path}/a:0.5", 1.0),
+    ):
+        assert lora_source(text) == LoraSource(Path(path), strength)
     with pytest.raises(UserError, match=r"--lora a.safetensors:high: 'high' is not a number; write"):
         lora_source("a.safetensors:high")

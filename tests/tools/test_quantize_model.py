@@ -15,10 +15,9 @@ from torch import Tensor
 
 import tools.quantize_model as quantize_model
 from library.precision.checkpoint import WeightFiles
-from library.precision.files.registry import scheme_named
 from library.precision.names import SCHEME_NAMES
+from library.precision.recipe import scheme_named
 from library.safetensors_io import RowRange
-from tests.precision.files.comfy import by_kitchen, rebuilt, same
 from tests.tiny import tiny_flux_transformer
 
 WIDTH = 64
@@ -103,39 +102,6 @@ def test_what_is_written_reads_back_the_same_by_tandem_and_by_independent_code(
         assert torch.equal(stored[name], original[name])
 
 
-OTHERS = {  # --scheme -> what ComfyUI calls it, what its quantiser is asked for, the marker
-    "int8": ("int8_tensorwise", {}, {}),
-    "int8_row": ("int8_tensorwise", {"per_channel": True}, {}),
-    "int8_convrot": ("int8_tensorwise", {"per_channel": True, "convrot": True}, {"convrot": True}),
-    "nvfp4": ("nvfp4", {}, {}),
-}
-
-
-@pytest.mark.parametrize("scheme", OTHERS)
-@pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
-def test_int8_and_nvfp4_files_are_what_comfy_kitchen_reads(
-    scheme: str, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
-    original = checkpoint(prefix)
-    save_file(original, source)
-    run(monkeypatch, "--model", source, "--save_to", target, "--scheme", scheme)
-    kind, _, said = OTHERS[scheme]
-    raw, layout = load_file(target), WeightFiles(target).quantized
-    assert layout is not None
-    assert set(layout.weights) == {f"{prefix}{name}.weight" for name in NAMES}
-    for name, stored in layout.weights.items():
-        config = json.loads(bytes(raw[f"{name.removesuffix('.weight')}.comfy_quant"].tolist()))
-        group = 16 if "linear2" in name else 64  # 224 and 64 inputs, of which no run of 256 can be made
-        assert config == {"format": kind} | (said | {"convrot_groupsize": group} if said else {})
-        theirs = rebuilt(stored, raw, kind, torch.float32)
-        assert same(layout.read([RowRange(name)]).dequantize(torch.float32), theirs)
-        error = float((theirs - original[name].float()).norm() / original[name].float().norm())
-        assert error < (0.12 if scheme == "nvfp4" else 0.015)  # uniform steps of 1/127 of four spreads; four bits
-    for name in set(original) - set(layout.weights):
-        assert torch.equal(raw[name], original[name])
-
-
 @pytest.mark.parametrize("arguments", [[], ["--layout", "comfy_quant"], ["--scheme", "nvfp4"]])
 @pytest.mark.parametrize("in_header", [False, True])
 def test_a_quantised_file_asks_for_other_products_and_is_the_same_otherwise(
@@ -188,17 +154,6 @@ def test_a_quantised_file_asks_for_other_products_and_is_the_same_otherwise(
         served = WeightFiles(target).quantized
         assert served is not None
         assert {stored.served_rounding is None for stored in served.weights.values()} == {bool(expected)}
-
-
-def test_what_is_written_is_comfy_kitchens_own_rounding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
-    original = checkpoint()
-    save_file(original, source)
-    run(monkeypatch, "--model", source, "--save_to", target, "--scheme", "int8_row")
-    raw = load_file(target)
-    for name in NAMES:
-        theirs = by_kitchen(original[f"{name}.weight"].float(), "int8_tensorwise", per_channel=True)
-        assert torch.equal(raw[f"{name}.weight"], theirs.state_dict("w.weight")["w.weight"])
 
 
 def test_the_words_of_the_command_line_are_the_schemes_there_are() -> None:

@@ -20,10 +20,10 @@ Three classes for each format
     StoredWeight     where one lies in a file, and which tensors hold its values and scales
 
 A format is a module here with these three and a function ``find(file)``, which returns the weights of the format among
-a file's tensors (``file_tensors``). ``registry`` lists the modules. The rest of the code knows no format by name: the
-layer that multiplies (``library.precision.linear``), reading and writing checkpoints, merging, compensated rounding,
-the report. A format whose tensors are cut one by one derives from ``cut_weight.CutWeight``; one that is read and never
-written takes :class:`ReadOnlyScheme` and :class:`StoredReadOnly`.
+a file's tensors (``file_tensors``). ``library.precision.checkpoint`` lists the modules. The rest of the code knows no
+format by name: the layer that multiplies (``library.precision.linear``), reading and writing checkpoints, merging,
+compensated rounding, the report. A format whose tensors are cut one by one derives from ``cut_weight.CutWeight``; one
+that is read and never written takes :class:`ReadOnlyScheme` and :class:`StoredReadOnly`.
 
 What was left out
 =================
@@ -412,9 +412,3 @@ def cached_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return made
 
     return cached
-
-
-def device_is_capable(device: torch.device, capability: tuple[int, int]) -> bool:
-    """Return whether ``device`` is a GPU of Nvidia's with at least this compute capability."""
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    return nvidia and torch.cuda.get_device_capability(device) >= capability

@@ -9,8 +9,6 @@ dequantised (``mixed_precision_ops`` and ``_load_quantized_module`` in ``comfy/o
 multiply the format (``pick_operations``): nvfp4 and mxfp8 need Blackwell. int8 is the same everywhere and always: what
 ComfyUI calls in high precision rounds its inputs all the same (``StoredInt8.served_rounding``).
 
-*Products* of nvfp4 and mxfp8 are comfy-kitchen's where it is installed, which is what ComfyUI multiplies with.
-
 *Block scales* are one number a run of inputs of a row, [out, in / run]. Tensor cores want them in tiles of 128 rows by
 4 runs, in each of which the rows r, r + 32, r + 64, r + 96 lie side by side; rows and runs are filled up with zeros to
 whole tiles (https://docs.nvidia.com/cuda/cublas/index.html, "1D block scaling factors layout"). ComfyUI's files have
@@ -19,7 +17,6 @@ them so, others by rows. Here they are by rows, so that rows and columns can be 
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -34,7 +31,6 @@ from library.precision.files.base import (
     QuantizedWeight,
     Scheme,
     StoredWeight,
-    device_is_capable,
     runs_of,
 )
 from library.precision.files.cut_weight import CutWeight
@@ -157,18 +153,9 @@ def new_fields(
 
 @dataclass(frozen=True)
 class BlockScaledWeight(CutWeight):
-    """A weight with a scale for each run of inputs of a row, ``block_scale``, which comfy-kitchen can multiply with."""
+    """A weight with a scale for each run of inputs of a row, ``block_scale``."""
 
     block_scale: Tensor
-
-    @property
-    def is_operand(self) -> bool:
-        """Whether the sides are aligned, and comfy-kitchen is there."""
-        return all(side % 32 == 0 for side in self.shape) and importlib.util.find_spec("comfy_kitchen") is not None
-
-    def multiplies_on(self, device: torch.device) -> bool:
-        """Whether ``device`` is a GPU with tensor cores for such numbers (Blackwell), and comfy-kitchen is there."""
-        return self.is_operand and has_block_products(device)
 
 
 class BlockScheme(Scheme):
@@ -268,25 +255,3 @@ class StoredBlockScaled(StoredComfyWeight):
     def _rows(self) -> int:
         """The outputs with those that they are filled up with."""
         return self.held[self.name][1][0]
-
-
-def has_block_products(device: torch.device) -> bool:
-    """Return whether ``device`` has tensor cores for nvfp4 and mxfp8: Nvidia's from compute capability 10 on."""
-    return device_is_capable(device, (10, 0))
-
-
-def multiplied(x: Tensor, weight: QuantizedWeight, layout: str, **scales: Tensor) -> Tensor:
-    """Return ``x @ weight.T`` by comfy-kitchen, ``x`` [n, in] rounded; without such tensor cores in high precision.
-
-    Args:
-        layout: comfy-kitchen's for both. scales: those of the weight under the names they have in it.
-    """
-    from comfy_kitchen import use_backend
-    from comfy_kitchen.tensor import QuantizedTensor, get_layout_class
-
-    params = get_layout_class(layout).Params(**scales, orig_dtype=x.dtype, orig_shape=weight.shape)
-    own = QuantizedTensor(weight.values.contiguous(), layout, params)
-    if has_block_products(x.device):
-        return torch.nn.functional.linear(QuantizedTensor.from_float(x, layout), own)
-    with use_backend("eager"):  # its Triton kernels use instructions that older GPUs do not have
-        return torch.nn.functional.linear(QuantizedTensor.from_float(x, layout).dequantize(), own.dequantize())

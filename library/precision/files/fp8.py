@@ -55,7 +55,6 @@ from library.precision.files.base import (
     QuantizedWeight,
     Scheme,
     StoredWeight,
-    device_is_capable,
     runs_of,
 )
 from library.precision.files.comfy_quant import comfy_layers
@@ -415,7 +414,8 @@ def block_size(granularity: Granularity) -> int | None:
 
 def device_has_fp8_matmul(device: torch.device) -> bool:
     """Return whether ``device`` is a CUDA GPU with fp8 tensor cores (compute capability 8.9 or more)."""
-    return device_is_capable(device, (8, 9))
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def _rounded_up(scale: Tensor, dtype: torch.dtype) -> Tensor:

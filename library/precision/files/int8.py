@@ -36,7 +36,7 @@ from library.precision.files.base import QuantizedWeight, Scheme, StoredWeight, 
 from library.precision.files.comfy_quant import ComfyLayer, StoredComfyWeight, comfy_layers, new_fields
 from library.precision.files.cut_weight import CutWeight, scale_of_rows
 from library.precision.files.file_tensors import FileTensors
-from library.precision.fp8_numbers import refuse_nan, round_to_whole, row_scale, scaled
+from library.precision.fp8_numbers import refuse_nan, round_to_whole, scaled
 from library.precision.names import LayoutKind
 
 _LARGEST = 127.0
@@ -46,8 +46,6 @@ _SCALE_DTYPES = ("F32", "BF16", "F16")
 _CHUNK = 1 << 16  # numbers dequantised at a time on a CPU; four times as many are faster (2.5 of 3.8 ms for 3072 x
 # 3072) and cost a step 8 MiB, all at once take 20 ms
 _RUNS = 768  # rotated at a time on a CPU: products of one shape, of which oneDNN keeps a kernel each
-_OPERAND_ALIGNMENT = 8  # sides of int8 operands, a rule of cuBLAS
-_FEWEST_ROWS = 32  # of the inputs on a GPU: torch._int_mm wants more than 16
 
 
 @dataclass(frozen=True)
@@ -106,25 +104,6 @@ class Int8Weight(CutWeight):
     def unrotated(self) -> Self:
         """Return the same numbers as a weight without rotation."""
         return replace(self, group=0)
-
-    @property
-    def is_operand(self) -> bool:
-        """Whether its sides are aligned as int8 products on a GPU want them."""
-        return all(side % _OPERAND_ALIGNMENT == 0 for side in self.shape)
-
-    def product(self, x: Tensor) -> Tensor:
-        """Return ``x @ weight.T`` with ``x`` [n, in] rotated and each row rounded to int8 by its own scale.
-
-        The sums are int32; they and the scales are multiplied in fp32 and rounded once. On an H100 rounding and scaling
-        take longer than the faster product saves, so that nothing chooses this by itself (:meth:`multiplies_on`).
-        """
-        turned = self.rotate(x)
-        scale = row_scale(turned, _LARGEST, _SMALLEST_SCALE)
-        rounded = (turned / scale).round_().to(torch.int8)
-        if x.is_cuda and len(rounded) < _FEWEST_ROWS:
-            rounded = torch.nn.functional.pad(rounded, (0, 0, 0, _FEWEST_ROWS - len(rounded)))
-        sums = torch._int_mm(rounded, self.values.t())[: len(x)]
-        return torch.mul(sums * scale, self.scale.reshape(1, -1), out=torch.empty_like(sums, dtype=x.dtype))
 
 
 @dataclass(frozen=True)

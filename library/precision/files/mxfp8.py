@@ -24,9 +24,7 @@ from library.precision.files.comfy_quant import (
     ComfyLayer,
     StoredBlockScaled,
     comfy_layers,
-    multiplied,
     scales_are_tiled,
-    to_tiles,
 )
 from library.precision.files.file_tensors import FileTensors
 from library.precision.fp8_numbers import (
@@ -64,10 +62,6 @@ class Mxfp8Weight(BlockScaledWeight):
     @staticmethod
     def _factors(exponents: Tensor) -> Tensor:
         return (exponents.int() << _MANTISSA_BITS).view(torch.float32)
-
-    def product(self, x: Tensor) -> Tensor:
-        """Return ``x @ weight.T`` with ``x`` [n, in] rounded to mxfp8; both by comfy-kitchen."""
-        return multiplied(x, self, "TensorCoreMXFP8Layout", scale=to_tiles(self.block_scale).view(torch.float8_e8m0fnu))
 
 
 @dataclass(frozen=True)

@@ -40,11 +40,9 @@ from library.precision.files.comfy_quant import (
     ComfyLayer,
     StoredBlockScaled,
     comfy_layers,
-    multiplied,
     new_fields,
     scales_are_tiled,
     tiled_shape,
-    to_tiles,
 )
 from library.precision.files.cut_weight import in_chunks
 from library.precision.files.file_tensors import FileTensors
@@ -92,16 +90,6 @@ class Nvfp4Weight(BlockScaledWeight):
             return units.view(*scales.shape, BLOCK).mul_(scales.unsqueeze(-1)).view(weight.shape)
 
         return in_chunks(self, numbers, dtype)
-
-    @property
-    def is_operand(self) -> bool:
-        """Whether one scale goes with all rows, the sides are aligned, and comfy-kitchen is there."""
-        return len(self.scale) == 1 and super().is_operand
-
-    def product(self, x: Tensor) -> Tensor:
-        """Return ``x @ weight.T`` with ``x`` [n, in] rounded to nvfp4; both by comfy-kitchen."""
-        scales = {"scale": self.scale.reshape(()), "block_scale": to_tiles(self.block_scale)}
-        return multiplied(x, self, "TensorCoreNVFP4Layout", **scales)
 
 
 @dataclass(frozen=True)

@@ -6,18 +6,13 @@ import copy
 
 import pytest
 import torch
-from peft import LoraConfig, inject_adapter_in_model
+from peft import LoraConfig
 from torch import nn
 
 from library.precision.linear import QuantizedLinear
 from networks.adapters.lora import LoRALinear, init_pissa
+from tests.networks.adapters.test_adapter_layers import peft_layer
 from tests.precision.layers import quantize
-
-
-class Holder(nn.Module):
-    def __init__(self, inner: nn.Linear) -> None:
-        super().__init__()
-        self.inner = inner
 
 
 def linear(out_features: int = 40, in_features: int = 24) -> nn.Linear:
@@ -37,10 +32,8 @@ def begun(base: nn.Module, rslora: bool = False) -> LoRALinear:
 def test_it_begins_and_learns_as_pefts(shape: tuple[int, int], rslora: bool) -> None:
     base = linear(*shape)
     ours = begun(base, rslora)
-    holder = Holder(copy.deepcopy(base))
     config = LoraConfig(r=4, lora_alpha=3.0, init_lora_weights="pissa", use_rslora=rslora, target_modules=["inner"])
-    inject_adapter_in_model(config, holder)
-    theirs = holder.inner
+    theirs = peft_layer(config, base)
     parameters = theirs.lora_A["default"].weight, theirs.lora_B["default"].weight
     own = ours.lora_A.weight, ours.lora_B.weight
     # singular vectors have a sign of their own: the products have none

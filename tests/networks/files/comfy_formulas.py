@@ -29,22 +29,5 @@ def comfy_weight(weight: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
             dim = t["lokr_w2_b"].shape[0]
             w2 = t["lokr_w2_a"] @ t["lokr_w2_b"]
         return w + (alpha / dim if dim else 1.0) * torch.kron(w1, w2)
-    if "hada_w1_a" in t:
-        product = (t["hada_w1_a"] @ t["hada_w1_b"]) * (t["hada_w2_a"] @ t["hada_w2_b"])
-        return w + alpha / t["hada_w1_b"].shape[0] * product
-    blocks = t["oft_blocks"]
-    assert alpha == 0, "a limit on the rotation, which Tandem does not set"
-    eye = torch.eye(blocks.shape[-1], dtype=torch.float64)
-    q = blocks - blocks.transpose(-1, -2)
-    r = (eye + q) @ (eye - q).inverse()
-    if blocks.ndim == 3:  # oft.py
-        count, size, _ = blocks.shape
-        return w + torch.einsum("k n m, k n ... -> k m ...", r - eye, w.view(count, size, -1)).reshape(w.shape)
-    stages, _, size, _ = blocks.shape  # boft.py
-    out = w
-    for i in range(stages):
-        g, k = 2, 2**i * (size // 2)
-        out = out.unflatten(0, (-1, g, k)).transpose(1, 2).flatten(0, 2).unflatten(0, (-1, size))
-        out = torch.einsum("b i j, b j ... -> b i ...", r[i], out)
-        out = out.flatten(0, 1).unflatten(0, (-1, k, g)).transpose(1, 2).flatten(0, 2)
-    return out
+    product = (t["hada_w1_a"] @ t["hada_w1_b"]) * (t["hada_w2_a"] @ t["hada_w2_b"])
+    return w + alpha / t["hada_w1_b"].shape[0] * product

@@ -362,7 +362,6 @@ def test_files_that_are_no_lora_are_refused(tmp_path: Path) -> None:
     [
         ("{broken", "metadata lora_adapter_metadata: not a JSON object"),
         ("[1]", "metadata lora_adapter_metadata: not a JSON object"),
-        ('{"transformer.use_dora": true}', "this is a DoRA, which is more than a LoRA"),
     ],
 )
 def test_adapter_metadata_that_cannot_be_honoured_is_refused(text: str, message: str, tmp_path: Path) -> None:

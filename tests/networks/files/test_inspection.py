@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
@@ -63,14 +63,6 @@ def test_a_file_of_no_known_family_is_shown_with_the_reason(tmp_path: Path) -> N
     report = inspect_lora(path)
     assert (report.families, report.count, report.layers) == ((), 0, ())
     assert "keys are no LoRA weights of" in report.notes[0]
-
-
-def test_a_dora_is_shown_with_the_reason_why_it_cannot_be_loaded(network: AdapterNetwork, tmp_path: Path) -> None:
-    path = tmp_path / "dora.safetensors"
-    save_adapter(path, network.weights(), FLUX_TARGETS, "diffusers")
-    save_file(load_file(path), path, metadata={"lora_adapter_metadata": '{"transformer.use_dora": true}'})
-    report = inspect_lora(path)
-    assert "this is a DoRA" in report.notes[0]
 
 
 def test_every_family_that_fits_is_named_unless_the_metadata_decide(tmp_path: Path) -> None:

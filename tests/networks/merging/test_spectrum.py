@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from networks.files.weights import LoraWeights
-from networks.merging.low_rank import decompose, decompose_product, decompose_to_energy, rank_by_rule
+from networks.merging.low_rank import decompose, decompose_product, rank_by_rule
 
 
 def draws() -> torch.Generator:
@@ -45,24 +45,6 @@ def test_the_randomised_way_keeps_as_much_as_the_best_answer(rows: int, columns:
     # measured 5e-5 below the best; the module promises 1e-3
     assert best - 1e-3 < spectrum.kept(32) <= best + 1e-12
     assert spectrum.energy == pytest.approx((values**2).sum(), rel=1e-12)
-
-
-def test_an_energy_is_reached_with_the_fewest_directions() -> None:
-    values = np.array([4.0, 3.0, 2.0, 1.0, 0.5])
-    matrix = matrix_of(values, 24, 40)
-    shares = (values**2).cumsum() / (values**2).sum()
-    for rank in range(1, 6):
-        below, reached = (shares[rank - 2] if rank > 1 else 0.0) + 1e-6, shares[rank - 1] - 1e-6
-        assert len(decompose_to_energy(matrix, below, None, draws()).values) == rank
-        assert len(decompose_to_energy(matrix, reached, None, draws()).values) == rank
-    assert len(decompose_to_energy(matrix, 0.999, 2, draws()).values) == 2
-
-
-def test_an_energy_is_reached_where_the_first_guess_is_too_small() -> None:
-    values = np.ones(200)  # no direction is worth more than another: 90 % takes 180
-    spectrum = decompose_to_energy(matrix_of(values, 640, 600), 0.9, None, draws())
-    assert len(spectrum.values) == 180
-    assert spectrum.kept(180) == pytest.approx(0.9, abs=1e-9)
 
 
 def test_rank_rules_mean_what_sd_scripts_means() -> None:

@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from library.errors import UserError
 from library.precision.checkpoint import WeightFiles
-from library.precision.files.registry import scheme_named
 from library.precision.linear import QuantizedLinear
-from library.precision.recipe import Recipe
+from library.precision.recipe import Recipe, scheme_named
 from library.precision.writing import write_quantized
 from library.safetensors_io import RowRange
 from tests.precision.files.comfy import by_kitchen, comfy_tensors, marker, rebuilt, uneven
@@ -51,13 +50,6 @@ def test_layers_of_one_file_may_have_any_formats(tmp_path: Path) -> None:
     assert files.read_quantized([RowRange(f"{PREFIX}f.weight")]) is None
     with pytest.raises(UserError, match="quantise them alike"):
         files.read_quantized([RowRange(f"{PREFIX}a.weight"), RowRange(f"{PREFIX}c.weight")])
-
-
-def test_a_tensor_beside_a_weight_that_nobody_knows_is_refused(tmp_path: Path) -> None:
-    tensors = comfy_tensors("l", by_kitchen(uneven(32, 64), "nvfp4"), {"format": "nvfp4"})
-    save_file(tensors | {"l.weight_codebook": torch.ones(16)}, tmp_path / "a.safetensors")
-    with pytest.raises(UserError, match=r"l\.weight_codebook"):
-        WeightFiles(tmp_path / "a.safetensors")
 
 
 @pytest.mark.parametrize("scheme", list(KINDS))

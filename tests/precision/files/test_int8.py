@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import comfy_kitchen
 import pytest
 import torch
 
@@ -65,19 +64,15 @@ def test_comfy_kitchen_reads_what_is_written(scheme, options, config) -> None:
     assert torch.equal(found, weight.dequantize(torch.float32))
 
 
-@pytest.mark.parametrize("shape", [[1], [1, 1], []])
-def test_one_scale_is_one_scale_in_every_shape(tmp_path: Path, shape: list[int]) -> None:
-    tensors = comfy_tensors("l", by_kitchen(uneven(8, 32), "int8_tensorwise"), FORMAT)
-    file = opened(tmp_path / "a.safetensors", tensors | {"l.weight_scale": tensors["l.weight_scale"].reshape(shape)})
-    assert find(file)["l.weight"].read(file).scale.shape == (1, 1)
-
-
-def test_scales_of_rows_may_be_a_vector(tmp_path: Path) -> None:
-    weight = by_kitchen(uneven(8, 32), "int8_tensorwise", per_channel=True)
-    tensors = comfy_tensors("l", weight, FORMAT)
-    file = opened(tmp_path / "a.safetensors", tensors | {"l.weight_scale": tensors["l.weight_scale"].reshape(8)})
-    read = find(file)["l.weight"].read(file, slice(2, 5))
-    assert torch.equal(read.dequantize(torch.float32), weight.dequantize()[2:5])
+def test_scales_may_have_any_shape(tmp_path: Path) -> None:
+    for shapes, rows in (([[1], [1, 1], []], False), ([[8], [8, 1]], True)):
+        weight = by_kitchen(uneven(8, 32), "int8_tensorwise", per_channel=rows)
+        tensors = comfy_tensors("l", weight, FORMAT)
+        for shape in shapes:
+            scale = {"l.weight_scale": tensors["l.weight_scale"].reshape(shape)}
+            file = opened(tmp_path / "a.safetensors", tensors | scale)
+            read = find(file)["l.weight"].read(file, slice(2, 5))
+            assert torch.equal(read.dequantize(torch.float32), weight.dequantize()[2:5]), shape
 
 
 @pytest.mark.parametrize("where", ["marker", "params", "header", "header without prefix"])
@@ -128,23 +123,6 @@ def test_large_weights_are_dequantised_in_pieces_to_the_same_numbers() -> None:
     assert torch.equal(columns.operand(torch.bfloat16), expected[:, 128:640])
 
 
-@pytest.mark.parametrize(("scheme", "options", "config"), KINDS, ids=NAMES)
-def test_the_product_is_comfy_kitchens(scheme, options, config) -> None:
-    weight, x = scheme.quantize(uneven(40, 512)), uneven(50, 512, seed=3)
-    turned = {"convrot": True, "convrot_groupsize": scheme.group} if scheme.group else {}
-    theirs = comfy_kitchen.int8_linear(x, weight.values, weight.scale, None, torch.float32, **turned)
-    # both sum exactly in int32; the two scales are multiplied in another order
-    assert torch.allclose(weight.product(x), theirs, rtol=1e-6, atol=0)
-    assert weight.product(x.bfloat16()).dtype == torch.bfloat16
-
-
-def test_a_product_leaves_its_inputs_alone() -> None:
-    x = uneven(9, 64)
-    before = x.clone()
-    Int8Scheme().quantize(uneven(8, 64)).product(x)
-    assert torch.equal(x, before)
-
-
 def test_stochastic_rounding_takes_a_neighbour_and_is_right_on_average() -> None:
     scheme, units = Int8Scheme(), torch.tensor([[-127.0, -3.25, 0.0, 5.0, 6.75, 130.0]])
     drawn = torch.cat([scheme.round(units, True, torch.Generator().manual_seed(seed)) for seed in range(4000)])
@@ -174,11 +152,6 @@ def test_a_weight_of_zeros_and_one_with_a_nan() -> None:
             scheme.quantize(torch.full((4, 16), torch.nan))
 
 
-def test_steps_that_were_chosen_already_do_not_shrink() -> None:
-    scheme, before = Int8Scheme(), torch.tensor([[1.0], [2.0]])
-    assert scheme.steps(torch.tensor([[254.0], [127.0]]), before).tolist() == [[2.0], [2.0]]
-
-
 @pytest.mark.parametrize("said", [{}, {"full_precision_matrix_mult": True}])
 def test_the_server_rounds_inputs_whatever_the_file_asks_for(tmp_path: Path, said: dict) -> None:
     """What ComfyUI calls in high precision, ``F.linear`` of plain inputs, is a product in int8 in comfy-kitchen."""
@@ -202,11 +175,8 @@ SOUND = {"l.weight": torch.ones(8, 32, dtype=torch.int8), "l.weight_scale": torc
         ({"l.weight": torch.ones(8, 32)}, {}, "dtype F32 where int8_tensorwise has I8"),
         ({"l.weight": torch.ones(2, 8, 32, dtype=torch.int8)}, {}, "no matrix"),
         ({"l.weight_scale": torch.ones(4, 1)}, {}, r"shape \[4, 1\]"),
-        ({"l.weight_scale": torch.ones(8, 2)}, {}, r"shape \[8, 2\]"),
         ({"l.weight_scale": torch.ones(8, 1, dtype=torch.int32)}, {}, "dtype I32"),
         ({"l.weight_scale": torch.full((8, 1), torch.nan)}, {}, "not positive and finite"),
-        ({"l.weight_scale": torch.zeros(8, 1)}, {}, "not positive and finite"),
-        ({"l.weight_scale": -torch.ones(())}, {}, "not positive and finite"),
         ({}, {"convrot": True, "convrot_groupsize": 32}, "rotates runs of 32"),
         ({}, {"convrot": True, "convrot_groupsize": "all"}, "rotates runs of 'all'"),
         ({}, {"convrot": True}, "rotates runs of 256 inputs, of 32"),

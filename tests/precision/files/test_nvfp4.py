@@ -189,25 +189,11 @@ def test_parts_and_stacks_hold_the_numbers_of_the_whole() -> None:
     assert cut.shape == (35, 48)
     assert torch.equal(cut.dequantize(torch.bfloat16), whole[5:40, 32:80].bfloat16())
     assert cut.values.untyped_storage().data_ptr() == stacked.values.untyped_storage().data_ptr()
-    assert not stacked.is_operand
     assert Nvfp4Weight.stack([weights[0], weights[0]]).scale.shape == (1, 1)
     halves = [weights[1].part(columns=slice(0, 48)), weights[1].part(columns=slice(48, 96))]
     assert torch.equal(Nvfp4Weight.join(halves).dequantize(torch.float32), weights[1].dequantize(torch.float32))
     with pytest.raises(ValueError, match="different scales"):
         Nvfp4Weight.join([weights[0], replace(weights[0], scale=weights[0].scale * 2)])
-
-
-def test_large_weights_are_dequantised_in_pieces_to_the_same_numbers() -> None:
-    weight = Nvfp4Scheme().quantize(uneven(704, 1024))  # more than two pieces
-    rows = torch.cat([weight.part(slice(row, row + 8)).dequantize(torch.bfloat16) for row in range(0, 704, 8)])
-    assert torch.equal(weight.dequantize(torch.bfloat16), rows)
-
-
-def test_the_product_rounds_inputs_as_comfy_kitchen_does() -> None:
-    weight, x = Nvfp4Scheme().quantize(uneven(64, 96)), uneven(20, 96, seed=1)
-    rounded = by_kitchen(x, "nvfp4").dequantize().double()
-    expected = rounded @ weight.dequantize(torch.float32).double().T
-    assert torch.allclose(weight.product(x).double(), expected, rtol=1e-4, atol=1e-6)  # sums of 96 in fp32
 
 
 def test_sides_that_are_no_multiples_of_16_stay_in_high_precision() -> None:
@@ -236,20 +222,15 @@ SOUND = {
     [
         ({"l.weight_scale": None}, "there is no weight_scale"),
         ({"l.weight_scale_2": None}, "there is no weight_scale_2"),
-        ({"l.weight": None}, "without a weight"),
         ({"l.weight": torch.zeros(32, 16, dtype=torch.int8)}, "dtype I8 where nvfp4 has U8"),
-        ({"l.weight": torch.zeros(2, 32, 16, dtype=torch.uint8)}, "no matrix"),
         ({"l.weight": torch.zeros(32, 12, dtype=torch.uint8)}, "runs of 16 of 24 inputs"),
         ({"l.weight_scale": torch.ones(32, 4).to(E4M3)}, r"shape \[32, 4\] are not the block scales"),
         ({"l.weight_scale": torch.ones(32, 2)}, "dtype F32"),
         ({"l.weight_scale": torch.full((32, 2), torch.nan).to(E4M3)}, "NaN or negative"),
-        ({"l.weight_scale": torch.full((32, 2), -1.0).to(E4M3)}, "NaN or negative"),
         ({"l.weight_scale_2": torch.ones(32)}, "not one scale"),
         ({"l.weight_scale_2": torch.tensor(torch.inf)}, "not positive and finite"),
-        ({"l.weight_scale_2": torch.tensor(0.0)}, "not positive and finite"),
         ({"l.pre_quant_scale": torch.ones(32)}, "AWQ"),
         ({"l.comfy_quant": marker(FORMAT | {"orig_shape": [30, 30]})}, r"orig_shape says \[30, 30\]"),
-        ({"l.comfy_quant": marker(FORMAT | {"orig_shape": "all"})}, "orig_shape says all"),
     ],
 )
 def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, change, words) -> None:

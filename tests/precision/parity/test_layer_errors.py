@@ -11,7 +11,7 @@ from torch import Tensor
 from library.precision.files.fp8 import Fp8Weight
 from library.precision.names import GRANULARITIES, Granularity
 from library.precision.parity.layer_errors import UpdateRetention, update_retention
-from tests.precision.layers import make_layer, quantize, saturated
+from tests.precision.layers import make_layer, quantize
 from tests.precision.parity.users_merges import comfyui, musubi_base_weights, sd_scripts
 
 
@@ -105,13 +105,3 @@ def test_what_other_programs_merges_leave_of_an_update() -> None:
     # A change of 2e-4 beside fp8 values of up to 448 moves next to nothing, and what moves is then scaled down.
     assert abs(left(musubi_base_weights, scaled).gain) < 0.01
     assert left(sd_scripts, plain).gain < 0.01
-
-
-def test_saturation_is_what_lies_outside_of_the_scales() -> None:
-    weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(0)) * 0.02
-    blocks = quantize(weight, "block64")
-    assert saturated(weight, blocks) == 0
-    grown = weight.clone()
-    grown[3, 5] = grown[3].abs().max() * 1.03
-    assert saturated(grown, blocks) == 1 / weight.numel()
-    assert saturated(weight, quantize(weight, "cast")) == 0

@@ -19,7 +19,6 @@ from library.config.load import read_keys
 from library.config.schema import PrecisionConfig
 from library.errors import UserError
 from library.precision.activations import FakeQuantLinear
-from library.precision.checkpoint import WeightFiles
 from library.precision.linear import QuantizedLinear
 from library.precision.placement import plan_base
 from tests.runs import ROOT, arguments, largest_difference, lora, pipeline_forward, run, train_flags, write_dataset
@@ -302,22 +301,12 @@ def test_auto_rounds_inputs_where_the_server_of_the_file_does(
         assert words in metadata(tmp_path / "out")["tandem.base_precision"]
 
 
-def test_an_ampere_card_multiplies_int8_as_it_is_stored_and_not_fp8(
-    pipeline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_in_fp8_are_refused_on_a_card_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GeForce RTX 3090")
-    config, card = PrecisionConfig(quantised_compute="quantised"), torch.device("cuda")
-    source = save_single_files(pipeline, tmp_path / "single").transformer
-    eight = quantise(source, tmp_path / "int8.safetensors", "comfy_quant", "--scheme", "int8_row")
-    assert plan_base(config, WeightFiles(eight).quantized, 0, card).compute == "quantised"
-    fp8 = quantise(source, tmp_path / "fp8.safetensors", "comfy_quant")
-    for device, layout, message in (
-        (card, fp8, "in fp8 need an Ada, Hopper or newer GPU, which NVIDIA GeForce RTX 3090 is not"),
-        (torch.device("cpu"), eight, "as weights are stored need a GPU, which the CPU is not"),
-    ):
-        with pytest.raises(UserError, match=message):
-            plan_base(config, WeightFiles(layout).quantized, 0, device)
+    config = PrecisionConfig(fp8_base=True, quantised_compute="quantised")
+    with pytest.raises(UserError, match="need an Ada, Hopper or newer GPU, which NVIDIA GeForce RTX 3090 is not"):
+        plan_base(config, None, 0, torch.device("cuda"))
 
 
 def test_a_configuration_that_asks_for_fused_products_is_read_as_dequant() -> None:
