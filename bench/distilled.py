@@ -21,8 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from bench.fp8_parity import paint, run
 from bench.measure import Table, benchmark_parser, finish
+from bench.tiny_runs import paint, run
 from library.config.schema import ModelConfig
 from library.console import Console
 from library.fidelity.calibration import CalibrationOptions

@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 from PIL import Image
 
-from bench.fp8_parity import run
 from bench.measure import Table, benchmark_parser, finish
+from bench.tiny_runs import run
 from dev.tiny_models.painting import Pixels, coverage, paint, paint_shape, to_image
 from dev.tiny_models.scenes import background, paint_zorbo
 

@@ -1,31 +1,33 @@
 """What a training step costs a card at least, counted operation by operation without one: a roofline of every case.
 
 A step of a full-size model is traced on fake tensors (``library.training.memory.trace``). Of every operation that
-reaches the device are noted the FLOPs of its products, the bytes that it must read and write, and the line that called
-it. A card of known rates then needs at least
+reaches the device the trace notes the FLOPs of its products and the bytes that it must read and write. A card of
+published rates then needs at least
 
     sum over operations of max(FLOPs / rate of their dtype, bytes / memory bandwidth)
 
 the roofline of Williams et al. 2009 (doi 10.1145/1498765.1498785), taken for each operation, since one ends before the
-next begins. What the host takes to launch them stands beside it: it hides behind the card's work, or the card waits.
-Copies over the host link, of swapped blocks and offloaded activations, run beside the computation of their pass, so a
-pass takes the longer of the two.
+next begins. The time that the host takes to launch them is listed beside it: it hides behind the card's work, or the
+card waits. Copies over the host link (swapped blocks, offloaded activations) run beside the computation of their pass,
+so a pass takes the longer of the two.
 
 *FLOPs* are those done (``torch.utils.flop_counter``: attention's backward has 5 products to forward's 2, as it computes
-the scores again). *Needed* are those without recomputation, of blocks and of scores. *Bytes*: each input and output
-once, as far as it is touched: views cost nothing, what is broadcast is read by its own size, what is changed in place
-is read and written. No cache is assumed, which is too much for small tensors; no tile is read twice, which is too
-little for products. Rates are those of data sheets, which no product reaches: an H100 multiplies 8192 x 8192 x 8192 at
-0.80 of its 989 TFLOP/s (docs/benchmarks.md), see ``--efficiency``. A fused optimizer counts as one launch.
+the scores again). *Bytes*: each input and output once, as far as it is touched: views cost nothing, a broadcast tensor
+is read by its own size, a tensor that is changed in place is read and written. No cache is assumed, which is too much
+for small tensors; no tile is read twice, which is too little for products. Rates are those of data sheets, which no
+product reaches: an H100 multiplies 8192 x 8192 x 8192 at 0.80 of its 989 TFLOP/s (docs/benchmarks.md), see
+``--efficiency``. A fused optimizer counts as one launch.
 
-*Few blocks stand for all.* Blocks of a kind are alike, so two of each are walked, then three of one kind, and counts go
-on in a straight line. Swapped blocks, which are none, go up twice a step. A compiled case is its eager one with all
-fused that is neither product nor attention (:func:`fused`): a perfect compiler's, of which Inductor falls short.
+*Few blocks stand for all.* Blocks of a kind are alike, so a step of few blocks is traced, then one with two more of
+each kind, and counts go on in a straight line. They grow by two because blocks are checkpointed in pairs, but for the
+last ones (``library.nn.checkpointing.neighbours``). A swapped block is copied to the card twice a step. A compiled case
+is its eager one with all operations fused that are neither product nor attention (:func:`fused`): a perfect compiler's,
+of which Inductor falls short.
 
 ``--ladder`` counts the steps of ``bench/llm_ladder.py`` instead, whole models: tokens/s and MFU that the card allows,
 and tokens/s that its host does.
 
-    python bench/roofline.py [--only fp8] [--measured gpu.json] [--json PATH]
+    python bench/roofline.py [--only fp8] [--card H100] [--json PATH]
     python bench/roofline.py --ladder --efficiency 0.8
 """
 
@@ -34,10 +36,9 @@ from __future__ import annotations
 import functools
 import importlib
 import itertools
-import json
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
 from pathlib import Path
@@ -56,7 +57,8 @@ from bench.llm_ladder import LADDERS, Rung, build_rung, config_of, context_of, f
 from bench.measure import Table, benchmark_parser, finish
 from library.errors import UserError, exit_on_user_error
 from library.models.family_by_name import family_class
-from library.training.memory import fake_cuda, trace
+from library.nn.checkpointing import ALONE
+from library.training.memory import fake_cuda
 from library.training.memory.block_swap import kind_sizes, kinds_of, swapped_per_kind
 from library.training.memory.budget import GIB
 from library.training.memory.fake_cuda import pretend
@@ -66,10 +68,9 @@ Piece = tuple[int, int, int]  # of a storage: offset, elements
 
 
 class Cost(NamedTuple):
-    """An operation's FLOPs and bytes; ``site`` is the line that called it, "" if PyTorch's own backward did."""
+    """An operation's FLOPs and bytes."""
 
     name: str
-    site: str  # "path:line function"
     kind: str  # products, attention, traffic, or link: a copy between host and card
     phase: str  # forward, recomputed, backward, update
     dtype: str
@@ -106,12 +107,12 @@ class Card:
         """Return the seconds of a step by kind; of the link's those that its pass does not hide."""
         found = dict.fromkeys((*_KINDS, "link"), 0.0)
         for forward in (True, False):
-            own = dict.fromkeys(found, 0.0)
+            seconds = dict.fromkeys(found, 0.0)
             for cost, n in costs.items():
                 if (cost.phase == "forward") == forward:
-                    own[cost.kind] += n * self.seconds(cost, efficiency)
-            own["link"] = max(0.0, own["link"] - sum(own[kind] for kind in _KINDS))
-            found = {kind: found[kind] + own[kind] for kind in found}
+                    seconds[cost.kind] += n * self.seconds(cost, efficiency)
+            seconds["link"] = max(0.0, seconds["link"] - sum(seconds[kind] for kind in _KINDS))
+            found = {kind: found[kind] + seconds[kind] for kind in found}
         return found
 
 
@@ -130,10 +131,13 @@ CARDS = {
     "H200": Card("H200", {"bf16": 989.4, "tf32": 494.7, "fp8": 1978.9, "fp32": 67}, 4800, 64),
 }
 _KINDS = ("products", "attention", "traffic")
-_LAUNCH_US = 46.0  # of a virtual machine with an H100: 0.946 s for 20,337 (docs/benchmarks.md)
-_FEW = 2  # blocks a kind
+_LAUNCH_SECONDS = 46e-6  # of a virtual machine with an H100: 0.946 s for 20,337 (docs/benchmarks.md)
+_MORE = 2  # blocks, of which a pair is made
 _DTYPES = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8", torch.bfloat16: "bf16", torch.float16: "bf16"}
-_ROOT, _TORCH = f"{Path(__file__).resolve().parent.parent}/", str(Path(torch.__file__).parent)
+_COUNTS = {"done_tflop": "10.0f", "moved_gib": "9.0f", "link_gib": "8.1f", "launches": "8d", "launch_s": "8.2f"}
+_COLUMNS = {"case": "<64", **_COUNTS, **dict.fromkeys(CARDS, "7.3f"), **dict.fromkeys(_KINDS, "9.0%"), "link": "5.0%"}
+_LADDER_COLUMNS = {"case": "<44", "done_tflop": "10.1f", "moved_gib": "9.1f", "launches": "8d"}
+_LADDER_COLUMNS |= {"tokens_per_s": "12,.0f", "mfu": "5.0%", "tokens_per_s_of_host": "20,.0f"}
 _OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_"}  # write their first argument and do not read it
 
 
@@ -172,7 +176,7 @@ class LaunchTrace(MemoryTrace):
         every = [*read, *written, *made]
         if not (written or made) or all(each.device.type == "cpu" for each in every):
             return
-        site, phase, stand_in = _place()
+        phase, stand_in = _caller()
         if name.startswith(("empty", "new_empty")):
             if not stand_in.startswith("_FusedRMSNorm") or made[0].dtype == torch.float32:
                 return  # an allocation; the stand-in's outputs are those of one kernel, which in backward reads two
@@ -187,7 +191,7 @@ class LaunchTrace(MemoryTrace):
         reads, writes = self._pieces(read), self._pieces([*written, *made])
         moved = max(sum(reads.values()), sum(writes.values())) if between else sum((*reads.values(), *writes.values()))
         dtype = _DTYPES.get((read or made or written)[0].dtype, "fp32")
-        self.operations.append(Operation(Cost(name, site, kind, phase, dtype, flops, moved), reads, writes))
+        self.operations.append(Operation(Cost(name, kind, phase, dtype, flops, moved), reads, writes))
 
     def _pieces(self, tensors: Iterable[Tensor]) -> dict[Piece, int]:
         """Return the bytes that lie under tensors of the device; what is broadcast lies there once."""
@@ -209,49 +213,32 @@ def _tensors(value: Any) -> list[Tensor]:
     return [each for each in tree_leaves(value) if isinstance(each, Tensor)]
 
 
-def _place() -> tuple[str, str, str]:
-    """Return the innermost line outside of PyTorch, the phase, and which function of the fake device stands in."""
-    site, stand_in, again, updating = "", "", False, False
+def _caller() -> tuple[str, str]:
+    """Return the phase of the step, and which function of the fake device stands in for a kernel."""
+    stand_in, again, updating = "", False, False
     frame: Any = sys._getframe(3)
     while frame is not None:
-        code, path = frame.f_code, frame.f_code.co_filename
+        path = frame.f_code.co_filename
         again |= path.endswith("torch/utils/checkpoint.py")
         updating |= "/torch/optim/" in path
-        if not site and code.co_name == "_engine_run_backward":
-            break  # a node of PyTorch's own called it
-        if path in (fake_cuda.__file__, trace.__file__):
-            stand_in = stand_in or code.co_qualname
-        elif not site and not path.startswith((_TORCH, __file__)):
-            short = path.rpartition("site-packages/")[2].removeprefix(_ROOT)
-            site = f"{short}:{frame.f_lineno} {code.co_name}"
+        if path == fake_cuda.__file__:
+            stand_in = stand_in or frame.f_code.co_qualname
         frame = frame.f_back
     backward = torch._C._current_graph_task_id() != -1
-    phase = "update" if updating else "forward" if not backward else "recomputed" if again else "backward"
-    return site, phase, stand_in
+    return "update" if updating else "forward" if not backward else "recomputed" if again else "backward", stand_in
 
 
-class Fusion(NamedTuple):
-    """Operations that one kernel could do.
-
-    ``member`` says which, as long as each reads what another wrote and no other operation read it.
-    """
-
-    name: str
-    member: Callable[[Operation], bool]
-
-
-def _is_traffic(op: Operation) -> bool:
+def _can_fuse(op: Operation) -> bool:
     return op.cost.kind == "traffic" and op.cost.phase != "update"
 
 
-COMPILED = Fusion("compiled", _is_traffic)
+def fused(operations: Sequence[Operation], living: set[int]) -> Counter[Cost]:
+    """Return the costs as a perfect compiler makes them: what stays within a kernel moves no bytes.
 
-
-def fused(operations: Sequence[Operation], living: set[int], fusion: Fusion) -> Counter[Cost]:
-    """Return the costs of ``operations`` with those of ``fusion`` joined: what stays within a kernel moves no bytes.
-
-    A fused kernel runs where its last operation did. That is right as long as none outside has read what it writes,
-    so a group is closed by the first that does. It writes what is read outside, and what lives when the step is over.
+    Operations that are neither product nor attention are one kernel, as long as each reads what another wrote and no
+    other operation read it. The kernel runs where its last operation did. That is right as long as none outside has
+    read what it writes, so a group is closed by the first that does. It writes what is read outside, and what lives
+    when the step is over.
     """
     groups, owner = dict[int, list[int]](), dict[int, int]()  # a group's operations; whose an open storage is
     readers = defaultdict[int, set[int]](set)
@@ -259,7 +246,7 @@ def fused(operations: Sequence[Operation], living: set[int], fusion: Fusion) -> 
         for storage, *_ in op.reads:
             readers[storage].add(index)
         sources = {owner[storage] for storage, *_ in op.reads if storage in owner}
-        if fusion.member(op):
+        if _can_fuse(op):
             groups[index] = [*itertools.chain(*(groups.pop(each) for each in sources)), index]
             owner = {storage: index if group in sources else group for storage, group in owner.items()}
             owner |= {storage: index for storage, *_ in op.writes}
@@ -268,16 +255,15 @@ def fused(operations: Sequence[Operation], living: set[int], fusion: Fusion) -> 
     grouped = set(itertools.chain(*groups.values()))
     found = Counter(op.cost for index, op in enumerate(operations) if index not in grouped)
     for group in groups.values():
-        own = [operations[i] for i in sorted(group)]
+        members = [operations[i] for i in sorted(group)]
         read, written, made = dict[Piece, int](), dict[Piece, int](), set[int]()
-        for op in own:
+        for op in members:
             read |= {each: size for each, size in op.reads.items() if each[0] not in made}
             seen = {storage: storage in living or readers[storage] - set(group) for storage, *_ in op.writes}
             written |= {each: size for each, size in op.writes.items() if seen[each[0]]}
             made |= seen.keys()
-        cost = max((op.cost for op in own), key=lambda cost: cost.flops)
-        moved, flops = sum(read.values()) + sum(written.values()), sum(op.cost.flops for op in own)
-        found[cost._replace(name=fusion.name if len(own) > 1 else cost.name, flops=flops, bytes=moved)] += 1
+        name = "fused" if len(members) > 1 else members[0].cost.name
+        found[members[0].cost._replace(name=name, bytes=sum(read.values()) + sum(written.values()))] += 1
     return found
 
 
@@ -309,7 +295,7 @@ def walk_rung(model: str, rung: Rung) -> Counter[Cost]:
     eager = replace(rung, compiled=False)
     with kernels_of(rung):
         _, operations, living = _second_step(lambda: build_rung(model, eager, torch.device("cuda")))
-    costs = fused(operations, living, COMPILED) if rung.compiled else Counter(op.cost for op in operations)
+    costs = fused(operations, living) if rung.compiled else Counter(op.cost for op in operations)
     if rung.tf32:
         costs = Counter({cost._replace(dtype="tf32") if cost.dtype == "fp32" else cost: n for cost, n in costs.items()})
     return costs
@@ -339,115 +325,74 @@ def block_sizes(family: str, transformer: Any) -> Sizes:
 
 
 class Counted(NamedTuple):
-    """A step's costs as it is (""), and with each fusion by its name; sizes."""
+    """A step's costs, eager and compiled, and the sizes of its blocks."""
 
-    costs: dict[str, Counter[Cost]]
+    eager: Counter[Cost]
+    compiled: Counter[Cost]
     sizes: Sizes
 
     def of(self, case: GpuCase) -> Counter[Cost]:
-        """Return the costs of ``case``: of what is swapped, each block goes up in forward and in backward."""
-        fusion = COMPILED.name if case.compiled else ""
-        costs, depth = Counter(self.costs[fusion]), FAMILIES[case.family].blocks
+        """Return the costs of ``case``: each swapped block is copied to the card in forward and in backward."""
+        costs, depth = Counter(self.compiled if case.compiled else self.eager), FAMILIES[case.family].blocks
         kinds = [(number, weights) for number, (weights, _) in zip(depth, self.sizes, strict=True)]
         for share, (_, size) in zip(swapped_per_kind(kinds, case.swapped), self.sizes, strict=True):
             for phase in ("forward", "backward"):
-                costs[Cost("copy_", "library/training/memory/block_swap.py", "link", phase, "", 0, size)] += share
+                costs[Cost("copy_", "link", phase, "", 0, size)] += share
         return costs
 
 
 def count(case: GpuCase) -> Counted:
     """Return what a step of the published depth costs, from steps of few blocks; see ``device_processes``."""
     depth = FAMILIES[case.family].blocks
-    few = [tuple(_FEW + (kind == more) for kind in range(len(depth))) for more in range(-1, len(depth))]
-    walks = [walk(case, blocks) for blocks in few]
+    few = (*(_MORE - each % _MORE for each in depth[:-1]), ALONE + (depth[-1] - ALONE) % _MORE)
+    numbers = [few, *(tuple(n + _MORE * (i == kind) for i, n in enumerate(few)) for kind in range(len(few)))]
+    walks = [walk(case, blocks) for blocks in numbers]
 
-    def straight(fusion: Fusion | None) -> Counter[Cost]:
-        first, *others = (
-            fused(operations, living, fusion) if fusion else Counter(op.cost for op in operations)
-            for operations, living, _ in walks
-        )
+    def straight(costs_of: Callable[[list[Operation], set[int]], Counter[Cost]]) -> Counter[Cost]:
+        first, *others = (costs_of(operations, living) for operations, living, _ in walks)
         found = Counter(first)
-        for blocks, other in zip(depth, others, strict=True):
+        for blocks, fewer, other in zip(depth, few, others, strict=True):
             for cost in first | other:
-                found[cost] += (blocks - _FEW) * (other[cost] - first[cost])
+                found[cost] += (blocks - fewer) // _MORE * (other[cost] - first[cost])
         return found
 
-    costs = {"": straight(None)} | {COMPILED.name: straight(COMPILED)}
-    return Counted(costs, walks[0][2])
+    return Counted(straight(lambda operations, _: Counter(op.cost for op in operations)), straight(fused), walks[0][2])
 
 
-def row(case: GpuCase, counted: Counted, card: str, efficiency: float, launch_us: float) -> dict[str, Any]:
+def row(case: GpuCase, counted: Counted, card: str, efficiency: float) -> dict[str, Any]:
     """Return what a table and the JSON say of ``case``; shares are those of ``card``."""
     costs = counted.of(case)
     every = {name: each.step(costs, efficiency) for name, each in CARDS.items()}
     seconds = {name: sum(parts.values()) for name, parts in every.items()}
-    moved, link, launches = Counter[bool](), "link", sum(costs.values())
+    moved, launches = Counter[bool](), sum(costs.values())
     for cost, n in costs.items():
-        moved[cost.kind == link] += n * cost.bytes
+        moved[cost.kind == "link"] += n * cost.bytes
     shares = {kind: s / seconds[card] for kind, s in every[card].items()} if seconds[card] < inf else {}
     return {
         "case": case.name(),
-        "needed_tflop": needed_flops(costs) / 1e12,
         "done_tflop": sum(n * cost.flops for cost, n in costs.items()) / 1e12,
         "moved_gib": moved[False] / GIB,
         "link_gib": moved[True] / GIB,
         "launches": launches,
-        "launch_s": launches * launch_us / 1e6,
+        "launch_s": launches * _LAUNCH_SECONDS,
         **{name: each if each < inf else None for name, each in seconds.items()},
         **shares,
     }
 
 
-def ladder_rows(options: Any) -> Iterator[dict[str, Any]]:
-    """Yield what each rung of the ladders needs."""
-    card = CARDS[options.card]
-    asked = [
-        (model, rung) for model in LADDERS for rung in rungs(model) if options.only is None or options.only in model
-    ]
-    if not asked:
-        raise UserError(f"--only: no ladder's model holds {options.only!r}; there are {', '.join(LADDERS)}")
-    with device_processes(2) as pool:
-        found = [(model, rung, pool.submit(walk_rung, model, rung)) for model, rung in asked]
-        for model, rung, counted in found:
-            costs = counted.result()
-            tokens, launches = rung.batch * context_of(config_of(model, tiny=False)), sum(costs.values())
-            seconds = sum(card.step(costs, options.efficiency).values())
-            yield {
-                "case": f"{model}, {rung.step}, {rung.who}",
-                "done_tflop": sum(n * cost.flops for cost, n in costs.items()) / 1e12,
-                "moved_gib": sum(n * cost.bytes for cost, n in costs.items()) / GIB,
-                "launches": launches,
-                "tokens_per_s": tokens / seconds,
-                "mfu": tokens / seconds * flops_of(model) / (card.rates["bf16"] * 1e12),
-                "tokens_per_s_of_host": tokens / (launches * options.launch_us / 1e6),
-            }
-
-
-def print_ladders(options: Any) -> None:
-    """Print the table of :func:`ladder_rows`."""
-    table = Table(
-        {
-            "case": "<44",
-            "done_tflop": "10.1f",
-            "moved_gib": "9.1f",
-            "launches": "8d",
-            "tokens_per_s": "12,.0f",
-            "mfu": "5.0%",
-            "tokens_per_s_of_host": "20,.0f",
-        }
-    )
-    for each in ladder_rows(options):
-        table.add(each)
-    finish(table.rows, {}, options.json, "none: counted")
-
-
-def needed_flops(costs: Counter[Cost]) -> float:
-    """Return the FLOPs without recomputation: of blocks, and of the scores, one of five products in their backward."""
-    return sum(
-        n * cost.flops * (0.8 if cost.kind == "attention" and cost.phase == "backward" else 1.0)
-        for cost, n in costs.items()
-        if cost.phase != "recomputed"
-    )
+def ladder_row(model: str, rung: Rung, costs: Counter[Cost], card: Card, efficiency: float) -> dict[str, Any]:
+    """Return what a rung of a ladder needs."""
+    tokens, launches = rung.batch * context_of(config_of(model, tiny=False)), sum(costs.values())
+    speed = tokens / sum(card.step(costs, efficiency).values())
+    return {
+        "case": f"{model}, {rung.step}, {rung.who}",
+        "done_tflop": sum(n * cost.flops for cost, n in costs.items()) / 1e12,
+        "moved_gib": sum(n * cost.bytes for cost, n in costs.items()) / GIB,
+        "launches": launches,
+        "tokens_per_s": speed,
+        "mfu": speed * flops_of(model) / (card.rates["bf16"] * 1e12),
+        "tokens_per_s_of_host": tokens / (launches * _LAUNCH_SECONDS),
+    }
 
 
 def countable() -> list[GpuCase]:
@@ -456,21 +401,19 @@ def countable() -> list[GpuCase]:
     return sorted(found, key=lambda case: [*FAMILIES].index(case.family))
 
 
-def _eager(case: GpuCase) -> GpuCase:
-    """Return the case that is walked for ``case``."""
-    return replace(case, compiled=False, swapped=0)
-
-
-def _chosen(only: str | None) -> list[GpuCase]:
+def chosen(only: str | None) -> list[GpuCase]:
     """Return the cases of the table."""
-    every = {case.name(): case for case in countable()}
-    if only:
-        found = [each for name, each in every.items() if only in name]
-    else:
-        found = [each for each in every.values() if each.trainer == "tandem" and each.batch == 1]
+    found = [
+        case for case in countable() if (only in case.name() if only else case.trainer == "tandem" and case.batch == 1)
+    ]
     if not found:
         raise UserError(f"--only: no case's name holds {only!r}; leave it out to see the names")
     return found
+
+
+def _walked(case: GpuCase) -> GpuCase:
+    """Return the case that is traced for ``case``."""
+    return replace(case, compiled=False, swapped=0)
 
 
 @exit_on_user_error
@@ -480,26 +423,22 @@ def main() -> None:
     parser.add_argument("--only", help="the cases whose name holds this text (default: Tandem's of one image)")
     parser.add_argument("--card", choices=CARDS, default="H100", help="of the shares (%(default)s)")
     parser.add_argument("--efficiency", type=float, default=1.0, help="of published rates, that products reach")
-    parser.add_argument("--launch-us", type=float, default=_LAUNCH_US, help="a launch's, of the host (%(default)s)")
-    parser.add_argument("--measured", type=Path, help="JSON of bench/gpu.py, to stand beside the same cases")
     parser.add_argument("--ladder", action="store_true", help="count language models instead; --only names one")
     options = parser.parse_args()
     if options.ladder:
-        print_ladders(options)
-        return
-    if options.measured and not options.measured.is_file():
-        raise UserError(f"--measured: {str(options.measured)!r} does not exist; write it with bench/gpu.py --json")
-    report = json.loads(options.measured.read_text()) if options.measured else {"rows": []}
-    measured = {row["case"]: row["step_s"] for row in report["rows"] if "step_s" in row}
-    chosen = _chosen(options.only)
-    counts = {"needed_tflop": "12.0f", "done_tflop": "10.0f", "moved_gib": "9.0f", "link_gib": "8.1f", "launches": "8d"}
-    seconds, shares = dict.fromkeys(CARDS, "7.3f"), dict.fromkeys(_KINDS, "9.0%") | {"link": "5.0%"}
-    table = Table({"case": "<64", **counts, "launch_s": "8.2f", **seconds, **shares, "measured_s": "10.3f"})
-    with device_processes(2) as pool:
-        found = {case: pool.submit(count, case) for case in dict.fromkeys(map(_eager, chosen))}
-        for case in chosen:
-            own = row(case, found[_eager(case)].result(), options.card, options.efficiency, options.launch_us)
-            table.add(own | ({"measured_s": measured[case.name()]} if case.name() in measured else {}))
+        table = Table(_LADDER_COLUMNS)
+        named = [(m, rung) for m in LADDERS for rung in rungs(m) if options.only is None or options.only in m]
+        if not named:
+            raise UserError(f"--only: no ladder's model holds {options.only!r}; there are {', '.join(LADDERS)}")
+        with device_processes(2) as pool:
+            for (model, rung), costs in zip(named, pool.map(walk_rung, *zip(*named, strict=True)), strict=True):
+                table.add(ladder_row(model, rung, costs, CARDS[options.card], options.efficiency))
+    else:
+        table, every = Table(_COLUMNS), chosen(options.only)
+        with device_processes(2) as pool:
+            found = {case: pool.submit(count, case) for case in dict.fromkeys(map(_walked, every))}
+            for case in every:
+                table.add(row(case, found[_walked(case)].result(), options.card, options.efficiency))
     finish(table.rows, {}, options.json, "none: counted")
 
 

@@ -49,10 +49,10 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from bench.fp8_parity import (
+from bench.measure import Table, benchmark_parser, finish
+from bench.tiny_runs import (
     CALIBRATION,
     MODEL,
-    STEPS,
     calibration_options,
     merge_compensated,
     models_with,
@@ -60,7 +60,6 @@ from bench.fp8_parity import (
     run,
     train_lora,
 )
-from bench.measure import Table, benchmark_parser, finish
 from library.console import Console
 from library.fidelity.deployed import DeployedWeights
 from library.fidelity.differences import compare
@@ -81,6 +80,7 @@ WRITTEN = {
     "fp8_scaled_high": ("--scheme", "tensor", "--products", "high"),
     "nvfp4_high": ("--scheme", "nvfp4", "--products", "high"),
 }
+STEPS = 4
 FORMATS = (*WRITTEN, "mxfp8", "Q8_0", "Q4_0", "Q4_K", "nf4")
 PRECISIONS = {kind: kind.removesuffix("_high") for kind in WRITTEN}  # --save_precision of a compensated merge
 

@@ -29,7 +29,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from bench.fp8_parity import MODEL, ROOT, run
+from bench.tiny_runs import MODEL, ROOT, run
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 IMAGES = ROOT / "assets" / "demo_dataset" / "images"

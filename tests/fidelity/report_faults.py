@@ -40,8 +40,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from bench.fp8_parity import MODEL, ROOT
 from bench.measure import Table, benchmark_parser, finish
+from bench.tiny_runs import MODEL, ROOT
 from tests.fidelity.planted_faults import (
     CLEAN,
     DEQUANTIZED,

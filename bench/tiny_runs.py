@@ -1,0 +1,88 @@
+"""What the benchmarks of the built-in tiny models share: painted images, scripts of this repository, a fill LoRA."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from dev.tiny_models.painting import to_image
+from dev.tiny_models.scenes import random_zorbo
+from library.config.schema import ModelConfig
+from library.fidelity.calibration import CalibrationOptions
+from library.fidelity.deployed import DeployedWeights
+from library.fidelity.serving import Models
+from networks.files.adapters import load_lora
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = ROOT / "assets" / "tiny-flux-fill"
+CALIBRATION = 48  # images that fixes are fitted to and trained on
+SIGMAS, GUIDANCE = (0.8, 0.4), 1.0
+
+
+def paint(folder: Path, count: int, seed: int, subset: str = "inpaint_mask_variants = 4\n") -> Path:
+    """Paint ``count`` images that no LoRA is trained on, with captions; return their dataset TOML, with ``subset``."""
+    rng = np.random.default_rng(seed)
+    (folder / "images").mkdir(parents=True)
+    for number in range(count):
+        scene = random_zorbo(rng)
+        to_image(scene.image).save(folder / "images" / f"{number:03d}.png")
+        (folder / "images" / f"{number:03d}.txt").write_text(scene.caption)
+    path = folder / "dataset.toml"
+    path.write_text(
+        '[general]\ncaption_extension = ".txt"\n[[datasets]]\nresolution = 128\nbatch_size = 4\n'
+        f'[[datasets.subsets]]\nimage_dir = "images"\n{subset}'
+    )
+    return path
+
+
+def run(script: str, *words: object, **options: object) -> None:
+    """Run a script of this repository with ``words``, then each of ``options`` as a flag; True is a flag alone."""
+    for name, value in options.items():
+        words += (f"--{name}",) if value is True else (f"--{name}", value)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, script, *map(str, words)]
+    subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, check=True)
+
+
+def train_lora(seed: int, folder: Path) -> Path:
+    """Train the demo's LoRA with ``seed`` in ``folder``; return its file."""
+    training = {"config_file": "configs/demo_fp8.toml", "seed": seed, "cache_directory": folder / "cache"}
+    run("train_lora.py", **training, output_dir=folder, output_name="lora")
+    return folder / "lora.safetensors"
+
+
+def calibration_options(dataset: Path, images: int, cache: Path) -> CalibrationOptions:
+    """Return how ``images`` of a painted dataset are noised, their latents and text kept in ``cache``."""
+    return CalibrationOptions(str(dataset), images, SIGMAS, 0, GUIDANCE, cache_directory=str(cache))
+
+
+def merge_compensated(lora: Path, precision: str, fitted: CalibrationOptions, target: Path) -> DeployedWeights:
+    """Merge ``lora`` from the 16-bit model into ``precision``, rounded by what the images of ``fitted`` show."""
+    run(
+        "tools/merge_lora.py",
+        "--transformer_only",
+        model=MODEL,
+        model_type="flux_fill",
+        lora=lora,
+        save_to=target,
+        save_precision=precision,
+        rounding="compensated",
+        guidance_scale=GUIDANCE,
+        calibration_images=fitted.images,
+        dataset_config=fitted.dataset_config,
+        cache_directory=fitted.cache_directory,
+    )
+    return DeployedWeights(str(target), target, None, merged=True)
+
+
+def models_with(lora: Path, deployed: DeployedWeights) -> Models:
+    """Return the reference and ``deployed`` with the LoRA."""
+    config = ModelConfig(model_type="flux_fill", pretrained_model_name_or_path=str(MODEL))
+    models = Models(config, deployed, {}, torch.float32, torch.device("cpu"))
+    models.loras = models.targets.by_component(load_lora(lora, models.targets).weights)
+    return models
