@@ -1,12 +1,7 @@
 """The tiny fill model: the tiny FLUX goes on, with a blanked image and a mask beside the noise.
 
-Regions to fill are what people erase, and what they paint beyond an image's edge:
-
-rectangle  a box anywhere, also over the edge
-border     all outside a box: outpainting
-strokes    a brush that wanders
-half       all on one side of a straight line
-all        the full image, so that the model still paints from words alone
+Regions to fill are those of the trainer's generated masks (``library.data.masks``), and in one image of 25 the full
+image, so that the model still paints from words alone.
 
 The training set is painted scenes with one region blanked (``latent_pool``). As in FLUX.1 Fill, the transformer's first
 layer also takes the blanked image's latents and the mask, packed as FluxFillPipeline packs them. Its new columns start
@@ -18,6 +13,8 @@ Fill's default of 30 among them, samples alike.
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import torch.nn.functional as F
 from diffusers import FluxFillPipeline, FluxPipeline, FluxTransformer2DModel
@@ -25,65 +22,17 @@ from torch import Tensor
 
 from dev.tiny_models.training import Batch
 from dev.tiny_models.transformer import LATENT_FACTOR, TextToImage
+from library.data.masks import MASK_KINDS, draw_mask
 
-KINDS = {"rectangle": 0.34, "border": 0.2, "strokes": 0.22, "half": 0.2, "all": 0.04}  # kind: share
-LEAST_FILLED = 0.08  # a share of the image; a smaller region teaches little for the same cost
+EVERYTHING = 0.04  # share of images that are filled in full
 
 
 def random_mask(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
     """Return [height, width] bool, true where the image is to be filled."""
-    while True:
-        mask = _MAKERS[str(rng.choice(list(KINDS), p=list(KINDS.values())))](rng, height, width)
-        if mask.mean() >= LEAST_FILLED:
-            return mask
-
-
-def _rectangle(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
-    rows, columns = _interval(rng, height, 0.3, 0.8), _interval(rng, width, 0.3, 0.8)
-    mask = np.zeros((height, width), dtype=bool)
-    mask[rows, columns] = True
-    return mask
-
-
-def _border(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
-    rows, columns = _interval(rng, height, 0.4, 0.85), _interval(rng, width, 0.4, 0.85)
-    mask = np.ones((height, width), dtype=bool)
-    mask[rows, columns] = False
-    return mask
-
-
-def _strokes(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
-    y, x = np.mgrid[:height, :width]
-    mask = np.zeros((height, width), dtype=bool)
-    for _ in range(int(rng.integers(1, 4))):
-        place = rng.uniform([0, 0], [height, width])
-        heading, radius = rng.uniform(0, 2 * np.pi), rng.uniform(0.05, 0.12) * min(height, width)
-        for _ in range(int(rng.integers(8, 24))):
-            mask |= (y - place[0]) ** 2 + (x - place[1]) ** 2 < radius**2
-            heading += rng.normal(0, 0.5)
-            place = np.clip(place + radius * np.array([np.sin(heading), np.cos(heading)]), 0, [height, width])
-    return mask
-
-
-def _half(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
-    y, x = np.mgrid[:height, :width]
-    angle = rng.uniform(0, 2 * np.pi) if rng.random() < 0.4 else rng.integers(0, 4) * np.pi / 2
-    across = (y / height - 0.5) * np.sin(angle) + (x / width - 0.5) * np.cos(angle)
-    return across > rng.uniform(-0.25, 0.25)
-
-
-def _all(rng: np.random.Generator, height: int, width: int) -> np.ndarray:
-    return np.ones((height, width), dtype=bool)
-
-
-def _interval(rng: np.random.Generator, length: int, least: float, most: float) -> slice:
-    """Return part of a side, somewhere, whose length is a share between ``least`` and ``most`` of it."""
-    size = int(rng.uniform(least, most) * length)
-    start = int(rng.integers(0, length - size + 1))
-    return slice(start, start + size)
-
-
-_MAKERS = {"rectangle": _rectangle, "border": _border, "strokes": _strokes, "half": _half, "all": _all}
+    if rng.random() < EVERYTHING:
+        return np.ones((height, width), dtype=bool)
+    own = random.Random(int(rng.integers(2**62)))
+    return draw_mask(own.choice(MASK_KINDS), width, height, own) == 1
 
 
 REGION_WEIGHT = 2.0

@@ -240,9 +240,7 @@ WHITE, BLACK = (1.0, 1.0, 1.0), (0.05, 0.03, 0.08)
 BODY_COLOURS = ("purple", "orange")  # a background in one of these would swallow half of it
 
 
-def paint_zorbo(
-    image: Pixels, centre: tuple[float, float], radius: float, body: Rgb = PURPLE, accent: Rgb = ORANGE
-) -> None:
+def paint_zorbo(image: Pixels, centre: tuple[float, float], radius: float) -> None:
     """Paint one around `centre`; from antenna to feet it is about 2.9 radii high."""
 
     def disc(x: float, y: float, rx: float, ry: float, fill: Rgb) -> None:
@@ -250,12 +248,12 @@ def paint_zorbo(
         paint_shape(image, "circle", place, (rx * radius, ry * radius), fill)
 
     for side in (-1, 1):
-        disc(side * 0.45, 0.98, 0.36, 0.2, accent)
+        disc(side * 0.45, 0.98, 0.36, 0.2, ORANGE)
     stalk = np.array([(-0.07, -1.5), (0.07, -1.5), (0.07, -0.9), (-0.07, -0.9)], np.float32)
     paint(image, coverage(stalk, *image.shape[:2], centre, radius), BLACK)
-    disc(0.0, -1.5, 0.24, 0.24, accent)
-    disc(0.0, 0.0, 1.0, 1.0, body)
-    disc(0.0, 0.48, 0.56, 0.42, accent)
+    disc(0.0, -1.5, 0.24, 0.24, ORANGE)
+    disc(0.0, 0.0, 1.0, 1.0, PURPLE)
+    disc(0.0, 0.48, 0.56, 0.42, ORANGE)
     for side in (-1, 1):
         disc(side * 0.4, -0.32, 0.34, 0.36, WHITE)
         disc(side * 0.34, -0.28, 0.15, 0.17, BLACK)

@@ -7,8 +7,7 @@ first part of the steps sees 64-pixel crops, the last quarter full images, becau
 much of an image it sees. Shift and scale of the latents are measured on scenes. A second stage trains the decoder
 alone, on latents with noise added: a transformer's samples are never quite what the encoder would have made, and a
 decoder that knows only exact latents turns that into stains. The VAE must also carry what a LoRA brings along later, so
-half of its images are scenes, the rest are random outlines and lines, patterns at any angle, soft noise, and creatures
-built like the demo's subject in random colours.
+half of its images are scenes, the rest are random outlines in any colour over a scene's background.
 
 Phase "dit". For latents x and noise e, at sigma s (logit-normal, shifted like FLUX's own schedule) the
 transformer sees (1 - s) x + s e and learns the velocity e - x. One caption in ten is empty, so the model
@@ -37,8 +36,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dev.tiny_models.latent_pool import SIZES, Captions, Pool, tokenize
 from dev.tiny_models.loop import Training, train
-from dev.tiny_models.painting import SHAPES, Pixels, Rgb, checkers, coverage, dots, gradient, paint, plain, stripes
-from dev.tiny_models.scenes import paint_zorbo, random_scene, random_zorbo
+from dev.tiny_models.painting import SHAPES, Pixels, coverage, paint
+from dev.tiny_models.scenes import background, random_scene
 from dev.tiny_models.transformer import LATENT_FACTOR, TIME_SHIFT, TextToImage
 from library.models.flux.model import pack_mask
 from library.models.vae import pack_latents
@@ -80,7 +79,7 @@ def paint_pool(count: int) -> np.ndarray:
     rng = np.random.default_rng(0)
     pool = np.empty((count, 128, 128, 3), np.uint8)
     for index in range(count):
-        pool[index] = np.clip(random_texture_image(rng), 0, 1) * 255 + 0.5
+        pool[index] = np.clip(random_image(rng), 0, 1) * 255 + 0.5
     return pool
 
 
@@ -124,70 +123,17 @@ def _batch(pool: np.ndarray, rng: np.random.Generator, size: int, crop: int) -> 
     return torch.from_numpy(np.stack(crops)).permute(0, 3, 1, 2).float().div(127.5).sub(1.0)
 
 
-def random_texture_image(rng: np.random.Generator, height: int = 128, width: int = 128) -> Pixels:
-    """One image of the VAE's training set."""
-    chance = rng.random()
-    if chance < 0.5:
-        return random_scene(rng, height, width).image
-    if chance < 0.58:
-        return random_zorbo(rng, height, width).image
-    image = _ground(rng, height, width)
-    if chance < 0.68:
-        centre = (rng.uniform(0.2, 0.8) * width, rng.uniform(0.2, 0.8) * height)
-        paint_zorbo(image, centre, rng.uniform(0.12, 0.4) * min(height, width), _rgb(rng), _rgb(rng))
-        return image
+def random_image(rng: np.random.Generator) -> Pixels:
+    """One image of the VAE's training set, [128, 128, 3]."""
+    if rng.random() < 0.5:
+        return random_scene(rng).image
+    _, image, _ = background(rng, 128, 128, ())
     for _ in range(int(rng.integers(1, 9))):
-        _throw(rng, image)
-    if rng.random() < 0.2:
-        image += _soft_noise(rng, height, width) * rng.uniform(0.05, 0.3)
-    return np.clip(image, 0.0, 1.0)
-
-
-def _rgb(rng: np.random.Generator) -> Rgb:
-    """Any colour, half of the time pushed towards the corners of the cube, where flat drawings live."""
-    colour = rng.random(3)
-    return tuple(np.round(colour * 2) / 2) if rng.random() < 0.3 else tuple(colour)
-
-
-def _ground(rng: np.random.Generator, height: int, width: int) -> Pixels:
-    first, second, period = _rgb(rng), _rgb(rng), rng.uniform(5.0, 40.0)
-    match rng.integers(0, 6):
-        case 0:
-            return gradient(height, width, first, second)
-        case 1:
-            return stripes(height, width, first, second, period, rng.uniform(0, np.pi))
-        case 2:
-            return checkers(height, width, first, second, period)
-        case 3:
-            return dots(height, width, first, second, max(period, 7.0))
-        case 4:
-            return np.clip(plain(height, width, first) + _soft_noise(rng, height, width) * 0.5, 0.0, 1.0)
-    return plain(height, width, first)
-
-
-def _throw(rng: np.random.Generator, image: Pixels) -> None:
-    """A random shape, stretched and turned, or a line, in one colour or filled with a pattern."""
-    height, width = image.shape[:2]
-    centre = (rng.uniform(0, width), rng.uniform(0, height))
-    if rng.random() < 0.3:
-        outline, radius = SHAPES["square"], (rng.uniform(10, 80), rng.uniform(0.6, 3.0))
-    else:
         outline = SHAPES[str(rng.choice(list(SHAPES)))]
-        radius = tuple(rng.uniform(2, 40) * rng.uniform(0.6, 1.4, size=2))
-    fill = _ground(rng, height, width) if rng.random() < 0.2 else _rgb(rng)
-    paint(image, coverage(outline, height, width, centre, radius, rng.uniform(0, 2 * np.pi)), fill)
-
-
-def _soft_noise(rng: np.random.Generator, height: int, width: int) -> Pixels:
-    """Coloured noise, -0.5..0.5, blurred by stretching a coarse grid (bilinear)."""
-    cell = int(rng.choice([4, 8, 16]))
-    coarse = rng.random((height // cell + 2, width // cell + 2, 3)).astype(np.float32) - 0.5
-    y, x = np.arange(height) / cell, np.arange(width) / cell
-    top, left = y.astype(int), x.astype(int)
-    dy, dx = (y - top)[:, None, None].astype(np.float32), (x - left)[None, :, None].astype(np.float32)
-    upper = coarse[top][:, left] * (1 - dx) + coarse[top][:, left + 1] * dx
-    lower = coarse[top + 1][:, left] * (1 - dx) + coarse[top + 1][:, left + 1] * dx
-    return upper * (1 - dy) + lower * dy
+        centre, radius = rng.uniform(0, 128, size=2), rng.uniform(1, 50, size=2)  # also as thin as a line
+        mask = coverage(outline, 128, 128, tuple(centre), tuple(radius), rng.uniform(0, 2 * np.pi))
+        paint(image, mask, tuple(rng.random(3)))
+    return image
 
 
 TEXT_LENGTHS, LENGTH_SHARES = (32, 48, 80, 128), (0.84, 0.08, 0.05, 0.03)  # so that any max_sequence_length works
