@@ -73,11 +73,19 @@ def tiny_flux_transformer(
 def tiny_flux_inputs(batch: int = 2, side: int = 8, tokens: int = 12, seed: int = 0) -> dict[str, Tensor]:
     """Return random ``latents`` [B, 16, side, side], ``sigmas`` [B] and random text embeddings."""
     random = torch.Generator().manual_seed(seed)
+    inputs = random_inputs(batch, (16, side, side), (tokens, TEXT_WIDTH), random)
+    return inputs | {"pooled_prompt_embeds": torch.randn(batch, TEXT_WIDTH, generator=random)}
+
+
+def random_inputs(
+    batch: int, latents: tuple[int, ...], text: tuple[int, ...], random: torch.Generator | None = None
+) -> dict[str, Tensor]:
+    """Return random ``latents`` [B, *latents], ``sigmas`` [B] and ``prompt_embeds`` [B, *text]."""
+    random = random or torch.Generator().manual_seed(0)
     return {
-        "latents": torch.randn(batch, 16, side, side, generator=random),
+        "latents": torch.randn(batch, *latents, generator=random),
         "sigmas": torch.rand(batch, generator=random) * 0.9 + 0.05,
-        "prompt_embeds": torch.randn(batch, tokens, TEXT_WIDTH, generator=random),
-        "pooled_prompt_embeds": torch.randn(batch, TEXT_WIDTH, generator=random),
+        "prompt_embeds": torch.randn(batch, *text, generator=random),
     }
 
 
@@ -306,6 +314,63 @@ def bfl_vae_state_dict(state: dict[str, Tensor]) -> dict[str, Tensor]:
         name = ".".join(parts).replace("conv_shortcut", "nin_shortcut").replace("conv_norm_out", "norm_out")
         result[name] = tensor.contiguous()
     return result
+
+
+def tiny_text_model(build: Callable[[], Module], seed: int, factor: float) -> Module:
+    """Return a random text encoder, its matrices times ``factor``: as initialised, words would hardly differ in it."""
+    model = _seeded(build, seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(factor) if parameter.ndim > 1 else None
+    _enliven(model, seed)
+    return model.eval()
+
+
+@dataclass(frozen=True)
+class SplitFiles:
+    """Files as ComfyUI publishes them, and a local tokenizer folder."""
+
+    model_type: str
+    transformer: Path
+    vae: Path
+    text_encoder: Path
+    tokenizer: Path
+
+    def model_config(self, **changes: object) -> ModelConfig:
+        """Return the ``[model]`` section that reads these files."""
+        settings: dict[str, object] = {
+            "model_type": self.model_type,
+            "pretrained_model_name_or_path": str(self.transformer),
+            "vae": str(self.vae),
+            "text_encoder": str(self.text_encoder),
+            "qwen_tokenizer": str(self.tokenizer),
+        }
+        return ModelConfig(**(settings | changes))  # type: ignore[arg-type]
+
+
+State = dict[str, Tensor]
+Converted = tuple[str, Callable[[State], State]]  # a file's name, and its tensors from diffusers' ones
+
+
+def save_parts(
+    model_type: str,
+    pipeline_folder: Path,
+    folder: Path,
+    transformer: Converted,
+    vae: Converted,
+    text_encoder: Converted,
+    prefix: str = "",
+    tokenizer: str = "tokenizer",
+) -> SplitFiles:
+    """Write the parts of a tiny pipeline folder as single files, ``prefix`` before the transformer's names."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = {"transformer": transformer, "vae": vae, "text_encoder": text_encoder}
+    for part, (name, convert) in parts.items():
+        (source,) = (pipeline_folder / part).glob("*.safetensors")
+        begin = prefix if part == "transformer" else ""
+        save_file({begin + key: tensor for key, tensor in convert(load_file(source)).items()}, folder / name)
+    files = (folder / name for name, _ in parts.values())
+    return SplitFiles(model_type, *files, pipeline_folder / tokenizer)
 
 
 def _blocks(state: dict[str, Tensor], prefix: str) -> int:

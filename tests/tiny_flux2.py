@@ -17,7 +17,6 @@ from diffusers import (
     Flux2Pipeline,
     Flux2Transformer2DModel,
 )
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import (
@@ -28,8 +27,16 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from tests.tiny import TEXT_WIDTH, _enliven, _seeded, bfl_vae_state_dict
-from tests.tiny_qwen import SplitFiles
+from tests.tiny import (
+    TEXT_WIDTH,
+    SplitFiles,
+    _enliven,
+    _seeded,
+    bfl_vae_state_dict,
+    random_inputs,
+    save_parts,
+    tiny_text_model,
+)
 from tests.tiny_z_image import tiny_z_tokenizer
 
 
@@ -55,12 +62,7 @@ def tiny_flux2_transformer(
 
 def tiny_flux2_inputs(batch: int = 2, side: int = 8, tokens: int = 12) -> dict[str, Tensor]:
     """Return random ``latents`` [B, 32, side, side], ``sigmas`` [B] and text embeddings."""
-    random = torch.Generator().manual_seed(0)
-    return {
-        "latents": torch.randn(batch, 32, side, side, generator=random),
-        "sigmas": torch.rand(batch, generator=random) * 0.9 + 0.05,
-        "prompt_embeds": torch.randn(batch, tokens, 3 * TEXT_WIDTH, generator=random),
-    }
+    return random_inputs(batch, (32, side, side), (tokens, 3 * TEXT_WIDTH))
 
 
 def patched(latents: Tensor) -> Tensor:
@@ -118,13 +120,7 @@ def tiny_flux2_text_encoder(vocabulary: int, seed: int = 0) -> Qwen3ForCausalLM:
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
         tie_word_embeddings=True,
     )
-    model = _seeded(lambda: Qwen3ForCausalLM(config), seed)
-    with torch.no_grad():
-        # Initialised at 0.02, embeddings of different words would hardly differ in what the transformer sees.
-        for parameter in model.parameters():
-            parameter.mul_(8) if parameter.ndim > 1 else None
-    _enliven(model, seed)
-    return model.eval()
+    return tiny_text_model(lambda: Qwen3ForCausalLM(config), seed, 8)
 
 
 def tiny_flux2_scheduler() -> FlowMatchEulerDiscreteScheduler:
@@ -191,12 +187,7 @@ def tiny_mistral(vocabulary: int, seed: int = 0) -> Mistral3ForConditionalGenera
     eyes = {"model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     eyes |= {"num_attention_heads": 2, "image_size": 32, "patch_size": 16, "head_dim": 16}
     config = Mistral3Config(text_config=text, vision_config=eyes, image_token_index=8)
-    model = _seeded(lambda: Mistral3ForConditionalGeneration(config), seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(8) if parameter.ndim > 1 else None
-    _enliven(model, seed)
-    return model.eval()
+    return tiny_text_model(lambda: Mistral3ForConditionalGeneration(config), seed, 8)
 
 
 def tiny_dev_pipeline(folder: str | Path, seed: int = 0, **transformer: int) -> Path:
@@ -214,20 +205,14 @@ def tiny_dev_pipeline(folder: str | Path, seed: int = 0, **transformer: int) -> 
 
 def save_flux2_files(pipeline_folder: Path, folder: Path, prefix: str = "") -> SplitFiles:
     """Write the weights of a tiny klein pipeline folder as BFL and ComfyUI publish them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    transformer = load_file(pipeline_folder / "transformer" / "diffusion_pytorch_model.safetensors")
-    bfl = {prefix + name: tensor for name, tensor in bfl_flux2_state_dict(transformer).items()}
-    save_file(bfl, folder / "flux-2-klein-base-4b.safetensors")
-    vae = load_file(pipeline_folder / "vae" / "diffusion_pytorch_model.safetensors")
-    save_file(bfl_flux2_vae_state_dict(vae), folder / "flux2-vae.safetensors")
-    text = load_file(pipeline_folder / "text_encoder" / "model.safetensors")
-    save_file(text, folder / "qwen_3_4b.safetensors")
-    return SplitFiles(
+    return save_parts(
         "flux2_klein",
-        folder / "flux-2-klein-base-4b.safetensors",
-        folder / "flux2-vae.safetensors",
-        folder / "qwen_3_4b.safetensors",
-        pipeline_folder / "tokenizer",
+        pipeline_folder,
+        folder,
+        ("flux-2-klein-base-4b.safetensors", bfl_flux2_state_dict),
+        ("flux2-vae.safetensors", bfl_flux2_vae_state_dict),
+        ("qwen_3_4b.safetensors", dict),
+        prefix,
     )
 
 

@@ -21,13 +21,12 @@ from diffusers import (
 )
 from diffusers.modular_pipelines.flux3.modular_blocks_flux3 import Flux3AutoBlocks
 from diffusers.modular_pipelines.flux3.modular_blocks_flux3_distilled import Flux3DistilledAutoBlocks
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
-from tests.tiny import _enliven, _seeded
+from tests.tiny import SplitFiles, _enliven, _seeded, random_inputs, save_parts, tiny_text_model
 from tests.tiny_flux2 import bfl_flux2_vae_state_dict, tiny_flux2_vae
-from tests.tiny_qwen import SplitFiles, tiny_qwen_tokenizer
+from tests.tiny_qwen import tiny_qwen_tokenizer
 
 WIDTH = 32  # of the text encoder
 TEXT_WIDTH = 8 * WIDTH
@@ -70,10 +69,7 @@ def tiny_flux3_inputs(batch: int = 2, height: int = 8, width: int = 6, tokens: i
     ``first`` [B, 32, 4, 8] and ``second`` [B, 32, 6, 2] are latents of reference images.
     """
     random = torch.Generator().manual_seed(0)
-    return {
-        "latents": torch.randn(batch, 32, height, width, generator=random),
-        "sigmas": torch.rand(batch, generator=random) * 0.9 + 0.05,
-        "prompt_embeds": torch.randn(batch, tokens, TEXT_WIDTH, generator=random),
+    return random_inputs(batch, (32, height, width), (tokens, TEXT_WIDTH), random) | {
         "first": torch.randn(batch, 32, 4, 8, generator=random),
         "second": torch.randn(batch, 32, 6, 2, generator=random),
     }
@@ -172,13 +168,7 @@ def tiny_flux3_text_encoder(vocabulary: int, seed: int = 0) -> Qwen3VLForConditi
             "deepstack_visual_indexes": [0],
         },
     )  # fmt: skip
-    model = _seeded(lambda: Qwen3VLForConditionalGeneration(config), seed)
-    with torch.no_grad():
-        # Initialised at 0.02, embeddings of different words would hardly differ in what the transformer sees.
-        for parameter in model.parameters():
-            parameter.mul_(4) if parameter.ndim > 1 else None
-    _enliven(model, seed)
-    return model.eval()
+    return tiny_text_model(lambda: Qwen3VLForConditionalGeneration(config), seed, 4)
 
 
 def tiny_flux3_pipeline(
@@ -239,19 +229,14 @@ class CalledAsOthers:
 
 def save_flux3_split_files(pipeline_folder: Path, folder: Path, prefix: str = "") -> SplitFiles:
     """Write the weights of a tiny model's folder under BFL's names, and the other parts as ComfyUI has them."""
-    folder.mkdir(parents=True, exist_ok=True)
-    transformer = load_file(pipeline_folder / "transformer" / "diffusion_pytorch_model.safetensors")
-    save_file({prefix + bfl_name(k): _half_swapped(k, v) for k, v in transformer.items()}, folder / "klein.safetensors")
-    vae = load_file(pipeline_folder / "vae" / "diffusion_pytorch_model.safetensors")
-    save_file(bfl_flux2_vae_state_dict(vae), folder / "flux2-vae.safetensors")
-    text = load_file(pipeline_folder / "text_encoder" / "model.safetensors")
-    save_file(text, folder / "qwen3vl_4b_bf16.safetensors")
-    return SplitFiles(
+    return save_parts(
         "flux3_klein",
-        folder / "klein.safetensors",
-        folder / "flux2-vae.safetensors",
-        folder / "qwen3vl_4b_bf16.safetensors",
-        pipeline_folder / "tokenizer",
+        pipeline_folder,
+        folder,
+        ("klein.safetensors", lambda state: {bfl_name(k): _half_swapped(k, v) for k, v in state.items()}),
+        ("flux2-vae.safetensors", bfl_flux2_vae_state_dict),
+        ("qwen3vl_4b_bf16.safetensors", dict),
+        prefix,
     )
 
 

@@ -11,13 +11,12 @@ from pathlib import Path
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, Krea2Pipeline, Krea2Transformer2DModel
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Qwen3VLConfig, Qwen3VLModel
 
 from library.models.vae import pack_latents
-from tests.tiny import _enliven, _seeded
-from tests.tiny_qwen import SplitFiles, tiny_qwen_inputs, tiny_qwen_tokenizer, tiny_qwen_vae, wan_name
+from tests.tiny import SplitFiles, _enliven, _seeded, save_parts, tiny_text_model
+from tests.tiny_qwen import tiny_qwen_inputs, tiny_qwen_tokenizer, tiny_qwen_vae, wan_name
 
 TEXT_WIDTH, TEXT_LAYERS = 32, 12
 
@@ -95,13 +94,7 @@ def tiny_krea2_text_encoder(vocabulary: int, seed: int = 0) -> Qwen3VLModel:
             "num_position_embeddings": 16, "deepstack_visual_indexes": [0], "patch_size": 4,
         },
     )  # fmt: skip
-    model = _seeded(lambda: Qwen3VLModel(config), seed)
-    with torch.no_grad():
-        # Initialised at 0.02, embeddings of different words would hardly differ in what the transformer sees.
-        for parameter in model.parameters():
-            parameter.mul_(8) if parameter.ndim > 1 else None
-    _enliven(model, seed)
-    return model.eval()
+    return tiny_text_model(lambda: Qwen3VLModel(config), seed, 8)
 
 
 def tiny_krea2_scheduler() -> FlowMatchEulerDiscreteScheduler:
@@ -127,22 +120,18 @@ def tiny_krea2_pipeline(folder: str | Path, seed: int = 0, layers: int = 2, turb
 
 def save_krea2_split_files(pipeline_folder: Path, folder: Path, prefix: str = "") -> SplitFiles:
     """Write the weights of a tiny pipeline folder as single files: Krea's names, ComfyUI's text encoder and VAE."""
-    folder.mkdir(parents=True, exist_ok=True)
-    transformer = load_file(pipeline_folder / "transformer" / "diffusion_pytorch_model.safetensors")
-    published = {prefix + name: tensor for name, tensor in published_state_dict(transformer).items()}
-    save_file(published, folder / "raw.safetensors")
-    vae = load_file(pipeline_folder / "vae" / "diffusion_pytorch_model.safetensors")
-    save_file({wan_name(name): tensor for name, tensor in vae.items()}, folder / "qwen_image_vae.safetensors")
-    text = load_file(pipeline_folder / "text_encoder" / "model.safetensors")
-    # ComfyUI's files: the language model below model., the vision tower below visual.
-    text = {name.replace("language_model.", "model.", 1): tensor for name, tensor in text.items()}
-    save_file(text, folder / "qwen3vl_4b_bf16.safetensors")
-    return SplitFiles(
+    return save_parts(
         "krea2",
-        folder / "raw.safetensors",
-        folder / "qwen_image_vae.safetensors",
-        folder / "qwen3vl_4b_bf16.safetensors",
-        pipeline_folder / "tokenizer",
+        pipeline_folder,
+        folder,
+        ("raw.safetensors", published_state_dict),
+        ("qwen_image_vae.safetensors", lambda state: {wan_name(name): tensor for name, tensor in state.items()}),
+        # ComfyUI's files: the language model below model., the vision tower below visual.
+        (
+            "qwen3vl_4b_bf16.safetensors",
+            lambda state: {name.replace("language_model.", "model.", 1): tensor for name, tensor in state.items()},
+        ),
+        prefix,
     )
 
 

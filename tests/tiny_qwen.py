@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -22,16 +21,14 @@ from diffusers import (
     QwenImagePipeline,
     QwenImageTransformer2DModel,
 )
-from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from library.config.schema import ModelConfig
 from library.models.vae import pack_latents
-from tests.tiny import _enliven, _seeded
+from tests.tiny import SplitFiles, _enliven, _seeded, random_inputs, save_parts, tiny_text_model
 
 Kind = Literal["qwen_image", "qwen_image_edit", "qwen_image_edit_plus"]
 PIPELINES = {
@@ -67,13 +64,8 @@ def tiny_qwen_transformer(
 
 def tiny_qwen_inputs(batch: int = 2, side: int = 8, tokens: int = 12, width: int = TEXT_WIDTH) -> dict[str, Tensor]:
     """Return random ``latents`` [B, 16, side, side], ``sigmas`` [B] and text embeddings with a full mask."""
-    random = torch.Generator().manual_seed(0)
-    return {
-        "latents": torch.randn(batch, 16, side, side, generator=random),
-        "sigmas": torch.rand(batch, generator=random) * 0.9 + 0.05,
-        "prompt_embeds": torch.randn(batch, tokens, width, generator=random),
-        "prompt_embeds_mask": torch.ones(batch, tokens, dtype=torch.bool),
-    }
+    inputs = random_inputs(batch, (16, side, side), (tokens, width))
+    return inputs | {"prompt_embeds_mask": torch.ones(batch, tokens, dtype=torch.bool)}
 
 
 def run_qwen(model: nn.Module) -> Tensor:
@@ -171,13 +163,7 @@ def tiny_qwen_text_encoder(tokenizer: Qwen2Tokenizer, seed: int = 0) -> Qwen2_5_
         vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
         vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
     )
-    model = _seeded(lambda: Qwen2_5_VLForConditionalGeneration(config), seed)
-    with torch.no_grad():
-        # Initialised at 0.02, embeddings of different words would hardly differ in what the transformer sees.
-        for parameter in model.parameters():
-            parameter.mul_(4) if parameter.ndim > 1 else None
-    _enliven(model, seed)
-    return model.eval()
+    return tiny_text_model(lambda: Qwen2_5_VLForConditionalGeneration(config), seed, 4)
 
 
 def tiny_qwen_scheduler() -> FlowMatchEulerDiscreteScheduler:
@@ -239,44 +225,16 @@ def tiny_qwen_pipeline(
     return Path(folder)
 
 
-@dataclass(frozen=True)
-class SplitFiles:
-    """Files as ComfyUI publishes them, and a local tokenizer folder."""
-
-    model_type: str
-    transformer: Path
-    vae: Path
-    text_encoder: Path
-    tokenizer: Path
-
-    def model_config(self, **changes: object) -> ModelConfig:
-        """Return the ``[model]`` section that reads these files."""
-        settings: dict[str, object] = {
-            "model_type": self.model_type,
-            "pretrained_model_name_or_path": str(self.transformer),
-            "vae": str(self.vae),
-            "text_encoder": str(self.text_encoder),
-            "qwen_tokenizer": str(self.tokenizer),
-        }
-        return ModelConfig(**(settings | changes))  # type: ignore[arg-type]
-
-
 def save_split_files(pipeline_folder: Path, folder: Path, prefix: str = "") -> SplitFiles:
     """Write the weights of a tiny pipeline folder in ComfyUI's layout."""
-    folder.mkdir(parents=True, exist_ok=True)
-    transformer = load_file(pipeline_folder / "transformer" / "diffusion_pytorch_model.safetensors")
-    save_file({prefix + name: tensor for name, tensor in transformer.items()}, folder / "qwen_image.safetensors")
-    vae = load_file(pipeline_folder / "vae" / "diffusion_pytorch_model.safetensors")
-    save_file({wan_name(name): tensor for name, tensor in vae.items()}, folder / "qwen_image_vae.safetensors")
-    text = load_file(pipeline_folder / "text_encoder" / "model.safetensors")
-    text = {published_text_name(name): tensor for name, tensor in text.items()}
-    save_file(text, folder / "qwen_2.5_vl_7b.safetensors")
-    return SplitFiles(
+    return save_parts(
         "qwen_image",
-        folder / "qwen_image.safetensors",
-        folder / "qwen_image_vae.safetensors",
-        folder / "qwen_2.5_vl_7b.safetensors",
-        pipeline_folder / "tokenizer",
+        pipeline_folder,
+        folder,
+        ("qwen_image.safetensors", dict),
+        ("qwen_image_vae.safetensors", lambda state: {wan_name(name): t for name, t in state.items()}),
+        ("qwen_2.5_vl_7b.safetensors", lambda state: {published_text_name(name): t for name, t in state.items()}),
+        prefix,
     )
 
 

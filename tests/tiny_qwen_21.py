@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from diffusers import AutoencoderKLQwenImage21, QwenImage21Pipeline, QwenImage21Transformer2DModel
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
-from tests.tiny import _enliven, _seeded
-from tests.tiny_qwen import SplitFiles, published_text_name, tiny_qwen_scheduler, tiny_qwen_tokenizer
+from tests.tiny import SplitFiles, _enliven, _seeded, random_inputs, save_parts, tiny_text_model
+from tests.tiny_qwen import published_text_name, tiny_qwen_scheduler, tiny_qwen_tokenizer
 
 TEXT_WIDTH = 128
 CHANNELS = 64  # a file does not say by what latents are normalised
@@ -49,13 +48,8 @@ def tiny_21_transformer(
 
 def tiny_21_inputs(batch: int = 2, side: int = 8, tokens: int = 12) -> dict[str, Tensor]:
     """Return random ``latents`` [B, C, side, side], ``sigmas`` [B] and text embeddings with a full mask."""
-    random = torch.Generator().manual_seed(0)
-    return {
-        "latents": torch.randn(batch, CHANNELS, side, side, generator=random),
-        "sigmas": torch.rand(batch, generator=random) * 0.9 + 0.05,
-        "prompt_embeds": torch.randn(batch, tokens, TEXT_WIDTH, generator=random),
-        "prompt_embeds_mask": torch.ones(batch, tokens, dtype=torch.bool),
-    }
+    inputs = random_inputs(batch, (CHANNELS, side, side), (tokens, TEXT_WIDTH))
+    return inputs | {"prompt_embeds_mask": torch.ones(batch, tokens, dtype=torch.bool)}
 
 
 def packed(latents: Tensor) -> Tensor:
@@ -153,13 +147,7 @@ def tiny_21_text_encoder(tokenizer: Qwen2Tokenizer, seed: int = 0) -> Qwen3VLFor
         vision_start_token_id=tokenizer.convert_tokens_to_ids("<|vision_start|>"),
         vision_end_token_id=tokenizer.convert_tokens_to_ids("<|vision_end|>"),
     )
-    model = _seeded(lambda: Qwen3VLForConditionalGeneration(config), seed)
-    with torch.no_grad():
-        # Initialised at 0.02, embeddings of different words would hardly differ in what the transformer sees.
-        for parameter in model.parameters():
-            parameter.mul_(4) if parameter.ndim > 1 else None
-    _enliven(model, seed)
-    return model.eval()
+    return tiny_text_model(lambda: Qwen3VLForConditionalGeneration(config), seed, 4)
 
 
 class TinyProcessor:
@@ -237,22 +225,18 @@ def comfy_21_state_dict(state: dict[str, Tensor], fused: bool = True) -> dict[st
 
 def save_21_split_files(pipeline_folder: Path, folder: Path, prefix: str = "", fused: bool = True) -> SplitFiles:
     """Write the weights of a tiny pipeline folder in ComfyUI's layout."""
-    folder.mkdir(parents=True, exist_ok=True)
-    transformer = load_file(pipeline_folder / "transformer" / "diffusion_pytorch_model.safetensors")
-    transformer = {prefix + name: tensor for name, tensor in comfy_21_state_dict(transformer, fused).items()}
-    save_file(transformer, folder / "qwen_image_2.1_bf16.safetensors")
-    vae = load_file(pipeline_folder / "vae" / "diffusion_pytorch_model.safetensors")
-    vae = {wan_22_name(name): _of_frames(name, tensor) for name, tensor in vae.items()}
-    save_file(vae, folder / "qwen_image_2.1_vae_bf16.safetensors")
-    text = load_file(pipeline_folder / "text_encoder" / "model.safetensors")
-    text = {published_text_name(name): tensor for name, tensor in text.items()}
-    save_file(text, folder / "qwen3vl_8b_bf16.safetensors")
-    return SplitFiles(
+    return save_parts(
         "qwen_image_21",
-        folder / "qwen_image_2.1_bf16.safetensors",
-        folder / "qwen_image_2.1_vae_bf16.safetensors",
-        folder / "qwen3vl_8b_bf16.safetensors",
-        pipeline_folder / "processor",
+        pipeline_folder,
+        folder,
+        ("qwen_image_2.1_bf16.safetensors", lambda state: comfy_21_state_dict(state, fused)),
+        (
+            "qwen_image_2.1_vae_bf16.safetensors",
+            lambda state: {wan_22_name(name): _of_frames(name, tensor) for name, tensor in state.items()},
+        ),
+        ("qwen3vl_8b_bf16.safetensors", lambda state: {published_text_name(n): t for n, t in state.items()}),
+        prefix,
+        tokenizer="processor",
     )
 
 

@@ -11,12 +11,20 @@ from pathlib import Path
 
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import Qwen2Tokenizer, Qwen3Config, Qwen3Model
 
-from tests.tiny import TEXT_WIDTH, _enliven, _seeded, bfl_vae_state_dict, tiny_vae
-from tests.tiny_qwen import SplitFiles, tiny_qwen_inputs, tiny_qwen_tokenizer
+from tests.tiny import (
+    TEXT_WIDTH,
+    SplitFiles,
+    _enliven,
+    _seeded,
+    bfl_vae_state_dict,
+    save_parts,
+    tiny_text_model,
+    tiny_vae,
+)
+from tests.tiny_qwen import tiny_qwen_inputs, tiny_qwen_tokenizer
 
 # What Qwen3's published template makes of one user's message.
 _CHAT = (
@@ -81,13 +89,7 @@ def tiny_z_text_encoder(vocabulary: int, seed: int = 0) -> Qwen3Model:
         max_position_embeddings=40960,
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
     )
-    model = _seeded(lambda: Qwen3Model(config), seed)
-    with torch.no_grad():
-        # Initialised at 0.02, embeddings of different words would hardly differ in what the transformer sees.
-        for parameter in model.parameters():
-            parameter.mul_(8) if parameter.ndim > 1 else None
-    _enliven(model, seed)
-    return model.eval()
+    return tiny_text_model(lambda: Qwen3Model(config), seed, 8)
 
 
 def tiny_z_pipeline(folder: str | Path, seed: int = 0, layers: int = 2) -> Path:
@@ -105,20 +107,14 @@ def tiny_z_pipeline(folder: str | Path, seed: int = 0, layers: int = 2) -> Path:
 
 def save_z_split_files(pipeline_folder: Path, folder: Path, prefix: str = "") -> SplitFiles:
     """Write the weights of a tiny pipeline folder in ComfyUI's layout."""
-    folder.mkdir(parents=True, exist_ok=True)
-    transformer = load_file(pipeline_folder / "transformer" / "diffusion_pytorch_model.safetensors")
-    comfy = {prefix + name: tensor for name, tensor in comfy_state_dict(transformer).items()}
-    save_file(comfy, folder / "z_image.safetensors")
-    vae = load_file(pipeline_folder / "vae" / "diffusion_pytorch_model.safetensors")
-    save_file(bfl_vae_state_dict(vae), folder / "ae.safetensors")
-    text = load_file(pipeline_folder / "text_encoder" / "model.safetensors")
-    save_file({f"model.{name}": tensor for name, tensor in text.items()}, folder / "qwen_3_4b.safetensors")
-    return SplitFiles(
+    return save_parts(
         "z_image",
-        folder / "z_image.safetensors",
-        folder / "ae.safetensors",
-        folder / "qwen_3_4b.safetensors",
-        pipeline_folder / "tokenizer",
+        pipeline_folder,
+        folder,
+        ("z_image.safetensors", comfy_state_dict),
+        ("ae.safetensors", bfl_vae_state_dict),
+        ("qwen_3_4b.safetensors", lambda state: {f"model.{name}": tensor for name, tensor in state.items()}),
+        prefix,
     )
 
 
