@@ -14,25 +14,17 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from library.config.markers import MOST_WORKERS
 from library.errors import UserError, counted, exit_on_user_error
 from library.llm.documents import find_files, read_documents
 from library.llm.tokenizer_files import load_tokenizer
 from library.llm.tokenizers import train_bpe
+from library.training.report.progress import counting
 from tools.command import answer_early, count, number, seed_number, tool_console, tool_parser, whole
 
 
@@ -80,35 +72,26 @@ def prepare(options: argparse.Namespace) -> dict[Split, SplitIndex]:
         old.unlink(missing_ok=True)
     console = tool_console()
 
-    def documents() -> Iterator[str]:
+    def documents(advance: Callable[[int], None]) -> Iterator[str]:
         for file in files:
             yield from read_documents(file, options.text_key, options.separator)
-            bar.advance(task, file.stat().st_size)
+            advance(file.stat().st_size)
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console) as bar:
-        size = sum(file.stat().st_size for file in files)
+    size = sum(file.stat().st_size for file in files)
+    with counting(console) as start:
         if options.tokenizer is None:
-            task = bar.add_task("training the tokenizer", total=size)
-            tokenizer = train_bpe(documents(), options.train_tokenizer)
+            tokenizer = train_bpe(documents(start("tokenizer, bytes", size)), options.train_tokenizer)
             if tokenizer.vocab_size < options.train_tokenizer:
                 found = f"{tokenizer.vocab_size} tokens, not {options.train_tokenizer}"
                 console.print(f"note: --train_tokenizer: the texts give {found}; every word of them is one token then")
         else:
             tokenizer = load_tokenizer(options.tokenizer)
         tokenizer.save(folder)
-        task = bar.add_task("tokenising", total=size)
-        share, seed, workers = options.validation_share, options.seed, options.workers
-        written = write_corpus(documents(), folder, folder, share, seed, workers, options.shard_tokens)
+        texts, share, workers = documents(start("tokenising, bytes", size)), options.validation_share, options.workers
+        written = write_corpus(texts, folder, folder, share, options.seed, workers, options.shard_tokens)
     for name, split in written.items():
-        size = f"{split.tokens:,} tokens, {counted(len(split.shards), 'shard')}"
-        console.print(f"{name}: {counted(split.documents, 'document')}, {size}")
+        shards = f"{split.tokens:,} tokens, {counted(len(split.shards), 'shard')}"
+        console.print(f"{name}: {counted(split.documents, 'document')}, {shards}")
     console.print(f"{folder / INDEX}")
     return written
 

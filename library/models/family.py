@@ -30,8 +30,9 @@ from library.checksums import fingerprint, weights_fingerprint
 from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
 from library.config.schema import ModelConfig
 from library.errors import NotFiniteError, UserError
+from library.models.family_files import FamilyFiles
 from library.models.files import locate
-from library.models.layer_names import FamilyFiles, LoraTargets
+from library.models.layer_names import LoraTargets
 from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder, unpack_latents
 from library.models.weights import load_into, read_config

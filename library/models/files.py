@@ -17,9 +17,10 @@ from typing import Any
 
 from library.config.schema import ModelConfig
 from library.errors import UserError
+from library.models.family_files import FamilyFiles, Part
 from library.models.hub import find_model, pipeline_index
 from library.models.inspection import UNKNOWN, is_lora, recognise
-from library.models.layer_names import Architecture, FamilyFiles, Part, original_key_map
+from library.models.layer_names import Architecture, original_key_map
 from library.models.registry import family_modules
 from library.models.weights import read_config
 from library.precision.checkpoint import WeightFiles

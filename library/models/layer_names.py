@@ -1,4 +1,4 @@
-"""The classes of the tables that stand in each family's ``files.py``: its files, its layers' names, its LoRA targets.
+"""What files and LoRAs call a family's layers: the classes of the tables that stand in each family's ``files.py``.
 
 *Names.* A :class:`KeyRow` pairs a module of the original checkpoint (``double_blocks.{i}.img_attn.qkv``) with the
 diffusers modules whose weights are stacked in it (``to_q``, ``to_k``, ``to_v``), ``{i}`` being the block's index.
@@ -6,9 +6,6 @@ Stacking is by output rows, counted in multiples of the module's input columns: 
 ``halves_swapped`` marks modulations whose two halves (shift, scale) come in the other order. All rows of a family are
 its :class:`KeyNames`; the base model's loader (:func:`original_key_map`), LoRA files and merging read the same table.
 File formats write names with dots or, like kohya, with underscores; both are found by :meth:`KeyNames.find`.
-
-*Files.* A :class:`FamilyFiles` says how the models of a family are kept: names of their parts, and the arguments of the
-transformer's class that the shapes of a file show.
 
 *Architectures.* An :class:`Architecture` says how a network is recognised by its tensors' names, and what the tensors
 do not show: norms without weights (``library.models.inspection``).
@@ -24,10 +21,10 @@ transformer's modules have their plain names and a text encoder's begin with the
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -346,79 +343,3 @@ def _renamed(name: str, norms: Sequence[tuple[str, str]]) -> str:
         if match := re.fullmatch(theirs, name):
             return match.expand(ours)
     return name
-
-
-Shapes = Mapping[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part of a model beside its transformer.
-
-    Attributes:
-        option: the key of ``[model]`` that names it. folder: where a diffusers folder has it. published: the file that
-        the option is to name; of a tokenizer its name on the hub, if the option has no default.
-    """
-
-    option: str
-    folder: str
-    published: str = ""
-
-
-@dataclass(frozen=True)
-class FamilyFiles:
-    """How the models of a family are kept.
-
-    Attributes:
-        title: of the architecture, for messages.
-        model_type: the family's first; its rows in ``library.models.inspection`` name it too.
-        transformer: diffusers' class.
-        arguments: from the shapes of a file, under diffusers' names, to the arguments of that class.
-        keys, norms: names of a file that are not diffusers' (``library.models.layer_names``).
-        vae, text_encoders, tokenizers: the other parts.
-        unused: regular expressions of a file's tensors that no parameter takes.
-        variants: tensor -> a variant that has it and is not supported.
-    """
-
-    title: str
-    model_type: str
-    transformer: str
-    arguments: Callable[[Shapes], dict[str, Any]]
-    keys: KeyNames
-    vae: Part
-    text_encoders: tuple[Part, ...]
-    tokenizers: tuple[Part, ...]
-    norms: tuple[tuple[str, str], ...] = ()
-    unused: tuple[str, ...] = ()
-    variants: Mapping[str, str] = field(default_factory=dict)
-
-    def key_map(self, weights: WeightFiles, prefix: str) -> KeyMap:
-        """Return where each parameter of the transformer lies in ``weights``, whatever the layout of their names."""
-        found = original_key_map(weights, prefix, self.keys, self.norms)
-        return {name: pieces for name, pieces in found.items() if not any(re.fullmatch(u, name) for u in self.unused)}
-
-
-def block_sizes(shapes: Shapes, inputs: str, norm: str, **stacks: str) -> dict[str, Any]:
-    """Return the arguments of a transformer that its first layer and its blocks show: channels, heads, blocks.
-
-    Args:
-        shapes: of a file.
-        inputs: the layer that latents go into.
-        norm: that of a head's queries.
-        stacks: argument -> what stands before the index of the blocks that it counts.
-    """
-    width, in_channels = shapes[f"{inputs}.weight"]
-    (head_dim,) = shapes[f"{norm}.weight"]
-    blocks = {argument: count_blocks(shapes, f"{stack}.") for argument, stack in stacks.items()}
-    heads = {"attention_head_dim": head_dim, "num_attention_heads": width // head_dim}
-    return {"in_channels": in_channels, **blocks, **heads}
-
-
-def rope_axes(head_dim: int) -> tuple[int, int, int]:
-    """Return how a head is shared among index, row and column: (16, 56, 56) for 128.
-
-    No tensor shows the split. An eighth for the index is FLUX.1's and Qwen-Image's; for narrower heads, which only
-    small test models have, at least 8, so 32 gives (8, 12, 12).
-    """
-    first = max(8, head_dim // 8)
-    return (first, (head_dim - first) // 2, (head_dim - first) // 2)

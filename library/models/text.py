@@ -64,11 +64,15 @@ class LanguageModelEncoder(TextEncoder):
 
     Attributes:
         title: of the model, for messages.
+        prompt: what the model reads, ``{}`` for the caption.
+        most_tokens: of a prompt; longer ones are cut, as in the pipeline.
         dropped: tokens of the prompt's beginning whose vectors are left out.
         layers: after which the vectors are read, to be put side by side; none: what the model gives.
     """
 
     title: str
+    prompt = "{}"
+    most_tokens: int | None = None
     dropped = 0
     layers: tuple[int, ...] = ()
 
@@ -93,8 +97,15 @@ class LanguageModelEncoder(TextEncoder):
         return [self.conditioning(row[part], ids[part]) for part, row, ids in rows]
 
     def inputs(self, captions: list[str], references: list[list[Image]] | None) -> dict[str, Tensor]:
-        """Return what the model is called with, ``input_ids`` and ``attention_mask`` [B, T] among it."""
-        raise NotImplementedError
+        """Return what the model is called with, ``input_ids`` and ``attention_mask`` [B, T] among it.
+
+        Here these are the prompts, filled up at the end to what the longest caption keeps. No images are looked at.
+        """
+        assert references is None
+        prompts = [self.prompt.replace("{}", caption) for caption in captions]
+        rows = [self.tokenizer(prompt).input_ids[: self.most_tokens] for prompt in prompts]
+        padding: Any = self.tokenizer.pad_token_id
+        return padded(rows, max(self.kept(len(row)) for row in rows), padding)
 
     def hidden(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
         """Return the vectors of all tokens [B, T, D]; those of several layers side by side."""

@@ -201,21 +201,27 @@ def test_swapping_twice_changes_nothing(model: Model) -> None:
     assert transformer.state_dict().keys() == model.case.transformer().state_dict().keys()
 
 
+@torch.no_grad()
+def guidance_of(name: str, pipeline: Any, cfg: float, negative: str = "blurry, large") -> dict[str, Any]:
+    """Return the guidance, and above 1 the negative text, as diffusers' pipeline of the family takes them."""
+    given: dict[str, Any] = {"true_cfg_scale" if name == "qwen_image" else "guidance_scale": cfg}
+    if name in ("krea2", "z_image"):
+        given = {"guidance_scale": cfg - 1}  # the pipelines count from 0
+    if cfg > 1 and name == "flux2_klein":  # takes no negative text
+        return given | {"negative_prompt_embeds": pipeline.encode_prompt(negative)[0]}
+    return given | ({"negative_prompt": negative} if cfg > 1 else {})
+
+
 @pytest.mark.parametrize("cfg", [1.0, 4.0])
 def test_samples_are_those_of_the_pipeline(model: Model, cfg: float) -> None:
     if model.name == "qwen_image_21":
         pytest.skip("its pipeline gives images with opacity; tested beside")
-    given: dict[str, Any] = {"true_cfg_scale" if model.name == "qwen_image" else "guidance_scale": cfg}
-    if model.name in ("krea2", "z_image"):
-        given = {"guidance_scale": cfg - 1}  # the pipelines count from 0
     if model.name == "flux3_klein":
         pipeline: Any = CalledAsOthers(flux3_reference(model.folder))
     else:
         pipeline = getattr(diffusers, family_class(model.name).published_pipeline).from_pretrained(model.folder)
         pipeline.set_progress_bar_config(disable=True)
-    if model.name == "flux2_klein" and cfg > 1:  # takes no negative text
-        given["negative_prompt_embeds"] = pipeline.encode_prompt("blurry, large")[0].detach()
-    assert_sample_is_the_pipelines(model.family(), pipeline, cfg, **given)
+    assert_sample_is_the_pipelines(model.family(), pipeline, cfg, **guidance_of(model.name, pipeline, cfg))
 
 
 def test_only_the_layers_of_the_text_encoder_that_are_read_are_loaded_and_fp8_ones_are_near(model: Model) -> None:

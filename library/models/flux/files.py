@@ -19,19 +19,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from library.models.layer_names import (
-    Architecture,
-    FamilyFiles,
-    KeyNames,
-    KeyRow,
-    LayerGroup,
-    LoraTargets,
-    Part,
-    Shapes,
-    TextEncoderTargets,
-    block_sizes,
-    rope_axes,
-)
+from library.models.family_files import FamilyFiles, Part, Shapes, block_sizes, rope_axes
+from library.models.layer_names import Architecture, KeyNames, KeyRow, LayerGroup, LoraTargets, TextEncoderTargets
 
 
 def _double(original: str, *parts: str, rows: tuple[int, ...] = ()) -> KeyRow:

@@ -17,18 +17,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from library.models.family_files import FamilyFiles, Part, Shapes, block_sizes
 from library.models.flux.files import FLUX_BLOCK_OPTIONS, FLUX_NORMS, FLUX_STACKS, embedder_rows
-from library.models.layer_names import (
-    Architecture,
-    FamilyFiles,
-    KeyNames,
-    KeyRow,
-    LayerGroup,
-    LoraTargets,
-    Part,
-    Shapes,
-    block_sizes,
-)
+from library.models.layer_names import Architecture, KeyNames, KeyRow, LayerGroup, LoraTargets
 
 
 def _double(stream: str, qkv: tuple[str, ...], out: str, mlp: str) -> tuple[KeyRow, ...]:

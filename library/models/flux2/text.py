@@ -29,11 +29,12 @@ from library.precision.recipe import Recipe
 MOST_TOKENS = 512  # of a caption with its template; all have as many
 QWEN_LAYERS, MISTRAL_LAYERS = (9, 18, 27), (10, 20, 30)
 _HEAD_DIM = 128  # of Mistral Small 3
-_TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 class PaddedEncoder(LanguageModelEncoder):
     """A language model whose captions are all of :data:`MOST_TOKENS`; no mask is given."""
+
+    most_tokens = MOST_TOKENS
 
     def encode(self, captions: list[str], references: list[list[Image]] | None = None) -> list[dict[str, Tensor]]:
         """Return ``prompt_embeds`` [512, 3 W] of each caption. No images are looked at."""
@@ -50,14 +51,7 @@ class KleinTextEncoder(PaddedEncoder):
 
     title = "Qwen3"
     layers = QWEN_LAYERS
-
-    def inputs(self, captions: list[str], references: list[list[Image]] | None) -> dict[str, Tensor]:
-        """Return ids and mask [B, 512], filled up at the end."""
-        prompts = [_TEMPLATE.replace("{}", caption) for caption in captions]
-        made = self.tokenizer(
-            prompts, padding="max_length", truncation=True, max_length=MOST_TOKENS, return_tensors="pt"
-        )
-        return {name: made[name] for name in ("input_ids", "attention_mask")}
+    prompt = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 _SYSTEM_TOKEN, _PAD = "[SYSTEM_PROMPT]", "<pad>"

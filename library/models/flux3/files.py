@@ -19,18 +19,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from library.models.family_files import FamilyFiles, Part, Shapes, block_sizes
 from library.models.flux.files import embedder_rows
-from library.models.layer_names import (
-    Architecture,
-    FamilyFiles,
-    KeyNames,
-    KeyRow,
-    LayerGroup,
-    LoraTargets,
-    Part,
-    Shapes,
-    block_sizes,
-)
+from library.models.layer_names import Architecture, KeyNames, KeyRow, LayerGroup, LoraTargets
 
 _LAYERS = {
     **{f"{x}_proj": f"attn.to_{x}" for x in "qkv"},

@@ -34,7 +34,7 @@ from library.errors import UserError
 from library.models.flux.vae import Flux2ImageEncoder
 from library.models.flux3.model import DISTILLED_STEPS, SHIFT, positions_of
 from library.models.qwen3 import VL_THETA, Qwen3Family
-from library.models.text import LanguageModelEncoder, padded
+from library.models.text import LanguageModelEncoder
 from library.models.vae import pack_latents, text_numbers, token_grid
 
 logging.getLogger("diffusers.guiders.guider_utils").setLevel(logging.ERROR)  # warns of itself with every sample
@@ -44,7 +44,6 @@ _BY_MODE = ("mode_blocks", "x_embedders", "early_stream_modulations", "single_st
 LAYERS = (4, 8, 12, 16, 20, 24, 28, 32)  # after which the vectors are read
 MOST_TOKENS = 8192  # of a caption with its template; longer ones are cut, as in the pipeline
 _MULTIPLE, _PADDING_PLACE = 80, 1
-_TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
 class Flux3TextEncoder(LanguageModelEncoder):
@@ -58,17 +57,15 @@ class Flux3TextEncoder(LanguageModelEncoder):
     """
 
     title = "Qwen3-VL, 4 billion weights"
+    prompt = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    most_tokens = MOST_TOKENS
     layers = LAYERS
 
     def inputs(self, captions: list[str], references: list[list[Image]] | None) -> dict[str, Tensor]:
         """Return ids, mask and positions [B, T], T being what the longest caption keeps. No images are looked at."""
-        assert references is None
-        rows = [self.tokenizer(_TEMPLATE.replace("{}", caption)).input_ids[:MOST_TOKENS] for caption in captions]
-        filled = max(self.kept(len(row)) for row in rows)
-        padding: Any = self.tokenizer.pad_token_id
-        made = padded(rows, filled, padding)
+        made = super().inputs(captions, references)
         mask = made["attention_mask"]
-        places = torch.arange(filled).expand_as(mask).masked_fill(mask == 0, _PADDING_PLACE)
+        places = torch.arange(mask.shape[1]).expand_as(mask).masked_fill(mask == 0, _PADDING_PLACE)
         return made | {"position_ids": places}
 
     def kept(self, length: int) -> int:

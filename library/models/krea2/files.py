@@ -14,17 +14,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from library.models.layer_names import (
-    Architecture,
-    FamilyFiles,
-    KeyNames,
-    KeyRow,
-    LayerGroup,
-    LoraTargets,
-    Part,
-    Shapes,
-    block_sizes,
-)
+from library.models.family_files import FamilyFiles, Part, Shapes, block_sizes
+from library.models.layer_names import Architecture, KeyNames, KeyRow, LayerGroup, LoraTargets
 
 _STACKS = {
     "blocks.{i}": "transformer_blocks.{i}",

@@ -19,18 +19,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from library.models.layer_names import (
-    Architecture,
-    FamilyFiles,
-    KeyNames,
-    KeyRow,
-    LayerGroup,
-    LoraTargets,
-    Part,
-    Shapes,
-    block_sizes,
-    rope_axes,
-)
+from library.models.family_files import FamilyFiles, Part, Shapes, block_sizes, rope_axes
+from library.models.layer_names import Architecture, KeyNames, KeyRow, LayerGroup, LoraTargets
 
 _BLOCK = "transformer_blocks.{i}."
 _HALVES = ("img_mlp.gate_layer", "img_mlp.proj")

@@ -16,17 +16,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from library.models.layer_names import (
-    Architecture,
-    FamilyFiles,
-    KeyNames,
-    KeyRow,
-    LayerGroup,
-    LoraTargets,
-    Part,
-    Shapes,
-    count_blocks,
-)
+from library.models.family_files import FamilyFiles, Part, Shapes
+from library.models.layer_names import Architecture, KeyNames, KeyRow, LayerGroup, LoraTargets, count_blocks
 
 _STACKS = ("layers.{i}", "noise_refiner.{i}", "context_refiner.{i}")
 _SAME = (*(f"feed_forward.w{i}" for i in (1, 2, 3)), "adaLN_modulation.0")

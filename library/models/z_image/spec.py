@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from diffusers import ZImagePipeline, ZImageTransformer2DModel
-from PIL.Image import Image
 from torch import Tensor, nn
 
 import library.models.z_image.files as z_image_files
@@ -20,10 +19,9 @@ import library.models.z_image.model as z_image_model
 from library.conditions import Conditions
 from library.models.flux.vae import FluxImageEncoder
 from library.models.qwen3 import Qwen3Family
-from library.models.text import LanguageModelEncoder, padded
+from library.models.text import LanguageModelEncoder
 
 MOST_TOKENS = 512  # of a caption with its template; longer ones are cut, as in the pipeline
-_TEMPLATE = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 
 
 class ZImageTextEncoder(LanguageModelEncoder):
@@ -35,12 +33,8 @@ class ZImageTextEncoder(LanguageModelEncoder):
     """
 
     title = "Qwen3, 4 billion weights"
-
-    def inputs(self, captions: list[str], references: list[list[Image]] | None) -> dict[str, Tensor]:
-        """Return ids and mask [B, T], filled up at the end. No images are looked at."""
-        assert references is None
-        prompts = [_TEMPLATE.replace("{}", caption) for caption in captions]
-        return padded([self.tokenizer(prompt).input_ids[:MOST_TOKENS] for prompt in prompts])
+    prompt = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    most_tokens = MOST_TOKENS
 
 
 class ZImageFamily(Qwen3Family):
