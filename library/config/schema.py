@@ -255,9 +255,6 @@ class PreservationConfig(Section):
         description="prompts (general, a file or none) that are not trained on: with them validations measure what the "
         "LoRA changes elsewhere, and they are painted at the end; auto: general with preserve, else none",
     )
-    best_prior_weight: Annotated[NotNegative, OnlyWith(any_of=True, save_best=True, early_stop_patience=True)] = Field(
-        0.0, description="save_best and early_stop_patience go by val_loss plus so many times val_prior_loss"
-    )
 
 
 _NO_LONGER_TRAINED = {

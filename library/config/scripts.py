@@ -72,6 +72,11 @@ REMOVED_KEYS: Mapping[str, tuple[Any, str]] = {
         False,
         "was removed, all of network_weights is taken; remove it, and choose the file's layers with network_args",
     ),
+    "best_prior_weight": (
+        0.0,
+        "was removed, save_best and early_stop_patience go by val_loss; remove it, and compare val_prior_loss in the "
+        "curves",
+    ),
     "shard_lora": (
         False,
         "was removed, shard splits the base alone; remove it, or set zero = 3, which splits the "

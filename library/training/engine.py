@@ -66,7 +66,7 @@ class Engine:
         is_whole: whether weights, optimizer, average and schedule are of one step, or will be once the last update is
             settled. An error inside :meth:`update` or :meth:`settle` leaves it False.
         is_settled: whether the host knows that the last step was finite.
-        is_late: whether the answer on the last step is still on its way from a GPU.
+        is_answer_pending: whether the answer on the last step is still on its way from a GPU.
     """
 
     models: list[nn.Module]
@@ -79,7 +79,7 @@ class Engine:
     def __init__(self, accelerator: Accelerator, seed: int) -> None:
         self.accelerator, self.seed = accelerator, seed
         self.is_whole = self.is_settled = True
-        self.is_late = False
+        self.is_answer_pending = False
 
     def prepare(
         self,
@@ -109,13 +109,14 @@ class Engine:
         self.parameters = trained()
         self._max_grad_norm, self._clips_from = max_grad_norm, clips_from
         self.average = WeightAverage(self.parameters, ema_decay) if ema_decay else None
-        self.after_update: Callable[[], None] = lambda: None  # changes the weights that an update has left
+        # changes the weights that an update has left; gets whether the step was taken, [] on the device
+        self.after_update: Callable[[Tensor], None] = lambda is_taken: None
         self._device = self.parameters[0].device
         self._on_gpu = self._device.type == "cuda"
-        self._loss_bad = torch.zeros((), device=self._device)
-        self._answer = torch.ones((), dtype=torch.bool, pin_memory=self._on_gpu)
-        self._arrived: torch.cuda.Event | None = None
-        self._groups: list[dict[str, Any]] = []
+        self._bad_losses = torch.zeros((), device=self._device)
+        self._is_finite_on_host = torch.ones((), dtype=torch.bool, pin_memory=self._on_gpu)
+        self._copied: torch.cuda.Event | None = None
+        self._groups_before_update: list[dict[str, Any]] = []
         return prepared.loader, encoders
 
     def forward_backward(
@@ -135,7 +136,7 @@ class Engine:
         """
 
         def checked(loss: Tensor) -> Tensor:
-            return self.nan_if_bad(loss) * micro.weight
+            return self.nan_if_not_finite(loss) * micro.weight
 
         # LoRA dropout is the one global draw; seeding it here makes it a function of the batch's place too.
         torch.manual_seed(derive_seed(self.seed, "dropout", step, micro.number))
@@ -156,10 +157,10 @@ class Engine:
         limit = self._max_grad_norm if clips else math.inf  # with inf the norm is measured, not changed
         return clip_gradients(self.accelerator, self._network, self.parameters, limit)
 
-    def nan_if_bad(self, loss: Tensor) -> Tensor:
+    def nan_if_not_finite(self, loss: Tensor) -> Tensor:
         """Return ``loss`` with gradients that are NaN where it is not finite itself; else the same, bit for bit."""
         finite = loss.detach().isfinite()
-        self._loss_bad = self._loss_bad + ~finite
+        self._bad_losses = self._bad_losses + ~finite
         return loss * torch.where(finite, 1.0, math.nan)
 
     def update(self, grad_norm: Tensor) -> None:
@@ -168,7 +169,9 @@ class Engine:
         optimizer: Any = unwrapped(self.optimizer)
         finite = self._is_finite(torch.as_tensor(grad_norm, device=self._device))
         # what an optimizer keeps on the host counts a step that its kernels leave out
-        self._groups = [{k: v for k, v in g.items() if not isinstance(v, Tensor)} for g in optimizer.param_groups]
+        self._groups_before_update = [
+            {k: v for k, v in g.items() if not isinstance(v, Tensor)} for g in optimizer.param_groups
+        ]
         self.is_whole = self.is_settled = False
         if self.accelerator.scaler is not None:
             self.optimizer.step()
@@ -180,27 +183,28 @@ class Engine:
                 del optimizer.found_inf
         elif bool(finite):
             self.optimizer.step()
-        self.after_update()
+        if not self.accelerator.optimizer_step_was_skipped:  # by the loss scaler
+            self.after_update(finite)
         self.optimizer.zero_grad()
-        self._answer.copy_(finite, non_blocking=True)
-        self.is_late = self._on_gpu
+        self._is_finite_on_host.copy_(finite, non_blocking=True)
+        self.is_answer_pending = self._on_gpu
         if self._on_gpu:
-            self._arrived = torch.cuda.Event()
-            self._arrived.record(torch.cuda.current_stream(self._device))
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(self._device))
         self.is_whole = True  # nothing failed: settle does the rest
 
     def _skips_by_itself(self, optimizer: Any) -> bool:
         """Whether the optimizer's kernels leave out a step (torch's mark); SGD's first spoils its momentum."""
         has_state = isinstance(optimizer, torch.optim.Adam) or bool(optimizer.state)
-        own = not isinstance(self.optimizer, ZeroOptimizer)
-        return own and has_state and getattr(optimizer, "_step_supports_amp_scaling", False)
+        is_ours = not isinstance(self.optimizer, ZeroOptimizer)
+        return is_ours and has_state and getattr(optimizer, "_step_supports_amp_scaling", False)
 
     def _is_finite(self, grad_norm: Tensor) -> Tensor:
         scaler, finite = self.accelerator.scaler, grad_norm.isfinite().all()
         if scaler is None:
             return finite
-        bad_losses = self.accelerator.reduce(self._loss_bad, reduction="sum")  # a NaN norm may be the scaler's
-        self._loss_bad = torch.zeros_like(self._loss_bad)
+        bad_losses = self.accelerator.reduce(self._bad_losses, reduction="sum")  # a NaN norm may be the scaler's
+        self._bad_losses = torch.zeros_like(self._bad_losses)
         scale = scaler._scale if scaler._scale is not None else torch.ones((), device=self._device)
         return (bad_losses == 0) & (finite | (scale > 1))
 
@@ -211,19 +215,19 @@ class Engine:
         """
         if self.is_settled:
             return True
-        if self._arrived is not None:
-            self._arrived.synchronize()  # its step is over, or nearly
-            self._arrived = None
-        self.is_late = False
+        if self._copied is not None:
+            self._copied.synchronize()  # its step is over, or nearly
+            self._copied = None
+        self.is_answer_pending = False
         self.is_whole = False
-        finite = bool(self._answer.numpy())  # host memory: nothing is asked of the device
+        finite = bool(self._is_finite_on_host.numpy())  # host memory: nothing is asked of the device
         if finite:
             if self.average is not None:
                 self.average.update()
             if not self.accelerator.optimizer_step_was_skipped:
                 self.schedule.step()
         else:
-            for group, before in zip(unwrapped(self.optimizer).param_groups, self._groups, strict=True):
+            for group, before in zip(unwrapped(self.optimizer).param_groups, self._groups_before_update, strict=True):
                 group.update(before)
             drop_gradients(self.optimizer)  # of the step that has begun since
         self.is_whole = self.is_settled = True
@@ -270,9 +274,9 @@ class Engine:
         sums = torch.zeros(parts + 1, dtype=torch.float64, device=accelerator.device)
         rank, processes = dp_rank_and_size(accelerator)
         with evaluating(*self.models):
-            for own in lockstep_batches(islice(batches(), rank, None, processes), accelerator):
-                loss, count = measure(next(iter(batches())) if own is None else own)
-                if own is not None:  # else only to take part
+            for batch in lockstep_batches(islice(batches(), rank, None, processes), accelerator):
+                loss, count = measure(next(iter(batches())) if batch is None else batch)
+                if batch is not None:  # else only to take part
                     number = torch.as_tensor(count, device=loss.device).double()
                     sums += torch.cat([loss.double().view(parts), number[None]])
         *losses, count = accelerator.reduce(sums, reduction="sum").tolist()

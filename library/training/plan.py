@@ -59,7 +59,6 @@ class RunSettings:
         resume: the state to go on from, or "auto".
         on_nan, on_nan_limit: what happens at a step that is not finite, and how many may follow each other.
         validates_first: whether the run also validates before the first step.
-        best_prior_weight: of ``val_prior_loss`` beside the validation loss, where the best weights are looked for.
         saving, sampling, validation, logging, hub: the sections, with every ``auto`` settled.
     """
 
@@ -68,7 +67,6 @@ class RunSettings:
     on_nan: Literal["stop", "skip"]
     on_nan_limit: int
     validates_first: bool
-    best_prior_weight: float
     saving: SavingConfig
     sampling: SamplingConfig
     validation: ValidationConfig | ChatValidationConfig | LLMValidationConfig
@@ -92,7 +90,6 @@ def run_settings(config: TrainConfig | ChatTrainConfig | PretrainConfig) -> RunS
         training.on_nan,
         training.on_nan_limit,
         validates_first,
-        config.preservation.best_prior_weight if isinstance(config, TrainConfig) else 0.0,
         config.saving,
         sampling,
         validation,

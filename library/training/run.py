@@ -1,11 +1,13 @@
 """One run: its folder, how far it is, and what happens between steps: saving, sampling, validating, the summary.
 
-The trainer tells the run when a step or an epoch is over; the run knows from the settings what is due (``_is_due``).
+The trainer calls ``check_due`` and ``after_step`` after each step, ``after_epoch`` after each epoch. What is due then
+follows from the settings (``_is_due``) and from requests (``signals``).
+
 Validation, samples and saved files use the weights to deploy (``Engine.deployed_weights``).
 
 A save never destroys an older one: files are written under a temporary name and renamed. If the disk is full, the save
-is tried again later, and at the end of the run it goes into ``save_fallback_dir`` (``checkpoint.saving``). A process
-that fails while others wait for it makes all of them leave (``processes.agreed``); its reason is printed once.
+is tried again later, and at the end of the run it goes into ``save_fallback_dir`` (``checkpoint.saving``). If one
+process fails while the others wait for it, all leave the block (``processes.agreed``); the reason is printed once.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from library.accelerator import is_model_parallel
 from library.errors import UserError
@@ -24,7 +27,7 @@ from library.folder_lock import FolderLock
 from library.processes import agreed, from_all_processes
 from library.training.checkpoint.hub import build_upload
 from library.training.checkpoint.output_folder import refuse_to_overwrite, try_writing
-from library.training.checkpoint.saving import CheckpointWriter, fallback_folder, remove_old
+from library.training.checkpoint.saving import CheckpointWriter, Write, fallback_folder, remove_old
 from library.training.checkpoint.state import (
     AUTO,
     OutputNames,
@@ -71,14 +74,15 @@ class Run:
         self.val_prior_loss: float | None = None
         self.state_saved_at: int | None = None
         self._state_stem = ""  # its name
+        self._request: StopRequest = NOTHING  # after the last step
         self._validated_at: int | None = None
         self._sampled_at: int | None = None
-        self._checked: str | None = None  # what :meth:`check_saved` found
-        self._wrong: UserError | None = None
+        self._verified: str | None = None  # what :meth:`verify_saved` found
+        self._verify_error: UserError | None = None
         self._at_end = False  # all steps are done, and what was trained is saved
 
     @contextmanager
-    def own_folder(self) -> Iterator[str | None]:
+    def locked_folder(self) -> Iterator[str | None]:
         """Inside the block the output folder is this run's alone; yield the state that it goes on from.
 
         Raises:
@@ -127,8 +131,12 @@ class Run:
         fallback = fallback_folder(self.saving.save_fallback_dir, self.saving.output_name)
         self.writer = CheckpointWriter(folder, fallback, self.saving.save_retries, self.progress.note)
         self.requests = SignalHandler(
-            folder, accelerator, task.started_at, has_unsaved=lambda: self.writer.is_due, answer=self._answer
+            folder, accelerator, task.started_at, overdue=self._overdue, on_first_signal=self._announce_stop
         )
+
+    def _overdue(self) -> StopRequest:
+        """Return what must be saved again, as it could not be saved before (main process)."""
+        return StopRequest(save=self.writer.lacks_state, again=True) if self.writer.retry_is_due else NOTHING
 
     def _check_room(self) -> None:
         """Refuse a disk without room for one save of what is trained (on the main process).
@@ -151,7 +159,7 @@ class Run:
         """
         task, accelerator = self.task, self.engine.accelerator
         if accelerator.is_local_main_process and not accelerator.is_main_process:
-            check_whole(Path(state))  # on another machine than :meth:`own_folder` saw it, which may have a copy
+            check_whole(Path(state))  # on another machine than :meth:`locked_folder` saw it, which may have a copy
         saved = task.restore(state)
         position = saved.in_epoch_of(per_epoch)
         if saved.batches and saved.epoch_batches not in (None, per_epoch):
@@ -168,8 +176,8 @@ class Run:
         """The last validation loss."""
         return self.val_losses[-1] if self.val_losses else None
 
-    def _answer(self, signal_name: str) -> None:
-        """Say at once what becomes of a signal: some steps, and some samples, take a minute."""
+    def _announce_stop(self, signal_name: str) -> None:
+        """Print at once what a signal will do: some steps, and some samples, take a minute."""
         doing = self.progress.doing
         first = {"training": "this step", "sampling": "this sample"}.get(doing, doing)
         then = "" if self._at_end else f", then saving the {self.task.trained} and a state"
@@ -177,12 +185,12 @@ class Run:
         self.progress.note(f"{signal_name}: stopping after {first}{then}; {again}")
 
     def at_start(self) -> None:
-        """Look at the untrained network: validation loss and samples before the first step."""
+        """Validate and sample before the first step; after a resume do what the run before did not get to."""
         if self.position.step == 0:
             if self.settings.validates_first:
-                self.position.val_loss_before = self._validate(self.position.step)
+                self.position.val_loss_before = self._measure_losses()
             if self.settings.sampling.sample_at_first:
-                self._sample(self.position.step)
+                self._sample()
             return
         with agreed("looking for samples"):  # all know the same samples before one draws what is missing
             if self.task.sampler is not None:
@@ -190,37 +198,43 @@ class Run:
         self._catch_up()
 
     def _catch_up(self) -> None:
-        """Do what the run that wrote the state did not get to: look at the weights, delete old files, end."""
-        step, ended = self.position.step, [{"step": self.position.step}]
+        """Do what was due at the state's step and is not done: validate, sample, save the epoch, delete old files."""
+        step, units = self.position.step, ["step"]
         if self.position.epoch and not self.position.batches:
-            ended.append({"epoch": self.position.epoch})
-        if any(self._is_due("validate", **done) for done in ended) and self.position.validated_at != step:
-            self._compare()
-        samples = any(self._is_due("sample", **done) for done in ended)
+            units.append("epoch")
+        if any(self._is_due("validate", unit) for unit in units) and self.position.validated_at != step:
+            self._validate()
+        samples = any(self._is_due("sample", unit) for unit in units)
         if samples and self.task.sampler and step not in self.task.sampler.sampled:
-            self._sample(step)
-        for done in ended:
-            if self._is_due("save", **done):
-                self._rotate(**done)
+            self._sample()
+        for unit in (unit for unit in units if self._is_due("save", unit)):
+            if unit == "epoch" and not self._is_written(stem := self._stem(unit)):
+                self._save(stem, self.saving.save_state)
+            self._remove_old(unit)
         self._stop_if_stale()
 
-    def is_due(self) -> bool:
-        """Return whether :meth:`after_step` is going to look at the weights."""
-        asked = bool(self.requests.look(self.position.step))
-        return asked or any(self._is_due(what, step=self.position.step) for what in ("validate", "sample", "save"))
+    def _is_written(self, stem: str) -> bool:
+        """Return on all processes whether the main process finds the weights ``stem`` in the output folder."""
+        is_written, *_ = from_all_processes(self.names.weights(stem).exists())
+        return bool(is_written)
 
-    def _is_due(self, what: str, **done: int) -> bool:
-        """Return whether to validate, sample or save after so many steps (``step=``) or epochs (``epoch=``)."""
-        ((unit, count),) = done.items()
-        every = {
-            ("validate", "step"): self.settings.validation.validate_every_n_steps,
-            ("validate", "epoch"): self.settings.validation.validate_every_n_epochs,
-            ("sample", "step"): self.settings.sampling.sample_every_n_steps,
-            ("sample", "epoch"): self.settings.sampling.sample_every_n_epochs,
-            ("save", "step"): self.saving.save_every_n_steps,
-            ("save", "epoch"): self.saving.save_every_n_epochs,
-        }[what, unit]
-        return every is not None and count % every == 0 and (what != "validate" or self.task.validates)
+    def check_due(self) -> bool:
+        """Look for requests, once after every step; return whether :meth:`after_step` needs settled, finite weights."""
+        self._request = self.requests.poll()
+        return bool(self._request) or any(self._is_due(what, "step") for what in ("validate", "sample", "save"))
+
+    def _is_due(self, what: str, unit: str) -> bool:
+        """Return whether to validate, sample or save after this ``step`` or ``epoch``, by its option."""
+        section: Any = {"validate": self.settings.validation, "sample": self.settings.sampling, "save": self.saving}[
+            what
+        ]
+        every = getattr(section, f"{what}_every_n_{unit}s")
+        is_due = every is not None and getattr(self.position, unit) % every == 0
+        return is_due and (what != "validate" or self.task.validates)
+
+    def _stem(self, unit: str) -> str:
+        """Return the name, without suffix, of what is saved after this ``step`` or ``epoch``."""
+        return self.names.stem(**{unit: getattr(self.position, unit)})
 
     def save_before_fault(self, alone: bool = False) -> str | None:
         """Save weights and state of the last good step before the run fails; return the weights' path, if any.
@@ -229,55 +243,58 @@ class Run:
         """
         if self.position.step == 0:
             return None
-        stem = self.names.stem(step=self.position.step)
         if not alone or self.state_saved_at != self.position.step:
-            self._save(stem, True, lambda: self.requests.signalled, alone)
-        return shown_path((self.writer.in_fallback or [self.names.weights(self._state_stem)])[0])
+            self._save_at_end(self._stem("step"), True, lambda: self.requests.signalled, alone)
+        return shown_path(self._saved_names.weights(self._state_stem))
 
     def after_step(self) -> None:
-        """Do what is due after an optimizer step."""
-        stop_request = self.requests.look(self.position.step)
-        if stop_request.stop is not None and self.position.step < self.task.total_steps:
-            self._stop(stop_request)
+        """Do what is due after an optimizer step, and what :meth:`check_due` found to be asked for."""
+        if self._request.stop is not None and self.position.step < self.task.total_steps:
+            self._stop()
             return
-        self._do_what_is_due(stop_request, step=self.position.step)
-        self.requests.answered(stop_request)
+        self._do_what_is_due("step", self._request)
+        self.requests.remove_files(self._request)
+
+    def after_skipped_step(self) -> None:
+        """Stop if that is asked for: the next step may not be finite either."""
+        if self._request.stop is not None:
+            self._stop()
 
     def after_epoch(self) -> None:
         """Do what is due after an epoch; ``self.position.epoch`` is the number of epochs done."""
-        self._do_what_is_due(NOTHING, epoch=self.position.epoch)
+        self._do_what_is_due("epoch", NOTHING)
 
-    def _do_what_is_due(self, request: StopRequest, **done: int) -> None:
-        if self._is_due("validate", **done):
-            self._compare()
+    def _do_what_is_due(self, unit: str, request: StopRequest) -> None:
+        step = self.position.step  # at the end of an epoch its last step may have done the same already
+        if self._is_due("validate", unit) and self._validated_at != step:
+            self._validate()
             self._stop_if_stale()
-        if self._is_due("sample", **done) or request.sample:
-            self._sample(self.position.step)
-        if self._is_due("save", **done) or request.save or request.again:
-            with_state = self.saving.save_state or request.save
-            if self._save(self.names.stem(**done), with_state):
-                self._rotate(**done)
+        if (self._is_due("sample", unit) or request.sample) and self._sampled_at != step:
+            self._sample()
+        is_save_due = self._is_due("save", unit) or request.save or request.again
+        if is_save_due and self._save(self._stem(unit), self.saving.save_state or request.save):
+            self._remove_old(unit)
 
-    def _stop(self, stop_request: StopRequest) -> None:
+    def _stop(self) -> None:
         """Save what has been trained, and end the run; there may be only seconds left."""
-        stem, in_a_hurry = self.names.stem(step=self.position.step), stop_request.stop != "STOP"
-        self._save(stem, with_state=True, last=lambda: in_a_hurry or self.requests.signalled)
-        self.requests.answered(stop_request)
-        self.stopped, self.stop_request = True, stop_request
+        in_a_hurry = self._request.stop != "STOP"
+        self._save_at_end(self._stem("step"), True, lambda: in_a_hurry or self.requests.signalled)
+        self.requests.remove_files(self._request)
+        self.stopped, self.stop_request = True, self._request
 
     def at_end(self) -> None:
         """Save first, then look at the result; what can fail for lack of memory comes after what must be saved."""
         if self.stop_request.stop is not None:
             return
         with_state = self.saving.save_state or self.saving.save_state_on_train_end
-        self._save(self.names.stem(), with_state, last=lambda: self.requests.signalled)
+        self._save_at_end(self.names.stem(), with_state, lambda: self.requests.signalled)
         self._at_end = True
         if self._validated_at != self.position.step:
-            self._compare()
+            self._validate()
         if self.settings.sampling.sample_at_end and self._sampled_at != self.position.step:
-            self._sample(self.position.step)
+            self._sample()
         if self.task.end_sampler is not None:
-            self._sample(self.position.step, self.task.end_sampler)
+            self._sample(self.task.end_sampler)
 
     def _plot(self) -> list[Path]:
         """Plot the learning rate curves and write the sheets of samples; return the images (main process only)."""
@@ -294,37 +311,41 @@ class Run:
             self.writer.write_optional(lambda sheets=sheets: images.extend(sheets()), "the sheets of samples")  # type: ignore[misc]
         return images
 
-    def _validate(self, step: int) -> float | None:
+    def _measure_losses(self) -> float | None:
         """Measure what was learnt and what was changed elsewhere, as far as the task can; return the first."""
         if not self.task.validates:
             return None
-        with self._looking("validating"):
+        step = self.position.step
+        with self._deployed_weights("validating"):
             values = self.task.validate(step)
-        loss, elsewhere, said = values.get("val_loss"), values.get("val_prior_loss"), list[str]()
+        loss, elsewhere, parts = values.get("val_loss"), values.get("val_prior_loss"), list[str]()
         if loss is not None:
-            said.append(f"loss {loss:.4f}" + (f", {self.val_losses[-1]:.4f} before" if self.val_losses else ""))
+            parts.append(f"loss {loss:.4f}" + (f", {self.val_losses[-1]:.4f} before" if self.val_losses else ""))
             values |= {f"val_{name}": of_loss(loss) for name, of_loss in self.task.from_val_loss.items()}
             self.val_losses.append(loss)
         if elsewhere is not None:
-            said.append(f"changed elsewhere {elsewhere:.4f}")
-        self.progress.note(f"validated at step {step}: {'; '.join(said)}")
+            parts.append(f"changed elsewhere {elsewhere:.4f}")
+        self.progress.note(f"validated at step {step}: {'; '.join(parts)}")
         self.metrics.write({"step": step, **values})
         self.val_prior_loss, self._validated_at = elsewhere, step
         return loss
 
-    def _compare(self) -> None:
-        """Validate, and save the best weights so far."""
-        loss = self._validate(self.position.step)
-        if loss is None or self.position.validated_at == self.position.step:
+    def _validate(self) -> None:
+        """Validate, and save the weights if they are the best so far."""
+        loss, position = self._measure_losses(), self.position
+        if loss is None or position.validated_at == position.step:
             return
-        self.position.validated_at = self.position.step
-        score = loss + self.settings.best_prior_weight * (self.val_prior_loss or 0.0)
-        if self.position.best_val_loss is None or score < self.position.best_val_loss:
-            self.position.best_val_loss, self.position.validations_since_best = score, 0
-            if self.saving.save_best:
-                self._save(f"{self.names.name}-best", with_state=False)
-        else:
-            self.position.validations_since_best += 1
+        position.validated_at = position.step
+        if position.best_val_loss is not None and loss >= position.best_val_loss:
+            position.validations_since_best += 1
+            return
+        position.validations_since_best = 0
+        if self.saving.save_best:
+            saved = self._save(f"{self.names.name}-best", False, self.writer.write_or_leave_out)
+            is_saved, *_ = from_all_processes(saved)
+            if not is_saved:  # the best of what is on the disk is an earlier one
+                return
+        position.best_val_loss = loss
 
     def _stop_if_stale(self) -> None:
         """Stop after too many validations without a better one."""
@@ -332,15 +353,15 @@ class Run:
         if patience is not None and self.position.validations_since_best >= patience:
             self.stopped = True
 
-    def _rotate(self, **done: int) -> None:
+    def _remove_old(self, unit: str) -> None:
         if self.engine.accelerator.is_main_process:
-            remove_old(self.names.folder, self.names.name, self.saving, **done)
+            remove_old(self.names.folder, self.names.name, self.saving, **{unit: getattr(self.position, unit)})
 
-    def _sample(self, step: int, sampler: Sampler | None = None) -> None:
+    def _sample(self, sampler: Sampler | None = None) -> None:
         if sampler is None and (sampler := self.task.sampler) is None:
             return
-        self._sampled_at = step
-        with self._looking("sampling"):
+        self._sampled_at = step = self.position.step
+        with self._deployed_weights("sampling"):
             together = is_model_parallel(self.engine.accelerator)  # then no process may stop alone
             stopping = None if together else (lambda: self.requests.signalled)
             with agreed("sampling", partial(self.writer.leave_out, "sampling")):
@@ -350,35 +371,35 @@ class Run:
                 more = f" and {len(files) - 1} more" if len(files) > 1 else ""
                 self.progress.note(f"sampled at step {step}: {shown_path(files[0])}{more}")
 
+    def _save_at_end(self, stem: str, with_state: bool, in_a_hurry: Callable[[], bool], alone: bool = False) -> None:
+        """Save what the run ends with; no retry waits where the process is ``in_a_hurry``, about to be killed."""
+        self._save(stem, with_state, partial(self.writer.write_with_retries, in_a_hurry=in_a_hurry), alone)
+
     def _save(
         self,
         stem: str,
         with_state: bool,
-        last: Callable[[], bool] | None = None,
+        attempt: Callable[[Write], list[Path] | None] | None = None,
         alone: bool = False,
     ) -> bool:
         """Save the weights, and a state; return on the main process whether that could be done.
 
-        ``last`` is given for a save that ends the run; it tells whether the process is about to be killed, so that no
-        retry waits. With ``alone`` this process saves without the others.
+        Args:
+            stem: names the files.
+            with_state: whether to save a state too.
+            attempt: what becomes of a save that fails, a method of the ``writer``; by default it is tried again later.
+            alone: this process saves without the others.
         """
         saved: list[Path] | None = None
         main = self.engine.accelerator.is_main_process
+        attempt = attempt or partial(self.writer.write_or_retry_later, with_state=with_state)
         with (
             self.progress.phase("saving"),
             self.task.gathered(with_state),
             nullcontext() if alone else agreed("saving"),
         ):
             if main or alone:
-
-                def write(folder: Path) -> list[Path]:
-                    return self._write(replace(self.names, folder=folder), stem, with_state)
-
-                saved = (
-                    self.writer.write_or_retry_later(write)
-                    if last is None
-                    else self.writer.write_with_retries(write, last)
-                )
+                saved = attempt(lambda folder: self._write(replace(self.names, folder=folder), stem, with_state))
                 if saved:
                     self.progress.note(f"saved at step {self.position.step}: {shown_path(saved[0])}")
                 if self.upload is not None and not alone:  # what is left over is uploaded by the run that goes on
@@ -387,6 +408,11 @@ class Run:
         if with_state and (saved or not main):
             self.state_saved_at, self._state_stem = self.position.step, stem
         return saved is not None
+
+    @property
+    def _saved_names(self) -> OutputNames:
+        """Where the run's last save lies: in the fallback folder, if the output folder did not take it."""
+        return replace(self.names, folder=self.writer.fallback) if self.writer.in_fallback else self.names
 
     def _write(self, names: OutputNames, stem: str, with_state: bool) -> list[Path]:
         """Write the weights, and a state; return what is to be uploaded."""
@@ -405,21 +431,21 @@ class Run:
         return saved
 
     @contextmanager
-    def _looking(self, phase: str) -> Iterator[None]:
-        """Name the phase and show the averaged weights while the block runs."""
+    def _deployed_weights(self, phase: str) -> Iterator[None]:
+        """Name the phase, and let the model hold the weights to deploy, while the block runs."""
         with self.progress.phase(phase), self.engine.deployed_weights():
             yield
 
-    def check_saved(self) -> None:
+    def verify_saved(self) -> None:
         """Compare what was saved with the live weights; the last thing that all processes come to."""
         task, main = self.task, self.engine.accelerator.is_main_process
         # a process that leaves early takes the process group from under the others
         with task.gathered(with_state=False) if task.verifies else nullcontext(), agreed("checking what was saved"):
             if task.verifies and main and self.stop_request.stop is None and not self.writer.in_fallback:
                 try:
-                    self._checked = task.verify(self.names.weights(self.names.stem()))
-                except UserError as error:  # is said after the summary
-                    self._wrong = error
+                    self._verified = task.verify(self.names.weights(self.names.stem()))
+                except UserError as error:  # is raised after the summary
+                    self._verify_error = error
 
     def finish(self) -> None:
         """Show what the run did.
@@ -431,20 +457,20 @@ class Run:
         self.metrics.close()
         if self.engine.accelerator.is_main_process:  # alone from here on
             rows = [*self._summary(), *task.summary.items()]
-            rows += [("LoRA file checked", self._checked)] if self._checked is not None else []
+            rows += [("LoRA file checked", self._verified)] if self._verified is not None else []
             print_summary(task.console, rows)
             if self.stop_request.stop is not None:
-                state = self.names.state(self.names.stem(step=self.position.step))
+                state = self._saved_names.state(self._state_stem)
                 task.console.print(resume_hint(self.stop_request, self.position.step, state), soft_wrap=True)
         if self.upload is not None and (failed := self.upload.finish()):
             task.console.print(f"not uploaded: {', '.join(map(shown_path, failed))}", soft_wrap=True)
         self.writer.report()
-        if self._wrong is not None:
-            raise self._wrong
+        if self._verify_error is not None:
+            raise self._verify_error
 
     def _summary(self) -> list[tuple[str, str]]:
         """Return the rows of the run's summary: what it did, how well, and where its files are."""
-        before, after, folder = self.position.val_loss_before, self.val_loss, self.names.folder
+        before, after = self.position.val_loss_before, self.val_loss
         resumed = f", from step {self.first_step} to {self.position.step}" if self.first_step else ""
         steps = f"{self.position.step - self.first_step} in {duration(time.time() - self.task.started_at)}{resumed}"
         rows = [("steps", steps), ("avg loss", f"{self.position.loss_ema:.4f} (moving average over about 20 steps)")]
@@ -465,8 +491,8 @@ class Run:
         elif self.stopped:
             rows.append(("stopped early", f"no lower validation loss since {self.position.best_val_loss:.4f}"))
         images = self._plot()
-        stem = self.names.stem() if self.stop_request.stop is None else self.names.stem(step=self.position.step)
-        files = [self.names.weights(stem), *images, folder / "metrics.jsonl"]
+        stem = self.names.stem() if self.stop_request.stop is None else self._state_stem
+        files = [self._saved_names.weights(stem), *images, self.names.folder / "metrics.jsonl"]
         return rows + [(_title(path) if path in images else path.name, shown_path(path)) for path in files]
 
 

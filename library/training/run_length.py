@@ -12,25 +12,25 @@ from library.training.checkpoint.state import Position
 
 
 def run_length(
-    training: TrainingConfig | LLMTrainingConfig, per_epoch: int, per_step: int, begun: Position
+    training: TrainingConfig | LLMTrainingConfig, per_epoch: int, per_step: int, start: Position
 ) -> tuple[int, int]:
     """Return the number of optimizer steps of the run, and of epochs; the last epoch may be incomplete.
 
     Epochs win over steps. The last step of an epoch is a smaller one where ``per_step`` does not divide ``per_epoch``.
-    A run that goes on with another number of processes takes as many steps as its epochs have left.
+    A run that goes on with another number of processes takes as many steps as its epochs have left. Skipped steps (they
+    were not finite) do not count: others are taken in their place, if need be in another epoch.
 
     Args:
         training: max_train_steps, max_train_epochs.
         per_epoch, per_step: batches, or windows, of an epoch and of a full step over all processes.
-        begun: where the run begins or goes on.
+        start: where the run begins or goes on.
     """
     in_epoch = math.ceil(per_epoch / per_step)
-    done = (begun.epoch + 1) * in_epoch - math.ceil(max(0, per_epoch - begun.batches) / per_step)
-    if training.on_nan == "skip":
-        done -= begun.updates_dropped  # steps that were passed over
+    passed = (start.epoch + 1) * in_epoch - math.ceil(max(0, per_epoch - start.batches) / per_step)  # skipped ones too
+    steps = training.max_train_steps
     if training.max_train_epochs is not None:
-        return begun.step + training.max_train_epochs * in_epoch - done, training.max_train_epochs
-    return training.max_train_steps, math.ceil((done + training.max_train_steps - begun.step) / in_epoch)
+        steps = start.step + training.max_train_epochs * in_epoch - (passed - start.updates_dropped)
+    return steps, math.ceil((passed + steps - start.step) / in_epoch)
 
 
 def describe_steps(per_epoch: int, dp_rank: DataParallelRank, per_step: int, unit: str = "batch") -> str:

@@ -15,22 +15,18 @@ from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from accelerate.utils import gather_object
-from torch import Tensor
 
 from library.accelerator import has_whole_model
 from library.data.batches import MicroStep
 from library.errors import UserError, names_in_short, reason_of
 from library.processes import FailedElsewhere, watched
-from library.training.checkpoint.state import Position
 from library.training.memory.budget import keep_freed_memory, when_memory_runs_out
 from library.training.optim.lr_tracker import StepSizeMonitor, distance_starts, read_learning_rates
-from library.training.report.metrics import of_each_process, peak_memory_bytes
+from library.training.report.metrics import StepMetrics, peak_memory_bytes
 from library.training.run import Run
 from library.training.tasks.task import Task
 
-_EMA = 0.95  # weight of the past in loss_ema: a memory of about twenty steps
 _NAMED = 4  # samples that a message names
 
 
@@ -42,12 +38,12 @@ def train(task: Task) -> Run:
             does not fit into memory.
     """
     run = Run(task)
-    with run.own_folder() as state:
+    with run.locked_folder() as state:
         with watched():
             run.prepare(state)
             with run.progress, run.requests.listening():
                 Trainer(task, run).train_or_save()
-            run.check_saved()
+            run.verify_saved()
         run.finish()
     return run
 
@@ -57,16 +53,18 @@ class Trainer:
 
     def __init__(self, task: Task, run: Run) -> None:
         self.task, self.run, self.engine, self.position = task, run, task.engine, run.position
-        self.record = _Record(task, run.position)
+        names, units = (task.metric, *task.more_metrics), task.throughput
+        self.step_metrics = StepMetrics(self.engine.accelerator, run.position, names, units)
         self.step_sizes = StepSizeMonitor(
             task.total_steps, distance_starts(self.engine.optimizer, self.position.step == 0)
         )
         self.rates: dict[str, float] = {}
-        self._step_began = self.position.batches  # of the epoch before the step that is next or under way
-        self._last_step = (0, 0)  # batches of the epoch before the last step, and after it
+        # in batches of the epoch: where the step begins that is next or under way; where the last one began and ended
+        self._step_start = self.position.batches
+        self._last_step_range = (0, 0)
 
     def train_or_save(self) -> None:
-        """Train to the end; whatever goes wrong, save the last good step before it is said."""
+        """Train to the end; whatever goes wrong, save the last good step before the error goes on."""
         try:
             self.run.at_start()
             self.train()
@@ -74,8 +72,8 @@ class Trainer:
         except FailedElsewhere:  # the process that failed does this
             raise
         except BaseException as error:
-            is_told = self.run.state_saved_at == self.position.step  # this step is saved, and a line has said so
-            if (saved := self._keep_good_steps()) and not is_told:
+            is_reported = self.run.state_saved_at == self.position.step  # a line has said that this step is saved
+            if (saved := self._save_good_steps()) and not is_reported:
                 line = f"what was learnt up to step {self.position.step} is in {saved}: go on with --resume auto"
                 if self.engine.accelerator.is_main_process:
                     self.run.progress.note(line)
@@ -100,11 +98,11 @@ class Trainer:
 
     def _epoch(self) -> None:
         """Train to the end of the epoch or of the run; leave ``position`` at the start of the next epoch."""
-        task, engine, position, record = self.task, self.engine, self.position, self.record
+        task, engine, position, metrics = self.task, self.engine, self.position, self.step_metrics
         for (batch, waited), micro in self._batches_of_epoch():
             with when_memory_runs_out(partial(self._out_of_memory, batch)):
-                loss, metrics = engine.forward_backward(task.loss, batch, position.step, micro, record.columns)
-                record.add(loss, metrics, waited, len(batch) if micro.weight else 0, micro.samples)
+                loss, totals = engine.forward_backward(task.loss, batch, position.step, micro, metrics.columns)
+                metrics.add(loss, totals, waited, len(batch) if micro.weight else 0, micro.samples)
                 position.batches += micro.done
                 if not micro.ends_step:
                     continue
@@ -115,8 +113,8 @@ class Trainer:
                     self.rates = read_learning_rates(engine.optimizer)  # as this step is going to use them
                 engine.update(grad_norm)  # the schedule follows when the step is settled
             position.step += 1
-            self._last_step, self._step_began = (self._step_began, position.batches), position.batches
-            record.end_step(grad_norm)
+            self._last_step_range, self._step_start = (self._step_start, position.batches), position.batches
+            metrics.end_step(grad_norm)
             if not self._after_step():
                 return
         self._end_epoch()
@@ -125,33 +123,33 @@ class Trainer:
         """Return the batches from ``position`` on, each with the time it was waited for and its place in its step."""
         batches, position = self.task.batches, self.position
         batches.set_position(position.epoch, position.batches)
-        self._step_began = position.batches
-        self.record.start_clock()
+        self._step_start = position.batches
+        self.step_metrics.start_clock()
         return zip(_timed(self.task.loader), batches.micro_steps(), strict=True)
 
     def _after_step(self) -> bool:
         """Log a step, and let the run do what is due after it; return whether the epoch goes on."""
-        run, record, step = self.run, self.record, self.position.step
-        logged, due = self._is_logged(step), run.is_due()
-        if (logged or due or not self.engine.is_late) and not self._settle(before_saving=due):
+        run, metrics, step = self.run, self.step_metrics, self.position.step
+        logged, due = self._is_logged(step), run.check_due()
+        if (logged or due or not self.engine.is_answer_pending) and not self._settle(before_saving=due):
             return False
-        record.stop_clock()
+        metrics.stop_clock()
         run.progress.advance(step)
         if logged:
             self._log()
         elif due:
-            record.read_average()
+            metrics.read_average()
         run.after_step()
-        record.start_clock()
+        metrics.start_clock()
         return step < self.task.total_steps and not run.stopped
 
     def _end_epoch(self) -> None:
         """Settle the last step of an epoch, and let the run do what is due after it."""
         if not self._settle(before_saving=True):
             return
-        if self.record.ema is not None:  # steps were taken, of which the last may not have been logged
-            self.record.read_average()
-        self.position.epoch, self.position.batches, self._step_began = self.position.epoch + 1, 0, 0
+        if self.step_metrics.ema is not None:  # steps were taken, of which the last may not have been logged
+            self.step_metrics.read_average()
+        self.position.epoch, self.position.batches, self._step_start = self.position.epoch + 1, 0, 0
         self.run.after_epoch()
 
     def _settle(self, before_saving: bool = False) -> bool:
@@ -164,24 +162,24 @@ class Trainer:
         """
         if not self.engine.is_settled:
             if not self.engine.settle():
-                self._respond()
+                self._skip_or_stop()
                 return False
             self.position.nonfinite_in_row = 0
         if before_saving:
             self._check_weights()
         return True
 
-    def _go_back(self) -> int:
+    def _uncount_last_step(self) -> int:
         """Put ``position`` before the last step, which is not finite; return the batches of the epoch up to its end."""
-        began, ended = self._last_step
-        self.position.step, self.position.batches, self._step_began = self.position.step - 1, began, began
-        self.record.forget_step()
+        began, ended = self._last_step_range
+        self.position.step, self.position.batches, self._step_start = self.position.step - 1, began, began
+        self.step_metrics.forget_step()
         return ended
 
-    def _respond(self) -> None:
+    def _skip_or_stop(self) -> None:
         """Skip the last step and its batches, as it was not finite, or end the run: as ``on_nan`` says."""
         settings, position = self.run.settings, self.position
-        ended, row = self._go_back(), position.nonfinite_in_row + 1
+        ended, row = self._uncount_last_step(), position.nonfinite_in_row + 1
         self._check_weights()
         message = f"step {position.step + 1} is not finite: {self._samples_of_step()}"
         if settings.on_nan == "stop" or row > settings.on_nan_limit:
@@ -194,6 +192,9 @@ class Trainer:
         position.updates_dropped += 1
         self.run.progress.note(f"{message}; its update is skipped ({position.updates_dropped} so far)")
         self.run.metrics.write({"step": position.step, "updates_dropped": position.updates_dropped})
+        if self.step_metrics.ema is not None:
+            self.step_metrics.read_average()
+        self.run.after_skipped_step()
 
     def _check_weights(self) -> None:
         if not self.engine.has_finite_weights():
@@ -214,7 +215,7 @@ class Trainer:
 
     def _out_of_memory(self, batch: Any) -> UserError:
         """Go back before the step that does not fit, save, and return the error that names its batch."""
-        step, saved = self.position.step + 1, self._keep_good_steps()
+        step, saved = self.position.step + 1, self._save_good_steps()
         last = f"last checkpoint: {saved}" if saved else "nothing was saved"
         what, advice = self.task.describe_batch(batch), self.task.memory_advice()
         return UserError(f"out of memory in step {step}: {what} does not fit; {last}; {advice}")
@@ -223,16 +224,16 @@ class Trainer:
         return step % self.run.settings.logging.log_every_n_steps == 0 or step == self.task.total_steps
 
     def _log(self) -> None:
-        values = {"step": self.position.step, "epoch": self.position.epoch, **self.record.read(), **self.rates}
+        values = {"step": self.position.step, "epoch": self.position.epoch, **self.step_metrics.read(), **self.rates}
         values["peak_mem_bytes"] = peak_memory_bytes()
         values = self.task.training_metrics(values, self.position)
         self.run.metrics.write(values)
-        for remark in self.step_sizes.look(self.position.step, self.rates):
+        for remark in self.step_sizes.check(self.position.step, self.rates):
             self.run.progress.note(remark)
         if self.engine.accelerator.is_main_process:
             self.run.progress.show(values)
 
-    def _keep_good_steps(self) -> str | None:
+    def _save_good_steps(self) -> str | None:
         """Go back to the last good step, and save it; return the weights' path, None if there is nothing to keep.
 
         Each process does this by itself: another one may be the one that failed, or wait for this one. So weights that
@@ -242,100 +243,21 @@ class Trainer:
             return None
         try:
             if self.engine.settle():
-                self.position.batches = self._step_began  # a step that was begun has changed nothing yet
-                self.record.forget_batches()
+                self.position.batches = self._step_start  # a step that was begun has changed nothing yet
+                self.step_metrics.forget_batches()
             else:
-                self._go_back()
+                self._uncount_last_step()
             self.engine.drop_gradients()
-            if self.record.ema is not None and self.engine.accelerator.num_processes == 1:  # others may not come by
-                self.record.read_average()
+            if (
+                self.step_metrics.ema is not None and self.engine.accelerator.num_processes == 1
+            ):  # others may not come by
+                self.step_metrics.read_average()
             if self.position.step <= self.run.first_step or not self.engine.has_finite_weights(alone=True):
                 return None
             return self.run.save_before_fault(alone=True)
         except (Exception, KeyboardInterrupt) as error:  # a device that is lost; what was saved before stays
             self.run.progress.note(f"warning: the last steps could not be saved ({reason_of(error)})")
             return None
-
-
-class _Record:
-    """Gathers a step's metrics on the device; reads them back only when asked to."""
-
-    def __init__(self, task: Task, position: Position) -> None:
-        self._task, self._accelerator, self._position = task, task.accelerator, position
-        self.columns = 1 + len(task.more_metrics)
-        self.ema: Tensor | None = None
-        self._ema_before: Tensor | None = None  # the last step
-        self._losses: list[Tensor] = []
-        self._totals: list[Tensor] = []
-        self._steps, self._samples, self._all_samples, self._waited, self._busy = 0, 0, 0, 0.0, 0.0
-        self._loss = self._grad_norm = torch.zeros(())
-        self._clock = time.perf_counter()
-
-    def add(self, loss: Tensor, metrics: Tensor, waited: float, samples: int, of_all: int) -> None:
-        """Take in one batch: its weighted loss, its metrics' totals, its samples, and those of all processes."""
-        self._samples += samples
-        self._all_samples += of_all
-        self._losses.append(loss)
-        # a batch that another process has counted counts nothing here
-        self._totals.append(metrics if samples else torch.zeros_like(metrics))
-        self._waited += waited
-
-    def end_step(self, grad_norm: Tensor) -> None:
-        """Take in the end of an optimizer step."""
-        accumulated = self._accelerator.gradient_accumulation_steps  # by weight, if not by number
-        self._loss, self._grad_norm = torch.stack(self._losses).sum() / accumulated, grad_norm
-        past = self.ema
-        if past is None:  # the first step; of a resumed run the average of before, rounded as that was
-            resumed = torch.tensor(self._position.loss_ema, device=self._loss.device)
-            past = self._loss if self._position.step == 1 else resumed
-        self._ema_before, self.ema = self.ema, _EMA * past + (1 - _EMA) * self._loss
-        self._losses = []
-        self._steps += 1
-
-    def forget_step(self) -> None:
-        """Forget the last step; what was added up since the last line has what was not finite in it."""
-        self.ema, self._losses, self._totals = self._ema_before, [], []
-
-    def forget_batches(self) -> None:
-        """Forget the batches of a step that is not going to end."""
-        self._losses = []
-
-    def start_clock(self) -> None:
-        """Begin to count the time of steps; that of saving, sampling and validating before is left out of s/it."""
-        self._clock = time.perf_counter()
-
-    def stop_clock(self) -> None:
-        """Count the time since the clock was started; where the host waits for the device, it has done so before."""
-        self._busy += time.perf_counter() - self._clock
-
-    def read_average(self) -> None:
-        """Let ``position`` have the average loss, over processes."""
-        assert self.ema is not None
-        self._position.loss_ema = float(self._accelerator.reduce(self.ema, reduction="mean"))
-
-    def read(self) -> dict[str, float]:
-        """Return the metrics since the last call, averaged over processes or over all their samples."""
-        ema = self.ema if self.ema is not None else self._loss
-        on_device = torch.stack([self._loss, ema, torch.as_tensor(self._grad_norm, device=ema.device)])
-        on_device = torch.cat([on_device, torch.stack(self._totals).sum(dim=0).flatten()])
-        loss, ema_value, grad_norm, *totals = self._accelerator.reduce(on_device, reduction="mean").tolist()
-        sums, counts = totals[: len(totals) // 2], totals[len(totals) // 2 :]
-        self._position.loss_ema = ema_value
-        values = {"loss": loss, "loss_ema": ema_value, "grad_norm": grad_norm}
-        for name, total, count in zip((self._task.metric, *self._task.more_metrics), sums, counts, strict=True):
-            if name is not None and count:
-                values[name] = total / count
-        throughput, units = self._task.throughput
-        speed = {
-            throughput: self._samples * units / self._busy,
-            "s_per_it": self._busy / self._steps,
-            "data_wait_s": self._waited / self._steps,
-        }
-        each = of_each_process(self._accelerator, speed | {"peak_mem_bytes": peak_memory_bytes()})
-        speed[throughput] = self._all_samples * units / self._busy
-        self._totals, self._steps, self._samples, self._all_samples = [], 0, 0, 0
-        self._waited = self._busy = 0.0
-        return values | speed | each
 
 
 def _timed(batches: Iterable[Any]) -> Iterator[tuple[Any, float]]:

@@ -21,8 +21,10 @@ from library.checksums import MANIFEST, write_manifest
 from library.config.load import read_keys
 from library.errors import UserError
 from library.safetensors_io import write_safetensors
+from library.training.checkpoint.state import find_damage
 from library.training.engine import Engine
 from library.training.run import Run
+from library.training.signals import NOTHING, SignalHandler, StopRequest
 from tests.runs import arguments as flags
 from tests.runs import lora, run, start, train_flags, write_dataset
 from tests.worker_group import run_in_group
@@ -121,7 +123,7 @@ def test_an_answer_that_comes_during_the_next_step_changes_nothing(
 
     def send(self: Engine, grad_norm: torch.Tensor) -> None:
         update(self, grad_norm)
-        self.is_late = True
+        self.is_answer_pending = True
 
     for name in ("at once", "late"):
         with contextlib.ExitStack() as stack:
@@ -184,6 +186,17 @@ def test_a_run_in_which_nothing_is_finite_stops_after_the_limit(base: Path, clea
     with pytest.raises(UserError, match="4 steps in a row are not finite, "):
         run(base, data, tmp_path / "out", on_nan="skip", on_nan_limit=3, max_train_steps=50)
     assert list((tmp_path / "out").glob("*.safetensors")) == []
+
+
+def test_a_run_in_which_nothing_is_finite_can_be_stopped(
+    base: Path, clean: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = iter([NOTHING, NOTHING, StopRequest(stop="SIGTERM")])
+    monkeypatch.setattr(SignalHandler, "poll", lambda handler: next(requests))
+    monkeypatch.setattr(Engine, "nan_if_not_finite", lambda engine, loss: loss * math.nan)
+    ended = run(base, clean, tmp_path / "out", on_nan="skip", max_train_steps=50)
+    assert (ended.stop_request.stop, ended.position.step, ended.position.updates_dropped) == ("SIGTERM", 0, 3)
+    assert find_damage(tmp_path / "out/lora-step00000000-state") is None
 
 
 def test_two_processes_agree_though_one_alone_meets_the_image(base: Path, clean: Path, tmp_path: Path) -> None:

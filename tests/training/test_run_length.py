@@ -34,7 +34,9 @@ def test_a_run_takes_the_steps_that_its_epochs_have_left(subtests: pytest.Subtes
 
 def test_steps_that_were_passed_over_are_not_taken_in_the_end_instead_of_others() -> None:
     begun = Position(step=3, epoch=1, updates_dropped=2)  # of five batches
-    assert run_length(TrainingConfig(max_train_epochs=2, on_nan="skip"), 5, 1, begun)[0] == 10
+    assert run_length(TrainingConfig(max_train_epochs=2), 5, 1, begun) == (10, 3)
+    assert run_length(TrainingConfig(max_train_steps=8), 5, 1, begun) == (8, 2)
+    assert run_length(TrainingConfig(max_train_steps=9), 5, 1, begun) == (9, 3)  # eleven batches
 
 
 def test_a_line_says_how_batches_become_steps() -> None:

@@ -110,7 +110,8 @@ def test_a_second_signal_ends_it_at_once() -> None:
         "requests = SignalHandler(pathlib.Path('.'), alone, 0.0)\n"
         "with requests.listening():\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
-        "    print(requests.look(1).stop, requests.look(1).exit_code, flush=True)\n"
+        "    request = requests.poll()\n"
+        "    print(request.stop, request.exit_code, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    print('still here', flush=True)\n"
     )

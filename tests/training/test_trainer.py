@@ -20,9 +20,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from library.errors import UserError
 from library.training.checkpoint.state import find_damage
 from library.training.engine import Engine
+from library.training.report.metrics import StepMetrics
 from library.training.sampling.images import Sampler
 from library.training.tasks.image_lora import ImageLora
-from library.training.trainer import _Record
 from tests.runs import lora, run, write_dataset
 
 Patch = pytest.MonkeyPatch
@@ -62,7 +62,7 @@ def fail_before_the_answer(patch: Patch) -> None:
 
     def send(engine: Engine, grad_norm: torch.Tensor) -> None:
         update(engine, grad_norm)
-        engine.is_late = True
+        engine.is_answer_pending = True
 
     patch.setattr(Engine, "update", send)
     fail_in_backward(patch)
@@ -73,7 +73,7 @@ FAULTS: dict[str, tuple[Callable[[Patch], None], int]] = {
     "in backward": (fail_in_backward, 2),
     "in backward, while the device works on the step before": (fail_before_the_answer, 2),
     "before a step that is taken is counted": (
-        lambda patch: patch.setattr(_Record, "add", fail_at(3, _Record.add, KeyboardInterrupt("x"))),
+        lambda patch: patch.setattr(StepMetrics, "add", fail_at(3, StepMetrics.add, KeyboardInterrupt("x"))),
         2,
     ),
     "while validating": (
@@ -86,6 +86,7 @@ FAULTS: dict[str, tuple[Callable[[Patch], None], int]] = {
     ),
 }  # fmt: skip
 
+EACH_EPOCH = (("steps", 3), ("epochs", 1))  # of six images in batches of two
 # what raises while step 4 is taken: its update cannot be undone
 FAULTS_AMID_AN_UPDATE: dict[str, tuple[type, Callable[..., Any], int]] = {
     "an optimizer's own error": (torch.optim.AdamW, torch.optim.AdamW.step, 4),
@@ -127,9 +128,11 @@ def test_a_step_that_does_not_fit_after_an_epoch_names_the_checkpoint_of_the_epo
     assert f"last checkpoint: {saved}; " in str(caught.value)
 
 
-def test_a_validation_after_an_epoch_that_failed_is_done_when_the_run_goes_on(base: Path, tmp_path: Path) -> None:
+def test_what_was_due_after_an_epoch_whose_validation_failed_is_done_when_the_run_goes_on(
+    base: Path, tmp_path: Path
+) -> None:
     data = write_dataset(tmp_path / "data", text="batch_size = 2\nvalidation_split = 0.25\nvalidation_seed = 1")
-    settings = {"max_train_steps": 5, "validate_every_n_epochs": 1}
+    settings = {"max_train_steps": 5, "validate_every_n_epochs": 1, "save_every_n_epochs": 1}
     run(base, data, tmp_path / "whole", **settings)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ImageLora, "validate", fail_at(2, ImageLora.validate, OSError("Stale handle")))
@@ -138,7 +141,28 @@ def test_a_validation_after_an_epoch_that_failed_is_done_when_the_run_goes_on(ba
     run(base, data, tmp_path / "out", **settings, resume="auto")
     validated = averages(tmp_path / "out", "val_loss")
     assert list(validated) == [0, 3, 5]
+    assert same(lora(tmp_path / "out", "lora-000001"), lora(tmp_path / "whole", "lora-000001"))
     assert validated == averages(tmp_path / "whole", "val_loss")
+
+
+def test_what_is_due_after_a_step_and_after_its_epoch_is_done_once(
+    base: Path, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    data = write_dataset(tmp_path / "data", text="batch_size = 2\nvalidation_split = 0.25\nvalidation_seed = 1")
+    (tmp_path / "prompts.txt").write_text("a disc --w 64 --h 64 --s 1\n")
+    sampled, sample = list[int](), Sampler.sample
+
+    def count(sampler: Sampler, transformer: Any, step: int, *more: Any) -> list[Path]:
+        sampled.append(step)
+        return sample(sampler, transformer, step, *more)
+
+    monkeypatch.setattr(Sampler, "sample", count)
+    often: dict[str, object] = {
+        f"{what}_every_n_{unit}": n for what in ("validate", "sample") for unit, n in EACH_EPOCH
+    }
+    run(base, data, tmp_path / "out", **often, max_train_steps=6, sample_prompts=tmp_path / "prompts.txt")
+    lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "val_loss" in line] == sampled == [0, 3, 6]
 
 
 @pytest.mark.parametrize("fault", FAULTS_AMID_AN_UPDATE)

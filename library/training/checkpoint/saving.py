@@ -38,6 +38,7 @@ class CheckpointWriter:
         say: prints a line.
         failures: saves that failed in a row.
         retry_at: when the next try is due (time.monotonic()); None if nothing is unsaved.
+        lacks_state: whether one of the saves that failed has a state.
         in_fallback: what had to go into ``fallback``.
     """
 
@@ -47,26 +48,39 @@ class CheckpointWriter:
     say: Callable[[str], None]
     failures: int = 0
     retry_at: float | None = None
+    lacks_state: bool = False
     in_fallback: list[Path] | None = None
 
     @property
-    def is_due(self) -> bool:
+    def retry_is_due(self) -> bool:
         """Whether it is time to try again what failed."""
         return self.retry_at is not None and time.monotonic() >= self.retry_at
 
-    def write_or_retry_later(self, write: Write) -> list[Path] | None:
-        """Write now; if that fails say so, note when to try again, and return None."""
+    def write_or_retry_later(self, write: Write, with_state: bool) -> list[Path] | None:
+        """Write now; if that fails say so, note when to try again, and return None.
+
+        A save without a state does not make up for one that failed with a state.
+        """
         try:
             written = write(self.folder)
         except WriteError as error:
             wait = min(_FIRST_RETRY * 2**self.failures, _LAST_RETRY)
             self.failures, self.retry_at = self.failures + 1, time.monotonic() + wait
+            self.lacks_state |= with_state
             self.say(f"warning: {error}; training goes on, trying again in {wait / 60:.0f} min")
             return None
-        if self.failures:
+        if self.failures and (with_state or not self.lacks_state):
             self.say(f"saved again: {written[0]}")
-        self.failures, self.retry_at = 0, None
+            self.failures, self.retry_at, self.lacks_state = 0, None, False
         return written
+
+    def write_or_leave_out(self, write: Write) -> list[Path] | None:
+        """Write now; if that fails say so and return None. It is not tried again: by then the weights are others."""
+        try:
+            return write(self.folder)
+        except WriteError as error:
+            self.leave_out("saving", error)
+            return None
 
     def write_with_retries(self, write: Write, in_a_hurry: Callable[[], bool] = lambda: False) -> list[Path]:
         """Write, again and again if it must be, elsewhere in the end.

@@ -182,8 +182,8 @@ class StepSizeMonitor:
         """Steps after which d should have left d0."""
         return min(max(self.total_steps // 10, 50), 500)
 
-    def look(self, step: int, rates: Mapping[str, float]) -> list[str]:
-        """Return what is to be said after ``step``.
+    def check(self, step: int, rates: Mapping[str, float]) -> list[str]:
+        """Return the warnings after ``step``.
 
         Args:
             step: of the run.

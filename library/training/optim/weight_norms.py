@@ -33,8 +33,8 @@ class WeightNormLimit:
         self._norms: Tensor | None = None  # [layers] fp32, before scaling
 
     @torch.no_grad()
-    def apply(self) -> None:
-        """Scale down what is too large; call it after each step of the optimizer."""
+    def apply(self, is_taken: Tensor) -> None:
+        """Scale down what is too large, after a step of the optimizer that is taken; ``is_taken`` [] tells."""
         norms = []
         for layer in self.layers:
             down, up = (part for name, part in layer.trained().items() if name in ("lora_A.weight", "lora_B.weight"))
@@ -42,7 +42,7 @@ class WeightNormLimit:
             norms.append(norm)
             factor = (self.limit / norm.clamp(min=self.limit)).sqrt()
             for part in (down, up):
-                part.copy_(torch.where(factor < 1, part.float() * factor, part.float()))
+                part.copy_(torch.where((factor < 1) & is_taken.to(factor.device), part.float() * factor, part.float()))
         self._norms = torch.stack([norm.to(norms[0].device) for norm in norms])
 
     def metrics(self) -> dict[str, float]:

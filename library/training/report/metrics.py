@@ -1,4 +1,4 @@
-"""The run's metrics, written once: ``metrics.jsonl``, and the same objects to the trackers.
+"""The run's metrics: gathered over steps (``StepMetrics``), written to ``metrics.jsonl`` and to the trackers.
 
 One flat JSON object a line, in order of steps; every plot and report reads this file. docs/metrics.md lists the keys
 with their units. Of several processes a training line also has each one's own speed and memory, ``s_per_it/<rank>`` and
@@ -11,7 +11,8 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,7 +26,10 @@ from library import __version__
 from library.config.schema import LoggingConfig
 from library.errors import UserError, reason_of
 from library.files import toml_text, write_text
+from library.training.checkpoint.state import Position
 from library.training.report.metrics_file import parse_line
+
+_EMA = 0.95  # weight of the past in loss_ema: a memory of about twenty steps
 
 
 class MetricsStream:
@@ -40,7 +44,9 @@ class MetricsStream:
         self._accelerator = accelerator
         self._path = path
         self._waiting, self._warned, self._tracker_warned = b"", False, False
-        self._there: set[frozenset[str]] = set()  # keys of the lines that an interrupted run wrote of that step
+        self._written_before: set[frozenset[str]] = (
+            set()
+        )  # keys of the lines that an interrupted run wrote of that step
         if logging.log_with:
             run = {"wandb": {"name": logging.wandb_run_name}} if logging.wandb_run_name else {}
             try:
@@ -55,22 +61,24 @@ class MetricsStream:
             )
             remaining = [line for line in lines if (parse_line(line) or {"step": float("inf")})["step"] <= resume_step]
             write_text(path, "".join(line + "\n" for line in remaining))
-            self._there = {frozenset(line) for line in map(json.loads, remaining) if line["step"] == resume_step}
+            self._written_before = {
+                frozenset(line) for line in map(json.loads, remaining) if line["step"] == resume_step
+            }
         self._resume_step = resume_step
 
     def write(self, values: dict[str, float]) -> None:
         """Write one line; ``values`` holds ``step``."""
-        again = values["step"] == self._resume_step and frozenset(values) in self._there
+        again = values["step"] == self._resume_step and frozenset(values) in self._written_before
         if self._accelerator.is_main_process and not again:
             self._waiting += (json.dumps(values) + "\n").encode()
             self._append()
         log, numbers = self._accelerator.log, {k: v for k, v in values.items() if k != "step"}
-        self._tell_trackers(lambda: log(numbers, step=int(values["step"])))
+        self._call_trackers(lambda: log(numbers, step=int(values["step"])))
 
-    def _tell_trackers(self, tell: Callable[[], None]) -> None:
+    def _call_trackers(self, call: Callable[[], None]) -> None:
         """Trackers write a copy: one that fails is no reason to end a run."""
         try:
-            tell()
+            call()
         except Exception as error:
             if not self._tracker_warned:
                 reason = reason_of(error)
@@ -100,7 +108,98 @@ class MetricsStream:
         """Write what waits, and let the trackers do so."""
         if self._waiting:
             self._append()
-        self._tell_trackers(self._accelerator.end_training)
+        self._call_trackers(self._accelerator.end_training)
+
+
+class StepMetrics:
+    """Gathers the metrics of steps on the device; reads them back only for a logged step."""
+
+    def __init__(
+        self, accelerator: Accelerator, position: Position, names: Sequence[str | None], throughput: tuple[str, int]
+    ) -> None:
+        """Begin with nothing.
+
+        Args:
+            accelerator: of the run.
+            position: of the run; its ``loss_ema`` is kept up to date.
+            names: of the columns that a task's loss returns; None for one that is no metric.
+            throughput: the metric of speed, and how many of its units a sample counts.
+        """
+        self._accelerator, self._position, self._names, self._throughput = accelerator, position, names, throughput
+        self.columns = len(names)
+        self.ema: Tensor | None = None
+        self._ema_before: Tensor | None = None  # before the last step
+        self._losses: list[Tensor] = []
+        self._totals: list[Tensor] = []
+        self._steps, self._samples, self._all_samples, self._waited, self._busy = 0, 0, 0, 0.0, 0.0
+        self._loss = self._grad_norm = torch.zeros(())
+        self._clock = time.perf_counter()
+
+    def add(self, loss: Tensor, metrics: Tensor, waited: float, samples: int, of_all: int) -> None:
+        """Take in one batch: its weighted loss, its metrics' totals, its samples, and those of all processes."""
+        self._samples += samples
+        self._all_samples += of_all
+        self._losses.append(loss)
+        # a batch that another process has counted counts nothing here
+        self._totals.append(metrics if samples else torch.zeros_like(metrics))
+        self._waited += waited
+
+    def end_step(self, grad_norm: Tensor) -> None:
+        """Take in the end of an optimizer step."""
+        accumulated = self._accelerator.gradient_accumulation_steps  # by weight, if not by number
+        self._loss, self._grad_norm = torch.stack(self._losses).sum() / accumulated, grad_norm
+        past = self.ema
+        if past is None:  # the first step; of a resumed run the average of before, rounded as that was
+            resumed = torch.tensor(self._position.loss_ema, device=self._loss.device)
+            past = self._loss if self._position.step == 1 else resumed
+        self._ema_before, self.ema = self.ema, _EMA * past + (1 - _EMA) * self._loss
+        self._losses = []
+        self._steps += 1
+
+    def forget_step(self) -> None:
+        """Forget the last step; what was added up since the last line has what was not finite in it."""
+        self.ema, self._losses, self._totals = self._ema_before, [], []
+
+    def forget_batches(self) -> None:
+        """Forget the batches of a step that is not going to end."""
+        self._losses = []
+
+    def start_clock(self) -> None:
+        """Begin to count the time of steps; that of saving, sampling and validating before is left out of s/it."""
+        self._clock = time.perf_counter()
+
+    def stop_clock(self) -> None:
+        """Count the time since the clock was started; where the host waits for the device, it has done so before."""
+        self._busy += time.perf_counter() - self._clock
+
+    def read_average(self) -> None:
+        """Let ``position`` have the average loss, over processes."""
+        assert self.ema is not None
+        self._position.loss_ema = float(self._accelerator.reduce(self.ema, reduction="mean"))
+
+    def read(self) -> dict[str, float]:
+        """Return the metrics since the last call, averaged over processes or over all their samples."""
+        ema = self.ema if self.ema is not None else self._loss
+        on_device = torch.stack([self._loss, ema, torch.as_tensor(self._grad_norm, device=ema.device)])
+        on_device = torch.cat([on_device, torch.stack(self._totals).sum(dim=0).flatten()])
+        loss, ema_value, grad_norm, *totals = self._accelerator.reduce(on_device, reduction="mean").tolist()
+        sums, counts = totals[: len(totals) // 2], totals[len(totals) // 2 :]
+        self._position.loss_ema = ema_value
+        values = {"loss": loss, "loss_ema": ema_value, "grad_norm": grad_norm}
+        for name, total, count in zip(self._names, sums, counts, strict=True):
+            if name is not None and count:
+                values[name] = total / count
+        throughput, units = self._throughput
+        speed = {
+            throughput: self._samples * units / self._busy,
+            "s_per_it": self._busy / self._steps,
+            "data_wait_s": self._waited / self._steps,
+        }
+        each = of_each_process(self._accelerator, speed | {"peak_mem_bytes": peak_memory_bytes()})
+        speed[throughput] = self._all_samples * units / self._busy
+        self._totals, self._steps, self._samples, self._all_samples = [], 0, 0, 0
+        self._waited = self._busy = 0.0
+        return values | speed | each
 
 
 def write_config(folder: Path, config: BaseModel, accelerator: Accelerator) -> None:

@@ -290,8 +290,6 @@ class ImageLora(LoraTask):
         """
         config, saving = self.plan.config.validation, self.plan.config.saving
         self.validates = self.data.validation is not None or self.data.general is not None
-        if self.settings.best_prior_weight and self.data.general is None:
-            raise UserError("best_prior_weight: no val_prior_loss is measured; set general_prompts, or remove it")
         if self.data.validation is not None:
             self.held_out = held_out_loader(self.data.validation, config.max_validation_images)
             return

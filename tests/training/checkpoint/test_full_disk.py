@@ -18,8 +18,10 @@ from library.errors import UserError, WriteError
 from library.files import write_text
 from library.safetensors_io import write_safetensors
 from library.training.checkpoint.saving import CheckpointWriter
-from library.training.checkpoint.state import find_damage
+from library.training.checkpoint.state import Position, find_damage
 from library.training.report.metrics import MetricsStream
+from library.training.signals import SignalHandler, StopRequest
+from library.training.tasks.image_lora import ImageLora
 from tests.faults.suite import broken_files
 from tests.runs import lora, run
 
@@ -96,19 +98,19 @@ def test_a_run_on_a_full_disk_keeps_what_it_saved_and_ends_elsewhere(
 def test_the_file_before_stays_and_saving_is_tried_again(cause: str, disk: Path) -> None:
     said: list[str] = []
     writer = _keeper(disk, said)
-    assert writer.write_or_retry_later(_write(0.25)) == [disk / "x.safetensors"]
+    assert writer.write_or_retry_later(_write(0.25), False) == [disk / "x.safetensors"]
     before = (disk / "x.safetensors").read_bytes()
     if cause == "full":
         (disk / "filler").write_bytes(bytes(700 * KIB))
     else:
         subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
-    assert writer.write_or_retry_later(_write(0.125)) is None
+    assert writer.write_or_retry_later(_write(0.125), False) is None
     reason = {"full": "No space left on device", "read-only": "Read-only file system"}[cause]
     assert said == [
         f"warning: {disk / 'x.safetensors'}: cannot be written ({reason}); free space or choose another folder; "
         "training goes on, trying again in 1 min"
     ]
-    assert not writer.is_due
+    assert not writer.retry_is_due
     assert (disk / "x.safetensors").read_bytes() == before
     assert {path.name for path in disk.iterdir()} <= {"x.safetensors", "filler"}
     if cause == "full":
@@ -116,10 +118,50 @@ def test_the_file_before_stays_and_saving_is_tried_again(cause: str, disk: Path)
     else:
         subprocess.run(["mount", "-o", "remount,rw", disk], check=True)
     writer.retry_at = time.monotonic()
-    assert writer.is_due
-    assert writer.write_or_retry_later(_write(0.125)) is not None
+    assert writer.retry_is_due
+    assert writer.write_or_retry_later(_write(0.125), False) is not None
     assert (writer.failures, writer.retry_at) == (0, None)
     assert said[-1].startswith("saved again")
+
+
+def test_a_save_without_a_state_does_not_make_up_for_one_with_it(tmp_path: Path) -> None:
+    lines: list[str] = []
+    writer, is_full = _keeper(tmp_path, lines), True
+
+    def write(folder: Path) -> list[Path]:
+        if is_full:
+            raise WriteError(folder, "cannot be written (full)")
+        return [folder / "x"]
+
+    assert writer.write_or_leave_out(write) is None  # the best weights: later there are others
+    assert writer.retry_at is None
+    assert lines.pop().endswith("; left out")
+    assert writer.write_or_retry_later(write, with_state=True) is None
+    is_full = False
+    assert writer.write_or_retry_later(write, with_state=False)
+    assert (writer.retry_at is not None, writer.lacks_state) == (True, True)
+    assert writer.write_or_retry_later(write, with_state=True)
+    assert (writer.retry_at, writer.lacks_state) == (None, False)
+
+
+def test_a_stopped_run_names_the_state_in_the_fallback_folder(
+    base: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save, out = ImageLora.save, tmp_path / "out"
+
+    def fail_in_out(task: ImageLora, path: Path, position: Position) -> None:
+        if path.parent == out:
+            raise WriteError(path, "cannot be written (full)")
+        save(task, path, position)
+
+    monkeypatch.setattr(ImageLora, "save", fail_in_out)
+    monkeypatch.setattr(SignalHandler, "poll", lambda handler: StopRequest(stop="STOP"))
+    elsewhere = tmp_path / "elsewhere"
+    with pytest.raises(UserError, match="could not be written to"):
+        run(base, dataset, out, save_retries=0, save_fallback_dir=elsewhere)
+    (state,) = elsewhere.glob("*-state")
+    assert f"go on with --resume {state}, or" in " ".join(capsys.readouterr().out.split())
+    assert find_damage(state) is None
 
 
 def test_the_end_waits_for_room_before_it_goes_elsewhere(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,10 +215,12 @@ def test_a_save_that_failed_is_made_up_for_between_two_that_are_due(
     monkeypatch.setattr(keeping, "_FIRST_RETRY", 0.0)
     original = CheckpointWriter.write_or_retry_later
 
-    def make_room_after_a_failure(writer: CheckpointWriter, write: keeping.Write) -> list[Path] | None:
+    def make_room_after_a_failure(
+        writer: CheckpointWriter, write: keeping.Write, with_state: bool
+    ) -> list[Path] | None:
         if not writer.failures and not list(disk.glob("*.safetensors")):
             (disk / "filler").write_bytes(bytes(980 * KIB))
-        written = original(writer, write)
+        written = original(writer, write, with_state)
         if written is None:
             (disk / "filler").unlink()
         return written

@@ -9,8 +9,11 @@ import pytest
 import torch
 
 from library.config.schema import SavingConfig
+from library.errors import WriteError
 from library.training.checkpoint.saving import remove_old
+from library.training.checkpoint.state import Position
 from library.training.optim.ema import WeightAverage
+from library.training.tasks.image_lora import ImageLora
 from tests.runs import largest_difference, lora, run, write_dataset
 
 VALIDATED = "batch_size = 2\nvalidation_split = 0.25\nvalidation_seed = 1"
@@ -112,6 +115,24 @@ def test_the_last_step_is_looked_at_once_and_may_be_the_best(base: Path, tmp_pat
     best, last = lora(out, "lora-best"), lora(out)
     assert all(torch.equal(best[name], last[name]) for name in last)
     assert not events.stopped
+
+
+def test_best_weights_that_could_not_be_saved_are_no_bar_to_the_next(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, save, failed = write_dataset(tmp_path / "data", text=VALIDATED), ImageLora.save, list[Path]()
+
+    def fail_once(task: ImageLora, path: Path, position: Position) -> None:
+        if path.stem == "lora-best" and position.step == 2:
+            failed.append(path)
+            raise WriteError(path, "cannot be written (full)")
+        save(task, path, position)
+
+    monkeypatch.setattr(ImageLora, "save", fail_once)
+    ended = run(base, data, tmp_path / "out", validate_every_n_steps=2, save_best=True, learning_rate=1e-3)
+    assert len(failed) == 1
+    assert _saved(tmp_path / "out") == ["lora-best.safetensors", "lora.safetensors"]
+    assert ended.position.best_val_loss == ended.val_loss
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

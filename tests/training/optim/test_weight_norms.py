@@ -32,7 +32,7 @@ def test_updates_are_those_of_sd_scripts(limit: float) -> None:
     ours, before = layers(), [update(layer) for layer in layers()]
     bound = WeightNormLimit(limit, ours)
     assert bound.metrics() == {}, "nothing was measured yet"
-    bound.apply()
+    bound.apply(torch.tensor(True))
     norms = []
     for layer, old in zip(ours, before, strict=True):
         norm = old.norm().clamp(min=limit / 2)
@@ -55,7 +55,8 @@ def test_a_layer_within_the_limit_keeps_its_bits_and_one_of_zeros_stays_finite()
     with torch.no_grad():
         ours[0].lora_B.weight.zero_()
     before = [parameter.detach().clone() for layer in ours for parameter in layer.trained().values()]
-    WeightNormLimit(50.0, ours).apply()
+    WeightNormLimit(50.0, ours).apply(torch.tensor(True))
+    WeightNormLimit(0.1, ours).apply(torch.tensor(False))  # after a step that was skipped, as it was not finite
     after = [parameter for layer in ours for parameter in layer.trained().values()]
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
@@ -71,6 +72,6 @@ def test_layers_with_one_lora_are_held_to_the_norm_of_the_joined_update() -> Non
     join(parts)
     for parameter in parts[0].trained().values():
         nn.init.normal_(parameter)
-    WeightNormLimit(0.5, [layer for layer in parts if layer.trained()]).apply()
+    WeightNormLimit(0.5, [layer for layer in parts if layer.trained()]).apply(torch.tensor(True))
     down, up = (parameter.detach().double() for parameter in parts[0].trained().values())
     assert float((0.5 * up @ down).norm()) == pytest.approx(0.5, rel=1e-5)

@@ -119,19 +119,6 @@ def test_the_sheet_of_general_prompts_has_the_bases_image_beside_the_loras(
     assert "general, before_after" in capsys.readouterr().out
 
 
-def test_save_best_weighs_what_was_learnt_against_what_was_changed(
-    base: Path, files: dict[str, Any], tmp_path: Path
-) -> None:
-    dataset, weight = files.pop("dataset_config"), 40.0
-    often = {"validate_every_n_steps": 2, "save_every_n_steps": 2, "save_best": True, "max_train_steps": 12}
-    run(base, dataset, tmp_path / "one", **files, **often, learning_rate=0.02, best_prior_weight=weight)
-    found = {step: loss + weight * prior for step, (loss, prior) in measured(tmp_path / "one").items() if step}
-    best, by_loss = min(found, key=found.get), min(found, key=lambda step: measured(tmp_path / "one")[step][0])
-    assert best != by_loss  # else nothing is shown
-    name = f"lora-step{best:08d}" if best < 12 else "lora"
-    assert largest_difference(lora(tmp_path / "one", "lora-best"), lora(tmp_path / "one", name)) == 0
-
-
 def test_a_resumed_run_gives_the_same_lora(base: Path, files: dict[str, Any], tmp_path: Path) -> None:
     dataset = files.pop("dataset_config")
     often = {"save_every_n_steps": 3, "save_state": True, "max_train_steps": 6, "validate_every_n_steps": 3}
@@ -227,7 +214,6 @@ def test_checkpointed_blocks_and_compiled_ones_give_the_same_lora(
         ({"pp": 2}, "preserve: asks the model twice in a step"),
         ({"preserve_class": "ring", "preserve": "none"}, "preserve_class: has no effect"),
         ({"preserve_outside_mask": True}, "preserve_outside_mask: has no effect"),
-        ({"best_prior_weight": 1.0}, "best_prior_weight: has no effect"),
         ({"preserve_share": 1.0}, "preserve_share"),
         ({"prior_loss_weight": 0.0}, "prior_loss_weight: 0 leaves preserve = 'prior' without effect"),
     ],
@@ -239,27 +225,12 @@ def test_what_does_not_go_together_is_refused_in_a_line(
         load_config(arguments(base, files.pop("dataset_config"), tmp_path, **files | settings))
 
 
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"general_prompts": "kept.txt"}, "general_prompts: 'a line, white' is one of preserve_prompts too"),
-        (
-            {"general_prompts": "none", "save_best": True, "validate_every_n_steps": 2, "best_prior_weight": 1.0},
-            "best_prior_weight: no val_prior_loss is measured",
-        ),
-    ],
-)
-def test_a_number_that_would_mean_nothing_is_refused(
-    base: Path,
-    files: dict[str, Any],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    settings: dict[str, Any],
-    said: str,
+def test_prompts_that_are_trained_on_are_no_measure(
+    base: Path, files: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match=said):
-        run(base, files.pop("dataset_config"), tmp_path / "out", **files | settings)
+    with pytest.raises(UserError, match="general_prompts: 'a line, white' is one of preserve_prompts too"):
+        run(base, files.pop("dataset_config"), tmp_path / "out", **files, general_prompts="kept.txt")
 
 
 def test_a_caption_that_is_gone_comes_back_without_painting(base: Path, files: dict[str, Any], tmp_path: Path) -> None:
