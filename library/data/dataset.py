@@ -71,6 +71,7 @@ def build_dataset(
     conditioning: ConditionKind = "none",
     preservation: PreservationConfig | None = None,
     painted: Painted | None = None,
+    config: DatasetConfig | None = None,
 ) -> TrainingData:
     """Read the dataset TOML and find all samples; nothing is encoded yet.
 
@@ -85,12 +86,13 @@ def build_dataset(
         conditioning: what the model is given besides a caption.
         preservation: which samples the frozen model's answers are the targets of.
         painted: folders of pictures that the base has painted.
+        config: what the dataset TOML says, if it is read already.
 
     Raises:
         UserError: anything wrong with the TOML or its files; masks and masked_loss do not agree; ``preserve_class``
             has no trigger word to replace.
     """
-    config = load_dataset_config(arguments.dataset_config, arguments, conditioning)
+    config = config or load_dataset_config(arguments.dataset_config, arguments, conditioning)
     painted = painted or Painted()
     if painted.regularisation is not None:
         added = painted_subset(painted.regularisation, is_reg=True)

@@ -119,6 +119,13 @@ class LoraPlan(Plan[LoraConfig]):
 
 
 @dataclass(frozen=True)
+class ImagePlan(LoraPlan[TrainConfig]):
+    """What the training of a LoRA on images does; ``dataset`` is what the dataset's file says."""
+
+    dataset: DatasetConfig
+
+
+@dataclass(frozen=True)
 class PretrainPlan(Plan[PretrainConfig]):
     """What pretraining does; ``optimizer`` has AdamW's betas, and no warm-up of a constant schedule."""
 
@@ -141,7 +148,7 @@ def resolve(config: LoraConfig, targets: LoraTargets) -> LoraPlan[LoraConfig]:
     return LoraPlan(config, base_dtype(config.model, config.training), network)
 
 
-def resolve_images(config: TrainConfig, family: Family) -> LoraPlan[TrainConfig]:
+def resolve_images(config: TrainConfig, family: Family) -> ImagePlan:
     """Settle what a LoRA on images does: how noise levels are drawn and what ``preserve`` means, too.
 
     Raises:
@@ -152,26 +159,27 @@ def resolve_images(config: TrainConfig, family: Family) -> LoraPlan[TrainConfig]
         "flow": resolve_sampling(config.flow, family),
         "preservation": resolve_preservation(config.preservation, dataset, family.conditioning),
     }
-    return resolve(config.model_copy(update=settled), family.targets)
+    plan = resolve(config.model_copy(update=settled), family.targets)
+    return ImagePlan(plan.config, plan.dtype, plan.network, dataset)
 
 
 def resolve_preservation(
-    asked: PreservationConfig, dataset: DatasetConfig, conditioning: ConditionKind
+    config: PreservationConfig, dataset: DatasetConfig, conditioning: ConditionKind
 ) -> PreservationConfig:
-    """Return ``asked`` with what ``preserve`` means where no key says it.
+    """Return ``config`` with what ``preserve`` means where no key says it.
 
     Without a kind of sample that preserves it is images of general prompts, or of a model that is given images, the
     blank prompt; the other general prompts are measured with it.
     """
-    preserves, paints = asked.preserve != "none", conditioning == "none"
+    preserves, paints = config.preserve != "none", conditioning == "none"
     values: dict[str, object] = {}
-    if asked.general_prompts == "auto":
+    if config.general_prompts == "auto":
         values["general_prompts"] = "general" if preserves and paints else "none"
-    named = (asked.preserve_class, asked.preserve_blank, asked.preserve_prompts, asked.preserve_outside_mask)
+    named = (config.preserve_class, config.preserve_blank, config.preserve_prompts, config.preserve_outside_mask)
     subsets = [subset.settings for each in dataset.datasets for subset in each.subsets]
     if preserves and not any(named) and not any(each.is_reg or each.preserve_class for each in subsets):
         values |= {"preserve_prompts": "general"} if paints else {"preserve_blank": True}
-    return asked.model_copy(update=values)
+    return config.model_copy(update=values)
 
 
 def base_dtype(model: ModelConfig | LanguageModelConfig, training: TrainingConfig) -> torch.dtype:

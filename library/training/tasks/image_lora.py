@@ -20,10 +20,8 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from library.conditions import ConditionKind
 from library.config.markers import resume_keys
-from library.config.schema import DatasetArguments, FlowConfig, PreservationConfig, TrainConfig, TrainingConfig
-from library.console import Console
+from library.config.schema import DatasetArguments, TrainConfig, TrainingConfig
 from library.data.batches import (
     Batch,
     Bucket,
@@ -35,7 +33,6 @@ from library.data.batches import (
     collate_or_error,
 )
 from library.data.caption_command import write_captions
-from library.data.config import load_dataset_config
 from library.data.dataset import Painted, TrainingData, build_dataset
 from library.data.lint import check, summarise
 from library.errors import UserError
@@ -58,12 +55,11 @@ from library.training.memory.policy import advice
 from library.training.parallel.device_map import devices_to_fill, place_blocks
 from library.training.parallel.parallelize import ParallelSpec
 from library.training.parallel.pipeline import check_microbatches, transformer_split_points
-from library.training.plan import LoraPlan, resolve_images
+from library.training.plan import ImagePlan, resolve_images
 from library.training.report.progress import counting
 from library.training.sampling.conditions import PromptImageRules, read_run_prompts, text_jobs
 from library.training.sampling.images import build_sampler
 from library.training.sampling.painting import PaintedSet, paint, painted_sets
-from library.training.sampling.prompts import SamplePrompt
 from library.training.sampling.sample_model import SampleModel, sample_family
 from library.training.signals import ignore_signals
 from library.training.tasks.distillation import prepare_teacher
@@ -93,7 +89,7 @@ class ImageLora(LoraTask):
     more_metrics = tuple(f"loss/sigma_{i / NOISE_LEVELS:g}-{(i + 1) / NOISE_LEVELS:g}" for i in range(NOISE_LEVELS))
     suffix: ClassVar[str] = ".safetensors"
 
-    plan: LoraPlan[TrainConfig]
+    plan: ImagePlan
     family: Family
     shown: Family
     dtype: torch.dtype
@@ -112,11 +108,11 @@ class ImageLora(LoraTask):
     def open(self, state: str | None = None) -> None:
         self.state = state
         accelerator = self.accelerator
-        asked: TrainConfig = self.settings.raw_config
-        self.devices = devices_to_fill(asked.parallel, accelerator)
-        self.family = family = model_family(asked.model)
+        raw_config: TrainConfig = self.settings.raw_config
+        self.devices = devices_to_fill(raw_config.parallel, accelerator)
+        self.family = family = model_family(raw_config.model)
         family.check_trainable()
-        self.plan = resolve_images(asked, family)
+        self.plan = resolve_images(raw_config, family)
         config, self.dtype, self.training = self.plan.config, self.plan.dtype, self.plan.config.training
         self.base_weights = read_base_weights(
             config.network.base_weights, config.network.base_weights_multiplier, family.targets
@@ -127,16 +123,17 @@ class ImageLora(LoraTask):
         plan_base(config.precision, family.quantized_file(), config.training.seed, accelerator.device)
         recipe = text_encoder_recipe(config.precision)
         self.text_encoder = family.load_text_encoder(self.dtype, accelerator.device, recipe=recipe)
-        multiple, prompts, seed = (
-            self.image_encoder.pixel_multiple,
-            config.sampling.sample_prompts,
-            config.training.seed,
-        )
         self.shown, other = family, config.sampling.sample_model
         if other is not None:
             self.shown = sample_family(other, config.model, family)
-        say = self.console.print
-        self.prompts = read_run_prompts(prompts, seed, self.shown, multiple, say, distilled=other is not None)
+        self.prompts = read_run_prompts(
+            config.sampling.sample_prompts,
+            config.training.seed,
+            self.shown,
+            self.image_encoder.pixel_multiple,
+            self.console.print,
+            distilled=other is not None,
+        )
         if config.parallel.tp > 1:
             family.split_plan(config.parallel.tp)
         self.base_fingerprint = family.fingerprint()
@@ -146,27 +143,66 @@ class ImageLora(LoraTask):
         self._check_saved(WeightFiles(family.files.transformer))
 
     def read(self, painted: Painted | None = None) -> None:
-        """Read the dataset, with what the base has painted beside it; nothing is encoded, and no weights are loaded."""
-        config, family = self.plan.config, self.family
-        self.data = read_data(
-            config.dataset, config.training, config.flow, self.image_encoder, self.accelerator, self.console,
-            family.conditioning, family.most_references, config.preservation, painted,
-        )  # fmt: skip
+        """Read the dataset, with what the base has painted beside it; nothing is encoded, and no weights are loaded.
+
+        Raises:
+            UserError: see ``write_captions`` and ``build_dataset``; a seam without masks; more control images than the
+                model takes; with ``strict_dataset`` whatever is odd about a file.
+        """
+        config, family, encoder = self.plan.config, self.family, self.image_encoder
+        with main_first("writing captions"), counting(self.console) as start:
+            write_captions(config.dataset, family.conditioning, start)
+        self.data = data = build_dataset(
+            config.dataset,
+            seed=config.training.seed,
+            pixel_multiple=encoder.pixel_multiple,
+            latent_factor=encoder.latent_factor,
+            prior_loss_weight=config.training.prior_loss_weight,
+            masked_loss=config.flow.masked_loss,
+            conditioning=family.conditioning,
+            preservation=config.preservation,
+            painted=painted,
+            config=self.plan.dataset,
+        )
+        check_seam(config.flow, data)
+        check_references(data, family.most_references)
+        self.console.print(*data.describe(), sep="\n", soft_wrap=True)
+        for line in summarise(data.listed):
+            self.console.print(f"note: {line}", soft_wrap=True)
+        if config.dataset.strict_dataset:
+            with main_first("checking the dataset"), counting(self.console) as start:
+                report = check(data.config, data.pixel_multiple, data.conditioning, start)
+            if report.findings:
+                raise UserError(
+                    f"strict_dataset: {data.config.path}: {'; '.join(report.lines())}; put them right "
+                    "(tools/check_dataset.py shows all), or remove strict_dataset"
+                )
 
     def paint(self) -> Painted:
         """Let the base paint what the run trains on and is measured by."""
         config, family, encoders = self.plan.config, self.family, (self.image_encoder, self.text_encoder)
-        dataset = load_dataset_config(config.dataset.dataset_config, config.dataset, family.conditioning)
         samples = self.prompts if self.shown is family else []
-        sets = painted_sets(config, dataset, family, self.base_weights, encoders, samples)
+        sets = painted_sets(config, self.plan.dataset, family, self.base_weights, encoders, samples)
         self.general = sets.get("general_prompts")
         return paint(sets, config, family, self.base_weights, encoders, self.accelerator, self.console)
 
     def cache(self) -> None:
-        """Encode what is not cached yet; for that alone the encoders' weights are read, and freed again."""
+        """Make sure that every latent and text embedding that the data and the prompts need is cached.
+
+        With several processes each encodes its share. An encoder's weights are read only if something is missing, and
+        are let go before this returns.
+        """
+        data, arguments, encoder = self.data, self.plan.config.dataset, self.text_encoder
+        rank, world = self.accelerator.process_index, self.accelerator.num_processes
         prompts = [*self.prompts, *(self.general.prompts if self.general else ())]
-        encoders = self.image_encoder, self.text_encoder
-        cache_data(self.data, self.plan.config.dataset, *encoders, self.accelerator, prompts, self.console)
+        with agreed("tidying the cache"):
+            if self.accelerator.is_main_process:
+                tidy(data.cache_folders, self.console.print)
+        with agreed("caching"), counting(self.console) as progress:
+            data.cache_latents(self.image_encoder, arguments.vae_batch_size, progress, rank, world)
+            rules, sees = PromptImageRules.of(data), encoder.sees_references
+            texts = [job for prompt in prompts for job in text_jobs(prompt, sees, rules).values()]
+            data.cache_text(encoder, texts, arguments.text_encoder_batch_size, progress, rank, world)
 
     def prepare(self) -> None:
         config, family, console = self.plan.config, self.family, self.console
@@ -199,8 +235,8 @@ class ImageLora(LoraTask):
             self.end_sampler.sampled[0] = self.general.paths
         if writes:  # others write no files
             dp_rank, per_epoch = self.batches.dp_rank, self.batches.batches_per_epoch()
-            own = image_facts(config, self.data, self.started_at, per_epoch, dp_rank, self.total_epochs)
-            self.facts = {**lora_facts(config, self.started_at, self.total_steps), **own}
+            facts = image_facts(config, self.data, self.started_at, per_epoch, dp_rank, self.total_epochs)
+            self.facts = {**lora_facts(config, self.started_at, self.total_steps), **facts}
 
     def load_networks(self) -> None:
         """Load what takes part in a step, put the LoRA in, set the memory policy.
@@ -354,97 +390,6 @@ class ImageLora(LoraTask):
 
     def sample_names(self, batch: Batch) -> list[str]:
         return [sample.image.path for sample in self.data.train.samples_of(batch.sample_ids)]
-
-
-def read_data(
-    arguments: DatasetArguments,
-    training: TrainingConfig,
-    flow: FlowConfig,
-    image_encoder: ImageEncoder,
-    accelerator: Accelerator,
-    console: Console,
-    conditioning: ConditionKind = "none",
-    most_references: int | None = None,
-    preservation: PreservationConfig | None = None,
-    painted: Painted | None = None,
-) -> TrainingData:
-    """Read the dataset and look it over; nothing is encoded yet.
-
-    Args:
-        arguments, training, flow: settings.
-        image_encoder: its sizes are asked for, its weights are not read.
-        accelerator: rank and barrier.
-        console: where the dataset is described.
-        conditioning: what the model is given besides a caption.
-        most_references: control images that it takes at most; None for any number.
-        preservation, painted: what is to stay as it is, and the folders of what was painted for it.
-
-    Raises:
-        UserError: see ``write_captions`` and ``build_dataset``; a seam without masks; more control images than the
-            model takes.
-    """
-    with main_first("writing captions"), counting(console) as start:
-        write_captions(arguments, conditioning, start)
-    data = build_dataset(
-        arguments,
-        seed=training.seed,
-        pixel_multiple=image_encoder.pixel_multiple,
-        latent_factor=image_encoder.latent_factor,
-        prior_loss_weight=training.prior_loss_weight,
-        masked_loss=flow.masked_loss,
-        conditioning=conditioning,
-        preservation=preservation,
-        painted=painted,
-    )
-    check_seam(flow, data)
-    check_references(data, most_references)
-    console.print(*data.describe(), sep="\n", soft_wrap=True)
-    look_over(data, arguments.strict_dataset, accelerator, console)
-    return data
-
-
-def cache_data(
-    data: TrainingData,
-    arguments: DatasetArguments,
-    image_encoder: ImageEncoder,
-    text_encoder: TextEncoder,
-    accelerator: Accelerator,
-    prompts: Sequence[SamplePrompt],
-    console: Console,
-) -> None:
-    """Make sure that every latent and text embedding that ``data`` and ``prompts`` need is cached.
-
-    With several processes each encodes its share. An encoder's weights are read only if something is missing, and
-    are let go before this returns.
-    """
-    rank, world = accelerator.process_index, accelerator.num_processes
-    with agreed("tidying the cache"):
-        if accelerator.is_main_process:
-            tidy(data.cache_folders, console.print)
-    with agreed("caching"), counting(console) as progress:
-        data.cache_latents(image_encoder, arguments.vae_batch_size, progress, rank, world)
-        rules, sees = PromptImageRules.of(data), text_encoder.sees_references
-        texts = [job for prompt in prompts for job in text_jobs(prompt, sees, rules).values()]
-        data.cache_text(text_encoder, texts, arguments.text_encoder_batch_size, progress, rank, world)
-
-
-def look_over(data: TrainingData, strict: bool, accelerator: Accelerator, console: Console) -> None:
-    """Say what is known to be odd about the dataset; with ``strict`` look at every file and refuse any finding.
-
-    Raises:
-        UserError: something was found.
-    """
-    for line in summarise(data.listed):
-        console.print(f"note: {line}", soft_wrap=True)
-    if not strict:
-        return
-    with main_first("checking the dataset"), counting(console) as start:
-        report = check(data.config, data.pixel_multiple, data.conditioning, start)
-    if report.findings:
-        raise UserError(
-            f"strict_dataset: {data.config.path}: {'; '.join(report.lines())}; put them right "
-            "(tools/check_dataset.py shows all), or remove strict_dataset"
-        )
 
 
 def check_references(data: TrainingData, most: int | None) -> None:
