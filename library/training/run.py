@@ -117,7 +117,7 @@ class Run:
         with interruptible("before the first step; what is cached is kept"):
             with agreed("looking at the model's files and the hub"):
                 task.open(state)
-                self.upload = build_upload(hub, accelerator, task.console, self.saving.output_dir, state is not None)
+                self.upload = build_upload(hub, accelerator, task.console)
             task.prepare()
             with agreed("looking for room on the disk"):
                 self._check_room()
@@ -402,7 +402,7 @@ class Run:
                 saved = attempt(lambda folder: self._write(replace(self.names, folder=folder), stem, with_state))
                 if saved:
                     self.progress.note(f"saved at step {self.position.step}: {shown_path(saved[0])}")
-                if self.upload is not None and not alone:  # what is left over is uploaded by the run that goes on
+                if self.upload is not None and not alone:
                     for path in saved or []:
                         self.upload.push(path)
         if with_state and (saved or not main):
@@ -423,8 +423,6 @@ class Run:
         if with_state:
             folder = names.state(stem)
             saved += [folder] if self.settings.hub.save_state_to_huggingface else []
-            if self.upload is not None:
-                self.upload.note(saved)  # a run that goes on from this state uploads them, should this one be killed
             states = {name: part.state_dict() for name, part in self.engine.parts().items()}
             about = task.base_fingerprint, task.resume_keys, self.names.folder
             save_training_state(folder, task.weights(), states, self.position, *about)

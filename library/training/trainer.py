@@ -22,7 +22,7 @@ from library.data.batches import MicroStep
 from library.errors import UserError, names_in_short, reason_of
 from library.processes import FailedElsewhere, watched
 from library.training.memory.budget import keep_freed_memory, when_memory_runs_out
-from library.training.optim.lr_tracker import StepSizeMonitor, distance_starts, read_learning_rates
+from library.training.optim.lr_tracker import read_learning_rates
 from library.training.report.metrics import StepMetrics, peak_memory_bytes
 from library.training.run import Run
 from library.training.tasks.task import Task
@@ -55,9 +55,6 @@ class Trainer:
         self.task, self.run, self.engine, self.position = task, run, task.engine, run.position
         names, units = (task.metric, *task.more_metrics), task.throughput
         self.step_metrics = StepMetrics(self.engine.accelerator, run.position, names, units)
-        self.step_sizes = StepSizeMonitor(
-            task.total_steps, distance_starts(self.engine.optimizer, self.position.step == 0)
-        )
         self.rates: dict[str, float] = {}
         # in batches of the epoch: where the step begins that is next or under way; where the last one began and ended
         self._step_start = self.position.batches
@@ -228,8 +225,6 @@ class Trainer:
         values["peak_mem_bytes"] = peak_memory_bytes()
         values = self.task.training_metrics(values, self.position)
         self.run.metrics.write(values)
-        for remark in self.step_sizes.check(self.position.step, self.rates):
-            self.run.progress.note(remark)
         if self.engine.accelerator.is_main_process:
             self.run.progress.show(values)
 

@@ -7,18 +7,14 @@ One thread uploads, one path after the other. Training never waits for long: wit
 all, without it at most ``_PATIENCE`` for what it has just saved. A path that still waits is not queued again, and one
 that ``save_last_n_steps`` has removed meanwhile is passed over. An upload that fails does not end the run: it is
 reported, and tried again with the next one and at the end. There the main process waits for what is left, however long
-that takes, when the others have ended. What is not uploaded yet is kept in ``uploads.json`` beside it, so that a run
-that is resumed after being killed uploads that too.
+that takes, when the others have ended. A run that is killed leaves uploads to its owner (``hf upload``).
 """
 
 from __future__ import annotations
 
-import json
 import threading
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from queue import Queue
@@ -29,11 +25,9 @@ from huggingface_hub import HfApi
 
 from library.config.schema import HubConfig
 from library.console import Console
-from library.errors import UserError, WriteError, reason_of
-from library.files import write_text
+from library.errors import UserError, reason_of
 
 _PATIENCE = 60.0  # seconds
-_TELL = 10.0, 60.0  # seconds after which the end of a run says that it waits: at first, then again and again
 
 
 def _work(queue: Queue[tuple[Callable[[], Any], Future[Any]]]) -> None:
@@ -49,13 +43,12 @@ def _work(queue: Queue[tuple[Callable[[], Any], Future[Any]]]) -> None:
 class HubUpload:
     """Pushes files and folders of one run into one repository."""
 
-    def __init__(self, config: HubConfig, console: Console, journal: Path) -> None:
+    def __init__(self, config: HubConfig, console: Console) -> None:
         """Make sure that the repository exists and can be written to.
 
         Args:
             config: repository and options.
             console: for warnings.
-            journal: file that remembers what is to be uploaded.
 
         Raises:
             UserError: no token, no right to write, or no connection.
@@ -65,7 +58,6 @@ class HubUpload:
         self._in_background, self._console = config.async_upload, console
         self._api = HfApi()
         self._failed, self._waiting = list[Path](), set[Path]()  # waiting: not begun yet
-        self._journal, self._noted = journal, list[Path]()
         self._running: list[tuple[Path, Future[Any]]] = []
         self._queue: Queue[tuple[Callable[[], Any], Future[Any]]] = Queue()
         self._thread: threading.Thread | None = None
@@ -78,24 +70,8 @@ class HubUpload:
                 "with write access, or remove the key"
             ) from error
 
-    def note(self, paths: Iterable[Path]) -> None:
-        """Remember that ``paths`` are going to be uploaded."""
-        self._noted += [path for path in paths if path not in self._noted]
-        self._write_journal()
-
-    def recall(self) -> None:
-        """Take up what an interrupted run had still to upload to the same place, and is there."""
-        try:
-            saved = json.loads(self._journal.read_text(encoding="utf-8"))
-            names = saved["paths"] if [saved["repo"], saved["folder"]] == [self._repo, self._folder] else []
-        except (OSError, ValueError, KeyError, TypeError):
-            return
-        there = [path for path in (self._journal.parent / Path(str(name)).name for name in names) if path.exists()]
-        self._noted, self._failed = list(there), there
-
     def push(self, path: Path) -> None:
         """Upload a file or folder, and what failed before."""
-        self.note([path])
         self._collect(0)
         failed, self._failed = self._failed, []
         for one in dict.fromkeys([*failed, path]):
@@ -115,22 +91,16 @@ class HubUpload:
                 self._start(path)
             self._wait()
         except KeyboardInterrupt:
-            self._console.print('uploads: not waited for any longer; resume = "auto" goes on with them')
+            self._console.print("uploads: not waited for any longer; upload what is missing with hf upload")
         return [*self._failed, *(path for path, _ in self._running)]
 
     def _wait(self) -> None:
-        begun = time.monotonic()
-        tell_at = begun + _TELL[0]
+        if self._running:
+            (path, _), *others = self._running
+            more = f" and {len(others)} more" if others else ""
+            self._console.print(f"uploading {path.name}{more} to {self._repo}; Ctrl-C ends the waiting", soft_wrap=True)
         while self._running:
             self._collect(0.5)  # in short steps: on some systems Ctrl-C does not end a wait
-            if self._running and time.monotonic() >= tell_at:
-                minutes, tell_at = (time.monotonic() - begun) / 60, time.monotonic() + _TELL[1]
-                (path, _), *others = self._running
-                more = f" and {len(others)} more" if others else ""
-                self._console.print(
-                    f"uploading {path.name}{more} to {self._repo}, {minutes:.1f} min so far; Ctrl-C ends the waiting",
-                    soft_wrap=True,
-                )
 
     def _start(self, path: Path) -> None:
         if path in self._waiting:
@@ -155,7 +125,7 @@ class HubUpload:
     def _collect(self, seconds: float) -> None:
         """Note which uploads have ended, and which of them failed; wait at most so long for them."""
         wait([future for _, future in self._running], timeout=max(0.0, seconds))
-        running, self._running, done = self._running, [], set[Path]()
+        running, self._running = self._running, []
         for path, future in running:
             if not future.done():
                 self._running.append((path, future))
@@ -163,34 +133,10 @@ class HubUpload:
                 why = reason_of(error)
                 self._console.print(f"warning: {path.name} was not uploaded to {self._repo} ({why}); trying again")
                 self._failed.append(path)
-            else:
-                done.add(path)
-        if done:
-            done -= {*self._failed, *(path for path, _ in self._running)}  # saved anew meanwhile
-            self._noted = [path for path in self._noted if path not in done]
-            self._write_journal()
-
-    def _write_journal(self) -> None:
-        """Keep the names of what is not uploaded; it lies beside the journal."""
-        names = [path.name for path in self._noted if path.parent == self._journal.parent]
-        with suppress(WriteError):  # it only helps after a crash
-            if names:
-                content = {"repo": self._repo, "folder": self._folder, "paths": names}
-                write_text(self._journal, json.dumps(content, indent=1) + "\n")
-            else:
-                self._journal.unlink(missing_ok=True)
 
 
-def build_upload(
-    config: HubConfig, accelerator: Accelerator, console: Console, output_dir: str, resumed: bool
-) -> HubUpload | None:
-    """Return the run's upload on its main process, or None where none is wanted.
-
-    A ``resumed`` run takes up what the one before had still to upload.
-    """
+def build_upload(config: HubConfig, accelerator: Accelerator, console: Console) -> HubUpload | None:
+    """Return the run's upload on its main process, or None where none is wanted."""
     if config.huggingface_repo_id is None or not accelerator.is_main_process:
         return None
-    upload = HubUpload(config, console, Path(output_dir) / "uploads.json")
-    if resumed:
-        upload.recall()
-    return upload
+    return HubUpload(config, console)

@@ -27,7 +27,6 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 
 from library.errors import UserError, WriteError
 from library.files import atomic_path, read_toml
-from library.training.optim.lr_tracker import detect_settled, warmup_end
 from library.training.report.metrics_file import Run, Series, Values, read_run, thin
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -289,7 +288,7 @@ def _loss_legend(runs: Sequence[Run]) -> list[Line2D]:
 
 
 def _draw_panel(axes: Axes, runs: Sequence[Run], title: str, prefix: str) -> None:
-    """Draw one quantity of every run and parameter group, with its marks."""
+    """Draw one quantity of every run and parameter group."""
     axes.set_title(title)
     shown: list[Values] = []
     if prefix == "grad_norm":
@@ -309,8 +308,6 @@ def _draw_panel(axes: Axes, runs: Sequence[Run], title: str, prefix: str) -> Non
             shown.append(series[1])
     lowest_peak = min(float(np.nanmax(values)) for values in shown)
     _scale(axes, shown, lowest=lowest_peak / _LR_SPAN if prefix == "lr/" else 0.0, from_zero=True)
-    if prefix in ("lr/", "d/"):
-        _mark(axes, runs, prefix)
     if prefix == "lr/" and any(len(run.groups(key)) > 1 for run in runs for key in ("lr/", "d/")):
         handles = [
             Line2D([], [], color=_GREY, linestyle=_style(j), label=as_written(name)) for j, name in enumerate(names)
@@ -334,40 +331,6 @@ def _draw_learnt(axes: Axes, runs: Sequence[Run]) -> None:
             axes.plot(steps, shown[-1], color=colour, marker="o", markersize=4, linestyle=style, label=name)
     _scale(axes, shown, linear=True)
     axes.legend(ncols=2, columnspacing=1.0, **_BESIDE_TITLE)
-
-
-def _mark(axes: Axes, runs: Sequence[Run], prefix: str) -> None:
-    """Mark, once for each run, where the warm-up ends (learning rate) or the last group's d settles."""
-    marks: dict[int, tuple[float, str]] = {}
-    for i, run in enumerate(runs):
-        groups = list(run.groups(prefix).values())
-        find = warmup_end if prefix == "lr/" else detect_settled
-        indices = [find(values.tolist()) for _, values in groups]
-        found = [(index, group) for index, group in zip(indices, groups, strict=True) if index is not None]
-        if len(found) == len(groups) and found:
-            index, (steps, values) = max(found, key=lambda pair: pair[0])
-            marks.setdefault(int(steps[index]), (float(values[index]), "#333333" if len(runs) == 1 else _colour(i)))
-    text = "warm-up ends" if prefix == "lr/" else "d settles"
-    if len(marks) > 1:  # said once, in the title
-        axes.set_title(f"{axes.get_title(loc='left')} (dots: {text})")
-    width, ends = axes.get_xlim()[1] - axes.get_xlim()[0], list[float]()  # where the labels of each row end
-    for step, (value, colour) in sorted(marks.items()):
-        row = next((row for row, end in enumerate(ends) if end < step), len(ends))
-        ends[row:] = [step + 0.13 * width, *ends[row + 1 :]]
-        axes.axvline(step, color=colour, linewidth=0.9, linestyle=(0, (2, 2)), alpha=0.7, zorder=1)
-        axes.plot([step], [value], "o", color=colour, markersize=4.5, markeredgecolor="white", zorder=4)
-        at_right = step > 0.6 * axes.get_xlim()[1]
-        axes.annotate(
-            f"{text}, step {step}" if len(marks) == 1 else f"step {step}",
-            (step, 0.06 + 0.13 * (row % 6)),
-            xycoords=("data", "axes fraction"),
-            xytext=(-5 if at_right else 5, 0),
-            textcoords="offset points",
-            ha="right" if at_right else "left",
-            fontsize=8.5,
-            color=colour,
-            bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1.0},
-        )
 
 
 def _scale(

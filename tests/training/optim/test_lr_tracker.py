@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from library.config.schema import OptimizerConfig
 from library.training.optim.factory import build_optimizer
-from library.training.optim.lr_tracker import detect_settled, read_learning_rates, warmup_end
+from library.training.optim.lr_tracker import read_learning_rates
 
 
 class Problem:
@@ -207,23 +207,3 @@ def test_an_optimizer_wrapped_by_accelerate_is_read_through(accelerator: Acceler
     assert read_learning_rates(accelerator.prepare_optimizer(problem.optimizer)) == read_learning_rates(
         problem.optimizer
     )
-
-
-def test_d_settles_where_it_stops_growing() -> None:
-    grown = [1e-6 * 2**i for i in range(10)]
-    assert detect_settled([*grown, *[1e-3] * 30]) == 10
-    assert detect_settled([*grown, *[0.96e-3] * 10, *[1e-3] * 30]) == 10  # within five percent
-    assert detect_settled([*grown, *[0.9e-3] * 10, *[1e-3] * 30]) == 20
-    assert detect_settled([*grown, math.nan, *[1e-3] * 30]) == 10
-
-
-def test_d_that_still_grows_or_never_moved_has_not_settled() -> None:
-    assert detect_settled([1e-6 * 2**i for i in range(40)]) is None
-    assert detect_settled([1e-6] * 40) is None
-    assert detect_settled([]) is None
-
-
-def test_the_warmup_ends_at_the_first_highest_rate() -> None:
-    assert warmup_end([0.25, 0.5, 0.75, 1.0, 1.0, 0.9]) == 3
-    assert warmup_end([1.0, 1.0, 0.5]) is None
-    assert warmup_end([]) is None
