@@ -242,22 +242,3 @@ def test_caches_that_vanish_or_are_cut_off_amid_the_steps_are_made_again_at_the_
             run(base, data, tmp_path / "out", **settings)
     run(base, data, tmp_path / "out", **settings, resume="auto")
     assert same(lora(tmp_path / "out"), lora(tmp_path / "whole"))
-
-
-def test_a_vanished_image_with_its_cache_leaves_what_was_learnt(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data, save = write_dataset(tmp_path / "data", text="batch_size = 2"), ImageLora.save
-
-    def vanish_and_save(task: ImageLora, *arguments: Any) -> None:
-        save(task, *arguments)
-        shutil.rmtree(tmp_path / "data/images", ignore_errors=True)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ImageLora, "save", vanish_and_save)
-        with pytest.raises(UserError, match=r"missing; start again with --resume auto"):
-            run(base, data, tmp_path / "out", max_train_steps=40, save_every_n_steps=2)
-    assert "what was learnt up to step" in capsys.readouterr().out
-    states = list((tmp_path / "out").glob("lora-step*-state"))
-    assert len(states) == 1
-    assert find_damage(states[0]) is None

@@ -135,22 +135,6 @@ def test_a_failed_upload_is_told_and_tried_again(hub: dict[str, object], tmp_pat
     assert _uploaded(hub, "second") == b"second"
 
 
-def test_an_upload_that_fails_without_a_word_ends_no_run(
-    hub: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    console = Console(record=True, width=200)
-    upload = HubUpload(HubConfig(huggingface_repo_id="me/loras"), console)
-
-    def times_out(**_: object) -> None:
-        raise TimeoutError
-
-    monkeypatch.setattr(upload._api, "upload_file", times_out)
-    (tmp_path / "first").write_bytes(b"first")
-    upload.push(tmp_path / "first")
-    assert upload.finish() == [tmp_path / "first"]
-    assert "warning: first was not uploaded to me/loras (TimeoutError); trying again" in console.export_text()
-
-
 @pytest.mark.parametrize("in_background", [True, False])
 def test_training_does_not_wait_for_an_upload_that_is_under_way_its_end_does(
     in_background: bool, hub: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

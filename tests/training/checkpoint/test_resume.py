@@ -124,55 +124,6 @@ def test_a_folder_is_replaced_whole_or_stays(exchange: bool, tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.timeout(30)
-@pytest.mark.parametrize("exchange", [True, False], ids=["exchanged", "in two renames"])
-def test_a_pipe_or_link_in_the_place_of_a_folder_is_replaced_and_nothing_is_left_of_it(
-    exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not exchange:
-        monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "dear").touch()
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "link").symlink_to("elsewhere")
-    for name in ("pipe", "link"):
-        with atomic_folder(tmp_path / name) as inside:
-            (inside / "file").write_text("new")
-        assert (tmp_path / name / "file").read_text() == "new"
-        assert not (tmp_path / name).is_symlink()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "link", "pipe"]
-    assert (tmp_path / "elsewhere" / "dear").exists()
-
-
-@pytest.mark.timeout(30)
-@pytest.mark.parametrize("name", ["position.json", "checksums.json", "optimizer.json", "weights.safetensors"])
-def test_a_state_with_a_pipe_for_a_file_is_passed_over(name: str, tmp_path: Path) -> None:
-    older, newer = (_state(tmp_path, f"cat-step{step:08d}-state", step) for step in (1, 2))
-    (newer / name).unlink()
-    os.mkfifo(newer / name)
-    said: list[str] = []
-    assert newest_state(tmp_path, "cat", said.append) == older
-    assert "passed over" in said[0]
-
-
-def test_a_folder_that_cannot_be_replaced_keeps_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with atomic_folder(tmp_path / "x") as inside:
-        (inside / "file").write_text("one")
-    replace = os.replace
-
-    def held(source: Path, target: Path) -> None:  # as by a virus scanner on Windows
-        if Path(source).name.endswith(".tmp") and target == tmp_path / "x":
-            raise PermissionError(13, "held by somebody")
-        replace(source, target)
-
-    monkeypatch.setattr(atomic, "_exchange", lambda one, other: False)
-    monkeypatch.setattr(os, "replace", held)
-    with pytest.raises(UserError, match="held by somebody"), atomic_folder(tmp_path / "x") as inside:
-        (inside / "file").write_text("two")
-    assert [path.name for path in tmp_path.iterdir()] == ["x"]
-    assert (tmp_path / "x" / "file").read_text() == "one"
-
-
 def test_a_file_may_be_read_by_whom_the_umask_lets(tmp_path: Path) -> None:
     before = os.umask(0o022)
     try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -62,13 +61,6 @@ def test_plain_optimizers_report_the_learning_rate_of_every_group() -> None:
     assert read_learning_rates(torch.optim.AdamW(groups)) == {"lr/a": 0.1, "lr/b": 0.2}
 
 
-def test_groups_without_a_name_are_numbered_and_equal_names_told_apart() -> None:
-    groups: list[dict[str, Any]] = [{"params": [nn.Parameter(torch.ones(2))]} for _ in range(4)]
-    groups[2]["name"] = groups[3]["name"] = "lora"
-    read = read_learning_rates(torch.optim.SGD(groups, lr=0.1))
-    assert list(read) == ["lr/group0", "lr/group1", "lr/lora2", "lr/lora3"]
-
-
 @pytest.mark.parametrize("bias_correction", [False, True])
 @pytest.mark.parametrize("name", ["Prodigy", "prodigyopt.Prodigy"])
 def test_prodigy_moves_the_weights_by_the_reported_step_size(name: str, bias_correction: bool) -> None:
@@ -93,13 +85,6 @@ def test_dadapt_adam_averages_gradients_times_the_reported_step_size(bias_correc
     before, after = states["exp_avg"]
     used = (after - 0.9 * before) / (0.1 * gradient)
     assert read["d*lr/lora"] == pytest.approx(used.mean().item(), rel=1e-8)
-
-
-def test_dadapt_lion_moves_every_weight_by_the_reported_step_size() -> None:
-    problem = Problem("dadaptation.DAdaptLion")
-    problem.train(10)
-    read, _, change, _ = problem.observe()
-    assert change.abs() == pytest.approx(torch.full((4, 5), read["d*lr/lora"]).numpy(), rel=1e-8)
 
 
 def test_dadapt_sgd_divides_its_step_size_by_the_first_gradient_norm() -> None:
@@ -188,12 +173,6 @@ def test_adafactor_with_relative_step_reports_the_rate_it_computes(warmup: bool)
 
 def test_torch_adafactors_threshold_is_not_taken_for_a_distance() -> None:
     assert set(read_learning_rates(Problem("torch.optim.Adafactor").optimizer)) == {"lr/lora"}
-
-
-def test_values_kept_in_tensors_are_read() -> None:
-    optimizer = Problem("Prodigy").optimizer
-    optimizer.param_groups[0]["d"] = torch.tensor(0.25)
-    assert read_learning_rates(optimizer) == {"lr/lora": 0.5, "d/lora": 0.25, "d*lr/lora": 0.125}
 
 
 @pytest.fixture

@@ -99,37 +99,11 @@ def test_decaying_schedules_rise_then_fall_from_one_to_their_floor(scheduler: st
     assert lr_multiplier(config, 1000, 1000) == lr_multiplier(config, 5000, 1000) == 0.25
 
 
-@pytest.mark.parametrize("scheduler", ["constant_with_warmup", "linear", "cosine", "rex"])
-def test_the_first_step_is_not_wasted(scheduler: str) -> None:
-    assert multipliers(lr_scheduler=scheduler, lr_warmup_steps=10)[0] == pytest.approx(0.1)
-
-
-def test_the_stable_phase_holds_until_the_decay() -> None:
-    rates = multipliers(total=100, lr_scheduler="warmup_stable_decay", lr_warmup_steps=0.1, lr_decay_steps=0.2)
-    assert rates[9:81] == [1.0] * 72
-    assert rates[81] < 1.0
-
-
-def test_constant_is_constant() -> None:
-    assert multipliers(lr_scheduler="constant") == [1.0] * TOTAL
-
-
 def test_steps_may_be_a_fraction_of_all() -> None:
     assert resolve_steps(0.29, 100) == 29  # 0.29 * 100 is 28.999999999999996
     assert resolve_steps(0.001, 100) == 1
     assert resolve_steps(25, 100) == 25
     assert resolve_steps(0, 100) == 0
-
-
-def test_groups_with_their_own_rates_are_scaled_alike() -> None:
-    groups = [{"params": [nn.Parameter(torch.zeros(1))], "lr": lr} for lr in (1e-4, 16e-4)]
-    config = OptimizerConfig(lr_scheduler="linear")
-    optimizer = build_optimizer(config, groups, full_bf16=False)
-    schedule = build_schedule(config, optimizer, 10)
-    for _ in range(5):
-        optimizer.step()
-        schedule.step()
-    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.5e-4, 8e-4])
 
 
 def test_a_resumed_schedule_goes_on_where_it_was() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 from datetime import datetime
 
-import pytest
 from rich.console import Console
 
 from library.training.report.progress import TrainingProgress, print_summary
@@ -44,26 +43,6 @@ def test_a_log_file_gets_a_line_with_every_figure_and_a_summary_of_the_run() -> 
         ("learning rate", "lr 1.0e+00  d·lr 2.0e-04"),
         ("speed", "2.33 s/it, of it 0.37 s waiting for data"),
     ]
-
-
-def test_a_terminal_gets_its_lines_without_the_time() -> None:
-    file = io.StringIO()
-    console = Console(file=file, width=100, force_terminal=True, highlight=False)
-    TrainingProgress(console, total_steps=2, total_epochs=1, first_step=0).note("saved at step 2: x.safetensors")
-    assert file.getvalue() == "saved at step 2: x.safetensors\n"
-
-
-def test_a_phase_that_fails_is_over() -> None:
-    progress = TrainingProgress(_console()[0], total_steps=2, total_epochs=1, first_step=0)
-
-    def sample() -> None:
-        with progress.phase("sampling"):
-            assert progress.doing == "sampling"
-            raise ValueError("torn")
-
-    with pytest.raises(ValueError, match="torn"):
-        sample()
-    assert progress.doing == "training"
 
 
 def test_brackets_in_a_name_are_printed_as_they_are() -> None:

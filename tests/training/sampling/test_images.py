@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
-import pytest
 import torch
 from PIL import Image
 from torch import nn
 
 from library.models.family import SampleSettings
-from library.training.sampling.images import Sampler, save_image
+from library.training.sampling.images import Sampler
 from library.training.sampling.prompts import SamplePrompt
 
 
@@ -73,38 +71,12 @@ def test_sheets_show_the_ends_and_at_most_eight_steps_evenly_chosen(tmp_path: Pa
         assert sheet.height > 256 + 128  # a row a prompt, the second one half as high
 
 
-@pytest.mark.parametrize(("steps", "names"), [((), []), ((0,), []), ((0, 9), ["before_after.png"])])
-def test_no_sheet_is_written_of_what_was_not_drawn(steps: tuple[int, ...], names: list[str], tmp_path: Path) -> None:
-    one = sampler(tmp_path)
-    draw(one, *steps)
-    assert [path.name for path in one.write_sheets()] == names
-
-
 def test_an_image_carries_its_prompt_and_the_vae_is_let_go(tmp_path: Path) -> None:
     one = sampler(tmp_path)
     draw(one, 3)
     with Image.open(tmp_path / "step000003_01.png") as picture:
         assert picture.info["prompt"] == "b" * 150 + " --w 64 --h 32 --d 0 --s 20 --g 3.5 --l 1.0"
     assert one.image_encoder.released == 1  # type: ignore[attr-defined]
-
-
-def test_a_caption_stands_close_under_its_picture_whatever_the_picture_s_shape(tmp_path: Path) -> None:
-    for name, size in {"landscape": (128, 32), "square": (64, 64), "portrait": (32, 64)}.items():
-        one = sampler(tmp_path / name, [SamplePrompt("a house", width=size[0], height=size[1])])
-        draw(one, 0, 10)
-        with Image.open(one.write_sheets()[0]) as sheet:
-            pixels = np.asarray(sheet.convert("RGB")).astype(int)
-        picture = np.flatnonzero((pixels[..., 2] == 200).sum(1) > 50)
-        below = pixels[picture[-1] + 1 :]
-        caption = np.flatnonzero((below.sum(2) < 500).any(1))
-        assert caption[0] <= 16, (name, caption[0])
-        assert len(below) <= 60
-
-
-def test_texts_of_any_script_survive(tmp_path: Path) -> None:
-    save_image(Image.new("RGB", (4, 4)), tmp_path / "x.png", {"prompt": "猫 – чай"})
-    with Image.open(tmp_path / "x.png") as picture:
-        assert picture.info["prompt"] == "猫 – чай"
 
 
 def test_a_resumed_run_goes_on_with_its_own_images_alone(tmp_path: Path) -> None:

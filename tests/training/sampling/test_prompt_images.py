@@ -24,7 +24,7 @@ from library.training.sampling.conditions import (
     text_jobs,
 )
 from library.training.sampling.images import Sampler
-from library.training.sampling.prompts import SamplePrompt, parse_prompt, read_prompts
+from library.training.sampling.prompts import SamplePrompt, read_prompts
 from tests.data.folders import AverageEncoder, add_image, build, make_image, write_toml
 
 
@@ -61,11 +61,6 @@ def test_all_three_kinds_of_file_name_images(folder: Path) -> None:
     assert read(folder, table + "['a.png', 'b c.png']", ".toml") == expected
     one = SamplePrompt("x", width=64, seed=0, control_images=both[:1], mask_image=str(folder / "m.png"))
     assert read(folder, table + "'a.png'", ".toml") == [one]
-
-
-def test_a_prompt_with_images_written_as_a_line_reads_back_as_itself(folder: Path) -> None:
-    (prompt,) = read(folder, "x --ci a.png --ci b c.png --mi m.png")
-    assert parse_prompt(prompt.line(), SamplePrompt(""), 16, "here") == prompt
 
 
 @pytest.mark.parametrize(
@@ -110,12 +105,6 @@ def test_prompts_and_model_must_agree(folder: Path, conditioning: ConditionKind,
     assert "\n" not in str(caught.value)
 
 
-def test_prompts_that_suit_the_model_pass(folder: Path) -> None:
-    check_prompt_images(read(folder, "x"), "none")
-    check_prompt_images(read(folder, "x --ci a.png --mi m.png"), "fill")
-    check_prompt_images(read(folder, "x --ci a.png --ci b c.png"), "references")
-
-
 def test_an_image_to_fill_covers_the_prompts_size_with_its_region_blanked(folder: Path) -> None:
     rules = PromptImageRules("fill", pixel_multiple=16)
     (prompt,) = read(folder, "x --ci a.png --mi m.png --w 64 --h 32")
@@ -144,15 +133,6 @@ def test_a_prompts_region_is_blanked_as_the_datasets_are(folder: Path, blank: Bl
     torch.testing.assert_close(conditions.masked_latents, expected[None], atol=1e-6, rtol=0)
     shown = np.asarray(show_prompt_images(prompt, rules))
     assert np.unique(shown[:, 32:]).tolist() == [round((value + 1) * 127.5)]
-
-
-def test_noise_under_a_prompts_mask_follows_its_seed(folder: Path) -> None:
-    rules = PromptImageRules("fill", pixel_multiple=16, blank="noise")
-    one, again, other = read(folder, "\n".join(f"x --ci a.png --mi m.png --w 64 --h 64 --d {d}" for d in (1, 1, 2)))
-    first, second, third = (np.asarray(show_prompt_images(prompt, rules)) for prompt in (one, again, other))
-    assert np.array_equal(first, second)
-    assert np.array_equal(first[:, :32], third[:, :32])
-    assert (first[:, 32:] != third[:, 32:]).mean() > 0.9
 
 
 def test_references_are_encoded_at_the_control_resolution(folder: Path) -> None:
@@ -223,13 +203,3 @@ def test_the_sampler_gives_conditions_and_sheets_begin_with_the_input(folder: Pa
     plain = Sampler(painter, [SamplePrompt("z")], encoder, {"z": {}}, folder / "plain")  # type: ignore[arg-type]
     plain.sample(nn.Linear(1, 1), 0)
     assert painter.given[-1] == NO_CONDITIONS
-
-
-def test_more_images_than_the_model_takes_are_refused(folder: Path) -> None:
-    with pytest.raises(UserError, match="2 images; this model takes 1, remove the others"):
-        check_prompt_images(read(folder, "x --ci a.png --ci b c.png"), "references", most_references=1)
-
-
-def test_a_negative_prompt_of_a_fill_model_is_refused_at_start(folder: Path) -> None:
-    with pytest.raises(UserError, match="--l is not taken: this model is guided by --g"):
-        check_prompt_images(read(folder, "x --ci a.png --mi m.png --n bad --l 3"), "fill")

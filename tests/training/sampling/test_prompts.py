@@ -76,22 +76,9 @@ def test_json_is_a_list_of_objects_or_lines(tmp_path: Path) -> None:
     ]
 
 
-def test_what_prompts_leave_open_comes_from_the_defaults(tmp_path: Path) -> None:
-    defaults = SamplePrompt("", "dull", 256, 128, 99, 4, 1.0, 2.0)
-    assert _read(tmp_path, "x\ny --h 64", defaults=defaults) == [
-        SamplePrompt("x", "dull", 256, 128, 5, 4, 1.0, 2.0),
-        SamplePrompt("y", "dull", 256, 64, 6, 4, 1.0, 2.0),
-    ]
-
-
 def test_a_prompt_written_as_a_line_reads_back_as_itself() -> None:
     for prompt in (SamplePrompt("a cat", "low", 640, 384, 1234567890123, 12, 2.25, 3.0), SamplePrompt("x")):
         assert parse_prompt(prompt.line(), SamplePrompt(""), 16, "here") == prompt
-
-
-def test_no_file_no_prompts() -> None:
-    assert read_prompts(None, 0, 16) == []
-    assert read_prompts([], 0, 16) == []
 
 
 def test_a_list_gives_the_prompts_that_a_file_of_its_lines_gives(
@@ -109,20 +96,6 @@ def test_a_list_gives_the_prompts_that_a_file_of_its_lines_gives(
     defaults = SamplePrompt("", "dull", 256, 128, 99, 4, 1.0, 2.0)
     Path("prompts.txt").write_text("\n".join(lines))
     assert read_prompts(lines, 5, 16, defaults) == read_prompts("prompts.txt", 5, 16, defaults)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("cat --q 3", "sample_prompts, prompt 2: unknown option --q"),
-        ("cat --w 100", r"sample_prompts, prompt 2: width \(--w\) 100 is no multiple of 16"),
-        ("", "sample_prompts, prompt 2: no prompt before the options; write one"),
-        ("x --ci gone.png", "prompt 2: image 'gone.png' does not exist; it is looked for in the working directory"),
-    ],
-)
-def test_a_bad_prompt_of_a_list_is_named(line: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        read_prompts(["fine", line], 0, 16)
 
 
 @pytest.mark.parametrize(
@@ -182,13 +155,6 @@ def test_a_bad_toml_or_json_file_is_named(tmp_path: Path, suffix: str, text: str
         _read(tmp_path, text, suffix)
 
 
-def test_a_missing_file_is_named_with_its_option(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="sample_prompts: .*no such file"):
-        read_prompts(tmp_path / "no.txt", 0, 16)
-    with pytest.raises(UserError, match="--from_file: .*no such file"):
-        read_prompts(tmp_path / "no.txt", 0, 16, option="--from_file")
-
-
 def test_guidance_without_an_input_is_refused_only_where_it_was_written() -> None:
     usual = SamplePrompt("", guidance=1.0)
     silent, written = (parse_prompt(line, usual, 16, "here") for line in ("x", "a cat --g 3.5"))
@@ -196,8 +162,3 @@ def test_guidance_without_an_input_is_refused_only_where_it_was_written() -> Non
     assert check_steering([silent], False, 1.0) == []
     with pytest.raises(UserError, match="prompt 'a cat': --g 3.5 is not taken: this model has no guidance input"):
         check_steering([silent, written], False, 1.0)
-
-
-def test_a_negative_prompt_that_nothing_uses_is_remarked() -> None:
-    prompts = [parse_prompt(line, SamplePrompt(""), 16, "here") for line in ("a --n x", "b --n x --l 2", "c")]
-    assert check_steering(prompts, True, 3.5) == ["prompt 'a': its negative prompt is not used while --l is 1"]

@@ -12,8 +12,6 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from library.checksums import weights_fingerprint
-from library.config.load import load_for, names_language_model
-from library.config.scripts import LANGUAGE_LORA
 from library.errors import UserError
 from library.models.llm.files import load_lm
 from library.training.tasks.chat_lora import put_lora_on
@@ -189,11 +187,6 @@ def test_what_cannot_be_is_refused_in_one_line(place: Path, tmp_path: Path, case
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_a_folder_of_the_other_family_is_refused(place: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match='^model_type: gpt2, but the folder holds a llama; set "llama"$'):
-        run(place, tmp_path, "gpt2", pretrained_model_name_or_path=place / "llama")
-
-
 def test_a_lora_of_another_kind_of_model_is_refused(place: Path, tmp_path: Path) -> None:
     run(place, tmp_path, max_train_steps=1)
     model = load_lm(place / "gpt2", torch.float32)
@@ -201,35 +194,3 @@ def test_a_lora_of_another_kind_of_model_is_refused(place: Path, tmp_path: Path)
         put_lora_on(model, tmp_path / "lora")
     with pytest.raises(UserError, match="no such file"):
         put_lora_on(model, tmp_path)
-
-
-def test_what_is_missing_and_what_is_wrong_is_told_together() -> None:
-    with pytest.raises(UserError) as caught:
-        load_for(LANGUAGE_LORA, ["--model_type", "llama", "--learning_rate", "x", "--save_last_n_steps", "3"])
-    lines = str(caught.value).splitlines()
-    assert [line.split(":")[0] for line in lines] == [
-        "pretrained_model_name_or_path",
-        "train_data",
-        "--learning_rate",
-        "save_last_n_steps",
-    ]
-    assert "is required" in lines[0]
-    assert "is required" in lines[1]
-
-
-def test_keys_of_language_models_are_refused_for_image_models(tmp_path: Path) -> None:
-    from library.config import load_config
-
-    toml = tmp_path / "run.toml"
-    toml.write_text(
-        'model_type = "flux"\npretrained_model_name_or_path = "x"\ndataset_config = "d.toml"\npacking = true\n'
-    )
-    assert not names_language_model(["--config_file", str(toml)])
-    assert names_language_model(["--config_file", str(toml), "--model_type", "llama"])
-    with pytest.raises(UserError) as caught:
-        load_config(["--config_file", str(toml), "--chat_template", "plain"])
-    with pytest.raises(UserError, match=r"or of a language model 'llama' or 'gpt2'; did you mean 'llama'"):
-        load_config(["--config_file", str(toml), "--model_type", "lama"])
-    first, second = str(caught.value).splitlines()[:2]
-    assert "packing: is about language models; set model_type" in first
-    assert "--chat_template: is about language models" in second

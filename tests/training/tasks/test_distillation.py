@@ -18,14 +18,12 @@ from library.data.batches import Batch, Item
 from library.errors import UserError
 from library.models.family_by_name import model_family
 from library.models.flux.files import FLUX_TARGETS
-from library.precision.activations import FakeQuantLinear
-from library.precision.linear import QuantizedLinear
 from library.training.flow import add_noise, noise_for, sample_sigmas
 from networks.files.adapters import load_lora
 from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter
 from networks.network import attach_lora
-from tests.runs import largest_difference, lora, pipeline_forward, run, write_dataset
+from tests.runs import largest_difference, lora, pipeline_forward, run
 
 Settings = dict[str, object]
 FP8: Settings = {"fp8_scaled": True, "fp8_granularity": "tensor", "fp8_exclude": []}
@@ -155,15 +153,6 @@ def test_one_batch_is_in_memory_at_a_time_and_none_is_read_where_velocities_are_
     assert max(most) <= 2  # the one that is made, and the one before
 
 
-def test_activations_are_rounded_in_training_as_the_server_will(base: Path, dataset: Path, tmp_path: Path) -> None:
-    events = run(base, dataset, tmp_path, **FP8, quantised_activations="row", max_train_steps=2)
-    served = [module for module in events.task.transformer.modules() if isinstance(module, FakeQuantLinear)]
-    fp8 = [module for module in events.task.transformer.modules() if isinstance(module, QuantizedLinear)]
-    assert len(served) == len(fp8) == 36
-    run(base, dataset, tmp_path / "plain", **FP8, max_train_steps=2)
-    assert largest_difference(lora(tmp_path), lora(tmp_path / "plain")) > 1e-3  # it is another forward pass
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -197,23 +186,6 @@ def test_a_lora_of_mixed_ranks_is_trained_as_its_file_has_it(base: Path, dataset
     trained = load_lora(tmp_path / "out" / "lora.safetensors", FLUX_TARGETS).weights
     assert {name: w.rank for name, w in trained.items()} == {name: rank for name, (rank, _) in ranks.items()}
     assert all(bool(w.up.any()) for w in trained.values())
-
-
-def test_ranks_from_a_file_win_over_the_configurations(base: Path, dataset: Path, liked: Path, tmp_path: Path) -> None:
-    run(base, dataset, tmp_path, network_weights=liked, dim_from_weights=True, network_dim=3, max_train_steps=1)
-    assert {key: tensor.shape for key, tensor in lora(tmp_path).items()} == {
-        key: tensor.shape for key, tensor in load_file(liked).items()
-    }
-
-
-def test_changed_captions_get_new_answers(base: Path, liked: Path, tmp_path: Path) -> None:
-    dataset = write_dataset(tmp_path / "data", images=2)
-    settings = taught(base, liked) | {"max_train_steps": 1, "distill_cache": tmp_path / "answers"}
-    run(base, dataset, tmp_path / "one", **settings)
-    for caption in (tmp_path / "data" / "images").glob("*.txt"):
-        caption.write_text("something else")
-    run(base, dataset, tmp_path / "two", **settings)
-    assert len(list((tmp_path / "answers").iterdir())) == 2
 
 
 def test_a_teacher_in_fp8_is_refused(base: Path, dataset: Path, liked: Path, tmp_path: Path) -> None:

@@ -21,11 +21,9 @@ from library.errors import UserError
 from library.precision.activations import FakeQuantLinear
 from library.precision.linear import QuantizedLinear
 from library.precision.placement import plan_base
-from tests.runs import ROOT, arguments, largest_difference, lora, pipeline_forward, run, train_flags, write_dataset
+from tests.runs import ROOT, largest_difference, lora, pipeline_forward, run
 from tests.tiny import SingleFiles, bfl_state_dict, save_single_files, tiny_flux_inputs, tiny_flux_pipeline
-from tests.worker_group import run_in_group
 
-SAME_IN_FP32 = 2e-4  # other orders of summation, as in test_flux_runs
 LINEARS = 26  # of the tiny transformer in diffusers' layout, without embedders and final layer
 
 # layout -> names in the file, and the option of quantize_model that is not its default
@@ -223,46 +221,6 @@ def test_resumed_run_on_an_fp8_base_gives_the_same_lora(
     run(pipeline, dataset, tmp_path / "parts", **settings, resume=tmp_path / "parts" / "lora-step00000002-state")
     straight, resumed = lora(tmp_path / "straight"), lora(tmp_path / "parts")
     assert [name for name in straight if not torch.equal(straight[name], resumed[name])] == []
-
-
-def test_a_state_is_not_continued_on_another_rounding_of_its_base(
-    bases: dict[str, Settings], pipeline: Path, dataset: Path, tmp_path: Path
-) -> None:
-    run(pipeline, dataset, tmp_path, **bases["fp8_scaled"], max_train_steps=1, save_state_on_train_end=True)
-    other = bases["fp8_scaled"] | {"fp8_granularity": "block64"}
-    message = 'was trained with fp8_granularity = "row", now it is "block64"'
-    with pytest.raises(UserError, match=message):
-        run(pipeline, dataset, tmp_path, **other, max_train_steps=2, resume=tmp_path / "lora-state")
-
-
-@pytest.mark.parametrize(
-    "policy",
-    [
-        {"gradient_checkpointing": True},
-        # tests/precision/test_fp8_linear.py compiles the layer
-        pytest.param({"torch_compile": True, "dynamo_backend": "aot_eager"}, marks=pytest.mark.slow),
-    ],
-    ids=["checkpointed", "compiled"],
-)
-def test_checkpointing_and_compilation_change_nothing_on_an_fp8_base(
-    bases: dict[str, Settings], pipeline: Path, dataset: Path, tmp_path: Path, policy: Settings
-) -> None:
-    settings = bases["musubi"] | {"max_train_steps": 2}
-    run(pipeline, dataset, tmp_path / "plain", **settings)
-    run(pipeline, dataset, tmp_path / "other", **settings, **policy)
-    assert largest_difference(lora(tmp_path / "other"), lora(tmp_path / "plain")) < SAME_IN_FP32
-
-
-@pytest.mark.slow
-def test_two_processes_on_an_fp8_base_equal_one(bases: dict[str, Settings], pipeline: Path, tmp_path: Path) -> None:
-    # SGD: what is compared is the gradients; Adam's first steps make much of the rounding of those near zero
-    settings = bases["fp8_scaled"] | {"max_train_steps": 2, "optimizer_type": "torch.optim.SGD", "learning_rate": 1.0}
-    halves = write_dataset(tmp_path / "halves", text="batch_size = 2")
-    whole = write_dataset(tmp_path / "whole", text="batch_size = 4")
-    run(pipeline, whole, tmp_path / "one", **settings)
-    job = ("two", train_flags, (arguments(pipeline, halves, tmp_path / "two", **settings),))
-    assert run_in_group([job], tmp_path) == {"two": ""}
-    assert largest_difference(lora(tmp_path / "two"), lora(tmp_path / "one")) < SAME_IN_FP32
 
 
 def test_a_t5_in_fp8_has_caches_of_its_own_and_can_be_trained_on(pipeline: Path, tmp_path: Path, dataset: Path) -> None:

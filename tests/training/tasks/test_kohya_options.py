@@ -69,13 +69,6 @@ def test_an_option_changes_the_training_and_stands_in_the_file(
     assert metadata_of(tmp_path / "with")[fact[0]] == fact[1]
 
 
-def test_a_came_run_goes_on_from_its_state_as_if_it_had_not_stopped(case: tuple[Path, Path], tmp_path: Path) -> None:
-    settings = {"optimizer_type": "CAME", "save_every_n_steps": 2, "save_state": True, "scale_weight_norms": 0.05}
-    run(*case, tmp_path / "whole", **settings)
-    run(*case, tmp_path / "resumed", **settings, resume=next((tmp_path / "whole").glob("lora-step*-state")))
-    assert largest_difference(lora(tmp_path / "resumed"), lora(tmp_path / "whole")) == 0
-
-
 FIELDS = ["title", "author", "description", "license", "tags", "usage_hint", "trigger_phrase", "merged_from"]
 
 

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from library.data.batches import Batch
-from library.training.flow import add_noise, by_noise_level, noise_for, noisy_latents
-from library.training.report.metrics import totals
+from library.training.flow import add_noise, noise_for, noisy_latents
 from library.training.tasks.image_step import FlowStep
 from tests.runs import run, write_dataset
 
@@ -102,19 +101,3 @@ def test_a_validation_line_has_the_loss_at_each_sigma_of_which_val_loss_is_the_m
         assert found == pytest.approx({key: np.mean(values) for key, values in levels.items()}, rel=1e-5)
         assert line["val_loss"] == pytest.approx(np.mean(list(found.values())), rel=1e-12)
         assert line["val_loss"] == pytest.approx(np.mean([error for _, error in errors]), rel=1e-5)
-
-
-def test_levels_begin_at_their_lower_end_and_pure_noise_belongs_to_the_last() -> None:
-    sigmas = torch.tensor([1e-4, 0.2, 0.3999, 0.4, 0.6, 0.8, 1.0])
-    table = by_noise_level(torch.arange(7.0), sigmas)
-    expected = torch.full((7, 5), torch.nan)
-    for row, level in enumerate((0, 1, 1, 2, 3, 4, 4)):
-        expected[row, level] = row
-    torch.testing.assert_close(table, expected, equal_nan=True)
-
-
-def test_totals_of_parts_add_up_to_those_of_all() -> None:
-    values = torch.tensor([[0.5, torch.nan], [1.5, 2.0], [0.25, 4.0]])
-    assert totals(values).tolist() == [[2.25, 6.0], [3.0, 2.0]]
-    assert torch.equal(totals(values[:1]) + totals(values[1:]), totals(values))
-    assert totals(torch.tensor([3.0, 4.0])).tolist() == [[7.0], [2.0]]

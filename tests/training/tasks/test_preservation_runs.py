@@ -82,23 +82,6 @@ def test_images_are_painted_once_and_what_is_missing_again_bit_by_bit(
     assert largest_difference(lora(tmp_path / "one"), lora(tmp_path / "two")) == 0
 
 
-def test_other_base_weights_are_painted_anew(base: Path, files: dict[str, Any], tmp_path: Path) -> None:
-    dataset = files.pop("dataset_config")
-    run(base, dataset, tmp_path / "one", **files)
-    run(base, dataset, tmp_path / "two", **files, base_weights=[tmp_path / "one/lora.safetensors"])
-    assert len(painted(tmp_path / "cache")) == 2 * 4
-
-
-def test_images_are_painted_with_the_runs_own_encoders(base: Path, files: dict[str, Any], tmp_path: Path) -> None:
-    dataset = files.pop("dataset_config")
-    run(base, dataset, tmp_path / "one", **files)
-    first = painted(tmp_path / "cache")
-    run(base, dataset, tmp_path / "two", **files, fp8_text_encoder=True)
-    second = [path for path in painted(tmp_path / "cache") if path not in first]
-    assert len(first) == len(second) == 4
-    assert {path.read_bytes() for path in first}.isdisjoint(path.read_bytes() for path in second)
-
-
 def test_the_sheet_of_general_prompts_has_the_bases_image_beside_the_loras(
     base: Path, files: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,25 +173,6 @@ def test_two_processes_equal_one(base: Path, files: dict[str, Any], tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "policy",
-    [
-        {"gradient_checkpointing": True},
-        pytest.param({"torch_compile": True, "dynamo_backend": "eager"}, marks=pytest.mark.slow),
-    ],
-    ids=["checkpointed", "compiled"],
-)
-def test_checkpointed_blocks_and_compiled_ones_give_the_same_lora(
-    base: Path, files: dict[str, Any], policy: dict[str, object], tmp_path: Path
-) -> None:
-    dataset = files.pop("dataset_config")
-    torch._dynamo.reset()
-    run(base, dataset, tmp_path / "plain", **files, max_train_steps=6)
-    run(base, dataset, tmp_path / "other", **files, max_train_steps=6, **policy)
-    # the textbook form of the LoRA under a compiler: rounding, and AdamW's first steps have the gradient's sign
-    assert largest_difference(lora(tmp_path / "plain"), lora(tmp_path / "other")) < 2e-3
-
-
-@pytest.mark.parametrize(
     ("settings", "said"),
     [
         ({"pp": 2}, "preserve: asks the model twice in a step"),
@@ -231,16 +195,3 @@ def test_prompts_that_are_trained_on_are_no_measure(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="general_prompts: 'a line, white' is one of preserve_prompts too"):
         run(base, files.pop("dataset_config"), tmp_path / "out", **files, general_prompts="kept.txt")
-
-
-def test_a_caption_that_is_gone_comes_back_without_painting(base: Path, files: dict[str, Any], tmp_path: Path) -> None:
-    dataset = files.pop("dataset_config")
-    run(base, dataset, tmp_path / "one", **files)
-    times = {path: path.stat().st_mtime_ns for path in painted(tmp_path / "cache")}
-    captions = {path.with_suffix(".txt"): path.with_suffix(".txt").read_text() for path in times}
-    for path in captions:
-        path.unlink()
-    run(base, dataset, tmp_path / "two", **files)
-    assert {path: path.read_text() for path in captions} == captions
-    assert {path: path.stat().st_mtime_ns for path in times} == times
-    assert largest_difference(lora(tmp_path / "one"), lora(tmp_path / "two")) == 0

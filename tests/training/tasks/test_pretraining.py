@@ -22,7 +22,6 @@ from library.models.llm.model import TransformerLM
 from library.models.llm.spec import PRESETS
 from library.training.optim.muon import MuonWithAdamW
 from library.training.tasks.pretraining import flops_per_token, fresh_config, parameter_groups
-from tests.forked import run_script
 from tests.pretraining_runs import flags, lines, run, weights
 from tests.processes import launcher, run_command
 
@@ -109,15 +108,6 @@ def test_gradients_are_clipped_only_after_the_warm_up_unless_asked(corpus: Path,
     assert same(late[1], free[1])  # two steps of warm-up
     assert not same(late[2], free[2])
     assert not same(early[0], free[0])
-
-
-def test_a_run_that_leaves_the_numbers_stops_and_saves_nothing_of_it(corpus: Path, tmp_path: Path) -> None:
-    wild = {"learning_rate": 1000, "lr_scheduler": "constant", "lr_warmup_steps": None, "log_every_n_steps": 1000}
-    with pytest.raises(UserError, match=r"step \d+ is not finite"):
-        run(corpus, tmp_path, save_every_n_steps=1, save_state=True, **wild)
-    saved = sorted(path.name for path in tmp_path.glob("model-step*") if not path.name.endswith("-state"))
-    assert all(torch.isfinite(tensor).all() for name in saved for tensor in weights(tmp_path, name).values())
-    assert not (tmp_path / "model").exists()
 
 
 def test_training_learns_what_there_is_to_learn(corpus: Path, tmp_path: Path) -> None:
@@ -244,21 +234,3 @@ def test_sizes_of_a_preset_can_be_changed() -> None:
 def test_what_cannot_work_ends_with_one_line(settings: dict, message: str, corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
         run(corpus, tmp_path, **settings)
-
-
-def test_a_state_is_not_gone_on_from_with_other_settings(corpus: Path, tmp_path: Path) -> None:
-    run(corpus, tmp_path, save_every_n_steps=3, save_state=True, max_train_steps=3)
-    state = tmp_path / "model-step00000003-state"
-    with pytest.raises(UserError, match="trained with learning_rate = 0.003, now it is 0.1"):
-        run(corpus, tmp_path / "b", resume=state, learning_rate=0.1)
-    with pytest.raises(UserError, match="is at step 3 and the run ends at 3; raise max_train_steps"):
-        run(corpus, tmp_path / "b", resume=state, max_train_steps=3)
-    with pytest.raises(UserError, match="its weights are not those of this run"):
-        run(corpus, tmp_path / "b", resume=state, layers=3)
-
-
-def test_the_script_ends_with_exit_code_2_on_a_mistake(tmp_path: Path) -> None:
-    done = run_script(ROOT / "train_llm.py", ["--preset", "llama-tiny", "--data_dir", "nowhere"], tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: nowhere/index.json: no such file")
-    assert done.stderr.count("\n") == 1

@@ -52,15 +52,6 @@ def test_a_state_of_another_base_or_other_text_encoders(base: Path, states: Path
     assert "was trained with text_encoders = " in _refusal(other, tmp_path, **resumed)
 
 
-def test_a_state_without_text_encoders_does_not_mind_others(base: Path, states: Path, tmp_path: Path) -> None:
-    other = _changed(base, tmp_path / "text", "text_encoder")
-    events = run(
-        other, write_dataset(tmp_path / "data"), tmp_path / "out", resume=states / "plain" / "lora-state",
-        max_train_steps=3,
-    )  # fmt: skip
-    assert events.task.total_steps == 3
-
-
 def test_a_state_that_is_finished_or_damaged(base: Path, states: Path, tmp_path: Path) -> None:
     state = states / "plain" / "lora-state"
     assert "is at step 2 and the run ends at 2" in _refusal(base, tmp_path, resume=state, max_train_steps=2)
@@ -74,13 +65,6 @@ def test_a_state_that_is_finished_or_damaged(base: Path, states: Path, tmp_path:
 def test_weights_to_go_on_from_that_are_no_lora(base: Path, tmp_path: Path) -> None:
     save_file({"something.weight": torch.zeros(2, 2)}, tmp_path / "x.safetensors")
     assert "x.safetensors" in _refusal(base, tmp_path, network_weights=tmp_path / "x.safetensors")
-
-
-def test_a_tokenizer_that_cannot_be_read(base: Path, tmp_path: Path) -> None:
-    shutil.copytree(base, tmp_path / "base")
-    for file in (tmp_path / "base" / "tokenizer_2").iterdir():
-        file.unlink()
-    assert "t5xxl_tokenizer: " in _refusal(tmp_path / "base", tmp_path)
 
 
 @pytest.mark.parametrize(

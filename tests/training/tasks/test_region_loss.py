@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from library.conditions import NO_CONDITIONS, Conditions
-from library.config import load_config
 from library.config.schema import FlowConfig
 from library.data.batches import Batch
 from library.errors import UserError
@@ -76,19 +75,6 @@ def test_the_ring_is_what_a_search_finds(width: int) -> None:
     blobs = torch.nn.functional.avg_pool2d(blobs, 3, stride=1, padding=1) * 1.3
     assert 0.1 < (blobs >= 0.5).float().mean() < 0.9
     assert torch.equal(border_ring(blobs, width), searched_ring(blobs, width))
-
-
-def test_without_masks_nothing_is_weighed() -> None:
-    assert region_weights(FlowConfig(), batch()) is None
-    assert region_weights(FlowConfig(), batch(fill=regions())) is None
-    assert region_weights(FlowConfig(seam_loss_weight=2.0), batch()) is None
-
-
-def test_masked_loss_of_a_fill_model_counts_the_region_alone() -> None:
-    fill = regions()
-    weights = region_weights(FlowConfig(masked_loss=True), batch(fill=fill))
-    assert weights is not None
-    torch.testing.assert_close(weights, cell_means(fill), rtol=0, atol=1e-7)  # a mean of 64 values in other order
 
 
 @pytest.mark.parametrize("masked", [True, False])
@@ -167,10 +153,3 @@ def test_a_seam_without_any_mask_is_refused(tmp_path: Path) -> None:
     check_seam(FlowConfig(), build(toml))
     check_seam(flow, build(toml, conditioning="fill"))
     check_seam(flow, build(write_toml(tmp_path, general="alpha_mask = true"), masked_loss=True))
-
-
-def test_a_width_without_a_seam_is_refused() -> None:
-    flags = ["--pretrained_model_name_or_path", "x", "--dataset_config", "y", "--seam_width", "3"]
-    with pytest.raises(UserError, match="seam_width: has no effect without seam_loss_weight; remove it"):
-        load_config(flags)
-    assert load_config([*flags, "--seam_loss_weight", "0.5"]).flow.seam_width == 3

@@ -123,13 +123,6 @@ def test_resumed_run_gives_the_same_lora(base: Path, tmp_path: Path, settings: d
     assert [key for key in straight if not torch.equal(straight[key], resumed[key])] == []
 
 
-def test_gradient_checkpointing_and_accumulation_change_nothing(base: Path, dataset: Path, tmp_path: Path) -> None:
-    run(base, dataset, tmp_path / "plain", **BOTH)
-    one_by_one = write_dataset(tmp_path / "data", text="batch_size = 1")
-    run(base, one_by_one, tmp_path / "other", **BOTH, gradient_checkpointing=True, gradient_accumulation_steps=4)
-    assert largest_difference(lora(tmp_path / "other"), lora(tmp_path / "plain")) < SAME_IN_FP32
-
-
 def test_samples_and_validation_see_the_trained_encoder(base: Path, tmp_path: Path) -> None:
     data = write_dataset(tmp_path / "data", text="batch_size = 2\nvalidation_split = 0.25\nvalidation_seed = 1")
     prompts = tmp_path / "prompts.txt"
@@ -176,20 +169,6 @@ def test_batches_carry_the_captions_their_cached_text_was_made_from(base: Path, 
                 torch.testing.assert_close(rows, batch.text[name], atol=1e-5, rtol=1e-5)
 
 
-def test_network_weights_of_the_transformer_alone_leave_the_encoder_to_start(
-    base: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run(base, dataset, tmp_path / "first", max_train_steps=2)
-    events = run(
-        base, dataset, tmp_path / "second", **CLIP, max_train_steps=1,
-        network_weights=tmp_path / "first" / "lora.safetensors",
-    )  # fmt: skip
-    assert "nothing of text_encoder in it" in " ".join(capsys.readouterr().out.split())
-    assert len(events.task.network.component("text_encoder").modules) == 12
-    with pytest.raises(UserError, match=r"not trained here: text_encoder.*; set text_encoder_lr to train them too"):
-        run(base, dataset, tmp_path / "third", network_weights=tmp_path / "second" / "lora.safetensors")
-
-
 @pytest.mark.parametrize(
     "trained",
     [
@@ -208,14 +187,6 @@ def test_two_processes_equal_one(base: Path, tmp_path: Path, trained: dict[str, 
     assert largest_difference(lora(tmp_path / "two"), lora(tmp_path / "one")) < SAME_IN_FP32
     lines = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
     assert lines[-1]["val_loss"] == pytest.approx(one.val_loss, rel=1e-5)
-
-
-@pytest.mark.slow  # traces CLIP and the transformer for a minute; test_flux_runs compiles the transformer
-def test_regional_compilation_trains_the_same_lora(base: Path, dataset: Path, tmp_path: Path) -> None:
-    run(base, dataset, tmp_path / "plain", **CLIP, max_train_steps=2)
-    compiled = {"torch_compile": True, "dynamo_backend": "aot_eager"}
-    run(base, dataset, tmp_path / "compiled", **CLIP, max_train_steps=2, **compiled)
-    assert largest_difference(lora(tmp_path / "compiled"), lora(tmp_path / "plain")) < SAME_IN_FP32
 
 
 @pytest.mark.parametrize(
