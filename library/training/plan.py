@@ -1,8 +1,7 @@
 """What a run does, decided from the configuration before anything is loaded: a :class:`Plan` of the task.
 
 Every ``auto`` and every default of the model's family is settled here, once; configuration and plan are frozen. What
-``memory = "auto"`` chooses is measured later: it is a value that is passed on. What happens between steps is in
-:class:`RunSettings`, which is all that the run and the trainer know of the configuration.
+``memory = "auto"`` chooses is measured later: it is a value that is passed on.
 
 The transformer is trained, and no text encoder: sd-scripts' ``network_train_unet_only``. ``text_encoder_lr`` adds them,
 its first value CLIP-L, its second T5; one value holds for both. As in sd-scripts T5 also needs ``train_t5xxl=True`` in
@@ -14,26 +13,21 @@ leaves out the transformer.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 from library.conditions import ConditionKind
-from library.config.chat_schema import ChatTrainConfig, ChatValidationConfig, LanguageModelConfig
+from library.config.chat_schema import ChatTrainConfig, LanguageModelConfig
 from library.config.markers import split_pairs
-from library.config.pretrain_schema import LLMValidationConfig, PretrainConfig
+from library.config.pretrain_schema import PretrainConfig
 from library.config.schema import (
-    HubConfig,
-    LoggingConfig,
     ModelConfig,
     NetworkConfig,
     OptimizerConfig,
     PreservationConfig,
-    SamplingConfig,
-    SavingConfig,
     TrainConfig,
     TrainingConfig,
-    ValidationConfig,
     effective_learning_rate,
 )
 from library.data.config import DatasetConfig, load_dataset_config
@@ -48,54 +42,6 @@ from networks.options import NetworkOptions, parse_network_args
 
 Config = TypeVar("Config", TrainConfig, ChatTrainConfig, PretrainConfig)
 LoraConfig = TypeVar("LoraConfig", TrainConfig, ChatTrainConfig)
-
-
-@dataclass(frozen=True)
-class RunSettings:
-    """What the run and the trainer know of the configuration.
-
-    Attributes:
-        raw_config: all of it, as given; for ``config.toml``.
-        resume: the state to go on from, or "auto".
-        on_nan, on_nan_limit: what happens at a step that is not finite, and how many may follow each other.
-        validates_first: whether the run also validates before the first step.
-        saving, sampling, validation, logging, hub: the sections, with every ``auto`` settled.
-    """
-
-    raw_config: Any
-    resume: str | None
-    on_nan: Literal["stop", "skip"]
-    on_nan_limit: int
-    validates_first: bool
-    saving: SavingConfig
-    sampling: SamplingConfig
-    validation: ValidationConfig | ChatValidationConfig | LLMValidationConfig
-    logging: LoggingConfig
-    hub: HubConfig
-
-
-def run_settings(config: TrainConfig | ChatTrainConfig | PretrainConfig) -> RunSettings:
-    """Settle what happens between steps.
-
-    Pretraining validates and samples before the first step only if it does so later.
-    """
-    training, sampling, validation, validates_first = config.training, config.sampling, config.validation, True
-    if isinstance(config, PretrainConfig):
-        validates_first = bool(validation.validate_every_n_steps or validation.validate_every_n_epochs)
-    if sampling.sample_at_first is None:
-        sampling = sampling.model_copy(update={"sample_at_first": bool(sampling.sample_every_n_steps)})
-    return RunSettings(
-        config,
-        training.resume,
-        training.on_nan,
-        training.on_nan_limit,
-        validates_first,
-        config.saving,
-        sampling,
-        validation,
-        config.logging,
-        config.hub,
-    )
 
 
 @dataclass(frozen=True)

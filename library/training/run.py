@@ -67,7 +67,7 @@ class Run:
 
     def __init__(self, task: Task) -> None:
         self.task, self.engine, self.names = task, task.engine, task.names
-        self.settings, self.saving = task.settings, task.settings.saving
+        self.config, self.saving = task.raw_config, task.raw_config.saving
         self.stopped = False
         self.stop_request: StopRequest = NOTHING
         self.val_losses: list[float] = []
@@ -96,7 +96,7 @@ class Run:
             with agreed("looking at the output folder"):
                 if self.engine.accelerator.is_main_process:
                     lock.acquire()
-                    state = resolve_resume(self.settings.resume, self.saving, say)
+                    state = resolve_resume(self.config.training.resume, self.saving, say)
                     self._check_output(state is not None)
             state, *_ = from_all_processes(state)
             yield state
@@ -106,14 +106,14 @@ class Run:
     def _check_output(self, resumed: bool) -> None:
         accelerator = self.engine.accelerator
         if not (resumed or self.saving.overwrite):
-            refuse_to_overwrite(self.names.weights(self.names.stem()), self.settings.raw_config)
+            refuse_to_overwrite(self.names.weights(self.names.stem()), self.config)
         try_writing(self.names.folder, self.names, 0)
-        if self.settings.logging.log_with:
+        if self.config.logging.log_with:
             try_writing(Path(accelerator.logging_dir), self.names, 0, "logging_dir")
 
     def prepare(self, state: str | None) -> None:
         """Let the task load data and model; go to the position of ``state``, the very beginning without one."""
-        task, accelerator, hub = self.task, self.engine.accelerator, self.settings.hub
+        task, accelerator, hub = self.task, self.engine.accelerator, self.config.hub
         with interruptible("before the first step; what is cached is kept"):
             with agreed("looking at the model's files and the hub"):
                 task.open(state)
@@ -125,8 +125,8 @@ class Run:
         self.position = begun_position(None, per_epoch) if state is None else self._resume(state, per_epoch)
         self.first_step = self.position.step
         folder = self.names.folder
-        write_config(folder, self.settings.raw_config, accelerator)
-        self.metrics = MetricsStream(folder / "metrics.jsonl", accelerator, self.settings.logging, self.first_step)
+        write_config(folder, self.config, accelerator)
+        self.metrics = MetricsStream(folder / "metrics.jsonl", accelerator, self.config.logging, self.first_step)
         self.progress = TrainingProgress(task.console, task.total_steps, task.total_epochs, self.first_step)
         fallback = fallback_folder(self.saving.save_fallback_dir, self.saving.output_name)
         self.writer = CheckpointWriter(folder, fallback, self.saving.save_retries, self.progress.note)
@@ -168,7 +168,7 @@ class Run:
                 f"state; the run goes on at {position.batches}, where some of this epoch may come again or be left out",
                 soft_wrap=True,
             )
-        refuse_finished(state, position, task.total_steps, self.settings.resume == AUTO)
+        refuse_finished(state, position, task.total_steps, self.config.training.resume == AUTO)
         return position
 
     @property
@@ -187,9 +187,11 @@ class Run:
     def at_start(self) -> None:
         """Validate and sample before the first step; after a resume do what the run before did not get to."""
         if self.position.step == 0:
-            if self.settings.validates_first:
+            if self.task.validates_first:
                 self.position.val_loss_before = self._measure_losses()
-            if self.settings.sampling.sample_at_first:
+            sampling = self.config.sampling
+            at_first = sampling.sample_at_first
+            if bool(sampling.sample_every_n_steps) if at_first is None else at_first:
                 self._sample()
             return
         with agreed("looking for samples"):  # all know the same samples before one draws what is missing
@@ -225,9 +227,7 @@ class Run:
 
     def _is_due(self, what: str, unit: str) -> bool:
         """Return whether to validate, sample or save after this ``step`` or ``epoch``, by its option."""
-        section: Any = {"validate": self.settings.validation, "sample": self.settings.sampling, "save": self.saving}[
-            what
-        ]
+        section: Any = {"validate": self.config.validation, "sample": self.config.sampling, "save": self.saving}[what]
         every = getattr(section, f"{what}_every_n_{unit}s")
         is_due = every is not None and getattr(self.position, unit) % every == 0
         return is_due and (what != "validate" or self.task.validates)
@@ -291,7 +291,7 @@ class Run:
         self._at_end = True
         if self._validated_at != self.position.step:
             self._validate()
-        if self.settings.sampling.sample_at_end and self._sampled_at != self.position.step:
+        if self.config.sampling.sample_at_end and self._sampled_at != self.position.step:
             self._sample()
         if self.task.end_sampler is not None:
             self._sample(self.task.end_sampler)
@@ -422,7 +422,7 @@ class Run:
             task.save(target, self.position)
         if with_state:
             folder = names.state(stem)
-            saved += [folder] if self.settings.hub.save_state_to_huggingface else []
+            saved += [folder] if self.config.hub.save_state_to_huggingface else []
             states = {name: part.state_dict() for name, part in self.engine.parts().items()}
             about = task.base_fingerprint, task.resume_keys, self.names.folder
             save_training_state(folder, task.weights(), states, self.position, *about)

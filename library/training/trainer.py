@@ -175,15 +175,15 @@ class Trainer:
 
     def _skip_or_stop(self) -> None:
         """Skip the last step and its batches, as it was not finite, or end the run: as ``on_nan`` says."""
-        settings, position = self.run.settings, self.position
+        training, position = self.run.config.training, self.position
         ended, row = self._uncount_last_step(), position.nonfinite_in_row + 1
         self._check_weights()
         message = f"step {position.step + 1} is not finite: {self._samples_of_step()}"
-        if settings.on_nan == "stop" or row > settings.on_nan_limit:
+        if training.on_nan == "stop" or row > training.on_nan_limit:
             saved = self.run.save_before_fault()
             last = f"last checkpoint: {saved}" if saved else "there was nothing to save"
             often = f"{row} steps in a row are not finite, the last: " if row > 1 else ""
-            skip = ', or set on_nan = "skip" to go on without such steps' if settings.on_nan == "stop" else ""
+            skip = ', or set on_nan = "skip" to go on without such steps' if training.on_nan == "stop" else ""
             raise UserError(f"{often}{message}; {last}; lower learning_rate or set max_grad_norm{skip}")
         position.batches, position.nonfinite_in_row = ended, row
         position.updates_dropped += 1
@@ -218,7 +218,7 @@ class Trainer:
         return UserError(f"out of memory in step {step}: {what} does not fit; {last}; {advice}")
 
     def _is_logged(self, step: int) -> bool:
-        return step % self.run.settings.logging.log_every_n_steps == 0 or step == self.task.total_steps
+        return step % self.run.config.logging.log_every_n_steps == 0 or step == self.task.total_steps
 
     def _log(self) -> None:
         values = {"step": self.position.step, "epoch": self.position.epoch, **self.step_metrics.read(), **self.rates}

@@ -80,7 +80,7 @@ class ChatLora(LoraTask):
 
     def open(self, state: str | None = None) -> None:
         self.state = state
-        config: ChatTrainConfig = self.settings.raw_config
+        config: ChatTrainConfig = self.raw_config
         device, seed = self.accelerator.device, config.training.seed
         name = config.model.pretrained_model_name_or_path
         folder = self.folder = find_model(name, "pretrained_model_name_or_path", is_pipeline=False)

@@ -108,7 +108,7 @@ class ImageLora(LoraTask):
     def open(self, state: str | None = None) -> None:
         self.state = state
         accelerator = self.accelerator
-        raw_config: TrainConfig = self.settings.raw_config
+        raw_config: TrainConfig = self.raw_config
         self.devices = devices_to_fill(raw_config.parallel, accelerator)
         self.family = family = model_family(raw_config.model)
         family.check_trainable()

@@ -239,7 +239,7 @@ class LoraTask(Task):
             base_fingerprint=self.base_fingerprint,
             base_precision=self.base_precision,
             config=config,
-            settings=describe_settings(self.settings.raw_config, hidden=saving.no_metadata),
+            settings=describe_settings(self.raw_config, hidden=saving.no_metadata),
             version=__version__,
             **self._describe_file(),
         )

@@ -161,7 +161,7 @@ class Pretraining(Task):
         config, data = self.plan.config.validation, self.plan.config.data
         asked = bool(config.validate_every_n_steps or config.validate_every_n_epochs)
         shards = TokenShards(data.data_dir, "validation")
-        self.validates = shards.tokens > self.context
+        self.validates, self.validates_first = shards.tokens > self.context, asked
         if asked and not self.validates:
             key = "validate_every_n_steps" if config.validate_every_n_steps else "validate_every_n_epochs"
             raise UserError(
@@ -195,7 +195,7 @@ class Pretraining(Task):
         return self.loss(self.transformer, batch, 0)[0].double() * count, count
 
     def save(self, path: Path, position: Position) -> None:
-        settings = {SETTINGS: describe_settings(self.settings.raw_config)}
+        settings = {SETTINGS: describe_settings(self.raw_config)}
         export_hf(self.transformer, path, _DTYPES[self.plan.config.saving.save_precision], self._deployed, settings)
         self.tokenizer.save(path)
 

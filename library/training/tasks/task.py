@@ -25,7 +25,7 @@ from library.console import Console
 from library.data.batches import MicroStep
 from library.training.checkpoint.state import AUTO, OutputNames, Position, read_position
 from library.training.engine import Engine
-from library.training.plan import Plan, run_settings
+from library.training.plan import Plan
 
 
 class Batches(Protocol):
@@ -55,7 +55,7 @@ class Task(ABC):
     """One kind of training.
 
     Attributes:
-        settings: what the run and the trainer know of the configuration.
+        raw_config: the configuration, as given.
         plan: what the task does; of a LoRA known once it is open.
         engine: what runs its steps, with the optimizer and what is trained.
         metric: what the metrics call the mean of the second value of :meth:`loss`, or of its first column.
@@ -87,12 +87,13 @@ class Task(ABC):
     sampler: Sampler | None = None
     end_sampler: Sampler | None = None
     validates: bool = False
+    validates_first: bool = True  # before the first step too
     base_fingerprint: str = ""
     state: str | None = None  # the folder of the state that the run goes on from
 
     def __init__(self, config: Any) -> None:
         self.started_at = time.time()
-        self.settings = run_settings(config)
+        self.raw_config = config
         self._check(config)
         if (resume := config.training.resume) and resume != AUTO:
             read_position(resume, resume_keys(config))
