@@ -159,8 +159,8 @@ class NetworkPlan:
         return [name for name in self.rates if name != self.targets.file_prefix]
 
     def _loraplus_ratio(self, component: str) -> float | None:
-        own = component == self.targets.file_prefix
-        return self.options.loraplus_lr_ratio if own else self.options.loraplus_text_encoder_lr_ratio
+        is_transformer = component == self.targets.file_prefix
+        return self.options.loraplus_lr_ratio if is_transformer else self.options.loraplus_text_encoder_lr_ratio
 
     def learning_rates(self) -> set[float]:
         """Return the rates of all parameter groups, those of LoRA+ among them."""

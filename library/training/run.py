@@ -32,11 +32,11 @@ from library.training.checkpoint.state import (
     AUTO,
     OutputNames,
     Position,
-    begun_position,
     check_whole,
     refuse_finished,
     resolve_resume,
     save_training_state,
+    start_position,
 )
 from library.training.report.metrics import MetricsStream, peak_memory_bytes, write_config
 from library.training.report.plots import plot_noise_levels, plot_runs
@@ -122,7 +122,7 @@ class Run:
             with agreed("looking for room on the disk"):
                 self._check_room()
         per_epoch = task.batches.batches_per_epoch()
-        self.position = begun_position(None, per_epoch) if state is None else self._resume(state, per_epoch)
+        self.position = start_position(None, per_epoch) if state is None else self._resume(state, per_epoch)
         self.first_step = self.position.step
         folder = self.names.folder
         write_config(folder, self.config, accelerator)

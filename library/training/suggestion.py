@@ -125,9 +125,9 @@ def find_model_type(model: str, kind: Kind, given: str | None = None) -> tuple[s
     path, arguments, pipeline = Path(model).expanduser(), dict[str, Any](), ""
     names = tables()["hub"].get(model, [given] if given else [])
     if path.exists():
-        told, arguments = transformer_of(path)
+        found, arguments = transformer_of(path)
         pipeline = pipeline_class(path) if path.is_dir() else ""
-        names = [name for name in IMAGE_MODELS if MODEL_TYPES[name].title == MODEL_TYPES[told].title]
+        names = [name for name in IMAGE_MODELS if MODEL_TYPES[name].title == MODEL_TYPES[found].title]
     able = [name for name in IMAGE_MODELS if (family_class(name).conditioning == "references") == (kind == "edit")]
     fitting = [name for name in names if name in able and given in (None, name)]
     if not fitting:

@@ -70,12 +70,12 @@ _IMAGE_OPTIONS = {  # section -> its options that sd-scripts writes under their 
 }
 
 
-def lora_facts(config: TrainConfig | ChatTrainConfig, begun: float, total_steps: int) -> dict[str, object]:
+def lora_facts(config: TrainConfig | ChatTrainConfig, started_at: float, total_steps: int) -> dict[str, object]:
     """Return the facts of a run that hold for its files, whatever model the LoRA is for.
 
     Args:
         config: the whole configuration.
-        begun: when training began, seconds since 1970.
+        started_at: when training began, seconds since 1970.
         total_steps: of the run.
     """
     network, optimizer, training = config.network, config.optimizer, config.training
@@ -90,7 +90,7 @@ def lora_facts(config: TrainConfig | ChatTrainConfig, begun: float, total_steps:
         "mixed_precision": training.mixed_precision,
         "seed": training.seed,
         "max_train_steps": total_steps,
-        "training_started_at": begun,
+        "training_started_at": started_at,
         "training_comment": config.saving.training_comment,
     }
 
@@ -98,7 +98,7 @@ def lora_facts(config: TrainConfig | ChatTrainConfig, begun: float, total_steps:
 def image_facts(
     config: TrainConfig,
     data: TrainingData,
-    begun: float,
+    started_at: float,
     batches_per_epoch: int,
     dp_rank: DataParallelRank,
     epochs: int,
@@ -108,7 +108,7 @@ def image_facts(
     Args:
         config: the whole configuration.
         data: the images.
-        begun: when training began, seconds since 1970; names the session too.
+        started_at: when training began, seconds since 1970; names the session too.
         batches_per_epoch: over all processes.
         dp_rank: of one process.
         epochs: of the run; the last may be incomplete.
@@ -129,7 +129,7 @@ def image_facts(
         "cache_latents": True,
         "huber_scale": 1.0,
         "huber_schedule": "constant",
-        "session_id": derive_seed("session", config.training.seed, str(begun)) % 2**32,
+        "session_id": derive_seed("session", config.training.seed, str(started_at)) % 2**32,
         "num_batches_per_epoch": math.ceil(batches_per_epoch / dp_rank.processes),
         "num_epochs": epochs,
     }

@@ -104,21 +104,21 @@ def refuse_to_overwrite(weights: Path, config: BaseModel) -> None:
     remedy = "choose another output_name or output_dir, or set overwrite = true"
     try:
         text = (read_safetensors_header(file).get("__metadata__") or {}).get(SETTINGS, "")
-        then = json.loads(text) if text.startswith("{") else None
+        saved = json.loads(text) if text.startswith("{") else None
     except ValueError:  # UserError is one
         text = ""
     if not text:
         raise UserError(
             f"output_dir: {weights} is there, and does not say with which settings it was trained; {remedy}"
         )
-    if then is None:
+    if saved is None:
         if text != describe_settings(config, hidden=True):
             raise UserError(f"output_dir: {weights} was trained with other settings; {remedy}")
         return
     now = json.loads(json.dumps(lasting_settings(config)))
-    for key in sorted(then.keys() & now.keys()):
-        if then[key] != now[key]:
+    for key in sorted(saved.keys() & now.keys()):
+        if saved[key] != now[key]:
             raise UserError(
-                f"output_dir: {weights} was trained with {key} = {json.dumps(then[key])}, now it is "
+                f"output_dir: {weights} was trained with {key} = {json.dumps(saved[key])}, now it is "
                 f"{json.dumps(now[key])}; {remedy}"
             )

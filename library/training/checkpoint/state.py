@@ -133,17 +133,17 @@ def read_position(folder: str | Path, settings: Mapping[str, Any], base: str | N
     check_whole(folder, [POSITION])
     saved = json.loads((folder / POSITION).read_text(encoding="utf-8"))
     try:
-        saved_base, then = saved.pop("base"), saved.pop("settings")
+        saved_base, saved_settings = saved.pop("base"), saved.pop("settings")
         del saved["saved"], saved["home"]
         if saved.pop("skipped_samples", None):  # of on_nan = "rollback", which left out images and no batches
             saved["updates_dropped"] = 0
         position = Position(**saved)
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"resume: {folder} {_OF_ANOTHER_VERSION.format(f'{POSITION} does not fit: {error}')}") from None
-    for key in sorted(then.keys() & settings.keys()):
-        if then[key] != settings[key]:
+    for key in sorted(saved_settings.keys() & settings.keys()):
+        if saved_settings[key] != settings[key]:
             raise UserError(
-                f"resume: {folder} was trained with {key} = {json.dumps(then[key])}, now it is "
+                f"resume: {folder} was trained with {key} = {json.dumps(saved_settings[key])}, now it is "
                 f"{json.dumps(settings[key])}; a state goes on with its own: set that again, or start a new run "
                 "from its weights (network_weights, init_from)"
             )
@@ -152,7 +152,7 @@ def read_position(folder: str | Path, settings: Mapping[str, Any], base: str | N
     return position
 
 
-def begun_position(resume: str | None, batches: int) -> Position:
+def start_position(resume: str | None, batches: int) -> Position:
     """Return where the state to ``resume`` is, the very beginning without one, in epochs of ``batches``."""
     return (read_position(resume, {}) if resume else Position()).in_epoch_of(batches)
 

@@ -58,11 +58,11 @@ def round_stochastically(values: Tensor, random: torch.Generator) -> Tensor:
 @contextmanager
 def weights_in_float32(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
     """Hold bf16 ``parameters`` in fp32 inside the block; round to nearest into their own storage after it."""
-    held = _Held(parameters, with_gradients=False)
+    copies = _Float32Copies(parameters, with_gradients=False)
     try:
         yield
     finally:
-        held.put_back(None)
+        copies.put_back(None)
 
 
 def update_stochastically(optimizer: Optimizer, seed: int) -> None:
@@ -71,15 +71,15 @@ def update_stochastically(optimizer: Optimizer, seed: int) -> None:
     Raises:
         UserError: the optimizer does not offer torch's step hooks.
     """
-    held: list[_Held] = []
+    copies: list[_Float32Copies] = []
 
     def take(_optimizer: Optimizer, *_: Any) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        held.append(_Held(parameters, with_gradients=True))
+        copies.append(_Float32Copies(parameters, with_gradients=True))
 
     def put_back(_optimizer: Optimizer, *_: Any) -> None:
         step = optimizer.param_groups[0][STEP_KEY]
-        held.pop().put_back((seed, step))
+        copies.pop().put_back((seed, step))
         for group in optimizer.param_groups:
             group[STEP_KEY] = step + 1
 
@@ -89,8 +89,8 @@ def update_stochastically(optimizer: Optimizer, seed: int) -> None:
         try:
             return step(*arguments, **more)
         finally:
-            while held:
-                held.pop().drop()
+            while copies:
+                copies.pop().drop()
 
     for group in optimizer.param_groups:
         group[STEP_KEY] = 0
@@ -103,7 +103,7 @@ def update_stochastically(optimizer: Optimizer, seed: int) -> None:
     optimizer.step = MethodType(step_or_undo, optimizer)  # type: ignore[method-assign]
 
 
-class _Held:
+class _Float32Copies:
     """The bf16 weights (and gradients) of some parameters, while fp32 copies stand in their place."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], with_gradients: bool) -> None:

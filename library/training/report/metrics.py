@@ -214,8 +214,8 @@ def of_each_process(accelerator: Accelerator, values: Mapping[str, float]) -> di
     """Return ``values`` of every process as ``<key>/<rank>``; nothing if there is but one. All have to come by."""
     if accelerator.num_processes == 1:
         return {}
-    own = torch.tensor([list(values.values())], dtype=torch.float64, device=accelerator.device)
-    everyone = accelerator.gather(own).tolist()
+    local = torch.tensor([list(values.values())], dtype=torch.float64, device=accelerator.device)
+    everyone = accelerator.gather(local).tolist()
     return {f"{key}/{rank}": row[i] for i, key in enumerate(values) for rank, row in enumerate(everyone)}
 
 

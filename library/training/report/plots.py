@@ -218,8 +218,8 @@ def _draw_gradients(axes: Axes, run: Run) -> None:
     axes.set_title("Gradient norm (median, quartiles)")
     _scale(axes, [norms])
     samples = _samples_of_line(run)
-    said = "one sample: exact" if samples == 1 else f"{samples} samples at their mean σ"
-    axes.text(1.0, 1.02, f"a dot: {said}", transform=axes.transAxes, ha="right", fontsize=8.5, color=_GREY)
+    per_dot = "one sample: exact" if samples == 1 else f"{samples} samples at their mean σ"
+    axes.text(1.0, 1.02, f"a dot: {per_dot}", transform=axes.transAxes, ha="right", fontsize=8.5, color=_GREY)
 
 
 def _samples_of_line(run: Run) -> int:
@@ -381,14 +381,14 @@ def _subject(folder: Path) -> str:
     """Return what the run in ``folder`` trained, and how, as far as its settings say."""
     given = _settings(folder)
     model = given.get("pretrained_model_name_or_path") or given.get("init_from") or given.get("preset")
-    said = {
+    shown = {
         Path(str(model)).name: model,
         given.get("network_type", "lora"): "network_dim" in given,
         f"rank {given.get('network_dim')}": "network_dim" in given,
         given.get("optimizer_type"): "optimizer_type" in given,
         f"lr {given.get('learning_rate')}": "learning_rate" in given,
     }
-    return ", ".join(str(words) for words, is_said in said.items() if is_said)
+    return ", ".join(str(words) for words, is_given in shown.items() if is_given)
 
 
 def _distinct_names(runs: Sequence[Path]) -> list[str]:

@@ -90,8 +90,8 @@ def generate_images(
     transformer = family.load_transformer(dtype, device if swapped == 0 else "cpu", fp8=fp8)
     if (layout := family.quantized_file()) or fp8.recipe:
         console.print(f"base: {describe_base(layout, fp8, dtype)}")
-    own = weights.get(targets.file_prefix)
-    network = attach_lora(transformer, own, targets, source) if own else None
+    own_weights = weights.get(targets.file_prefix)
+    network = attach_lora(transformer, own_weights, targets, source) if own_weights else None
     if swapped != 0:
         blocks = family.blocks(transformer)
         swap_blocks(transformer, blocks, swappable(blocks)[0] if swapped is None else swapped, device)
@@ -110,10 +110,10 @@ def read_loras(loras: Sequence[LoraSource], family: Family, console: Console) ->
     """Return component (transformer, text encoders) -> the sum of all LoRAs there; say what they are."""
     targets = family.targets
     read = [(source, load_lora(source.path, targets)) for source in loras]
-    here = family.fingerprint() if any("tandem.base_fingerprint" in lora.metadata for _, lora in read) else None
+    fingerprint = family.fingerprint() if any("tandem.base_fingerprint" in lora.metadata for _, lora in read) else None
     for source, lora in read:
         console.print(f"{source.path}: {lora.layout}, {counted(len(lora.weights), 'layer')}, strength {source.ratio:g}")
-        if here and (remark := base_mismatch(lora.metadata, here)):
+        if fingerprint and (remark := base_mismatch(lora.metadata, fingerprint)):
             console.print(f"note: {source.path}: {remark}")
     return targets.by_component(combine_loras([(lora.weights, source.ratio) for source, lora in read]))
 
@@ -123,8 +123,8 @@ def trained_blank(loras: Sequence[LoraSource]) -> Blank:
 
     Files of other programs do not say it.
     """
-    said = (read_entries([weight_file(lora.path)])[1].get("tandem.inpaint_blank", "") for lora in loras)
-    words = (word for text in said for word in text.split())
+    texts = (read_entries([weight_file(lora.path)])[1].get("tandem.inpaint_blank", "") for lora in loras)
+    words = (word for text in texts for word in text.split())
     return next((blank for word in words for blank in BLANKS if blank == word), "grey")
 
 

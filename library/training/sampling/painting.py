@@ -86,9 +86,9 @@ def painted_sets(
     Raises:
         UserError: a prompt file cannot be read, or the model does not paint from text alone.
     """
-    asked = config.preservation
-    measured = None if asked.general_prompts == "none" else asked.general_prompts
-    files = {"preserve_prompts": asked.preserve_prompts, "general_prompts": measured}
+    preservation = config.preservation
+    measured = None if preservation.general_prompts == "none" else preservation.general_prompts
+    files = {"preserve_prompts": preservation.preserve_prompts, "general_prompts": measured}
     if not (keys := [key for key, path in files.items() if path]):
         return {}
     if family.conditioning != "none":

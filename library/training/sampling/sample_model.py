@@ -40,8 +40,8 @@ def sample_family(path: str, config: ModelConfig, family: Family) -> Family:
     """
     parts = (family.layout.vae, *family.layout.text_encoders)
     root = find_model(path, "sample_model", True, [part.folder for part in parts])
-    own = Path(config.pretrained_model_name_or_path).expanduser()
-    left = {part.option: str(own) for part in parts if root.is_dir() and getattr(config, part.option) is None}
+    path_of_base = Path(config.pretrained_model_name_or_path).expanduser()
+    left = {part.option: str(path_of_base) for part in parts if root.is_dir() and getattr(config, part.option) is None}
     other = model_family(with_transformer(config.model_copy(update=left), root))
     other.distilled = True
     formats = _formats(family), _formats(other)
@@ -51,12 +51,12 @@ def sample_family(path: str, config: ModelConfig, family: Family) -> Family:
             f"sample_model: {path} and the model that is trained are not of one architecture (one has {name}, the "
             f"other not); give a {family.layout.title} model of the same size"
         )
-    for name, (shape, kept) in formats[0].items():
-        found, stored = formats[1][name]
-        if kept != stored or not (stands_for(found, shape) or stands_for(shape, found)):
+    for name, (shape, trained_format) in formats[0].items():
+        found, other_format = formats[1][name]
+        if trained_format != other_format or not (stands_for(found, shape) or stands_for(shape, found)):
             raise UserError(
-                f"sample_model: {path} has {name} as {stored} {list(found)}, the model that is trained has it as "
-                f"{kept} {list(shape)}; give a model of the same size in the same format"
+                f"sample_model: {path} has {name} as {other_format} {list(found)}, the model that is trained has it as "
+                f"{trained_format} {list(shape)}; give a model of the same size in the same format"
             )
     return other
 
@@ -83,10 +83,10 @@ class SampleModel:
     def in_place(self, transformer: nn.Module) -> Iterator[None]:
         """Let ``transformer`` have the other model's frozen weights inside."""
         other = _frozen(self._load())
-        own = _frozen(transformer)
-        if differing := sorted(own.keys() ^ other.keys()):
+        trained = _frozen(transformer)
+        if differing := sorted(trained.keys() ^ other.keys()):
             raise UserError(f"sample_model: {differing[0]} is in one of both models only; give the same architecture")
-        pairs, exchanged = [(own[name], other[name]) for name in own], list[tuple[Tensor, Tensor]]()
+        pairs, exchanged = [(trained[name], other[name]) for name in trained], list[tuple[Tensor, Tensor]]()
         try:
             self._exchange(transformer, pairs, exchanged)
             yield

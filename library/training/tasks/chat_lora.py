@@ -172,9 +172,9 @@ class ChatLora(LoraTask):
         return {"val_loss": loss}
 
     def _held_out_loss(self, batch: ChatBatch) -> tuple[Tensor, Tensor]:
-        own = batch.to(self.accelerator.device)
-        count = (own.targets != IGNORED).sum()
-        return self.engine.models[0](own.tokens, own.targets).double() * count, count
+        on_device = batch.to(self.accelerator.device)
+        count = (on_device.targets != IGNORED).sum()
+        return self.engine.models[0](on_device.tokens, on_device.targets).double() * count, count
 
     def sample_names(self, batch: Any) -> list[str]:
         return ["a batch of chats"]
@@ -206,16 +206,18 @@ def prepare_chats(
     train_on_all = config.train_on == "all"
     with counting(console) as start:
         advance = start("tokenising conversations", len(chats) + len(held_out))
-        read = tokenise_chats(chats, template, max_length, train_on_all, advance)
-        held = tokenise_chats(held_out, template, max_length, train_on_all, advance).examples if held_out else []
-    windows: list[Window] = [(example,) for example in read.examples]
+        tokenised = tokenise_chats(chats, template, max_length, train_on_all, advance)
+        held_out_examples = (
+            tokenise_chats(held_out, template, max_length, train_on_all, advance).examples if held_out else []
+        )
+    windows: list[Window] = [(example,) for example in tokenised.examples]
     if config.packing:
-        windows = pack_examples(read.examples, max_length)
-    remarks = _describe(read, windows, template, max_length, config.packing)
-    if held:
-        remarks.append(f"{counted(len(held), 'conversation')} to validate on")
+        windows = pack_examples(tokenised.examples, max_length)
+    remarks = _describe(tokenised, windows, template, max_length, config.packing)
+    if held_out_examples:
+        remarks.append(f"{counted(len(held_out_examples), 'conversation')} to validate on")
     console.print(*remarks, sep="\n", soft_wrap=True)
-    return windows, held
+    return windows, held_out_examples
 
 
 def _describe(
@@ -254,8 +256,8 @@ def _split(chats: Sequence[Chat], share: float, seed: int) -> tuple[list[Chat], 
     if count >= len(chats):
         raise UserError(f"validation_split: {share:g} of {len(chats)} conversations leaves none to train on; lower it")
     order = torch.randperm(len(chats), generator=generator(seed, "held-out conversations")).tolist()
-    held = set(order[:count])
-    return [d for i, d in enumerate(chats) if i not in held], [d for i, d in enumerate(chats) if i in held]
+    held_out = set(order[:count])
+    return [d for i, d in enumerate(chats) if i not in held_out], [d for i, d in enumerate(chats) if i in held_out]
 
 
 def batches_of_similar_length(examples: Sequence[Example], size: int) -> list[ChatBatch]:

@@ -48,7 +48,7 @@ from library.precision.placement import plan_base
 from library.precision.recipe import WeightLoader
 from library.processes import agreed
 from library.safetensors_io import write_safetensors
-from library.training.checkpoint.state import begun_position
+from library.training.checkpoint.state import start_position
 from library.training.flow import noisy_latents
 from library.training.plan import base_dtype
 from library.training.report.progress import counting
@@ -69,28 +69,30 @@ def prepare_teacher(
     Raises:
         UserError: the teacher or its LoRA cannot be read or is of another architecture; the disk is full.
     """
-    asked = config.distillation
-    if asked.distill_from is None:
+    settings = config.distillation
+    if settings.distill_from is None:
         return None
-    family = model_family(with_transformer(config.model, Path(asked.distill_from).expanduser()))
-    lora = asked.distill_lora or config.network.network_weights
+    family = model_family(with_transformer(config.model, Path(settings.distill_from).expanduser()))
+    lora = settings.distill_lora or config.network.network_weights
     assert lora is not None, "the config's rules ask for one"
     if family.quantized_file() is not None:
-        raise UserError(f"distill_from: {asked.distill_from} is in fp8; give the bf16 model")
-    folder = Path(asked.distill_cache or Path(config.saving.output_dir) / "teacher")
-    teacher = Teacher(folder / _key(config, family, lora, data), asked.distill_weight)
+        raise UserError(f"distill_from: {settings.distill_from} is in fp8; give the bf16 model")
+    folder = Path(settings.distill_cache or Path(config.saving.output_dir) / "teacher")
+    teacher = Teacher(folder / _key(config, family, lora, data), settings.distill_weight)
     rank, size = model_parallel_rank_and_size(accelerator)  # of those that see the same batches and share the work
     coming = islice(_coming_batches(config.training, state, data, accelerator), rank, None, size)
     missing = [(step, items) for step, items in coming if not _is_cached(teacher, step, items, data)]
-    own = Teacher(teacher.folder.with_name(f"{teacher.folder.name}-own"), 1.0) if asked.distill_effect else None
-    passes = [(own, None), (teacher, own)] if own else [(teacher, None)]
+    without_lora = (
+        Teacher(teacher.folder.with_name(f"{teacher.folder.name}-own"), 1.0) if settings.distill_effect else None
+    )
+    passes = [(without_lora, None), (teacher, without_lora)] if without_lora else [(teacher, None)]
     with agreed("predicting the teacher's velocities"):
-        for answers, beside in passes if missing else ():
+        for answers, plain_answers in passes if missing else ():
             todo = [(step, items) for step, items in missing if not _is_cached(answers, step, items, data)]
             if not todo:
                 continue
             clear_leftovers(answers.path(todo[0][0], 0).parent)  # where an interrupted run stopped
-            if answers is own:
+            if answers is without_lora:
                 runs, network = model_family(config.model), None
                 loader = plan_base(config.precision, runs.quantized_file(), config.training.seed, accelerator.device)
                 transformer = _load_base(config, runs, loader, accelerator.device)
@@ -98,22 +100,22 @@ def prepare_teacher(
                 runs, (transformer, network) = family, _load_teacher(config, family, lora, accelerator.device)
             with counting(console) as progress:
                 advance = progress(
-                    "velocities without a LoRA" if answers is own else "velocities of the teacher", len(todo)
+                    "velocities without a LoRA" if answers is without_lora else "velocities of the teacher", len(todo)
                 )
                 for step, items in todo:
                     batch = collate([data.train[item] for item in items]).to(accelerator.device)
                     predict = partial(_velocity, runs, transformer, batch, step, config, accelerator)
                     velocity = predict()
-                    if beside is not None and network is not None:
+                    if plain_answers is not None and network is not None:
                         with network.bypassed():
                             plain = predict()
-                        velocity = beside.blend(velocity, batch.sample_ids, step) + velocity - plain
+                        velocity = plain_answers.blend(velocity, batch.sample_ids, step) + velocity - plain
                     _write(answers, batch, step, velocity)
                     advance(1)
             del transformer, network, predict
             release()
-    if own:  # only now, when no process reads it any more
-        shutil.rmtree(own.folder, ignore_errors=True)
+    if without_lora:  # only now, when no process reads it any more
+        shutil.rmtree(without_lora.folder, ignore_errors=True)
     return teacher
 
 
@@ -144,7 +146,7 @@ def _coming_batches(
     dp_rank = DataParallelRank.of(accelerator)
     sampler = data.batch_sampler(dp_rank)
     per_epoch = sampler.batches_per_epoch()
-    position = begun_position(state, per_epoch)
+    position = start_position(state, per_epoch)
     steps, _ = run_length(training, per_epoch, dp_rank.step_batches, position)
     step, epoch, first = position.step, position.epoch, position.batches
     while step < steps:
@@ -202,6 +204,6 @@ def _key(config: TrainConfig, family: Family, lora: str, data: TrainingData) -> 
         config.training.gradient_accumulation_steps,
     )
     if config.distillation.distill_effect:  # its answers follow from the model in training, too
-        own = model_family(config.model).fingerprint(), sorted(config.precision.model_dump().items())
-        parts = (*parts, own, config.model.base_dtype)  # type: ignore[assignment]
+        student = model_family(config.model).fingerprint(), sorted(config.precision.model_dump().items())
+        parts = (*parts, student, config.model.base_dtype)  # type: ignore[assignment]
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()

@@ -91,18 +91,18 @@ class FlowStep:
         mask = region_weights(self.flow, batch, seam=False) if self.outside_mask else None
         outside = None if mask is None else 1 - mask
         frozen = self._frozen_answers(model, batch, noisy, target, sigmas, everywhere=outside is not None)
-        kept = None
+        preserves = None
         if any(batch.prior):
-            kept = torch.tensor(batch.prior).to(target.device, non_blocking=True)
-            target = torch.where(kept.view(-1, 1, 1, 1), frozen, target)
+            preserves = torch.tensor(batch.prior).to(target.device, non_blocking=True)
+            target = torch.where(preserves.view(-1, 1, 1, 1), frozen, target)
         velocity = self._velocity(model, batch, self.text(batch), noisy, sigmas)
         losses = sample_losses(self.flow, velocity, target, regions)
-        taught = losses.detach() if kept is None else losses.detach().masked_fill(kept, torch.nan)
+        data_losses = losses.detach() if preserves is None else losses.detach().masked_fill(preserves, torch.nan)
         if outside is not None:
             losses = losses + self.outside_mask * sample_losses(self.flow, velocity, frozen, outside)
         weights = loss_weights(self.flow, sigmas).to(losses.device, non_blocking=True) * batch.loss_weights
         sigmas = sigmas.to(losses.device, non_blocking=True)
-        metrics = torch.column_stack([sigmas, by_noise_level(taught, sigmas)])
+        metrics = torch.column_stack([sigmas, by_noise_level(data_losses, sigmas)])
         return (losses * weights).mean(), metrics
 
     def _frozen_answers(

@@ -30,10 +30,10 @@ from library.training.checkpoint.output_folder import describe_settings
 from library.training.checkpoint.state import (
     AUTO,
     Position,
-    begun_position,
     load_training_state,
     read_position,
     refuse_finished,
+    start_position,
 )
 from library.training.optim.factory import build_optimizer, check_optimizer
 from library.training.optim.schedules import build_schedule
@@ -90,8 +90,8 @@ class LoraTask(Task):
         """
         training, network, options = self.plan.config.training, self.plan.config.network, self.plan.network.options
         shapes = [shape for name in base.names if len(shape := base.shape(name)) == 2]
-        asked = [(f"network_args: {option}", options.dims[kind]) for kind, option in options.dim_sources.items()]
-        for option, rank in asked if network.dim_from_weights else [("network_dim", options.dim), *asked]:
+        ranks = [(f"network_args: {option}", options.dims[kind]) for kind, option in options.dim_sources.items()]
+        for option, rank in ranks if network.dim_from_weights else [("network_dim", options.dim), *ranks]:
             refuse_large_rank(option, rank, shapes, options.kind)
         if not network.dim_from_weights:  # whose layers the end's check knows
             self._check_readers()
@@ -133,15 +133,15 @@ class LoraTask(Task):
         assert source is not None, "the config's rules ask for one"
         file = load_lora(source, plan.targets)
         parts = plan.targets.by_component(file.weights)
-        own = parts.pop(plan.targets.file_prefix, {})
-        if not own:
+        weights = parts.pop(plan.targets.file_prefix, {})
+        if not weights:
             raise UserError(f"dim_from_weights: {source} has nothing for the transformer; give a LoRA that has")
         if parts:
             self.console.print(
                 f"note: {source}: its layers of {' and '.join(sorted(parts))} are not trained and not saved"
             )
         alphas = trained_alphas(Path(source), file.metadata, plan.targets.file_prefix)
-        return attach_lora(transformer, own, plan.targets, source, self._lora_dtype, alphas)
+        return attach_lora(transformer, weights, plan.targets, source, self._lora_dtype, alphas)
 
     def _start_from_file(self) -> None:
         """Read ``network_weights`` into the LoRA, if they are given; say if they were trained on another base."""
@@ -164,8 +164,8 @@ class LoraTask(Task):
         groups = self.plan.network.parameter_groups(self.network)
         optimizer = build_optimizer(config.optimizer, groups, training.full_bf16, training.seed)
         per_epoch = self.batches.batches_per_epoch()
-        begun = begun_position(self.state, per_epoch)
-        self.total_steps, self.total_epochs = run_length(training, per_epoch, dp_rank.step_batches, begun)
+        start = start_position(self.state, per_epoch)
+        self.total_steps, self.total_epochs = run_length(training, per_epoch, dp_rank.step_batches, start)
         if dp_rank.step_batches > 1:
             self.console.print(describe_steps(per_epoch, dp_rank, dp_rank.step_batches), soft_wrap=True)
         schedule = build_schedule(config.optimizer, optimizer, self.total_steps)
@@ -185,9 +185,9 @@ class LoraTask(Task):
             ema_decay=config.saving.ema_decay,
         )
         limit = config.network.scale_weight_norms
-        own = [layer for layer in self.network.modules.values() if layer.trained()]  # of joined ones the first
+        layers = [layer for layer in self.network.modules.values() if layer.trained()]  # of joined ones the first
         if limit:
-            self.norm_limit = WeightNormLimit(limit, own)
+            self.norm_limit = WeightNormLimit(limit, layers)
             self.engine.after_update = self.norm_limit.apply
 
     @abstractmethod
@@ -204,13 +204,13 @@ class LoraTask(Task):
         return self.network.state_dict()
 
     def restore(self, folder: str) -> Position:
-        own = self.weights()
+        parameters = self.weights()
 
         def scatter(weights: Mapping[str, Tensor]) -> None:
-            for name, parameter in own.items():
+            for name, parameter in parameters.items():
                 parameter.copy_(weights[name])
 
-        shapes = {name: tensor.shape for name, tensor in own.items()}
+        shapes = {name: tensor.shape for name, tensor in parameters.items()}
         return load_training_state(
             folder, shapes, scatter, self.engine.parts(), self.base_fingerprint, self.resume_keys
         )

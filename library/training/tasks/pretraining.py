@@ -41,7 +41,7 @@ from library.models.llm.model import TransformerLM
 from library.models.llm.spec import LMConfig, fourth_blocks, preset
 from library.randomness import generator
 from library.training.checkpoint.output_folder import SETTINGS, describe_settings
-from library.training.checkpoint.state import Position, begun_position, load_training_state
+from library.training.checkpoint.state import Position, load_training_state, start_position
 from library.training.memory.budget import recompute_blocks
 from library.training.optim.factory import (
     build_optimizer,
@@ -153,16 +153,16 @@ class Pretraining(Task):
         )
         windows, in_step = self.batches.windows, self.batches.windows_in_step
         self.total_steps, self.total_epochs = run_length(
-            training, windows, in_step, begun_position(self.state, windows)
+            training, windows, in_step, start_position(self.state, windows)
         )
 
     def _find_held_out(self) -> None:
         """Find what to validate on; nothing where the corpus holds nothing out and nothing asks for it."""
         config, data = self.plan.config.validation, self.plan.config.data
-        asked = bool(config.validate_every_n_steps or config.validate_every_n_epochs)
+        is_wanted = bool(config.validate_every_n_steps or config.validate_every_n_epochs)
         shards = TokenShards(data.data_dir, "validation")
-        self.validates, self.validates_first = shards.tokens > self.context, asked
-        if asked and not self.validates:
+        self.validates, self.validates_first = shards.tokens > self.context, is_wanted
+        if is_wanted and not self.validates:
             key = "validate_every_n_steps" if config.validate_every_n_steps else "validate_every_n_epochs"
             raise UserError(
                 f"{key}: {data.data_dir} holds {shards.tokens} tokens out, less than a window; "
@@ -329,7 +329,9 @@ def parameter_groups(model: nn.Module, weight_decay: float, for_muon: bool = Fal
             hidden = for_muon and parameter.ndim == 2 and name.startswith("blocks.")
             groups["hidden" if hidden else "matrices" if parameter.ndim >= 2 else "vectors"].append(parameter)
     decay = {"hidden": weight_decay, "matrices": weight_decay, "vectors": 0.0}
-    return [{"params": own, "weight_decay": decay[name], "name": name} for name, own in groups.items() if own]
+    return [
+        {"params": members, "weight_decay": decay[name], "name": name} for name, members in groups.items() if members
+    ]
 
 
 # Dense bf16 tensor-core peaks in FLOP/s, from NVIDIA's data sheets; names as torch.cuda.get_device_name contains them.
