@@ -194,4 +194,4 @@ def test_prompts_that_are_trained_on_are_no_measure(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="general_prompts: 'a line, white' is one of preserve_prompts too"):
-        run(base, files.pop("dataset_config"), tmp_path / "out", **files, general_prompts="kept.txt")
+        run(base, files.pop("dataset_config"), tmp_path / "out", **files | {"general_prompts": "kept.txt"})
