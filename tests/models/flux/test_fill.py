@@ -118,21 +118,6 @@ def test_the_mask_and_the_known_part_decide_the_sample(family: FluxFamily) -> No
     assert np.abs(drawn(Conditions(masked_latents=-known, mask=mask)) - usual).mean() > 0.5
 
 
-def test_a_16_bit_transformer_samples_under_autocast(family: FluxFamily) -> None:
-    encoder, transformer = family.load_image_encoder(torch.float32), family.load_transformer(torch.bfloat16)
-    _, mask = picture_and_mask()
-    conditions = Conditions(masked_latents=torch.zeros(1, 16, HEIGHT // 8, WIDTH // 8), mask=mask)
-    image = family.sample(
-        transformer,
-        encoder,
-        text_of(),
-        SampleSettings(WIDTH, HEIGHT, steps=2, guidance=30.0, seed=7),
-        conditions=conditions,
-    )
-    assert image.size == (WIDTH, HEIGHT)
-    assert np.asarray(image).std() > 1
-
-
 def test_what_fill_cannot_do_is_refused(family: FluxFamily) -> None:
     inputs, transformer = tiny_flux_inputs(batch=1), family.load_transformer(torch.float32)
     text, encoder = text_of(), family.load_image_encoder(torch.float32)
