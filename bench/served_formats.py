@@ -245,7 +245,7 @@ COLUMNS = {"format": "<16", **dict.fromkeys(ERRORS, "12.2%"), "retained": "9.2f"
 def main() -> None:
     """Measure, print, write."""
     parser = benchmark_parser(__doc__)
-    fixes = ("bypass", "compensated", "refit", "correction", "rebuild", "exclude", "teacher", "together")
+    fixes = ("bypass", "compensated", "refit", "correction", "rebuild", "teacher", "together")
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=FORMATS)
     parser.add_argument("--fixes", nargs="*", choices=fixes, default=fixes[:4])
     parser.add_argument("--seeds", type=int, default=3, help="training seeds (default: %(default)s)")

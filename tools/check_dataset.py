@@ -6,8 +6,7 @@
 Every file is decoded once; what was found is cached, so the next look takes a second. ``--strict`` leaves with exit
 code 2 if anything was found, as ``strict_dataset`` does in training. ``--json`` writes for programs the findings and
 the images as training sees them, then small pictures of the images into the folder of ``--thumbnails``, and those of
-masks and control images into ``previews`` beside it; the Data screen of the browser's page (``ui.py``) shows them. With
-the training's ``caption_command`` it shows what that says of the first images without a caption, and writes none of it.
+masks and control images into ``previews`` beside it; the Data screen of the browser's page (``ui.py``) shows them.
 """
 
 from __future__ import annotations
@@ -27,9 +26,8 @@ from library.console import Console
 from library.errors import UserError, counted, exit_on_user_error
 from library.files import read_toml, write_text
 from library.training.report.progress import counting, telling
-from tools.command import answer_early, seed_number, tool_console, tool_parser, whole
+from tools.command import answer_early, seed_number, tool_console, tool_parser
 
-_PREVIEW = 3
 _PIXEL_MULTIPLE = 16  # of an image's sides, for every model so far
 
 
@@ -42,8 +40,6 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=seed_number, default=0, help="the training's: masks and held-out images follow")
     parser.add_argument("--strict", action="store_true", help="exit code 2 if anything is found")
     parser.add_argument("--trigger_word", help="as in training: for subsets that name none")
-    parser.add_argument("--caption_command", help="as in training: show what it says of images without a caption")
-    parser.add_argument("--preview", type=whole(), metavar="N", help=f"of so many images; default {_PREVIEW}")
     parser.add_argument("--cache_directory", help="as in training; default .tandem_cache beside the images")
     return parser
 
@@ -53,7 +49,6 @@ answer_early(__name__, lambda: parser().parse_args())
 from concurrent.futures import ThreadPoolExecutor
 
 from library.conditions import ConditionKind
-from library.data.caption_command import all_uncaptioned, caption_of, command_words
 from library.data.config import INPAINT_KEYS, REFERENCE_KEYS, DatasetConfig, load_dataset_config
 from library.data.gallery import described, hashed_previews, small_jpeg, thumbnail_name, write_thumbnails
 from library.data.lint import Advance, Report, check, title, without_broken
@@ -130,19 +125,6 @@ def write_json(
             advance(1)
 
 
-def preview(config: DatasetConfig, command: str | None, most: int | None, console: Console) -> None:
-    """Print what a caption command says of the first images without a caption."""
-    if not command:
-        if most is not None:
-            raise UserError("--preview: has no effect without --caption_command; give the command, or remove it")
-        return
-    words, waiting = command_words(command), list(all_uncaptioned(config))
-    shown = waiting[: most or _PREVIEW]
-    for image in shown:
-        console.print(f"{image.name}: {caption_of(words, image)}", soft_wrap=True)
-    console.print(f"caption_command: {len(shown)} of {counted(len(waiting), 'image')} without a caption shown")
-
-
 @exit_on_user_error
 def main() -> None:
     """Check one dataset from the command line."""
@@ -162,7 +144,6 @@ def main() -> None:
         with counting(console) as start:
             report = check(config, _PIXEL_MULTIPLE, conditioning, start)
     show(report, console)
-    preview(config, options.caption_command, options.preview, console)
     if options.strict and report.findings:
         raise UserError(
             f"{options.dataset}: {counted(len(report.findings), 'finding')}; fix them, or check without --strict"

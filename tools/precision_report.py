@@ -117,12 +117,10 @@ def parser() -> argparse.ArgumentParser:
     deployment.add_argument(
         "--deploy_shift", type=number(above=0, most=1000), metavar="X", help="static shift of the sampler"
     )
-    deployment.add_argument("--deploy_steps", type=whole(least=1, most=MOST_STEPS), metavar="N", help="sampling steps")
-    for name in ("timestep", "positions"):
-        deployment.add_argument(
-            f"--{name}", choices=["fp32", "bf16", "fp16", "fp8"], default="fp32", help=f"dtype of {name}"
-        )
-    distilled = top.add_argument_group("the LoRA on a distilled model of the reference, with --deploy or alone")
+    deployment.add_argument(
+        "--timestep", choices=["fp32", "bf16", "fp16", "fp8"], default="fp32", help="dtype of timesteps"
+    )
+    distilled = top.add_argument_group("the LoRA on a distilled model of the reference, instead of --deploy")
     distilled.add_argument("--distilled", metavar="FILE|FOLDER", help="Z-Image-Turbo for Z-Image, schnell for dev, ...")
     distilled.add_argument(
         "--distilled_lora",
@@ -160,13 +158,6 @@ def parser() -> argparse.ArgumentParser:
     )
     given.add_argument("--blank", choices=BLANKS, help="what is under the mask")
     given.add_argument("--latents_dtype", choices=["bf16", "fp16", "fp8"], help="of the given picture's latents")
-    given.add_argument(
-        "--crop_multiple",
-        type=whole(least=16, most=1024),
-        default=0,
-        metavar="N",
-        help="sides are cropped to multiples of N",
-    )
     given.add_argument(
         "--paste",
         choices=["pixels", "latents"],
@@ -212,17 +203,9 @@ def parser() -> argparse.ArgumentParser:
         help=f"try fixes and name the cheapest that does; all, or some of {', '.join(FIXES)}",
     )
     fix.add_argument(
-        "--fix_minutes", type=number(least=0), default=30.0, metavar="X", help="begin none later (default: 30)"
-    )
-    fix.add_argument(
-        "--fix_target",
-        type=number(least=0),
-        default=0.3,
-        metavar="X",
-        help="share of the deployment's error that is good enough (default: %(default)s)",
+        "--fix_minutes", type=number(least=0), default=30.0, metavar="X", help="start none later (default: 30)"
     )
     fix.add_argument("--fix_dataset_config", metavar="TOML", help="fit and train fixes on these images instead")
-    fix.add_argument("--fix_images", type=count, metavar="N", help="that fixes are fitted to (default: --images)")
     top.add_argument("--save_to", type=Path, default=Path("output/precision_report"), help="folder")
     return top
 
@@ -272,9 +255,8 @@ def variant_of(options: argparse.Namespace) -> Variant:
         text=_served(text, options.deploy_text_dtype),
         vae=_served(vae, options.deploy_vae_dtype),
         timestep=_LOW[options.timestep],
-        positions=_LOW[options.positions],
         **{name: getattr(options, name) for name in ("attention", "paste", *CONDITIONING)},
-        **{name: getattr(options, f"deploy_{name}") for name in ("strength", "guidance", "shift", "steps")},
+        **{name: getattr(options, f"deploy_{name}") for name in ("strength", "guidance", "shift")},
     )
 
 
@@ -329,36 +311,29 @@ def _check_fix(options: argparse.Namespace) -> None:
         raise UserError("--fix: judges by finished images; give --steps 4 or more")
 
 
-def _distilled(options: argparse.Namespace) -> DeployedWeights:
-    """Return what --distilled names; nothing is loaded.
-
-    Raises:
-        UserError: there is no such model, or no LoRA.
-    """
-    if not options.lora:
-        raise UserError("--distilled: what is compared is what a LoRA does; give --lora")
-    path = Path(options.distilled).expanduser()
-    if not path.exists():
-        raise UserError(f"--distilled {options.distilled}: no such file or folder; check the path")
-    return DeployedWeights(path.name, path, None)
-
-
 def _loras(files: Sequence[str], models: Models) -> dict[str, dict[str, LoraWeights]] | None:
     """Return what --distilled_lora or --reference_lora names; None: what --lora does."""
     sources = [lora_source(text) for text in files]
     return read_loras(sources, models.family, Console(quiet=True)) if sources else None
 
 
-def _report_distilled_alone(options: argparse.Namespace, console: Console) -> None:
-    """Compare base and distilled model, and nothing else; write the report."""
-    if options.distilled is None:
-        raise UserError("--deploy: say what is served: a file, a folder or a recipe; or give --distilled")
+def _report_distilled(options: argparse.Namespace, console: Console) -> None:
+    """Compare base and distilled model; write the report.
+
+    Raises:
+        UserError: there is no such model, or no LoRA, or a flag is of a deployment.
+    """
+    if not options.lora:
+        raise UserError("--distilled: what is compared is what a LoRA does; give --lora")
+    path = Path(options.distilled).expanduser()
+    if not path.exists():
+        raise UserError(f"--distilled {options.distilled}: no such file or folder; check the path")
     flags = [f"the flags of {name}" for name in variant_of(options).changes() if name != "weights"]
-    flags += [f"--{name}" for name in ("deploy_merged", "server", "explain", "server_image") if getattr(options, name)]
+    flags += [f"--{name}" for name in ("deploy", "server", "explain", "server_image") if getattr(options, name)]
     if flags or options.fix is not None:
-        raise UserError(f"{[*flags, '--fix'][0]}: of a deployment, and there is none; give --deploy too, or remove it")
+        raise UserError(f"{[*flags, '--fix'][0]}: of a deployment; leave out --distilled, or make two reports")
     plan = calibration_plan(options, options.model)
-    models = Models(plan.config, _distilled(options), {}, plan.dtype, plan.device)
+    models = Models(plan.config, DeployedWeights(path.name, path, None), {}, plan.dtype, plan.device)
     models.loras = read_loras([lora_source(text) for text in options.lora], models.family, console)
     eval_set = prepare_eval_set(models, plan.prepare(console), REFERENCE, options.steps)
     found = compare_distilled(
@@ -374,18 +349,19 @@ def main() -> None:
     """Parse the command line, measure, write the report."""
     options = parser().parse_args()
     console = Console(highlight=False, soft_wrap=True, markup=False, width=None if sys.stdout.isatty() else 120)
-    if options.distilled is None and (options.distilled_lora or options.distilled_steps):
+    if options.distilled is not None:
+        _report_distilled(options, console)
+        return
+    if options.distilled_lora or options.distilled_steps:
         raise UserError("--distilled_lora, --distilled_steps: have no effect without --distilled; give it")
     if options.deploy is None:
-        _report_distilled_alone(options, console)
-        return
+        raise UserError("--deploy: say what is served: a file, a folder or a recipe; or give --distilled")
     declared, pictures = variant_of(options), server_pictures(options)
     deployed = parse_deployment(options.deploy, options.deploy_merged)
     plan = calibration_plan(options, options.model)
     server = BY_NAME[options.server] if options.server else None
     models = Models(plan.config, deployed, {}, plan.dtype, plan.device, server)
     models.loras = read_loras([lora_source(text) for text in options.lora], models.family, console)
-    distilled_models = replace(models, deployed=_distilled(options)) if options.distilled else None
     models.check(declared, options.steps, options.masked_loss)
     declared, merges = as_served(options, models, declared)
     console.print(f"server: {models.describe_server(declared)}")
@@ -416,30 +392,24 @@ def main() -> None:
         wanted = FixOptions(
             folder=options.save_to / "fixes",
             lora=lora_source(options.lora[0]).path,
-            calibration=replace(plan.options, dataset_config=dataset, images=options.fix_images or plan.options.images),
+            calibration=replace(plan.options, dataset_config=dataset),
             train=train,
             mixed_precision=options.mixed_precision,
             minutes=options.fix_minutes,
             names=tuple(options.fix or FIXES),
         )
         fixes = try_fixes(models, variant, report.eval_set, report.reference, report.comparison.layers, wanted, console)
-    best = recommend(fixes, report.full, options.fix_target) if fixes else None
+    best = recommend(fixes, report.full) if fixes else None
     painted = None
     if pictures:
         painted = explain_server(models, variant, calibration, pictures, options.server_steps, console)
-    distilled = None
-    if distilled_models is not None:
-        loras = _loras(options.distilled_lora, models)
-        distilled = compare_distilled(distilled_models, report.eval_set, options.distilled_steps, console, loras)
-    paths = write_report(report, options.save_to, fixes, best, painted, distilled)
+    paths = write_report(report, options.save_to, fixes, best, painted)
     console.print(*report.lines(), sep="\n")
     if fixes:
         console.print(fix_table(fixes, report.full))
-        console.print(recommendation(best, report.full, options.fix_target))
+        console.print(recommendation(best, report.full))
     if painted:
         console.print(*painted.lines(), sep="\n")
-    if distilled:
-        console.print(distilled.sentence())
     console.print(*map(str, paths), sep="\n")
 
 

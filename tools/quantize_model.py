@@ -6,9 +6,9 @@
     python tools/quantize_model.py --model qwen.safetensors --save_to q.safetensors --layout musubi --scheme row
     python tools/quantize_model.py --model flux1-dev-fp8.safetensors --save_to high.safetensors --products high
 
-With --dataset_config and --compensated weights are rounded so that outputs on your images change least; with
---budget_mb those that contribute most to the error of the model stay in bf16. The last line above changes nothing of a
-downloaded file but what it asks ComfyUI for: products in high precision, whose activations are not rounded.
+With --dataset_config and --compensated weights are rounded so that outputs on your images change least. The last line
+above changes nothing of a downloaded file but what it asks ComfyUI for: products in high precision, whose activations
+are not rounded.
 
 --scheme is the format: fp8 (cast: without scales; tensor, row, block64, block128: what shares a scale), int8 (a scale
 a tensor), int8_row, int8_convrot (rotated; the best of these), nvfp4. Layouts of fp8: comfy_scaled (ComfyUI, any
@@ -36,7 +36,6 @@ from tools.command import (
     answer_early,
     calibration_plan,
     choices,
-    number,
     seed_number,
     tool_console,
     tool_parser,
@@ -78,9 +77,6 @@ def parser() -> argparse.ArgumentParser:
     )
     group = parser.add_argument_group("by activations")
     group.add_argument("--compensated", action="store_true", help="round so that outputs change least (GPTQ)")
-    group.add_argument(
-        "--budget_mb", type=number(least=0), metavar="MB", help="keep in bf16 what helps most for so many MiB"
-    )
     add_calibration(parser, required=False, model_type=True, seed=False)
     return parser
 
@@ -95,17 +91,12 @@ from networks.files.base import open_base
 
 def quantize(options: argparse.Namespace, console: Console) -> Written:
     """Write the quantised model that ``options`` ask for."""
-    from library.fidelity.quantize import ByActivations, quantize_checkpoint
+    from library.fidelity.quantize import quantize_checkpoint
 
-    by_activations = options.compensated or options.budget_mb is not None
-    if by_activations != bool(options.dataset_config):
-        raise UserError(
-            "--dataset_config goes with --compensated or --budget_mb, and they with it; give both or neither"
-        )
+    if options.compensated != bool(options.dataset_config):
+        raise UserError("--dataset_config goes with --compensated, and that with it; give both or neither")
     if options.compensated and options.rounding == "stochastic":
         raise UserError("--compensated and --rounding stochastic are two ways of rounding; choose one")
-    if options.budget_mb is not None and options.budget_mb <= 0:
-        raise UserError(f"--budget_mb {options.budget_mb:g}: must be more than 0")
     name = options.scheme or WRITTEN_LAYOUTS[options.layout or "comfy_scaled"][0]
     scheme = scheme_named(name, format_named(options.format or "e4m3fn"))
     layout = options.layout or USUAL_LAYOUTS[name]
@@ -121,11 +112,9 @@ def quantize(options: argparse.Namespace, console: Console) -> Written:
         stochastic=options.rounding == "stochastic",
         seed=options.seed,
     )
-    how = None
-    if by_activations:
-        how = ByActivations(calibration_plan(options, model), options.compensated, options.budget_mb)
+    plan = calibration_plan(options, model) if options.compensated else None
     low = None if options.products is None else options.products == "low"
-    return quantize_checkpoint(model, options.save_to, layout, recipe, console, how, low)
+    return quantize_checkpoint(model, options.save_to, layout, recipe, console, plan, low)
 
 
 def _check_products(options: argparse.Namespace, model: Path, layout: str, scheme: str) -> None:

@@ -16,16 +16,15 @@ from statistics import median
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from library.console import Console
 from library.fidelity.calibration import Calibration
-from library.fidelity.causes import Finding
+from library.fidelity.findings import Finding, costly_kinds, tensor_findings, with_lora_faults
 from library.fidelity.layers import LayerRow, layer_row, linear_layers
 from library.fidelity.serving import REFERENCE, Models, Variant, base_layer, numbers
-from library.fidelity.tensor_findings import costly_kinds, tensor_findings, with_lora_faults
 from library.fidelity.tensors import TensorRow, compare_tensors, model_tensors, stored_dtypes, without_compensated
-from library.precision.parity.layer_errors import measure_contributions, replaced
+from library.precision.parity.layer_errors import replaced
 from library.precision.recipe import KINDS
 from library.training.report.progress import Advance, counting
 from networks.files.weights import LoraWeights
@@ -71,7 +70,7 @@ def compare_models(
 ) -> Comparison:
     """Compare every tensor of the deployment with the reference's.
 
-    ``explain``: measure what each kind of tensors and each block explains, and each layer alone gives back, too.
+    ``explain``: measure what each kind of tensors and each block explains, too.
     """
     merged: Literal["no", "here", "in the file"] = "no" if variant.merge is None else "here"
     merged = "in the file" if models.deployed.merged else merged
@@ -96,8 +95,6 @@ def compare_models(
         layers_in_order = [rows[name] for name in linears if name in rows]
         tensors = without_compensated(tensors, [row.name for row in layers_in_order if row.compensated])
         batches = [*calibration.check, *calibration.fit][:_IMAGES]
-        if explain:
-            layers_in_order = _with_benefits(layers_in_order, models, calibration, reference, served, console)
         del served
         if updates and not inside:
             attach_lora(deployed, updates, models.targets, "the LoRAs")
@@ -192,31 +189,3 @@ def _groups(names: Sequence[str]) -> dict[str, list[str]]:
         if block := re.match(r"[\w.]*?\.\d+(?=\.)", name):
             groups.setdefault(block[0], []).append(name)
     return groups
-
-
-def _with_benefits(
-    rows: Sequence[LayerRow],
-    models: Models,
-    calibration: Calibration,
-    reference: nn.Module,
-    served: nn.Module,
-    console: Console,
-) -> list[LayerRow]:
-    """Measure on one image what each quantised layer alone, back in high precision, gives back."""
-    quantised = [row.name for row in rows if row.kind not in ("float32", "bfloat16", "float16")]
-    if not quantised:
-        return list(rows)
-    batches = [*calibration.check, *calibration.fit][:1]
-    shares = measure_contributions(
-        served,
-        [[name] for name in quantised],
-        lambda name: numbers(base_layer(reference, name)).to(models.dtype),
-        lambda: calibration.velocities(served, batches),
-    )
-    found = {}
-    with counting(console) as progress:
-        advance = progress("benefit of each layer", len(quantised))
-        for name, share in zip(quantised, shares, strict=True):
-            found[name] = share
-            advance(1)
-    return [replace(row, benefit=found.get(row.name)) for row in rows]

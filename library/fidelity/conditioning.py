@@ -27,26 +27,23 @@ from library.fidelity.serving import LowDtype, Variant
 from library.precision.fp8_numbers import E4M3FN, round_to_nearest
 from library.randomness import generator
 
-Window = tuple[int, int, int, int]  # top, left, height, width
 _BLACK = 12 / 127.5 - 1  # every channel at most 12 of 255: JPEG's black
 _SPECK = 9  # pixels a side: what is smaller is a shadow, not a region
 
 
 @dataclass(frozen=True)
 class Given:
-    """What the model, and a sampler that pastes, are given of one picture, all cut to ``window``.
+    """What the model, and a sampler that pastes, are given of one picture.
 
     Attributes:
         image: the picture, [3, h, w].
         mask: as the server has it, [1, h, w] from 0 to 1; None without a region.
         shown: what the image encoder is shown, [3, h, w] each: the blanked picture of a fill model, or the references.
-        window: of the picture, in pixels.
     """
 
     image: Tensor
     mask: Tensor | None
     shown: tuple[Tensor, ...]
-    window: Window
 
 
 def give(pixels: Pixels, kind: ConditionKind, variant: Variant) -> Given:
@@ -56,17 +53,15 @@ def give(pixels: Pixels, kind: ConditionKind, variant: Variant) -> Given:
     """
     drawn = drawn_mask(pixels, kind)
     mask = None if drawn is None else change_mask(drawn, variant)
-    window = centred(pixels.image, variant.crop_multiple)
     if kind == "fill":
         assert mask is not None
         assert pixels.blank is not None
         hard, colour = (mask >= 0.5).float(), _colour(pixels.image, variant, pixels.blank)
-        shown: tuple[Tensor, ...] = (cut(pixels.image * (1 - hard) + colour * hard, window),)
+        shown: tuple[Tensor, ...] = (pixels.image * (1 - hard) + colour * hard,)
     else:
-        multiple = variant.crop_multiple
-        changed = (_reference(each, drawn if pixels.mask is not None else None, variant) for each in pixels.references)
-        shown = tuple(cut(each, centred(each, multiple)) for each in changed)
-    return Given(cut(pixels.image, window), None if mask is None else cut(mask, window), shown, window)
+        region = drawn if pixels.mask is not None else None
+        shown = tuple(_reference(each, region, variant) for each in pixels.references)
+    return Given(pixels.image, mask, shown)
 
 
 def drawn_mask(pixels: Pixels, kind: ConditionKind) -> Tensor | None:
@@ -124,21 +119,6 @@ def blur(mask: Tensor, deviation: float) -> Tensor:
         sides = (0, 0, reach, reach) if shape[2] == -1 else (reach, reach, 0, 0)
         mask = F.conv2d(F.pad(mask[None], sides, mode="replicate"), kernel.view(shape))[0]
     return mask.clamp(0, 1)
-
-
-def centred(picture: Tensor, multiple: int) -> Window:
-    """Return the largest window of ``picture`` [_, H, W] around its middle whose sides are multiples; 0: all of it."""
-    height, width = picture.shape[-2:]
-    if not multiple:
-        return 0, 0, height, width
-    high, wide = (max(side // multiple * multiple, min(side, multiple)) for side in (height, width))
-    return (height - high) // 2, (width - wide) // 2, high, wide
-
-
-def cut(tensor: Tensor, window: Window) -> Tensor:
-    """Return the part of ``tensor`` [..., H, W] inside ``window``."""
-    top, left, height, width = window
-    return tensor[..., top : top + height, left : left + width]
 
 
 def round_latents(latents: Tensor, dtype: LowDtype | None) -> Tensor:

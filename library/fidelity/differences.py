@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from library.fidelity.border import Border, judge_border, white_noise
-from library.fidelity.conditioning import cut
 from library.fidelity.runs import EvalSet, Outcome
 from library.precision.parity.seam import regions
 
@@ -48,10 +47,6 @@ def compare(
     border is not judged.
     """
     masks = [eval_set.mask(number) for number in range(len(eval_set.batches))]
-    if other.windows:  # cropped: so are all it is compared with
-        reference = reference.cut_like(other)
-        masks = [mask if mask is None else cut(mask, w) for mask, w in zip(masks, other.windows, strict=True)]
-        masks = [mask if mask is not None and mask.any() and not mask.all() else None for mask in masks]
     by_sigma = {
         sigma: _by_region(reference.velocities[sigma], other.velocities[sigma], masks) for sigma in eval_set.sigmas
     }
@@ -60,13 +55,13 @@ def compare(
         for outcome in (reference, other)
     ]
     # the border is that of the mask as it was drawn, to the pixel
-    drawn = [eval_set.border_mask(number, other) for number in range(len(other.images))]
+    drawn = [eval_set.border_mask(number) for number in range(len(other.images))]
     steps = [relative_error(a, b) for a, b in zip(reference.path, other.path, strict=False)]
     return Differences(
         velocity=relative_error(*velocities),
         velocity_by_sigma=by_sigma,
         latents_by_step=steps,
-        latents=relative_error(reference.latents, other.latents) if steps else math.nan,  # whatever steps each took
+        latents=relative_error(reference.latents, other.latents) if steps else math.nan,
         image=relative_error(reference.images, other.images) if other.images else math.nan,
         border=judge_border(*border_errors_of(reference, other, drawn, decode)) if decode and other.images else None,
     )

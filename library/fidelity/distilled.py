@@ -155,8 +155,8 @@ def compare_distilled(
     tokens = latents.shape[-2] * latents.shape[-1] // models.family.patch_size**2
     models.deployed_family.distilled = True
     sigmas = models.deployed_family.sampling_sigmas(steps, tokens)[:-1]
-    eval_set = replace(eval_set, sigmas=sigmas)
-    variant = Variant(weights=True, shift="deployed", steps=steps)
+    eval_set = replace(eval_set, sigmas=sigmas, steps=steps if eval_set.steps else 0)
+    variant = Variant(weights=True, shift="deployed")
     base = _Runs(models, models.base(deployed=False), replace(variant, weights=False), eval_set, console, "base")
     without, wanted = base(0.0), base(1.0)
     del base

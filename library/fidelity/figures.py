@@ -20,8 +20,8 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from torch import Tensor
 
 from library.fidelity.border import RING, STEP_8BIT, WORDS, Border
-from library.fidelity.causes import CAUSES
 from library.fidelity.differences import Differences
+from library.fidelity.findings import CAUSES
 from library.fidelity.layers import LayerRow
 from library.fidelity.runs import EvalSet, Outcome
 from library.fidelity.server_image import ServerResult
@@ -170,9 +170,7 @@ def picture_rows(reference: Outcome, others: Mapping[str, Outcome], eval_set: Ev
     if not count:
         return None
     served = next(iter(others.values()))
-    reference = reference.cut_like(served)
-    others = {name: other if other.windows else other.cut_like(served) for name, other in others.items()}
-    masks = [eval_set.border_mask(number, served) if eval_set else None for number in range(count)]
+    masks = [eval_set.border_mask(number) if eval_set else None for number in range(count)]
     largest = difference_range(reference, served)
     rows: list[tuple[str, int, tuple[slice, slice]]] = []
     for number in range(count):

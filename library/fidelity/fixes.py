@@ -7,16 +7,15 @@
 5. *correction*: the same with 32 ranks more, and a LoRA for layers that had none.
 6. *rebuild*: a new file from bf16, of the same size, with scales, rounded with compensation, under a
    LoRA refitted to it.
-7. *exclude*: the same, a tenth larger: the layers that give back most per megabyte stay in bf16.
-8. *teacher*: 400 steps on the deployed file that learn the bf16 model's outputs, from the refitted LoRA on.
-9. *together*: the larger file (the deployed one where its format is only read), the correction for it, the steps on it.
+7. *teacher*: 400 steps on the deployed file that learn the bf16 model's outputs, from the refitted LoRA on.
+8. *together*: the new file (the deployed one where its format is only read), the correction for it, the steps on it.
 
 A fix is measured as the server of the deployment will run it: the LoRA merged and products made as there. Where that
 merge rounds, it is measured beside the weights too, which says what the bypass adds to the fix.
 
-Three things that plain casts and most published files leave out are worth a new file: scales, four bytes a layer, that
-lift small weights out of the subnormals; rounding that makes up for its own errors on real activations; and a tenth of
-the size more, spent on the layers that contribute most to the error (``quantize``). A file without scales gets
+Two things that plain casts and most published files leave out are worth a new file: scales, four bytes a layer, that
+lift small weights out of the subnormals, and rounding that makes up for its own errors on real activations
+(``quantize``). A file without scales gets
 ComfyUI's, which programs that read a plain cast and no scales (diffusers' layerwise casting) do not take; any other
 keeps its layout. Files that a fix makes lie in ``fixes/`` beside the report, in the LoRA's own format.
 """
@@ -41,11 +40,11 @@ from library.config.schema import TrainConfig
 from library.console import Console
 from library.errors import UserError
 from library.fidelity import FIXES
-from library.fidelity.calibration import CalibrationOptions
+from library.fidelity.calibration import CalibrationOptions, CalibrationPlan
 from library.fidelity.deployed import DeployedWeights
 from library.fidelity.differences import Differences, compare
 from library.fidelity.layers import LayerRow
-from library.fidelity.quantize import ByActivations, quantize_checkpoint
+from library.fidelity.quantize import quantize_checkpoint
 from library.fidelity.refit import refit_lora
 from library.fidelity.runs import EvalSet, Outcome, run_variant
 from library.fidelity.serving import REFERENCE, Models, Variant
@@ -62,7 +61,8 @@ FIX_COLUMNS = (
     *("", "velocity", "latents", "image", "of before", "bypass, of before", "border, times noise"),
     *("seconds", "cost"),
 )
-CORRECTION_RANK, TEACHER_STEPS, TEACHER_RATE, EXCLUDED_SHARE = 32, 400, 5e-4, 0.1
+GOOD_ENOUGH = 0.3  # share of the deployment's error
+CORRECTION_RANK, TEACHER_STEPS, TEACHER_RATE = 32, 400, 5e-4
 
 Made = tuple[Models, Variant, tuple[Path, ...]]  # models and variant to run with a fix, and its files
 
@@ -187,44 +187,45 @@ def try_fixes(
     fitted, rebuilt = builder.fitted, builder.rebuilt
     ranks = f"{CORRECTION_RANK} ranks more in every quantised layer"
     steps = f"{TEACHER_STEPS} training steps"
-    larger = f"a file {EXCLUDED_SHARE:.0%} larger, scaled and rounded anew"
+    anew = "a file of the same size, scaled and rounded anew"
 
     attempt("refit", "a forward pass over the calibration; the same rank", lambda: fitted(models))
     attempt("correction", ranks, lambda: fitted(models, CORRECTION_RANK))
-    attempt("rebuild", "a file of the same size, scaled and rounded anew", lambda: fitted(rebuilt()))
-    attempt("exclude", larger, lambda: fitted(rebuilt(EXCLUDED_SHARE)))
+    attempt("rebuild", anew, lambda: fitted(rebuilt()))
     attempt("teacher", f"{steps}, the same rank", lambda: fitted(models, taught=True))
     written = not any(each and isinstance(each.scheme, ReadOnlyScheme) for each in models.layers.values())
-    everything = f"{larger}, {ranks}, {steps}" if written else f"{ranks}, {steps}"
+    everything = f"{anew}, {ranks}, {steps}" if written else f"{ranks}, {steps}"
 
     def together() -> Made:
-        return fitted(rebuilt(EXCLUDED_SHARE) if written else models, CORRECTION_RANK, taught=True)
+        return fitted(rebuilt() if written else models, CORRECTION_RANK, taught=True)
 
     attempt("together", everything, together)
     return fixes
 
 
-def recommend(fixes: Sequence[Fix], before: Differences, target: float) -> Fix | None:
-    """Return the first fix, in the order of cost, that brings the error to ``target`` of ``before``'s.
+def recommend(fixes: Sequence[Fix], before: Differences) -> Fix | None:
+    """Return the first fix, in the order of cost, that brings the error to ``GOOD_ENOUGH`` of ``before``'s.
 
     The bypass costs nothing, so that it counts where it helps. Where none does it is the one with the smallest error;
     None if nothing was better than before.
     """
-    good = [fix for fix in fixes if fix.left <= target * before.latents]
+    good = [fix for fix in fixes if fix.left <= GOOD_ENOUGH * before.latents]
     best = min(fixes, key=lambda fix: fix.left, default=None)
     if good:
         return good[0]
     return best if best is not None and best.left < before.latents else None
 
 
-def recommendation(best: Fix | None, before: Differences, target: float) -> str:
+def recommendation(best: Fix | None, before: Differences) -> str:
     """Return what to do, in words."""
     if best is None:
         return "Recommended: nothing that was tried is better than the deployment as it is."
     if not before.latents:
         return "Recommended: nothing: the finished latents are right; what differs is made of them (VAE, pasting)."
     share = best.left / before.latents
-    short = "" if share <= target else f", which is short of the target of {target:.2f}; the best that was tried"
+    short = (
+        "" if share <= GOOD_ENOUGH else f", which is short of the target of {GOOD_ENOUGH:.2f}; the best that was tried"
+    )
     where = f"; use {', '.join(str(path) for path in best.files)}" if best.files else ""
     if best.left < best.differences.latents:
         merged = best.differences.latents / before.latents
@@ -247,18 +248,14 @@ class FixBuilder:
         self.models, self.served, self.options = models, served, options
         self.rebuilt, self.refitted = functools.cache(self._rebuild), functools.cache(self._refit)
 
-    def _rebuild(self, kept_share: float = 0.0) -> Models:
-        """Write the deployed model anew and return the models with it deployed.
-
-        ``kept_share``: of the file's size to spend on layers in bf16; 0 for none.
-        """
+    def _rebuild(self) -> Models:
+        """Write the deployed model anew and return the models with it deployed."""
         models = self.models
         deployed = models.base(deployed=True)
         stored = {n: m.quantized() for n, m in deployed.named_modules() if isinstance(m, QuantizedLinear)}
         high = [name for name, m in deployed.named_modules() if isinstance(m, nn.Linear) and name not in stored]
         if not stored:
             raise UserError("nothing of the deployed model is quantised, so there is nothing to round anew")
-        size = sum(weight.values.nbytes for weight in stored.values())
         scheme = Counter(weight.scheme for weight in stored.values()).most_common(1)[0][0]
         if isinstance(scheme, ReadOnlyScheme):
             raise UserError(scheme.refusal)
@@ -271,28 +268,25 @@ class FixBuilder:
         if layout == "comfy_scaled" and isinstance(scheme, Fp8Scheme):
             scheme = replace(scheme, fp8=E4M3FN)  # ComfyUI reads it so; with scales nothing needs the range of e5m2
         precise = [one.full_precision for one in file.weights.values()] if file is not None else []
-        asked = Counter(each for each in precise if each is not None).most_common(1)
+        usual = Counter(each for each in precise if each is not None).most_common(1)
         patterns = (f"^({'|'.join(map(re.escape, high))})$",) if high else ()
         recipe = Recipe(scheme, (), patterns, seed=self.options.calibration.seed)
-        name = f"rebuilt_{kept_share:.0%}_larger".replace("%", "") if kept_share else "rebuilt"
         del deployed, stored
-        budget = kept_share * size / 2**20 if kept_share else None
-        low = not asked[0][0] if asked else None  # products as the deployed file asks for them
-        how = ByActivations(models.plan(self.options.calibration), compensated=True, budget_mb=budget)
-        return self._written(name, layout, recipe, how, low)
+        low = not usual[0][0] if usual else None  # products as the deployed file wants them
+        return self._written("rebuilt", layout, recipe, models.plan(self.options.calibration), low)
 
     def _written(
         self,
         name: str,
         layout: LayoutKind,
         recipe: Recipe,
-        how: ByActivations | None = None,
+        compensate: CalibrationPlan | None = None,
         low_precision_products: bool | None = None,
     ) -> Models:
         """Write the reference by ``recipe`` as ``name`` and return the models with it deployed."""
         base, options = Path(self.models.config.pretrained_model_name_or_path), self.options
         target = options.folder / (name if base.expanduser().is_dir() else f"{name}.safetensors")
-        quantize_checkpoint(base, target, layout, recipe, Console(quiet=True), how, low_precision_products)
+        quantize_checkpoint(base, target, layout, recipe, Console(quiet=True), compensate, low_precision_products)
         return replace(self.models, deployed=DeployedWeights(target.name, target, None))
 
     def _refit(self, models: Models, correction_rank: int) -> Path:

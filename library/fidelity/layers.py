@@ -60,8 +60,6 @@ class LayerRow:
         fault: of its weight, see ``TensorRow``.
         retention, retention_cosine: of the LoRA's update where it is merged; None elsewhere.
         lora_effect: rms of the update's share of the output over the output's; None without a LoRA.
-        benefit: share of the squared output of the model that comes back if the layer alone runs in high precision;
-            None where it was not measured.
         activations: sizes of its inputs.
         as_int8: the base's output error as int8_convrot, over that as deployed; None of int8 and high precision.
     """
@@ -84,14 +82,8 @@ class LayerRow:
     retention: float | None
     retention_cosine: float | None
     lora_effect: float | None
-    benefit: float | None
     activations: ActivationSizes
     as_int8: float | None = None
-
-    @property
-    def benefit_per_megabyte(self) -> float | None:
-        """Benefit for each 2^20 bytes more in bf16."""
-        return None if self.benefit is None else self.benefit / (self.size / 2**20)
 
     @property
     def conspicuous(self) -> bool:
@@ -164,7 +156,6 @@ def layer_row(
         retention=retained.gain if retained else None,
         retention_cosine=retained.cosine if retained else None,
         lora_effect=relative_output_error(delta, target, inputs) if delta is not None else None,
-        benefit=None,
         activations=_sizes(inputs),
     )
 

@@ -16,7 +16,6 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined, Template
 from matplotlib.figure import Figure
 
-from library.fidelity.causes import CAUSES, REMEDIES
 from library.fidelity.distilled import Distilled
 from library.fidelity.figures import (
     LEAST_RANGE,
@@ -32,6 +31,7 @@ from library.fidelity.figures import (
     picture_rows,
     server_pictures,
 )
+from library.fidelity.findings import CAUSES, REMEDIES
 from library.fidelity.fixes import FIX_COLUMNS, Fix, fix_rows
 from library.fidelity.report import Report, merge_sentences
 from library.fidelity.server_image import ServerResult
@@ -52,7 +52,6 @@ def write_report(
     fixes: Sequence[Fix] = (),
     best: Fix | None = None,
     server: ServerResult | None = None,
-    distilled: Distilled | None = None,
 ) -> list[Path]:
     """Write ``report.html``, ``report.json`` and, where images were decoded, ``images.png``; return their paths.
 
@@ -62,7 +61,6 @@ def write_report(
         fixes: that were tried.
         best: the one whose images are shown beside the deployment's.
         server: what a server really painted.
-        distilled: what the LoRA does on a distilled model.
     """
     paths = [folder / "report.html", folder / "report.json"]
     served = {"served": report.deployed} | ({f"after “{best.name}”": best.outcome} if best else {})
@@ -71,25 +69,32 @@ def write_report(
         paths.append(folder / "images.png")
         with atomic_path(paths[-1]) as temporary:
             pictures.savefig(temporary, format="png", dpi=110)
-    write_text(paths[0], _page(report, fixes, pictures, server, distilled))
+    write_text(paths[0], _page(report, fixes, pictures, server))
     measured = _measured(report, fixes) | {"server": server and server.as_json()}
-    measured |= {"distilled": distilled and distilled.as_json()}
     write_text(paths[1], json.dumps(_plain(measured), indent=1))
     return paths
 
 
 def write_distilled(distilled: Distilled, title: str, folder: Path) -> list[Path]:
-    """Write ``report.html`` and ``report.json`` of base and distilled model alone; return their paths."""
+    """Write ``report.html`` and ``report.json`` of base and distilled model; return their paths."""
     paths = [folder / "report.html", folder / "report.json"]
     folder.mkdir(parents=True, exist_ok=True)
     values = {
-        "title": title,
-        "headline": distilled.sentence(),
-        "in_short": "",
-        "alarm": distilled.equal != 1.0,
-        "words": {},
+        "sentence": distilled.sentence(),
+        "pictures": image_rows(distilled.images) if distilled.images else None,
+        "strengths": _table(_TABLES["distilled"], distilled.rows),
+        "levels": _table(_TABLES["level"], [*distilled.by_sigma.items()]),
     }
-    page = _template().render(values | {"report": None, "tables": {}, "distilled": _distilled_values(distilled)})
+    page = _template().render(
+        title=title,
+        headline=distilled.sentence(),
+        in_short="",
+        alarm=distilled.equal != 1.0,
+        words={},
+        report=None,
+        tables={},
+        distilled=values,
+    )
     write_text(paths[0], page)
     write_text(paths[1], json.dumps(_plain({"title": title, "distilled": distilled.as_json()}), indent=1))
     return paths
@@ -100,7 +105,6 @@ def _page(
     fixes: Sequence[Fix],
     pictures: Figure | None,
     server: ServerResult | None,
-    distilled: Distilled | None,
 ) -> str:
     full = report.full
     named = {"deployment": full}
@@ -120,13 +124,7 @@ def _page(
         "fixes": _table(_FIX_COLUMNS, fix_rows(fixes, full)) if fixes else None,
         "border": full.border and _table(_TABLES["border"], full.border.figures),
         "groups": _table(_TABLES["group"], [*report.comparison.groups.items()], "explains"),
-        # the layers whose return to bf16 buys most per megabyte, or those that err most where that was not measured
-        "layers": _table(
-            _TABLES["layer"],
-            layers,
-            "output error" if all(row.benefit is None for row in layers) else "benefit / MB",
-            lambda row: row.conspicuous,
-        ),
+        "layers": _table(_TABLES["layer"], layers, "output error", lambda row: row.conspicuous),
         "server": server and _table(_TABLES["server"], [*server.descriptions, server.reference]),
         "tried": _table(_TABLES["tried"], report.tried, "times"),
         "merges": _table(_TABLES["merge"], report.merges) if len(report.merges) > 1 else None,
@@ -136,7 +134,7 @@ def _page(
         report=report,
         title=report.title,
         alarm=report.verdict.alarm,
-        distilled=distilled and _distilled_values(distilled),
+        distilled=None,
         verdict=report.verdict,
         headline=report.verdict.lines(full)[0],
         in_short=_in_short(report),
@@ -159,16 +157,6 @@ def _template() -> Template:
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     environment.globals["data_uri"] = as_data_uri
     return environment.from_string(source)
-
-
-def _distilled_values(distilled: Distilled) -> dict[str, Any]:
-    """Return what the page says of a distilled model."""
-    return {
-        "sentence": distilled.sentence(),
-        "pictures": image_rows(distilled.images) if distilled.images else None,
-        "strengths": _table(_TABLES["distilled"], distilled.rows),
-        "levels": _table(_TABLES["level"], [*distilled.by_sigma.items()]),
-    }
 
 
 def _verdict(report: Report, server: ServerResult | None) -> dict[str, list[str]]:
@@ -224,7 +212,7 @@ def _picture_words(report: Report, pictures: Figure | None) -> str:
     """Return what the pictures show and how to read their scale; empty without pictures."""
     if pictures is None:
         return ""
-    top = difference_range(report.reference.cut_like(report.deployed), report.deployed)
+    top = difference_range(report.reference, report.deployed)
     why = "no smaller, so that what cannot be seen does not look large" if top == LEAST_RANGE else "99.5 % are below"
     zoomed = report.full.border is not None
     text = f"All differences have one scale, 0 to {top:.0f} of 255 steps ({why})."
@@ -254,9 +242,7 @@ def _measured(report: Report, fixes: Sequence[Fix]) -> dict[str, Any]:
         "remedies": list(report.remedies),
         "deployment": report.full,
         "causes": {each.cause: {"alone": each.alone, "without": each.without} for each in report.attributions},
-        "layers": [
-            asdict(row) | {"benefit_per_megabyte": row.benefit_per_megabyte} for row in report.comparison.layers
-        ],
+        "layers": list(report.comparison.layers),
         "tensors": list(report.comparison.tensors),
         "explained_by": report.comparison.groups,
         "fixes": [

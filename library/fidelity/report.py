@@ -120,7 +120,7 @@ def measure(
         calibration: what it is measured on.
         console: for progress.
         steps: of the sampling runs; 0 for none.
-        explain: measure what each kind of tensors, each block and each layer explains, and what servers do to masks.
+        explain: measure what each kind of tensors and each block explains, and what servers do to masks.
         reference_loras: those beside the reference, where what is served was refitted; None: the same.
 
     Raises:

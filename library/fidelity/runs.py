@@ -30,7 +30,7 @@ from library.data.file_index import content_hash
 from library.data.images import to_image
 from library.errors import UserError
 from library.fidelity.calibration import Calibration, predict
-from library.fidelity.conditioning import Given, Window, cut, drawn_mask, give, round_latents
+from library.fidelity.conditioning import Given, drawn_mask, give, round_latents
 from library.fidelity.serving import Models, Variant
 from library.models.vae import ImageEncoder
 from library.precision.activations import round_timesteps
@@ -79,16 +79,12 @@ class EvalSet:
         cells = F.adaptive_avg_pool2d(drawn[None], (height, width))[0, 0] >= 0.5
         return cells if bool(cells.any()) and not bool(cells.all()) else None
 
-    def border_mask(self, number: int, outcome: Outcome) -> Tensor | None:
-        """Return the region as it was drawn, over the image of ``outcome``, [H, W] bool; None without a border."""
-        drawn, image = self.drawn(number), outcome.images[number]
+    def border_mask(self, number: int) -> Tensor | None:
+        """Return the region as it was drawn, [H, W] bool; None without a border."""
+        drawn = self.drawn(number)
         if drawn is None:
             return None
         mask = drawn[0] >= 0.5
-        if outcome.windows:
-            top, left, height, width = outcome.windows[number]
-            factor = image.shape[-1] // width
-            mask = cut(mask, (top * factor, left * factor, height * factor, width * factor))
         return mask if bool(mask.any()) and not bool(mask.all()) else None
 
     def noise_of(self, number: int) -> Tensor:
@@ -105,31 +101,16 @@ class Outcome:
         velocities: sigma -> [C, h, w] each.
         path: step -> latents [C, h, w] each, the last being the finished image's.
         images: [3, H, W] in about [-1, 1]; empty where none were decoded.
-        windows: the part of the reference's latents that each is of; empty: all of them.
     """
 
     velocities: dict[float, list[Tensor]] = field(default_factory=dict)
     path: list[list[Tensor]] = field(default_factory=list)
     images: list[Tensor] = field(default_factory=list)
-    windows: list[Window] = field(default_factory=list)
 
     @property
     def latents(self) -> list[Tensor]:
         """The finished latents."""
         return self.path[-1]
-
-    def cut_like(self, other: Outcome) -> Outcome:
-        """Return this outcome cropped as ``other`` is."""
-        if not other.windows:
-            return self
-
-        def each(tensors: list[Tensor], factor: int = 1) -> list[Tensor]:
-            windows = [(t * factor, le * factor, h * factor, w * factor) for t, le, h, w in other.windows]
-            return [cut(tensor, window) for tensor, window in zip(tensors, windows, strict=False)]
-
-        factor = other.images[0].shape[-1] // other.windows[0][-1] if other.images else 1
-        velocities = {sigma: each(found) for sigma, found in self.velocities.items()}
-        return Outcome(velocities, [each(step) for step in self.path], each(self.images, factor), other.windows)
 
 
 def prepare_eval_set(models: Models, calibration: Calibration, variant: Variant, steps: int) -> EvalSet:
@@ -156,21 +137,21 @@ def prepare_eval_set(models: Models, calibration: Calibration, variant: Variant,
 class _Input:
     """One sample as a variant gives it to the model.
 
-    ``window`` is in latent cells; ``fill`` [1, 1, h, w] is the share of each that is filled, as ComfyUI's samplers have
-    it: the mask, resized bilinearly.
+    ``fill`` [1, 1, h, w] is the share of each latent cell that is filled, as ComfyUI's samplers have it: the mask,
+    resized bilinearly.
     """
 
     batch: Batch
     noise: Tensor
     given: Given
-    window: Window
 
     @property
     def fill(self) -> Tensor | None:
         mask = self.given.mask
         if mask is None:
             return None
-        return F.interpolate(mask[None], self.window[2:], mode="bilinear").to(self.batch.latents.device)
+        latents = self.batch.latents
+        return F.interpolate(mask[None], latents.shape[-2:], mode="bilinear").to(latents.device)
 
 
 @torch.no_grad()
@@ -187,11 +168,9 @@ def run_variant(
     Without sampling steps there are velocities alone. ``transformer``: the variant's, where it is loaded already.
     """
     encoder = models.image_encoder(variant)
-    steps = (variant.steps or eval_set.steps) if eval_set.steps else 0
+    steps = eval_set.steps
     inputs = _inputs(models, variant, eval_set, encoder)
     outcome = Outcome({sigma: [] for sigma in eval_set.sigmas}, [[] for _ in range(steps)])
-    if variant.crop_multiple:
-        outcome.windows = [each.window for each in inputs]
     guidance = variant.guidance if isinstance(variant.guidance, int | float) else eval_set.guidance
     loaded = models.transformer(variant) if transformer is None else nullcontext(transformer)
     with loaded as network, counting(console) as progress:
@@ -208,7 +187,8 @@ def run_variant(
                 advance(1)
             if not steps:
                 continue
-            sigmas = models.sigmas(variant, steps, each.window[2] * each.window[3] // models.family.patch_size**2)
+            tokens = batch.latents.shape[-2:].numel() // models.family.patch_size**2
+            sigmas = models.sigmas(variant, steps, tokens)
             for step, latents in enumerate(_sample(velocity, sigmas, each, variant)):
                 outcome.path[step].append(latents[0].cpu())
                 advance(1)
@@ -222,12 +202,8 @@ def _inputs(models: Models, variant: Variant, eval_set: EvalSet, encoder: ImageE
     found, jobs = [], []
     for number, (batch, pixels) in enumerate(zip(eval_set.batches, eval_set.pixels, strict=True)):
         given = give(pixels, eval_set.kind, variant)
-        factor = encoder.latent_factor
-        top, left, height, width = (side // factor for side in given.window)
-        window = (top, left, height, width)
         conditions = conditions_of(given, eval_set.kind, variant, encoder, models) if anew else batch.conditions
-        batch = replace(batch, latents=cut(batch.latents, window), conditions=conditions)
-        found.append(_Input(batch, cut(eval_set.noise_of(number), window), given, window))
+        found.append(_Input(replace(batch, conditions=conditions), eval_set.noise_of(number), given))
         job = eval_set.jobs[number]
         if variant.given and job.images:
             job = replace(job, images=tuple(_Shown(each) for each in given.shown), flipped=False)

@@ -314,14 +314,11 @@ def _noise(latents: Tensor, seed: int, dtype: torch.dtype) -> Tensor:
 
 
 def _distances(outcome: Outcome, painted: Sequence[Tensor]) -> tuple[float, ...]:
-    """Return each picture's rms distance; of cropped ones over what both have."""
-    found = []
-    for image, wanted in zip(outcome.images, painted, strict=True):
-        height, width = image.shape[-2:]
-        top, left = (wanted.shape[-2] - height) // 2, (wanted.shape[-1] - width) // 2
-        same = wanted[:, top : top + height, left : left + width]
-        found.append(_STEPS * float((image.clamp(-1, 1) - same).double().square().mean().sqrt()))
-    return tuple(found)
+    """Return each picture's rms distance in 8-bit steps."""
+    pairs = zip(outcome.images, painted, strict=True)
+    return tuple(
+        _STEPS * float((image.clamp(-1, 1) - wanted).double().square().mean().sqrt()) for image, wanted in pairs
+    )
 
 
 def _floor(path: Path, image: Tensor) -> float:

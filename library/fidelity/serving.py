@@ -34,8 +34,7 @@ from library.models.family import Family
 from library.models.family_by_name import model_family
 from library.models.hub import pipeline_index
 from library.models.vae import ImageEncoder
-from library.nn.rope import MultiAxisRope
-from library.precision.activations import InputRounding, round_heads, round_inputs, rounded_positions, roundings
+from library.precision.activations import InputRounding, round_heads, round_inputs, roundings
 from library.precision.checkpoint import ServedInput, WeightFiles
 from library.precision.files.base import QuantizedWeight, ReadOnlyScheme
 from library.precision.files.fp8 import loaded_scheme
@@ -53,7 +52,7 @@ LowDtype = Literal["bf16", "fp16", "fp8"]
 _HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # nothing is computed from the VAE's two here; the last is a guidance that is ignored
 _NOT_COMPARED = ("sample_size", "force_upcast", "guidance_embeds")
-CONDITIONING = ("mask_invert", "mask_grow", "mask_snap", "mask_blur", "blank", "latents_dtype", "crop_multiple")
+CONDITIONING = ("mask_invert", "mask_grow", "mask_snap", "mask_blur", "blank", "latents_dtype")
 
 
 @dataclass(frozen=True)
@@ -92,13 +91,11 @@ class Variant:
         text: text encoders. vae: the VAE, which encodes the conditions and decodes.
         guidance: given to the guidance input; "ignored" leaves the guidance vector out of the modulation.
         shift: static shift of the sampler's schedule; "deployed": the scheduler of the deployed folder.
-        steps: of the sampling run.
-        timestep, positions: dtype that timesteps and position tables are carried in.
+        timestep: dtype that timesteps are carried in.
         mask_invert: known and filled are swapped. mask_grow: pixels that the mask is grown by (negative: shrunk).
             mask_snap: pixels a side of the cells that it is grown to; 0: not. mask_blur: standard deviation of a
             Gaussian in pixels. blank: what is under the mask. See ``conditioning``.
         latents_dtype: dtype that the latents of the masked image, or of the reference images, are rounded to.
-        crop_multiple: sides are cropped to multiples of it, around the middle; 0: not.
         paste: the known region is put back as pixels into the finished image, or as latents at every step.
     """
 
@@ -113,16 +110,13 @@ class Variant:
     vae: Served | None = None
     guidance: float | Literal["ignored"] | None = None
     shift: float | Literal["deployed"] | None = None
-    steps: int | None = None
     timestep: torch.dtype = torch.float32
-    positions: torch.dtype = torch.float32
     mask_invert: bool = False
     mask_grow: int = 0
     mask_snap: int = 0
     mask_blur: float = 0.0
     blank: Blank | None = None
     latents_dtype: LowDtype | None = None
-    crop_multiple: int = 0
     paste: Paste | None = None
 
     def changes(self) -> dict[str, Any]:
@@ -236,12 +230,11 @@ class Models:
             for module in model.modules():
                 if isinstance(processor := getattr(module, "processor", None), AttentionProcessor):
                     module.processor = AttentionProcessor(processor.backend, round_heads)  # type: ignore[assignment]
-        with rounded_positions(model, MultiAxisRope, variant.positions):
-            yield model.eval()
+        yield model.eval()
 
     def runs_as(self, variant: Variant) -> tuple[Any, ...]:
         """Return what the transformer of ``variant`` follows from: variants with the same run the same network."""
-        names = ("weights", "configs", "strength", "lora_without", "activations", "attention", "positions")
+        names = ("weights", "configs", "strength", "lora_without", "activations", "attention")
         merged = variant.merge and (SUMMED_IN[variant.merge], *sorted(self.rounded_in(variant).items()))
         return (merged, *(getattr(variant, name) for name in names))
 
@@ -489,7 +482,7 @@ class Models:
             raise UserError(f"--{unknown[0]}: {name} is given no picture and no mask; remove it")
         if "paste" in changes and self.family.conditioning == "none" and not has_masks:
             raise UserError("--paste: the dataset has no masks, so there is no known region; remove --paste")
-        for each, flag in (("paste", "--paste"), ("shift", "--deploy_shift"), ("steps", "--deploy_steps")):
+        for each, flag in (("paste", "--paste"), ("shift", "--deploy_shift")):
             if each in changes and not steps:
                 raise UserError(f"{flag}: nothing is sampled; give --steps 4 or more")
         if variant.merge is not None and not self.transformer_lora:

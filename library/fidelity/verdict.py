@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 from library.fidelity.border import Border, BorderFigure
-from library.fidelity.causes import CAUSES, Finding
 from library.fidelity.comparison import Comparison
 from library.fidelity.differences import Differences
+from library.fidelity.findings import CAUSES, Finding
 from library.fidelity.layers import LayerRow
 from library.fidelity.serving import Variant
 from library.precision.parity.layer_errors import FLAGGED

@@ -20,16 +20,14 @@ to the order of its sums, so any of these can be looked at, and trained against,
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from library.nn.frozen_linear import LinearWrapper
-from library.nn.rope import Table
 from library.precision.checkpoint import ServedInput
 from library.precision.files.base import QuantizedWeight
 from library.precision.files.fp8 import Fp8Weight
@@ -181,22 +179,6 @@ def round_inputs(model: nn.Module, roundings: Mapping[str, InputRounding]) -> No
     """
     for name, rounding in roundings.items():
         model.set_submodule(name, FakeQuantLinear(model.get_submodule(name), rounding))
-
-
-@contextmanager
-def rounded_positions(model: nn.Module, kind: type[nn.Module], dtype: torch.dtype) -> Iterator[None]:
-    """Round the cosines and sines of every module of ``kind`` in ``model`` to ``dtype`` inside the block."""
-
-    def rounded(module: nn.Module, inputs: Any, table: Table) -> Table:
-        cos, sin = table
-        return cos.to(dtype).float(), sin.to(dtype).float()
-
-    handles = [m.register_forward_hook(rounded) for m in model.modules() if isinstance(m, kind)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def round_timesteps(sigmas: Tensor, dtype: torch.dtype) -> Tensor:

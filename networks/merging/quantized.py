@@ -31,7 +31,7 @@ from library.precision.parity.compensated import merge_into, quantize_compensate
 from library.precision.parity.layer_errors import UpdateRetention, update_retention
 from library.precision.recipe import Recipe
 from library.precision.writing import linear_weights
-from library.safetensors_io import RowRange, tensor_bytes
+from library.safetensors_io import RowRange
 from networks.files.base import Base, BaseModule, find_modules
 from networks.merging.merge import Update, merge_tensor
 
@@ -102,11 +102,6 @@ class QuantizedMerge:
         if self.layout is not None:
             return self.layout.weights[name].scheme
         return self._to_be_stored(name).scheme
-
-    def bytes_saved(self, name: str) -> int:
-        """Return by how much one tensor of a base in high precision becomes smaller."""
-        after = self._to_be_stored(name).specs().values()
-        return tensor_bytes(*self.base.weights.entries[name].spec) - sum(tensor_bytes(*spec) for spec in after)
 
     def _to_be_stored(self, name: str) -> StoredWeight:
         dtype, shape = self.base.weights.entries[name].spec

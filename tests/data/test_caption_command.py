@@ -13,7 +13,6 @@ from library.config.schema import DatasetArguments
 from library.data.caption_command import command_words, write_captions
 from library.errors import UserError
 from tests.data.folders import add_image, build, write_toml
-from tests.forked import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 NAMED = ["-rf.png", "--help.png", "a b'\"c.png", "$(touch pwned).png", "; touch pwned #.png", "{image}.png", "é|x.png"]
@@ -186,18 +185,3 @@ def test_a_dataset_names_no_command(tmp_path: Path, table: str) -> None:
     toml = write_toml(tmp_path, **{"subset": subset, table: f"{subset}\n{key}" if table == "subset" else key})
     with pytest.raises(UserError, match="'caption_command' is not taken: a dataset may come from a stranger"):
         build(toml)
-
-
-def test_the_check_shows_what_the_command_says_and_writes_nothing(tmp_path: Path, captioner: str) -> None:
-    for number in range(4):
-        add_image(tmp_path / "img", f"{number}.png", caption=None, seed=number)
-    toml = write_toml(tmp_path, general="trigger_word = 'zorbo'")
-    script, command = ROOT / "tools/check_dataset.py", ["--caption_command", f"{captioner} {{image}}"]
-    words = [str(toml), *command, "--preview", "2"]
-    done = run_script(script, words, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "0.png: a picture of 0\n1.png: a picture of 1\n" in done.stdout
-    assert "2 of 4 images without a caption shown" in done.stdout
-    assert not list((tmp_path / "img").glob("*.txt"))
-    lonely = run_script(script, [str(toml), "--preview", "2"], tmp_path)
-    assert (lonely.returncode, "--preview: has no effect without --caption_command" in lonely.stderr) == (2, True)

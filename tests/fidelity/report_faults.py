@@ -229,9 +229,7 @@ _FLAGS = (
     ("activations rounded, one scale", "activations", (), "bf16|train", "--activations tensor"),
     ("activations rounded, no scale", "activations", (), "bf16|train|dynamic", "--activations unit"),
     ("timesteps in bf16", "timestep", (), "fp32", "--timestep bf16"),
-    ("positions in bf16", "position", (), "fp32", "--positions bf16"),
     ("another sampler shift", "shift", (r"\b1(\.0+)?\b",), "shift|schedul", "--deploy_shift 1"),
-    ("fewer sampling steps", "steps", (r"\b3\b",), "steps", "--deploy_steps 3"),
     ("known pixels pasted", "past", ("pixels",), "paste|blend|pixels", "--paste pixels"),
     ("known latents composited", "past|composit|latents", ("latents",), "noise.?mask|blend|composit",
      "--paste latents"),
@@ -244,7 +242,6 @@ _FLAGS = (
     ("blank white", "blank|region", ("white",), "grey", "--blank white"),
     ("masked latents in fp8", "latents", ("fp8",), "bf16|fp32|high", "--latents_dtype fp8"),
     ("masked latents in bf16", "latents", ("bf16|bfloat16",), "fp32|high", "--latents_dtype bf16"),
-    ("cropped to multiples of 48", "crop", (r"\b48\b",), "crop|sides", "--crop_multiple 48"),
 )  # fmt: skip
 BY_FLAGS = (
     *(Fault(f"{name}, declared", named("cast"), cause, where, remedy, tuple(flags.split()),

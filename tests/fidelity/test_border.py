@@ -60,11 +60,12 @@ def test_noise_eight_times_as_strong_along_the_border_is_worse_by_eight() -> Non
         assert (shown in sentence) == figure.decides
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_white_noise_is_never_worse(seed: int) -> None:
-    found = judged(8, lambda error, mask: error + noise(50 + seed))
-    assert found.state == "as usual"
-    assert all(figure.times == pytest.approx(1, abs=0.1) for figure in found.figures)
+def test_white_noise_is_never_worse() -> None:
+    for seed in range(20):
+        found = judged(8, lambda error, mask, seed=seed: error + noise(50 + seed))
+        assert {figure.name for figure in found.figures} == set(LIMITS)
+        assert found.state == "as usual", seed
+        assert all(figure.times == pytest.approx(1, abs=0.1) for figure in found.figures), seed
 
 
 @pytest.mark.parametrize("side", ["inside", "outside"])
@@ -141,9 +142,3 @@ def test_the_control_misses_by_as_much_as_what_is_judged() -> None:
     # the latents are right and the decoder alone errs: noise in the pixels
     control = white_noise(wanted, wanted, image, image + 0.2, decode, 0)
     assert float(control.square().mean().sqrt()) == pytest.approx(0.2, rel=0.05)
-
-
-def test_every_figure_has_a_limit_above_one() -> None:
-    found = judged(4, lambda error, mask: error)
-    assert {figure.name for figure in found.figures} == set(LIMITS)
-    assert min(LIMITS.values()) > 1

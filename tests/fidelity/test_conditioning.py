@@ -8,7 +8,7 @@ import torch
 from PIL import Image, ImageFilter
 
 from library.data.cache import Pixels
-from library.fidelity.conditioning import black_region, blur, centred, change_mask, give, grow, round_latents, snap
+from library.fidelity.conditioning import black_region, blur, change_mask, give, grow, round_latents, snap
 from library.fidelity.serving import REFERENCE, Variant
 
 
@@ -73,14 +73,6 @@ def test_the_region_has_the_colour_that_is_said_and_the_rest_stays(blank: str, v
 def test_an_inverted_mask_blanks_the_other_side() -> None:
     mask = random_mask()
     assert torch.equal(change_mask(mask, Variant(mask_invert=True)), 1 - mask)
-
-
-def test_a_crop_is_around_the_middle_and_of_all_alike() -> None:
-    assert centred(torch.zeros(3, 48, 64), 32) == (8, 0, 32, 64)
-    assert centred(torch.zeros(3, 48, 64), 0) == (0, 0, 48, 64)
-    given = give(pixels_of(random_mask()), "fill", Variant(crop_multiple=32))
-    assert given.image.shape == given.shown[0].shape == (3, 32, 64)
-    assert torch.equal(given.mask, random_mask()[:, 8:40])  # type: ignore[arg-type]
 
 
 def test_the_black_region_of_a_reference_is_found_and_changed_where_there_is_no_mask() -> None:

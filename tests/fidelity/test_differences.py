@@ -19,12 +19,7 @@ def run_of(steps: int, finished: float) -> Outcome:
     return Outcome(path=[[torch.full((4, 2, 2), finished * (step + 1) / steps)] for step in range(steps)])
 
 
-def test_finished_latents_are_compared_whatever_steps_each_took() -> None:
-    assert compare(run_of(12, 1.0), run_of(6, 1.0), NOTHING).latents == 0
-    assert compare(run_of(12, 1.0), run_of(6, 1.25), NOTHING).latents == 0.25
-
-
 def test_where_the_latents_are_right_nothing_is_recommended() -> None:
     before = replace(compare(run_of(4, 1.0), run_of(4, 1.0), NOTHING), image=0.1)
     fix = Fix("refit", "", 1.0, (Path("a.safetensors"),), before, Outcome())
-    assert "the finished latents are right" in recommendation(recommend([fix], before, 0.3), before, 0.3)
+    assert "the finished latents are right" in recommendation(recommend([fix], before), before)

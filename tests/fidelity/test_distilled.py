@@ -119,14 +119,6 @@ def test_another_lora_on_the_distilled_model_is_measured_against_the_bases(
     assert found.at(1.0).error < 0.05
 
 
-def test_an_effect_that_is_doubled_is_found_stronger(base: Path, dataset: Path, tmp_path: Path) -> None:
-    turbo = changed(base, tmp_path / "turbo", "proj_out.weight", lambda weight: weight * 2)
-    found = compared(base, turbo, dataset, update(base, FLUX_LAST, 0.02), steps=0)
-    assert found.equal == pytest.approx(0.5, rel=2 * EQUAL)
-    assert "stronger" in found.sentence()
-    assert not found.images
-
-
 def test_an_effect_of_another_direction_is_not_scaled(base: Path, dataset: Path, tmp_path: Path) -> None:
     """The last layer's rows in another order give the same effect to other channels."""
     order = torch.randperm(64, generator=torch.Generator().manual_seed(3))
@@ -199,8 +191,8 @@ def test_z_image_turbo_is_compared_by_the_tool_in_its_real_formats(
         (["--distilled", "BASE"], "--distilled: what is compared is what a LoRA does; give --lora"),
         (["--deploy", "cast", "--distilled_steps", "4"], "no effect without --distilled"),
         (["--distilled", "cast", "--lora", "x.safetensors"], "--distilled cast: no such file or folder"),
-        (["--distilled", "BASE", "--lora", "x.safetensors", "--activations", "row"], "give --deploy too"),
-        (["--distilled", "BASE", "--lora", "x.safetensors", "--fix"], "give --deploy too"),
+        (["--distilled", "BASE", "--lora", "x.safetensors", "--activations", "row"], "of a deployment"),
+        (["--distilled", "BASE", "--lora", "x.safetensors", "--fix"], "of a deployment"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_in_one_line(

@@ -18,10 +18,10 @@ from torch import Tensor
 from library.data.batches import Batch
 from library.data.cache import Pixels
 from library.fidelity.border import STEP_8BIT, judge_border
-from library.fidelity.causes import Finding
 from library.fidelity.comparison import Comparison
 from library.fidelity.differences import Differences, mask_in_pixels
 from library.fidelity.figures import attribution_bars, border_intervals, layer_errors, picture_rows
+from library.fidelity.findings import Finding
 from library.fidelity.layers import ActivationSizes, LayerRow
 from library.fidelity.page import write_report
 from library.fidelity.report import Report
@@ -99,9 +99,10 @@ class Tags(HTMLParser):
         self.text.append(data)
 
 
-def test_everything_lies_in_the_one_file_and_every_image_says_what_it_shows(tmp_path: Path) -> None:
+def test_the_page_is_one_file_with_every_layer_and_runs_no_name(tmp_path: Path) -> None:
     text = page(make(), tmp_path)
-    tags = Tags(text).tags
+    read = Tags(text)
+    tags = read.tags
     shown = [attributes for tag, attributes in tags if tag == "img"]
     assert len(shown) == 6  # pictures, border, causes, noise levels, steps, layers
     assert all(each["alt"] and re.match(r"data:image/png;base64,[\w+/]{200}", each["src"] or "") for each in shown)
@@ -110,17 +111,9 @@ def test_everything_lies_in_the_one_file_and_every_image_says_what_it_shows(tmp_
     assert "url(" not in text
     assert "http" not in text.replace(json.dumps(EVIL), "")
     assert {path.name for path in tmp_path.iterdir()} == {"report.html", "report.json", "images.png"}
-
-
-def test_names_are_shown_as_they_are_and_never_run(tmp_path: Path) -> None:
-    read = Tags(page(make(), tmp_path))
     assert len([tag for tag, _ in read.tags if tag == "script"]) == 1  # the page's own
     assert sum(EVIL in text for text in read.text) >= 7  # title, verdict, finding, layer, tensor, group, tried, setting
-
-
-def test_every_layer_has_a_row(tmp_path: Path) -> None:
-    cells = set(Tags(page(make(), tmp_path)).text)
-    assert {layer(number).name for number in range(LAYERS)} <= cells
+    assert {layer(number).name for number in range(LAYERS)} <= set(read.text)
 
 
 @pytest.mark.parametrize(

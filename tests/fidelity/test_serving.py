@@ -17,10 +17,9 @@ from library.config.schema import ModelConfig
 from library.console import Console
 from library.errors import UserError
 from library.fidelity.calibration import CalibrationOptions
-from library.fidelity.causes import CAUSES, REMEDIES
 from library.fidelity.conditioning import give
 from library.fidelity.deployed import parse_deployment
-from library.fidelity.differences import compare
+from library.fidelity.findings import CAUSES, REMEDIES
 from library.fidelity.runs import EvalSet, conditions_of, prepare_eval_set, run_variant
 from library.fidelity.serving import REFERENCE, Models, Served, Variant
 from networks.files.weights import LoraWeights
@@ -108,17 +107,6 @@ def test_a_vae_in_half_precision_rounds_its_activations_too(models: Models, eval
     plain, found = encoder.decode(latents), half.decode(latents)
     assert half.vae.dtype == torch.bfloat16
     assert float((found - plain).norm()) > 1.2 * float((rounded_weights.decode(latents) - plain).norm()) > 0
-
-
-def test_a_cropped_run_is_compared_with_the_same_part_of_the_reference(models: Models, eval_set: EvalSet) -> None:
-    reference = run_variant(models, REFERENCE, eval_set, QUIET, "x")
-    cropped = run_variant(models, Variant(crop_multiple=48), eval_set, QUIET, "x")
-    assert cropped.images[0].shape == (3, 48, 48)
-    cut = reference.cut_like(cropped)
-    assert torch.equal(cut.images[0], reference.images[0][:, 8:56, 8:56])
-    assert torch.equal(cut.latents[0], reference.latents[0][:, 1:7, 1:7])
-    found = compare(reference, cropped, eval_set, models.image_encoder(REFERENCE).decode)
-    assert 0 < found.image < 2
 
 
 def test_pasted_pixels_are_the_pictures_own_and_pasted_latents_its_latents(models: Models, eval_set: EvalSet) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from library.fidelity.tensor_findings import costly_kinds, tensor_findings, with_lora_faults
+from library.fidelity.findings import costly_kinds, tensor_findings, with_lora_faults
 from library.fidelity.tensors import TensorRow, compare_tensors, module_difference
 from library.precision.files.fp8 import Fp8Scheme
 from library.precision.fp8_numbers import E4M3FN, E5M2, Fp8Format
@@ -128,25 +128,25 @@ def test_clipped_numbers_are_counted(reference: nn.Module, sigmas: float) -> Non
     assert int((weight.abs() > 1.1 * limit).sum()) <= count <= int((weight.abs() > limit).sum())
 
 
-@pytest.mark.parametrize(("roll", "words"), [((1, 0), "rolled by 1 rows"), ((0, 1), "rolled by 1 columns")])
-def test_scales_in_another_place_are_named_so(reference: nn.Module, roll: tuple[int, int], words: str) -> None:
+@pytest.mark.parametrize(
+    ("move", "words"),
+    [
+        (lambda scale: scale.roll(1, 0), "rolled by 1 rows"),
+        (lambda scale: scale.roll(1, 1), "rolled by 1 columns"),
+        (lambda scale: scale.t().reshape(scale.shape), "transposed"),
+    ],
+)
+def test_scales_in_another_place_are_named_so(
+    reference: nn.Module, move: Callable[[Tensor], Tensor], words: str
+) -> None:
     spread = copy.deepcopy(reference)
     spread.get_submodule(LAYER).weight.data.mul_(torch.rand(64, 4, generator=seeded(2)).repeat_interleave(64, 1) + 0.2)
     deployed = in_fp8(spread, "block64")
     scale = deployed.get_submodule(LAYER).scale
-    scale.copy_(scale.roll(roll, (0, 1)))
+    scale.copy_(move(scale))
     ((cause, _, evidence),) = named(spread, deployed)
     assert cause == "wrong_scale"
     assert f"its scales are {words}" in evidence
-
-
-def test_transposed_scales_are_named_so(reference: nn.Module) -> None:
-    deployed = in_fp8(reference, "block64")
-    scale = deployed.get_submodule(LAYER).scale
-    scale.copy_(scale.t().reshape(scale.shape))
-    ((cause, _, evidence),) = named(reference, deployed)
-    assert cause == "wrong_scale"
-    assert "its scales are transposed" in evidence
 
 
 def cut(weight: Tensor, layer: QuantizedLinear) -> Tensor:

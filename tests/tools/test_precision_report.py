@@ -120,8 +120,8 @@ def test_fixes_are_tried_measured_and_the_cheapest_that_does_is_named(
 ) -> None:
     """Of random weights the LoRA can make up for part of the rounding only; more rank makes up for more."""
     deploy = place / "fp8.safetensors"
-    names = ["bypass", "refit", "correction", "rebuild", "exclude"]
-    found = report(place, deploy, "--fix", *names, "--fix_target", "0.5")
+    names = ["bypass", "refit", "correction", "rebuild"]
+    found = report(place, deploy, "--fix", *names)
     before = found["deployment"]["velocity"]
     assert [fix["name"] for fix in found["fixes"]] == names
     served, beside = (
@@ -134,11 +134,7 @@ def test_fixes_are_tried_measured_and_the_cheapest_that_does_is_named(
     assert all(beside[name] < served[name] for name in names[1:])  # what ComfyUI's stochastic merge adds to each
     assert beside["refit"] < found["fixes"][0]["differences"]["velocity"] < before
     assert beside["correction"] < 0.8 * beside["refit"]
-    assert beside["exclude"] < beside["rebuild"] < 0.5 * before
-    rebuilt, larger = (
-        sum(file.stat().st_size for file in Path(fix["files"][0]).glob("*.safetensors")) for fix in found["fixes"][3:]
-    )
-    assert rebuilt < larger < 1.1 * rebuilt  # a tenth of what is in fp8
+    assert beside["rebuild"] < 0.5 * before
     (corrected,) = found["fixes"][2]["files"]
     with safe_open(corrected, framework="pt") as file:
         assert file.metadata()["tandem.base_name"] == deploy.name
@@ -147,7 +143,7 @@ def test_fixes_are_tried_measured_and_the_cheapest_that_does_is_named(
         / found["deployment"]["latents"]
         for fix in found["fixes"]
     }
-    wanted = next((name for name, share in shares.items() if share <= 0.5), min(shares, key=lambda name: shares[name]))
+    wanted = next((name for name, share in shares.items() if share <= 0.3), min(shares, key=lambda name: shares[name]))
     assert f"Recommended: {wanted} (" in capsys.readouterr().out
 
 

@@ -83,6 +83,8 @@ def get(server: Server, path: str) -> tuple[int, str]:
         ('dataset_args = ["cache_directory=/elsewhere"]', "", "datasets/inside.toml", "lies outside"),
         ('dataset_args = ["reg_data_dir=/elsewhere"]', "", "datasets", "lies outside"),
         (f'resume = "/elsewhere/{"./" * 2100}state"', "", "datasets/inside.toml", "lies outside"),
+        ('network_weights = "../secret.safetensors"', "", "datasets/inside.toml", "lies outside"),
+        ('logging_dir = "/var"\nlog_with = "tensorboard"', "", "datasets/inside.toml", "lies outside"),
     ],
 )
 def test_nothing_is_begun_that_runs_programs_or_leads_out(
@@ -100,8 +102,41 @@ def test_nothing_is_begun_that_runs_programs_or_leads_out(
     assert Jobs(server.output / ".tandem").all() == []
 
 
-@pytest.mark.parametrize("said", ["--config_file datasets/k.toml", "--config_file=datasets/link",
-                                  "--dataset_config datasets/outside.toml"])  # fmt: skip
+def test_screens_of_loras_and_runs_read_nothing_outside(server: Server) -> None:
+    (server.output / "run/a.safetensors").write_bytes(b"")
+    lora = {"lora": "output/run/a.safetensors", "model": "models/tiny", "model_type": "flux"}
+    fields = {"prompts": "a", "strengths": "1", "width": "64", "height": "64", "steps": "1", "seed": "0"}
+    served = {"served": "cast", "dataset": "datasets/inside.toml"}
+    for path, form, change in (
+        ("/generate", fields, {"lora": "/etc/passwd"}),
+        ("/generate", fields, {"model": "/etc"}),
+        ("/generate", fields, {"prompts": "a --ci /etc/passwd"}),
+        ("/generate", fields, {"more": "/etc/x.safetensors:1"}),
+        ("/precision", served, {"lora": "../x.safetensors"}),
+        ("/precision", served, {"served": "file", "file": "/etc/passwd"}),
+        ("/precision", served, {"dataset": "/etc/x"}),
+    ):
+        status, answer = post(server, path, **lora | {"guidance": "1"} | form | change)
+        assert (status, "lies outside" in answer) == (403, True), change
+    assert "is missing" in post(server, "/precision", **lora, **served | {"served": "/etc/passwd"})[1]
+    for path in ("/run?path=..", "/run/curves?path=/etc", "/compare?path=/etc&path=output/run", "/run?path=models"):
+        assert get(server, path)[0] == 403, path
+    for path, status in {"/run?path=output/none": 422, "/compare?path=output/run": 422, "/run/ask": 405}.items():
+        assert get(server, path)[0] == status, path
+    assert post(server, "/run/ask", path="output/run", what="STOP")[0] == 422
+    assert not (server.output / "run/STOP").exists()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "--config_file datasets/k.toml",
+        "--config_file=datasets/link",
+        "--dataset_config datasets/outside.toml",
+        "--dataset_config /etc/hosts",
+        "--train_data_dir=../..",
+    ],
+)
 def test_a_translation_reads_nothing_outside_by_a_second_step(server: Server, tmp_path: Path, said: str) -> None:
     (tmp_path / "secret.toml").write_text("secret = 1\n")
     (server.folder / "datasets/k.toml").write_text(f'dataset_config = "{tmp_path / "secret.toml"}"\n')
@@ -176,11 +211,16 @@ def test_the_pages_own_folder_is_nobodys_to_write_to(server: Server) -> None:
     own = server.output / ".tandem/jobs/20260101-000000-abc"
     own.mkdir(parents=True)
     (own / "job.json").write_text("{}")
-    for folder in ("output/.tandem/jobs/20260101-000000-abc", "output/run/../.tandem/x"):
+    for folder, said in {
+        "output/.tandem/jobs/20260101-000000-abc": "the page&#39;s own",
+        "output/run/../.tandem/x": "the page&#39;s own",
+        "/tmp/elsewhere": "lies outside",
+        "datasets/run": "the output folders",
+    }.items():
         text = CONFIG.format(top="", optimizer="", dataset="datasets/inside.toml").replace("output/run", folder)
         status, answer = post(server, "/new/start", text=text)
         assert status == 422
-        assert "the page&#39;s own" in answer
+        assert said in answer
     assert get(server, "/data?dataset=output/.tandem/jobs/20260101-000000-abc/config.toml")[0] == 403
     assert [path.name for path in own.iterdir()] == ["job.json"]
 

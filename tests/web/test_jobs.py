@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -192,32 +191,6 @@ def is_in(log: Path, process: psutil.Process) -> bool:
     with suppress(OSError):
         return Path(f"/proc/{process.pid}/fd/1").readlink() == log
     return False
-
-
-def test_a_start_that_cannot_be_read_is_not_made_again(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    for content in ("", "{", "[1]"):
-        job = waiting(jobs, "x", monkeypatch)
-        (job.folder / "running.json").write_text(content)
-        assert jobs.get(job.id).state == "lost"
-        (job.folder / "ended.json").write_text('{"at": 5, "code": 0}')
-        assert jobs.get(job.id).state == "done"
-
-
-def test_a_copy_of_a_jobs_folder_holds_up_nobody(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = waiting(jobs, "x", monkeypatch)
-    for ending in (" (copy)", ".bak", "~"):
-        shutil.copytree(job.folder, jobs.folder / f"0{job.id}{ending}")
-    jobs.begin()
-    until(lambda: jobs.get(job.id).state == "done")
-    assert [each.id for each in jobs.all()] == [job.id]
-
-
-def test_a_lock_that_was_spoilt_is_one_still(jobs: Jobs) -> None:
-    for lock in (jobs.queue_lock, jobs.folder.parent / "jobs.lock"):
-        lock.parent.mkdir(exist_ok=True)
-        lock.write_bytes(bytes(64))
-    job = jobs.add("train", "x", ["-c", "pass"], queued=True)
-    until(lambda: jobs.get(job.id).state == "done")
 
 
 def test_two_who_move_jobs_at_once_lose_none(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:

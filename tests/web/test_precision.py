@@ -88,19 +88,6 @@ def test_a_remedy_makes_a_new_file_each_time_and_is_measured(browser: Any, serve
     tab.close()
 
 
-@pytest.mark.parametrize(
-    "change", [{"lora": "../x.safetensors"}, {"served": "file", "file": "/etc/passwd"}, {"dataset": "/etc/x"}]
-)
-def test_files_outside_are_refused(change: dict[str, str], browser: Any, server: Server) -> None:
-    tab = Tab(browser, server)
-    given = {"lora": "output/zorbo/zorbo.safetensors", "model": "assets/tiny-flux", "model_type": "flux",
-             "served": "cast", "dataset": "assets/demo_dataset/dataset.toml"}  # fmt: skip
-    answer = tab.context.request.post(f"{server.address}/precision", form=given | change)
-    assert answer.status == 403
-    assert "lies outside" in answer.text()
-    tab.close()
-
-
 def test_what_a_remedy_made_is_found_among_what_it_needed(tmp_path: Path) -> None:
     from library.web.precision import _made
 
@@ -111,16 +98,6 @@ def test_what_a_remedy_made_is_found_among_what_it_needed(tmp_path: Path) -> Non
     assert [path.name for path in _made(tmp_path / "fix")] == ["refitted.safetensors", "taught.safetensors"]
     assert _made(tmp_path / "int8") == [tmp_path / "int8"]
     assert _made(tmp_path / "not_there") == []
-
-
-def test_what_is_served_is_a_format_of_the_list_or_a_file(browser: Any, server: Server) -> None:
-    tab = Tab(browser, server)
-    given = {"lora": "output/zorbo/zorbo.safetensors", "model": "assets/tiny-flux", "model_type": "flux",
-             "dataset": "assets/demo_dataset/dataset.toml"}  # fmt: skip
-    answer = tab.context.request.post(f"{server.address}/precision", form=given | {"served": "/etc/passwd"})
-    assert answer.status == 422
-    assert "is missing" in answer.text()
-    tab.close()
 
 
 def test_loras_of_language_models_are_left_out(tmp_path: Path) -> None:

@@ -17,12 +17,6 @@ An entry of D survives rounding to nearest only if it takes the weight past the 
 e4m3fn is fixed at 2^-9, so in a plain-cast file with weights of std 0.02 an update of 1 % vanishes whole. All are exact
 sums over all entries, in float64.
 
-*Which layers to exclude from fp8*, when the file may grow by so much. What a layer contributes to the error of the
-model is measured by putting it alone back into high precision: the mean squared change of the output, over the output's
-own. Rounding errors of different layers are independent, so these add up to about the whole error, and a reference run
-of the bf16 model, which may not fit into memory, is not needed. A layer costs one byte a weight more in bf16; by
-benefit for each byte they are taken until the budget is spent.
-
 *Low-rank residual correction*: B [out, r] and A [r, in] that minimise E|x (T - B A)^T|^2 =
 trace((T - B A) C (T - B A)^T), with T [out, in] the error to undo. This is reduced-rank regression. With C = L L^T the
 best B A L is the truncated SVD of T L (Eckart-Young); its left factor U are the r leading eigenvectors of T C T^T, and
@@ -38,7 +32,7 @@ iteration, whose error is in directions that matter least: T C T^T is never form
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -134,31 +128,6 @@ def update_retention(merged: Tensor, base: Tensor, update: Tensor, moment: Tenso
     return UpdateRetention(inner / update_energy, cosine, seen / effect if effect > 0 else None)
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A layer, or several that a file stores as one tensor: the benefit of keeping it, and the bytes that costs."""
-
-    name: str
-    benefit: float
-    extra_bytes: int
-
-    @property
-    def benefit_per_megabyte(self) -> float:
-        """Benefit for each 2^20 bytes."""
-        return self.benefit / (self.extra_bytes / 2**20)
-
-
-def choose_kept(candidates: Iterable[Candidate], budget_bytes: int) -> list[Candidate]:
-    """Return the candidates to keep, best per byte first; one that no longer fits is passed over, not the rest."""
-    chosen: list[Candidate] = []
-    left = budget_bytes
-    for candidate in sorted(candidates, key=lambda c: (-c.benefit_per_megabyte, c.name)):
-        if candidate.benefit > 0 and candidate.extra_bytes <= left:
-            chosen.append(candidate)
-            left -= candidate.extra_bytes
-    return chosen
-
-
 @contextmanager
 def replaced(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
     """Run ``model`` with other ``tensors``, by the names of its parameters and buffers, inside the block.
@@ -187,29 +156,6 @@ def replaced(model: nn.Module, tensors: Mapping[str, Tensor]) -> Iterator[None]:
             old.data = data
         for path, layer in layers.items():
             model.set_submodule(path, layer)
-
-
-@torch.no_grad()
-def measure_contributions(
-    model: nn.Module,
-    layers: Sequence[Sequence[str]],
-    high_weight: Callable[[str], Tensor],
-    outputs: Callable[[], Tensor],
-) -> Iterator[float]:
-    """Yield for each group of layers its share of the squared output, changed by putting it back to high precision.
-
-    Args:
-        model: quantised; it is left as it was.
-        layers: module names, those that are kept or rounded together in one group.
-        high_weight: returns a layer's weight [out, in] in high precision, in the dtype to compute in.
-        outputs: runs the model on the calibration and returns what it gives, in one tensor.
-    """
-    before = outputs().double()
-    energy = float(before.square().sum())
-    for names in layers:
-        with replaced(model, {f"{name}.weight": high_weight(name) for name in names}):
-            change = outputs().double() - before
-        yield float(change.square().sum()) / energy if energy else 0.0
 
 
 def _with_weight(layer: nn.Module, weight: Tensor) -> nn.Module:

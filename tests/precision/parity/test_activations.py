@@ -8,10 +8,7 @@ from torch import Tensor, nn
 from library.models.flux.files import FLUX_TARGETS
 from library.models.flux.model import optimise_forward
 from library.models.flux.spec import pack_latents
-from library.precision.files.fp8 import Fp8Scheme
 from library.precision.parity.activations import collect_inputs
-from library.precision.parity.layer_errors import Candidate, choose_kept, measure_contributions
-from library.precision.recipe import Recipe, quantize_model
 from networks.files.weights import LoraWeights
 from networks.network import attach_lora
 from tests.tiny import tiny_flux_inputs, tiny_flux_transformer
@@ -93,32 +90,3 @@ def test_inputs_are_those_that_diffusers_layers_see() -> None:
     distances = torch.cdist(rows.double(), seen[LAYERS[3]][0].double())  # in fp32 a distance of nothing is 1e-3
     assert float(distances.amin(1).max()) < 1e-3
     assert dict(ours.named_modules()) == modules  # everything is back in its place
-
-
-def test_contributions_of_single_layers_are_what_restoring_each_changes() -> None:
-    high = tiny_flux_transformer()
-    weights = {name: high.get_submodule(name).weight.detach().clone() for name in LAYERS}
-    model = optimise_forward(tiny_flux_transformer())
-    quantize_model(model, Recipe(Fp8Scheme("cast"), exclude=("embedders", "final")), compute="dequant")
-    groups = [[LAYERS[1], LAYERS[2]], [LAYERS[4]], [LAYERS[7]]]
-    shares = list(measure_contributions(model, groups, weights.__getitem__, lambda: call(model, 0).flatten()))
-    before = call(model, 0).double()
-    for names, share in zip(groups, shares, strict=True):
-        by_hand = optimise_forward(tiny_flux_transformer())
-        keep = tuple(f"^{name}$" for name in names)
-        quantize_model(by_hand, Recipe(Fp8Scheme("cast"), exclude_patterns=keep), compute="dequant")
-        change = call(by_hand, 0).double() - before
-        assert share > 0
-        assert abs(share / float(change.square().sum() / before.square().sum()) - 1) < 1e-2  # fp32 forward passes
-
-
-def test_the_budget_goes_to_the_best_per_byte_that_fit() -> None:
-    candidates = [
-        Candidate("small and good", 1.0, 10),
-        Candidate("large and best in all", 5.0, 100),
-        Candidate("fits what is left", 0.1, 20),
-        Candidate("useless", 0.0, 1),
-    ]
-    assert [c.name for c in choose_kept(candidates, 100)] == ["small and good", "fits what is left"]
-    assert [c.name for c in choose_kept(candidates, 110)] == ["small and good", "large and best in all"]
-    assert choose_kept(candidates, 5) == []

@@ -1,4 +1,4 @@
-"""From the rows of all tensors to what is wrong with the deployed weights, and which of them show it.
+"""What can be wrong with a deployment, what helps; and from the rows of all tensors to what is wrong with its weights.
 
 A row that is no honest rounding has its fault from ``tensors``. Two things need all rows together: which share of the
 LoRA's update is in the weights (each layer knows it badly, all of them well), and whether the odd ones are most of the
@@ -10,17 +10,48 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 from library.errors import names_in_short
-from library.fidelity.causes import Finding
 from library.fidelity.tensors import SURE, TensorRow
+from library.files import read_toml
 from library.precision.parity.layer_errors import FLAGGED
 from library.precision.recipe import KINDS
 
 _STRENGTH = 0.05
 _BLOCK = re.compile(r"^(.*?\.\d+)\.")
+
+_TABLES = read_toml(Path(__file__).with_name("findings.toml"))[0]
+CAUSES: dict[str, str] = {cause: row["title"] for cause, row in _TABLES.items()}
+REMEDIES: dict[str, str] = {cause: row["remedy"] for cause, row in _TABLES.items()}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A cause that was found.
+
+    Attributes:
+        cause: key of ``CAUSES``. share: of the squared error, as far as causes add up.
+        layers: that show it; empty where it is not about layers.
+        evidence: the numbers that speak for it, in words.
+    """
+
+    cause: str
+    share: float
+    layers: tuple[str, ...]
+    evidence: str
+
+    def sentence(self) -> str:
+        """Return cause, evidence and remedy in words."""
+        remedy = REMEDIES[self.cause]
+        return f"{CAUSES[self.cause]}: {self.evidence}. {remedy[0].upper()}{remedy[1:]}."
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self) | {"title": CAUSES[self.cause], "remedy": REMEDIES[self.cause]}
 
 
 def with_lora_faults(rows: Sequence[TensorRow], merged: bool) -> list[TensorRow]:
