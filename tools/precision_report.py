@@ -175,7 +175,7 @@ def parser() -> argparse.ArgumentParser:
     eval_set.add_argument(
         "--explain",
         action="store_true",
-        help="also try what servers do to masks, one at a time, and put back layers, blocks and kinds of tensors",
+        help="also put back blocks and kinds of tensors, to see what each explains",
     )
     server = top.add_argument_group("what a server really painted")
     server.add_argument(

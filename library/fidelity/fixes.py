@@ -280,13 +280,13 @@ class FixBuilder:
         name: str,
         layout: LayoutKind,
         recipe: Recipe,
-        compensate: CalibrationPlan | None = None,
+        calibration: CalibrationPlan | None = None,
         low_precision_products: bool | None = None,
     ) -> Models:
         """Write the reference by ``recipe`` as ``name`` and return the models with it deployed."""
         base, options = Path(self.models.config.pretrained_model_name_or_path), self.options
         target = options.folder / (name if base.expanduser().is_dir() else f"{name}.safetensors")
-        quantize_checkpoint(base, target, layout, recipe, Console(quiet=True), compensate, low_precision_products)
+        quantize_checkpoint(base, target, layout, recipe, Console(quiet=True), calibration, low_precision_products)
         return replace(self.models, deployed=DeployedWeights(target.name, target, None))
 
     def _refit(self, models: Models, correction_rank: int) -> Path:

@@ -52,8 +52,6 @@ class LayerRow:
 
     Attributes:
         name: diffusers' module name. kind: dtype and granularity. size: weights in it.
-        weight_error, expected_error, gain, error_after_gain, zeros, subnormals, saturated: see ``TensorRow``.
-        sqnr_db: reference over error, in decibels.
         output_error: of the layer's output on the evaluation set, without its LoRA.
         expected_output_error: the same of rounding to nearest.
         compensated: the weight is changed by more than rounding, and outputs err less for it: GPTQ, for example.
@@ -67,14 +65,6 @@ class LayerRow:
     name: str
     kind: str
     size: int
-    weight_error: float
-    expected_error: float
-    sqnr_db: float
-    gain: float
-    error_after_gain: float
-    zeros: float
-    subnormals: float
-    saturated: float
     output_error: float
     expected_output_error: float
     compensated: bool
@@ -140,14 +130,6 @@ def layer_row(
         name=tensor.layer,
         kind=_kind(deployed),
         size=weight.numel(),
-        weight_error=tensor.error,
-        expected_error=tensor.expected,
-        sqnr_db=-20 * math.log10(tensor.error) if tensor.error else math.inf,
-        gain=tensor.gain,
-        error_after_gain=tensor.error_after_gain,
-        zeros=tensor.zeros,
-        subnormals=tensor.subnormals,
-        saturated=tensor.saturated,
         output_error=relative_output_error(numbers(served) - target, target, inputs),
         expected_output_error=nearest,
         as_int8=_as_int8(reference, base, quantized, inputs) if merged != "in the file" else None,

@@ -107,7 +107,7 @@ def merge_quantized(
         if flagged and how.rounding == "nearest" and not how.accept_loss:
             _refuse_loss(model, merge, flagged, console)
         if how.plan is not None:
-            found |= _compensate(merge, how.plan, loras, console)
+            found |= compensate(merge, how.plan, console, loras)
             if found:
                 console.print(retention_table("left by compensated rounding", found, how.shown))
         _write(merge, save_to, sources, console)
@@ -168,13 +168,13 @@ def _refuse_loss(model: Path, merge: QuantizedMerge, flagged: Sequence[str], con
     )
 
 
-def _compensate(
+def compensate(
     merge: QuantizedMerge,
     plan: CalibrationPlan,
-    loras: Sequence[tuple[LoraSource, Mapping[str, object]]],
     console: Console,
+    loras: Sequence[tuple[LoraSource, Mapping[str, object]]] = (),
 ) -> dict[str, UpdateRetention]:
-    """Run the calibration and round group by group; return what is left of each tensor's update."""
+    """Run the model with ``loras`` on the calibration and round group by group; return what is left of each update."""
     calibration = plan.prepare(console)
     transformer = calibration.load_fp8(None if merge.layout is not None else merge.recipe)
     plain = [

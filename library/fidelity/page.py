@@ -126,7 +126,6 @@ def _page(
         "groups": _table(_TABLES["group"], [*report.comparison.groups.items()], "explains"),
         "layers": _table(_TABLES["layer"], layers, "output error", lambda row: row.conspicuous),
         "server": server and _table(_TABLES["server"], [*server.descriptions, server.reference]),
-        "tried": _table(_TABLES["tried"], report.tried, "times"),
         "merges": _table(_TABLES["merge"], report.merges) if len(report.merges) > 1 else None,
         "tensors": _table(_TABLES["tensor"], tensors, "error", lambda row: bool(row.fault)),
     }
@@ -180,7 +179,6 @@ def _verdict(report: Report, server: ServerResult | None) -> dict[str, list[str]
             f"{each.share:.1%} of the error: {each.sentence()}" for each in others if each not in small
         ],
         "Unexplained": [verdict.unexplained()],
-        "What it could be": [verdict.suspected()],
         "Ruled out as the main cause": [
             f"{CAUSES[each.cause]} ({each.share:.1%} of the error): {each.evidence}" for each in small
         ],

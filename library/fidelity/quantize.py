@@ -17,7 +17,9 @@ from rich.progress import Progress
 from library.console import Console
 from library.errors import UserError
 from library.fidelity.calibration import CalibrationPlan
+from library.fidelity.merge import compensate
 from library.files import atomic_path, read_json
+from library.models.family_by_name import family_class
 from library.models.hub import pipeline_index
 from library.precision.checkpoint import WeightFiles
 from library.precision.names import LayoutKind
@@ -34,7 +36,7 @@ def quantize_checkpoint(
     kind: LayoutKind,
     recipe: Recipe,
     console: Console,
-    compensate: CalibrationPlan | None = None,
+    calibration: CalibrationPlan | None = None,
     low_precision_products: bool | None = None,
 ) -> Written:
     """Write ``model`` quantised.
@@ -44,7 +46,7 @@ def quantize_checkpoint(
         save_to: a .safetensors file, or a folder where ``model`` is one.
         kind, recipe: the layout, and how weights are rounded.
         console: for what the calibration says.
-        compensate: round so that outputs change least on this calibration; None: as the recipe says.
+        calibration: rounding makes outputs change least on it; None: as the recipe says.
         low_precision_products: let ComfyUI multiply in the format; None: as is usual for it.
     """
     given, model = model, model.expanduser()
@@ -61,8 +63,8 @@ def quantize_checkpoint(
     if target.resolve() in {file.resolve() for file in weight_files(model)}:
         raise UserError(f"--save_to {target}: is the model itself; choose another place")
     rounding: AbstractContextManager[QuantizedMerge | None] = nullcontext()
-    if compensate:
-        rounding = _compensated(given, save_to, kind, recipe, compensate, console)
+    if calibration:
+        rounding = _compensated(given, save_to, kind, recipe, calibration, console)
     with rounding as rounded, Progress(transient=True) as progress:
         task = progress.add_task("quantising", total=None)
         written = write_quantized(
@@ -95,14 +97,9 @@ def _compensated(
     model: Path, save_to: Path, kind: LayoutKind, recipe: Recipe, plan: CalibrationPlan, console: Console
 ) -> Iterator[QuantizedMerge]:
     """Yield the weights, rounded so that outputs change least."""
-    calibration = plan.prepare(console)
-    transformer = calibration.load_fp8(recipe)
-    base = open_base(model, quantized=True)
+    base, targets = open_base(model, quantized=True), family_class(plan.config.model_type).targets
     save_to.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=save_to.parent, prefix=f".{save_to.name}.") as spool:
-        merge = QuantizedMerge(base, {}, kind, recipe, calibration.family.targets, Path(spool))
-        first = {names[0]: tensor for tensor, names in merge.modules().items()}
-        for group in calibration.layer_inputs(transformer, list(first)):
-            for name, inputs in group.items():
-                merge.compensate(first[name], inputs)
+        merge = QuantizedMerge(base, {}, kind, recipe, targets, Path(spool))
+        compensate(merge, plan, console)
         yield merge

@@ -30,7 +30,6 @@ class Report:
         title: what was compared. variant: the deployment that is judged.
         settings: name -> value, for the reader and the JSON.
         full: the deployment. attributions: its causes. comparison: of all tensors.
-        tried: what servers do to masks, in words, and the reference's differences when it does so.
         merges: the ways in which the server merges, where there are several or one that was looked for.
         remedies: what to do, the cheapest first.
         reference, deployed: their outcomes, for the images.
@@ -41,7 +40,6 @@ class Report:
     verdict: Verdict
     full: Differences
     attributions: Sequence[Attribution]
-    tried: Sequence[tuple[str, Differences]]
     comparison: Comparison
     reference: Outcome
     deployed: Outcome
@@ -120,7 +118,7 @@ def measure(
         calibration: what it is measured on.
         console: for progress.
         steps: of the sampling runs; 0 for none.
-        explain: measure what each kind of tensors and each block explains, and what servers do to masks.
+        explain: measure what each kind of tensors and each block explains.
         reference_loras: those beside the reference, where what is served was refitted; None: the same.
 
     Raises:
@@ -153,9 +151,7 @@ def measure(
     without = {cause: run(variant.without(cause), f"without {cause}")[1] for cause in left_out}
     words = {cause: _words(models, variant, cause) for cause in causes}
     attributions = [Attribution(cause, words[cause], alone[cause], without.get(cause)) for cause in causes]
-    has_masks = full.border is not None
-    tried = [(text, run(each, text)[1]) for text, each in HABITS.items()] if explain and has_masks else []
-    verdict = judge(variant, full, attributions, comparison, tried)
+    verdict = judge(variant, full, attributions, comparison)
     return Report(
         title=f"{Path(models.config.pretrained_model_name_or_path).name}, served as {models.deployed.name}",
         variant=variant,
@@ -163,7 +159,6 @@ def measure(
         verdict=verdict,
         full=full,
         attributions=attributions,
-        tried=tried,
         merges=rows,
         comparison=comparison,
         reference=reference,
@@ -182,18 +177,6 @@ def with_remedies(
     without = {each.cause: each.without for each in report.attributions if each.without}
     free = free_remedies(models, report.variant, report.full, without, report.comparison, loras)
     return replace(report, remedies=[*free, *costly_remedies(models, report.variant, options, loras, words)])
-
-
-HABITS = {  # what servers do to masks and to what is under them
-    "masks grown by 8 pixels": replace(REFERENCE, mask_grow=8),
-    "masks snapped to tokens of 16 pixels": replace(REFERENCE, mask_snap=16),
-    "masks blurred by 4 pixels": replace(REFERENCE, mask_blur=4.0),
-    "the region blanked with black": replace(REFERENCE, blank="black"),
-    "the region blanked with white": replace(REFERENCE, blank="white"),
-    "the masked image's latents in fp8": replace(REFERENCE, latents_dtype="fp8"),
-    "known latents put back at every step": replace(REFERENCE, paste="latents"),
-    "known pixels pasted into the finished image": replace(REFERENCE, paste="pixels"),
-}
 
 
 def _words(models: Models, variant: Variant, cause: str) -> str:

@@ -51,7 +51,6 @@ class Verdict:
         border_cause: what puts it there; None where nothing does, or no single cause.
         explained: share of the weights' squared velocity error that is gone with every compared tensor put back; None
             where the reference's weights run.
-        suspects: what servers do to masks that puts an error on the border, the worst first, with its figures.
         split: base, merge, activations -> what each alone puts the output off; of those that there are, if several.
         normal: causes that are no defects, the price of the format.
     """
@@ -60,7 +59,6 @@ class Verdict:
     border: Border | None
     border_cause: Finding | None
     explained: float | None = None
-    suspects: tuple[str, ...] = ()
     split: Mapping[str, float] = field(default_factory=dict)
     normal: tuple[str, ...] = NORMAL
 
@@ -92,7 +90,6 @@ class Verdict:
         lines += [f"{finding.share:.1%} of the error: {finding.sentence()}" for finding in self.findings]
         lines += [self.parts()] if self.split else []
         lines += [f"Unexplained: {self.unexplained()}"] if self.unexplained() else []
-        lines += [self.suspected()] if self.suspects else []
         return [*lines, f"Off by: {self.sizes(full)}."]
 
     def parts(self) -> str:
@@ -107,13 +104,8 @@ class Verdict:
         if self.border_cause:
             lines.append(f"What puts it there: {self.border_cause.sentence()}")
         elif self.border and self.border.state == "worse":
-            lines.append("No single cause puts it there; --explain tries what servers do to masks, one at a time.")
+            lines.append("No single cause puts it there; give a picture that the server painted (--server_image).")
         return lines
-
-    def suspected(self) -> str:
-        """Return what a server may do to masks, in words; empty where none was tried, or none shows."""
-        words = "; ".join(self.suspects)
-        return f"Of what servers do to masks, this puts an error on the border: {words}." if words else ""
 
     def unexplained(self) -> str:
         """Return what no tensor explains, in words; empty where they explain the error."""
@@ -137,7 +129,6 @@ def judge(
     full: Differences,
     attributions: Sequence[Attribution],
     comparison: Comparison,
-    tried: Sequence[tuple[str, Differences]] = (),
 ) -> Verdict:
     """Return what makes the difference.
 
@@ -146,7 +137,6 @@ def judge(
         full: its differences.
         attributions: one for each of its causes.
         comparison: of the deployed tensors with the reference's.
-        tried: what servers do to masks, in words, and what it does to the reference.
     """
     sizes, layers = _own_sizes(attributions), comparison.layers
     total = sum(sizes.values()) or 1.0
@@ -174,7 +164,6 @@ def judge(
         full.border,
         _named(_on_the_border(full, attributions), findings),
         explained,
-        _suspects(tried),
         split if len(split) > 1 else {},
         (*NORMAL, "activations") if variant.activations == "auto" else NORMAL,
     )
@@ -254,13 +243,6 @@ def _on_the_border(full: Differences, attributions: Sequence[Attribution]) -> Fi
         return None
     figure, best = min(found, key=lambda pair: pair[0].times)
     return Finding(best.cause, math.nan, (), f"without it there is {figure.words()}")
-
-
-def _suspects(tried: Sequence[tuple[str, Differences]]) -> tuple[str, ...]:
-    """Return what puts an error on the border, the worst first, in words."""
-    worse = [(each.border.worst, each.image, text) for text, each in tried if each.border and is_worse(each)]
-    worse.sort(key=lambda found: -found[0].times / found[0].limit)
-    return tuple(f"{text} ({figure.words()}; the image is {image:.1%} off)" for figure, image, text in worse)
 
 
 def _named(border: Finding | None, findings: Sequence[Finding]) -> Finding | None:

@@ -38,8 +38,7 @@ def layer(number: int) -> LayerRow:
     sizes = ActivationSizes(1.0, 9.0, ())
     error = (number * 37 % LAYERS) / 1000  # every error once, in no order
     name = EVIL if number == 3 else f"transformer_blocks.{number}.attn.to_q"
-    return LayerRow(name, "e4m3fn row", 4096, error, 0.02, 30.0, 1.0, error, 0.0, 0.0, 0.0, error, 0.02, False, "",
-                    None, None, None, None, sizes)  # fmt: skip
+    return LayerRow(name, "e4m3fn row", 4096, error, error, False, "", None, None, None, sizes)
 
 
 def images(seed: int) -> list[Tensor]:
@@ -74,7 +73,7 @@ def make(masks: bool = True, steps: int = 4, error: float = 0.01) -> Report:
     tensors = [TensorRow(EVIL, "bias", "bfloat16", 64, 1.0, fault="ruined_layer", diagnosis="zeroed")]
     rows = Comparison([layer(number) for number in range(LAYERS)], tensors, (finding,), 1.0, {EVIL: 0.7}, {})
     causes = [Attribution("weights", "cast", full, full), Attribution("vae", EVIL, full, full)]
-    return Report(f"{EVIL}, served as cast", {"deployment": EVIL}, verdict, full, causes, [(EVIL, full)], rows,
+    return Report(f"{EVIL}, served as cast", {"deployment": EVIL}, verdict, full, causes, rows,
                   Outcome(images=ours), Outcome(images=theirs), eval_set)  # fmt: skip
 
 
@@ -112,7 +111,7 @@ def test_the_page_is_one_file_with_every_layer_and_runs_no_name(tmp_path: Path) 
     assert "http" not in text.replace(json.dumps(EVIL), "")
     assert {path.name for path in tmp_path.iterdir()} == {"report.html", "report.json", "images.png"}
     assert len([tag for tag, _ in read.tags if tag == "script"]) == 1  # the page's own
-    assert sum(EVIL in text for text in read.text) >= 7  # title, verdict, finding, layer, tensor, group, tried, setting
+    assert sum(EVIL in text for text in read.text) >= 6  # title, verdict, finding, layer, tensor, group, setting
     assert {layer(number).name for number in range(LAYERS)} <= set(read.text)
 
 
@@ -193,7 +192,7 @@ def test_a_click_on_a_heading_sorts_the_layers_and_the_page_fits_a_phone(tmp_pat
     const click = name => [...table.querySelectorAll("th button")].find(each => each.textContent === name).click();
     const state = name => ({ first: table.tBodies[0].rows[0].cells[0].textContent, rows: table.tBodies[0].rows.length,
       sort: [...table.querySelectorAll("th[aria-sort]")].map(each => each.textContent + " " + each.ariaSort) });
-    for (const [name, heading] of [["a", "weight error"], ["b", "weight error"], ["c", "layer"], ["d", "#"]]) {
+    for (const [name, heading] of [["a", "of rounding"], ["b", "of rounding"], ["c", "layer"], ["d", "#"]]) {
       click(heading); found[name] = state();
     }
     const input = frame.contentDocument.querySelector("[data-filters=layers]");
@@ -210,10 +209,10 @@ def test_a_click_on_a_heading_sorts_the_layers_and_the_page_fits_a_phone(tmp_pat
         f'frame.addEventListener("load", () => {{ {script} }})</script>'
     )
     found = json.loads(re.search(r'<pre id="out">(.*?)</pre>', dump_dom(outer), re.S)[1])  # type: ignore[index]
-    by_error = sorted(range(LAYERS), key=lambda number: layer(number).weight_error)
-    assert found["a"] == {"first": layer(by_error[-1]).name, "rows": LAYERS, "sort": ["weight error descending"]}
+    by_error = sorted(range(LAYERS), key=lambda number: layer(number).expected_output_error)
+    assert found["a"] == {"first": layer(by_error[-1]).name, "rows": LAYERS, "sort": ["of rounding descending"]}
     assert found["b"]["first"] == layer(by_error[0]).name
-    assert found["b"]["sort"] == ["weight error ascending"]
+    assert found["b"]["sort"] == ["of rounding ascending"]
     assert found["c"]["first"].replace("&lt;", "<").replace("&gt;", ">").startswith("<script>")
     assert found["d"]["first"] == f"transformer_blocks.{LAYERS - 1}.attn.to_q"
     assert found["left"] == 11  # 49, 490 to 499
