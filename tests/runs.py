@@ -7,6 +7,8 @@ import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
 from accelerate.state import AcceleratorState
@@ -28,6 +30,12 @@ from train_lora import train
 
 ROOT = Path(__file__).resolve().parents[1]
 COLOURS = ["red", "green", "blue", "yellow", "white", "black", "purple", "orange"]
+
+
+def call(tool: Any, *words: object) -> None:
+    """Run a tool's ``main`` in this process on the command line ``words``."""
+    with mock.patch.object(sys, "argv", [tool.__name__, *map(str, words)]):
+        tool.main()
 
 
 def write_dataset(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +27,7 @@ from library.models.z_image.files import Z_IMAGE_TARGETS
 from networks.files.adapters import load_lora
 from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter
-from tests.runs import write_dataset
+from tests.runs import call, write_dataset
 from tests.tiny import tiny_flux_pipeline
 from tests.tiny_z_image import save_z_split_files, tiny_z_pipeline
 
@@ -230,9 +228,3 @@ def test_a_lora_is_refitted_to_a_distilled_file_beside_its_own_bf16_weights_and_
 def reported(words: list[object]) -> dict[str, object]:
     call(precision_report, *words)
     return json.loads((Path(str(words[-1])) / "report.json").read_text())["distilled"]
-
-
-def call(tool: Any, *words: object) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["tool", *map(str, words)])
-        tool.main()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter
 from tests.precision.files.comfy import by_kitchen, comfy_tensors, rebuilt, same
 from tests.precision.files.gguf_files import write_gguf
-from tests.runs import ROOT
+from tests.runs import ROOT, call
 from tests.tiny import bfl_state_dict
 
 BASE = ROOT / "assets" / "tiny-flux"
@@ -68,13 +67,7 @@ class Files:
 
 
 def command(tool: object, **flags: object) -> None:
-    before = sys.argv
-    words = [w for key, value in flags.items() for w in (f"--{key}", *([] if value is True else [str(value)]))]
-    sys.argv = ["tool", *words]
-    try:
-        tool.main()  # type: ignore[attr-defined]
-    finally:
-        sys.argv = before
+    call(tool, *(w for key, value in flags.items() for w in (f"--{key}", *([] if value is True else [value]))))
 
 
 def numbers(path: Path) -> dict[str, Tensor]:

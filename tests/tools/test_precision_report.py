@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
@@ -17,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import tools.precision_report as precision_report
 import tools.quantize_model as quantize_model
-from tests.runs import run, write_dataset
+from tests.runs import call, run, write_dataset
 from tests.tiny import save_single_files, tiny_flux_pipeline
 
 
@@ -32,12 +31,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(base, dataset, folder / "lora", model_type="flux_fill", **settings)
     call(quantize_model, "--model", files.comfy_transformer, "--save_to", folder / "fp8.safetensors")
     return folder
-
-
-def call(tool: object, *words: object) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["tool", *map(str, words)])
-        tool.main()  # type: ignore[attr-defined]
 
 
 def report(

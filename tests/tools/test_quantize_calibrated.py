@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import tools.quantize_model as quantize_model
-from tests.runs import ROOT, pipeline_forward
+from tests.runs import ROOT, call, pipeline_forward
 
 BASE = ROOT / "assets" / "tiny-flux"
 
@@ -21,12 +20,7 @@ BASE = ROOT / "assets" / "tiny-flux"
 def quantize(folder: Path, name: str, **flags: object) -> dict[str, Tensor]:
     """Run the tool into the plain layout, whose numbers need no scales; return the file's tensors."""
     words = [w for key, value in flags.items() for w in (f"--{key}", *([] if value is True else [str(value)]))]
-    before = sys.argv
-    sys.argv = ["quantize_model.py", "--model", str(BASE), "--save_to", str(folder / name), "--layout", "plain", *words]
-    try:
-        quantize_model.main()
-    finally:
-        sys.argv = before
+    call(quantize_model, "--model", BASE, "--save_to", folder / name, "--layout", "plain", *words)
     return load_file(folder / name / "diffusion_pytorch_model.safetensors")
 
 

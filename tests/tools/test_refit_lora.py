@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from networks.files.metadata import base_mismatch
 from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter
 from tests.precision.files.gguf_files import write_gguf
-from tests.runs import ROOT, pipeline_forward
+from tests.runs import ROOT, call, pipeline_forward
 from tests.tiny import bfl_state_dict
 from tools.refit_lora import parser, refit
 
@@ -64,16 +63,16 @@ class Case:
         self.files = {}
         for kind, flags in {"plain": [], "musubi": ["--scheme", "row"]}.items():
             self.files[kind] = folder / f"{kind}.safetensors"
-            self.quantize(folder / "flux1.safetensors", self.files[kind], "--layout", kind, *flags)
-
-    @staticmethod
-    def quantize(source: Path, target: Path, *flags: str) -> None:
-        before = sys.argv
-        try:
-            sys.argv = ["quantize_model.py", "--model", str(source), "--save_to", str(target), *flags]
-            quantize_model.main()
-        finally:
-            sys.argv = before
+            call(
+                quantize_model,
+                "--model",
+                folder / "flux1.safetensors",
+                "--save_to",
+                self.files[kind],
+                "--layout",
+                kind,
+                *flags,
+            )
 
     def save(self, name: str, layout: str) -> Path:
         path = self.folder / f"{name}.safetensors"
@@ -165,7 +164,7 @@ def test_every_deployed_format_can_be_refitted_to(case: Case, deploy: str, tmp_p
     served: Path | str = deploy
     if deploy == "int8_convrot":
         served = tmp_path / "int8.safetensors"
-        case.quantize(case.folder / "flux1.safetensors", served, "--scheme", deploy)
+        call(quantize_model, "--model", case.folder / "flux1.safetensors", "--save_to", served, "--scheme", deploy)
     if deploy == "gguf":
         state = load_file(case.folder / "flux1.safetensors")
         served = write_gguf(tmp_path / "q4.gguf", state, lambda n, _: "Q4_0" if "_blocks." in n else "F16")

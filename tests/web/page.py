@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import re
 import shutil
@@ -9,10 +10,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode, urlsplit
 
 import pytest
 
@@ -91,6 +93,38 @@ def _end_jobs(state: Path) -> None:
     if jobs.queue_lock.exists():
         with hold(jobs.queue_lock, seconds=60):
             pass
+
+
+def request(
+    server: Server, method: str, path: str, body: str | None = None, headers: dict[str, str] | None = None
+) -> tuple[int, http.client.HTTPMessage, str]:
+    """Return status, headers and text of a request as a browser could send it."""
+    connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)
+    connection.request(method, path, body, headers or {})
+    got = connection.getresponse()
+    return got.status, got.headers, got.read().decode(errors="replace")
+
+
+def get(server: Server, path: str) -> tuple[int, str]:
+    """Return status and text of a visit."""
+    status, _, text = request(server, "GET", path)
+    return status, text
+
+
+def post(server: Server, path: str, /, **form: str) -> tuple[int, str]:
+    """Return status and text of a form that the page's own scripts could send."""
+    kind = {"content-type": "application/x-www-form-urlencoded", "hx-request": "true"}
+    status, _, text = request(server, "POST", path, urlencode(form), kind)
+    return status, text
+
+
+def until(true: Callable[[], Any], seconds: float = 60) -> Any:
+    """Return what ``true`` answers once it is true."""
+    end = time.monotonic() + seconds
+    while not (answer := true()):
+        assert time.monotonic() < end, "did not come"
+        time.sleep(0.1)
+    return answer
 
 
 @contextmanager

@@ -5,14 +5,14 @@ from __future__ import annotations
 import http.client
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote
 
 import pytest
 
 pytest.importorskip("starlette", reason="the page's packages are not installed (make setup-web)")
 
 from library.web.access import AllowedRoots, Refused
-from tests.web.page import Server, serve
+from tests.web.page import Server, request, serve
 
 ESCAPES = ["../secret.txt", "output/../../secret.txt", "output/link/secret.txt", "output/file_link", "~root/.bashrc",
            "/etc/passwd", "", "output\0/x", "output/" + "a" * 5000, "//etc/passwd", "file:///etc/passwd"]  # fmt: skip
@@ -92,11 +92,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def answer(server: Server, path: str, method: str = "GET", **headers: str) -> tuple[int, http.client.HTTPMessage, str]:
-    """Return status, headers and text of a request as a browser could send it; a header's _ stands for -."""
-    connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)
-    connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
-    got = connection.getresponse()
-    return got.status, got.headers, got.read().decode(errors="replace")
+    """Return what a request with ``headers`` gets; a header's _ stands for -."""
+    return request(server, method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import html
-import http.client
 import json
 import os
 import re
@@ -14,7 +13,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from urllib.parse import urlencode, urlsplit
 
 import pytest
 
@@ -25,7 +23,7 @@ from PIL import Image
 from library.data.images import decode
 from library.errors import UserError
 from library.web.jobs import ROOT, Jobs
-from tests.web.page import Server, serve
+from tests.web.page import Server, get, post, request, serve
 
 CONFIG = """# Tandem 0.1.0: the settings of this run
 {top}
@@ -57,22 +55,6 @@ def server(tmp_path: Path) -> Iterator[Server]:
         yield running
 
 
-def post(server: Server, path: str, /, **form: str) -> tuple[int, str]:
-    """Return status and text of a form that the page's own scripts could send."""
-    connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)
-    kind = {"content-type": "application/x-www-form-urlencoded", "hx-request": "true"}
-    connection.request("POST", path, urlencode(form), kind)
-    got = connection.getresponse()
-    return got.status, got.read().decode(errors="replace")
-
-
-def get(server: Server, path: str) -> tuple[int, str]:
-    connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)
-    connection.request("GET", path)
-    got = connection.getresponse()
-    return got.status, got.read().decode(errors="replace")
-
-
 @pytest.mark.parametrize(
     ("top", "optimizer", "dataset", "said"),
     [
@@ -83,6 +65,7 @@ def get(server: Server, path: str) -> tuple[int, str]:
         ('dataset_args = ["cache_directory=/elsewhere"]', "", "datasets/inside.toml", "lies outside"),
         ('dataset_args = ["reg_data_dir=/elsewhere"]', "", "datasets", "lies outside"),
         (f'resume = "/elsewhere/{"./" * 2100}state"', "", "datasets/inside.toml", "lies outside"),
+        ('sample_prompts = "output/.tandem/jobs/x/p.txt"', "", "datasets/inside.toml", "own; choose another place"),
         ('network_weights = "../secret.safetensors"', "", "datasets/inside.toml", "lies outside"),
         ('logging_dir = "/var"\nlog_with = "tensorboard"', "", "datasets/inside.toml", "lies outside"),
     ],
@@ -169,9 +152,8 @@ def test_samples_that_are_a_link_are_not_shown(server: Server, tmp_path: Path) -
 def test_a_page_that_a_download_brought_is_not_opened_here(server: Server) -> None:
     """Its scripts could send the browser elsewhere, which no policy forbids."""
     (server.folder / "datasets/one/read_me.html").write_text("<script>location = 'http://elsewhere.example'</script>")
-    connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)
-    connection.request("GET", "/file?path=datasets/one/read_me.html")
-    assert connection.getresponse().headers["content-disposition"].startswith("attachment")
+    _, headers, _ = request(server, "GET", "/file?path=datasets/one/read_me.html")
+    assert headers["content-disposition"].startswith("attachment")
 
 
 def test_odd_numbers_of_a_run_that_goes_on_take_down_no_screen(server: Server) -> None:
@@ -310,9 +292,7 @@ def test_a_request_that_lacks_or_overdoes_something_gets_a_line(
 
 
 def test_a_body_without_end_is_refused(server: Server) -> None:
-    connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)
-    connection.request("POST", "/new/edit", "text=" + "x" * 5_000_000)
-    assert connection.getresponse().status == 413
+    assert request(server, "POST", "/new/edit", "text=" + "x" * 5_000_000)[0] == 413
 
 
 def test_a_picture_runs_no_program(server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -434,6 +414,4 @@ def test_a_journal_that_cannot_be_read_begins_anew(server: Server) -> None:
     ],
 )
 def test_odd_headers_are_refused(server: Server, headers: dict[str, str], status: int) -> None:
-    connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)
-    connection.request("POST", "/new/edit", "--x\r\n", {"hx-request": "true"} | headers)
-    assert connection.getresponse().status == status
+    assert request(server, "POST", "/new/edit", "--x\r\n", {"hx-request": "true"} | headers)[0] == status

@@ -8,15 +8,12 @@ import re
 import struct
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from html import unescape
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, cast, get_origin
-from urllib.error import HTTPError
 from urllib.parse import urlencode
-from urllib.request import Request, urlopen
+from urllib.request import urlopen
 
 import pytest
 
@@ -34,7 +31,7 @@ from library.web.jobs import Jobs
 from library.web.new_run import examine, form_of, start
 from library.web.site import Site
 from tests.config.test_edit import valid
-from tests.web.page import ROOT, WAIT, Server, Tab, expect, serve
+from tests.web.page import ROOT, WAIT, Server, Tab, expect, post, serve, until
 
 SCRIPTS = [LORA, LANGUAGE_LORA, LLM]
 named = pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.training)
@@ -203,15 +200,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-def post(server: Server, path: str, /, **form: str) -> SimpleNamespace:
-    request = Request(server.address + path, urlencode(form).encode(), {"hx-request": "true"})
-    try:
-        with urlopen(request) as answer:
-            return SimpleNamespace(status=answer.status, text=answer.read().decode(), headers=answer.headers)
-    except HTTPError as error:
-        return SimpleNamespace(status=error.code, text=error.read().decode(), headers=error.headers)
-
-
 def text_shown(server: Server, config: str) -> str:
     """Return the text of the form over a configuration, as HTML."""
     with urlopen(f"{server.address}/new?{urlencode({'config': config})}") as answer:
@@ -237,10 +225,10 @@ def test_a_folder_that_holds_a_run_is_not_taken_twice(server: Server) -> None:
     for name in ("held", "held-2"):
         (server.output / name).mkdir()
         (server.output / name / "metrics.jsonl").write_text("")
-    answer = post(server, "/new/start", text=demo("output/held"))
-    assert answer.status == 422
-    assert "output/held-3" in answer.text
-    found = json.loads(post(server, "/new/edit", text=demo("output/held"), training="images", touched="1").text)
+    status, text = post(server, "/new/start", text=demo("output/held"))
+    assert status == 422
+    assert "output/held-3" in text
+    found = json.loads(post(server, "/new/edit", text=demo("output/held"), training="images", touched="1")[1])
     changes = [problem["changes"] for problem in found["problems"] if problem["key"] == "output_dir"]
     assert changes == [{"output_dir": "output/held-3"}]
 
@@ -267,43 +255,18 @@ def test_prompts_stand_in_the_configuration_and_a_files_own_do_not(server: Serve
     lines = "a blue hat --w 64 --h 64 --s 1\na cat --w 64 --h 64 --s 1"
     changes = json.dumps({"sample_prompts": lines.replace("\n", "\r\n"), "sample_every_n_steps": "1"})
     form = {"text": demo("output/typed"), "training": "images", "touched": "1", "changes": changes}
-    found = json.loads(post(server, "/new/edit", **form).text)
+    found = json.loads(post(server, "/new/edit", **form)[1])
     assert (found["problems"], found["values"]["sample_prompts"]) == ([], lines)
-    assert post(server, "/new/start", text=of_file).status == 204
+    assert post(server, "/new/start", text=of_file)[0] == 204
     assert (_job_of(server, server.output / "prompted").folder / "config.toml").read_text() == of_file
-    assert post(server, "/new/start", text=found["text"]).status == 204
-    job = _until(lambda: (one := _job_of(server, server.output / "typed")).is_over and one)
+    assert post(server, "/new/start", text=found["text"])[0] == 204
+    job = until(lambda: (one := _job_of(server, server.output / "typed")).is_over and one)
     assert job.state == "done", job.log
     config = load_for(LORA, ["--config_file", str(job.folder / "config.toml")])
     assert config.sampling.sample_prompts == lines.splitlines()
-    assert post(server, "/run/again", path="output/typed").status == 204  # from the settings it wrote
+    assert post(server, "/run/again", path="output/typed")[0] == 204  # from the settings it wrote
     again = load_for(LORA, ["--config_file", str(_job_of(server, server.output / "typed").folder / "config.toml")])
     assert again.sampling.sample_prompts == lines.splitlines()
-
-
-@in_browser
-def test_prompts_that_lie_in_the_pages_own_folder_are_not_read(server: Server) -> None:
-    job, run = server.output / ".tandem/jobs/earlier", server.output / "earlier"
-    job.mkdir(parents=True)
-    run.mkdir()
-    (job / "prompts.txt").write_text("a hat --q 3\n")  # which would be said if it were read
-    text = edited(demo("output/earlier"), "sample_prompts", str(job / "prompts.txt"), LORA)
-    (run / "config.toml").write_text(f"# Tandem 1\n{text}")
-    (run / "metrics.jsonl").touch()
-    jobs = len(Jobs(server.output / ".tandem").all())
-    shown = text_shown(server, "output/earlier")
-    assert f"sample_prompts = &#34;{job}/prompts.txt&#34;" in shown  # as it is
-    assert "a hat" not in shown
-    found = json.loads(post(server, "/new/edit", text=text, training="images", touched="1").text)
-    assert found["errors"]["sample_prompts"] == f"{job}/prompts.txt: is the page's own; choose another place"
-    for answer in (
-        post(server, "/run/again", path="output/earlier", state=""),
-        post(server, "/new/start", text=edited(text, "output_dir", "output/earlier-2", LORA)),
-    ):
-        assert answer.status in (403, 422)
-        assert "prompts.txt: is the page's own" in unescape(answer.text)
-        assert "--q" not in answer.text
-    assert len(Jobs(server.output / ".tandem").all()) == jobs
 
 
 def test_a_prompt_that_is_wrong_or_names_an_image_outside_is_said_at_its_field(site: Site) -> None:
@@ -373,14 +336,6 @@ def _job_of(server: Server, output: Path) -> Any:
     return Jobs(server.output / ".tandem").of_output(output)
 
 
-def _until(what: Any, seconds: float = 200) -> Any:
-    limit = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < limit
-        time.sleep(0.1)
-    return found
-
-
 @in_browser
 def test_the_demo_is_started_from_the_form_and_the_queue_runs_it(browser: Any, server: Server, size: str) -> None:
     tab = Tab(browser, server, size)
@@ -400,7 +355,7 @@ def test_the_demo_is_started_from_the_form_and_the_queue_runs_it(browser: Any, s
     name.fill("&lt;i&gt; it's")  # and at once:
     page.locator("#start").click()
     page.wait_for_url(re.compile(r"/run\?path="))
-    job = _until(lambda: (one := _job_of(server, output)) and one.is_over and one)
+    job = until(lambda: (one := _job_of(server, output)) and one.is_over and one)
     assert job.state == "done", job.log
     assert job.queued
     assert job.title == "&lt;i&gt; it's"
@@ -440,6 +395,9 @@ def test_form_and_text_follow_each_other_and_nothing_typed_is_run(browser: Any, 
     page.locator("[data-key=loss_type]").select_option("huber")
     expect(page.locator("[data-of=huber_c]")).not_to_have_class(containing("unmet"))
     tab.fits()
+    with page.expect_download() as download:
+        page.get_by_role("link", name="Download").click()
+    assert download.value.path().read_text() == text.input_value()
     text.fill('model_type = "llama"')
     search.fill("")
     expect(page.locator("#fields")).to_have_attribute("data-training", "chats")
@@ -554,24 +512,4 @@ def test_settings_are_suggested_for_the_forms_model_and_dataset_and_go_into_the_
     assert ".tandem" not in text
     assert not re.search("dataset_args|prompts.txt", text)
     assert text.count("output_dir") == text.count('output_dir = "output/mine"') == 1
-    tab.close()
-
-
-@in_browser
-def test_the_text_is_downloaded_and_settings_that_fit_go_into_the_form(browser: Any, server: Server) -> None:
-    tab = Tab(browser, server)
-    page = tab.page
-    tab.open("/new")
-    page.evaluate(  # as of a count that did not fit
-        """() => document.getElementById("memory").append(Object.assign(document.createElement("button"),
-        { type: "button", textContent: "Put into the form" }))"""
-    )
-    put = page.locator("#memory button")
-    put.evaluate("button => { button.dataset.changes = JSON.stringify({ fp8_scaled: 'true', blocks_to_swap: '3' }) }")
-    put.click()
-    expect(page.locator("[data-key=blocks_to_swap]")).to_have_value("3")
-    assert "fp8_scaled = true" in page.locator("#text").input_value()
-    with page.expect_download() as download:
-        page.get_by_role("link", name="Download").click()
-    assert download.value.path().read_text() == page.locator("#text").input_value()
     tab.close()

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from PIL import Image
 from library.folder_lock import FolderLock
 from library.training.report.metrics_file import MetricsReader, average, read_run, thin
 from library.web.jobs import Job, Jobs
-from tests.web.page import ROOT, WAIT, Server, Tab, expect, serve
+from tests.web.page import ROOT, WAIT, Server, Tab, expect, serve, until
 
 pytestmark = pytest.mark.slow
 expect.set_options(timeout=WAIT)
@@ -67,15 +67,6 @@ def write_metrics(
     with open(folder / "metrics.jsonl", "a") as file:
         file.writelines(json.dumps(line) + "\n" for line in lines)
     return lines
-
-
-def until(true: Callable[[], Any], seconds: float = 60) -> Any:
-    """Return what ``true`` answers once it is true."""
-    end = time.monotonic() + seconds
-    while not (answer := true()):
-        assert time.monotonic() < end, "did not come"
-        time.sleep(0.1)
-    return answer
 
 
 def test_a_file_that_grows_is_read_as_if_it_were_read_anew(tmp_path: Path) -> None:
