@@ -121,7 +121,9 @@ def assert_step_is_pefts(
     step, ids = 11, [5, 6, 7]
     batch = Batch(inputs["latents"], text, torch.ones(3), None, ids, conditions=conditions)
     transformer = family.load_transformer(torch.float32)
-    kinds = [f"{kind.name}_dim=2" for kind in targets.layer_groups if not kind.default]
+    single = targets.dim_options().values()
+    kinds = [f"{kind.name}_dim=2" for kind in targets.layer_groups if not kind.default and kind.name in single]
+    kinds += [f"{option}={[2] * len(names)}" for option, names in targets.dim_lists.items()]
     options = parse_network_args(NetworkConfig(network_dim=4, network_alpha=3, network_args=kinds), targets)
     network = inject_adapter(transformer, options, targets, seed=0, dtype=torch.float32)
     fill_up(network)

@@ -142,28 +142,23 @@ def test_bfl_autoencoder_is_that_of_diffusers_converter(tmp_path: Path) -> None:
     assert all(torch.equal(tensor, reference[name]) for name, tensor in ours.state_dict().items())
 
 
-def test_missing_tensors_are_named(linear_file: Path, tmp_path: Path) -> None:
+def test_other_names_and_shapes_are_refused_by_name(linear_file: Path, tmp_path: Path) -> None:
     state = load_file(linear_file)
-    del state["1.bias"]
-    save_file(state, tmp_path / "less.safetensors")
-    weights = WeightFiles(tmp_path / "less.safetensors")
-    with pytest.raises(UserError, match=r"less\.safetensors: tensor '1\.bias' is missing; the file is incomplete"):
-        load_into(two_linears, weights, identity_map(weights.names), torch.float32)
-
-
-def test_unknown_tensors_are_named_and_counted(linear_file: Path, tmp_path: Path) -> None:
+    less = {name: tensor for name, tensor in state.items() if name != "1.bias"}
     extra = {f"extra.{i}": torch.ones(1) for i in range(5)}
-    save_file(load_file(linear_file) | extra, tmp_path / "more.safetensors")
-    weights = WeightFiles(tmp_path / "more.safetensors")
-    with pytest.raises(UserError, match=r"tensors 'extra\.0', 'extra\.1', 'extra\.2' and 2 more are unknown"):
-        load_into(two_linears, weights, identity_map(weights.names), torch.float32)
-
-
-def test_wrong_shape_names_tensor_and_both_shapes(linear_file: Path, tmp_path: Path) -> None:
-    save_file(load_file(linear_file) | {"0.weight": torch.ones(4, 5)}, tmp_path / "other.safetensors")
-    weights = WeightFiles(tmp_path / "other.safetensors")
-    with pytest.raises(UserError, match=r"tensor '0\.weight' has shape \(4, 5\), the architecture wants \(4, 3\)"):
-        load_into(two_linears, weights, identity_map(weights.names), torch.float32)
+    for tensors, message in (
+        (less, r"x\.safetensors: tensor '1\.bias' is missing; the file is incomplete"),
+        (state | extra, r"tensors 'extra\.0', 'extra\.1', 'extra\.2' and 2 more are unknown"),
+        (state | {"scaled_fp8": torch.ones(1)}, "tensor 'scaled_fp8' is unknown to this architecture"),
+        (state | {"0.weight": torch.ones(4, 5)}, r"'0\.weight' has shape \(4, 5\), the architecture wants \(4, 3\)"),
+        (state | {"0.weight": torch.ones(11)}, r"has shape \(11,\), the architecture wants \(4, 3\)"),
+    ):
+        save_file(tensors, tmp_path / "x.safetensors")
+        weights = WeightFiles(tmp_path / "x.safetensors")
+        with pytest.raises(UserError, match=message):
+            load_into(two_linears, weights, identity_map(weights.names), torch.float32)
+    with pytest.raises(UserError, match=r"tensor '0\.weigth' is missing; did you mean '0\.weight'"):
+        WeightFiles(linear_file).shape("0.weigth")
 
 
 def test_a_vector_may_stand_for_a_table_of_as_many_numbers_row_by_row(linear_file: Path, tmp_path: Path) -> None:
@@ -172,78 +167,42 @@ def test_a_vector_may_stand_for_a_table_of_as_many_numbers_row_by_row(linear_fil
     weights = WeightFiles(tmp_path / "flat.safetensors")
     model = load_into(two_linears, weights, identity_map(weights.names), torch.float32)
     assert torch.equal(model[0].weight, state["0.weight"])
-    save_file(state | {"0.weight": torch.ones(11)}, tmp_path / "short.safetensors")
-    weights = WeightFiles(tmp_path / "short.safetensors")
-    with pytest.raises(UserError, match=r"has shape \(11,\), the architecture wants \(4, 3\)"):
-        load_into(two_linears, weights, identity_map(weights.names), torch.float32)
 
 
-def test_integer_weights_are_refused(linear_file: Path, tmp_path: Path) -> None:
-    state = load_file(linear_file) | {"0.weight": torch.ones(4, 3, dtype=torch.int8)}
-    save_file(state, tmp_path / "int8.safetensors")
-    with pytest.raises(
-        UserError, match=r"'0\.weight' has dtype I8, whose meaning no known layout gives; use the bf16 file"
-    ):
-        WeightFiles(tmp_path / "int8.safetensors")
+def test_quantisations_of_no_known_format_are_refused_by_the_name_that_shows_them(tmp_path: Path) -> None:
+    path = tmp_path / "q.safetensors"
+    for name, why in {
+        "0.scale_weight": "is a scale without a quantised weight",
+        "0.weight_scale": "is a scale without a quantised weight",
+        "0.comfy_quant": "is not the JSON object ComfyUI writes",
+        "0.weight.absmax": "belongs to a bitsandbytes checkpoint",
+        "0.weight.quant_state.x": "belongs to a bitsandbytes checkpoint",
+    }.items():
+        save_file({"0.weight": torch.ones(1), name: torch.ones(1)}, path)
+        with pytest.raises(UserError, match=f"'{name}' {why}; use the bf16 file, or one of a format"):
+            WeightFiles(path)
+    save_file({"0.weight": torch.ones(4, 3, dtype=torch.int8)}, path)
+    with pytest.raises(UserError, match=r"'0\.weight' has dtype I8, whose meaning no known layout gives; use the bf16"):
+        WeightFiles(path)
 
 
-@pytest.mark.parametrize(
-    ("name", "why"),
-    [
-        ("0.scale_weight", "is a scale without a quantised weight"),
-        ("0.weight_scale", "is a scale without a quantised weight"),
-        ("0.comfy_quant", "is not the JSON object ComfyUI writes"),
-        ("0.weight.absmax", "belongs to a bitsandbytes checkpoint"),
-        ("0.weight.quant_state.x", "belongs to a bitsandbytes checkpoint"),
-    ],
-)
-def test_unknown_quantisations_are_refused_by_the_name_that_shows_them(tmp_path: Path, name: str, why: str) -> None:
-    save_file({"0.weight": torch.ones(1), name: torch.ones(1)}, tmp_path / "q.safetensors")
-    with pytest.raises(UserError, match=f"'{name}' {why}; use the bf16 file, or one of a format"):
-        WeightFiles(tmp_path / "q.safetensors")
-
-
-def test_an_fp8_marker_without_fp8_weights_is_an_unknown_tensor(tmp_path: Path) -> None:
-    state = {name: random(*p.shape) for name, p in two_linears().named_parameters()}
-    save_file(state | {"scaled_fp8": torch.ones(1)}, tmp_path / "marked.safetensors")
-    weights = WeightFiles(tmp_path / "marked.safetensors")
-    with pytest.raises(UserError, match="tensor 'scaled_fp8' is unknown to this architecture"):
-        load_into(two_linears, weights, identity_map(weights.names), torch.float32)
-
-
-def test_truncated_file_is_refused_before_anything_is_read(linear_file: Path) -> None:
+def test_what_holds_no_weights_is_refused(linear_file: Path, tmp_path: Path) -> None:
     linear_file.write_bytes(linear_file.read_bytes()[:-4])
-    with pytest.raises(UserError, match=r"the file ends before tensor '.*'; download it again"):
-        WeightFiles(linear_file)
-
-
-def test_missing_path_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nowhere: no such file or folder"):
-        WeightFiles(tmp_path / "nowhere")
-
-
-def test_other_file_formats_are_refused(tmp_path: Path) -> None:
     (tmp_path / "model.ckpt").write_bytes(b"PK")
-    with pytest.raises(UserError, match=r"model\.ckpt: weights are read from \.safetensors and \.gguf files"):
-        WeightFiles(tmp_path / "model.ckpt")
-
-
-def test_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(UserError, match=r"no \.safetensors weights in this folder"):
-        WeightFiles(tmp_path)
-
-
-def test_missing_shard_is_named(tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/pytorch_model.bin").write_bytes(b"")
+    (tmp_path / "index").mkdir()
     index = {"weight_map": {"a": "part-1.safetensors"}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"part-1\.safetensors: missing, but model\.safetensors\.index\.json lists it"):
-        WeightFiles(tmp_path)
-
-
-def test_missing_tensor_asked_for_by_name_suggests_the_nearest(linear_file: Path) -> None:
-    with pytest.raises(UserError, match=r"tensor '0\.weigth' is missing; did you mean '0\.weight'"):
-        WeightFiles(linear_file).shape("0.weigth")
+    (tmp_path / "index/model.safetensors.index.json").write_text(json.dumps(index))
+    for name, message in (
+        (linear_file.name, r"the file ends before tensor '.*'; download it again"),
+        ("nowhere", "nowhere: no such file or folder"),
+        ("model.ckpt", r"model\.ckpt: weights are read from \.safetensors and \.gguf files"),
+        ("bin", r"no \.safetensors weights in this folder"),
+        ("index", r"part-1\.safetensors: missing, but model\.safetensors\.index\.json lists it"),
+    ):
+        with pytest.raises(UserError, match=message):
+            WeightFiles(tmp_path / name)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")

@@ -107,13 +107,9 @@ def test_swapped_transformer_has_the_same_parameters_under_the_same_names() -> N
     assert list(theirs.state_dict()) == list(ours.state_dict())
     assert not any(type(module) is nn.RMSNorm for module in ours.modules())
     assert sum(isinstance(module, RMSNorm) for module in ours.modules()) == 2 * 4 + 2 * 2
-
-
-def test_swapping_twice_changes_nothing() -> None:
-    _, ours = pair(guidance=True)
     sigmas = tiny_flux_inputs()["sigmas"]
     before = forward(ours, sigmas, torch.float32, True)[0]
-    optimise_forward(ours)
+    optimise_forward(ours)  # a second time changes nothing
     assert torch.equal(forward(ours, sigmas, torch.float32, True)[0], before)
 
 

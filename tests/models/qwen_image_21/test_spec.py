@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 
 from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.models.family import SampleSettings
 from library.models.family_by_name import model_family
 from library.models.files import file_arguments, transformer_of
 from library.models.qwen_image_21.files import FILES
@@ -24,13 +23,12 @@ from library.precision.recipe import WeightLoader
 from tests.models.claims import (
     assert_same_model,
 )
+from tests.models.sampled import assert_sample_is_the_pipelines
 from tests.precision.files.comfy import by_kitchen, comfy_tensors
 from tests.tiny_qwen_21 import (
     CHANNELS,
     run_21,
     save_21_split_files,
-    theirs_called,
-    tiny_21_inputs,
     tiny_21_loaded,
     tiny_21_pipeline,
     tiny_21_transformer,
@@ -56,30 +54,12 @@ def family_of(folder: Path, **changes: object) -> QwenImage21Family:
     return family
 
 
-def text_of(batch: int = 2) -> dict[str, torch.Tensor]:
-    inputs = tiny_21_inputs(batch)
-    return {name: inputs[name] for name in ("prompt_embeds", "prompt_embeds_mask")}
-
-
 def on_white(image: Image.Image) -> np.ndarray:
     """Return an RGBA image as it looks on white, as integers."""
     assert image.mode == "RGBA"
     numbers = np.asarray(image, dtype=float) / 255
     opacity = numbers[..., 3:]
     return np.round((numbers[..., :3] * opacity + 1 - opacity) * 255).astype(int)
-
-
-def test_velocity_is_that_of_diffusers_called_by_hand(folder: Path, pipeline: QwenImage21Pipeline) -> None:
-    family, inputs, text = family_of(folder), tiny_21_inputs(), text_of()
-    text["prompt_embeds_mask"][1, 7:] = False
-    latents = inputs["latents"][..., :6]  # 8 x 6: a swapped axis would show
-    with torch.no_grad():
-        ours = family.predict_velocity(family.load_transformer(torch.float32), latents, inputs["sigmas"], text)
-        own = [text["prompt_embeds"][:1], text["prompt_embeds"][1:, :7]]  # padding moves the image in diffusers
-        samples = zip(latents.split(1), inputs["sigmas"].split(1), own, strict=True)
-        tokens = torch.cat([theirs_called(pipeline.transformer, [x], sigma, [words]) for x, sigma, words in samples])
-    theirs = QwenImage21Pipeline._unpack_latents(tokens, 8 * 16, 6 * 16, 16)[:, :, 0]
-    torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("captions", [CAPTIONS, CAPTIONS[:1], [""], ["a {brace} and <|im_end|>"], ["plain " * 1100]])
@@ -126,30 +106,8 @@ def test_samples_are_those_of_the_pipeline(folder: Path, tmp_path: Path, cfg: fl
     levels = [1.0, 0.845148, 0.414568] if turbo else None  # of the eight in Qwen/Qwen-Image-2.1-Turbo
     root = tiny_21_pipeline(tmp_path / "turbo", sample_sigmas=levels) if turbo else folder
     family, pipeline = family_of(root), tiny_21_loaded(root, sample_sigmas=levels)
-    text, negative = family.load_text_encoder(torch.float32).encode(["a red disc", "blurry, large"])
-    transformer = family.load_transformer(torch.float32).train()
-    image = family.sample(
-        transformer,
-        family.load_image_encoder(torch.float32),
-        text,
-        SampleSettings(64, 96, steps=3, guidance=1.0, seed=7, cfg=cfg),
-        negative_text=negative if cfg > 1 else None,
-    )
-    expected = pipeline(
-        "a red disc",
-        negative_prompt="blurry, large" if cfg > 1 else None,
-        true_cfg_scale=cfg,
-        width=64,
-        height=96,
-        num_inference_steps=3,
-        generator=torch.Generator().manual_seed(7),
-    ).images[0]
-    assert image.size == expected.size == (64, 96)
-    assert family.sampling_sigmas(3, 24) == pytest.approx(pipeline.scheduler.sigmas.tolist())
-    ours = np.asarray(image, dtype=int)
-    assert np.abs(ours - on_white(expected)).max() <= 2  # colour and opacity are rounded to integers there
-    assert ours.std() > 5, "a flat image would agree with another flat one"
-    assert transformer.training, "the mode is put back"
+    # colour and opacity are rounded to integers there
+    assert_sample_is_the_pipelines(family, pipeline, cfg, on_white, most=2, true_cfg_scale=cfg)
     assert len(family.sampling_sigmas(4, 24)) == 5, "other numbers of steps are even ones"
 
 
