@@ -27,7 +27,7 @@ of which Inductor falls short.
 ``--ladder`` counts the steps of ``bench/llm_ladder.py`` instead, whole models: tokens/s and MFU that the card allows,
 and tokens/s that its host does.
 
-    python bench/roofline.py [--only fp8] [--card H100] [--json PATH]
+    python bench/roofline.py [--only fp8] [--card H100] [--measured gpu.json] [--json PATH]
     python bench/roofline.py --ladder --efficiency 0.8
 """
 
@@ -56,6 +56,7 @@ from bench.gpu import GpuCase, build, cases
 from bench.llm_ladder import LADDERS, Rung, build_rung, config_of, context_of, flops_of, kernels_of, rungs
 from bench.measure import Table, benchmark_parser, finish
 from library.errors import UserError, exit_on_user_error
+from library.files import read_json
 from library.models.family_by_name import family_class
 from library.nn.checkpointing import ALONE
 from library.training.memory import fake_cuda
@@ -136,6 +137,7 @@ _MORE = 2  # blocks, of which a pair is made
 _DTYPES = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8", torch.bfloat16: "bf16", torch.float16: "bf16"}
 _COUNTS = {"done_tflop": "10.0f", "moved_gib": "9.0f", "link_gib": "8.1f", "launches": "8d", "launch_s": "8.2f"}
 _COLUMNS = {"case": "<64", **_COUNTS, **dict.fromkeys(CARDS, "7.3f"), **dict.fromkeys(_KINDS, "9.0%"), "link": "5.0%"}
+_COLUMNS["measured_s"] = "10.3f"
 _LADDER_COLUMNS = {"case": "<44", "done_tflop": "10.1f", "moved_gib": "9.1f", "launches": "8d"}
 _LADDER_COLUMNS |= {"tokens_per_s": "12,.0f", "mfu": "5.0%", "tokens_per_s_of_host": "20,.0f"}
 _OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_"}  # write their first argument and do not read it
@@ -423,6 +425,7 @@ def main() -> None:
     parser.add_argument("--only", help="the cases whose name holds this text (default: Tandem's of one image)")
     parser.add_argument("--card", choices=CARDS, default="H100", help="of the shares (%(default)s)")
     parser.add_argument("--efficiency", type=float, default=1.0, help="of published rates, that products reach")
+    parser.add_argument("--measured", type=Path, help="JSON of bench/gpu.py, whose step times are listed beside")
     parser.add_argument("--ladder", action="store_true", help="count language models instead; --only names one")
     options = parser.parse_args()
     if options.ladder:
@@ -435,10 +438,13 @@ def main() -> None:
                 table.add(ladder_row(model, rung, costs, CARDS[options.card], options.efficiency))
     else:
         table, every = Table(_COLUMNS), chosen(options.only)
+        rows = read_json(options.measured)["rows"] if options.measured else []
+        measured = {row["case"]: {"measured_s": row["step_s"]} for row in rows if "step_s" in row}
         with device_processes(2) as pool:
             found = {case: pool.submit(count, case) for case in dict.fromkeys(map(_walked, every))}
             for case in every:
-                table.add(row(case, found[_walked(case)].result(), options.card, options.efficiency))
+                counted = row(case, found[_walked(case)].result(), options.card, options.efficiency)
+                table.add(counted | measured.get(case.name(), {}))
     finish(table.rows, {}, options.json, "none: counted")
 
 
