@@ -28,9 +28,8 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from dev.tiny_models.latent_pool import Captions, tokenize
-from dev.tiny_models.loop import Training, train
 from dev.tiny_models.scenes import random_scene
-from dev.tiny_models.training import forward_context
+from dev.tiny_models.training import Training, forward_context, train
 from dev.tiny_models.transformer import LATENT_CHANNELS, TIME_SHIFT, TextToImage, load_pipeline, text_to_image_of
 from library.models.flux.files import FLUX_TARGETS
 from library.training.flow import shift_sigmas

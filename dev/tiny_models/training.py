@@ -17,30 +17,81 @@ Phase "distill". A frozen copy of the averaged weights is the teacher: target = 
 conditional and unconditional velocities, and the student gets g through FLUX's guidance embedder. One
 pass then does what two did.
 
-Every random choice is a function of the step.
+Every stage goes through one loop (:func:`train`). The learning rate is half a cosine behind a warm-up, of each
+optimizer's own height. What a stage makes are the averaged weights; their decay grows with the number of updates, so
+that they soon forget the start, as in ``library.training.optim.ema``. Every random choice is a function of the step.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from diffusers import AutoencoderKL
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.swa_utils import AveragedModel
+from tqdm import trange
 
 from dev.tiny_models.latent_pool import SIZES, Captions, Pool, tokenize
-from dev.tiny_models.loop import Training, train
 from dev.tiny_models.painting import SHAPES, Pixels, coverage, paint
 from dev.tiny_models.scenes import background, random_scene
 from dev.tiny_models.transformer import LATENT_FACTOR, TIME_SHIFT, TextToImage
+from library.config.schema import OptimizerConfig
 from library.models.flux.model import pack_mask
 from library.models.vae import pack_latents
+from library.training.optim.schedules import lr_multiplier
+
+FLOOR = 0.02  # of the cosine
+
+
+@dataclass(frozen=True)
+class Training:
+    """What every stage has."""
+
+    steps: int
+    batch: int
+    warmup: int = 100
+    average_decay: float = 0.999
+
+
+def train(
+    phase: str,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    loss_of: Callable[[int], Tensor],
+    training: Training,
+) -> dict[str, Tensor]:
+    """Train ``model`` in place on ``loss_of`` each step; return the averaged weights by name."""
+
+    def update(averages: Any, weights: Any, updates: Tensor) -> None:
+        decay = min(training.average_decay, float((1 + updates) / (10 + updates)))
+        torch._foreach_lerp_(averages, weights, 1 - decay)
+
+    average = AveragedModel(model, multi_avg_fn=update)
+    average.n_averaged.fill_(1)
+    cosine = OptimizerConfig(lr_scheduler="cosine", lr_warmup_steps=training.warmup, lr_scheduler_min_lr_ratio=FLOOR)
+    schedules = [
+        LambdaLR(optimizer, lambda step: lr_multiplier(cosine, step, training.steps)) for optimizer in optimizers
+    ]
+    for step in (progress := trange(training.steps, desc=phase)):
+        loss = loss_of(step)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer, schedule in zip(optimizers, schedules, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+        average.update_parameters(model)
+        progress.set_postfix(loss=loss.item())
+    return average.module.state_dict()
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,6 @@ RUNS: dict[str, dict[str, Any]] = {
         "model_type": "qwen_image", "batch": 2,
         "flags": ["--gradient_checkpointing", "--fp8_scaled", "--torch_compile", "--dynamo_backend", "aot_eager"],
     },
-    "qwen_image, nothing recomputed": {"model_type": "qwen_image", "flags": []},
     "qwen_image_edit, int8 by rows, activations within a budget": {
         "model_type": "qwen_image_edit", "file": "int8_row",
         "flags": ["--gradient_checkpointing", "--activation_budget_mb", "500"],
@@ -72,15 +71,10 @@ RUNS: dict[str, dict[str, Any]] = {
         "model_type": "flux3_klein_edit", "batch": 2,
         "flags": ["--gradient_checkpointing", "--torch_compile", "--dynamo_backend", "aot_eager"],
     },
-    "krea2, a batch of two with padded texts, nothing recomputed": {"model_type": "krea2", "flags": [], "batch": 2},
     "krea2, fp8, blocks swapped, sampled with another model": {
         "model_type": "krea2", "blocks": 3,
         "flags": ["--blocks_to_swap", "1", "--gradient_checkpointing", "--fp8_scaled", "--sample_prompts", "PROMPTS",
                   "--sample_model", "MODEL"],
-    },
-    "krea2, int8 by rows, compiled": {
-        "model_type": "krea2", "file": "int8_row",
-        "flags": ["--gradient_checkpointing", "--torch_compile", "--dynamo_backend", "aot_eager"],
     },
     "flux, compiled": {"flags": ["--gradient_checkpointing", "--torch_compile", "--dynamo_backend", "aot_eager"]},
     "flux, memory chosen": {"flags": ["--memory", "auto"], "estimated": True},
@@ -121,8 +115,6 @@ SAMPLE = {
     "flux2_dev, nvfp4, blocks swapped and inputs on the host",
     "flux3_klein, int8 with ConvRot, blocks swapped",
     "flux_fill, mxfp8, nothing recomputed",
-    "krea2, fp8, blocks swapped, sampled with another model",
-    "qwen_image_21_edit, blocks swapped",
     "qwen_image_edit, int8 by rows, activations within a budget",
     "z_image, GGUF Q8_0, DoRA, inputs on the host",
     "z_image, nf4, blocks swapped",

@@ -17,8 +17,9 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_a_run_killed_anywhere_goes_on_to_the_same_lora() -> None:
     # in a process of its own: one that has trained before must not be forked
     environment = {"TOKENIZERS_PARALLELISM": "false"}
-    done = run_command([sys.executable, "-m", "tests.faults.suite", "--faults", "5"], ROOT, environment, limit=600)
+    words = ["--faults", "4", "--scenarios", "adamw", "pretraining"]  # images with workers, and a language model
+    done = run_command([sys.executable, "-m", "tests.faults.suite", *words], ROOT, environment, limit=600)
     assert done.returncode == 0, done.stdout + done.stderr
     survived = re.search(r"^(\d+) faults survived", done.stdout, re.MULTILINE)
     assert survived is not None, done.stdout
-    assert int(survived[1]) >= 5
+    assert int(survived[1]) >= 4

@@ -25,25 +25,8 @@ from library.training.sampling.prompts import read_prompts
 from networks.options import parse_network_args
 from tests.fuzz import harmless, share_of_cases
 
-texts = st.text(max_size=20) | st.sampled_from(
-    [
-        "",
-        "\0",
-        "../..",
-        "/",
-        "~",
-        "~nobody",
-        "nan",
-        "1e400",
-        "a=b",
-        "=",
-        "a.b.C",
-        "rank=[",
-        "𝕬\u202e",
-        "\ud800",
-        "a" * 5000,
-    ]
-)
+ODD = ["../..", "/", "~", "~nobody", "nan", "1e400", "a=b", "=", "a.b.C", "rank=[", "𝕬\u202e"]
+texts = st.text(max_size=20) | st.sampled_from(["", "\0", *ODD, "\ud800", "a" * 5000])
 numbers = st.integers() | st.sampled_from([-1, 0, 1, 2**31, 2**63, 2**64, 10**400]) | st.floats()
 values = st.recursive(
     texts | numbers | st.booleans(),

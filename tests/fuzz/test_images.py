@@ -17,25 +17,8 @@ from library.data.image_stats import measure_image
 from library.data.images import decode, read_size
 from tests.fuzz import harmless, share_of_cases
 
-MODES = [
-    "1",
-    "L",
-    "P",
-    "RGB",
-    "RGBA",
-    "CMYK",
-    "YCbCr",
-    "LAB",
-    "HSV",
-    "I",
-    "F",
-    "LA",
-    "PA",
-    "RGBX",
-    "RGBa",
-    "La",
-    "I;16",
-]
+MODES = ["1", "L", "P", "RGB", "RGBA", "CMYK", "YCbCr", "LAB", "HSV", "I", "F", "LA", "PA", "RGBX", "RGBa", "La"]
+MODES += ["I;16"]
 FORMATS = ["PNG", "JPEG", "WEBP", "BMP", "AVIF", "JXL", "TIFF", "GIF", "TGA", "PPM", "ICO", "JPEG2000", "DDS", "SGI"]
 
 

@@ -20,14 +20,12 @@ from tests.fuzz.test_tools import NEEDS_LINUX, check
 COMPUTING, WAITING, MEMORY = ("CPU_SECONDS", 0.5), ("WALL_SECONDS", 3.0), ("MEBIBYTES", 100)
 
 
-def spin(swallow: bool = False) -> None:
+def spin() -> None:
     while True:
         try:
             sum(range(1000))
-        except Exception:
-            if swallow:  # as code does that takes any error for a damaged file
-                return
-            raise
+        except Exception:  # as code does that takes any error for a damaged file
+            return
 
 
 def refuse(text: str = "") -> None:
@@ -41,13 +39,12 @@ def refuse(text: str = "") -> None:
         (lambda: [][0], None, "IndexError"),
         (lambda: json_of_depth(100_000), None, "RecursionError"),
         (spin, COMPUTING, "not done after 0.5 s of computing"),
-        (lambda: spin(swallow=True), COMPUTING, "not done after 0.5 s of computing"),
         (lambda: time.sleep(60), WAITING, "3 s in all"),
         (lambda: len(bytearray(os.urandom(1)) * (200 << 20)), MEMORY, r"took \d+ MiB"),
         (refuse, None, "refused without a word"),
         (lambda: refuse("Traceback (most recent call last)"), None, "Traceback"),
     ],
-    ids=["index", "depth", "loop", "loop that is swallowed", "waiting", "memory", "no message", "traceback"],
+    ids=["index", "depth", "loop that is swallowed", "waiting", "memory", "no message", "traceback"],
 )
 def test_a_fault_in_a_reader_is_found(
     call: Callable[[], object], limit: tuple[str, float] | None, found: str, monkeypatch: pytest.MonkeyPatch
@@ -75,7 +72,6 @@ def test_what_stays_within_the_limits_is_taken_and_leaves_no_timer_behind() -> N
     [
         ("1 / 0", None, "ZeroDivisionError"),
         ("print('Traceback', file=sys.stderr)", None, "Traceback"),
-        ("sys.exit(1)", None, "assert 1 in"),
         ("sys.exit(2)", None, "assert ''"),
         ("sys.exit('error: one' + chr(10) + 'two')", None, "assert 1 in"),
         ("print(chr(27) + '[31m')", None, "STEERS|search"),
