@@ -397,8 +397,8 @@ def _linears(model: nn.Module, targets: LoraTargets) -> Iterator[tuple[str, nn.M
 
 
 _LAYERS: dict[str, tuple[Callable[..., AdapterLinear], tuple[str, ...]]] = {
-    "lora": (LoRALinear, ("alpha", "dropout", "rank_dropout", "module_dropout", "rank_stabilised")),
-    "dora": (DoRALinear, ("alpha", "dropout", "rank_dropout", "rank_stabilised")),
+    "lora": (LoRALinear, ("alpha", "dropouts", "rank_stabilised")),
+    "dora": (DoRALinear, ("alpha", "dropouts", "rank_stabilised")),
     "lokr": (LoKrLinear, ("alpha", "factor", "decompose_both")),
     "loha": (LoHaLinear, ("alpha",)),
 }

@@ -31,7 +31,7 @@ import ast
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 from library.config.markers import split_pairs
 from library.config.schema import NetworkConfig
@@ -53,6 +53,17 @@ _INDEX = r"\d{1,9}"
 _LOKR_KEYS = ("factor", "decompose_both")
 _TEXT_KEYS = ("train_t5xxl", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio")  # of families that train text
 _OF_TRANSFORMER = ("dims", "dim_sources", "blocks", "include_patterns", "exclude_patterns", "train_t5xxl", "split_qkv")
+
+
+class Dropouts(NamedTuple):
+    """Probabilities with which a LoRA layer drops neurons of ``A(x)``, whole ranks of a sample, or itself."""
+
+    of_neurons: float = 0.0
+    of_ranks: float = 0.0
+    of_module: float = 0.0
+
+
+NO_DROPOUTS = Dropouts()
 
 
 @dataclass(frozen=True)
@@ -95,6 +106,11 @@ class NetworkOptions:
     split_qkv: bool = True
     factor: int = -1
     decompose_both: bool = False
+
+    @property
+    def dropouts(self) -> Dropouts:
+        """The dropouts of a layer."""
+        return Dropouts(self.dropout, self.rank_dropout, self.module_dropout)
 
     def of_transformer(self) -> str | None:
         """Return an option that only a transformer follows, if one is set."""

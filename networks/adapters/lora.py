@@ -82,6 +82,7 @@ from library.nn.tensor_split import Split, entering, gathering, leaving, sum_ove
 from networks.adapters.base import AdapterLinear, base_weight, device_of, fill, in_compute_dtype, new_parameter
 from networks.files.weights import AdapterWeights, DoraWeights, LoraWeights
 from networks.merging.low_rank import decompose
+from networks.options import NO_DROPOUTS, Dropouts
 
 Prologue = Callable[..., Tensor]
 
@@ -95,6 +96,7 @@ class LoRALinear(AdapterLinear):
             (rsLoRA, https://arxiv.org/abs/2312.03732).
         start: what A and B were begun from if that was no zero update (``networks.adapters.lora``); it is taken off
             again, so that the layer begins as its base.
+        dropouts: probabilities, see the module's text.
         multiplier: user strength of the update, 1.0 while training.
         split: which part of the base this process has; None: all of it. A and B are whole either way.
         joined: the layer that holds A and B of several layers, and this one's rows of B; None: A and B are its own.
@@ -108,17 +110,13 @@ class LoRALinear(AdapterLinear):
         rank: int,
         alpha: float,
         *,
-        dropout: float = 0.0,
-        rank_dropout: float = 0.0,
-        module_dropout: float = 0.0,
+        dropouts: Dropouts = NO_DROPOUTS,
         rank_stabilised: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(base, rank, alpha)
         self.rank_stabilised = rank_stabilised
-        self.dropout = dropout
-        self.rank_dropout = rank_dropout
-        self.module_dropout = module_dropout
+        self.dropouts = dropouts
         self.multiplier = 1.0
         self.start: LoraInit | None = None
         self.split: Split | None = None
@@ -180,7 +178,7 @@ class LoRALinear(AdapterLinear):
             if layer.training and layer in first:
                 parts[layer.holder] = layer._drop(parts[layer.holder], x.shape)
             part, scale = parts[layer.holder], layer.scale * layer.multiplier
-            scale = scale / (1 - layer.rank_dropout) if layer.training else scale
+            scale = scale / (1 - layer.dropouts.of_ranks) if layer.training else scale
             out.addmm_(part.to(out.dtype), layer._own_up().to(out.dtype).t(), alpha=scale)
             out = leaving(out, layer.split)
             outputs.append(out.view(*x.shape[:-1], out.shape[-1]))
@@ -188,18 +186,18 @@ class LoRALinear(AdapterLinear):
 
     def _drops(self) -> bool:
         """Return whether some dropout is at work."""
-        return self.training and max(self.dropout, self.rank_dropout, self.module_dropout) > 0
+        return self.training and max(self.dropouts) > 0
 
     def _drop(self, low: Tensor, shape: torch.Size) -> Tensor:
         """Apply the three dropouts to ``low`` [N, rank]."""
         gate = None
-        if self.module_dropout > 0:
-            gate = torch.rand((), device=low.device) >= self.module_dropout
-        if self.dropout > 0:
-            low = F.dropout(low, p=self.dropout)
-        if self.rank_dropout > 0:
+        if self.dropouts.of_module > 0:
+            gate = torch.rand((), device=low.device) >= self.dropouts.of_module
+        if self.dropouts.of_neurons > 0:
+            low = F.dropout(low, p=self.dropouts.of_neurons)
+        if self.dropouts.of_ranks > 0:
             samples = shape[0] if len(shape) > 1 else 1
-            kept = torch.rand((samples, self.rank), device=low.device) > self.rank_dropout
+            kept = torch.rand((samples, self.rank), device=low.device) > self.dropouts.of_ranks
             kept = kept if gate is None else kept & gate
             return (low.view(samples, -1, self.rank) * kept[:, None].to(low.dtype)).view(-1, self.rank)
         return low if gate is None else low * gate.to(low.dtype)

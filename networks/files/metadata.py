@@ -52,9 +52,7 @@ def build_metadata(
     timestamp: float,
     architecture: str | None = None,
     resolution: tuple[int, int] | None = None,
-    description: str | None = None,
-    trigger_phrase: str | None = None,
-    spec: Mapping[str, str] | None = None,
+    spec: Mapping[str, str | None] | None = None,
     **own: str | None,
 ) -> dict[str, str]:
     """Return the metadata strings of a LoRA file, without the hashes that :func:`hash_metadata` adds.
@@ -67,8 +65,8 @@ def build_metadata(
         timestamp: seconds since 1970 of this save.
         architecture: ModelSpec's name of the base, "flux-1-dev" or "flux-1-schnell"; None: the family's.
         resolution: width and height trained at, in pixels; None for what has no pixels.
-        trigger_phrase: what calls the subject up in a prompt.
-        spec: further fields of ModelSpec (``author``, ``license``), or others instead of those above.
+        spec: further fields of ModelSpec (``description``, ``author``, ``license``), or others instead of those above;
+            None and "" are left out.
         own: what stands under ``tandem.*`` (``base_fingerprint``, ``config``), None and "" left out.
     """
     ss = {
@@ -85,11 +83,9 @@ def build_metadata(
         "title": title,
         "resolution": f"{resolution[0]}x{resolution[1]}" if resolution else None,
         "date": datetime.fromtimestamp(int(timestamp), tz=UTC).isoformat(),
-        "description": description,
-        "trigger_phrase": trigger_phrase or None,
         **(spec or {}),
     }
-    metadata |= {f"modelspec.{key}": value for key, value in fields.items() if value is not None}
+    metadata |= {f"modelspec.{key}": value for key, value in fields.items() if value}
     return metadata | {f"tandem.{key}": value for key, value in own.items() if value}
 
 

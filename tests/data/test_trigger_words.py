@@ -188,9 +188,7 @@ def test_the_file_names_the_word_unless_a_person_did(tmp_path: Path) -> None:
     data = build(write_toml(tmp_path), trigger_word="zorbo")
     assert json.loads(str(dataset_facts(data, 1)["tag_frequency"])) == {"img": {"zorbo": 1, "red": 1, "round": 1}}
     phrase = trigger_phrase(data.config)
-    metadata = build_metadata({}, FLUX_TARGETS, title="t", timestamp=0, trigger_phrase=phrase)
+    metadata = build_metadata({}, FLUX_TARGETS, title="t", timestamp=0, spec={"trigger_phrase": phrase})
     assert metadata["modelspec.trigger_phrase"] == "zorbo"
-    named = {"trigger_phrase": "a zorbo"}
-    metadata = build_metadata({}, FLUX_TARGETS, title="t", timestamp=0, trigger_phrase=phrase, spec=named)
-    assert metadata["modelspec.trigger_phrase"] == "a zorbo"
-    assert "modelspec.trigger_phrase" not in build_metadata({}, FLUX_TARGETS, title="t", timestamp=0, trigger_phrase="")
+    none = build_metadata({}, FLUX_TARGETS, title="t", timestamp=0, spec={"trigger_phrase": ""})
+    assert "modelspec.trigger_phrase" not in none

@@ -79,13 +79,6 @@ def test_no_error_exceeds_half_a_step(granularity: Granularity) -> None:
         assert bool((error <= half_step * (1 + 1e-5) + 1e-9).all())
 
 
-def test_finer_scales_lose_less() -> None:
-    values = weight()
-    errors = [float((quantize(values, g).dequantize(torch.float32) - values).norm()) for g in GRANULARITIES]
-    cast, tensor, row, block64, block128 = errors
-    assert cast > tensor > row > block128 > block64
-
-
 def test_codes_fit_the_scale_as_it_will_be_stored() -> None:
     quantized = quantize(weight(), "row", scale_dtype=torch.bfloat16)
     assert quantized.scale is not None

@@ -39,8 +39,9 @@ def checkpoint(prefix: str = "") -> dict[str, Tensor]:
     return {prefix + name: (torch.randn(shape) * 0.03).bfloat16() for name, shape in shapes.items()}
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["quantize_model.py", *map(str, arguments)])
+def run(monkeypatch: pytest.MonkeyPatch, model: Path, save_to: Path, *flags: object) -> None:
+    words = ["--model", model, "--save_to", save_to, *flags]
+    monkeypatch.setattr(sys, "argv", ["quantize_model.py", *map(str, words)])
     quantize_model.main()
 
 
@@ -82,7 +83,7 @@ def test_what_is_written_reads_back_the_same_by_tandem_and_by_independent_code(
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     original = checkpoint(prefix)
     save_file(original, source)
-    run(monkeypatch, "--model", source, "--save_to", target, *CASES[case])
+    run(monkeypatch, source, target, *CASES[case])
     layout = WeightFiles(target).quantized
     assert layout is not None
     assert layout.layout == {"stochastic": "musubi"}.get(case, case.split()[0])
@@ -113,16 +114,7 @@ def test_a_quantised_file_asks_for_other_products_and_is_the_same_otherwise(
 ) -> None:
     prefix, high = "model.diffusion_model.", {"full_precision_matrix_mult": True}
     save_file(checkpoint(prefix), source := tmp_path / "in.safetensors")
-    run(
-        monkeypatch,
-        "--model",
-        source,
-        "--save_to",
-        made := tmp_path / "made.safetensors",
-        *arguments,
-        "--products",
-        "low",
-    )
+    run(monkeypatch, source, made := tmp_path / "made.safetensors", *arguments, "--products", "low")
     before = load_file(made)
     if in_header and arguments:  # as some writers have it, the layers named without the prefix
         said = {name: before.pop(name) for name in list(before) if name.endswith(".comfy_quant")}
@@ -131,7 +123,7 @@ def test_a_quantised_file_asks_for_other_products_and_is_the_same_otherwise(
         save_file(before, made, {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})})
     for ask, expected in (("high", high), ("low", {})):
         capsys.readouterr()
-        run(monkeypatch, "--model", made, "--save_to", target := tmp_path / f"{ask}.safetensors", "--products", ask)
+        run(monkeypatch, made, target := tmp_path / f"{ask}.safetensors", "--products", ask)
         words = {"high": "high precision", "low": "the format"}[ask]
         assert f"asks ComfyUI for products in {words}; nothing else is changed" in capsys.readouterr().out
         after = load_file(target)
@@ -168,7 +160,7 @@ def test_nvfp4_files_leave_products_to_comfyui_unless_asked(
 ) -> None:
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     save_file(checkpoint(), source)
-    run(monkeypatch, "--model", source, "--save_to", target, "--scheme", "nvfp4", *flags)
+    run(monkeypatch, source, target, "--scheme", "nvfp4", *flags)
     layout = WeightFiles(target).quantized
     assert layout is not None
     assert {stored.full_precision for stored in layout.weights.values()} == {precise}
@@ -181,10 +173,8 @@ def test_comfyui_files_carry_the_marks_comfyui_looks_for(tmp_path: Path, monkeyp
         ([], 2, {"format": "float8_e4m3fn", "full_precision_matrix_mult": True}),
         (["--products", "low"], 0, {"format": "float8_e4m3fn"}),
     ):
-        run(monkeypatch, "--model", source, "--save_to", tmp_path / "old.safetensors", *extra)
-        run(
-            monkeypatch, "--model", source, "--save_to", tmp_path / "new.safetensors", "--layout", "comfy_quant", *extra
-        )
+        run(monkeypatch, source, tmp_path / "old.safetensors", *extra)
+        run(monkeypatch, source, tmp_path / "new.safetensors", "--layout", "comfy_quant", *extra)
         old, new = load_file(tmp_path / "old.safetensors"), load_file(tmp_path / "new.safetensors")
         marker = old["model.diffusion_model.scaled_fp8"]
         assert (marker.dtype, marker.numel()) == (torch.float8_e4m3fn, elements)
@@ -202,15 +192,7 @@ def test_comfyui_files_carry_the_marks_comfyui_looks_for(tmp_path: Path, monkeyp
 
 def test_musubi_files_have_its_shapes_and_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_file(checkpoint(), tmp_path / "in.safetensors")
-    run(
-        monkeypatch,
-        "--model",
-        tmp_path / "in.safetensors",
-        "--save_to",
-        tmp_path / "o.safetensors",
-        "--layout",
-        "musubi",
-    )
+    run(monkeypatch, tmp_path / "in.safetensors", tmp_path / "o.safetensors", "--layout", "musubi")
     stored = load_file(tmp_path / "o.safetensors")
     assert stored[f"{NAMES[0]}.scale_weight"].shape == (3 * WIDTH, 1, 1)
     assert stored[f"{NAMES[2]}.scale_weight"].shape == (WIDTH, 1)  # falls back to rows
@@ -221,17 +203,7 @@ def test_a_diffusers_folder_becomes_one_that_diffusers_loads(tmp_path: Path, mon
     model = tiny_flux_transformer().to(torch.bfloat16)
     model.save_pretrained(tmp_path / "pipeline" / "transformer", max_shard_size="200KB")
     (tmp_path / "pipeline" / "model_index.json").write_text("{}")
-    run(
-        monkeypatch,
-        "--model",
-        tmp_path / "pipeline",
-        "--save_to",
-        tmp_path / "fp8",
-        "--layout",
-        "plain",
-        "--exclude",
-        "",
-    )
+    run(monkeypatch, tmp_path / "pipeline", tmp_path / "fp8", "--layout", "plain", "--exclude", "")
     loaded = FluxTransformer2DModel.from_pretrained(tmp_path / "fp8", torch_dtype=torch.bfloat16)
     for name, parameter in loaded.named_parameters():
         original = model.get_parameter(name)
@@ -249,7 +221,7 @@ def test_a_transformers_folder_and_kept_layers(tmp_path: Path, monkeypatch: pyte
         "encoder.block.0.layer.0.SelfAttention.relative_attention_bias",
     )
     save_file({f"{name}.weight": torch.randn(64, 64).bfloat16() for name in names}, folder / "model.safetensors")
-    run(monkeypatch, "--model", folder, "--save_to", tmp_path / "fp8")
+    run(monkeypatch, folder, tmp_path / "fp8")
     stored = load_file(tmp_path / "fp8" / "model.safetensors")
     assert [stored[f"{name}.weight"].dtype for name in names] == [torch.bfloat16, torch.float8_e4m3fn, torch.bfloat16]
 
@@ -260,17 +232,17 @@ def test_every_mistake_is_told_in_one_line_and_leaves_nothing_behind(
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     save_file(checkpoint(), source)
     done = tmp_path / "done.safetensors"
-    run(monkeypatch, "--model", source, "--save_to", done)
+    run(monkeypatch, source, done)
     broken = checkpoint()
     broken[f"{NAMES[1]}.weight"][0, 0] = torch.nan
     save_file(broken, tmp_path / "broken.safetensors")
     save_file({"norm.weight": torch.ones(4)}, tmp_path / "none.safetensors")
     eight = tmp_path / "eight.safetensors"
-    run(monkeypatch, "--model", source, "--save_to", eight, "--scheme", "int8")
+    run(monkeypatch, source, eight, "--scheme", "int8")
     (tmp_path / "pipeline").mkdir()
     (tmp_path / "pipeline" / "model_index.json").write_text("{}")
     cases = {
-        "layout comfy_scaled: scales 'row' cannot be written in it; use tensor": (
+        "scales 'row' cannot be written in it; use tensor": (
             source,
             "--layout",
             "comfy_scaled",
@@ -284,7 +256,7 @@ def test_every_mistake_is_told_in_one_line_and_leaves_nothing_behind(
         "did you mean 'int8_convrot'?": (source, "--scheme", "int8_convrt"),
         "--format e5m2: is of fp8, and the scheme is int8": (source, "--scheme", "int8", "--format", "e5m2"),
         "--products low: files of layout plain cannot say so": (source, "--layout", "plain", "--products", "low"),
-        "--products high: ComfyUI multiplies int8 files in int8 always": (
+        "ComfyUI multiplies int8 files in int8 always": (
             source,
             "--scheme",
             "int8",
@@ -303,7 +275,7 @@ def test_every_mistake_is_told_in_one_line_and_leaves_nothing_behind(
     }
     for message, (model, *extra) in cases.items():
         with pytest.raises(SystemExit) as left:
-            run(monkeypatch, "--model", model, "--save_to", target, *extra)
+            run(monkeypatch, model, target, *extra)
         assert left.value.code == 2
         error = capsys.readouterr().err
         assert message in error
@@ -314,6 +286,6 @@ def test_every_mistake_is_told_in_one_line_and_leaves_nothing_behind(
         "is a file, so the result is one": tmp_path / "folder",
     }.items():
         with pytest.raises(SystemExit):
-            run(monkeypatch, "--model", source, "--save_to", goal)
+            run(monkeypatch, source, goal)
         assert message in capsys.readouterr().err
     assert not list(tmp_path.glob(".*.tmp"))

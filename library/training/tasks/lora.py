@@ -229,19 +229,19 @@ class LoraTask(Task):
         config = json.dumps(without_folders(self.plan.config.model_dump(exclude_none=True)))
         if saving.no_metadata:
             facts, comment, config = {key: facts[key] for key in facts.keys() & LEAST_FACTS}, None, ""
+        more = self._describe_file()
         metadata = build_metadata(
             facts,
             self.plan.network.targets,
             title=saving.output_name,
             timestamp=now,
-            description=comment,
-            spec=spec_fields(saving),
+            spec={"description": comment, "trigger_phrase": more.pop("trigger_phrase", None), **spec_fields(saving)},
             base_fingerprint=self.base_fingerprint,
             base_precision=self.base_precision,
             config=config,
             settings=describe_settings(self.raw_config, hidden=saving.no_metadata),
             version=__version__,
-            **self._describe_file(),
+            **more,
         )
         precision = saving.save_precision or ("bf16" if self.plan.config.training.full_bf16 else "fp32")
         self.network.save(path, self.save_format, precision, {**self.own_metadata, **metadata})

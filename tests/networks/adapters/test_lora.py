@@ -11,10 +11,11 @@ from torch.utils.checkpoint import checkpoint
 
 from library.nn.frozen_linear import project_together
 from networks.adapters.lora import LoRALinear
+from networks.options import Dropouts
 
 
 def make_layer(
-    out_features: int = 6, rank: int = 3, seed: int = 0, dtype: torch.dtype = torch.float64, **options: float
+    out_features: int = 6, rank: int = 3, seed: int = 0, dtype: torch.dtype = torch.float64, **options: Dropouts
 ) -> LoRALinear:
     rng = torch.Generator().manual_seed(seed)
     base = nn.Linear(5, out_features, dtype=dtype).requires_grad_(False)
@@ -67,11 +68,11 @@ def test_building_a_layer_leaves_the_global_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-OPTIONS = {"plain": {}, "dropouts": {"dropout": 0.3, "rank_dropout": 0.4, "module_dropout": 0.5}}
+OPTIONS = {"plain": {}, "dropouts": {"dropouts": Dropouts(0.3, 0.4, 0.5)}}
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_projecting_together_equals_projecting_separately(options: dict[str, float]) -> None:
+def test_projecting_together_equals_projecting_separately(options: dict[str, Dropouts]) -> None:
     layers = [make_layer(6, 3, 1, **options), make_layer(6, 2, 2, **options), make_layer(4, 3, 3, **options)]
     mixed = [layers[0], nn.Linear(5, 3, dtype=torch.float64), *layers[1:]]
     x = make_input(2, 7, 5)
@@ -88,7 +89,7 @@ def test_projecting_together_equals_projecting_separately(options: dict[str, flo
 
 
 def test_rank_dropout_zeroes_ranks_per_sample_and_rescales() -> None:
-    layer = make_layer(rank=3, rank_dropout=0.5)
+    layer = make_layer(rank=3, dropouts=Dropouts(of_ranks=0.5))
     x = make_input(2, 4, 5)
     torch.manual_seed(0)
     kept = (torch.rand(2, 3) > 0.5).double()
@@ -99,7 +100,7 @@ def test_rank_dropout_zeroes_ranks_per_sample_and_rescales() -> None:
 
 
 def test_module_dropout_switches_the_whole_layer_off_without_rescaling() -> None:
-    layer, x = make_layer(module_dropout=0.5), make_input(2, 4, 5)
+    layer, x = make_layer(dropouts=Dropouts(of_module=0.5)), make_input(2, 4, 5)
     seen = set()
     for seed in range(8):
         torch.manual_seed(seed)
@@ -111,7 +112,7 @@ def test_module_dropout_switches_the_whole_layer_off_without_rescaling() -> None
 
 
 def test_neuron_dropout_acts_on_the_down_projection() -> None:
-    layer, x = make_layer(dropout=0.5), make_input(2, 4, 5)
+    layer, x = make_layer(dropouts=Dropouts(0.5)), make_input(2, 4, 5)
     torch.manual_seed(3)
     low = nn.functional.dropout(x @ layer.lora_A.weight.T, 0.5)
     torch.manual_seed(3)
@@ -119,7 +120,7 @@ def test_neuron_dropout_acts_on_the_down_projection() -> None:
 
 
 def test_nothing_is_dropped_in_eval_mode() -> None:
-    layer, x = make_layer(dropout=0.5, rank_dropout=0.5, module_dropout=0.9).eval(), make_input(2, 4, 5)
+    layer, x = make_layer(dropouts=Dropouts(0.5, 0.5, 0.9)).eval(), make_input(2, 4, 5)
     torch.testing.assert_close(layer(x), by_formula(layer, x))
 
 
@@ -165,7 +166,7 @@ def test_autocast_casts_the_input_once_for_base_and_lora() -> None:
 class Block(nn.Module):
     """Three projections of one input and one of their sum."""
 
-    def __init__(self, **options: float) -> None:
+    def __init__(self, **options: Dropouts) -> None:
         super().__init__()
         self.q, self.k, self.v = (make_layer(5, 2, s, torch.float32, **options) for s in range(3))
         self.out = make_layer(5, 3, 4, torch.float32, **options)
@@ -176,7 +177,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_checkpointing_gives_the_same_gradients(options: dict[str, float]) -> None:
+def test_checkpointing_gives_the_same_gradients(options: dict[str, Dropouts]) -> None:
     block, x = Block(**options), make_input(2, 7, 5, dtype=torch.float32)
     wanted = (x, *(p for p in block.parameters() if p.requires_grad))
     torch.manual_seed(0)
@@ -189,7 +190,7 @@ def test_checkpointing_gives_the_same_gradients(options: dict[str, float]) -> No
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_block_compiles_as_one_graph_with_the_same_result(backend: str, options: dict[str, float]) -> None:
+def test_block_compiles_as_one_graph_with_the_same_result(backend: str, options: dict[str, Dropouts]) -> None:
     torch._dynamo.reset()
     block, x = Block(**options), make_input(2, 7, 5, dtype=torch.float32)
     wanted = (x, *(p for p in block.parameters() if p.requires_grad))

@@ -196,16 +196,6 @@ def test_fused_modules_of_the_original_layout_are_split(
     torch.testing.assert_close(deltas(read), expected)
 
 
-def test_a_fused_file_that_others_trained_is_saved_in_every_layout(tmp_path: Path) -> None:
-    shapes = {"lora_unet_double_blocks_0_img_attn_qkv": (96, 32), "lora_unet_single_blocks_1_linear1": (224, 32)}
-    save_file(hand_made(*DOWN_UP, shapes, alpha=True), tmp_path / "a.safetensors")
-    read = load_lora(tmp_path / "a.safetensors", FLUX_TARGETS).weights  # q, k and v have one down-projection
-    for save_format in SAVE_FORMATS:
-        path = tmp_path / f"{save_format}.safetensors"
-        save_adapter(path, read, FLUX_TARGETS, save_format, "fp32")
-        torch.testing.assert_close(deltas(load_lora(path, FLUX_TARGETS).weights), deltas(read))
-
-
 def test_kohya_files_hold_the_published_keys_with_qkv_fused(tmp_path: Path) -> None:
     network = inject(make_flux(), alpha=2.0)
     save_adapter(tmp_path / "a.safetensors", network.weights(), FLUX_TARGETS, "kohya")

@@ -26,7 +26,7 @@ def test_training_facts_and_modelspec_have_kohyas_keys_and_string_values() -> No
     }
     metadata = build_metadata(
         facts, FLUX_TARGETS, title="cat", timestamp=1700000000.7, architecture="flux-1-schnell", resolution=(768, 512),
-        description="mine", base_fingerprint="abc", config='{"a": 1}', version="0.1", attention=None,
+        spec={"description": "mine"}, base_fingerprint="abc", config='{"a": 1}', version="0.1", attention=None,
     )  # fmt: skip
     assert metadata == {
         "ss_network_module": "networks.lora_flux",

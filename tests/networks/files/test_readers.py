@@ -133,15 +133,6 @@ def test_a_program_that_reads_no_header_gets_the_trained_update(
             assert apart(read[f"transformer.{name}"], delta) < rounding, precision
 
 
-def test_a_scale_that_is_a_power_of_two_changes_no_bit_of_the_mantissas(tmp_path: Path) -> None:
-    _, network = trained("flux")
-    network.save(tmp_path / "a.safetensors", "diffusers", "fp32", {})
-    tensors = load_file(tmp_path / "a.safetensors")
-    for name, layer in network.modules.items():
-        assert torch.equal(tensors[f"transformer.{name}.lora_B.weight"] * 16, layer.lora_B.weight)
-        assert torch.equal(tensors[f"transformer.{name}.lora_A.weight"], layer.lora_A.weight)
-
-
 def test_fp16_has_enough_bits_for_a_young_lora_at_a_small_scale(tmp_path: Path) -> None:
     _, network = trained("flux", network_dim=32, network_alpha=0.5)
     with torch.no_grad():

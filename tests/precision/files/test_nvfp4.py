@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -240,12 +239,3 @@ def test_a_damaged_file_is_refused_in_one_line(tmp_path: Path, change, words) ->
         find(file)["l.weight"].read(file)
     assert "\n" not in str(raised.value)
     assert str(file.path) in str(raised.value)
-
-
-def test_the_header_may_mark_layers(tmp_path: Path) -> None:
-    weight = by_kitchen(uneven(32, 64), "nvfp4")
-    header = {"_quantization_metadata": json.dumps({"layers": {"l": FORMAT | {"full_precision_matrix_mult": True}}})}
-    file = opened(tmp_path / "a.safetensors", comfy_tensors("model.diffusion_model.l", weight, None), header)
-    stored = find(file)["model.diffusion_model.l.weight"]
-    assert stored.served_rounding is None
-    assert torch.equal(stored.read(file).dequantize(torch.float32), weight.dequantize())
