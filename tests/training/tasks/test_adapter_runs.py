@@ -175,7 +175,7 @@ def test_text_encoders_are_adapted_too(files: tuple[Path, Path], tmp_path: Path)
         ({"network_type": "dora", "init_lora_weights": "pissa"}, "init_lora_weights: pissa is for network_type lora"),
         (
             {"network_type": "boft"},
-            "'boft' does not fit: it is no longer trained, only read and merged; use lora, dora",
+            "'boft' does not fit: it is no longer trained; use lora, dora",
         ),
         ({"network_type": "lora", "init_lora_weights": "olora"}, "'olora' does not fit: this start is gone; use pissa"),
         ({"network_type": "lora", "init_lora_weights": "pissa", "network_dropout": 0.1}, "would drop the start of"),
