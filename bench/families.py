@@ -47,10 +47,9 @@ class Sizes:
         linear, attention = self.forward_flops()
         return 2 * linear + 3 * attention
 
-    def recomputed_flops(self, every: int = 1) -> float:
-        """Return what backward computes again where one of ``every`` neighbouring blocks is checkpointed."""
-        blocks = sum(self.blocks)
-        return sum(self.forward_flops()) * -(-blocks // every) / blocks
+    def recomputed_flops(self) -> float:
+        """Return what backward computes again where blocks are checkpointed."""
+        return sum(self.forward_flops())
 
 
 FAMILIES = {"flux": Sizes(), "qwen_image": Sizes(blocks=(60,))}  # as published

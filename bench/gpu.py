@@ -252,7 +252,7 @@ class GpuCase:
         batch: images a step.
         base: the frozen weights and how they are multiplied.
         checkpointing: every block is recomputed in backward.
-        every, kept_mb, offloaded: with it, checkpoint_every_n_blocks, activation_budget_mb, cpu_offload_checkpointing.
+        kept_mb, offloaded: with it, activation_budget_mb, cpu_offload_checkpointing.
         swapped: blocks whose weights wait in host memory.
         compiled: regional compilation.
         graph: forward and backward as one CUDA graph; a plain step on a CPU.
@@ -263,7 +263,6 @@ class GpuCase:
     batch: int = 1
     base: Base = "bf16"
     checkpointing: bool = False
-    every: int = 1
     kept_mb: int = 0
     offloaded: bool = False
     swapped: int = 0
@@ -274,7 +273,6 @@ class GpuCase:
         """Return the row's name."""
         memory = [
             "checkpointing" if self.checkpointing else "",
-            f"every {self.every}" if self.every > 1 else "",
             f"keep {self.kept_mb}" if self.kept_mb else "",
             "offload" if self.offloaded else "",
             f"swap {self.swapped}" if self.swapped else "",
@@ -312,7 +310,6 @@ def cases(families: list[str]) -> list[GpuCase]:
             replace(saved, batch=4),
             replace(scaled_mm, batch=4),
             replace(plain, swapped=16),
-            replace(saved, every=2),
             replace(saved, base="fp8 dequant", swapped=16, offloaded=True),
             replace(plain, base="fp8 dequant"),
         ]
@@ -339,7 +336,7 @@ def measure(case: GpuCase, device: torch.device, tiny: bool) -> dict[str, Any]:
     found = {"step_s": seconds, "peak_gib": peak / 2**30, "weights_gib": step.base_bytes / 2**30}
     found["flops_per_s"] = sizes.step_flops() / seconds
     if not case.kept_mb:  # what is kept of a budget is found as it runs, and not counted
-        recomputed = sizes.recomputed_flops(case.every) if case.checkpointing else 0.0
+        recomputed = sizes.recomputed_flops() if case.checkpointing else 0.0
         found["hardware_flops_per_s"] = (sizes.step_flops() + recomputed) / seconds
     return found
 
@@ -391,7 +388,6 @@ def build(case: GpuCase, sizes: Sizes, device: torch.device, tiny: bool) -> Lora
         trained, blocks = tandem_network(case.family, transformer).parameters(), family.blocks(transformer)
         training = TrainingConfig(
             gradient_checkpointing=case.checkpointing,
-            checkpoint_every_n_blocks=case.every,
             activation_budget_mb=case.kept_mb,
             cpu_offload_checkpointing=case.offloaded,
         )

@@ -206,7 +206,7 @@ def main() -> None:
         begun = time.perf_counter()
         data = folder / options.subjects[0] / "plain.toml"
         own = FLAGS | PAINTED | {"dataset_config": data, "cache_directory": folder / "cache"}
-        run("tools/paint_regularisation.py", **own, save_to=folder / "kept")
+        run("tools/cache_dataset.py", **own)
         painted = time.perf_counter() - begun
         names = list(ways("circle"))
         cases = [(name, seed) for name in options.subjects for seed in range(1, options.seeds + 1)]
@@ -216,7 +216,7 @@ def main() -> None:
     table = Table(COLUMNS)
     for row in rows_of(found):
         table.add(row)
-    print(f"painting {len((DEMO / 'preserve.txt').read_text().splitlines())} images: {painted:.0f} s")
+    print(f"painting {len((DEMO / 'preserve.txt').read_text().splitlines())} images and caching: {painted:.0f} s")
     ratios = {f"elsewhere, {row['way']}": row["share"] for row in table.rows}
     finish(table.rows, ratios, options.json)
 

@@ -7,10 +7,9 @@ and half a minute later by SIGKILL. And a process that catches its own error goe
 others are not in. Two things prevent that, and both need no exchange of tensors, only notes in the store of the group:
 
 ``watched`` goes around a run. A process that leaves it with an error rings an alarm: it leaves a note in the store. A
-thread of every other process looks for that note once a second, and asks the kernel whether the processes of its own
-machine still live. The others may be about to find the same error, so they get half a minute (``GRACE`` seconds if a
-process has ended), and then the thread ends them, whatever their main thread waits for. Any error of the run is covered
-by this, in the middle of a step too.
+thread of every other process looks for that note once a second. The others may be about to find the same error, so they
+get half a minute, and then the thread ends them, whatever their main thread waits for. Any error of the run is covered
+by this, in the middle of a step too. A process that is killed leaves no note; the launcher ends the others then.
 
 ``agreed`` goes around a part of the run that ends with all processes in one place. They vote there: each writes whether
 its part went well, and waits for the others' votes. If one failed, all leave the part with an error, the one that
@@ -27,7 +26,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import select
 import sys
 import threading
 import time
@@ -39,7 +37,6 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from library.errors import NotRestoredError, UserError, one_line, reason_of
-from library.files import machine_name
 
 if TYPE_CHECKING:  # heavy: a script imports them when its configuration is complete
     from torch.distributed import Store
@@ -322,20 +319,14 @@ def _exit_code(error: BaseException) -> int:
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """End this process if another one fails, or ends, while the block runs; every process enters it."""
+    """End this process if another one fails while the block runs; every process enters it."""
     notes = _notes()
-    if notes is None or sys.platform == "win32":  # where one cannot wait for a file and a time
+    if notes is None:
         yield
         return
-    machine, pid = list(machine_name()), os.getpid()
-    ranks: dict[int, int] = {}  # by a file of which the kernel tells when the process has ended
-    for rank, (where, other) in enumerate(from_all_processes([machine, pid])):
-        if where == machine and other != pid and hasattr(os, "pidfd_open"):  # Linux
-            with suppress(ProcessLookupError):  # gone already: its connections tell
-                ranks[os.pidfd_open(other)] = rank
     notes.runs += 1
-    stopped, (wake, woken) = threading.Event(), os.pipe()
-    thread = threading.Thread(target=_watch, args=(notes, ranks, wake, stopped), daemon=True)
+    stopped = threading.Event()
+    thread = threading.Thread(target=_watch, args=(notes, stopped), daemon=True)
     thread.start()
     notes.is_watched = True
     try:
@@ -350,31 +341,17 @@ def watched() -> Iterator[None]:
     finally:
         notes.is_watched = False
         stopped.set()
-        os.write(woken, b"x")
-        thread.join(GRACE)
-        for file in () if thread.is_alive() else (wake, woken, *ranks):  # it asks a store that does not answer
-            os.close(file)
+        thread.join(GRACE)  # it may ask a store that does not answer
 
 
-def _watch(notes: _Notes, ranks: dict[int, int], wake: int, stopped: threading.Event) -> None:
-    """Wait until ``wake`` can be read; end this process if others fail meanwhile and it does not end by itself."""
-    alarm: int | None = None
-    since = 0.0  # the alarm
-    while True:
-        ready, _, _ = select.select([wake, *ranks], [], [], _LOOK)
-        if stopped.is_set():
-            return
-        if gone := [ranks[file] for file in ready]:
-            if stopped.wait(GRACE):
-                return
-            why = f"process {gone[0]} has ended in the middle of the run"
-            break
+def _watch(notes: _Notes, stopped: threading.Event) -> None:
+    """End this process if another one has failed and this one does not end by itself before ``stopped``."""
+    alarm, since = None, 0.0
+    while not stopped.wait(_LOOK):
         before = alarm
         with suppress(RuntimeError):  # the store is gone; the connections of the process that had it tell
             alarm = notes.alarm()
         since = time.monotonic() if before is None else since
         if alarm is not None and time.monotonic() - since > GRACE + _PATIENCE:
-            why = "another process has failed"
-            break
-    print(f"error: {why}; its own error is the one to read", file=sys.stderr, flush=True)
-    os._exit(alarm or 1)  # the main thread waits for what will not come
+            print("error: another process has failed; its own error is the one to read", file=sys.stderr, flush=True)
+            os._exit(alarm or 1)  # the main thread waits for what will not come

@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 2 tools/cache_dataset.py --config_file ...
 
 Does what train_lora.py does before it loads the transformer to train it; nothing is written but caches, and images
-that the base paints ([preservation]). Training with the same settings then finds everything there and loads no encoder.
+that the base generates ([preservation]). Training with the same settings then finds everything there and loads no
+encoder. Run it in one process before a training on several GPUs that split the model: none of those can generate.
 """
 
 from __future__ import annotations
@@ -35,8 +36,11 @@ def cache_dataset(config: TrainConfig) -> TrainingData:
     task = ImageLora(config)
     with watched():
         task.open()
-        task.read(task.paint())
+        painted = task.paint()
+        task.read(painted)
         task.cache()
+    if painted.regularisation is not None and task.accelerator.is_main_process:
+        task.console.print(f"regularisation images and their captions: {painted.regularisation}", soft_wrap=True)
     return task.data
 
 

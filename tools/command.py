@@ -61,7 +61,11 @@ def answer_early(name: str, parse: Callable[[], object]) -> None:
     those imports; ``parse`` reads the command line.
     """
     if name == "__main__":
-        exit_on_user_error(lambda: parse() and None)()
+
+        def main() -> None:
+            parse()
+
+        exit_on_user_error(main)()
 
 
 def whole(least: int = 1, most: int = MOST) -> Callable[[str], int]:

@@ -1,8 +1,8 @@
-"""What a run takes on a card, counted before there is one: by phase and part, as a table and a picture.
+"""What a run takes on a card, counted before there is one: by phase and part.
 
     python tools/plan_memory.py configs/flux_lora_16gb.toml
     python tools/plan_memory.py configs/flux_lora.toml --gpu_memory 12            # and what would make it fit
-    python tools/plan_memory.py my.toml --gpu_memory 24 --network_dim 64 --picture plan.png
+    python tools/plan_memory.py my.toml --gpu_memory 24 --network_dim 64
 
 The run is traced from its configuration to the end of the second step on tensors that have shapes and no numbers, on
 this machine's card or, without one, on a device that computes nothing: no weights are read, no memory is taken. Flags
@@ -28,7 +28,7 @@ from library.config.load import names_language_model
 from library.config.schema import TrainConfig
 from library.console import Console
 from library.errors import UserError, exit_on_user_error
-from library.files import atomic_path, write_text
+from library.files import write_text
 from tools.command import answer_early, number, tool_parser
 
 
@@ -37,9 +37,7 @@ def arguments() -> tuple[argparse.Namespace, TrainConfig]:
     parser = tool_parser(__doc__)
     parser.add_argument("config", type=Path, help="training configuration, TOML")
     parser.add_argument("--gpu_memory", type=number(above=0), help="GiB of the card; what makes the run fit is sought")
-    parser.add_argument("--picture", type=Path, metavar="PNG", help="draw what is held over the run")
     parser.add_argument("--save_to", type=Path, metavar="JSON", help="write the phases there too")
-    parser.add_argument("--tensors", action="store_true", help="list the largest tensors at the peak")
     options, flags = parser.parse_known_args()
     words = ["--config_file", str(options.config), *flags]
     if names_language_model(words):
@@ -59,14 +57,6 @@ _SOURCES = {
     "fake device": "counted on fake tensors on a device that computes nothing",
     "formula": "by a formula: only the training step, and it may be off by 20 %",
 }
-_COLOURS = {
-    "encoders": "#937860",
-    "weights": "#4c72b0",
-    "LoRA": "#55a868",
-    "gradients": "#8172b3",
-    "optimizer": "#ccb974",
-    "activations": "#c44e52",
-}
 
 
 def table(plan: MemoryPlan) -> Table:
@@ -74,58 +64,27 @@ def table(plan: MemoryPlan) -> Table:
     shown = Table(box=None, header_style="bold")
     for name in ("phase", *PARTS, "in all"):
         shown.add_column(name, justify="left" if name == "phase" else "right", no_wrap=True)
-    for phase, parts in plan.phases().items():
+    for phase, parts in plan.phases.items():
         numbers = [parts.get(part, 0) for part in PARTS]
         shown.add_row(phase, *(f"{n / GIB:.2f}" for n in numbers), f"{sum(numbers) / GIB:.2f}")
     return shown
 
 
-def draw(plan: MemoryPlan, title: str, limit: float | None, path: Path) -> None:
-    """Draw what is held from the beginning of the run to its end, part on part; ``limit`` in GiB."""
-    from matplotlib.figure import Figure
-
-    phases = [phase for phase, _ in plan.history]
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    axes = figure.subplots()
-    parts = [[held.get(part, 0) / GIB for _, held in plan.history] for part in PARTS]
-    axes.stackplot(range(len(phases)), parts, labels=PARTS, colors=[_COLOURS[p] for p in PARTS], step="post", lw=0)
-    begins = [i for i in range(len(phases)) if phases[i] and (i == 0 or phases[i] != phases[i - 1])]
-    top = max(plan.peak / GIB, limit or 0) * 1.12
-    for start, end in zip(begins, [*begins[1:], len(phases)], strict=True):
-        axes.axvline(start, color="#888888", lw=0.6)
-        if end - start > len(phases) / 9:
-            axes.text((start + end) / 2, top * 0.985, phases[start], ha="center", va="top", fontsize=8)
-    if limit:
-        axes.axhline(limit, color="black", ls="--", lw=1)
-        axes.text(0, limit, f" {limit:g} GiB", va="bottom", fontsize=8)
-    axes.set(ylabel="GiB", xlim=(0, len(phases)), ylim=(0, top), title=title)
-    axes.set_xlabel("operations, in the order of the run")
-    axes.legend(loc="lower right", fontsize=8, ncols=len(PARTS))
-    with atomic_path(path) as target:
-        figure.savefig(target, dpi=120, format="png")
-
-
 @exit_on_user_error
 def main() -> None:
-    """Print the table, draw the picture, and look for settings that fit."""
+    """Print the table, and look for settings that fit."""
     options, config = arguments()
     if config.parallel.splits_model:
         raise UserError(f"{options.config}: its model is split among GPUs; ask tools/plan_parallel.py")
     console = Console(markup=False, highlight=False, width=140)
     with console.status("counting: a minute or two at full depth"):
-        plan = plan_memory(ImageLora, config, options.tensors)
+        plan = plan_memory(ImageLora, config)
     for note in plan.notes:
         console.print(f"note: {note}", soft_wrap=True)
     console.print(table(plan))
     console.print(f"peak {plan.peak / GIB:.2f} GiB, {_SOURCES[plan.source]}", soft_wrap=True)
-    for size, count, origin in plan.at_peak:
-        console.print(f"  {size / 2**20:8.1f} MiB  {count:4} x {origin}", soft_wrap=True)
-    if options.picture:
-        draw(plan, f"{options.config.name}: peak {plan.peak / GIB:.1f} GiB", options.gpu_memory, options.picture)
-        console.print(f"drawn: {options.picture}", soft_wrap=True)
     if options.save_to:
-        found = {**asdict(plan), "history": None, "peak": plan.peak, "phases": plan.phases()}
-        write_text(options.save_to, json.dumps(found, indent=1))
+        write_text(options.save_to, json.dumps(asdict(plan) | {"peak": plan.peak}, indent=1))
     if options.gpu_memory:
         _advise(config, plan, round(options.gpu_memory * GIB), console)
 

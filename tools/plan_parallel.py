@@ -16,11 +16,10 @@ traced as tools/plan_memory.py does before it is recommended, which takes a minu
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -32,10 +31,7 @@ from library.config.markers import MOST_SIDE
 from library.config.schema import ParallelConfig
 from library.console import Console
 from library.errors import UserError, exit_on_user_error
-from library.files import write_text
 from tools.command import answer_early, count, number, tool_parser, whole
-
-_TEXT_TOKENS = 512  # of a caption that is counted
 
 
 def arguments() -> argparse.Namespace:
@@ -53,13 +49,11 @@ def arguments() -> argparse.Namespace:
         "--batch_size", type=count, default=1, help="of each process that has images or texts of its own"
     )
     parser.add_argument("--resolution", type=whole(most=MOST_SIDE), default=1024, help="side of an image in pixels")
-    parser.add_argument("--text_tokens", type=count, default=_TEXT_TOKENS, help="tokens of a caption")
     parser.add_argument("--tokens", type=count, help="tokens of a language model's text; default 2048 or its context")
     parser.add_argument("--network_dim", type=count, default=16, help="rank of the LoRA")
     parser.add_argument(
         "--train", choices=("lora", "all"), default="lora", help="all: every weight of a language model"
     )
-    parser.add_argument("--save_to", type=Path, metavar="JSON", help="write the rows there too")
     options = parser.parse_args()
     within = options.gpus_per_machine or options.gpus
     if options.gpus % within:
@@ -74,13 +68,12 @@ import torch
 from library.models.family_by_name import family_class
 from library.models.llm.spec import LMConfig
 from library.training.memory.budget import GIB
-from library.training.memory.dry_run import plan_memory
+from library.training.memory.dry_run import TEXT_TOKENS, plan_memory
 from library.training.memory.dummy_checkpoint import write_dataset
 from library.training.memory.formula import ModelNumbers, ModelShape, StepOptions, model_numbers, shape_of, step_parts
-from library.training.memory.policy import RESERVE, MemoryPlan, room_in
+from library.training.memory.policy import PARTS, RESERVE, MemoryPlan, room_in
 from library.training.tasks.image_lora import ImageLora
 
-_PARTS = ("weights", "LoRA", "gradients", "optimizer", "activations")
 _TOKEN_SIDE = 16  # pixels of a token's side: 8 of the VAE times 2 of a patch
 
 
@@ -148,24 +141,16 @@ def traced(options: argparse.Namespace, shape: ModelShape, row: Row) -> MemoryPl
         )
         path = Path(options.model).expanduser()
         model = str(path) if path.exists() else f"{folder}/{shape.name}"
-        words = [
-            "--model_type",
-            shape.name,
-            "--pretrained_model_name_or_path",
-            model,
-            "--dataset_config",
-            str(data),
-            "--network_dim",
-            str(options.network_dim),
-            "--mixed_precision",
-            "bf16",
-            "--output_dir",
-            folder,
-            "--max_train_steps",
-            "2",
-            "--max_data_loader_n_workers",
-            "0",
-        ]
+        flags = {
+            "model_type": shape.name,
+            "pretrained_model_name_or_path": model,
+            "dataset_config": data,
+            "network_dim": options.network_dim,
+            "mixed_precision": "bf16",
+            "output_dir": folder,
+            "max_train_steps": 2,
+        }
+        words = [f"--{key}={value}" for key, value in flags.items()]
         words += ["--gradient_checkpointing"] * row.options.checkpointing + ["--fp8_scaled"] * row.options.fp8
         return plan_memory(ImageLora, load_config(words))
 
@@ -195,10 +180,10 @@ def described(layout: ParallelConfig) -> str:
 def table(rows: list[Row], best: Row | None) -> Table:
     """Return the rows for the terminal, in GiB of a process."""
     shown = Table(box=None, header_style="bold")
-    for name in ("layout", "base", *_PARTS, "in all", ""):
+    for name in ("layout", "base", *PARTS[1:], "in all", ""):
         shown.add_column(name, justify="left" if name in ("layout", "base", "") else "right", no_wrap=True)
     for row in rows:
-        numbers = [*(row.parts[part] for part in _PARTS), row.total]
+        numbers = [*(row.parts[part] for part in PARTS[1:]), row.total]
         mark = "<- recommended" if row is best else "fits" if row.fits else ""
         shown.add_row(described(row.layout), row.options.describe(), *(f"{n / GIB:.2f}" for n in numbers), mark)
     return shown
@@ -217,7 +202,7 @@ def main() -> None:
     if language is not None:
         tokens = min(options.tokens or 2048, language.context)
     dtype = torch.float32 if full else torch.bfloat16
-    model = model_numbers(shape, tokens, options.text_tokens, 0 if full else options.network_dim, dtype)
+    model = model_numbers(shape, tokens, TEXT_TOKENS, 0 if full else options.network_dim, dtype)
     limit = round(options.gpu_memory * GIB)
     rows = rows_of(model, gpus, within, limit, full, options.batch_size)
     console = Console(markup=False, highlight=False, width=140)
@@ -225,7 +210,7 @@ def main() -> None:
     for row in rows:
         if not row.fits:
             continue
-        if language or row.layout.splits_model or row.layout.zero or options.text_tokens != _TEXT_TOKENS:
+        if language or row.layout.splits_model or row.layout.zero:
             best, source = row, "by a formula, which may be off by 20 %"
             break
         with console.status(f"counting {described(row.layout)}, {row.options.describe()}: a minute"):
@@ -244,9 +229,6 @@ def main() -> None:
         end="\n\n",
     )
     console.print(table(rows, best))
-    if options.save_to is not None:
-        written = [{"layout": r.layout.model_dump(), **asdict(r.options), **r.parts, "fits": r.fits} for r in rows]
-        write_text(options.save_to, json.dumps(written, indent=1))
     if best is None:
         least = min(rows, key=lambda row: row.total)
         needed = f"{described(least.layout)} with {least.options.describe()} needs {least.total / GIB:.1f} GiB"

@@ -393,9 +393,6 @@ class SharedTrainingKeys(Section):
     gradient_checkpointing: Annotated[bool, SAME_RESULT] = Field(
         False, description="recompute blocks in backward: less memory, more time"
     )
-    checkpoint_every_n_blocks: Annotated[Positive, _CHECKPOINTED, SAME_RESULT] = Field(
-        1, description="recompute one of so many neighbouring blocks; 1: all"
-    )
     activation_budget_mb: Annotated[int, Field(ge=0, le=MOST), _CHECKPOINTED, SAME_RESULT] = Field(
         0,
         description="keep so many MiB of activations instead of recomputing them, what saves most time first: "
@@ -413,7 +410,7 @@ class TrainingConfig(SharedTrainingKeys):
     mixed_precision: Literal["no", "fp16", "bf16"] = Field("no", description="autocast dtype of the forward pass")
     attention: Annotated[Literal["auto", "flash", "efficient", "cudnn", "math"], IMAGES, SAME_RESULT] = Field(
         "auto",
-        description="kernel of PyTorch's attention: auto takes the fastest that can, and says which; one that cannot "
+        description="kernel of PyTorch's attention: auto takes the fastest that can; one that cannot "
         "compute this model on this device is refused",
     )
     full_bf16: Annotated[bool, MUST_MATCH] = Field(

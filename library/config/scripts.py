@@ -77,6 +77,10 @@ REMOVED_KEYS: Mapping[str, tuple[Any, str]] = {
         "was removed, save_best and early_stop_patience go by val_loss; remove it, and compare val_prior_loss in the "
         "curves",
     ),
+    "checkpoint_every_n_blocks": (
+        1,
+        "was removed; remove it, and set activation_budget_mb, which keeps what costs most to recompute",
+    ),
     "shard_lora": (
         False,
         "was removed, shard splits the base alone; remove it, or set zero = 3, which splits the "

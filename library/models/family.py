@@ -88,7 +88,6 @@ class Family:
         sample_guidance: default of images sampled with the guidance input.
         distilled_steps: that its distilled model is published to be sampled with.
         distilled: of an instance, whether it is taken for the distilled model where no file tells.
-        masks_padding: whether texts of different lengths in a batch are padded, and their padding masked.
         chained_args: arguments of a block that the outputs of the one before are, in the order of these.
         repeated_blocks: class names of the blocks, for regional compilation and sharding.
         unused_parts: modules of the transformer that this variant never calls, which are not loaded.
@@ -121,7 +120,6 @@ class Family:
     sample_guidance = 1.0  # unused without the input
     distilled_steps = 4  # FLUX.1-schnell, FLUX.2 klein
     distilled = False
-    masks_padding = False
     chained_args: tuple[str, ...] = ("encoder_hidden_states", "hidden_states")
     repeated_blocks: tuple[str, ...]
     unused_parts: tuple[str, ...] = ()
@@ -319,14 +317,6 @@ class Family:
         """Return layer -> what the transformer's files say of its inputs, of quantised layers."""
         weights = WeightFiles(self.files.transformer)
         return weights.served_inputs(self.layout.key_map(weights, self.files.prefix))
-
-    def attention_heads(self) -> tuple[int, int]:
-        """Return how many heads the transformer's attention has, and their width."""
-        parameters = inspect.signature(self.transformer_class.__init__).parameters
-        config = {name: each.default for name, each in parameters.items()} | self.files.transformer_config
-        if "n_heads" in config:
-            return config["n_heads"], config["dim"] // config["n_heads"]
-        return config["num_attention_heads"], config["attention_head_dim"]
 
     def split_plan(self, processes: int) -> dict[str, Parts]:
         """Return how each linear layer of the blocks is split among ``processes``; see :func:`split_plan`."""

@@ -5,7 +5,7 @@ wants [B, H, S, D]; the transposes are views and its kernels read strides, so no
 (fewer key and value heads) goes to the kernel as such.
 
     attend             the one call; PyTorch picks the kernel (flash, memory-efficient, cuDNN, plain math) from device,
-                       dtype and shapes, ``backend`` forces one for this call, ``chosen_backend`` reports the choice
+                       dtype and shapes, ``backend`` forces one for this call
     attend_recomputed  the same of queries and keys that are made of others, normed and turned: those are saved for
                        backward, and what is made of them is recomputed
     attend_jointly     text and image tokens among one another, with rotary positions (MM-DiT, arXiv 2403.03206)
@@ -95,7 +95,7 @@ def attend(
                 if not any(words in str(error) for words in ("No available kernel", "No viable backend")):
                     raise
                 raise UserError(
-                    f"attention backend {backend!r} cannot run {query.dtype} on {query.device.type} for "
+                    f"attention: {backend!r} cannot run {query.dtype} on {query.device.type} for "
                     f"query {tuple(query.shape)}; choose 'auto'"
                 ) from error
     output = output.transpose(1, 2).to(query.dtype)
@@ -268,17 +268,6 @@ def attend_jointly(
 
 def _joined(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
-
-
-def chosen_backend(
-    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, causal: bool = False
-) -> str:
-    """Return the name of PyTorch's kernel that ``attend(..., backend="auto")`` runs for these tensors."""
-    tensors, options = _kernel_arguments(query, key, value, mask, causal)
-    with _sound_kernels(query, key, options["attn_mask"]):
-        choice = torch._fused_sdp_choice(*tensors, **options)
-    names = {int(kernel.value): name for name, kernel in _KERNELS.items()}
-    return names.get(int(choice), "math")
 
 
 def _sound_kernels(query: Tensor, key: Tensor, mask: Tensor | None) -> AbstractContextManager[None]:

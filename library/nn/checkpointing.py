@@ -1,11 +1,10 @@
 """Activation checkpointing: which of a block's activations are saved for backward, recomputed, or offloaded.
 
 Without it every block saves some thirty times its input. Checkpointed, a block saves its input alone and runs once more
-in backward (Chen et al. 2016, arXiv 1604.06174). Between the two lie three choices, and they go together:
+in backward (Chen et al. 2016, arXiv 1604.06174). Between the two lie these choices, and they go together:
 
     pairs     two neighbouring blocks are one: half the inputs are saved, each block still runs once more, and two
               blocks' activations are there at a time. The last blocks stand alone (:func:`neighbours`)
-    every     only one of n neighbouring blocks is checkpointed, the others save everything
     budget    so many bytes are saved all the same (selective checkpointing): of all blocks the outputs of attention,
               which cost most to recompute for their size, then everything of some blocks
     offload   saved inputs go to host memory as soon as the block has run, and come back one block ahead of backward
@@ -57,7 +56,6 @@ class ActivationCheckpointing:
         blocks: how many blocks the model has.
         pairs: block -> the one that follows it, which runs within the same checkpoint.
         chained_args: names of a block's arguments that the outputs of the one before are, in the order of these.
-        every: of so many neighbouring blocks one is checkpointed.
         budget_bytes: what a forward pass may save that could be recomputed.
         offload: where inputs wait; None leaves them on the device.
     """
@@ -65,13 +63,12 @@ class ActivationCheckpointing:
     def __init__(
         self,
         blocks: int,
-        every: int = 1,
         budget_bytes: int = 0,
         offload: HostOffload | None = None,
         pairs: Mapping[nn.Module, nn.Module] | None = None,
         chained_args: tuple[str, ...] = (),
     ) -> None:
-        self.blocks, self.every, self.budget_bytes, self.offload = blocks, every, budget_bytes, offload
+        self.blocks, self.budget_bytes, self.offload = blocks, budget_bytes, offload
         self.pairs, self.chained_args = dict(pairs or {}), chained_args
         self._run_ahead: nn.Module | None = None  # the second of a pair, whose outputs have been returned already
         self._indices: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
@@ -94,13 +91,11 @@ class ActivationCheckpointing:
         index = self._indices.setdefault(block, len(self._indices))
         if index == 0:
             self._left = self.budget_bytes
-        if index % self.every:
-            return block(*args, **kwargs)
         if not self.budget_bytes:
             return self._checkpoint(block, args, kwargs)
         shapes = tuple(each.shape for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
         cost = self._costs.setdefault((type(block), *shapes), _Cost())
-        later = (self.blocks - 1 - index) // self.every
+        later = self.blocks - 1 - index
         if cost.everything is None or cost.everything + later * (cost.attention or 0) <= self._left:
             return self._save_everything(block, cost, args, kwargs)
         if cost.attention is None or cost.attention <= self._left:

@@ -38,9 +38,7 @@ RUNS: dict[str, dict[str, Any]] = {
         "model_type": "qwen_image_edit", "file": "int8_row",
         "flags": ["--gradient_checkpointing", "--activation_budget_mb", "500"],
     },
-    "qwen_image_edit_plus, every second block": {
-        "model_type": "qwen_image_edit_plus", "flags": ["--gradient_checkpointing", "--checkpoint_every_n_blocks", "2"],
-    },
+    "qwen_image_edit_plus": {"model_type": "qwen_image_edit_plus", "flags": ["--gradient_checkpointing"]},
     "qwen_image_21, int8 with ConvRot, a batch of two, compiled, sampled": {
         "model_type": "qwen_image_21", "file": "int8_convrot", "batch": 2,
         "flags": ["--gradient_checkpointing", "--torch_compile", "--dynamo_backend", "aot_eager",
@@ -102,10 +100,9 @@ RUNS: dict[str, dict[str, Any]] = {
         "model_type": "z_image", "blocks": 3, "file": "nf4",
         "flags": ["--blocks_to_swap", "1", "--gradient_checkpointing"],
     },
-    "flux_kontext, nvfp4, LoKr, every second block": {
+    "flux_kontext, nvfp4, LoKr": {
         "model_type": "flux_kontext", "file": "nvfp4",
-        "flags": ["--network_type", "lokr", "--save_format", "comfy", "--gradient_checkpointing",
-                  "--checkpoint_every_n_blocks", "2"],
+        "flags": ["--network_type", "lokr", "--save_format", "comfy", "--gradient_checkpointing"],
     },
     "flux_fill, mxfp8, nothing recomputed": {"model_type": "flux_fill", "file": "mxfp8", "flags": []},
 }  # fmt: skip

@@ -25,7 +25,6 @@ from library.precision.linear import QuantizedLinear
 from library.training.engine import Engine
 from library.training.memory.dummy_checkpoint import write_dataset, write_model
 from library.training.memory.fake_cuda import pretend
-from library.training.memory.policy import MemoryPlan
 from library.training.memory.trace import MemoryTrace, tracing
 from library.training.tasks.image_lora import ImageLora
 from library.training.tasks.image_step import FlowStep
@@ -81,23 +80,21 @@ def train(
         "--network_dim", "16", "--mixed_precision", "bf16", "--max_data_loader_n_workers", "0", "--overwrite",
         *([] if estimated else ["--no-memory_dry_run"]), *flags,
     ])  # fmt: skip
-    trace, copies = MemoryTrace(), list[str]()
+    trace, copies, loaded = MemoryTrace(), list[str](), list[int]()
     pretend(trace)
     if planted is not None:
         _PLANTED[planted]()
-    _watch(trace, copies)
+    _watch(trace, copies, loaded)
     with tracing(trace), without_curves():
         task = ImageLora(config)
         trainer_module.train(task)
-    plan = MemoryPlan("fake device", trace.history)
-    loaded = next(sum(parts.values()) for phase, parts in trace.history if phase == "step 1")
     saved = [path.name for path in (folder / "run").iterdir()]
     return {
         "waits": _waits(trace, steps),
-        "phases": plan.phases(),
+        "phases": trace.phases,
         "copies": copies,
         "saved": saved,
-        "loaded": loaded,
+        "loaded": loaded[0],
         "graphs": counters["stats"]["unique_graphs"],
     }
 
@@ -111,7 +108,7 @@ def pretrain(folder: Path, flags: Sequence[str]) -> dict[str, Any]:
     ])  # fmt: skip
     trace = MemoryTrace()
     pretend(trace)
-    _watch(trace, [])
+    _watch(trace, [], [])
     with tracing(trace), without_curves():
         trainer_module.train(Pretraining(config))
     return {"waits": _waits(trace, 3), "saved": [path.name for path in (folder / "run").iterdir()]}
@@ -121,7 +118,7 @@ def chat(folder: Path, **settings: object) -> dict[str, Any]:
     """Train a LoRA on a tiny language model for three steps; return the host's waits, as :func:`train`."""
     place, trace = chat_runs.write_place(folder), MemoryTrace()
     pretend(trace)
-    _watch(trace, [])
+    _watch(trace, [], [])
     settings |= {"max_train_steps": 3, "log_every_n_steps": 100, "mixed_precision": "bf16", "train_batch_size": 1}
     with tracing(trace):
         chat_runs.run(place, folder / "run", gradient_accumulation_steps=1, **settings)
@@ -147,7 +144,7 @@ def _with_file(folder: Path, model_type: str, file: str, flags: Sequence[str]) -
     return made, [*flags, *(word for option, path in parts.items() for word in (f"--{option}", str(path)))]
 
 
-def _watch(trace: MemoryTrace, copies: list[str]) -> None:
+def _watch(trace: MemoryTrace, copies: list[str], loaded: list[int]) -> None:
     """Name steps in the walk; after each forward pass look for what holds a quantised weight in high precision."""
     own_epoch, own_batch, own_loss = trainer_module.Trainer._epoch, Engine.forward_backward, FlowStep.loss
     training = list[bool]()  # not in a dry run
@@ -159,6 +156,7 @@ def _watch(trace: MemoryTrace, copies: list[str]) -> None:
     def batch(self: Any, loss_of: Any, batch: Any, step: int, *arguments: Any) -> Any:
         if training:
             trace.phase = f"step {step + 1}"
+            loaded.append(trace.live)
         return own_batch(self, loss_of, batch, step, *arguments)
 
     def loss(self: Any, model: Any, *arguments: Any) -> Any:

@@ -1,15 +1,13 @@
 """train_lora.py, one of whose processes dies in the middle of a step: started by tests, through a launcher.
 
 ``DIES`` is ``pass:how``: at its so-manieth backward pass process 1 raises an exception (``error``), runs out of memory
-(``memory``), is killed by the signal that nothing can catch (``kill``), or is killed while process 0 is busy and waits
-for nobody (``busy``). The file ``died`` in the working folder tells when.
+(``memory``), or is killed by the signal that nothing can catch (``kill``). The file ``died`` in the folder tells when.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import torch
@@ -32,8 +30,6 @@ def backward_or_die(accelerator: Accelerator, loss: object, **more: object) -> N
         if how == "memory":
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
         os.kill(os.getpid(), signal.SIGKILL)
-    if passed == int(doomed) and how == "busy":
-        time.sleep(1000)
     backward(accelerator, loss, **more)
 
 

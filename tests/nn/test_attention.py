@@ -18,7 +18,6 @@ from library.nn.attention import (
     attend_in_order,
     attend_jointly,
     attend_recomputed,
-    chosen_backend,
 )
 
 
@@ -73,10 +72,9 @@ def test_mask_and_causal_hold_together(additive: bool) -> None:
     assert_formula(attend(q, k, v, mask=mask, causal=True), formula(q, k, v, allowed))
 
 
-def test_forced_math_backend_agrees_and_the_choice_is_reported() -> None:
+def test_forced_math_backend_agrees() -> None:
     q, k, v = random(1, 5, 2, 16), random(1, 5, 2, 16, seed=1), random(1, 5, 2, 16, seed=2)
     assert_formula(attend(q, k, v, backend="math"), formula(q, k, v))
-    assert chosen_backend(q, k, v) in {"flash", "efficient", "cudnn", "math"}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="cuDNN attention exists on CUDA")

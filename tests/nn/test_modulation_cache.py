@@ -26,7 +26,6 @@ Policy = Callable[[int], ActivationCheckpointing | None]
 POLICIES: dict[str, Policy] = {
     "all": ActivationCheckpointing,
     "attention kept": lambda blocks: ActivationCheckpointing(blocks, budget_bytes=30_000),
-    "every second": lambda blocks: ActivationCheckpointing(blocks, every=2),
     "offloaded": lambda blocks: ActivationCheckpointing(blocks, offload=HostOffload(torch.device("cpu"), smallest=0)),
 }
 

@@ -7,12 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from library.config import load_config
 from library.models.flux.text import FluxTextEncoder
 from library.models.flux.vae import FluxImageEncoder
 from tests.processes import LIMIT
-from tests.runs import ROOT, arguments, run, write_dataset
+from tests.runs import ROOT, arguments, run, write_base, write_dataset
 from tests.tiny import tiny_flux_pipeline
 from tests.worker_group import run_in_group
 from tools.cache_dataset import cache_dataset
@@ -37,6 +38,28 @@ def test_training_after_it_encodes_nothing(tmp_path: Path, monkeypatch: pytest.M
     run(base, dataset, tmp_path / "run", **settings)
     assert sorted(cache.rglob("*.safetensors")) == files
     assert len(list((tmp_path / "run" / "samples").glob("*.png"))) == 1
+
+
+def test_training_generates_nothing_again_and_the_images_are_a_regularisation_subset(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base, dataset = write_base(tmp_path / "base"), write_dataset(tmp_path / "data", images=4)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a ring, grey --s 2\na line --w 32 --h 64 --s 2\n")
+    settings = {"preserve": "prior", "preserve_prompts": prompts, "general_prompts": "none", "max_train_steps": 1}
+    cache_dataset(load_config(arguments(base, dataset, tmp_path / "unused", **settings)))
+    folder = Path(capsys.readouterr().out.rpartition("captions: ")[2].strip())
+    images = sorted(folder.glob("*.png"))
+    times = [image.stat().st_mtime_ns for image in images]
+    assert [Image.open(path).size for path in images] == [(64, 64), (32, 64)]
+    assert [path.read_text() for path in sorted(folder.glob("*.txt"))] == ["a ring, grey\n", "a line\n"]
+    run(base, dataset, tmp_path / "run", **settings)
+    assert [image.stat().st_mtime_ns for image in images] == times
+    assert "painting" not in capsys.readouterr().out
+
+    dataset.write_text(dataset.read_text() + f'[[datasets.subsets]]\nimage_dir = "{folder}"\nis_reg = true\n')
+    events = run(base, dataset, tmp_path / "other", preserve="prior", general_prompts="none", max_train_steps=1)
+    assert "a ring, grey" in [s.caption for s in events.task.data.train.samples if s.settings.is_reg]
 
 
 def test_ctrl_c_is_answered_before_what_runs_is_waited_for() -> None:

@@ -31,8 +31,7 @@ def test_weights_and_moments_are_those_of_the_files(tmp_path: Path, monkeypatch:
     monkeypatch.chdir(ROOT)
     done = run_script(
         ROOT / "tools/plan_memory.py",
-        ["configs/demo.toml", "--mixed_precision", "bf16", "--picture", str(tmp_path / "plan.png"),
-         "--save_to", str(tmp_path / "plan.json"), "--tensors"],
+        ["configs/demo.toml", "--mixed_precision", "bf16", "--save_to", str(tmp_path / "plan.json")],
         ROOT,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -48,8 +47,6 @@ def test_weights_and_moments_are_those_of_the_files(tmp_path: Path, monkeypatch:
     assert phases["step"]["weights"] == pytest.approx(numbers, rel=0.05)  # each tensor in blocks of 512 bytes
     assert phases["step"]["optimizer"] == pytest.approx(2 * phases["step"]["LoRA"], rel=0.05)
     assert found["peak"] >= max(sum(parts.values()) for parts in phases.values())
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
-    assert "lora.py" in done.stdout  # the tensors at the peak, and where they were made
 
 
 def test_without_a_compiler_a_formula_answers_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +74,7 @@ def test_what_makes_a_run_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     config = load_config(DEMO)
     plan = plan_memory(ImageLora, config)
-    held = {phase: sum(parts.values()) for phase, parts in plan.phases().items()}
+    held = {phase: sum(parts.values()) for phase, parts in plan.phases.items()}
     room = (held["encoding captions"] + held["step"]) // 2
     (enough,) = remedies(config, plan, room, partial(plan_memory, ImageLora))
     assert list(enough.lines.values()) == ["gradient_checkpointing = true"]

@@ -91,7 +91,6 @@ class Flux3KleinFamily(Qwen3Family):
     published_pipeline = "Flux3ModularPipeline"
     cfg_argument = "guidance_scale"
     distilled_steps = DISTILLED_STEPS
-    masks_padding = True
     chained_args = ("hidden_states",)
     repeated_blocks: tuple[str, ...] = (  # not cut into stages: modes run beside one another
         "Flux3ModeTransformerBlock",

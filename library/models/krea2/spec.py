@@ -95,7 +95,6 @@ class Krea2Family(Qwen3Family):
     cfg_argument, cfg_offset = "guidance_scale", 1
     timestep_sampling = "krea2_shift"
     distilled_steps = 8
-    masks_padding = True
     chained_args = ("hidden_states",)
     repeated_blocks = ("Krea2TransformerBlock",)
     tail = ("final_layer",)

@@ -75,7 +75,6 @@ class QwenImageFamily(Family):
     sampler_options = {"max_sequence_length": MOST_TOKENS}  # noqa: RUF012
     cfg_argument = "true_cfg_scale"
     timestep_sampling = "qwen_shift"
-    masks_padding = True
     repeated_blocks = ("QwenImageTransformerBlock",)
     tail = ("norm_out", "proj_out")
     published_texts = staticmethod(published_text)

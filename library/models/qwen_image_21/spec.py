@@ -53,7 +53,6 @@ class QwenImage21Family(Family):
     patch_size = 1
     timestep_sampling = "qwen_shift"
     distilled_steps = 8  # sample_sigmas in model_index.json of Qwen/Qwen-Image-2.1-Turbo
-    masks_padding = True
     chained_args = ("hidden_states",)
     repeated_blocks = ("QwenImage21TransformerBlock",)
     tail = ("norm_out", "proj_out")

@@ -55,7 +55,6 @@ class ZImageFamily(Qwen3Family):
     sampler = ZImagePipeline
     cfg_argument, cfg_offset = "guidance_scale", 1
     distilled_steps = 8  # Turbo's card: num_inference_steps=9, whose last step is from 0 to 0
-    masks_padding = True
     chained_args = ("x",)
     repeated_blocks = ("ZImageTransformerBlock",)  # not cut into stages: microbatches' captions differ in length
     int8_passes_bypass = True

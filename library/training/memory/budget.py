@@ -41,16 +41,12 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _address_space_is_spent() -> bool:
     """Whether this process has come close to its ``ulimit -v``, the one limit that makes the host refuse memory."""
-    limit = _address_limit()
-    return limit is not None and _status("VmPeak") > 7 / 8 * limit
-
-
-def _address_limit() -> int | None:
-    """Return Linux' limit of this process's addresses in bytes (``ulimit -v``), if there is one."""
     if not psutil.LINUX:
-        return None
+        return False
     limit = psutil.Process().rlimit(psutil.RLIMIT_AS)[0]
-    return None if limit == psutil.RLIM_INFINITY else limit
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmPeak"))
+    return limit != psutil.RLIM_INFINITY and peak > 7 / 8 * limit
 
 
 @contextmanager
@@ -90,19 +86,11 @@ def available_bytes(device: torch.device) -> int:
     """Return how much memory this process could have in all: what it holds, and what is free beside it."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-    held = psutil.Process().memory_info().rss
-    limits = [held + psutil.virtual_memory().available]
-    if limit := _address_limit():  # it counts addresses, of which most are never touched
-        limits.append(max(held, held + limit - _status("VmSize")))
+    limits = [psutil.Process().memory_info().rss + psutil.virtual_memory().available]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):  # of a container
         with suppress(OSError, ValueError):
             limits.append(int(Path("/sys/fs/cgroup", name).read_text()))
     return min(limits)
-
-
-def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
 def tensor_bytes(tensors: Any) -> int:
@@ -135,10 +123,7 @@ def recompute_blocks(
     """
     if not training.gradient_checkpointing:
         return
-    plain = training.checkpoint_every_n_blocks == 1 and not training.activation_budget_mb
-    together = pairs if plain and not training.cpu_offload_checkpointing else None
+    together = None if training.activation_budget_mb or training.cpu_offload_checkpointing else pairs
     offload = HostOffload(device) if training.cpu_offload_checkpointing else None
     keep = training.activation_budget_mb * 2**20
-    model.enable_gradient_checkpointing(
-        ActivationCheckpointing(blocks, training.checkpoint_every_n_blocks, keep, offload, together, chained_args)
-    )
+    model.enable_gradient_checkpointing(ActivationCheckpointing(blocks, keep, offload, together, chained_args))

@@ -21,7 +21,6 @@ import hashlib
 import importlib
 import json
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -58,7 +57,7 @@ from library.training.memory.trace import MemoryTrace, device_processes, tracing
 from library.training.sampling.conditions import PromptImageRules
 from library.training.sampling.images import Sampler
 
-_TEXT_TOKENS = 512  # of a caption, as most: T5's for FLUX
+TEXT_TOKENS = 512  # of a caption, as most: T5's for FLUX
 _CLEARLY_FITS = 0.75  # of the memory there is, by the formula, which may be off by 20 %
 _HOPPER = (9, 0)
 _CODE = Path(__file__).resolve().parents[3]
@@ -88,13 +87,12 @@ class ImageTask(Protocol):
 Build = Callable[[TrainConfig], ImageTask]
 
 
-def plan_memory(build: Build, config: TrainConfig, traces: bool = False, source: Source | None = None) -> MemoryPlan:
+def plan_memory(build: Build, config: TrainConfig, source: Source | None = None) -> MemoryPlan:
     """Return what a run of ``config`` takes.
 
     Args:
         build: makes the task; a class or function of a module.
         config: complete; its model and dataset need not be there: then the published model is counted, on one image.
-        traces: keep where the tensors at the peak were made.
         source: default: the best there is.
 
     Raises:
@@ -113,12 +111,12 @@ def plan_memory(build: Build, config: TrainConfig, traces: bool = False, source:
         with _dummies(config) as (complete, folder, missing):
             return replace(by_formula(_opened(build, complete, folder), config), notes=[*notes, *missing])
     capability = torch.cuda.get_device_capability() if source == "card" else _HOPPER
-    asked = config.model_dump(mode="json", exclude_unset=True), capability, traces
-    kept = cache_folder() / "plans" / f"{_key(config, [*asked, source])}.json"
+    arguments = config.model_dump(mode="json", exclude_unset=True), capability, source
+    kept = cache_folder() / "plans" / f"{_key(config, arguments)}.json"
     if not kept.is_file():
         try:
             with device_processes() as pool:
-                answer = pool.submit(_trace_config, build, *asked, source).result()
+                answer = pool.submit(_trace_config, build, *arguments).result()
         except UserError:
             raise
         except Exception as error:
@@ -131,13 +129,13 @@ def plan_memory(build: Build, config: TrainConfig, traces: bool = False, source:
     return MemoryPlan(**answer | {"swappable": tuple(answer["swappable"])})
 
 
-def _key(config: TrainConfig, asked: list[Any]) -> str:
+def _key(config: TrainConfig, arguments: tuple[dict[str, Any], tuple[int, int], Source]) -> str:
     """Return a name for all that a trace depends on."""
     prompts = config.sampling.sample_prompts  # listed ones stand in the configuration
     files = [config.model.pretrained_model_name_or_path, config.dataset.dataset_config]
     files += [prompts] if isinstance(prompts, str) else []
-    settings = {section: values for section, values in asked[0].items() if section not in ("saving", "logging")}
-    seen: list[Any] = [settings, asked[1:], torch.__version__]
+    settings = {section: values for section, values in arguments[0].items() if section not in ("saving", "logging")}
+    seen: list[Any] = [settings, arguments[1:], torch.__version__]
     for name in filter(None, files):
         path = Path(name).expanduser()
         inside = [path, *sorted(path.parent.glob("*/"))] if path.suffix == ".toml" else [path]
@@ -172,20 +170,19 @@ def _opened(build: Build, config: TrainConfig, folder: Path) -> ImageTask:
     return task
 
 
-def _trace_config(
-    build: Build, settings: dict[str, Any], capability: tuple[int, int], traces: bool, source: Source
-) -> MemoryPlan:
+def _trace_config(build: Build, settings: dict[str, Any], capability: tuple[int, int], source: Source) -> MemoryPlan:
     """Return what a run takes; in a process of ``device_processes``."""
     for module in ("accelerate", "diffusers", "peft", "transformers"):
         importlib.import_module(module)  # before the device is one: they look for it as they are imported
-    trace = MemoryTrace(traces)
+    trace = MemoryTrace()
     with _dummies(TrainConfig.model_validate(settings)) as (config, folder, notes):
         pretend(trace, capability=capability, runtime=source != "card")
         with tracing(trace):
             task = _opened(build, config, folder)
             _trace_run(task, config, trace, folder)
             blocks = swappable(task.family.blocks(task.transformer))
-    return MemoryPlan(source, trace.history, _batch_in_words(task.data), blocks, notes, _largest_tensors(trace))
+    trace.phases.pop("", None)  # between the named ones
+    return MemoryPlan(source, trace.phases, _batch_in_words(task.data), blocks, notes)
 
 
 def _trace_run(task: ImageTask, config: TrainConfig, trace: MemoryTrace, folder: Path) -> None:
@@ -239,16 +236,6 @@ def _phase(trace: MemoryTrace, name: str, part: str = "activations") -> Iterator
     trace.phase, trace.part = name, part
     yield
     trace.phase, trace.part = "", "activations"
-
-
-def _largest_tensors(trace: MemoryTrace) -> list[tuple[int, int, str]]:
-    """Return bytes, number and origin of what lived at the peak, the largest first."""
-    total, number = Counter[str](), Counter[str]()
-    for each in trace.at_peak:
-        origin = f"{each.part}: {each.operation.split('.')[1]} {list(each.shape)} {each.where}"
-        total[origin] += each.bytes
-        number[origin] += 1
-    return [(size, number[origin], origin) for origin, size in total.most_common(30)]
 
 
 def largest(data: TrainingData) -> tuple[Sample, int]:
@@ -311,7 +298,7 @@ def by_formula(task: ImageTask, config: TrainConfig) -> MemoryPlan:
     model = model_numbers(
         ModelShape(family.name, family.files.transformer_config),
         height * width // family.patch_size**2,
-        _TEXT_TOKENS,
+        TEXT_TOKENS,
         config.network.network_dim,
         task.dtype,
         autocast,
@@ -329,7 +316,7 @@ def by_formula(task: ImageTask, config: TrainConfig) -> MemoryPlan:
     )
     most, numbers = model.swappable
     block = numbers * (1 if options.fp8 else options.base_bytes)
-    return MemoryPlan("formula", [("step", step_parts(model, options))], _batch_in_words(task.data), (most, block))
+    return MemoryPlan("formula", {"step": step_parts(model, options)}, _batch_in_words(task.data), (most, block))
 
 
 def fit_memory(task: ImageTask, config: TrainConfig, console: Console) -> TrainingConfig:
@@ -399,16 +386,15 @@ def _count(task: ImageTask, config: TrainConfig) -> MemoryPlan:
         UserError: the configuration cannot run; on all processes.
     """
     found: list[Any] = [None]
-    is_traced = type(torch.empty(0, device=task.accelerator.device)) is not Tensor
     with agreed("counting the memory of a step"):
         if task.accelerator.is_main_process:
-            found = [by_formula(task, config) if is_traced else plan_memory(type(task), config)]
+            found = [plan_memory(type(task), config)]
     plan: MemoryPlan
     if task.accelerator.num_processes == 1:
         (plan,) = found
     else:
         (plan,) = broadcast_object_list(found)
         # DDP reduces in buckets that are a copy of the gradients
-        history = [(phase, {**p, "gradients": 2 * p.get("gradients", 0)}) for phase, p in plan.history]
-        plan = replace(plan, history=history)
+        phases = {phase: {**p, "gradients": 2 * p.get("gradients", 0)} for phase, p in plan.phases.items()}
+        plan = replace(plan, phases=phases)
     return plan

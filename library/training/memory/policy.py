@@ -33,41 +33,31 @@ class MemoryPlan:
 
     Attributes:
         source: where it is from.
-        history: in the order of the run: the phase, and bytes by part.
+        phases: in the order of the run: of each its highest point, bytes by part.
         batch: the largest, in words.
         swappable: how many blocks may be swapped at most, and the bytes that each takes off the card.
         notes: what is not as the configuration says, in sentences.
-        at_peak: the largest tensors then: bytes, how many, and where they were made; where asked for.
     """
 
     source: Source
-    history: list[tuple[str, dict[str, int]]]
+    phases: dict[str, dict[str, int]]
     batch: str = ""
     swappable: tuple[int, int] = (0, 0)
     notes: list[str] = field(default_factory=list)
-    at_peak: list[tuple[int, int, str]] = field(default_factory=list)
 
     @property
     def peak(self) -> int:
         """Bytes at the highest point of the run."""
-        return max(sum(parts.values()) for _, parts in self.history)
+        return max(sum(parts.values()) for parts in self.phases.values())
 
     @property
     def step(self) -> dict[str, int]:
         """Bytes by part at the highest point of a step."""
-        return self.phases()["step"]
-
-    def phases(self) -> dict[str, dict[str, int]]:
-        """Return of each phase its highest point, bytes by part."""
-        highest: dict[str, dict[str, int]] = {}
-        for phase, parts in self.history:
-            if phase and sum(parts.values()) > sum(highest.get(phase, {}).values()):
-                highest[phase] = parts
-        return highest
+        return self.phases["step"]
 
     def over(self, room: int, phases: Collection[str] = _TRAINING) -> int:
         """Return by how many bytes the largest of ``phases`` exceeds ``room``."""
-        held = (sum(parts.values()) for phase, parts in self.phases().items() if phase in phases)
+        held = (sum(parts.values()) for phase, parts in self.phases.items() if phase in phases)
         return max(0, max(held, default=0) - room)
 
 

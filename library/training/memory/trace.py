@@ -50,7 +50,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from library.safetensors_io import read_rows
 from library.training.memory.fake_cuda import attention_kernel, library_path
 
-_STEP = 2**22  # bytes; finer steps are not seen in a picture
 _ROUNDED_TO = 512  # bytes, of PyTorch's caching allocator
 aten = torch.ops.aten
 
@@ -66,14 +65,13 @@ class Wait:
 
 @dataclass
 class Allocation:
-    """Bytes that live: to what part of the run they belong, and where they were made."""
+    """Bytes that live: to what part of the run they belong, and what made them."""
 
     bytes: int
     part: str
     operation: str
     shape: tuple[int, ...]
     dtype: str
-    where: str
 
 
 class _FakeTensors(FakeTensorMode):
@@ -87,22 +85,20 @@ class MemoryTrace(TorchDispatchMode):
         live, peak: bytes now, and the most since :meth:`reset_peak`.
         part: what is allocated from now on belongs to it, until :meth:`relabel` says more.
         parts: bytes now by part.
-        history: whenever the phase changed, or the bytes by ``_STEP``: the phase, and bytes by part.
+        phases: of each phase its highest point, bytes by part.
         phase: what is done now, in a word or two; the caller sets it.
         waits: of the host.
-        at_peak: what lived then, where ``traces``.
         started_at: when; files that are older are a model's.
     """
 
-    def __init__(self, traces: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.live = self.peak = self._noted = 0
+        self.live = self.peak = 0
         self.part, self.phase = "activations", ""
         self.parts: Counter[str] = Counter()
-        self.history: list[tuple[str, dict[str, int]]] = []
+        self.phases: dict[str, dict[str, int]] = {}
         self.waits: list[Wait] = []
-        self.traces = traces
-        self.at_peak: list[Allocation] = []
+        self._highest: dict[str, int] = {}  # bytes, by phase
         self._sizes: dict[int, Allocation] = {}
         self.started_at = 0.0
         self._values = WeakIdKeyDictionary()  # of small tensors of whole numbers
@@ -111,7 +107,7 @@ class MemoryTrace(TorchDispatchMode):
 
     def reset_peak(self) -> None:
         """Begin to look for the most anew."""
-        self.peak, self.at_peak = self.live, []
+        self.peak = self.live
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -233,8 +229,7 @@ class MemoryTrace(TorchDispatchMode):
         if key in self._sizes:
             return
         size = -(-storage.nbytes() // _ROUNDED_TO) * _ROUNDED_TO
-        where = " < ".join(reversed(_lines(4))) if self.traces and size > 2**20 else ""
-        self._sizes[key] = Allocation(size, self.part, str(operation), tuple(tensor.shape), str(tensor.dtype), where)
+        self._sizes[key] = Allocation(size, self.part, str(operation), tuple(tensor.shape), str(tensor.dtype))
         self.parts[self.part] += size
         self._add(size)
         weakref.finalize(storage, self._freed, key)
@@ -255,14 +250,10 @@ class MemoryTrace(TorchDispatchMode):
         """Note that ``size`` bytes came, of them ``within`` a kernel for a moment."""
         self.live += size
         now = self.live + within
-        if now > self.peak:
-            self.peak = now
-            if self.traces:
-                self.at_peak = self.living()
-        if not self.history or self.history[-1][0] != self.phase or abs(now - self._noted) >= _STEP:
-            self._noted = now
-            parts = {**self.parts, "activations": self.parts["activations"] + within}
-            self.history.append((self.phase, parts))
+        self.peak = max(self.peak, now)
+        if now > self._highest.get(self.phase, -1):
+            self._highest[self.phase] = now
+            self.phases[self.phase] = {**self.parts, "activations": self.parts["activations"] + within}
 
     def _freed(self, key: int) -> None:
         gone = self._sizes.pop(key)
@@ -294,11 +285,11 @@ _WITHIN: dict[Any, Callable[[Any], int]] = {
 _ROOT = Path(__file__).resolve().parents[3]
 
 
-def _lines(count: int = 6) -> tuple[str, ...]:
-    """Return the innermost lines of this repository that led here, the innermost last."""
+def _lines() -> tuple[str, ...]:
+    """Return the six innermost lines of this repository that led here, the innermost last."""
     frames = [f for f in traceback.extract_stack() if f.filename.startswith(str(_ROOT)) and ".venv" not in f.filename]
     own = [f for f in frames if Path(f.filename).name not in ("trace.py", "fake_cuda.py")]
-    return tuple(f"{Path(f.filename).relative_to(_ROOT)}:{f.lineno} {f.name}" for f in own[-count:])
+    return tuple(f"{Path(f.filename).relative_to(_ROOT)}:{f.lineno} {f.name}" for f in own[-6:])
 
 
 @contextlib.contextmanager

@@ -183,7 +183,6 @@ def prepare_zero(
     if splits_weights and any(parameter.dtype.itemsize == 1 for parameter in model.parameters()):
         raise UserError(f"pretrained_model_name_or_path: an fp8 base; {FP8_NOT_GATHERED}")
     groups = [list(group["params"]) for group in optimizer.param_groups]
-    dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
     settings = accelerator.state.deepspeed_plugin.deepspeed_config
     settings["gradient_clipping"] = max_grad_norm
     settings["zero_optimization"] |= {
@@ -201,7 +200,11 @@ def prepare_zero(
         trained[0].all_gather(list(trained))  # type: ignore[attr-defined]  # DeepSpeed's
     wrapped = ZeroOptimizer(engine, optimizer, groups)
     accelerator.deepspeed_engine_wrapped = _Engine(engine, wrapped)
-    _verify(accelerator, engine, wrapped, groups, dtypes)
+    found = engine.zero_optimization_stage(), engine.dp_world_size
+    if found != (zero_stage(accelerator), accelerator.num_processes):
+        raise UserError(
+            f"zero: DeepSpeed set up stage {found[0]} on {found[1]} processes; install requirements/zero.txt"
+        )
     return engine, wrapped
 
 
@@ -213,30 +216,3 @@ def _split(model: nn.Module, settings: dict[str, Any], device: torch.device) -> 
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = buffer.to(device)
-
-
-def _verify(
-    accelerator: Accelerator,
-    engine: Any,
-    optimizer: ZeroOptimizer,
-    groups: Sequence[Sequence[nn.Parameter]],
-    dtypes: Mapping[str, torch.dtype],
-) -> None:
-    """Raise a UserError unless weights and optimizer are split as the stage says, and as states are put together."""
-    asked, processes, remedy = zero_stage(accelerator), accelerator.num_processes, "install requirements/zero.txt"
-    found, shared = engine.zero_optimization_stage(), engine.dp_world_size
-    if (found, shared) != (asked, processes):
-        raise UserError(f"zero: DeepSpeed set up stage {found} on {shared} processes; {remedy}")
-    trained = {id(parameter) for group in groups for parameter in group}
-    small = max(parameter.numel() for group in groups for parameter in group)
-    for name, parameter in engine.module.named_parameters():
-        part = getattr(parameter, "ds_tensor", None)
-        fits = part is None if asked < 3 else part is not None and part.numel() == -(-parameter.ds_numel // processes)
-        if asked == 3 and (id(parameter) in trained or parameter.ds_numel > small):
-            fits = fits and (parameter.numel() > 0) == (id(parameter) in trained)
-        if not fits or parameter.dtype != dtypes[name]:
-            raise UserError(f"zero: DeepSpeed left {name} in another layout than asked; {remedy}")
-    for i, (part, group) in enumerate(zip(optimizer.shards, groups, strict=True)):
-        together = all(torch.equal(a, b) for a, b in zip(optimizer.gather(i, part), group, strict=True))
-        if part.dtype != torch.float32 or part.numel() >= sum(p.numel() for p in group) or not together:
-            raise UserError(f"zero: DeepSpeed split the optimizer in another way than known; {remedy}")

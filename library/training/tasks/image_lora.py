@@ -47,7 +47,6 @@ from library.processes import agreed, main_first
 from library.training.checkpoint.metadata import image_facts, lora_facts, trigger_phrase
 from library.training.checkpoint.state import tidy
 from library.training.flow import NOISE_LEVELS
-from library.training.memory.attention_choice import attention_of_run
 from library.training.memory.block_swap import Ring, describe_rings, swap_blocks
 from library.training.memory.budget import recompute_blocks
 from library.training.memory.dry_run import fit_memory
@@ -79,7 +78,6 @@ class ImageLora(LoraTask):
         training: the section, with what ``memory = "auto"`` has chosen.
         image_encoder, text_encoder: located; their weights are read when they are needed.
         data: the images, and those held out.
-        attention: the kernel that it takes, in words.
         base_weights: LoRAs that are merged into the base as it is loaded.
         step: the forward pass.
         general: prompts by which changes elsewhere are measured, and what the base paints of them.
@@ -97,7 +95,6 @@ class ImageLora(LoraTask):
     image_encoder: ImageEncoder
     text_encoder: TextEncoder
     data: TrainingData
-    attention: str
     base_weights: BaseWeights
     batches: EpochBatchSampler
     step: FlowStep
@@ -207,9 +204,6 @@ class ImageLora(LoraTask):
     def prepare(self) -> None:
         config, family, console = self.plan.config, self.family, self.console
         self.read(self.paint())
-        self.attention = attention_of_run(config.training, family, self.data, self.dtype, self.accelerator.device)
-        console.print(f"attention: {self.attention}")
-        self.summary["attention"] = self.attention
         if self.shown is not family:
             base, other = config.model.pretrained_model_name_or_path, config.sampling.sample_model
             model = f"--model {base} --model_type {family.name} --distilled {other}"
@@ -373,7 +367,7 @@ class ImageLora(LoraTask):
             "architecture": self.family.modelspec_architecture,
             "resolution": self.data.config.datasets[0].resolution,
             "text_encoder_fingerprint": self.text_fingerprint,
-            "attention": self.attention,
+            "attention": self.plan.config.training.attention,
             "base_weights": self.base_weights.described(),
             "inpaint_blank": " ".join(self.data.inpaint_blanks),
             "trigger_phrase": None if self.plan.config.saving.no_metadata else trigger_phrase(self.data.config),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import re
 import runpy
 import sys
@@ -170,17 +169,14 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_the_tool_recommends_settings_that_a_training_file_takes(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    said = plan(capsys, "--model", "gpt2-124m", "--train", "all", "--gpu_memory", "5", "--gpus", "4",
-                "--save_to", str(tmp_path / "rows.json"))  # fmt: skip
-    rows = json.loads((tmp_path / "rows.json").read_text())
+    said = plan(capsys, "--model", "gpt2-124m", "--train", "all", "--gpu_memory", "5", "--gpus", "4")
     assert "a batch of 1 at 1024 tokens" in said  # which is all of its context
-    first = next(row for row in rows if row["fits"])
-    assert said.count("<- recommended") == 1
+    (row,) = re.findall(r"^(.*?)  .*<- recommended", said, re.MULTILINE)
     settings = toml.loads("[" + said.partition("\n[")[2].rpartition("torchrun")[0])
     chosen = ParallelConfig(**settings["parallel"])
-    assert chosen.mesh(4) == ParallelConfig(**first["layout"]).mesh(4)
+    assert {f"{name} = {size}" for name, size in chosen.mesh(4).items() if size > 1} == set(row.strip().split(", "))
     assert "torchrun --nproc-per-node 4 train_llm.py" in said
 
 
@@ -194,9 +190,6 @@ def test_a_layout_with_whole_models_is_counted_before_it_is_recommended(
     words = ["--model", str(base), "--gpu_memory", "24", "--resolution", "64", "--network_dim", "4"]
     assert re.search(
         r"recommended: one process, bf16; its step takes 0\.\d\d GiB, source: fake device", plan(capsys, *words)
-    )
-    assert "recommended: one process, bf16; by a formula, which may be off by 20 %" in plan(
-        capsys, *words, "--text_tokens", "100"
     )
 
 

@@ -37,11 +37,11 @@ class Model:
         activations -= 100 * training.cpu_offload_checkpointing
         weights = (800 - 40 * training.blocks_to_swap) // (2 if precision.fp8_scaled else 1)
         encoders = 500 if precision.fp8_text_encoder else 900
-        history = [
-            ("encoding captions", {"encoders": encoders * MIB}),
-            ("step", {"weights": weights * MIB, "activations": activations * MIB}),
-        ]
-        return MemoryPlan("card", history, "1 at 64x64", (18, 40 * MIB))
+        phases = {
+            "encoding captions": {"encoders": encoders * MIB},
+            "step": {"weights": weights * MIB, "activations": activations * MIB},
+        }
+        return MemoryPlan("card", phases, "1 at 64x64", (18, 40 * MIB))
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,9 @@ from library.errors import UserError
 from tests.runs import arguments, lora, run, write_dataset
 
 WAYS = {
-    "every second": {"checkpoint_every_n_blocks": 2},
     "kept": {"activation_budget_mb": 1},
     "on the host": {"cpu_offload_checkpointing": True},
-    "together": {"checkpoint_every_n_blocks": 2, "activation_budget_mb": 1, "cpu_offload_checkpointing": True},
+    "together": {"activation_budget_mb": 1, "cpu_offload_checkpointing": True},
     "over fp8": {"activation_budget_mb": 1, "cpu_offload_checkpointing": True, "fp8_scaled": True},
 }
 
@@ -43,7 +42,6 @@ def test_the_lora_is_the_same(way: str, base: Path, plain: dict[bool, dict], tmp
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"checkpoint_every_n_blocks": 2}, "checkpoint_every_n_blocks: has no effect without gradient_checkpointing"),
         ({"activation_budget_mb": 100}, "activation_budget_mb: has no effect without gradient_checkpointing"),
         (
             {"cpu_offload_checkpointing": True},

@@ -9,8 +9,6 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from library.config.rules import find_conflicts
-from library.config.schema import TrainConfig
 from tests.layouts import SETTINGS as LAYOUT_SETTINGS
 from tests.layouts import assert_goes_on_either_way, assert_same_metrics, chat_one, lines, train_one
 from tests.runs import arguments, largest_difference, lora, run, write_dataset
@@ -158,39 +156,3 @@ def test_two_pipelines_share_the_batches(base: Path, runs: Path, tmp_path: Path)
     for expected, found in zip(lines(tmp_path / "one"), lines(tmp_path / "four"), strict=True):
         for key in ("loss", "grad_norm"):
             assert found.get(key) == (pytest.approx(expected[key], rel=1e-5) if key in expected else None), key
-
-
-@pytest.mark.parametrize(
-    ("section", "settings", "key"),
-    [
-        ("training", {"blocks_to_swap": 1}, "blocks_to_swap"),
-        ("training", {"memory_dry_run": True}, "memory_dry_run"),
-        ("training", {"mixed_precision": "fp16"}, "mixed_precision"),
-        ("accelerate", {"torch_compile": True}, "torch_compile"),
-        ("optimizer", {"text_encoder_lr": 1e-4}, "text_encoder_lr"),
-        ("model", {"model_type": "z_image"}, "model_type"),
-        ("saving", {"save_format": "comfy"}, "save_format"),
-        ("parallel", {"shard": 2}, "shard"),
-        ("parallel", {"tp": 2}, "tp"),
-    ],
-)
-def test_what_is_not_made_for_stages_is_refused(section: str, settings: dict[str, object], key: str | None) -> None:
-    sections: dict[str, dict[str, object]] = {
-        "model": {"pretrained_model_name_or_path": "."},
-        "dataset": {"dataset_config": "data.toml"},
-        "parallel": {"pp": 2},
-    }
-    sections[section] = sections.get(section, {}) | settings
-    if key == "save_format":
-        sections["network"] = {"network_type": "dora"}
-    found = [conflict.keys[0] for conflict in find_conflicts(TrainConfig.model_validate(sections))]
-    assert found == ([key] if key else [])
-
-
-@pytest.mark.parametrize("settings", [{"microbatches": 2}, {"pp_balance": "weights"}])
-def test_settings_of_a_pipeline_need_one(settings: dict[str, object]) -> None:
-    sections = {"model": {"pretrained_model_name_or_path": "."}, "dataset": {"dataset_config": "data.toml"}}
-    found = list(find_conflicts(TrainConfig.model_validate(sections | {"parallel": settings})))
-    assert [conflict.message.partition(" without pp")[0] for conflict in found] == [
-        f"{next(iter(settings))}: has no effect"
-    ]

@@ -8,12 +8,6 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from library.config.load import load_for
-from library.config.pretrain_schema import PretrainConfig
-from library.config.rules import find_conflicts
-from library.config.scripts import LLM
-from library.models.llm.spec import PRESETS
-from library.training.tasks.pretraining import accumulation_for
 from tests.layouts import assert_same_metrics
 from tests.pretraining_runs import flags, lines, run, weights
 from tests.training.parallel.test_sharded_pretraining import SAME_IN_FP32, SETTINGS, difference, train_one
@@ -92,26 +86,6 @@ def test_two_pipelines_share_the_batches(corpus: Path, runs: Path, tmp_path: Pat
             assert found.get(key) == (pytest.approx(expected[key], rel=1e-5) if key in expected else None), key
 
 
-@pytest.mark.parametrize(
-    ("section", "settings", "key"),
-    [
-        ("optimizer", {"optimizer_type": "Prodigy"}, "optimizer_type"),
-        ("training", {"full_bf16": True}, "full_bf16"),
-        ("accelerate", {"torch_compile": True}, "torch_compile"),
-        ("parallel", {"shard": 2}, "shard"),
-        ("parallel", {"microbatches": 9}, "microbatches"),
-        ("parallel", {"tp": 2}, "tp"),
-        ("optimizer", {"optimizer_type": "Muon"}, None),
-    ],
-)
-def test_what_is_not_made_for_stages_is_refused(section: str, settings: dict[str, object], key: str | None) -> None:
-    sections: dict[str, dict[str, object]] = {"model": {"preset": "llama-tiny"}, "data": {"data_dir": "."}}
-    sections["parallel"] = {"pp": 2}
-    sections[section] = sections.get(section, {}) | settings
-    found = [conflict.keys[0] for conflict in find_conflicts(PretrainConfig.model_validate(sections))]
-    assert found == ([key] if key else [])
-
-
 @pytest.mark.parametrize("optimizer", ["Muon", "AdamWScheduleFree"])
 def test_models_and_states_of_other_optimizers_are_those_of_one_process(
     optimizer: str, corpus: Path, tmp_path: Path
@@ -136,10 +110,3 @@ def test_models_and_states_of_other_optimizers_are_those_of_one_process(
     assert one == other
     one, other = (load_file(state / "optimizer.safetensors") for state in states)
     assert difference(one, other) < limit
-
-
-def test_the_ready_config_is_valid() -> None:
-    config = load_for(LLM, ["--config_file", str(ROOT / "configs/parallel/pp.toml")])
-    assert config.parallel.pp > 1
-    assert config.data.train_batch_size % config.parallel.microbatch_count == 0
-    assert accumulation_for(config.data, PRESETS[config.model.preset or ""].context, 1) >= 1

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from library.config.rules import find_conflicts
 from tests.layouts import SETTINGS, assert_goes_on_either_way, assert_same_runs, chat_one, lines, train_one
 from tests.runs import arguments, largest_difference, lora, run, write_dataset
 from tests.training.tasks.test_chat_lora_runs import adapter, place  # noqa: F401  # the fixture
@@ -89,36 +88,6 @@ def test_a_language_models_lora_too(runs: Path) -> None:
     assert largest_difference(two, one) < SAME_IN_FP32
     answer = "samples/step000003.txt"
     assert (runs / "chat_two" / answer).read_text() == (runs / "chat_one" / answer).read_text()
-
-
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [
-        ({"blocks_to_swap": 1}, "blocks_to_swap"),
-        ({"torch_compile": True}, "torch_compile"),
-        ({"memory_dry_run": True}, "memory_dry_run"),
-        ({"mixed_precision": "fp16"}, "mixed_precision"),
-        ({"mixed_precision": "bf16", "full_bf16": True}, "full_bf16"),
-        ({"text_encoder_lr": 1e-4}, "text_encoder_lr"),
-        ({"network_type": "dora", "save_format": "comfy"}, "save_format"),
-    ],
-)
-def test_what_is_not_made_for_split_weights_is_refused(settings: dict[str, object], key: str, tmp_path: Path) -> None:
-    places = {"torch_compile": "accelerate", "text_encoder_lr": "optimizer", "network_type": "network"}
-    places["save_format"] = "saving"
-    sections: dict[str, dict[str, object]] = {
-        "model": {"pretrained_model_name_or_path": "."},
-        "dataset": {"dataset_config": "data.toml"},
-        "parallel": {"shard": 2},
-    }
-    for name, value in settings.items():
-        sections.setdefault(places.get(name, "training"), {})[name] = value
-    from library.config.schema import TrainConfig
-
-    found = list(find_conflicts(TrainConfig.model_validate(sections)))
-    assert [conflict.keys[0] for conflict in found] == [key]
-    alone = TrainConfig.model_validate(sections | {"parallel": {}})
-    assert not list(find_conflicts(alone))
 
 
 def test_gradients_of_split_runs_are_means_over_processes(tmp_path: Path) -> None:

@@ -10,15 +10,11 @@ from torch import Tensor, nn
 
 import library.accelerator
 from library.config.load import load_for
-from library.config.pretrain_schema import PretrainConfig
-from library.config.rules import find_conflicts
 from library.config.schema import ParallelConfig
 from library.config.scripts import LLM
 from library.errors import UserError
-from library.models.llm.spec import PRESETS
 from library.nn.rope import RopeTables
 from library.training.parallel.parallelize import check_sharding
-from library.training.tasks.pretraining import accumulation_for
 from tests.layouts import assert_same_metrics
 from tests.pretraining_runs import flags, lines, run, weights
 from tests.worker_group import run_in_group
@@ -121,19 +117,6 @@ def test_products_are_checked_against_the_number_of_processes(
     assert ParallelConfig(shard=shard, dp=dp).replicas(needed) * shard == needed
 
 
-@pytest.mark.parametrize(
-    ("settings", "key"),
-    [({"optimizer_type": "Muon"}, "optimizer_type"), ({"full_bf16": True}, "full_bf16"), ({}, None)],
-)
-def test_what_needs_whole_tensors_is_refused(settings: dict[str, object], key: str | None) -> None:
-    optimizer = {k: v for k, v in settings.items() if k == "optimizer_type"}
-    training = {k: v for k, v in settings.items() if k == "full_bf16"}
-    sections = {"model": {"preset": "llama-tiny"}, "data": {"data_dir": "."}, "parallel": {"shard": 2}}
-    config = PretrainConfig.model_validate(sections | {"optimizer": optimizer, "training": training})
-    found = [conflict.keys[0] for conflict in find_conflicts(config)]
-    assert found == ([key] if key else [])
-
-
 def test_a_model_that_was_not_split_is_noticed() -> None:
     class Sharded:
         """An accelerator that says it shards, and did not."""
@@ -154,12 +137,3 @@ def test_tables_that_were_made_for_a_sample_can_be_trained_with() -> None:
     x = torch.ones(4, 4, requires_grad=True)
     (x * cos[:4]).sum().backward()
     assert torch.equal(x.grad, cos[:4])
-
-
-def test_the_ready_config_is_valid() -> None:
-    path = ROOT / "configs/parallel/fsdp2.toml"
-    config = load_for(LLM, ["--config_file", str(path)])
-    assert config.parallel.shard > 1
-    context = PRESETS[config.model.preset or ""].context
-    assert accumulation_for(config.data, context, config.parallel.shard) >= 1
-    assert (path.parent / path.read_text().splitlines()[0].removeprefix("#:schema ")).is_file()

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from library.config.rules import find_conflicts
-from library.config.schema import TrainConfig
 from tests.layouts import SETTINGS as LAYOUT_SETTINGS
 from tests.layouts import assert_goes_on_either_way, assert_same_runs, chat_one, lines, train_one
 from tests.runs import arguments, largest_difference, lora, run, write_dataset
@@ -74,27 +72,6 @@ def test_a_language_models_lora_too(runs: Path) -> None:
     assert largest_difference(two, one) < SAME_IN_FP32
     answer = "samples/step000003.txt"
     assert (runs / "chat_two" / answer).read_text() == (runs / "chat_one" / answer).read_text()
-
-
-@pytest.mark.parametrize(
-    ("section", "settings", "key"),
-    [
-        ("training", {"blocks_to_swap": 1}, "blocks_to_swap"),
-        ("training", {"memory_dry_run": True}, "memory_dry_run"),
-        ("training", {"mixed_precision": "fp16"}, "mixed_precision"),
-        ("accelerate", {"torch_compile": True}, "torch_compile"),
-        ("optimizer", {"text_encoder_lr": 1e-4}, "text_encoder_lr"),
-        ("network", {"network_type": "dora"}, "network_type"),
-        ("precision", {"fp8_scaled": True, "quantised_activations": "row"}, "quantised_activations"),
-        ("training", {"mixed_precision": "bf16", "full_bf16": True}, None),
-    ],
-)
-def test_what_is_not_made_for_parts_of_layers_is_refused(section: str, settings: dict, key: str | None) -> None:
-    sections = {"model": {"pretrained_model_name_or_path": "."}, "dataset": {"dataset_config": "data.toml"}}
-    sections |= {section: settings}
-    found = list(find_conflicts(TrainConfig.model_validate(sections | {"parallel": {"tp": 2}})))
-    assert [conflict.keys[0] for conflict in found] == ([key] if key else [])
-    assert not list(find_conflicts(TrainConfig.model_validate(sections)))
 
 
 @pytest.mark.slow

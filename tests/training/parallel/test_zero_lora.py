@@ -13,8 +13,7 @@ import torch
 
 from library.accelerator import require_deepspeed
 from library.config import load_config
-from library.config.rules import find_conflicts
-from library.config.schema import ParallelConfig, TrainConfig
+from library.config.schema import ParallelConfig
 from library.errors import UserError
 from library.training.memory.formula import StepOptions, model_numbers, shape_of, step_parts
 from tests.layouts import GRADIENTS, assert_same_metrics, chat_one, lines, train_one
@@ -191,50 +190,6 @@ def test_three_processes_have_parts_of_unequal_use(base: Path, tmp_path: Path) -
         run(base, images, tmp_path / f"back{n}", **one, resume=states[f"zero{n}"])
     for name in ("zero1", "zero3", "there", "back1", "back3"):
         assert largest_difference(lora(tmp_path / name), lora(tmp_path / "one")) < SAME_IN_FP32, name
-
-
-def config(**settings: object) -> TrainConfig:
-    """Return a configuration with ``section__key`` set."""
-    sections: dict[str, dict[str, object]] = {
-        "model": {"pretrained_model_name_or_path": "."},
-        "dataset": {"dataset_config": "data.toml"},
-    }
-    for name, value in settings.items():
-        section, key = name.split("__")
-        sections.setdefault(section, {})[key] = value
-    return TrainConfig.model_validate(sections)
-
-
-@pytest.mark.parametrize(
-    ("stage", "settings", "key"),
-    [
-        (1, {"parallel__shard": 2}, "zero"),
-        (1, {"parallel__tp": 2}, "zero"),
-        (1, {"parallel__pp": 2}, "zero"),
-        (2, {"optimizer__optimizer_type": "Adafactor"}, "optimizer_type"),
-        (2, {"optimizer__optimizer_type": "Prodigy"}, "optimizer_type"),
-        (1, {"optimizer__optimizer_type": "AdamW8bit"}, "optimizer_type"),
-        (3, {"precision__fp8_scaled": True}, "fp8_scaled"),
-        (3, {"precision__fp8_base": True}, "fp8_base"),
-        (3, {"network__network_type": "dora", "saving__save_format": "comfy"}, "save_format"),
-        (1, {"training__blocks_to_swap": 1}, "blocks_to_swap"),
-        (1, {"accelerate__torch_compile": True}, "torch_compile"),
-        (1, {"training__memory_dry_run": True}, "memory_dry_run"),
-        (1, {"training__memory": "auto"}, "memory"),
-        (3, {"training__memory": "auto"}, "memory"),
-        (1, {"training__mixed_precision": "fp16"}, "mixed_precision"),
-        (1, {"training__mixed_precision": "bf16", "training__full_bf16": True}, "full_bf16"),
-        (1, {"optimizer__text_encoder_lr": 1e-4}, "text_encoder_lr"),
-    ],
-)
-def test_what_is_not_made_for_zero_is_refused(stage: int, settings: dict[str, object], key: str) -> None:
-    found = list(find_conflicts(config(parallel__zero=stage, **settings)))
-    assert [conflict.keys[0] for conflict in found] == [key]
-    assert not list(find_conflicts(config(**settings)))
-
-
-def test_fp8_goes_with_stages_that_leave_weights_whole() -> None:
-    assert not list(find_conflicts(config(parallel__zero=2, precision__fp8_scaled=True)))
 
 
 @pytest.mark.skipif(INSTALLED, reason="DeepSpeed is installed")
