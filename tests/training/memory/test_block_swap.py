@@ -243,14 +243,6 @@ def test_any_number_of_kinds_shares_the_swapped_blocks_by_their_weights() -> Non
         swapped_per_kind(sizes, 11)
 
 
-def test_a_kinds_size_is_counted_in_the_model() -> None:
-    transformer: Any = tiny_flux_transformer(double_blocks=3, single_blocks=5).requires_grad_(False)
-    blocks = [*transformer.transformer_blocks, *transformer.single_transformer_blocks]
-    (double, weights), (single, smaller) = kind_sizes(blocks)
-    assert (double, single) == (3, 5)
-    assert round(weights / smaller) == 2  # as in the published model: 340 and 142 million
-
-
 @pytest.mark.parametrize(
     "name",
     ["flux", "qwen_image", "qwen_image_21", "z_image", "flux2_klein", "flux3_klein", "flux3_klein_edit", "krea2"],

@@ -47,21 +47,6 @@ def two_sizes(folder: Path, side: int = 256) -> Path:
     return toml
 
 
-def test_a_run_is_the_same_with_and_without(base: Path, tmp_path: Path) -> None:
-    settings = {"network_dropout": 0.3, "max_train_steps": 3}
-    for name, memory_dry_run in (("with", True), ("without", False)):
-        run(
-            base,
-            write_dataset(tmp_path / f"data-{name}", images=4),
-            tmp_path / name,
-            memory_dry_run=memory_dry_run,
-            **settings,
-        )
-    one, other = lora(tmp_path / "with"), lora(tmp_path / "without")
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[key], other[key]) for key in one)
-
-
 def test_it_tells_what_the_largest_batch_takes(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events = run(base, two_sizes(tmp_path), tmp_path / "out", memory_dry_run=True, max_train_steps=1)
     printed = " ".join(capsys.readouterr().out.split())
@@ -99,12 +84,13 @@ def test_the_choice_is_made_by_counting_and_the_lora_is_the_same(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = {"max_train_steps": 2, "network_dropout": 0.1, "mixed_precision": "bf16"}
-    run(base, two_sizes(tmp_path, 512), tmp_path / "plain", **settings)
+    data = two_sizes(tmp_path, 512)
+    run(base, data, tmp_path / "plain", **settings)
     monkeypatch.setattr(policy, "_WORTH_KEEPING", 1)
     size, printed = 2**40, {}
     for name in ("much", "little"):
         monkeypatch.setattr(dry_run, "available_bytes", lambda device, size=size: size)
-        run(base, two_sizes(tmp_path, 512), tmp_path / name, memory="auto", **settings)
+        run(base, data, tmp_path / name, memory="auto", **settings)
         printed[name] = " ".join(capsys.readouterr().out.split())
         found, expected = lora(tmp_path / name), lora(tmp_path / "plain")
         assert all(torch.equal(found[key], expected[key]) for key in expected)

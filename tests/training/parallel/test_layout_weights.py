@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from library.config import load_config
 from library.config.load import load_for
 from library.config.schema import ParallelConfig
-from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script
+from library.config.scripts import LLM
 from library.training.memory.budget import tensor_bytes
 from library.training.memory.formula import ModelShape, StepOptions, model_numbers, shape_of, step_parts
 from library.training.optim.factory import unwrapped
 from library.training.tasks.pretraining import fresh_config
-from tests.chat_runs import flags as chat_flags
-from tests.chat_runs import write_place as write_chats
 from tests.pretraining_runs import flags as corpus_flags
 from tests.pretraining_runs import write_corpus
 from tests.runs import arguments, write_base, write_dataset
@@ -42,9 +41,9 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def train_and_weigh(flags: list[str], folder: Path, script: Script = LORA) -> None:
+def train_and_weigh(flags: list[str], folder: Path) -> None:
     """Train a LoRA, and write what this process holds."""
-    run = train(load_for(script, flags)).task
+    run = train(load_config(flags)).task
     trained = run.network.parameters()
     ids = {id(p) for p in trained}
     frozen = [local(p) for p in run.transformer.parameters() if id(p) not in ids and not p.is_meta]
@@ -82,12 +81,6 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).mkdir()
         flags = corpus_flags(corpus, folder / name / "out", max_train_steps=3, **model, **layout)
         jobs.append((name, pretrain_and_weigh, (flags, folder / name)))
-    (folder / "chat").mkdir()
-    chats = write_chats(folder / "chat")
-    for family in ("llama", "gpt2"):
-        (folder / f"chat {family}").mkdir()
-        flags = chat_flags(chats, folder / f"chat {family}/out", family, max_train_steps=1, tp=2)
-        jobs.append((f"chat {family}", train_and_weigh, (flags, folder / f"chat {family}", LANGUAGE_LORA)))
     assert run_in_group(jobs, folder) == {name: "" for name, _, _ in jobs}
     return folder
 
@@ -111,13 +104,3 @@ def test_a_language_models_embedding_and_head_are_where_they_were_planned(name: 
     model = model_numbers(shape, 32, 0, 0, torch.float32)
     planned = step_parts(model, StepOptions(full=True), ParallelConfig(dp=1, **layout))
     assert planned["weights"] == pytest.approx(max(one["weights"] for one in held), rel=0.2)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_so_are_those_under_a_lora(family: str, place: Path) -> None:
-    """The tokens of these models may not divide: then the embedding is full on both."""
-    held = [json.loads((place / f"chat {family}" / f"{rank}.json").read_text()) for rank in range(2)]
-    model = model_numbers(shape_of(str(place / "chat" / family)), 32, 0, 8, torch.float32)
-    planned = step_parts(model, StepOptions(base_bytes=4), ParallelConfig(dp=1, tp=2))
-    for key in ("weights", "LoRA"):
-        assert planned[key] == pytest.approx(max(one[key] for one in held), rel=0.2), key

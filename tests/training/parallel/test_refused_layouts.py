@@ -12,13 +12,14 @@ SHARD, TP, PP, ZERO = {"shard": 2}, {"tp": 2}, {"pp": 2}, {"zero": 1}
 Config = type[TrainConfig | PretrainConfig]
 SPLITS = (SHARD, TP, PP)
 TWO, THREE = {"zero": 2}, {"zero": 3}
+MAP = {"device_map": "balanced"}
 COMPILED, DRY_RUN = {"accelerate.torch_compile": True}, {"training.memory_dry_run": True}
 # the layouts, settings, and the key that the refusal begins with; None: they go together
 IMAGES = [
-    ((*SPLITS, ZERO), {"training.blocks_to_swap": 1}, "blocks_to_swap"),
+    ((*SPLITS, ZERO, MAP), {"training.blocks_to_swap": 1}, "blocks_to_swap"),
     ((*SPLITS, ZERO), COMPILED, "torch_compile"),
     ((*SPLITS, ZERO), DRY_RUN, "memory_dry_run"),
-    ((*SPLITS, ZERO), {"training.mixed_precision": "fp16"}, "mixed_precision"),
+    ((*SPLITS, ZERO, MAP), {"training.mixed_precision": "fp16"}, "mixed_precision"),
     ((*SPLITS, ZERO), {"optimizer.text_encoder_lr": 1e-4}, "text_encoder_lr"),
     ((SHARD, ZERO), {"training.mixed_precision": "bf16", "training.full_bf16": True}, "full_bf16"),
     ((TP,), {"training.mixed_precision": "bf16", "training.full_bf16": True}, None),
@@ -30,10 +31,12 @@ IMAGES = [
     ((TWO,), {"optimizer.optimizer_type": "Adafactor"}, "optimizer_type"),
     ((TWO,), {"optimizer.optimizer_type": "Prodigy"}, "optimizer_type"),
     ((ZERO,), {"optimizer.optimizer_type": "AdamW8bit"}, "optimizer_type"),
-    ((TWO,), {"precision.fp8_scaled": True}, None),
+    ((TWO, MAP), {"precision.fp8_scaled": True}, None),
     ((THREE,), {"precision.fp8_scaled": True}, "fp8_scaled"),
     ((THREE,), {"precision.fp8_base": True}, "fp8_base"),
 ]
+OFFLOADED = {"training.gradient_checkpointing": True, "training.cpu_offload_checkpointing": True}
+IMAGES.append(((MAP,), OFFLOADED, "cpu_offload_checkpointing"))
 PRETRAINING = [
     ((SHARD, PP), {"training.full_bf16": True}, "full_bf16"),
     ((SHARD,), {"optimizer.optimizer_type": "Muon"}, "optimizer_type"),
