@@ -181,8 +181,8 @@ def _trace_config(build: Build, settings: dict[str, Any], capability: tuple[int,
             task = _opened(build, config, folder)
             _trace_run(task, config, trace, folder)
             blocks = swappable(task.family.blocks(task.transformer))
-    trace.phases.pop("", None)  # between the named ones
-    return MemoryPlan(source, trace.phases, _batch_in_words(task.data), blocks, notes)
+    phases = {phase: parts for phase, parts in trace.phases.items() if phase}
+    return MemoryPlan(source, phases, _batch_in_words(task.data), blocks, notes)
 
 
 def _trace_run(task: ImageTask, config: TrainConfig, trace: MemoryTrace, folder: Path) -> None:
