@@ -147,7 +147,7 @@ def try_fixes(
         layers: of the deployment, for the retention of its LoRA; may be empty.
         options: files, flags, limits.
     """
-    begun = time.monotonic()
+    started_at = time.monotonic()
     fixes: list[Fix] = []
     decode = models.image_encoder(REFERENCE).decode
 
@@ -158,7 +158,7 @@ def try_fixes(
     def attempt(name: str, cost: str, make: Callable[[], Made]) -> None:
         if name not in options.names:
             return
-        if time.monotonic() - begun > 60 * options.minutes:
+        if time.monotonic() - started_at > 60 * options.minutes:
             console.print(f"note: {name} not tried, the {options.minutes:g} minutes are over; raise --fix_minutes")
             return
         started = time.monotonic()

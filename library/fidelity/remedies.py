@@ -47,11 +47,11 @@ class Remedy:
 
 
 def costly_remedies(
-    models: Models, variant: Variant, options: CalibrationOptions, loras: Sequence[Path], asked: Sequence[str]
+    models: Models, variant: Variant, options: CalibrationOptions, loras: Sequence[Path], command_words: Sequence[str]
 ) -> list[Remedy]:
     """Return what fits or trains the LoRA to the deployment, the cheapest first; nothing if it cannot.
 
-    ``asked``: the words of the report's own command; a fix is that report once more.
+    ``command_words``: the words of the report's own command; a fix is that report once more.
     """
     served = str(models.deployed.path or models.deployed.name).removesuffix("+all")
     if len(loras) != 1 or models.deployed.merged or not models.layers:
@@ -60,7 +60,7 @@ def costly_remedies(
     in_comfyui = variant.merge is not None and models.server is not None and models.server.name.startswith("comfyui")
     again, beside = (_BYPASS, "; load it with the bypass") if in_comfyui else ((), "")
     refit = ("tools/refit_lora.py", *words, *(("--save_format", "comfy") if in_comfyui else ()))
-    fix = ("tools/precision_report.py", *asked, "--save_to", SAVE_TO, "--fix")
+    fix = ("tools/precision_report.py", *command_words, "--save_to", SAVE_TO, "--fix")
     return [
         Remedy(
             f"Refit the LoRA to this file: the same rank, its layers fitted on your images{beside}.",

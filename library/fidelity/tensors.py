@@ -127,33 +127,35 @@ def compare_tensors(
     """
     there, here = _places(reference), _places(deployed)
     stored, input_scales = stored or {}, input_scales or {}
-    looks: list[_Look] = []
+    measurements: list[_Measured] = []
     for name, place in there.items():
         if name not in here or here[name].shape != place.shape:
             row = TensorRow(name, place.role, "absent", place.size, 1.0, fault="wrong_base", diagnosis="of other shape")
-            looks.append(_Look(row, True))
+            measurements.append(_Measured(row, True))
             continue
         update = updates.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-        looks.append(_look(place, here[name], update, merged, stored.get(name, "")))
+        measurements.append(_measure(place, here[name], update, merged, stored.get(name, "")))
     found: dict[str, list[float]] = {}
-    for look in looks:
-        if look.on_grid:
-            found.setdefault(look.row.kind, []).append(look.row.error)
+    for measured in measurements:
+        if measured.on_grid:
+            found.setdefault(measured.row.kind, []).append(measured.row.error)
     medians = {kind: median(errors) for kind, errors in found.items()}
-    looks = [replace(look, on_grid=look.on_grid or _as_if_on_grid(look, medians)) for look in looks]
-    main = _main_kind([look.row for look in looks])
-    scheme = next((look.scheme for look in looks if look.row.kind == main and look.scheme), None)
+    measurements = [
+        replace(measured, on_grid=measured.on_grid or _as_if_on_grid(measured, medians)) for measured in measurements
+    ]
+    main = _main_kind([measured.row for measured in measurements])
+    scheme = next((measured.scheme for measured in measurements if measured.row.kind == main and measured.scheme), None)
     usual = _Usual(medians, main, scheme)
     rows: list[TensorRow] = []
-    for look in looks:
-        name = look.row.name
+    for measured in measurements:
+        name = measured.row.name
         if name in here:
-            update = updates.get(look.row.layer) if name.endswith(".weight") else None
+            update = updates.get(measured.row.layer) if name.endswith(".weight") else None
             others = partial(_same_shape, there, there[name])
-            rows.append(_explained(look, there[name], here[name], update, merged, usual, others))
-            rows += _scale_rows(look.row, there[name], here[name], input_scales.get(look.row.layer))
+            rows.append(_explained(measured, there[name], here[name], update, merged, usual, others))
+            rows += _scale_rows(measured.row, there[name], here[name], input_scales.get(measured.row.layer))
         else:
-            rows.append(look.row)
+            rows.append(measured.row)
     rows += [TensorRow(name, here[name].role, "only here", here[name].size, 1.0) for name in here if name not in there]
     return rows
 
@@ -163,8 +165,8 @@ def without_compensated(rows: Sequence[TensorRow], layers: Collection[str]) -> l
 
     Rounding that makes up for errors by activations (GPTQ) changes weights by more than a step; damage never helps.
     """
-    told = "changed by more than rounding, and its outputs err less for it"
-    return [replace(row, fault="", diagnosis=told) if row.layer in layers and row.fault else row for row in rows]
+    diagnosis = "changed by more than rounding, and its outputs err less for it"
+    return [replace(row, fault="", diagnosis=diagnosis) if row.layer in layers and row.fault else row for row in rows]
 
 
 def stored_dtypes(family: Family) -> dict[str, str]:
@@ -192,7 +194,7 @@ class _Place:
     @property
     def shape(self) -> tuple[int, ...]:
         """Its own shape, whatever holds its numbers."""
-        return tuple(self.tensor.shape if self.held is None else self.held.shape)
+        return tuple(self.tensor.shape if self.quantized_weight is None else self.quantized_weight.shape)
 
     @property
     def size(self) -> int:
@@ -205,14 +207,14 @@ class _Place:
         return str(self.tensor.dtype).removeprefix("torch.")
 
     @property
-    def held(self) -> QuantizedWeight | None:
+    def quantized_weight(self) -> QuantizedWeight | None:
         """The weight of a quantised layer, where it is."""
         return self.module.quantized() if isinstance(self.module, QuantizedLinear) and self.leaf == "weight" else None
 
     @property
     def stored(self) -> QuantizedWeight | None:
         """The weight of a quantised layer on the CPU, as :meth:`matrix` is."""
-        return None if self.held is None else self.held.to("cpu")
+        return None if self.quantized_weight is None else self.quantized_weight.to("cpu")
 
     @property
     def quantized(self) -> Fp8Weight | None:
@@ -221,7 +223,9 @@ class _Place:
 
     def matrix(self) -> Tensor:
         """Return the numbers in fp32 on the CPU, [out, rest]; a vector is one row."""
-        numbers = self.tensor.float() if self.held is None else self.held.dequantize(torch.float32)
+        numbers = (
+            self.tensor.float() if self.quantized_weight is None else self.quantized_weight.dequantize(torch.float32)
+        )
         return numbers.cpu().reshape(1 if numbers.ndim < 2 else numbers.shape[0], -1)
 
 
@@ -232,8 +236,8 @@ def _as_fp8(weight: QuantizedWeight | None) -> Fp8Weight | None:
 def model_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter and buffer as numbers; a LoRA beside a layer is left out, what is quantised turned back."""
     for place in _walk(model, ""):
-        held = place.held
-        yield place.name, place.tensor if held is None else held.dequantize(torch.float32)
+        quantized_weight = place.quantized_weight
+        yield place.name, place.tensor if quantized_weight is None else quantized_weight.dequantize(torch.float32)
 
 
 def _places(model: nn.Module) -> dict[str, _Place]:
@@ -244,14 +248,14 @@ def _walk(module: Any, prefix: str) -> Iterator[_Place]:
     """Yield parameters and buffers; a LoRA, or a rounding of inputs, around a layer is left out."""
     while isinstance(getattr(module, "base", None), nn.Module):
         module = module.base
-    held = module.outline.tensors() if isinstance(module, QuantizedLinear) else {}
+    quantized_weight = module.outline.tensors() if isinstance(module, QuantizedLinear) else {}
     for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is None or name in held:
+        if tensor is None or name in quantized_weight:
             continue
         role: Role = "weight"
         if name in module._buffers:
             role = "buffer"
-        elif tensor.ndim < 2 and not (held and name == "weight"):
+        elif tensor.ndim < 2 and not (quantized_weight and name == "weight"):
             role = "bias" if name.endswith("bias") else "norm"
         yield _Place(f"{prefix}{name}", module, name, role)
     for name, child in module._modules.items():
@@ -267,7 +271,7 @@ def _same_shape(places: Mapping[str, _Place], like: _Place) -> dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class _Look:
+class _Measured:
     """A row before it is explained.
 
     ``settled``: nothing is wrong with it. ``on_grid``: of a format that nothing here rounds to. ``scheme``: of its
@@ -292,16 +296,16 @@ class _Usual(NamedTuple):
     scheme: Scheme | None
 
 
-def _look(there: _Place, here: _Place, update: LoraWeights | None, merged: bool, dtype: str) -> _Look:
+def _measure(there: _Place, here: _Place, update: LoraWeights | None, merged: bool, dtype: str) -> _Measured:
     """Measure one tensor."""
     high, numbers = there.matrix(), here.matrix()
     delta = None if update is None else update.delta().cpu().float()
     wanted = high + delta if delta is not None and merged else high
     row = TensorRow(there.name, there.role, dtype or here.dtype, high.numel(), relative(numbers, wanted))
     if delta is None and (torch.equal(numbers, wanted) or same_in_bf16(numbers, wanted)):
-        return _Look(row, True)
+        return _Measured(row, True)
     if not bool(torch.isfinite(numbers).all()):
-        return _Look(replace(row, error=1.0), False)
+        return _Measured(replace(row, error=1.0), False)
     stored = here.stored
     quantized = _as_fp8(stored)
     if quantized is not None:
@@ -340,12 +344,12 @@ def _look(there: _Place, here: _Place, update: LoraWeights | None, merged: bool,
             good = honest(steps_of(quantized, wanted, high if inside else None), inside)
         else:
             good = _errs_like(numbers, nearest, wanted, _TWO_ROUNDINGS if inside else _EITHER_NEIGHBOUR)
-        return _Look(row, good and not scaled, scheme=stored.scheme)
+        return _Measured(row, good and not scaled, scheme=stored.scheme)
     if same_in_bf16(numbers, wanted):
-        return _Look(row, True)
+        return _Measured(row, True)
     if stored is not None:
-        return _Look(row, False, True)
-    return _Look(row, False, there.role == "weight" and _distinct(numbers) < _GRID * _distinct(high.bfloat16()))
+        return _Measured(row, False, True)
+    return _Measured(row, False, there.role == "weight" and _distinct(numbers) < _GRID * _distinct(high.bfloat16()))
 
 
 def _errs_like(numbers: Tensor, nearest: Tensor, wanted: Tensor, most: float) -> bool:
@@ -363,10 +367,10 @@ def _rounds_to(numbers: Tensor, quantized: Fp8Weight | None, wanted: Tensor) -> 
     return steps_of(quantized, wanted).off_nearest < _OFF_NEAREST
 
 
-def _as_if_on_grid(look: _Look, usual: Mapping[str, float]) -> bool:
+def _as_if_on_grid(measured: _Measured, usual: Mapping[str, float]) -> bool:
     """Return whether a weight that errs as those on a grid do is one of them: a small one shows its grid badly."""
-    high = look.row.role == "weight" and not look.settled and not look.row.own_expected
-    return high and look.row.error <= _COARSER * usual.get(look.row.kind, 0.0)
+    high = measured.row.role == "weight" and not measured.settled and not measured.row.own_expected
+    return high and measured.row.error <= _COARSER * usual.get(measured.row.kind, 0.0)
 
 
 def _on_a_casts_grid(numbers: Tensor) -> Fp8Weight | None:
@@ -426,7 +430,7 @@ def _expected(scheme: Scheme | None, wanted: Tensor) -> float:
 
 
 def _explained(
-    look: _Look,
+    measured: _Measured,
     there: _Place,
     here: _Place,
     update: LoraWeights | None,
@@ -435,21 +439,21 @@ def _explained(
     others: Callable[[], Mapping[str, Tensor]],
 ) -> TensorRow:
     """Add to a row what is expected of it, and what was done to it if it is not that."""
-    row, main, typical = look.row, usual.main, usual.medians.get(look.row.kind, 0.0)
+    row, main, typical = measured.row, usual.main, usual.medians.get(measured.row.kind, 0.0)
     vector = row.role != "weight" or there.shape[0] == 1
-    in_line = look.on_grid and row.error <= _OUT_OF_LINE * typical and abs(row.gain - 1) < 0.02 + row.error**2
-    if look.on_grid:
+    in_line = measured.on_grid and row.error <= _OUT_OF_LINE * typical and abs(row.gain - 1) < 0.02 + row.error**2
+    if measured.on_grid:
         row = replace(row, expected=typical, own_expected=typical)
-    if (look.settled or in_line) and not row.own_expected:
+    if (measured.settled or in_line) and not row.own_expected:
         return row
     high, numbers = there.matrix(), here.matrix()
     delta = None if update is None else update.delta().cpu().float()
     wanted = high + delta if delta is not None and merged else high
-    if row.own_expected and not look.on_grid:
+    if row.own_expected and not measured.on_grid:
         row = replace(row, expected=row.own_expected if row.kind == main or vector else _expected(usual.scheme, wanted))
     stored = here.stored
-    quantized = _as_fp8(stored) if look.on_grid or stored is not None else _on_a_casts_grid(numbers)
-    if look.settled or in_line:
+    quantized = _as_fp8(stored) if measured.on_grid or stored is not None else _on_a_casts_grid(numbers)
+    if measured.settled or in_line:
         return _judged_by_format(row, quantized, main, vector)
     served = ServedMatrix(numbers, quantized, row.own_expected, merged and delta is not None)
     if delta is not None and row.lora_share is not None and abs(row.lora_share - merged) > SURE * row.doubt:
@@ -460,7 +464,7 @@ def _explained(
     if vector and quantized is not None and honest(steps_of(quantized, wanted)):
         return _judged_by_format(row, quantized, main, vector)
     fault, text = diagnose(served, wanted, others, row.name)
-    if fault == "ruined_layer" and look.on_grid and row.gain > 0.9:
+    if fault == "ruined_layer" and measured.on_grid and row.gain > 0.9:
         fault, text = "mixed_formats", f"rounded {row.error / typical:.1f} times as coarsely as the median layer"
     return replace(row, fault=fault, diagnosis=text)
 
@@ -479,7 +483,7 @@ def _judged_by_format(row: TensorRow, quantized: Fp8Weight | None, main: str, ve
 def _scale_rows(row: TensorRow, there: _Place, here: _Place, input_scale: Tensor | None) -> list[TensorRow]:
     """Return rows of a layer's scales; one that is not the reference's own is no fault while the numbers are right."""
     rows = []
-    quantized = _as_fp8(here.held)
+    quantized = _as_fp8(here.quantized_weight)
     if quantized is not None and quantized.scale is not None:
         scale = quantized.factors.cpu()
         fresh = quantized.scheme.steps(quantized.scheme.magnitudes(there.matrix()))

@@ -200,8 +200,8 @@ def diagnose(
     if bool((numbers == numbers.flatten()[0]).all()):
         return "ruined_layer", f"all {float(numbers.flatten()[0]):.3g}"
     tries = (_misrounded, _zeroed, _clipped, _scaled, _rolled, _transposed, _permuted, _few_wrong)
-    for look in tries:
-        if found := look(served, wanted):
+    for attempt in tries:
+        if found := attempt(served, wanted):
             return found
     return _of_another(served, wanted, others(), name) or _low_rank(served, wanted) or _elsewhere(served, wanted)
 

@@ -65,7 +65,6 @@ def server(tmp_path: Path) -> Iterator[Server]:
         ('dataset_args = ["cache_directory=/elsewhere"]', "", "datasets/inside.toml", "lies outside"),
         ('dataset_args = ["reg_data_dir=/elsewhere"]', "", "datasets", "lies outside"),
         (f'resume = "/elsewhere/{"./" * 2100}state"', "", "datasets/inside.toml", "lies outside"),
-        ('sample_prompts = "output/.tandem/jobs/x/p.txt"', "", "datasets/inside.toml", "own; choose another place"),
         ('network_weights = "../secret.safetensors"', "", "datasets/inside.toml", "lies outside"),
         ('logging_dir = "/var"\nlog_with = "tensorboard"', "", "datasets/inside.toml", "lies outside"),
     ],
@@ -203,6 +202,9 @@ def test_the_pages_own_folder_is_nobodys_to_write_to(server: Server) -> None:
         status, answer = post(server, "/new/start", text=text)
         assert status == 422
         assert said in answer
+    prompts = 'sample_prompts = "output/.tandem/jobs/20260101-000000-abc/job.json"'  # nor to read from
+    text = CONFIG.format(top=prompts, optimizer="", dataset="datasets/inside.toml")
+    assert "the page&#39;s own" in post(server, "/new/start", text=text)[1]
     assert get(server, "/data?dataset=output/.tandem/jobs/20260101-000000-abc/config.toml")[0] == 403
     assert [path.name for path in own.iterdir()] == ["job.json"]
 
