@@ -118,7 +118,7 @@ def post(server: Server, path: str, /, **form: str) -> tuple[int, str]:
     return status, text
 
 
-def until(true: Callable[[], Any], seconds: float = 60) -> Any:
+def until(true: Callable[[], Any], seconds: float = 200) -> Any:
     """Return what ``true`` answers once it is true."""
     end = time.monotonic() + seconds
     while not (answer := true()):
