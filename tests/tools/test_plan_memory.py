@@ -66,6 +66,7 @@ def test_without_a_compiler_a_formula_answers_and_says_so(monkeypatch: pytest.Mo
     assert plan.peak == pytest.approx(sum(traced.step.values()), rel=0.2)
 
 
+@pytest.mark.slow
 def test_what_makes_a_run_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         library_path()

@@ -180,6 +180,7 @@ def test_the_tool_recommends_settings_that_a_training_file_takes(
     assert "torchrun --nproc-per-node 4 train_llm.py" in said
 
 
+@pytest.mark.slow
 def test_a_layout_with_whole_models_is_counted_before_it_is_recommended(
     base: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

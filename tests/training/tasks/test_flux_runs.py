@@ -238,3 +238,12 @@ def test_training_goes_on_from_network_weights(base: Path, dataset: Path, tmp_pa
     events = run(base, dataset, tmp_path / "second", network_weights=weights, learning_rate=0.0)
     assert largest_difference(lora(tmp_path / "second"), lora(tmp_path / "first")) < 1e-6
     assert events.task.total_steps == 4
+
+
+def test_a_run_computes_with_the_attention_kernel_that_was_chosen(base: Path, dataset: Path, tmp_path: Path) -> None:
+    done = run(base, dataset, tmp_path / "out", attention="math", max_train_steps=1)
+    used = {m.processor.backend for m in done.task.transformer.modules() if hasattr(m, "processor")}
+    assert used == {"math"}
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="attention: 'cudnn' cannot run .* choose 'auto'"):
+            run(base, dataset, tmp_path / "refused", attention="cudnn", max_train_steps=1)
