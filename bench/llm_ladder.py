@@ -161,7 +161,7 @@ def build_rung(model: str, rung: Rung, device: torch.device, tiny: bool = False)
     config = config.padded(64) if rung.padded else config
     torch.manual_seed(0)
     with device:
-        built: Any = IMPLEMENTATIONS[rung.who].build(config)
+        built: Any = IMPLEMENTATIONS[rung.who].build(config, "")
         tokens = torch.randint(0, config.vocab_size, (rung.batch, context_of(config) + 1))
     if rung.compiled:
         built = compile_regions(built, backend="eager" if tiny else "inductor")
