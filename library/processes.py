@@ -290,20 +290,6 @@ def agreed(what: str, otherwise: Callable[[Exception], None] | None = None) -> I
     otherwise(error)
 
 
-@contextmanager
-def main_first(what: str) -> Iterator[None]:
-    """Run the block on the main process, and then on the others, which find what it wrote; see :func:`agreed`."""
-    notes = _notes()
-    if notes is not None and notes.rank != 0:
-        with agreed(what):
-            pass
-    with agreed(what):
-        yield
-    if notes is not None and notes.rank == 0:
-        with agreed(what):
-            pass
-
-
 def _describe(error: Exception, is_fatal: bool) -> tuple[int, str, bool]:
     """Return what the other processes are told: the exit code, the reason, and whether no process may go on."""
     reason = one_line(error) if isinstance(error, UserError) else f"{type(error).__name__}: {reason_of(error)}"

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 
 from library.errors import NotRestoredError
-from library.processes import FailedElsewhere, agreed, from_all_processes, main_first, watched
+from library.processes import FailedElsewhere, agreed, from_all_processes, watched
 from tests.worker_group import run_in_group
 
 
 def test_all_processes_leave_a_part_alike(tmp_path: Path) -> None:
-    jobs = [("parts", take_parts, (tmp_path,)), ("again", take_parts, (tmp_path,))]
+    jobs = [("parts", take_parts, ()), ("again", take_parts, ())]
     assert run_in_group(jobs, tmp_path) == {"parts": "", "again": ""}
 
 
-def take_parts(folder: Path) -> None:
+def take_parts() -> None:
     """What two processes do; ``tests.worker_group`` runs it in each."""
     from accelerate import PartialState
 
@@ -53,18 +53,10 @@ def take_parts(folder: Path) -> None:
             break_on(0, NotRestoredError("half of it is changed"))
         assert len(left_out) == 1
 
-        path = folder / "written"
-        with main_first("writing"):
-            assert path.exists() == (rank == 1)
-            path.touch()
-        with agreed("removing"):
-            pass
-        path.unlink(missing_ok=True)
-
 
 def test_a_process_that_is_alone_agrees_with_itself() -> None:
     left_out: list[Exception] = []
-    with watched(), main_first("a part"), agreed("a part", left_out.append):
+    with watched(), agreed("a part", left_out.append):
         raise KeyError("x")
     assert [type(error) for error in left_out] == [KeyError]
     with pytest.raises(KeyError), agreed("a part"):

@@ -4,9 +4,9 @@
     python tools/check_dataset.py dataset.toml --strict
 
 Every file is decoded once; what was found is cached, so the next look takes a second. ``--strict`` leaves with exit
-code 2 if anything was found, as ``strict_dataset`` does in training. ``--json`` writes for programs the findings and
-the images as training sees them, then small pictures of the images into the folder of ``--thumbnails``, and those of
-masks and control images into ``previews`` beside it; the Data screen of the browser's page (``ui.py``) shows them.
+code 2 if anything was found. ``--json`` writes for programs the findings and the images as training sees them, then
+small pictures of the images into the folder of ``--thumbnails``, and those of masks and control images into
+``previews`` beside it; the Data screen of the browser's page (``ui.py``) shows them.
 """
 
 from __future__ import annotations
@@ -82,7 +82,6 @@ def write_json(
     options: argparse.Namespace,
     config: DatasetConfig,
     report: Report,
-    kind: ConditionKind,
     start: Callable[[str, int], Advance],
 ) -> None:
     """Write what is known of a dataset; then small pictures of its images, and of what models are given besides.
@@ -95,7 +94,7 @@ def write_json(
     unsplit = tuple(replace(one, settings=one.settings.model_copy(update=whole)) for one in config.datasets)
     for each in (config, replace(config, datasets=unsplit)):  # images are shown, too, where the split is refused
         try:
-            found = scan(each, seed, _PIXEL_MULTIPLE, 1.0, kind, without_broken(report.findings))
+            found = scan(each, seed, _PIXEL_MULTIPLE, find=without_broken(report.findings))
             samples = [*found.train, *found.held_out]
             break
         except UserError as error:
@@ -133,16 +132,15 @@ def main() -> None:
         raise UserError("--thumbnails: has no effect without --json, which names them; give it, or remove --thumbnails")
     given = {"cache_directory": options.cache_directory, "trigger_word": options.trigger_word}
     arguments = DatasetArguments(dataset_config=str(options.dataset), **given)
-    conditioning = conditioning_of(options.dataset)
-    config = load_dataset_config(options.dataset, arguments, conditioning)
+    config = load_dataset_config(options.dataset, arguments, conditioning_of(options.dataset))
     console = tool_console()
     if options.json is not None:
         start = partial(telling, console, seconds=0.5)
-        report = check(config, _PIXEL_MULTIPLE, conditioning, start)
-        write_json(options, config, report, conditioning, start)
+        report = check(config, _PIXEL_MULTIPLE, start)
+        write_json(options, config, report, start)
     else:
         with counting(console) as start:
-            report = check(config, _PIXEL_MULTIPLE, conditioning, start)
+            report = check(config, _PIXEL_MULTIPLE, start)
     show(report, console)
     if options.strict and report.findings:
         raise UserError(

@@ -5,8 +5,8 @@
     python tools/migrate_config.py --save_to my.toml -- accelerate launch flux_train_network.py --network_dim 16 ...
 
 Prints what becomes of every key, and writes the TOML with the settings they mean; what is not taken stands in
-it as comments. Keys that describe images go into a dataset TOML beside it (``my.dataset.toml``): added to the one
-that ``--dataset_config`` names, or made from the folders of ``train_data_dir`` (``10_name class``).
+it as comments. Keys that describe images become ``dataset_args``, beside the dataset TOML or the folder of
+``train_data_dir`` that they are about.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from library.config.kohya.translation import Note, Translation
 from library.config.load import fields, read_arguments, sections, validated
 from library.config.schema import TrainConfig
 from library.errors import UserError, counted, exit_on_user_error
-from library.files import read_toml, toml_string, toml_text, write_text
+from library.files import toml_string, write_text
 from tools.command import answer_early, tool_parser
 
 
@@ -46,13 +46,9 @@ answer_early(__name__, arguments)
 
 import toml
 
-from library.data.config import BUCKET_LIMITS, dataset_value, subsets_of_folder
 from library.models.registry import lora_targets
 from library.training.optim.factory import check_optimizer
 from networks.options import parse_network_args
-
-SOURCES = ("train_data_dir", "reg_data_dir", "in_json", "dataset_repeats", "conditioning_data_dir")  # of files
-Tables = dict[str, Any]
 
 
 def migrate(command: Command, save_to: Path, source: str, overwrite: bool = False) -> list[Note]:
@@ -73,17 +69,14 @@ def migrate(command: Command, save_to: Path, source: str, overwrite: bool = Fals
     translation.notes += given.notes
     if save_to.suffix != ".toml":
         raise UserError(f"--save_to {save_to}: the configuration is TOML; give it a name that ends in .toml")
-    described = _move_dataset_keys(translation, save_to)
+    translation.keep_dataset_keys()
     config = _without_refused_args(translation, validated(translation.values, translation.origins))
     try:
         check_optimizer(config.optimizer)
     except UserError as error:
         translation.note("optimizer_type", "note", f"a run would stop: {str(error).removeprefix('optimizer_type: ')}")
-    for path in [save_to, *(described or ())[:1]]:
-        if path.exists() and not overwrite:
-            raise UserError(f"{path}: exists; choose another --save_to or give --overwrite")
-    if described:
-        write_text(*described)
+    if save_to.exists() and not overwrite:
+        raise UserError(f"{save_to}: exists; choose another --save_to or give --overwrite")
     write_text(save_to, training_toml(translation, config, source))
     if int(command.launcher.get("num_processes") or 1) > 1:
         count = command.launcher["num_processes"]
@@ -141,38 +134,6 @@ def _without_refused_args(translation: Translation, config: TrainConfig) -> Trai
         return config
     translation.values["network_args"] = taken
     return validated(translation.values, translation.origins)
-
-
-def _move_dataset_keys(translation: Translation, save_to: Path) -> tuple[Path, str] | None:
-    """Point ``dataset_config`` at a dataset TOML that holds the keys meant for it; return its path and text."""
-    if not translation.dataset:
-        return None
-    given = _converted(translation.dataset)
-    sources = {key: given.pop(key, None) for key in SOURCES}
-    if base := translation.values.get("dataset_config"):
-        tables, _ = read_toml(base, "check dataset_config")  # what it says itself counts more
-    else:
-        if sources["train_data_dir"] is None:
-            raise UserError("dataset_config: is missing, and train_data_dir too; give one of them")
-        tables = {"datasets": [{"subsets": subsets_of_folder(Path(sources["train_data_dir"]), sources)}]}
-        if given.get("enable_bucket"):
-            given = BUCKET_LIMITS | given
-    general = {"general": given | tables.pop("general", {})}
-    if masks := sources["conditioning_data_dir"]:
-        for subset in [subset for dataset in tables.get("datasets", []) for subset in dataset.get("subsets", [])]:
-            subset.setdefault("conditioning_data_dir", masks)
-    path = save_to.with_name(f"{save_to.stem}.dataset.toml")
-    translation.values["dataset_config"] = str(path)
-    translation.notes[:] = [note for note in translation.notes if note.outcome != "dataset"]
-    for key in translation.dataset:
-        translation.note(key, "dataset", f"in {path.name}")
-    return path, toml_text(general) + "\n" + toml_text(tables)
-
-
-def _converted(given: dict[str, Any]) -> dict[str, Any]:
-    """Return dataset keys with the types their tables want; a command line gives text."""
-    named = {"caption_extension" if key == "caption_extention" else key: value for key, value in given.items()}
-    return {key: dataset_value(key, value) for key, value in named.items()}
 
 
 def table(notes: Sequence[Note]) -> str:

@@ -215,13 +215,6 @@ class DatasetArguments(Section):
         2, description="worker processes that read caches"
     )
     trigger_word: str | None = Field(None, description="word that calls up the subject, in subsets that name none")
-    caption_command: Annotated[str | None, SAME_RESULT] = Field(
-        None, description='run for each image without a caption, which it prints: "my_captioner --image {image}"'
-    )
-    strict_dataset: Annotated[bool, SAME_RESULT] = Field(
-        False,
-        description="look every image over before caching and refuse to start at any finding (docs/dataset.md)",
-    )
 
 
 class PreservationConfig(Section):

@@ -6,17 +6,14 @@ each of them. A key is looked for in the subset, then in its dataset, then in ``
 that say which files to read belong to subsets. musubi-tuner's flat form, a dataset that names its ``image_directory``
 itself, is read as a dataset with one subset. A table with ``resolutions`` becomes a dataset for each of them.
 
-Every table is checked by itself, so a message names the table and line of the mistake. The ``toml`` package gives
-values without positions, so the text is walked once more for a line; inline tables are not followed, and the line is
-then left out. Keys of either tool that could take no effect are refused with what to do instead, and so
-are conditions that the model at hand does not take: a fill model is given inpainting masks (by files, by the images'
-own transparency, or generated), an edit model reference images.
+Every table is checked by itself, so a message names the table of the mistake. Keys of either tool that could take no
+effect are refused with what to do instead, and so are conditions that the model at hand does not take: a fill model is
+given inpainting masks (by files, by the images' own transparency, or generated), an edit model reference images.
 """
 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -167,7 +164,6 @@ _OF_VIDEOS = ("video_directory", "video_jsonl_file", "target_frames", "frame_ext
 REFUSED_KEYS = {
     **{key: f"{FLAGS[key].why}; {FLAGS[key].instead}" for key in _OF_TRAINERS},
     **dict.fromkeys(_OF_VIDEOS, "models are trained on still images; use image_dir"),
-    "caption_command": "a dataset may come from a stranger and names no commands; set it in the training TOML",
     "custom_attributes": 'nothing reads it; for diff_output_preservation set is_reg = true here and preserve = "prior"',
     "network_multiplier": "the network is always trained at full strength; remove it and use num_repeats",
 }
@@ -203,14 +199,12 @@ class Dataset:
 
 @dataclass(frozen=True)
 class DatasetConfig:
-    """A dataset TOML."""
+    """A dataset TOML, read with these arguments for a model that is given this besides a caption."""
 
     path: Path
     datasets: tuple[Dataset, ...]
-
-
-Place = tuple[int, ...]  # of a table: () of [general], (dataset,), or (dataset, subset), from 0
-_HEADING = re.compile(r"^\s*\[+\s*([A-Za-z_.]+)\s*\]+")
+    arguments: DatasetArguments
+    conditioning: ConditionKind = "none"
 
 
 @dataclass(frozen=True)
@@ -219,28 +213,8 @@ class _File:
 
     path: Path
     tables: dict[str, Any]
-    text: str
     conditioning: ConditionKind
     refused: Mapping[str, str]
-
-    def where(self, name: str, key: str, place: Place = ()) -> str:
-        """Return ``"file.toml line 7: subset 2"``, the beginning of every message about a key."""
-        line = self._line_of(key, place)
-        return f"{self.path}{f' line {line}' if line else ''}{f': {name}' if name else ''}"
-
-    def _line_of(self, key: str, place: Place) -> int | None:
-        """Return the line (from 1) of ``key`` in the table at ``place``, None where it is not found."""
-        pattern = re.compile(rf"^\s*[\"']?{re.escape(key)}[\"']?\s*=")
-        dataset, subset = -1, -1
-        at: Place | None = ()
-        for number, line in enumerate(self.text.splitlines(), start=1):
-            if match := _HEADING.match(line):
-                dataset += match[1] == "datasets"
-                subset = {"datasets": -1, "datasets.subsets": subset + 1}.get(match[1], subset)
-                at = {"general": (), "datasets": (dataset,), "datasets.subsets": (dataset, subset)}.get(match[1])
-            elif at == place and pattern.match(line):
-                return number
-        return None
 
 
 def load_dataset_config(
@@ -261,13 +235,13 @@ def load_dataset_config(
     args = {key: dataset_value(OTHER_NAMES.get(key, key), value) for key, value in pairs.items()}
     tables: dict[str, Any]
     if found.is_dir():
-        tables, text = _tables_of_folder(found, {key: args.pop(key) for key in FOLDER_KEYS if key in args}), ""
+        tables = _tables_of_folder(found, {key: args.pop(key) for key in FOLDER_KEYS if key in args})
         args = {**(BUCKET_LIMITS if args.get("enable_bucket") else {}), **args}
     else:
-        tables, text = read_toml(found, "check dataset_config")
-    file = _File(found / "*" if found.is_dir() else found, tables, text, conditioning, refused)
+        tables, _ = read_toml(found, "check dataset_config")
+    file = _File(found / "*" if found.is_dir() else found, tables, conditioning, refused)
     _check_top_level(file)
-    fallback = _checked(replace(file, path=Path("dataset_args"), text=""), "", args)
+    fallback = _checked(replace(file, path=Path("dataset_args")), "", args)
     general = _inherit(fallback, _checked(file, "[general]", file.tables.get("general", {})))
     written = file.tables.get("datasets")
     if isinstance(written, dict):
@@ -278,7 +252,7 @@ def load_dataset_config(
     classes = {subset.settings.preserve_class for dataset in datasets for subset in dataset.subsets}
     if any(table.get("preserve_class") for table in (general, *written)) and classes == {None}:
         raise UserError(f"{file.path}: preserve_class: has no effect, no subset has a trigger_word; set one")
-    return DatasetConfig(file.path, tuple(datasets))
+    return DatasetConfig(file.path, tuple(datasets), defaults, conditioning)
 
 
 def dataset_value(key: str, value: Any) -> Any:
@@ -309,34 +283,27 @@ BUCKET_LIMITS = {"min_bucket_reso": 256, "max_bucket_reso": 1024}
 
 
 def _tables_of_folder(folder: Path, given: Mapping[str, str]) -> dict[str, Any]:
-    """Return a dataset TOML's tables; samples are known by their paths within the folder, wherever that lies."""
-    subsets = subsets_of_folder(folder, given)
-    for subset in subsets:
-        place = Path(subset["image_dir"])
-        subset["image_dir"] = str(place.absolute() if subset.get("is_reg") else place.relative_to(folder))
-        for key in ("metadata_file", "conditioning_data_dir"):
-            if value := subset.get(key, given.get(key)):
-                subset[key] = str(Path(value).absolute())
-    return {"datasets": [{"subsets": subsets}]}
-
-
-def subsets_of_folder(folder: Path, given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the subsets that ``train_data_dir`` is in sd-scripts.
+    """Return the tables of what ``train_data_dir`` is in sd-scripts.
 
     With ``in_json`` it is one folder described by a metadata file. Otherwise each folder in it that is called
     ``10_name class`` is a subset with 10 repeats and the caption "name class" for images without one; those of
-    ``reg_data_dir`` are regularisation images.
+    ``reg_data_dir`` are regularisation images. Samples are known by their paths within the folder, wherever that lies.
 
     Raises:
         UserError: it is no such folder.
     """
     if listed := given.get("in_json"):
-        subset = {"image_dir": str(folder), "metadata_file": str(listed)}
-        return [subset | {"num_repeats": int(repeats)} if (repeats := given.get("dataset_repeats")) else subset]
-    subsets = _dreambooth_subsets("train_data_dir", folder)
-    if regular := given.get("reg_data_dir"):
-        subsets += [subset | {"is_reg": True} for subset in _dreambooth_subsets("reg_data_dir", Path(regular))]
-    return subsets
+        subsets = [{"image_dir": ".", "metadata_file": str(Path(listed).absolute())}]
+    else:
+        subsets = _dreambooth_subsets("train_data_dir", folder)
+        for subset in subsets:
+            subset["image_dir"] = str(Path(subset["image_dir"]).relative_to(folder))
+        if regular := given.get("reg_data_dir"):
+            found = _dreambooth_subsets("reg_data_dir", Path(regular).absolute())
+            subsets += [subset | {"is_reg": True} for subset in found]
+    if masks := given.get("conditioning_data_dir"):
+        subsets = [subset | {"conditioning_data_dir": str(Path(masks).absolute())} for subset in subsets]
+    return {"datasets": [{"subsets": subsets}]}
 
 
 def _dreambooth_subsets(key: str, folder: Path) -> list[dict[str, Any]]:
@@ -359,10 +326,10 @@ def _check_top_level(file: _File) -> None:
         if key in ("general", "datasets"):
             continue
         if key in SUBSET_KEYS | DATASET_KEYS:
-            raise UserError(f"{file.where('', key)}: {key!r} stands outside every table; put it below [general]")
+            raise UserError(f"{file.path}: {key!r} stands outside every table; put it below [general]")
         kind = "table" if isinstance(value, dict) else "key"
         near = did_you_mean(key, ["general", "datasets"]) or "; tables are [general] and [[datasets]]"
-        raise UserError(f"{file.where('', key)}: unknown {kind} {key!r}{near}")
+        raise UserError(f"{file.path}: unknown {kind} {key!r}{near}")
 
 
 def _inherit(outer: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
@@ -379,7 +346,7 @@ def _read_table(file: _File, number: int, general: dict[str, Any], defaults: Dat
     subset_tables = table.get("subsets", [])
     if not isinstance(subset_tables, list) or not all(isinstance(subset, dict) for subset in subset_tables):
         raise UserError(f"{file.path}: {name}: subsets must be [[datasets.subsets]] tables; write the double brackets")
-    own = _checked(file, name, written, (number,), flat=not subset_tables)
+    own = _checked(file, name, written, takes_files=not subset_tables)
     outer = {"batch_size": defaults.train_batch_size, "trigger_word": defaults.trigger_word} | general
     inherited = _inherit(outer, own)
     settings = DatasetSettings.model_validate({k: v for k, v in inherited.items() if k in DATASET_KEYS})
@@ -418,7 +385,7 @@ def _both(sides: int | tuple[int, int]) -> tuple[int, int]:
 def _read_subset(file: _File, dataset: int, number: int, inherited: dict[str, Any]) -> Subset:
     tables = file.tables["datasets"]
     name = f"subset {number + 1}" if len(tables) == 1 else f"dataset {dataset + 1}, subset {number + 1}"
-    own = _checked(file, name, tables[dataset]["subsets"][number], (dataset, number))
+    own = _checked(file, name, tables[dataset]["subsets"][number], is_subset=True, takes_files=True)
     values = inherited | own
     folders_inside = {"image_dir", "conditioning_data_dir", "control_directory", "inpaint_mask_directory"}
     if own.get("recursive") and values.get("metadata_file") and not folders_inside & values.keys():
@@ -486,23 +453,24 @@ def _inpaint_masks(where: str, settings: SubsetSettings) -> InpaintMasks:
     return InpaintMasks("generated", drawn, number, by_default=not kinds, blank=settings.inpaint_blank)
 
 
-def _checked(file: _File, name: str, table: Mapping[str, Any], place: Place = (), flat: bool = False) -> dict[str, Any]:
+def _checked(
+    file: _File, name: str, table: Mapping[str, Any], is_subset: bool = False, takes_files: bool = False
+) -> dict[str, Any]:
     """Return one table with musubi's names replaced, after checking its keys and the types of its values."""
     if not isinstance(table, Mapping):
         raise UserError(f"{file.path}: {name} is not a table; write {name} on a line of its own")
     values: dict[str, Any] = {}
+    where = f"{file.path}: {name}" if name else f"{file.path}"
     for written, value in table.items():
-        where = file.where(name, written, place)
         key = OTHER_NAMES.get(written, written)
         if key in values:
             raise UserError(f"{where}: {written!r} means {key!r}, which is also given; keep one of them")
         if key in file.refused:
             raise UserError(f"{where}: {key!r} is not taken: {file.refused[key]}")
-        _check_key(where, written, key, is_subset=len(place) == 2, takes_files=flat or len(place) == 2)
+        _check_key(where, written, key, is_subset, takes_files)
         _check_value(where, key, value)
         values[key] = value
     if values.keys() >= _RESOLUTIONS:
-        where = file.where(name, "resolutions", place)
         raise UserError(f"{where}: resolution and resolutions both say at which size; keep one of them")
     return values
 

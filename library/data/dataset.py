@@ -2,8 +2,9 @@
 
 ::
 
-    data = build_dataset(config.dataset, seed, pixel_multiple=16, latent_factor=8, prior_loss_weight=1.0,
-                         masked_loss=False, conditioning="none")
+    config = load_dataset_config(arguments.dataset_config, arguments, conditioning="none")
+    data = build_dataset(config, seed, pixel_multiple=16, latent_factor=8)
+    check_masks(data, masked_loss=False)
     print(*data.describe(), sep="\n")
     data.cache_latents(image_encoder, batch_size, progress)     # of images, and of what they are painted from
     data.cache_text(text_encoder, prompts, batch_size, progress)
@@ -25,9 +26,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from library.conditions import ConditionKind
 from library.config.model_types import Blank
-from library.config.schema import DatasetArguments, PreservationConfig
+from library.config.schema import PreservationConfig
 from library.data.batches import ALL, CachedDataset, CaptionPreservation, DataParallelRank, EpochBatchSampler, has_mask
 from library.data.buckets import ControlSizing
 from library.data.cache import (
@@ -43,7 +43,7 @@ from library.data.cache import (
     read_cached,
 )
 from library.data.captions import has_word
-from library.data.config import DatasetConfig, Subset, SubsetSettings, load_dataset_config
+from library.data.config import DatasetConfig, Subset, SubsetSettings
 from library.data.samples import Sample, Scan, control_sizing, scan
 from library.errors import UserError, counted
 
@@ -62,63 +62,57 @@ def collecting_later() -> Iterator[None]:
 
 @collecting_later()
 def build_dataset(
-    arguments: DatasetArguments,
+    config: DatasetConfig,
     seed: int,
     pixel_multiple: int,
     latent_factor: int,
-    prior_loss_weight: float,
-    masked_loss: bool,
-    conditioning: ConditionKind = "none",
+    prior_loss_weight: float = 1.0,
     preservation: PreservationConfig | None = None,
     painted: Painted | None = None,
-    config: DatasetConfig | None = None,
 ) -> TrainingData:
-    """Read the dataset TOML and find all samples; nothing is encoded yet.
+    """Find all samples of a dataset TOML; nothing is encoded yet.
 
     Args:
-        arguments: the dataset section of the training config.
+        config: the checked TOML.
         seed: order, orientation, crops and captions follow from it.
         pixel_multiple: image sides are multiples of this (VAE factor times patch size, 16 for FLUX).
         latent_factor: pixels per latent (8 for FLUX).
         prior_loss_weight: loss weight of regularisation images.
-        masked_loss: whether the loss is weighed by masks; must agree with the dataset, but of a fill model the
-            region to fill is a mask where there is no other.
-        conditioning: what the model is given besides a caption.
         preservation: which samples the frozen model's answers are the targets of.
         painted: folders of pictures that the base has painted.
-        config: what the dataset TOML says, if it is read already.
 
     Raises:
-        UserError: anything wrong with the TOML or its files; masks and masked_loss do not agree; ``preserve_class``
-            has no trigger word to replace.
+        UserError: anything wrong with the files; ``preserve_class`` has no trigger word to replace.
     """
-    config = config or load_dataset_config(arguments.dataset_config, arguments, conditioning)
     painted = painted or Painted()
     if painted.regularisation is not None:
         added = painted_subset(painted.regularisation, is_reg=True)
         with_it = (replace(each, subsets=(*each.subsets, added)) for each in config.datasets)
         config = replace(config, datasets=tuple(with_it))
     share, captions = _preserving(preservation or PreservationConfig(), config, prior_loss_weight)
-    in_turn = captions is not None
-    found = scan(config, seed, pixel_multiple, prior_loss_weight, conditioning, regular_share=share, in_turn=in_turn)
+    found = scan(config, seed, pixel_multiple, prior_loss_weight, share)
     classes = (subset for dataset in config.datasets for subset in dataset.subsets if subset.settings.preserve_class)
     if captions is None and (inert := next(classes, None)):
         found.warnings.append(f'{inert.where}: no effect without preserve = "prior": preserve_class')
-    masked = [sample for sample in found.train if has_mask(sample)]
-    if masked_loss and not masked and conditioning != "fill":
-        raise UserError(
-            f"{config.path}: masked_loss is set but no subset has masks; set alpha_mask or conditioning_data_dir"
-        )
-    if masked and not masked_loss:
-        key = "conditioning_data_dir" if masked[0].mask is not None else "alpha_mask"
-        raise UserError(f"{masked[0].group.subset.where}: {key} is set but masked_loss is not; set masked_loss = true")
-    data = TrainingData(config, found, arguments, seed, pixel_multiple, latent_factor, conditioning, captions)
+    data = TrainingData(config, found, seed, pixel_multiple, latent_factor, captions)
     if painted.general is not None:
         first = config.datasets[0]
         plain = first.settings.model_copy(update={"validation_split": 0.0})
         alone = replace(first, settings=plain, subsets=(painted_subset(painted.general),))
-        data.measure_on(scan(replace(config, datasets=(alone,)), seed, pixel_multiple, 1.0, conditioning))
+        data.measure_on(scan(replace(config, datasets=(alone,)), seed, pixel_multiple))
     return data
+
+
+def check_masks(data: TrainingData, masked_loss: bool) -> None:
+    """Refuse masks without ``masked_loss``, and it without masks; of a fill model the region to fill is one."""
+    masked = [sample for sample in data.train.samples if has_mask(sample)]
+    if masked_loss and not masked and data.conditioning != "fill":
+        raise UserError(
+            f"{data.config.path}: masked_loss is set but no subset has masks; set alpha_mask or conditioning_data_dir"
+        )
+    if masked and not masked_loss:
+        key = "conditioning_data_dir" if masked[0].mask is not None else "alpha_mask"
+        raise UserError(f"{masked[0].group.subset.where}: {key} is set but masked_loss is not; set masked_loss = true")
 
 
 @dataclass(frozen=True)
@@ -143,8 +137,8 @@ def painted_subset(folder: Path, is_reg: bool = False) -> Subset:
 
 def _preserving(
     asked: PreservationConfig, config: DatasetConfig, loss_weight: float
-) -> tuple[float, CaptionPreservation | None]:
-    """Return the share of an epoch that regularisation images are, and how training images preserve."""
+) -> tuple[float | None, CaptionPreservation | None]:
+    """Return the share of an epoch that regularisation images are, and how training images preserve; or None, None."""
     subsets = [subset.settings for dataset in config.datasets for subset in dataset.subsets]
     has_class = bool(asked.preserve_class) or any(each.preserve_class for each in subsets)
     if has_class and not any(each.trigger_word for each in subsets):
@@ -159,7 +153,7 @@ def _preserving(
                 "name what the subject is an example of"
             )
     if asked.preserve == "none":
-        return 0.5, None
+        return None, None
     regular = any(each.is_reg and each.num_repeats for each in subsets)
     in_captions = has_class + asked.preserve_blank
     alone = asked.preserve_outside_mask and not (regular or in_captions or asked.preserve_prompts)
@@ -187,15 +181,13 @@ class TrainingData:
         self,
         config: DatasetConfig,
         found: Scan,
-        arguments: DatasetArguments,
         seed: int,
         pixel_multiple: int,
         latent_factor: int,
-        conditioning: ConditionKind = "none",
         preservation: CaptionPreservation | None = None,
     ) -> None:
         self.config = config
-        self.conditioning = conditioning
+        self.conditioning, arguments = config.conditioning, config.arguments
         self.seed = seed
         self.warnings = list(dict.fromkeys(found.warnings))  # once, at however many resolutions
         self.listed = found.listed

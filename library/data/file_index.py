@@ -1,7 +1,7 @@
 """What is known about the files of a dataset, remembered from run to run.
 
 Opening 100,000 images at every start to learn their size takes minutes on a network disk, hashing their
-content longer. Each cache folder therefore keeps an ``index.json`` (:class:`FileMemory`): per file its bytes and
+content longer. Each cache folder therefore keeps an ``index.json`` (:class:`FileIndex`): per file its bytes and
 modification time, and what was read while it had them (width and height, a hash of the content, a caption's text). A
 start lists each folder once and opens only what is new or changed. The file carries a checksum: where that does not
 fit, everything is read again.
@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from library.checksums import read_checked_json, write_checked_json
-from library.data.images import read_header
+from library.data.images import read_header, reduced
 from library.data.new_dataset import MOST_CAPTION_BYTES
 from library.errors import UserError
 from library.files import read_bytes, read_text
@@ -31,6 +31,7 @@ from library.files import read_bytes, read_text
 _VERSION = 2
 _RACY_NS = 2_000_000_000
 _THREADS = 8  # waiting for the disk, not for the processor
+_REDUCED = 256  # pixels a side that a check decodes JPEGs to, several times as fast as in full
 
 
 Stats = tuple[int, int]  # bytes, mtime_ns
@@ -124,32 +125,30 @@ def content_hash(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-class FileMemory:
-    """What was read of files, by kind and by a name for the file, as long as its bytes and modification time stay.
+class FileIndex:
+    """The memory of one cache folder; ``folder`` need not exist yet."""
 
-    ``file`` is where that is kept, in a cache folder that need not exist yet.
-    """
-
-    def __init__(self, file: Path, version: int, kinds: Sequence[str]) -> None:
-        self._file, self._version = file, version
-        self._known: dict[str, dict[str, list[Any]]] = {kind: {} for kind in kinds}
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._root = str(folder.parent) + os.sep
+        # of images: width, height, content or None, frames; of captions: their text; of decoded images: nothing
+        self._known: dict[str, dict[str, list[Any]]] = {"images": {}, "captions": {}, "decoded": {}}
+        self._files: dict[str, SourceFile] = {}
         self._changed = False
-        try:
-            stored = read_checked_json(file)
-            if stored["version"] == version:
-                self._known = {kind: dict(stored[kind]) for kind in kinds}
-        except (OSError, ValueError, KeyError, TypeError):
-            pass  # absent or damaged: everything is read again
+        with suppress(OSError, ValueError, KeyError, TypeError):  # absent or damaged: everything is read again
+            stored = read_checked_json(folder / "index.json")
+            if stored["version"] == _VERSION:
+                self._known = {kind: dict(stored.get(kind, {})) for kind in self._known}
 
-    def recall(self, kind: str, key: str, stat: Stats) -> list[Any]:
-        """Return the values that were read while the file was as ``stat`` says; empty if there are none."""
-        known = self._known[kind].get(key, [None, None])
-        return known[2:] if (known[0], known[1]) == stat else []
+    def _recall(self, kind: str, path: str, stat: Stats) -> list[Any] | None:
+        """Return the values that were read while the file was as ``stat`` says; None if there are none."""
+        known = self._known[kind].get(self._key(path), [None, None])
+        return known[2:] if (known[0], known[1]) == stat else None
 
-    def keep(self, kind: str, key: str, stat: Stats, read_at_ns: int, *values: Any) -> None:
+    def _keep(self, kind: str, path: str, stat: Stats, read_at_ns: int, *values: Any) -> None:
         """Remember ``values``, which were read from ``read_at_ns`` on, unless the file had just been written."""
         if read_at_ns - stat[1] > _RACY_NS:
-            self._known[kind][key] = [*stat, *values]
+            self._known[kind][self._key(path)] = [*stat, *values]
             self._changed = True
 
     def save(self) -> None:
@@ -157,22 +156,10 @@ class FileMemory:
         if not self._changed:
             return
         try:
-            write_checked_json(self._file, {"version": self._version, **self._known})
+            write_checked_json(self.folder / "index.json", {"version": _VERSION, **self._known})
         except UserError as error:
             raise UserError(f"{error}: set cache_directory") from None
         self._changed = False
-
-
-class FileIndex:
-    """The memory of one cache folder; ``folder`` need not exist yet."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._root = str(folder.parent) + os.sep
-        # of images: width, height, content or None, frames; of captions: their text
-        self._memory = FileMemory(folder / "index.json", _VERSION, ("images", "captions"))
-        self._files: dict[str, SourceFile] = {}
-        self.save = self._memory.save
 
     def image(self, path: str, stat: Stats) -> SourceFile:
         """Return the record of an image, with what is remembered of it; the same object for the same path.
@@ -185,7 +172,7 @@ class FileIndex:
             if any("\ud800" <= character <= "\udfff" for character in path):
                 raise UserError(f"{path}: the name is not UTF-8; rename the file")
             file = self._files[path] = SourceFile(path, *stat)
-            if known := self._memory.recall("images", self._key(path), stat):
+            if known := self._recall("images", path, stat):
                 width, height, file.content, file.frames = known
                 file.size = (width, height)
         return file
@@ -206,6 +193,36 @@ class FileIndex:
 
         self._read([file for file in files if file.content is None], content)
 
+    def decode(self, files: Iterable[SourceFile], start: Callable[[int], Callable[[int], None]]) -> dict[str, str]:
+        """Decode images to their end, measure and hash them; return what is wrong with which, by path.
+
+        Args:
+            files: those that were decoded as they are before are passed over.
+            start: ``start(total) -> advance(n)``, of those that are decoded.
+        """
+
+        def problem(file: SourceFile) -> str | None:
+            try:
+                data = read_bytes(file.path)
+                size, frames = read_header(file.path)
+                reduced(data, file.path, _REDUCED)
+            except UserError as error:
+                return str(error).removeprefix(f"{file.path}: ")
+            file.size, file.frames, file.content = size, frames, content_hash(data)
+            return None
+
+        new = [file for file in files if self._recall("decoded", file.path, file.stat) is None]
+        advance, started, problems = start(len(new)), time.time_ns(), dict[str, str]()
+        with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow and hashing let go of the interpreter's lock
+            for file, found in zip(new, pool.map(problem, new), strict=True):
+                advance(1)
+                if found is not None:  # not remembered: what is needed may be installed, or a share come back
+                    problems[file.path] = found
+                else:
+                    self._keep("decoded", file.path, file.stat, started)
+                    self._keep_image(file, started)
+        return problems
+
     def _read(self, files: list[SourceFile], read: Callable[[SourceFile], None]) -> None:
         if not files:
             return
@@ -214,18 +231,19 @@ class FileIndex:
             for _ in pool.map(read, files, chunksize=64):
                 pass
         for file in files:
-            if file.size is not None:
-                values = (*file.size, file.content, file.frames)
-                self._memory.keep("images", self._key(file.path), file.stat, started, *values)
+            self._keep_image(file, started)
+
+    def _keep_image(self, file: SourceFile, read_at_ns: int) -> None:
+        if file.size is not None:
+            self._keep("images", file.path, file.stat, read_at_ns, *file.size, file.content, file.frames)
 
     def caption(self, path: str, stat: Stats) -> str:
         """Return a caption file's text (UTF-8), remembered or read."""
-        key = self._key(path)
-        if known := self._memory.recall("captions", key, stat):
+        if known := self._recall("captions", path, stat):
             return str(known[0])
         started = time.time_ns()
         text = read_text(path, most=MOST_CAPTION_BYTES)
-        self._memory.keep("captions", key, stat, started, text)
+        self._keep("captions", path, stat, started, text)
         return text
 
     def knows(self, file: SourceFile) -> bool:

@@ -24,7 +24,7 @@ from library.data.cache import preview_names, previews
 from library.data.captions import can_drop, caption_variants
 from library.data.config import DatasetConfig, Subset
 from library.data.file_index import content_hash
-from library.data.image_stats import reduced
+from library.data.images import reduced
 from library.data.lint import Report, title
 from library.data.samples import Sample
 from library.data.sources import caption_suffix, is_image, stem

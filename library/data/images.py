@@ -2,8 +2,7 @@
 
 Every image becomes 8-bit RGB, upright, in sRGB:
 
-- EXIF orientation is applied. JPEG XL carries its own, which the decoder has applied already; its EXIF copy
-  of it is ignored, as the standard asks, except in transcoded JPEGs, which come back as they were.
+- EXIF orientation is applied;
 - an embedded colour profile that is not sRGB (CMYK scans, Display P3 phones, Adobe RGB) is converted by it;
 - 16-bit greyscale is scaled (Pillow's own conversion would clip it to white); palette images are expanded;
 - transparent pixels are blended onto white, or kept as the mask with ``alpha_mask``.
@@ -11,26 +10,18 @@ Every image becomes 8-bit RGB, upright, in sRGB:
 Sizes are read without decoding the image. Of an animation (GIF, APNG, WebP, AVIF) or a TIFF of several pages the first
 is used, and how many there are is told with the size. A TIFF is turned upright by Pillow itself as it is loaded, and
 gives its upright size before.
-
-Pillow's JPEG XL plugin decodes the whole image when it is opened, which makes reading the sizes of a folder
-as slow as reading its images, and decodes a decompression bomb before anybody can ask for its size. The
-header is short (ISO/IEC 18181-1): behind the signature FF 0A come, least significant bit first, SizeHeader
-and the beginning of ImageMetadata, which holds the orientation. In the container form (18181-2) they open
-the box ``jxlc`` or the first ``jxlp``.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
 import io
 import warnings
-from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from PIL import ExifTags, Image, ImageCms
+from PIL import ExifTags, Image, ImageCms, ImageFile
 from torch import Tensor
 
 from library.config.model_types import Blank
@@ -41,13 +32,9 @@ from library.files import reading
 if TYPE_CHECKING:
     from PIL.ImageFile import ImageFile as OpenImage
 
-
-if importlib.util.find_spec("pillow_jxl"):
-    import pillow_jxl  # noqa: F401  (registers JPEG XL with Pillow)
-
 warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # what is too large is an error here, in one line
 
-_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "AVIF", "JXL", "BMP", "DIB", "TIFF", "GIF")  # as Pillow calls them
+_FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "AVIF", "BMP", "DIB", "TIFF", "GIF")  # as Pillow calls them
 MAX_PIXELS = 178_956_970  # where Pillow speaks of a decompression bomb: 512 MiB of RGB
 
 PIXELS_VERSION = 1  # part of every latent's key: raise it when the same file would give other pixels
@@ -76,9 +63,6 @@ _SRGB = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB"))
 
 def read_header(path: str) -> tuple[Size, int]:
     """Return the upright (width, height) of an image and the number of its frames or pages, without decoding it."""
-    if path.lower().endswith(".jxl"):
-        with reading(path), open(path, "rb") as file:
-            return _size_of_jxl(file.read(HEADER_BYTES), path), 1
     with _open(path, path) as image:
         width, height = image.size
         size = (height, width) if _orientation(image) >= 5 else (width, height)
@@ -110,6 +94,21 @@ def decode(data: bytes, name: str, alpha_mask: bool = False) -> tuple[Image.Imag
     white = Image.new("RGB", rgb.size, (255, 255, 255))
     white.paste(rgb, mask=alpha)
     return white, None
+
+
+def reduced(data: bytes, name: str, side: int) -> Image.Image:
+    """Decode to RGB, at most ``side`` pixels a side, without the full size in between where that is a JPEG."""
+    if data[:2] == b"\xff\xd8" and not ImageFile.LOAD_TRUNCATED_IMAGES:
+        try:
+            with Image.open(io.BytesIO(data), formats=["JPEG"]) as image:
+                image.draft("RGB", (side, side))
+                small = upright(image).convert("RGB")
+        except Exception as error:  # Pillow's plugins raise many types here, all of them about the file
+            raise UserError(f"{name}: damaged image ({reason_of(error)}); replace or remove it") from None
+    else:
+        small, _ = decode(data, name)
+    small.thumbnail((side, side), Image.Resampling.BOX)
+    return small
 
 
 def decode_mask(data: bytes, name: str) -> Image.Image:
@@ -162,24 +161,6 @@ def to_latent_mask(mask: Image.Image, latent_factor: int) -> Tensor:
     return torch.nn.functional.avg_pool2d(array[None], latent_factor)
 
 
-def _size_of_jxl(start: bytes, name: str) -> Size:
-    try:
-        size = read_jxl_size(start)
-    except ValueError as error:
-        raise UserError(f"{name}: not an image that can be read ({error}); replace or remove it") from None
-    _refuse_bomb(size, name)
-    return size
-
-
-def _refuse_jxl_bomb(source: str | io.BytesIO, name: str) -> None:
-    """Refuse by its header what Pillow's plugin would decode in opening it, whatever the file is called."""
-    with open(source, "rb") if isinstance(source, str) else nullcontext(source) as file:
-        start = file.read(len(_CONTAINER))
-        if start.startswith((_CODESTREAM, _CONTAINER)):
-            _size_of_jxl(start + file.read(HEADER_BYTES), name)
-        file.seek(0)
-
-
 def _refuse_bomb(size: Size, name: str) -> None:
     if size[0] * size[1] > MAX_PIXELS:
         raise UserError(f"{name}: more than {MAX_PIXELS} pixels; make it smaller or remove it")
@@ -200,15 +181,12 @@ def formats() -> tuple[str, ...]:
 
 
 def _identified(source: str | io.BytesIO, name: str) -> OpenImage:
-    _refuse_jxl_bomb(source, name)
     try:
         image = Image.open(source, formats=formats())
     except Image.DecompressionBombError:
         raise UserError(f"{name}: more than {MAX_PIXELS} pixels; make it smaller or remove it") from None
     except Image.UnidentifiedImageError:
-        missing = name.lower().endswith(".jxl") and not importlib.util.find_spec("pillow_jxl")
-        remedy = "install pillow-jxl-plugin" if missing else "replace or remove it"
-        raise UserError(f"{name}: not an image that can be read; {remedy}") from None
+        raise UserError(f"{name}: not an image that can be read; replace or remove it") from None
     except Exception as error:
         raise UserError(f"{name}: damaged image ({reason_of(error)}); replace or remove it") from error
     _refuse_bomb(image.size, name)
@@ -234,8 +212,6 @@ def upright(image: Image.Image) -> Image.Image:
 def _orientation(image: Image.Image) -> int:
     """EXIF orientation 1..8 that is still to be applied to an opened image, without decoding it."""
     if image.format == "TIFF":
-        return 1
-    if image.format == "JXL" and not getattr(image, "jpeg", False):
         return 1
     try:  # the base class's method: PNG's own would decode the image to look for an eXIf chunk behind it
         value = Image.Image.getexif(image).get(ExifTags.Base.Orientation, 1)
@@ -280,67 +256,3 @@ def _to_srgb(image: Image.Image, profile: bytes | None) -> Image.Image:
         except (ImageCms.PyCMSError, OSError, ValueError):
             pass  # a broken profile, or one for another colour space: plain conversion below
     return image.convert("RGB")
-
-
-_CODESTREAM = b"\xff\x0a"
-_CONTAINER = b"\x00\x00\x00\x0cJXL \x0d\x0a\x87\x0a"
-_RATIOS = ((1, 1), (12, 10), (4, 3), (3, 2), (16, 9), (5, 4), (2, 1))  # width : height for ratio codes 1..7
-HEADER_BYTES = 1 << 16  # enough unless large metadata boxes stand in front of the image
-
-
-class _Bits:
-    def __init__(self, data: bytes) -> None:
-        self.value, self.left = int.from_bytes(data[:32], "little"), 8 * len(data[:32])
-
-    def take(self, count: int) -> int:
-        if count > self.left:
-            raise ValueError("file ends within its header")
-        bits = self.value & ((1 << count) - 1)
-        self.value >>= count
-        self.left -= count
-        return bits
-
-
-def read_jxl_size(data: bytes) -> tuple[int, int]:
-    """Return the upright (width, height) of a JPEG XL file that begins with ``data``.
-
-    Raises:
-        ValueError: not JPEG XL, or the image does not begin within ``data``.
-    """
-    stream = _codestream(data)
-    if not stream.startswith(_CODESTREAM):
-        raise ValueError("no JPEG XL signature")
-    bits = _Bits(stream[2:])
-    small = bits.take(1) == 1
-    height = _side(bits, small)
-    ratio = bits.take(3)
-    if ratio:
-        wide, high = _RATIOS[ratio - 1]
-        width = height * wide // high
-    else:
-        width = _side(bits, small)
-    all_default = bits.take(1)
-    orientation = 1 if all_default or not bits.take(1) else 1 + bits.take(3)
-    return (height, width) if orientation >= 5 else (width, height)
-
-
-def _side(bits: _Bits, small: bool) -> int:
-    if small:
-        return 8 * (1 + bits.take(5))
-    return 1 + bits.take((9, 13, 18, 30)[bits.take(2)])
-
-
-def _codestream(data: bytes) -> bytes:
-    if not data.startswith(_CONTAINER):
-        return data
-    at = len(_CONTAINER)
-    while at + 8 <= len(data):
-        size, kind, header = int.from_bytes(data[at : at + 4], "big"), data[at + 4 : at + 8], 8
-        if size == 1:
-            size, header = int.from_bytes(data[at + 8 : at + 16], "big"), 16
-        if kind in (b"jxlc", b"jxlp"):
-            return data[at + header + (4 if kind == b"jxlp" else 0) :]  # jxlp begins with its part number
-        if size < header:
-            break
-        at += size
-    raise ValueError("no image in the JPEG XL container")

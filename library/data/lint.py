@@ -6,11 +6,9 @@ mask           a mask in other proportions than its image
 control        a control image in other proportions than its image (refused never, stretched never: but cropped)
 setup          what training would refuse: a missing file, a caption that is no UTF-8, an image without a bucket
 duplicate      images of the same bytes
-alike          images that look the same: another size, another compression (see :mod:`library.data.image_stats`)
 caption        empty captions, and one caption for several images
 trigger        a trigger word that captions use for something else
 upscaled       images smaller than their bucket, which are enlarged
-bars           letterbox or pillarbox: even bars on two opposite sides, which the model learns to paint
 =============  =======================================================================================================
 
 ``check`` looks at everything; ``summarise`` only at what is known without opening an image.
@@ -18,22 +16,18 @@ bars           letterbox or pillarbox: even bars on two opposite sides, which th
 
 from __future__ import annotations
 
-import base64
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
 
-import numpy as np
-
 from library.conditions import ConditionKind
 from library.data.buckets import Bucketing, Fit, same_shape, size_text
 from library.data.captions import has_word, words_around
 from library.data.config import DatasetConfig, Subset, SubsetSettings
-from library.data.file_index import FileIndex, list_folder
-from library.data.image_stats import ImageStats, measure_images
+from library.data.file_index import FileIndex, SourceFile, list_folder
 from library.data.samples import FindSources, Sample, cache_folder
 from library.data.sources import Source, caption_beside, find_sources, is_image, note_frames
 from library.errors import UserError, counted, names_in_short
@@ -48,16 +42,10 @@ TITLES = {
     "mask": "Masks of another shape",
     "control": "Control images of another shape",
     "duplicate": "The same file twice",
-    "alike": "Nearly the same image",
     "caption": "Captions",
     "trigger": "Trigger words",
     "upscaled": "Smaller than their bucket",
-    "bars": "Bars at the border",
 }
-_ALIKE_BITS = 4  # of 64 that may differ; unrelated photographs differ in about half
-_ALIKE_COLOUR = 12.0  # mean difference of the thumbnails, of 255
-_BAR = 0.02  # of the side: 20 pixels of 1024
-_ROWS = 512  # hashes compared with all others at once
 
 
 @dataclass(frozen=True)
@@ -99,41 +87,39 @@ def title(found: Sequence[Finding]) -> str:
     return f"{TITLES[kind]}: {counted(len(named), 'image')}" if named else TITLES[kind]
 
 
-def check(
-    config: DatasetConfig,
-    pixel_multiple: int,
-    conditioning: ConditionKind,
-    start: Callable[[str, int], Advance],
-) -> Report:
+def check(config: DatasetConfig, pixel_multiple: int, start: Callable[[str, int], Advance]) -> Report:
     """Look at every image, mask and caption of a dataset TOML.
 
     Args:
         config: the checked TOML.
         pixel_multiple: image sides are multiples of this.
-        conditioning: what the model is given besides a caption.
         start: ``start(description, total) -> advance(n)``, for the progress bar.
     """
     findings: list[Finding] = []
-    images: dict[str, ImageStats] = {}
+    images: dict[str, SourceFile] = {}
     captions: list[Caption] = []
     notes: list[str] = []
     for _, [*datasets] in groupby(config.datasets, key=lambda dataset: dataset.number):  # each resolution of a table
         buckets = [Bucketing(dataset, pixel_multiple) for dataset in datasets]
         for subset in datasets[0].subsets:
-            folder = cache_folder(datasets[0], subset)
-            sources = _sources(subset, FileIndex(folder), findings, notes, conditioning)
+            index = FileIndex(cache_folder(datasets[0], subset))
+            sources = _sources(subset, index, findings, notes, config.conditioning)
             files = {file.path: file for source in sources for file in source.files}
-            begin = partial(start, f"checking {subset.written_dir}")
-            stats = dict(zip(files, measure_images(folder, list(files.values()), begin), strict=True))
-            findings += _of_files(stats)
-            notes += note_frames(subset.where, {source.name: stats[source.image.path].frames for source in sources})
+            problems = index.decode(files.values(), partial(start, f"checking {subset.written_dir}"))
+            index.save()
+            findings += [Finding("unreadable", (path,), f"{Path(path).name}: {why}") for path, why in problems.items()]
+            notes += note_frames(subset.where, {source.name: source.image.frames for source in sources})
             for source in sources:
-                findings += _of_image(source, stats, subset, buckets)
+                findings += _of_image(source, problems, subset, buckets)
             captions += [(source.image.path, source.caption, subset.settings) for source in sources]
-            images |= {source.image.path: stats[source.image.path] for source in sources}
-    readable = {path: stats for path, stats in images.items() if stats.problem is None}
-    findings += [*_duplicates(readable), *_alike(readable), *_captions(captions), *_trigger_words(captions)]
-    return Report(len(images), findings, tuple(notes))
+            images |= {source.image.path: source.image for source in sources}
+    by_content: dict[str, list[str]] = defaultdict(list)
+    for path, file in images.items():
+        if file.content is not None:
+            by_content[file.content].append(path)
+    same = [paths for paths in by_content.values() if len(paths) > 1]
+    findings += [Finding("duplicate", tuple(paths), f"{_names(paths)} are the same file") for paths in same]
+    return Report(len(images), [*findings, *_captions(captions), *_trigger_words(captions)], tuple(notes))
 
 
 def summarise(samples: Sequence[Sample]) -> list[str]:
@@ -183,37 +169,21 @@ def without_broken(findings: Sequence[Finding]) -> FindSources:
     return find
 
 
-def _of_files(stats: dict[str, ImageStats]) -> list[Finding]:
-    return [
-        Finding("unreadable", (path,), f"{Path(path).name}: {one.problem}")
-        for path, one in stats.items()
-        if one.problem is not None
-    ]
-
-
-def _of_image(
-    source: Source, stats: dict[str, ImageStats], subset: Subset, buckets: Sequence[Bucketing]
-) -> list[Finding]:
-    """Findings about an image's size, borders and companions."""
-    path, own = source.image.path, stats[source.image.path]
-    if own.problem is not None:
+def _of_image(source: Source, problems: Collection[str], subset: Subset, buckets: Sequence[Bucketing]) -> list[Finding]:
+    """Findings about the size of an image and of its masks and control images; ``problems``: unreadable files."""
+    path, size = source.image.path, source.image.size
+    if path in problems or size is None:
         return []
     found: list[Finding] = []
     for kind, files in (("mask", (source.mask, source.inpaint_mask)), ("control", source.control_images)):
-        for file in (file for file in files if file is not None and stats[file.path].problem is None):
-            size = stats[file.path].size
-            if not same_shape(size, own.size):
-                sizes = f"{size_text(size)} for an image of {size_text(own.size)}"
+        for file in files:
+            if file is not None and file.path not in problems and file.size and not same_shape(file.size, size):
+                sizes = f"{size_text(file.size)} for an image of {size_text(size)}"
                 found.append(Finding(kind, (path, file.path), f"{Path(file.path).name}: {sizes}"))
     try:
-        found += _upscaled(path, own.size, [one.fit(own.size, subset.settings.random_crop, path) for one in buckets])
+        found += _upscaled(path, size, [one.fit(size, subset.settings.random_crop, path) for one in buckets])
     except UserError as error:
         found.append(Finding("setup", (path,), str(error)))
-    left, top, right, bottom = own.bars
-    across, above = min(left, right) >= _BAR, min(top, bottom) >= _BAR
-    if across != above:  # on all four sides: an object on a plain ground
-        sides = f"{left:.0%} left, {right:.0%} right" if across else f"{top:.0%} above, {bottom:.0%} below"
-        found.append(Finding("bars", (path,), f"{Path(path).name}: even bars, {sides}"))
     return found
 
 
@@ -229,40 +199,6 @@ def _upscaled(path: str, size: tuple[int, int], fits: Sequence[Fit]) -> list[Fin
     fitting = [size_text(bucket) for bucket in factors if bucket not in large]
     remedy = f"; it fills {fitting[-1]} (bucket_no_upscale enlarges none)" if fitting else ""
     return [Finding("upscaled", (path,), f"{Path(path).name}: {size_text(size)} is enlarged {times}{remedy}")]
-
-
-def _duplicates(images: dict[str, ImageStats]) -> list[Finding]:
-    by_content: dict[str, list[str]] = defaultdict(list)
-    for path, stats in images.items():
-        by_content[stats.content].append(path)
-    return [
-        Finding("duplicate", tuple(paths), f"{_names(paths)} are the same file")
-        for paths in by_content.values()
-        if len(paths) > 1
-    ]
-
-
-def _alike(images: dict[str, ImageStats]) -> list[Finding]:
-    """Groups of images that look the same; those of the same bytes count as one."""
-    one_each = {stats.content: path for path, stats in reversed(images.items())}
-    paths = sorted(one_each.values())
-    if len(paths) < 2:
-        return []
-    hashes = np.array([images[path].dhash for path in paths], np.uint64)
-    decoded = [np.frombuffer(base64.b64decode(images[path].thumbnail), np.uint8) for path in paths]
-    thumbnails = np.stack(decoded).astype(np.float32)
-    groups = {path: {path} for path in paths}
-    for first in range(0, len(paths), _ROWS):
-        distances = np.bitwise_count(hashes[first : first + _ROWS, None] ^ hashes[None, first:])
-        for row, distance in enumerate(distances):
-            i = first + row
-            near = i + 1 + np.flatnonzero(distance[row + 1 :] <= _ALIKE_BITS)  # those before it have seen it
-            colours = np.abs(thumbnails[near] - thumbnails[i]).mean(axis=1)
-            for j in near[colours <= _ALIKE_COLOUR].tolist():
-                joined = groups[paths[i]] | groups[paths[j]]
-                groups |= dict.fromkeys(joined, joined)
-    distinct = {min(group): sorted(group) for group in groups.values() if len(group) > 1}
-    return [Finding("alike", tuple(group), f"{_names(group)} look the same") for group in distinct.values()]
 
 
 def _captions(captions: Iterable[Caption]) -> list[Finding]:

@@ -15,7 +15,7 @@ from library.files import find_bad_name, toml_text, write_text
 IMAGE_SUFFIXES = frozenset(
     (
         *(".png", ".apng", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".avif"),
-        *(".jxl", ".bmp", ".dib", ".tif", ".tiff", ".gif"),
+        *(".bmp", ".dib", ".tif", ".tiff", ".gif"),
     )
 )
 CAPTION_SUFFIXES = frozenset((".txt", ".caption"))  # of new ones; a dataset may name others

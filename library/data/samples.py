@@ -147,11 +147,9 @@ def scan(
     config: DatasetConfig,
     seed: int,
     pixel_multiple: int,
-    prior_loss_weight: float,
-    conditioning: ConditionKind = "none",
+    prior_loss_weight: float = 1.0,
+    regular_share: float | None = None,
     find: FindSources = find_sources,
-    regular_share: float = 0.5,
-    in_turn: bool = False,
 ) -> Scan:
     """Find all samples.
 
@@ -160,10 +158,9 @@ def scan(
         seed: chooses the held-out images where no validation_seed is given.
         pixel_multiple: every trained side is a multiple of this.
         prior_loss_weight: loss weight of regularisation images.
-        conditioning: what the model is given besides a caption.
+        regular_share: of the samples of an epoch that are regularisation images; where they are more, epochs see
+            them in turn. None: as in sd-scripts half, of those that come first.
         find: lists a subset's images.
-        regular_share: of the samples of an epoch that are regularisation images; in sd-scripts half.
-        in_turn: where they are more than that, all of them are seen, epoch after epoch.
     """
     indexes: dict[Path, FileIndex] = {}
     identities: Counter[str] = Counter()
@@ -179,12 +176,15 @@ def scan(
             index = indexes.setdefault(cache, FileIndex(cache))
             weight = prior_loss_weight if subset.settings.is_reg else 1.0
             group = SampleGroup(subset, number, dataset.settings.batch_size, cache, weight)
-            sources = find(subset, index, result.warnings, conditioning)
-            kept, held_back = _load_subset(group, dataset, sources, buckets, index, identities, seed, result.warnings)
+            sources = find(subset, index, result.warnings, config.conditioning)
+            index.measure({file.path: file for source in sources for file in source.files}.values())
+            index.save()
+            result.warnings.extend(note_frames(subset.where, {source.name: source.image.frames for source in sources}))
+            kept, held_back = _load_subset(group, dataset, sources, buckets, identities, seed)
             train += kept
             result.held_out.extend(held_back)
         result.listed.extend(train)
-        result.train.extend(_balance(train, dataset.where, result.warnings, regular_share, in_turn))
+        result.train.extend(_balance(train, dataset.where, result.warnings, regular_share))
     if (images := sum(sample.repeats for sample in result.train)) > MOST_IMAGES:
         raise UserError(
             f"{config.path}: an epoch of {images:,} images, each as often as num_repeats says; at most {MOST_IMAGES:,} "
@@ -208,16 +208,11 @@ def _load_subset(
     dataset: Dataset,
     sources: list[Source],
     buckets: Bucketing,
-    index: FileIndex,
     identities: Counter[str],
     seed: int,
-    warnings: list[str],
 ) -> tuple[list[Sample], list[Sample]]:
     """Samples of one subset: those to train on, those held out."""
     subset = group.subset
-    index.measure({file.path: file for source in sources for file in source.files}.values())
-    index.save()
-    warnings += note_frames(subset.where, {source.name: source.image.frames for source in sources})
     split = 0.0 if subset.settings.is_reg else dataset.settings.validation_split
     split_seed = dataset.settings.validation_seed
     held_out = _held_out_positions(len(sources), split, seed if split_seed is None else split_seed)
@@ -277,22 +272,21 @@ def _held_out_positions(count: int, split: float, seed: int) -> set[int]:
     return set(order[count - round(count * split) :])
 
 
-def _balance(
-    samples: list[Sample], where: str, warnings: list[str], share: float, in_turn: bool = False
-) -> list[Sample]:
-    """Set the repeats of regularisation images so that they are ``share`` of all: with 1/2 as many as the others.
+def _balance(samples: list[Sample], where: str, warnings: list[str], share: float | None) -> list[Sample]:
+    """Set the repeats of regularisation images so that they are ``share`` of all; None: as many as the others.
 
-    Where they are too many, the last ones are left out; with ``in_turn`` they stay, with repeats of 0, and epochs see
-    them in turn. Those of one bucket keep their number in every epoch, so that epochs have the same batches.
+    Where they are too many for a ``share``, they stay, with repeats of 0, and epochs see them in turn; without one the
+    last are left out. Those of one bucket keep their number in every epoch, so that epochs have the same batches.
     """
     training = [sample for sample in samples if not sample.settings.is_reg]
     regular = [sample for sample in samples if sample.settings.is_reg]
-    wanted = math.ceil(sum(sample.repeats for sample in training) * share / (1 - share))
+    odds = 1.0 if share is None else share / (1 - share)
+    wanted = math.ceil(sum(sample.repeats for sample in training) * odds)
     if not regular:
         return training
     if not training:
         raise UserError(f"{where}: only regularisation images (is_reg); add a subset to train on")
-    if in_turn and wanted < len(regular):
+    if share is not None and wanted < len(regular):
         regular.sort(key=lambda sample: sample.fit.bucket)
         due = {number * len(regular) // wanted for number in range(wanted)}
         return training + [replace(sample, repeats=int(i in due)) for i, sample in enumerate(regular)]

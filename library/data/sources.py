@@ -39,11 +39,7 @@ _CONTROL_KEY = re.compile(r"control_path(?:_(\d+))?")
 
 
 _CAPTIONS = (".txt", ".caption", ".cap", ".tags")
-_VIDEOS = frozenset((".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v"))
-_PICTURES = frozenset(
-    (".heic", ".heif", ".psd", ".svg", ".raw", ".dng", ".cr2", ".cr3", ".nef", ".arw", ".exr", ".hdr", ".tga", ".jp2")
-)
-_CACHES = frozenset((".npz", ".safetensors"))  # of sd-scripts, of musubi-tuner
+_OF_TRAINERS = (".npz", ".safetensors", ".json", ".jsonl", ".toml", ".yaml")  # caches, and what describes datasets
 _MOST_NAMED = 3
 _Listing = tuple[dict[str, Stats], dict[str, str]]  # of _list_images
 
@@ -214,7 +210,7 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str]) -> list[
         hint = f"{len(inside)} in the folders inside ({inside[0]}, ...); set recursive = true" if inside else ""
         raise UserError(
             f"{subset.where}: image_dir {str(folder)!r} holds no images "
-            f"(png, jpg, webp, avif, jxl, bmp, tiff, gif); {hint or 'name the folder that does'}"
+            f"(png, jpg, webp, avif, bmp, tiff, gif); {hint or 'name the folder that does'}"
         )
     if inside:
         warnings.append(
@@ -241,18 +237,6 @@ def caption_beside(name: str, files: Collection[str], subset: Subset) -> str | N
     """Return which of the ``files`` of its folder is the caption of the image ``name``; None if there is none."""
     found = stem(name) + caption_suffix(subset)
     return found if found in files and found != name else None
-
-
-def uncaptioned(subset: Subset) -> dict[Path, Path]:
-    """Return the images of a subset with an ``image_dir`` that have no caption, with the files that one belongs in."""
-    folder, suffix = subset.image_dir, caption_suffix(subset)
-    assert folder is not None
-    if is_image(f"x{suffix}"):
-        raise UserError(f"{subset.where}: caption_extension {suffix!r} is that of an image; name another, as '.txt'")
-    besides = [path for path in (subset.mask_dir, subset.control_dir, subset.inpaint_mask_dir) if path != folder]
-    files = list_folder(folder, subset.settings.recursive, [path for path in besides if path is not None])
-    without = [name for name in files if is_image(name) and not caption_beside(name, files, subset)]
-    return {folder / name: folder / (stem(name) + suffix) for name in without}
 
 
 def caption_suffix(subset: Subset) -> str:
@@ -393,28 +377,19 @@ def _metadata_caption(subset: Subset, entry: dict[str, Any], where: str) -> str:
     return "\n".join(lines) or (subset.settings.class_tokens or "" if caption is None else "")
 
 
-def _left_out(files: dict[str, Stats], images: list[str], dangling: list[str]) -> str:
-    """Return "2 files left out: clip.mp4 (a video); notes.docx (no image)"; "" where there is none worth naming."""
-    stems = {stem(name) for name in images}
+def _left_out(files: Collection[str], images: Sequence[str], dangling: Sequence[str]) -> str:
+    """Return "2 files left out: b.txt (captions without an image)"; "" where there is none worth naming."""
     reasons: dict[str, list[str]] = defaultdict(list)
-    for name in sorted(files.keys() - set(images)):
+    stems = set(map(stem, images))
+    for name in sorted(set(files) - set(images)):
         suffix = f".{name.rpartition('.')[2].lower()}"
-        if suffix in _CACHES:
-            continue
         if suffix in _CAPTIONS:
-            if stem(name) not in stems:
-                reasons["captions without an image"].append(name)
-        elif suffix in _VIDEOS:
-            reasons["videos"].append(name)
-        elif suffix in _PICTURES:
-            reasons["not read; save as PNG or JPEG"].append(name)
-        elif suffix not in (".json", ".jsonl", ".toml", ".yaml"):
-            reasons["no image"].append(name)
-    if dangling:
-        reasons["pipes, devices, or links that lead nowhere"] = sorted(dangling)
-    count = sum(map(len, reasons.values()))
-    parts = [f"{names_in_short(names, _MOST_NAMED)} ({why})" for why, names in reasons.items()]
-    return f"{counted(count, 'file')} left out: {'; '.join(parts)}" if count else ""
+            reasons["captions without an image"] += [name] * (stem(name) not in stems)
+        elif suffix not in _OF_TRAINERS:
+            reasons["not read; save pictures as PNG or JPEG"].append(name)
+    reasons["pipes, devices, or links that lead nowhere"] += sorted(dangling)
+    parts = [f"{names_in_short(names, _MOST_NAMED)} ({why})" for why, names in reasons.items() if names]
+    return f"{counted(sum(map(len, reasons.values())), 'file')} left out: {'; '.join(parts)}" if parts else ""
 
 
 def _some_of(names: Sequence[str], total: int) -> str:

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from library.config.schema import DatasetArguments, ModelConfig
 from library.console import Console
 from library.data.batches import Batch, ItemSource, collate
-from library.data.dataset import TrainingData, build_dataset
+from library.data.config import load_dataset_config
+from library.data.dataset import TrainingData, build_dataset, check_masks
 from library.errors import UserError, counted
 from library.models.family import Family
 from library.models.family_by_name import model_family
@@ -82,15 +83,9 @@ class CalibrationPlan:
         image_encoder = family.load_image_encoder(self.dtype, self.device)
         text_encoder = family.load_text_encoder(self.dtype, self.device)
         arguments = DatasetArguments(dataset_config=options.dataset_config, cache_directory=options.cache_directory)
-        data = build_dataset(
-            arguments,
-            seed=options.seed,
-            pixel_multiple=image_encoder.pixel_multiple,
-            latent_factor=image_encoder.latent_factor,
-            prior_loss_weight=1.0,
-            masked_loss=options.masked_loss,
-            conditioning=family.conditioning,
-        )
+        dataset = load_dataset_config(options.dataset_config, arguments, family.conditioning)
+        data = build_dataset(dataset, options.seed, image_encoder.pixel_multiple, image_encoder.latent_factor)
+        check_masks(data, options.masked_loss)
         with counting(console) as progress:
             data.cache_latents(image_encoder, arguments.vae_batch_size, progress)
             data.cache_text(text_encoder, [], arguments.text_encoder_batch_size, progress)

@@ -33,7 +33,6 @@ from library.training.memory.budget import GIB
 from library.training.memory.policy import RESERVE
 
 Kind = Literal["subject", "style", "edit"]
-CAPTIONER = 'caption_command = "my_captioner {image}"'
 _CAPTION_ENDINGS = (".txt", ".caption")
 
 
@@ -188,7 +187,7 @@ def look(answers: Answers) -> Look:
             path.write_text(toml_text({"datasets": [{**table, "subsets": [subset]}]}), encoding="utf-8")
         defaults = DatasetArguments(dataset_config=str(path))
         try:
-            found = scan(load_dataset_config(path, defaults, conditioning), 0, 16, 1.0, conditioning)
+            found = scan(load_dataset_config(path, defaults, conditioning), 0, 16)
         except UserError as error:  # not of a file that is gone by now
             raise UserError(str(error).replace(f"{path}: subset 1", f"--images {answers.images}")) from None
     samples = [sample for sample in [*found.train, *found.held_out] if not sample.settings.is_reg]
@@ -214,7 +213,7 @@ def suggest(answers: Answers, found: Look, memory: Memory) -> dict[str, str]:
     jinja.filters |= {"toml": _toml, "comment": _comment}
     context = {
         "answers": answers, "found": found, "chosen": chosen, "values": values, "folder": folder, "held_out": held_out,
-        "trained": len(found.samples) - held_out, "sampled": sampled, "pairs": pairs, "captioner": CAPTIONER,
+        "trained": len(found.samples) - held_out, "sampled": sampled, "pairs": pairs,
         "title": MODEL_TYPES[answers.model_type].title, "lines": lines, "name": answers.save_to.resolve().name,
         "place": lambda name: (answers.save_to / name).as_posix(),
     }  # fmt: skip

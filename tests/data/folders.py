@@ -15,7 +15,8 @@ from torch import Tensor
 from library.conditions import ConditionKind
 from library.config.schema import DatasetArguments
 from library.data.batches import CachedDataset, Item
-from library.data.dataset import TrainingData, build_dataset
+from library.data.config import load_dataset_config
+from library.data.dataset import TrainingData, build_dataset, check_masks
 
 LONG_AGO = time.time() - 3600  # files younger than two seconds are not remembered
 
@@ -65,7 +66,9 @@ def build(
 ) -> TrainingData:
     """``build_dataset`` with FLUX's sizes."""
     settings = DatasetArguments.model_validate({"dataset_config": str(toml)} | arguments)
-    return build_dataset(settings, seed, 16, 8, prior, masked_loss, conditioning)
+    data = build_dataset(load_dataset_config(toml, settings, conditioning), seed, 16, 8, prior)
+    check_masks(data, masked_loss)
+    return data
 
 
 class AverageEncoder:

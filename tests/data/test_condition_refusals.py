@@ -54,13 +54,13 @@ TEXT_ONLY = "this model generates images from text alone; remove it, or choose"
 def test_keys_that_the_model_does_not_take_are_refused_with_their_line(
     folder: Path, conditioning: ConditionKind, subset: str, message: str
 ) -> None:
-    assert refused(folder, conditioning, subset) == f"/dataset.toml line 9: subset 1: {message}"
+    assert refused(folder, conditioning, subset) == f"/dataset.toml: subset 1: {message}"
 
 
 @pytest.mark.parametrize("key", ["control_resolution = 64", "no_resize_control = true"])
 def test_control_sizes_belong_to_edit_models(folder: Path, key: str) -> None:
     name = key.partition(" ")[0]
-    expected = f"/dataset.toml line 6: dataset 1: '{name}' is not taken: {TEXT_ONLY} an edit model"
+    expected = f"/dataset.toml: dataset 1: '{name}' is not taken: {TEXT_ONLY} an edit model"
     assert refused(folder, "none", dataset=key) == expected
 
 

@@ -101,68 +101,68 @@ def test_windows_byte_order_mark_is_no_problem(tmp_path: Path) -> None:
     [
         (
             SMALL + "num_repeat = 2\n",
-            "/d.toml line 5: subset 1: unknown key 'num_repeat'; did you mean 'num_repeats'?",
+            "/d.toml: subset 1: unknown key 'num_repeat'; did you mean 'num_repeats'?",
         ),
         (
             SMALL + SMALL + "flip_augs = true\n",
-            "/d.toml line 9: dataset 2, subset 1: unknown key 'flip_augs'; did you mean 'flip_aug'?",
+            "/d.toml: dataset 2, subset 1: unknown key 'flip_augs'; did you mean 'flip_aug'?",
         ),
         (
             "[general]\nresolutoin = 5\n" + SMALL,
-            "/d.toml line 2: [general]: unknown key 'resolutoin'; did you mean 'resolution'?",
+            "/d.toml: [general]: unknown key 'resolutoin'; did you mean 'resolution'?",
         ),
         (
             SMALL + "zzz = 5\n",
-            "/d.toml line 5: subset 1: unknown key 'zzz'; remove it, or see docs/dataset.md for the keys",
+            "/d.toml: subset 1: unknown key 'zzz'; remove it, or see docs/dataset.md for the keys",
         ),
         (
             SMALL + "batch_size = 2\n",
-            "/d.toml line 5: subset 1: 'batch_size' belongs to [[datasets]]; move it up",
+            "/d.toml: subset 1: 'batch_size' belongs to [[datasets]]; move it up",
         ),
         (
             "[general]\nimage_dir = 'img'\n" + SMALL,
-            "/d.toml line 2: [general]: 'image_dir' belongs to [[datasets.subsets]]; move it down",
+            "/d.toml: [general]: 'image_dir' belongs to [[datasets.subsets]]; move it down",
         ),
         (
             SMALL + "num_repeats = 'two'\n",
-            "/d.toml line 5: subset 1: num_repeats = 'two': should be a valid integer; correct the value",
+            "/d.toml: subset 1: num_repeats = 'two': should be a valid integer; correct the value",
         ),
         (
             SMALL + "caption_dropout_rate = 1.5\n",
-            "/d.toml line 5: subset 1: caption_dropout_rate = 1.5: should be less than or equal to 1; correct the value",
+            "/d.toml: subset 1: caption_dropout_rate = 1.5: should be less than or equal to 1; correct the value",
         ),
         (
             SMALL + "flip_aug = 1\n",
-            "/d.toml line 5: subset 1: flip_aug = 1: should be a valid boolean; correct the value",
+            "/d.toml: subset 1: flip_aug = 1: should be a valid boolean; correct the value",
         ),
         (
             SMALL.replace("64", "[64]"),
-            "/d.toml line 2: dataset 1: resolution = [64]: should be a number of pixels or [width, height], each from 1 to 16384; "
+            "/d.toml: dataset 1: resolution = [64]: should be a number of pixels or [width, height], each from 1 to 16384; "
             "correct the value",
         ),
         (
             SMALL + "resize_interpolation = 'cubick'\n",
-            "/d.toml line 5: subset 1: resize_interpolation = 'cubick': should be 'lanczos', 'area', 'box', "
+            "/d.toml: subset 1: resize_interpolation = 'cubick': should be 'lanczos', 'area', 'box', "
             "'bicubic', 'cubic', 'bilinear', 'linear' or 'nearest'; correct the value",
         ),
         (
             SMALL + "color_aug = true\n",
-            "/d.toml line 5: subset 1: 'color_aug' is not taken: images are read once, when their latents are "
+            "/d.toml: subset 1: 'color_aug' is not taken: images are read once, when their latents are "
             "cached; remove it, or add recoloured copies to the folder",
         ),
         (
             SMALL + "token_warmup_step = 10\n",
-            "/d.toml line 5: subset 1: 'token_warmup_step' is not taken: captions are cached; remove it, or use "
+            "/d.toml: subset 1: 'token_warmup_step' is not taken: captions are cached; remove it, or use "
             "caption_tag_dropout_rate",
         ),
         (
             "[[datasets]]\nresolution = 64\nimage_directory = 'img'\ncontrol_directory = 'c'\n",
-            "/d.toml line 4: dataset 1: 'control_directory' is not taken: this model generates images from text alone; remove it, "
+            "/d.toml: dataset 1: 'control_directory' is not taken: this model generates images from text alone; remove it, "
             "or choose an edit model",
         ),
         (
             SMALL + "image_directory = 'img'\n",
-            "/d.toml line 5: subset 1: 'image_directory' means 'image_dir', which is also given; keep one of them",
+            "/d.toml: subset 1: 'image_directory' means 'image_dir', which is also given; keep one of them",
         ),
         (
             SMALL.replace("'img'", "'imgs'"),
@@ -212,7 +212,7 @@ def test_windows_byte_order_mark_is_no_problem(tmp_path: Path) -> None:
         ("general = 3\n" + SMALL, "/d.toml: [general] is not a table; write [general] on a line of its own"),
         (
             "resolution = 64\n" + SMALL,
-            "/d.toml line 1: 'resolution' stands outside every table; put it below [general]",
+            "/d.toml: 'resolution' stands outside every table; put it below [general]",
         ),
         ("[dataset]\n" + SMALL, "/d.toml: unknown table 'dataset'; did you mean 'datasets'?"),
         ("[zzz]\n" + SMALL, "/d.toml: unknown table 'zzz'; tables are [general] and [[datasets]]"),

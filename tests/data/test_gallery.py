@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def only(toml: Path, kind: ConditionKind = "none") -> tuple[dict[str, Any], Sample]:
     config = load_dataset_config(toml, DatasetArguments(dataset_config=str(toml)), kind)
-    (sample,) = scan(config, 0, 16, 1.0, kind).train
+    (sample,) = scan(config, 0, 16).train
     (image,) = described(config, Report(1, []), [sample], None)["images"]
     return image, sample
 

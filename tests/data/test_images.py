@@ -14,13 +14,11 @@ import torch
 from PIL import Image, ImageCms
 
 from library.data.buckets import Fit
-from library.data.image_stats import measure_image
 from library.data.images import (
     decode,
     decode_mask,
     fit_image,
     read_header,
-    read_jxl_size,
     read_size,
     to_latent_mask,
     to_pixels,
@@ -47,7 +45,6 @@ def rgb(data: bytes) -> np.ndarray:
         ("PNG", {}),
         ("WEBP", {"lossless": True}),
         ("BMP", {}),
-        ("JXL", {"lossless": True}),
         ("TIFF", {}),
         ("TIFF", {"compression": "tiff_lzw"}),
     ],
@@ -242,31 +239,6 @@ def test_resizing_keeps_the_middle() -> None:
     assert np.asarray(fitted).min() > 240  # exactly the white middle, but for ringing at its edge
 
 
-@pytest.mark.parametrize("sides", [(64, 64), (256, 8), (8, 256), (300, 200), (513, 1000), (1920, 1080), (40, 30)])
-def test_the_size_of_jpeg_xl_is_read_without_decoding(sides: tuple[int, int]) -> None:
-    # independent: the size the reference decoder gives. 40 x 30 is a ratio of 4:3, others take other codings.
-    data = saved(Image.new("RGB", sides), "JXL")
-    assert read_jxl_size(data[:200]) == Image.open(io.BytesIO(data)).size == sides
-
-
-def test_a_jpeg_transcoded_to_jpeg_xl_keeps_its_orientation(tmp_path: Path) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    make_image(48, 32).save(tmp_path / "x.jpg", exif=exif)
-    data = saved(Image.open(tmp_path / "x.jpg"), "JXL", lossless_jpeg=True)  # the plugin transcodes files only
-    (tmp_path / "x.jxl").write_bytes(data)
-    assert read_size(str(tmp_path / "x.jxl")) == decode(data, "x")[0].size == (32, 48)
-
-
-def test_exif_in_a_jpeg_xl_of_pixels_turns_nothing(tmp_path: Path) -> None:
-    exif = Image.Exif()
-    exif[0x0112] = 6
-    data = saved(make_image(48, 32), "JXL", lossless=True, exif=exif.tobytes())
-    (tmp_path / "x.jxl").write_bytes(data)
-    assert read_size(str(tmp_path / "x.jxl")) == (48, 32)
-    assert np.array_equal(rgb(data), np.asarray(make_image(48, 32)))
-
-
 def png_of_declared_size(width: int, height: int) -> bytes:
     data = bytearray(saved(Image.new("RGB", (1, 1)), "PNG"))
     data[16:24] = struct.pack(">II", width, height)
@@ -289,21 +261,6 @@ def png_of_declared_size(width: int, height: int) -> bytes:
             png_of_declared_size(13400, 13400),
             r"large\.png: more than 178956970 pixels; make it smaller",
         ),
-        (
-            "text.jxl",
-            b"hello",
-            r"text\.jxl: not an image that can be read \(no JPEG XL signature\); replace or remove",
-        ),
-        (
-            "cut.jxl",
-            b"\xff\x0a\x00",
-            r"cut\.jxl: not an image that can be read \(file ends within its header\)",
-        ),
-        (
-            "bomb.jxl",
-            b"\xff\x0a" + (6 | 99999 << 3 | 1 << 33).to_bytes(20, "little"),
-            r"bomb\.jxl: more than 178956970",
-        ),
     ],
 )
 def test_files_that_are_no_usable_images_are_refused_in_one_line(
@@ -313,47 +270,6 @@ def test_files_that_are_no_usable_images_are_refused_in_one_line(
     with pytest.raises(UserError, match=expected) as caught:
         read_size(str(tmp_path / name))
     assert "\n" not in str(caught.value)
-
-
-def jxl_of_declared_size(width: int, height: int) -> bytes:
-    """A bare codestream: no small size, the sides in 30 bits each, no ratio, the rest by default."""
-    return b"\xff\x0a" + (3 << 1 | (height - 1) << 3 | 3 << 36 | (width - 1) << 38 | 1 << 68).to_bytes(20, "little")
-
-
-@pytest.mark.parametrize("name", ["a.jxl", "a.png"])
-@pytest.mark.parametrize("boxed", [False, True], ids=["bare", "in boxes"])
-def test_a_jpeg_xl_bomb_is_not_decoded_whatever_it_is_called(
-    name: str, boxed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = jxl_of_declared_size(30000, 20000)
-    if boxed:
-        data = b"\x00\x00\x00\x0cJXL \x0d\x0a\x87\x0a" + (8 + len(data)).to_bytes(4, "big") + b"jxlc" + data
-    assert read_jxl_size(data) == (30000, 20000)
-    (tmp_path / name).write_bytes(data)
-    path = str(tmp_path / name)
-    with monkeypatch.context() as patch:
-        patch.setattr(Image, "open", lambda _: pytest.fail("the plugin decodes what it opens"))
-        for look in (lambda: read_header(path), lambda: decode(data, path)):
-            with pytest.raises(UserError, match=rf"{name}: more than 178956970 pixels; make it smaller or remove it$"):
-                look()
-        assert measure_image(path).problem == "more than 178956970 pixels; make it smaller or remove it"
-
-
-def test_damaged_jpeg_xl_is_refused_in_one_line_whatever_it_is_called(tmp_path: Path) -> None:
-    whole = saved(make_image(64, 64), "JXL")
-    for name in ("a.jxl", "a.png"):
-        for data in (
-            whole[:3],
-            whole[: len(whole) // 2],
-            whole[:40] + bytes(40) + whole[80:],
-            jxl_of_declared_size(9, 9),
-        ):
-            (tmp_path / name).write_bytes(data)
-            with pytest.raises(UserError, match=r"^[^\n]*a\.(jxl|png): [^\n]*; replace or remove it$"):
-                decode(data, str(tmp_path / name))
-            problem = measure_image(str(tmp_path / name)).problem
-            assert problem is not None
-            assert problem.endswith("; replace or remove it")
 
 
 @pytest.mark.parametrize(
@@ -376,7 +292,7 @@ def test_a_huge_picture_is_taken_without_a_word_or_refused_in_one_line(
 
 @pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
 def test_a_truncated_image_is_refused_in_one_line() -> None:
-    for kind in ("PNG", "JPEG", "WEBP", "AVIF", "JXL"):
+    for kind in ("PNG", "JPEG", "WEBP", "AVIF"):
         data = saved(make_image(64, 64), kind)
         with pytest.raises(UserError, match=r"^cut: .*; replace or remove it$"):
             decode(data[: len(data) // 2], "cut")

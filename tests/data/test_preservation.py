@@ -9,6 +9,7 @@ import pytest
 
 from library.config.schema import DatasetArguments, PreservationConfig
 from library.data.batches import collate
+from library.data.config import DatasetConfig, load_dataset_config
 from library.data.dataset import Painted, TrainingData, build_dataset
 from library.errors import UserError
 from tests.data.folders import AverageEncoder, LettersEncoder, add_image, write_toml
@@ -18,9 +19,11 @@ EPOCHS = 60
 
 def build(toml: Path, painted: Painted | None = None, weight: float = 0.5, **asked: object) -> TrainingData:
     preservation = PreservationConfig(preserve="prior", **asked)
-    return build_dataset(
-        DatasetArguments(dataset_config=str(toml)), 3, 16, 8, weight, False, preservation=preservation, painted=painted
-    )
+    return build_dataset(load(toml), 3, 16, 8, weight, preservation, painted)
+
+
+def load(toml: Path) -> DatasetConfig:
+    return load_dataset_config(toml, DatasetArguments(dataset_config=str(toml)))
 
 
 def folder_of(path: Path, images: int, caption: str) -> Path:
@@ -68,7 +71,7 @@ def test_without_preserve_regularisation_images_are_half_of_an_epoch_with_their_
     folder_of(tmp_path / "reg", 3, "a house")
     toml = write_toml(tmp_path)
     toml.write_text(toml.read_text() + "[[datasets.subsets]]\nimage_dir = 'reg'\nis_reg = true\n")
-    data = build_dataset(DatasetArguments(dataset_config=str(toml)), 3, 16, 8, 1.0, False)
+    data = build_dataset(load(toml), 3, 16, 8)
     assert seen(data) == {("a zorbo", False): 4 * EPOCHS, ("a house", False): 4 * EPOCHS}
 
 
@@ -148,7 +151,7 @@ def test_a_class_without_a_trigger_word_ends_in_a_line(tmp_path: Path) -> None:
 def test_a_class_in_the_dataset_of_a_run_that_does_not_preserve_is_noted(tmp_path: Path) -> None:
     folder_of(tmp_path / "img", 2, "a zorbo")
     toml = write_toml(tmp_path, general='trigger_word = "zorbo"\npreserve_class = "toy"')
-    data = build_dataset(DatasetArguments(dataset_config=str(toml)), 3, 16, 8, 1.0, False)
+    data = build_dataset(load(toml), 3, 16, 8)
     assert any('no effect without preserve = "prior": preserve_class' in line for line in data.describe())
     assert not any("no effect" in line for line in build(toml).describe())
 

@@ -84,7 +84,7 @@ def test_they_are_inherited_and_the_nearest_of_both_keys_counts(folder: Path) ->
 @pytest.mark.parametrize(
     ("dataset", "expected"),
     [
-        ("resolution = 64\nresolutions = [64]", "line 7: dataset 1: resolution and resolutions both say at which size"),
+        ("resolution = 64\nresolutions = [64]", "dataset 1: resolution and resolutions both say at which size"),
         ("resolutions = [64, 96, 64]", ": resolutions: 64x64 stands there twice; keep one"),
         ("resolutions = []", "resolutions = []: should be a list, each entry a number of pixels or [width, height]"),
         ("resolutions = 64", "resolutions = 64: should be a list, each entry a number of pixels or [width, height]"),
@@ -118,7 +118,7 @@ def test_what_is_said_of_an_image_is_said_once(folder: Path) -> None:
     add_image(folder / "img", "bare.png", caption=None, seed=20)
     (folder / "img" / "bare.txt").write_text(" ")
     toml = write(folder, f"trigger_word = 'zorbo'\n[[datasets]]\nresolutions = [64, 96, 128]\n{SUBSET}")
-    once = check(load(toml), 16, "none", lambda *_: lambda _: None)
+    once = check(load(toml), 16, lambda *_: lambda _: None)
     assert once.images == 7
     assert [finding.kind for finding in once.findings if finding.kind == "setup"] == ["setup"]  # the empty file
     (folder / "img" / "bare.txt").unlink()
@@ -133,13 +133,13 @@ def test_what_is_said_of_an_image_is_said_once(folder: Path) -> None:
 def test_an_image_too_small_for_some_of_them_is_told_with_what_it_fills(tmp_path: Path) -> None:
     add_image(tmp_path / "img", "small.png", (100, 100), caption="a")
     toml = write(tmp_path, f"[[datasets]]\nresolutions = [64, 128, 160]\n{SUBSET}")
-    report = check(load(toml), 16, "none", lambda *_: lambda _: None)
+    report = check(load(toml), 16, lambda *_: lambda _: None)
     assert [finding.text for finding in report.findings] == [
         "small.png: 100x100 is enlarged 1.28 times to fill 128x128, 1.60 times to fill 160x160; it fills 64x64 "
         "(bucket_no_upscale enlarges none)"
     ]
     toml = write(tmp_path, f"bucket_no_upscale = true\n[[datasets]]\nresolutions = [64, 128, 160]\n{SUBSET}")
-    assert check(load(toml), 16, "none", lambda *_: lambda _: None).findings == []
+    assert check(load(toml), 16, lambda *_: lambda _: None).findings == []
     assert [sample.fit.bucket for sample in build(toml).train.samples] == [(64, 64), (96, 96), (96, 96)]
 
 

@@ -170,7 +170,7 @@ def test_the_check_counts_where_the_word_is_put_and_warns_where_it_means_somethi
     add_image(tmp_path / "reg", "r.png", caption="modern art", seed=9)
     subset = "image_dir = 'img'\ntrigger_word = 'art'\npreserve_class = 'drawing'\n"
     toml = write_toml(tmp_path, subset=f"{subset}[[datasets.subsets]]\nimage_dir = 'reg'\nis_reg = true")
-    report = check(load(toml), 16, "none", lambda *_: lambda _: None)
+    report = check(load(toml), 16, lambda *_: lambda _: None)
     assert f"{toml}: subset 1: trigger word 'art' (preserve_class 'drawing') put in front of 3 of 4 captions" in (
         report.notes
     )

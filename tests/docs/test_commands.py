@@ -24,7 +24,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from library.config.schema import DatasetArguments
-from library.data.dataset import build_dataset
+from library.data.config import load_dataset_config
+from library.data.dataset import build_dataset, check_masks
 from library.models.flux.files import FLUX_TARGETS
 from library.models.qwen_image.text import TEMPLATES
 from library.models.z_image.files import Z_IMAGE_TARGETS
@@ -302,8 +303,9 @@ def test_every_dataset_toml_in_the_pages_is_valid(page: str, tmp_path: Path) -> 
         (tmp_path / "dataset.toml").write_text(text.replace("/my/images", str(tmp_path / "photos")))
         arguments = DatasetArguments(dataset_config=str(tmp_path / "dataset.toml"))
         kinds = [kind for key, kind in (("inpaint_", "fill"), ("control_", "references")) if key in text]
-        masked = "conditioning_data_dir" in text
-        data = build_dataset(arguments, 0, 16, 8, 1.0, masked, kinds[0] if kinds else "none")  # type: ignore[arg-type]
+        kind = kinds[0] if kinds else "none"
+        data = build_dataset(load_dataset_config(arguments.dataset_config, arguments, kind), 0, 16, 8)  # type: ignore[arg-type]
+        check_masks(data, "conditioning_data_dir" in text)
         assert len(data.train) > 0
 
 

@@ -8,12 +8,9 @@ from pathlib import Path
 
 import pytest
 import toml
-from PIL import Image
 
 from library.config import load_config
 from library.config.kohya.command import read_command, read_command_file
-from library.config.schema import DatasetArguments
-from library.data.config import load_dataset_config
 from tests.forked import run_script
 from tools.migrate_config import migrate
 
@@ -136,10 +133,9 @@ def test_the_trainer_is_known_by_its_script(words: list[str], tool: str | None) 
     assert command.arguments == ("--seed", "1")
 
 
-def test_a_toml_with_the_folders_of_dreambooth_gets_a_dataset_toml(tmp_path: Path) -> None:
-    for folder in ("img/10_sks dog", "img/2_dog_park", "img/notes", "reg/1_dog"):
+def test_what_describes_images_means_in_the_toml_what_it_means_in_a_run(tmp_path: Path) -> None:
+    for folder in ("img/10_sks dog", "img/2_dog_park", "reg/1_dog"):
         (tmp_path / folder).mkdir(parents=True)
-        Image.new("RGB", (64, 64)).save(tmp_path / folder / "0.png")
     (tmp_path / "kohya.toml").write_text(
         'network_module = "networks.lora_flux"\npretrained_model_name_or_path = "m"\ntrain_data_dir = "img"\n'
         'reg_data_dir = "reg"\nresolution = "1024,768"\nenable_bucket = true\ncaption_extension = ".txt"\n'
@@ -147,69 +143,14 @@ def test_a_toml_with_the_folders_of_dreambooth_gets_a_dataset_toml(tmp_path: Pat
     )
     done = run("--save_to", "new/my.toml", "kohya.toml", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert toml.load(tmp_path / "new/my.toml")["dataset"] == {
-        "dataset_config": "new/my.dataset.toml",
-        "train_batch_size": 2,
-    }
-    assert toml.load(tmp_path / "new/my.dataset.toml") == {
-        "general": {
-            "resolution": [1024, 768],
-            "enable_bucket": True,
-            "caption_extension": ".txt",
-            "keep_tokens": 2,
-            "min_bucket_reso": 512,
-            "max_bucket_reso": 1024,
-        },
-        "datasets": [
-            {
-                "subsets": [
-                    {"image_dir": "img/10_sks dog", "num_repeats": 10, "class_tokens": "sks dog"},
-                    {"image_dir": "img/2_dog_park", "num_repeats": 2, "class_tokens": "dog_park"},
-                    {"image_dir": "reg/1_dog", "num_repeats": 1, "class_tokens": "dog", "is_reg": True},
-                ]
-            }
-        ],
-    }
-
-
-def test_flags_beside_a_dataset_toml_are_added_where_it_is_silent(tmp_path: Path) -> None:
-    (tmp_path / "img").mkdir()
-    Image.new("RGB", (64, 64)).save(tmp_path / "img/0.png")
-    (tmp_path / "d.toml").write_text(
-        "[general]\nkeep_tokens = 1\n[[datasets]]\nresolution = 64\n[[datasets.subsets]]\nimage_dir = 'img'\n"
+    given, migrated = (
+        load_config(["--config_file", str(tmp_path / name)]).dataset for name in ("kohya.toml", "new/my.toml")
     )
-    flags = [
-        *FLAGS,
-        "--dataset_config",
-        str(tmp_path / "d.toml"),
-        "--keep_tokens",
-        "3",
-        "--caption_dropout_rate",
-        "0.1",
-    ]
-    migrate(read_command(["flux_train_network.py", *flags]), tmp_path / "my.toml", "a test")
-    dataset = load_dataset_config(tmp_path / "my.dataset.toml", DatasetArguments(dataset_config="x"))
-    settings = dataset.datasets[0].subsets[0].settings
-    assert settings.keep_tokens == 1
-    assert settings.caption_dropout_rate == pytest.approx(0.1)
-
-
-def test_metadata_files_become_a_subset(tmp_path: Path) -> None:
-    flags = [
-        *FLAGS,
-        "--train_data_dir",
-        "img",
-        "--in_json",
-        "meta.json",
-        "--dataset_repeats",
-        "3",
-        "--resolution",
-        "512",
-    ]
-    migrate(read_command(["flux_train_network.py", *flags]), tmp_path / "my.toml", "a test")
-    assert toml.load(tmp_path / "my.dataset.toml") == {
-        "general": {"resolution": 512},
-        "datasets": [{"subsets": [{"image_dir": "img", "metadata_file": "meta.json", "num_repeats": 3}]}],
+    assert given == migrated
+    assert (migrated.dataset_config, migrated.train_batch_size) == ("img", 2)
+    assert set(migrated.dataset_args) == {
+        *("reg_data_dir=reg", "resolution=1024,768", "enable_bucket=True", "caption_extension=.txt", "keep_tokens=2"),
+        "min_bucket_reso=512",
     }
 
 
@@ -231,11 +172,7 @@ def test_network_arguments_that_the_lora_refuses_are_not_written(tmp_path: Path)
         (["empty.sh"], "empty.sh: starts no trainer"),
         (["unset.sh"], "unset.sh: $WHERE is not set in this file; write its value into it"),
         ([], "give a TOML file, a script, or -- and a command"),
-        (["--", *FLAGS, "--train_data_dir", "none", "--resolution", "64"], "train_data_dir: none is not a folder"),
-        (["--", *FLAGS, "--train_data_dir", ".", "--resolution", "64"], "holds no folder named like '10_name class'"),
-        (["--", *FLAGS, "--resolution", "64"], "dataset_config: is missing, and train_data_dir too"),
-        (["--", *FLAGS, "--dataset_config", "none.toml", "--resolution", "64"], "none.toml: no such file"),
-        (["--", *FLAGS, "--train_data_dir", ".", "--keep_tokens", "x"], "keep_tokens: 'x' does not fit"),
+        (["--", *FLAGS, "--resolution", "64"], "dataset_config: is required"),
         (["--", "--network_module", "networks.lora_flux"], "pretrained_model_name_or_path: is required"),
     ],
 )  # fmt: skip
@@ -254,7 +191,6 @@ def test_a_mistake_is_named_and_nothing_is_written(
     assert left.value.code == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "my.toml").exists()
-    assert not (tmp_path / "my.dataset.toml").exists()
 
 
 def test_a_musubi_command_takes_its_precision_from_the_launcher(tmp_path: Path) -> None:

@@ -58,7 +58,6 @@ def server(tmp_path: Path) -> Iterator[Server]:
 @pytest.mark.parametrize(
     ("top", "optimizer", "dataset", "said"),
     [
-        ('caption_command = "touch /tmp/x {image}"', "", "datasets/inside.toml", "runs a program"),
         ("", 'trust_class_paths = true\noptimizer_type = "subprocess.Popen"', "datasets/inside.toml", "runs a program"),
         ('cache_directory = "/elsewhere"', "", "datasets/inside.toml", "lies outside"),
         ("", "", "datasets/outside.toml", "lies outside"),

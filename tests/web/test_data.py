@@ -124,7 +124,7 @@ def test_buckets_and_crops_are_those_of_training(which: str, server: Server, bro
     for n, image in enumerate(look_of(page)["images"]):
         page.locator(f".chunk[data-rows~='{n}'], .chunk").first.wait_for(state="attached")
         shown[image["name"]] = (image["size"], image["box"], image["repeats"])
-    samples = scan(load_dataset_config(toml, DatasetArguments(dataset_config=str(toml))), 0, 16, 1.0)
+    samples = scan(load_dataset_config(toml, DatasetArguments(dataset_config=str(toml))), 0, 16)
     expected, buckets = {}, []
     for sample in (*samples.train, *samples.held_out):
         fit = sample.fit
@@ -337,7 +337,6 @@ def test_the_toml_is_refused_in_the_trainers_words(server: Server, browser: Any)
     page.get_by_label("dataset.toml").fill(TOML.replace("num_repeats", "num_repeat"))
     page.get_by_role("button", name="Save and look again").click()
     expect(page.locator("#state")).to_contain_text("num_repeats")  # did you mean
-    expect(page.locator("#state")).to_contain_text("line 12")
     page.locator("[name='undo']").click()
     expect(page.locator("#message")).to_contain_text("Undone")
     assert toml.read_text() == TOML

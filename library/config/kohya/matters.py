@@ -9,11 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from library.config.kohya.flags import DEFAULTS, FLAGS
+from library.config.kohya.flags import DEFAULTS
 from library.config.kohya.translation import Known, Translation, is_off
-from library.config.markers import is_nothing
 from library.config.model_types import MODEL_TYPES
 from library.config.optimizer_types import estimates_step_size
 from library.files import read_text
@@ -42,61 +40,38 @@ _VERSIONS = {  # musubi-tuner's model_version -> model_type
 def _model(result: Translation, known: Known) -> None:
     """musubi-tuner names the kind of Qwen-Image and FLUX.2; of all but Qwen-Image control images ask for editing."""
     module = result.values.get("network_module", QWEN_IMAGE) if result.tool else QWEN_IMAGE
-    if module == QWEN_IMAGE:
-        _qwen_image(result)
-        return
-    if module == _FLUX_2:
-        _flux2(result)
+    if module in _VERSIONS:
+        _version(result, module)
     edits = f"{result.values.get('model_type')}_edit"
-    if result.tool == "musubi-tuner" and edits in MODEL_TYPES and _has_controls(result.values.get("dataset_config")):
+    if module == QWEN_IMAGE or result.tool != "musubi-tuner" or edits not in MODEL_TYPES:
+        return
+    if _has_controls(result.values.get("dataset_config")):
         result.default("model_type", edits, "dataset_config", f"{edits}, as the dataset has control images")
 
 
-def _flux2(result: Translation) -> None:
-    """The model_version is dev where it is not set."""
-    unset = "model_version" not in result.values
-    version = str(result.take("model_version") or "dev").lower()
-    if (model_type := _version(result, "model_version", version, _FLUX_2)) is None:
+def _version(result: Translation, module: str) -> None:
+    """Set the ``model_type`` that model_version names; FLUX.2 without one is dev."""
+    version, known = result.take("model_version"), _VERSIONS[module]
+    if not version and module == QWEN_IMAGE:
         return
-    if unset:
-        result.place("model_type", model_type, "network_module")
-        text = f"unset, so dev, the default of musubi-tuner: model_type = {model_type}"
-        result.note("model_version", "default", text)
+    named = str(version or "dev").lower()
+    if named not in known:
+        text = f"not taken: {named!r} is not a model family of this version; set one of {', '.join(known)}"
+        result.note("model_version", "refused", text)
+    elif version:
+        result.rename("model_version", "model_type", known[named])
     else:
-        result.rename("model_version", "model_type", model_type)
-
-
-def _version(result: Translation, source: str, version: str, module: str) -> str | None:
-    """Return the ``model_type`` of a version of a network module's models; note one that is none of them."""
-    known = _VERSIONS[module]
-    if version not in known:
-        text = f"not taken: {version!r} is not a model family of this version; set one of {', '.join(known)}"
-        result.note(source, "refused", text)
-    return known.get(version)
+        result.place("model_type", known[named], "network_module")
+        text = f"unset, so dev, the default of musubi-tuner: model_type = {known[named]}"
+        result.note("model_version", "default", text)
+    if named == "edit-2511":
+        result.default("zero_cond_t", True, "model_version", "true, which is what tells edit-2511 from edit-2509")
 
 
 def _has_controls(dataset: object) -> bool:
     """Whether the dataset TOML, if it is there, names control images."""
     path = Path(str(dataset or "")).expanduser()
     return path.is_file() and re.search(r"^[ \t]*control_directory[ \t]*=", read_text(path), re.MULTILINE) is not None
-
-
-def _qwen_image(result: Translation) -> None:
-    """Older switches count where no version is named."""
-    switches = {key: not is_off(result.take(key)) for key in ("edit", "edit_plus") if key in result.values}
-    version = result.take("model_version")
-    source = "model_version" if version else "edit_plus" if switches.get("edit_plus") else "edit"
-    named = str(version).lower() if version else {"edit_plus": "edit-2509"}.get(source, source)
-    for key in switches:
-        if key != source or not switches[key]:
-            result.note(key, "left out", "has no effect there beside the others" if any(switches.values()) else "off")
-    if not version and not any(switches.values()):
-        return
-    if (model_type := _version(result, source, named, QWEN_IMAGE)) is None:
-        return
-    result.rename(source, "model_type", model_type)
-    if named == "edit-2511":
-        result.default("zero_cond_t", True, source, "true, which is what tells edit-2511 from edit-2509")
 
 
 def _vae(result: Translation, known: Known) -> None:
@@ -112,31 +87,6 @@ def _vae(result: Translation, known: Known) -> None:
 def _no_half_vae(result: Translation, known: Known) -> None:
     if not is_off(result.take("no_half_vae")):
         result.rename("no_half_vae", "vae_dtype", "fp32")
-
-
-def _deprecated(result: Translation, known: Known) -> None:
-    """Older ways of saying a thing, each as sd-scripts takes it; the newer counts where both stand."""
-    epochs, ratio = result.values.get("max_train_epochs"), result.values.get("save_n_epoch_ratio")
-    counted = str(epochs).isdigit() and str(ratio).isdigit() and str(ratio) != "0"
-    every = max(1, int(str(epochs)) // int(str(ratio))) if counted else None
-    meant: dict[str, tuple[str, Any]] = {
-        "split_mode": ("blocks_to_swap", 18),
-        "use_8bit_adam": ("optimizer_type", "AdamW8bit"),
-        "use_lion_optimizer": ("optimizer_type", "Lion"),
-        "save_n_epoch_ratio": ("save_every_n_epochs", every),
-    }
-    for key, (name, value) in meant.items():
-        if key not in result.values:
-            continue
-        if is_off(result.take(key)):
-            result.note(key, "left out", "asks for nothing")
-        elif not is_nothing(result.values.get(name)):
-            result.note(key, "left out", f"{name} is set too and counts")
-        elif value is None:
-            text = f"it depends on the number of epochs; set {name} to max_train_epochs divided by it"
-            result.note(key, "refused", f"not taken: {text}")
-        else:
-            result.rename(key, name, value)
 
 
 _DEEPSPEED = (
@@ -257,23 +207,11 @@ def _schedule(result: Translation, known: Known) -> None:
 
 
 def _huber(result: Translation, known: Known) -> None:
-    scale, schedule = result.take("huber_scale"), result.take("huber_schedule")
     if result.values.get("loss_type", "l2") not in ("huber", "smooth_l1"):
-        for key, value in (("huber_scale", scale), ("huber_schedule", schedule)):
-            if value is not None:
-                result.note(key, "left out", "has no effect with this loss_type")
-        return
-    if schedule is not None:
-        result.values["huber_schedule"] = schedule  # judged by the table
-    elif result.tool == "sd-scripts":
+        for key in [key for key in ("huber_scale", "huber_schedule") if key in result.values]:
+            result.leave_out(key, "has no effect with this loss_type")
+    elif result.tool == "sd-scripts" and "huber_schedule" not in result.values:
         result.note("huber_schedule", "note", "unset it is snr, which does not run for FLUX; here it is constant")
-    if scale is not None:
-        try:
-            c = float(result.values.get("huber_c", 0.1)) * float(scale)
-        except ValueError:
-            result.note("huber_scale", "refused", f"{scale!r} is not a number; multiply huber_c by it and remove it")
-            return
-        result.rename("huber_scale", "huber_c", c, f"multiplies huber_c, which is then {c:g}")
 
 
 def _weighting(result: Translation, known: Known) -> None:
@@ -323,23 +261,10 @@ def _sampling(result: Translation, known: Known) -> None:
             result.leave_out(key, "zero or less means never")
 
 
-def _images(result: Translation, known: Known) -> None:
-    """One line for a training folder without a dataset TOML, instead of one for each key that describes it."""
-    given = [key for key in ("train_data_dir", "in_json") if key in result.values]
-    if not given or "dataset_config" in result.values:
-        return
-    for key in [key for key in result.values if key not in known and FLAGS[key].fate == "dataset"]:
-        result.dataset[key] = result.take(key)
-        if key == given[0]:
-            text = "images are described by a dataset TOML; tools/migrate_config.py writes it"
-            result.note(key, "dataset", f"not taken: {text} from {', '.join(given)} and the keys beside")
-
-
 RULES: tuple[Callable[[Translation, Known], None], ...] = (
     _model,
     _vae,
     _no_half_vae,
-    _deprecated,
     _deepspeed,
     _text_encoders,  # before learning_rate becomes unet_lr
     _learning_rate,
@@ -354,5 +279,4 @@ RULES: tuple[Callable[[Translation, Known], None], ...] = (
     _fp8,
     _tracking,
     _sampling,
-    _images,
 )

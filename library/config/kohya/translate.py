@@ -94,8 +94,7 @@ def _apply_flag(result: Translation, flag: Flag, known: Known) -> None:
         result.note(flag.name, "note", f"has no effect here: {flag.why}")
     elif flag.fate == "dataset":
         result.dataset[flag.name] = value
-        file = result.values.get("dataset_config", "the dataset TOML")
-        text = f"describes the images; set it below [general] in {file}, or let tools/migrate_config.py do it"
+        text = "describes the images, which nothing names; set dataset_config or train_data_dir"
         result.note(flag.name, "dataset", f"not taken: {text}")
     elif flag.fate == "accepted":
         result.note(flag.name, "refused", f"not taken: {value!r} is not in this version; {flag.instead}")

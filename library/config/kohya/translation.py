@@ -81,7 +81,7 @@ class Translation:
     def keep_dataset_keys(self) -> None:
         """Let ``dataset_args`` have what describes images beside a dataset TOML, as sd-scripts does (config_util.py).
 
-        Without one the folder is described by its name and these. ``tools/migrate_config.py`` writes a dataset TOML.
+        Without one the folder is described by its name and these.
         """
         folder = self.dataset.get("train_data_dir")
         if "dataset_config" not in self.values and folder is None:

@@ -32,9 +32,8 @@ from library.data.batches import (
     collate,
     collate_or_error,
 )
-from library.data.caption_command import write_captions
-from library.data.dataset import Painted, TrainingData, build_dataset
-from library.data.lint import check, summarise
+from library.data.dataset import Painted, TrainingData, build_dataset, check_masks
+from library.data.lint import summarise
 from library.errors import UserError
 from library.models.family import Family
 from library.models.family_by_name import model_family
@@ -43,7 +42,7 @@ from library.models.vae import ImageEncoder
 from library.nn.checkpointing import neighbours
 from library.precision.checkpoint import WeightFiles
 from library.precision.placement import plan_base, text_encoder_recipe
-from library.processes import agreed, main_first
+from library.processes import agreed
 from library.training.checkpoint.metadata import image_facts, lora_facts, trigger_phrase
 from library.training.checkpoint.state import tidy
 from library.training.flow import NOISE_LEVELS
@@ -143,37 +142,25 @@ class ImageLora(LoraTask):
         """Read the dataset, with what the base has painted beside it; nothing is encoded, and no weights are loaded.
 
         Raises:
-            UserError: see ``write_captions`` and ``build_dataset``; a seam without masks; more control images than the
-                model takes; with ``strict_dataset`` whatever is odd about a file.
+            UserError: see ``build_dataset`` and ``check_masks``; a seam without masks; more control images than the
+                model takes.
         """
         config, family, encoder = self.plan.config, self.family, self.image_encoder
-        with main_first("writing captions"), counting(self.console) as start:
-            write_captions(config.dataset, family.conditioning, start)
         self.data = data = build_dataset(
-            config.dataset,
-            seed=config.training.seed,
-            pixel_multiple=encoder.pixel_multiple,
-            latent_factor=encoder.latent_factor,
-            prior_loss_weight=config.training.prior_loss_weight,
-            masked_loss=config.flow.masked_loss,
-            conditioning=family.conditioning,
-            preservation=config.preservation,
-            painted=painted,
-            config=self.plan.dataset,
+            self.plan.dataset,
+            config.training.seed,
+            encoder.pixel_multiple,
+            encoder.latent_factor,
+            config.training.prior_loss_weight,
+            config.preservation,
+            painted,
         )
+        check_masks(data, config.flow.masked_loss)
         check_seam(config.flow, data)
         check_references(data, family.most_references)
         self.console.print(*data.describe(), sep="\n", soft_wrap=True)
         for line in summarise(data.listed):
             self.console.print(f"note: {line}", soft_wrap=True)
-        if config.dataset.strict_dataset:
-            with main_first("checking the dataset"), counting(self.console) as start:
-                report = check(data.config, data.pixel_multiple, data.conditioning, start)
-            if report.findings:
-                raise UserError(
-                    f"strict_dataset: {data.config.path}: {'; '.join(report.lines())}; put them right "
-                    "(tools/check_dataset.py shows all), or remove strict_dataset"
-                )
 
     def paint(self) -> Painted:
         """Let the base paint what the run trains on and is measured by."""
