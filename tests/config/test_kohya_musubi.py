@@ -18,7 +18,7 @@ from library.models.krea2.files import KREA2_TARGETS
 from library.models.qwen_image.files import QWEN_TARGETS
 from library.training.plan import plan_network
 from networks.options import parse_network_args
-from tests.config.test_kohya import PLAIN, _given, _loaded, _problem, _words
+from tests.config.test_kohya import PLAIN, _loaded, _problem, _words
 
 # model type here -> "Training" in musubi-tuner's docs/<page>.md (30c658c, of Z-Image 867ab25), Kontext's with other
 # values
@@ -112,21 +112,6 @@ def test_an_example_runs_unchanged_and_its_trainer_is_known_by_its_script(model_
     }
     assert said.get(model_type, "") in notes.get("network_args", "")
     assert ("network_args" in notes) == (model_type in said), "of the others both train the same layers"
-
-
-def test_an_example_as_toml_means_the_same(tmp_path: Path) -> None:
-    lines, words = [], iter(EXAMPLES["qwen_image"])
-    for word in words:
-        key = word.removeprefix("--")
-        if key in ("sdpa", "gradient_checkpointing", "persistent_data_loader_workers"):
-            lines.append(f"{key} = true")
-            continue
-        value = next(words)
-        number = value.replace(".", "").replace("e-", "").isdigit()
-        lines.append(f"{key} = {value if number else repr(value)}")
-    (tmp_path / "run.toml").write_text("\n".join(lines))
-    given = _given(load_config(["--config_file", str(tmp_path / "run.toml")]))
-    assert given == MEANT["qwen_image"] | {"model_type": "qwen_image"}
 
 
 @pytest.mark.parametrize(

@@ -128,22 +128,6 @@ def test_all_that_is_wrong_is_told_at_once_a_line_each(tmp_path: Path) -> None:
     ]  # full_bf16 would want another mixed_precision, save_last_n_steps a save_every_n_steps: both are told above
 
 
-def test_conflicts_are_told_together() -> None:
-    flags = ["--huber_c", "1", "--mode_scale", "1", "--logging_dir", "x", "--lr_warmup_steps", "10"]
-    assert [line.split()[0].rstrip(":") for line in _problem([*flags, *REQUIRED]).splitlines()] == [
-        "lr_warmup_steps",
-        "mode_scale",
-        "huber_c",
-        "logging_dir",
-    ]
-
-
-def test_a_table_may_have_any_heading(tmp_path: Path) -> None:
-    path = _toml(tmp_path, "[trainin]\nseed = 4\n[training_arguments]\nmax_train_steps = 7\n")
-    config = load_config(["--config_file", path, *REQUIRED])
-    assert (config.training.seed, config.training.max_train_steps) == (4, 7)
-
-
 def test_tables_of_the_wrong_kind_are_named(tmp_path: Path) -> None:
     path = _toml(tmp_path, "[[network]]\nnetwork_dim = 8\n")
     assert _problem(["--config_file", path, *REQUIRED]) == (
@@ -193,56 +177,30 @@ def test_missing_files_keys_and_flags_say_what_to_do(tmp_path: Path) -> None:
     assert "'false' belongs to no flag; a switch takes no value" in _problem(["--sample_at_end", "false", *REQUIRED])
 
 
-@pytest.mark.parametrize(
-    ("argv", "part"),
-    [
-        (["--full_bf16"], "full_bf16: needs the forward pass in bf16"),
-        (["--base_dtype", "bf16"], 'set mixed_precision = "bf16"'),
-        (["--min_timestep", "500", "--max_timestep", "400"], "min_timestep: 500 is not below"),
-        (["--discrete_flow_shift", "2"], "discrete_flow_shift: has no effect"),
-        (["--timestep_sampling", "uniform", "--sigmoid_scale", "2"], "sigmoid_scale: has no effect"),
-        (["--weighting_scheme", "logit_normal"], 'timestep_sampling = "sigma" only'),
-        (["--logit_mean", "1"], "logit_mean: has no effect"),
-        (["--mode_scale", "1"], "mode_scale: has no effect"),
-        (["--huber_c", "1"], "huber_c: has no effect"),
-        (["--sample_every_n_steps", "5"], "sample_every_n_steps: has no effect without sample_prompts"),
-        (["--logging_dir", "x"], "logging_dir: has no effect without log_with"),
-        (["--wandb_run_name", "x", "--log_with", "tensorboard"], "wandb_run_name: has no effect"),
-        (["--dynamo_backend", "eager"], "dynamo_backend: has no effect without torch_compile"),
-        (
-            ["--torch_compile", "--dynamo_backend", "eager", "--dynamo_mode", "max-autotune"],
-            "dynamo_mode: has no effect",
-        ),
-    ],
-)
-def test_an_option_that_could_only_be_ignored_is_refused(argv: list[str], part: str) -> None:
-    message = _problem([*argv, *REQUIRED])
-    assert part in message
-    assert len(message.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("argv", "part"),
-    [
-        (["--fp8_base", "--fp8_scaled"], "fp8_base: casts without scales, fp8_scaled quantises with scales; keep one"),
-        (["--fp8_base", "--fp8_granularity", "row"], "fp8_granularity: has no effect without fp8_scaled"),
-        (["--fp8_exclude", "final"], "fp8_exclude: has no effect without fp8_base or fp8_scaled"),
-        (["--fp8_rounding", "stochastic"], "fp8_rounding: has no effect without fp8_base or fp8_scaled"),
-        (
-            ["--fp8_scaled", "--quantised_compute", "quantised"],
-            'fp8_granularity: block scales cannot be multiplied in fp8, as quantised_compute = "quantised"',
-        ),
-        (
-            ["--fp8_base", "--fp8_format", "e5m2", "--quantised_compute", "quantised"],
-            "fp8_format: e5m2 weights cannot be multiplied in fp8, as",
-        ),
-        (["--fp8_text_encoder", "--mixed_precision", "fp16"], "fp8_text_encoder: T5 leaves the range of fp16"),
-    ],
-)
-def test_fp8_options_that_do_not_go_together_are_refused(argv: list[str], part: str) -> None:
-    problem = _problem(["--pretrained_model_name_or_path", "m", "--dataset_config", "d", *argv])
-    assert part in problem
-    assert "\n" not in problem
+def test_options_that_have_no_effect_or_contradict_each_other_are_refused_in_one_line() -> None:
+    """One of each kind: the matrices and every ``OnlyWith`` are in test_rules."""
+    for words, part in (
+        ("--full_bf16", "full_bf16: needs the forward pass in bf16"),
+        ("--base_dtype bf16", 'set mixed_precision = "bf16"'),
+        ("--min_timestep 500 --max_timestep 400", "min_timestep: 500 is not below"),
+        ("--discrete_flow_shift 2", "discrete_flow_shift: has no effect"),
+        ("--weighting_scheme logit_normal", 'timestep_sampling = "sigma" only'),
+        ("--logit_mean 1", "logit_mean: has no effect"),
+        ("--sample_every_n_steps 5", "sample_every_n_steps: has no effect without sample_prompts"),
+        ("--wandb_run_name x --log_with tensorboard", "wandb_run_name: has no effect"),
+        ("--torch_compile --dynamo_backend eager --dynamo_mode max-autotune", "dynamo_mode: has no effect"),
+        ("--fp8_base --fp8_scaled", "fp8_base: casts without scales, fp8_scaled quantises with scales; keep one"),
+        ("--fp8_exclude final", "fp8_exclude: has no effect without fp8_base or fp8_scaled"),
+        ("--fp8_scaled --quantised_compute quantised", "fp8_granularity: block scales cannot be multiplied in fp8, as"),
+        ("--fp8_base --fp8_format e5m2 --quantised_compute quantised", "fp8_format: e5m2 weights cannot be multiplied"),
+        ("--save_last_n_steps 5", "save_last_n_steps: has no effect without save_every_n_steps"),
+        ("--save_best", "save_best: has no effect without validate_every_n_steps"),
+        ("--ema_decay 0.9 --optimizer_type AdamWScheduleFree", "averages its weights already"),
+        ("--huggingface_repo_id a/b --save_state_to_huggingface", "no state is saved"),
+    ):
+        message = _problem([*words.split(), *REQUIRED])
+        assert part in message
+        assert "\n" not in message
 
 
 def test_key_names_are_unique_over_all_sections() -> None:
@@ -269,21 +227,6 @@ def test_the_json_schema_and_the_options_page_are_up_to_date() -> None:
     assert (ROOT / "configs/train_lora.schema.json").read_text(encoding="utf-8") == json_schema()
     assert (ROOT / "docs/options.md").read_text(encoding="utf-8") == options_page()
     assert set(json.loads(json_schema())["properties"]) == set(fields()) | set(sections())
-
-
-@pytest.mark.parametrize(
-    ("argv", "part"),
-    [
-        (["--save_last_n_steps", "5"], "save_last_n_steps: has no effect without save_every_n_steps"),
-        (["--save_last_n_epochs_state", "5", "--save_every_n_epochs", "1"], "save_last_n_epochs_state: has no effect"),
-        (["--save_best"], "save_best: has no effect without validate_every_n_steps"),
-        (["--ema_decay", "0.9", "--optimizer_type", "AdamWScheduleFree"], "averages its weights already"),
-        (["--async_upload"], "async_upload: has no effect without huggingface_repo_id"),
-        (["--huggingface_repo_id", "a/b", "--save_state_to_huggingface"], "no state is saved"),
-    ],
-)
-def test_saving_options_that_could_only_be_ignored_are_refused(argv: list[str], part: str) -> None:
-    assert part in _problem([*argv, *REQUIRED])
 
 
 def test_a_switch_that_may_be_left_to_the_model_is_a_switch() -> None:

@@ -15,7 +15,7 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader
 
-from library.data.batches import RaisingLoader, collate, collate_or_error
+from library.data.batches import RaisingLoader, collate_or_error
 from library.errors import UserError
 from tests.data.folders import (
     LONG_AGO,
@@ -27,7 +27,6 @@ from tests.data.folders import (
     cache_all,
     items,
     make_image,
-    make_old,
     pixels_of,
     silent,
     spelled,
@@ -66,18 +65,6 @@ def test_images_are_encoded_once_in_batches_of_one_size(tmp_path: Path) -> None:
     images, texts = cache_all(again)
     assert (images.batches, texts.seen) == ([], [])
     assert items(again.train)[0].latents.shape == (3, 8, 8)
-
-
-def test_two_datasets_of_one_folder_keep_their_resolutions_and_batch_sizes(tmp_path: Path) -> None:
-    for i in range(4):
-        add_image(tmp_path / "img", f"{i}.png", seed=i)
-    toml = write_toml(tmp_path, dataset="batch_size = 4")
-    second = "[[datasets]]\nresolution = 32\nbatch_size = 2\n[[datasets.subsets]]\nimage_dir = 'img'\n"
-    toml.write_text(toml.read_text() + second)
-    data = build(toml)
-    cache_all(data)
-    shapes = [collate([data.train[at] for at in batch]).latents.shape for batch in data.batch_sampler()]
-    assert sorted(tuple(shape) for shape in shapes) == [(2, 3, 4, 4), (2, 3, 4, 4), (4, 3, 8, 8)]
 
 
 def test_a_changed_image_is_encoded_again_and_nothing_stale_is_used(tmp_path: Path) -> None:
@@ -239,14 +226,6 @@ def test_an_image_changed_while_caching_is_refused(tmp_path: Path) -> None:
     make_image(64, 64, seed=5).save(path)
     with pytest.raises(UserError, match=r"a\.png: changed while it was being cached; start again$"):
         data.cache_latents(AverageEncoder(), 1, silent)
-
-
-def test_a_truncated_image_is_named_while_caching(tmp_path: Path) -> None:
-    path = add_image(tmp_path / "img", "a.png")
-    path.write_bytes(path.read_bytes()[:2000])
-    make_old(path)
-    with pytest.raises(UserError, match=r"a\.png: damaged image \(.*\); replace or remove it$"):
-        build(write_toml(tmp_path)).cache_latents(AverageEncoder(), 1, silent)
 
 
 def test_what_is_not_finite_is_never_cached(tmp_path: Path) -> None:

@@ -17,14 +17,12 @@ from library.data.dataset import TrainingData
 from library.data.masks import MASK_KINDS, generated_mask
 from library.errors import UserError
 from tests.data.folders import (
-    AverageEncoder,
     add_image,
     averaged,
     build,
     cache_all,
     make_image,
     make_old,
-    silent,
     write_toml,
 )
 
@@ -141,25 +139,6 @@ def test_without_a_source_masks_of_all_kinds_are_generated_and_the_summary_says_
     assert mask is not None
     of_all = [generated_mask(MASK_KINDS, 64, 64, 0, "img\na.png", variant) for variant in range(4)]
     assert any(np.array_equal(one, mask[0].numpy()) for one in of_all)
-
-
-def test_a_mirrored_image_has_a_mirrored_mask(tmp_path: Path) -> None:
-    path = add_image(tmp_path / "img", "a.png")
-    save_mask(tmp_path / "masks" / "a.png", half())
-    data = filling(tmp_path, "inpaint_mask_directory = 'masks'\nflip_aug = true")
-    straight, mask = pixels_of(path), torch.from_numpy(half()).float()[None]
-    seen = set()
-    for epoch in range(12):
-        (item,) = items(data, epoch)
-        flipped = close(item.latents, averaged(straight.flip(-1)))
-        seen.add(flipped)
-        expected = mask.flip(-1) if flipped else mask
-        assert item.conditions.mask is not None
-        assert item.conditions.masked_latents is not None
-        assert torch.equal(item.conditions.mask, expected)
-        pixels = straight.flip(-1) if flipped else straight
-        assert close(item.conditions.masked_latents, averaged(pixels * (1 - expected)))
-    assert seen == {True, False}  # twelve fair coins: all alike once in 2048
 
 
 def test_held_out_images_always_see_their_first_mask(tmp_path: Path) -> None:
@@ -349,18 +328,6 @@ def tensors(batch: Batch) -> list[torch.Tensor]:
     both = [tensor for tensor in (given.masked_latents, given.mask) if tensor is not None]
     assert len(both) + len(given.references) in (1, 2)
     return [*both, *given.references]
-
-
-def test_an_image_encoder_that_fails_on_conditions_is_told(tmp_path: Path) -> None:
-    class Broken(AverageEncoder):
-        def encode(self, pixels: torch.Tensor) -> torch.Tensor:
-            latents = super().encode(pixels)
-            return torch.where(latents == 0, torch.nan, latents)  # only a blanked region is exactly 0
-
-    add_image(tmp_path / "img", "a.png")
-    data = build(write_toml(tmp_path), conditioning="fill")
-    with pytest.raises(ValueError, match=r"a\.png: its latents are not finite; encode images in bf16 or fp32$"):
-        data.cache_latents(Broken(), 1, silent)
 
 
 # --- what is under the mask

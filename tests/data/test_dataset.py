@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.data import DataLoader
 
 from library.data.batches import Batch, Item, collate
 from library.data.dataset import TrainingData
@@ -153,19 +152,6 @@ def test_regularisation_images_carry_their_loss_weight(tmp_path: Path) -> None:
     data = build(toml, prior=0.25)
     cache_all(data)
     assert collate(items(data.train)).loss_weights.tolist() == [1.0, 0.25]
-
-
-def test_worker_processes_read_the_same_batches(tmp_path: Path) -> None:
-    data = flipping(tmp_path)
-
-    def batches(workers: int) -> list[Batch]:
-        sampler = data.batch_sampler()
-        sampler.set_position(3)
-        return list(DataLoader(data.train, batch_sampler=sampler, collate_fn=collate, num_workers=workers))
-
-    for alone, shared in zip(batches(0), batches(2), strict=True):
-        assert torch.equal(alone.latents, shared.latents)
-        assert alone.sample_ids == shared.sample_ids
 
 
 def test_texts_of_different_lengths_are_filled_up_with_zeros() -> None:

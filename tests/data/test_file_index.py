@@ -13,7 +13,7 @@ import pytest
 import library.data.file_index as module
 from library.data.file_index import FileIndex, SourceFile, list_folder
 from library.errors import UserError
-from tests.data.folders import LONG_AGO, add_image, make_image, make_old
+from tests.data.folders import add_image, make_old
 
 
 def record(index: FileIndex, path: Path) -> SourceFile:
@@ -41,22 +41,6 @@ def test_a_second_run_opens_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     again.hash_contents([second])
     assert (second.size, second.content) == (first.size, first.content) == ((30, 20), first.content)
     assert again.caption(str(tmp_path / "a.txt"), caption_stat) == "hello"
-
-
-def test_a_changed_file_is_learnt_again(tmp_path: Path) -> None:
-    path = add_image(tmp_path, "a.png", (30, 20))
-    index = FileIndex(tmp_path / ".tandem_cache")
-    first = record(index, path)
-    index.measure([first])
-    index.hash_contents([first])
-    index.save()
-    make_image(30, 20, seed=9).save(path)
-    os.utime(path, (LONG_AGO + 10, LONG_AGO + 10))
-    again = FileIndex(tmp_path / ".tandem_cache")
-    second = record(again, path)
-    assert (second.size, second.content) == (None, None)
-    again.hash_contents([second])
-    assert second.content != first.content
 
 
 def test_a_file_just_written_is_not_remembered(tmp_path: Path) -> None:

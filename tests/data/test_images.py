@@ -138,11 +138,6 @@ def test_a_transparent_gif_is_laid_on_white() -> None:
     assert rgb(saved(image, "GIF", transparency=0)).tolist() == [[[255, 255, 255], [200, 100, 50]]]
 
 
-def test_a_cmyk_tiff_becomes_rgb() -> None:
-    red, green, blue = rgb(saved(Image.new("CMYK", (8, 8), (0, 255, 255, 0)), "TIFF"))[4, 4].tolist()
-    assert (red, green, blue) == (255, 0, 0)
-
-
 def test_palette_and_one_bit_images_are_expanded() -> None:
     palette = Image.new("P", (2, 1))
     palette.putpalette([10, 20, 30, 200, 100, 50])

@@ -175,12 +175,6 @@ def test_an_empty_folder_is_refused_and_folders_inside_are_hinted_at(tmp_path: P
     assert refused(tmp_path, toml).endswith("; 1 in the folders inside (5_cat/a.png, ...); set recursive = true")
 
 
-def test_a_damaged_image_is_named(tmp_path: Path) -> None:
-    add_image(tmp_path / "img", "a.png")
-    (tmp_path / "img" / "a.png").write_bytes(b"nothing")
-    assert refused(tmp_path, write_toml(tmp_path)) == "/img/a.png: not an image that can be read; replace or remove it"
-
-
 def test_json_metadata_names_images_with_or_without_suffix_and_gives_captions_and_tags(
     tmp_path: Path,
 ) -> None:
