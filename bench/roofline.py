@@ -398,8 +398,8 @@ def ladder_row(model: str, rung: Rung, costs: Counter[Cost], card: Card, efficie
 
 
 def countable() -> list[GpuCase]:
-    """Return the cases of bench/gpu.py but graphs, every other block, and a budget, which is found as a step runs."""
-    found = [case for case in cases([*FAMILIES]) if not (case.kept_mb or case.graph) and case.every == 1]
+    """Return the cases of bench/gpu.py but graphs and a budget, which is found as a step runs."""
+    found = [case for case in cases([*FAMILIES]) if not (case.kept_mb or case.graph)]
     return sorted(found, key=lambda case: [*FAMILIES].index(case.family))
 
 

@@ -50,9 +50,8 @@ def linear_flops(family: str) -> float:
 
 
 @needs_compiler
-@pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=pytest.mark.slow if family == "flux" else ()) for family in FAMILIES]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_flops_of_a_step_are_those_of_the_architecture(pool: ProcessPoolExecutor, family: str) -> None:
     counted = pool.submit(count, replace(FLUX, family=family)).result()
     linear, attention = linear_flops(family), 4.0 * 4608**2 * 3072 * sum(FAMILIES[family].blocks)
