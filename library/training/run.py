@@ -18,7 +18,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from library.accelerator import is_model_parallel
 from library.errors import UserError
@@ -190,8 +189,10 @@ class Run:
             if self.task.validates_first:
                 self.position.val_loss_before = self._measure_losses()
             sampling = self.config.sampling
-            at_first = sampling.sample_at_first
-            if bool(sampling.sample_every_n_steps) if at_first is None else at_first:
+            samples_first = sampling.sample_at_first
+            if samples_first is None:  # of pretraining
+                samples_first = bool(sampling.sample_every_n_steps)
+            if samples_first:
                 self._sample()
             return
         with agreed("looking for samples"):  # all know the same samples before one draws what is missing
@@ -227,8 +228,15 @@ class Run:
 
     def _is_due(self, what: str, unit: str) -> bool:
         """Return whether to validate, sample or save after this ``step`` or ``epoch``, by its option."""
-        section: Any = {"validate": self.config.validation, "sample": self.config.sampling, "save": self.saving}[what]
-        every = getattr(section, f"{what}_every_n_{unit}s")
+        validation, sampling, saving = self.config.validation, self.config.sampling, self.saving
+        every = {
+            ("validate", "step"): validation.validate_every_n_steps,
+            ("validate", "epoch"): validation.validate_every_n_epochs,
+            ("sample", "step"): sampling.sample_every_n_steps,
+            ("sample", "epoch"): sampling.sample_every_n_epochs,
+            ("save", "step"): saving.save_every_n_steps,
+            ("save", "epoch"): saving.save_every_n_epochs,
+        }[what, unit]
         is_due = every is not None and getattr(self.position, unit) % every == 0
         return is_due and (what != "validate" or self.task.validates)
 
@@ -336,7 +344,8 @@ class Run:
         if loss is None or position.validated_at == position.step:
             return
         position.validated_at = position.step
-        if position.best_val_loss is not None and loss >= position.best_val_loss:
+        is_best = position.best_val_loss is None or loss < position.best_val_loss
+        if not is_best:
             position.validations_since_best += 1
             return
         position.validations_since_best = 0
