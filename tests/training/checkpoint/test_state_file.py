@@ -30,28 +30,6 @@ def test_a_tree_comes_back_as_it_was(tmp_path: Path) -> None:
     assert back["flag"] is True
 
 
-def test_an_optimizer_goes_on_from_its_saved_state_bit_for_bit(tmp_path: Path) -> None:
-    def train(steps: range, optimizer: torch.optim.Optimizer, weight: torch.nn.Parameter) -> None:
-        for i in steps:
-            optimizer.zero_grad()
-            ((weight - i) ** 2).sum().backward()
-            optimizer.step()
-
-    straight = torch.nn.Parameter(torch.ones(5))
-    train(range(6), torch.optim.AdamW([straight], lr=0.1), straight)
-
-    first = torch.nn.Parameter(torch.ones(5))
-    optimizer = torch.optim.AdamW([first], lr=0.1)
-    train(range(3), optimizer, first)
-    write_state(tmp_path / "optimizer", optimizer.state_dict())
-
-    second = torch.nn.Parameter(first.detach().clone())
-    resumed = torch.optim.AdamW([second], lr=0.5)
-    resumed.load_state_dict(read_state(tmp_path / "optimizer"))
-    train(range(3, 6), resumed, second)
-    assert torch.equal(second, straight)
-
-
 def test_what_cannot_be_saved_or_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"optimizer\.hook: a function"):
         write_state(tmp_path / "optimizer", {"hook": lambda: None})

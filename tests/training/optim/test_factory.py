@@ -189,18 +189,6 @@ def test_prodigy_follows_the_loop_of_its_paper() -> None:
     assert d > 0.01  # the estimate left its start, so that the comparison meant something
 
 
-def test_eight_bit_adamw_stays_near_adamw() -> None:
-    full, small = (
-        Quadratic("AdamW", arguments=("weight_decay=0",)),
-        Quadratic("AdamW8bit", arguments=("weight_decay=0",)),
-    )
-    full.train(20)
-    small.train(20)
-    assert small.optimizer.state[small.down]["state1"].dtype == torch.uint8
-    # 20 steps of 0.01 move a weight by up to 0.2; 8-bit moments err by a few percent of that
-    assert (full.down - small.down).abs().mean() < 0.005
-
-
 @pytest.mark.parametrize("full_bf16", [False, True])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_named_optimizer_reduces_a_quadratic_and_resumes_bit_for_bit(
@@ -278,12 +266,6 @@ def test_groups_keep_their_own_learning_rates_and_names() -> None:
     assert [group["name"] for group in optimizer.param_groups] == ["lora", "lora_plus"]
 
 
-def test_step_size_estimating_optimizers_start_from_learning_rate_one() -> None:
-    assert Quadratic("Prodigy").optimizer.param_groups[0]["lr"] == 1.0
-    by_path = OptimizerConfig(optimizer_type="dadaptation.DAdaptAdam")
-    assert build_optimizer(by_path, [{"params": [nn.Parameter(torch.ones(2))]}], False).param_groups[0]["lr"] == 1.0
-
-
 def test_adafactor_uses_the_learning_rate_unless_relative_step_is_asked_for() -> None:
     manual = Quadratic("Adafactor").optimizer.param_groups[0]
     assert (manual["lr"], manual["relative_step"], manual["scale_parameter"]) == (1e-2, False, False)
@@ -296,7 +278,6 @@ def test_adafactor_uses_the_learning_rate_unless_relative_step_is_asked_for() ->
     ("text", "message"),
     [
         ("weight_decay", "'weight_decay' is not of the form key=value; write it like weight_decay=0.01"),
-        ("0.9=a", "is not of the form key=value"),
         ("flag=true", "'true' is no Python value; write flag=True"),
         ("mode=fast", "'fast' is no Python value; write mode='fast'"),
     ],
@@ -320,16 +301,13 @@ def test_malformed_optimizer_args_say_how_to_write_them(text: str, message: str)
             ["betas=(2.0, 0.9)"],
             "AdamW: Invalid beta parameter.*change learning_rate or optimizer_args",
         ),
-        ("Lion", ["betas=(2.0, 0.9)"], "Lion: a value out of range; change learning_rate or optimizer_args"),
         ("Prodgy", [], "no optimizer 'Prodgy'; did you mean 'Prodigy'"),
         ("zzz", [], "no optimizer 'zzz'; choose one of AdamW, .*class path"),
         ("my_code.Optimizer", [], "importing my_code.Optimizer runs code of 'my_code'.*; set trust_class_paths = true"),
-        (".Optimizer", [], "runs code of 'no package'"),
         ("pytorch_optimizer.Optimizer", [], "needs the package 'pytorch_optimizer'; run pip install pytorch_optimizer"),
         ("torch.optim.nowhere.A", [], "torch.optim.nowhere cannot be imported .*; check the class path"),
         ("torch.optim.AdmW", [], "torch.optim has no class 'AdmW'; did you mean 'AdamW'"),
         ("torch.nn.Linear", [], "torch.nn.Linear is no torch.optim.Optimizer; name a subclass of it"),
-        ("torch.optim.LBFGS", [], "evaluates the loss inside step .a closure.; use AdamW"),
     ],
 )
 def test_optimizers_that_cannot_be_built_say_why(name: str, arguments: list[str], message: str) -> None:

@@ -117,23 +117,6 @@ def test_prodigy_plus_moves_z_by_the_reported_step_size() -> None:
     assert (read["d/lora"], read["d*lr/lora"]) == (d, 0.5 * d)
 
 
-def test_prodigy_plus_groups_use_their_shared_d() -> None:
-    weights = [nn.Parameter(torch.ones(4, 5)), nn.Parameter(torch.ones(6))]
-    groups = [{"params": [w], "name": name, "lr": lr} for w, name, lr in zip(weights, "ab", (1.0, 4.0), strict=True)]
-    config = OptimizerConfig(
-        optimizer_type="ProdigyPlusScheduleFree", optimizer_args=["split_groups_mean=True", "d_limiter=False"]
-    )
-    optimizer = build_optimizer(config, groups, full_bf16=False)
-    for _ in range(10):
-        for i, weight in enumerate(weights):
-            weight.grad = (weight.detach() - 3.0) * (1 + i)
-        optimizer.step()
-    read = read_learning_rates(optimizer)
-    assert read["d/a"] != read["d/b"]
-    shared = 2 / (1 / read["d/a"] + 1 / read["d/b"])  # the harmonic mean
-    assert (read["d*lr/a"], read["d*lr/b"]) == pytest.approx((shared, 4 * shared), rel=1e-9)
-
-
 def test_prodigy_plus_with_bias_correction_reports_what_its_own_code_computes() -> None:
     problem = Problem("ProdigyPlusScheduleFree", "use_bias_correction=True", dtype=torch.float32)
     for _ in range(12):

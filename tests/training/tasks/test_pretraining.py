@@ -13,7 +13,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from library.config.load import load_for
-from library.config.pretrain_schema import LLMModelConfig
 from library.config.scripts import LLM
 from library.errors import UserError
 from library.llm.token_batches import TokenBatches, TokenShards
@@ -21,7 +20,7 @@ from library.models.llm.files import load_lm
 from library.models.llm.model import TransformerLM
 from library.models.llm.spec import PRESETS
 from library.training.optim.muon import MuonWithAdamW
-from library.training.tasks.pretraining import flops_per_token, fresh_config, parameter_groups
+from library.training.tasks.pretraining import flops_per_token, parameter_groups
 from tests.pretraining_runs import flags, lines, run, weights
 from tests.processes import launcher, run_command
 
@@ -202,15 +201,6 @@ def test_mfu_counts_what_the_palm_paper_counts() -> None:
     # nanoGPT's estimate_mfu: 6 N + 12 L H Q T with N all parameters but positions; norms and biases are 0.1 %
     expected = 6 * (124_439_808 - 1024 * 768) + 12 * 12 * 768 * 1024
     assert flops_per_token(model, 1024) == pytest.approx(expected, rel=2e-3)
-
-
-def test_sizes_of_a_preset_can_be_changed() -> None:
-    config = fresh_config(LLMModelConfig(preset="llama-tiny", width=192, heads=3, kv_heads=1), 1000)
-    assert (config.hidden, config.head_dim, config.kv_heads, config.padded_vocab_size) == (512, 64, 1, 1024)
-    with pytest.raises(UserError, match="width: 100 does not divide into 6 heads"):
-        fresh_config(LLMModelConfig(preset="llama-tiny", width=100), 1000)
-    with pytest.raises(UserError, match="no model 'llama-tny'; did you mean 'llama-tiny'"):
-        fresh_config(LLMModelConfig(preset="llama-tny"), 1000)
 
 
 @pytest.mark.parametrize(

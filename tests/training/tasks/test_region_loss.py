@@ -48,27 +48,6 @@ def searched_ring(mask: Tensor, width: int) -> Tensor:
     return ring
 
 
-def test_the_ring_of_a_square_written_by_hand() -> None:
-    mask = torch.tensor(
-        [
-            [0, 0, 0, 0, 0, 0, 0],
-            [0, 0, 0, 0, 0, 0, 0],
-            [0, 0, 1, 1, 1, 1, 1],
-            [0, 0, 1, 1, 1, 1, 1],
-            [0, 0, 1, 1, 1, 1, 1],
-            [0, 0, 1, 1, 1, 1, 1],
-        ]
-    ).float()
-    assert border_ring(mask[None, None], 1)[0, 0].tolist() == [
-        [0, 0, 0, 0, 0, 0, 0],
-        [0, 1, 1, 1, 1, 1, 1],
-        [0, 1, 1, 1, 1, 1, 1],
-        [0, 1, 1, 0, 0, 0, 0],
-        [0, 1, 1, 0, 0, 0, 0],
-        [0, 1, 1, 0, 0, 0, 0],  # the picture's edge is no border
-    ]
-
-
 @pytest.mark.parametrize("width", [1, 2, 3, 9])
 def test_the_ring_is_what_a_search_finds(width: int) -> None:
     blobs = torch.rand(4, 1, 9, 11, generator=torch.Generator().manual_seed(width)) - 0.15

@@ -195,8 +195,6 @@ def test_two_processes_equal_one(base: Path, tmp_path: Path, trained: dict[str, 
         ({"text_encoder_lr": [1e-5, 1e-5]}, "the second value is T5's, which is not trained; add train_t5xxl=True"),
         ({"network_args": ["train_t5xxl=True"]}, "train_t5xxl=True has no learning rate; set text_encoder_lr"),
         ({"text_encoder_lr": [1e-5, 0], "network_args": ["train_t5xxl=True"]}, "train_t5xxl=True has no learning rate"),
-        ({"network_args": ["train_t5xxl=yes"]}, "train_t5xxl=yes: must be True or False"),
-        ({"text_encoder_lr": [1, 2, 3]}, "text_encoder_lr"),
         ({"network_train_text_encoder_only": True}, "no text encoder is trained; set text_encoder_lr"),
         (
             {**CLIP, "network_train_text_encoder_only": True, "network_args": ["img_attn_dim=8"]},
