@@ -215,6 +215,9 @@ class DatasetArguments(Section):
         2, description="worker processes that read caches"
     )
     trigger_word: str | None = Field(None, description="word that calls up the subject, in subsets that name none")
+    caption_command: Annotated[str | None, SAME_RESULT] = Field(
+        None, description='run for each image without a caption, which it prints: "my_captioner --image {image}"'
+    )
 
 
 class PreservationConfig(Section):

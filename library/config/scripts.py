@@ -81,7 +81,6 @@ REMOVED_KEYS: Mapping[str, tuple[Any, str]] = {
         1,
         "was removed; remove it, and set activation_budget_mb, which keeps what costs most to recompute",
     ),
-    "caption_command": ("", "was removed; run your captioner before training: a text file beside each image"),
     "strict_dataset": (False, "was removed; run tools/check_dataset.py --strict before training"),
     "shard_lora": (
         False,

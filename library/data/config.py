@@ -164,6 +164,7 @@ _OF_VIDEOS = ("video_directory", "video_jsonl_file", "target_frames", "frame_ext
 REFUSED_KEYS = {
     **{key: f"{FLAGS[key].why}; {FLAGS[key].instead}" for key in _OF_TRAINERS},
     **dict.fromkeys(_OF_VIDEOS, "models are trained on still images; use image_dir"),
+    "caption_command": "a dataset may come from a stranger and names no commands; set it in the training TOML",
     "custom_attributes": 'nothing reads it; for diff_output_preservation set is_reg = true here and preserve = "prior"',
     "network_multiplier": "the network is always trained at full strength; remove it and use num_repeats",
 }

@@ -115,7 +115,7 @@ def _refused(site: Site, values: Mapping[str, Any], script: Script[Any]) -> list
         path = Path(value) if key in (*_PATHS, "sample_prompts") and isinstance(value, str) and value else None
         try:
             site.roots.refuse_paths_outside(value, key)
-            if key == "trust_class_paths" and value:
+            if key in ("caption_command", "trust_class_paths") and value:
                 raise UserError("runs a program, which this page does not; start such a run in a terminal")
             if key in _MADE and value:
                 site.roots.find(str(value), output=key == "output_dir")

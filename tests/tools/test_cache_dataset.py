@@ -15,6 +15,7 @@ from library.models.flux.vae import FluxImageEncoder
 from tests.processes import LIMIT
 from tests.runs import ROOT, arguments, run, write_base, write_dataset
 from tests.tiny import tiny_flux_pipeline
+from tests.worker_group import run_in_group
 from tools.cache_dataset import cache_dataset
 
 
@@ -75,3 +76,21 @@ def test_ctrl_c_is_answered_before_what_runs_is_waited_for() -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
     assert done.stderr == "interrupted: what is cached is kept, and the same command goes on from it\nthreads end\n"
     assert done.returncode == 130
+
+
+def _cache(flags: list[str]) -> None:
+    cache_dataset(load_config(flags))
+
+
+def test_the_main_process_writes_captions_and_the_others_read_them(tmp_path: Path) -> None:
+    base, dataset = tiny_flux_pipeline(tmp_path / "base"), write_dataset(tmp_path, images=3)
+    for number in (0, 2):
+        (tmp_path / "images" / f"{number}.txt").unlink()
+    log = tmp_path / "log"
+    command = f"sh -c 'echo \"$1\" >> {log}; echo a drawn disc' sh {{image}}"
+    flags = arguments(base, dataset, tmp_path / "unused", caption_command=command, trigger_word="zorbo")
+    assert run_in_group([("captions", _cache, (flags,))], tmp_path) == {"captions": ""}
+    assert sorted(log.read_text().split()) == [str(tmp_path / "images" / f"{number}.png") for number in (0, 2)]
+    assert (tmp_path / "images" / "0.txt").read_text() == "a drawn disc\n"
+    text = tmp_path / "images" / ".tandem_cache" / "text"
+    assert len(list(text.rglob("*.safetensors"))) == 2  # "zorbo, a drawn disc" and that of image 1

@@ -244,7 +244,7 @@ def test_a_dataset_toml_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not config.training.blocks_to_swap  # of a model with fewer blocks than that nothing is swapped
 
 
-def test_missing_captions_are_made_of_the_words_or_named(
+def test_missing_captions_are_made_of_the_words_or_by_a_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
     shutil.copytree(IMAGES, tmp_path / "images", ignore=shutil.ignore_patterns("*.txt"))
@@ -255,6 +255,7 @@ def test_missing_captions_are_made_of_the_words_or_named(
     swapped = [str(tmp_path / "images") if word == IMAGES else word for word in STYLE]
     folder = write(swapped, tmp_path / "style", monkeypatch)
     assert "class_tokens" not in (folder / "dataset.toml").read_text()
+    assert '\n# caption_command = "my_captioner {image}"\n' in (folder / "config.toml").read_text()
     assert "16 without a caption" in capsys.readouterr().out
 
 

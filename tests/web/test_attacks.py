@@ -64,6 +64,7 @@ def server(tmp_path: Path) -> Iterator[Server]:
         ('dataset_args = ["cache_directory=/elsewhere"]', "", "datasets/inside.toml", "lies outside"),
         ('dataset_args = ["reg_data_dir=/elsewhere"]', "", "datasets", "lies outside"),
         (f'resume = "/elsewhere/{"./" * 2100}state"', "", "datasets/inside.toml", "lies outside"),
+        ('caption_command = "touch /tmp/x {image}"', "", "datasets/inside.toml", "runs a program"),
         ('network_weights = "../secret.safetensors"', "", "datasets/inside.toml", "lies outside"),
         ('logging_dir = "/var"\nlog_with = "tensorboard"', "", "datasets/inside.toml", "lies outside"),
     ],

@@ -166,8 +166,12 @@ def save_facts(position: Position, total_steps: int, now: float) -> dict[str, ob
 
 
 def without_folders(sections: dict[str, dict[str, object]]) -> dict[str, dict[str, object]]:
-    """Return the configuration with paths cut to their last part: a published LoRA shows nobody's home folder."""
-    return {name: {key: _cut(key, value) for key, value in keys.items()} for name, keys in sections.items()}
+    """Return the configuration with paths cut to their last part: a published LoRA shows nobody's home folder.
+
+    The caption command is left out: it may hold folders and passwords.
+    """
+    left = {name: {key: keys[key] for key in keys if key != "caption_command"} for name, keys in sections.items()}
+    return {name: {key: _cut(key, value) for key, value in keys.items()} for name, keys in left.items()}
 
 
 _PATHS = {  # may be relative; what is absolute is known by itself

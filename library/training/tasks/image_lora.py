@@ -32,6 +32,7 @@ from library.data.batches import (
     collate,
     collate_or_error,
 )
+from library.data.caption_command import write_captions
 from library.data.dataset import Painted, TrainingData, build_dataset, check_masks
 from library.data.lint import summarise
 from library.errors import UserError
@@ -142,10 +143,13 @@ class ImageLora(LoraTask):
         """Read the dataset, with what the base has painted beside it; nothing is encoded, and no weights are loaded.
 
         Raises:
-            UserError: see ``build_dataset`` and ``check_masks``; a seam without masks; more control images than the
-                model takes.
+            UserError: see ``write_captions``, ``build_dataset`` and ``check_masks``; a seam without masks; more control
+                images than the model takes.
         """
         config, family, encoder = self.plan.config, self.family, self.image_encoder
+        with agreed("writing captions"), counting(self.console) as start:
+            if config.dataset.caption_command and self.accelerator.is_main_process:
+                write_captions(config.dataset.caption_command, self.plan.dataset, start)
         self.data = data = build_dataset(
             self.plan.dataset,
             config.training.seed,

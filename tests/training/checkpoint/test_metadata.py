@@ -203,7 +203,7 @@ def test_no_folder_of_this_machine_is_published() -> None:
 def test_a_runs_file_carries_every_key_and_no_folder(base: Path, tmp_path: Path) -> None:
     dataset = write_dataset(tmp_path / "data", images=5, text="batch_size = 2\nvalidation_split = 0.2")
     settings = {"network_args": ["single_dim = 2"], "optimizer_args": ["eps=1e-7"], "save_every_n_steps": 2}
-    settings |= {"trigger_word": "zorbo"}
+    settings |= {"trigger_word": "zorbo", "caption_command": "describe --key s3cret {image}"}
     # 4 images in batches of 2, two batches a step: 1 step an epoch, so 3 steps are 3 epochs
     run(base, dataset, tmp_path / "out", max_train_steps=3, gradient_accumulation_steps=2, **settings)
     with safe_open(tmp_path / "out" / "lora.safetensors", framework="pt") as file:
@@ -230,6 +230,7 @@ def test_a_runs_file_carries_every_key_and_no_folder(base: Path, tmp_path: Path)
         "modelspec.trigger_phrase": "zorbo",
     }
     assert {key: metadata.get(key) for key in expected} == expected
+    assert "s3cret" not in json.dumps(metadata)
     assert 0 <= int(metadata["ss_session_id"]) < 2**32
     assert str(tmp_path) not in json.dumps(metadata)
     assert str(base.parent) not in json.dumps(metadata)
