@@ -239,6 +239,18 @@ def caption_beside(name: str, files: Collection[str], subset: Subset) -> str | N
     return found if found in files and found != name else None
 
 
+def uncaptioned(subset: Subset) -> dict[Path, Path]:
+    """Return the images of a subset with an ``image_dir`` that have no caption, with the files that one belongs in."""
+    folder, suffix = subset.image_dir, caption_suffix(subset)
+    assert folder is not None
+    if is_image(f"x{suffix}"):
+        raise UserError(f"{subset.where}: caption_extension {suffix!r} is that of an image; name another, as '.txt'")
+    besides = [path for path in (subset.mask_dir, subset.control_dir, subset.inpaint_mask_dir) if path != folder]
+    files = list_folder(folder, subset.settings.recursive, [path for path in besides if path is not None])
+    without = [name for name in files if is_image(name) and not caption_beside(name, files, subset)]
+    return {folder / name: folder / (stem(name) + suffix) for name in without}
+
+
 def caption_suffix(subset: Subset) -> str:
     """Return what follows an image's stem in the name of its caption's file; the dot may be left out in the TOML."""
     suffix = subset.settings.caption_extension
