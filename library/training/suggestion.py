@@ -33,6 +33,7 @@ from library.training.memory.budget import GIB
 from library.training.memory.policy import RESERVE
 
 Kind = Literal["subject", "style", "edit"]
+CAPTIONER = 'caption_command = "my_captioner {image}"'
 _CAPTION_ENDINGS = (".txt", ".caption")
 
 
@@ -213,7 +214,7 @@ def suggest(answers: Answers, found: Look, memory: Memory) -> dict[str, str]:
     jinja.filters |= {"toml": _toml, "comment": _comment}
     context = {
         "answers": answers, "found": found, "chosen": chosen, "values": values, "folder": folder, "held_out": held_out,
-        "trained": len(found.samples) - held_out, "sampled": sampled, "pairs": pairs,
+        "trained": len(found.samples) - held_out, "sampled": sampled, "pairs": pairs, "captioner": CAPTIONER,
         "title": MODEL_TYPES[answers.model_type].title, "lines": lines, "name": answers.save_to.resolve().name,
         "place": lambda name: (answers.save_to / name).as_posix(),
     }  # fmt: skip
