@@ -40,7 +40,7 @@ from library.data.batches import MicroStep
 from library.nn.checkpointing import evaluating
 from library.randomness import derive_seed
 from library.training.checkpoint.state import Stateful
-from library.training.optim.ema import WeightAverage
+from library.training.optim.after_update import WeightAverage
 from library.training.optim.factory import averaged_weights, unwrapped
 from library.training.parallel.gather import all_reduce_and, to_local
 from library.training.parallel.parallelize import ParallelSpec, parallelize

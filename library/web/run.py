@@ -21,8 +21,7 @@ from library.config.markers import MOST
 from library.errors import UserError
 from library.files import write_text
 from library.folder_lock import LOCK, is_held
-from library.training.report.charts import charts_of
-from library.training.report.metrics_file import MetricsReader, Run, Series
+from library.training.report.metrics_file import MetricsReader, Run, Series, charts_of
 from library.training.report.run_folder import (
     defaults_of,
     mtime,

@@ -7,7 +7,7 @@ import pytest
 from library.config.schema import TrainingConfig
 from library.data.batches import DataParallelRank
 from library.training.checkpoint.state import Position
-from library.training.run_length import describe_steps, run_length
+from library.training.tasks.task import describe_steps, run_length
 
 
 def test_a_run_takes_the_steps_that_its_epochs_have_left(subtests: pytest.Subtests) -> None:

@@ -52,8 +52,8 @@ from library.training.checkpoint.state import start_position
 from library.training.flow import noisy_latents
 from library.training.plan import base_dtype
 from library.training.report.progress import counting
-from library.training.run_length import run_length
 from library.training.tasks.image_step import Teacher
+from library.training.tasks.task import run_length
 from networks.files.adapters import load_lora
 from networks.merging.merge import read_base_weights
 from networks.network import AdapterNetwork, attach_lora

@@ -35,15 +35,14 @@ from library.training.checkpoint.state import (
     refuse_finished,
     start_position,
 )
+from library.training.optim.after_update import WeightNormLimit
 from library.training.optim.factory import build_optimizer, check_optimizer
 from library.training.optim.schedules import build_schedule
-from library.training.optim.weight_norms import WeightNormLimit
 from library.training.parallel.gather import gathered
 from library.training.parallel.parallelize import ParallelSpec
 from library.training.plan import LoraPlan
 from library.training.report.progress import loads_in_table
-from library.training.run_length import describe_steps, run_length
-from library.training.tasks.task import Task
+from library.training.tasks.task import Task, describe_steps, run_length
 from networks.files.adapters import load_adapter, load_lora
 from networks.files.layouts import check_save_format
 from networks.files.metadata import base_mismatch, build_metadata, trained_alphas, weight_file

@@ -50,14 +50,13 @@ from library.training.optim.factory import (
     has_averaged_weights,
     parse_optimizer_args,
 )
-from library.training.optim.muon import MuonWithAdamW
+from library.training.optim.optimizers import MuonWithAdamW
 from library.training.optim.schedules import build_schedule, resolve_steps
 from library.training.parallel.gather import full_shapes, gather_weights, gathered, local_parameters, scatter_weights
 from library.training.parallel.parallelize import lm_parallel_spec
 from library.training.plan import PretrainPlan, resolve_pretraining
-from library.training.run_length import describe_steps, run_length
 from library.training.sampling.text import TextSampler
-from library.training.tasks.task import Task
+from library.training.tasks.task import Task, describe_steps, run_length
 
 _DTYPES = {None: None, "fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -12,7 +12,7 @@ from library.config.schema import SavingConfig
 from library.errors import WriteError
 from library.training.checkpoint.saving import remove_old
 from library.training.checkpoint.state import Position
-from library.training.optim.ema import WeightAverage
+from library.training.optim.after_update import WeightAverage
 from library.training.tasks.image_lora import ImageLora
 from tests.runs import largest_difference, lora, run, write_dataset
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from library.training.optim.weight_norms import WeightNormLimit, product_norm
+from library.training.optim.after_update import WeightNormLimit, product_norm
 from networks.adapters.lora import LoRALinear, join
 
 SIZES = [(48, 64, 8, 4.0), (32, 16, 4, 4.0), (16, 16, 2, 1.0)]  # out, in, rank, alpha
