@@ -45,7 +45,7 @@ _REPLACED = {  # keys that sd-scripts, or earlier versions, take, and what to do
     "verbose": "the summary is always printed; remove it",
     "network_reg_dims": "set ranks by kind with the *_dim keys",
     "network_reg_lrs": "all layers share one learning rate; remove it",
-    "dora_norm": "the metadata of the file tell; remove it",
+    "dora_norm": "the metadata of the file say which norm it has (tandem.dora_norm); remove it",
     "ggpo_beta": "gradient-guided perturbation is not available; remove it",
     "ggpo_sigma": "gradient-guided perturbation is not available; remove it",
 }

@@ -119,6 +119,8 @@ def main() -> None:
     found, targets = extract(options)
     console = tool_console()
     console.print(layer_table(found.layers, targets))
+    for note in found.notes:
+        console.print(f"note: {note}")
     console.print(f"{options.save_to}: {counted(len(found.layers), 'layer')}, equal ones left out: {found.equal}")
 
 

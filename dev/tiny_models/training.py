@@ -19,7 +19,8 @@ pass then does what two did.
 
 Every stage goes through one loop (:func:`train`). The learning rate is half a cosine behind a warm-up, of each
 optimizer's own height. What a stage makes are the averaged weights; their decay grows with the number of updates, so
-that they soon forget the start, as in ``library.training.optim.after_update``. Every random choice is a function of the step.
+that they soon forget the start (``library.training.optim.after_update``). Every random choice is a function of the
+step.
 """
 
 from __future__ import annotations

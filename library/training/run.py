@@ -12,6 +12,7 @@ process fails while the others wait for it, all leave the block (``processes.agr
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -344,7 +345,8 @@ class Run:
         if loss is None or position.validated_at == position.step:
             return
         position.validated_at = position.step
-        is_best = position.best_val_loss is None or loss < position.best_val_loss
+        best = position.best_val_loss
+        is_best = math.isfinite(loss) and (best is None or math.isnan(best) or loss < best)
         if not is_best:
             position.validations_since_best += 1
             return

@@ -79,6 +79,8 @@ def load_adapter(path: str | Path, targets: LoraTargets) -> AdapterFile:
     found, unknown = _by_module(path, entries, targets)
     title = TITLES[non_lora_kind(entries) or "lora"]
     if unknown:
+        if any(key.endswith((".oft_blocks", ".oft_R.weight")) for key in unknown):
+            raise UserError(f"{path}: is an OFT, which is not read; use a LoRA, DoRA, LoHa or LoKr")
         refuse_other_family(path, targets)
         or_text = " or text encoders" if targets.text_encoders else ""
         raise UserError(
@@ -88,7 +90,7 @@ def load_adapter(path: str | Path, targets: LoraTargets) -> AdapterFile:
     if not found:
         raise UserError(f"{path}: no tensors; not a LoRA file")
     prefixes = (targets.file_prefix, *(encoder.name for encoder in targets.text_encoders))
-    stated = {prefix: read_alphas(path, metadata, prefix) for prefix in prefixes}
+    stated = {prefix: read_alphas(path, metadata, prefix, dora=title == "DoRA") for prefix in prefixes}
     weights: dict[str, AdapterWeights] = {}
     for stem, (module, tensors) in found.items():
         alphas = stated[module.encoder.name if module.encoder else targets.file_prefix]
@@ -123,7 +125,7 @@ def _settle_norms(path: Path, weights: dict[str, AdapterWeights], metadata: Mapp
         return ()
     return (
         f"{path}: {len(by_rows)} dora_scale are taken for row norms of W + BA, as LyCORIS and OneTrainer train them; "
-        "ComfyUI divides by those of W",
+        'ComfyUI divides by those of W; if the file was made for it, add the metadata "tandem.dora_norm": "base"',
     )
 
 

@@ -183,11 +183,11 @@ class AlphaTable:
         return alpha * rank**0.5 if self.rank_stabilised else alpha
 
 
-def read_alphas(path: Path, metadata: Mapping[str, str], prefix: str) -> AlphaTable | None:
+def read_alphas(path: Path, metadata: Mapping[str, str], prefix: str, dora: bool = False) -> AlphaTable | None:
     """Return the alphas stated by the metadata or by the ``adapter_config.json`` beside a PEFT file, if any.
 
     Raises:
-        UserError: the JSON is broken.
+        UserError: the JSON is broken, or the adapter is a DoRA and ``dora`` is not set.
     """
     beside = path.with_name("adapter_config.json")
     if text := metadata.get(ADAPTER_METADATA_KEY):
@@ -196,7 +196,7 @@ def read_alphas(path: Path, metadata: Mapping[str, str], prefix: str) -> AlphaTa
         source, text = str(beside), read_text(beside)
     else:
         return None
-    return _alpha_table(source, text, prefix)
+    return _alpha_table(source, text, prefix, dora)
 
 
 def trained_alphas(path: Path, metadata: Mapping[str, str], prefix: str) -> AlphaTable | None:
@@ -205,11 +205,13 @@ def trained_alphas(path: Path, metadata: Mapping[str, str], prefix: str) -> Alph
     return _alpha_table(f"{path}: metadata {TRAINED_ALPHA_KEY}", text, prefix) if text else None
 
 
-def _alpha_table(source: str, text: str, prefix: str) -> AlphaTable:
+def _alpha_table(source: str, text: str, prefix: str, dora: bool = False) -> AlphaTable:
     try:
         config = {key.removeprefix(f"{prefix}."): value for key, value in json.loads(text).items()}
     except (ValueError, AttributeError, RecursionError) as error:
         raise UserError(f"{source}: not a JSON object ({error}); save the LoRA again") from None
+    if config.get("use_dora") and not dora:
+        raise UserError(f"{source}: use_dora is set, but the file has no magnitudes of a DoRA; get the whole file")
     alpha, patterns = config.get("lora_alpha", config.get("alpha")), config.get("alpha_pattern") or {}
     try:
         numbers = [*patterns.values()] if alpha is None else [alpha, *patterns.values()]

@@ -135,7 +135,7 @@ class _File:
         dtypes = {t.dtype for key, t in tensors.items() if not key.endswith(".alpha")}
         self.dtype = next((dtype for dtype in _TOLERANCE if dtype in dtypes), torch.bfloat16)
         components = (targets.file_prefix, *(encoder.name for encoder in targets.text_encoders))
-        self.alphas = {name: read_alphas(weight_file(path), metadata, name) for name in components}
+        self.alphas = {name: read_alphas(weight_file(path), metadata, name, dora=True) for name in components}
 
     def tolerance(self, weights: AdapterWeights) -> float:
         """Return how far a layer may be off for its dtype; fp16 has few bits for small numbers."""

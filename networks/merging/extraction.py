@@ -5,7 +5,7 @@ become the factors: ``up = U sqrt(s)``, ``down = sqrt(s) V^T``, alpha = rank. Tw
 whatever the models' sizes. The two may be stored in different layouts and precisions: modules are compared by
 diffusers' name, q, k and v apart, fp8 weights as the numbers they stand for.
 
-Layers that are equal get no LoRA. A LoRA holds no biases and no norms: what the tuned model changed in them is lost.
+Layers that are equal get no LoRA. A LoRA holds no biases and no norms: where those differ too, a note says so.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from dataclasses import dataclass
 
 import torch
 
-from library.errors import UserError, names_in_short
+from library.errors import UserError, counted, names_in_short
 from library.models.layer_names import KeyNames, LoraTargets
 from library.precision.checkpoint import WeightFiles
 from library.randomness import generator
+from library.safetensors_io import read_tensor
 from networks.files.base import Base, BaseModule, find_modules
 from networks.files.weights import LoraWeights
 from networks.merging.low_rank import Spectrum, decompose
@@ -36,11 +37,12 @@ class ExtractedLayer:
 
 @dataclass(frozen=True)
 class Extraction:
-    """The LoRA, its layers in the models' order, and how many layers are equal."""
+    """The LoRA, its layers in the models' order, how many layers are equal, and what a LoRA cannot hold."""
 
     weights: dict[str, LoraWeights]
     layers: list[ExtractedLayer]
     equal: int
+    notes: list[str]
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,8 @@ def extract_lora(
             progress(done, total)
     if not layers:
         raise UserError(f"{tuned.path}: its linear layers are those of {original.path}; there is nothing to extract")
-    return Extraction(weights, layers, total - len(layers))
+    notes = [note for pair in pairs for note in _other_differences(pair)]
+    return Extraction(weights, layers, total - len(layers), notes)
 
 
 def _pair(weights: tuple[WeightFiles, WeightFiles], keys: KeyNames, prefix: str, model_name: str) -> _Pair:
@@ -127,3 +130,20 @@ def _layer(pair: _Pair, name: str, dim: int, device: torch.device | str) -> Spec
     if not bool(difference.any()):
         return None
     return decompose(difference, dim, generator(0, "extract", pair.prefix + name))
+
+
+def _other_differences(pair: _Pair) -> list[str]:
+    """Return a remark if tensors that a LoRA cannot hold differ; only those of equal name can be compared."""
+    layers = {place.tensor for places in pair.places for place in places.values()}
+    before, after = (weights.entries for weights in pair.weights)
+    differing = [
+        name
+        for name in before
+        if name not in layers
+        and name in after
+        and not torch.equal(read_tensor(before, name).float(), read_tensor(after, name).float())
+    ]
+    if not differing:
+        return []
+    where, shown = pair.weights[1].path, names_in_short(differing, 3)
+    return [f"{where}: also different, but not in the LoRA: {counted(len(differing), 'tensor')} ({shown})"]

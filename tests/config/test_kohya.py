@@ -217,6 +217,11 @@ def test_what_only_chooses_a_kernel_or_notes_something_is_one_line_and_the_run_g
 @pytest.mark.parametrize(
     ("argv", "key", "value"),
     [
+        (["--split_mode"], "blocks_to_swap", 18),
+        (["--split_mode", "--blocks_to_swap", "4"], "blocks_to_swap", 4),
+        (["--use_8bit_adam"], "optimizer_type", "AdamW8bit"),
+        (["--use_lion_optimizer", "--optimizer_type", ""], "optimizer_type", "Lion"),
+        (["--save_n_epoch_ratio", "4", "--max_train_epochs", "10"], "save_every_n_epochs", 2),
         (["--no_half_vae"], "vae_dtype", "fp32"),
         (["--optimizer_type", "pytorch_optimizer.CAME"], "optimizer_type", "CAME"),
         (["--deepspeed"], "zero", 2),
@@ -311,8 +316,6 @@ def test_an_estimated_step_size_gets_no_default_rate() -> None:
         (["--save_n_epoch_ratio", "4"], "set save_every_n_epochs to max_train_epochs divided by it"),
         (["--loss_type", "huber", "--huber_schedule", "exponential"], "--huber_schedule: not taken: 'exponential'"),
         (["--loss_type", "huber", "--huber_scale", "3"], "--huber_scale: not taken: it multiplies huber_c; set"),
-        (["--use_8bit_adam"], "--use_8bit_adam: not taken: set optimizer_type = AdamW8bit"),
-        (["--split_mode"], "--split_mode: not taken: older than blocks_to_swap; set blocks_to_swap = 18"),
         (["--model_type", "chroma"], "--model_type: not taken: 'chroma' is not in this version; Chroma is not a model"),
         (["--lr_scheduler", "cosine", "--lr_warmup_steps", "x%"], "--lr_warmup_steps: 'x%' does not fit"),
     ],

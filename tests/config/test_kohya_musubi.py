@@ -171,6 +171,9 @@ def test_the_version_and_the_datasets_control_images_choose_the_model_type(
         (["--model_version", "edit"], "qwen_image_edit", None),
         (["--model_version", "Edit-2509"], "qwen_image_edit_plus", None),
         (["--model_version", "edit-2511"], "qwen_image_edit_plus", True),
+        (["--edit"], "qwen_image_edit", None),
+        (["--edit", "--edit_plus"], "qwen_image_edit_plus", None),  # resolve_model_version_args there
+        (["--model_version", "edit", "--edit_plus"], "qwen_image_edit", None),
     ],
     ids=str,
 )
@@ -186,7 +189,6 @@ def test_what_is_not_there_is_refused_with_what_replaces_it() -> None:
     for flags, message in (
         ("--model_version layered", "--model_version: not taken: 'layered' is not a model family"),
         ("--network_module networks.lora_flux_2 --model_version klein-2b", "'klein-2b' is not a model family"),
-        ("--edit_plus", "--edit_plus: not taken: older than model_version; set model_version = edit or edit-2509"),
         ("--remove_first_image_from_target", "layered models are not in this version; remove it"),
         ("--timestep_sampling ideogram4_shift", "'ideogram4_shift' is not in this version; it belongs to Ideogram"),
         (

@@ -83,15 +83,18 @@ def test_a_smaller_rank_is_the_best_one_and_says_what_it_keeps(files: dict[str, 
     assert layer.norm == pytest.approx(np.linalg.norm(difference), rel=1e-6)
 
 
-def test_equal_layers_are_left_out(files: dict[str, Path], tmp_path: Path) -> None:
+def test_equal_layers_are_left_out_and_what_is_in_no_lora_is_named(files: dict[str, Path], tmp_path: Path) -> None:
     tensors = load_file(files["base.safetensors"])
     key = "double_blocks.0.img_attn.qkv"
     tensors[f"{key}.weight"][32:64] += 0.5  # k alone
+    tensors[f"{key}.bias"] += 1
     save_file(tensors, tmp_path / "tuned.safetensors")
     bases = open_base(files["base.safetensors"]), open_base(tmp_path / "tuned.safetensors")
     found = extract_lora(*bases, FLUX_TARGETS, dim=1)
     assert list(found.weights) == ["transformer_blocks.0.attn.to_k"]
     torch.testing.assert_close(found.weights["transformer_blocks.0.attn.to_k"].delta(), torch.full((32, 32), 0.5))
+    assert len(found.notes) == 1
+    assert f"also different, but not in the LoRA: 1 tensor ({key}.bias)" in found.notes[0]
 
 
 def test_a_scaled_fp8_model_counts_as_the_numbers_it_stands_for(files: dict[str, Path], tmp_path: Path) -> None:

@@ -30,11 +30,32 @@ SCRIPT_SUFFIXES = (".sh", ".bat", ".cmd", ".ps1", ".txt")
 _READ = ("config_file", "dataset_config", "train_data_dir", "reg_data_dir", "in_json", "conditioning_data_dir")
 
 
-# How the three kinds of scripts continue a line, comment, set a variable and name it.
-_CONTINUED = r"[\\^`][ \t]*\n"
-_COMMENT = r"\s*(?:#|::|(?i:rem)\b)"
-_ASSIGNMENT = r"\s*(?:export\s+|(?i:set)\s+\"?|\$)?(?P<name>\w+)\s*=\s*(?P<quote>[\"']?)(?P<value>.*?)(?P=quote)\"?$"
-_VARIABLE = r"\$\{?([A-Za-z_]\w*)\}?|%(\w+)%"
+@dataclass(frozen=True)
+class _Shell:
+    """How a kind of script is written."""
+
+    continuation: str
+    comment: str
+    escape: str
+    quotes: str
+    assignment: str
+    variable: str
+
+
+_ASSIGN_VALUE = r"(?P<quote>[\"']?)(?P<value>.*?)(?P=quote)$"
+_POSIX = _Shell(
+    r"\\", r"\s*#", "\\", "\"'", r"\s*(?:export\s+)?(?P<name>\w+)=" + _ASSIGN_VALUE, r"\$\{?(?P<name>[A-Za-z_]\w*)\}?"
+)
+_BATCH = _Shell(
+    r"\^",
+    r"\s*(?i:rem\b|::)",
+    "",
+    '"',
+    r"\s*(?i:set)\s+(?P<quote>\"?)(?P<name>\w+)=(?P<value>.*?)(?P=quote)$",
+    r"%(?P<name>\w+)%",
+)
+_POWERSHELL = _Shell("`", r"\s*#", "", "\"'", r"\s*\$(?P<name>\w+)\s*=\s*" + _ASSIGN_VALUE, r"\$(?P<name>[A-Za-z_]\w*)")
+_SHELLS = {".bat": _BATCH, ".cmd": _BATCH, ".ps1": _POWERSHELL}
 
 
 @dataclass(frozen=True)
@@ -53,7 +74,7 @@ def read_command(words: Sequence[str]) -> Command:
         UserError: the script is none of :data:`TRAINERS`.
     """
     if len(words) == 1 and " " in words[0].strip():
-        words = _split(words[0])
+        words = _split(words[0], _POSIX)
     words = [word for word in words if word not in ("\\", "$@", "%*", "\n")]
     at = next((i for i, word in enumerate(words) if _script(words, i)), None)
     if at is None:
@@ -97,30 +118,31 @@ def paths_read(text: str, name: str) -> list[tuple[str, Any]]:
 
 
 def _first_command(text: str, path: str | Path) -> Command:
-    windows = Path(path).suffix.lower() in (".bat", ".cmd", ".ps1")
-    lines = [line for line in text.splitlines() if not re.match(_COMMENT, line)]
+    shell = _SHELLS.get(Path(path).suffix.lower(), _POSIX)
+    lines = [line for line in text.splitlines() if not re.match(shell.comment, line)]
+    joined = re.sub(shell.continuation + r"[ \t]*\n", " ", "\n".join(lines)).splitlines()
     variables: dict[str, str] = {}
-    for line in re.sub(_CONTINUED, " ", "\n".join(lines)).splitlines():
-        line = re.sub(_VARIABLE, lambda m: variables.get(m[1] or m[2], m[0]), line).rstrip()
-        if match := re.match(_ASSIGNMENT, line):
+    for line in joined:
+        line = re.sub(shell.variable, lambda m: variables.get(m["name"], m[0]), line).rstrip()
+        if match := re.match(shell.assignment, line):
             variables[match["name"]] = match["value"]
         elif any("train" in match[0] for match in re.finditer(r"\b\w+(\.py\b|\s+--)", line)):
-            words = [word for word in _split(line, windows) if word not in ("$@", "${@}", "%*")]
+            words = [word for word in _split(line, shell) if word not in ("$@", "${@}", "%*")]
             for word in words:
-                if unset := re.search(_VARIABLE, word):
+                if unset := re.search(shell.variable, word):
                     raise UserError(f"{path}: {unset[0]} is not set in this file; write its value into it")
             return read_command(words)
     raise UserError(f"{path}: starts no trainer; it should hold a command with {' or '.join(TRAINERS)}")
 
 
-def _split(text: str, windows: bool = False) -> list[str]:
-    """Return the words of the first command in ``text``; in Windows' scripts a backslash is one."""
-    if not windows:
+def _split(text: str, shell: _Shell) -> list[str]:
+    """Return the words of the first command in ``text``."""
+    if shell is _POSIX:
         text = re.sub(r"\\[ \t]*\n", " ", text)
     text = re.sub(r"\s\d>(&\d|\s*\S+)", " ", text)  # redirections by number, "2>&1"
     lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|<>")
     lexer.whitespace_split = True
-    lexer.escape, lexer.commenters = "" if windows else "\\", ""
+    lexer.escape, lexer.quotes, lexer.commenters = shell.escape, shell.quotes, ""
     words: list[str] = []
     try:
         for word in lexer:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from library.config.kohya.flags import DEFAULTS
 from library.config.kohya.translation import Known, Translation, is_off
+from library.config.markers import is_nothing
 from library.config.model_types import MODEL_TYPES
 from library.config.optimizer_types import estimates_step_size
 from library.files import read_text
@@ -87,6 +89,33 @@ def _vae(result: Translation, known: Known) -> None:
 def _no_half_vae(result: Translation, known: Known) -> None:
     if not is_off(result.take("no_half_vae")):
         result.rename("no_half_vae", "vae_dtype", "fp32")
+
+
+def _deprecated(result: Translation, known: Known) -> None:
+    """Older flags, each as its trainer takes it; the newer flag counts where both are set."""
+    epochs, ratio = result.values.get("max_train_epochs"), result.values.get("save_n_epoch_ratio")
+    counted = str(epochs).isdigit() and str(ratio).isdigit() and str(ratio) != "0"
+    every = max(1, int(str(epochs)) // int(str(ratio))) if counted else None
+    meant: dict[str, tuple[str, Any]] = {
+        "edit_plus": ("model_version", "edit-2509"),
+        "edit": ("model_version", "edit"),
+        "split_mode": ("blocks_to_swap", 18),
+        "use_8bit_adam": ("optimizer_type", "AdamW8bit"),
+        "use_lion_optimizer": ("optimizer_type", "Lion"),
+        "save_n_epoch_ratio": ("save_every_n_epochs", every),
+    }
+    for key, (name, value) in meant.items():
+        if key not in result.values:
+            continue
+        if is_off(result.take(key)):
+            result.note(key, "left out", "asks for nothing")
+        elif not is_nothing(result.values.get(name)):
+            result.note(key, "left out", f"{name} is set too and counts")
+        elif value is None:
+            text = f"it depends on the number of epochs; set {name} to max_train_epochs divided by it"
+            result.note(key, "refused", f"not taken: {text}")
+        else:
+            result.rename(key, name, value)
 
 
 _DEEPSPEED = (
@@ -262,6 +291,7 @@ def _sampling(result: Translation, known: Known) -> None:
 
 
 RULES: tuple[Callable[[Translation, Known], None], ...] = (
+    _deprecated,  # before model_version is read
     _model,
     _vae,
     _no_half_vae,

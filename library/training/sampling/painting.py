@@ -149,7 +149,7 @@ def paint(
     if missing_of(sets) and config.parallel.splits_model:
         raise UserError(
             "preserve_prompts, general_prompts: their pictures are painted by one process, and the model is split; "
-            "paint them on one GPU first (tools/cache_dataset.py with this configuration and cache_directory)"
+            "paint them in one process first: tools/cache_dataset.py --tp 1 --pp 1 --shard 1 with this configuration"
         )
     with agreed("painting general prompts"):
         for each in sets.values() if accelerator.is_main_process else ():
