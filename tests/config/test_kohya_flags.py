@@ -116,3 +116,17 @@ def test_what_a_script_reads_is_the_same_with_a_byte_order_mark(tmp_path: Path) 
         script.write_text(text, encoding="utf-8")
         assert "other.toml" in read_command_file(script).arguments
         assert paths_read(text, script.name) == [("config_file", "other.toml")]
+
+
+def test_each_kind_of_script_is_read_by_the_rules_of_its_own_shell(tmp_path: Path) -> None:
+    """What continues a line, quotes and names a variable in one shell is plain text in another."""
+    command = "accelerate launch flux_train_network.py --output_dir"
+    for name, text, expected in (
+        ("folders.bat", f"set OUT=D:\\loras\\\nset DATA=D:\\data\n{command} %OUT% --train_data_dir %DATA%\n",
+         ("D:\\loras\\", "--train_data_dir", "D:\\data")),
+        ("apostrophe.bat", f"{command} C:\\O'Brien ^\n  --seed 1\n", ("C:\\O'Brien", "--seed", "1")),
+        ("date.sh", f"NOW=`date +%F`\n{command} out --seed 1\n", ("out", "--seed", "1")),
+        ("folder.ps1", f"$out = 'D:\\loras\\'\n{command} $out `\n  --seed 1\n", ("D:\\loras\\", "--seed", "1")),
+    ):  # fmt: skip
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        assert read_command_file(tmp_path / name).arguments == ("--output_dir", *expected), name

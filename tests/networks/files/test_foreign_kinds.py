@@ -212,3 +212,14 @@ def test_ai_toolkits_magnitude_is_pefts(tmp_path: Path) -> None:
         tmp_path / "a.safetensors", f"transformer.{LAYER}", {**peft, "magnitude": tensors["dora_scale"].flatten()}
     )
     close(load_adapter(path, FLUX_TARGETS).weights[LAYER].apply(base(), 1.0), expected)
+
+
+def test_a_file_that_lacks_a_part_or_is_of_another_kind_says_so(tmp_path: Path) -> None:
+    rotated = write(tmp_path / "oft.safetensors", STEM, {"oft_blocks": torch.zeros(4, 8, 8), "alpha": torch.ones(())})
+    with pytest.raises(UserError, match="oft.safetensors: is an OFT, which is not read"):
+        load_adapter(rotated, FLUX_TARGETS)
+    pair = {"lora_A.weight": torch.ones(4, 32), "lora_B.weight": torch.ones(32, 4)}
+    write(tmp_path / "adapter_model.safetensors", f"base_model.model.{LAYER}", pair)
+    (tmp_path / "adapter_config.json").write_text('{"r": 4, "lora_alpha": 4, "use_dora": true}')
+    with pytest.raises(UserError, match="use_dora is set, but the file has no magnitudes"):
+        load_adapter(tmp_path, FLUX_TARGETS)

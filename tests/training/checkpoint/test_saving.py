@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,21 @@ def test_the_last_step_is_looked_at_once_and_may_be_the_best(base: Path, tmp_pat
     best, last = lora(out, "lora-best"), lora(out)
     assert all(torch.equal(best[name], last[name]) for name in last)
     assert not events.stopped
+
+
+def test_a_loss_that_is_not_a_number_is_never_the_best(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, validate = write_dataset(tmp_path / "data", text=VALIDATED), ImageLora.validate
+
+    def broken(task: ImageLora, step: int) -> dict[str, float]:
+        return validate(task, step) | ({"val_loss": math.nan} if step == 1 else {})
+
+    monkeypatch.setattr(ImageLora, "validate", broken)
+    ended = run(base, data, tmp_path / "out", validate_every_n_steps=1, save_best=True, learning_rate=1e-3)
+    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["val_loss"] for line in lines if line.get("val_loss") is not None and line["step"] > 1]
+    assert ended.position.best_val_loss == min(losses)
 
 
 def test_best_weights_that_could_not_be_saved_are_no_bar_to_the_next(
