@@ -36,7 +36,8 @@ async def child_while_open(site: Site) -> AsyncIterator[None]:
         end_server(number, None)
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, end_both, number, signal.getsignal(number))
+        with suppress(NotImplementedError):  # on Windows, where asyncio has no such handlers
+            loop.add_signal_handler(number, end_both, number, signal.getsignal(number))
     yield
     await child.close()
 
