@@ -106,10 +106,9 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "flux_fill, mxfp8, nothing recomputed": {"model_type": "flux_fill", "file": "mxfp8", "flags": []},
 }  # fmt: skip
-# Of each kind of blocks one, and of each kind of file; make test-cuda walks through the others.
+# One of each memory policy and of each kind of file but nvfp4; make test-cuda walks through the others.
 SAMPLE = {
     "flux, recomputed, sampled, validated, estimated",
-    "flux2_dev, nvfp4, blocks swapped and inputs on the host",
     "flux3_klein, int8 with ConvRot, blocks swapped",
     "flux_fill, mxfp8, nothing recomputed",
     "qwen_image_edit, int8 by rows, activations within a budget",
