@@ -471,7 +471,7 @@ def test_memory_and_dataset_are_looked_at_before_the_start(browser: Any, server:
     page.get_by_role("button", name="Count the memory").click()
     expect(page.locator("#memory")).to_contain_text(re.compile("begun just now: two steps of the run"))
     page.get_by_role("button", name="Look the dataset over").click()
-    expect(page.locator("#dataset pre")).to_contain_text("Bars at the border")
+    expect(page.locator("#dataset pre")).to_contain_text("16 images, nothing found")
     expect(page.locator("#memory b").first).to_have_text(re.compile(r"Peak 0\.\d\d GiB: fits on a card of 24 GB"))
     plan = next(job for job in Jobs(server.output / ".tandem").all() if job.kind == "memory")
     peak = json.loads((plan.folder / "result.json").read_text())["peak"] / 2**30
