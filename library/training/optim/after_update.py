@@ -1,23 +1,4 @@
-"""What happens to the weights after an update: an average follows them, and their norms are limited.
-
-An exponential moving average of the LoRA's weights (Polyak averaging), shown and saved instead of them.
-
-After every optimizer step ``average = decay * average + (1 - decay) * weights``. A long memory would hold on to the
-untrained weights for as long, so the decay grows with the number t of updates up to the one asked for:
-``min(decay, (1 + t) / (10 + t))``, the warm-up of TensorFlow's and diffusers' averages. Averages are fp32 whatever
-dtype the weights have: in bf16 an update by a thousandth would be rounded away.
-
-Max norm regularisation: no layer's update grows beyond a norm (``scale_weight_norms``, kohya's sd-scripts).
-
-After each optimizer step the update ``D = s B A`` of every layer, s = alpha / rank, is compared with the limit m
-(``apply_max_norm_regularization`` in ``networks/lora_flux.py`` there):
-
-    r = min(|D|, m) / max(|D|, m / 2)        if |D| > m:  A *= sqrt(r), B *= sqrt(r)
-
-so that what was larger has the norm m. The Frobenius norm needs no product of the weight's size:
-``|B A|^2 = sum((B^T B) * (A A^T))``, two matrices of rank x rank. What is measured stays on the device until a step is
-logged.
-"""
+"""What happens to the weights after an update: an average follows them, and their norms are limited."""
 
 from __future__ import annotations
 
@@ -32,7 +13,14 @@ from networks.adapters.base import AdapterLinear
 
 
 class WeightAverage:
-    """Averages of a list of parameters; costs four bytes for each."""
+    """An exponential moving average of the LoRA's weights (Polyak averaging), shown and saved instead of them.
+
+    After every optimizer step ``average = decay * average + (1 - decay) * weights``. A long memory would hold on to the
+    untrained weights for as long, so the decay grows with the number t of updates up to the one asked for:
+    ``min(decay, (1 + t) / (10 + t))``, the warm-up of TensorFlow's and diffusers' averages. Averages are fp32 whatever
+    dtype the weights have: in bf16 an update by a thousandth would be rounded away. They cost
+    four bytes for each weight.
+    """
 
     def __init__(self, parameters: Sequence[nn.Parameter], decay: float) -> None:
         self._parameters = list(parameters)
@@ -75,7 +63,16 @@ class WeightAverage:
 
 
 class WeightNormLimit:
-    """Keeps the updates of LoRA layers within a norm.
+    """Max norm regularisation: no layer's update grows beyond a norm (``scale_weight_norms``, kohya's sd-scripts).
+
+    After each optimizer step the update ``D = s B A`` of every layer, s = alpha / rank, is compared with the limit m
+    (``apply_max_norm_regularization`` in ``networks/lora_flux.py`` there):
+
+        r = min(|D|, m) / max(|D|, m / 2)        if |D| > m:  A *= sqrt(r), B *= sqrt(r)
+
+    so that what was larger has the norm m. The Frobenius norm needs no product of the weight's size:
+    ``|B A|^2 = sum((B^T B) * (A A^T))``, two matrices of rank x rank. What is measured stays on the device until a step
+    is logged.
 
     Attributes:
         limit: m above.

@@ -1,37 +1,4 @@
-"""Optimizers that are written here: CAME, SOAP, and Muon joined with AdamW.
-
-CAME (Luo et al. 2023, arXiv 2307.02047, algorithm 2): Adafactor's memory with a measure of confidence.
-
-Of a matrix's squared gradients the means of rows and of columns are kept, ``V ~ r c^T / mean(r)``, as Adafactor does;
-the update that follows is clipped and averaged, and then divided by how far it lately was from its average, which is
-kept factored too:
-
-    u = g / sqrt(V(g^2 + eps1))                 u /= max(1, rms(u) / clip_threshold)
-    m = b1 m + (1 - b1) u                       w -= lr * (m / sqrt(V((u - m)^2 + eps2)) + weight_decay * w)
-
-A vector has its full second moment and no confidence. There is no bias correction, as in the authors' package
-(came-pytorch 0.1.3), whose arguments these are. Written here because that package has had no release since 2023 and
-pytorch_optimizer, which has it too, brings a hundred others; for a LoRA it is one average a weight beside two vectors.
-
-SOAP: Adam in the eigenbasis of Shampoo's preconditioners (Vyas et al. 2024, https://arxiv.org/abs/2409.11321).
-
-Adam scales every entry of a matrix G by itself. Where entries work together, as a LoRA's rank directions do, the
-directions that matter are turned against the entries, and Adam hardly sees them. Here the moments are those of
-
-    G' = Q_L^T G Q_R,    Q_L, Q_R: eigenvectors of the running means of G G^T and G^T G
-
-and the step is turned back. Between refreshes Q stays; a refresh is a step of the power method and a QR
-decomposition (the paper's algorithm 4). A side longer than ``max_precondition_dim`` is not turned: of a LoRA's factors
-the side of the rank is, which costs next to nothing. On a loss with little noise, as a teacher's, it goes further in
-the same number of steps than AdamW.
-
-Muon for hidden matrices and AdamW for everything else, as one optimizer.
-
-Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) orthogonalises a matrix's momentum; it is made for
-the matrices inside blocks, not for embeddings, heads and vectors. torch has it; here the two are joined, so that the
-schedule, clipping and states see one optimizer. With ``match_rms_adamw`` (Moonlight, arXiv 2502.16982) a Muon step has
-the size of an AdamW step, and one learning rate does for both.
-"""
+"""Optimizers that are written here: CAME, SOAP, and Muon joined with AdamW."""
 
 from __future__ import annotations
 
@@ -44,7 +11,19 @@ from torch.optim import AdamW, Muon, Optimizer
 
 
 class CAME(Optimizer):
-    """See the module's text.
+    """CAME (Luo et al. 2023, arXiv 2307.02047, algorithm 2): Adafactor's memory with a measure of confidence.
+
+    Of a matrix's squared gradients the means of rows and of columns are kept, ``V ~ r c^T / mean(r)``, as Adafactor
+    does; the update that follows is clipped and averaged, and then divided by how far it lately was from its average,
+    which is kept factored too:
+
+        u = g / sqrt(V(g^2 + eps1))                 u /= max(1, rms(u) / clip_threshold)
+        m = b1 m + (1 - b1) u                       w -= lr * (m / sqrt(V((u - m)^2 + eps2)) + weight_decay * w)
+
+    A vector has its full second moment and no confidence. There is no bias correction, as in the authors' package
+    (came-pytorch 0.1.3), whose arguments these are. Written here because that package has had no release since 2023 and
+    pytorch_optimizer, which has it too, brings a hundred others; for a LoRA it is one average a weight beside two
+    vectors.
 
     Args:
         params: parameters or groups of them.
@@ -116,7 +95,17 @@ def _average(state: dict[str, Any], name: str, values: Tensor, beta: float) -> T
 
 
 class SOAP(Optimizer):
-    """See the module's text.
+    """SOAP: Adam in the eigenbasis of Shampoo's preconditioners (Vyas et al. 2024, https://arxiv.org/abs/2409.11321).
+
+    Adam scales every entry of a matrix G by itself. Where entries work together, as a LoRA's rank directions do, the
+    directions that matter are turned against the entries, and Adam hardly sees them. Here the moments are those of
+
+        G' = Q_L^T G Q_R,    Q_L, Q_R: eigenvectors of the running means of G G^T and G^T G
+
+    and the step is turned back. Between refreshes Q stays; a refresh is a step of the power method and a QR
+    decomposition (the paper's algorithm 4). A side longer than ``max_precondition_dim`` is not turned: of a LoRA's
+    factors the side of the rank is, which costs next to nothing. On a loss with little noise, as a teacher's, it goes
+    further in the same number of steps than AdamW.
 
     Args:
         lr: a step's size, as AdamW's. betas: of both moments. shampoo_beta: of the preconditioners.
@@ -197,7 +186,13 @@ def _turn(gradient: Tensor, state: dict[str, Any], back: bool = False) -> Tensor
 
 
 class MuonWithAdamW(Optimizer):
-    """Both optimizers, each over its own parameter groups."""
+    """Muon for hidden matrices and AdamW for everything else, as one optimizer.
+
+    Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) orthogonalises a matrix's momentum; it is made
+    for the matrices inside blocks, not for embeddings, heads and vectors. torch has it; here the two are joined, so
+    that the schedule, clipping and states see one optimizer. With ``match_rms_adamw`` (Moonlight, arXiv 2502.16982) a
+    Muon step has the size of an AdamW step, and one learning rate does for both.
+    """
 
     def __init__(
         self,

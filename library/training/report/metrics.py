@@ -44,9 +44,8 @@ class MetricsStream:
         self._accelerator = accelerator
         self._path = path
         self._waiting, self._warned, self._tracker_warned = b"", False, False
-        self._written_before: set[frozenset[str]] = (
-            set()
-        )  # keys of the lines that an interrupted run wrote of that step
+        # keys of the lines that an interrupted run wrote of the step it is resumed at
+        self._written_before: set[frozenset[str]] = set()
         if logging.log_with:
             run = {"wandb": {"name": logging.wandb_run_name}} if logging.wandb_run_name else {}
             try:
