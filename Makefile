@@ -54,9 +54,8 @@ format: $(STAMP) ## let ruff fix and format the code
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-docs: $(STAMP)  ## generate the JSON schemas, the pages of options and the drawing of the layers
+docs: $(STAMP)  ## generate the JSON schemas and the pages of options
 	$(PY) dev/write_config_docs.py
-	$(PY) dev/draw_structure.py
 
 clean:          ## remove the virtual environment, output and caches
 	rm -rf $(VENV) output .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

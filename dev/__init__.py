@@ -1,1 +1,1 @@
-"""What makes the repository's own assets, drawn figures and generated pages; no user needs it."""
+"""What makes the repository's own assets and generated pages; no user needs it."""

@@ -9,7 +9,7 @@ The stages, in order; one whose file is in <state> already is read from there:
     encode   paint the captioned scenes and encode them                       latents.pt
     dit      train transformer, T5 and CLIP together on them                  dit.pt
     distill  teach the transformer guidance, as FLUX.1-dev was                distill.pt, <out>/tiny-flux
-    demo     paint the demo dataset, a subject that the model never saw       <out>/demo_dataset
+    demo     paint the demo's images, a subject that the model never saw      <out>/demo_dataset/images
     fill_encode  blank a region of freshly painted scenes and encode them     fill_pool.pt
     fill     go on from the transformer with blanked image and mask           fill.pt, <out>/tiny-flux-fill
 
@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from dev.tiny_models.fill import build_fill_pipeline, fill_loss, random_mask, widened
 from dev.tiny_models.latent_pool import paint_and_encode
-from dev.tiny_models.scenes import write_demo_dataset
+from dev.tiny_models.scenes import write_demo_images
 from dev.tiny_models.training import (
     FlowTraining,
     VaeTraining,
@@ -143,8 +143,8 @@ def make(plan: Plan, out: Path, state: Path) -> None:
     loss = guided_loss(copy.deepcopy(model).eval().requires_grad_(False))
     model.load_state_dict(stage("distill", lambda: train_transformer("distill", model, loss, pool, plan.distill)))
     save_pipeline(build_pipeline(model, polished), out / "tiny-flux")
-    with atomic_folder(out / "demo_dataset") as temporary:
-        write_demo_dataset(temporary)
+    with atomic_folder(out / "demo_dataset/images") as temporary:
+        write_demo_images(temporary)
 
     base = load_pipeline(out / "tiny-flux")  # as it was saved, in bf16
     rng = np.random.default_rng([0, 78])

@@ -17,13 +17,12 @@ does not throw them.
 The demo's subject is a zorbo, a creature that the base model has never seen, painted from the same primitives: a
 round purple body with an orange belly, one antenna with an orange ball, two white eyes with
 black pupils, orange feet and a mouth. `random_zorbo` puts one on a background of the base's own domain and
-says so in a caption with the trigger word; `write_demo_dataset` makes the folder that `make demo` trains a
+says so in a caption with the trigger word; `write_demo_images` paints those that `make demo` trains a
 LoRA on.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -51,7 +50,7 @@ from dev.tiny_models.painting import (
     stripes,
     to_image,
 )
-from library.files import atomic_path, write_text
+from library.files import write_text
 
 PATTERNS = ("striped", "checkered", "dotted")
 COUNTS = {2: "two", 3: "three", 4: "four"}
@@ -279,78 +278,14 @@ def random_zorbo(
     return Scene(phrase, image, plain_colour)
 
 
-DATASET_TOML = f"""\
-# The demo's images, painted by dev/make_tiny_models.py. The tiny base model cannot paint a {TRIGGER}.
-[general]
-caption_extension = ".txt"
-enable_bucket = true
-
-[[datasets]]
-resolution = 128
-batch_size = 4
-bucket_reso_steps = 16       # 8 (the VAE's factor) x 2 (the transformer's packing)
-min_bucket_reso = 96
-max_bucket_reso = 160
-validation_split = 0.2
-validation_seed = 1
-
-  [[datasets.subsets]]
-  image_dir = "images"       # relative to this file
-  num_repeats = 10
-"""
-
-SAMPLED = "--s 20 --g 3.5"
-PRESERVED = 48  # images for the base to paint: half a minute
-PROMPTS_TXT = f"""\
-# What the demo draws as its LoRA learns; the last two show what the LoRA does to subjects of the base model.
-a {TRIGGER} on a blue background --w 128 --h 128 --d 1 {SAMPLED}
-a big {TRIGGER} on a striped green background --w 128 --h 128 --d 2 {SAMPLED}
-a {TRIGGER} on the right on a white background --w 128 --h 128 --d 3 {SAMPLED}
-a {TRIGGER} on a checkered pink background --w 160 --h 96 --d 4 {SAMPLED}
-a red house on green grass under a night sky with stars and a moon --w 128 --h 128 --d 5 {SAMPLED}
-a yellow house and a tree on white snow under a sunset sky with a sun --w 128 --h 128 --d 6 {SAMPLED}
-"""
-
-GENERAL = (  # subjects of the base's own domain, by which the demo measures what the LoRA changes elsewhere
-    "a red house on green grass under a night sky with stars and a moon",
-    "a yellow house and a tree on white snow under a sunset sky with a sun",
-    "a tree on green grass under a blue sky with clouds",
-    "a purple diamond on a cyan background",
-    "three yellow stars on a blue background",
-    "a big white square on a striped red background",
-)
-
-
-def preserved_captions(count: int, seed: int = 7) -> list[str]:
-    """Captions of other scenes, in the words that the base knows: what the demo's LoRA is to leave as it is."""
-    rng, known, found = np.random.default_rng(seed), {"A", "a", "An", "an", *scene_words()}, dict[str, None]()
-    while len(found) < count:
-        caption = random_scene(rng).caption.rstrip(".")
-        if set(caption.split()) <= known and caption not in GENERAL:
-            found[caption] = None
-    return list(found)
-
-
-def prompt_lines(captions: Sequence[str], first_seed: int) -> str:
-    """Write captions as lines of a prompt file."""
-    return "".join(f"{text} --w 128 --h 128 --d {seed} {SAMPLED}\n" for seed, text in enumerate(captions, first_seed))
-
-
-def write_demo_dataset(folder: Path, seed: int = 11) -> int:
-    """Write `images/*.png` with a caption beside each, the TOMLs and the prompts; returns the image count."""
+def write_demo_images(folder: Path, seed: int = 11) -> None:
+    """Paint the demo's images, with a caption beside each."""
     rng = np.random.default_rng(seed)
-    images = folder / "images"
     sizes = [(128, 128)] * 14 + [(160, 96), (96, 160)]
     places = ["", "", "on the left", "", "on the right", "", "", "at the bottom"] * 2
     recent: list[str] = []  # no background colour twice in a row of eight
     for number, ((height, width), place) in enumerate(zip(sizes, places, strict=True)):
         scene = random_zorbo(rng, height, width, place if height == width else "", tuple(recent[-8:]))
         recent.append(next(word for word in reversed(scene.caption.split()) if word in COLOURS))
-        with atomic_path(images / f"{TRIGGER}_{number:02d}.png") as temporary:
-            to_image(scene.image).save(temporary, "PNG", optimize=True)
-        write_text(images / f"{TRIGGER}_{number:02d}.txt", scene.caption + "\n")
-    write_text(folder / "dataset.toml", DATASET_TOML)
-    write_text(folder / "prompts.txt", PROMPTS_TXT)
-    write_text(folder / "preserve.txt", prompt_lines(preserved_captions(PRESERVED), 101))
-    write_text(folder / "general.txt", prompt_lines(GENERAL, 201))
-    return len(sizes)
+        to_image(scene.image).save(folder / f"{TRIGGER}_{number:02d}.png", "PNG", optimize=True)
+        write_text(folder / f"{TRIGGER}_{number:02d}.txt", scene.caption + "\n")

@@ -229,7 +229,7 @@ class Models:
         if variant.attention is not None:
             for module in model.modules():
                 if isinstance(processor := getattr(module, "processor", None), AttentionProcessor):
-                    module.processor = AttentionProcessor(processor.backend, round_heads)  # type: ignore[assignment]
+                    module.processor = replace(processor, rounding=round_heads)  # type: ignore[assignment]
         yield model.eval()
 
     def runs_as(self, variant: Variant) -> tuple[Any, ...]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,48 +55,15 @@ def run_block(transformer: Any, block: nn.Module, *arguments: Any) -> Any:
     return block(*arguments)
 
 
+@dataclass(frozen=True)
 class AttentionProcessor:
-    """Attention of one stream, or of text and image among one another, each with its own projections and norms."""
+    """How a module of diffusers' attends: with which kernel, and by which norms, which the module has.
 
-    def __init__(self, backend: Backend = "auto", rounding: Callable[[Tensor], Tensor] | None = None) -> None:
-        """``rounding``: of query, key and value, to see what attention in low precision does."""
-        self.backend: Backend = backend
-        self.rounding = rounding
+    ``rounding``: of query, key and value, to see what attention in low precision does.
+    """
 
-    def __call__(
-        self,
-        attn: Any,
-        hidden_states: Tensor,
-        encoder_hidden_states: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        image_rotary_emb: Table | None = None,
-        encoder_hidden_states_mask: Tensor | None = None,
-        freqs_cis: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Attend.
-
-        Args:
-            attn: diffusers' attention, whose projections may be LoRA-wrapped.
-            hidden_states: image [B, S, W], or the only stream.
-            encoder_hidden_states: text [B, L, W], or None.
-            attention_mask: boolean or additive, [B, keys] or broadcastable to [B, H, queries, keys].
-            image_rotary_emb: (cos, sin), each [L + S, D/2].
-            encoder_hidden_states_mask: boolean [B, L], true for real text tokens; None: all are.
-            freqs_cis: cosines, then sines, [B, S, D]: the table where each sample has its own.
-
-        Returns:
-            [B, S, W]; or (image, text) of two streams.
-        """
-        image, text = project_together([attn.to_q, attn.to_k, attn.to_v], hidden_states), None
-        if encoder_hidden_states is not None:
-            text = project_together([attn.add_q_proj, attn.add_k_proj, attn.add_v_proj], encoder_hidden_states)
-        rope = image_rotary_emb if freqs_cis is None else freqs_cis.chunk(2, dim=-1)
-        attended = self.attend(attn, image, text, rope, attention_mask, encoder_hidden_states_mask)
-        if encoder_hidden_states is None:
-            return attn.to_out[1](attn.to_out[0](attended)) if hasattr(attn, "to_out") else attended
-        length = encoder_hidden_states.shape[1]
-        image_out = attn.to_out[1](attn.to_out[0](attended[:, length:].contiguous()))
-        return image_out, attn.to_add_out(attended[:, :length].contiguous())
+    backend: Backend = "auto"
+    rounding: Callable[[Tensor], Tensor] | None = None
 
     def attend(
         self,
@@ -110,10 +78,14 @@ class AttentionProcessor:
         """Return attention over text and image, [B, L + S, W].
 
         Args:
-            attn: has the norms. image: projected q, k, v, each [B, S, W]; under tensor parallelism W, and so the heads,
-            is this rank's share. text: q, k, v of the text, each [B, L, W], or None. rope: (cos, sin), or None. mask,
-            text_mask: as in a call. segments: parts of a sequence that see what is before them alone, see
-            ``attend_in_order``.
+            attn: has the norms.
+            image: projected q, k, v, each [B, S, W]; under tensor parallelism W, and so the heads, is this rank's
+                share.
+            text: q, k, v of the text, each [B, L, W]; None: one stream.
+            rope: (cos, sin), each [L + S, D/2], or None.
+            mask: boolean or additive, [B, keys] or broadcastable to [B, H, queries, keys].
+            text_mask: boolean [B, L], true for real text tokens; None: all are.
+            segments: parts of a sequence that see what is before them alone, see ``attend_in_order``.
         """
         head_dim = attn.inner_dim // attn.heads
         streams = [(image, (attn.norm_q, attn.norm_k))]

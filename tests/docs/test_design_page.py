@@ -1,14 +1,14 @@
-"""What docs/design.md says of where things go: its paths exist, its drawing is of this code, and its tables agree."""
+"""What docs/design.md says of where things go: paths exist, layers are the import contract's, tables agree."""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import get_args
 
 import pytest
 
-from dev.draw_structure import DRAWING, drawing
 from library.config.kohya.flags import FLAGS
 from library.config.schema import NetworkConfig, SavingConfig
 from library.config.scripts import LORA, fields
@@ -20,8 +20,16 @@ from networks.network import _LAYERS
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_drawing_of_the_layers_is_of_this_code() -> None:
-    assert DRAWING.read_text(encoding="utf-8") == drawing(), "run make docs"
+def test_the_layers_are_those_of_the_import_contract() -> None:
+    (contract,) = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
+        "contracts"
+    ]
+    rows = re.findall(
+        r"^\| (`.*?) \|", (ROOT / "docs/design.md").read_text(encoding="utf-8").split("## Data flow")[0], re.M
+    )
+    shown = [[Path(path).stem for path in re.findall(r"`([\w./]+)`", row)] for row in rows]
+    assert shown.pop(1) == ["train_lora", "train_llm"]
+    assert shown == [[name.rpartition(".")[2] for name in layer.split(" | ")] for layer in contract["layers"]]
 
 
 @pytest.mark.parametrize("page", ["docs/design.md", "docs/model_families.md", "CONTRIBUTING.md"])

@@ -69,11 +69,10 @@ class FluxTransformerBlock(diffusers_flux.FluxTransformerBlock):
             encoder_hidden_states: text [B, L, W].
             temb: conditioning [B, W].
             image_rotary_emb: (cos, sin), each [L + S, D/2].
-            joint_attention_kwargs: diffusers' extras; with any, its own forward runs.
+            joint_attention_kwargs: of diffusers' own attention; there are none for ours.
             modulation_cache: where the modulation is saved until backward recomputes the block.
         """
-        if joint_attention_kwargs:
-            return super().forward(hidden_states, encoder_hidden_states, temb, image_rotary_emb, joint_attention_kwargs)
+        assert not joint_attention_kwargs
         image, text = hidden_states, encoder_hidden_states
         image_mod = modulation(self.norm1.silu, self.norm1.linear, temb, 6, modulation_cache, "image")
         text_mod = modulation(self.norm1_context.silu, self.norm1_context.linear, temb, 6, modulation_cache, "text")
@@ -103,8 +102,7 @@ class FluxSingleTransformerBlock(diffusers_flux.FluxSingleTransformerBlock):
         modulation_cache: ModulationCache | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return (text [B, L, W], image [B, S, W]); arguments as in a double block."""
-        if joint_attention_kwargs:
-            return super().forward(hidden_states, encoder_hidden_states, temb, image_rotary_emb, joint_attention_kwargs)
+        assert not joint_attention_kwargs
         attn: Any = self.attn
         length = encoder_hidden_states.shape[1]
         stream = join_tokens(encoder_hidden_states, hidden_states)

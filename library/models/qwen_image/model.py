@@ -55,20 +55,11 @@ class QwenImageTransformerBlock(diffusers_qwen.QwenImageTransformerBlock):
             encoder_hidden_states_mask: boolean [B, L], true for real text tokens; None: all are.
             temb: conditioning [B, W], or [2B, W] with ``modulate_index``.
             image_rotary_emb: (cos, sin), each [L + S, D/2].
-            joint_attention_kwargs: diffusers' extras; with any, its own forward runs.
+            joint_attention_kwargs: of diffusers' own attention; there are none for ours.
             modulate_index: [B, S], 1 for tokens that take the conditioning's second half.
             modulation_cache: where the modulation is saved until backward recomputes the block.
         """
-        if joint_attention_kwargs:
-            return super().forward(
-                hidden_states,
-                encoder_hidden_states,
-                encoder_hidden_states_mask,
-                temb,
-                image_rotary_emb,
-                joint_attention_kwargs,
-                modulate_index,
-            )
+        assert not joint_attention_kwargs
         image, text = hidden_states, encoder_hidden_states
         image_mod = modulation(self.img_mod[0], self.img_mod[1], temb, 6, modulation_cache, "image")
         text_temb = temb.chunk(2)[0] if self.zero_cond_t else temb

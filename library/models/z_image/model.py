@@ -13,6 +13,8 @@ learned one that is attended to, so a sample alone and in a batch gives the same
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from diffusers import ZImageTransformer2DModel
 from diffusers.models.transformers import transformer_z_image as diffusers_z
@@ -32,10 +34,27 @@ def optimise_forward(transformer: ZImageTransformer2DModel, backend: Backend = "
     adopt(transformer, FeedForward, TimestepEmbedder)
     for module in transformer.modules():
         if isinstance(module, diffusers_z.ZImageTransformerBlock):
-            module.attention.set_processor(AttentionProcessor(backend))
+            module.attention.set_processor(CallableProcessor(backend))
     if not isinstance(transformer.rope_embedder, RealTable):
         transformer.rope_embedder = RealTable(transformer.rope_embedder)
     return transformer
+
+
+class CallableProcessor(AttentionProcessor):
+    """The processor as diffusers' attention calls it."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: None = None,
+        attention_mask: Tensor | None = None,
+        freqs_cis: Tensor | None = None,
+    ) -> Tensor:
+        """Return the update [B, S, W] of ``hidden_states``; ``freqs_cis``: cosines, then sines, [B, S, D]."""
+        qkv = project_together([attn.to_q, attn.to_k, attn.to_v], hidden_states)
+        rope = None if freqs_cis is None else freqs_cis.chunk(2, dim=-1)
+        return attn.to_out[1](attn.to_out[0](self.attend(attn, qkv, None, rope, attention_mask)))
 
 
 class RealTable:
