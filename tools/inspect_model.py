@@ -1,4 +1,4 @@
-"""Show what is in a model or LoRA: architecture, modules, norms, dtypes, fp8 scales, sizes, metadata.
+"""Show what is in a model or LoRA: architecture, modules, dtypes, fp8 scales, sizes, metadata.
 
     python tools/inspect_model.py flux1-dev.safetensors
     python tools/inspect_model.py FLUX.1-dev --modules          # a diffusers folder, every module
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -29,7 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from library.console import Console
-from library.errors import UserError, counted, exit_on_user_error, names_in_short
+from library.errors import UserError, counted, exit_on_user_error
 from library.training.report.progress import loads_in_table, plain_table
 from tools.command import answer_early, tool_parser, value_range
 
@@ -44,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
 
 answer_early(__name__, lambda: parser().parse_args())
 
-from library.models.inspection import Component, ModuleGroup, WeightSet, components, is_known, is_lora, weight_sets
+from library.models.inspection import Component, ModuleGroup, WeightSet, components, is_lora, weight_sets
 from library.precision.checkpoint import WeightFiles
 from networks.files.inspection import LoraLayer, LoraReport, inspect_lora
 
@@ -117,15 +116,12 @@ def weight_set_head(weights: WeightSet, fp8: str | None) -> RenderableType:
 
 
 def component_view(part: Component, all_modules: bool) -> RenderableType:
-    """Return a network's line, its modules by kind, and its norms."""
+    """Return a network's line, and its modules or their number by kind."""
     facts = [f"{name} {value if value is not True else 'yes'}" for name, value in part.facts.items() if value]
     what = ", ".join([f"{number(part.parameters)} parameters", decimal(part.bytes), dtypes(part.dtypes), *facts])
     name = f"{part.name}: " if part.name else ""
     head = Text.assemble((name, "bold"), (part.architecture, "bold green"), f"  {what}")
-    parts: list[RenderableType] = [head, module_table(part) if all_modules else kind_table(part)]
-    if part.norms():
-        parts.append(norm_lines(part))
-    return Padding(Group(*parts), (0, 0, 1, 2))
+    return Padding(Group(head, module_table(part) if all_modules else kind_table(part)), (0, 0, 1, 2))
 
 
 def kind_table(part: Component) -> Table:
@@ -146,8 +142,6 @@ def kind_table(part: Component) -> Table:
 def _counts(groups: Sequence[ModuleGroup]) -> tuple[str, str, str, str]:
     """Return number of modules, parameters, size and dtypes as text."""
     total = str(sum(group.count for group in groups))
-    if not any(group.learned for group in groups):
-        return total, "no weights", "", ""
     names = sum((Counter(group.dtypes) for group in groups), Counter())
     parameters = sum(group.parameters for group in groups)
     return total, number(parameters), decimal(sum(group.bytes for group in groups)), dtypes(names)
@@ -160,22 +154,6 @@ def module_table(part: Component) -> Table:
         count, parameters, _, dtype = _counts([group])
         table.add_row(group.name, group.kind, count, " × ".join(map(str, group.shape)), parameters, dtype)
     return table
-
-
-def norm_lines(part: Component) -> RenderableType:
-    """Return which norms the network uses, and where."""
-    rows: dict[tuple[str, bool], list[ModuleGroup]] = {}
-    for group in part.norms():
-        rows.setdefault((group.kind, group.learned), []).append(group)
-    lines = []
-    for (kind, learned), groups in rows.items():
-        places = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", group.name.rpartition(".*.")[2]) for group in groups))
-        without = "" if learned else " without weights"
-        total, where = sum(group.count for group in groups), names_in_short(places, 6)
-        lines.append(Text.assemble("norms: ", (f"{kind}{without}", "bold yellow"), f" × {total}  ", (where, "dim")))
-    if not is_known(part):
-        lines.append(Text("norms without weights cannot be known of an unknown architecture", "dim"))
-    return Group(*lines)
 
 
 def lora_view(report: LoraReport) -> RenderableType:

@@ -6,12 +6,9 @@ last dot. A module's kind follows from its leaves and their shapes. Modules that
 counted together. Quantised checkpoints have tensors beside the weights (scales, markers, codebooks); they count as
 bytes, not as parameters. Format: https://github.com/huggingface/safetensors#format.
 
-Weights do not say which class computes with them. A one-dimensional weight with a bias may be a LayerNorm or a
-GroupNorm; and most norms of a diffusion transformer have no weights at all (``elementwise_affine=False``: scale and
-shift come from the modulation), so no tensor shows them. Rows of ``Architecture``, in each family's ``files.py``,
-add that knowledge; they are checked against the modules of diffusers' and transformers' classes in
-``tests/models/test_inspection.py``; BFL's names follow
-https://github.com/black-forest-labs/flux/blob/main/src/flux/modules/layers.py.
+Weights do not say which class computes with them: a one-dimensional weight with a bias may be a LayerNorm or a
+GroupNorm. Rows of ``Architecture``, in each family's ``files.py``, say which. Norms without weights, as most of a
+diffusion transformer's are, are not in a file and not counted.
 """
 
 from __future__ import annotations
@@ -75,7 +72,6 @@ class ModuleGroup:
         count: how many.
         shape: of each one's weight; the first one's where they differ.
         parameters, bytes: of all. dtypes: safetensors' names -> tensors.
-        learned: whether there are weights at all.
     """
 
     name: str
@@ -86,7 +82,6 @@ class ModuleGroup:
     parameters: int = 0
     bytes: int = 0
     dtypes: Mapping[str, int] = field(default_factory=dict)
-    learned: bool = True
 
 
 @dataclass(frozen=True)
@@ -98,7 +93,7 @@ class Component:
         architecture: its name, or "unknown architecture".
         facts: sizes worth telling.
         blocks: part -> number of blocks.
-        modules: what it is made of, norms without weights included.
+        modules: what it is made of.
         tensors: in the file. parameters: without scales and markers. bytes: all.
         dtypes: safetensors' names -> parameters.
     """
@@ -112,10 +107,6 @@ class Component:
     parameters: int
     bytes: int
     dtypes: Mapping[str, int]
-
-    def norms(self) -> list[ModuleGroup]:
-        """Return the norms among the modules."""
-        return [group for group in self.modules if "Norm" in group.kind]
 
 
 @dataclass(frozen=True)
@@ -230,7 +221,7 @@ def _component(name: str, tensors: Mapping[str, TensorEntry]) -> Component:
 
 
 def _modules(tensors: Mapping[str, TensorEntry], architecture: Architecture) -> list[ModuleGroup]:
-    """Return the modules of one network in file order, then the norms that have no tensors."""
+    """Return the modules of one network in file order."""
     leaves: dict[str, dict[str, TensorEntry]] = {}
     for key, tensor in tensors.items():
         owner, _, leaf = key.rpartition(".")
@@ -240,10 +231,7 @@ def _modules(tensors: Mapping[str, TensorEntry], architecture: Architecture) -> 
     groups: dict[tuple[str, str], list[Mapping[str, TensorEntry]]] = {}
     for owner, parts in leaves.items():
         groups.setdefault((_starred(owner), _kind(owner, parts, architecture)), []).append(parts)
-    found = [_group(name, kind, members) for (name, kind), members in groups.items()]
-    owners = ((re.fullmatch(owner, key), norms) for owner, norms in architecture.weightless.items() for key in tensors)
-    hidden = Counter(_starred(match.expand(norm)) for match, norms in owners if match for norm in norms)
-    return found + [ModuleGroup(name, _part(name), "LayerNorm", count, learned=False) for name, count in hidden.items()]
+    return [_group(name, kind, members) for (name, kind), members in groups.items()]
 
 
 def _group(name: str, kind: str, members: Sequence[Mapping[str, TensorEntry]]) -> ModuleGroup:
@@ -287,11 +275,6 @@ def _starred(name: str) -> str:
 def _part(starred: str) -> str:
     part, star, _ = starred.partition(".*.")
     return part if star else ""
-
-
-def is_known(component: Component) -> bool:
-    """Whether the architecture was recognised, so that norms without weights are counted too."""
-    return component.architecture != UNKNOWN.name
 
 
 def is_lora(names: Iterable[str]) -> bool:

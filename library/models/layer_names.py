@@ -7,8 +7,8 @@ Stacking is by output rows, counted in multiples of the module's input columns: 
 its :class:`KeyNames`; the base model's loader (:func:`original_key_map`), LoRA files and merging read the same table.
 File formats write names with dots or, like kohya, with underscores; both are found by :meth:`KeyNames.find`.
 
-*Architectures.* An :class:`Architecture` says how a network is recognised by its tensors' names, and what the tensors
-do not show: norms without weights (``library.models.inspection``).
+*Architectures.* An :class:`Architecture` says how a network is recognised by its tensors' names
+(``library.models.inspection``).
 
 *LoRA targets.* A :class:`LoraTargets` says which linear layers get a LoRA: the groups they fall into (each with the
 ``*_dim`` option that sets its rank), the options that choose blocks, and the names. Code that injects, saves or merges
@@ -47,8 +47,6 @@ class Architecture:
         marks: regular expressions; each must match a whole tensor name.
         with_bias: what a norm with weight and bias is.
         without_bias: what a norm with a weight alone is.
-        weightless: LayerNorms that no tensor shows: a regular expression of the tensor that is there once for each
-            module that has them -> their names, with ``\\1`` for the expression's first group.
         facts: label -> (tensor, axis): a size worth telling; axis None tells whether the tensor is there.
         model_type: of a transformer, the family's first; "" of its other parts.
     """
@@ -57,7 +55,6 @@ class Architecture:
     marks: tuple[str, ...]
     with_bias: str = "LayerNorm"
     without_bias: str = "RMSNorm"
-    weightless: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     facts: tuple[tuple[str, str, int | None], ...] = ()
     model_type: str = ""
 

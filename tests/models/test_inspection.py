@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2Model, LlamaConfig, LlamaModel
 
 from library.errors import UserError
-from library.models.inspection import Component, components, is_known, is_lora, weight_sets
+from library.models.inspection import Component, components, is_lora, weight_sets
 from library.safetensors_io import read_entries
 from tests.tiny import (
     bfl_state_dict,
@@ -48,8 +48,9 @@ SAME = {
 
 
 def modules_of(model: nn.Module) -> dict[str, int]:
-    """Count the modules of each kind as the class has them, norms without weights included."""
-    names = (SAME.get(type(module).__name__, type(module).__name__) for module in model.modules())
+    """Count the modules of each kind that have weights."""
+    learned = (module for module in model.modules() if any(True for _ in module.parameters(recurse=False)))
+    names = (SAME.get(type(module).__name__, type(module).__name__) for module in learned)
     counted = Counter(name for name in names if name in KINDS)
     return dict(counted)
 
@@ -128,18 +129,6 @@ def test_modules_norms_and_parameters_are_those_of_the_class(name: str, tmp_path
     assert found.dtypes == {"F32": found.parameters}
 
 
-def test_the_norms_of_flux_are_told_apart(tmp_path: Path) -> None:
-    """LayerNorm without weights in every block, RMSNorm with weights on q and k; GroupNorm in the autoencoder."""
-    save_file(tiny_flux_transformer(double_blocks=1, single_blocks=2).state_dict(), tmp_path / "t.safetensors")
-    norms = {(g.name, g.kind, g.count, g.learned) for g in one_component(tmp_path / "t.safetensors").norms()}
-    assert ("transformer_blocks.*.norm1.norm", "LayerNorm", 1, False) in norms
-    assert ("single_transformer_blocks.*.norm.norm", "LayerNorm", 2, False) in norms
-    assert ("single_transformer_blocks.*.attn.norm_q", "RMSNorm", 2, True) in norms
-    assert ("norm_out.norm", "LayerNorm", 1, False) in norms
-    save_file(tiny_vae().state_dict(), tmp_path / "v.safetensors")
-    assert {group.kind for group in one_component(tmp_path / "v.safetensors").norms()} == {"GroupNorm"}
-
-
 ORIGINALS: dict[str, tuple[Callable[[], nn.Module], Callable[..., dict[str, Tensor]], str]] = {
     "flux": (lambda: tiny_flux_transformer(double_blocks=2), bfl_state_dict, "FLUX.1 transformer (Black Forest Labs'"),
     "flux2": (lambda: tiny_flux2_transformer(2), bfl_flux2_state_dict, "FLUX.2 transformer (Black Forest Labs'"),
@@ -161,7 +150,7 @@ FACTS = {
 
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
 @pytest.mark.parametrize("name", ORIGINALS)
-def test_original_names_give_the_same_norms_as_diffusers(name: str, prefix: str, tmp_path: Path) -> None:
+def test_original_names_are_recognised(name: str, prefix: str, tmp_path: Path) -> None:
     build, renamed, title = ORIGINALS[name]
     model = build()
     state = {prefix + key: each.contiguous() for key, each in renamed(model.state_dict()).items()}
@@ -171,9 +160,6 @@ def test_original_names_give_the_same_norms_as_diffusers(name: str, prefix: str,
     assert found.name == prefix.rstrip(".")
     if name in FACTS:
         assert found.facts == FACTS[name]
-    ours, theirs = counts(found), modules_of(model)
-    for kind in ("LayerNorm", "RMSNorm", "GroupNorm"):
-        assert ours.get(kind) == theirs.get(kind)
     if name == "flux":
         assert found.blocks == {"double_blocks": 2, "single_blocks": 2}
 
@@ -235,7 +221,7 @@ def test_an_unknown_architecture_is_told_from_names_and_shapes(tmp_path: Path) -
     path = tmp_path / "x.safetensors"
     save_file({"a.weight": torch.zeros(3), "a.bias": torch.zeros(3), "b.weight": torch.zeros(2, 3, 5)}, path)
     found = one_component(path)
-    assert not is_known(found)
+    assert found.architecture == "unknown architecture"
     assert counts(found) == {"LayerNorm or GroupNorm": 1, "Conv1d": 1}
 
 

@@ -204,10 +204,6 @@ ARCHITECTURES = (
     Architecture(
         "FLUX.1 transformer (diffusers' names)",
         (r"single_transformer_blocks\.0\.attn\.to_q\.weight", r"transformer_blocks\.0\.norm1_context\.linear\.weight"),
-        weightless={
-            r"(transformer_blocks\.\d+)\.norm1(|_context)\.linear\.weight": (r"\1.norm1\2.norm", r"\1.norm2\2"),
-            r"(single_transformer_blocks\.\d+\.norm|norm_out)\.linear\.weight": (r"\1.norm",),
-        },
         facts=(
             ("width", "x_embedder.weight", 0),
             ("guidance", "time_text_embed.guidance_embedder.linear_1.weight", None),
@@ -217,11 +213,6 @@ ARCHITECTURES = (
     Architecture(
         "FLUX.1 transformer (Black Forest Labs' names)",
         (r"double_blocks\.0\.img_attn\.qkv\.weight", r"double_blocks\.0\.img_mod\.lin\.weight"),
-        weightless={
-            r"(double_blocks\.\d+\.)(img|txt)_mod\.lin\.weight": (r"\1\2_norm1", r"\1\2_norm2"),
-            r"(single_blocks\.\d+)\.modulation\.lin\.weight": (r"\1.pre_norm",),
-            r"(final_layer)\.linear\.weight": (r"\1.norm_final",),
-        },
         facts=(("width", "img_in.weight", 0), ("guidance", "guidance_in.in_layer.weight", None)),
         model_type="flux",
     ),

@@ -125,11 +125,6 @@ ARCHITECTURES = (
             r"double_stream_modulation_img\.linear\.weight",
             r"single_transformer_blocks\.0\.attn\.to_qkv_mlp_proj\.weight",
         ),
-        weightless={
-            r"(transformer_blocks\.\d+)\.ff(|_context)\.linear_in\.weight": (r"\1.norm1\2", r"\1.norm2\2"),
-            r"(single_transformer_blocks\.\d+)\.attn\.to_out\.weight": (r"\1.norm",),
-            r"(norm_out)\.linear\.weight": (r"\1.norm",),
-        },
         facts=(
             ("width", "x_embedder.weight", 0),
             ("guidance", "time_guidance_embed.guidance_embedder.linear_1.weight", None),
@@ -139,11 +134,6 @@ ARCHITECTURES = (
     Architecture(
         "FLUX.2 transformer (Black Forest Labs' names)",
         (r"double_stream_modulation_img\.lin\.weight", r"single_blocks\.0\.linear1\.weight"),
-        weightless={
-            r"(double_blocks\.\d+)\.(img|txt)_mlp\.0\.weight": (r"\1.\2_norm1", r"\1.\2_norm2"),
-            r"(single_blocks\.\d+)\.linear2\.weight": (r"\1.pre_norm",),
-            r"(final_layer)\.linear\.weight": (r"\1.norm_final",),
-        },
         facts=(("width", "img_in.weight", 0), ("guidance", "guidance_in.in_layer.weight", None)),
         model_type="flux2_klein",
     ),

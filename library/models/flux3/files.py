@@ -139,10 +139,6 @@ ARCHITECTURES = (
     Architecture(
         "FLUX.3 transformer (diffusers' names)",
         (r"early_stream_modulations\.image\.linear\.weight", r"single_transformer_blocks\.0\.attn\.to_q\.weight"),
-        weightless={
-            r"((txt_mode|mode|single_transformer)_blocks\.(\w+\.)?\d+)\.attn\.to_q\.weight": (r"\1.norm",),
-            r"(norm_out)\.linear\.weight": (r"\1.norm",),
-        },
         facts=(
             ("width", "context_embedder.weight", 0),
             ("distilled", "target_timestep_embedder.linear_1.weight", None),
@@ -152,10 +148,6 @@ ARCHITECTURES = (
     Architecture(
         "FLUX.3 transformer (Black Forest Labs' names)",
         (r"early_stream_modulations\.image\.lin\.weight", r"single_blocks\.0\.q_proj\.weight"),
-        weightless={
-            r"((txt_mode|content_mode|single)_blocks\.(\w+\.)?\d+)\.q_proj\.weight": (r"\1.pre_norm",),
-            r"(final_layer\.image)\.linear\.weight": (r"\1.norm_final",),
-        },
         facts=(("width", "txt_in.weight", 0), ("distilled", "ref_time_in.in_layer.weight", None)),
         model_type="flux3_klein",
     ),

@@ -101,10 +101,6 @@ ARCHITECTURES = (
     Architecture(
         "Qwen-Image transformer",
         (r"transformer_blocks\.0\.img_mod\.1\.weight",),
-        weightless={
-            r"(transformer_blocks\.\d+\.)(img|txt)_mod\.1\.weight": (r"\1\2_norm1", r"\1\2_norm2"),
-            r"(norm_out)\.linear\.weight": (r"\1.norm",),
-        },
         facts=(("width", "img_in.weight", 0),),
         model_type="qwen_image",
     ),

@@ -87,10 +87,6 @@ ARCHITECTURES = (
     Architecture(
         "Qwen-Image-2.1 transformer",
         (r"modulation\.1\.weight", r"transformer_blocks\.0\.img_mlp\.(gate_up|gate_layer)\.weight"),
-        weightless={
-            r"(transformer_blocks\.\d+\.)attn\.to_q\.weight": (r"\1img_norm1", r"\1img_norm2"),
-            r"(norm_out)\.linear\.weight": (r"\1.norm",),
-        },
         facts=(("width", "img_in.weight", 0),),
         model_type="qwen_image_21",
     ),

@@ -110,7 +110,6 @@ ARCHITECTURES = (
     Architecture(
         "Z-Image transformer",
         (r"cap_pad_token", r"layers\.0\.adaLN_modulation\.0\.weight"),
-        weightless={r"(final_layer|all_final_layer\.2-1)\.linear\.weight": (r"\1.norm_final",)},
         facts=(("width", "cap_embedder.1.weight", 0),),
         model_type="z_image",
     ),
