@@ -2,8 +2,7 @@
 
 *Time*: every case lives in a process of its own with one thread; steps are taken in turn, round after round, and
 counted in CPU seconds, so that other programs on the machine disturb little; with more threads by the clock. The median
-counts. A case that knows its
-floor (``bench/floor.py``) runs that behind each step: their ratio is the median of the rounds' ratios.
+counts.
 
 *Memory*: another process each, freshly loaded; what two steps add at most to the resident memory of the loaded model,
 files that are mapped in not counted (Linux: VmHWM, reset through /proc/self/clear_refs), gradients and optimizer state
@@ -63,26 +62,22 @@ def measure(
 ) -> dict[Any, dict[str, float]]:
     """Return CPU seconds of a step of every case, median and least, and its memory (:func:`measure_memory`).
 
-    ``memory_processes`` run beside each other; 0 leaves memory out. With a floor, its seconds and the step's over them.
-    Of several ``threads`` seconds are those of the clock.
+    ``memory_processes`` run beside each other; 0 leaves memory out. Of several ``threads`` seconds are
+    those of the clock.
     """
     found = measure_memory(cases, memory_processes) if memory_processes else {name: {} for name in cases}
-    for name, taken in measure_time(cases, rounds, threads).items():
-        steps = [step for step, *_ in taken]
+    for name, steps in measure_time(cases, rounds, threads).items():
         found[name] |= {"step_s": statistics.median(steps), "step_min_s": min(steps)}
-        if len(taken[0]) > 1:
-            found[name]["floor_s"] = statistics.median(floor for _, floor in taken)
-            found[name]["time_over_floor"] = statistics.median(step / floor for step, floor in taken)
     return found
 
 
-def measure_time(cases: Mapping[Any, Case], rounds: int, threads: int = 1) -> dict[Any, list[list[float]]]:
-    """Return the rounds of every case, taken in turn: seconds of a step, and of its floor if it has one."""
+def measure_time(cases: Mapping[Any, Case], rounds: int, threads: int = 1) -> dict[Any, list[float]]:
+    """Return the seconds of a step of every case, round after round, the cases taken in turn."""
     workers = {}
     for name, case in cases.items():  # loaded one after the other: building needs memory
         workers[name] = start(_serve_time, case, threads)
         _receive(*workers[name], name)
-    seconds: dict[Any, list[list[float]]] = {name: [] for name in cases}
+    seconds: dict[Any, list[float]] = {name: [] for name in cases}
     for _ in range(rounds):
         for name, (process, connection) in workers.items():
             connection.send(True)
@@ -246,23 +241,17 @@ def reset_peak() -> None:
 
 
 def _serve_time(connection: Connection, case: Case, threads: int) -> None:
-    """Take a step whenever the parent says so, and do its floor's work; answer with the seconds of each."""
+    """Take a step whenever the parent says so; answer with its seconds."""
     torch.set_num_threads(threads)
     clock = time.process_time if threads == 1 else time.perf_counter
     build, arguments = case
     stepper = build(*arguments)
-    calls = [stepper.step, *([stepper.floor] if hasattr(stepper, "floor") else [])]
-    for call in calls:  # the first allocates and chooses kernels
-        call()
+    stepper.step()  # the first allocates and chooses kernels
     connection.send("ready")
     while connection.recv():
-        connection.send([_seconds(call, clock) for call in calls])
-
-
-def _seconds(call: Callable[[], object], clock: Callable[[], float]) -> float:
-    begun = clock()
-    call()
-    return clock() - begun
+        started = clock()
+        stepper.step()
+        connection.send(clock() - started)
 
 
 def _serve_memory(connection: Connection, case: Case) -> None:

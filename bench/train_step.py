@@ -7,9 +7,7 @@ trainers' way, a plain cast that autocast undoes for each product and keeps copi
 of Tandem's other formats (``ALONE``), which have nobody beside them. All that lies on a quantised base stands beside
 the same trainer's step on bf16 as well.
 
-How time and memory are taken: ``bench/measure.py``; `weights` is the size of the base. In bf16 and fp32 a step stands
-also beside its floor, its own products with frozen weights and its attention alone (``bench/floor.py``): what is above
-1 could be won at most.
+How time and memory are taken: ``bench/measure.py``; `weights` is the size of the base.
 
     python bench/train_step.py [--json PATH] [--families flux,qwen_image] [--widths 1536,3072] [--dtypes bf16,fp32,fp8]
                                [--rounds 8] [--checkpointing]
@@ -39,7 +37,6 @@ from bench.families import (
     peft_lora,
     tandem_network,
 )
-from bench.floor import FlooredStep
 from bench.measure import Case, Table, benchmark_parser, finish, measure
 from library.errors import exit_on_user_error
 from library.models.family_by_name import family_class
@@ -51,20 +48,13 @@ ALONE = ("cast", "tensor", "row", "int8_row", "int8_convrot", "nvfp4")
 
 
 def build_step(
-    trainer: str,
-    family_name: str,
-    sizes: Sizes,
-    dtype: str,
-    checkpointing: bool,
-    rank: int = RANK,
-    step: type[LoraStep] = LoraStep,
+    trainer: str, family_name: str, sizes: Sizes, dtype: str, checkpointing: bool, rank: int = RANK
 ) -> LoraStep:
     """Load a case.
 
     Args:
         trainer: of ``TRAINERS``.
         dtype: of ``DTYPES``; for Tandem also the name of a scheme (``ALONE``), and "fp8" is "block64".
-        step: of which class.
     """
     inputs, autocast = example_inputs(family_name, sizes, torch.device("cpu")), dtype != "fp32"
     transformer = build_transformer(family_name, sizes, torch.bfloat16 if autocast else torch.float32)
@@ -78,7 +68,7 @@ def build_step(
         trained = peft_lora(family_name, transformer, rank, fp8_cast=dtype == "fp8")
     if checkpointing:
         transformer.enable_gradient_checkpointing()
-    return step(transformer, trained, inputs, autocast)
+    return LoraStep(transformer, trained, inputs, autocast)
 
 
 def over(name: str, row: dict[str, float], other: dict[str, float]) -> dict[str, float]:
@@ -88,9 +78,9 @@ def over(name: str, row: dict[str, float], other: dict[str, float]) -> dict[str,
 
 
 def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return Tandem's worst ratios over peft, fp8 by itself; over its floor, fp32 by itself; over bf16, each format."""
+    """Return Tandem's worst ratios over peft, fp8 by itself; and over bf16, of each format."""
     found: dict[str, list[float]] = defaultdict(list)
-    apart = {"peft": ("fp8",), "floor": ("fp32",), "bf16": ("fp8", *ALONE)}
+    apart = {"peft": ("fp8",), "bf16": ("fp8", *ALONE)}
     for row in (row for row in rows if row["trainer"] == "tandem"):
         for other, dtypes in apart.items():
             for name in (f"time_over_{other}", f"memory_over_{other}"):
@@ -112,17 +102,15 @@ def main() -> None:
     down, across = map(int, options.image_sides.split(","))
     dtypes = ["bf16", "fp8", *ALONE] if options.dtypes == "quantised" else options.dtypes.split(",")
     numbers = {"step_s": "8.3f", "added_mib": "9.0f", "weights_mib": "11.0f"}
-    numbers |= {"time_over_peft": "14.3f", "memory_over_peft": "16.3f", "time_over_floor": "15.3f"}
+    numbers |= {"time_over_peft": "14.3f", "memory_over_peft": "16.3f"}
     numbers |= {"time_over_bf16": "14.3f", "memory_over_bf16": "16.3f"}
     table = Table({"family": "<10", "width": "6", "dtype": "<12", "trainer": "<7"} | numbers)
     for family, width in itertools.product(options.families.split(","), map(int, options.widths.split(","))):
         sizes = Sizes(width, FEW_BLOCKS[family], (down, across), text_tokens=128)
         cases: dict[tuple[str, str], Case] = {}
         for dtype in dtypes:
-            step = FlooredStep if dtype in ("bf16", "fp32") else LoraStep
             for trainer in TRAINERS if dtype in DTYPES else ["tandem"]:
-                arguments = (trainer, family, sizes, dtype, options.checkpointing, RANK, step)
-                cases[dtype, trainer] = build_step, arguments
+                cases[dtype, trainer] = build_step, (trainer, family, sizes, dtype, options.checkpointing)
         found = measure(cases, options.rounds)
         for (dtype, trainer), row in found.items():
             row = {"family": family, "width": width, "dtype": dtype, "trainer": trainer} | row
