@@ -30,6 +30,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
@@ -50,6 +51,7 @@ _REPLACED = {  # keys that sd-scripts, or earlier versions, take, and what to do
     "ggpo_sigma": "gradient-guided perturbation is not available; remove it",
 }
 _INDEX = r"\d{1,9}"
+_MOST = 10**9  # of a rank or factor
 _LOKR_KEYS = ("factor", "decompose_both")
 _TEXT_KEYS = ("train_t5xxl", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio")  # of families that train text
 _OF_TRANSFORMER = ("dims", "dim_sources", "blocks", "include_patterns", "exclude_patterns", "train_t5xxl", "split_qkv")
@@ -222,31 +224,27 @@ def _known_pairs(pairs: list[str], known: tuple[str, ...]) -> dict[str, str]:
     return values
 
 
-def _probability(option: str, text: str) -> float:
-    value = _number(option, text)
-    if not 0 <= value < 1:
-        raise UserError(f"{option}={text}: must be at least 0 and below 1")
-    return value
+def _value(read: Callable[[str], Any], fits: Callable[[Any], bool], words: str) -> Callable[[str, str], Any]:
+    """Return a parser of options whose text ``read`` turns into a value that ``fits``; it must be, in ``words``."""
+
+    def parse(option: str, text: str) -> Any:
+        with suppress(ValueError):
+            if (value := read(text)) is not None and fits(value):
+                return value
+        raise UserError(f"{option}={text}: must be {words}")
+
+    return parse
 
 
-def _flag(option: str, text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise UserError(f"{option}={text}: must be True or False")
-    return text.lower() == "true"
-
-
-def _ratio(option: str, text: str) -> float:
-    value = _number(option, text)
-    if not 0 < value < float("inf"):
-        raise UserError(f"{option}={text}: must be above 0; 16 is usual")
-    return value
-
-
-def _number(option: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise UserError(f"{option}={text}: must be a number") from None
+_probability = _value(float, lambda value: 0 <= value < 1, "a number of at least 0 and below 1")
+_ratio = _value(float, lambda value: 0 < value < float("inf"), "a number above 0; 16 is usual")
+_flag = _value(lambda text: {"true": True, "false": False}.get(text.lower()), lambda _: True, "True or False")
+_rank = _value(int, lambda value: 0 <= value < _MOST, "a whole number, 0 to leave these layers out")
+_factor = _value(
+    int,
+    lambda value: value == -1 or 0 < value < _MOST,
+    "a whole number of at least 1, or -1 for one near the root",
+)
 
 
 def _check_joined(config: NetworkConfig, targets: LoraTargets) -> None:
@@ -257,18 +255,6 @@ def _check_joined(config: NetworkConfig, targets: LoraTargets) -> None:
         raise UserError(f"split_qkv=False: network_type {config.network_type} cannot be trained so; remove it")
     if config.init_lora_weights != "default":
         raise UserError(f"split_qkv=False: init_lora_weights {config.init_lora_weights} begins at layers; remove one")
-
-
-def _factor(option: str, text: str) -> int:
-    if not re.fullmatch(r"-1|[1-9]\d{0,8}", text):
-        raise UserError(f"{option}={text}: must be a whole number of at least 1, or -1 for one near the square root")
-    return int(text)
-
-
-def _rank(option: str, text: str) -> int:
-    if not re.fullmatch(_INDEX, text):
-        raise UserError(f"{option}={text}: must be a whole number, 0 to leave these layers out")
-    return int(text)
 
 
 def _rank_list(option: str, text: str, kinds: tuple[str, ...]) -> dict[str, int]:

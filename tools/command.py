@@ -291,8 +291,7 @@ def load_language_model(folder: str | Path, dtype: str | None, fp8_scaled: bool)
     from library.models.llm.files import load_lm, open_lm
     from library.precision.files.int8 import Int8Scheme
     from library.precision.packed_linear import pack_linears, round_to_int8
-    from library.precision.placement import plan_base
-    from library.precision.recipe import Recipe, WeightLoader
+    from library.precision.recipe import Recipe, WeightLoader, plan_base
 
     if dtype == "int8" and fp8_scaled:
         raise UserError("--fp8_scaled: has no effect with --dtype int8; remove one of them")

@@ -162,7 +162,7 @@ def image(options: argparse.Namespace) -> list[Path]:
     from library.data.buckets import ControlSizing
     from library.data.new_dataset import IMAGE_SUFFIXES
     from library.models.family_by_name import model_family
-    from library.precision.placement import plan_base
+    from library.precision.recipe import plan_base
     from library.training.sampling.generate import generate_images
     from library.training.sampling.images import save_image
 

@@ -28,8 +28,7 @@ from library.precision.files.fp8 import Fp8Scheme
 from library.precision.fp8_numbers import E4M3FN, format_named
 from library.precision.linear import QuantizedLinear
 from library.precision.names import GRANULARITIES, SCHEME_NAMES, USUAL_LAYOUTS, LayoutKind
-from library.precision.placement import describe_base
-from library.precision.recipe import Recipe, WeightLoader, scheme_named
+from library.precision.recipe import Recipe, WeightLoader, describe_base, scheme_named
 
 _HALVES = {"BF16": torch.bfloat16, "F16": torch.float16}
 

@@ -28,14 +28,15 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
+from library.config.schema import PrecisionConfig
 from library.errors import UserError, did_you_mean, error_prefix
 from library.precision.activations import round_inputs, roundings
-from library.precision.checkpoint import ServedInput
+from library.precision.checkpoint import QuantizedFile, ServedInput
 from library.precision.files.base import QuantizedWeight, ReadOnlyScheme, Scheme
-from library.precision.files.fp8 import Fp8Scheme, Fp8Weight
+from library.precision.files.fp8 import Fp8Scheme, Fp8Weight, device_has_fp8_matmul, loaded_scheme
 from library.precision.files.int8 import Int8Scheme
 from library.precision.files.nvfp4 import Nvfp4Scheme
-from library.precision.fp8_numbers import E4M3FN, FP8_DTYPES, Fp8Format
+from library.precision.fp8_numbers import E4M3FN, FP8_DTYPES, Fp8Format, format_named
 from library.precision.linear import Compute, QuantizedLinear, QuantizedLinearOfHiddenDtype
 from library.precision.names import GRANULARITIES, READ_ONLY, SCHEME_NAMES, ActivationRounding
 from library.randomness import derive_seed
@@ -295,3 +296,74 @@ def _changed(value: Tensor | QuantizedWeight, change: Callable[[Tensor], Tensor]
             return change(value.dequantize(torch.float32))
         return value.scheme.quantize(change(value.dequantize(torch.float32)), before=value.steps())
     return change(value.float()).to(value.dtype)
+
+
+def plan_base(config: PrecisionConfig, layout: QuantizedFile | None, seed: int, device: torch.device) -> WeightLoader:
+    """Return how the transformer's weights are placed.
+
+    Args:
+        config: what is asked for.
+        layout: what the transformer's files hold in fp8, or None.
+        seed: of stochastic rounding.
+        device: that will compute.
+
+    Raises:
+        UserError: the device has no such products, or an option has no effect on this file.
+    """
+    if config.quantised_compute == "quantised" and not device_has_fp8_matmul(device):
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+        raise UserError(
+            f"quantised_compute: products in fp8 need an Ada, Hopper or newer GPU, which {name} is not; "
+            'use "auto" or "dequant"'
+        )
+    activations = None if config.quantised_activations == "none" else config.quantised_activations
+    # rounded once, where the server rounds
+    compute = "dequant" if activations and config.quantised_compute == "auto" else config.quantised_compute
+    if layout is None:
+        if not (config.fp8_base or config.fp8_scaled):
+            for key in ("quantised_compute", "quantised_activations"):
+                if key in config.model_fields_set:
+                    raise UserError(f"{key}: has no effect, the model has no fp8 weights; set fp8_base or fp8_scaled")
+        if activations in ("auto", "static"):
+            raise UserError(
+                f"quantised_activations = {activations}: is read from a quantised file, and this base is quantised "
+                "as it is loaded; train on the file, or name the server's rounding (row, unit, ...)"
+            )
+        return WeightLoader(transformer_recipe(config, seed), compute, activations)
+    unused = ("fp8_scaled", "fp8_format", "fp8_exclude", "fp8_exclude_patterns", "fp8_rounding")
+    for key in unused:
+        if key in config.model_fields_set and (key != "fp8_scaled" or config.fp8_scaled):
+            raise UserError(f"{key}: {layout.path} is in fp8 already and is trained on as it is; remove {key}")
+    return WeightLoader(None, compute, activations)
+
+
+def transformer_recipe(config: PrecisionConfig, seed: int) -> Recipe | None:
+    """Return how a transformer in high precision becomes fp8; None if it does not.
+
+    Raises:
+        UserError: a pattern of ``fp8_exclude_patterns`` is no regular expression.
+    """
+    if not (config.fp8_base or config.fp8_scaled):
+        return None
+    granularity = config.fp8_granularity if config.fp8_scaled else "cast"
+    return Recipe(
+        loaded_scheme(granularity, format_named(config.fp8_format)),
+        exclude=tuple(config.fp8_exclude),
+        exclude_patterns=tuple(config.fp8_exclude_patterns),
+        stochastic=config.fp8_rounding == "stochastic",
+        seed=seed,
+    )
+
+
+def text_encoder_recipe(config: PrecisionConfig) -> Recipe | None:
+    """Return how T5 becomes fp8; None if it does not."""
+    return Recipe(loaded_scheme("block64"), exclude=()) if config.fp8_text_encoder else None
+
+
+def describe_base(layout: QuantizedFile | None, fp8: WeightLoader, dtype: torch.dtype) -> str:
+    """Return the precision of a base that ``fp8`` has loaded, in words, for people and for the LoRA's metadata."""
+    high = str(dtype).removeprefix("torch.")
+    if layout is None and fp8.recipe is None:
+        return high
+    file = "" if layout is None else f"{layout.layout} file ({layout.formats}), "
+    return f"{file}{fp8.describe()}, others {high}"

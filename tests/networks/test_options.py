@@ -61,11 +61,11 @@ def test_patterns_may_be_bare_quoted_or_a_list(text: str, patterns: tuple[str, .
         ("img_atn_dim=4", "unknown key 'img_atn_dim'; did you mean 'img_attn_dim'?"),
         ("zzz=4", "unknown key 'zzz'; known keys: decompose_both, exclude_patterns, factor, img_attn_dim"),
         ("rank_dropout", "'rank_dropout' is not of the form key=value; write it like rank_dropout=0.1"),
-        ("rank_dropout=1.0", "rank_dropout=1.0: must be at least 0 and below 1"),
-        ("module_dropout=-1", "module_dropout=-1: must be at least 0 and below 1"),
-        ("rank_dropout=nan", "rank_dropout=nan: must be at least 0 and below 1"),
-        ("rank_dropout=much", "rank_dropout=much: must be a number"),
-        ("loraplus_lr_ratio=0", "loraplus_lr_ratio=0: must be above 0; 16 is usual"),
+        ("rank_dropout=1.0", "rank_dropout=1.0: must be a number of at least 0 and below 1"),
+        ("module_dropout=-1", "module_dropout=-1: must be a number of at least 0 and below 1"),
+        ("rank_dropout=nan", "rank_dropout=nan: must be a number of at least 0 and below 1"),
+        ("rank_dropout=much", "rank_dropout=much: must be a number of at least 0"),
+        ("loraplus_lr_ratio=0", "loraplus_lr_ratio=0: must be a number above 0; 16 is usual"),
         ("single_dim=4.5", "single_dim=4.5: must be a whole number, 0 to leave these layers out"),
         ("single_dim=-4", "single_dim=-4: must be a whole number, 0 to leave these layers out"),
         ("in_dims=[1,2]", "in_dims=[1,2]: must be 5 whole numbers (img, time, vector, guidance, txt)"),
@@ -93,5 +93,5 @@ def test_a_key_given_twice_is_refused() -> None:
 
 
 def test_dropping_everything_is_refused() -> None:
-    with pytest.raises(UserError, match=r"network_dropout=1.0: must be at least 0 and below 1"):
+    with pytest.raises(UserError, match=r"network_dropout=1.0: must be a number of at least 0 and below 1"):
         parse(network_dropout=1.0)

@@ -6,6 +6,7 @@
 ``tp``                         parts of each large layer (``tensor``)
 ``pp``                         some of the blocks (``pipeline``)
 ``zero``                       DeepSpeed (``zero``)
+``device_map``                 one process drives several GPUs (:func:`place_blocks`)
 =============================  ==================================================================
 
 A task describes its model in a :class:`ParallelSpec`, so that any layout can share it among processes.
@@ -13,6 +14,11 @@ A task describes its model in a :class:`ParallelSpec`, so that any layout can sh
 A LoRA is small: it stays full on every process, so that any optimizer can train it, and averages, samples and files see
 it as ever; ``step.average_gradients`` does for it what DDP does. Where all weights are trained, gradients and optimizer
 state are split as the weights are. ``gather`` is the way back.
+
+With a device map each GPU has a run of neighbouring blocks. accelerate's ``dispatch_model`` places the weights and puts
+hooks around the modules that move what comes in to where the weights are; what lies outside the blocks stays on the
+first GPU, and so does the result. A LoRA lies beside the layers that it changes. Autograd takes gradients back the same
+way. One GPU works at a time: a run has the memory of all and the speed of one.
 """
 
 from __future__ import annotations
@@ -21,7 +27,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from accelerate import Accelerator
+import torch
+from accelerate import Accelerator, dispatch_model
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
@@ -31,6 +38,7 @@ from library.config.schema import ParallelConfig
 from library.errors import UserError
 from library.models.llm.model import Block, TransformerLM, lm_split_plan, shard_heads
 from library.nn.tensor_split import Parts
+from library.training.memory.budget import in_words, tensor_bytes
 from library.training.parallel.gather import ShardedOptimizer
 from library.training.parallel.pipeline import (
     Pipeline,
@@ -39,6 +47,7 @@ from library.training.parallel.pipeline import (
     call_together,
     cut,
     lm_split_points,
+    partition,
     train_stage,
 )
 from library.training.parallel.tensor import split_layers
@@ -209,3 +218,51 @@ def check_sharding(accelerator: Accelerator, model: nn.Module, blocks: Sequence[
     if wrong or not found or not all(isinstance(module, FSDPModule) for module in found):
         where = wrong[0] if wrong else "a block"
         raise UserError(f"shard: accelerate left {where} in another layout than asked; install constraints.txt")
+
+
+def devices_to_fill(parallel: ParallelConfig, accelerator: Accelerator) -> list[torch.device]:
+    """Return this machine's GPUs if ``device_map`` asks for them, else nothing.
+
+    Raises:
+        UserError: there are several processes, or fewer than two GPUs.
+    """
+    if parallel.device_map is None:
+        return []
+    if accelerator.num_processes > 1:
+        raise UserError("device_map: one process drives all GPUs; start with python, or set shard instead of it")
+    count = torch.cuda.device_count()
+    if count < 2:
+        raise UserError(f'device_map: needs two GPUs, this process sees {count}; remove it, or set memory = "auto"')
+    return [torch.device("cuda", number) for number in range(count)]
+
+
+def place_blocks(transformer: nn.Module, blocks: Sequence[nn.Module], devices: Sequence[torch.device]) -> str:
+    """Put ``transformer`` with its LoRA on ``devices`` so that the fullest holds as little as can be; return how.
+
+    Parameters on another device than before are new objects: call it before an optimizer is built.
+
+    Raises:
+        UserError: there are fewer blocks than devices.
+    """
+    if len(blocks) < len(devices):
+        raise UserError(f"device_map: {len(devices)} GPUs for {len(blocks)} blocks; hide some (CUDA_VISIBLE_DEVICES)")
+    names = {id(module): name for name, module in transformer.named_modules()}
+    sizes = [tensor_bytes((*block.parameters(), *block.buffers())) for block in blocks]
+    within = {id(t) for block in blocks for t in (*block.parameters(), *block.buffers())}
+    outside = tensor_bytes([t for t in (*transformer.parameters(), *transformer.buffers()) if id(t) not in within])
+    sizes[0] += outside
+    runs = partition(sizes, len(devices))
+    places = {names[id(blocks[i])]: device for run, device in zip(runs, devices, strict=True) for i in run}
+    elsewhere = dict.fromkeys(_beside(transformer, set(places)), devices[0])
+    whole_map = {name: str(device) for name, device in (elsewhere | places).items()}
+    dispatch_model(transformer, whole_map, main_device=str(devices[0]), force_hooks=True)
+    held = [in_words(sum(sizes[i] for i in run)) for run in runs]
+    parts = (f"{device} {len(run)} blocks, {size}" for device, run, size in zip(devices, runs, held, strict=True))
+    return f"device map: {'; '.join(parts)}"
+
+
+def _beside(transformer: nn.Module, blocks: set[str]) -> list[str]:
+    """Return the names of the modules and tensors right under ``transformer`` that hold no block."""
+    children = [name for name, _ in transformer.named_children() if not any(b.startswith(f"{name}.") for b in blocks)]
+    direct = (*transformer.named_parameters(recurse=False), *transformer.named_buffers(recurse=False))
+    return [*children, *(name for name, _ in direct)]

@@ -21,8 +21,7 @@ from library.models.family import Family
 from library.models.layer_names import LoraTargets
 from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
-from library.precision.placement import describe_base
-from library.precision.recipe import WeightLoader
+from library.precision.recipe import WeightLoader, describe_base
 from library.safetensors_io import read_entries
 from library.training.memory.block_swap import swap_blocks, swappable
 from library.training.sampling.conditions import PromptImageRules, check_prompt_images, encode_prompt_images, text_jobs

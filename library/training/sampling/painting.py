@@ -31,8 +31,7 @@ from library.models.family import Family
 from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
 from library.precision.checkpoint import WeightFiles
-from library.precision.placement import plan_base
-from library.precision.recipe import WeightLoader
+from library.precision.recipe import WeightLoader, plan_base
 from library.processes import agreed
 from library.training.memory.budget import GIB, available_bytes
 from library.training.plan import base_dtype

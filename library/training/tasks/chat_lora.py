@@ -44,7 +44,7 @@ from library.models.registry import lora_targets
 from library.nn.cross_entropy import IGNORED
 from library.precision.checkpoint import QuantizedFile
 from library.precision.packed_linear import unpacked
-from library.precision.placement import plan_base
+from library.precision.recipe import plan_base
 from library.randomness import generator
 from library.safetensors_io import read_safetensors_header
 from library.training.checkpoint.metadata import lora_facts

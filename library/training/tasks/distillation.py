@@ -44,8 +44,7 @@ from library.errors import UserError
 from library.files import clear_leftovers
 from library.models.family import Family
 from library.models.family_by_name import model_family, with_transformer
-from library.precision.placement import plan_base
-from library.precision.recipe import WeightLoader
+from library.precision.recipe import WeightLoader, plan_base
 from library.processes import agreed
 from library.safetensors_io import write_safetensors
 from library.training.checkpoint.state import start_position

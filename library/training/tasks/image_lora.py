@@ -42,7 +42,7 @@ from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
 from library.nn.checkpointing import neighbours
 from library.precision.checkpoint import WeightFiles
-from library.precision.placement import plan_base, text_encoder_recipe
+from library.precision.recipe import plan_base, text_encoder_recipe
 from library.processes import agreed
 from library.training.checkpoint.metadata import image_facts, lora_facts, trigger_phrase
 from library.training.checkpoint.state import tidy
@@ -51,8 +51,7 @@ from library.training.memory.block_swap import Ring, describe_rings, swap_blocks
 from library.training.memory.budget import recompute_blocks
 from library.training.memory.dry_run import fit_memory
 from library.training.memory.policy import advice
-from library.training.parallel.device_map import devices_to_fill, place_blocks
-from library.training.parallel.parallelize import ParallelSpec
+from library.training.parallel.parallelize import ParallelSpec, devices_to_fill, place_blocks
 from library.training.parallel.pipeline import check_microbatches, transformer_split_points
 from library.training.plan import ImagePlan, resolve_images
 from library.training.report.progress import counting

@@ -22,8 +22,7 @@ from library.data.batches import DataParallelRank
 from library.errors import UserError
 from library.precision.checkpoint import QuantizedFile, WeightFiles
 from library.precision.linear import ddp_ignored_names
-from library.precision.placement import describe_base
-from library.precision.recipe import WeightLoader
+from library.precision.recipe import WeightLoader, describe_base
 from library.safetensors_io import read_safetensors_header
 from library.training.checkpoint.metadata import LEAST_FACTS, save_facts, spec_fields, without_folders
 from library.training.checkpoint.output_folder import describe_settings

@@ -15,7 +15,7 @@ from library.config.schema import ParallelConfig
 from library.errors import UserError
 from library.models.flux.model import optimise_forward
 from library.training.engine import all_finite
-from library.training.parallel.device_map import devices_to_fill, place_blocks
+from library.training.parallel.parallelize import devices_to_fill, place_blocks
 from tests.runs import arguments, lora, run, write_dataset
 from tests.tiny import tiny_flux_transformer
 

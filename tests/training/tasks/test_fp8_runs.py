@@ -20,7 +20,7 @@ from library.config.schema import PrecisionConfig
 from library.errors import UserError
 from library.precision.activations import FakeQuantLinear
 from library.precision.linear import QuantizedLinear
-from library.precision.placement import plan_base
+from library.precision.recipe import plan_base
 from tests.runs import ROOT, largest_difference, lora, pipeline_forward, run
 from tests.tiny import SingleFiles, bfl_state_dict, save_single_files, tiny_flux_inputs, tiny_flux_pipeline
 
