@@ -12,9 +12,6 @@ holds, GB/s of the weight's bytes, two threads, the 49152 x 576 head of a SmolLM
     bf16          16.5   13.9    4.9
     bf16 packed   25.8   26.5    6.1
 
-One thread gets more out of a matrix stored by columns, as long as these are longer than its rows: of this head 21 GB/s
-with MKL for one row, oneDNN 14; more rows go to oneDNN, which reads columns as well as its own order.
-
 Weights that are quantised have kernels of PyTorch's own, which take bf16 and decode while they read. The same head, one
 row, one thread and two, ms:
 
@@ -47,7 +44,6 @@ from library.precision.files.int8 import Int8Scheme, Int8Weight
 from library.precision.linear import QuantizedLinear
 
 _INT8_ROWS, _INT4_ROWS = 16, 128  # above these, dequantising and multiplying in bf16 takes less time
-_COPIED = 1 << 28  # bytes of a tied head that may lie in memory once more
 _INT4_OUTPUTS = 16  # their number is a multiple
 _ROWS = 4096  # of a weight that are rounded at a time
 
@@ -66,7 +62,7 @@ class PackedLinear(nn.Module, ABC):
 
 
 class OneDnnLinear(PackedLinear):
-    """A weight in fp32 or bf16 in oneDNN's order; or by columns, which one thread reads faster for one row."""
+    """A weight in fp32 or bf16 in oneDNN's order."""
 
     def __init__(self, linear: nn.Linear, shared: bool = False) -> None:
         """Take over ``linear``, on the CPU.
@@ -75,30 +71,18 @@ class OneDnnLinear(PackedLinear):
         """
         super().__init__(linear)
         weight = linear.weight.detach()
-        in_one_thread = torch.get_num_threads() == 1 and weight.dtype == torch.float32
-        copied = not shared or weight.nbytes <= _COPIED
-        self.by_columns = in_one_thread and copied and self.out_features > self.in_features
-        self.shared = weight if shared else None
-        if self.by_columns:
-            self.packed = weight.t().contiguous()
-        else:
-            self.packed = weight if shared else torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
+        self.shared = shared
+        self.packed = weight if shared else torch.ops.mkldnn._reorder_linear_weight(weight.contiguous(), 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``x`` [..., in] to [..., out]; both in the weight's dtype."""
-        if self.by_columns and x.numel() == self.in_features:
-            out = torch.mm(x.reshape(1, -1), self.packed)
-            return (out if self.bias is None else out.add_(self.bias)).view(*x.shape[:-1], self.out_features)
-        weight = self.packed.t() if self.by_columns else self.packed
         # It falls back to a loop a thousand times slower for an x that is stored by columns.
-        return torch.ops.mkldnn._linear_pointwise(x.contiguous(), weight, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(x.contiguous(), self.packed, self.bias, "none", [], "")
 
     def unpacked(self) -> nn.Linear:
         """Return the layer as it was, frozen."""
         linear = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
-        weight = self.shared
-        if weight is None:
-            weight = self.packed.t().contiguous() if self.by_columns else self.packed.to_dense()
+        weight = self.packed if self.shared else self.packed.to_dense()
         linear.weight = nn.Parameter(weight, requires_grad=False)
         if self.bias is not None:
             linear.bias = nn.Parameter(self.bias, requires_grad=False)

@@ -195,7 +195,7 @@ def test_what_holds_no_weights_is_refused(linear_file: Path, tmp_path: Path) -> 
     index = {"weight_map": {"a": "part-1.safetensors"}}
     (tmp_path / "index/model.safetensors.index.json").write_text(json.dumps(index))
     for name, message in (
-        (linear_file.name, r"the file ends before tensor '.*'; download it again"),
+        (linear_file.name, "its end is missing, or more follows"),
         ("nowhere", "nowhere: no such file or folder"),
         ("model.ckpt", r"model\.ckpt: weights are read from \.safetensors and \.gguf files"),
         ("bin", r"no \.safetensors weights in this folder"),

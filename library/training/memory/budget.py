@@ -21,8 +21,6 @@ from library.nn.checkpointing import ActivationCheckpointing, HostOffload
 
 GIB = 2**30
 _CPU_MESSAGES = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")  # of torch
-# of oneDNN, which says the same of memory that it was not given and of operations that it does not have
-_ONEDNN_MESSAGES = ("could not create a primitive", "could not create a memory object", "could not execute a primitive")
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _UNUSED, _ON_HEAP = 1 << 28, 1 << 30  # bytes
@@ -32,21 +30,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory ran out, on a device or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    if not isinstance(error, RuntimeError):
-        return False
-    if any(text in str(error) for text in _CPU_MESSAGES):
-        return True
-    return any(text in str(error) for text in _ONEDNN_MESSAGES) and _address_space_is_spent()
-
-
-def _address_space_is_spent() -> bool:
-    """Whether this process has come close to its ``ulimit -v``, the one limit that makes the host refuse memory."""
-    if not psutil.LINUX:
-        return False
-    limit = psutil.Process().rlimit(psutil.RLIMIT_AS)[0]
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    peak = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmPeak"))
-    return limit != psutil.RLIM_INFINITY and peak > 7 / 8 * limit
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _CPU_MESSAGES)
 
 
 @contextmanager
