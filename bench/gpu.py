@@ -248,7 +248,7 @@ class GpuCase:
 
     Attributes:
         family: a key of ``FAMILIES``.
-        trainer: tandem or peft (diffusers + peft).
+        trainer: tandem or peft (diffusers + peft, which cannot train with cuDNN's attention: flash takes its place).
         batch: images a step.
         base: the frozen weights and how they are multiplied.
         checkpointing: every block is recomputed in backward.
@@ -373,6 +373,7 @@ def build(case: GpuCase, sizes: Sizes, device: torch.device, tiny: bool) -> Lora
     """Return the loaded case: a transformer, and the LoRA in it, as a run loads them."""
     transformer = build_transformer(case.family, sizes, torch.bfloat16, str(device))
     if case.trainer == "peft":
+        torch.backends.cuda.enable_cudnn_sdp(False)  # its backward is wrong for views, and the run ends in an error
         trained = peft_lora(case.family, transformer)
         if case.checkpointing:
             transformer.enable_gradient_checkpointing()
