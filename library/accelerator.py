@@ -286,7 +286,7 @@ def device_mesh(accelerator: Accelerator) -> DeviceMesh:
 
 
 def _verify(accelerator: Accelerator, mixed_precision: str, parallel: ParallelConfig) -> None:
-    asked = int(os.environ.get("WORLD_SIZE", "1"))
+    started = int(os.environ.get("WORLD_SIZE", "1"))
     plain = (DistributedType.NO, DistributedType.MULTI_GPU, DistributedType.MULTI_CPU)
     fits, wanted = accelerator.distributed_type in plain, ""
     if parallel.shard > 1:
@@ -297,9 +297,9 @@ def _verify(accelerator: Accelerator, mixed_precision: str, parallel: ParallelCo
         wanted = f", zero = {parallel.zero} asks for DeepSpeed"
     if not fits:
         raise UserError(f"accelerate set up {accelerator.distributed_type}{wanted}; unset the ACCELERATE_* variables")
-    if accelerator.num_processes != asked:
+    if accelerator.num_processes != started:
         raise UserError(
-            f"{asked} processes were started but accelerate joined {accelerator.num_processes} of them; "
+            f"{started} processes were started but accelerate joined {accelerator.num_processes} of them; "
             "start with torchrun --nproc-per-node N train_lora.py ..."
         )
     if accelerator.mixed_precision != mixed_precision:

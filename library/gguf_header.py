@@ -99,10 +99,10 @@ def gguf_file(path: Path) -> Path | None:
 def has_language_model(file: Path) -> bool:
     """Return whether a GGUF file holds a language model and its tokenizer, and not an image model's text encoder."""
     try:
-        said = read_gguf_metadata(file, arrays=False)
+        metadata = read_gguf_metadata(file, arrays=False)
     except (UserError, OSError):
         return False
-    return said.get("general.architecture") in LANGUAGE_MODELS and "tokenizer.ggml.tokens" in said
+    return metadata.get("general.architecture") in LANGUAGE_MODELS and "tokenizer.ggml.tokens" in metadata
 
 
 def read_gguf_header(path: str | Path, file: BufferedReader, may_be_cut: bool = False) -> tuple[dict[str, Any], int]:
@@ -273,5 +273,5 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
     """Return the name that ``names`` has for a tensor, or its own."""
     stem, _, leaf = name.rpartition(".")
     block = _BLOCK.fullmatch(stem)
-    ours = names.get(f"{block[1]}.*.{block[3]}" if block else stem)
-    return name if ours is None else f"{ours.replace('*', block[2] if block else '')}.{leaf}"
+    new_stem = names.get(f"{block[1]}.*.{block[3]}" if block else stem)
+    return name if new_stem is None else f"{new_stem.replace('*', block[2] if block else '')}.{leaf}"

@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # heavy: a script imports them when its configuration is comp
 
 GRACE = 10.0  # seconds in which a process may end by itself after another has
 _PATIENCE = 20.0  # seconds in which a process that failed in an optional part waits for the others' votes
-_LOOK = 1.0  # seconds between two looks for an alarm
+_POLL = 1.0  # seconds between two checks for an alarm
 _UNWATCHED = 3600.0  # seconds to wait for a vote where no thread would notice that the others have ended
 # what gloo, NCCL and the store say when the other end of a connection is gone
 _LOST = (
@@ -90,7 +90,7 @@ def one_of_several(main: Callable[[], None]) -> Callable[[], None]:
             _let_it_end_first()
             raise SystemExit(error.exit_code) from None
         except UserError as error:
-            if _is_said_already(one_line(error)):
+            if _is_printed_already(one_line(error)):
                 raise SystemExit(2) from None
             raise
         except KeyboardInterrupt:
@@ -102,8 +102,8 @@ def one_of_several(main: Callable[[], None]) -> Callable[[], None]:
                 handler.record_exception(error)
                 raise
             rank = os.environ.get("RANK", "?")
-            said = f"process {rank}: lost another process, whose error is the one to read ({_last_line(error)})"
-            print(said, file=sys.stderr, flush=True)
+            line = f"process {rank}: lost another process, whose error is the one to read ({_last_line(error)})"
+            print(line, file=sys.stderr, flush=True)
             _let_it_end_first()
             raise SystemExit(1) from None
 
@@ -126,7 +126,7 @@ def _last_line(error: Exception) -> str:
     return next(lost for lost in _LOST if lost in str(error)) if len(text) > 200 else text
 
 
-def _is_said_already(message: str) -> bool:
+def _is_printed_already(message: str) -> bool:
     """Whether another process of this job has been asked about ``message``; where nobody knows, it has not."""
     try:
         store = _store()
@@ -274,7 +274,7 @@ def agreed(what: str, otherwise: Callable[[Exception], None] | None = None) -> I
         else:
             with suppress(RuntimeError):  # the process that has the store is gone: its own error is still to be said
                 notes.ring(_exit_code(error), notes.votes)
-                votes = notes.vote(failed[0][1], _LOOK if is_fatal else _PATIENCE)
+                votes = notes.vote(failed[0][1], _POLL if is_fatal else _PATIENCE)
             if votes is None:
                 setattr(error, _VOTED_ON, True)
                 raise error
@@ -333,7 +333,7 @@ def watched() -> Iterator[None]:
 def _watch(notes: _Notes, stopped: threading.Event) -> None:
     """End this process if another one has failed and this one does not end by itself before ``stopped``."""
     alarm, since = None, 0.0
-    while not stopped.wait(_LOOK):
+    while not stopped.wait(_POLL):
         before = alarm
         with suppress(RuntimeError):  # the store is gone; the connections of the process that had it tell
             alarm = notes.alarm()

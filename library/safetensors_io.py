@@ -262,8 +262,8 @@ def _read_header(path: str | Path, may_be_cut: bool = False) -> tuple[dict[str, 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        names: set[str] = set()
+        twice = next(name for name, _ in pairs if name in names or names.add(name))  # type: ignore[func-returns-value]
         raise ValueError(f"the header has {twice!r} twice")
     return found
 

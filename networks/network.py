@@ -303,8 +303,8 @@ def select_modules(
     in_blocks = _in_chosen_blocks(list(kinds), options, targets)
     present = {kinds[name].name for name in in_blocks}
     for kind_name, option in options.dim_sources.items():
-        unasked = option in targets.dim_lists and options.dims[kind_name] == 0
-        if kind_name not in present and not unasked:
+        is_left_out = option in targets.dim_lists and options.dims[kind_name] == 0
+        if kind_name not in present and not is_left_out:
             raise UserError(f"network_args: {option}: this model has no {kind_name} layers in the chosen blocks")
     ranks = {name: options.dims.get(kinds[name].name, options.dim if kinds[name].default else 0) for name in in_blocks}
     ranks = {name: rank for name, rank in ranks.items() if rank}
@@ -317,14 +317,15 @@ def select_modules(
         ranks = {name: rank for name, rank in ranks.items() if name not in hits}
     if not ranks:
         raise UserError("network_args: nothing is left to train; relax the *_dim, block or pattern options")
-    asked: dict[tuple[str, int], list[tuple[int, int]]] = {}
+    shapes_by_rank: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for name, rank in ranks.items():
         source = options.dim_sources.get(kinds[name].name)
         shape: Any = linears[name].out_features, linears[name].in_features
-        asked.setdefault((f"network_args: {source}" if source else "network_dim", rank), []).append(shape)
-    for (said, rank), shapes in asked.items():
-        refuse_large_rank(said, rank, shapes, options.kind)
-    if options.factor > (largest := max(size for shapes in asked.values() for shape in shapes for size in shape)):
+        shapes_by_rank.setdefault((f"network_args: {source}" if source else "network_dim", rank), []).append(shape)
+    for (option_name, rank), shapes in shapes_by_rank.items():
+        refuse_large_rank(option_name, rank, shapes, options.kind)
+    largest = max(size for shapes in shapes_by_rank.values() for shape in shapes for size in shape)
+    if options.factor > largest:
         raise UserError(f"network_args: factor={options.factor}: no layer has more than {largest} rows or columns")
     return ranks, counts
 

@@ -144,15 +144,15 @@ class NetworkOptions:
 
     def for_text_encoders(self) -> NetworkOptions:
         """Return what of these options speaks of text encoders too: the kind, its rank, alpha and dropouts."""
-        ours = {field.name: getattr(self, field.name) for field in fields(self)}
-        return NetworkOptions(**{name: value for name, value in ours.items() if name not in _OF_TRANSFORMER})
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return NetworkOptions(**{name: value for name, value in values.items() if name not in _OF_TRANSFORMER})
 
 
 def parse_network_args(config: NetworkConfig, targets: LoraTargets) -> NetworkOptions:
     """Check the network section against a family's options, before any model is loaded."""
     dim_options = targets.dim_options()
-    own = [key for key in _PARSERS if targets.text_encoders or key not in _TEXT_KEYS]
-    known = (*own, *dim_options, *targets.dim_lists, *targets.block_options)
+    parsed_keys = [key for key in _PARSERS if targets.text_encoders or key not in _TEXT_KEYS]
+    known = (*parsed_keys, *dim_options, *targets.dim_lists, *targets.block_options)
     values = _known_pairs(config.network_args, known)
     _check_kind(config, values)
     dims: dict[str, int] = {}

@@ -25,7 +25,7 @@ from library.config.schema import DatasetArguments
 from library.console import Console
 from library.errors import UserError, counted, exit_on_user_error
 from library.files import read_toml, write_text
-from library.training.report.progress import counting, telling
+from library.training.report.progress import counting, print_progress
 from tools.command import answer_early, seed_number, tool_console, tool_parser
 
 _PIXEL_MULTIPLE = 16  # of an image's sides, for every model so far
@@ -135,7 +135,7 @@ def main() -> None:
     config = load_dataset_config(options.dataset, arguments, conditioning_of(options.dataset))
     console = tool_console()
     if options.json is not None:
-        start = partial(telling, console, seconds=0.5)
+        start = partial(print_progress, console, seconds=0.5)
         report = check(config, _PIXEL_MULTIPLE, start)
         write_json(options, config, report, start)
     else:

@@ -108,7 +108,7 @@ def layouts(
     splits = sorted({n for n in range(2, inside + 1) if inside % n == 0} | {gpus})
     for shard in splits:
         yield ParallelConfig(dp=gpus // shard, shard=shard)
-    for tp in (n for n in splits if n <= inside and n in model.held):
+    for tp in (n for n in splits if n <= inside and n in model.weights_by_tp):
         yield ParallelConfig(dp=gpus // tp, tp=tp)
     for pp in (n for n in splits if model.can_be_cut and n <= sum(kind.count for kind in model.blocks)):
         count = max(n for n in range(1, pp + 1) if batch % n == 0)
@@ -219,7 +219,7 @@ def main() -> None:
         if taken <= room_in(limit):
             best, source = row, f"its step takes {taken / GIB:.2f} GiB, source: {found.source}"
             break
-    weights = model.held[1]
+    weights = model.weights_by_tp[1]
     seen = f"{tokens} tokens" if language else f"{options.resolution} x {options.resolution} pixels"
     batch = f"a batch of {options.batch_size} at {seen}, AdamW"
     console.print(f"{options.model}: {weights / 1e9:.2f} billion weights; {batch}")

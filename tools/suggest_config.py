@@ -134,7 +134,7 @@ def main() -> None:
     """Ask, look, write, and say what was found and decided."""
     asked, arguments = answers(parser().parse_args())
     chosen = suggestion.choose_memory(asked.model_type, asked.model, arguments, asked.gpu_memory)
-    found, values = suggestion.look(asked), suggestion.presets(asked.model_type)
+    found, values = suggestion.summarise_dataset(asked), suggestion.presets(asked.model_type)
     for name, text in suggestion.suggest(asked, found, chosen).items():  # config.toml names the other: the last
         write_text(asked.save_to / name, text)
     settings = [f"{key} = {value}" for key, value in chosen.settings.items()] or ["nothing quantised or swapped"]

@@ -132,14 +132,14 @@ class FakeQuantLinear(LinearWrapper):
 
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., in]`` to ``[..., out]``."""
-        own = isinstance(self.base, QuantizedLinear)
-        weight = self.base.quantized() if own else self.rounding.weight  # type: ignore[operator]
+        is_quantised = isinstance(self.base, QuantizedLinear)
+        weight = self.base.quantized() if is_quantised else self.rounding.weight  # type: ignore[operator]
         how, rotates = self.rounding.how, weight is not None and self.rounding.how == "int8"
         x = weight.rotate(x) if rotates else x  # type: ignore[union-attr]
         fp8 = weight.fp8 if isinstance(weight, Fp8Weight) and how in ("unit", "static") else E4M3FN
         rounded = round_activations(x.detach(), how, self.input_scale, fp8)  # type: ignore[arg-type]
         rounded = x + (rounded - x).detach() if x.requires_grad else rounded
-        if rotates and own:
+        if rotates and is_quantised:
             return self.base(rounded, rotated=True)
         return self.base(weight.rotate_back(rounded) if rotates else rounded)  # type: ignore[union-attr]
 
@@ -148,7 +148,7 @@ def roundings(
     layers: Iterable[str],
     served: Mapping[str, ServedInput],
     how: ActivationRounding | Literal["auto"],
-    heeded: Collection[LayoutKind] | None = None,
+    layouts: Collection[LayoutKind] | None = None,
 ) -> dict[str, InputRounding]:
     """Return layer -> how its inputs are rounded; layers whose inputs are not are left out.
 
@@ -157,16 +157,16 @@ def roundings(
         served: layer -> what the file says of its inputs.
         how: in all of them (``static``: in those that have a calibrated scale), or "auto": in each as its file's server
             does.
-        heeded: for "auto", the conventions whose word counts; None: all.
+        layouts: for "auto", the conventions that count; None: all.
     """
     found: dict[str, InputRounding] = {}
     for name in layers:
-        said = served.get(name)
-        asked = said.how if said and (heeded is None or said.layout in heeded) else None
-        word = asked if how == "auto" else how
-        scale = said.scale if said and word in ("static", "nvfp4") else None
-        if word and (word != "static" or scale is not None):
-            found[name] = InputRounding(word, scale)
+        served_input = served.get(name)
+        served_how = served_input.how if served_input and (layouts is None or served_input.layout in layouts) else None
+        chosen = served_how if how == "auto" else how
+        scale = served_input.scale if served_input and chosen in ("static", "nvfp4") else None
+        if chosen and (chosen != "static" or scale is not None):
+            found[name] = InputRounding(chosen, scale)
     return found
 
 

@@ -108,8 +108,8 @@ class QuantizedLinear(nn.Linear):
         return self.outline.with_tensors(self._tensors())
 
     def _tensors(self) -> dict[str, Tensor]:
-        own: dict[str, Any] = {"values": self._weight, **self._buffers}
-        return {name: own[name] for name in self.outline.tensors()}
+        fields: dict[str, Any] = {"values": self._weight, **self._buffers}
+        return {name: fields[name] for name in self.outline.tensors()}
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in] in ``dtype``."""
@@ -260,11 +260,11 @@ def _product_by_rows(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) ->
         rows = slice(start, start + step)
         part = weight.part(rows).operand(x.dtype).t()
         for first in range(0, x.shape[0], tokens):
-            turned, own = weight.rotate(x[first : first + tokens]), out[first : first + tokens, rows]
+            turned, target = weight.rotate(x[first : first + tokens]), out[first : first + tokens, rows]
             if bias is None:
-                torch.mm(turned, part, out=own)
+                torch.mm(turned, part, out=target)
             else:
-                torch.addmm(bias[rows], turned, part, out=own)
+                torch.addmm(bias[rows], turned, part, out=target)
     return out
 
 
@@ -276,10 +276,10 @@ def _input_gradient(gradient: Tensor, weight: QuantizedWeight) -> Tensor:
     dx = gradient.new_empty(gradient.shape[0], in_features)
     for start in range(0, in_features, step):
         columns = slice(start, min(start + step, in_features))
-        part, own = weight.part(columns=columns), dx[:, columns]
-        torch.mm(gradient, part.operand(gradient.dtype), out=own)
+        part, target = weight.part(columns=columns), dx[:, columns]
+        torch.mm(gradient, part.operand(gradient.dtype), out=target)
         if part.rotates:
-            own.copy_(part.rotate_back(own))
+            target.copy_(part.rotate_back(target))
     return dx
 
 

@@ -42,7 +42,7 @@ _HIGH = (torch.float32, torch.bfloat16, torch.float16)
 class Written:
     """What was written: linear weights that are quantised, those that the recipe excludes, bytes in and out.
 
-    ``asked``: how ComfyUI is to multiply, of a file of which nothing else was changed.
+    ``products``: how ComfyUI is to multiply, of a file of which nothing else was changed.
     """
 
     path: Path
@@ -50,12 +50,12 @@ class Written:
     excluded: int
     bytes_before: int
     bytes_after: int
-    asked: str = ""
+    products: str = ""
 
     def describe(self) -> str:
         """Return the outcome as a line."""
-        if self.asked:
-            return f"{self.path}: asks ComfyUI for products in {self.asked}; nothing else is changed"
+        if self.products:
+            return f"{self.path}: asks ComfyUI for products in {self.products}; nothing else is changed"
         in_mib = f"{self.bytes_before / 2**20:.1f} -> {self.bytes_after / 2**20:.1f} MiB"
         return f"{self.path}: {counted(self.quantized, 'weight')} quantised, {self.excluded} excluded; {in_mib}"
 
@@ -127,8 +127,8 @@ def write_quantized(
         elif source is None:
             plan |= _tensors(stored[name], partial(_rounded, name, read, recipe, stored[name], merge))
             if layout == "comfy_quant":
-                asked = _asking(stored[name].comfy_config(), low_precision_products)
-                plan[f"{name.removesuffix('.weight')}.comfy_quant"] = _made(_json_tensor(asked))
+                config = _asking(stored[name].comfy_config(), low_precision_products)
+                plan[f"{name.removesuffix('.weight')}.comfy_quant"] = _made(_json_tensor(config))
         else:
             assert merge is not None
             plan |= _tensors(stored[name], partial(merge.rounded, name), weights)
@@ -154,8 +154,8 @@ def _write_products(
     }
     plan |= {name: _made(marker) for name, marker in markers.items()}
     _stream(target, plan, dict(source.file.metadata) | strings, progress)
-    asked, size = "the format" if low_precision_products else "high precision", _planned_bytes(plan)
-    return Written(Path(target), len(source.weights), 0, size, size, asked)
+    products, size = "the format" if low_precision_products else "high precision", _planned_bytes(plan)
+    return Written(Path(target), len(source.weights), 0, size, size, products)
 
 
 def _stream(
@@ -263,10 +263,10 @@ def _changed_markers(source: QuantizedFile, low_precision_products: bool) -> tup
     """Return the markers, and strings of the header, of the file ``source`` that ask ComfyUI for other products.
 
     Raises:
-        UserError: nothing in it would heed them.
+        UserError: ComfyUI would follow none of them.
     """
-    heed = [name for name, stored in source.weights.items() if stored.heeds_products]
-    if not heed:
+    followed = [name for name, stored in source.weights.items() if stored.follows_products]
+    if not followed:
         raise UserError(
             f"{source.path}: {source.formats}: ComfyUI multiplies such weights in one way, whatever the file says; "
             "products can be chosen for its scaled fp8, nvfp4 and mxfp8 files"
@@ -276,13 +276,13 @@ def _changed_markers(source: QuantizedFile, low_precision_products: bool) -> tup
     for name, entry in entries.items():
         if name.rpartition(".")[2] == "scaled_fp8":
             markers[name] = _asking_marker(DTYPES[entry.dtype], low_precision_products)
-    for layer in (name.removesuffix(".weight") for name in heed):
+    for layer in (name.removesuffix(".weight") for name in followed):
         if layer in configs:
             changed[layer] = _asking(configs[layer], low_precision_products)
             if f"{layer}.comfy_quant" in entries:
                 markers[f"{layer}.comfy_quant"] = _json_tensor(changed[layer])
-    if (said := source.file.metadata.get("_quantization_metadata")) is not None:
-        header = json.loads(said)
+    if (text := source.file.metadata.get("_quantization_metadata")) is not None:
+        header = json.loads(text)
         full_names = {layer: source.file.full_name(layer) for layer in header["layers"]}
         header["layers"] |= {layer: changed[full] for layer, full in full_names.items() if full in changed}
         strings["_quantization_metadata"] = json.dumps(header)

@@ -196,8 +196,8 @@ class Engine:
     def _skips_by_itself(self, optimizer: Any) -> bool:
         """Whether the optimizer's kernels leave out a step (torch's mark); SGD's first spoils its momentum."""
         has_state = isinstance(optimizer, torch.optim.Adam) or bool(optimizer.state)
-        is_ours = not isinstance(self.optimizer, ZeroOptimizer)
-        return is_ours and has_state and getattr(optimizer, "_step_supports_amp_scaling", False)
+        is_plain = not isinstance(self.optimizer, ZeroOptimizer)
+        return is_plain and has_state and getattr(optimizer, "_step_supports_amp_scaling", False)
 
     def _is_finite(self, grad_norm: Tensor) -> Tensor:
         scaler, finite = self.accelerator.scaler, grad_norm.isfinite().all()

@@ -3,7 +3,7 @@
 ``presets.toml`` (beside the schema) holds what other trainers publish for each family, with the file where it stands,
 and which settings fit into which card, with the memory that ``memory.dry_run`` counts for them. Nothing else decides a
 number here: values come from there with their sources as comments, resolution, validation and captions follow from the
-images. :func:`find_model_type` and :func:`look` see what there is, :func:`suggest` returns the files' texts.
+images. :func:`find_model_type` and :func:`summarise_dataset` read them, :func:`suggest` returns the files' texts.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _CAPTION_ENDINGS = (".txt", ".caption")
 
 @dataclass(frozen=True)
 class Answers:
-    """What a person has said.
+    """What the user gave.
 
     Attributes:
         model: file, folder, or name on the hub. parts: key -> path of what a single file needs beside it.
@@ -60,8 +60,8 @@ class Answers:
 
 
 @dataclass(frozen=True)
-class Look:
-    """What the dataset is like: its samples, the side of a square as large as the middle image, missing captions."""
+class DatasetSummary:
+    """A dataset: its samples, the side of a square as large as the median image, how many lack a caption."""
 
     samples: Sequence[Sample]
     side: int
@@ -98,8 +98,8 @@ def presets(model_type: str) -> dict[str, tuple[Any, str]]:
     group, whose = model_type, ""
     while group:
         rows = tables()["presets"][group]
-        own = {key: (row["value"], whose + _sources(row)) for key, row in rows.items() if isinstance(row, dict)}
-        found, group = own | found, rows.get("like", "")
+        values = {key: (row["value"], whose + _sources(row)) for key, row in rows.items() if isinstance(row, dict)}
+        found, group = values | found, rows.get("like", "")
         if rows.get("nearest"):
             whose = f"no trainer publishes a preset for {model_type}; of {group}, the nearest:\n"
         whose = "" if group == "all" else whose
@@ -168,8 +168,8 @@ def choose_memory(model_type: str, model: str, arguments: Mapping[str, Any], gpu
     )
 
 
-def look(answers: Answers) -> Look:
-    """Look the dataset over, reading headers and captions as a training does.
+def summarise_dataset(answers: Answers) -> DatasetSummary:
+    """Read headers and captions as a training does, and summarise them.
 
     Raises:
         UserError: there is none, or training would refuse it.
@@ -193,10 +193,11 @@ def look(answers: Answers) -> Look:
             raise UserError(str(error).replace(f"{path}: subset 1", f"--images {answers.images}")) from None
     samples = [sample for sample in [*found.train, *found.held_out] if not sample.settings.is_reg]
     sides = [(sample.image.size[0] * sample.image.size[1]) ** 0.5 for sample in samples if sample.image.size]
-    return Look(samples, round(median(sides)), sum(not one.caption for one in samples), len(found.held_out), ending)
+    without_caption = sum(not sample.caption for sample in samples)
+    return DatasetSummary(samples, round(median(sides)), without_caption, len(found.held_out), ending)
 
 
-def suggest(answers: Answers, found: Look, memory: Memory) -> dict[str, str]:
+def suggest(answers: Answers, found: DatasetSummary, memory: Memory) -> dict[str, str]:
     """Return file name -> text: the dataset TOML of a folder, and the configuration."""
     values, folder = presets(answers.model_type), answers.images.is_dir()
     share = round(len(found.samples) * values["validation_split"][0])

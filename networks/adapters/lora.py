@@ -154,7 +154,7 @@ class LoRALinear(AdapterLinear):
             _Update(layer.base, holders.index(layer.holder), layer.scale * layer.multiplier) for layer in layers
         )
         first = [next(layer for layer in layers if layer.holder is holder) for holder in holders]
-        downs, ups = [layer._own_down() for layer in first], [layer._own_up() for layer in layers]
+        downs, ups = [layer._local_down() for layer in first], [layer._local_up() for layer in layers]
         outputs = _Fused.apply(updates, prologue, 1 + len(more), split, x, *more, *downs, *ups)
         return [gathering(y, split) for y in outputs]
 
@@ -167,7 +167,7 @@ class LoRALinear(AdapterLinear):
             plain = [leaving(layer.base(rows), layer.split) for layer in layers]
             return [out.view(*x.shape[:-1], out.shape[-1]) for out in plain]
         first = list({layer.holder: layer for layer in reversed(layers)}.values())[::-1]  # of each A
-        stacked = [layer._own_down().to(x.dtype) for layer in first]
+        stacked = [layer._local_down().to(x.dtype) for layer in first]
         low = F.linear(rows, stacked[0] if len(stacked) == 1 else torch.cat(stacked))  # A(x): [N, sum of ranks]
         parts = dict(
             zip((layer.holder for layer in first), low.split([a.shape[0] for a in stacked], dim=-1), strict=True)
@@ -179,7 +179,7 @@ class LoRALinear(AdapterLinear):
                 parts[layer.holder] = layer._drop(parts[layer.holder], x.shape)
             part, scale = parts[layer.holder], layer.scale * layer.multiplier
             scale = scale / (1 - layer.dropouts.of_ranks) if layer.training else scale
-            out.addmm_(part.to(out.dtype), layer._own_up().to(out.dtype).t(), alpha=scale)
+            out.addmm_(part.to(out.dtype), layer._local_up().to(out.dtype).t(), alpha=scale)
             out = leaving(out, layer.split)
             outputs.append(out.view(*x.shape[:-1], out.shape[-1]))
         return outputs
@@ -280,11 +280,11 @@ class LoRALinear(AdapterLinear):
         """Return B, or this layer's rows of it."""
         return self.lora_B.weight if self.joined is None else self.joined.holder.lora_B.weight[self.joined.rows]
 
-    def _own_down(self) -> Tensor:
+    def _local_down(self) -> Tensor:
         """Return :meth:`down` for the inputs that the base has here."""
         return self.down() if self.split is None or self.split.dim == 0 else self.split.local(self.down(), 1)
 
-    def _own_up(self) -> Tensor:
+    def _local_up(self) -> Tensor:
         """Return :meth:`up` for the outputs that the base has here."""
         return self.up() if self.split is None or self.split.dim == 1 else self.split.local(self.up(), 0)
 
@@ -518,9 +518,9 @@ class DoRALinear(LoRALinear):
         down, up = self.lora_A.weight.float(), self.lora_B.weight.float()
         with torch.autocast(down.device.type, enabled=False):
             crossed = (up * (base_weight(self.base) @ down.t())).sum(dim=1)
-            own = ((up @ (down @ down.t())) * up).sum(dim=1)
+            update = ((up @ (down @ down.t())) * up).sum(dim=1)
         scale = self.scale
-        return (self.squared_norms + 2 * scale * crossed + scale**2 * own).clamp_min(0).sqrt()
+        return (self.squared_norms + 2 * scale * crossed + scale**2 * update).clamp_min(0).sqrt()
 
     @staticmethod
     def forward_together(  # type: ignore[override]

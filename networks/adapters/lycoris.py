@@ -60,8 +60,8 @@ class LoKrLinear(AdapterLinear):
     @property
     def scale(self) -> float:
         """alpha / rank where w1 or w2 is a product, else 1."""
-        own = self.trained()
-        return 1.0 if "lokr_w1" in own and "lokr_w2" in own else self.alpha / self.rank
+        trained = self.trained()
+        return 1.0 if "lokr_w1" in trained and "lokr_w2" in trained else self.alpha / self.rank
 
     def initialise(self, generator: torch.Generator) -> None:
         """Draw all but w2, or w2's second factor, which is zero."""
@@ -74,12 +74,12 @@ class LoKrLinear(AdapterLinear):
     def changed(self, out: Tensor, x: Tensor) -> Tensor:
         """Add w1 x w2^T of each x as a matrix."""
         x = in_compute_dtype(x)
-        own = {name: parameter.to(x.dtype) for name, parameter in self.trained().items()}
+        factors = {name: parameter.to(x.dtype) for name, parameter in self.trained().items()}
         h = x.reshape(-1, *self._in_shape)  # [N, in_1, in_2]
         for name in ("lokr_w2", "lokr_w2_b", "lokr_w2_a"):
-            h = F.linear(h, own[name]) if name in own else h  # [N, in_1, out_2]
+            h = F.linear(h, factors[name]) if name in factors else h  # [N, in_1, out_2]
         for name in ("lokr_w1", "lokr_w1_b", "lokr_w1_a"):
-            h = torch.matmul(own[name], h) if name in own else h  # [N, out_1, out_2]
+            h = torch.matmul(factors[name], h) if name in factors else h  # [N, out_1, out_2]
         return out + (h * self.scale).reshape(out.shape)
 
 
@@ -108,8 +108,8 @@ class LoHaLinear(AdapterLinear):
     def changed(self, out: Tensor, x: Tensor) -> Tensor:
         """Add the product with the [out, in] matrix."""
         x = in_compute_dtype(x)
-        own = self.trained()
-        factors = [own[name] for name in ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")]
+        trained = self.trained()
+        factors = [trained[name] for name in ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")]
         with torch.autocast(x.device.type, enabled=False):
             update = make_weight(*factors, torch.tensor(self.scale))  # [out, in]
         return out + F.linear(x, update.to(x.dtype))

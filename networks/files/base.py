@@ -199,7 +199,7 @@ def find_modules(weights: WeightFiles, keys: KeyNames, model_name: str) -> dict[
     """
     places = _modules(weights, keys, model_name)
     fullest = fullest_targets(weights)
-    if fullest and len(_held(weights, fullest[0])) > len(places):
+    if fullest and len(_modules_found(weights, fullest[0])) > len(places):
         family = fullest[0].family
         raise UserError(f"{weights.path}: is a model of {family}, not of {model_name}; set --model_type {family}")
     if not places:
@@ -209,12 +209,12 @@ def find_modules(weights: WeightFiles, keys: KeyNames, model_name: str) -> dict[
 
 def fullest_targets(weights: WeightFiles) -> list[LoraTargets]:
     """Return the row of the architecture that ``weights`` hold most layers of; several if they are equal, or none."""
-    counts = {row.family: len(_held(weights, row)) for row in lora_namings()}
+    counts = {row.family: len(_modules_found(weights, row)) for row in lora_namings()}
     most = max(counts.values())
     return [row for row in lora_namings() if most and counts[row.family] == most]
 
 
-def _held(weights: WeightFiles, row: LoraTargets) -> dict[str, BaseModule]:
+def _modules_found(weights: WeightFiles, row: LoraTargets) -> dict[str, BaseModule]:
     try:
         return _modules(weights, row.keys, row.family)
     except UserError:  # the names of another architecture's layers, in other shapes

@@ -51,13 +51,13 @@ def _targets_of(path: Path, model_type: str | None) -> LoraTargets:
             names = listed(tuple(row.family for row in likely))
             raise UserError(f"{path}: its keys fit {names}, and its metadata name none of them; set --model_type")
         return likely[0] if likely else best_targets(header)
-    asked, stated = lora_targets()[model_type], stated_targets(header.get("__metadata__") or {})
-    if stated and stated.keys is not asked.keys and stated in likely:  # otherwise its keys know better
+    targets, stated = lora_targets()[model_type], stated_targets(header.get("__metadata__") or {})
+    if stated and stated.keys is not targets.keys and stated in likely:  # otherwise its keys know better
         raise UserError(
             f"{path}: --model_type {model_type}, but its metadata name {stated.family}; "
             f"set --model_type {stated.family}, or leave it out"
         )
-    return asked
+    return targets
 
 
 def language_targets(path: Path) -> LoraTargets | None:
@@ -80,8 +80,8 @@ def stated_targets(metadata: Mapping[str, str]) -> LoraTargets | None:
     with suppress(ValueError, KeyError, TypeError, RecursionError):
         return lora_targets()[json.loads(metadata["tandem.config"])["model"]["model_type"]]
     for key in _STATED:
-        said = re.sub(r"[^a-z0-9]", "", metadata.get(key, "").lower())
-        named = [family for family in lora_targets() if said.startswith(family.replace("_", ""))]
+        stated = re.sub(r"[^a-z0-9]", "", metadata.get(key, "").lower())
+        named = [family for family in lora_targets() if stated.startswith(family.replace("_", ""))]
         if named:
             return lora_targets()[max(named, key=len)]
     return None

@@ -53,7 +53,7 @@ def build_metadata(
     architecture: str | None = None,
     resolution: tuple[int, int] | None = None,
     spec: Mapping[str, str | None] | None = None,
-    **own: str | None,
+    **tandem: str | None,
 ) -> dict[str, str]:
     """Return the metadata strings of a LoRA file, without the hashes that :func:`hash_metadata` adds.
 
@@ -67,7 +67,7 @@ def build_metadata(
         resolution: width and height trained at, in pixels; None for what has no pixels.
         spec: further fields of ModelSpec (``description``, ``author``, ``license``), or others instead of those above;
             None and "" are left out.
-        own: what stands under ``tandem.*`` (``base_fingerprint``, ``config``), None and "" left out.
+        tandem: what stands under ``tandem.*`` (``base_fingerprint``, ``config``), None and "" left out.
     """
     ss = {
         "network_module": targets.kohya_module,
@@ -86,11 +86,11 @@ def build_metadata(
         **(spec or {}),
     }
     metadata |= {f"modelspec.{key}": value for key, value in fields.items() if value}
-    return metadata | {f"tandem.{key}": value for key, value in own.items() if value}
+    return metadata | {f"tandem.{key}": value for key, value in tandem.items() if value}
 
 
-def base_mismatch(metadata: Mapping[str, str], here: str, merged: str = "") -> str | None:
-    """Return a remark if a LoRA's metadata name other base weights than those with the fingerprint ``here``.
+def base_mismatch(metadata: Mapping[str, str], fingerprint: str, merged: str = "") -> str | None:
+    """Return a remark if a LoRA's metadata name other base weights than those with this ``fingerprint``.
 
     ``merged`` are the LoRAs that are merged into those, as ``tandem.base_weights`` has them.
 
@@ -99,13 +99,13 @@ def base_mismatch(metadata: Mapping[str, str], here: str, merged: str = "") -> s
     """
     if (under := metadata.get("tandem.base_weights", "")) != merged and under:
         return f"trained on a base with LoRAs merged into it, {under}; merge them too"
-    meant = metadata.get("tandem.base_fingerprint")
-    if not meant or meant == here:
+    trained_on = metadata.get("tandem.base_fingerprint")
+    if not trained_on or trained_on == fingerprint:
         return None
     if "tandem.refitted" in metadata:
         name = metadata.get("tandem.base_name", "an fp8 file")
-        return f"fitted to {name} ({meant}), this base is {here}; refit the original LoRA to this one"
-    return f"trained on base {meant}, this one is {here} (other weights or file)"
+        return f"fitted to {name} ({trained_on}), this base is {fingerprint}; refit the original LoRA to this one"
+    return f"trained on base {trained_on}, this one is {fingerprint} (other weights or file)"
 
 
 def hash_metadata(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
@@ -153,7 +153,7 @@ def peft_config(weights: Mapping[str, AdapterWeights], folded: bool = False) -> 
         "r": rank,
         "lora_alpha": alpha,
         "rank_pattern": {_exactly(name): m.rank for name, m in weights.items() if m.rank != rank},
-        "alpha_pattern": {_exactly(name): own for name, own in alphas.items() if own != alpha},
+        "alpha_pattern": {_exactly(name): value for name, value in alphas.items() if value != alpha},
         "target_modules": sorted(weights),
         "lora_dropout": 0.0,
         "bias": "none",

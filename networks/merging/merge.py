@@ -74,9 +74,9 @@ class Update:
 
     def apply(self, tensor: Tensor) -> None:
         """Change the module's rows of ``tensor``, the base's tensor in fp32."""
-        own = tensor.t() if self.place.transposed else tensor
+        oriented = tensor.t() if self.place.transposed else tensor
         rows = self.place.rows
-        own[rows] = self.place.swap(self.weights.apply(self.place.swap(own[rows]), self.ratio))
+        oriented[rows] = self.place.swap(self.weights.apply(self.place.swap(oriented[rows]), self.ratio))
 
 
 @dataclass(frozen=True)
@@ -121,11 +121,11 @@ def merge_loras(
     done = itertools.count(1)
 
     def write(component: _Component, folder: Path) -> None:
-        as_asked = dtype if component.name == targets.file_prefix else None
+        target_dtype = dtype if component.name == targets.file_prefix else None
         metadata = _merged_metadata(component.weights, sources)
         for file in component.files:
             path = folder / file.name if base.folder else save_to
-            _write_file(component, file, path, as_asked, metadata, lambda: progress(next(done), total))
+            _write_file(component, file, path, target_dtype, metadata, lambda: progress(next(done), total))
 
     if base.folder is None:
         write(components[0], save_to.parent)
@@ -193,8 +193,8 @@ def _components(
     """Return the transformer, and the text encoders that the LoRAs change, with their updates."""
     split = [(source, targets.by_component(weights)) for source, weights in loras]
     name = targets.file_prefix
-    own = [(source, parts.get(name, {})) for source, parts in split]
-    updates = plan_updates(base.weights, own, targets.keys, targets.family)
+    of_transformer = [(source, parts.get(name, {})) for source, parts in split]
+    updates = plan_updates(base.weights, of_transformer, targets.keys, targets.family)
     components = [_Component(name, base.weights, updates)]
     for encoder in () if transformer_only else targets.text_encoders:
         concerned = [(source, parts[encoder.name]) for source, parts in split if encoder.name in parts]
@@ -311,9 +311,9 @@ def base_notes(weights: Path, loras: Sequence[tuple[LoraSource, AdapterFile]]) -
     for _, lora in loras:
         yield from lora.notes
     if any("tandem.base_fingerprint" in lora.metadata for _, lora in loras):
-        here = weights_fingerprint(weights)
+        base_fingerprint = weights_fingerprint(weights)
         for source, lora in loras:
-            if remark := base_mismatch(lora.metadata, here):
+            if remark := base_mismatch(lora.metadata, base_fingerprint):
                 yield f"{source.path}: {remark}"
 
 
@@ -376,11 +376,11 @@ def read_base_weights(paths: Sequence[str], strengths: Sequence[float], targets:
         if not path.exists():
             raise UserError(f"base_weights: {path} does not exist; check the path")
         parts = targets.by_component(load_adapter(path, targets).weights)
-        own = parts.pop(targets.file_prefix, {})
-        if not own:
+        of_transformer = parts.pop(targets.file_prefix, {})
+        if not of_transformer:
             raise UserError(f"base_weights: {path} has nothing for the transformer; give a LoRA that has")
         if parts:
             left_out.append(f"{path}: its layers of {' and '.join(sorted(parts))} are not merged")
-        for name, weights in own.items():
+        for name, weights in of_transformer.items():
             updates.setdefault(name, []).append((weights, strength))
     return BaseWeights(sources, updates, tuple(left_out))

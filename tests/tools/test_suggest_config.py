@@ -21,7 +21,7 @@ from library.errors import UserError
 from library.models.family_by_name import family_class
 from library.training.memory.budget import GIB
 from library.training.sampling.prompts import read_prompts
-from library.training.suggestion import Answers, choose_memory, find_model_type, look, presets, suggest
+from library.training.suggestion import Answers, choose_memory, find_model_type, presets, suggest, summarise_dataset
 from tests.curves import without_curves
 from tests.runs import ROOT, train_flags
 from tests.tiny import save_single_files
@@ -178,7 +178,7 @@ def test_what_is_written_for_every_family_passes_the_rules(model_type: str, gib:
     shutil.copytree(IMAGES, tmp_path / "before")
     memory = None if gib is None else gib * GIB
     given = Answers(kind, "m", model_type, {}, Path(IMAGES), controls, None, None, memory, tmp_path)
-    files = suggest(given, look(given), choose_memory(model_type, "m", {}, memory))
+    files = suggest(given, summarise_dataset(given), choose_memory(model_type, "m", {}, memory))
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     config = load_config(["--config_file", str(tmp_path / "config.toml")])
@@ -192,7 +192,7 @@ def test_what_is_written_for_every_family_passes_the_rules(model_type: str, gib:
     assert files.keys() == {"config.toml", "dataset.toml"}
     dataset = toml.loads(files["dataset.toml"])["datasets"][0]
     assert dataset["resolution"] == 512  # the least that ai-toolkit trains at; its images have 128
-    assert len(look(given).samples) == 16
+    assert len(summarise_dataset(given).samples) == 16
 
 
 @pytest.mark.slow

@@ -314,7 +314,7 @@ class StoredWeight(ABC):
         shape: of the weight, whatever shape the tensor has.
         layout: the convention that its tensors are named by.
         tensors: field of the weight -> name of the tensor.
-        held: dtype and shape of these tensors in the file, by their names; empty where nothing is written.
+        tensor_specs: dtype and shape of these tensors in the file, by their names; empty where nothing is written.
         kept: names of the tensors that say something else of it (markers, scales of activations).
         full_precision: whether the file asks for products in high precision; None: it says nothing of it.
         input_scale: name of the calibrated scale of the layer's inputs.
@@ -324,7 +324,7 @@ class StoredWeight(ABC):
     shape: tuple[int, ...]
     layout: LayoutKind
     tensors: Mapping[str, str]
-    held: TensorSpecs = field(default_factory=dict)
+    tensor_specs: TensorSpecs = field(default_factory=dict)
     kept: tuple[str, ...] = ()
     full_precision: bool | None = None
     input_scale: str | None = None
@@ -343,10 +343,10 @@ class StoredWeight(ABC):
         return None
 
     @property
-    def heeds_products(self) -> bool:
+    def follows_products(self) -> bool:
         """Whether the server multiplies it as the file asks, in high precision or in the format."""
-        asked = (replace(self, full_precision=high).served_rounding for high in (False, True))
-        return self.layout in ("comfy_scaled", "comfy_quant") and len({*asked}) > 1
+        roundings = (replace(self, full_precision=high).served_rounding for high in (False, True))
+        return self.layout in ("comfy_scaled", "comfy_quant") and len({*roundings}) > 1
 
     def comfy_config(self) -> dict[str, Any]:
         """Return what ComfyUI's ``comfy_quant`` says of such a weight, but for how products are made."""
@@ -362,7 +362,7 @@ class StoredWeight(ABC):
 
     def specs(self) -> TensorSpecs:
         """Return dtype and shape of each of :attr:`tensors` in the file, by their names in it."""
-        return self.held
+        return self.tensor_specs
 
     @abstractmethod
     def written(self, weight: QuantizedWeight) -> dict[str, Tensor]:

@@ -80,21 +80,22 @@ class ComfyLayer:
             raise self.file.refuse(self.weight, f"of shape {list(shape)} is no matrix of a linear layer")
         return shape[0], shape[1]
 
-    def unpadded(self, held: tuple[int, int], multiple: int) -> tuple[int, int]:
-        """Return the shape of a weight whose tensor ``held`` may be filled up to a ``multiple``, by ``orig_shape``.
+    def unpadded(self, stored_shape: tuple[int, int], multiple: int) -> tuple[int, int]:
+        """Return the shape, by ``orig_shape``, of a weight whose tensor may be filled up to a ``multiple``.
 
         Raises:
             UserError: the inputs were filled up, which is not read, or ``orig_shape`` is another matrix's.
         """
-        said = self.config.get("orig_shape")
-        if said is None or said == list(held):
-            return held
-        sides = isinstance(said, list) and len(said) == 2 and all(type(side) is int for side in said)
-        if not sides or said[1] != held[1] or -(-said[0] // multiple) * multiple != held[0]:
+        orig_shape = self.config.get("orig_shape")
+        if orig_shape is None or orig_shape == list(stored_shape):
+            return stored_shape
+        sides = isinstance(orig_shape, list) and len(orig_shape) == 2 and all(type(side) is int for side in orig_shape)
+        if not sides or orig_shape[1] != stored_shape[1] or -(-orig_shape[0] // multiple) * multiple != stored_shape[0]:
             raise self.file.refuse(
-                self.weight, f"holds {list(held)} where orig_shape says {said}, which is not just fewer outputs"
+                self.weight,
+                f"holds {list(stored_shape)} where orig_shape says {orig_shape}, which is not just fewer outputs",
             )
-        return said[0], said[1]
+        return orig_shape[0], orig_shape[1]
 
     def fields(self, shape: tuple[int, int], **tensors: str) -> dict[str, Any]:
         """Return what a :class:`StoredComfyWeight` of ``shape`` has, with ``tensors`` beside its values."""
@@ -105,7 +106,7 @@ class ComfyLayer:
             "shape": shape,
             "layout": "comfy_quant",
             "tensors": named,
-            "held": {name: entries[name].spec for name in named.values()},
+            "tensor_specs": {name: entries[name].spec for name in named.values()},
             "kept": tuple(beside),
             "full_precision": bool(self.config.get(HIGH_PRODUCTS)),
             "input_scale": next((name for name in beside if name.endswith("input_scale")), None),
@@ -137,18 +138,18 @@ class StoredComfyWeight(StoredWeight):
 
 
 def new_fields(
-    what: str, layout: LayoutKind, name: str, shape: tuple[int, ...], **held: tuple[str, torch.dtype, tuple[int, ...]]
+    what: str, layout: LayoutKind, name: str, shape: tuple[int, ...], **stored: tuple[str, torch.dtype, tuple[int, ...]]
 ) -> dict[str, Any]:
-    """Return the fields of a :class:`StoredComfyWeight` that is to be written: ``held`` has leaf, dtype and shape.
+    """Return the fields of a :class:`StoredComfyWeight` that is to be written: ``stored`` has leaf, dtype and shape.
 
     Raises:
         UserError: weights of the scheme ``what`` are to go into another layout than ComfyUI's.
     """
     if layout != "comfy_quant":
         raise UserError(f"{what}: is written in the layout comfy_quant, not {layout}; choose that layout")
-    tensors = {field: f"{name.removesuffix('.weight')}.{leaf}" for field, (leaf, _, _) in held.items()}
-    specs = {tensors[field]: (dtype, size) for field, (_, dtype, size) in held.items()}
-    return {"name": name, "shape": shape, "layout": layout, "tensors": tensors, "held": specs}
+    tensors = {field: f"{name.removesuffix('.weight')}.{leaf}" for field, (leaf, _, _) in stored.items()}
+    specs = {tensors[field]: (dtype, size) for field, (_, dtype, size) in stored.items()}
+    return {"name": name, "shape": shape, "layout": layout, "tensors": tensors, "tensor_specs": specs}
 
 
 @dataclass(frozen=True)
@@ -189,8 +190,8 @@ def tiled_shape(shape: Sequence[int]) -> tuple[int, int]:
 
 def to_tiles(scales: Tensor) -> Tensor:
     """Return ``scales`` [rows, runs], of one byte each, in tiles: :func:`tiled_shape`."""
-    (rows, runs), own = tiled_shape(scales.shape), scales.shape
-    padded = functional.pad(scales.view(torch.uint8), (0, runs - own[1], 0, rows - own[0]))
+    (rows, runs), shape = tiled_shape(scales.shape), scales.shape
+    padded = functional.pad(scales.view(torch.uint8), (0, runs - shape[1], 0, rows - shape[0]))
     tiles = padded.view(rows // _TILE_ROWS, _TILE_ROWS // _SIDE_BY_SIDE, _SIDE_BY_SIDE, runs // _TILE_RUNS, _TILE_RUNS)
     return tiles.permute(0, 3, 2, 1, 4).reshape(rows, runs).view(scales.dtype)
 
@@ -223,8 +224,8 @@ def scales_are_tiled(file: FileTensors, name: str, weight: tuple[int, int], run:
         return True
     if shape == by_rows:
         return False
-    asked = f"{list(tiled)} (in tiles) or {list(by_rows)} (by rows)" if tiles else f"{list(by_rows)}, by rows"
-    raise file.refuse(name, f"of shape {list(shape)} are not the block scales of their weight, which are {asked}")
+    expected = f"{list(tiled)} (in tiles) or {list(by_rows)} (by rows)" if tiles else f"{list(by_rows)}, by rows"
+    raise file.refuse(name, f"of shape {list(shape)} are not the block scales of their weight, which are {expected}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,9 +250,12 @@ class StoredBlockScaled(StoredComfyWeight):
         blocks = with_rows(weight.block_scale, self._rows)
         found = {self.name: with_rows(weight.values, self._rows)}
         found[self.tensors["block_scale"]] = to_tiles(blocks) if self.tiled else blocks
-        return {name: tensor.view(self.held[name][0]).reshape(self.held[name][1]) for name, tensor in found.items()}
+        return {
+            name: tensor.view(self.tensor_specs[name][0]).reshape(self.tensor_specs[name][1])
+            for name, tensor in found.items()
+        }
 
     @property
     def _rows(self) -> int:
         """The outputs with those that they are filled up with."""
-        return self.held[self.name][1][0]
+        return self.tensor_specs[self.name][1][0]

@@ -80,11 +80,11 @@ class FileTensors:
         entry = self.entries.get(name)
         return entry.dtype if entry is not None else None
 
-    def read(self, name: str, rows: slice = slice(None), held: tuple[int, ...] | None = None) -> Tensor:
-        """Return some rows of tensor ``name``; as bytes of shape ``held``, if given, whatever the file calls them."""
+    def read(self, name: str, rows: slice = slice(None), byte_shape: tuple[int, ...] | None = None) -> Tensor:
+        """Return some rows of tensor ``name``; with ``byte_shape`` as bytes of that shape, whatever the file says."""
         entry = self.entries[name]
-        if held is not None:
-            entry = replace(entry, dtype="U8", shape=held)
+        if byte_shape is not None:
+            entry = replace(entry, dtype="U8", shape=byte_shape)
         return read_rows({name: entry}, [RowRange(name, rows.start or 0, rows.stop)])
 
     def read_scale(self, name: str) -> Tensor:

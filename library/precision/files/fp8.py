@@ -238,7 +238,7 @@ class Fp8Scheme(Scheme):
 
     def pack(self, units: Tensor, steps: Tensor | None) -> Fp8Weight:
         """Return values and scale."""
-        return Fp8Weight(units.to(self.fp8.dtype), _held(steps), self.scale_dtype)
+        return Fp8Weight(units.to(self.fp8.dtype), _narrowed(steps), self.scale_dtype)
 
     def store(self, layout: LayoutKind, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredFp8:
         """See :meth:`Scheme.store`; musubi-tuner's scales have the dtype of the weight."""
@@ -251,20 +251,26 @@ class Fp8Scheme(Scheme):
             raise UserError(
                 "layout comfy_scaled: ComfyUI reads its weights as e4m3fn whatever they are; use comfy_quant for e5m2"
             )
-        own = self.fitting(shape)
-        groups = None if layout == "plain" else own.groups(shape)
+        fitted = self.fitting(shape)
+        groups = None if layout == "plain" else fitted.groups(shape)
         stored: tuple[torch.dtype, tuple[int, ...]] = (torch.float32, ())
         if groups is not None and layout == "rows":
             stored = (torch.float32, (groups[0],))
         elif groups is not None and layout == "musubi":
-            whole = {"tensor": (1,), "row": groups}.get(own.granularity, (*groups, 1))
+            whole = {"tensor": (1,), "row": groups}.get(fitted.granularity, (*groups, 1))
             stored = (dtype if dtype in _HIGH else torch.bfloat16, whole)
         leaf = "weight_scale" if layout in ("comfy_quant", "rows") else "scale_weight"
         scale = {} if groups is None else {"scale": f"{name.removesuffix('.weight')}.{leaf}"}
-        held = {name: (self.fp8.dtype, shape), **dict.fromkeys(scale.values(), stored)}
+        tensor_specs = {name: (self.fp8.dtype, shape), **dict.fromkeys(scale.values(), stored)}
         tensors = {"values": name, **scale}
         return StoredFp8(
-            name=name, shape=shape, layout=layout, tensors=tensors, held=held, fp8=self.fp8, scale_shape=groups
+            name=name,
+            shape=shape,
+            layout=layout,
+            tensors=tensors,
+            tensor_specs=tensor_specs,
+            fp8=self.fp8,
+            scale_shape=groups,
         )
 
 
@@ -284,7 +290,7 @@ class StoredFp8(StoredWeight):
     def scheme(self) -> Fp8Scheme:
         """Format and granularity; ComfyUI casts scales to the dtype of products, so they are exact in bf16."""
         granularity = granularity_of(self.scale_shape, self.shape[-1] if self.shape else 1)
-        stored = self.held[self.tensors["scale"]][0] if self.scale_shape else torch.float32
+        stored = self.tensor_specs[self.tensors["scale"]][0] if self.scale_shape else torch.float32
         exact = torch.bfloat16 if self.layout in ("comfy_scaled", "comfy_quant") else stored
         return Fp8Scheme(granularity, self.fp8, exact)
 
@@ -312,16 +318,16 @@ class StoredFp8(StoredWeight):
         if self.scale_shape is None:
             return Fp8Weight(values)
         scale = file.read_scale(self.tensors["scale"]).reshape(self.scale_shape)
-        return Fp8Weight(values, _held(scale_of_rows(scale, rows)), self.scheme.scale_dtype)
+        return Fp8Weight(values, _narrowed(scale_of_rows(scale, rows)), self.scheme.scale_dtype)
 
     def written(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """Return values and scale as the file has them."""
         assert isinstance(weight, Fp8Weight)
-        found = {self.name: weight.values.view(self.held[self.name][0])}
+        found = {self.name: weight.values.view(self.tensor_specs[self.name][0])}
         if self.scale_shape is None:
             return found
         assert weight.scale is not None
-        dtype, shape = self.held[self.tensors["scale"]]
+        dtype, shape = self.tensor_specs[self.tensors["scale"]]
         return found | {self.tensors["scale"]: weight.scale.expand(self.scale_shape).to(dtype).reshape(shape)}
 
 
@@ -368,7 +374,7 @@ def _stored(file: FileTensors, name: str, fp8: Fp8Format, marked: bool, precise:
         shape=shape,
         layout=layout,
         tensors=tensors,
-        held={tensor: file.entries[tensor].spec for tensor in tensors.values()},
+        tensor_specs={tensor: file.entries[tensor].spec for tensor in tensors.values()},
         kept=(*markers, *inputs),
         full_precision=precise if layout.startswith("comfy") else None,
         input_scale=inputs[0] if inputs else None,
@@ -427,7 +433,7 @@ def _rounded_up(scale: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(stored.float() < scale, above, stored).float()
 
 
-def _held(scale: Tensor | None) -> Tensor | None:
+def _narrowed(scale: Tensor | None) -> Tensor | None:
     """Return ``scale`` [rows, blocks] as it lies in memory: of many blocks in bf16, where every one is exact in it.
 
     A scale per 64 inputs of FLUX takes 0.7 GiB in fp32.

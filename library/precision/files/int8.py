@@ -163,8 +163,8 @@ class Int8Scheme(Scheme):
     def store(self, layout: LayoutKind, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredInt8:
         """See :meth:`Scheme.store`."""
         scheme, scale = self.fitting(shape), ("weight_scale", self.scale_dtype, (shape[0], 1) if self.rows else ())
-        held = {"values": ("weight", torch.int8, shape), "scale": scale}
-        return StoredInt8(**new_fields(self.describe(), layout, name, shape, **held), group=scheme.group)
+        stored = {"values": ("weight", torch.int8, shape), "scale": scale}
+        return StoredInt8(**new_fields(self.describe(), layout, name, shape, **stored), group=scheme.group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,7 +177,7 @@ class StoredInt8(StoredComfyWeight):
     @property
     def scheme(self) -> Int8Scheme:
         """Rows or tensor, by the scale's shape."""
-        dtype, shape = self.held[self.tensors["scale"]]
+        dtype, shape = self.tensor_specs[self.tensors["scale"]]
         return Int8Scheme(torch.Size(shape).numel() > 1, self.group, dtype)
 
     @property
@@ -203,7 +203,7 @@ class StoredInt8(StoredComfyWeight):
         """Return values and scale as the file has them."""
         assert isinstance(weight, Int8Weight)
         assert weight.group == self.group
-        dtype, shape = self.held[self.tensors["scale"]]
+        dtype, shape = self.tensor_specs[self.tensors["scale"]]
         scale = weight.scale.expand(torch.Size(shape).numel(), 1)
         return {self.name: weight.values, self.tensors["scale"]: scale.to(dtype).reshape(shape)}
 
@@ -236,8 +236,8 @@ def rotated(x: Tensor, group: int) -> Tensor:
     if x.device.type != "cpu" or x.requires_grad or torch.compiler.is_compiling():
         return (runs @ rotation).view(x.shape)
     out = torch.empty_like(runs)
-    for own, turned in zip(runs.split(_RUNS), out.split(_RUNS), strict=True):
-        torch.mm(own, rotation, out=turned)
+    for chunk, turned in zip(runs.split(_RUNS), out.split(_RUNS), strict=True):
+        torch.mm(chunk, rotation, out=turned)
     return out.view(x.shape)
 
 

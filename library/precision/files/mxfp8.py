@@ -116,7 +116,7 @@ def find(file: FileTensors) -> dict[str, StoredWeight]:
 
 def _stored(layer: ComfyLayer) -> StoredMxfp8:
     """Return where the weight of ``layer`` lies."""
-    held, blocks = layer.matrix(("F8_E4M3", "U8")), layer.tensor("weight_scale", ("F8_E8M0", "U8"))
-    shape = layer.unpadded(held, BLOCK)
-    tiled = scales_are_tiled(layer.file, blocks, held, BLOCK)
+    stored_shape, blocks = layer.matrix(("F8_E4M3", "U8")), layer.tensor("weight_scale", ("F8_E8M0", "U8"))
+    shape = layer.unpadded(stored_shape, BLOCK)
+    tiled = scales_are_tiled(layer.file, blocks, stored_shape, BLOCK)
     return StoredMxfp8(**layer.fields(shape, block_scale=blocks), tiled=tiled)

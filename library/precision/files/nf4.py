@@ -135,14 +135,14 @@ class StoredNf4(StoredReadOnly):
         block = self.state["blocksize"]
         if inputs % block == 0:
             runs, beside = inputs // block, {"first": start * (inputs // block), "stride": inputs // block}
-            own = absmax.view(outputs, runs)[start:stop].clone()
-            return Nf4Weight(values, own, self._vector(file, "quant_map"), kind=self.kind, **nested, **beside)
+            row_absmax = absmax.view(outputs, runs)[start:stop].clone()
+            return Nf4Weight(values, row_absmax, self._vector(file, "quant_map"), kind=self.kind, **nested, **beside)
         if nested:
             one_row = Nf4Weight(values, absmax.view(1, -1), absmax, **nested)
             absmax = one_row.magnitudes().view(-1)
         fine = math.gcd(inputs, block)
-        own = absmax[torch.arange(start * inputs, stop * inputs, fine) // block].view(stop - start, -1)
-        return Nf4Weight(values, own, self._vector(file, "quant_map"), kind=self.kind)
+        row_absmax = absmax[torch.arange(start * inputs, stop * inputs, fine) // block].view(stop - start, -1)
+        return Nf4Weight(values, row_absmax, self._vector(file, "quant_map"), kind=self.kind)
 
     def _nested(self, file: FileTensors) -> dict[str, Any]:
         if "nested_absmax" not in self.tensors:

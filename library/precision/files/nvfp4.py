@@ -139,12 +139,12 @@ class Nvfp4Scheme(BlockScheme):
 
     def store(self, layout: LayoutKind, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> StoredNvfp4:
         """See :meth:`Scheme.store`."""
-        held = {
+        stored = {
             "values": ("weight", torch.uint8, (shape[0], shape[1] // 2)),
             "block_scale": ("weight_scale", E4M3FN.dtype, tiled_shape(self.groups(shape))),
             "scale": ("weight_scale_2", torch.float32, ()),
         }
-        return StoredNvfp4(**new_fields(self.describe(), layout, name, shape, **held), tiled=True)
+        return StoredNvfp4(**new_fields(self.describe(), layout, name, shape, **stored), tiled=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +173,8 @@ class StoredNvfp4(StoredBlockScaled):
         """Return numbers and scales as the file has them, rows filled up with zeros."""
         assert isinstance(weight, Nvfp4Weight)
         scale = self.tensors["scale"]
-        own = replace(weight, values=_swapped(weight.values)) if self.low_first else weight
-        return super().written(own) | {scale: weight.scale.reshape(self.held[scale][1])}
+        ordered = replace(weight, values=_swapped(weight.values)) if self.low_first else weight
+        return super().written(ordered) | {scale: weight.scale.reshape(self.tensor_specs[scale][1])}
 
 
 def find(file: FileTensors) -> dict[str, StoredWeight]:
@@ -194,7 +194,7 @@ def _unmarked_layers(file: FileTensors) -> Iterator[ComfyLayer]:
 
 def _stored(layer: ComfyLayer, marked: bool = True) -> StoredNvfp4:
     """Return where the weight of ``layer`` lies."""
-    file, held = layer.file, layer.matrix(("U8",))
+    file, stored_shape = layer.file, layer.matrix(("U8",))
     if f"{layer.name}.pre_quant_scale" in file.entries:
         raise file.refuse(
             f"{layer.name}.pre_quant_scale", "scales the layer's inputs (AWQ), behind which ComfyUI puts LoRAs"
@@ -202,7 +202,7 @@ def _stored(layer: ComfyLayer, marked: bool = True) -> StoredNvfp4:
     blocks, scale = layer.tensor("weight_scale", ("F8_E4M3", "U8")), layer.tensor("weight_scale_2", ("F32",))
     if torch.Size(file.entries[scale].shape).numel() != 1:
         raise file.refuse(scale, f"of shape {list(file.entries[scale].shape)} is not one scale of a matrix")
-    whole = (held[0], 2 * held[1])
+    whole = (stored_shape[0], 2 * stored_shape[1])
     fields = layer.fields(layer.unpadded(whole, BLOCK), block_scale=blocks, scale=scale)
     if not marked:
         fields |= {"layout": "modelopt", "full_precision": None}

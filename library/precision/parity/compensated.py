@@ -79,9 +79,11 @@ def quantize_compensated(
             break  # as near as the format's steps come
         rows = (larger != steps).any(dim=1) if steps.shape[0] > 1 else torch.ones(len(weight), dtype=torch.bool)
         rows, steps = rows.to(weight.device), larger
-        own = steps[rows] if steps.shape[0] > 1 else steps
-        values[rows], largest_again = _round_columns(weight[rows], own, carry, order, scheme)
-        largest = largest.index_copy(0, rows.nonzero().flatten(), largest_again) if own is not steps else largest_again
+        row_steps = steps[rows] if steps.shape[0] > 1 else steps
+        values[rows], largest_again = _round_columns(weight[rows], row_steps, carry, order, scheme)
+        largest = (
+            largest.index_copy(0, rows.nonzero().flatten(), largest_again) if row_steps is not steps else largest_again
+        )
     return scheme.pack(scheme.round(values), steps)
 
 

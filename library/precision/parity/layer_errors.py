@@ -109,7 +109,7 @@ def update_retention(merged: Tensor, base: Tensor, update: Tensor, moment: Tenso
         update: what was to be added.
         moment: [in, in], second moment of the inputs, for the output gain.
     """
-    inner = change_energy = update_energy = seen = effect = 0.0
+    inner = change_energy = update_energy = crossed = effect = 0.0
     rows = max(1, _CHUNK // merged.shape[1])
     for start in range(0, merged.shape[0], rows):
         chunk = slice(start, start + rows)
@@ -120,12 +120,12 @@ def update_retention(merged: Tensor, base: Tensor, update: Tensor, moment: Tenso
         update_energy += float(wanted.square().sum())
         if moment is not None:
             metered = (update[chunk].to(moment) @ moment).double()
-            seen += float((change * metered).sum())
+            crossed += float((change * metered).sum())
             effect += float((wanted * metered).sum())
     if update_energy == 0:
         return UpdateRetention(1.0, 1.0)
     cosine = inner / math.sqrt(change_energy * update_energy) if change_energy else 0.0
-    return UpdateRetention(inner / update_energy, cosine, seen / effect if effect > 0 else None)
+    return UpdateRetention(inner / update_energy, cosine, crossed / effect if effect > 0 else None)
 
 
 @contextmanager
@@ -197,10 +197,10 @@ def fit_low_rank(target: Tensor, moment: Tensor, rank: int, damping: float = DAM
 def fit_up(target: Tensor, moment: Tensor, down: Tensor, damping: float = DAMPING) -> Tensor:
     """Return the up-projection [out, rank], fp32, that with ``down`` [rank, in] is nearest to ``target`` [out, in]."""
     metric = damped(moment, damping, torch.float32)
-    seen = down.float() @ metric  # [rank, in]
-    gram = (seen @ down.float().t()).double()
+    metered = down.float() @ metric  # [rank, in]
+    gram = (metered @ down.float().t()).double()
     gram.diagonal().add_(1e-10 * gram.diagonal().mean().clamp_min(torch.finfo(torch.float32).tiny))
-    crossed = (target.float() @ seen.t()).double()
+    crossed = (target.float() @ metered.t()).double()
     return torch.linalg.solve(gram, crossed.t()).t().float()
 
 

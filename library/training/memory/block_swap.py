@@ -79,16 +79,16 @@ def replace_tensors(model: nn.Module, made: Callable[[Tensor], Tensor], staying:
     """Put ``made(tensor)`` in the place of every parameter and buffer but those ``staying``, by identity."""
     new: dict[int, Tensor] = {}
     for module in model.modules():
-        own: Any
-        for own in (module._parameters, module._buffers):
-            for name, tensor in own.items():
+        table: Any
+        for table in (module._parameters, module._buffers):
+            for name, tensor in table.items():
                 if tensor is None or id(tensor) in staying:
                     continue
                 if id(tensor) not in new:
                     other = made(tensor)
                     trained = isinstance(tensor, nn.Parameter)
                     new[id(tensor)] = nn.Parameter(other, tensor.requires_grad) if trained else other
-                own[name] = new[id(tensor)]
+                table[name] = new[id(tensor)]
 
 
 def describe_rings(rings: Sequence[Ring]) -> str:
@@ -142,8 +142,8 @@ def _shares(swapped: int, sizes: Sequence[tuple[int, int]]) -> list[int]:
     """Return N shared evenly among kinds, in blocks; what does not divide, or one has not, the last ones give."""
     turns = _turns(sizes)
     each, rest = divmod(swapped, len(sizes))
-    asked = [each + (kind >= len(sizes) - rest) for kind in range(len(sizes))]
-    shares = [min(share, most) for share, (_, most) in zip(asked, turns, strict=True)]
+    wanted = [each + (kind >= len(sizes) - rest) for kind in range(len(sizes))]
+    shares = [min(share, most) for share, (_, most) in zip(wanted, turns, strict=True)]
     for kind in reversed(range(len(sizes))):
         shares[kind] += min(swapped - sum(shares), turns[kind][1] - shares[kind])
     return [share * blocks for share, (blocks, _) in zip(shares, turns, strict=True)]
@@ -153,7 +153,7 @@ def _turns(sizes: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Return of each kind how many blocks it gives for one of the largest, and how often before its ring is left."""
     largest = max(weights for _, weights in sizes)
     several = [max(1, round(largest / max(1, weights))) for _, weights in sizes]
-    return [(blocks, max(0, there - RING) // blocks) for blocks, (there, _) in zip(several, sizes, strict=True)]
+    return [(blocks, max(0, count - RING) // blocks) for blocks, (count, _) in zip(several, sizes, strict=True)]
 
 
 class Ring:
@@ -162,7 +162,7 @@ class Ring:
     Attributes:
         homes: one host buffer of bytes a block.
         slots: device buffers of the same size.
-        held: which block each slot holds, or will hold once its copy is through.
+        slot_blocks: which block each slot holds, or will hold once its copy is through.
         copies: how many blocks were copied to the device so far.
     """
 
@@ -173,17 +173,18 @@ class Ring:
         self._tensors = tensors
         self._device, self._on_gpu = device, device.type == "cuda"
         self.homes, self._at_home = list[Tensor](), list[list[Tensor]]()
-        for block, own in enumerate(tensors):  # one after the other: a block's memory is free before the next's home
+        # one after the other: a block's memory is free before the next's home
+        for block, block_tensors in enumerate(tensors):
             self.homes.append(torch.empty(layout[-1][1], dtype=torch.uint8))
-            self._at_home.append(_views(self.homes[block], own, layout))
-            for view, tensor in zip(self._at_home[block], own, strict=True):
+            self._at_home.append(_views(self.homes[block], block_tensors, layout))
+            for view, tensor in zip(self._at_home[block], block_tensors, strict=True):
                 view.copy_(tensor.data)
             self._point(block, self._at_home[block])
         if self._on_gpu:
             _lock_pages(self, self.homes)
         self.slots = [torch.empty_like(self.homes[0], device=device) for _ in range(RING)]
         self._in_slot = [_views(slot, tensors[0], layout) for slot in self.slots]
-        self.held: list[int | None] = [None] * RING
+        self.slot_blocks: list[int | None] = [None] * RING
         self.copies = 0
         self._last, self._step = 0, 1  # the block that ran last, and the direction of the run
         self._stream: torch.cuda.Stream | None = None
@@ -212,14 +213,14 @@ class Ring:
         if block in (0, last):  # from the ends the run can only turn
             self._step = 1 if block == 0 else -1
         self._last = block
-        if block not in self.held:
+        if block not in self.slot_blocks:
             self._load(block, self._slot_for(block))
-        slot = self.held.index(block)
+        slot = self.slot_blocks.index(block)
         if self._on_gpu:
             torch.cuda.current_stream(self._device).wait_event(self._arrived[slot])
         self._point(block, self._in_slot[slot])
         following = 0 if forward_only and block == last else block + self._step
-        if following not in self.held:
+        if following not in self.slot_blocks:
             self._load(following, 1 - slot)
 
     @contextmanager
@@ -227,24 +228,24 @@ class Ring:
         """Let the blocks' parameters be their homes inside, to be written to; the ring is filled again afterwards."""
         if self._on_gpu:
             torch.cuda.synchronize(self._device)  # nothing reads or fills a slot any more
-        held = [block for block in self.held if block is not None]
-        self.held = [None] * RING
+        blocks = [block for block in self.slot_blocks if block is not None]
+        self.slot_blocks = [None] * RING
         for block, views in enumerate(self._at_home):
             self._point(block, views)
         yield
-        for slot, block in enumerate(held):
+        for slot, block in enumerate(blocks):
             self._load(block, slot)
 
     def _slot_for(self, block: int) -> int:
         """Return the slot whose block is farther from ``block``: the nearer one may be running still."""
-        return max(range(RING), key=lambda slot: abs((self.held[slot] or 0) - block))
+        return max(range(RING), key=lambda slot: abs((self.slot_blocks[slot] or 0) - block))
 
     def _load(self, block: int, slot: int) -> None:
         """Queue the copy of ``block`` into ``slot``; the block there before goes home, which moves no bytes."""
-        leaving = self.held[slot]
+        leaving = self.slot_blocks[slot]
         if leaving is not None:
             self._point(leaving, self._at_home[leaving])
-        self.held[slot] = block
+        self.slot_blocks[slot] = block
         self.copies += 1
         if not self._on_gpu:
             self.slots[slot].copy_(self.homes[block])

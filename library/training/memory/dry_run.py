@@ -135,12 +135,12 @@ def _key(config: TrainConfig, arguments: tuple[dict[str, Any], tuple[int, int], 
     files = [config.model.pretrained_model_name_or_path, config.dataset.dataset_config]
     files += [prompts] if isinstance(prompts, str) else []
     settings = {section: values for section, values in arguments[0].items() if section not in ("saving", "logging")}
-    seen: list[Any] = [settings, arguments[1:], torch.__version__]
+    inputs: list[Any] = [settings, arguments[1:], torch.__version__]
     for name in filter(None, files):
         path = Path(name).expanduser()
         inside = [path, *sorted(path.parent.glob("*/"))] if path.suffix == ".toml" else [path]
-        seen.append([(str(p), p.stat().st_mtime_ns, p.stat().st_size) for p in inside if p.exists()])
-    code = hashlib.sha256(json.dumps(seen, default=str).encode())
+        inputs.append([(str(p), p.stat().st_mtime_ns, p.stat().st_size) for p in inside if p.exists()])
+    code = hashlib.sha256(json.dumps(inputs, default=str).encode())
     for folder in ("library", "networks"):
         for file in sorted((_CODE / folder).rglob("*.py")):
             code.update(file.read_bytes())
@@ -214,9 +214,9 @@ def _trace_run(task: ImageTask, config: TrainConfig, trace: MemoryTrace, folder:
     if task.prompts:
         prompt = max(task.prompts, key=lambda prompt: prompt.width * prompt.height)
         texts = {prompt.text_key(one): text for one in prompt.texts()}
-        rules, own = PromptImageRules.of(task.data), [replace(prompt, steps=2)]
+        rules, prompts = PromptImageRules.of(task.data), [replace(prompt, steps=2)]
         with _phase(trace, "sampling"):
-            Sampler(task.family, own, task.image_encoder, texts, folder, rules=rules, writes=False).sample(
+            Sampler(task.family, prompts, task.image_encoder, texts, folder, rules=rules, writes=False).sample(
                 task.transformer, 0
             )
 
@@ -337,8 +337,8 @@ def fit_memory(task: ImageTask, config: TrainConfig, console: Console) -> Traini
         chosen = choose(config, room, count, on_cpu)
         if chosen.plan.over(room, ("step",)):
             raise _too_much(chosen.plan, limit, "set fp8_scaled = true, a smaller batch_size or a lower resolution")
-        said = ", ".join(chosen.lines.values()) or "nothing recomputed"
-        console.print(f"memory: {said}; {_takes(chosen.plan, limit)}", soft_wrap=True)
+        choices = ", ".join(chosen.lines.values()) or "nothing recomputed"
+        console.print(f"memory: {choices}; {_takes(chosen.plan, limit)}", soft_wrap=True)
         return chosen.config.training
     plan = None
     if training.memory_dry_run is None:
@@ -372,10 +372,10 @@ def _too_much(plan: MemoryPlan, limit: int, remedy: str) -> UserError:
 
 def _limit(accelerator: Accelerator) -> int:
     """Return the bytes that there are for this and every other process."""
-    own = available_bytes(accelerator.device)
+    limit = available_bytes(accelerator.device)
     if accelerator.num_processes == 1:
-        return own
-    limits = torch.tensor([own], dtype=torch.int64, device=accelerator.device)
+        return limit
+    limits = torch.tensor([limit], dtype=torch.int64, device=accelerator.device)
     return int(accelerator.gather(limits).min())  # all processes decide alike
 
 

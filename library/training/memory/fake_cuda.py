@@ -166,24 +166,24 @@ def _pretend_runtime(trace: Counted, total: int, capability: tuple[int, int]) ->
     module.is_autocast_available = answer(True)  # or autocast would be off without a word
 
 
-def _tensor(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _tensor(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Let ``torch.tensor`` read numbers out of fake tensors, and copy to the device, where the trace sees it."""
 
     def tensor(data: Any, device: Any = None, **options: Any) -> Tensor:
         if isinstance(data, list) and any(isinstance(each, FakeTensor) for each in data):
             data = [each.item() if isinstance(each, FakeTensor) else each for each in data]
-        made = own(data, **options)
+        made = original(data, **options)
         return made if device is None else made.to(device)
 
     return tensor
 
 
-def _numpy(own: Callable[..., Any]) -> Callable[..., Any]:
+def _numpy(original: Callable[..., Any]) -> Callable[..., Any]:
     """Let fake tensors of the host, weights of a file, be written: as zeros."""
 
     def numpy(self: Tensor, **options: Any) -> Any:
         if not isinstance(self, FakeTensor):
-            return own(self, **options)
+            return original(self, **options)
         return np.zeros(tuple(self.shape), str(self.dtype).removeprefix("torch."))
 
     return numpy
@@ -205,7 +205,7 @@ def _apply(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True
     return self
 
 
-def _attention(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _attention(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Send attention to the operator of a GPU: flash's for half precision, after autocast, and no mask."""
 
     def attention(
@@ -213,7 +213,7 @@ def _attention(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
         is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
     ) -> Tensor:  # fmt: skip
         if not query.is_cuda:
-            return own(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
+            return original(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
         if torch.is_autocast_enabled("cuda"):
             query, key, value = (each.to(torch.get_autocast_dtype("cuda")) for each in (query, key, value))
         if not (torch.backends.cuda.flash_sdp_enabled() or torch.backends.cuda.mem_efficient_sdp_enabled()):
@@ -233,14 +233,14 @@ def _attention(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return attention
 
 
-def _rms_norm(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _rms_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Let RMSNorm be the one kernel that it is on a GPU; elsewhere it is several operations in fp32."""
 
     def rms_norm(
         x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
     ) -> Tensor:
         if not x.is_cuda or (weight is not None and weight.dtype != x.dtype):
-            return own(x, normalized_shape, weight, eps)
+            return original(x, normalized_shape, weight, eps)
         return _FusedRMSNorm.apply(x, weight)
 
     return rms_norm

@@ -71,7 +71,7 @@ class ModelNumbers:
     """A model and its step on a batch of one.
 
     Attributes:
-        held: number of processes that have layers together (``tp``) -> weights of one of them, without a LoRA.
+        weights_by_tp: number of processes that have layers together (``tp``) -> weights of one of them, without a LoRA.
         matrices: of the weights, those that ``fp8_scaled`` makes fp8 and autocast casts.
         lora: numbers of the LoRA; 0 where all weights are trained.
         blocks: of each kind.
@@ -79,7 +79,7 @@ class ModelNumbers:
         can_be_cut: whether ``pp`` is possible.
     """
 
-    held: Mapping[int, int]
+    weights_by_tp: Mapping[int, int]
     matrices: int
     lora: int
     blocks: tuple[BlockKind, ...]
@@ -152,7 +152,7 @@ def model_numbers(
     with torch.device("meta"):
         model, blocks, lora = _model(shape, base, rank)
         shallow, few, _ = _model(shape, base, rank, most_blocks=_FEW)
-    own = {name: parameter.numel() for name, parameter in model.named_parameters() if name not in lora}
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters() if name not in lora}
     recipe, linear = Recipe(), [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     matrices = {f"{name}.weight" for name in linear if not recipe.excluded_as(name.removesuffix(".base"))}
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -165,8 +165,8 @@ def model_numbers(
     }
     counts = Counter(type(block).__name__ for block in blocks)
     return ModelNumbers(
-        held=_held(model, own, bool(rank)),
-        matrices=sum(own[name] for name in matrices if name in own),
+        weights_by_tp=_weights_by_tp(model, sizes, bool(rank)),
+        matrices=sum(sizes[name] for name in matrices if name in sizes),
         lora=sum(parameter.numel() for name, parameter in model.named_parameters() if name in lora),
         blocks=tuple(BlockKind(count, numbers[kind], *step[kind]) for kind, count in counts.items()),
         rest=rest,
@@ -174,17 +174,17 @@ def model_numbers(
     )
 
 
-def _held(model: Any, own: Mapping[str, int], has_lora: bool) -> dict[int, int]:
+def _weights_by_tp(model: Any, sizes: Mapping[str, int], has_lora: bool) -> dict[int, int]:
     """Return for each number of processes that can have layers together how many weights each of them holds."""
     is_text = isinstance(model, TransformerLM)
     heads = model.config.heads if is_text else getattr(model.config, "num_attention_heads", 1)
-    held = {1: sum(own.values())}
+    weights = {1: sum(sizes.values())}
     for tp in (n for n in range(2, heads + 1) if heads % n == 0):
         with suppress(UserError):  # something else than the heads does not divide, or there is no plan
             plan = lm_split_plan(model.config, tp, has_lora) if is_text else split_plan(type(model), model.config, tp)
-            split = sum(numbers for name, numbers in own.items() if _layer(name) in plan)
-            held[tp] = held[1] - split + split // tp
-    return held
+            split = sum(numbers for name, numbers in sizes.items() if _layer(name) in plan)
+            weights[tp] = weights[1] - split + split // tp
+    return weights
 
 
 def _layer(name: str) -> str:
@@ -299,9 +299,10 @@ def step_parts(model: ModelNumbers, options: StepOptions, layout: ParallelConfig
     replicas = layout.dp or 1
     owners = replicas if layout.zero else 1  # among whom ZeRO splits
     width, matrices = 4 if options.full else options.base_bytes, model.matrices / layout.tp
-    held = model.held[layout.tp] * width - (matrices * (width - 1) if options.fp8 and not options.full else 0)
-    number = held / model.held[1]  # bytes of a weight
-    outside = model.held[1] - sum(kind.count * kind.numbers for kind in model.blocks)
+    in_fp8 = matrices * (width - 1) if options.fp8 and not options.full else 0
+    whole = model.weights_by_tp[1]
+    number = (model.weights_by_tp[layout.tp] * width - in_fp8) / whole  # bytes of a weight
+    outside = whole - sum(kind.count * kind.numbers for kind in model.blocks)
     most, largest = model.swappable
     weights = (_stage(model, layout.pp) + outside - min(options.swapped, most) * largest) * number
     weights /= owners if layout.zero == 3 else layout.shard

@@ -57,8 +57,8 @@ class MemoryPlan:
 
     def over(self, room: int, phases: Collection[str] = _TRAINING) -> int:
         """Return by how many bytes the largest of ``phases`` exceeds ``room``."""
-        held = (sum(parts.values()) for phase, parts in self.phases.items() if phase in phases)
-        return max(0, max(held, default=0) - room)
+        sizes = (sum(parts.values()) for phase, parts in self.phases.items() if phase in phases)
+        return max(0, max(sizes, default=0) - room)
 
 
 def describe(parts: Mapping[str, int]) -> str:

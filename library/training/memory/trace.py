@@ -135,7 +135,7 @@ class MemoryTrace(TorchDispatchMode):
             args = (args[0], self._without_masks(args[1]), *args[2:])
         if values is not None and operation in _SIZED_BY_VALUES:
             with self.fake:
-                result = tree_map(lambda own: torch.empty_like(own, device="cuda"), values)
+                result = tree_map(lambda value: torch.empty_like(value, device="cuda"), values)
         else:
             with self.fake:
                 result = operation(*args, **kwargs)
@@ -190,8 +190,8 @@ class MemoryTrace(TorchDispatchMode):
             return None
         if (not tensors and operation not in _FACTORIES) or operation._schema.is_mutable:
             return None
-        mine = {id(tensor): values for tensor, values in zip(tensors, known, strict=True)}
-        args, kwargs = tree_map(lambda each: mine.get(id(each), each), (args, {**kwargs}))
+        known_values = {id(tensor): values for tensor, values in zip(tensors, known, strict=True)}
+        args, kwargs = tree_map(lambda each: known_values.get(id(each), each), (args, {**kwargs}))
         args = tree_map(lambda each: torch.device("cpu") if isinstance(each, torch.device) else each, args)
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")
@@ -208,9 +208,9 @@ class MemoryTrace(TorchDispatchMode):
     def _carry(self, operation: Any, args: Any, result: Any, values: Any) -> None:
         """Let ``result`` carry ``values``; what was written into carries none any more."""
         if values is not None:
-            for one, own in zip(tree_leaves(result), tree_leaves(values), strict=True):
-                if isinstance(one, FakeTensor) and own.numel() <= _SMALL and not own.is_floating_point():
-                    self._values[one] = own.clone()
+            for one, value in zip(tree_leaves(result), tree_leaves(values), strict=True):
+                if isinstance(one, FakeTensor) and value.numel() <= _SMALL and not value.is_floating_point():
+                    self._values[one] = value.clone()
         elif operation._schema.is_mutable and isinstance(args[0], FakeTensor):
             self._values.pop(args[0], None)
 
@@ -288,8 +288,8 @@ _ROOT = Path(__file__).resolve().parents[3]
 def _lines() -> tuple[str, ...]:
     """Return the six innermost lines of this repository that led here, the innermost last."""
     frames = [f for f in traceback.extract_stack() if f.filename.startswith(str(_ROOT)) and ".venv" not in f.filename]
-    own = [f for f in frames if Path(f.filename).name not in ("trace.py", "fake_cuda.py")]
-    return tuple(f"{Path(f.filename).relative_to(_ROOT)}:{f.lineno} {f.name}" for f in own[-6:])
+    shown = [f for f in frames if Path(f.filename).name not in ("trace.py", "fake_cuda.py")]
+    return tuple(f"{Path(f.filename).relative_to(_ROOT)}:{f.lineno} {f.name}" for f in shown[-6:])
 
 
 @contextlib.contextmanager

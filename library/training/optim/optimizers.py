@@ -204,10 +204,10 @@ class MuonWithAdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
     ) -> None:
         """Let Muon have the group called ``hidden``, AdamW the others."""
-        ours = [group for group in groups if group["name"] == "hidden"]
+        hidden = [group for group in groups if group["name"] == "hidden"]
         others = [group for group in groups if group["name"] != "hidden"]
         options: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps}
-        self.muon = Muon(ours, lr=lr, adjust_lr_fn="match_rms_adamw", **options)
+        self.muon = Muon(hidden, lr=lr, adjust_lr_fn="match_rms_adamw", **options)
         self.adamw = AdamW(others, lr=lr, betas=betas, fused=True)
         super().__init__([p for group in groups for p in group["params"]], {"lr": lr})
         self._join()

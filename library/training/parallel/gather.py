@@ -56,7 +56,7 @@ def split_parameters(model: nn.Module) -> dict[str, Split]:
             found[id(module.weight)] = split
             if split.dim == 0 and getattr(module, "bias", None) is not None:
                 found[id(module.bias)] = split
-    return {name: found[id(own)] for name, own in model.named_parameters() if id(own) in found}
+    return {name: found[id(parameter)] for name, parameter in model.named_parameters() if id(parameter) in found}
 
 
 def local_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -79,8 +79,8 @@ def full_shapes(model: nn.Module) -> dict[str, torch.Size]:
 
 def gather_weights(model: nn.Module, accelerator: Accelerator) -> dict[str, Tensor]:
     """Return every parameter in full on the main process, empty tensors on others."""
-    held = local_parameters(model)
-    return _gather_each(model, accelerator, held, full_shapes(model), held.__getitem__)
+    parameters = local_parameters(model)
+    return _gather_each(model, accelerator, parameters, full_shapes(model), parameters.__getitem__)
 
 
 @torch.no_grad()
@@ -143,11 +143,11 @@ class ShardedOptimizer(SplitOptimizer):
 
     def _gather(self, state: dict[str, Any], order: Sequence[list[str]]) -> dict[str, Any]:
         if "state" not in state:
-            return {key: self._gather(own, names) for key, own, names in _joined(state, order)}
-        full, here = _numbers(order), _numbers(order, self._parameters)
+            return {key: self._gather(part, names) for key, part, names in _joined(state, order)}
+        full, local_numbers = _numbers(order), _numbers(order, self._parameters)
 
         def entry(name: str) -> Any:
-            return state["state"].get(here[name], {})
+            return state["state"].get(local_numbers[name], {})
 
         entries = _gather_each(self._model, self._accelerator, self._parameters, full, entry)
         states = {full[name]: entry for name, entry in entries.items() if entry}
@@ -155,8 +155,8 @@ class ShardedOptimizer(SplitOptimizer):
 
     def _scatter(self, state: dict[str, Any], order: Sequence[list[str]]) -> dict[str, Any]:
         if "state" not in state:
-            return {key: self._scatter(own, names) for key, own, names in _joined(state, order)}
-        cuts, full, here = split_parameters(self._model), _numbers(order), _numbers(order, self._parameters)
+            return {key: self._scatter(part, names) for key, part, names in _joined(state, order)}
+        cuts, full, local_numbers = split_parameters(self._model), _numbers(order), _numbers(order, self._parameters)
 
         def scatter(name: str) -> Any:
             parameter, cut = self._parameters[name], cuts.get(name)
@@ -164,8 +164,8 @@ class ShardedOptimizer(SplitOptimizer):
             entry = state["state"][full[name]]
             return tree_map_only(Tensor, lambda t: _scatter(parameter, cut, t) if t.shape == shape else t, entry)
 
-        states = {number: scatter(name) for name, number in here.items() if full[name] in state["state"]}
-        return {**state, "state": states, "param_groups": _renumbered(state["param_groups"], order, here)}
+        states = {number: scatter(name) for name, number in local_numbers.items() if full[name] in state["state"]}
+        return {**state, "state": states, "param_groups": _renumbered(state["param_groups"], order, local_numbers)}
 
 
 def _joined(
@@ -173,15 +173,15 @@ def _joined(
 ) -> Iterator[tuple[str, dict[str, Any], Sequence[list[str]]]]:
     """Yield the states of optimizers that are joined into one (Muon and AdamW), each with the groups that are its."""
     begin = 0
-    for key, own in state.items():
-        end = begin + len(own["param_groups"])
-        yield key, own, order[begin:end]
+    for key, part in state.items():
+        end = begin + len(part["param_groups"])
+        yield key, part, order[begin:end]
         begin = end
 
 
-def _numbers(order: Iterable[list[str]], held: Mapping[str, Any] | None = None) -> dict[str, int]:
+def _numbers(order: Iterable[list[str]], local: Mapping[str, Any] | None = None) -> dict[str, int]:
     """Return name -> the number by which torch's optimizer knows a parameter of ``order``, or of those ``held``."""
-    return {name: i for i, name in enumerate(n for n in chain(*order) if held is None or n in held)}
+    return {name: i for i, name in enumerate(n for n in chain(*order) if local is None or n in local)}
 
 
 def _renumbered(groups: Any, order: Iterable[list[str]], numbers: Mapping[str, int]) -> list[dict[str, Any]]:

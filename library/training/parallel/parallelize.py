@@ -195,9 +195,9 @@ def _apply_pp(
     if spec.network is None:
         train_stage(model, full, optimizer, comm)
     else:
-        held = set(model.modules())
+        modules = set(model.modules())
         for layer in spec.network.modules.values():
-            if layer not in held:
+            if layer not in modules:
                 layer.base.to("meta")  # shapes and dtypes stay
     prepared = _without_ddp(accelerator, model)
     call_together(model, comm, ["forward", *spec.methods])
@@ -256,8 +256,8 @@ def place_blocks(transformer: nn.Module, blocks: Sequence[nn.Module], devices: S
     elsewhere = dict.fromkeys(_beside(transformer, set(places)), devices[0])
     whole_map = {name: str(device) for name, device in (elsewhere | places).items()}
     dispatch_model(transformer, whole_map, main_device=str(devices[0]), force_hooks=True)
-    held = [in_words(sum(sizes[i] for i in run)) for run in runs]
-    parts = (f"{device} {len(run)} blocks, {size}" for device, run, size in zip(devices, runs, held, strict=True))
+    run_sizes = [in_words(sum(sizes[i] for i in run)) for run in runs]
+    parts = (f"{device} {len(run)} blocks, {size}" for device, run, size in zip(devices, runs, run_sizes, strict=True))
     return f"device map: {'; '.join(parts)}"
 
 

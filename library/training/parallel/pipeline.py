@@ -309,8 +309,8 @@ def cut(model: nn.Module, points: SplitPoints, comm: StageComm, balance: str) ->
     if not comm.is_last:
         for name in points.tail:
             model.set_submodule(name, AfterLastBlock())
-    held = comm.all_gather((weights_of(model, points.blocks), full))
-    if any(there != full for _, there in held) or sum(there for there, _ in held) != full:
+    stages = comm.all_gather((weights_of(model, points.blocks), full))
+    if any(total != full for _, total in stages) or sum(total for total, _ in stages) != full:
         raise UserError("pp: the stages do not make up the model; give every process the same files and settings")
 
 
@@ -403,12 +403,12 @@ def train_stage(model: nn.Module, full: Mapping[str, nn.Parameter], optimizer: O
     names = {id(parameter): name for name, parameter in full.items()}
     order = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
     local = {names[id(parameter)]: parameter for parameter in model.parameters()}
-    for group, held in zip(optimizer.param_groups, order, strict=True):
-        group["params"] = [local[name] for name in held if name in local]
+    for group, in_group in zip(optimizer.param_groups, order, strict=True):
+        group["params"] = [local[name] for name in in_group if name in local]
     for name in full.keys() - local.keys():
         optimizer.state.pop(full[name], None)  # schedule-free optimizers have one, if empty, before the first step
     of_stages = comm.all_gather(list(local))
-    owners = {name: [stage for stage, held in enumerate(of_stages) if name in held] for name in full}
+    owners = {name: [stage for stage, in_stage in enumerate(of_stages) if name in in_stage] for name in full}
     shapes = {name: parameter.shape for name, parameter in full.items()}
     model.stage_parameters = StageParameters(comm, shapes, order, local, owners)  # type: ignore[assignment]
 

@@ -122,10 +122,10 @@ def _clip_stages(accelerator: Accelerator, stage: StageParameters, limit: float)
     return _clip_together(stage.local.values(), counted, comm.group, limit)
 
 
-def _add_other(gradient: Tensor, there: int, group: dist.ProcessGroup) -> None:
+def _add_other(gradient: Tensor, rank: int, group: dist.ProcessGroup) -> None:
     """Add the gradient that process ``there`` has of a tied weight; both get the same sum, bit for bit."""
     other = torch.empty_like(gradient)
-    exchange = [dist.P2POp(dist.isend, gradient, there, group), dist.P2POp(dist.irecv, other, there, group)]
+    exchange = [dist.P2POp(dist.isend, gradient, rank, group), dist.P2POp(dist.irecv, other, rank, group)]
     for work in dist.batch_isend_irecv(exchange):
         work.wait()
     gradient += other

@@ -65,9 +65,9 @@ class SplitEmbedding(nn.Embedding):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return the rows of ``tokens`` [...], [..., width]: this process's, and the others' from them."""
         local = tokens - self.split.group.rank() * self.weight.shape[0]
-        here = (local >= 0) & (local < self.weight.shape[0])
-        rows = F.embedding(local.where(here, 0), self.weight)
-        return summed(rows * here[..., None].to(rows.dtype), self.split.group)
+        is_local = (local >= 0) & (local < self.weight.shape[0])
+        rows = F.embedding(local.where(is_local, 0), self.weight)
+        return summed(rows * is_local[..., None].to(rows.dtype), self.split.group)
 
 
 class SummedLinear(nn.Linear):

@@ -94,29 +94,29 @@ class ZeroOptimizer(SplitOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take this process's parts of a full state, and of the LoRA as it is now."""
         self.take_weights()
-        states, own = state_dict["state"], dict[int, dict[str, Any]]()
+        states, local = state_dict["state"], dict[int, dict[str, Any]]()
         for i, numbers in enumerate(self._numbers):
             saved = [states.get(number, {}) for number in numbers]
             if any(saved):
-                own[i] = self._scatter_state(i, saved)
+                local[i] = self._scatter_state(i, saved)
         described = [{**group, "params": [i]} for i, group in enumerate(state_dict["param_groups"])]
         params_before = [group["params"] for group in self.optimizer.param_groups]
         for group, part in zip(self.optimizer.param_groups, self.shards, strict=True):
             group["params"] = [part]
-        self.optimizer.load_state_dict({"state": own, "param_groups": described})
+        self.optimizer.load_state_dict({"state": local, "param_groups": described})
         for group, params in zip(self.optimizer.param_groups, params_before, strict=True):
             group["params"] = params
 
     def _scatter_state(self, group: int, saved: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the state of this process's part; parameters that never had a gradient have none, and count as 0."""
-        parameters, own = self._groups[group], {}
+        parameters, local = self._groups[group], {}
         for key, value in max(saved, key=len).items():
             if isinstance(value, Tensor) and value.dim():
                 full = [s.get(key, torch.zeros_like(p, device="cpu")) for s, p in zip(saved, parameters, strict=True)]
-                own[key] = self._scatter(group, [tensor.to(self.shards[group].device) for tensor in full])
+                local[key] = self._scatter(group, [tensor.to(self.shards[group].device) for tensor in full])
             else:
-                own[key] = value
-        return own
+                local[key] = value
+        return local
 
     def gather(self, group: int, part: Tensor) -> list[Tensor]:
         """Return a group's tensors in full, from all processes' shards of them; collective."""

@@ -216,7 +216,7 @@ def charts_of(runs: Sequence[Run], decay: float) -> list[dict[str, Any]]:
     return [chart for row in rows if (chart := _chart(runs, decay, *row))["lines"]]
 
 
-def _chart(runs: Sequence[Run], decay: float, title: str, keys: tuple[str, ...], look: str, log: str) -> dict[str, Any]:
+def _chart(runs: Sequence[Run], decay: float, title: str, keys: tuple[str, ...], form: str, log: str) -> dict[str, Any]:
     lines = []
     for number, run in enumerate(runs):
         columns: dict[str, Series] = {_LABELS[key]: run.columns[key] for key in keys if key in run.columns}
@@ -226,14 +226,14 @@ def _chart(runs: Sequence[Run], decay: float, title: str, keys: tuple[str, ...],
             columns = {before + ", ".join(names): series for names, series in groups}
         for kind, (label, (steps, values)) in enumerate(sorted(columns.items())):
             values = values / 2**30 if "bytes" in keys[0] else values
-            shown = [(label, average(values, decay) if look in ("noisy", "smooth") else values, False)]
-            if look == "noisy" and decay > 0 and len(runs) == 1:
+            shown = [(label, average(values, decay) if form in ("noisy", "smooth") else values, False)]
+            if form == "noisy" and decay > 0 and len(runs) == 1:
                 shown.insert(0, (f"{label}, each step", values, True))  # behind it, each step's
             for text, column, faint in shown:
                 xs, ys = thin((steps, column), _POINTS)
                 numbers = [float(f"{y:.6g}") if y == y else None for y in ys.tolist()]
                 lines.append({"run": number, "kind": kind, "label": text, "faint": faint,
                               "steps": xs.astype(int).tolist(), "values": numbers})  # fmt: skip
-    seen = [y for line in lines for y in line["values"] if y]
-    is_wide = log == "auto" and bool(seen) and min(seen) > 0 and max(seen) > 10 * min(seen)
-    return {"title": title, "lines": lines, "points": look == "points", "log": is_wide, "loss": log == "loss"}
+    drawn = [y for line in lines for y in line["values"] if y]
+    is_wide = log == "auto" and bool(drawn) and min(drawn) > 0 and max(drawn) > 10 * min(drawn)
+    return {"title": title, "lines": lines, "points": form == "points", "log": is_wide, "loss": log == "loss"}

@@ -39,7 +39,7 @@ def counting(console: Console) -> Iterator[Callable[[str, int], Advance]]:
     Where the output is no terminal a line is printed at the beginning, each ``_QUIET_SECONDS`` at most, at the end.
     """
     if not console.is_terminal:
-        yield partial(telling, console)
+        yield partial(print_progress, console)
         return
     with Progress(
         TextColumn("{task.description:<24}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console
@@ -52,7 +52,7 @@ def counting(console: Console) -> Iterator[Callable[[str, int], Advance]]:
         yield start
 
 
-def telling(console: Console, description: str, total: int, seconds: float = _QUIET_SECONDS) -> Advance:
+def print_progress(console: Console, description: str, total: int, seconds: float = _QUIET_SECONDS) -> Advance:
     """Print how far the work is, where there is no terminal: as it begins, each ``seconds`` at most, as it ends."""
     done, last, alone = 0, float("-inf"), Lock()
 

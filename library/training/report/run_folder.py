@@ -29,7 +29,7 @@ _END_BYTES = (2**12, 2**17)  # of metrics: about 8 lines; of a hundred processes
 _MOST_TEXT = 2**20  # bytes of a configuration
 _DEPTH = 4  # folders below an output folder in which runs are looked for
 _NO_RUNS = re.compile(r"\..*|samples|.*-state")  # in folders that are called so
-_BEGUN = re.compile(r"# Tandem .*: the settings of this run")
+_RUN_HEADING = re.compile(r"# Tandem .*: the settings of this run")
 _SAMPLE = re.compile(r"step(\d{6,})_(\d{2,})\.png")
 _STATE = re.compile(r"step(\d+)-state")
 
@@ -103,7 +103,7 @@ def defaults_of(script: Script[Any]) -> dict[str, Any]:
 
 def is_run(folder: Path) -> bool:
     """Return whether a trainer wrote there: metrics, or the settings that it began with; a suggestion is no run."""
-    return mtime(folder / "metrics.jsonl") > 0 or _BEGUN.match(text_of(folder / "config.toml") or "") is not None
+    return mtime(folder / "metrics.jsonl") > 0 or _RUN_HEADING.match(text_of(folder / "config.toml") or "") is not None
 
 
 def find_runs(place: Path) -> Iterator[Path]:
@@ -115,7 +115,7 @@ def find_runs(place: Path) -> Iterator[Path]:
             yield Path(folder)
 
 
-def _is_own(place: Path) -> bool:
+def _is_not_linked(place: Path) -> bool:
     """Return whether a folder of samples is a run's own; one that is a link shows what lies elsewhere."""
     return not (place.is_symlink() or place.parent.is_symlink())
 
@@ -123,7 +123,7 @@ def _is_own(place: Path) -> bool:
 def samples_of(folder: Path) -> list[tuple[str, str, dict[int, Path]]]:
     """Return a run's sample images: of each prompt its kind ("samples" or "general"), its text, and step -> file."""
     found: dict[tuple[str, str], dict[int, Path]] = {}
-    for place in filter(_is_own, (folder / "samples", folder / "samples/general")):
+    for place in filter(_is_not_linked, (folder / "samples", folder / "samples/general")):
         for path in sorted(place.glob("step*_*.png"), key=lambda path: (len(path.name), path.name)):
             if match := _SAMPLE.fullmatch(path.name):
                 found.setdefault((place.name, match[2]), {})[int(match[1])] = path
@@ -139,7 +139,7 @@ def _prompt(path: Path) -> str:
 def texts_of(folder: Path) -> list[tuple[int, str]]:
     """Return what a language model wrote as samples, with the step, the newest first."""
     place = folder / "samples"
-    found = sorted(place.glob("*.txt"), reverse=True)[:20] if _is_own(place) else []
+    found = sorted(place.glob("*.txt"), reverse=True)[:20] if _is_not_linked(place) else []
     return [(int("0" + re.sub(r"\D", "", path.stem)), (text_of(path) or "")[:20_000]) for path in found]
 
 

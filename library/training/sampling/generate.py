@@ -89,8 +89,8 @@ def generate_images(
     transformer = family.load_transformer(dtype, device if swapped == 0 else "cpu", fp8=fp8)
     if (layout := family.quantized_file()) or fp8.recipe:
         console.print(f"base: {describe_base(layout, fp8, dtype)}")
-    own_weights = weights.get(targets.file_prefix)
-    network = attach_lora(transformer, own_weights, targets, source) if own_weights else None
+    transformer_weights = weights.get(targets.file_prefix)
+    network = attach_lora(transformer, transformer_weights, targets, source) if transformer_weights else None
     if swapped != 0:
         blocks = family.blocks(transformer)
         swap_blocks(transformer, blocks, swappable(blocks)[0] if swapped is None else swapped, device)

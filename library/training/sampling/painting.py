@@ -155,18 +155,18 @@ def paint(
             for path, prompt in each.pictures:
                 if not (caption := path.with_suffix(".txt")).exists():  # before its image: none is without its caption
                     write_text(caption, prompt.prompt + "\n")
-        if mine := missing_of(sets, accelerator.process_index, accelerator.num_processes):
+        if todo := missing_of(sets, accelerator.process_index, accelerator.num_processes):
             loader = plan_base(config.precision, family.quantized_file(), config.training.seed, accelerator.device)
             loader.changes = base_weights.changes(family.targets)
             dtype = base_dtype(config.model, config.training)
             swapped = _swapped(config, family, loader, accelerator.device)
             images = generate_images(
-                family, [prompt for _, prompt in mine], [], dtype, accelerator.device, console, loader, swapped=swapped,
+                family, [prompt for _, prompt in todo], [], dtype, accelerator.device, console, loader, swapped=swapped,
                 encoders=encoders,
             )  # fmt: skip
             with counting(console) as progress:
-                advance = progress("painting general prompts", len(mine))
-                for (path, _), (prompt, image) in zip(mine, images, strict=True):
+                advance = progress("painting general prompts", len(todo))
+                for (path, _), (prompt, image) in zip(todo, images, strict=True):
                     save_image(image, path, {"prompt": prompt.line()})
                     advance(1)
             encoders[0].release()

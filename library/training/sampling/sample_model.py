@@ -124,7 +124,7 @@ def _frozen(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _swap(mine: Tensor, theirs: Tensor) -> None:
-    kept = mine.to(theirs.device, copy=True)
-    mine.copy_(theirs)
-    theirs.copy_(kept)
+def _swap(one: Tensor, other: Tensor) -> None:
+    copy = one.to(other.device, copy=True)
+    one.copy_(other)
+    other.copy_(copy)

@@ -142,7 +142,7 @@ class ChatLora(LoraTask):
         self.facts = lora_facts(config, self.started_at, self.total_steps)
         base = Path(config.model.pretrained_model_name_or_path)
         shown = base.name if base.is_absolute() or str(base).startswith("~") else str(base)
-        self.own_metadata = {BASE_MODEL: shown, TEMPLATE: self.template.name}
+        self.more_metadata = {BASE_MODEL: shown, TEMPLATE: self.template.name}
 
     def load_network(self) -> None:
         """Load the model, put the LoRA in, set the memory policy.

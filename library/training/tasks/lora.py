@@ -214,7 +214,7 @@ class LoraTask(Task):
         )
 
     save_format = "peft"
-    own_metadata: Mapping[str, str] = {}
+    more_metadata: Mapping[str, str] = {}
 
     def _describe_file(self) -> dict[str, Any]:
         """Return further arguments of ``build_metadata``."""
@@ -242,7 +242,7 @@ class LoraTask(Task):
             **more,
         )
         precision = saving.save_precision or ("bf16" if self.plan.config.training.full_bf16 else "fp32")
-        self.network.save(path, self.save_format, precision, {**self.own_metadata, **metadata})
+        self.network.save(path, self.save_format, precision, {**self.more_metadata, **metadata})
 
     def verify(self, path: Path) -> str:
         with self.engine.deployed_weights():
