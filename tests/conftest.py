@@ -6,12 +6,17 @@ import faulthandler
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 from pytest_timeout import Settings
 
 from tests import stalls
+
+if TYPE_CHECKING:
+    from tests.cuda.device import FakeDevice
 
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # gloo asks for the host's name otherwise, which a container may not know
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost"  # the stand-in for the hub is here
@@ -48,3 +53,17 @@ def pytest_timeout_cancel_timer(item: pytest.Item) -> bool:
     """The test ended in time."""
     faulthandler.cancel_dump_traceback_later()
     return True
+
+
+@pytest.fixture(scope="session")
+def device() -> Iterator[FakeDevice]:
+    """The fake CUDA device of this process; CI has a compiler for it (``.ci/run``)."""
+    from library.errors import UserError  # not imported by the process that hands out the tests
+    from tests.cuda.device import FakeDevice
+
+    try:
+        made = FakeDevice()
+    except UserError as error:
+        pytest.skip(str(error))
+    yield made
+    made.close()

@@ -7,8 +7,6 @@ import errno
 import io
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,6 +19,7 @@ from safetensors.torch import save_file
 from library.console import Console
 from library.errors import PrintableStream, UserError, exit_on_user_error, one_line, printable
 from library.files import write_text
+from tests.forked import run_script
 from tests.runs import ROOT
 
 HOSTILE = "a\x1b[31m\x1b]0;title\x07\x9b2J\u202egnp.exe\r"
@@ -119,9 +118,8 @@ def test_no_tool_lets_a_file_steer_the_terminal(tool: str, tmp_path: Path) -> No
         "merge_lora": ["--lora", str(lora), "--save_to", str(tmp_path / "o.safetensors")],
         "check_dataset": [str(dataset)],
     }
-    command = [sys.executable, f"tools/{tool}.py", *words[tool]]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, check=False)
-    said = (done.stdout + done.stderr).decode()
+    done = run_script(ROOT / f"tools/{tool}.py", words[tool], ROOT)
+    said = done.stdout + done.stderr
     assert "\\x1b" in said
     assert not STEERS.search(said)
     assert not [line for line in said.splitlines() if line.startswith("fake line")]

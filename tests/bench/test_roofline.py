@@ -7,7 +7,7 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,16 +22,10 @@ from bench.gpu import GpuCase
 from bench.llm_ladder import rungs
 from bench.roofline import Card, Cost, Counted, Operation, block_sizes, count, fused, walk, walk_rung
 from library.training.memory.block_swap import swap_blocks
-from library.training.memory.trace import device_processes, tracing
+from library.training.memory.trace import tracing
+from tests.cuda.device import FakeDevice
 
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="the fake device is compiled")
 FLUX = GpuCase("flux", checkpointing=True)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ProcessPoolExecutor]:
-    with device_processes(2) as processes:
-        yield processes
 
 
 def linear_flops(family: str) -> float:
@@ -49,11 +43,10 @@ def linear_flops(family: str) -> float:
     return 19 * double + 38 * single
 
 
-@needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_flops_of_a_step_are_those_of_the_architecture(pool: ProcessPoolExecutor, family: str) -> None:
-    counted = pool.submit(count, replace(FLUX, family=family)).result()
+def test_flops_of_a_step_are_those_of_the_architecture(device: FakeDevice, family: str) -> None:
+    counted = device.submit(count, replace(FLUX, family=family)).result()
     linear, attention = linear_flops(family), 4.0 * 4608**2 * 3072 * sum(FAMILIES[family].blocks)
     done = Counter[str]()
     for cost, n in counted.eager.items():
@@ -94,9 +87,8 @@ def small_operations() -> list[Operation]:
     return trace.operations
 
 
-@needs_compiler
-def test_bytes_are_what_an_operation_must_touch(pool: ProcessPoolExecutor) -> None:
-    found = [op.cost for op in pool.submit(small_operations).result()]
+def test_bytes_are_what_an_operation_must_touch(device: FakeDevice) -> None:
+    found = [op.cost for op in device.submit(small_operations).result()]
     a, b, out = 512 * 1024 * 2, 1024 * 256 * 2, 512 * 256 * 2
     part = 2 * (512 - 3) * 1024
     assert [(cost.name, cost.kind, cost.flops, cost.bytes) for cost in found] == [
@@ -166,11 +158,10 @@ def test_an_operation_between_parts_two_kernels() -> None:
     assert moved(fused(chain(("mul", [0], [1]), ("mul", [2], [3])), {1, 3})) == {"mul": (2, 16.0)}
 
 
-@needs_compiler
 @pytest.mark.slow
-def test_few_blocks_stand_for_all(pool: ProcessPoolExecutor) -> None:
-    counted = pool.submit(count, FLUX).result().eager
-    every = Counter(op.cost for op in pool.submit(walk, FLUX, FAMILIES["flux"].blocks).result()[0])
+def test_few_blocks_stand_for_all(device: FakeDevice) -> None:
+    counted = device.submit(count, FLUX).result().eager
+    every = Counter(op.cost for op in device.submit(walk, FLUX, FAMILIES["flux"].blocks).result()[0])
     for costs in (counted, every):
         costs.subtract({cost: n for cost, n in costs.items() if cost.phase == "update"})
     assert +counted == +every
@@ -258,14 +249,13 @@ def test_without_a_compiler_it_says_so(
 
 
 @pytest.mark.slow
-@needs_compiler
-def test_a_ladders_steps_need_what_the_paper_counts(pool: ProcessPoolExecutor) -> None:
+def test_a_ladders_steps_need_what_the_paper_counts(device: FakeDevice) -> None:
     """6 FLOPs a weight and token, and 12 * layers * width * context for attention (arXiv 2204.02311, appendix B)."""
     matrices, tokens = 12 * 12 * 768**2 + 50257 * 768, 8 * 1024
     needed = tokens * (6 * matrices + 12 * 12 * 768 * 1024)
     by_step = {rung.step: rung for rung in rungs("gpt2-124m")}
     steps = ("textbook", "blocks", "TF32", "SDPA flash", "compile")
-    walks = {step: pool.submit(walk_rung, "gpt2-124m", by_step[step]) for step in steps}
+    walks = {step: device.submit(walk_rung, "gpt2-124m", by_step[step]) for step in steps}
     costs = {step: walk.result() for step, walk in walks.items()}
     for step in ("textbook", "blocks", "TF32"):  # attention in full; flash computes its scores once more
         assert sum(n * cost.flops for cost, n in costs[step].items()) == pytest.approx(needed, rel=0.01)

@@ -1,29 +1,32 @@
-"""Processes on the fake CUDA device: one that has imported everything, and a fork of it for each walk.
+"""Processes on the fake CUDA device: one that has imported everything, and a fork of it for each call.
 
-    device = FakeDevice()
-    found = device.walk("train", folder, model_type="flux", flags=["--fp8_scaled"])
-
-``walks.py`` has the functions that are walked through. An exception in one is an ``AssertionError`` here, with its
-traceback.
+device = FakeDevice()
+found = device.walk("train", folder, model_type="flux", flags=["--fp8_scaled"])    a function of ``walks.py``
+monkeypatch.setattr(dry_run, "device_processes", device.processes)                 what the library counts in one
 """
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import subprocess
 import sys
 import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from library.errors import UserError
 from library.training.memory.fake_cuda import library_path
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 class FakeDevice:
-    """Started once for many walks."""
+    """Started once for many calls; in the place of a pool of processes too, as ``device_processes`` has it."""
 
     def __init__(self) -> None:
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
@@ -33,22 +36,40 @@ class FakeDevice:
             env={**os.environ, **settings, "HF_HUB_OFFLINE": "1"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            text=True,
         )
 
     def walk(self, function: str, folder: Path, **arguments: Any) -> dict[str, Any]:
-        """Return what ``function`` of ``walks.py`` returns; ``folder`` is its first argument, the others are JSON's."""
-        process, answer = self._process, folder / "answer.json"
+        """Return what a function of ``walks.py`` returns; ``folder`` is its first argument."""
+        from tests.cuda import walks
+
+        return self.submit(getattr(walks, function), folder, **arguments).result()
+
+    @contextmanager
+    def processes(self, _count: int = 1) -> Iterator[FakeDevice]:
+        """Yield this, as ``device_processes`` yields a pool."""
+        yield self
+
+    def submit(self, call: Callable[..., Any], /, *arguments: Any, **keywords: Any) -> Future[Any]:
+        """Call a function of a module in a process of its own, and wait for it.
+
+        What is not a ``UserError`` is raised as an ``AssertionError`` with its traceback.
+        """
+        process, future = self._process, Future[Any]()
         assert process.stdin is not None
         assert process.stdout is not None
-        process.stdin.write(json.dumps([function, str(folder), arguments, str(answer)]) + "\n")
-        process.stdin.flush()
-        said = process.stdout.readline()
-        assert answer.is_file(), f"{function} ended without an answer: {said}"
-        found = json.loads(answer.read_text())
-        answer.unlink()
-        assert "raised" not in found, found["raised"]
-        return found
+        with tempfile.TemporaryDirectory() as folder:
+            question, answer = Path(folder, "question"), Path(folder, "answer")
+            question.write_bytes(pickle.dumps((call, arguments, keywords)))
+            process.stdin.write(f"{folder}\n".encode())
+            process.stdin.flush()
+            status = process.stdout.readline()
+            assert answer.is_file(), f"{call.__name__} ended without an answer: {status!r}"
+            found, error = pickle.loads(answer.read_bytes())
+        if error is None:
+            future.set_result(found)
+        else:
+            future.set_exception(error)
+        return future
 
     def close(self) -> None:
         """End the processes."""
@@ -58,21 +79,33 @@ class FakeDevice:
 
 def _serve() -> None:
     """Fork for each line of the standard input; say on the standard output when that one has ended."""
-    from tests.cuda import walks
+    from tests.cuda import walks  # noqa: F401  # has everything imported
 
     told = os.dup(1)
     for line in sys.stdin:
-        function, folder, arguments, answer = json.loads(line)
         child = os.fork()
         if child == 0:
             with tempfile.TemporaryFile() as log:
                 for descriptor in (1, 2):
                     os.dup2(log.fileno(), descriptor)
-                walks.answer(function, Path(folder), arguments, Path(answer))
+                _answer(Path(line.strip()))
                 sys.stdout.flush()
                 os._exit(0)
         status = os.waitpid(child, 0)[1]
         os.write(told, f"{status}\n".encode())
+
+
+def _answer(folder: Path) -> None:
+    """Call what is pickled in ``folder``; write what it returns and what it raises there."""
+    found, error = None, None
+    try:
+        function, arguments, keywords = pickle.loads((folder / "question").read_bytes())
+        found = function(*arguments, **keywords)
+    except UserError as wrong:
+        error = wrong
+    except BaseException:
+        error = AssertionError(traceback.format_exc())
+    (folder / "answer").write_bytes(pickle.dumps((found, error)))
 
 
 if __name__ == "__main__":

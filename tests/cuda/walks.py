@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,9 @@ from library.config.load import load_for
 from library.config.scripts import LLM
 from library.models.family_by_name import family_class
 from library.precision.linear import QuantizedLinear
+from library.safetensors_io import read_entries
 from library.training.engine import Engine
-from library.training.memory.dummy_checkpoint import write_dataset, write_model
+from library.training.memory.dummy_checkpoint import write_dataset, write_model, write_specs
 from library.training.memory.fake_cuda import pretend
 from library.training.memory.trace import MemoryTrace, tracing
 from library.training.tasks.image_lora import ImageLora
@@ -34,14 +35,7 @@ from tests.cuda.formats import write_quantised
 from tests.curves import without_curves
 from tests.pretraining_runs import write_corpus
 
-
-def answer(function: str, folder: Path, arguments: dict[str, Any], path: Path) -> None:
-    """Write what ``function`` returns, or what it raised, as JSON to ``path``."""
-    try:
-        found = globals()[function](folder, **arguments)
-    except BaseException:
-        found = {"raised": traceback.format_exc()}
-    path.write_text(json.dumps(found))
+_READ_IN_THE_MIDDLE = ("flux2", "flux3", "krea2", "qwen_image_21")  # layers of their text encoders
 
 
 def train(
@@ -68,6 +62,9 @@ def train(
         quantised weights after forward; the files; bytes when the first step begins; how many graphs were compiled.
     """
     base = write_model(model_type, folder / "model", blocks)
+    if not model_type.startswith(_READ_IN_THE_MIDDLE):
+        for encoder in base.glob("text_encoder*"):
+            _keep_two_layers(encoder)
     if file is not None:
         base, flags = _with_file(base, model_type, file, flags)
     data = write_dataset(folder / "data", family_class(model_type).conditioning, side, batch)
@@ -97,6 +94,20 @@ def train(
         "loaded": loaded[0],
         "graphs": counters["stats"]["unique_graphs"],
     }
+
+
+def _keep_two_layers(encoder: Path) -> None:
+    """Leave two layers of a text encoder, and of its vision tower; each more does the same."""
+    path, (weights,) = encoder / "config.json", encoder.glob("*.safetensors")
+    config = json.loads(path.read_text())
+    for part in (config, config.get("text_config", {}), config.get("vision_config", {})):
+        part |= {key: 2 for key in ("num_hidden_layers", "num_layers", "depth") if key in part}
+        part |= {"fullatt_block_indexes": [1]} if "fullatt_block_indexes" in part else {}
+        part.pop("layer_types", None)
+    path.write_text(json.dumps(config))
+    specs = {name: entry.spec for name, entry in read_entries([weights])[0].items()}
+    further = re.compile(r"\D*(block|blocks|layers)\.([2-9]|\d\d)\..*")
+    write_specs(weights, {name: spec for name, spec in specs.items() if not further.match(name)})
 
 
 def pretrain(folder: Path, flags: Sequence[str]) -> dict[str, Any]:

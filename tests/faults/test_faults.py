@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
-import pytest
-
-from tests.processes import run_command
+from tests.forked import run_script
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.timeout(700)
 def test_a_run_killed_anywhere_goes_on_to_the_same_lora() -> None:
     # in a process of its own: one that has trained before must not be forked
     environment = {"TOKENIZERS_PARALLELISM": "false"}
-    words = ["--faults", "4", "--scenarios", "adamw", "pretraining"]  # images with workers, and a language model
-    done = run_command([sys.executable, "-m", "tests.faults.suite", *words], ROOT, environment, limit=600)
+    words = ["--faults", "3", "--scenarios", "adamw", "pretraining"]  # images with workers, and a language model
+    done = run_script(ROOT / "tests/faults/suite.py", words, ROOT, environment)
     assert done.returncode == 0, done.stdout + done.stderr
     survived = re.search(r"^(\d+) faults survived", done.stdout, re.MULTILINE)
     assert survived is not None, done.stdout

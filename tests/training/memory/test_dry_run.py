@@ -17,6 +17,7 @@ from library.config.schema import TrainConfig
 from library.errors import UserError
 from library.training.memory.dry_run import plan_memory
 from library.training.memory.policy import MemoryPlan
+from tests.cuda.device import FakeDevice
 from tests.forked import run_script
 from tests.processes import run_command
 from tests.runs import ROOT, arguments, largest_difference, lora, run, write_dataset
@@ -47,6 +48,13 @@ def two_sizes(folder: Path, side: int = 256) -> Path:
     return toml
 
 
+@pytest.fixture
+def counted(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step is counted in a process that has everything imported."""
+    monkeypatch.setattr(dry_run, "device_processes", device.processes)
+
+
+@pytest.mark.usefixtures("counted")
 def test_it_tells_what_the_largest_batch_takes(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     events = run(base, two_sizes(tmp_path), tmp_path / "out", memory_dry_run=True, max_train_steps=1)
     printed = " ".join(capsys.readouterr().out.split())
@@ -80,6 +88,7 @@ def by_formula_alone(build: Any, config: TrainConfig) -> MemoryPlan:
     return plan_memory(build, config, source="formula")
 
 
+@pytest.mark.usefixtures("counted")
 def test_the_choice_is_made_by_counting_and_the_lora_is_the_same(
     base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
