@@ -116,6 +116,14 @@ def run_script(
     return Script(script, words, cwd, environment, lines).wait()
 
 
+def run_code(code: str, words: Sequence[str], cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script of these lines to its end."""
+    with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+        file.write(code)
+        file.flush()
+        return run_script(Path(file.name), words, cwd)
+
+
 def _run(command: Sequence[str], cwd: Path, environment: Mapping[str, str], files: Sequence[Path]) -> None:
     begin_as_started_by_python()
     os.setsid()

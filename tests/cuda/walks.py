@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import accelerate  # noqa: F401  # before the device is one: they look for it as they are imported
 import diffusers  # noqa: F401
@@ -82,7 +83,8 @@ def train(
     if planted is not None:
         _PLANTED[planted]()
     _watch(trace, copies, loaded)
-    with tracing(trace), without_curves():
+    unread = mock.patch("library.training.checkpoint.metadata.sha256_of", return_value="")  # of gigabytes of holes
+    with tracing(trace), without_curves(), unread:
         task = ImageLora(config)
         trainer_module.train(task)
     saved = [path.name for path in (folder / "run").iterdir()]

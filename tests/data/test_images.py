@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import struct
-import sys
 import zlib
 from pathlib import Path
 
@@ -25,8 +24,7 @@ from library.data.images import (
 )
 from library.errors import UserError
 from tests.data.folders import make_image
-from tests.forked import ROOT
-from tests.processes import run_command
+from tests.forked import ROOT, run_code
 
 
 def saved(image: Image.Image, kind: str, **options: object) -> bytes:
@@ -278,7 +276,7 @@ def test_a_huge_picture_is_taken_without_a_word_or_refused_in_one_line(
     (tmp_path / "images" / "huge.png").write_bytes(png_of_declared_size(*sides))
     script = "import sys; from library.data.images import read_size; from library.errors import exit_on_user_error; "
     script += "exit_on_user_error(lambda: print(*read_size(sys.argv[1])))()"
-    done = run_command([sys.executable, "-c", script, str(tmp_path / "images" / "huge.png")], ROOT)
+    done = run_code(script, [str(tmp_path / "images" / "huge.png")], ROOT)
     assert done.returncode == code
     assert done.stdout.split() == ([] if code else [str(side) for side in sides])
     assert done.stderr.count("\n") == bool(code)

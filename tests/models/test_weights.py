@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,6 +23,7 @@ from library.models.layer_names import original_key_map
 from library.models.weights import identity_map, load_into
 from library.precision.checkpoint import WeightFiles
 from library.safetensors_io import RowRange
+from tests.forked import run_code
 from tests.tiny import bfl_state_dict, bfl_vae_state_dict, tiny_flux_transformer, tiny_vae
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -209,9 +208,8 @@ def test_what_holds_no_weights_is_refused(linear_file: Path, tmp_path: Path) -> 
 def test_loading_peaks_at_one_models_size(tmp_path: Path) -> None:
     """A model of about 190 MB in bf16: what loading adds to the process, over the model's size."""
     script = f"""
-import json, sys
+import json
 from pathlib import Path
-sys.path.insert(0, {str(ROOT)!r})
 from bench.families import Sizes
 from bench.loading import flux_cases, measure, write_flux
 folder = Path({str(tmp_path)!r})
@@ -219,7 +217,8 @@ write_flux(folder, Sizes(width=1024, blocks=(1, 4)))
 cases = "tandem folder", "tandem single file, bf16 to fp32"
 print(json.dumps([measure(flux_cases, case, folder) for case in cases]))
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120)
+    done = run_code(script, [], ROOT)
+    assert done.returncode == 0, done.stderr
     for row in json.loads(done.stdout.splitlines()[-1]):
         assert row["model_bytes"] > 150e6
         # One model plus the tensor being read (the largest is 7 % of this model), and a few MB of allocator.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,7 @@ from PIL import Image
 from library.config import load_config
 from library.models.flux.text import FluxTextEncoder
 from library.models.flux.vae import FluxImageEncoder
-from tests.processes import LIMIT
+from tests.forked import run_code
 from tests.runs import ROOT, arguments, run, write_base, write_dataset
 from tests.tiny import tiny_flux_pipeline
 from tests.worker_group import run_in_group
@@ -73,7 +71,7 @@ def test_ctrl_c_is_answered_before_what_runs_is_waited_for() -> None:
         "sys.argv = ['x', '--pretrained_model_name_or_path', 'm', '--dataset_config', 'd']\n"
         "tool.main()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
+    done = run_code(code, [], ROOT)
     assert done.stderr == "interrupted: what is cached is kept, and the same command goes on from it\nthreads end\n"
     assert done.returncode == 130
 

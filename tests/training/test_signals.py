@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,8 +15,7 @@ import torch
 
 from library.config import load_config
 from library.training.checkpoint.state import find_damage, newest_state
-from tests.forked import Script
-from tests.processes import LIMIT
+from tests.forked import Script, run_code
 from tests.runs import ROOT, arguments, lora, run
 from tests.worker_group import run_in_group
 from train_lora import train
@@ -97,7 +94,7 @@ def test_ctrl_c_before_the_first_step_ends_it_with_one_line() -> None:
         "        finally: print('threads end', file=sys.stderr)\n"  # what runs is waited for after the answer
         "exit_on_user_error(lambda: Run(Task()).prepare(None))()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
+    done = run_code(code, [], ROOT)
     assert done.stderr == "interrupted: before the first step; what is cached is kept\nthreads end\n"
     assert done.returncode == 130
 
@@ -115,7 +112,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
         "    os.kill(os.getpid(), signal.SIGTERM)\n"
         "    print('still here', flush=True)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=LIMIT)
+    done = run_code(code, [], ROOT)
     assert (done.stdout, done.returncode) == ("SIGTERM 143\n", -signal.SIGTERM), done.stderr
 
 

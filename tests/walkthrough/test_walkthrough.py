@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
+from tests.forked import run_script
 from tests.walkthrough.compare import random_gpt2, random_llama, tandem
 from walkthrough.gpt2 import GPT2, Decoder, Parts, Sizes
 from walkthrough.llama2 import LLAMA2, STEPS, RMSNorm, SwiGLU, frequencies, rotate
@@ -111,7 +110,7 @@ def test_a_token_of_llama_3_8b_takes_128_kib_of_keys_and_values() -> None:
 @pytest.mark.parametrize("script", ["gpt2", "llama2", "llama3", "llama32"])
 def test_a_script_runs_and_says_that_it_is_right(script: str) -> None:
     path = ROOT / "walkthrough" / f"{script}.py"
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, check=False)
+    done = run_script(path, [], ROOT)
     assert done.returncode == 0, done.stderr
     assert "e-07, to Tandem" in done.stdout or "e-08, to Tandem" in done.stdout
     assert path.read_text(encoding="utf-8").count("# %%") >= 5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from library.errors import UserError
 from library.training.memory.dry_run import plan_memory
 from library.training.memory.policy import MemoryPlan
 from tests.cuda.device import FakeDevice
-from tests.forked import run_script
 from tests.processes import run_command
 from tests.runs import ROOT, arguments, largest_difference, lora, run, write_dataset
 
@@ -108,11 +106,6 @@ def test_the_choice_is_made_by_counting_and_the_lora_is_the_same(
         size = int(takes[1]) * 2**20  # 5 % of it are left free
     assert "memory: nothing recomputed;" in printed["much"]
     assert "memory: gradient_checkpointing = true" in printed["little"]
-
-
-def run_code(code: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    (folder / "code.py").write_text(code)
-    return run_script(folder / "code.py", words, folder)
 
 
 def test_running_out_of_memory_names_the_batch_and_what_to_change(base: Path, tmp_path: Path) -> None:
