@@ -29,7 +29,14 @@ demo: $(STAMP)  ## train a LoRA on the built-in tiny FLUX: samples, curves, metr
 	$(PY) train_lora.py --config_file configs/demo.toml
 
 demo-fp8: $(STAMP) ## train a fill LoRA in bf16, serve it in fp8: the errors, their causes, the fix; output/demo_fp8
-	$(PY) tools/demo_fp8.py
+	$(PY) train_lora.py --config_file configs/demo_fp8.toml
+	rm -rf output/demo_fp8/tiny-flux-fill-fp8
+	$(PY) tools/quantize_model.py --model assets/tiny-flux-fill --layout plain --save_to output/demo_fp8/tiny-flux-fill-fp8
+	$(PY) tools/precision_report.py --model assets/tiny-flux-fill --model_type flux_fill \
+		--deploy output/demo_fp8/tiny-flux-fill-fp8 --lora output/demo_fp8/demo_fp8.safetensors --deploy_lora stochastic \
+		--paste pixels --guidance_scale 1 --dataset_config assets/demo_dataset/dataset.toml \
+		--cache_directory output/demo_fp8/cache --images 6 --steps 8 --sigmas 0.8 0.5 0.25 \
+		--fix settings bypass refit correction together --save_to output/demo_fp8/report
 
 demo-llm: $(STAMP) ## pretrain a small Llama on stories: curves, perplexity, samples; output/demo_llm
 	$(PY) tools/demo_llm.py

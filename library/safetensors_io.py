@@ -11,7 +11,7 @@ name may be there twice (JSON readers keep the last one, others may keep the fir
 
 *Reading.* A :class:`TensorEntry` says where a tensor lies, a :class:`RowRange` which of its rows are meant, and
 :func:`read_rows` copies them into memory of their own. Mapping the file (``mmap``) would cost the same only as long as
-no cast follows; with one, the mapped pages stay resident beside the copies (`bench/loading.py`: 1.7 times the model).
+no cast follows; with one, the mapped pages stay resident beside the copies (docs/benchmarks.md: 1.7 times the model).
 Mapped rows of a fused qkv would also keep all of it alive, and a file that is overwritten during training would take
 the weights with it.
 

@@ -49,17 +49,7 @@ def published_qwen3(size: str, layers: int, theta: float = THETA) -> dict[str, C
     """
     width, inner = _SIZES[size]
     kind = Qwen3Config if theta == THETA else _Qwen3VLTextConfig
-    config = kind(
-        vocab_size=151936,
-        hidden_size=width,
-        intermediate_size=inner,
-        num_hidden_layers=len(range(36)[:layers]),
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=128,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": theta},
-    )
+    config = _config(sizes(151936, width, inner, len(range(36)[:layers]), 32, 8, 128), theta, kind)
     return {"text_encoder": lambda: without_norm(Qwen3Model(config)), "tokenizer": byte_tokenizer}
 
 
@@ -151,15 +141,25 @@ def sizes_of(
     """
     first = f"{prefix}layers.0"
     vocabulary, width = shape(prefix + _EMBEDDINGS)
-    return {
-        "vocab_size": vocabulary,
-        "hidden_size": width,
-        "intermediate_size": shape(f"{first}.mlp.gate_proj.weight")[0],
-        "num_hidden_layers": count_blocks(names, f"{prefix}layers."),
-        "num_attention_heads": shape(f"{first}.self_attn.q_proj.weight")[0] // head_dim,
-        "num_key_value_heads": shape(f"{first}.self_attn.k_proj.weight")[0] // head_dim,
-        "head_dim": head_dim,
-    }
+    inner, layers = shape(f"{first}.mlp.gate_proj.weight")[0], count_blocks(names, f"{prefix}layers.")
+    heads = (shape(f"{first}.self_attn.{name}_proj.weight")[0] // head_dim for name in "qk")
+    return sizes(vocabulary, width, inner, layers, *heads, head_dim)
+
+
+def sizes(*numbers: int) -> dict[str, int]:
+    """Return the arguments of a language model's configuration for its sizes.
+
+    These are the vocabulary's, the width, that of the MLP, layers, heads, those of keys, and a head's width.
+    """
+    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    names += ("num_attention_heads", "num_key_value_heads", "head_dim")
+    return dict(zip(names, numbers, strict=True))
+
+
+def _config(of: dict[str, int], theta: float, kind: type[Qwen3Config] = Qwen3Config) -> Qwen3Config:
+    """Return a configuration of such sizes; what no tensor shows is Qwen3's."""
+    rope = {"rope_type": "default", "rope_theta": theta}
+    return kind(**of, max_position_embeddings=40960, rms_norm_eps=1e-6, rope_parameters=rope)
 
 
 def _describe(weights: WeightFiles, theta: float) -> tuple[str, Qwen3Config]:
@@ -186,12 +186,7 @@ def _describe(weights: WeightFiles, theta: float) -> tuple[str, Qwen3Config]:
     if f"{first}.self_attn.q_norm.weight" not in weights or f"{first}.mlp.gate_proj.weight" not in weights:
         raise UserError(f"{weights.path}: not {wanted} (no {first}.self_attn.q_norm); give {wanted} as text_encoder")
     (head_dim,) = weights.shape(f"{first}.self_attn.q_norm.weight")
-    return prefix, Qwen3Config(
-        **sizes_of(weights.shape, weights.names, prefix, head_dim),
-        max_position_embeddings=40960,
-        rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": theta},
-    )
+    return prefix, _config(sizes_of(weights.shape, weights.names, prefix, head_dim), theta)
 
 
 class Qwen3Family(Family):

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import MistralConfig, MistralModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from library.errors import UserError
-from library.models.qwen3 import load_layers, prefix_of, sizes_of, without_norm
+from library.models.qwen3 import load_layers, prefix_of, sizes, sizes_of, without_norm
 from library.models.text import LanguageModelEncoder, byte_tokenizer, load_tokenizer, padded
 from library.models.weights import read_config
 from library.precision.checkpoint import WeightFiles
@@ -85,15 +85,7 @@ def load_mistral_tokenizer(folder_or_name: str | Path) -> PreTrainedTokenizerBas
 
 def published_mistral() -> dict[str, Callable[[], Any]]:
     """Return what builds the layers of Mistral Small 3 that are read, and a tokenizer of single bytes, by folder."""
-    config = _mistral_config(
-        vocab_size=131072,
-        hidden_size=5120,
-        intermediate_size=32768,
-        num_hidden_layers=MISTRAL_LAYERS[-1],
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=_HEAD_DIM,
-    )
+    config = _mistral_config(**sizes(131072, 5120, 32768, MISTRAL_LAYERS[-1], 32, 8, _HEAD_DIM))
     specials = (_PAD, "<s>", _SYSTEM_TOKEN, "[/SYSTEM_PROMPT]", "[INST]", "[/INST]")
     return {"text_encoder": lambda: without_norm(MistralModel(config)), "tokenizer": lambda: byte_tokenizer(*specials)}
 
@@ -124,10 +116,10 @@ def load_mistral(
     return load_layers(lambda: without_norm(MistralModel(config)), weights, prefix, most, dtype, device, recipe)
 
 
-def _mistral_config(**sizes: int) -> MistralConfig:
+def _mistral_config(**of: int) -> MistralConfig:
     """Return a configuration of such sizes; what no tensor shows is Mistral Small 3's."""
     fixed: dict[str, Any] = {"max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "sliding_window": None}
-    return MistralConfig(rope_parameters={"rope_type": "default", "rope_theta": 1e9}, **fixed, **sizes)
+    return MistralConfig(rope_parameters={"rope_type": "default", "rope_theta": 1e9}, **fixed, **of)
 
 
 def _describe(weights: WeightFiles) -> tuple[str, MistralConfig]:

@@ -32,7 +32,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from library.errors import UserError
 from library.models.layer_names import count_blocks
-from library.models.qwen3 import sizes_of
+from library.models.qwen3 import sizes, sizes_of
 from library.models.text import LanguageModelEncoder, byte_tokenizer, padded
 from library.models.weights import load_into, read_config, read_config_of
 from library.precision.checkpoint import WeightFiles
@@ -95,21 +95,10 @@ TEMPLATES = {
 
 def published_text() -> dict[str, Callable[[], Any]]:
     """Return what builds Qwen2.5-VL-7B, and a tokenizer of single bytes for it, by folder."""
-    text = {
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": _MROPE},
-    }
+    text = sizes(152064, 3584, 18944, 28, 28, 4, _HEAD_DIM)
     vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584}
-    return {
-        "text_encoder": lambda: Qwen2_5_VLModel(Qwen2_5_VLConfig(text_config=text, vision_config=vision)),
-        "tokenizer": byte_tokenizer,
-    }
+    config = _whole(text, vision)
+    return {"text_encoder": lambda: Qwen2_5_VLModel(config), "tokenizer": byte_tokenizer}
 
 
 class QwenTextEncoder(LanguageModelEncoder):
@@ -262,7 +251,7 @@ def _config(weights: WeightFiles) -> Qwen2_5_VLConfig:
     def shape(name: str) -> tuple[int, ...]:
         return weights.shape(names[name])
 
-    text, tower = sizes_of(shape, names, "language_model.", _HEAD_DIM), {}
+    text, tower = sizes_of(shape, names, "language_model.", _HEAD_DIM), dict[str, Any]()
     if sees:
         vision_width, _, frames, patch, _ = shape("visual.patch_embed.proj.weight")
         depth = count_blocks(names, "visual.blocks.")
@@ -278,14 +267,12 @@ def _config(weights: WeightFiles) -> Qwen2_5_VLConfig:
             "fullatt_block_indexes": list(range(every - 1, depth, every)),
             "tokens_per_second": 2,
         }
-    return Qwen2_5_VLConfig(
-        text_config={
-            **text,
-            "max_position_embeddings": 128000,
-            "rms_norm_eps": 1e-6,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": _MROPE},
-            "bos_token_id": None,
-            "eos_token_id": None,
-        },
-        vision_config=tower,
-    )
+    return _whole(text, tower)
+
+
+def _whole(text: dict[str, int], tower: dict[str, Any]) -> Qwen2_5_VLConfig:
+    """Return a configuration of such sizes; what no tensor shows is Qwen2.5-VL-7B's."""
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": _MROPE}
+    fixed: dict[str, Any] = {"max_position_embeddings": 128000, "rms_norm_eps": 1e-6, "rope_parameters": rope}
+    fixed |= {"bos_token_id": None, "eos_token_id": None}
+    return Qwen2_5_VLConfig(text_config=text | fixed, vision_config=tower)

@@ -25,7 +25,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from library.errors import UserError
 from library.models.layer_names import count_blocks
-from library.models.qwen3 import VL_THETA, published_qwen3, sizes_of, without_norm
+from library.models.qwen3 import VL_THETA, published_qwen3, sizes, sizes_of, without_norm
 from library.models.qwen_image.text import IMAGE_TOKEN, PromptTemplate, QwenTextEncoder, vl_key_map, vl_name
 from library.models.text import byte_tokenizer
 from library.models.weights import load_into, read_config_of
@@ -77,21 +77,8 @@ def image_processor() -> Qwen2VLImageProcessorPil:
 def published_text(sees: bool) -> dict[str, Callable[[], Any]]:
     """Return what builds Qwen3-VL-8B, or its language model, and a tokenizer of single bytes, by folder."""
     language = published_qwen3("8B", 36, VL_THETA)["text_encoder"]
-
-    def whole() -> Qwen3VLModel:
-        text = {
-            "vocab_size": 151936,
-            "hidden_size": 4096,
-            "intermediate_size": 12288,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "rope_parameters": {"rope_type": "default", "rope_theta": VL_THETA, "mrope_section": _MROPE},
-        }
-        return _without_norm(Qwen3VLConfig(text_config=text, vision_config={"out_hidden_size": 4096}))
-
-    return {"text_encoder": whole if sees else language, "processor": byte_tokenizer}
+    config = _whole(sizes(151936, 4096, 12288, 36, 32, 8, 128), {"out_hidden_size": 4096})
+    return {"text_encoder": (lambda: _without_norm(config)) if sees else language, "processor": byte_tokenizer}
 
 
 def load_qwen3_vl(
@@ -145,22 +132,22 @@ def _config(weights: WeightFiles) -> Qwen3VLConfig:
     vision_width, _, frames, patch, _ = shape("visual.patch_embed.proj.weight")
     depth, read = count_blocks(names, "visual.blocks."), count_blocks(names, "visual.deepstack_merger_list.")
     every = max(1, depth // 3 - 1)  # of 27 blocks 8, 16 and 24
-    return Qwen3VLConfig(
-        text_config={
-            **text,
-            "max_position_embeddings": 262144,
-            "rms_norm_eps": 1e-6,
-            "rope_parameters": {"rope_type": "default", "rope_theta": VL_THETA, "mrope_section": _MROPE},
-        },
-        vision_config={
-            "depth": depth,
-            "hidden_size": vision_width,
-            "intermediate_size": shape("visual.blocks.0.mlp.linear_fc1.weight")[0],
-            "num_heads": _VISION_HEADS,
-            "out_hidden_size": text["hidden_size"],
-            "patch_size": patch,
-            "temporal_patch_size": frames,
-            "num_position_embeddings": shape("visual.pos_embed.weight")[0],
-            "deepstack_visual_indexes": [every * (i + 1) for i in range(read)],
-        },
-    )
+    tower = {
+        "depth": depth,
+        "hidden_size": vision_width,
+        "intermediate_size": shape("visual.blocks.0.mlp.linear_fc1.weight")[0],
+        "num_heads": _VISION_HEADS,
+        "out_hidden_size": text["hidden_size"],
+        "patch_size": patch,
+        "temporal_patch_size": frames,
+        "num_position_embeddings": shape("visual.pos_embed.weight")[0],
+        "deepstack_visual_indexes": [every * (i + 1) for i in range(read)],
+    }
+    return _whole(text, tower)
+
+
+def _whole(text: dict[str, int], tower: dict[str, Any]) -> Qwen3VLConfig:
+    """Return a configuration of such sizes; what no tensor shows is Qwen3-VL-8B's."""
+    rope = {"rope_type": "default", "rope_theta": VL_THETA, "mrope_section": _MROPE}
+    fixed = {"max_position_embeddings": 262144, "rms_norm_eps": 1e-6, "rope_parameters": rope}
+    return Qwen3VLConfig(text_config=text | fixed, vision_config=tower)
