@@ -80,9 +80,10 @@ def merge_compensated(lora: Path, precision: str, fitted: CalibrationOptions, ta
     return DeployedWeights(str(target), target, None, merged=True)
 
 
-def models_with(lora: Path, deployed: DeployedWeights) -> Models:
-    """Return the reference and ``deployed`` with the LoRA."""
+def models_with(lora: Path | None, deployed: DeployedWeights) -> Models:
+    """Return the reference and ``deployed``, with the LoRA if there is one."""
     config = ModelConfig(model_type="flux_fill", pretrained_model_name_or_path=str(MODEL))
     models = Models(config, deployed, {}, torch.float32, torch.device("cpu"))
-    models.loras = models.targets.by_component(load_lora(lora, models.targets).weights)
+    if lora is not None:
+        models.loras = models.targets.by_component(load_lora(lora, models.targets).weights)
     return models

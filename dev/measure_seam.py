@@ -23,7 +23,6 @@ import argparse
 import json
 import math
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,23 +35,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 from rich.console import Console
 
-import tools.quantize_model as quantize_model
+from bench.tiny_runs import MODEL, models_with, run
 from library.config.model_types import Blank
-from library.config.schema import ModelConfig
 from library.errors import exit_on_user_error
 from library.fidelity.border import LIMITS, STEP_8BIT, interval, judge_border
 from library.fidelity.calibration import CalibrationOptions
 from library.fidelity.deployed import parse_deployment
 from library.fidelity.differences import border_errors_of, mask_in_pixels, relative_error
 from library.fidelity.runs import EvalSet, Outcome, prepare_eval_set, run_variant
-from library.fidelity.serving import REFERENCE, Models, Variant
+from library.fidelity.serving import REFERENCE, Variant
 from library.files import read_text, write_text
 from library.precision.parity.seam import border_errors
 from library.training.sampling.generate import read_loras
 from tools.command import lora_source
 
 ROOT = Path(__file__).resolve().parent.parent
-MODEL = ROOT / "assets" / "tiny-flux-fill"
 IMAGES = ROOT / "assets" / "demo_dataset" / "images"
 BLANKS: tuple[Blank, ...] = ("grey", "black", "noise")
 SEEDS = (1, 2)
@@ -80,17 +77,19 @@ def lora_file(folder: Path, blank: Blank, base: str, seed: int) -> Path:
 
 def train(folder: Path) -> None:
     """Train every LoRA that is not there yet, one after the other."""
-    for seed in SEEDS:
-        for blank in BLANKS:
-            for base in ("high", "fp8"):
-                path = lora_file(folder, blank, base, seed)
-                if path.exists():
-                    continue
-                words = ["--config_file", "configs/demo_fp8.toml", "--seed", str(seed), "--output_name", path.stem]
-                words += ["--dataset_config", str(dataset(folder, blank, training=True))]
-                words += ["--cache_directory", str(folder / "cache"), "--output_dir", str(path.parent)]
-                words += ["--fp8_base", "--fp8_exclude"] if base == "fp8" else []
-                subprocess.run([sys.executable, "train_lora.py", *words], check=True, cwd=ROOT)
+    for seed, blank, base in product(SEEDS, BLANKS, ("high", "fp8")):
+        path = lora_file(folder, blank, base, seed)
+        if not path.exists():
+            run(
+                "train_lora.py",
+                *(("--fp8_base", "--fp8_exclude") if base == "fp8" else ()),
+                config_file="configs/demo_fp8.toml",
+                dataset_config=dataset(folder, blank, training=True),
+                cache_directory=folder / "cache",
+                output_dir=path.parent,
+                output_name=path.stem,
+                seed=seed,
+            )
 
 
 @dataclass(eq=False)
@@ -102,12 +101,10 @@ class Bench:
     console: Console
 
     def __post_init__(self) -> None:
-        config = ModelConfig(pretrained_model_name_or_path=str(MODEL), model_type="flux_fill")
         served = self.folder / "fp8"  # a plain cast of every layer, as published ones are
         if not served.exists():
-            words = ["--model", str(MODEL), "--layout", "plain", "--exclude", "", "--save_to", str(served)]
-            quantize_model.quantize(quantize_model.parser().parse_args(words), self.console)
-        self.models = Models(config, parse_deployment(str(served)), {}, torch.float32, torch.device("cpu"))
+            run("tools/quantize_model.py", model=MODEL, layout="plain", exclude="", save_to=served)
+        self.models = models_with(None, parse_deployment(str(served)))
         self.encoder = self.models.image_encoder(REFERENCE)
         self._sets: dict[Blank, EvalSet] = {}
         self._references: dict[tuple[Path, Blank], Outcome] = {}

@@ -12,23 +12,19 @@ read it.
 from __future__ import annotations
 
 import sys
-from collections import Counter
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from rich.table import Table
 
 from library.errors import UserError, counted, exit_on_user_error
-from library.training.report.progress import loads_in_table, plain_table
+from library.training.report.progress import loads_in_table
 from tools.command import add_lora_output, check_lora_output, tool_console, tool_parser
 
 if TYPE_CHECKING:
     from library.models.layer_names import LoraTargets
     from networks.files.adapters import LoraFile
-    from networks.files.weights import LoraWeights
 
 
 def convert(
@@ -76,16 +72,6 @@ def convert(
     return targets, read, written, max(relative_difference(w, after[name]) for name, w in read.weights.items())
 
 
-def describe(weights: Mapping[str, LoraWeights], targets: LoraTargets) -> Table:
-    """Return a table of the layers that have an update: kinds, counts, ranks, alphas."""
-    groups = {name: group.name if (group := targets.group_of(name)) else name for name in weights}
-    rows = Counter((groups[name], module.rank, module.alpha) for name, module in weights.items())
-    table = plain_table("layers", "count", "rank", "alpha")
-    for (kind_name, rank, alpha), count in rows.items():
-        table.add_row(kind_name, str(count), str(rank), f"{alpha:g}")
-    return table
-
-
 def summary(path: Path, read: LoraFile) -> str:
     """Return a line: file, layout, precision, layers and tensors."""
     from library.safetensors_io import read_safetensors_header
@@ -115,7 +101,6 @@ def main() -> None:
         options.overwrite,
     )
     console = tool_console()
-    console.print(describe(read.weights, targets))
     console.print(f"from  {summary(options.lora, read)}")
     console.print(f"to    {summary(options.save_to, written)}")
     same = f"to {difference:.0e} of its size" if difference else "to the last bit that can be measured"

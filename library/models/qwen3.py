@@ -151,7 +151,7 @@ def sizes(*numbers: int) -> dict[str, int]:
 
     These are the vocabulary's, the width, that of the MLP, layers, heads, those of keys, and a head's width.
     """
-    names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+    names: tuple[str, ...] = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
     names += ("num_attention_heads", "num_key_value_heads", "head_dim")
     return dict(zip(names, numbers, strict=True))
 

@@ -107,7 +107,7 @@ def test_nothing_on_disk_is_replaced_unasked(tmp_path: Path) -> None:
         convert(source, tmp_path / "out.pt", "kohya", model_type="flux")
 
 
-def test_the_report_tells_layers_ranks_layouts_and_the_check(
+def test_the_report_tells_layouts_and_the_check(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
@@ -119,8 +119,6 @@ def test_the_report_tells_layers_ranks_layouts_and_the_check(
     main()
     said = capsys.readouterr().out
     lines = [line.split() for line in said.splitlines()]
-    assert ["img_mlp", "4", "6", "6"] in lines  # two blocks, two layers each; a diffusers file has the scale in B
-    assert ["img_attn", "8", "4", "4"] in lines
     assert f"from  {source}: diffusers, fp32, {len(weights)} layers in {2 * len(weights)} tensors" in said
     # of 14 layers a block, q, k and v of both streams become two: 10 modules with three tensors each
     assert f"to    {target}: comfy, fp32, {len(weights)} layers in {2 * 10 * 3} tensors" in said
