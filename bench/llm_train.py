@@ -234,14 +234,14 @@ def training_rows(table: Table, options: Any) -> dict[str, float]:
         options.family, PRECISIONS, [False, True] if options.compile else [False]
     ):
         name = f"{family} {precision}{' compiled' if compiling else ''}"
-        asked = [who for who in (*WHO, *options.beside) if family in IMPLEMENTATIONS[who].families]
-        cases: dict[str, Case] = {who: (build_step, (who, family, precision, compiling)) for who in asked}
+        programs = [who for who in (*WHO, *options.beside) if family in IMPLEMENTATIONS[who].families]
+        cases: dict[str, Case] = {who: (build_step, (who, family, precision, compiling)) for who in programs}
         found = measure(cases, options.rounds, memory_processes=0 if compiling else 1, threads=options.threads)
         for who, row in found.items():
             speed = {"tokens_per_s": round(BATCH * LENGTH / row["step_s"])}
             memory = {} if compiling else {"peak_mib": round(row["peak_mib"])}
             table.add({"case": name, "implementation": who} | speed | memory)
-        ours, theirs = found["tandem"], [found[who] for who in asked[1:]]
+        ours, theirs = found["tandem"], [found[who] for who in programs[1:]]
         ratios[f"speed_over_best {name}"] = round(min(row["step_s"] for row in theirs) / ours["step_s"], 3)
         if not compiling:
             least = min(row["peak_mib"] for row in theirs)

@@ -203,11 +203,11 @@ def main() -> None:
         folder = Path(temporary)
         for name in options.subjects:
             write_dataset(folder / name, name)
-        begun = time.perf_counter()
+        started = time.perf_counter()
         data = folder / options.subjects[0] / "plain.toml"
         own = FLAGS | PAINTED | {"dataset_config": data, "cache_directory": folder / "cache"}
         run("tools/cache_dataset.py", **own)
-        painted = time.perf_counter() - begun
+        painted = time.perf_counter() - started
         names = list(ways("circle"))
         cases = [(name, seed) for name in options.subjects for seed in range(1, options.seeds + 1)]
         with ThreadPoolExecutor(options.jobs) as pool:  # each waits for a process of its own

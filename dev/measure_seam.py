@@ -279,17 +279,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8, help="sampling steps (default: %(default)s)")
     options = parser.parse_args()
     console = Console(highlight=False, soft_wrap=True, markup=False)
-    asked = options.only or ["train", "measure", "report"]
+    parts = options.only or ["train", "measure", "report"]
     folder = options.folder.resolve()
-    if "train" in asked:
+    if "train" in parts:
         train(folder)
     path = folder / "seam.json"
     results: Results = json.loads(read_text(path)) if path.exists() else {}
-    if "measure" in asked:
+    if "measure" in parts:
         bench = Bench(folder, options.steps, console)
         for _ in chain(training_experiment(bench, results), conditioning_experiment(bench, results)):
             write_text(path, json.dumps(results))
-    if "report" in asked:
+    if "report" in parts:
         report(results, console)
 
 

@@ -1,7 +1,6 @@
 """Write what follows from the config schema: the JSON schema for editors, the options page and that of kohya's flags.
 
-    python dev/write_config_docs.py            # rewrite configs/train_lora.schema.json and the pages in docs/
-    python dev/write_config_docs.py --check    # exit 2 if they are out of date
+    python dev/write_config_docs.py            # or make docs
 
 Editors with a TOML language server (VS Code's Even Better TOML, JetBrains) complete and check keys of a file whose
 first line is ``#:schema train_lora.schema.json``.
@@ -26,7 +25,6 @@ from library.config.markers import MustMatch, OnlyWith, listed
 from library.config.model_types import MODEL_TYPES, Tool, kohya_trainers
 from library.config.rules import LAYOUTS, LORA_MATRIX, PRETRAIN_MATRIX, Row
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields, section_fields, sections
-from library.errors import UserError, exit_on_user_error
 from library.files import write_text
 
 KOHYA_PAGE = ROOT / "docs/kohya_flags.md"
@@ -78,9 +76,9 @@ def options_page(script: Script = LORA) -> str:
 def _goes_with(key: str, field: FieldInfo) -> str:
     """Return what an option has no effect without, and whether a resume must match it."""
     types = [name for name, row in MODEL_TYPES.items() if key in row.keys]
-    said = [f"`model_type` = {listed(tuple(types))}"] if types else []
-    said += [str(marker) for marker in field.metadata if isinstance(marker, OnlyWith)]
-    return "; ".join(said) + (" ⟳" if any(isinstance(marker, MustMatch) for marker in field.metadata) else "")
+    needs = [f"`model_type` = {listed(tuple(types))}"] if types else []
+    needs += [str(marker) for marker in field.metadata if isinstance(marker, OnlyWith)]
+    return "; ".join(needs) + (" ⟳" if any(isinstance(marker, MustMatch) for marker in field.metadata) else "")
 
 
 MATRIX_INTRODUCTION = """
@@ -99,7 +97,7 @@ def _matrix(rows: Sequence[Row], known: Collection[str]) -> list[str]:
     lines.append("|---|" + "---|" * len(layouts))
     for row in rows:
         cells = (str(reasons.index(row.why[layout]) + 1) if layout in row.why else "" for layout in layouts)
-        lines.append(f"| `{row.key}`{' ' * bool(row.said)}{row.said} | {' | '.join(cells)} |")
+        lines.append(f"| `{row.key}`{' ' * bool(row.words)}{row.words} | {' | '.join(cells)} |")
     return [*lines, "", *(f"{i}. {_in_general(reason)}" for i, reason in enumerate(reasons, 1))]
 
 
@@ -163,12 +161,9 @@ def _fate(flag: Flag) -> tuple[str, str]:
     return "refused", "; ".join(filter(None, (flag.why, flag.instead)))
 
 
-@exit_on_user_error
 def main() -> None:
-    """Write or check the generated files."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--check", action="store_true", help="write nothing; exit 2 if a file is out of date")
-    check = parser.parse_args().check
+    """Write the generated files."""
+    argparse.ArgumentParser(description=__doc__.split("\n")[0]).parse_args()
     pages = {ROOT / "configs/train_lora.schema.json": json_schema(), ROOT / "docs/options.md": options_page()}
     pages |= {
         ROOT / "configs/llm/train_llm.schema.json": json_schema(LLM),
@@ -178,12 +173,7 @@ def main() -> None:
         KOHYA_PAGE: kohya_page(),
     }
     for path, text in pages.items():
-        if path.exists() and path.read_text(encoding="utf-8") == text:
-            continue
-        if check:
-            raise UserError(f"{path.relative_to(ROOT)}: out of date; run make docs")
         write_text(path, text)
-        print(f"wrote {path.relative_to(ROOT)}")
 
 
 if __name__ == "__main__":

@@ -251,13 +251,13 @@ def calibration_plan(options: argparse.Namespace, model: Path) -> CalibrationPla
     from library.models.family_by_name import family_class
 
     device, dtype = device_and_dtype(options.mixed_precision)
-    config, asked = model_config(options, model), options.guidance_scale
+    config, scale = model_config(options, model), options.guidance_scale
     calibration = CalibrationOptions(
         dataset_config=options.dataset_config,
         images=options.calibration_images,
         sigmas=tuple(options.calibration_sigmas),
         seed=options.seed,
-        guidance_scale=family_class(config.model_type).sample_guidance if asked is None else asked,
+        guidance_scale=family_class(config.model_type).sample_guidance if scale is None else scale,
         masked_loss=options.masked_loss,
         cache_directory=options.cache_directory,
         statistics_gb=options.statistics_gb,

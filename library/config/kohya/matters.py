@@ -21,8 +21,8 @@ from library.files import read_text
 
 def _learning_rate(result: Translation, known: Known) -> None:
     if "unet_lr" in result.values and "unet_lr" not in known:
-        said = "becomes learning_rate, which it wins over, as there"
-        result.rename("unet_lr", "learning_rate", result.take("unet_lr"), said)
+        text = "becomes learning_rate, which it wins over, as there"
+        result.rename("unet_lr", "learning_rate", result.take("unet_lr"), text)
 
 
 QWEN_IMAGE, _FLUX_2 = "networks.lora_qwen_image", "networks.lora_flux_2"

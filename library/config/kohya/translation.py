@@ -98,8 +98,8 @@ class Translation:
                 text = ",".join(map(str, value)) if isinstance(value, list) else str(value)
                 pairs.append(f"{_DATASET_NAMES.get(key, key)}={text}")
                 if beside:
-                    said = f"holds where {self.values['dataset_config']} does not say"
-                    self.note(key, "renamed", said, "dataset_args")
+                    text = f"holds where {self.values['dataset_config']} does not say"
+                    self.note(key, "renamed", text, "dataset_args")
                 else:
                     self.note(key, "accepted", f"describes {folder}")
         self.dataset.clear()

@@ -80,12 +80,12 @@ class FluxFamily(Family):
     @classmethod
     def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
         """Return the arguments of a transformer of ``config``; one reference is as large as the image."""
-        seen = tokens * (2 if cls.conditioning == "references" else 1)
-        ids = {"img_ids": torch.zeros(seen, 3), "txt_ids": torch.zeros(text, 3)}
+        images = tokens * (2 if cls.conditioning == "references" else 1)
+        ids = {"img_ids": torch.zeros(images, 3), "txt_ids": torch.zeros(text, 3)}
         guidance = {"guidance": torch.ones(1)} if config.guidance_embeds else {}
         pooled = torch.randn(1, config.pooled_projection_dim)
         width = config.joint_attention_dim
-        return cls.example_streams(config, seen, text, width, pooled_projections=pooled, **ids, **guidance)
+        return cls.example_streams(config, images, text, width, pooled_projections=pooled, **ids, **guidance)
 
     def check_variant(self) -> None:
         """Refuse a transformer whose inputs are not those of ``name``.
@@ -148,12 +148,12 @@ class FluxFamily(Family):
 
     def _t5_length(self, most: int) -> int:
         """Return T5's tokens per caption: the option, else the published number, within the tokenizer's."""
-        asked = self.config.t5xxl_max_token_length
-        if asked is None:
+        length = self.config.t5xxl_max_token_length
+        if length is None:
             return min(_SCHNELL_TEXT_TOKENS if self._schnell else _DEV_TEXT_TOKENS, most)
-        if asked > most:
-            raise UserError(f"t5xxl_max_token_length {asked}: the tokenizer gives at most {most}; lower it")
-        return asked
+        if length > most:
+            raise UserError(f"t5xxl_max_token_length {length}: the tokenizer gives at most {most}; lower it")
+        return length
 
     def transformer_inputs(
         self, latents: Tensor, sigmas: Tensor, text: dict[str, Tensor], guidance: float, conditions: Conditions
