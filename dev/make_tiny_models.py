@@ -1,11 +1,9 @@
 """Make the tiny trained FLUX, the tiny FLUX Fill and the demo images for tests, demo and documentation.
 
-    python dev/make_tiny_models.py                                     # three hours on two CPU cores
+    python dev/make_tiny_models.py                                     # two hours on two CPU cores
     python dev/make_tiny_models.py --smoke --out /tmp/tiny --state /tmp/tiny-training
 
 The stages, in order; one whose file is in <state> already is read from there:
-    vae      train the autoencoder on painted images                          vae.pt
-    decoder  make its decoder robust against noise on the latents             decoder.pt
     encode   paint the captioned scenes and encode them                       latents.pt
     dit      train transformer, T5 and CLIP together on them                  dit.pt
     distill  teach the transformer guidance, as FLUX.1-dev was                distill.pt, <out>/tiny-flux
@@ -13,11 +11,11 @@ The stages, in order; one whose file is in <state> already is read from there:
     fill_encode  blank a region of freshly painted scenes and encode them     fill_pool.pt
     fill     go on from the transformer with blanked image and mask           fill.pt, <out>/tiny-flux-fill
 
-The committed model: 4,000 VAE steps; 5,000 steps on scenes whose places and sizes still varied, then 2,100 with a
-fresh learning rate on the scenes as they are now; 500 steps of distillation. The fill model: 2,300 steps on 12,000
-scenes, of which the first 1,000 weighed the region four times instead of twice and the first 1,500 trained the first
-layer with AdamW. It continues backgrounds without a seam and keeps places and colours, but draws outlines softly, those
-of known shapes too: it was still learning.
+The autoencoder is the one in the assets (assets/README.md says how it was trained). The committed model: 5,000 steps on
+scenes whose places and sizes still varied, then 2,100 with a fresh learning rate on the scenes as they are now; 500
+steps of distillation. The fill model: 2,300 steps on 12,000 scenes, of which the first 1,000 weighed the region four
+times instead of twice and the first 1,500 trained the first layer with AdamW. It continues backgrounds without a seam
+and keeps places and colours, but draws outlines softly, those of known shapes too: it was still learning.
 """
 
 from __future__ import annotations
@@ -40,18 +38,14 @@ from dev.tiny_models.latent_pool import paint_and_encode
 from dev.tiny_models.scenes import write_demo_images
 from dev.tiny_models.training import (
     FlowTraining,
-    VaeTraining,
     flow_loss,
     guided_loss,
-    scale_latents,
     train_transformer,
-    train_vae,
 )
 from dev.tiny_models.transformer import (
     TinySizes,
     build_pipeline,
     build_text_to_image,
-    build_vae,
     load_pipeline,
     save_pipeline,
     text_to_image_of,
@@ -67,8 +61,6 @@ class Plan:
     """How large and how long: one for real, one for smoke tests."""
 
     sizes: TinySizes
-    vae: VaeTraining
-    decoder: VaeTraining
     scenes: int
     dit: FlowTraining
     distill: FlowTraining
@@ -78,8 +70,6 @@ class Plan:
 
 FULL = Plan(
     sizes=TinySizes(),
-    vae=VaeTraining(),
-    decoder=VaeTraining(steps=300, learning_rate=5e-4, latent_noise=0.25, pool=2000, full_share=1.0),
     scenes=16000,
     dit=FlowTraining(),
     distill=FlowTraining(steps=500, warmup=50, muon_rate=1e-3, adam_rate=3e-4, longest_share=0.02),
@@ -98,13 +88,11 @@ FULL = Plan(
 )
 _FEW: dict[str, Any] = {"batch": 6, "warmup": 0, "compile": False}
 SMOKE = Plan(
-    sizes=TinySizes(vae_channels=(8, 8, 8, 8), double_blocks=1, single_blocks=1, heads=2),
-    vae=VaeTraining(steps=4, batch=4, pool=16),
-    decoder=VaeTraining(steps=2, batch=4, pool=16, latent_noise=0.25),
-    scenes=500,
+    sizes=TinySizes(double_blocks=1, single_blocks=1, heads=2),
+    scenes=150,
     dit=replace(FULL.dit, steps=3, **_FEW),
     distill=replace(FULL.distill, steps=2, muon_rate=3e-3, adam_rate=1e-3, **_FEW),
-    fill_scenes=500,
+    fill_scenes=150,
     fill=replace(FULL.fill, steps=2, **_FEW),
 )
 
@@ -129,12 +117,7 @@ def make(plan: Plan, out: Path, state: Path) -> None:
                 torch.save(made(), temporary)
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
 
-    torch.manual_seed(0)
-    vae = build_vae(plan.sizes)
-    vae.load_state_dict(stage("vae", lambda: train_vae("vae", vae, plan.vae)))
-    scale_latents(vae.eval().requires_grad_(False))
-    polished = copy.deepcopy(vae)
-    polished.load_state_dict(stage("decoder", lambda: train_vae("decoder", polished, plan.decoder)))
+    vae = load_pipeline(ASSETS / "tiny-flux").vae
     pool = stage("latents", lambda: paint_and_encode(vae, plan.scenes, np.random.default_rng([0, 77])))
 
     torch.manual_seed(0)
@@ -142,7 +125,7 @@ def make(plan: Plan, out: Path, state: Path) -> None:
     model.load_state_dict(stage("dit", lambda: train_transformer("dit", model, flow_loss, pool, plan.dit)))
     loss = guided_loss(copy.deepcopy(model).eval().requires_grad_(False))
     model.load_state_dict(stage("distill", lambda: train_transformer("distill", model, loss, pool, plan.distill)))
-    save_pipeline(build_pipeline(model, polished), out / "tiny-flux")
+    save_pipeline(build_pipeline(model, vae), out / "tiny-flux")
     with atomic_folder(out / "demo_dataset/images") as temporary:
         write_demo_images(temporary)
 

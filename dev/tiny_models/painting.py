@@ -113,12 +113,9 @@ def coverage(
     width: int,
     centre: tuple[float, float],
     radius: float | tuple[float, float],
-    angle: float = 0.0,
 ) -> Mask:
     """The share of each pixel that the outline covers, at `centre` (x, y) with `radius` (or x, y) pixels."""
-    cos, sin = math.cos(angle), math.sin(angle)
-    turned = (outline * np.asarray(radius, np.float32)) @ np.array([[cos, sin], [-sin, cos]], np.float32)
-    corners = (turned + np.asarray(centre, np.float32)) * OVERSAMPLING
+    corners = (outline * np.asarray(radius, np.float32) + np.asarray(centre, np.float32)) * OVERSAMPLING
     large = Image.new("L", (width * OVERSAMPLING, height * OVERSAMPLING))
     ImageDraw.Draw(large).polygon([tuple(corner) for corner in corners.tolist()], fill=255)
     return np.asarray(large.reduce(OVERSAMPLING), np.float32) / 255.0

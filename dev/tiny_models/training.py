@@ -1,13 +1,4 @@
-"""Training of the tiny FLUX: its VAE, then rectified flow with the text encoders, then guidance distillation.
-
-VAE: crops of painted images in, sharp reconstructions and well-behaved latents out. The loss is the mean absolute
-error, the same on horizontal and vertical differences (which makes edges sharp without a perceptual network), and a KL
-term strong enough that neighbouring latents decode to neighbouring images, which is what the transformer needs. The
-first part of the steps sees 64-pixel crops, the last quarter full images, because GroupNorm's statistics depend on how
-much of an image it sees. Shift and scale of the latents are measured on scenes. A second stage trains the decoder
-alone, on latents with noise added: a transformer's samples are never quite what the encoder would have made, and a
-decoder that knows only exact latents turns that into stains. The VAE must also carry what a LoRA brings along later, so
-half of its images are scenes, the rest are random outlines in any colour over a scene's background.
+"""Training of the tiny FLUX: rectified flow with the text encoders, then guidance distillation.
 
 Phase "dit". For latents x and noise e, at sigma s (logit-normal, shifted like FLUX's own schedule) the
 transformer sees (1 - s) x + s e and learns the velocity e - x. One caption in ten is empty, so the model
@@ -34,7 +25,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim.lr_scheduler import LambdaLR
@@ -42,8 +32,6 @@ from torch.optim.swa_utils import AveragedModel
 from tqdm import trange
 
 from dev.tiny_models.latent_pool import SIZES, Captions, Pool, tokenize
-from dev.tiny_models.painting import SHAPES, Pixels, coverage, paint
-from dev.tiny_models.scenes import background, random_scene
 from dev.tiny_models.transformer import LATENT_FACTOR, TIME_SHIFT, TextToImage
 from library.config.schema import OptimizerConfig
 from library.models.flux.model import pack_mask
@@ -93,99 +81,6 @@ def train(
         average.update_parameters(model)
         progress.set_postfix(loss=loss.item())
     return average.module.state_dict()
-
-
-@dataclass(frozen=True)
-class VaeTraining(Training):
-    steps: int = 4000
-    batch: int = 16
-    crop: int = 64
-    pool: int = 10000  # images painted before training; each is seen many times, in different crops
-    learning_rate: float = 2e-3
-    kl_weight: float = 1e-3
-    full_share: float = 0.25  # the last steps' share that sees full images
-    latent_noise: float = 0.0  # above 0: keep the encoder, and add up to this share of the latents' deviation
-
-
-def train_vae(phase: str, vae: AutoencoderKL, training: VaeTraining) -> dict[str, Tensor]:
-    """Train `vae`; return its averaged weights."""
-    trained = vae.decoder if training.latent_noise else vae
-    trained.requires_grad_(True)
-    optimizer = torch.optim.AdamW(trained.parameters(), lr=training.learning_rate, betas=(0.9, 0.99))
-    pool = paint_pool(training.pool)
-    return train(phase, vae, [optimizer], lambda step: vae_loss(vae, pool, training, step), training)
-
-
-@torch.no_grad()
-def scale_latents(vae: AutoencoderKL) -> None:
-    """Set shift and scale such that scenes have latents of mean 0 and deviation 1."""
-    rng = np.random.default_rng(1)
-    pixels = torch.from_numpy(np.stack([random_scene(rng).image for _ in range(128)])).permute(0, 3, 1, 2) * 2 - 1
-    means = vae.encoder(pixels).chunk(2, dim=1)[0]
-    shift, scale = round(means.mean().item(), 4), round(1.0 / means.std().item(), 4)
-    vae.register_to_config(shift_factor=shift, scaling_factor=scale)
-
-
-def paint_pool(count: int) -> np.ndarray:
-    """[count, 128, 128, 3] uint8."""
-    rng = np.random.default_rng(0)
-    pool = np.empty((count, 128, 128, 3), np.uint8)
-    for index in range(count):
-        pool[index] = np.clip(random_image(rng), 0, 1) * 255 + 0.5
-    return pool
-
-
-def vae_loss(vae: AutoencoderKL, pool: np.ndarray, training: VaeTraining, step: int) -> Tensor:
-    rng = np.random.default_rng([0, step])
-    full = step >= training.steps * (1 - training.full_share)
-    size, crop = (training.batch // 4, 128) if full else (training.batch, training.crop)  # as many pixels
-    pixels = _batch(pool, rng, size, crop)
-    generator = torch.Generator().manual_seed(step)
-    with torch.autocast("cpu", torch.bfloat16):
-        latents, kl = _noised_latents(vae, pixels, training.latent_noise, generator)
-        decoded = vae.decoder(latents)
-    error = decoded.float() - pixels
-    flat = error.abs().mean()
-    edges = error.diff(dim=2).abs().mean() + error.diff(dim=3).abs().mean()
-    return flat + 0.5 * edges + training.kl_weight * kl
-
-
-def _noised_latents(
-    vae: AutoencoderKL, pixels: Tensor, latent_noise: float, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """(latents [B, 16, h, w], KL): sampled from the posterior, or its mean with noise on it."""
-    with torch.set_grad_enabled(latent_noise == 0):
-        mean, log_variance = vae.encoder(pixels).float().chunk(2, dim=1)
-    log_variance = log_variance.clamp(-20, 10)
-    noise = torch.randn(mean.shape, generator=generator)
-    kl = 0.5 * (mean.pow(2) + log_variance.exp() - 1 - log_variance).mean()
-    if latent_noise == 0:
-        return mean + torch.exp(0.5 * log_variance) * noise, kl
-    strength = latent_noise * torch.rand(len(mean), 1, 1, 1, generator=generator)
-    return mean + strength / vae.config.scaling_factor * noise, kl
-
-
-def _batch(pool: np.ndarray, rng: np.random.Generator, size: int, crop: int) -> Tensor:
-    """[size, 3, crop, crop] in -1..1: random images, random crops, mirrored at random."""
-    crops = []
-    for index in rng.integers(0, len(pool), size):
-        top, left = rng.integers(0, 128 - crop + 1, 2)
-        piece = pool[index, top : top + crop, left : left + crop]
-        crops.append(piece[:, ::-1] if rng.random() < 0.5 else piece)
-    return torch.from_numpy(np.stack(crops)).permute(0, 3, 1, 2).float().div(127.5).sub(1.0)
-
-
-def random_image(rng: np.random.Generator) -> Pixels:
-    """One image of the VAE's training set, [128, 128, 3]."""
-    if rng.random() < 0.5:
-        return random_scene(rng).image
-    _, image, _ = background(rng, 128, 128, ())
-    for _ in range(int(rng.integers(1, 9))):
-        outline = SHAPES[str(rng.choice(list(SHAPES)))]
-        centre, radius = rng.uniform(0, 128, size=2), rng.uniform(1, 50, size=2)  # also as thin as a line
-        mask = coverage(outline, 128, 128, tuple(centre), tuple(radius), rng.uniform(0, 2 * np.pi))
-        paint(image, mask, tuple(rng.random(3)))
-    return image
 
 
 TEXT_LENGTHS, LENGTH_SHARES = (32, 48, 80, 128), (0.84, 0.08, 0.05, 0.03)  # so that any max_sequence_length works

@@ -1,9 +1,9 @@
 """The tiny FLUX's parts: real diffusers and transformers classes, FLUX.1-dev's shape, a few million parameters.
 
-The VAE keeps FLUX's geometry (8 x smaller, 16 channels, no quant convolutions), so 2 x 2 packing gives the
-transformer 64 channels per token and a 128 x 128 image is 8 x 8 tokens. The transformer keeps guidance
-embedding, head width 32 and rotary axes (8, 12, 12). Sizes are chosen so that all weights in bf16 stay
-below 10 MiB.
+The VAE, which is that of the assets, has FLUX's geometry (8 x smaller, 16 channels, no quant convolutions), so 2 x 2
+packing gives the transformer 64 channels per token and a 128 x 128 image is 8 x 8 tokens. The transformer keeps
+guidance embedding, head width 32 and rotary axes (8, 12, 12). Sizes are chosen so that all weights in bf16 stay below
+10 MiB.
 
 `TextToImage` is the three trained modules as one: the transformer with the T5 and CLIP encoders that it learns
 together with. `forward` does what FluxPipeline does around its transformer.
@@ -42,29 +42,9 @@ TIME_SHIFT = math.exp(0.4675)  # FLUX's dynamic shift at 64 tokens
 class TinySizes:
     """What the smoke setting makes smaller."""
 
-    vae_channels: tuple[int, ...] = (24, 48, 64, 64)
     double_blocks: int = 2
     single_blocks: int = 4
     heads: int = 5
-
-
-def build_vae(sizes: TinySizes) -> AutoencoderKL:
-    levels = len(sizes.vae_channels)
-    return AutoencoderKL(
-        block_out_channels=sizes.vae_channels,
-        down_block_types=("DownEncoderBlock2D",) * levels,
-        up_block_types=("UpDecoderBlock2D",) * levels,
-        latent_channels=LATENT_CHANNELS,
-        norm_num_groups=8,
-        layers_per_block=1,
-        sample_size=128,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-        mid_block_add_attention=False,
-        force_upcast=False,
-        scaling_factor=1.0,
-        shift_factor=0.0,
-    )
 
 
 class TextToImage(nn.Module):
