@@ -163,8 +163,17 @@ class Family:
         raise NotImplementedError
 
     @staticmethod
-    def example_streams(config: Any, tokens: int, text: int, width: int, **others: Any) -> dict[str, Any]:
-        """Return :meth:`example_inputs` of a transformer of image tokens and of text of ``width``, and ``others``."""
+    def example_streams(
+        config: Any, tokens: int, text: int, width: int, axes: int = 0, **others: Any
+    ) -> dict[str, Any]:
+        """Return :meth:`example_inputs` of a transformer of image tokens and of text of ``width``, and ``others``.
+
+        ``axes``: of the positions, where it is given them.
+        """
+        if axes:
+            others |= {"img_ids": torch.zeros(tokens, axes), "txt_ids": torch.zeros(text, axes)}
+        if getattr(config, "guidance_embeds", False):
+            others["guidance"] = torch.ones(1)
         return {
             "hidden_states": torch.randn(1, tokens, config.in_channels),
             "encoder_hidden_states": torch.randn(1, text, width),

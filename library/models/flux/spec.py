@@ -81,11 +81,8 @@ class FluxFamily(Family):
     def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
         """Return the arguments of a transformer of ``config``; one reference is as large as the image."""
         images = tokens * (2 if cls.conditioning == "references" else 1)
-        ids = {"img_ids": torch.zeros(images, 3), "txt_ids": torch.zeros(text, 3)}
-        guidance = {"guidance": torch.ones(1)} if config.guidance_embeds else {}
         pooled = torch.randn(1, config.pooled_projection_dim)
-        width = config.joint_attention_dim
-        return cls.example_streams(config, images, text, width, pooled_projections=pooled, **ids, **guidance)
+        return cls.example_streams(config, images, text, config.joint_attention_dim, 3, pooled_projections=pooled)
 
     def check_variant(self) -> None:
         """Refuse a transformer whose inputs are not those of ``name``.

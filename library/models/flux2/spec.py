@@ -65,10 +65,8 @@ class Flux2Family(Family):
     @classmethod
     def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
         """Return the arguments of a transformer of ``config``; one reference is as large as the image."""
-        seen = tokens * (2 if cls.conditioning == "references" else 1)
-        ids = {"img_ids": torch.zeros(seen, 4), "txt_ids": torch.zeros(text, 4)}
-        guidance = {"guidance": torch.ones(1)} if config.guidance_embeds else {}
-        return cls.example_streams(config, seen, text, config.joint_attention_dim, **ids, **guidance)
+        images = tokens * (2 if cls.conditioning == "references" else 1)
+        return cls.example_streams(config, images, text, config.joint_attention_dim, 4)
 
     def check_variant(self) -> None:
         """Refuse dev where klein is asked for, and the other way round: dev has a guidance input."""

@@ -108,8 +108,7 @@ class Flux3KleinFamily(Qwen3Family):
     @classmethod
     def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
         """Return the arguments of a transformer of ``config``; one reference is as large as the image."""
-        ids = {"img_ids": torch.zeros(tokens, 4), "txt_ids": torch.zeros(text, 4)}
-        inputs = cls.example_streams(config, tokens, text, config.joint_attention_dim, **ids)
+        inputs = cls.example_streams(config, tokens, text, config.joint_attention_dim, 4)
         if cls.conditioning == "references":
             inputs["image_cond_hidden_states"] = torch.randn(1, tokens, config.cond_in_channels)
             inputs["image_cond_ids"] = torch.zeros(tokens, 4)
