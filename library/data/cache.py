@@ -85,6 +85,18 @@ class ImageEncoder(Protocol):
         ...
 
 
+class ShownImage(Protocol):
+    """An image that a text encoder is shown."""
+
+    def key(self) -> tuple[object, ...]:
+        """Return what its pixels follow from."""
+        ...
+
+    def load(self, flipped: bool = False) -> Image.Image:
+        """Return the RGB image at the size at which its latents are made."""
+        ...
+
+
 class TextEncoder(Protocol):
     """What caching needs of ``library.models.text.TextEncoder``."""
 
@@ -443,7 +455,7 @@ class TextJob:
     """A caption, and the images that the text encoder is shown with it."""
 
     caption: str
-    images: tuple[ControlImage, ...] = ()
+    images: tuple[ShownImage, ...] = ()
     flipped: bool = False  # the images, all of them
 
     def file(self, fingerprint: str) -> str:

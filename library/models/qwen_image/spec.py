@@ -85,7 +85,7 @@ class QwenImageFamily(Family):
         """Return the arguments of a transformer of ``config``; the image is square, one reference is as large."""
         side, images = round(tokens**0.5), 2 if cls.conditioning == "references" else 1
         shapes, width = [[(1, side, side)] * images], config.joint_attention_dim
-        given = {"encoder_hidden_states_mask": None, "img_shapes": shapes}
+        given: dict[str, Any] = {"encoder_hidden_states_mask": None, "img_shapes": shapes}
         return cls.example_streams(config, side * side * images, text, width, **given)
 
     def check_variant(self) -> None:
