@@ -180,10 +180,10 @@ class ChatTemplate(PromptTemplate):
         for owner, run in groupby(zip(owners, tokens, strict=True), key=lambda pair: pair[0]):
             encoded = [token for _, token in run]
             answered = None if owner == NO_ANSWER else turns[(owner - first) // 2]
-            prompt += self._said(answered, encoded) if answered is not None and answered.tokens else encoded
+            prompt += self._answer_tokens(answered, encoded) if answered is not None and answered.tokens else encoded
         return prompt
 
-    def _said(self, turn: Turn, encoded: list[int]) -> list[int]:
+    def _answer_tokens(self, turn: Turn, encoded: list[int]) -> list[int]:
         """Return the tokens of an answer, with the mark by which the template ends it in ``encoded``."""
         marks = encoded[-1:] if encoded[-1] in self.tokenizer.special.values() else []
         return [*turn.tokens[:-1], *(marks or turn.tokens[-1:])] if turn.ended else [*turn.tokens, *marks]

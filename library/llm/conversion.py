@@ -64,11 +64,11 @@ def write_transformers(
     return remark
 
 
-def _write_tokenizer(source: Path, folder: Path, is_asked_for: bool) -> str:
+def _write_tokenizer(source: Path, folder: Path, is_wanted: bool) -> str:
     try:
         load_tokenizer(source).save(folder)
     except UserError as error:
-        if is_asked_for:
+        if is_wanted:
             raise
         return f"without a tokenizer: {error}"
     if template := jinja_source(source)[0]:

@@ -381,10 +381,10 @@ class TokenBatches:
             for first in range(begin, begin + in_step, dp_rank.processes * self._size):
                 behind = min(first + dp_rank.processes * self._size, begin + in_step)
                 each = -(-(behind - first) // dp_rank.processes)
-                own = range(min(first + dp_rank.rank * each, behind), min(first + (dp_rank.rank + 1) * each, behind))
-                weight = dp_rank.step_batches * len(own) / in_step
-                own = own or range(behind - 1, behind)
-                yield own, MicroStep(weight, own.start, behind - first, behind - first, behind == begin + in_step)
+                places = range(min(first + dp_rank.rank * each, behind), min(first + (dp_rank.rank + 1) * each, behind))
+                weight = dp_rank.step_batches * len(places) / in_step
+                places = places or range(behind - 1, behind)
+                yield places, MicroStep(weight, places.start, behind - first, behind - first, behind == begin + in_step)
 
     def _window(self, epoch: int, place: int) -> np.ndarray:
         if self._order is None or self._order[0] != epoch:

@@ -58,12 +58,12 @@ class AllowedRoots:
         Raises:
             UserError: one is not there.
         """
-        own, more = [Path(p).expanduser().resolve() for p in outputs], [Path(p).expanduser().resolve() for p in folders]
-        own[0].mkdir(parents=True, exist_ok=True)
-        for folder in (*own, *more):
+        roots, others = ([Path(p).expanduser().resolve() for p in paths] for paths in (outputs, folders))
+        roots[0].mkdir(parents=True, exist_ok=True)
+        for folder in (*roots, *others):
             if not folder.is_dir():
                 raise UserError(f"{folder}: no such folder; make it, or leave it out")
-        return cls(tuple(own), tuple(more))
+        return cls(tuple(roots), tuple(others))
 
     @property
     def state(self) -> Path:
@@ -122,8 +122,8 @@ class AllowedRoots:
     @staticmethod
     def show(path: Path) -> str:
         """Return a path as a person writes it: from the working directory, if it lies there."""
-        here = Path.cwd()
-        return str(path.relative_to(here)) if path.is_relative_to(here) and path != here else str(path)
+        working = Path.cwd()
+        return str(path.relative_to(working)) if path.is_relative_to(working) and path != working else str(path)
 
 
 class Guard:

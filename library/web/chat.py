@@ -52,15 +52,15 @@ def show(site: Site, request: Request, form: Form) -> Response:
 
 def ask(site: Site, request: Request, form: Form) -> Response:
     """Load a model, or have it answer: stream the events as lines of JSON."""
-    asked: dict[str, Any] = {}
+    question: dict[str, Any] = {}
     with suppress(ValueError, TypeError, RecursionError):
-        asked = dict(json.loads(str(form.get("request", ""))))
-    if asked.get("do") not in ("load", "answer"):
+        question = dict(json.loads(str(form.get("request", ""))))
+    if question.get("do") not in ("load", "answer"):
         raise UserError("request: neither load nor answer; reload the page")
     for name in ("model", "lora"):
-        if name == "model" or asked.get(name):
-            asked[name] = site.roots.show(site.roots.find(str(asked.get(name, ""))))
-    lines = (json.dumps(event) + "\n" async for event in child.ask(asked))
+        if name == "model" or question.get(name):
+            question[name] = site.roots.show(site.roots.find(str(question.get(name, ""))))
+    lines = (json.dumps(event) + "\n" async for event in child.ask(question))
     return StreamingResponse(lines, media_type="application/x-ndjson")
 
 

@@ -84,17 +84,17 @@ def make_dataset(site: Site, request: Request, form: Form) -> Response:
     """Write the TOML of a new dataset, or of a folder of images; pictures are sent after."""
     given = {key: str(value).strip() for key, value in form.items()}
     if given.get("folder"):
-        own, image_dir = site.roots.find(given["folder"]), "."
+        folder, image_dir = site.roots.find(given["folder"]), "."
     elif bad := find_bad_start(given.get("name", "")):
         raise UserError(f"Name {given.get('name', '')!r}: {bad}")
     else:
         folders = [*site.roots.folders, site.roots.outputs[0] / "datasets"]
         home = next(folder for folder in folders if folder.name == "datasets")
-        own, image_dir = site.roots.find(str(home / given["name"])), "images"
-    path = own / "dataset.toml"
+        folder, image_dir = site.roots.find(str(home / given["name"])), "images"
+    path = folder / "dataset.toml"
     if path.exists():
         raise UserError(f"{site.roots.show(path)}: is there already; open it, or choose another name")
-    write_dataset(own, image_dir, given.get("trigger_word", ""), given["resolution"], given["num_repeats"])
+    write_dataset(folder, image_dir, given.get("trigger_word", ""), given["resolution"], given["num_repeats"])
     return JSONResponse({"dataset": str(path), "address": url("/data", dataset=path)})
 
 
@@ -119,15 +119,15 @@ def start_look(site: Site, request: Request, form: Form) -> Response:
         for job in jobs[1:]:
             if job != shown:
                 site.jobs.remove(job.id)
-        words = ["--json", "{job}/result.json", "--thumbnails", str(_own(site, "thumbs", path))]
+        words = ["--json", "{job}/result.json", "--thumbnails", str(_page_folder(site, "thumbs", path))]
         site.jobs.add("data", f"Look over {site.roots.show(path)}", ["tools/check_dataset.py", str(path), *words])
     return Response(headers=_REFRESH)
 
 
-def refuse_outside(site: Site, path: Path, *said: Mapping[str, Any]) -> None:
+def refuse_outside(site: Site, path: Path, *tables: Mapping[str, Any]) -> None:
     """Refuse what a dataset TOML says if a place lies outside, beside it or in the working directory as in training."""
     path = site.roots.find(str(path))
-    for _, named in _paths_in(list(said)):
+    for _, named in _paths_in(list(tables)):
         site.roots.find(named if named.startswith("~") else str(path.parent / named))
         if not (path.parent / named).exists() and Path(named).exists():
             site.roots.find(named)
@@ -179,13 +179,13 @@ def _paths_in(value: Any) -> Iterator[tuple[Any, str]]:
             yield key, inner
 
 
-def _own(site: Site, kind: str, dataset: Path) -> Path:
+def _page_folder(site: Site, kind: str, dataset: Path) -> Path:
     """Return where the page keeps what it has of a dataset: "thumbs", "undo"."""
     return site.roots.state / kind / hashlib.sha256(os.fsencode(dataset)).hexdigest()[:16]
 
 
 def _journal(site: Site, dataset: Path) -> Journal:
-    return Journal(_own(site, "undo", dataset).with_suffix(".json"), site.roots.find)
+    return Journal(_page_folder(site, "undo", dataset).with_suffix(".json"), site.roots.find)
 
 
 def _is_inside(site: Site, *paths: str | Path) -> bool:
@@ -224,9 +224,9 @@ def _caption(site: Site, image: dict[str, Any]) -> Text:
     return Text(None, why=_OUTSIDE)
 
 
-def _matching(site: Site, found: dict[str, Any], asked: Any) -> list[int]:
+def _matching(site: Site, found: dict[str, Any], filters: Any) -> list[int]:
     """Return the numbers of the images that the filters leave."""
-    words, kind, bucket, only = (str(asked.get(key, "")) for key in ("q", "kind", "bucket", "only"))
+    words, kind, bucket, only = (str(filters.get(key, "")) for key in ("q", "kind", "bucket", "only"))
 
     def is_left(image: dict[str, Any]) -> bool:
         text = _caption(site, image).shown if words or only == "without" else ""
@@ -276,7 +276,7 @@ def picture(site: Site, request: Request, form: Form) -> Response:
     if name and name[2]:
         path = site.jobs.get(look).folder / "previews" / f"{name[0]}.jpg"
     else:
-        path = _own(site, "thumbs", Path(found["dataset"])) / (image["thumbnail"] or "none")
+        path = _page_folder(site, "thumbs", Path(found["dataset"])) / (image["thumbnail"] or "none")
     return FileResponse(path, headers=_FOR_EVER) if path.is_file() else Response(status_code=404)  # not yet, or never
 
 

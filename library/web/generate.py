@@ -45,11 +45,11 @@ def _form(site: Site, run: dict[str, Any]) -> dict[str, Any]:
 
 def _prompts_of(site: Site, run: dict[str, Any]) -> str:
     """Return the prompts that a run samples with, one a line."""
-    asked = run.get("sample_prompts") or ""
-    if isinstance(asked, list):
-        return "\n".join(map(str, asked))
+    prompts = run.get("sample_prompts") or ""
+    if isinstance(prompts, list):
+        return "\n".join(map(str, prompts))
     with suppress(UserError):
-        path = site.roots.find(str(asked), own=True)
+        path = site.roots.find(str(prompts), own=True)
         lines = [prompt.line() for prompt in read_prompts(path, 0, 1)]
         if path.suffix == ".txt" and not any(" --ci " in line for line in lines):  # as they were written
             lines = [line for line in read_text(path).splitlines() if line.strip() and not line.startswith("#")]
@@ -77,8 +77,8 @@ def start(site: Site, request: Request, form: Form) -> Response:
     words += ["--from_file", "{job}/prompts.txt", "--save_to", "{job}/images"]
     for flag, key in {"w": "width", "h": "height", "s": "steps", "d": "seed", "g": "guidance"}.items():
         words += [f"--{flag}", given[key]] if given[key] else []
-    asked = {"form": given, "strengths": strengths, "prompts": [prompt.prompt for prompt in prompts]}
-    files = {"asked.json": json.dumps(asked), "prompts.txt": "\n".join(lines)}
+    record = {"form": given, "strengths": strengths, "prompts": [prompt.prompt for prompt in prompts]}
+    files = {"asked.json": json.dumps(record), "prompts.txt": "\n".join(lines)}
     title = f"{lora.stem}: {prompts[0].prompt[:60]}"
     job = site.jobs.add("generate", title, words, queued=True, files=files)
     return goto(url("/generate", job=job.id))
@@ -86,15 +86,15 @@ def start(site: Site, request: Request, form: Form) -> Response:
 
 def _result(site: Site, job: Job) -> dict[str, Any]:
     """Return a painting as the template takes it: a row a prompt, in it each strength and its picture."""
-    asked, made = job.read("asked.json"), dict[tuple[int, float], str]()
+    request, made = job.read("asked.json"), dict[tuple[int, float], str]()
     with suppress(OSError, ValueError):
         for line in (job.folder / "images/images.jsonl").read_text(encoding="utf-8").splitlines():
             one = json.loads(line)
             made[one["row"], one["strength"]] = url("/file", path=job.folder / "images" / one["file"], v=job.id)
-    strengths = asked.get("strengths", [])
+    strengths = request.get("strengths", [])
     rows = [
         (text, [(f"strength {each:g}", made.get((row, each))) for each in strengths])
-        for row, text in enumerate(asked.get("prompts", []))
+        for row, text in enumerate(request.get("prompts", []))
     ]
     return {"rows": rows, "done": len(made), "all": len(rows) * len(strengths), "waits_for": ahead(site, job)}
 

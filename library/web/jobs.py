@@ -50,7 +50,7 @@ class Job:
         queued: waits for its turn; else it begins at once.
         output: the folder of the run that it writes, or "".
         folder: its own. place: its turn. began, ended: seconds since 1970. code: its exit code. pid: its process.
-        asked: whether it was asked to end.
+        stop_requested: whether somebody stopped it; it may take a moment to end.
     """
 
     id: str
@@ -67,7 +67,7 @@ class Job:
     began: Seconds | None = None
     ended: Seconds | None = None
     code: int | None = None
-    asked: bool = False
+    stop_requested: bool = False
     state: State = "waiting"
 
     @property
@@ -124,12 +124,12 @@ class Jobs:
         Raises:
             UserError: a job that writes into ``output`` waits or runs.
         """
-        own = self.folder / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
+        folder = self.folder / f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
         script = str(ROOT / words[0]) if (ROOT / words[0]).is_file() else words[0]
         record = {
             "kind": kind,
             "title": title,
-            "words": [word.replace("{job}", str(own)) for word in (script, *words[1:])],
+            "words": [word.replace("{job}", str(folder)) for word in (script, *words[1:])],
             "queued": queued,
             "output": output,
             "created": time.time(),
@@ -138,11 +138,11 @@ class Jobs:
         with self.alone():
             if output and any(job.output == output and not job.is_over for job in self.all()):
                 raise UserError(f"{output}: a run that is going on or waits has this folder; look at it in Runs")
-            own.mkdir(parents=True)
+            folder.mkdir(parents=True)
             for file, text in (*files.items(), ("place", str(time.time())), ("job.json", json.dumps(record))):
-                write_text(own / file, text)  # a job once all are there
-        self.begin(None if queued else own.name)
-        return self.get(own.name)
+                write_text(folder / file, text)  # a job once all are there
+        self.begin(None if queued else folder.name)
+        return self.get(folder.name)
 
     def alone(self) -> AbstractContextManager[None]:
         """Return the right to add, begin or stop a job, which one process has at a time."""
@@ -202,7 +202,7 @@ class Jobs:
             if job.state == "waiting":
                 _note(job.folder / "running.json")
                 _note(job.folder / "ended.json", code=130)
-            elif job.state == "running" and job.pid and (again or not job.asked):
+            elif job.state == "running" and job.pid and (again or not job.stop_requested):
                 (job.folder / "asked").touch()  # once: a trainer ends at the second one without saving
                 end_group(job.pid, at_once=again)
 
@@ -216,18 +216,18 @@ class Jobs:
             return self._as_it_is(self.folder / name) if name.replace("-", "").isalnum() else None
         return None  # no job, or one that somebody has damaged
 
-    def _as_it_is(self, own: Path) -> Job:
-        record = json.loads((own / "job.json").read_text(encoding="utf-8"))
-        record |= {"id": own.name, "folder": own, "place": (own / "place").read_text()}
-        if (own / "running.json").exists():  # one that cannot be read was begun, too
-            running = _object(own / "running.json") or {}
-            gone, ended = job_is_gone(running), _object(own / "ended.json")  # in this order: its end is noted first
-            asked = (own / "asked").exists()
-            record |= {"began": running.get("at"), "pid": running.get("pid", 0), "asked": asked}
+    def _as_it_is(self, folder: Path) -> Job:
+        record = json.loads((folder / "job.json").read_text(encoding="utf-8"))
+        record |= {"id": folder.name, "folder": folder, "place": (folder / "place").read_text()}
+        if (folder / "running.json").exists():  # one that cannot be read was begun, too
+            running = _object(folder / "running.json") or {}
+            gone, ended = job_is_gone(running), _object(folder / "ended.json")  # in this order: its end is noted first
+            stop_requested = (folder / "asked").exists()
+            record |= {"began": running.get("at"), "pid": running.get("pid", 0), "stop_requested": stop_requested}
             record["state"] = "lost" if gone else "running"
             if ended is not None:
                 code = ended["code"]
-                stopped = code in _STOPPED or (asked and code != 2)  # 2: an error that is said in a line
+                stopped = code in _STOPPED or (stop_requested and code != 2)  # 2: an error that is said in a line
                 state: State = "done" if code == 0 else "stopped" if stopped else "failed"
                 record |= {"ended": ended["at"], "code": code, "state": state}
         return _JOB.validate_python(record)
@@ -244,7 +244,7 @@ def _note(path: Path, **values: float) -> None:
     write_text(path, json.dumps(values | {"at": time.time()}))
 
 
-def _note_begun(job: Job, pid: int, runner: int) -> None:
+def _note_start(job: Job, pid: int, runner: int) -> None:
     began = process_began(pid), process_began(runner)
     _note(job.folder / "running.json", pid=pid, process_began=began[0], runner=runner, runner_began=began[1])
 
@@ -276,12 +276,12 @@ def run_job(jobs: Jobs, name: str) -> None:
         if job.state != "waiting":
             return
 
-        def note_begun() -> None:  # the child itself does: whoever is killed when, it is known once it runs
+        def note_start() -> None:  # the child itself does: whoever is killed when, it is known once it runs
             if (job.folder / "running.json").exists():
                 raise FileExistsError  # by one whose runner was killed
-            _note_begun(job, os.getpid(), os.getppid())
+            _note_start(job, os.getpid(), os.getppid())
 
-        own: dict[str, Any] = {} if sys.platform == "win32" else {"preexec_fn": note_begun}
+        hook: dict[str, Any] = {} if sys.platform == "win32" else {"preexec_fn": note_start}
         try:
             child = subprocess.Popen(
                 [sys.executable, *job.words],
@@ -291,7 +291,7 @@ def run_job(jobs: Jobs, name: str) -> None:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 **APART,
-                **own,
+                **hook,
             )
         except (OSError, ValueError, subprocess.SubprocessError) as error:  # its folder is gone, a word is none ...
             if not jobs.get(name).pid:
@@ -300,7 +300,7 @@ def run_job(jobs: Jobs, name: str) -> None:
                 _note(job.folder / "ended.json", code=2)
             return
         if sys.platform == "win32":
-            _note_begun(job, child.pid, os.getpid())
+            _note_start(job, child.pid, os.getpid())
     _note(job.folder / "ended.json", code=child.wait())
 
 

@@ -60,11 +60,11 @@ def _kind_of_folder(folder: Path, files: Sequence[str]) -> str:
     if "model_index.json" in files:
         return "model"
     if "adapter_config.json" in files:
-        said = settings_in(folder / "adapter_config.json") or {}
-        return "language_lora" if said.get("task_type") in ("CAUSAL_LM", None) else ""
+        adapter = settings_in(folder / "adapter_config.json") or {}
+        return "language_lora" if adapter.get("task_type") in ("CAUSAL_LM", None) else ""
     is_old = "params.json" in files or any(file.endswith(".ckpt.index") for file in files)
-    said = settings_in(folder / "config.json") or {}
-    return "language_model" if is_old or said.get("model_type") in LANGUAGE_MODEL_KINDS else ""
+    config = settings_in(folder / "config.json") or {}
+    return "language_model" if is_old or config.get("model_type") in LANGUAGE_MODEL_KINDS else ""
 
 
 @cached_by_mtime
@@ -85,8 +85,8 @@ def kind_of(path: Path) -> str:
         head = json.loads(file.read(min(struct.unpack("<Q", begin)[0], _HEADER_BYTES)))
     if not any(_LORA.search(name) for name in head):
         return "model"
-    said = json.dumps(head.get("__metadata__")) + (text_of(path.with_name("adapter_config.json")) or "")
-    return "" if "CAUSAL_LM" in said else "lora"
+    metadata = json.dumps(head.get("__metadata__")) + (text_of(path.with_name("adapter_config.json")) or "")
+    return "" if "CAUSAL_LM" in metadata else "lora"
 
 
 def show_screen(site: Site, request: Request, kind: str, template: str, form: Values, result: Values) -> Response:
@@ -113,8 +113,8 @@ def show_screen(site: Site, request: Request, kind: str, template: str, form: Va
         asked = job.read("asked.json").get("form", {}) if job else {}
         lora = query.get("lora") or asked.get("lora", "")
         run = settings_of(lora_file(site, lora).parent) if lora else {}
-        own = {"model": run.get("pretrained_model_name_or_path", ""), "model_type": run.get("model_type", "flux")}
-        fields = own | form(site, run) | asked | {"lora": lora, "asked": asked, "types": IMAGE_MODELS}
+        base = {"model": run.get("pretrained_model_name_or_path", ""), "model_type": run.get("model_type", "flux")}
+        fields = base | form(site, run) | asked | {"lora": lora, "asked": asked, "types": IMAGE_MODELS}
         found = weights_in(site)
         fields |= {"loras": found["lora"], "models": found["model"], "jobs": jobs, "seen": ""}
         return site.page(request, template, **fields | values)

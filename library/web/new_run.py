@@ -73,8 +73,8 @@ def examine(site: Site, text: str, pretrains: bool) -> dict[str, Any]:
     values, known, errors, problems = given.values, fields(script), dict[str, str](), []
     lines, notes, _ = _against(site, script, given, is_new=True)
     for line in lines:
-        key, said = found.groups() if (found := _LINE.match(line)) else ("", line)
-        content = said.partition(", such as ")[2] if key == "output_dir" else ""
+        key, message = found.groups() if (found := _LINE.match(line)) else ("", line)
+        content = message.partition(", such as ")[2] if key == "output_dir" else ""
         stands = content or (key and (key in values or line.startswith(NAME)))
         problems.append(
             {
@@ -84,7 +84,7 @@ def examine(site: Site, text: str, pretrains: bool) -> dict[str, Any]:
                 "offers": f"Take {content}" if content else "Remove",
             }
         )
-        errors[key] = f"{errors.get(key, '')}\n{said}".strip()
+        errors[key] = f"{errors.get(key, '')}\n{message}".strip()
     return {
         "text": text,
         "training": script.training,
@@ -179,8 +179,8 @@ def show(site: Site, request: Request, form: Form) -> Response:
     text, found, script, configs = "", None, LORA, ready(site)
     if dataset := request.query_params.get("dataset"):
         text = edited("", "dataset_config", site.roots.show(site.roots.find(dataset)), LORA)
-    if asked := request.query_params.get("config"):
-        found = site.roots.find(asked)
+    if config := request.query_params.get("config"):
+        found = site.roots.find(config)
         file = found if found.is_file() else site.roots.find(str(found / "config.toml"))
         if not file.is_file() and (job := site.jobs.of_output(found)):  # a run that failed before it wrote one
             file = job.folder / "config.toml"
@@ -266,8 +266,8 @@ def again(site: Site, request: Request, form: Form) -> Response:
         raise UserError(f"{run.name}: is running already")
     if not settings:
         raise UserError(f"{run.name}: has no configuration that a run wrote; begin a new run instead")
-    own = job.folder if job and not settings_of(folder) else folder  # one that failed early has written none
-    text = text_of(own / "config.toml") or ""
+    source = job.folder if job and not settings_of(folder) else folder  # one that failed early has written none
+    text = text_of(source / "config.toml") or ""
     script, _ = runnable(site, text, script_of(settings) is LLM)
     resume = state if state in ("auto", "") else str(site.roots.find(str(folder / state), output=True))
     words = [script.name, "--config_file", "{job}/config.toml", "--output_dir", str(folder), "--resume", resume]
@@ -319,19 +319,19 @@ def _migration(site: Site, form: Form) -> Command:
 def _suggestion(site: Site, form: Form) -> Command:
     values = _values(site, form, ("pretrained_model_name_or_path", "dataset_config"), MODEL_FILE_KEYS)
     kind, model = str(form.get("kind")), str(values["pretrained_model_name_or_path"])
-    said = {"kind": kind, "model": model, "images": values["dataset_config"], "gpu_memory": form.get("gpu_memory")}
-    said |= {"class_word": form.get("class_word")} if kind == "subject" else {}
+    given = {"kind": kind, "model": model, "images": values["dataset_config"], "gpu_memory": form.get("gpu_memory")}
+    given |= {"class_word": form.get("class_word")} if kind == "subject" else {}
     taken = ("model_type", *["trigger_word"] * (kind != "edit"), *MODEL_FILE_KEYS * Path(model).is_file())
-    flags = said | {key: values.get(key) for key in taken}
-    words = [f"--{key}={said}" for key, said in flags.items() if said]
+    flags = given | {key: values.get(key) for key in taken}
+    words = [f"--{key}={value}" for key, value in flags.items() if value]
     return ["tools/suggest_config.py", "--save_to={job}", *words], {}
 
 
-def show_job(site: Site, request: Request, form: Form, begun: Job | None = None) -> Response:
+def show_job(site: Site, request: Request, form: Form, started: Job | None = None) -> Response:
     """Show how far a job beside the form is, and what it would set in the form."""
-    job = begun or site.jobs.get(request.query_params.get("id", ""))
-    said = text_of(job.folder / "config.toml") if job.kind == "suggest" else job.log.partition("\nset:\n")[2]
-    values = read_keys(said or "", "settings", LORA).values if job.is_over else {}
+    job = started or site.jobs.get(request.query_params.get("id", ""))
+    settings = text_of(job.folder / "config.toml") if job.kind == "suggest" else job.log.partition("\nset:\n")[2]
+    values = read_keys(settings or "", "settings", LORA).values if job.is_over else {}
     proposed = {key: text for key, value in values.items() if key not in _OF_A_RUN and (text := shown(value))}
     fits = re.search(r"^(fits|does not fit) into ([\d.]+)", job.log, re.MULTILINE)
     opens = job.kind == "migrate" and job.state == "done" and Path(job.words[-1]).parent

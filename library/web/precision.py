@@ -57,9 +57,9 @@ def _result(site: Site, job: Job) -> dict[str, Any]:
     """Return a report as the template takes it: its remedies, and the files that they made since."""
     result, every = job.read(_REPORT), sorted(site.jobs.all(), key=lambda each: each.created)
     made = [
-        (own["remedy"], each, _made(Path(own["file"])))
+        (record["remedy"], each, _made(Path(record["file"])))
         for each in every
-        if each.kind == "remedy" and (own := each.read("asked.json")).get("report") == job.id
+        if each.kind == "remedy" and (record := each.read("asked.json")).get("report") == job.id
     ]
     for each in (each for each in result.get("remedies", []) if each["command"]):  # a button needs no command in words
         each["text"] = re.sub(r" ?\(tools/[^)]*\)", "", each["text"])
@@ -101,8 +101,8 @@ def start(site: Site, request: Request, form: Form) -> Response:
     return _add(site, f"{lora.name} on {shown}", words, {"form": given})
 
 
-def _add(site: Site, title: str, words: list[str], asked: dict[str, Any]) -> Response:
-    job = site.jobs.add("report", title, words, queued=True, files={"asked.json": json.dumps(asked)})
+def _add(site: Site, title: str, words: list[str], request: dict[str, Any]) -> Response:
+    job = site.jobs.add("report", title, words, queued=True, files={"asked.json": json.dumps(request)})
     return goto(url("/precision", job=job.id))
 
 
@@ -124,14 +124,14 @@ def remedy(site: Site, request: Request, form: Form) -> Response:
     words = chosen["command"]
     flag = "--model" if chosen["makes"] == "model" else "--lora"
     source = Path(words[words.index(flag) + 1]).resolve()
-    is_own = any(source.is_relative_to(folder) for folder in site.roots.outputs)
+    is_in_outputs = any(source.is_relative_to(folder) for folder in site.roots.outputs)
     ending = "" if chosen["makes"] == "fixes" or source.is_dir() else ".safetensors"
     taken = [Path(each.read("asked.json").get("file", "")) for each in site.jobs.all()]
     name = f"{source.name if source.is_dir() else source.stem}-{chosen['name']}{ending}"
-    file = free_name((source.parent if is_own else site.roots.outputs[0]) / name, taken)
-    own = [site.roots.show(file) if word == "{save_to}" else word for word in words]
+    file = free_name((source.parent if is_in_outputs else site.roots.outputs[0]) / name, taken)
+    command = [site.roots.show(file) if word == "{save_to}" else word for word in words]
     files = {"asked.json": json.dumps({"report": job.id, "remedy": number, "file": str(file)})}
-    site.jobs.add("remedy", file.name, own, queued=words[0] != "tools/convert_lora.py", files=files)
+    site.jobs.add("remedy", file.name, command, queued=words[0] != "tools/convert_lora.py", files=files)
     return tell_changed()
 
 
@@ -146,8 +146,8 @@ def again(site: Site, request: Request, form: Form) -> Response:
         words += ["--deploy", site.roots.show(file)]
     words += [*chosen["again"], "--save_to", "{job}/report"]
     off = job.read(_REPORT)["deployment"]
-    asked = job.read("asked.json") | {"was": off["image"] or off["velocity"]}
-    return _add(site, f"{file.name}, instead of {job.title}", words, asked)
+    record = job.read("asked.json") | {"was": off["image"] or off["velocity"]}
+    return _add(site, f"{file.name}, instead of {job.title}", words, record)
 
 
 def stop(site: Site, request: Request, form: Form) -> Response:

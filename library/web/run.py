@@ -36,7 +36,7 @@ from library.training.report.run_folder import (
 from library.web.jobs import Job
 from library.web.site import Form, Routes, Site, tell_changed, url
 
-ASKS = ("STOP", "SAVE", "SAMPLE")  # files of docs/reliability.md
+REQUESTS = ("STOP", "SAVE", "SAMPLE")  # files of docs/reliability.md
 _OPEN = 8  # metrics files that are kept in memory, of about 4 MB for 10,000 steps
 _LOADS_IN = re.compile(r"^ *loads in .*(?:\n.*\S.*)+", re.M)
 
@@ -54,7 +54,7 @@ class RunStatus:
     newest: dict[str, float]
     when: float
     job: Job | None
-    asked: frozenset[str]
+    requests: frozenset[str]
     error: str
 
     @property
@@ -68,12 +68,13 @@ class RunStatus:
 def run_status(site: Site, folder: Path, job: Job | None) -> RunStatus:
     """Return where the run in ``folder`` stands; ``job``: the newest that writes there."""
     newest, wrote = newest_metrics(folder / "metrics.jsonl") or {}, mtime(folder / "metrics.jsonl")
-    settings, step, held = settings_of(folder, job.folder if job else None), int(newest.get("step", 0)), is_held(folder)
-    if job and job.state != "running" and (held or (job.is_over and wrote > (job.ended or wrote) + 5)):
+    settings, step = settings_of(folder, job.folder if job else None), int(newest.get("step", 0))
+    is_locked = is_held(folder)
+    if job and job.state != "running" and (is_locked or (job.is_over and wrote > (job.ended or wrote) + 5)):
         job = None  # a terminal's run came after it
     total = _total(settings, newest, step, job)
     error = _error(job) if job else ""
-    if held:
+    if is_locked:
         state = "running"
     elif job and job.state != "lost":
         state = job.state
@@ -83,7 +84,9 @@ def run_status(site: Site, folder: Path, job: Job | None) -> RunStatus:
         name = str(settings.get("output_name", "lora"))
         made = max(mtime(folder / f"{name}.safetensors"), mtime(folder / name))
         state = "done" if (made and made >= wrote - 5) or (total and step >= total) else "stopped"
-    asked = {name for name in ASKS if (folder / name).exists() or (name == "STOP" and job and job.asked)}
+    requests = {
+        name for name in REQUESTS if (folder / name).exists() or (name == "STOP" and job and job.stop_requested)
+    }
     goes_on, per_step = state == "running", newest.get("s_per_it", nan)
     return RunStatus(
         folder,
@@ -95,7 +98,7 @@ def run_status(site: Site, folder: Path, job: Job | None) -> RunStatus:
         job=job,
         eta=max(0, total - step) * per_step if goes_on and total and isfinite(per_step) else None,
         when=max(wrote, job.ended or job.began or job.created if job else mtime(folder / "config.toml")),
-        asked=frozenset(asked if goes_on else ()),
+        requests=frozenset(requests if goes_on else ()),
         error=error if state in ("failed", "lost") else "",
     )
 
@@ -122,8 +125,8 @@ def _total(settings: dict[str, Any], newest: dict[str, float], step: int, job: J
     if not isinstance(epochs, int) or epochs > MOST:
         steps = (defaults_of(script_of(settings)) | settings)["max_train_steps"]
         return steps if isinstance(steps, int) and steps <= MOST and settings else None
-    if said := re.findall(r"^[\d: -]*step \d+/(\d{1,15})", job.log if job else "", re.M):
-        return int(said[-1])
+    if counts := re.findall(r"^[\d: -]*step \d+/(\d{1,15})", job.log if job else "", re.M):
+        return int(counts[-1])
     return max(step, round(step * epochs / (epoch + 0.5))) if epoch > 0 else None
 
 
@@ -140,10 +143,10 @@ def curves(site: Site, request: Request, form: Form) -> Response:
     """Answer what charts are drawn of, of one run or several; 204 if nothing is new since ``have``."""
     query = request.query_params
     paths = [site.roots.find(path, output=True) for path in query.getlist("path")[:_OPEN]]
-    said = query.get("smooth", "")
-    decay = min(float(said), 0.999) if re.fullmatch(r"[01](\.\d{1,9})?", said) else 0.95
+    smoothing = query.get("smooth", "")
+    decay = min(float(smoothing), 0.999) if re.fullmatch(r"[01](\.\d{1,9})?", smoothing) else 0.95
     files = [path / "metrics.jsonl" for path in paths]
-    tag = " ".join([said, *(f"{file.stat().st_size}.{mtime(file)}" for file in files if file.is_file())])
+    tag = " ".join([smoothing, *(f"{file.stat().st_size}.{mtime(file)}" for file in files if file.is_file())])
     if tag == query.get("have"):
         return Response(status_code=204)
     runs = [Run(file.parent.name, _columns(file)) for file in files]
@@ -154,11 +157,11 @@ def _loras(folder: Path, job: Job | None, jobs: list[Job]) -> list[dict[str, Any
     """Return the LoRA files of a run, the newest first, and what is known of where they load."""
     found = []
     for path in sorted(filter(Path.is_file, folder.glob("*.safetensors")), key=mtime, reverse=True):
-        own = [each for each in jobs if each.kind == "inspect" and each.words[-1] == str(path)]
-        checks = [each for each in own if each.created > mtime(path)]
+        inspections = [each for each in jobs if each.kind == "inspect" and each.words[-1] == str(path)]
+        checks = [each for each in inspections if each.created > mtime(path)]
         ended = [job] if job and job.state == "done" and "-step" not in path.name else []
-        said = [table for each in (*checks, *ended) for table in _LOADS_IN.findall(each.log)]
-        found.append({"path": path, "check": checks[0] if checks else None, "loads": said[0] if said else ""})
+        tables = [table for each in (*checks, *ended) for table in _LOADS_IN.findall(each.log)]
+        found.append({"path": path, "check": checks[0] if checks else None, "loads": tables[0] if tables else ""})
     return found
 
 
@@ -215,10 +218,10 @@ def ask(site: Site, request: Request, form: Form) -> Response:
     """Ask a run to stop, save or sample, by file as a person would; KILL ends its process."""
     folder, what = site.roots.find(str(form.get("path", "")), output=True), str(form.get("what"))
     run = run_status(site, folder, site.jobs.of_output(folder))
-    if run.state != "running" or what not in (*ASKS, "KILL"):
+    if run.state != "running" or what not in (*REQUESTS, "KILL"):
         raise UserError(f"{run.name}: is not running; start it again first")
-    has_begun = run.step > 0 and mtime(folder / "metrics.jsonl") > (run.job.began or 0 if run.job else 0)
-    if run.job and (what == "KILL" or (what == "STOP" and not has_begun)):
+    has_started = run.step > 0 and mtime(folder / "metrics.jsonl") > (run.job.began or 0 if run.job else 0)
+    if run.job and (what == "KILL" or (what == "STOP" and not has_started)):
         site.jobs.stop(run.job.id, again=what == "KILL")  # before the first step nobody looks for files
     elif what == "KILL":
         raise UserError(f"{run.name}: was begun in a terminal; press Ctrl-C twice there to end it without saving")

@@ -35,15 +35,15 @@ def all_runs(site: Site, jobs: list[Job]) -> list[RunStatus]:
 
 def show(site: Site, request: Request, form: Form) -> Response:
     """Show the runs whose name holds ``q``, and the queue; or what has changed of them."""
-    jobs, asked = site.jobs.all(), request.query_params.get("q", "").strip()
+    jobs, wanted = site.jobs.all(), request.query_params.get("q", "").strip()
     site.jobs.go_on(jobs)
     runs = all_runs(site, jobs)
     others = [job for job in jobs if not job.queued and job.state == "running"]
     queue = site.jobs.queue(jobs)
     values: dict[str, Any] = {
-        "runs": [run for run in runs if asked.lower() in run.name.lower()],
+        "runs": [run for run in runs if wanted.lower() in run.name.lower()],
         "count": len(runs),
-        "q": asked,
+        "q": wanted,
         "queue": queue + others,
         "waiting": [job for job in queue if job.state == "waiting"],
         "called": partial(called, site),
@@ -92,14 +92,14 @@ def compare(site: Site, request: Request, form: Form) -> Response:
         (prompt, [(f"{name}, step {step}", address(file)) for step, name, file in sorted(cells)])
         for (_, prompt), cells in painted.items()
     ]
-    said = [settings_of(path, job.folder if job else None) for path, job in zip(paths, jobs, strict=True)]
-    return site.page(request, "compare.html", runs=runs, pictures=pictures, differences=_differences(said))
+    settings = [settings_of(path, job.folder if job else None) for path, job in zip(paths, jobs, strict=True)]
+    return site.page(request, "compare.html", runs=runs, pictures=pictures, differences=_differences(settings))
 
 
-def _differences(said: list[dict[str, Any]]) -> dict[str, list[str]]:
+def _differences(settings: list[dict[str, Any]]) -> dict[str, list[str]]:
     """Return option -> each run's value, of those that differ."""
-    keys = dict.fromkeys(key for one in said for key in one if key not in ("output_dir", "output_name"))
-    whole = [defaults_of(script_of(one)) | one if one else {} for one in said]  # nothing of one that has not begun
+    keys = dict.fromkeys(key for one in settings for key in one if key not in ("output_dir", "output_name"))
+    whole = [defaults_of(script_of(one)) | one if one else {} for one in settings]  # nothing of one that has not begun
     rows = {key: [_shown(one.get(key)) for one in whole] for key in keys}
     return {key: cells for key, cells in rows.items() if len(set(cells)) > 1}
 
