@@ -166,7 +166,6 @@ class Seed:
         """Return the figures of one format; fixes as shares of the error as served."""
         path = write_format(kind, self.folder)
         models = models_with(self.lora, DeployedWeights(kind, path, None))
-        assert models.server is not None
         how = next((each.how for each in models.server.merges if not each.one_step), None)
         beside = Variant(weights=True)
         served = replace(

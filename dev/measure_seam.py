@@ -26,7 +26,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -199,27 +199,26 @@ def key(*parts: object) -> str:
     return " | ".join(map(str, parts))
 
 
-def training_experiment(bench: Bench, results: Results) -> Iterator[None]:
-    """Fill in what is missing of the first experiment; yields whenever something was added."""
-    for seed, blank, (case, (base, variant)) in product(SEEDS, BLANKS, TRAINING.items()):
-        name, lora = ("training", blank, case), lora_file(bench.folder, blank, base, seed)
-        if key(*name, "truth", seed) in results or not lora.exists():
-            continue
-        own = bench.reference(lora, blank)
-        outcome = own if variant == REFERENCE else bench.run(lora, variant, blank)
-        results[key(*name, "truth", seed)] = bench.measure(bench.truth(blank), outcome)
-        results[key(*name, "itself", seed)] = bench.measure(own, outcome)
-        yield
+def cases() -> Iterator[tuple[str, Blank, str, str, Variant]]:
+    """Yield experiment, blank, case, the base that its LoRA was trained on, and how it is run."""
+    for blank, (case, (base, variant)) in product(BLANKS, TRAINING.items()):
+        yield "training", blank, case, base, variant
+    for blank, (case, variant) in product(BLANKS[:2], CONDITIONING.items()):
+        if variant.blank != blank:
+            yield "conditioning", blank, case, "high", variant
 
 
-def conditioning_experiment(bench: Bench, results: Results) -> Iterator[None]:
-    """Fill in what is missing of the second experiment; yields whenever something was added."""
-    blanks: tuple[Blank, ...] = ("grey", "black")
-    for seed, blank, (case, variant) in product(SEEDS, blanks, CONDITIONING.items()):
-        name, lora = key("conditioning", blank, case, seed), lora_file(bench.folder, blank, "high", seed)
-        if name in results or variant.blank == blank or not lora.exists():
+def experiments(bench: Bench, results: Results) -> Iterator[None]:
+    """Fill in what is missing; yields whenever something was added."""
+    for seed, (experiment, blank, case, base, variant) in product(SEEDS, cases()):
+        lora = lora_file(bench.folder, blank, base, seed)
+        if key(experiment, blank, case, "itself", seed) in results or not lora.exists():
             continue
-        results[name] = bench.measure(bench.reference(lora, blank), bench.run(lora, variant, blank))
+        reference = bench.reference(lora, blank)
+        outcome = reference if variant == REFERENCE else bench.run(lora, variant, blank)
+        if experiment == "training":
+            results[key(experiment, blank, case, "truth", seed)] = bench.measure(bench.truth(blank), outcome)
+        results[key(experiment, blank, case, "itself", seed)] = bench.measure(reference, outcome)
         yield
 
 
@@ -239,12 +238,12 @@ def known_side(results: Results, names: Sequence[str]) -> tuple[float, float, fl
     return (float(near.mean()), *interval(near))
 
 
-def rows_of(results: Results, experiment: str, beside: str = "") -> dict[str, list[str]]:
+def rows_of(results: Results, experiment: str, beside: str = "itself") -> dict[str, list[str]]:
     """Return what was measured -> its results' names, one a LoRA, in the order of measuring."""
     rows: dict[str, list[str]] = {}
     for name in results:
-        kind, blank, case, *rest = name.split(" | ")
-        if kind == experiment and (not beside or rest[0] == beside):
+        kind, blank, case, compared_with, _ = name.split(" | ")
+        if (kind, compared_with) == (experiment, beside):
             rows.setdefault(key(blank, case) if experiment == "training" else case, []).append(name)
     return rows
 
@@ -261,7 +260,7 @@ def table(results: Results, rows: Mapping[str, Sequence[str]]) -> str:
 
 def report(results: Results, console: Console) -> None:
     """Print the tables of both experiments."""
-    itself = {name: found for name, found in rows_of(results, "training", "itself").items() if "run high" not in name}
+    itself = {name: found for name, found in rows_of(results, "training").items() if "run high" not in name}
     console.print("conditioning", table(results, rows_of(results, "conditioning")), sep="\n")
     console.print("training, beside the same LoRA in high precision", table(results, itself), sep="\n")
     console.print("training, beside the true images: rms error of the known side, 8-bit steps, within 8 pixels")
@@ -287,7 +286,7 @@ def main() -> None:
     results: Results = json.loads(read_text(path)) if path.exists() else {}
     if "measure" in parts:
         bench = Bench(folder, options.steps, console)
-        for _ in chain(training_experiment(bench, results), conditioning_experiment(bench, results)):
+        for _ in experiments(bench, results):
             write_text(path, json.dumps(results))
     if "report" in parts:
         report(results, console)

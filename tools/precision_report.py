@@ -262,7 +262,6 @@ def variant_of(options: argparse.Namespace) -> Variant:
 
 def as_served(options: argparse.Namespace, models: Models, declared: Variant) -> tuple[Variant, list[Merging]]:
     """Return ``declared`` with what the server does where no flag says otherwise, and its ways to merge."""
-    assert models.server is not None
     if options.activations is None and models.roundings(replace(declared, activations="auto")):
         declared = replace(declared, activations="auto")
     if options.deploy_lora is not None or options.deploy_merged or not models.transformer_lora:
@@ -311,10 +310,10 @@ def _check_fix(options: argparse.Namespace) -> None:
         raise UserError("--fix: judges by finished images; give --steps 4 or more")
 
 
-def _loras(files: Sequence[str], models: Models) -> dict[str, dict[str, LoraWeights]] | None:
-    """Return what --distilled_lora or --reference_lora names; None: what --lora does."""
+def _loras(files: Sequence[str], models: Models, console: Console) -> dict[str, dict[str, LoraWeights]] | None:
+    """Return component -> layer -> weights of LoRA files; None of no file."""
     sources = [lora_source(text) for text in files]
-    return read_loras(sources, models.family, Console(quiet=True)) if sources else None
+    return read_loras(sources, models.family, console) if sources else None
 
 
 def _report_distilled(options: argparse.Namespace, console: Console) -> None:
@@ -334,11 +333,10 @@ def _report_distilled(options: argparse.Namespace, console: Console) -> None:
         raise UserError(f"{[*flags, '--fix'][0]}: of a deployment; leave out --distilled, or make two reports")
     plan = calibration_plan(options, options.model)
     models = Models(plan.config, DeployedWeights(path.name, path, None), {}, plan.dtype, plan.device)
-    models.loras = read_loras([lora_source(text) for text in options.lora], models.family, console)
+    models.loras = _loras(options.lora, models, console) or {}
     eval_set = prepare_eval_set(models, plan.prepare(console), REFERENCE, options.steps)
-    found = compare_distilled(
-        models, eval_set, options.distilled_steps, console, _loras(options.distilled_lora, models)
-    )
+    served = _loras(options.distilled_lora, models, Console(quiet=True))
+    found = compare_distilled(models, eval_set, options.distilled_steps, console, served)
     paths = write_distilled(found, f"{Path(options.model).name}, served as {found.name}", options.save_to)
     console.print(found.sentence())
     console.print(*map(str, paths), sep="\n")
@@ -359,9 +357,10 @@ def main() -> None:
     declared, pictures = variant_of(options), server_pictures(options)
     deployed = parse_deployment(options.deploy, options.deploy_merged)
     plan = calibration_plan(options, options.model)
-    server = BY_NAME[options.server] if options.server else None
-    models = Models(plan.config, deployed, {}, plan.dtype, plan.device, server)
-    models.loras = read_loras([lora_source(text) for text in options.lora], models.family, console)
+    models = Models(plan.config, deployed, {}, plan.dtype, plan.device)
+    if options.server:
+        models.server = BY_NAME[options.server]
+    models.loras = _loras(options.lora, models, console) or {}
     models.check(declared, options.steps, options.masked_loss)
     declared, merges = as_served(options, models, declared)
     console.print(f"server: {models.describe_server(declared)}")
@@ -381,7 +380,7 @@ def main() -> None:
         console,
         steps=options.steps,
         explain=options.explain,
-        reference_loras=_loras(options.reference_lora, models),
+        reference_loras=_loras(options.reference_lora, models, Console(quiet=True)),
     )
     files = [lora_source(text).path for text in options.lora]
     report = with_remedies(report, models, plan.options, files, sys.argv[1:])
@@ -400,16 +399,16 @@ def main() -> None:
         )
         fixes = try_fixes(models, variant, report.eval_set, report.reference, report.comparison.layers, wanted, console)
     best = recommend(fixes, report.full) if fixes else None
-    painted = None
     if pictures:
         painted = explain_server(models, variant, calibration, pictures, options.server_steps, console)
-    paths = write_report(report, options.save_to, fixes, best, painted)
+        report = replace(report, server=painted)
+    paths = write_report(report, options.save_to, fixes, best)
     console.print(*report.lines(), sep="\n")
     if fixes:
         console.print(fix_table(fixes, report.full))
         console.print(recommendation(best, report.full))
-    if painted:
-        console.print(*painted.lines(), sep="\n")
+    if report.server:
+        console.print(*report.server.lines(), sep="\n")
     console.print(*map(str, paths), sep="\n")
 
 

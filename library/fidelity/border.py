@@ -165,22 +165,22 @@ def judge_border(errors: Sequence[Tensor], noise: Sequence[Tensor], masks: Seque
     """
     if not errors:
         return None
-    own = [border_errors(error, mask, RING) for error, mask in zip(errors, masks, strict=True)]
-    control = [border_errors(error, mask, RING) for error, mask in zip(noise, masks, strict=True)]
+    of_error = [border_errors(error, mask, RING) for error, mask in zip(errors, masks, strict=True)]
+    of_noise = [border_errors(error, mask, RING) for error, mask in zip(noise, masks, strict=True)]
     figures = []
     for name in LIMITS:
-        found, usual = ([math.log(_ratio(each, name)) for each in all_] for all_ in (own, control))
+        found, usual = ([math.log(_ratio(each, name)) for each in all_] for all_ in (of_error, of_noise))
         times = torch.tensor(found, dtype=torch.float64) - torch.tensor(usual, dtype=torch.float64)
         low, high = interval(times)
         error, usual_error = (math.exp(sum(values) / len(values)) for values in (found, usual))
         middle, least, most = (math.exp(value) for value in (float(times.mean()), low, high))
         figures.append(BorderFigure(name, error, usual_error, middle, least, most, tuple(times.exp().tolist())))
-    rings = [(each.near["ring inside"] ** 2 + each.near["ring outside"] ** 2) / 2 for each in own]
+    rings = [(each.near["ring inside"] ** 2 + each.near["ring outside"] ** 2) / 2 for each in of_error]
     return Border(
         tuple(figures),
         len(errors),
         math.sqrt(sum(rings) / len(rings)) / STEP_8BIT,
-        sum(each.signed for each in own) / len(own) / STEP_8BIT,
+        sum(each.signed for each in of_error) / len(of_error) / STEP_8BIT,
     )
 
 

@@ -25,7 +25,6 @@ from library.errors import UserError, counted
 from library.models.family import Family
 from library.models.family_by_name import model_family
 from library.precision.parity.activations import Forward, LayerInputs, collect_inputs
-from library.precision.recipe import Recipe, WeightLoader
 from library.randomness import generator
 from library.training.flow import add_noise, noise_for
 from library.training.report.progress import counting
@@ -112,11 +111,6 @@ class Calibration:
     check: Sequence[Batch]
     sources: Sequence[ItemSource]
     data: TrainingData
-
-    def load_fp8(self, recipe: Recipe | None) -> nn.Module:
-        """Load the transformer, in fp8 by ``recipe`` or as its file has it."""
-        fp8 = WeightLoader(recipe, compute="dequant")
-        return self.family.load_transformer(self.plan.dtype, self.plan.device, fp8=fp8)
 
     def forwards(self, transformer: nn.Module, batches: Sequence[Batch]) -> list[Forward]:
         """Return calls that run ``transformer`` on each of ``batches`` at each noise level."""

@@ -135,8 +135,8 @@ def compare_models(
 def _as_int8(rows: Sequence[LayerRow]) -> float | None:
     """Return how large the quantised layers' output errors would be as int8_convrot, over those there are."""
     pairs = [(row.as_int8, row.output_error) for row in rows if row.as_int8 is not None]
-    error = sum(own**2 for _, own in pairs)
-    return math.sqrt(sum((share * own) ** 2 for share, own in pairs) / error) if error else None
+    whole = sum(output_error**2 for _, output_error in pairs)
+    return math.sqrt(sum((share * output_error) ** 2 for share, output_error in pairs) / whole) if whole else None
 
 
 def _sensitive(rows: Sequence[LayerRow], faults: Sequence[Finding]) -> list[Finding]:

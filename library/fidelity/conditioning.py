@@ -137,8 +137,8 @@ def _reference(picture: Tensor, drawn: Tensor | None, variant: Variant) -> Tenso
     if region is None:
         return picture
     inside, soft = region >= 0.5, change_mask(region, variant)
-    own = picture[:, inside[0]].median(dim=1).values[:, None, None].expand_as(picture)
-    colour = _colour(picture, variant, own)
+    unchanged = picture[:, inside[0]].median(dim=1).values[:, None, None].expand_as(picture)
+    colour = _colour(picture, variant, unchanged)
     if variant.blank is not None:
         picture = torch.where(inside, colour, picture)
     return (
@@ -153,9 +153,9 @@ def _moves(variant: Variant) -> bool:
     return bool(variant.mask_invert or variant.mask_grow or variant.mask_snap or variant.mask_blur)
 
 
-def _colour(picture: Tensor, variant: Variant, own: Tensor) -> Tensor:
+def _colour(picture: Tensor, variant: Variant, unchanged: Tensor) -> Tensor:
     if variant.blank is None:
-        return own
+        return unchanged
     return blanked(picture, torch.ones(()), variant.blank, generator("served blank", *picture.shape))
 
 

@@ -73,8 +73,8 @@ class DeployedWeights:
         if self.path is None:
             return reference
         layout = family_class(reference.model_type).layout
-        own = [part.option for part in (layout.vae, *layout.text_encoders) if (self.path / part.folder).is_dir()]
-        return with_transformer(reference, self.path).model_copy(update=dict.fromkeys(own))
+        inside = [part.option for part in (layout.vae, *layout.text_encoders) if (self.path / part.folder).is_dir()]
+        return with_transformer(reference, self.path).model_copy(update=dict.fromkeys(inside))
 
     def load(self, family: Family, dtype: torch.dtype, device: torch.device) -> LoadedWeights:
         """Load the transformer of ``family``, which :meth:`config` describes.
@@ -109,8 +109,8 @@ class DeployedWeights:
     def layout(self, family: Family) -> LayoutKind | None:
         """Return the convention that most of its quantised weights are stored by, or a file of the recipe would be."""
         if self.recipe is None:
-            held = family.quantized_file()
-            return held.layout if held else None
+            file = family.quantized_file()
+            return file.layout if file else None
         return USUAL_LAYOUTS[self.recipe.scheme.name]
 
     def served_inputs(self, family: Family, layers: Mapping[str, QuantizedWeight | None]) -> dict[str, ServedInput]:

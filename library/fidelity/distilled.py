@@ -144,11 +144,9 @@ def compare_distilled(
         served: the LoRAs that are used on the distilled model, component -> layer -> weights; None: the same.
 
     Raises:
-        UserError: there is no LoRA, or the distilled model is no file or folder of this family.
+        UserError: there is no LoRA.
     """
     name, steps = models.deployed.name, steps or models.family.distilled_steps
-    if models.deployed.path is None:
-        raise UserError(f"--distilled {name}: is a format and no model; give the distilled model's folder or file")
     if not models.transformer_lora:
         raise UserError("--distilled: what is compared is the LoRA's effect on the transformer; give --lora")
     latents = eval_set.batches[0].latents
@@ -254,9 +252,9 @@ def _norm(tensors: Sequence[Tensor]) -> float:
     return math.sqrt(sum(float(each.double().square().sum()) for each in tensors))
 
 
-def _beside(own: Sequence[Tensor], wanted: Sequence[Tensor]) -> tuple[float, float]:
-    """Return size and direction of ``own`` beside ``wanted``; NaN and 0 where there is nothing wanted."""
-    sizes = _norm(own), _norm(wanted)
-    product = sum(float((a * b).sum()) for a, b in zip(own, wanted, strict=True))
+def _beside(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> tuple[float, float]:
+    """Return size and direction of ``found`` beside ``wanted``; NaN and 0 where there is nothing wanted."""
+    sizes = _norm(found), _norm(wanted)
+    product = sum(float((a * b).sum()) for a, b in zip(found, wanted, strict=True))
     size = sizes[0] / sizes[1] if sizes[1] else math.nan
     return size, product / (sizes[0] * sizes[1]) if all(sizes) else 0.0

@@ -23,7 +23,6 @@ from library.fidelity.border import RING, STEP_8BIT, WORDS, Border
 from library.fidelity.differences import Differences
 from library.fidelity.findings import CAUSES
 from library.fidelity.layers import LayerRow
-from library.fidelity.runs import EvalSet, Outcome
 from library.fidelity.server_image import ServerResult
 from library.fidelity.verdict import Attribution
 from library.precision.parity.seam import border_distance
@@ -156,40 +155,43 @@ def _plain_ticks(axis: Axis) -> None:
 def server_pictures(server: ServerResult) -> Figure | None:
     """Return what a server painted beside the reference, and beside the description that comes nearest."""
     others = {"the server": server.painted, f"nearest: {server.nearest.words}": server.nearest.images}
-    outcomes = {title: Outcome(images=list(images)) for title, images in others.items()}
-    return picture_rows(Outcome(images=list(server.reference.images)), outcomes, None)
+    return picture_rows(server.reference.images, others)
 
 
-def picture_rows(reference: Outcome, others: Mapping[str, Outcome], eval_set: EvalSet | None) -> Figure | None:
+def picture_rows(
+    reference: Sequence[Tensor],
+    others: Mapping[str, Sequence[Tensor]],
+    mask_of: Callable[[int], Tensor | None] = lambda number: None,
+) -> Figure | None:
     """Return images side by side: the reference, then each of ``others`` with its difference; None without images.
 
-    A sample is a row, and where it has a mask a second: the ``ZOOM`` pixels along the border with the largest
-    difference of the first of ``others``. All differences share one scale; the border is the line in them.
+    A sample is a row, and where it has a mask (``mask_of`` its number, [H, W] bool) a second: the ``ZOOM`` pixels along
+    the border with the largest difference of the first of ``others``. All differences share one scale; the border is
+    the line in them.
     """
-    count = min(_IMAGES_SHOWN, len(reference.images), *(len(other.images) for other in others.values()))
+    count = min(_IMAGES_SHOWN, len(reference), *map(len, others.values()))
     if not count:
         return None
     served = next(iter(others.values()))
-    masks = [eval_set.border_mask(number) if eval_set else None for number in range(count)]
+    masks = [mask_of(number) for number in range(count)]
     largest = difference_range(reference, served)
     rows: list[tuple[str, int, tuple[slice, slice]]] = []
     for number in range(count):
         rows.append((f"image {number + 1}", number, (slice(None), slice(None))))
         if (mask := masks[number]) is not None:
-            steps = _steps(reference.images[number], served.images[number])
+            steps = _steps(reference[number], served[number])
             rows.append(("its border", number, _border_view(steps, mask)))
-    ratios = [height / width for height, width in (reference.images[n][0][view].shape for _, n, view in rows)]
+    ratios = [height / width for height, width in (reference[n][0][view].shape for _, n, view in rows)]
     titles = ["reference", *(title for name in others for title in (name, "difference"))]
     figure = Figure(figsize=(2.2 * len(titles), 1.1 + 2.2 * sum(ratios)), layout="compressed")
     axes = figure.subplots(len(rows), len(titles), squeeze=False, height_ratios=ratios)
     for line, (label, number, view) in zip(axes, rows, strict=True):
-        ours, mask = reference.images[number], masks[number]
+        ours, mask = reference[number], masks[number]
         line[0].set_ylabel(label)
         line[0].imshow(_pixels(ours)[view])
-        for own, other, beside in zip(line[1::2], others.values(), line[2::2], strict=True):
-            image = other.images[number]
-            own.imshow(_pixels(image)[view])
-            drawn = beside.imshow(_steps(ours, image)[view], cmap="magma", vmin=0, vmax=largest)
+        for image, other, beside in zip(line[1::2], others.values(), line[2::2], strict=True):
+            image.imshow(_pixels(other[number])[view])
+            drawn = beside.imshow(_steps(ours, other[number])[view], cmap="magma", vmin=0, vmax=largest)
             if mask is not None:
                 beside.contour(mask[view].float(), levels=[0.5], colors="#00d5ff", linewidths=0.7, linestyles="dotted")
     for axis in axes.flat:
@@ -215,9 +217,9 @@ def image_rows(images: Mapping[str, Sequence[Tensor]]) -> Figure:
     return figure
 
 
-def difference_range(reference: Outcome, served: Outcome) -> float:
+def difference_range(reference: Sequence[Tensor], served: Sequence[Tensor]) -> float:
     """Return where the one scale of all differences ends, in 8-bit steps: at ``LEAST_RANGE``, or at 99.5 % of them."""
-    pairs = zip(reference.images[:_IMAGES_SHOWN], served.images, strict=False)
+    pairs = zip(reference[:_IMAGES_SHOWN], served, strict=False)
     steps = torch.cat([_steps(ours, theirs).flatten() for ours, theirs in pairs]).sort().values
     return max(LEAST_RANGE, float(steps[round(0.995 * (len(steps) - 1))]))
 

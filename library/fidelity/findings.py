@@ -44,14 +44,23 @@ class Finding:
     layers: tuple[str, ...]
     evidence: str
 
+    def claim(self) -> str:
+        """Return cause, share and evidence in words."""
+        share = "" if math.isnan(self.share) else f" ({self.share:.1%} of the error)"
+        return f"{CAUSES[self.cause]}{share}: {self.evidence}"
+
     def sentence(self) -> str:
-        """Return cause, evidence and remedy in words."""
-        remedy = REMEDIES[self.cause]
-        return f"{CAUSES[self.cause]}: {self.evidence}. {remedy[0].upper()}{remedy[1:]}."
+        """Return the claim, and what helps."""
+        return f"{self.claim()}. {as_sentence(REMEDIES[self.cause])}"
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data."""
         return asdict(self) | {"title": CAUSES[self.cause], "remedy": REMEDIES[self.cause]}
+
+
+def as_sentence(text: str) -> str:
+    """Return ``text`` with a capital letter and a full stop."""
+    return f"{text[0].upper()}{text[1:].removesuffix('.')}."
 
 
 def with_lora_faults(rows: Sequence[TensorRow], merged: bool) -> list[TensorRow]:
@@ -61,7 +70,9 @@ def with_lora_faults(rows: Sequence[TensorRow], merged: bool) -> list[TensorRow]
         return list(rows)
     found = _merged_faults(known) if merged else _unmerged_faults(known)
     return [
-        replace(row, fault=found[row.name][0], diagnosis=found[row.name][1]) if row.name in found else row
+        replace(row, fault=found[row.name], diagnosis=f"holds {_share(row):.2f} of the update")
+        if row.name in found
+        else row
         for row in rows
     ]
 
@@ -73,15 +84,15 @@ def _mean_share(rows: Sequence[TensorRow]) -> tuple[float, float]:
     return mean, sum(weights) ** -0.5
 
 
-def _unmerged_faults(rows: Sequence[TensorRow]) -> dict[str, tuple[str, str]]:
+def _unmerged_faults(rows: Sequence[TensorRow]) -> dict[str, str]:
     mean, doubt = _mean_share(rows)
     inside = [row for row in rows if _share(row) > max(0.2, SURE * row.doubt)]
     if not inside and mean > max(0.2, SURE * doubt):
         inside = list(rows)
-    return {row.name: ("lora_twice", f"holds {_share(row):.2f} of the update") for row in inside}
+    return {row.name: "lora_twice" for row in inside}
 
 
-def _merged_faults(rows: Sequence[TensorRow]) -> dict[str, tuple[str, str]]:
+def _merged_faults(rows: Sequence[TensorRow]) -> dict[str, str]:
     mean, doubt = _mean_share(rows)
     near = max(_STRENGTH * abs(mean), _STRENGTH)
     alike = [row for row in rows if abs(_share(row) - mean) <= max(near, 4 * row.doubt)]
@@ -91,46 +102,25 @@ def _merged_faults(rows: Sequence[TensorRow]) -> dict[str, tuple[str, str]]:
         lost = kept < FLAGGED and mean < 1 and abs(mean - kept) < 0.1 and not (once and kept > 0.1)
         absent = not lost and abs(mean) < max(0.1, SURE * doubt)
         fault = "delta_lost" if lost else "lora_missing" if absent else "strength"
-        return {row.name: (fault, f"holds {_share(row):.2f} of the update") for row in rows}
+        return {row.name: fault for row in rows}
     found = {}
     for row in rows:
         share, sure, kept = _share(row), SURE * row.doubt, row.lora_kept or 0.0
         less, more = share < 1 - max(_STRENGTH, sure), share > 1 + max(2 * _STRENGTH, sure)
         if less and share < max(0.1, sure) and kept - share > max(0.15, sure):
-            found[row.name] = ("lora_missing", f"holds {share:.2f} of the update")
+            found[row.name] = "lora_missing"
         elif (less or more) and row.lora_at_share and abs(share - kept) > max(0.15, sure):
-            found[row.name] = ("strength", f"holds {share:.2f} of the update")
+            found[row.name] = "strength"
         elif less:
-            found[row.name] = ("delta_lost", f"holds {share:.2f} of the update")
+            found[row.name] = "delta_lost"
         elif share > 1.5 + sure:  # coarse steps can add a little to an update as well
-            found[row.name] = ("strength", f"holds {share:.2f} of the update")
+            found[row.name] = "strength"
     return found
 
 
 def _share(row: TensorRow) -> float:
     assert row.lora_share is not None
     return row.lora_share
-
-
-_ORDER = (
-    "wrong_base",
-    "other_block",
-    "other_lora",
-    "lora_twice",
-    "lora_missing",
-    "strength",
-    "delta_lost",
-    "wrong_scale",
-    "permuted",
-    "exchanged",
-    "zeroed",
-    "clipped",
-    "rounding_mode",
-    "mixed_formats",
-    "ruined_layer",
-    "small_in_fp8",
-    "activation_scale",
-)
 
 
 def tensor_findings(rows: Sequence[TensorRow]) -> list[Finding]:
@@ -144,7 +134,7 @@ def tensor_findings(rows: Sequence[TensorRow]) -> list[Finding]:
             by_fault.setdefault(row.fault, []).append(row)
     return [
         Finding(fault, math.nan, tuple(row.name for row in by_fault[fault]), _evidence(fault, by_fault[fault], rows))
-        for fault in _ORDER
+        for fault in CAUSES
         if fault in by_fault
     ]
 
@@ -161,7 +151,7 @@ def _as_another_model(rows: Sequence[TensorRow]) -> list[TensorRow]:
     for row in weights:
         if match := _BLOCK.match(row.name):
             blocks.setdefault(match[1], []).append(row.name)
-    whole = [block for block, own in blocks.items() if len(own) > 2 and len(changed & {*own}) > 0.7 * len(own)]
+    whole = [block for block, names in blocks.items() if len(names) > 2 and len(changed & {*names}) > 0.7 * len(names)]
     return [
         replace(row, fault="other_block")
         if row.fault == "ruined_layer" and any(row.name.startswith(f"{block}.") for block in whole)
@@ -225,10 +215,10 @@ def costly_kinds(rows: Sequence[TensorRow]) -> list[Finding]:
     weights = [row for row in rows if row.role == "weight"]
     in_fp8 = sum(row.own_expected > 0 for row in weights)
     for kind, pattern in KINDS.items():
-        own = [row for row in weights if re.fullmatch(pattern, row.layer)]
-        found = [row for row in own if row.own_expected and not row.fault]
+        of_kind = [row for row in weights if re.fullmatch(pattern, row.layer)]
+        found = [row for row in of_kind if row.own_expected and not row.fault]
         if found:
-            text = f"{kind}: {len(found)} of {len(own)} weights in {found[0].kind}"
+            text = f"{kind}: {len(found)} of {len(of_kind)} weights in {found[0].kind}"
             chosen = kind == "modulation" and in_fp8 > 0.5 * len(weights)
             cause = "modulation_in_fp8" if chosen else "embedders_in_fp8"
             findings.append(Finding(cause, math.nan, tuple(row.name for row in found), text))

@@ -304,10 +304,10 @@ class FixBuilder:
         lora, targets = self.refitted(models, correction_rank), models.targets
         if taught:
             lora = self.taught(models, lora, correction_rank)
-        own = (models.deployed.path,) if models is not self.models and models.deployed.path else ()
+        rebuilt = (models.deployed.path,) if models is not self.models and models.deployed.path else ()
         weights = targets.by_component(load_lora(lora, targets).weights)
         ours = {**models.loras, targets.file_prefix: weights.get(targets.file_prefix, {})}
-        return replace(models, loras=ours), self.served, (*own, lora)
+        return replace(models, loras=ours), self.served, (*rebuilt, lora)
 
     def taught(self, models: Models, lora: Path, correction_rank: int) -> Path:
         """Train ``lora`` on the weights that ``models`` deploy, the reference being the teacher; return its file.
@@ -321,8 +321,8 @@ class FixBuilder:
         recipe = models.deployed.recipe
         if recipe is not None and not isinstance(recipe.scheme, Fp8Scheme):  # others are only read by it
             models = self._written(f"deployed_{recipe.scheme.name}", USUAL_LAYOUTS[recipe.scheme.name], recipe)
-        own = load_lora(options.lora, self.models.targets).weights.values()
-        rank = median(weights.rank for weights in own)
+        trained = load_lora(options.lora, self.models.targets).weights.values()
+        rank = median(weights.rank for weights in trained)
         output = options.folder / f"taught_{lora.stem}"
         values = _deployed_base(models) | {
             "distill_from": models.config.pretrained_model_name_or_path,

@@ -120,12 +120,12 @@ def layer_row(
     target = reference + delta if delta is not None and inside else reference  # what is served should be this
     quantized = deployed.quantized() if isinstance(deployed, QuantizedLinear) else None
     weight = numbers(deployed)
-    base, own = (rounded(quantized, reference), target) if merged == "in the file" else (weight, reference)
+    base, wanted = (rounded(quantized, reference), target) if merged == "in the file" else (weight, reference)
     retained = update_retention(numbers(served), base, delta) if delta is not None and inside else None
     known = weight if quantized is not None and not rounds(quantized) else rounded(quantized, target)
     nearest = relative_output_error(known - target, target, inputs)
     unknown = tensor.fault in ("ruined_layer", "other_lora")
-    compensated = unknown and relative_output_error(weight - own, own, inputs) < nearest
+    compensated = unknown and relative_output_error(weight - wanted, wanted, inputs) < nearest
     return LayerRow(
         name=tensor.layer,
         kind=_kind(deployed),
@@ -142,10 +142,10 @@ def layer_row(
     )
 
 
-def _as_int8(high: Tensor, own: Tensor, quantized: QuantizedWeight | None, inputs: LayerInputs) -> float | None:
-    """Return the output error of ``high`` as int8_convrot over that of ``own``; None if that is no other format."""
+def _as_int8(high: Tensor, served: Tensor, quantized: QuantizedWeight | None, inputs: LayerInputs) -> float | None:
+    """Return the output error of ``high`` as int8_convrot over that of ``served``; None if that is no other format."""
     scheme = None if quantized is None or quantized.scheme.name.startswith("int8") else _INT8.fitting(high.shape)
-    error = relative_output_error(own - high, high, inputs)
+    error = relative_output_error(served - high, high, inputs)
     if scheme is None or not error:
         return None
     return relative_output_error(scheme.quantize(high).dequantize(torch.float32) - high, high, inputs) / error

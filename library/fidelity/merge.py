@@ -25,7 +25,7 @@ from library.models.layer_names import LoraTargets
 from library.precision.files.fp8 import Fp8Scheme
 from library.precision.names import QUANTIZED_PRECISIONS, LayoutKind
 from library.precision.parity.layer_errors import FLAGGED, UpdateRetention
-from library.precision.recipe import Recipe, scheme_named
+from library.precision.recipe import Recipe, WeightLoader, scheme_named
 from library.precision.writing import write_quantized
 from library.training.report.progress import plain_table
 from networks.files.adapters import AdapterFile
@@ -176,7 +176,8 @@ def compensate(
 ) -> dict[str, UpdateRetention]:
     """Run the model with ``loras`` on the calibration and round group by group; return what is left of each update."""
     calibration = plan.prepare(console)
-    transformer = calibration.load_fp8(None if merge.layout is not None else merge.recipe)
+    fp8 = WeightLoader(None if merge.layout is not None else merge.recipe, compute="dequant")
+    transformer = calibration.family.load_transformer(plan.dtype, plan.device, fp8=fp8)
     plain = [
         ({name: one for name, one in weights.items() if isinstance(one, LoraWeights)}, source.ratio)
         for source, weights in loras

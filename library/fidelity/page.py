@@ -13,7 +13,7 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, StrictUndefined, Template
+from jinja2 import Environment, StrictUndefined
 from matplotlib.figure import Figure
 
 from library.fidelity.distilled import Distilled
@@ -31,28 +31,18 @@ from library.fidelity.figures import (
     picture_rows,
     server_pictures,
 )
-from library.fidelity.findings import CAUSES, REMEDIES
+from library.fidelity.findings import CAUSES, REMEDIES, as_sentence
 from library.fidelity.fixes import FIX_COLUMNS, Fix, fix_rows
-from library.fidelity.report import Report, merge_sentences
-from library.fidelity.server_image import ServerResult
-from library.fidelity.serving import REFERENCE
+from library.fidelity.report import Report
 from library.files import atomic_path, read_toml, write_text
 
-_FINE = 0.01  # share of an image's size that is lost without anybody seeing it
-_SMALL = 0.05  # share of the error below which a cause counts as ruled out
 Columns = Mapping[str, Mapping[str, str]]  # heading -> what it means, value of a row, format: see page_tables.toml
 
 _TABLES: Mapping[str, Columns] = read_toml(Path(__file__).with_name("page_tables.toml"))[0]
 _FIX_COLUMNS: Columns = {name or "fix": {"means": "", "value": str(place)} for place, name in enumerate(FIX_COLUMNS)}
 
 
-def write_report(
-    report: Report,
-    folder: Path,
-    fixes: Sequence[Fix] = (),
-    best: Fix | None = None,
-    server: ServerResult | None = None,
-) -> list[Path]:
+def write_report(report: Report, folder: Path, fixes: Sequence[Fix] = (), best: Fix | None = None) -> list[Path]:
     """Write ``report.html``, ``report.json`` and, where images were decoded, ``images.png``; return their paths.
 
     Args:
@@ -60,53 +50,44 @@ def write_report(
         folder: made if needed.
         fixes: that were tried.
         best: the one whose images are shown beside the deployment's.
-        server: what a server really painted.
     """
-    paths = [folder / "report.html", folder / "report.json"]
-    served = {"served": report.deployed} | ({f"after “{best.name}”": best.outcome} if best else {})
-    pictures = picture_rows(report.reference, served, report.eval_set)
+    served = {"served": report.deployed.images} | ({f"after “{best.name}”": best.outcome.images} if best else {})
+    pictures = picture_rows(report.reference.images, served, report.eval_set.border_mask)
+    paths = _write(folder, report.title, _measured(report, fixes), report=report, **_shown(report, fixes, pictures))
     if pictures is not None:
         paths.append(folder / "images.png")
         with atomic_path(paths[-1]) as temporary:
             pictures.savefig(temporary, format="png", dpi=110)
-    write_text(paths[0], _page(report, fixes, pictures, server))
-    measured = _measured(report, fixes) | {"server": server and server.as_json()}
-    write_text(paths[1], json.dumps(_plain(measured), indent=1))
     return paths
 
 
 def write_distilled(distilled: Distilled, title: str, folder: Path) -> list[Path]:
     """Write ``report.html`` and ``report.json`` of base and distilled model; return their paths."""
-    paths = [folder / "report.html", folder / "report.json"]
-    folder.mkdir(parents=True, exist_ok=True)
-    values = {
-        "sentence": distilled.sentence(),
+    sentence = distilled.sentence()
+    shown = {
+        "sentence": sentence,
         "pictures": image_rows(distilled.images) if distilled.images else None,
         "strengths": _table(_TABLES["distilled"], distilled.rows),
         "levels": _table(_TABLES["level"], [*distilled.by_sigma.items()]),
     }
-    page = _template().render(
-        title=title,
-        headline=distilled.sentence(),
-        in_short="",
-        alarm=distilled.equal != 1.0,
-        words={},
-        report=None,
-        tables={},
-        distilled=values,
-    )
-    write_text(paths[0], page)
-    write_text(paths[1], json.dumps(_plain({"title": title, "distilled": distilled.as_json()}), indent=1))
-    return paths
+    measured = {"title": title, "distilled": distilled.as_json()}
+    return _write(folder, title, measured, headline=sentence, alarm=distilled.equal != 1.0, distilled=shown)
 
 
-def _page(
-    report: Report,
-    fixes: Sequence[Fix],
-    pictures: Figure | None,
-    server: ServerResult | None,
-) -> str:
-    full = report.full
+def _write(folder: Path, title: str, measured: Mapping[str, Any], **shown: Any) -> list[Path]:
+    """Write the page with what is ``shown`` and the JSON of what was ``measured``; return their paths."""
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    environment.globals["data_uri"] = as_data_uri
+    template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
+    absent: dict[str, Any] = {"report": None, "distilled": None, "in_short": "", "words": {}, "tables": {}}
+    write_text(folder / "report.html", template.render(absent, title=title, **shown))
+    write_text(folder / "report.json", json.dumps(_plain(measured), indent=1))
+    return [folder / "report.html", folder / "report.json"]
+
+
+def _shown(report: Report, fixes: Sequence[Fix], pictures: Figure | None) -> dict[str, Any]:
+    """Return what the page shows of a report."""
+    full, server = report.full, report.server
     named = {"deployment": full}
     named |= {f"{each.cause} alone": each.alone for each in report.attributions if len(report.attributions) > 1}
     figures: list[tuple[str, str, Figure]] = []  # heading, what there is to see, figure
@@ -129,88 +110,30 @@ def _page(
         "merges": _table(_TABLES["merge"], report.merges) if len(report.merges) > 1 else None,
         "tensors": _table(_TABLES["tensor"], tensors, "error", lambda row: bool(row.fault)),
     }
-    return _template().render(
-        report=report,
-        title=report.title,
-        alarm=report.verdict.alarm,
-        distilled=None,
-        verdict=report.verdict,
-        headline=report.verdict.lines(full)[0],
-        in_short=_in_short(report),
-        words=_verdict(report, server),
-        painted=server and server_pictures(server),
-        pictures=pictures,
-        picture_words=_picture_words(report, pictures),
-        border=full.border and border_intervals(full.border),
-        figures=figures,
-        layer_errors=layer_errors(layers) if any(row.output_error for row in layers) else None,
-        tables=tables,
-        titles=CAUSES,
-        remedies=REMEDIES,
-        sentence=_sentence,
-    )
-
-
-def _template() -> Template:
-    source = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    environment.globals["data_uri"] = as_data_uri
-    return environment.from_string(source)
-
-
-def _verdict(report: Report, server: ServerResult | None) -> dict[str, list[str]]:
-    """Return the verdict for someone who has lost a month over it: heading -> sentences."""
-    verdict, full = report.verdict, report.full
-    main = next(each for each in (verdict.border_cause, *verdict.findings) if each and each.cause == verdict.cause)
-    others = [each for each in verdict.findings if each.cause != main.cause]
-    small = [each for each in others if each.share < _SMALL]
-    changed = {each.cause for each in report.attributions}
-    nothing = "" if verdict.alarm else "Nothing has to be mended. To come nearer still: "
-    same = [CAUSES[name] for name in vars(REFERENCE) if name not in changed and name in CAUSES]
-    found = {
-        "How we know": [_sentence(f"{CAUSES[main.cause]}: {main.evidence}")],
-        "What to do first": [nothing + REMEDIES[main.cause]],
-        "What costs nothing": report.free,
-        "How the error splits": [verdict.parts()],
-        "How the server merges": merge_sentences(report.merges),
-        "What the server painted": [server.sentence()] if server else [],
-        "The border": verdict.on_the_border(),
-        "What else was found": [
-            f"{each.share:.1%} of the error: {each.sentence()}" for each in others if each not in small
-        ],
-        "Unexplained": [verdict.unexplained()],
-        "Ruled out as the main cause": [
-            f"{CAUSES[each.cause]} ({each.share:.1%} of the error): {each.evidence}" for each in small
-        ],
-        "Not looked at": [
-            f"No flag said that the server does otherwise than the reference in these: {', '.join(same)}."
-        ],
-        "How far off": [verdict.sizes(full)],
+    return {
+        "alarm": report.verdict.alarm,
+        "verdict": report.verdict,
+        "headline": report.verdict.headline,
+        "in_short": report.in_short,
+        "words": report.sections(),
+        "painted": server and server_pictures(server),
+        "pictures": pictures,
+        "picture_words": _picture_words(report, pictures),
+        "border": full.border and border_intervals(full.border),
+        "figures": figures,
+        "layer_errors": layer_errors(layers) if any(row.output_error for row in layers) else None,
+        "tables": tables,
+        "titles": CAUSES,
+        "remedies": REMEDIES,
+        "sentence": as_sentence,
     }
-    return {heading: [*map(_sentence, filter(None, lines))] for heading, lines in found.items() if any(lines)}
-
-
-def _in_short(report: Report) -> str:
-    """Return whether anything has to be done, and how far off what is served is."""
-    full = report.full
-    what, off = ("Pictures", full.image) if report.deployed.images else ("Single steps", full.velocity)
-    judgement = "Nothing is broken: this is what the format loses."
-    if report.verdict.alarm:
-        judgement = "Act on this: more is lost than the format has to lose."
-    elif off < _FINE:
-        judgement = "This is fine: nothing has to be done."
-    return f"{judgement} {what} are {off:.2%} off what the original model makes with this LoRA."
-
-
-def _sentence(text: str) -> str:
-    return f"{text[0].upper()}{text[1:].removesuffix('.')}."
 
 
 def _picture_words(report: Report, pictures: Figure | None) -> str:
     """Return what the pictures show and how to read their scale; empty without pictures."""
     if pictures is None:
         return ""
-    top = difference_range(report.reference, report.deployed)
+    top = difference_range(report.reference.images, report.deployed.images)
     why = "no smaller, so that what cannot be seen does not look large" if top == LEAST_RANGE else "99.5 % are below"
     zoomed = report.full.border is not None
     text = f"All differences have one scale, 0 to {top:.0f} of 255 steps ({why})."
@@ -247,6 +170,7 @@ def _measured(report: Report, fixes: Sequence[Fix]) -> dict[str, Any]:
             {key: getattr(fix, key) for key in ("name", "cost", "seconds", "files", "differences", "beside")}
             for fix in fixes
         ],
+        "server": report.server and report.server.as_json(),
     }
 
 
@@ -275,11 +199,11 @@ def _table(
         first, *others = found
         columns = {**columns, "#": {"means": "place in the model"}}
         found = {first: found[first], "#": [*range(1, len(rows) + 1)]} | {name: found[name] for name in others}
-    shown = {name: values for name, values in found.items() if any(map(_there, values))}
+    shown = {name: values for name, values in found.items() if any(map(_is_shown, values))}
     order = sorted(range(len(rows)), key=lambda row: -(found[by][row] or 0.0)) if by else range(len(rows))
     cells = [
         [
-            (columns[name].get("format", "{}").format(values[row]), values[row]) if _there(values[row]) else ("", "")
+            (columns[name].get("format", "{}").format(values[row]), values[row]) if _is_shown(values[row]) else ("", "")
             for name, values in shown.items()
         ]
         for row in order
@@ -300,5 +224,5 @@ def _value(row: Any, path: str) -> Any:
     return ("no", "yes")[row] if isinstance(row, bool) else row
 
 
-def _there(value: Any) -> bool:
+def _is_shown(value: Any) -> bool:
     return value not in (None, "") and not (isinstance(value, float) and math.isnan(value))

@@ -57,7 +57,7 @@ def costly_remedies(
     if len(loras) != 1 or models.deployed.merged or not models.layers:
         return []
     words = [*_model(models), "--deploy", served, "--lora", str(loras[0]), *_calibration(options), "--save_to", SAVE_TO]
-    in_comfyui = variant.merge is not None and models.server is not None and models.server.name.startswith("comfyui")
+    in_comfyui = variant.merge is not None and models.server.is_comfyui
     again, beside = (_BYPASS, "; load it with the bypass") if in_comfyui else ((), "")
     refit = ("tools/refit_lora.py", *words, *(("--save_format", "comfy") if in_comfyui else ()))
     fix = ("tools/precision_report.py", *command_words, "--save_to", SAVE_TO, "--fix")
@@ -129,9 +129,8 @@ def free_remedies(
         comparison: of all tensors.
         loras: files, whose names decide what ComfyUI's bypass takes.
     """
-    assert models.server is not None
     layout = models.deployed.layout(models.deployed_family)
-    in_comfyui = models.server.name.startswith("comfyui") and not models.deployed.merged
+    in_comfyui = models.server.is_comfyui and not models.deployed.merged
     found = []
     if in_comfyui and variant.merge is not None:
         found.append(_bypass(models, full, without.get("merge"), loras))

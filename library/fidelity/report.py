@@ -13,13 +13,18 @@ from library.errors import counted
 from library.fidelity.calibration import Calibration, CalibrationOptions
 from library.fidelity.comparison import Comparison, compare_models
 from library.fidelity.differences import Differences, compare
+from library.fidelity.findings import CAUSES, REMEDIES, as_sentence
 from library.fidelity.remedies import Remedy, costly_remedies, free_remedies
 from library.fidelity.runs import EvalSet, Outcome, prepare_eval_set, run_variant
+from library.fidelity.server_image import ServerResult
 from library.fidelity.servers import Merging
 from library.fidelity.serving import REFERENCE, Models, Variant
 from library.fidelity.tensors import module_difference
 from library.fidelity.verdict import Attribution, Verdict, is_worse, judge
 from networks.files.weights import LoraWeights
+
+_FINE = 0.01  # share of an image's size that is lost without anybody seeing it
+_SMALL = 0.05  # share of the error below which a cause counts as ruled out
 
 
 @dataclass(frozen=True)
@@ -33,6 +38,7 @@ class Report:
         merges: the ways in which the server merges, where there are several or one that was looked for.
         remedies: what to do, the cheapest first.
         reference, deployed: their outcomes, for the images.
+        server: what pictures show that the server painted; None without any.
     """
 
     title: str
@@ -47,15 +53,50 @@ class Report:
     variant: Variant = REFERENCE
     merges: Sequence[MergeRow] = ()
     remedies: Sequence[Remedy] = ()
+    server: ServerResult | None = None
 
     @property
-    def free(self) -> list[str]:
-        """What costs nothing, in words."""
-        return [remedy.text for remedy in self.remedies if not remedy.cost]
+    def in_short(self) -> str:
+        """Whether anything has to be done, and how far off what is served is."""
+        what, off = ("Pictures", self.full.image) if self.deployed.images else ("Single steps", self.full.velocity)
+        judgement = "Nothing is broken: this is what the format loses."
+        if self.verdict.alarm:
+            judgement = "Act on this: more is lost than the format has to lose."
+        elif off < _FINE:
+            judgement = "This is fine: nothing has to be done."
+        return f"{judgement} {what} are {off:.2%} off what the original model makes with this LoRA."
+
+    def sections(self) -> dict[str, list[str]]:
+        """Return the verdict for someone who has lost a month over it: heading -> sentences, where there are any."""
+        verdict = self.verdict
+        main = next(each for each in (verdict.border_cause, *verdict.findings) if each and each.cause == verdict.cause)
+        others = [each for each in verdict.findings if each.cause != main.cause]
+        small = [each for each in others if each.share < _SMALL]
+        changed = {each.cause for each in self.attributions}
+        nothing = "" if verdict.alarm else "Nothing has to be mended. To come nearer still: "
+        same = [CAUSES[name] for name in vars(REFERENCE) if name not in changed and name in CAUSES]
+        found = {
+            "How we know": [main.claim()],
+            "What to do first": [nothing + REMEDIES[main.cause]],
+            "What costs nothing": [remedy.text for remedy in self.remedies if not remedy.cost],
+            "How the error splits": [verdict.parts()],
+            "How the server merges": merge_sentences(self.merges),
+            "What the server painted": [self.server.sentence()] if self.server else [],
+            "The border": verdict.on_the_border(self.server is not None),
+            "What else was found": [each.sentence() for each in others if each not in small],
+            "Unexplained": [verdict.unexplained()],
+            "Ruled out as the main cause": [each.claim() for each in small],
+            "Not looked at": [f"No flag says that the server differs from the reference in these: {', '.join(same)}"],
+            "How far off": [verdict.sizes(self.full)],
+        }
+        return {heading: [*map(as_sentence, filter(None, lines))] for heading, lines in found.items() if any(lines)}
 
     def lines(self) -> list[str]:
-        """Return the verdict, how the server merges, and what costs nothing, a line a sentence."""
-        return [*self.verdict.lines(self.full), *merge_sentences(self.merges), *self.free]
+        """Return the same for a terminal, a line a sentence; the first is what to look at first."""
+        lines = [self.verdict.headline, self.in_short]
+        for heading, (first, *others) in self.sections().items():
+            lines += [f"{heading}: {first}", *(f"  {sentence}" for sentence in others)]
+        return lines
 
 
 @dataclass(frozen=True)
@@ -184,7 +225,7 @@ def _words(models: Models, variant: Variant, cause: str) -> str:
     words = models.words(cause, getattr(variant, cause))
     if cause == "text":
         pairs = zip(*(models.text_encoder(each).models().items() for each in (REFERENCE, variant)), strict=True)
-        found = (f"{name}: {module_difference(high, own) or 'the same'}" for (name, high), (_, own) in pairs)
+        found = (f"{name}: {module_difference(high, served) or 'the same'}" for (name, high), (_, served) in pairs)
         return "; ".join([words, *found])
     if cause == "vae":
         difference = module_difference(*(models.image_encoder(each).vae for each in (REFERENCE, variant)))

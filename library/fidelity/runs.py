@@ -76,21 +76,22 @@ class EvalSet:
         if drawn is None:
             return None
         height, width = self.batches[number].latents.shape[-2:]
-        cells = F.adaptive_avg_pool2d(drawn[None], (height, width))[0, 0] >= 0.5
-        return cells if bool(cells.any()) and not bool(cells.all()) else None
+        return _with_a_border(F.adaptive_avg_pool2d(drawn[None], (height, width))[0, 0] >= 0.5)
 
     def border_mask(self, number: int) -> Tensor | None:
         """Return the region as it was drawn, [H, W] bool; None without a border."""
         drawn = self.drawn(number)
-        if drawn is None:
-            return None
-        mask = drawn[0] >= 0.5
-        return mask if bool(mask.any()) and not bool(mask.all()) else None
+        return None if drawn is None else _with_a_border(drawn[0] >= 0.5)
 
     def noise_of(self, number: int) -> Tensor:
         """Return what a sample's sampling run starts from, [1, C, h, w]."""
         batch = self.batches[number]
         return self.noise[number] if self.noise else noise_for(batch.latents, batch.sample_ids, self.seed, "sampling")
+
+
+def _with_a_border(mask: Tensor) -> Tensor | None:
+    """Return ``mask`` [h, w] bool; None where it is nowhere, or everywhere."""
+    return mask if bool(mask.any()) and not bool(mask.all()) else None
 
 
 @dataclass

@@ -282,13 +282,13 @@ def _eval_set(
         of_file = source.sample.image.size
         assert of_file is not None, "sizes are read when a dataset is scanned"
         sample = replace(source.sample, fit=cover(of_file, size))
-        own = load_pixels(sample, False, 0, source.sample_id, source.seed)
+        fitted = load_pixels(sample, False, 0, source.sample_id, source.seed)
         text = batched(calibration.data.text_embeddings(source.text), models)
-        conditions = conditions_of(give(own, kind, REFERENCE), kind, REFERENCE, encoder, models)
-        latents, ids = encoder.encode(own.image[None]), [source.sample_id]
+        conditions = conditions_of(give(fitted, kind, REFERENCE), kind, REFERENCE, encoder, models)
+        latents, ids = encoder.encode(fitted.image[None]), [source.sample_id]
         batch = Batch(latents, text, torch.ones(1), None, ids, [source.text.caption], conditions)
         batches.append(batch.to(models.device))
-        pixels.append(own)
+        pixels.append(fitted)
         jobs.append(source.text)
     options = calibration.plan.options
     return EvalSet(batches, pixels, jobs, kind, (), steps, options.guidance_scale, options.seed)

@@ -61,6 +61,11 @@ class Server:
     merges: tuple[Merging, ...] = ()
     heeds: tuple[LayoutKind, ...] = ()
 
+    @property
+    def is_comfyui(self) -> bool:
+        """Whether it is ComfyUI, which can load a LoRA beside the weights."""
+        return self.name.startswith("comfyui")
+
 
 _ROWS = (
     Server(

@@ -163,7 +163,7 @@ class Models:
     loras: Mapping[str, Mapping[str, LoraWeights]]
     dtype: torch.dtype
     device: torch.device
-    server: Server | None = None
+    server: Server = None  # type: ignore[assignment]  # __post_init__ finds the usual one
     base_precision: str = field(default="", init=False)
     _quantised: Mapping[str, QuantizedWeight | None] = field(default_factory=dict, init=False)
     _texts: dict[Any, list[dict[str, Tensor]]] = field(default_factory=dict, init=False)
@@ -218,14 +218,14 @@ class Models:
     def transformer(self, variant: Variant) -> Iterator[nn.Module]:
         """Yield the transformer of ``variant`` with its LoRA, in eval mode; it is let go of afterwards."""
         model = self.base(variant.weights, variant.configs)
-        own = self.served_transformer_lora(variant)
-        own = {} if variant.weights and self.deployed.merged else own
-        if own and variant.merge is not None:
-            self._merge(model, own, variant)
+        lora = self.served_transformer_lora(variant)
+        lora = {} if variant.weights and self.deployed.merged else lora
+        if lora and variant.merge is not None:
+            self._merge(model, lora, variant)
         if how := self.roundings(variant):
             round_inputs(model, {name: replace(each, weight=self.layers.get(name)) for name, each in how.items()})
-        if own and variant.merge is None:
-            attach_lora(model, own, self.targets, "the LoRAs").set_multiplier(variant.strength)
+        if lora and variant.merge is None:
+            attach_lora(model, lora, self.targets, "the LoRAs").set_multiplier(variant.strength)
         if variant.attention is not None:
             for module in model.modules():
                 if isinstance(processor := getattr(module, "processor", None), AttentionProcessor):
@@ -243,20 +243,20 @@ class Models:
 
         A config that fits only its own weights goes with them.
         """
-        own, other = (self.deployed_family, self.family) if deployed else (self.family, self.deployed_family)
-        family = own
+        usual, other = (self.deployed_family, self.family) if deployed else (self.family, self.deployed_family)
+        family = usual
         if self.folder is not None:
             wanted = (self.deployed_family if configs else self.family).files.transformer_config
             if "guidance_embeds" in other.files.transformer_config:  # its layers may be there all the same
                 wanted = wanted | {"guidance_embeds": self.family.guidance_input}
-            family = copy.copy(own)
-            family.files = replace(own.files, transformer_config=wanted)
+            family = copy.copy(usual)
+            family.files = replace(usual.files, transformer_config=wanted)
         try:
             return self._load(family, deployed)
         except UserError:
-            if family is own:
+            if family is usual:
                 raise
-            return self._load(own, deployed)
+            return self._load(usual, deployed)
 
     def _load(self, family: Family, deployed: bool) -> nn.Module:
         if not deployed:
@@ -319,10 +319,10 @@ class Models:
         if variant.merge is None:
             return {}
         products = self.roundings(variant)
-        own = self.served_transformer_lora(variant)
-        how: dict[str, Merge] = dict.fromkeys(own, variant.merge)
+        lora = self.served_transformer_lora(variant)
+        how: dict[str, Merge] = dict.fromkeys(lora, variant.merge)
         if variant.merge == "unrounded":
-            how = {name: "stochastic" for name in own if name in products}
+            how = {name: "stochastic" for name in lora if name in products}
         quantised = self.served_inputs if self.deployed.recipe is None else self.layers
         return {name: each for name, each in how.items() if name in quantised}
 
@@ -334,8 +334,8 @@ class Models:
 
     def merged_updates(self, variant: Variant) -> dict[str, LoraWeights]:
         """Return layer -> what :meth:`merged_weights` adds to it: what is served of the LoRA, at its strength."""
-        own = self.served_transformer_lora(variant)
-        return {name: LoraWeights(each.down, each.up, variant.strength * each.alpha) for name, each in own.items()}
+        lora = self.served_transformer_lora(variant)
+        return {name: LoraWeights(each.down, each.up, variant.strength * each.alpha) for name, each in lora.items()}
 
     # Activations.
 
@@ -343,7 +343,6 @@ class Models:
         """Return layer -> how its inputs are rounded."""
         if variant.activations is None:
             return {}
-        assert self.server is not None
         layers = self.served_inputs if variant.activations == "auto" else self.layers
         return roundings(layers, self.served_inputs, variant.activations, self.server.heeds)
 
@@ -431,7 +430,7 @@ class Models:
         if (folder := self.folder) is not None:
             layout, files = folder.layout, folder.files
             pairs = zip(layout.text_encoders, self.family.files.text_encoders, files.text_encoders, strict=True)
-            others = {part.option: str(own) for part, high, own in pairs if _differ(high, own)}
+            others = {part.option: str(served) for part, high, served in pairs if _differ(high, served)}
             if others and variant.text is None:
                 text = Served(tuple(others.items()))
                 inside = lost and self._holds_the_lora(text)
@@ -453,9 +452,9 @@ class Models:
         pairs = zip(
             *(self.text_encoder(each).models().items() for each in (REFERENCE, Variant(text=text))), strict=True
         )
-        for (component, high), (_, own) in pairs:
+        for (component, high), (_, served) in pairs:
             updates = {n.removeprefix(f"{component}."): each for n, each in self.loras.get(component, {}).items()}
-            found = dict(own.named_parameters())
+            found = dict(served.named_parameters())
             for name, parameter in high.named_parameters():
                 update = updates.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
                 wanted = parameter.detach().float() + (0 if update is None else update.delta().to(parameter.device))
@@ -487,8 +486,8 @@ class Models:
                 raise UserError(f"{flag}: nothing is sampled; give --steps 4 or more")
         if variant.merge is not None and not self.transformer_lora:
             raise UserError("--deploy_lora: the LoRA has no layers of the transformer; use beside")
-        held = self.deployed_family.quantized_file()
-        schemes = [stored.scheme for stored in held.weights.values()] if held else []
+        file = self.deployed_family.quantized_file()
+        schemes = [stored.scheme for stored in file.weights.values()] if file else []
         unwritten = next((scheme for scheme in schemes if isinstance(scheme, ReadOnlyScheme)), None)
         if unwritten and variant.merge not in (None, "unrounded") and not self.deployed.merged:
             raise UserError(f"--deploy_lora {variant.merge}: {unwritten.name} {unwritten.reason}; use unrounded")
@@ -516,7 +515,6 @@ class Models:
 
     def describe_server(self, variant: Variant) -> str:
         """Return the server and how products are made, in words; what of it depends on the card."""
-        assert self.server is not None
         kinds: Counter[str] = Counter()
         if variant.activations == "auto":
             kinds.update(each.how for each in self.roundings(variant).values())
@@ -543,24 +541,24 @@ class Models:
         kinds = (self.family.transformer_class, self.family.image_encoder.autoencoder)
         configs = [(family.files.transformer_config, _vae_config(family)) for family in (self.family, self.folder)]
         found = []
-        for title, kind, high, own in zip(("transformer", "VAE"), kinds, *configs, strict=True):
+        for title, kind, high, served in zip(("transformer", "VAE"), kinds, *configs, strict=True):
             defaults = {n: p.default for n, p in inspect.signature(kind.__init__).parameters.items() if n != "self"}
             keys = [key for key in defaults if key not in _NOT_COMPARED]
-            found += _changed(title, defaults | dict(high), defaults | dict(own), keys)
+            found += _changed(title, defaults | dict(high), defaults | dict(served), keys)
         return found
 
     def _schedulers(self) -> list[str]:
         """Return how the deployed folder's scheduler differs, key by key."""
-        high, own = dict(self.family.scheduler().config), dict(self.deployed_family.scheduler().config)
-        return _changed("scheduler", high, own, [key for key in own if not key.startswith("_")])
+        high, served = dict(self.family.scheduler().config), dict(self.deployed_family.scheduler().config)
+        return _changed("scheduler", high, served, [key for key in served if not key.startswith("_")])
 
 
-def _changed(title: str, high: Mapping[str, Any], own: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
+def _changed(title: str, high: Mapping[str, Any], served: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
     def plain(value: Any) -> Any:
         return list(value) if isinstance(value, tuple) else value
 
-    differing = [key for key in keys if plain(high.get(key)) != plain(own.get(key))]
-    return [f"{title} {key} {own.get(key)} instead of {high.get(key)}" for key in differing]
+    differing = [key for key in keys if plain(high.get(key)) != plain(served.get(key))]
+    return [f"{title} {key} {served.get(key)} instead of {high.get(key)}" for key in differing]
 
 
 def _vae_config(family: Family) -> dict[str, Any]:

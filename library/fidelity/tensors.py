@@ -125,39 +125,34 @@ def compare_tensors(
         stored: name -> dtype in the file, see :func:`stored_dtypes`.
         input_scales: layer -> scale of its activations, of the file.
     """
-    there, here = _places(reference), _places(deployed)
+    places, served = _places(reference), _places(deployed)
     stored, input_scales = stored or {}, input_scales or {}
-    measurements: list[_Measured] = []
-    for name, place in there.items():
-        if name not in here or here[name].shape != place.shape:
-            row = TensorRow(name, place.role, "absent", place.size, 1.0, fault="wrong_base", diagnosis="of other shape")
-            measurements.append(_Measured(row, True))
-            continue
-        update = updates.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-        measurements.append(_measure(place, here[name], update, merged, stored.get(name, "")))
-    found: dict[str, list[float]] = {}
-    for measured in measurements:
-        if measured.on_grid:
-            found.setdefault(measured.row.kind, []).append(measured.row.error)
-    medians = {kind: median(errors) for kind, errors in found.items()}
-    measurements = [
-        replace(measured, on_grid=measured.on_grid or _as_if_on_grid(measured, medians)) for measured in measurements
-    ]
-    main = _main_kind([measured.row for measured in measurements])
-    scheme = next((measured.scheme for measured in measurements if measured.row.kind == main and measured.scheme), None)
+    measured: dict[str, _Measured] = {}
+    for name, place in places.items():
+        if name in served and served[name].shape == place.shape:
+            update = updates.get(place.layer) if name.endswith(".weight") else None
+            measured[name] = _measure(_Pair(place, served[name], update, merged), stored.get(name, ""))
+    errors: dict[str, list[float]] = {}
+    for one in measured.values():
+        if one.on_grid:
+            errors.setdefault(one.row.kind, []).append(one.row.error)
+    medians = {kind: median(found) for kind, found in errors.items()}
+    measured = {
+        name: replace(one, on_grid=one.on_grid or _as_if_on_grid(one, medians)) for name, one in measured.items()
+    }
+    main = _main_kind([one.row for one in measured.values()])
+    scheme = next((one.scheme for one in measured.values() if one.row.kind == main and one.scheme), None)
     usual = _Usual(medians, main, scheme)
     rows: list[TensorRow] = []
-    for measured in measurements:
-        name = measured.row.name
-        if name in here:
-            update = updates.get(measured.row.layer) if name.endswith(".weight") else None
-            others = partial(_same_shape, there, there[name])
-            rows.append(_explained(measured, there[name], here[name], update, merged, usual, others))
-            rows += _scale_rows(measured.row, there[name], here[name], input_scales.get(measured.row.layer))
-        else:
-            rows.append(measured.row)
-    rows += [TensorRow(name, here[name].role, "only here", here[name].size, 1.0) for name in here if name not in there]
-    return rows
+    for name, place in places.items():
+        if name not in measured:
+            row = TensorRow(name, place.role, "absent", place.size, 1.0, fault="wrong_base", diagnosis="of other shape")
+            rows.append(row)
+            continue
+        rows.append(_explained(measured[name], usual, partial(_same_shape, places, place)))
+        rows += _scale_rows(measured[name].pair, input_scales.get(place.layer))
+    added = [place for name, place in served.items() if name not in places]
+    return [*rows, *(TensorRow(place.name, place.role, "only here", place.size, 1.0) for place in added)]
 
 
 def without_compensated(rows: Sequence[TensorRow], layers: Collection[str]) -> list[TensorRow]:
@@ -197,14 +192,14 @@ class _Place:
         return tuple(self.tensor.shape if self.quantized_weight is None else self.quantized_weight.shape)
 
     @property
+    def layer(self) -> str:
+        """The module it belongs to."""
+        return self.name.rpartition(".")[0]
+
+    @property
     def size(self) -> int:
         """How many numbers it has."""
         return math.prod(self.shape)
-
-    @property
-    def dtype(self) -> str:
-        """The dtype it is kept in."""
-        return str(self.tensor.dtype).removeprefix("torch.")
 
     @property
     def quantized_weight(self) -> QuantizedWeight | None:
@@ -271,6 +266,29 @@ def _same_shape(places: Mapping[str, _Place], like: _Place) -> dict[str, Tensor]
 
 
 @dataclass(frozen=True)
+class _Pair:
+    """A tensor of the reference, and the one of its name and shape that is deployed.
+
+    ``update``: the LoRA's of it, if there is one. ``merged``: the LoRA is in the deployed file.
+    """
+
+    reference: _Place
+    deployed: _Place
+    update: LoraWeights | None
+    merged: bool
+
+    def matrices(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """Return the reference, what is deployed, the update if there is one, and what should be deployed."""
+        high, delta = self.reference.matrix(), None if self.update is None else self.update.delta().cpu().float()
+        return high, self.deployed.matrix(), delta, high + delta if delta is not None and self.merged else high
+
+    @property
+    def holds_update(self) -> bool:
+        """Whether the update should be in the deployed tensor."""
+        return self.merged and self.update is not None
+
+
+@dataclass(frozen=True)
 class _Measured:
     """A row before it is explained.
 
@@ -278,6 +296,7 @@ class _Measured:
     format, where something does.
     """
 
+    pair: _Pair
     row: TensorRow
     settled: bool
     on_grid: bool = False
@@ -296,17 +315,16 @@ class _Usual(NamedTuple):
     scheme: Scheme | None
 
 
-def _measure(there: _Place, here: _Place, update: LoraWeights | None, merged: bool, dtype: str) -> _Measured:
-    """Measure one tensor."""
-    high, numbers = there.matrix(), here.matrix()
-    delta = None if update is None else update.delta().cpu().float()
-    wanted = high + delta if delta is not None and merged else high
-    row = TensorRow(there.name, there.role, dtype or here.dtype, high.numel(), relative(numbers, wanted))
+def _measure(pair: _Pair, dtype: str) -> _Measured:
+    """Measure one tensor; ``dtype``: its numbers' in the file, empty where that is as it is kept."""
+    place, (high, numbers, delta, wanted) = pair.reference, pair.matrices()
+    dtype = dtype or str(pair.deployed.tensor.dtype).removeprefix("torch.")
+    row = TensorRow(place.name, place.role, dtype, high.numel(), relative(numbers, wanted))
     if delta is None and (torch.equal(numbers, wanted) or same_in_bf16(numbers, wanted)):
-        return _Measured(row, True)
+        return _Measured(pair, row, True)
     if not bool(torch.isfinite(numbers).all()):
-        return _Measured(replace(row, error=1.0), False)
-    stored = here.stored
+        return _Measured(pair, replace(row, error=1.0), False)
+    stored = pair.deployed.stored
     quantized = _as_fp8(stored)
     if quantized is not None:
         row = replace(row, kind=f"{quantized.fp8.name} {quantized.granularity}")
@@ -325,31 +343,32 @@ def _measure(there: _Place, here: _Place, update: LoraWeights | None, merged: bo
     if rounds(stored):
         nearest = rounded(stored, wanted)
         row = replace(row, own_expected=relative(nearest, wanted))
-        base = rounded(stored, high) if delta is not None and merged else nearest
+        base = rounded(stored, high) if pair.holds_update else nearest
     if delta is not None and bool(delta.any()):
         share, doubt = _share_of(numbers, base, delta)
         kept = None
-        if merged:
+        if pair.merged:
             sum_ = base + delta
             in_file = rounded(stored, sum_) if rounds(stored) else sum_.bfloat16().float()
             kept = update_retention(in_file, base, delta).gain
-        at_share = merged and _rounds_to(numbers, quantized, high + share * delta)
+        at_share = pair.merged and _rounds_to(numbers, quantized, high + share * delta)
         at_share = at_share and not _rounds_to(numbers, quantized, wanted)
         row = replace(row, lora_share=share, lora_doubt=doubt, lora_kept=kept, lora_at_share=at_share)
     if stored is not None and rounds(stored):
         doubt = SURE * row.own_expected / math.sqrt(high.numel())
         scaled = abs(gain - gain_of(nearest, wanted)) > 0.006 + doubt
-        inside = merged and delta is not None
+        twice = pair.holds_update
         if quantized is not None:
-            good = honest(steps_of(quantized, wanted, high if inside else None), inside)
+            good = honest(steps_of(quantized, wanted, high if twice else None), twice)
         else:
-            good = _errs_like(numbers, nearest, wanted, _TWO_ROUNDINGS if inside else _EITHER_NEIGHBOUR)
-        return _Measured(row, good and not scaled, scheme=stored.scheme)
+            good = _errs_like(numbers, nearest, wanted, _TWO_ROUNDINGS if twice else _EITHER_NEIGHBOUR)
+        return _Measured(pair, row, good and not scaled, scheme=stored.scheme)
     if same_in_bf16(numbers, wanted):
-        return _Measured(row, True)
+        return _Measured(pair, row, True)
     if stored is not None:
-        return _Measured(row, False, True)
-    return _Measured(row, False, there.role == "weight" and _distinct(numbers) < _GRID * _distinct(high.bfloat16()))
+        return _Measured(pair, row, False, True)
+    on_grid = place.role == "weight" and _distinct(numbers) < _GRID * _distinct(high.bfloat16())
+    return _Measured(pair, row, False, on_grid)
 
 
 def _errs_like(numbers: Tensor, nearest: Tensor, wanted: Tensor, most: float) -> bool:
@@ -425,38 +444,28 @@ def _main_kind(rows: Sequence[TensorRow]) -> str:
 
 def _expected(scheme: Scheme | None, wanted: Tensor) -> float:
     """Return what rounding ``wanted`` to nearest costs by ``scheme``."""
-    own = scheme and scheme.fitting(wanted.shape)
-    return relative(own.quantize(wanted).dequantize(torch.float32), wanted) if own else 0.0
+    fitting = scheme and scheme.fitting(wanted.shape)
+    return relative(fitting.quantize(wanted).dequantize(torch.float32), wanted) if fitting else 0.0
 
 
-def _explained(
-    measured: _Measured,
-    there: _Place,
-    here: _Place,
-    update: LoraWeights | None,
-    merged: bool,
-    usual: _Usual,
-    others: Callable[[], Mapping[str, Tensor]],
-) -> TensorRow:
+def _explained(measured: _Measured, usual: _Usual, others: Callable[[], Mapping[str, Tensor]]) -> TensorRow:
     """Add to a row what is expected of it, and what was done to it if it is not that."""
-    row, main, typical = measured.row, usual.main, usual.medians.get(measured.row.kind, 0.0)
-    vector = row.role != "weight" or there.shape[0] == 1
+    pair, row, main, typical = measured.pair, measured.row, usual.main, usual.medians.get(measured.row.kind, 0.0)
+    vector = row.role != "weight" or pair.reference.shape[0] == 1
     in_line = measured.on_grid and row.error <= _OUT_OF_LINE * typical and abs(row.gain - 1) < 0.02 + row.error**2
     if measured.on_grid:
         row = replace(row, expected=typical, own_expected=typical)
     if (measured.settled or in_line) and not row.own_expected:
         return row
-    high, numbers = there.matrix(), here.matrix()
-    delta = None if update is None else update.delta().cpu().float()
-    wanted = high + delta if delta is not None and merged else high
+    high, numbers, delta, wanted = pair.matrices()
     if row.own_expected and not measured.on_grid:
         row = replace(row, expected=row.own_expected if row.kind == main or vector else _expected(usual.scheme, wanted))
-    stored = here.stored
+    stored = pair.deployed.stored
     quantized = _as_fp8(stored) if measured.on_grid or stored is not None else _on_a_casts_grid(numbers)
     if measured.settled or in_line:
         return _judged_by_format(row, quantized, main, vector)
-    served = ServedMatrix(numbers, quantized, row.own_expected, merged and delta is not None)
-    if delta is not None and row.lora_share is not None and abs(row.lora_share - merged) > SURE * row.doubt:
+    served = ServedMatrix(numbers, quantized, row.own_expected, pair.holds_update)
+    if delta is not None and row.lora_share is not None and abs(row.lora_share - pair.merged) > SURE * row.doubt:
         as_found = high + row.lora_share * delta
         if relative(numbers, as_found) < _TWO_ROUNDINGS * row.own_expected + _IN_BF16:
             return row  # what is wrong with it is how much of the LoRA it has
@@ -480,20 +489,20 @@ def _judged_by_format(row: TensorRow, quantized: Fp8Weight | None, main: str, ve
     return row
 
 
-def _scale_rows(row: TensorRow, there: _Place, here: _Place, input_scale: Tensor | None) -> list[TensorRow]:
+def _scale_rows(pair: _Pair, input_scale: Tensor | None) -> list[TensorRow]:
     """Return rows of a layer's scales; one that is not the reference's own is no fault while the numbers are right."""
-    rows = []
-    quantized = _as_fp8(here.quantized_weight)
+    rows, place = [], pair.reference
+    quantized = _as_fp8(pair.deployed.quantized_weight)
     if quantized is not None and quantized.scale is not None:
         scale = quantized.factors.cpu()
-        fresh = quantized.scheme.steps(quantized.scheme.magnitudes(there.matrix()))
+        fresh = quantized.scheme.steps(quantized.scheme.magnitudes(place.matrix()))
         error = relative(scale, fresh) if fresh is not None else 0.0
         short = bool(torch.equal(scale.bfloat16().float(), scale))
         kind = f"{'bfloat16' if short else 'float32'}, {quantized.granularity}"
-        rows.append(_scale_row(row.layer, "scale", kind, scale, error, "wrong_scale"))
-    if input_scale is not None and row.name.endswith(".weight"):
+        rows.append(_scale_row(place.layer, "scale", kind, scale, error, "wrong_scale"))
+    if input_scale is not None and place.name.endswith(".weight"):
         kind = f"{float(input_scale.float().mean()):.3g}"
-        rows.append(_scale_row(row.layer, "input_scale", kind, input_scale, 0.0, "activation_scale"))
+        rows.append(_scale_row(place.layer, "input_scale", kind, input_scale, 0.0, "activation_scale"))
     return rows
 
 
@@ -506,28 +515,28 @@ def _scale_row(layer: str, role: Role, kind: str, scale: Tensor, error: float, f
 
 def module_difference(reference: nn.Module, deployed: nn.Module) -> str:
     """Say how ``deployed`` differs from ``reference``, two modules of one class; nothing where they are the same."""
-    there, here = _places(reference), _places(deployed)
+    expected, found = _places(reference), _places(deployed)
     strange = [
         name
-        for name in {**there, **here}
-        if name not in there or name not in here or there[name].shape != here[name].shape
+        for name in {**expected, **found}
+        if name not in expected or name not in found or expected[name].shape != found[name].shape
     ]
     if strange:
         return f"another architecture ({names_in_short(strange)}: absent in one of the two, or of another shape)"
     casts: Counter[str] = Counter()
     ranks: list[str] = []
     others: list[tuple[float, str, str]] = []
-    for name, place in there.items():
-        high, numbers = place.matrix(), here[name].matrix()
+    for name, place in expected.items():
+        high, numbers = place.matrix(), found[name].matrix()
         if torch.equal(numbers, high):
             continue
-        if cast := _cast_of(high, numbers, here[name].quantized):
+        if cast := _cast_of(high, numbers, found[name].quantized):
             casts[cast] += 1
             continue
-        fault, text = diagnose(ServedMatrix(numbers, here[name].quantized), high)
+        fault, text = diagnose(ServedMatrix(numbers, found[name].quantized), high)
         others.append((relative(numbers, high), name, text))
         ranks += [name] if fault == "other_lora" else []
-    tensors = len(there)
+    tensors = len(expected)
     rounded_to = f"rounded to {casts.most_common(1)[0][0]}" if casts else ""
     if not others:
         return f"{casts.total()} of {tensors} tensors {rounded_to}" if casts else ""

@@ -123,8 +123,8 @@ def _over_scale(weight: Tensor, scale: Tensor | None, rows: slice) -> Tensor:
     chunk = weight[rows].float()
     if scale is None:
         return chunk
-    own = scale if scale.shape[0] == 1 else scale[rows]
-    return (chunk.view(len(chunk), own.shape[1], -1) / own.unsqueeze(-1)).view(chunk.shape)
+    factors = scale if scale.shape[0] == 1 else scale[rows]
+    return (chunk.view(len(chunk), factors.shape[1], -1) / factors.unsqueeze(-1)).view(chunk.shape)
 
 
 def honest(steps: Steps, merged: bool = False) -> bool:
@@ -262,8 +262,8 @@ def _scaled(served: ServedMatrix, wanted: Tensor) -> Diagnosis | None:
     """The reference times a factor for each group that shares a scale; the groups of a row are tried besides."""
     numbers = served.numbers
     scale = None if served.quantized is None else served.quantized.scale
-    own = (1, 1) if scale is None else tuple(scale.shape)
-    for rows, blocks in dict.fromkeys(((1, 1), (numbers.shape[0], 1), own)):
+    groups = (1, 1) if scale is None else tuple(scale.shape)
+    for rows, blocks in dict.fromkeys(((1, 1), (numbers.shape[0], 1), groups)):
         gains = group_gains(numbers, wanted, rows, blocks)
         if bool((gains.abs() < 1e-4).any()) or not served.fits(wanted, gains):
             continue

@@ -81,16 +81,12 @@ class Verdict:
         rounding = [each for each in self.findings if each.cause == "weights"]
         return (large or self.defects or rounding or self.findings)[0].cause
 
-    def lines(self, full: Differences) -> list[str]:
-        """Return the verdict in words, a line a sentence: the cause, the border, every finding, the error."""
-        first = "No defect: the deployment errs as its format must."
+    @property
+    def headline(self) -> str:
+        """What to do first, or that there is nothing to mend."""
         if self.alarm:
-            first = f"Look here first: {CAUSES[self.cause]}."
-        lines = [first, *self.on_the_border()]
-        lines += [f"{finding.share:.1%} of the error: {finding.sentence()}" for finding in self.findings]
-        lines += [self.parts()] if self.split else []
-        lines += [f"Unexplained: {self.unexplained()}"] if self.unexplained() else []
-        return [*lines, f"Off by: {self.sizes(full)}."]
+            return f"Look here first: {CAUSES[self.cause]}."
+        return "No defect: the deployment errs as its format must."
 
     def parts(self) -> str:
         """Return how the served error splits, in words; empty where it is of one kind."""
@@ -98,13 +94,18 @@ class Verdict:
         words = ", ".join(f"{name} {size**2 / whole:.0%} ({size:.2%} off)" for name, size in self.split.items())
         return f"The served error splits into {words}." if words else ""
 
-    def on_the_border(self) -> list[str]:
-        """Return what there is to say about the border; nothing without one."""
+    def on_the_border(self, has_server_image: bool) -> list[str]:
+        """Return what there is to say about the border; nothing without one.
+
+        ``has_server_image``: a picture that the server painted is explained beside it.
+        """
         lines = [self.border.sentence()] if self.border else []
         if self.border_cause:
             lines.append(f"What puts it there: {self.border_cause.sentence()}")
         elif self.border and self.border.state == "worse":
-            lines.append("No single cause puts it there; give a picture that the server painted (--server_image).")
+            more = "give a picture that the server painted (--server_image)"
+            more = "see what explains the picture that the server painted" if has_server_image else more
+            lines.append(f"No single cause puts it there; {more}.")
         return lines
 
     def unexplained(self) -> str:
@@ -138,7 +139,7 @@ def judge(
         attributions: one for each of its causes.
         comparison: of the deployed tensors with the reference's.
     """
-    sizes, layers = _own_sizes(attributions), comparison.layers
+    sizes, layers = _squared_errors(attributions), comparison.layers
     total = sum(sizes.values()) or 1.0
     findings: list[Finding] = []
     for each in attributions:
@@ -169,7 +170,7 @@ def judge(
     )
 
 
-def _own_sizes(attributions: Sequence[Attribution]) -> dict[str, float]:
+def _squared_errors(attributions: Sequence[Attribution]) -> dict[str, float]:
     """Return each cause's squared error; a merge is rounded into fp8 weights, whose own error is not its doing."""
     sizes = {each.cause: each.alone.error**2 for each in attributions}
     if "merge" in sizes and "weights" in sizes:

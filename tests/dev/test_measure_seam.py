@@ -49,7 +49,7 @@ def test_loras_are_averaged_by_image_and_the_interval_is_over_images() -> None:
     random = np.random.default_rng(0)
     times = {name: random.lognormal(0.5, 0.3, (2, 400)) for name in LIMITS}
     results = {
-        key("conditioning", "grey", "case", seed): {
+        key("conditioning", "grey", "case", "itself", seed): {
             "image": seed / 10,
             "times": {name: times[name][seed].tolist() for name in LIMITS},
             "known": [(10.0 * (seed + 1), 1.0)] * 3,

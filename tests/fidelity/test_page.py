@@ -26,6 +26,8 @@ from library.fidelity.layers import ActivationSizes, LayerRow
 from library.fidelity.page import write_report
 from library.fidelity.report import Report
 from library.fidelity.runs import EvalSet, Outcome
+from library.fidelity.server_image import Description, ServerResult
+from library.fidelity.serving import REFERENCE
 from library.fidelity.tensors import TensorRow
 from library.fidelity.verdict import Attribution, Verdict
 
@@ -132,12 +134,12 @@ def test_what_was_not_measured_is_not_on_the_page(masks: bool, steps: int, absen
 def test_all_differences_share_one_scale_on_which_the_invisible_is_dark() -> None:
     report = make(error=0.5 * STEP_8BIT)
     report.deployed.images[0][:, 0, 0] += 100 * STEP_8BIT
-    figure = picture_rows(report.reference, {"served": report.deployed}, report.eval_set)
+    figure = picture_rows(report.reference.images, {"served": report.deployed.images}, report.eval_set.border_mask)
     assert figure is not None
     scales = {axis.images[0].get_clim() for axis in figure.axes if axis.images and axis.images[0].get_array().ndim == 2}
     assert scales == {(0, 16)}
     louder = make(error=40 * STEP_8BIT)
-    figure = picture_rows(louder.reference, {"served": louder.deployed, "after": louder.reference}, louder.eval_set)
+    figure = picture_rows(louder.reference.images, {"served": louder.deployed.images, "after": louder.reference.images})
     assert figure is not None
     scales = {
         axis.images[0].get_clim()[1] for axis in figure.axes if axis.images and axis.images[0].get_array().ndim == 2
@@ -150,7 +152,7 @@ def test_the_view_of_the_border_shows_where_the_difference_along_it_is_largest()
     report = make()
     report.deployed.images[1][:, 92:98, 60:66] += 0.3  # on the lower side of the mask
     report.deployed.images[1][:, :6, :6] += 2  # far from the border
-    figure = picture_rows(report.reference, {"served": report.deployed}, report.eval_set)
+    figure = picture_rows(report.reference.images, {"served": report.deployed.images}, report.eval_set.border_mask)
     assert figure is not None
     views = [axis.images[0].get_array() for axis in figure.axes if axis.images and axis.images[0].get_array().ndim == 2]
     zoomed = views[3]  # whole, border, whole, border
@@ -176,6 +178,26 @@ def test_axes_have_plain_numbers_and_legends_cover_nothing() -> None:
         for legend in figure.legends:
             box = legend.get_window_extent()
             assert not any(box.overlaps(axis.get_window_extent()) for axis in figure.axes)
+
+
+def test_a_picture_of_the_server_is_asked_for_only_where_none_was_given(tmp_path: Path) -> None:
+    report = make()
+    assert report.full.border
+    loud = replace(report.full.border.figures[0], times=30.0, low=20.0, high=45.0)
+    border = replace(report.full.border, figures=(loud, *report.full.border.figures[1:]), ring_error=5.0)
+    assert border.state == "worse"
+    report = replace(report, verdict=replace(report.verdict, border=border), full=replace(report.full, border=border))
+    grown = Description("mask grown by 4 px", replace(REFERENCE, mask_grow=4), distances=(1.0,), images=(images(2)[0],))
+    reference = Description("the reference", REFERENCE, distances=(5.0,), images=(images(1)[0],))
+    server = ServerResult(("a.png",), 4, (images(3)[0],), reference, (grown,), 0.3)
+    asked, painted = "--server_image", "mask grown by 4 px"
+    for given in (report, replace(report, server=server)):
+        text = page(given, tmp_path)
+        words = " ".join(json.loads((tmp_path / "report.json").read_text())["verdict"]["words"])
+        assert "No single cause puts it there" in text
+        assert (asked in text, asked in words, painted in text) == (
+            (False, False, True) if given.server else (True, True, False)
+        )
 
 
 def dump_dom(path: Path) -> str:
