@@ -216,7 +216,7 @@ import torch
 
 from library.fidelity.deployed import DeployedWeights, parse_deployment
 from library.fidelity.distilled import compare_distilled
-from library.fidelity.fixes import Fix, FixOptions, fix_table, recommend, recommendation, try_fixes
+from library.fidelity.fixes import FixOptions, fix_table, try_fixes
 from library.fidelity.page import write_distilled, write_report
 from library.fidelity.report import measure, with_remedies
 from library.fidelity.runs import prepare_eval_set
@@ -284,7 +284,9 @@ def server_pictures(options: argparse.Namespace) -> list[ServerPicture]:
             raise UserError("--server_seed, --server_steps: there is no picture; give --server_image")
         return []
     if not seeds or not options.server_steps:
-        raise UserError("--server_image: what its noise was is not in a picture; give --server_seed and --server_steps")
+        raise UserError(
+            "--server_image: a picture does not say what noise it began from; give --server_seed and --server_steps"
+        )
     if len(seeds) not in (1, len(files)):
         raise UserError(f"--server_seed: {len(seeds)} for {len(files)} pictures; give one, or one for each")
     seeds = seeds * len(files) if len(seeds) == 1 else seeds
@@ -323,14 +325,14 @@ def _report_distilled(options: argparse.Namespace, console: Console) -> None:
         UserError: there is no such model, or no LoRA, or a flag is of a deployment.
     """
     if not options.lora:
-        raise UserError("--distilled: what is compared is what a LoRA does; give --lora")
+        raise UserError("--distilled: compares the effect of a LoRA; give --lora")
     path = Path(options.distilled).expanduser()
     if not path.exists():
         raise UserError(f"--distilled {options.distilled}: no such file or folder; check the path")
     flags = [f"the flags of {name}" for name in variant_of(options).changes() if name != "weights"]
     flags += [f"--{name}" for name in ("deploy", "server", "explain", "server_image") if getattr(options, name)]
     if flags or options.fix is not None:
-        raise UserError(f"{[*flags, '--fix'][0]}: of a deployment; leave out --distilled, or make two reports")
+        raise UserError(f"{[*flags, '--fix'][0]}: describes a deployment; leave out --distilled, or make two reports")
     plan = calibration_plan(options, options.model)
     models = Models(plan.config, DeployedWeights(path.name, path, None), {}, plan.dtype, plan.device)
     models.loras = _loras(options.lora, models, console) or {}
@@ -384,8 +386,6 @@ def main() -> None:
     )
     files = [lora_source(text).path for text in options.lora]
     report = with_remedies(report, models, plan.options, files, sys.argv[1:])
-    variant = report.variant
-    fixes: list[Fix] = []
     if options.fix is not None:
         dataset = options.fix_dataset_config or options.dataset_config
         wanted = FixOptions(
@@ -397,16 +397,16 @@ def main() -> None:
             minutes=options.fix_minutes,
             names=tuple(options.fix or FIXES),
         )
-        fixes = try_fixes(models, variant, report.eval_set, report.reference, report.comparison.layers, wanted, console)
-    best = recommend(fixes, report.full) if fixes else None
+        layers = report.comparison.layers
+        fixes = try_fixes(models, report.variant, report.eval_set, report.reference, layers, wanted, console)
+        report = replace(report, fixes=fixes)
     if pictures:
-        painted = explain_server(models, variant, calibration, pictures, options.server_steps, console)
-        report = replace(report, server=painted)
-    paths = write_report(report, options.save_to, fixes, best)
+        server = explain_server(models, report.variant, calibration, pictures, options.server_steps, console)
+        report = replace(report, server=server)
+    paths = write_report(report, options.save_to)
     console.print(*report.lines(), sep="\n")
-    if fixes:
-        console.print(fix_table(fixes, report.full))
-        console.print(recommendation(best, report.full))
+    if report.fixes:
+        console.print(fix_table(report.fixes, report.full))
     if report.server:
         console.print(*report.server.lines(), sep="\n")
     console.print(*map(str, paths), sep="\n")

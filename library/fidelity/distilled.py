@@ -148,7 +148,7 @@ def compare_distilled(
     """
     name, steps = models.deployed.name, steps or models.family.distilled_steps
     if not models.transformer_lora:
-        raise UserError("--distilled: what is compared is the LoRA's effect on the transformer; give --lora")
+        raise UserError("--distilled: compares the LoRA's effect on the transformer; give --lora with layers of it")
     latents = eval_set.batches[0].latents
     tokens = latents.shape[-2] * latents.shape[-1] // models.family.patch_size**2
     models.deployed_family.distilled = True

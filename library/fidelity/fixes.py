@@ -219,9 +219,9 @@ def recommend(fixes: Sequence[Fix], before: Differences) -> Fix | None:
 def recommendation(best: Fix | None, before: Differences) -> str:
     """Return what to do, in words."""
     if best is None:
-        return "Recommended: nothing that was tried is better than the deployment as it is."
+        return "nothing that was tried is better than the deployment as it is"
     if not before.latents:
-        return "Recommended: nothing: the finished latents are right; what differs is made of them (VAE, pasting)."
+        return "nothing: the finished latents are right; what differs is made of them (VAE, pasting)"
     share = best.left / before.latents
     short = (
         "" if share <= GOOD_ENOUGH else f", which is short of the target of {GOOD_ENOUGH:.2f}; the best that was tried"
@@ -230,7 +230,7 @@ def recommendation(best: Fix | None, before: Differences) -> str:
     if best.left < best.differences.latents:
         merged = best.differences.latents / before.latents
         where += f" beside the weights (ComfyUI: Load LoRA (Bypass)); merged by the server it leaves {merged:.2f}"
-    return f"Recommended: {best.name} ({best.cost}): {share:.2f} of the error{short}{where}."
+    return f"“{best.name}” ({best.cost}): {share:.2f} of the error is left{short}{where}"
 
 
 def fix_table(fixes: Sequence[Fix], before: Differences) -> Table:

@@ -32,7 +32,7 @@ from library.fidelity.figures import (
     server_pictures,
 )
 from library.fidelity.findings import CAUSES, REMEDIES, as_sentence
-from library.fidelity.fixes import FIX_COLUMNS, Fix, fix_rows
+from library.fidelity.fixes import FIX_COLUMNS, fix_rows
 from library.fidelity.report import Report
 from library.files import atomic_path, read_toml, write_text
 
@@ -42,18 +42,12 @@ _TABLES: Mapping[str, Columns] = read_toml(Path(__file__).with_name("page_tables
 _FIX_COLUMNS: Columns = {name or "fix": {"means": "", "value": str(place)} for place, name in enumerate(FIX_COLUMNS)}
 
 
-def write_report(report: Report, folder: Path, fixes: Sequence[Fix] = (), best: Fix | None = None) -> list[Path]:
-    """Write ``report.html``, ``report.json`` and, where images were decoded, ``images.png``; return their paths.
-
-    Args:
-        report: what was measured.
-        folder: made if needed.
-        fixes: that were tried.
-        best: the one whose images are shown beside the deployment's.
-    """
-    served = {"served": report.deployed.images} | ({f"after “{best.name}”": best.outcome.images} if best else {})
+def write_report(report: Report, folder: Path) -> list[Path]:
+    """Write ``report.html``, ``report.json`` and, where images were decoded, ``images.png``; return their paths."""
+    best, served = report.best, {"served": report.deployed.images}
+    served |= {f"after “{best.name}”": best.outcome.images} if best else {}
     pictures = picture_rows(report.reference.images, served, report.eval_set.border_mask)
-    paths = _write(folder, report.title, _measured(report, fixes), report=report, **_shown(report, fixes, pictures))
+    paths = _write(folder, report.title, _measured(report), report=report, **_shown(report, pictures))
     if pictures is not None:
         paths.append(folder / "images.png")
         with atomic_path(paths[-1]) as temporary:
@@ -85,7 +79,7 @@ def _write(folder: Path, title: str, measured: Mapping[str, Any], **shown: Any) 
     return [folder / "report.html", folder / "report.json"]
 
 
-def _shown(report: Report, fixes: Sequence[Fix], pictures: Figure | None) -> dict[str, Any]:
+def _shown(report: Report, pictures: Figure | None) -> dict[str, Any]:
     """Return what the page shows of a report."""
     full, server = report.full, report.server
     named = {"deployment": full}
@@ -102,7 +96,7 @@ def _shown(report: Report, fixes: Sequence[Fix], pictures: Figure | None) -> dic
         figures.append(("Over a sampling run", text, error_over_steps(named)))
     layers, tensors = report.comparison.layers, report.comparison.tensors
     tables = {
-        "fixes": _table(_FIX_COLUMNS, fix_rows(fixes, full)) if fixes else None,
+        "fixes": _table(_FIX_COLUMNS, fix_rows(report.fixes, full)) if report.fixes else None,
         "border": full.border and _table(_TABLES["border"], full.border.figures),
         "groups": _table(_TABLES["group"], [*report.comparison.groups.items()], "explains"),
         "layers": _table(_TABLES["layer"], layers, "output error", lambda row: row.conspicuous),
@@ -140,7 +134,7 @@ def _picture_words(report: Report, pictures: Figure | None) -> str:
     return text + f" The dotted line is the mask's border; below each image {ZOOM} pixels of it." * zoomed
 
 
-def _measured(report: Report, fixes: Sequence[Fix]) -> dict[str, Any]:
+def _measured(report: Report) -> dict[str, Any]:
     """Return what ``report.json`` holds."""
     verdict = report.verdict
     return {
@@ -168,7 +162,7 @@ def _measured(report: Report, fixes: Sequence[Fix]) -> dict[str, Any]:
         "explained_by": report.comparison.groups,
         "fixes": [
             {key: getattr(fix, key) for key in ("name", "cost", "seconds", "files", "differences", "beside")}
-            for fix in fixes
+            for fix in report.fixes
         ],
         "server": report.server and report.server.as_json(),
     }

@@ -14,6 +14,7 @@ from library.fidelity.calibration import Calibration, CalibrationOptions
 from library.fidelity.comparison import Comparison, compare_models
 from library.fidelity.differences import Differences, compare
 from library.fidelity.findings import CAUSES, REMEDIES, as_sentence
+from library.fidelity.fixes import Fix, recommend, recommendation
 from library.fidelity.remedies import Remedy, costly_remedies, free_remedies
 from library.fidelity.runs import EvalSet, Outcome, prepare_eval_set, run_variant
 from library.fidelity.server_image import ServerResult
@@ -39,6 +40,7 @@ class Report:
         remedies: what to do, the cheapest first.
         reference, deployed: their outcomes, for the images.
         server: what pictures show that the server painted; None without any.
+        fixes: that were tried.
     """
 
     title: str
@@ -54,6 +56,12 @@ class Report:
     merges: Sequence[MergeRow] = ()
     remedies: Sequence[Remedy] = ()
     server: ServerResult | None = None
+    fixes: Sequence[Fix] = ()
+
+    @property
+    def best(self) -> Fix | None:
+        """The fix to use, if any is better than nothing."""
+        return recommend(self.fixes, self.full)
 
     @property
     def in_short(self) -> str:
@@ -78,6 +86,7 @@ class Report:
         found = {
             "How we know": [main.claim()],
             "What to do first": [nothing + REMEDIES[main.cause]],
+            "Recommended of the fixes": [recommendation(self.best, self.full)] if self.fixes else [],
             "What costs nothing": [remedy.text for remedy in self.remedies if not remedy.cost],
             "How the error splits": [verdict.parts()],
             "How the server merges": merge_sentences(self.merges),

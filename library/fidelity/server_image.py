@@ -133,9 +133,9 @@ class ServerResult:
         return f"{what}. {found}; unexplained: {rest}."
 
     def lines(self, most: int = 10) -> list[str]:
-        """Return the sentence and the nearest descriptions, one a line."""
+        """Return the nearest descriptions, one a line."""
         rows = [(each.distance, each.explained, each.words) for each in (*self.descriptions[:most], self.reference)]
-        return [self.sentence(), *(f"  {distance:7.2f}  {share:6.1%}  {words}" for distance, share, words in rows)]
+        return [f"  {distance:7.2f}  {share:6.1%}  {words}" for distance, share, words in rows]
 
     def as_json(self) -> dict[str, Any]:
         """Return plain data."""

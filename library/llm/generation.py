@@ -219,7 +219,7 @@ def _new_cache(model: TransformerLM, rows: int, columns: int, padding: Tensor) -
 def _check(model: TransformerLM, prompts: Sequence[Sequence[int]], settings: SamplingSettings) -> None:
     config = model.config
     if not prompts or any(not prompt for prompt in prompts):
-        raise UserError("a prompt holds no tokens; give some text, or begin with the tokenizer's first token")
+        raise UserError("a prompt has no tokens; give some text, or begin with the tokenizer's first token")
     largest = max(token for prompt in prompts for token in prompt)
     if largest >= config.vocab_size:
         raise UserError(f"token {largest} is beyond the model's {config.vocab_size}; use the model's own tokenizer")

@@ -87,7 +87,7 @@ class AllowedRoots:
         except (OSError, ValueError, RuntimeError):
             raise Refused(f"{printable(text[:200])}: is no path; check it") from None
         if STATE in path.parts and not own:
-            raise Refused(f"{printable(text[:200])}: is the page's own; choose another place")
+            raise Refused(f"{printable(text[:200])}: belongs to the page itself; choose another place")
         allowed = self.outputs if output else (*self.outputs, *self.folders)
         if not text or not any(path.is_relative_to(folder) for folder in allowed):
             names = ", ".join(map(self.show, allowed))
@@ -162,9 +162,9 @@ class Guard:
         followed = site != "same-origin" and visit and request.method == "GET"  # a link, a bookmark
         is_foreign = origin is not None and origin.partition("://")[2] != headers.get("host")
         if is_foreign or (site not in ("same-origin", "none") and not followed):
-            return PlainTextResponse("Requests of other sites are refused.", 403)
+            return PlainTextResponse("Requests from other sites are refused.", 403)
         if request.method not in ("GET", "HEAD", "POST"):
-            return PlainTextResponse("There is no such method here.", 405)
+            return PlainTextResponse("This method is not allowed.", 405)
         kind = headers.get("content-type", "").lower()
         if "charset" in kind and "utf-8" not in kind:
             return PlainTextResponse("Texts are sent as UTF-8.", 415)

@@ -33,7 +33,7 @@ def send_file(site: Site, request: Request, form: Form) -> Response:
     """Send a file of the allowed folders: pictures and reports to look at, all else to keep."""
     path = site.roots.find(request.query_params.get("path", ""), own=True)
     if path.is_relative_to(site.roots.state) and not _OWN.fullmatch(path.relative_to(site.roots.state).as_posix()):
-        raise Refused(f"{site.roots.show(path)}: is the page's own")
+        raise Refused(f"{site.roots.show(path)}: belongs to the page itself")
     if not path.is_file():
         raise UserError(f"{site.roots.show(path)}: no such file; it may have been moved or deleted")
     kind, download = path.suffix.lower(), "download" in request.query_params

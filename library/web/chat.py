@@ -56,7 +56,7 @@ def ask(site: Site, request: Request, form: Form) -> Response:
     with suppress(ValueError, TypeError, RecursionError):
         question = dict(json.loads(str(form.get("request", ""))))
     if question.get("do") not in ("load", "answer"):
-        raise UserError("request: neither load nor answer; reload the page")
+        raise UserError("request: asks neither to load a model nor for an answer; reload the page")
     for name in ("model", "lora"):
         if name == "model" or question.get(name):
             question[name] = site.roots.show(site.roots.find(str(question.get(name, ""))))

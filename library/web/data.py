@@ -201,7 +201,7 @@ def _found(site: Site, look: str) -> dict[str, Any]:
     """Return what a look found; what a link has outside the allowed folders is not shown."""
     result = site.jobs.get(look).read("result.json")
     if not result:
-        raise UserError("this look at the dataset is not there any more; look again")
+        raise UserError("this check of the dataset was removed; check the dataset again")
     for image in result["images"]:
         image["outside"] = not _is_inside(site, image["path"], *image["companions"])
         if image["outside"] or not _is_inside(site, image["caption_file"] or image["path"]):
@@ -212,7 +212,7 @@ def _found(site: Site, look: str) -> dict[str, Any]:
 def _image(found: dict[str, Any], number: str) -> dict[str, Any]:
     with suppress(ValueError, IndexError):
         return dict(found["images"][int(number)])
-    raise UserError("there is no such image; look again")
+    raise UserError("there is no such image; check the dataset again")
 
 
 def _caption(site: Site, image: dict[str, Any]) -> Text:

@@ -137,7 +137,7 @@ class Jobs:
         }
         with self.alone():
             if output and any(job.output == output and not job.is_over for job in self.all()):
-                raise UserError(f"{output}: a run that is going on or waits has this folder; look at it in Runs")
+                raise UserError(f"{output}: a running or waiting run uses this folder; see it under Runs")
             folder.mkdir(parents=True)
             for file, text in (*files.items(), ("place", str(time.time())), ("job.json", json.dumps(record))):
                 write_text(folder / file, text)  # a job once all are there

@@ -116,7 +116,7 @@ def _refused(site: Site, values: Mapping[str, Any], script: Script[Any]) -> list
         try:
             site.roots.refuse_paths_outside(value, key)
             if key in ("caption_command", "trust_class_paths") and value:
-                raise UserError("runs a program, which this page does not; start such a run in a terminal")
+                raise UserError("runs a program, which this page never does; start such a run in a terminal")
             if key in _MADE and value:
                 site.roots.find(str(value), output=key == "output_dir")
             # "owner/name", of which there is no folder, is a model of the hub
@@ -155,7 +155,7 @@ def _against_output(site: Site, values: Mapping[str, Any]) -> list[str]:
             path /= Path(str(values.get("output_name") or "lora")).name
             line = "it holds all runs; give this one a folder of its own"
         elif path in taken:
-            line = "a run that is going on or waits has this folder; choose another"
+            line = "a running or waiting run uses this folder; choose another"
         elif is_run(path) and not (values.get("overwrite") or values.get("resume")):
             line = "it holds another run; set resume or overwrite, or choose another"
     return [f"output_dir: {line}, such as {site.roots.show(free_name(path, taken))}"] if line else []
@@ -211,7 +211,7 @@ def _given(form: Mapping[str, Any]) -> tuple[str, bool]:
     """Return the text, and whether it is for pretraining."""
     text = str(form.get("text", "")).replace("\r\n", "\n")
     if len(text) > _MOST_TEXT or max(text.count("["), text.count("{")) > _MOST_BRACKETS:
-        raise UserError("configuration: is too long for one; copy less of it")
+        raise UserError("configuration: is too long; copy less of it")
     return text, bool(form.get("pretrains"))
 
 
@@ -249,7 +249,7 @@ def start(site: Site, request: Request, form: Form) -> Response:
     (text, pretrains), processes = _given(form), str(form.get("processes") or 1)
     script, values = runnable(site, text, pretrains, is_new=True)
     if not re.fullmatch(r"[1-9]\d{0,2}", processes):
-        raise UserError(f"processes: {processes[:20]!r} is no number from 1 to 999; give one for each GPU")
+        raise UserError(f"processes: {processes[:20]!r} is not a number from 1 to 999; give one process for each GPU")
     output = site.roots.find(values["output_dir"], output=True)
     many = ["-m", "torch.distributed.run", "--nproc-per-node", processes] if processes != "1" else []
     words, files = [*many, str(ROOT / script.name), "--config_file", "{job}/config.toml"], {"config.toml": text}

@@ -224,7 +224,7 @@ def ask(site: Site, request: Request, form: Form) -> Response:
     if run.job and (what == "KILL" or (what == "STOP" and not has_started)):
         site.jobs.stop(run.job.id, again=what == "KILL")  # before the first step nobody looks for files
     elif what == "KILL":
-        raise UserError(f"{run.name}: was begun in a terminal; press Ctrl-C twice there to end it without saving")
+        raise UserError(f"{run.name}: was started in a terminal; press Ctrl-C twice there to end it without saving")
     else:
         write_text(folder / what, "")
     return tell_changed()

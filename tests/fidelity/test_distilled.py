@@ -186,7 +186,7 @@ def test_z_image_turbo_is_compared_by_the_tool_in_its_real_formats(
     ("flags", "message"),
     [
         ([], "--deploy: say what is served"),
-        (["--distilled", "BASE"], "--distilled: what is compared is what a LoRA does; give --lora"),
+        (["--distilled", "BASE"], "--distilled: compares the effect of a LoRA; give --lora"),
         (["--deploy", "cast", "--distilled_steps", "4"], "no effect without --distilled"),
         (["--distilled", "cast", "--lora", "x.safetensors"], "--distilled cast: no such file or folder"),
         (["--distilled", "BASE", "--lora", "x.safetensors", "--activations", "row"], "of a deployment"),

@@ -191,7 +191,7 @@ def test_prompts_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     write_reference(tmp_path, "gpt2")
     model = load_lm(tmp_path, torch.float32)
     for prompts, count, message in (
-        ([[]], 3, "holds no tokens"),
+        ([[]], 3, "has no tokens"),
         ([[VOCABULARY]], 3, "beyond the model's 131"),
         ([[1] * 60], 6, "make 66, the model has 64 positions"),
     ):

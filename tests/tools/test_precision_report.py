@@ -137,7 +137,7 @@ def test_fixes_are_tried_measured_and_the_cheapest_that_does_is_named(
         for fix in found["fixes"]
     }
     wanted = next((name for name, share in shares.items() if share <= 0.3), min(shares, key=lambda name: shares[name]))
-    assert f"Recommended: {wanted} (" in capsys.readouterr().out
+    assert f"Recommended of the fixes: “{wanted}” (" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -264,7 +264,7 @@ def test_a_run_shows_its_curves_and_samples(server: Server, browser: Any, size: 
     tab.page.keyboard.press("Escape")
     tab.page.keyboard.press("t")  # curves take the other theme's colours
     expect(tab.page.locator("#charts .uplot").first).to_be_visible()
-    expect(tab.page.locator("#log")).to_contain_text("begun in a terminal")
+    expect(tab.page.locator("#log")).to_contain_text("started in a terminal")
     tab.fits()
     tab.close()
 
