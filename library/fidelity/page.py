@@ -47,12 +47,11 @@ def write_report(report: Report, folder: Path) -> list[Path]:
     best, served = report.best, {"served": report.deployed.images}
     served |= {f"after “{best.name}”": best.outcome.images} if best else {}
     pictures = picture_rows(report.reference.images, served, report.eval_set.border_mask)
-    paths = _write(folder, report.title, _measured(report), report=report, **_shown(report, pictures))
     if pictures is not None:
-        paths.append(folder / "images.png")
-        with atomic_path(paths[-1]) as temporary:
+        with atomic_path(folder / "images.png") as temporary:
             pictures.savefig(temporary, format="png", dpi=110)
-    return paths
+    paths = _write(folder, report.title, _measured(report), report=report, **_shown(report, pictures))
+    return [*paths, *([folder / "images.png"] if pictures is not None else [])]
 
 
 def write_distilled(distilled: Distilled, title: str, folder: Path) -> list[Path]:
@@ -141,7 +140,7 @@ def _measured(report: Report) -> dict[str, Any]:
         "title": report.title,
         "settings": report.settings,
         "verdict": {
-            "cause": verdict.cause,
+            "cause": verdict.main.cause,
             "alarm": verdict.alarm,
             "border": verdict.border and asdict(verdict.border) | {"state": verdict.border.state},
             "border_cause": verdict.border_cause and verdict.border_cause.as_json(),

@@ -76,8 +76,7 @@ class Report:
 
     def sections(self) -> dict[str, list[str]]:
         """Return the verdict for someone who has lost a month over it: heading -> sentences, where there are any."""
-        verdict = self.verdict
-        main = next(each for each in (verdict.border_cause, *verdict.findings) if each and each.cause == verdict.cause)
+        verdict, main = self.verdict, self.verdict.main
         others = [each for each in verdict.findings if each.cause != main.cause]
         small = [each for each in others if each.share < _SMALL]
         changed = {each.cause for each in self.attributions}

@@ -73,19 +73,19 @@ class Verdict:
         return bool(self.defects) or (self.border is not None and self.border.state == "worse")
 
     @property
-    def cause(self) -> str:
-        """The one cause to look at first: what is at the border, then the defect with the largest share."""
+    def main(self) -> Finding:
+        """What to look at first: the cause at the border, then the defect with the largest share."""
         if self.border_cause:
-            return self.border_cause.cause
+            return self.border_cause
         large = [each for each in self.defects if not each.share < _WORTH_MENDING]
         rounding = [each for each in self.findings if each.cause == "weights"]
-        return (large or self.defects or rounding or self.findings)[0].cause
+        return (large or self.defects or rounding or self.findings)[0]
 
     @property
     def headline(self) -> str:
         """What to do first, or that there is nothing to mend."""
         if self.alarm:
-            return f"Look here first: {CAUSES[self.cause]}."
+            return f"Look here first: {CAUSES[self.main.cause]}."
         return "No defect: the deployment errs as its format must."
 
     def parts(self) -> str:
