@@ -193,8 +193,8 @@ def test_the_pages_own_folder_is_nobodys_to_write_to(server: Server) -> None:
     own.mkdir(parents=True)
     (own / "job.json").write_text("{}")
     for folder, said in {
-        "output/.tandem/jobs/20260101-000000-abc": "the page&#39;s own",
-        "output/run/../.tandem/x": "the page&#39;s own",
+        "output/.tandem/jobs/20260101-000000-abc": "belongs to the page itself",
+        "output/run/../.tandem/x": "belongs to the page itself",
         "/tmp/elsewhere": "lies outside",
         "datasets/run": "the output folders",
     }.items():
@@ -204,7 +204,7 @@ def test_the_pages_own_folder_is_nobodys_to_write_to(server: Server) -> None:
         assert said in answer
     prompts = 'sample_prompts = "output/.tandem/jobs/20260101-000000-abc/job.json"'  # nor to read from
     text = CONFIG.format(top=prompts, optimizer="", dataset="datasets/inside.toml")
-    assert "the page&#39;s own" in post(server, "/new/start", text=text)[1]
+    assert "belongs to the page itself" in post(server, "/new/start", text=text)[1]
     assert get(server, "/data?dataset=output/.tandem/jobs/20260101-000000-abc/config.toml")[0] == 403
     assert [path.name for path in own.iterdir()] == ["job.json"]
 

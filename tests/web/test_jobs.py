@@ -236,6 +236,6 @@ def test_of_pages_that_begin_the_same_run_at_once_one_may(jobs: Jobs, monkeypatc
     with ThreadPoolExecutor(8) as pool:
         answers = list(pool.map(begin, ["one", "two"] * 8))
     assert answers.count("waiting") == 2
-    assert sum("has this folder" in answer for answer in answers) == 14
+    assert sum("uses this folder" in answer for answer in answers) == 14
     assert sorted(job.output for job in jobs.all()) == ["one", "two"]
     assert {entry.name for entry in jobs.folder.iterdir()} == {job.id for job in jobs.all()}  # no rest of the refused

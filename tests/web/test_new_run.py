@@ -162,7 +162,7 @@ def test_several_processes_are_started_by_torchrun_with_the_script_that_the_text
     assert job.words[4:] == (str(ROOT / script), "--config_file", str(job.folder / "config.toml"))
     assert (job.kind, job.output) == ("train", str(output))
     assert answer.headers["hx-redirect"] == f"/run?{urlencode({'path': output})}"
-    with pytest.raises(UserError, match="waits"):  # the same folder once more
+    with pytest.raises(UserError, match="waiting run uses this folder"):  # the same folder once more
         start(site, cast(Any, None), form)
 
 
