@@ -89,7 +89,7 @@ test-cuda: $(STAMP)
 	$(PYTEST) -m slow -n 2 -rs tests/cuda
 
 test-zero: setup-zero
-	$(PYTEST) -rs -k zero tests/training/parallel/test_zero_lora.py tests/training/tasks/test_preservation_runs.py
+	$(PYTEST) -rs -k zero tests/training/parallel/test_lora_layouts.py tests/training/tasks/test_preservation_runs.py
 
 test-faults: $(STAMP)
 	OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false $(PY) -m tests.faults.suite --faults 300

@@ -61,12 +61,13 @@ def run(corpus: Path, output: Path, curves: bool = False, **settings: object) ->
     """Train in this process; ``curves``: with lr.png, which takes longer than the training."""
     AcceleratorState._reset_state(reset_partial_state=True)  # it refuses a second run of other precision otherwise
     with nullcontext() if curves else without_curves():
-        return train(load_for(LLM, flags(corpus, output, **settings)))
+        return train_flags(flags(corpus, output, **settings))
+
+
+def train_flags(flags: list[str]) -> Run:
+    """Train; as a job of a worker group, too."""
+    return train(load_for(LLM, flags))
 
 
 def weights(output: Path, name: str = "model") -> dict[str, Tensor]:
     return load_file(output / name / "model.safetensors")
-
-
-def lines(output: Path) -> list[dict]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from accelerate.state import AcceleratorState
 from diffusers import FluxPipeline
 from PIL import Image, ImageDraw
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
@@ -25,7 +28,7 @@ from networks.network import AdapterNetwork
 from tests.curves import without_curves
 from tests.forked import run_script
 from tests.processes import run_command
-from tests.tiny import tiny_flux_pipeline
+from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline
 from train_lora import train
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -158,10 +161,37 @@ def pipeline_forward(
     return FluxPipeline._unpack_latents(output, height * 8, width * 8, vae_scale_factor=8)
 
 
-def losses_of(output: Path) -> list[float]:
-    """Return the loss of every training line of a run's metrics."""
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
+@torch.no_grad()
+def velocity(transformer: torch.nn.Module) -> torch.Tensor:
+    """Return the velocity of a tiny FLUX transformer on fixed inputs."""
+    inputs = tiny_flux_inputs()
+    return pipeline_forward(transformer, inputs.pop("latents"), inputs.pop("sigmas"), inputs)
+
+
+def metrics(output: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses_of(output: Path, key: str = "loss") -> list[float]:
+    """Return the loss of every training line of a run's metrics, or ``val_loss`` of every validation."""
+    return [line[key] for line in metrics(output) if key in line]
+
+
+def assert_same_metrics(
+    one: Sequence[dict[str, Any]], other: Sequence[dict[str, Any]], keys: Sequence[str], rel: float
+) -> None:
+    """Compare two runs' metrics: the same steps, and ``keys`` in the same lines, equal to ``rel``."""
+    assert [line["step"] for line in one] == [line["step"] for line in other]
+    for expected, found in zip(one, other, strict=True):
+        for key in keys:
+            assert found.get(key) == (pytest.approx(expected[key], rel=rel) if key in expected else None), key
+
+
+def metadata(file: Path) -> dict[str, str]:
+    """Return the metadata of a safetensors file, or of the LoRA of a run in a folder."""
+    with safe_open(file / "lora.safetensors" if file.is_dir() else file, framework="pt") as opened:
+        return opened.metadata()
 
 
 def learn_by_heart(step: FlowStep, transformer: nn.Module, network: AdapterNetwork, batch: Batch) -> list[float]:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.chat_runs import write_place
 from tests.pretraining_runs import write_corpus
 from tests.runs import write_base, write_dataset
 
@@ -26,3 +27,9 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A corpus for language models."""
     return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tiny language models with a tokenizer, and conversations to learn by heart."""
+    return write_place(tmp_path_factory.mktemp("llm"))

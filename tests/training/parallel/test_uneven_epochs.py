@@ -17,13 +17,20 @@ from tests.chat_runs import adapter
 from tests.chat_runs import flags as chat_flags
 from tests.chat_runs import run as chat_run
 from tests.chat_runs import train_flags as train_chat
-from tests.layouts import assert_same_metrics, lines, train_one
 from tests.pretraining_runs import flags as corpus_flags
 from tests.pretraining_runs import run as corpus_run
+from tests.pretraining_runs import train_flags as train_corpus
 from tests.pretraining_runs import weights
-from tests.runs import arguments, largest_difference, lora, run, write_dataset
-from tests.training.parallel.test_sharded_pretraining import train_one as train_corpus
-from tests.training.tasks.test_chat_lora_runs import place  # noqa: F401  # the fixture
+from tests.runs import (
+    arguments,
+    assert_same_metrics,
+    largest_difference,
+    lora,
+    metrics,
+    run,
+    train_flags,
+    write_dataset,
+)
 from tests.worker_group import Job, run_in_group
 
 SAME = 1e-5  # of the largest weight: fp32 sums in another order
@@ -65,7 +72,7 @@ def write_images(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def runs(base: Path, corpus: Path, place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+def runs(base: Path, corpus: Path, place: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same runs on one process and on two."""
     folder = tmp_path_factory.mktemp("uneven")
     images, seven = write_images(folder / "images"), write_dataset(folder / "seven", images=7, text="batch_size = 2")
@@ -88,7 +95,7 @@ def runs(base: Path, corpus: Path, place: Path, tmp_path_factory: pytest.TempPat
     corpus_run(corpus, folder / "text_one", **text)
 
     def job(name: str, data: Path = images, **settings: object) -> Job:
-        return name, train_one, (arguments(base, data, folder / name, **settings),)
+        return name, train_flags, (arguments(base, data, folder / name, **settings),)
 
     jobs: list[Job] = [
         job("ddp_slow", **EPOCHS, gradient_accumulation_steps=3),
@@ -107,7 +114,7 @@ def runs(base: Path, corpus: Path, place: Path, tmp_path_factory: pytest.TempPat
 )
 def test_two_processes_train_as_one(runs: Path, several: str, one: str) -> None:
     assert largest_difference(lora(runs / several), lora(runs / one)) < SAME
-    expected, found = lines(runs / one), lines(runs / several)
+    expected, found = metrics(runs / one), metrics(runs / several)
     if several == "resumed":
         expected = [line for line in expected if line["step"] > 3]
         found = [line for line in found if line["step"] > 3]
@@ -117,15 +124,17 @@ def test_two_processes_train_as_one(runs: Path, several: str, one: str) -> None:
 
 def test_the_last_step_of_an_epoch_has_the_batches_that_are_left(runs: Path) -> None:
     for name, steps in (("fsdp", 7), ("ddp_slow", 3)):  # 13 batches, 2 or 6 a step
-        epochs = [line["epoch"] for line in lines(runs / name) if "loss" in line]
+        epochs = [line["epoch"] for line in metrics(runs / name) if "loss" in line]
         assert epochs == [0] * steps + [1] * steps
 
 
 def test_a_conversation_and_a_window_come_once_too(runs: Path, corpus: Path) -> None:
     assert largest_difference(adapter(runs / "chat/lora"), adapter(runs / "chat_one/lora")) < SAME
-    assert [line["epoch"] for line in lines(runs / "chat") if "loss" in line] == [0] * 2 + [1] * 2  # 8 chats, 6 a step
+    assert [line["epoch"] for line in metrics(runs / "chat") if "loss" in line] == [0] * 2 + [
+        1
+    ] * 2  # 8 chats, 6 a step
     assert largest_difference(weights(runs / "text"), weights(runs / "text_one")) < SAME
-    (last,) = [line for line in lines(runs / "text") if "loss" in line][-1:]
+    (last,) = [line for line in metrics(runs / "text") if "loss" in line][-1:]
     windows = (TokenShards(corpus, "train").tokens - 1) // 32 - 1
     assert last["tokens"] == windows * 32
     assert windows % 32
@@ -147,7 +156,7 @@ def test_every_layout_takes_the_smaller_step(base: Path, tmp_path: Path) -> None
         layouts |= {f"zero{n}": (2, {"zero": n, "gradient_accumulation_steps": 2}) for n in (1, 2, 3)}
     for processes in (4, 2):
         jobs: list[Job] = [
-            (name, train_one, (arguments(base, images, tmp_path / name, **settings | layout),))
+            (name, train_flags, (arguments(base, images, tmp_path / name, **settings | layout),))
             for name, (count, layout) in layouts.items()
             if count == processes
         ]
@@ -155,4 +164,4 @@ def test_every_layout_takes_the_smaller_step(base: Path, tmp_path: Path) -> None
             assert run_in_group(jobs, tmp_path, processes) == {name: "" for name, _, _ in jobs}
     for name in layouts:
         assert largest_difference(lora(tmp_path / name), lora(tmp_path / "one")) < SAME, name
-        assert_same_metrics(lines(tmp_path / "one"), lines(tmp_path / name), KEYS, rel=1e-4)
+        assert_same_metrics(metrics(tmp_path / "one"), metrics(tmp_path / name), KEYS, rel=1e-4)

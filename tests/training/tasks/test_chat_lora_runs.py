@@ -14,14 +14,8 @@ from transformers import AutoModelForCausalLM
 from library.errors import UserError
 from library.models.llm.files import load_lm
 from library.training.tasks.chat_lora import put_lora_on
-from tests.chat_runs import adapter, flags, run, train_flags, write_place
+from tests.chat_runs import adapter, flags, run, train_flags
 from tests.worker_group import run_in_group
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two tiny models with a tokenizer, and conversations to learn by heart."""
-    return write_place(tmp_path_factory.mktemp("llm"))
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])

@@ -12,8 +12,16 @@ from PIL import Image
 
 from library.config.load import load_config
 from library.errors import UserError
-from tests.layouts import assert_same_metrics, lines, train_one
-from tests.runs import arguments, largest_difference, lora, run, write_dataset
+from tests.runs import (
+    arguments,
+    assert_same_metrics,
+    largest_difference,
+    lora,
+    metrics,
+    run,
+    train_flags,
+    write_dataset,
+)
 from tests.worker_group import run_in_group
 
 PAINTED = "a ring, grey --s 2\na line, white --w 64 --h 32 --s 2 --d 7\n"
@@ -43,7 +51,7 @@ def painted(cache: Path) -> list[Path]:
 
 def measured(output: Path) -> dict[int, tuple[float, float]]:
     """Return by step what was learnt and what was changed elsewhere."""
-    found = [line for line in lines(output) if "val_loss" in line]
+    found = [line for line in metrics(output) if "val_loss" in line]
     return {line["step"]: (line["val_loss"], line["val_prior_loss"]) for line in found}
 
 
@@ -165,11 +173,11 @@ def test_two_processes_equal_one(base: Path, files: dict[str, Any], tmp_path: Pa
     steps = {"max_train_steps": 5, "learning_rate": 1e-3}
     one = {key: value for key, value in layout.items() if key == "network_dim"}
     run(base, dataset, tmp_path / "one", **kept, **steps, **one | {"gradient_accumulation_steps": 2})
-    job = ("two", train_one, (arguments(base, dataset, tmp_path / "two", **kept, **steps, **layout),))
+    job = ("two", train_flags, (arguments(base, dataset, tmp_path / "two", **kept, **steps, **layout),))
     assert run_in_group([job], tmp_path) == {"two": ""}
     keys = ("loss", "val_loss", "val_prior_loss", "grad_norm")
     # AdamW's first steps have the gradient's sign: entries near zero may go either way (tests/training/parallel)
-    assert_same_metrics(lines(tmp_path / "one"), lines(tmp_path / "two"), keys, rel=2e-3)
+    assert_same_metrics(metrics(tmp_path / "one"), metrics(tmp_path / "two"), keys, rel=2e-3)
 
 
 @pytest.mark.parametrize(

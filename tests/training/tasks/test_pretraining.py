@@ -21,8 +21,9 @@ from library.models.llm.model import TransformerLM
 from library.models.llm.spec import PRESETS
 from library.training.optim.optimizers import MuonWithAdamW
 from library.training.tasks.pretraining import flops_per_token, parameter_groups
-from tests.pretraining_runs import flags, lines, run, weights
+from tests.pretraining_runs import flags, run, weights
 from tests.processes import launcher, run_command
+from tests.runs import metrics
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -46,7 +47,7 @@ def test_a_resumed_run_ends_with_the_same_bits(settings: dict, corpus: Path, tmp
     run(corpus, tmp_path / "rest", resume=tmp_path / "whole/model-step00000004-state", **settings)
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "rest"))
     assert not same(weights(tmp_path / "whole"), weights(tmp_path / "whole", "model-step00000004"))
-    whole, rest = lines(tmp_path / "whole"), lines(tmp_path / "rest")
+    whole, rest = metrics(tmp_path / "whole"), metrics(tmp_path / "rest")
     for key in ("step", "loss", "loss_ema", "grad_norm", "tokens", "lr/vectors", "val_loss"):
         assert [line.get(key) for line in whole] == [line.get(key) for line in rest], key
 
@@ -57,7 +58,7 @@ def test_a_resumed_run_of_another_batch_size_goes_on_in_the_data_where_the_first
     run(corpus, tmp_path, save_every_n_steps=4, save_state=True, lr_scheduler="constant", lr_warmup_steps=None)
     constant = {"lr_scheduler": "constant", "lr_warmup_steps": None, "resume": tmp_path / "model-step00000004-state"}
     run(corpus, tmp_path, train_batch_size=8, max_train_steps=5, **constant)
-    line = next(line for line in lines(tmp_path) if line["step"] == 5)
+    line = next(line for line in metrics(tmp_path) if line["step"] == 5)
     assert line["tokens"] == (4 * 4 + 8) * 32
     # windows 16 to 24 of the order
     model = load_lm(tmp_path / "model-step00000004", torch.float32)
@@ -84,7 +85,7 @@ def test_the_first_step_is_adamws_on_the_mean_of_all_windows(corpus: Path, tmp_p
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     torch.optim.AdamW(groups, lr=3e-3, betas=(0.9, 0.95)).step()
-    (line, _) = lines(tmp_path / "two")
+    (line, _) = metrics(tmp_path / "two")
     # fp32 sums in another order
     assert line["loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert line["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
@@ -118,10 +119,10 @@ def test_training_learns_what_there_is_to_learn(corpus: Path, tmp_path: Path) ->
     assert before == pytest.approx(math.log(vocabulary), rel=0.02)  # fresh weights know nothing
     # sixteen equally likely words; a token each, mostly: the best is ln 16, nothing can go below
     assert math.log(16) * 0.8 < after < math.log(16) * 1.25
-    held_out = [line for line in lines(tmp_path) if "val_loss" in line]
+    held_out = [line for line in metrics(tmp_path) if "val_loss" in line]
     assert [line["step"] for line in held_out] == [0, 30, 60]
     assert held_out[-1]["val_perplexity"] == pytest.approx(math.exp(after))
-    trained = [line for line in lines(tmp_path) if "loss" in line]
+    trained = [line for line in metrics(tmp_path) if "loss" in line]
     assert trained[-1]["tokens"] == (3 * 142 + 6 * 8) * 32  # of 142 windows the last step of an epoch has six
     assert trained[-1]["lr/matrices"] == pytest.approx(3e-4, rel=0.05)  # the floor, a tenth
     assert trained[0]["lr/matrices"] == pytest.approx(3e-3 / 2)
@@ -144,7 +145,7 @@ def test_a_published_model_is_gone_on_from(corpus: Path, tmp_path: Path) -> None
     settings = {"preset": None, "width": None, "layers": None, "heads": None, "init_from": tmp_path / "first/model"}
     events = run(corpus, tmp_path / "second", max_train_steps=3, learning_rate=0.0, **settings)
     assert same(weights(tmp_path / "first"), weights(tmp_path / "second"))
-    assert events.val_losses[-1] == pytest.approx(lines(tmp_path / "first")[-1]["val_loss"], rel=1e-6)
+    assert events.val_losses[-1] == pytest.approx(metrics(tmp_path / "first")[-1]["val_loss"], rel=1e-6)
 
 
 @pytest.mark.slow
@@ -156,7 +157,7 @@ def test_two_processes_train_as_one_with_twice_the_batch(corpus: Path, tmp_path:
         {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    one, two = lines(tmp_path / "one"), lines(tmp_path / "two")
+    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
     for key in ("step", "tokens"):
         assert [line.get(key) for line in one] == [line.get(key) for line in two]
     for ours, theirs in zip(one, two, strict=True):  # sums in another order

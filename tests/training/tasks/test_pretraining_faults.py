@@ -14,7 +14,8 @@ from torch import Tensor
 from library.errors import UserError
 from library.llm.token_batches import TokenBatches, TokenShards
 from library.training.tasks.pretraining import Pretraining
-from tests.pretraining_runs import lines, run, weights
+from tests.pretraining_runs import run, weights
+from tests.runs import metrics
 
 CONSTANT: dict[str, object] = {"lr_scheduler": "constant", "lr_warmup_steps": None}
 
@@ -97,7 +98,7 @@ def test_the_saved_model_is_the_average_and_training_goes_on_from_the_weights(co
         expected = {name: decay * value + (1 - decay) * now[name] for name, value in expected.items()}
     for name, tensor in weights(tmp_path / "averaged").items():
         torch.testing.assert_close(tensor, expected[name], rtol=1e-5, atol=1e-6, msg=name)
-    losses = [[line["loss"] for line in lines(tmp_path / name) if "loss" in line] for name in ("plain", "averaged")]
+    losses = [[line["loss"] for line in metrics(tmp_path / name) if "loss" in line] for name in ("plain", "averaged")]
     assert losses[0] == losses[1]
     state = tmp_path / "averaged/model-step00000002-state"
     run(corpus, tmp_path / "rest", **settings, ema_decay=0.9, resume=state)
@@ -111,8 +112,8 @@ def test_epochs_end_the_run_and_are_saved_validated_and_sampled(corpus: Path, tm
     windows = TokenBatches(TokenShards(corpus, "train"), 32, 32, seed=5).windows
     first = -(-windows // 32)  # its last step is a smaller one
     steps = 2 * first
-    assert [line["epoch"] for line in lines(tmp_path) if "loss" in line] == [0] * first + [1] * (steps - first)
-    assert [line["step"] for line in lines(tmp_path) if "val_loss" in line] == [0, first, steps]
+    assert [line["epoch"] for line in metrics(tmp_path) if "loss" in line] == [0] * first + [1] * (steps - first)
+    assert [line["step"] for line in metrics(tmp_path) if "val_loss" in line] == [0, first, steps]
     assert sorted(path.stem for path in (tmp_path / "samples").glob("*.txt")) == [
         f"{step:08d}" for step in (0, first, steps)
     ]
