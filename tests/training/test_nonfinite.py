@@ -26,7 +26,7 @@ from library.training.engine import Engine
 from library.training.run import Run
 from library.training.signals import NOTHING, SignalHandler, StopRequest
 from tests.runs import arguments as flags
-from tests.runs import lora, run, train_flags, write_dataset
+from tests.runs import lora, run, same, train_flags, write_dataset
 from tests.worker_group import run_in_group
 
 BAD = "5.png"
@@ -62,10 +62,6 @@ def spoilt(clean: Path, folder: Path, value: float) -> Path:
 
 def finite(weights: dict[str, torch.Tensor]) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in weights.values())
-
-
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
 def test_stop_names_the_image_and_keeps_what_was_learnt_before(base: Path, clean: Path, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import shutil
@@ -23,7 +22,7 @@ from library.training.engine import Engine
 from library.training.report.metrics import StepMetrics
 from library.training.sampling.images import Sampler
 from library.training.tasks.image_lora import ImageLora
-from tests.runs import lora, run, write_dataset
+from tests.runs import lora, metrics, run, same, write_dataset
 
 Patch = pytest.MonkeyPatch
 
@@ -42,14 +41,9 @@ def fail_at(count: int, original: Callable[..., Any], error: BaseException) -> C
     return failing
 
 
-def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def averages(output: Path, name: str = "loss_ema") -> dict[int, float]:
+def by_step(output: Path, name: str = "loss_ema") -> dict[int, float]:
     """Return the average loss, or another one, by step."""
-    lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line[name] for line in lines if name in line}
+    return {line["step"]: line[name] for line in metrics(output) if name in line}
 
 
 def fail_in_backward(patch: Patch) -> None:
@@ -113,7 +107,7 @@ def test_an_error_amid_the_steps_leaves_lora_and_state_of_the_last_good_one(
     assert find_damage(tmp_path / f"out/lora-step{steps:08d}-state") is None
     run(base, data, tmp_path / "out", **settings, resume="auto")
     assert same(lora(tmp_path / "out"), lora(tmp_path / "whole"))
-    assert averages(tmp_path / "out") == averages(tmp_path / "whole")
+    assert by_step(tmp_path / "out") == by_step(tmp_path / "whole")
 
 
 def test_a_step_that_does_not_fit_after_an_epoch_names_the_checkpoint_of_the_epoch(
@@ -139,10 +133,10 @@ def test_what_was_due_after_an_epoch_whose_validation_failed_is_done_when_the_ru
         with pytest.raises(OSError, match="Stale"):
             run(base, data, tmp_path / "out", **settings)
     run(base, data, tmp_path / "out", **settings, resume="auto")
-    validated = averages(tmp_path / "out", "val_loss")
+    validated = by_step(tmp_path / "out", "val_loss")
     assert list(validated) == [0, 3, 5]
     assert same(lora(tmp_path / "out", "lora-000001"), lora(tmp_path / "whole", "lora-000001"))
-    assert validated == averages(tmp_path / "whole", "val_loss")
+    assert validated == by_step(tmp_path / "whole", "val_loss")
 
 
 def test_what_is_due_after_a_step_and_after_its_epoch_is_done_once(
@@ -161,8 +155,7 @@ def test_what_is_due_after_a_step_and_after_its_epoch_is_done_once(
         f"{what}_every_n_{unit}": n for what in ("validate", "sample") for unit, n in EACH_EPOCH
     }
     run(base, data, tmp_path / "out", **often, max_train_steps=6, sample_prompts=tmp_path / "prompts.txt")
-    lines = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "val_loss" in line] == [0, 3, 6]
+    assert list(by_step(tmp_path / "out", "val_loss")) == [0, 3, 6]
     assert sampled == [3, 6]
 
 

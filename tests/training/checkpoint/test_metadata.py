@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from safetensors import safe_open
 
 from library.config.schema import DatasetArguments
 from library.data.config import load_dataset_config
@@ -23,7 +22,7 @@ from library.training.checkpoint.metadata import (
     without_folders,
 )
 from library.training.checkpoint.state import Position
-from tests.runs import run, write_dataset
+from tests.runs import metadata, run, write_dataset
 
 TOML = """
 [general]
@@ -206,8 +205,7 @@ def test_a_runs_file_carries_every_key_and_no_folder(base: Path, tmp_path: Path)
     settings |= {"trigger_word": "zorbo", "caption_command": "describe --key s3cret {image}"}
     # 4 images in batches of 2, two batches a step: 1 step an epoch, so 3 steps are 3 epochs
     run(base, dataset, tmp_path / "out", max_train_steps=3, gradient_accumulation_steps=2, **settings)
-    with safe_open(tmp_path / "out" / "lora.safetensors", framework="pt") as file:
-        metadata = file.metadata()
+    found = metadata(tmp_path / "out")
     expected = {
         "ss_num_train_images": "4",
         "ss_num_validation_images": "1",
@@ -229,12 +227,12 @@ def test_a_runs_file_carries_every_key_and_no_folder(base: Path, tmp_path: Path)
         "ss_sd_model_name": base.name,
         "modelspec.trigger_phrase": "zorbo",
     }
-    assert {key: metadata.get(key) for key in expected} == expected
-    assert "s3cret" not in json.dumps(metadata)
-    assert 0 <= int(metadata["ss_session_id"]) < 2**32
-    assert str(tmp_path) not in json.dumps(metadata)
-    assert str(base.parent) not in json.dumps(metadata)
+    assert {key: found.get(key) for key in expected} == expected
+    assert "s3cret" not in json.dumps(found)
+    assert 0 <= int(found["ss_session_id"]) < 2**32
+    assert str(tmp_path) not in json.dumps(found)
+    assert str(base.parent) not in json.dumps(found)
     documented = (Path(__file__).resolve().parents[3] / "docs/lora_formats.md").read_text(encoding="utf-8")
-    assert [key for key in metadata if key.startswith("ss_") and f"`{key.removeprefix('ss_')}`" not in documented] == []
-    with safe_open(tmp_path / "out" / "lora-step00000002.safetensors", framework="pt") as file:
-        assert file.metadata()["ss_session_id"] == metadata["ss_session_id"]
+    assert [key for key in found if key.startswith("ss_") and f"`{key.removeprefix('ss_')}`" not in documented] == []
+    earlier = metadata(tmp_path / "out/lora-step00000002.safetensors")
+    assert earlier["ss_session_id"] == found["ss_session_id"]

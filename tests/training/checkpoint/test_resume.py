@@ -16,7 +16,17 @@ import library.files as atomic
 from library.errors import UserError
 from library.files import atomic_folder, atomic_path, clear_leftovers, discard
 from library.training.checkpoint.state import Position, find_damage, newest_state, save_training_state
-from tests.runs import arguments, largest_difference, lora, run, train_flags, write_dataset
+from tests.runs import (
+    arguments,
+    largest_difference,
+    lora,
+    losses_of,
+    metrics,
+    run,
+    same,
+    train_flags,
+    write_dataset,
+)
 from tests.training.checkpoint.test_state import _states
 from tests.training.parallel.test_launchers import SAME_IN_FP32
 from tests.worker_group import run_in_group
@@ -147,12 +157,11 @@ def test_auto_begins_goes_on_and_ends(
         discard(tmp_path / path)
     run(base, dataset, tmp_path, **settings)
     assert f"resume: going on from {tmp_path / 'lora-step00000004-state'}" in capsys.readouterr().out
-    assert all(torch.equal(whole[name], tensor) for name, tensor in lora(tmp_path).items())
+    assert same(whole, lora(tmp_path))
     discard(tmp_path / "weights.safetensors")  # as if killed between the last state and the last LoRA
     run(base, dataset, tmp_path, **settings)
-    assert all(torch.equal(whole[name], tensor) for name, tensor in lora(tmp_path).items())
-    lines = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert lines == [1, 2, 3, 4, 5]
+    assert same(whole, lora(tmp_path))
+    assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4, 5]
     with pytest.raises(UserError, match="was trained with learning_rate"):
         run(base, dataset, tmp_path, **settings, learning_rate=1e-5)
 
@@ -166,7 +175,7 @@ def test_the_state_of_an_epoch_whose_last_step_is_smaller_is_gone_on_from(base: 
     position = json.loads((tmp_path / "out/lora-000001-state/position.json").read_text())
     assert [position[key] for key in ("step", "epoch", "batches")] == [3, 1, 0]
     run(base, data, tmp_path / "out", **settings, resume=tmp_path / "out" / "lora-000001-state")
-    assert all(torch.equal(whole[name], tensor) for name, tensor in lora(tmp_path / "out").items())
+    assert same(whole, lora(tmp_path / "out"))
 
 
 def test_a_run_whose_batches_have_changed_goes_on_at_the_same_share_of_its_epoch(
@@ -199,8 +208,31 @@ def test_two_processes_go_on_from_the_state_of_one(base: Path, tmp_path: Path) -
     assert run_in_group([job], tmp_path) == {"two": ""}
     assert state.stat().st_mtime_ns == written  # gone on from, not made again
     assert largest_difference(lora(tmp_path / "two"), lora(tmp_path / "one")) < SAME_IN_FP32
-    losses = [
-        [json.loads(line)["loss"] for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("one", "two")
-    ]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses_of(tmp_path / "one") == pytest.approx(losses_of(tmp_path / "two"), rel=1e-5)
+
+
+BOTH: dict[str, object] = {"text_encoder_lr": [1e-2, 5e-3], "network_args": ["train_t5xxl=True", "single_dim=0"]}
+BF16: dict[str, object] = {"mixed_precision": "bf16", "full_bf16": True, "network_dropout": 0.1}
+RESUMED: dict[str, dict[str, object]] = {
+    "AdamW": {"lr_scheduler": "cosine", "lr_warmup_steps": 2},
+    "Prodigy, accumulated": {"optimizer_type": "Prodigy", "learning_rate": 1.0, "gradient_accumulation_steps": 2},
+    "schedule-free": {"optimizer_type": "AdamWScheduleFree"},
+    "bf16, dropout": BF16 | {"network_args": ["rank_dropout=0.2"]},
+    "fp8": {"fp8_scaled": True, "fp8_granularity": "row", "fp8_rounding": "stochastic", "mixed_precision": "bf16"},
+    "text encoders, averaged": BOTH | {"ema_decay": 0.9, "lr_scheduler": "cosine"},
+    "CLIP, bf16": BF16 | {"text_encoder_lr": [1e-2], "gradient_checkpointing": True},
+    **{kind: {"network_type": kind, "save_format": "comfy"} for kind in ("dora", "lokr", "loha")},
+}
+
+
+@pytest.mark.parametrize("settings", RESUMED.values(), ids=RESUMED)
+def test_a_resumed_run_gives_the_same_lora(base: Path, tmp_path: Path, settings: dict[str, object]) -> None:
+    augmented = {"flip_aug": True, "shuffle_caption": True, "caption_dropout_rate": 0.2}
+    data = write_dataset(tmp_path / "data", text="batch_size = 2", **augmented)
+    settings = settings | {"max_train_steps": 7}
+    run(base, data, tmp_path / "straight", **settings)
+    run(base, data, tmp_path / "parts", **settings, save_every_n_steps=3, save_state=True)
+    (tmp_path / "parts/lora.safetensors").unlink()
+    run(base, data, tmp_path / "parts", **settings, resume=tmp_path / "parts/lora-step00000003-state")
+    assert same(lora(tmp_path / "straight"), lora(tmp_path / "parts"))
+    assert [line["step"] for line in metrics(tmp_path / "parts") if "loss" in line] == list(range(1, 8))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from library.training.checkpoint.saving import remove_old
 from library.training.checkpoint.state import Position
 from library.training.optim.after_update import WeightAverage
 from library.training.tasks.image_lora import ImageLora
-from tests.runs import largest_difference, lora, run, write_dataset
+from tests.runs import largest_difference, lora, metrics, run, same, write_dataset
 
 VALIDATED = "batch_size = 2\nvalidation_split = 0.25\nvalidation_seed = 1"
 
@@ -86,13 +85,12 @@ def test_the_best_lora_is_kept_and_a_run_without_gain_stops(base: Path, tmp_path
     settings = {"validate_every_n_steps": 1, "save_best": True, "early_stop_patience": 2, "save_every_n_steps": 1}
     # a step far too long: the loss rises, and stays above its first value
     run(base, data, tmp_path / "out", **settings, max_train_steps=40, learning_rate=0.3)
-    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics(tmp_path / "out")
     losses = {line["step"]: line["val_loss"] for line in lines if "val_loss" in line and line["step"] > 0}
     best = min(losses, key=losses.__getitem__)
     assert max(losses) < 40
     assert max(losses) - best == 2
-    chosen = lora(tmp_path / "out", "lora-best")
-    assert all(torch.equal(chosen[n], t) for n, t in lora(tmp_path / "out", f"lora-step{best:08d}").items())
+    assert same(lora(tmp_path / "out", "lora-best"), lora(tmp_path / "out", f"lora-step{best:08d}"))
 
 
 @pytest.mark.parametrize("every", [2, 3])
@@ -100,12 +98,10 @@ def test_the_last_step_is_looked_at_once_and_may_be_the_best(base: Path, tmp_pat
     data = write_dataset(tmp_path / "data", text=VALIDATED)
     out = tmp_path / "out"
     events = run(base, data, out, validate_every_n_steps=every, save_best=True, learning_rate=1e-3)
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    losses = [(line["step"], line["val_loss"]) for line in lines if "val_loss" in line]
+    losses = [(line["step"], line["val_loss"]) for line in metrics(out) if "val_loss" in line]
     assert [step for step, _ in losses] == [0, *range(every, 4, every), 4]
     assert losses[-1][1] == min(loss for _, loss in losses) == events.val_loss  # it learns, so the last is the best
-    best, last = lora(out, "lora-best"), lora(out)
-    assert all(torch.equal(best[name], last[name]) for name in last)
+    assert same(lora(out, "lora-best"), lora(out))
     assert not events.stopped
 
 
@@ -119,7 +115,7 @@ def test_a_loss_that_is_not_a_number_is_never_the_best(
 
     monkeypatch.setattr(ImageLora, "validate", broken)
     ended = run(base, data, tmp_path / "out", validate_every_n_steps=1, save_best=True, learning_rate=1e-3)
-    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics(tmp_path / "out")
     losses = [line["val_loss"] for line in lines if line.get("val_loss") is not None and line["step"] > 1]
     assert ended.position.best_val_loss == min(losses)
 

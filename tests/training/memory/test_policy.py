@@ -94,17 +94,3 @@ def test_running_out_of_memory_names_what_is_not_set_yet(tmp_path: Path) -> None
     assert "set gradient_checkpointing" not in less
     assert less.endswith("raise blocks_to_swap from 2")
     assert "swap" not in advice(config_of(tmp_path), on_cpu=True)
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"blocks_to_swap": 2}, 'blocks_to_swap: memory = "auto" chooses it'),
-        ({"gradient_checkpointing": True}, 'gradient_checkpointing: memory = "auto" chooses it'),
-        ({"memory_dry_run": False}, 'memory_dry_run: memory = "auto" counts a step'),
-        ({"shard": 2}, 'memory: "auto" tries the full model'),
-    ],
-)
-def test_what_contradicts_the_choice_is_refused(settings: dict[str, object], said: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=said):
-        config_of(tmp_path, memory="auto", **settings)

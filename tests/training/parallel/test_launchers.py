@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from tests.processes import launcher
-from tests.runs import arguments, largest_difference, launch, lora, run, start, write_dataset
+from tests.runs import arguments, largest_difference, launch, lora, metrics, run, start, write_dataset
 
 # Gradients of two halves are averaged by all-reduce instead of one mean over the batch: fp32 rounding, as in the
 # accumulation test.
@@ -27,7 +26,7 @@ def test_two_processes_equal_one(base: Path, tmp_path: Path) -> None:
     two = launch(launcher(), arguments(base, halves, tmp_path / "two", **settings), tmp_path)
     assert two.returncode == 0, two.stderr
     assert largest_difference(lora(tmp_path / "two"), lora(tmp_path / "one")) < SAME_IN_FP32
-    lines = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics(tmp_path / "two")
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 3]  # written by one process, validation before and after
     assert lines[-1]["val_loss"] == pytest.approx(one.val_loss, rel=1e-5)
     assert two.stdout.count("validation loss") == 1

@@ -79,6 +79,7 @@ def runs(base: Path, corpus: Path, place: Path, tmp_path_factory: pytest.TempPat
     four = write_dataset(folder / "four", images=7, text="batch_size = 4")
     plain = {key: EPOCHS[key] for key in ("max_train_steps", "max_train_epochs", "optimizer_type", "learning_rate")}
     chat = {"optimizer_type": "SGD", "learning_rate": 1.0, "max_train_epochs": 2, "train_batch_size": 1}
+    chat |= {"validation_data": [place / "data.jsonl"], "validate_every_n_epochs": 1}
     text = {
         "optimizer_type": "SGD",
         "learning_rate": 0.1,
@@ -133,6 +134,7 @@ def test_a_conversation_and_a_window_come_once_too(runs: Path, corpus: Path) -> 
     assert [line["epoch"] for line in metrics(runs / "chat") if "loss" in line] == [0] * 2 + [
         1
     ] * 2  # 8 chats, 6 a step
+    assert_same_metrics(metrics(runs / "chat_one"), metrics(runs / "chat"), ("loss", "val_loss"), rel=1e-4)
     assert largest_difference(weights(runs / "text"), weights(runs / "text_one")) < SAME
     (last,) = [line for line in metrics(runs / "text") if "loss" in line][-1:]
     windows = (TokenShards(corpus, "train").tokens - 1) // 32 - 1

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 import tools.merge_lora as merge_lora
 from library.errors import UserError
-from tests.runs import largest_difference, lora, run, write_base, write_dataset
-from tests.training.tasks.test_fp8_runs import with_transformer
+from tests.runs import call, largest_difference, lora, metadata, run, write_base, write_dataset
+from tests.training.tasks.test_fp8_runs import linked, with_transformer
 
 STRONG = {"learning_rate": 0.05, "max_train_steps": 3}  # an update that fp8's rounding does not swallow
 
@@ -32,18 +30,8 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, list[str
 
 
 def merged(model: Path, loras: list[str], target: Path) -> Path:
-    words = ["merge_lora.py", "--model", str(model), "--save_to", str(target), *loras]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", words)
-        merge_lora.main()
+    call(merge_lora, "--model", model, "--save_to", target, *loras)
     return target
-
-
-def linked(pipeline: Path, folder: Path, transformer: Path) -> Path:
-    folder.mkdir()
-    for part in pipeline.iterdir():
-        (folder / part.name).symlink_to(transformer if part.name == "transformer" else part.resolve())
-    return folder
 
 
 @pytest.mark.parametrize(
@@ -78,9 +66,7 @@ def test_the_file_says_what_it_was_trained_on_and_a_state_goes_on_with_nothing_e
     base, dataset, (first, second) = case
     asked = {"base_weights": [first], "base_weights_multiplier": [0.5], "save_every_n_steps": 2, "save_state": True}
     run(base, dataset, tmp_path / "out", **asked)
-    with safe_open(tmp_path / "out/lora.safetensors", "pt") as file:
-        metadata = file.metadata()
-    assert json.loads(metadata["tandem.base_weights"]) == [{"lora": "lora.safetensors", "ratio": 0.5}]
+    assert json.loads(metadata(tmp_path / "out")["tandem.base_weights"]) == [{"lora": "lora.safetensors", "ratio": 0.5}]
     assert f"base: {first} merged at 0.5" in capsys.readouterr().out
 
     state = next((tmp_path / "out").glob("lora-step*-state"))

@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from library.errors import UserError
 from library.models.llm.files import load_lm
 from library.training.tasks.chat_lora import put_lora_on
 from tests.chat_runs import adapter, flags, run, train_flags
-from tests.worker_group import run_in_group
+from tests.runs import losses_of, metadata, metrics, same
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gpt2"])
@@ -36,8 +35,7 @@ def test_a_run_learns_the_answers_and_peft_loads_what_it_leaves(place: Path, tmp
         sample_at_first=True,
         output_name="assistant",
     )
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    validated = [line["val_loss"] for line in lines if "val_loss" in line]
+    lines, validated = metrics(tmp_path), losses_of(tmp_path, "val_loss")
     assert validated[-1] < 0.3 * validated[0]  # what it learnt by heart; a uniform guess has ln 290 = 5.7
     assert {"lr/lora_A", "lr/lora_B", "loss_tokens", "grad_norm"} <= lines[-1].keys() | lines[-2].keys()
     assert (tmp_path / "samples/step000000.txt").is_file()
@@ -56,10 +54,9 @@ def test_a_run_learns_the_answers_and_peft_loads_what_it_leaves(place: Path, tmp
     torch.testing.assert_close(ours(tokens), before, rtol=1e-5, atol=1e-5)  # projections apart: other sums
     with pytest.raises(UserError, match="has a LoRA already"):
         put_lora_on(ours, tmp_path / "assistant")
-    with safe_open(tmp_path / "assistant/adapter_model.safetensors", "pt") as file:
-        metadata = file.metadata()
-    assert metadata["tandem.chat_template"] == "plain"
-    assert str(place) not in json.dumps(metadata)  # nobody's folders
+    found = metadata(tmp_path / "assistant/adapter_model.safetensors")
+    assert found["tandem.chat_template"] == "plain"
+    assert str(place) not in json.dumps(found)  # nobody's folders
 
 
 @pytest.mark.parametrize(
@@ -70,9 +67,7 @@ def test_a_resumed_run_gives_the_same_adapter(place: Path, tmp_path: Path, setti
     assert not (tmp_path / "whole/lora-step00000003").exists()  # older than the last two steps
     run(place, tmp_path / "first", save_every_n_steps=3, save_state=True, **settings)
     run(place, tmp_path / "second", resume=tmp_path / "first/lora-step00000003-state", **settings)
-    whole, resumed = adapter(tmp_path / "whole/lora"), adapter(tmp_path / "second/lora")
-    assert whole.keys() == resumed.keys()
-    assert all(torch.equal(whole[key], resumed[key]) for key in whole)
+    assert same(adapter(tmp_path / "whole/lora"), adapter(tmp_path / "second/lora"))
     with pytest.raises(UserError, match="was trained with train_on"):
         run(place, tmp_path / "third", resume=tmp_path / "first/lora-step00000003-state", train_on="all", **settings)
 
@@ -98,8 +93,7 @@ def test_other_bases_and_kinds_learn_too(place: Path, tmp_path: Path, settings: 
         sample_tokens=4,
         **settings,
     )
-    losses = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    before = next(line["val_loss"] for line in losses if "val_loss" in line)
+    before, *_ = losses_of(tmp_path, "val_loss")
     assert events.val_loss is not None
     assert events.val_loss < before - 0.3
     base = AutoModelForCausalLM.from_pretrained(place / "llama", dtype=torch.float32).eval()
@@ -109,19 +103,6 @@ def test_other_bases_and_kinds_learn_too(place: Path, tmp_path: Path, settings: 
     put_lora_on(ours, tmp_path / "lora")
     # DoRA's lengths and PiSSA's start are computed from the base again, in peft by another order of sums
     assert (ours(tokens) - theirs).abs().max() <= 1e-4 * theirs.abs().max()
-
-
-def test_two_processes_equal_one(place: Path, tmp_path: Path) -> None:
-    settings: dict[str, object] = {"network_dropout": 0.0, "packing": True, "max_length": 20, "train_batch_size": 1}
-    settings |= {"validation_data": [place / "data.jsonl"], "validate_every_n_steps": 6}
-    one = run(place, tmp_path / "one", gradient_accumulation_steps=2, **settings)
-    job = ("two", train_flags, (flags(place, tmp_path / "two", gradient_accumulation_steps=1, **settings),))
-    assert run_in_group([job], tmp_path) == {"two": ""}
-    ours, theirs = adapter(tmp_path / "one/lora"), adapter(tmp_path / "two/lora")
-    # gradients of two batches are added by all-reduce instead of in place: fp32 rounding through six steps of Adam
-    assert all((ours[key] - theirs[key]).abs().max() <= 2e-4 * ours[key].abs().max() for key in ours)
-    last = json.loads((tmp_path / "two/metrics.jsonl").read_text().splitlines()[-1])
-    assert last["val_loss"] == pytest.approx(one.val_loss, rel=1e-5)
 
 
 def test_a_run_goes_on_from_an_adapter(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -136,8 +117,7 @@ def test_a_run_goes_on_from_an_adapter(place: Path, tmp_path: Path, capsys: pyte
                 place_of = chosen.index(key)
                 del chosen[place_of : place_of + 2]
         train_flags(chosen)
-        before, after = adapter(tmp_path / "first/lora"), adapter(tmp_path / name / "lora")
-        assert all(torch.equal(before[key], after[key]) for key in before)
+        assert same(adapter(tmp_path / "first/lora"), adapter(tmp_path / name / "lora"))
     assert "trained on base" not in capsys.readouterr().out  # it is the same base
     with pytest.raises(UserError, match="not in the file"):
         run(place, tmp_path / "other", network_weights=tmp_path / "first/lora")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import weakref
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from networks.files.adapters import load_lora
 from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter
 from networks.network import attach_lora
-from tests.runs import largest_difference, lora, pipeline_forward, run
+from tests.runs import call, largest_difference, lora, pipeline_forward, run
 
 Settings = dict[str, object]
 FP8: Settings = {"fp8_scaled": True, "fp8_granularity": "tensor", "fp8_exclude": []}
@@ -153,25 +152,6 @@ def test_one_batch_is_in_memory_at_a_time_and_none_is_read_where_velocities_are_
     assert max(most) <= 2  # the one that is made, and the one before
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"distill_weight": 0.5}, "distill_weight: has no effect without distill_from; remove it"),
-        ({"distill_from": "x"}, "distill_from: it needs the LoRA as it was trained in bf16; set network_weights"),
-        ({"distill_from": "x", "distill_lora": "y", "loss_type": "huber"}, "learns by the squared error, not huber"),
-        (
-            {"quantised_activations": "row"},
-            "quantised_activations: has no effect, the model has no fp8 weights; set fp8_base",
-        ),
-    ],
-)
-def test_what_does_not_go_together_is_refused(
-    settings: Settings, message: str, base: Path, dataset: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=message.replace(".", r"\.")):
-        run(base, dataset, tmp_path, **settings)
-
-
 def test_a_lora_of_mixed_ranks_is_trained_as_its_file_has_it(base: Path, dataset: Path, tmp_path: Path) -> None:
     width = 64
     ranks = {"transformer_blocks.0.attn.to_q": (7, 3.5), "transformer_blocks.0.attn.to_k": (2, 2.0)}
@@ -189,9 +169,7 @@ def test_a_lora_of_mixed_ranks_is_trained_as_its_file_has_it(base: Path, dataset
 
 
 def test_a_teacher_in_fp8_is_refused(base: Path, dataset: Path, liked: Path, tmp_path: Path) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["x", "--model", str(base), "--save_to", str(tmp_path / "fp8"), "--layout", "plain"])
-        quantize_model.main()
+    call(quantize_model, "--model", base, "--save_to", tmp_path / "fp8", "--layout", "plain")
     settings = taught(base, liked) | {"distill_from": tmp_path / "fp8"}
     with pytest.raises(UserError, match="is in fp8; give the bf16 model"):
         run(base, dataset, tmp_path, **settings)

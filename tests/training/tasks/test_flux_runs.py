@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,23 +11,12 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from library.errors import UserError
-from tests.runs import largest_difference, lora, pipeline_forward, run, write_dataset
-from tests.tiny import tiny_flux_inputs
+from tests.runs import largest_difference, lora, losses_of, metrics, run, same, velocity, write_dataset
 
 # Sums in another order: 64 tokens x a few hundred products in fp32, then four Adam steps. Adam divides by the
 # gradient's own size, so a relative error of 1e-6 in a gradient stays a relative error of about 1e-6 in a step; entries
 # of lora_B that are nearly zero take more.
 SAME_IN_FP32 = 2e-4
-
-
-def _metrics(output: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-
-
-@torch.no_grad()
-def _output(transformer: torch.nn.Module) -> torch.Tensor:
-    inputs = tiny_flux_inputs()
-    return pipeline_forward(transformer, inputs.pop("latents"), inputs.pop("sigmas"), inputs)
 
 
 def test_a_run_leaves_lora_metrics_plots_samples_and_its_settings(base: Path, tmp_path: Path) -> None:
@@ -39,11 +26,11 @@ def test_a_run_leaves_lora_metrics_plots_samples_and_its_settings(base: Path, tm
     out = tmp_path / "out"
     sampling = {"sample_prompts": prompts, "sample_at_first": True, "sample_every_n_steps": 2}
     events = run(base, dataset, out, curves=True, **sampling, save_every_n_steps=2, save_every_n_epochs=1)
-    steps = [line for line in _metrics(out) if "loss" in line]
+    steps = [line for line in metrics(out) if "loss" in line]
     assert [line["step"] for line in steps] == [1, 2, 3, 4]
     expected = {"step", "epoch", "loss", "loss_ema", "lr/lora", "grad_norm", "sigma_mean", "s_per_it", "data_wait_s"}
     assert expected | {"peak_mem_bytes", "samples_per_s"} <= steps[0].keys()
-    validations = [line for line in _metrics(out) if "val_loss" in line]
+    validations = [line for line in metrics(out) if "val_loss" in line]
     assert [line["step"] for line in validations] == [0, 4]
     assert events.val_loss == validations[-1]["val_loss"]
     for name in (
@@ -62,38 +49,21 @@ def test_a_run_leaves_lora_metrics_plots_samples_and_its_settings(base: Path, tm
         assert sheet.width > 3 * 96  # a column for each of steps 0, 2 and 4
     again = run(base, dataset, tmp_path / "again", config_file=out / "config.toml", output_dir=tmp_path / "again")
     assert events.task.total_steps == again.task.total_steps
-    assert all(torch.equal(a, b) for a, b in zip(lora(out).values(), lora(tmp_path / "again").values(), strict=True))
-
-
-def test_the_saved_lora_gives_diffusers_the_output_of_the_running_network(
-    base: Path, dataset: Path, tmp_path: Path
-) -> None:
-    events = run(
-        base, dataset, tmp_path, network_dim=4, network_alpha=3, learning_rate=1e-2, network_args=["single_dim=6"]
-    )
-    pipeline = FluxPipeline.from_pretrained(base)
-    ours, plain = _output(events.task.transformer.eval()), _output(pipeline.transformer)
-    pipeline.load_lora_weights(tmp_path / "lora.safetensors")
-    theirs = _output(pipeline.transformer)
-    assert (ours - plain).abs().max() > 1e-2  # the LoRA does something
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert same(lora(out), lora(tmp_path / "again"))
 
 
 @pytest.mark.parametrize("save_format", ["diffusers", "kohya", "comfy"])
-def test_every_save_format_loads_in_diffusers(base: Path, dataset: Path, tmp_path: Path, save_format: str) -> None:
-    events = run(
-        base,
-        dataset,
-        tmp_path,
-        network_alpha=2,
-        learning_rate=1e-2,
-        save_format=save_format,
-        network_args=["single_dim=0"],
-    )
+def test_every_save_format_gives_diffusers_the_output_of_the_running_network(
+    base: Path, dataset: Path, tmp_path: Path, save_format: str
+) -> None:
+    settings = {"network_alpha": 3, "learning_rate": 1e-2, "save_format": save_format}
+    ranks = "single_dim=6" if save_format == "diffusers" else "single_dim=0"
+    events = run(base, dataset, tmp_path, **settings, network_args=[ranks])
     pipeline = FluxPipeline.from_pretrained(base)
+    ours, plain = velocity(events.task.transformer.eval()), velocity(pipeline.transformer)
     pipeline.load_lora_weights(tmp_path / "lora.safetensors")
-    ours, theirs = _output(events.task.transformer.eval()), _output(pipeline.transformer)
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert (ours - plain).abs().max() > 1e-2  # the LoRA does something
+    torch.testing.assert_close(ours, velocity(pipeline.transformer), atol=1e-4, rtol=1e-4)
 
 
 def test_the_same_settings_give_the_same_lora_whatever_the_number_of_workers(
@@ -101,7 +71,7 @@ def test_the_same_settings_give_the_same_lora_whatever_the_number_of_workers(
 ) -> None:
     run(base, dataset, tmp_path / "a")
     run(base, dataset, tmp_path / "b", max_data_loader_n_workers=2)
-    assert all(torch.equal(lora(tmp_path / "a")[k], v) for k, v in lora(tmp_path / "b").items())
+    assert same(lora(tmp_path / "a"), lora(tmp_path / "b"))
     run(base, dataset, tmp_path / "c", seed=4)
     assert largest_difference(lora(tmp_path / "a"), lora(tmp_path / "c")) > 0.01
 
@@ -111,33 +81,7 @@ def test_accumulation_over_four_equals_a_batch_of_four(base: Path, dataset: Path
     run(base, dataset, tmp_path / "batch")
     run(base, one_by_one, tmp_path / "accumulated", gradient_accumulation_steps=4)
     assert largest_difference(lora(tmp_path / "accumulated"), lora(tmp_path / "batch")) < SAME_IN_FP32
-    losses = [[line["loss"] for line in _metrics(tmp_path / name)] for name in ("batch", "accumulated")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"optimizer_type": "AdamW", "lr_scheduler": "cosine", "lr_warmup_steps": 2},
-        {"optimizer_type": "Prodigy", "learning_rate": 1.0, "gradient_accumulation_steps": 2},
-        {"optimizer_type": "AdamWScheduleFree"},
-        {"mixed_precision": "bf16", "full_bf16": True, "network_dropout": 0.1, "network_args": ["rank_dropout=0.2"]},
-    ],
-    ids=["adamw", "prodigy-accumulated", "schedule-free", "bf16-dropout"],
-)
-def test_resumed_run_gives_the_same_lora(base: Path, tmp_path: Path, settings: dict[str, object]) -> None:
-    data = write_dataset(
-        tmp_path / "data", text="batch_size = 2", flip_aug=True, shuffle_caption=True, caption_dropout_rate=0.2
-    )
-    settings = settings | {"max_train_steps": 7}
-    run(base, data, tmp_path / "straight", **settings)
-    run(base, data, tmp_path / "parts", **settings, save_every_n_steps=3, save_state=True)
-    for half in tmp_path.glob("parts/lora.safetensors"):
-        half.unlink()
-    run(base, data, tmp_path / "parts", **settings, resume=tmp_path / "parts" / "lora-step00000003-state")
-    resumed, straight = lora(tmp_path / "parts"), lora(tmp_path / "straight")
-    assert [k for k in straight if not torch.equal(straight[k], resumed[k])] == []
-    assert [line["step"] for line in _metrics(tmp_path / "parts") if "loss" in line] == list(range(1, 8))
+    assert losses_of(tmp_path / "batch") == pytest.approx(losses_of(tmp_path / "accumulated"), rel=1e-5)
 
 
 def test_epochs_win_over_steps_and_buckets_survive_them(base: Path, tmp_path: Path) -> None:
@@ -150,48 +94,7 @@ def test_epochs_win_over_steps_and_buckets_survive_them(base: Path, tmp_path: Pa
     data.write_text(data.read_text() + f'[[datasets.subsets]]\nimage_dir = "{tmp_path / "wide" / "images"}"\n')
     events = run(base, data, tmp_path / "out", max_train_epochs=2)
     assert events.task.total_steps == 2 * (3 + 2)
-    assert _metrics(tmp_path / "out")[-1]["epoch"] == 1
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"validate_every_n_steps": 2}, "validate_every_n_steps: no images are held out; set validation_split"),
-        ({"resume": "nowhere"}, "resume: nowhere is not a training state"),
-        ({"mixed_precision": "fp16"}, "mixed_precision: fp16 needs a GPU"),
-        ({"network_weights": "nowhere.safetensors"}, "nowhere.safetensors"),
-        ({"sample_prompts": "nowhere.txt"}, "sample_prompts: nowhere.txt: no such file"),
-        ({"pretrained_model_name_or_path": "nowhere"}, "nowhere"),
-        ({"dataset_config": "nowhere.toml"}, "nowhere.toml"),
-        ({"masked_loss": True}, "masked_loss is set but no subset has masks"),
-    ],
-)
-def test_what_cannot_work_is_refused_in_one_line(
-    base: Path, dataset: Path, tmp_path: Path, settings: dict[str, object], message: str
-) -> None:
-    with pytest.raises(UserError) as caught:
-        run(base, dataset, tmp_path / "out", **settings)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"optimizer_type": "AdamWW"}, "no optimizer 'AdamWW'; did you mean 'AdamW'?"),
-        ({"optimizer_args": ["weight_decai=0.1"]}, "did you mean 'weight_decay'?"),
-        ({"network_weights": "nowhere.safetensors"}, "network_weights: nowhere.safetensors does not exist"),
-        ({"resume": "nowhere"}, "resume: nowhere is not a training state (no such folder)"),
-        ({"output_dir": "/proc/x"}, "output_dir: /proc/x cannot be written to"),
-    ],
-)
-def test_what_needs_no_model_is_refused_before_one_is_looked_for(
-    tmp_path: Path, settings: dict[str, object], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("os.access", lambda path, mode: str(path) != "/proc")  # root may write anywhere
-    with pytest.raises(UserError) as caught:
-        run(tmp_path / "no-model", tmp_path / "no-data.toml", tmp_path / "out", **settings)
-    assert message in str(caught.value)
+    assert metrics(tmp_path / "out")[-1]["epoch"] == 1
 
 
 def test_a_finished_run_has_nothing_to_resume(base: Path, dataset: Path, tmp_path: Path) -> None:
@@ -199,7 +102,7 @@ def test_a_finished_run_has_nothing_to_resume(base: Path, dataset: Path, tmp_pat
     with pytest.raises(UserError, match=r"lora-state is at step 4 and the run ends at 4; raise max_train_steps"):
         run(base, dataset, tmp_path, resume=tmp_path / "lora-state")
     run(base, dataset, tmp_path, resume=tmp_path / "lora-state", max_train_steps=6)
-    assert _metrics(tmp_path)[-1]["step"] == 6
+    assert metrics(tmp_path)[-1]["step"] == 6
 
 
 def test_a_resumed_run_may_not_change_what_its_state_brings_along(base: Path, dataset: Path, tmp_path: Path) -> None:
@@ -211,12 +114,6 @@ def test_a_resumed_run_may_not_change_what_its_state_brings_along(base: Path, da
     run(base, dataset, tmp_path, **resumed, lr_scheduler="cosine")  # a schedule is taken up at the next step
 
 
-@pytest.mark.skipif(find_spec("wandb") is not None, reason="wandb is installed")
-def test_a_tracker_that_is_not_installed_is_named(base: Path, dataset: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="log_with: wandb is not installed; pip install wandb, or use tensorboard"):
-        run(base, dataset, tmp_path, log_with="wandb")
-
-
 def test_regional_compilation_trains_the_same_lora(base: Path, dataset: Path, tmp_path: Path) -> None:
     run(base, dataset, tmp_path / "plain", max_train_steps=2)
     # aot_eager: the whole of the compiler but its code generator, which takes minutes on two cores
@@ -224,11 +121,10 @@ def test_regional_compilation_trains_the_same_lora(base: Path, dataset: Path, tm
     assert largest_difference(lora(tmp_path / "compiled"), lora(tmp_path / "plain")) < SAME_IN_FP32
 
 
-def test_the_tracker_gets_the_metrics(base: Path, dataset: Path, tmp_path: Path) -> None:
+def test_the_tracker_gets_themetrics(base: Path, dataset: Path, tmp_path: Path) -> None:
     run(base, dataset, tmp_path, log_with="tensorboard", max_train_steps=2)
     events = EventAccumulator(str(tmp_path / "logs" / "tandem")).Reload()
-    written = [line["loss"] for line in _metrics(tmp_path)]
-    assert [point.value for point in events.Scalars("loss")] == pytest.approx(written)
+    assert [point.value for point in events.Scalars("loss")] == pytest.approx(losses_of(tmp_path))
     assert {"lr/lora", "grad_norm", "s_per_it"} <= set(events.Tags()["scalars"])
 
 
@@ -244,6 +140,3 @@ def test_a_run_computes_with_the_attention_kernel_that_was_chosen(base: Path, da
     done = run(base, dataset, tmp_path / "out", attention="math", max_train_steps=1)
     used = {m.processor.backend for m in done.task.transformer.modules() if hasattr(m, "processor")}
     assert used == {"math"}
-    if not torch.cuda.is_available():
-        with pytest.raises(UserError, match="attention: 'cudnn' cannot run .* choose 'auto'"):
-            run(base, dataset, tmp_path / "refused", attention="cudnn", max_train_steps=1)

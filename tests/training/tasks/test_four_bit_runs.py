@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from library.errors import UserError
@@ -15,7 +14,7 @@ from library.precision.linear import QuantizedLinear
 from networks.files.base import check_target, open_base
 from tests.precision.files.gguf_files import image_model_types, read_by_the_package, write_gguf
 from tests.precision.files.nf4_files import nf4_of
-from tests.runs import largest_difference, lora, run, write_dataset
+from tests.runs import largest_difference, lora, metadata, run, write_dataset
 from tests.tiny import SingleFiles, save_single_files, tiny_flux_pipeline
 
 SAME_IN_FP32 = 2e-4  # other orders of summation, as in test_flux_runs
@@ -56,8 +55,7 @@ def test_the_lora_is_that_of_the_dequantised_model(
     assert sum(isinstance(module, QuantizedLinear) for module in events.task.transformer.modules()) == 26
     run(plain, dataset, tmp_path / "theirs", **settings)
     assert largest_difference(lora(tmp_path / "own"), lora(tmp_path / "theirs")) < SAME_IN_FP32
-    with safe_open(tmp_path / "own" / "lora.safetensors", framework="pt") as file:
-        kept = file.metadata()["tandem.base_precision"]
+    kept = metadata(tmp_path / "own")["tandem.base_precision"]
     assert "26 linear weights" in kept
     assert kept.startswith("nf4" if kind == "nf4" else "gguf")
     assert kind in " ".join(capsys.readouterr().out.split())

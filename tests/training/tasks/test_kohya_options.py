@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from library.models.flux.spec import FluxFamily
-from tests.runs import arguments, largest_difference, lora, run, start, write_base, write_dataset
+from tests.runs import arguments, largest_difference, lora, metadata, metrics, run, start, write_base, write_dataset
 
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("kohya_options")
     return write_base(folder / "base"), write_dataset(folder / "data", images=4)
-
-
-def metadata_of(output: Path) -> dict[str, str]:
-    with safe_open(output / "lora.safetensors", "pt") as file:
-        return file.metadata()
 
 
 def test_no_update_of_the_file_is_larger_than_scale_weight_norms(case: tuple[Path, Path], tmp_path: Path) -> None:
@@ -37,12 +30,12 @@ def test_no_update_of_the_file_is_larger_than_scale_weight_norms(case: tuple[Pat
         norms[name] = [(up @ down).norm().item() for up, down in pairs]  # alpha is the rank
     assert max(norms["free"]) > 2 * limit
     assert max(norms["bound"]) <= limit * (1 + 1e-5)
-    last = json.loads((tmp_path / "bound/metrics.jsonl").read_text().splitlines()[-1])
+    last = metrics(tmp_path / "bound")[-1]
     assert last["max_norm/max_key_norm"] == pytest.approx(max(norms["bound"]), rel=1e-5)
     assert last["norm/avg_key_norm"] == pytest.approx(sum(norms["bound"]) / len(norms["bound"]), rel=1e-5)
     assert last["max_norm/keys_scaled"] > 0
-    assert metadata_of(tmp_path / "bound")["ss_scale_weight_norms"] == str(limit)
-    assert metadata_of(tmp_path / "free")["ss_scale_weight_norms"] == "None"
+    assert metadata(tmp_path / "bound")["ss_scale_weight_norms"] == str(limit)
+    assert metadata(tmp_path / "free")["ss_scale_weight_norms"] == "None"
 
 
 @pytest.mark.parametrize(
@@ -66,7 +59,7 @@ def test_an_option_changes_the_training_and_stands_in_the_file(
     run(*case, tmp_path / "with", **settings)
     run(*case, tmp_path / "without")
     assert largest_difference(lora(tmp_path / "with"), lora(tmp_path / "without")) > 1e-3
-    assert metadata_of(tmp_path / "with")[fact[0]] == fact[1]
+    assert metadata(tmp_path / "with")[fact[0]] == fact[1]
 
 
 FIELDS = ["title", "author", "description", "license", "tags", "usage_hint", "trigger_phrase", "merged_from"]
@@ -77,13 +70,13 @@ def test_metadata_are_modelspecs_fields_and_no_metadata_leaves_the_run_out(
 ) -> None:
     given = {f"metadata_{field}": f"my {field}, Ä" for field in FIELDS}
     run(*case, tmp_path / "all", **given, training_comment="a comment", max_train_steps=1)
-    found = metadata_of(tmp_path / "all")
+    found = metadata(tmp_path / "all")
     assert {field: found[f"modelspec.{field}"] for field in FIELDS} == {f: f"my {f}, Ä" for f in FIELDS}
     assert found["ss_output_name"] == "lora"
     assert found["ss_training_comment"] == "a comment"
 
     run(*case, tmp_path / "few", **given, training_comment="a comment", no_metadata=True, max_train_steps=1)
-    few = metadata_of(tmp_path / "few")
+    few = metadata(tmp_path / "few")
     assert few["modelspec.author"] == "my author, Ä"
     # SS_METADATA_MINIMUM_KEYS of sd-scripts' train_util.py, of which network_args are unset here, and the name
     least = {"ss_v2", "ss_base_model_version", "ss_network_module", "ss_network_dim", "ss_network_alpha"}

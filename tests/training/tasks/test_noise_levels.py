@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections import defaultdict
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from library.data.batches import Batch
 from library.training.flow import add_noise, noise_for, noisy_latents
 from library.training.tasks.image_step import FlowStep
+from tests.runs import metrics as read_metrics
 from tests.runs import run, write_dataset
 
 EDGES = [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
@@ -67,7 +67,7 @@ def metrics(base: Path, tmp_path: Path, seen: dict[str, list]) -> list[dict[str,
     shutil.copytree(tmp_path / "data/images", tmp_path / "data/regular")
     dataset.write_text(dataset.read_text() + '[[datasets.subsets]]\nimage_dir = "regular"\nis_reg = true\n')
     run(base, dataset, tmp_path / "out", seed=SEED, **settings)
-    return [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
+    return read_metrics(tmp_path / "out")
 
 
 def test_a_training_line_has_the_plain_loss_of_each_level_since_the_last(

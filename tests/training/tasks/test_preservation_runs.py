@@ -10,7 +10,6 @@ import pytest
 import torch
 from PIL import Image
 
-from library.config.load import load_config
 from library.errors import UserError
 from tests.runs import (
     arguments,
@@ -178,23 +177,6 @@ def test_two_processes_equal_one(base: Path, files: dict[str, Any], tmp_path: Pa
     keys = ("loss", "val_loss", "val_prior_loss", "grad_norm")
     # AdamW's first steps have the gradient's sign: entries near zero may go either way (tests/training/parallel)
     assert_same_metrics(metrics(tmp_path / "one"), metrics(tmp_path / "two"), keys, rel=2e-3)
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"pp": 2}, "preserve: asks the model twice in a step"),
-        ({"preserve_class": "ring", "preserve": "none"}, "preserve_class: has no effect"),
-        ({"preserve_outside_mask": True}, "preserve_outside_mask: has no effect"),
-        ({"preserve_share": 1.0}, "preserve_share"),
-        ({"prior_loss_weight": 0.0}, "prior_loss_weight: 0 leaves preserve = 'prior' without effect"),
-    ],
-)
-def test_what_does_not_go_together_is_refused_in_a_line(
-    base: Path, files: dict[str, Any], tmp_path: Path, settings: dict[str, Any], said: str
-) -> None:
-    with pytest.raises(UserError, match=said):
-        load_config(arguments(base, files.pop("dataset_config"), tmp_path, **files | settings))
 
 
 def test_prompts_that_are_trained_on_are_no_measure(

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from library.config.load import load_for
@@ -23,13 +22,9 @@ from library.training.optim.optimizers import MuonWithAdamW
 from library.training.tasks.pretraining import flops_per_token, parameter_groups
 from tests.pretraining_runs import flags, run, weights
 from tests.processes import launcher, run_command
-from tests.runs import metrics
+from tests.runs import metrics, same
 
 ROOT = Path(__file__).resolve().parents[3]
-
-
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
 @pytest.mark.parametrize(

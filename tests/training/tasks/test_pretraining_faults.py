@@ -15,13 +15,9 @@ from library.errors import UserError
 from library.llm.token_batches import TokenBatches, TokenShards
 from library.training.tasks.pretraining import Pretraining
 from tests.pretraining_runs import run, weights
-from tests.runs import metrics
+from tests.runs import metrics, same
 
 CONSTANT: dict[str, object] = {"lr_scheduler": "constant", "lr_warmup_steps": None}
-
-
-def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one)
 
 
 def break_step(monkeypatch: pytest.MonkeyPatch, number: int, how: Any) -> None:

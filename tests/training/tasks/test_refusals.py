@@ -1,17 +1,20 @@
-"""What cannot work is told before anything is encoded or loaded: no cache is there when the message comes."""
+"""Settings that cannot work end with one line, before anything is encoded or loaded."""
 
 from __future__ import annotations
 
+import os
+import re
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from library.config import load_config
 from library.errors import UserError
-from tests.runs import run, write_dataset
+from tests.runs import arguments, metadata, run, write_dataset
 
 CLIP = {"text_encoder_lr": [1e-3], "max_train_steps": 2}
 
@@ -84,10 +87,8 @@ def test_several_rates_for_an_optimizer_that_takes_one(
 
 
 def test_a_lora_names_the_text_encoders_it_was_trained_with(base: Path, states: Path) -> None:
-    with safe_open(states / "text" / "lora.safetensors", framework="pt") as file:
-        named = file.metadata()["tandem.text_encoder_fingerprint"]
-    with safe_open(states / "plain" / "lora.safetensors", framework="pt") as file:
-        assert "tandem.text_encoder_fingerprint" not in file.metadata()
+    named = metadata(states / "text")["tandem.text_encoder_fingerprint"]
+    assert "tandem.text_encoder_fingerprint" not in metadata(states / "plain")
     assert named in (states / "text" / "lora-state" / "position.json").read_text()
 
 
@@ -97,3 +98,95 @@ def test_a_format_that_a_program_or_every_program_would_not_read(base: Path, tmp
     assert said.endswith(" from save_format diffusers; set save_format = kohya")
     text = {"text_encoder_lr": 1e-3, "network_args": ["train_t5xxl=True"], "save_format": "diffusers"}
     assert "save_format: no program reads text_encoder_2." in _refusal(base, tmp_path / "b", **text)
+
+
+T5, ALONE, FP8 = {"network_args": ["train_t5xxl=True"]}, {"network_train_text_encoder_only": True}, {"fp8_base": True}
+COMFY, LORA = {"save_format": "comfy"}, {"network_type": "lora"}
+DORA, PISSA = COMFY | {"network_type": "dora"}, {"init_lora_weights": "pissa"}
+DISTILLED = {"distill_from": "x", "distill_lora": "y"}
+# settings, and a part of the line that refuses them
+REFUSED: list[tuple[dict[str, object], str]] = [
+    ({"validate_every_n_steps": 2}, "validate_every_n_steps: no images are held out; set validation_split"),
+    ({"resume": "nowhere"}, "resume: nowhere is not a training state"),
+    ({"mixed_precision": "fp16"}, "mixed_precision: fp16 needs a GPU"),
+    ({"network_weights": "nowhere.safetensors"}, "nowhere.safetensors"),
+    ({"sample_prompts": "nowhere.txt"}, "sample_prompts: nowhere.txt: no such file"),
+    ({"pretrained_model_name_or_path": "nowhere"}, "nowhere"),
+    ({"dataset_config": "nowhere.toml"}, "nowhere.toml"),
+    ({"masked_loss": True}, "masked_loss is set but no subset has masks"),
+    ({"network_type": "lokr", "save_format": "diffusers"}, "save_format: no program loads network_type lokr from"),
+    (COMFY | {"network_type": "loha", "network_dropout": 0.1}, "network_dropout: network_type loha has no such"),
+    (DORA | {"network_args": ["module_dropout=0.1"]}, "module_dropout: network_type dora has no"),
+    (DORA | {"network_args": ["factor=4"]}, "factor: has no effect on network_type dora"),
+    (DORA | PISSA, "init_lora_weights: pissa is for network_type lora"),
+    ({"network_type": "boft"}, "'boft' does not fit: it is no longer trained; use lora, dora"),
+    (LORA | {"init_lora_weights": "olora"}, "'olora' does not fit: this start is gone; use pissa"),
+    (LORA | PISSA | {"network_dim": 200}, "network_dim: a rank of 200, where no layer"),
+    ({"distill_weight": 0.5}, "distill_weight: has no effect without distill_from; remove it"),
+    ({"distill_from": "x"}, "distill_from: it needs the LoRA as it was trained in bf16; set network_weights"),
+    (DISTILLED | {"loss_type": "huber"}, "learns by the squared error, not huber"),
+    ({"quantised_activations": "row"}, "quantised_activations: has no effect, the model has no fp8 weights; set fp8"),
+    ({"quantised_compute": "dequant"}, "quantised_compute: has no effect, the model has no fp8 weights; set fp8_base"),
+    (FP8 | {"quantised_compute": "quantised"}, "quantised_compute: products in fp8 need an Ada, Hopper or"),
+    (FP8 | {"fp8_exclude_patterns": ["atn"]}, "excluded pattern 'atn' matches no linear layer; correct"),
+    (FP8 | {"quantised_activations": "auto"}, "quantised_activations = auto: is read from a quantised file"),
+    ({"text_encoder_lr": [1e-5, 1e-5]}, "the second value is T5's, which is not trained; add train_t5xxl=True"),
+    (T5, "train_t5xxl=True has no learning rate; set text_encoder_lr"),
+    (T5 | {"text_encoder_lr": [1e-5, 0]}, "train_t5xxl=True has no learning rate"),
+    (ALONE, "no text encoder is trained; set text_encoder_lr"),
+    (ALONE | CLIP | {"network_args": ["img_attn_dim=8"]}, "img_attn_dim is about the transformer, which is not"),
+    ({"network_args": ["loraplus_text_encoder_lr_ratio=4"]}, "has no effect without text_encoder_lr; remove it"),
+    ({"blocks_to_swap": 1, "torch_compile": True}, "blocks_to_swap: compiled blocks keep the memory"),
+]
+# refused by the configuration
+CONTRADICTING: list[tuple[dict[str, object], str]] = [
+    ({"model_type": "z_image", "guidance_scale": 3.5}, "which takes no guidance"),
+    ({"model_type": "z_image", "t5xxl": "t5.safetensors"}, 't5xxl: has no effect with model_type = "z_image"'),
+    ({"model_type": "z_image", "zero_cond_t": True}, 'zero_cond_t: has no effect with model_type = "z_image"'),
+    ({"memory": "auto", "blocks_to_swap": 2}, 'blocks_to_swap: memory = "auto" chooses it'),
+    ({"memory": "auto", "gradient_checkpointing": True}, 'gradient_checkpointing: memory = "auto" chooses it'),
+    ({"memory": "auto", "memory_dry_run": False}, 'memory_dry_run: memory = "auto" counts a step'),
+    ({"memory": "auto", "shard": 2}, 'memory: "auto" tries the full model'),
+    ({"activation_budget_mb": 100}, "activation_budget_mb: has no effect without gradient_checkpointing"),
+    ({"cpu_offload_checkpointing": True}, "cpu_offload_checkpointing: has no effect without gradient_checkpointing"),
+    ({"preserve": "prior", "pp": 2}, "preserve: asks the model twice in a step"),
+    ({"preserve": "none", "preserve_class": "ring"}, "preserve_class: has no effect"),
+    ({"preserve_outside_mask": True}, "preserve_outside_mask: has no effect"),
+    ({"preserve": "prior", "preserve_share": 1.0}, "preserve_share"),
+    ({"preserve": "prior", "prior_loss_weight": 0.0}, "prior_loss_weight: 0 leaves preserve = 'prior' without effect"),
+]
+# refused before a model or a dataset is looked for
+AT_ONCE: list[tuple[dict[str, object], str]] = [
+    ({"optimizer_type": "AdamWW"}, "no optimizer 'AdamWW'; did you mean 'AdamW'?"),
+    ({"optimizer_args": ["weight_decai=0.1"]}, "did you mean 'weight_decay'?"),
+    ({"network_weights": "nowhere.safetensors"}, "network_weights: nowhere.safetensors does not exist"),
+    ({"resume": "nowhere"}, "resume: nowhere is not a training state (no such folder)"),
+    ({"output_dir": "/proc/x"}, "output_dir: /proc/x cannot be written to"),
+]
+if not torch.cuda.is_available():
+    REFUSED.append(({"attention": "cudnn", "max_train_steps": 1}, "attention: 'cudnn' cannot run"))
+if find_spec("wandb") is None:
+    REFUSED.append(({"log_with": "wandb"}, "log_with: wandb is not installed; pip install wandb, or use tensorboard"))
+
+
+def test_settings_that_cannot_work_are_refused_in_one_line(
+    base: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, subtests: pytest.Subtests
+) -> None:
+    access = os.access
+    monkeypatch.setattr("os.access", lambda path, mode: str(path) != "/proc" and access(path, mode))  # not root's
+    nothing = tmp_path / "no-model", tmp_path / "no-data.toml"
+    cases = [(base, dataset, *row) for row in REFUSED] + [(*nothing, *row) for row in AT_ONCE]
+    for model, data, settings, message in cases:
+        with subtests.test(f"{settings}"):
+            with pytest.raises(UserError) as caught:
+                run(model, data, tmp_path / "out", **settings)
+            assert message in str(caught.value)
+            assert "\n" not in str(caught.value)
+
+
+def test_settings_that_contradict_each_other_are_refused_by_the_configuration(
+    tmp_path: Path, subtests: pytest.Subtests
+) -> None:
+    for settings, message in CONTRADICTING:
+        with subtests.test(f"{settings}"), pytest.raises(UserError, match=re.escape(message)):
+            load_config(arguments(tmp_path, tmp_path / "data.toml", tmp_path / "out", **settings))

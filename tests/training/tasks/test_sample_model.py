@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,10 @@ from PIL.ImageChops import difference
 import tools.generate as generate
 from library.errors import NotRestoredError, UserError
 from library.training.sampling.sample_model import SampleModel
-from tests.runs import largest_difference, lora, run, write_dataset
+from tests.runs import call, largest_difference, lora, run, write_dataset
 from tests.tiny_z_image import tiny_z_pipeline
-from tests.training.tasks.test_base_weights import linked, merged
+from tests.training.tasks.test_base_weights import merged
+from tests.training.tasks.test_fp8_runs import linked
 
 PROMPT = "a red disc --w 64 --h 64 --d 5"
 Z_IMAGE: dict[str, object] = {"model_type": "z_image", "learning_rate": 0.02, "max_train_steps": 3}
@@ -36,20 +36,9 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def picture(model: Path, text_from: Path, file: Path | None, folder: Path, *more: str) -> Image.Image:
     """Generate the prompt's picture with ``model`` beside the text encoder of ``text_from``."""
-    words = [
-        "generate.py",
-        "image",
-        "--model",
-        str(model),
-        "--model_type",
-        "z_image",
-        *(["--lora", str(file)] if file else []),
-    ]
-    words += ["--text_encoder", str(text_from), "--vae", str(text_from)]
-    words += ["--prompt", PROMPT, "--s", "8", "--save_to", str(folder), *more]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", words)
-        generate.main()
+    words: list[object] = ["image", "--model", model, "--model_type", "z_image", *(["--lora", file] if file else [])]
+    words += ["--text_encoder", text_from, "--vae", text_from, "--prompt", PROMPT, "--s", "8", "--save_to", folder]
+    call(generate, *words, *more)
     (path,) = folder.glob("*.png")
     return Image.open(path).convert("RGB")
 

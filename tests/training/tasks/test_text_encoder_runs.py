@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,9 +9,8 @@ import torch
 from diffusers import FluxPipeline
 from PIL import Image, ImageChops
 
-from library.errors import UserError
 from library.training.run import Run
-from tests.runs import arguments, largest_difference, lora, run, train_flags, write_dataset
+from tests.runs import arguments, largest_difference, lora, losses_of, metrics, run, train_flags, write_dataset
 from tests.worker_group import run_in_group
 
 # As in test_flux_runs.py, AdamW's step has the gradient's sign rather than its size, so that rounding shows in entries
@@ -26,8 +24,7 @@ PROMPT = "a disc, red"
 
 
 def _rates(output: Path) -> dict[str, float]:
-    line = json.loads((output / "metrics.jsonl").read_text().splitlines()[0])
-    return {key.removeprefix("lr/"): value for key, value in line.items() if key.startswith("lr/")}
+    return {key.removeprefix("lr/"): value for key, value in metrics(output)[0].items() if key.startswith("lr/")}
 
 
 @torch.no_grad()
@@ -104,25 +101,6 @@ def test_text_encoders_alone_are_trained_on_request(base: Path, dataset: Path, t
     assert (_encoded(pipeline)[1] - plain).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {**BOTH, "ema_decay": 0.9, "lr_scheduler": "cosine"},
-        {**CLIP, "mixed_precision": "bf16", "full_bf16": True, "network_dropout": 0.1, "gradient_checkpointing": True},
-    ],
-    ids=["both-ema", "clip-bf16-dropout-checkpointing"],
-)
-def test_resumed_run_gives_the_same_lora(base: Path, tmp_path: Path, settings: dict[str, object]) -> None:
-    data = write_dataset(tmp_path / "data", text="batch_size = 2", shuffle_caption=True, caption_dropout_rate=0.2)
-    settings = settings | {"max_train_steps": 5}
-    run(base, data, tmp_path / "straight", **settings)
-    run(base, data, tmp_path / "parts", **settings, save_every_n_steps=3, save_state=True)
-    (tmp_path / "parts" / "lora.safetensors").unlink()
-    run(base, data, tmp_path / "parts", **settings, resume=tmp_path / "parts" / "lora-step00000003-state")
-    resumed, straight = lora(tmp_path / "parts"), lora(tmp_path / "straight")
-    assert [key for key in straight if not torch.equal(straight[key], resumed[key])] == []
-
-
 def test_samples_and_validation_see_the_trained_encoder(base: Path, tmp_path: Path) -> None:
     data = write_dataset(tmp_path / "data", text="batch_size = 2\nvalidation_split = 0.25\nvalidation_seed = 1")
     prompts = tmp_path / "prompts.txt"
@@ -141,8 +119,7 @@ def test_samples_and_validation_see_the_trained_encoder(base: Path, tmp_path: Pa
         Image.open(tmp_path / "out" / "samples" / "step000004_00.png") as after,
     ):
         assert ImageChops.difference(before.convert("RGB"), after.convert("RGB")).getbbox() is not None
-    lines = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    first, last = [line["val_loss"] for line in lines if "val_loss" in line]
+    first, last = losses_of(tmp_path / "out", "val_loss")
     assert first != last
     events.task.network.set_multiplier(0.0)
     assert _running(events)["pooled_prompt_embeds"].equal(
@@ -185,32 +162,4 @@ def test_two_processes_equal_one(base: Path, tmp_path: Path, trained: dict[str, 
     job = ("two", train_flags, (arguments(base, halves, tmp_path / "two", **settings),))
     assert run_in_group([job], tmp_path) == {"two": ""}
     assert largest_difference(lora(tmp_path / "two"), lora(tmp_path / "one")) < SAME_IN_FP32
-    lines = [json.loads(line) for line in (tmp_path / "two" / "metrics.jsonl").read_text().splitlines()]
-    assert lines[-1]["val_loss"] == pytest.approx(one.val_loss, rel=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"text_encoder_lr": [1e-5, 1e-5]}, "the second value is T5's, which is not trained; add train_t5xxl=True"),
-        ({"network_args": ["train_t5xxl=True"]}, "train_t5xxl=True has no learning rate; set text_encoder_lr"),
-        ({"text_encoder_lr": [1e-5, 0], "network_args": ["train_t5xxl=True"]}, "train_t5xxl=True has no learning rate"),
-        ({"network_train_text_encoder_only": True}, "no text encoder is trained; set text_encoder_lr"),
-        (
-            {**CLIP, "network_train_text_encoder_only": True, "network_args": ["img_attn_dim=8"]},
-            "img_attn_dim is about the transformer, which is not trained; remove it",
-        ),
-        ({"network_args": ["loraplus_text_encoder_lr_ratio=4"]}, "has no effect without text_encoder_lr; remove it"),
-        (
-            {**CLIP, "optimizer_type": "Prodigy", "learning_rate": 1.0},
-            "Prodigy takes one learning rate for all weights and has several; remove loraplus_lr_ratio and set",
-        ),
-    ],
-)
-def test_what_contradicts_itself_is_refused_in_one_line(
-    base: Path, dataset: Path, tmp_path: Path, settings: dict[str, object], message: str
-) -> None:
-    with pytest.raises(UserError) as caught:
-        run(base, dataset, tmp_path / "out", **settings)
-    assert message in str(caught.value)
-    assert "\n" not in str(caught.value)
+    assert losses_of(tmp_path / "two", "val_loss")[-1] == pytest.approx(one.val_loss, rel=1e-5)
