@@ -215,15 +215,15 @@ class CalledAsOthers:
     """diffusers' modular pipeline, called as other families' pipelines are."""
 
     def __init__(self, pipeline: Flux3ModularPipeline) -> None:
-        self._pipeline = pipeline
+        self.pipeline = pipeline
         self.vae_scale_factor, self.scheduler = pipeline.vae_scale_factor, pipeline.scheduler
 
     def __call__(self, prompt: str, negative_prompt: str | None = None, **inputs: Any) -> Any:
         if negative_prompt is not None:
             inputs["negative_prompt"] = negative_prompt
         if "guidance_scale" in inputs:
-            self._pipeline.guider.guidance_scale = inputs.pop("guidance_scale")
-        self.images = self._pipeline(prompt=prompt, **inputs, output="images")
+            self.pipeline.guider.guidance_scale = inputs.pop("guidance_scale")
+        self.images = self.pipeline(prompt=prompt, **inputs, output="images")
         return self
 
 

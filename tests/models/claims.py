@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
@@ -29,6 +30,33 @@ from networks.options import parse_network_args
 from tests.parity.peft_lora import assert_gradients_are_pefts, copy_to_peft, fill_up
 
 Text = dict[str, Tensor]
+
+
+def family_maker(model_type: str, kind: type) -> Callable[..., Any]:
+    """Return a function that gives the family of a folder or file, of class ``kind``."""
+
+    def family_of(folder: Path, **changes: object) -> Any:
+        settings: dict[str, object] = {"model_type": model_type, "pretrained_model_name_or_path": str(folder)}
+        family = model_family(ModelConfig(**(settings | changes)))  # type: ignore[arg-type]
+        assert isinstance(family, kind)
+        return family
+
+    return family_of
+
+
+def quiet(pipeline: Any) -> Any:
+    """Return a pipeline of diffusers' that prints no progress."""
+    pipeline.set_progress_bar_config(disable=True)
+    return pipeline
+
+
+def assert_same_picture(ours: Any, theirs: Any, most: int = 1) -> None:
+    """Compare two pictures: the same numbers up to ``most`` of 255, where a number lies between two."""
+    found, expected = (np.asarray(each, dtype=int) for each in (ours, theirs))
+    difference = np.abs(found - expected)
+    assert difference.max() <= most
+    assert difference.mean() < 0.02
+    assert found.std() > 1, "a flat picture would agree with another flat one"
 
 
 def gradients_of(

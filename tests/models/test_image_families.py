@@ -14,6 +14,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from diffusers.modular_pipelines.flux3.encoders import Flux3TextEncoderStep
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -31,6 +32,7 @@ from tests.models.claims import (
     assert_refused,
     assert_same_model,
     assert_timesteps_are_exact,
+    quiet,
 )
 from tests.models.sampled import assert_sample_is_the_pipelines
 from tests.tiny_flux2 import save_flux2_files, tiny_flux2_inputs, tiny_flux2_pipeline, tiny_flux2_transformer
@@ -44,7 +46,13 @@ from tests.tiny_flux3 import (
 )
 from tests.tiny_krea2 import save_krea2_split_files, tiny_krea2_inputs, tiny_krea2_pipeline, tiny_krea2_transformer
 from tests.tiny_qwen import save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline, tiny_qwen_transformer
-from tests.tiny_qwen_21 import save_21_split_files, tiny_21_inputs, tiny_21_pipeline, tiny_21_transformer
+from tests.tiny_qwen_21 import (
+    save_21_split_files,
+    tiny_21_inputs,
+    tiny_21_loaded,
+    tiny_21_pipeline,
+    tiny_21_transformer,
+)
 from tests.tiny_z_image import save_z_split_files, tiny_z_inputs, tiny_z_pipeline, tiny_z_transformer
 
 CAPTIONS = ["a red disc", "make the picture of a small plain disc blue, yellow and purple " * 6]
@@ -212,16 +220,53 @@ def guidance_of(name: str, pipeline: Any, cfg: float, negative: str = "blurry, l
     return given | ({"negative_prompt": negative} if cfg > 1 else {})
 
 
+@pytest.fixture(scope="module")
+def pipeline(model: Model) -> Any:
+    """diffusers' pipeline of the same model."""
+    if model.name == "flux3_klein":
+        return CalledAsOthers(flux3_reference(model.folder))
+    if model.name == "qwen_image_21":
+        return tiny_21_loaded(model.folder)
+    return quiet(getattr(diffusers, family_class(model.name).published_pipeline).from_pretrained(model.folder))
+
+
 @pytest.mark.parametrize("cfg", [1.0, 4.0])
-def test_samples_are_those_of_the_pipeline(model: Model, cfg: float) -> None:
+def test_samples_are_those_of_the_pipeline(model: Model, pipeline: Any, cfg: float) -> None:
     if model.name == "qwen_image_21":
         pytest.skip("its pipeline gives images with opacity; tested beside")
-    if model.name == "flux3_klein":
-        pipeline: Any = CalledAsOthers(flux3_reference(model.folder))
-    else:
-        pipeline = getattr(diffusers, family_class(model.name).published_pipeline).from_pretrained(model.folder)
-        pipeline.set_progress_bar_config(disable=True)
     assert_sample_is_the_pipelines(model.family(), pipeline, cfg, **guidance_of(model.name, pipeline, cfg))
+
+
+def embeddings_of(name: str, pipeline: Any, captions: list[str]) -> list[Tensor]:
+    """Return what the pipeline makes of each caption, without padding."""
+    if name == "flux3_klein":  # takes one caption at a time
+        encode = Flux3TextEncoderStep._get_qwen3_vl_prompt_embeds
+        parts = pipeline.pipeline.text_encoder, pipeline.pipeline.tokenizer
+        return [encode(*parts, caption)[0] for caption in captions]
+    if name == "z_image":
+        return pipeline.encode_prompt([*captions], do_classifier_free_guidance=False)[0]
+    embeds, mask, *_ = pipeline.encode_prompt([*captions])
+    if name == "flux2_klein" or mask is None:
+        return list(embeds)
+    return [each[kept].flatten(1) for each, kept in zip(embeds, mask.bool(), strict=True)]
+
+
+LONG, SPECIAL = "plain " * 1100, "a {brace} and <|im_end|>"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("captions", [CAPTIONS, [""], [SPECIAL], [LONG]], ids=["two", "empty", "special", "long"])
+def test_text_embeddings_are_those_of_the_pipeline(model: Model, pipeline: Any, captions: list[str]) -> None:
+    if captions == [LONG] and model.name == "flux3_klein":
+        captions = ["plain " * 500]  # 6 vectors short of a multiple of 80
+    encoder = model.family().load_text_encoder(torch.float32)
+    within = 1e-4 if model.name == "qwen_image_21" else 1e-5  # whose pipeline pads on the left: other positions
+    for ours, theirs in zip(encoder.encode(captions), embeddings_of(model.name, pipeline, captions), strict=True):
+        assert ours["prompt_embeds"].shape == theirs.shape
+        assert ours.get("prompt_embeds_mask", torch.ones(1, dtype=torch.bool)).all()
+        assert (ours["prompt_embeds"] - theirs).abs().max() <= within * theirs.abs().max()
+        if captions == CAPTIONS:
+            assert theirs.std(dim=0).amax() > 0.05 * theirs.abs().max(), "places differ"
 
 
 def test_only_the_layers_of_the_text_encoder_that_are_read_are_loaded_and_fp8_ones_are_near(model: Model) -> None:

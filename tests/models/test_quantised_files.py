@@ -7,7 +7,6 @@ published fp8 files of Qwen-Image and T5.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +29,7 @@ from library.precision.linear import QuantizedLinear
 from library.precision.recipe import Recipe, WeightLoader
 from tests.precision.files.gguf_files import image_model_types, read_by_the_package, write_gguf
 from tests.precision.files.nf4_files import nf4_of
+from tests.runs import call
 from tests.tiny import save_single_files, tiny_flux_inputs, tiny_flux_pipeline
 from tests.tiny_flux2 import save_flux2_files, tiny_flux2_inputs, tiny_flux2_pipeline
 from tests.tiny_krea2 import save_krea2_split_files, tiny_krea2_inputs, tiny_krea2_pipeline
@@ -137,13 +137,11 @@ LAYERS = {"flux": 26, "flux2_klein": 12 + 2 + 3, "krea2": 16}
 @pytest.mark.parametrize("flags", FORMATS)
 @pytest.mark.parametrize("family", LAYERS)
 def test_a_quantised_file_is_near_the_plain_one(
-    family: str, flags: str, models: Callable[[str], Model], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, flags: str, models: Callable[[str], Model], tmp_path: Path
 ) -> None:
     model, path = models(family), tmp_path / "quantised.safetensors"
     source = getattr(model.files, "comfy_transformer", model.files.transformer)
-    words = ["--model", str(source), "--save_to", str(path), *flags.split()]
-    monkeypatch.setattr(sys, "argv", ["quantize_model.py", *words])
-    quantize_model.main()
+    call(quantize_model, "--model", source, "--save_to", path, *flags.split())
     _, exact, _ = model.loaded(source)
     transformer, velocity, quantised = model.loaded(path)
     assert quantised == LAYERS[family]
@@ -200,12 +198,9 @@ def test_a_folder_that_diffusers_saves_in_nf4_is_the_model_that_it_loads(
             assert torch.equal(own.dequantized(torch.float32), expected), name
 
 
-def test_a_scaled_t5_file_encodes_in_fp8(
-    models: Callable[[str], Model], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_scaled_t5_file_encodes_in_fp8(models: Callable[[str], Model], tmp_path: Path) -> None:
     source, target = models("flux").files.t5xxl, tmp_path / "t5.safetensors"
-    monkeypatch.setattr(sys, "argv", ["quantize_model.py", "--model", str(source), "--save_to", str(target)])
-    quantize_model.main()
+    call(quantize_model, "--model", source, "--save_to", target)
     ids = torch.randint(0, 40, (1, 8), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         fp8, high = (load_t5(path, torch.bfloat16)(ids)[0] for path in (target, source))

@@ -11,14 +11,13 @@ from diffusers import FluxFillPipeline
 from torch import Tensor
 
 from library.conditions import NO_CONDITIONS, Conditions
-from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.models.family import SampleSettings
-from library.models.family_by_name import model_family
 from library.models.flux.model import pack_mask
 from library.models.flux.spec import FluxFamily
 from library.models.vae import pack_latents
 from tests.flux_variants import TEXT, tiny_conditions
+from tests.models.claims import assert_same_picture, family_maker, quiet
 from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline
 
 WIDTH, HEIGHT = 64, 48
@@ -31,9 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def family(folder: Path) -> FluxFamily:
-    family = model_family(ModelConfig(model_type="flux_fill", pretrained_model_name_or_path=str(folder)))
-    assert isinstance(family, FluxFamily)
-    return family
+    return family_maker("flux_fill", FluxFamily)(folder)
 
 
 def picture_and_mask() -> tuple[Tensor, Tensor]:
@@ -61,55 +58,29 @@ def test_a_mask_token_holds_the_16_by_16_pixels_under_it() -> None:
 
 def test_a_sample_is_what_the_pipeline_paints_into_the_picture_itself(family: FluxFamily, folder: Path) -> None:
     picture, mask = picture_and_mask()
-    encoder = family.load_image_encoder(torch.float32)
+    encoder, transformer = family.load_image_encoder(torch.float32), family.load_transformer(torch.float32)
     conditions = Conditions(masked_latents=encoder.encode((picture * 2 - 1) * (1 - mask)), mask=mask)
-    transformer = family.load_transformer(torch.float32)
-    ours = family.sample(
-        transformer,
-        encoder,
-        text_of(),
-        SampleSettings(WIDTH, HEIGHT, steps=3, guidance=30.0, seed=7),
-        conditions=conditions,
-    )
+    settings = SampleSettings(WIDTH, HEIGHT, steps=3, guidance=30.0, seed=7)
+    ours = family.sample(transformer, encoder, text_of(), settings, conditions=conditions)
 
-    pipeline = FluxFillPipeline.from_pretrained(folder)
-    pipeline.set_progress_bar_config(disable=True)
+    pipeline = quiet(FluxFillPipeline.from_pretrained(folder))
     # The pipeline draws latents from the autoencoder's distribution, we take its mean: a variance of exp(-30) makes
     # the two the same to 3e-7 of a latent.
     final = pipeline.vae.encoder.conv_out
     final.weight.data[16:], final.bias.data[16:] = 0.0, -100.0
     noise = torch.randn(1, 16, HEIGHT // 8, WIDTH // 8, generator=torch.Generator().manual_seed(7))
-    theirs = pipeline(
-        image=picture,
-        mask_image=mask,
-        width=WIDTH,
-        height=HEIGHT,
-        num_inference_steps=3,
-        guidance_scale=30.0,
-        latents=pack_latents(noise),
-        **text_of(),
-    ).images[0]
-    difference = np.abs(np.asarray(ours, dtype=int) - np.asarray(theirs, dtype=int))
-    assert difference.max() <= 1  # a level: the rounding of a pixel that lies between two
-    assert difference.mean() < 0.01
-    assert np.asarray(ours).std() > 1
+    sizes = {"width": WIDTH, "height": HEIGHT, "num_inference_steps": 3, "guidance_scale": 30.0}
+    given = {"image": picture, "mask_image": mask, "latents": pack_latents(noise)}
+    assert_same_picture(ours, pipeline(**given, **sizes, **text_of()).images[0])
 
 
 def test_the_mask_and_the_known_part_decide_the_sample(family: FluxFamily) -> None:
     picture, mask = picture_and_mask()
     encoder, transformer = family.load_image_encoder(torch.float32), family.load_transformer(torch.float32)
+    settings = SampleSettings(WIDTH, HEIGHT, steps=2, guidance=30.0, seed=7)
 
     def drawn(conditions: Conditions) -> np.ndarray:
-        return np.asarray(
-            family.sample(
-                transformer,
-                encoder,
-                text_of(),
-                SampleSettings(WIDTH, HEIGHT, steps=2, guidance=30.0, seed=7),
-                conditions=conditions,
-            ),
-            dtype=int,
-        )
+        return np.asarray(family.sample(transformer, encoder, text_of(), settings, conditions=conditions), dtype=int)
 
     known = encoder.encode((picture * 2 - 1) * (1 - mask))
     usual = drawn(Conditions(masked_latents=known, mask=mask))
@@ -121,25 +92,18 @@ def test_the_mask_and_the_known_part_decide_the_sample(family: FluxFamily) -> No
 def test_what_fill_cannot_do_is_refused(family: FluxFamily) -> None:
     inputs, transformer = tiny_flux_inputs(batch=1), family.load_transformer(torch.float32)
     text, encoder = text_of(), family.load_image_encoder(torch.float32)
-    with pytest.raises(UserError, match="needs an image and a mask"):
-        family.predict_velocity(transformer, inputs["latents"], inputs["sigmas"], text, 1.0, NO_CONDITIONS)
-    with pytest.raises(UserError, match="use one size for the image and its mask"):
-        family.predict_velocity(
-            transformer, inputs["latents"], inputs["sigmas"], text, 1.0, tiny_conditions("flux_fill", 1, side=10)
-        )
-    right = tiny_conditions("flux_fill", 1)
-    with pytest.raises(UserError, match="needs an image and a mask"):
-        family.sample(transformer, encoder, text, SampleSettings(64, 64, steps=1, guidance=30.0, seed=0))
-    with pytest.raises(UserError, match="64 x 48 pixels with a mask of 64 x 64"):
-        family.sample(
-            transformer, encoder, text, SampleSettings(64, 48, steps=1, guidance=30.0, seed=0), conditions=right
-        )
-    with pytest.raises(UserError, match="knows no negative prompt; remove --n and --l"):
-        family.sample(
-            transformer,
-            encoder,
-            text,
-            SampleSettings(64, 64, steps=1, guidance=30.0, seed=0, cfg=3.0),
-            negative_text=text,
-            conditions=right,
-        )
+    right, larger = tiny_conditions("flux_fill", 1), tiny_conditions("flux_fill", 1, side=10)
+    for conditions, message in (
+        (NO_CONDITIONS, "needs an image and a mask"),
+        (larger, "use one size for the image and its mask"),
+    ):
+        with pytest.raises(UserError, match=message):
+            family.predict_velocity(transformer, inputs["latents"], inputs["sigmas"], text, 1.0, conditions)
+    for height, cfg, more, message in (
+        (64, 1.0, {}, "needs an image and a mask"),
+        (48, 1.0, {"conditions": right}, "64 x 48 pixels with a mask of 64 x 64"),
+        (64, 3.0, {"conditions": right, "negative_text": text}, "knows no negative prompt; remove --n and --l"),
+    ):
+        settings = SampleSettings(64, height, steps=1, guidance=30.0, seed=0, cfg=cfg)
+        with pytest.raises(UserError, match=message):
+            family.sample(transformer, encoder, text, settings, **more)  # type: ignore[arg-type]

@@ -12,11 +12,10 @@ from PIL import Image
 from torch import Tensor
 
 from library.conditions import NO_CONDITIONS, Conditions
-from library.config.schema import ModelConfig
 from library.models.family import SampleSettings
-from library.models.family_by_name import model_family
 from library.models.flux.spec import FluxFamily, canvas_offsets
 from tests.flux_variants import TEXT
+from tests.models.claims import assert_same_picture, family_maker, quiet
 from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline
 
 WIDTH, HEIGHT = 64, 48
@@ -29,9 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def family(folder: Path) -> FluxFamily:
-    family = model_family(ModelConfig(model_type="flux_kontext", pretrained_model_name_or_path=str(folder)))
-    assert isinstance(family, FluxFamily)
-    return family
+    return family_maker("flux_kontext", FluxFamily)(folder)
 
 
 def text_of(seed: int = 0) -> dict[str, Tensor]:
@@ -52,18 +49,10 @@ def test_a_sample_is_what_the_pipeline_draws(
         pixels = torch.from_numpy(np.asarray(reference) / np.float32(127.5) - 1).permute(2, 0, 1).unsqueeze(0)
         conditions = Conditions(references=(encoder.encode(pixels),))
     negative = text_of(1) if cfg != 1 else None
-    ours = family.sample(
-        family.load_transformer(torch.float32),
-        encoder,
-        text_of(),
-        SampleSettings(WIDTH, HEIGHT, steps=3, guidance=2.5, seed=7, cfg=cfg),
-        negative_text=negative,
-        conditions=conditions,
-    )
-
-    pipeline = FluxKontextPipeline.from_pretrained(folder)
-    pipeline.set_progress_bar_config(disable=True)
-    theirs = pipeline(
+    settings = SampleSettings(WIDTH, HEIGHT, steps=3, guidance=2.5, seed=7, cfg=cfg)
+    given = (family.load_transformer(torch.float32), encoder, text_of(), settings)
+    ours = family.sample(*given, negative_text=negative, conditions=conditions)
+    theirs = quiet(FluxKontextPipeline.from_pretrained(folder))(
         image=reference,
         width=WIDTH,
         height=HEIGHT,
@@ -76,10 +65,7 @@ def test_a_sample_is_what_the_pipeline_draws(
         **text_of(),
         **{f"negative_{name}": tensor for name, tensor in (negative or {}).items()},
     ).images[0]
-    difference = np.abs(np.asarray(ours, dtype=int) - np.asarray(theirs, dtype=int))
-    assert difference.max() <= 1  # a level: the rounding of a pixel that lies between two
-    assert difference.mean() < 0.01
-    assert np.asarray(ours).std() > 1
+    assert_same_picture(ours, theirs)
 
 
 def test_several_references_lie_on_one_canvas_as_in_comfyui() -> None:
@@ -126,16 +112,11 @@ def test_every_reference_reaches_the_sample(family: FluxFamily) -> None:
     random = torch.Generator().manual_seed(1)
     first, second = (torch.randn(1, 16, 6, 8, generator=random) for _ in range(2))
 
+    settings = SampleSettings(WIDTH, HEIGHT, steps=2, guidance=2.5, seed=7)
+
     def drawn(*references: Tensor) -> np.ndarray:
         conditions = Conditions(references=references)
-        image = family.sample(
-            transformer,
-            encoder,
-            text_of(),
-            SampleSettings(WIDTH, HEIGHT, steps=2, guidance=2.5, seed=7),
-            conditions=conditions,
-        )
-        return np.asarray(image, dtype=int)
+        return np.asarray(family.sample(transformer, encoder, text_of(), settings, conditions=conditions), dtype=int)
 
     both = drawn(first, second)
     for others in ((first,), (second,), (second, first), ()):

@@ -12,12 +12,12 @@ import torch
 from diffusers import FluxPipeline
 from torch import nn
 
-from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.models.family import SampleSettings
 from library.models.family_by_name import model_family
 from library.models.flux.spec import FluxFamily
 from library.models.vae import image_positions, pack_latents, unpack_latents
+from tests.models.claims import family_maker, quiet
 from tests.models.sampled import assert_sample_is_the_pipelines
 from tests.tiny import save_single_files, tiny_flux_inputs, tiny_flux_pipeline
 
@@ -30,16 +30,11 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: tiny_flux_pipeline(root / name, guidance=name == "dev") for name in ("dev", "schnell")}
 
 
-def family_of(folder: Path, **changes: object) -> FluxFamily:
-    family = model_family(ModelConfig(pretrained_model_name_or_path=str(folder), **changes))  # type: ignore[arg-type]
-    assert isinstance(family, FluxFamily)
-    return family
+family_of = family_maker("flux", FluxFamily)
 
 
 def pipeline_of(folder: Path) -> FluxPipeline:
-    pipeline = FluxPipeline.from_pretrained(folder)
-    pipeline.set_progress_bar_config(disable=True)
-    return pipeline
+    return quiet(FluxPipeline.from_pretrained(folder))
 
 
 def test_packing_and_positions_are_those_of_the_pipeline() -> None:

@@ -10,10 +10,9 @@ import torch
 from diffusers import Flux2KleinPipeline, Flux2Pipeline
 from safetensors.torch import load_file, save_file
 
-from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.models.family_by_name import model_family
 from library.models.flux2.spec import DevFamily
+from tests.models.claims import family_maker, quiet
 from tests.models.sampled import assert_sample_is_the_pipelines
 from tests.tiny_flux2 import (
     bfl_flux2_state_dict,
@@ -33,16 +32,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pipeline(folder: Path) -> Flux2Pipeline:
-    loaded = Flux2Pipeline.from_pretrained(folder)
-    loaded.set_progress_bar_config(disable=True)
-    return loaded
+    return quiet(Flux2Pipeline.from_pretrained(folder))
 
 
-def family_of(folder: Path, **changes: object) -> DevFamily:
-    settings: dict[str, object] = {"model_type": "flux2_dev", "pretrained_model_name_or_path": str(folder)}
-    family = model_family(ModelConfig(**(settings | changes)))  # type: ignore[arg-type]
-    assert isinstance(family, DevFamily)
-    return family
+family_of = family_maker("flux2_dev", DevFamily)
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 _LLAMA31 = {
@@ -81,3 +82,12 @@ def write_reference(folder: Path, name: str, **save: Any) -> PreTrainedModel:
     model = reference(name)
     model.save_pretrained(folder, **save)
     return model
+
+
+def tokens(length: int = 60, seed: int = 1) -> Tensor:
+    return torch.randint(0, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(seed))
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    """Return the largest difference over the largest value."""
+    return ((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max()).item()

@@ -20,7 +20,7 @@ from library.models.llm.spec import PRESETS, preset
 from library.precision.files.fp8 import Fp8Scheme
 from library.precision.linear import QuantizedLinear
 from library.precision.recipe import Recipe, WeightLoader
-from tests.models.llm.lms import NAMES, VOCABULARY, reference, write_reference
+from tests.models.llm.lms import NAMES, VOCABULARY, reference, relative, tokens, write_reference
 
 # Counted from the published checkpoints (transformers' model cards and num_parameters()).
 PARAMETERS = {
@@ -48,15 +48,6 @@ PARAMETERS = {
     "qwen3-4b": 4_022_468_096,
     "qwen3-8b": 8_190_735_360,
 }
-
-
-def tokens(length: int = 60, seed: int = 1) -> Tensor:
-    return torch.randint(0, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(seed))
-
-
-def relative(ours: Tensor, theirs: Tensor) -> float:
-    """Return the largest difference over the largest value."""
-    return ((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max()).item()
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

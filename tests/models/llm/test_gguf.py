@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from library.config.model_types import LANGUAGE_MODEL_KINDS
@@ -21,7 +20,7 @@ from library.nn.rope import LinearScaling, Llama31Scaling, YarnScaling
 from library.precision.linear import QuantizedLinear
 from library.safetensors_io import RowRange
 from tests.models.llm.ggufs import with_weights, write_model
-from tests.models.llm.lms import VOCABULARY, reference
+from tests.models.llm.lms import VOCABULARY, reference, relative, tokens
 
 BLOCKS = {"hidden_size": 64, "intermediate_size": 96}  # whole blocks of 32
 LARGE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}  # and of 256
@@ -35,14 +34,6 @@ MAY_DIFFER = {
 
 def tiny(name: str, **changes: Any) -> Any:
     return reference(name, **BLOCKS | MAY_DIFFER.get(name, {}) | changes)
-
-
-def tokens(length: int = 60) -> Tensor:
-    return torch.randint(0, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(1))
-
-
-def relative(ours: Tensor, theirs: Tensor) -> float:
-    return ((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max()).item()
 
 
 @torch.no_grad()

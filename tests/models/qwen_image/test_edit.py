@@ -27,6 +27,7 @@ from library.models.family_by_name import model_family
 from library.models.qwen_image.spec import QwenImageEditFamily
 from library.models.qwen_image.text import TEMPLATES, reference_size
 from library.training.tasks.image_step import FlowStep
+from tests.models.claims import assert_same_picture, quiet
 from tests.tiny_qwen import PIPELINES, Kind, TinyProcessor, save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
 
 MODULES = {"qwen_image_edit": pipeline_qwenimage_edit, "qwen_image_edit_plus": pipeline_qwenimage_edit_plus}
@@ -57,13 +58,12 @@ def family_of(folders: dict[str, Path], name: str) -> QwenImageEditFamily:
 def pipeline_of(folders: dict[str, Path], name: str, told: bool = True) -> Any:
     pipeline = PIPELINES[kind_of(name)].from_pretrained(folders[name], processor=None)
     pipeline.processor = TinyProcessor(pipeline.tokenizer)
-    pipeline.set_progress_bar_config(disable=True)
     if told:
         forward, token = pipeline.text_encoder.forward, pipeline.text_encoder.config.image_token_id
         pipeline.text_encoder.forward = lambda input_ids, **rest: forward(
             input_ids=input_ids, mm_token_type_ids=(input_ids == token).int(), **rest
         )
-    return pipeline
+    return quiet(pipeline)
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
@@ -183,7 +183,7 @@ def test_samples_are_those_of_the_pipeline(
         generator=torch.Generator().manual_seed(7),
     ).images[0]
     # fp32 up to rounding, which the VAE of random weights may turn into two steps of 255
-    assert np.abs(np.asarray(image, dtype=int) - np.asarray(theirs, dtype=int)).max() <= 2
+    assert_same_picture(image, theirs, 2)
 
 
 def test_a_step_counts_the_painted_picture_alone_and_follows_the_reference(folders: dict[str, Path]) -> None:

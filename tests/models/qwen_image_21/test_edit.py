@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from diffusers import QwenImage21Pipeline
-from PIL import Image
 from safetensors.torch import load_file, save_file
 
 from library.conditions import Conditions
@@ -20,6 +18,8 @@ from library.models.family import SampleSettings
 from library.models.family_by_name import model_family
 from library.models.qwen_image_21.spec import QwenImage21EditFamily
 from library.training.tasks.image_step import FlowStep
+from tests.models.claims import assert_same_picture, family_maker
+from tests.models.qwen_image.test_edit import picture
 from tests.models.qwen_image_21.test_spec import on_white
 from tests.tiny_qwen_21 import (
     CHANNELS,
@@ -44,16 +44,7 @@ def pipeline(folder: Path) -> QwenImage21Pipeline:
     return tiny_21_loaded(folder)
 
 
-def family_of(folder: Path, **changes: object) -> QwenImage21EditFamily:
-    settings: dict[str, object] = {"model_type": "qwen_image_21_edit", "pretrained_model_name_or_path": str(folder)}
-    family = model_family(ModelConfig(**(settings | changes)))  # type: ignore[arg-type]
-    assert isinstance(family, QwenImage21EditFamily)
-    return family
-
-
-def picture(width: int, height: int, seed: int = 0) -> Image.Image:
-    small = np.random.default_rng(seed).integers(0, 255, (8, 8, 3), dtype=np.uint8)
-    return Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC)
+family_of = family_maker("qwen_image_21_edit", QwenImage21EditFamily)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -92,13 +83,8 @@ def test_velocity_is_that_of_diffusers_called_by_hand(
     before = [torch.randn(2, 3 + i, TEXT_WIDTH, generator=random) for i in range(len(sizes))]
     text = {f"before_image_{i}": part for i, part in enumerate(before)} | {"prompt_embeds": inputs["prompt_embeds"]}
     with torch.no_grad():
-        ours = family.predict_velocity(
-            family.load_transformer(torch.float32),
-            inputs["latents"],
-            inputs["sigmas"],
-            text,
-            conditions=Conditions(references=references),
-        )
+        given = (family.load_transformer(torch.float32), inputs["latents"], inputs["sigmas"], text)
+        ours = family.predict_velocity(*given, conditions=Conditions(references=references))
         images, words = [*references, inputs["latents"]], [*before, inputs["prompt_embeds"]]
         tokens = theirs_called(pipeline.transformer, images, inputs["sigmas"], words)
     theirs = QwenImage21Pipeline._unpack_latents(tokens, 8 * 16, 8 * 16, 16)[:, :, 0]
@@ -130,7 +116,7 @@ def test_samples_are_those_of_the_pipeline(folder: Path, pipeline: QwenImage21Pi
         output_resolution=RESOLUTION,
     ).images[0]
     # fp32 up to rounding; colour and opacity are rounded to integers there
-    assert np.abs(np.asarray(image, dtype=int) - on_white(theirs)).max() <= 2
+    assert_same_picture(image, on_white(theirs), 2)
 
 
 def test_captions_of_different_lengths_have_the_losses_they_have_alone(folder: Path) -> None:

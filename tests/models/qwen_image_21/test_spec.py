@@ -20,9 +20,7 @@ from library.models.qwen_image_21.spec import QwenImage21Family
 from library.precision.checkpoint import WeightFiles
 from library.precision.linear import QuantizedLinear
 from library.precision.recipe import WeightLoader
-from tests.models.claims import (
-    assert_same_model,
-)
+from tests.models.claims import assert_same_model, family_maker
 from tests.models.sampled import assert_sample_is_the_pipelines
 from tests.precision.files.comfy import by_kitchen, comfy_tensors
 from tests.tiny_qwen_21 import (
@@ -47,11 +45,7 @@ def pipeline(folder: Path) -> QwenImage21Pipeline:
     return tiny_21_loaded(folder)
 
 
-def family_of(folder: Path, **changes: object) -> QwenImage21Family:
-    settings: dict[str, object] = {"model_type": "qwen_image_21", "pretrained_model_name_or_path": str(folder)}
-    family = model_family(ModelConfig(**(settings | changes)))  # type: ignore[arg-type]
-    assert isinstance(family, QwenImage21Family)
-    return family
+family_of = family_maker("qwen_image_21", QwenImage21Family)
 
 
 def on_white(image: Image.Image) -> np.ndarray:
@@ -60,22 +54,6 @@ def on_white(image: Image.Image) -> np.ndarray:
     numbers = np.asarray(image, dtype=float) / 255
     opacity = numbers[..., 3:]
     return np.round((numbers[..., :3] * opacity + 1 - opacity) * 255).astype(int)
-
-
-@pytest.mark.parametrize("captions", [CAPTIONS, CAPTIONS[:1], [""], ["a {brace} and <|im_end|>"], ["plain " * 1100]])
-def test_text_embeddings_are_those_of_the_pipeline(
-    folder: Path, pipeline: QwenImage21Pipeline, captions: list[str]
-) -> None:
-    encoder = family_of(folder).load_text_encoder(torch.float32)
-    with torch.no_grad():
-        embeds, mask, _ = pipeline.encode_prompt(captions)
-    for i, ours in enumerate(encoder.encode(captions)):
-        length = embeds.shape[1] if mask is None else int(mask[i].sum())
-        assert ours["prompt_embeds_mask"].tolist() == [True] * length
-        # the pipeline pads on the left: other positions, other sums
-        torch.testing.assert_close(ours["prompt_embeds"], embeds[i, :length], rtol=1e-4, atol=1e-4)
-    assert encoder._model is not None
-    assert not any("visual" in name for name, _ in encoder._model.named_parameters())
 
 
 def test_latents_are_the_normalised_mean_of_opaque_images_and_decode_back_on_white(
