@@ -16,6 +16,7 @@ from library.config.scripts import LANGUAGE_LORA
 from library.llm.tokenizers import train_bpe
 from library.training.run import Run
 from tests.curves import without_curves
+from tests.forked import flags_of
 from train_lora import train
 
 SPREAD = {"initializer_range": 0.2}  # the usual 0.02 leaves a frozen head of width 32 next to nothing to say
@@ -58,13 +59,7 @@ def flags(place: Path, output: Path, model_type: str = "llama", **settings: obje
         "seed": 3,
         "overwrite": True,
     }
-    words: list[str] = []
-    for key, value in (values | settings).items():
-        if isinstance(value, bool):
-            words.append(f"--{key}" if value else f"--no-{key}")
-        else:
-            words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
-    return words
+    return flags_of(values | settings)
 
 
 def run(place: Path, output: Path, model_type: str = "llama", **settings: object) -> Run:

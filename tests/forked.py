@@ -109,6 +109,17 @@ class Script:
         return subprocess.CompletedProcess(self._command, self._process.exitcode or 0, *texts)
 
 
+def flags_of(settings: Mapping[str, object]) -> list[str]:
+    """Return the command line of ``settings``: a list is several words, True and False a switch, None nothing."""
+    words: list[str] = []
+    for key, value in settings.items():
+        if isinstance(value, bool):
+            words.append(f"--{key}" if value else f"--no-{key}")
+        elif value is not None:
+            words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
+    return words
+
+
 def run_script(
     script: Path, words: Sequence[str], cwd: Path, environment: Mapping[str, str] | None = None, lines: bytes = b""
 ) -> subprocess.CompletedProcess[str]:

@@ -15,6 +15,7 @@ from library.config.load import load_for
 from library.config.scripts import LLM
 from library.training.run import Run
 from tests.curves import without_curves
+from tests.forked import flags_of
 from tools.prepare_text import parser, prepare
 from train_llm import train
 
@@ -48,13 +49,7 @@ def flags(corpus: Path, output: Path, **settings: object) -> list[str]:
         "seed": 5,
         "overwrite": True,
     }
-    words: list[str] = []
-    for key, value in (defaults | settings).items():
-        if isinstance(value, bool):
-            words.append(f"--{key}" if value else f"--no-{key}")
-        elif value is not None:
-            words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
-    return words
+    return flags_of(defaults | settings)
 
 
 def run(corpus: Path, output: Path, curves: bool = False, **settings: object) -> Run:

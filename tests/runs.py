@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,7 +27,7 @@ from library.training.run import Run
 from library.training.tasks.image_step import FlowStep
 from networks.network import AdapterNetwork
 from tests.curves import without_curves
-from tests.forked import run_script
+from tests.forked import flags_of, run_script
 from tests.processes import run_command
 from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline
 from train_lora import train
@@ -39,6 +40,22 @@ def call(tool: Any, *words: object) -> None:
     """Run a tool's ``main`` in this process on the command line ``words``."""
     with mock.patch.object(sys, "argv", [tool.__name__, *map(str, words)]):
         tool.main()
+
+
+def printed(tool: Any, *words: object) -> str:
+    """Return what a tool prints."""
+    with redirect_stdout(io.StringIO()) as stream:
+        call(tool, *words)
+    return stream.getvalue()
+
+
+def refusal(tool: Any, *words: object) -> str:
+    """Return the one line of a tool that ends with exit code 2."""
+    with redirect_stderr(io.StringIO()) as stream, pytest.raises(SystemExit) as ended:
+        call(tool, *words)
+    line = stream.getvalue()
+    assert (ended.value.code, line.count("\n")) == (2, 1), line
+    return line
 
 
 def write_dataset(
@@ -89,17 +106,7 @@ def arguments(base: Path, dataset: Path, output: Path, **settings: object) -> li
         "seed": 3,
         "overwrite": True,
     }
-    flags: list[str] = []
-    for key, value in (defaults | settings).items():
-        if value is None:  # not this default
-            continue
-        if isinstance(value, bool):
-            flags.append(f"--{key}" if value else f"--no-{key}")
-        elif isinstance(value, list):
-            flags += [f"--{key}", *map(str, value)]
-        else:
-            flags += [f"--{key}", str(value)]
-    return flags
+    return flags_of(defaults | settings)
 
 
 def run(base: Path, dataset: Path, output: Path, curves: bool = False, **settings: object) -> Run:

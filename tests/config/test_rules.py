@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +14,10 @@ from library.config import load_config
 from library.config.kohya.translate import summary
 from library.config.kohya.translation import Note
 from library.config.load import load_for
-from library.config.markers import OnlyFor, OnlyWith
+from library.config.markers import OnlyFor, OnlyWith, resume_keys
+from library.config.model_types import IMAGE_MODELS, LANGUAGE_MODELS, MODEL_TYPES
 from library.config.rules import LORA_MATRIX, PRETRAIN_MATRIX, Row, Settings, find_conflicts
+from library.config.schema import DatasetArguments, ModelConfig, OptimizerConfig, TrainConfig, effective_learning_rate
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields
 from library.errors import UserError
 
@@ -194,3 +199,136 @@ def test_a_warm_up_as_long_as_the_run_is_refused_with_the_configuration(script: 
     with pytest.raises(UserError, match="lr_warmup_steps.*max_train_steps.*lower lr_warmup_steps"):
         load_for(script, [*needed, *words])
     load_for(script, [*needed, *words[:2], "--max_train_steps=51"])
+
+
+def _messages(settings: dict[str, Any]) -> list[str]:
+    model, dataset = ModelConfig(pretrained_model_name_or_path="m"), DatasetArguments(dataset_config="d")
+    config = TrainConfig(model=model, dataset=dataset, optimizer=OptimizerConfig(**settings))
+    return [conflict.message for conflict in find_conflicts(config)]
+
+
+COSINE = {"lr_scheduler": "cosine"}
+RELATIVE = {"optimizer_type": "Adafactor", "optimizer_args": ["relative_step=True"]}
+
+
+def test_settings_without_effect_are_named_with_the_remedy() -> None:
+    prodigy = {"optimizer_type": "prodigyopt.Prodigy", "learning_rate": 1e-4}
+    for settings, message in (
+        (COSINE | {"lr_scheduler_power": 2.0}, 'with lr_scheduler = "cosine" (it goes with polynomial); remove it'),
+        ({"lr_scheduler_min_lr_ratio": 0.1}, 'has no effect with lr_scheduler = "constant"'),
+        (COSINE | {"lr_decay_steps": 9}, 'lr_decay_steps: has no effect with lr_scheduler = "cosine"'),
+        ({"lr_warmup_steps": 10}, "(it goes with constant_with_warmup, linear, "),
+        ({"lr_scheduler": "constant_with_warmup"}, "needs lr_warmup_steps above 0; set it or choose 'constant'"),
+        ({"lr_scheduler": "warmup_stable_decay"}, "needs lr_decay_steps above 0"),
+        (COSINE | {"optimizer_type": "AdamWScheduleFree"}, 'would fight it; set lr_scheduler = "constant"'),
+        (COSINE | {"optimizer_type": "prodigyplus.ProdigyPlusScheduleFree"}, 'set lr_scheduler = "constant"'),
+        (RELATIVE | {"learning_rate": 1e-3}, "learning_rate: has no effect with Adafactor's relative_step=True"),
+        (RELATIVE | COSINE | {"optimizer_args": ["warmup_init = True"]}, "lr_scheduler: has no effect with"),
+        (prodigy, "learning_rate: 0.0001 multiplies the step size that prodigyopt.Prodigy estimates, nothing would"),
+    ):
+        problem = _messages(settings)[0]
+        assert message in problem
+        assert "\n" not in problem
+
+
+def test_settings_that_work_are_let_through() -> None:
+    no_averages = {"optimizer_type": "ProdigyPlusScheduleFree", "optimizer_args": ["use_schedulefree=False"]}
+    for settings in (
+        {},
+        COSINE | {"lr_scheduler_power": 1.0, "lr_scheduler_num_cycles": 1, "lr_decay_steps": 0},
+        {"lr_scheduler": "warmup_stable_decay", "lr_warmup_steps": 0.1, "lr_decay_steps": 0.2},
+        {"optimizer_type": "AdamWScheduleFree"},
+        COSINE | no_averages,
+        RELATIVE | {"optimizer_args": ["relative_step=False"], "learning_rate": 1e-3},
+        {"optimizer_type": "Prodigy"},
+        {"optimizer_type": "Prodigy", "learning_rate": 0.5},
+    ):
+        assert _messages(settings) == [], settings
+
+
+def test_the_learning_rate_is_one_by_default_where_the_step_size_is_estimated() -> None:
+    assert effective_learning_rate(OptimizerConfig(optimizer_type="dadaptation.DAdaptLion")) == 1.0
+    assert effective_learning_rate(OptimizerConfig(optimizer_type="Prodigy", learning_rate=0.5)) == 0.5
+    assert effective_learning_rate(OptimizerConfig(optimizer_type="AdamW")) == 1e-4
+
+
+OF_A_LORA = {
+    "optimizer_type", "optimizer_args", "learning_rate", "text_encoder_lr", "network_type", "use_rslora",
+    "init_lora_weights", "network_dim", "dim_from_weights", "network_alpha", "network_args", "full_bf16", "ema_decay",
+    "fp8_base", "fp8_scaled", "fp8_granularity", "fp8_format", "fp8_exclude", "fp8_exclude_patterns", "fp8_rounding",
+}  # fmt: skip
+OF_CONVERSATIONS = {"chat_template", "train_on", "max_length", "packing", "train_batch_size", "validation_split"}
+OF_PRETRAINING = {
+    "preset", "context", "optimizer_type", "text_encoder_lr", "optimizer_args", "learning_rate", "weight_decay",
+    "full_bf16", "seed", "ema_decay",
+}  # fmt: skip
+
+
+def test_each_training_has_its_resume_keys() -> None:
+    model = ["--pretrained_model_name_or_path", "m"]
+    assert resume_keys(load_config([*model, "--dataset_config", "d"])).keys() == OF_A_LORA
+    chat = load_for(LANGUAGE_LORA, [*model, "--model_type", "llama", "--train_data", "d.jsonl"])
+    assert resume_keys(chat).keys() == OF_A_LORA | OF_CONVERSATIONS
+    assert resume_keys(load_for(LLM, ["--data_dir", "d", "--preset", "llama-tiny"])).keys() == OF_PRETRAINING
+
+
+def test_what_can_be_written_in_several_ways_is_compared_in_one() -> None:
+    def keys(*flags: str) -> dict[str, object]:
+        return resume_keys(load_config(["--pretrained_model_name_or_path", "m", "--dataset_config", "d", *flags]))
+
+    one = keys("--fp8_scaled", "--fp8_exclude", "final", "embedders", "--optimizer_args", "eps = 1e-6", "foreach=False")
+    other = keys("--fp8_scaled", "--fp8_exclude", "embedders", "final", "--optimizer_args", "foreach=False", "eps=1e-6")
+    assert one == other
+    assert keys("--network_args", "module_dropout=0.1") == keys()
+    assert keys("--fp8_scaled") != keys()
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@cache
+def names_read() -> frozenset[str]:
+    """Return every attribute that is read outside the schemas and their checks."""
+    found: set[str] = set()
+    files = [ROOT / "train_lora.py", ROOT / "train_llm.py", *(ROOT / "library").rglob("*.py")]
+    files += (ROOT / "networks").rglob("*.py")
+    for file in files:
+        if file.parent == ROOT / "library" / "config":
+            continue
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                found.add(node.attr)
+    return frozenset(found)
+
+
+# Read within its section, by the method that the code outside calls instead.
+WITHIN = {"dp": "replicas", "microbatches": "pieces"}
+
+
+@pytest.mark.parametrize("script", [LORA, LANGUAGE_LORA, LLM], ids=["image LoRA", "language LoRA", "pretraining"])
+def test_every_option_is_read_somewhere(script: Script) -> None:
+    read = names_read()
+    by_family = (
+        {key for row in MODEL_TYPES.values() for key in row.keys} if "option" in read else set()
+    )  # files.Part.option
+    unread = {key for key in fields(script) if key not in read | by_family and WITHIN.get(key) not in read}
+    assert not unread
+
+
+def test_an_option_that_nothing_reads_would_be_found() -> None:
+    assert "an_option_that_nothing_reads" not in names_read()
+    assert {"learning_rate", "gradient_checkpointing"} <= names_read()
+
+
+@pytest.mark.parametrize("name", IMAGE_MODELS)
+def test_a_row_is_of_the_class_it_names(name: str) -> None:
+    row = MODEL_TYPES[name]
+    module, attribute = row.family.split(":")
+    family = getattr(import_module(module), attribute)
+    assert family.name == name
+    assert set(row.keys) <= ModelConfig.model_fields.keys()
+
+
+def test_the_schemas_choices_are_the_rows() -> None:
+    for script, names in ((LORA, IMAGE_MODELS), (LANGUAGE_LORA, LANGUAGE_MODELS)):
+        assert fields(script)["model_type"][1].annotation.__args__ == names  # type: ignore[union-attr]

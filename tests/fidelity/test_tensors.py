@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from library.fidelity.differences import compare
 from library.fidelity.findings import costly_kinds, tensor_findings, with_lora_faults
+from library.fidelity.fixes import Fix, recommend, recommendation
+from library.fidelity.runs import EvalSet, Outcome
 from library.fidelity.tensors import TensorRow, compare_tensors, module_difference
 from library.precision.files.fp8 import Fp8Scheme
 from library.precision.fp8_numbers import E4M3FN, E5M2, Fp8Format
@@ -481,3 +486,17 @@ def test_a_lora_in_one_of_two_text_encoders_is_told_from_another_file() -> None:
         for layer in with_lora:
             layer.weight.add_(0.01 * torch.randn(96, 2) @ torch.randn(2, 96))  # type: ignore[union-attr, operator]
     assert "a LoRA's few directions" in module_difference(module, with_lora)
+
+
+NOTHING = EvalSet([], [], [], "none", (), 0, 1.0, 0)
+
+
+def run_of(steps: int, finished: float) -> Outcome:
+    """Return a run whose latents become ``finished`` in even steps."""
+    return Outcome(path=[[torch.full((4, 2, 2), finished * (step + 1) / steps)] for step in range(steps)])
+
+
+def test_where_the_latents_are_right_nothing_is_recommended() -> None:
+    before = replace(compare(run_of(4, 1.0), run_of(4, 1.0), NOTHING), image=0.1)
+    fix = Fix("refit", "", 1.0, (Path("a.safetensors"),), before, Outcome())
+    assert "the finished latents are right" in recommendation(recommend([fix], before), before)

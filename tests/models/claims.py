@@ -50,12 +50,28 @@ def quiet(pipeline: Any) -> Any:
     return pipeline
 
 
+def assert_as_near_as_diffusers(ours: Sequence[Tensor], theirs: Sequence[Tensor], exact: Sequence[Tensor]) -> None:
+    """Hold bf16 to fp32: no further from it than diffusers' own bf16 is, with 20 % to spare for luck."""
+    for mine, diffusers, reference in zip(ours, theirs, exact, strict=True):
+        assert (mine.float() - reference).norm() <= 1.2 * (diffusers.float() - reference).norm()
+
+
+def timesteps_under_autocast(transformer: nn.Module, run: Callable[[nn.Module], object]) -> Tensor:
+    """Return what a transformer's embedder of timesteps is given when ``run`` calls it under bf16 autocast."""
+    given: list[Tensor] = []
+    embedder = transformer.time_text_embed.timestep_embedder
+    embedder.register_forward_pre_hook(lambda _, args: given.append(args[0].float()))
+    with torch.autocast("cpu", torch.bfloat16):
+        run(transformer)
+    return given[0]
+
+
 def assert_same_picture(ours: Any, theirs: Any, most: int = 1) -> None:
     """Compare two pictures: the same numbers up to ``most`` of 255, where a number lies between two."""
     found, expected = (np.asarray(each, dtype=int) for each in (ours, theirs))
     difference = np.abs(found - expected)
     assert difference.max() <= most
-    assert difference.mean() < 0.02
+    assert most > 1 or difference.mean() < 0.01
     assert found.std() > 1, "a flat picture would agree with another flat one"
 
 

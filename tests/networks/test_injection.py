@@ -12,10 +12,11 @@ from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
 from networks.adapters.lora import LoRALinear
 from networks.files.adapters import load_lora
+from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter
-from networks.network import attach_lora, inject_adapter
-from networks.options import parse_network_args
-from tests.networks.conftest import inject, make_flux, run_flux, train_a_little
+from networks.network import AdapterNetwork, attach_lora, inject_adapter
+from networks.options import NetworkOptions, parse_network_args
+from tests.networks.conftest import inject, make_flux, put_back, run_flux, train_a_little
 
 DOUBLE = 14  # linear layers of a double block in diffusers: 8 attention, 4 MLP, 2 modulation
 SINGLE = 6  # of a single block: q, k, v, proj_mlp, proj_out, modulation
@@ -247,3 +248,162 @@ def test_ranks_and_blocks_beyond_the_model_are_refused_before_anything_is_made(
 def test_a_factor_beyond_every_layer_is_refused() -> None:
     with pytest.raises(UserError, match="factor=100000: no layer has more than"):
         inject(make_flux(), "factor=100000", network_type="lokr")
+
+
+ATTENTION = r"include_patterns=.*attn\.to_[qkv]"
+
+
+def test_one_group_without_lora_plus_and_two_with_it() -> None:
+    network = inject(make_flux(), ATTENTION)
+    (group,) = network.parameter_groups(1e-4)
+    assert (group["name"], group["lr"], len(group["params"])) == ("lora", 1e-4, 2 * len(network.modules))
+    down, up = network.parameter_groups(1e-4, 16)
+    assert (down["name"], down["lr"], up["name"], up["lr"]) == ("lora_A", 1e-4, "lora_B", 16e-4)
+    layers = network.modules.values()
+    assert [id(p) for p in up["params"]] == [id(layer.lora_B.weight) for layer in layers]
+    assert [id(p) for p in down["params"]] == [id(layer.lora_A.weight) for layer in layers]
+
+
+def test_state_goes_out_and_in_bit_for_bit() -> None:
+    model, other = make_flux(), make_flux()
+    network = inject(model)
+    train_a_little(network)
+    state = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    assert "transformer_blocks.0.attn.to_q.lora_A.weight" in state
+    put_back(inject(other), state)
+    assert torch.equal(run_flux(other), run_flux(model))
+
+
+def test_loading_with_another_alpha_keeps_the_update_and_the_configs_alpha() -> None:
+    trained_model, model = make_flux(), make_flux()
+    trained = inject(trained_model, alpha=3.0)
+    train_a_little(trained)
+    network = inject(model, alpha=4.0)
+    line = network.load(trained.weights(), "a.safetensors")
+    assert line == "a.safetensors: 40 modules loaded, 40 of them rescaled to this run's alpha / rank"
+    assert {layer.alpha for layer in network.modules.values()} == {4.0}
+    # B is multiplied by 0.75 in fp32: one rounding
+    torch.testing.assert_close(run_flux(model), run_flux(trained_model), rtol=1e-5, atol=1e-5)
+
+
+def weights(network: AdapterNetwork) -> dict[str, LoraWeights]:
+    train_a_little(network)
+    return network.weights()
+
+
+def test_a_file_that_matches_only_in_part_is_refused_by_name() -> None:
+    few, all_layers = inject(make_flux(), ATTENTION), inject(make_flux())
+    with pytest.raises(UserError) as caught:
+        all_layers.load(weights(inject(make_flux(), ATTENTION)), "a.safetensors")
+    assert "a.safetensors: not in the file: single_transformer_blocks.0.norm.linear" in str(caught.value)
+    assert "and 23 more; choose the same layers with network_args" in str(caught.value)
+    with pytest.raises(UserError, match=r"a.safetensors: not trained here: single_transformer_blocks.0.norm.linear"):
+        few.load(weights(inject(make_flux())), "a.safetensors")
+
+
+def test_a_module_with_a_zero_update_may_be_missing_here() -> None:
+    read = inject(make_flux()).weights()  # fresh: every lora_B is zero
+    assert inject(make_flux(), ATTENTION).load(read, "a.safetensors") == "a.safetensors: 12 modules loaded"
+
+
+def test_a_file_of_which_nothing_matches_is_refused() -> None:
+    with pytest.raises(UserError, match=r"none of its 1 modules \(blocks.0.q\) is trained here; wrong model"):
+        inject(make_flux()).load({"blocks.0.q": LoraWeights(torch.ones(1, 2), torch.ones(2, 1), 1)}, "a")
+
+
+def test_other_ranks_and_shapes_are_refused_by_name() -> None:
+    network = inject(make_flux(), ATTENTION)
+    with pytest.raises(UserError, match=r"attn.to_q has rank 8, this network 4"):
+        network.load(weights(inject(make_flux(), ATTENTION, dim=8)), "a")
+    read = weights(inject(make_flux(), ATTENTION))
+    name = "transformer_blocks.1.attn.to_v"
+    read[name] = LoraWeights(torch.ones(4, 48), torch.ones(48, 4), 4.0)
+    with pytest.raises(UserError, match=rf"{name} is for a layer of 48x48, the model's has 32x32"):
+        network.load(read, "a")
+
+
+def parse(*network_args: str, **fields: float) -> NetworkOptions:
+    return parse_network_args(NetworkConfig(network_args=list(network_args), **fields), FLUX_TARGETS)
+
+
+def test_all_options_are_read() -> None:
+    options = parse(
+        "rank_dropout=0.1",
+        "module_dropout = 0.2",
+        "loraplus_lr_ratio=16",
+        "img_attn_dim=8",
+        "in_dims=[1, 0, 2, 0, 3]",
+        "train_double_block_indices=0-3, 8",
+        "train_single_block_indices=all",
+        r"include_patterns=.*attn\.to_[qk]",
+        r"exclude_patterns=[r'.*\.0\..*', '.*=.*']",
+        network_dim=32,
+        network_alpha=8,
+        network_dropout=0.3,
+    )
+    assert (options.dim, options.alpha) == (32, 8)
+    assert (options.dropout, options.rank_dropout, options.module_dropout) == (0.3, 0.1, 0.2)
+    assert options.loraplus_lr_ratio == 16
+    expected = {"img_attn": 8, "img_in": 1, "time_in": 0, "vector_in": 2, "guidance_in": 0, "txt_in": 3}
+    assert options.dims == expected
+    assert options.blocks == {
+        "train_double_block_indices": (range(4), range(8, 9)),
+        "train_single_block_indices": None,
+    }
+    assert options.include_patterns == (r".*attn\.to_[qk]",)
+    assert options.exclude_patterns == (r".*\.0\..*", ".*=.*")
+
+
+@pytest.mark.parametrize(
+    ("text", "patterns"),
+    [
+        ("'.*a'", (".*a",)),
+        ("r'.*a'", (".*a",)),
+        ("[a-z_]+.*", ("[a-z_]+.*",)),
+        ("['a', 'b']", ("a", "b")),
+    ],
+)
+def test_patterns_may_be_bare_quoted_or_a_list(text: str, patterns: tuple[str, ...]) -> None:
+    assert parse(f"include_patterns={text}").include_patterns == patterns
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("img_atn_dim=4", "unknown key 'img_atn_dim'; did you mean 'img_attn_dim'?"),
+        ("zzz=4", "unknown key 'zzz'; known keys: decompose_both, exclude_patterns, factor, img_attn_dim"),
+        ("rank_dropout", "'rank_dropout' is not of the form key=value; write it like rank_dropout=0.1"),
+        ("rank_dropout=1.0", "rank_dropout=1.0: must be a number of at least 0 and below 1"),
+        ("module_dropout=-1", "module_dropout=-1: must be a number of at least 0 and below 1"),
+        ("rank_dropout=nan", "rank_dropout=nan: must be a number of at least 0 and below 1"),
+        ("rank_dropout=much", "rank_dropout=much: must be a number of at least 0"),
+        ("loraplus_lr_ratio=0", "loraplus_lr_ratio=0: must be a number above 0; 16 is usual"),
+        ("single_dim=4.5", "single_dim=4.5: must be a whole number, 0 to leave these layers out"),
+        ("single_dim=-4", "single_dim=-4: must be a whole number, 0 to leave these layers out"),
+        ("in_dims=[1,2]", "in_dims=[1,2]: must be 5 whole numbers (img, time, vector, guidance, txt)"),
+        ("train_single_block_indices=3-1", "'3-1' is no index or range; write '0-3,8', 'all' or 'none'"),
+        ("train_single_block_indices=a", "'a' is no index or range"),
+        ("include_patterns=(", "include_patterns: '(' is no regular expression (missing ), unterminated"),
+        ("include_patterns=['a', 3]", "must be a regular expression or a list of them"),
+        ("include_patterns=[]", "must be a regular expression or a list of them"),
+        ("include_patterns=", "must be a regular expression or a list of them"),
+        ("include_patterns='a", "the quotes are not closed"),
+        ("train_blocks=single", "train_blocks is not taken: write train_single_block_indices=none"),
+        ("split_qkv=maybe", "split_qkv=maybe: must be True or False"),
+    ],
+)
+def test_a_bad_argument_is_named_with_its_remedy(argument: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse(argument)
+    assert str(caught.value).startswith("network_args: ")
+    assert message in str(caught.value)
+
+
+def test_a_key_given_twice_is_refused() -> None:
+    with pytest.raises(UserError, match="single_dim is given twice; keep one"):
+        parse("single_dim=4", "single_dim=8")
+
+
+def test_dropping_everything_is_refused() -> None:
+    with pytest.raises(UserError, match=r"network_dropout=1.0: must be a number of at least 0 and below 1"):
+        parse(network_dropout=1.0)

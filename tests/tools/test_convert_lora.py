@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from library.errors import UserError
@@ -19,9 +18,14 @@ from networks.files.adapters import load_lora
 from networks.files.detection import load_loras
 from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter
+from networks.merging.merge import LoraSource
+from tests.forked import run_script
 from tests.networks.conftest import inject, make_flux, train_a_little
 from tests.networks.files.test_formats import output_in_diffusers
-from tools.convert_lora import convert, main
+from tests.runs import call, metadata, printed, refusal
+from tools import convert_lora
+from tools.command import lora_source
+from tools.convert_lora import convert
 
 METADATA = {
     "ss_network_dim": "4",
@@ -31,11 +35,6 @@ METADATA = {
     "sshs_model_hash": "stale",
     "tandem.base_fingerprint": "0123456789abcdef",
 }
-
-
-def metadata_of(path: Path) -> dict[str, str]:
-    with safe_open(path, "pt") as file:
-        return file.metadata()
 
 
 def mixed_lora() -> dict[str, LoraWeights]:
@@ -63,7 +62,7 @@ def test_another_layout_keeps_update_output_and_metadata(first: str, second: str
     assert difference < 1e-6
     # the same products in fp32, summed in another order
     torch.testing.assert_close(output_in_diffusers(target), output_in_diffusers(source), rtol=1e-5, atol=1e-5)
-    kept = metadata_of(target)
+    kept = metadata(target)
     for key in ("ss_network_dim", "ss_output_name", "modelspec.title", "tandem.base_fingerprint"):
         assert kept[key] == METADATA[key]
     # diffusers' alphas are in the file's metadata only where they are not in tensors too
@@ -107,31 +106,21 @@ def test_nothing_on_disk_is_replaced_unasked(tmp_path: Path) -> None:
         convert(source, tmp_path / "out.pt", "kohya", model_type="flux")
 
 
-def test_the_report_tells_layouts_and_the_check(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_tells_layouts_and_the_check(tmp_path: Path) -> None:
     source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     weights = mixed_lora()
     save_adapter(source, weights, FLUX_TARGETS, "diffusers")
-    monkeypatch.setattr(
-        "sys.argv", ["convert_lora.py", "--lora", str(source), "--save_to", str(target), "--save_format", "comfy"]
-    )
-    main()
-    said = capsys.readouterr().out
+    said = printed(convert_lora, "--lora", source, "--save_to", target, "--save_format", "comfy")
     lines = [line.split() for line in said.splitlines()]
     assert f"from  {source}: diffusers, fp32, {len(weights)} layers in {2 * len(weights)} tensors" in said
     # of 14 layers a block, q, k and v of both streams become two: 10 modules with three tensors each
     assert f"to    {target}: comfy, fp32, {len(weights)} layers in {2 * 10 * 3} tensors" in said
     assert "checked: every layer's update is the same" in said
     assert ["ComfyUI", str(len(weights)), "of", str(len(weights))] in [line[:4] for line in lines]
-    monkeypatch.setattr(
-        "sys.argv",
-        ["convert_lora.py", "--lora", "nowhere.safetensors", "--save_to", "x.safetensors", "--save_format=comfy"],
+    mistaken = refusal(
+        convert_lora, "--lora", "nowhere.safetensors", "--save_to", tmp_path / "x.safetensors", "--save_format=comfy"
     )
-    with pytest.raises(SystemExit) as left:
-        main()
-    assert left.value.code == 2
-    assert capsys.readouterr().err == "error: nowhere.safetensors: no such file; check the path\n"
+    assert mistaken == "error: nowhere.safetensors: no such file; check the path\n"
 
 
 ATTENTION = {"transformer_blocks.0.attn.to_q": LoraWeights(torch.ones(2, 8), torch.ones(8, 2), 1.0)}
@@ -146,24 +135,20 @@ QWEN_CONFIG = json.dumps({"model": {"model_type": "qwen_image_edit"}})
         {"modelspec.architecture": "Qwen-Image/lora"},
     ],
 )
-def test_attention_of_qwen_image_keeps_its_names_by_its_metadata(
-    metadata: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_attention_of_qwen_image_keeps_its_names_by_its_metadata(metadata: dict[str, str], tmp_path: Path) -> None:
     """FLUX's attention has the same names in diffusers, and others in ComfyUI's layout."""
     source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     save_adapter(source, ATTENTION, QWEN_TARGETS, "diffusers", "fp32", metadata)
-    monkeypatch.setattr(
-        "sys.argv", ["convert_lora", "--lora", str(source), "--save_to", str(target), "--save_format", "comfy"]
-    )
-    main()
+    call(convert_lora, "--lora", source, "--save_to", target, "--save_format", "comfy")
     assert set(load_file(target)) == {
-        f"diffusion_model.transformer_blocks.0.attn.to_q.{part}"
+        f"diffusion_model.{name}.{part}"
+        for name in ATTENTION
         for part in ("lora_down.weight", "lora_up.weight", "alpha")
     }
 
 
 @pytest.mark.parametrize(
-    ("metadata", "flags", "message"),
+    ("named", "flags", "message"),
     [
         (
             {},
@@ -179,22 +164,12 @@ def test_attention_of_qwen_image_keeps_its_names_by_its_metadata(
     ],
 )
 def test_a_family_that_is_not_certain_is_refused(
-    metadata: dict[str, str],
-    flags: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    named: dict[str, str], flags: list[str], message: str, tmp_path: Path
 ) -> None:
     source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
-    save_adapter(source, ATTENTION, QWEN_TARGETS, "diffusers", "fp32", metadata)
-    monkeypatch.setattr(
-        "sys.argv", ["convert_lora", "--lora", str(source), "--save_to", str(target), "--save_format", "comfy", *flags]
-    )
-    with pytest.raises(SystemExit) as stopped:
-        main()
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err == f"error: {source}: {message}\n"
+    save_adapter(source, ATTENTION, QWEN_TARGETS, "diffusers", "fp32", named)
+    line = refusal(convert_lora, "--lora", source, "--save_to", target, "--save_format", "comfy", *flags)
+    assert line == f"error: {source}: {message}\n"
     assert not target.exists()
 
 
@@ -204,3 +179,44 @@ def test_loras_of_two_families_are_not_taken_together(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"f: is a LoRA of flux, .*q one of qwen_image; keep one family's"):
         load_loras([tmp_path / "q", tmp_path / "f"])
     assert load_loras([tmp_path / "f"], "flux_kontext")[0].family == "flux_kontext"  # dev's own names
+
+
+SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "merge_lora.py"
+
+
+def test_two_loras_are_merged_at_their_strengths(tmp_path: Path) -> None:
+    base = torch.zeros(6, 2)
+    save_file({"double_blocks.0.img_attn.qkv.weight": base.half()}, tmp_path / "base.safetensors")
+    for name, column in (("a", [1.0, 0.0]), ("b", [0.0, 1.0])):
+        lora = {"transformer_blocks.0.attn.to_k": LoraWeights(torch.tensor([column]), torch.ones(2, 1), 2.0)}
+        save_adapter(tmp_path / f"{name}.safetensors", lora, FLUX_TARGETS)
+    words = ["--model", "base.safetensors", "--lora", "a.safetensors:0.5", "b.safetensors"]
+    words += ["--save_to", "m.safetensors", "--save_precision", "bf16"]
+    done = run_script(SCRIPT, words, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "m.safetensors: 1 of 1 tensor changed by 2 LoRAs\n"
+    merged = load_file(tmp_path / "m.safetensors")["double_blocks.0.img_attn.qkv.weight"]
+    assert merged.dtype == torch.bfloat16
+    # k is rows 2 and 3; alpha 2 at rank 1 doubles, and a counts half
+    assert merged.tolist() == [[0, 0], [0, 0], [1, 2], [1, 2], [0, 0], [0, 0]]
+
+
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
+    words = ["--model", "none", "--lora", "a.safetensors", "--save_to", "m.safetensors"]
+    done = run_script(SCRIPT, words, tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: --model 'none' does not exist; give a local file or folder, or a name on the")
+    assert done.stderr.count("\n") == 1
+
+
+def test_strength_follows_the_last_colon_unless_a_file_is_called_so(tmp_path: Path) -> None:
+    (tmp_path / "a:0.5").touch()
+    for text, path, strength in (
+        ("a.safetensors", "a.safetensors", 1.0),
+        ("dir/a:b.safetensors:-1", "dir/a:b.safetensors", -1.0),
+        ("C:/loras/a.safetensors", "C:/loras/a.safetensors", 1.0),
+        (f"{tmp_path}/a:0.5", f"{tmp_path}/a:0.5", 1.0),
+    ):
+        assert lora_source(text) == LoraSource(Path(path), strength)
+    with pytest.raises(UserError, match=r"--lora a.safetensors:high: 'high' is not a number; write"):
+        lora_source("a.safetensors:high")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,7 @@ from networks.merging.extraction import extract_lora
 from networks.merging.low_rank import relative_difference
 from networks.merging.merge import LoraSource, merge_loras
 from tests.networks.conftest import make_flux
+from tests.runs import call, refusal
 from tests.tiny import bfl_state_dict, tiny_flux_pipeline
 from tests.tiny_qwen import tiny_qwen_transformer
 
@@ -49,19 +49,27 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {path.name: path for path in folder.iterdir()}
 
 
-def run(*arguments: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "argv", ["extract_lora.py", *map(str, arguments)])
-    tool.main()
-
-
 @pytest.mark.parametrize("tuned", ["tuned", "tuned.safetensors"])  # the other layout than the base's, too
 @pytest.mark.parametrize("save_format", ["diffusers", "kohya", "comfy"])
 def test_extraction_gives_back_what_was_merged(
-    files: dict[str, Path], tuned: str, save_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: dict[str, Path], tuned: str, save_format: str, tmp_path: Path
 ) -> None:
     target = tmp_path / "out.safetensors"
-    run("--model_org", files["base"], "--model_tuned", files[tuned], "--save_to", target, "--dim", 4,
-        "--save_format", save_format, "--save_precision", "fp32", monkeypatch=monkeypatch)  # fmt: skip
+    call(
+        tool,
+        "--model_org",
+        files["base"],
+        "--model_tuned",
+        files[tuned],
+        "--save_to",
+        target,
+        "--dim",
+        4,
+        "--save_format",
+        save_format,
+        "--save_precision",
+        "fp32",
+    )
     found, merged = load_lora(target, FLUX_TARGETS), load_lora(files["lora.safetensors"], FLUX_TARGETS).weights
     assert found.layout == save_format
     assert found.weights.keys() == merged.keys()
@@ -140,15 +148,9 @@ def test_models_of_two_architectures_are_refused_in_one_line(files: dict[str, Pa
         (["--dim", 4, "--model_org", "nowhere"], "--model_org 'nowhere' does not exist; give a local"),
     ],
 )
-def test_mistakes_are_one_line(
-    files: dict[str, Path], flags: list[object], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    with pytest.raises(SystemExit) as stopped:
-        run("--model_org", files["base"], "--model_tuned", files["tuned"], "--save_to", tmp_path / "o.safetensors",
-            *flags, monkeypatch=monkeypatch)  # fmt: skip
-    assert stopped.value.code == 2
-    assert capsys.readouterr().err.startswith(f"error: {message}")
+def test_mistakes_are_one_line(files: dict[str, Path], flags: list[object], message: str, tmp_path: Path) -> None:
+    both = ("--model_org", files["base"], "--model_tuned", files["tuned"])
+    assert refusal(tool, *both, "--save_to", tmp_path / "o.safetensors", *flags).startswith(f"error: {message}")
 
 
 def test_two_equal_models_have_nothing_to_extract(files: dict[str, Path]) -> None:
@@ -156,16 +158,13 @@ def test_two_equal_models_have_nothing_to_extract(files: dict[str, Path]) -> Non
         extract_lora(open_base(files["base"]), open_base(files["base.safetensors"]), FLUX_TARGETS, dim=4)
 
 
-def test_the_family_is_that_of_the_models_and_stands_in_the_metadata(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_family_is_that_of_the_models_and_stands_in_the_metadata(tmp_path: Path) -> None:
     model = tiny_qwen_transformer(1)
     model.save_pretrained(tmp_path / "base")
     model.transformer_blocks[0].img_mlp.net[2].weight.data[0] += 1.0  # a layer that FLUX's table has not
     model.save_pretrained(tmp_path / "tuned")
     target = tmp_path / "out.safetensors"
-    run("--model_org", tmp_path / "base", "--model_tuned", tmp_path / "tuned", "--save_to", target, "--dim", 1,
-        monkeypatch=monkeypatch)  # fmt: skip
+    call(tool, "--model_org", tmp_path / "base", "--model_tuned", tmp_path / "tuned", "--save_to", target, "--dim", 1)
     assert list(load_lora(target, QWEN_TARGETS).weights) == ["transformer_blocks.0.img_mlp.net.2"]
     metadata = load_lora(target, QWEN_TARGETS).metadata
     assert metadata["ss_base_model_version"] == "qwen_image"

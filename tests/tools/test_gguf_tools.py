@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import json
-import runpy
-import sys
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -24,8 +19,9 @@ from tests.chat_runs import run
 from tests.llm.talkers import PAIRS, write_chat_model, write_lora
 from tests.llm.test_gguf_tokenizer import TEXT
 from tests.models.llm.ggufs import write_model
+from tests.runs import losses_of, printed
+from tools import convert_llm, evaluate_llm, generate, inspect_model, merge_lora
 
-ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n"
     "{{ message.content }}<|eot_id|>{% endfor %}"
@@ -33,16 +29,8 @@ TEMPLATE = (
 )
 
 
-def tool(name: str, *words: object) -> str:
-    """Run a tool as Python runs it; return what it printed."""
-    printed = StringIO()
-    with redirect_stdout(printed), mock.patch.object(sys, "argv", [name, *map(str, words)]):
-        runpy.run_path(str(ROOT / "tools" / name), run_name="__main__")
-    return printed.getvalue()
-
-
 def convert(models: Path, save_to: Path) -> None:
-    tool("convert_llm.py", "--model", models / "talker.gguf", "--save_to", save_to, "--save_precision", "fp32")
+    printed(convert_llm, "--model", models / "talker.gguf", "--save_to", save_to, "--save_precision", "fp32")
 
 
 def in_gguf(folder: Path, path: Path, kind: str = "Q8_0") -> Path:
@@ -79,7 +67,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_it_answers_what_it_was_taught(models: Path) -> None:
     for question, answer in PAIRS:
         asked = ["text", "--model", models / "talker.gguf", "--chat", "--prompt", question, "--temperature", "0"]
-        assert answer in tool("generate.py", *asked)
+        assert answer in printed(generate, *asked)
 
 
 def test_it_is_measured_and_inspected_like_its_folder(models: Path, tmp_path: Path) -> None:
@@ -87,10 +75,10 @@ def test_it_is_measured_and_inspected_like_its_folder(models: Path, tmp_path: Pa
     found = []
     for model in (models / "talker.gguf", models / "folder"):
         scores = tmp_path / f"{model.stem}.json"
-        tool("evaluate_llm.py", "--model", model, "--perplexity", tmp_path / "text.txt", "--save_to", scores)
+        printed(evaluate_llm, "--model", model, "--perplexity", tmp_path / "text.txt", "--save_to", scores)
         found.append(next(iter(json.loads(scores.read_text())["perplexity"].values()))["loss"])
     assert found[0] == pytest.approx(found[1], rel=0.02)  # weights in 8 bits
-    assert "Llama-style language model" in tool("inspect_model.py", models / "talker.gguf")
+    assert "Llama-style language model" in printed(inspect_model, models / "talker.gguf")
 
 
 def test_a_transformers_folder_is_made_of_it(models: Path, tmp_path: Path) -> None:
@@ -112,10 +100,8 @@ def test_a_transformers_folder_is_made_of_it(models: Path, tmp_path: Path) -> No
 def test_a_merge_is_that_into_the_dequantised_model(models: Path, tmp_path: Path, precision: str | None) -> None:
     asked = ["--save_precision", precision] if precision else []
     words = ["--model", models / "talker.gguf", "--lora", f"{models / 'lora'}:0.5", "--save_to", tmp_path / "merged"]
-    assert "14 of" not in tool("merge_lora.py", *words, *asked)
-    tool(
-        "convert_llm.py", "--model", models / "talker.gguf", "--save_to", tmp_path / "base", "--save_precision", "fp32"
-    )
+    assert "14 of" not in printed(merge_lora, *words, *asked)
+    convert(models, tmp_path / "base")
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     peft = PeftModel.from_pretrained(base, models / "lora")
     for module in peft.modules():
@@ -139,13 +125,10 @@ def test_a_lora_is_trained_on_it_and_peft_loads_what_it_leaves(models: Path, tmp
     data.write_text(json.dumps({"messages": talk}) + "\n", encoding="utf-8")
     changes = {"train_data": [data], "max_train_steps": 30, "train_batch_size": 1, "output_name": "lora"}
     run(tmp_path, tmp_path, pretrained_model_name_or_path=models / "talker.gguf", **changes)
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    losses = [line["loss"] for line in lines if "loss" in line]
+    losses = losses_of(tmp_path)
     assert losses[-1] < 0.2 * losses[0]
     asked = ["text", "--model", models / "talker.gguf", "--chat", "--prompt", "hello", "--temperature", "0"]
-    assert "the cat is a rotation" in tool("generate.py", *asked, "--lora", tmp_path / "lora")
-    tool(
-        "convert_llm.py", "--model", models / "talker.gguf", "--save_to", tmp_path / "base", "--save_precision", "fp32"
-    )
+    assert "the cat is a rotation" in printed(generate, *asked, "--lora", tmp_path / "lora")
+    convert(models, tmp_path / "base")
     peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "lora")
     assert any("lora_B" in name and parameter.abs().max() > 0 for name, parameter in peft.named_parameters())

@@ -13,22 +13,15 @@ from library.models.flux.files import FLUX_TARGETS
 from networks.files.writing import save_adapter
 from tests.networks.conftest import inject, make_flux, train_a_little
 from tests.networks.files.test_adapter_files import trained
+from tests.runs import printed, refusal
 from tests.tiny import tiny_flux_pipeline, tiny_flux_transformer
-from tools.inspect_model import main, number, sparkline
+from tools import inspect_model
+from tools.inspect_model import number, sparkline
 
 
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    monkeypatch.setattr("sys.argv", ["inspect_model.py", *map(str, arguments)])
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "120")
-    main()
-    return capsys.readouterr().out
-
-
-def error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    with pytest.raises(SystemExit) as left:
-        run(monkeypatch, capsys, *arguments)
-    assert left.value.code == 2
-    return capsys.readouterr().err
 
 
 def write_lora(path: Path, *network_args: str) -> Path:
@@ -44,11 +37,9 @@ def words(line: str) -> list[str]:
     return line.split()
 
 
-def test_a_pipeline_is_shown_part_by_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pipeline_is_shown_part_by_part(tmp_path: Path) -> None:
     folder = tiny_flux_pipeline(tmp_path / "base", double_blocks=2)
-    said = run(monkeypatch, capsys, folder)
+    said = printed(inspect_model, folder)
     for title in (
         "transformer: FLUX.1 transformer (diffusers' names)",
         "vae: image autoencoder, AutoencoderKL (diffusers' names)",
@@ -58,13 +49,11 @@ def test_a_pipeline_is_shown_part_by_part(
         assert title in said
     lines = said.splitlines()
     assert any(words(line)[:5] == ["transformer_blocks", "×", "2", "Linear", "28"] for line in lines)
-    every = [words(line) for line in run(monkeypatch, capsys, folder / "transformer", "--modules").splitlines()]
+    every = [words(line) for line in printed(inspect_model, folder / "transformer", "--modules").splitlines()]
     assert any(line[:6] == ["transformer_blocks.*.attn.to_q", "Linear", "2", "64", "×", "64"] for line in every)
 
 
-def test_fp8_is_told_with_its_scales_and_what_is_not_known_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fp8_is_told_with_its_scales_and_what_is_not_known_is_said(tmp_path: Path) -> None:
     path = tmp_path / "fp8.safetensors"
     state = {"scaled_fp8": torch.zeros(0, dtype=torch.float8_e4m3fn)}
     for key, tensor in tiny_flux_transformer().state_dict().items():
@@ -73,18 +62,16 @@ def test_fp8_is_told_with_its_scales_and_what_is_not_known_is_said(
         if quantised:
             state[key.replace(".weight", ".scale_weight")] = torch.ones(())
     save_file(state, path)
-    said = run(monkeypatch, capsys, path)
+    said = printed(inspect_model, path)
     assert "ComfyUI scaled fp8: 11 e4m3fn, one scale a tensor" in said
     assert "bf16, fp8 e4m3" in said
     save_file(state | {"x.weight": torch.zeros(2, 2, dtype=torch.uint8)}, path)
-    assert "'x.weight' has dtype U8, whose meaning no known layout gives" in run(monkeypatch, capsys, path)
+    assert "'x.weight' has dtype U8, whose meaning no known layout gives" in printed(inspect_model, path)
 
 
-def test_a_lora_is_shown_with_ranks_norms_and_metadata(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_lora_is_shown_with_ranks_norms_and_metadata(tmp_path: Path) -> None:
     path = write_lora(tmp_path / "a.safetensors", "single_dim=8")
-    said = run(monkeypatch, capsys, path)
+    said = printed(inspect_model, path)
     lines = said.splitlines()
     assert "LoRA for flux, kohya" in said
     assert any(words(line)[:4] == ["attn.to_out.0", "2", "4", "3"] for line in lines)
@@ -93,18 +80,14 @@ def test_a_lora_is_shown_with_ranks_norms_and_metadata(
     assert "(500 characters)" in said
 
 
-def test_mistakes_are_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert error(monkeypatch, capsys, "nowhere") == "error: nowhere: no such file or folder; check the path\n"
+def test_mistakes_are_one_line() -> None:
+    assert refusal(inspect_model, "nowhere") == "error: nowhere: no such file or folder; check the path\n"
 
 
-def test_another_kind_than_lora_is_shown_in_two_lines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_kind_than_lora_is_shown_in_two_lines(tmp_path: Path) -> None:
     _, network = trained("lokr")
     network.save(tmp_path / "a.safetensors", "comfy", "fp32", {})
-    monkeypatch.setattr("sys.argv", ["inspect_model.py", str(tmp_path / "a.safetensors")])
-    main()
-    shown = capsys.readouterr().out
+    shown = printed(inspect_model, tmp_path / "a.safetensors")
     assert f"LoKr for flux  {len(network.modules)} layers" in shown
     assert "merge_lora.py merges a LoKr into a model" in shown
     assert "cannot be loaded" not in shown

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -23,9 +20,10 @@ from library.training.tasks.chat_lora import template_of
 from networks.files.adapters import load_lora
 from networks.files.writing import save_adapter
 from tests.models.llm.lms import reference
+from tests.runs import printed, refusal
+from tools import merge_lora
 from tools.generate import generate, parser
 
-ROOT = Path(__file__).resolve().parents[2]
 TOKENS = torch.arange(40).view(2, 20)
 
 
@@ -46,9 +44,8 @@ def write_pair(folder: Path, name: str) -> PreTrainedModel:
     return peft.eval()
 
 
-def merge(*words: object) -> None:
-    with mock.patch.object(sys, "argv", ["merge_lora.py", *map(str, words)]):
-        runpy.run_path(str(ROOT / "tools/merge_lora.py"), run_name="__main__")
+def merge(*words: object) -> str:
+    return printed(merge_lora, *words)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama3", "llama3.2"])
@@ -73,9 +70,7 @@ def test_gpt2s_published_file_without_the_models_prefix_is_merged_too(tmp_path: 
     assert (ours - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def test_a_merge_into_fp8_and_a_lora_of_another_size_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_merge_into_fp8_and_a_lora_of_another_size_are_refused(tmp_path: Path) -> None:
     write_pair(tmp_path / "a", "llama3")
     write_pair(tmp_path / "b", "llama2")
     both = ("--lora", tmp_path / "a/lora", "--save_to", tmp_path / "merged")
@@ -83,10 +78,7 @@ def test_a_merge_into_fp8_and_a_lora_of_another_size_are_refused(
         (("--model", tmp_path / "a/model", "--save_precision", "fp8"), "language models are not merged into quantised"),
         (("--model", tmp_path / "b/model"), "it was trained on another model"),
     ):
-        with pytest.raises(SystemExit) as left:
-            merge(*words, *both)
-        assert left.value.code == 2
-        assert said in capsys.readouterr().err
+        assert said in refusal(merge_lora, *words, *both)
     assert not (tmp_path / "merged").exists()
 
 
@@ -99,16 +91,14 @@ def test_loras_of_language_models_become_one_file_that_peft_knows(tmp_path: Path
     torch.testing.assert_close(again(TOKENS).logits, peft(TOKENS).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_the_template_that_a_lora_was_taught_in_outlives_merging(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_template_that_a_lora_was_taught_in_outlives_merging(tmp_path: Path) -> None:
     write_pair(tmp_path, "llama3")
     file = tmp_path / "lora/adapter_model.safetensors"
     save_file(load_file(file), file, {"tandem.chat_template": "plain"})
     merge("--lora", tmp_path / "lora", tmp_path / "lora", "--save_to", tmp_path / "both.safetensors")
     assert template_of(tmp_path / "both.safetensors") == "plain"
-    merge("--model", tmp_path / "model", "--lora", tmp_path / "lora", "--save_to", tmp_path / "merged")
-    assert "taught in the template plain" in capsys.readouterr().out
+    printed_line = merge("--model", tmp_path / "model", "--lora", tmp_path / "lora", "--save_to", tmp_path / "merged")
+    assert "taught in the template plain" in printed_line
     train_bpe(["hello there"] * 3, 260).save(tmp_path / "merged")
     theirs = AutoTokenizer.from_pretrained(tmp_path / "merged")
     asked = theirs.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)

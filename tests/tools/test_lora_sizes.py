@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
@@ -16,6 +14,7 @@ from library.models.flux.files import FLUX_TARGETS
 from networks.files.adapters import load_lora
 from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter
+from tests.runs import call, refusal
 
 Q, K, OUT = (f"transformer_blocks.0.attn.{name}" for name in ("to_q", "to_k", "to_out.0"))
 CLIP = "text_encoder.encoder.layers.0.mlp.fc1"
@@ -50,26 +49,12 @@ def best(matrix: np.ndarray, rank: int) -> np.ndarray:
     return u[:, :rank] * s[:rank] @ vh[:rank]
 
 
-def run(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: object) -> None:
-    monkeypatch.setattr(sys, "argv", [tool.__name__, *map(str, arguments)])
-    tool.main()
-
-
-def refused(
-    tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: object
-) -> str:
-    with pytest.raises(SystemExit) as stopped:
-        run(tool, monkeypatch, *arguments)
-    assert stopped.value.code == 2
-    return capsys.readouterr().err
-
-
 @pytest.mark.parametrize("save_format", ["kohya", "comfy", "diffusers"])
-def test_the_full_rank_is_the_identity(save_format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_full_rank_is_the_identity(save_format: str, tmp_path: Path) -> None:
     lora = make(0, rank=6, alpha=2.5)
     source = write(tmp_path / "a.safetensors", lora, save_format)
     target = tmp_path / "b.safetensors"
-    run(resize_lora, monkeypatch, "--lora", source, "--save_to", target, "--new_rank", 6)
+    call(resize_lora, "--lora", source, "--save_to", target, "--new_rank", 6)
     resized = load_lora(target, FLUX_TARGETS)
     assert resized.layout == save_format
     for name, module in resized.weights.items():
@@ -78,10 +63,10 @@ def test_the_full_rank_is_the_identity(save_format: str, tmp_path: Path, monkeyp
         np.testing.assert_allclose(full(module), full(lora[name]), atol=2e-6)
 
 
-def test_a_smaller_rank_is_the_best_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_smaller_rank_is_the_best_one(tmp_path: Path) -> None:
     lora = make(1, rank=6, alpha=2.5)
     source, target = write(tmp_path / "a.safetensors", lora), tmp_path / "b.safetensors"
-    run(resize_lora, monkeypatch, "--model", source, "--save_to", target, "--new_rank", 3)
+    call(resize_lora, "--model", source, "--save_to", target, "--new_rank", 3)
     resized = load_lora(target, FLUX_TARGETS)
     for name, module in resized.weights.items():
         assert module.rank == 3
@@ -92,13 +77,11 @@ def test_a_smaller_rank_is_the_best_one(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(("method", "parameter"), [("sv_fro", 0.9), ("sv_cumulative", 0.7), ("sv_ratio", 3.0)])
-def test_each_layer_gets_the_rank_that_sd_scripts_gives_it(
-    method: str, parameter: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_layer_gets_the_rank_that_sd_scripts_gives_it(method: str, parameter: float, tmp_path: Path) -> None:
     lora = make(2, rank=6, alpha=4.0)
     source, target = write(tmp_path / "a.safetensors", lora), tmp_path / "b.safetensors"
     flags = ["--dynamic_method", method, "--dynamic_param", parameter, "--new_rank", 4]
-    run(resize_lora, monkeypatch, "--model", source, "--save_to", target, *flags)
+    call(resize_lora, "--model", source, "--save_to", target, *flags)
     resized = load_lora(target, FLUX_TARGETS).weights
     for name, module in lora.items():
         s = np.linalg.svd(full(module))[1][:6]
@@ -112,11 +95,11 @@ def test_each_layer_gets_the_rank_that_sd_scripts_gives_it(
         np.testing.assert_allclose(full(resized[name]), best(full(module), min(rank, 4)), atol=2e-6)
 
 
-def test_a_concatenation_is_the_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_concatenation_is_the_sum(tmp_path: Path) -> None:
     one, two = make(3, rank=4, alpha=1.5), make(4, rank=3, alpha=7.0, names=(Q, CLIP))
     a, b = write(tmp_path / "a.safetensors", one, "comfy"), write(tmp_path / "b.safetensors", two, "diffusers")
     target = tmp_path / "both.safetensors"
-    run(merge_lora, monkeypatch, "--lora", f"{a}:0.8", f"{b}:-0.5", "--save_to", target)
+    call(merge_lora, "--lora", f"{a}:0.8", f"{b}:-0.5", "--save_to", target)
     both = load_lora(target, FLUX_TARGETS)
     assert both.layout == "comfy"
     assert {name: module.rank for name, module in both.weights.items()} == {Q: 7, K: 4, OUT: 4, CLIP: 7}
@@ -124,16 +107,16 @@ def test_a_concatenation_is_the_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         expected = 0.8 * full(one[name]) - (0.5 * full(two[name]) if name in two else 0)
         np.testing.assert_allclose(full(module), expected, atol=2e-6)  # fp32 factors
     as_kohya_says = tmp_path / "kohya.safetensors"
-    run(merge_lora, monkeypatch, "--models", a, b, "--ratios", 0.8, -0.5, "--save_to", as_kohya_says)
+    call(merge_lora, "--models", a, b, "--ratios", 0.8, -0.5, "--save_to", as_kohya_says)
     assert all(np.array_equal(full(module), full(both.weights[name]))
                for name, module in load_lora(as_kohya_says, FLUX_TARGETS).weights.items())  # fmt: skip
 
 
-def test_svd_is_the_best_of_that_rank_to_the_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_svd_is_the_best_of_that_rank_to_the_sum(tmp_path: Path) -> None:
     one, two = make(5, rank=4, alpha=1.5), make(6, rank=3, alpha=7.0)
     a, b = write(tmp_path / "a.safetensors", one), write(tmp_path / "b.safetensors", two)
     target = tmp_path / "both.safetensors"
-    run(merge_lora, monkeypatch, "--lora", f"{a}:0.8", b, "--save_to", target, "--method", "svd", "--new_rank", 2,
+    call(merge_lora, "--lora", f"{a}:0.8", b, "--save_to", target, "--method", "svd", "--new_rank", 2,
         "--save_format", "diffusers")  # fmt: skip
     both = load_lora(target, FLUX_TARGETS)
     assert both.layout == "diffusers"
@@ -143,9 +126,7 @@ def test_svd_is_the_best_of_that_rank_to_the_sum(tmp_path: Path, monkeypatch: py
         np.testing.assert_allclose(full(module), expected, atol=2e-6)
 
 
-def test_flags_that_would_be_ignored_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_flags_that_would_be_ignored_are_refused(tmp_path: Path) -> None:
     a = write(tmp_path / "a.safetensors", make(0, 2, 1.0))
     to = ["--save_to", tmp_path / "o.safetensors"]
     checked = [
@@ -161,4 +142,4 @@ def test_flags_that_would_be_ignored_are_refused(
         (resize_lora, ["--model", a, "--dynamic_method", "sv_ratio", "--dynamic_param", 0.5], "--dynamic_param 0.5"),
     ]
     for tool, flags, message in checked:
-        assert refused(tool, monkeypatch, capsys, *flags, *to).startswith(f"error: {message}"), message
+        assert refusal(tool, *flags, *to).startswith(f"error: {message}"), message

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,18 +11,12 @@ import toml
 from library.config import load_config
 from library.config.kohya.command import read_command, read_command_file
 from tests.forked import run_script
+from tests.runs import call, refusal
+from tools import migrate_config
 from tools.migrate_config import migrate
 
 SCRIPT = Path(__file__).resolve().parents[2] / "tools" / "migrate_config.py"
-LAUNCH = [
-    "accelerate",
-    "launch",
-    "--num_cpu_threads_per_process",
-    "1",
-    "--mixed_precision",
-    "bf16",
-    "--num_processes=2",
-]
+LAUNCH = ["accelerate", "launch", "--num_cpu_threads_per_process=1", "--mixed_precision", "bf16", "--num_processes=2"]
 FLAGS = ["--pretrained_model_name_or_path", "m", "--network_module", "networks.lora_flux", "--network_dim", "8"]
 
 
@@ -33,16 +26,8 @@ def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 def test_a_pasted_command_becomes_a_toml_that_means_the_same(tmp_path: Path) -> None:
     words = [*LAUNCH, "flux_train_network.py", *FLAGS, "--dataset_config", "d.toml", "--unet_lr", "1e-3", "--sdpa"]
-    words += [
-        "--full_fp16",
-        "--xformers",
-        "--lr_scheduler",
-        "cosine",
-        "--lr_warmup_steps",
-        "10%",
-        "--network_args",
-        "verbose=True",
-    ]
+    words += ["--full_fp16", "--xformers", "--lr_scheduler=cosine", "--lr_warmup_steps", "10%"]
+    words += ["--network_args", "verbose=True"]
     done = run("--save_to", "my.toml", "--", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     rows = {line.split()[0]: line.split()[1] for line in done.stdout.splitlines() if len(line.split()) > 1}
@@ -173,23 +158,16 @@ def test_network_arguments_that_the_lora_refuses_are_not_written(tmp_path: Path)
         (["unset.sh"], "unset.sh: $WHERE is not set in this file; write its value into it"),
         ([], "give a TOML file, a script, or -- and a command"),
         (["--", *FLAGS, "--resolution", "64"], "dataset_config: is required"),
-        (["--", "--network_module", "networks.lora_flux"], "pretrained_model_name_or_path: is required"),
+        (["--", "--network_module=networks.lora_flux", "--dataset_config=d"], "pretrained_model_name_or_path: is requ"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_named_and_nothing_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    arguments: list[str], message: str,
-) -> None:  # fmt: skip
-    from tools.migrate_config import main
-
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str], message: str
+) -> None:
     (tmp_path / "empty.sh").write_text("echo hello\n")
     (tmp_path / "unset.sh").write_text("python flux_train_network.py --ae $WHERE/ae\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["migrate_config.py", "--save_to", "my.toml", *arguments])
-    with pytest.raises(SystemExit) as left:
-        main()
-    assert left.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in refusal(migrate_config, "--save_to", "my.toml", *arguments)
     assert not (tmp_path / "my.toml").exists()
 
 
@@ -200,42 +178,24 @@ def test_a_musubi_command_takes_its_precision_from_the_launcher(tmp_path: Path) 
     assert toml.load(tmp_path / "my.toml")["training"]["mixed_precision"] == "bf16"
 
 
-def test_a_file_that_is_there_is_replaced_only_when_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from tools.migrate_config import main
-
+def test_a_file_that_is_there_is_replaced_only_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my.toml").write_text("mine")
     (tmp_path / "kohya.toml").write_text(
         'pretrained_model_name_or_path = "x"\ndataset_config = "d.toml"\noutput_dir = "o"\noutput_name = "o"\n'
         'network_module = "networks.lora_flux"\n'
     )
-    command = ["migrate_config.py", "--save_to", "my.toml", "kohya.toml"]
-    monkeypatch.setattr(sys, "argv", command)
-    with pytest.raises(SystemExit):
-        main()
-    assert capsys.readouterr().err == "error: my.toml: exists; choose another --save_to or give --overwrite\n"
+    line = refusal(migrate_config, "--save_to", "my.toml", "kohya.toml")
+    assert line == "error: my.toml: exists; choose another --save_to or give --overwrite\n"
     assert (tmp_path / "my.toml").read_text() == "mine"
-    monkeypatch.setattr(sys, "argv", [*command, "--overwrite"])
-    main()
+    call(migrate_config, "--save_to", "my.toml", "kohya.toml", "--overwrite")
     assert "networks.lora_flux" not in (tmp_path / "my.toml").read_text()
 
 
 @pytest.mark.parametrize("target", ["/", "", ".", "..", "my", "/dev/null", "/.toml"])
-def test_what_is_no_name_of_a_toml_is_refused(
-    target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_name_of_a_toml_is_refused(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sets" / "1_cat").mkdir(parents=True)
     (tmp_path / "kohya.toml").write_text('pretrained_model_name_or_path = "x"\ntrain_data_dir = "sets"\n')
-    monkeypatch.setattr(sys, "argv", ["migrate_config.py", "--save_to", target, "kohya.toml"])
-    from tools.migrate_config import main
-
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert ended.value.code == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: ")
-    assert said.count("\n") == 1
+    assert refusal(migrate_config, "--save_to", target, "kohya.toml").startswith("error: ")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kohya.toml", "sets"]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from diffusers import FluxTransformer2DModel
-from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -18,6 +17,7 @@ from library.precision.checkpoint import WeightFiles
 from library.precision.names import SCHEME_NAMES
 from library.precision.recipe import scheme_named
 from library.safetensors_io import RowRange
+from tests.runs import ROOT, call, metadata, pipeline_forward, refusal
 from tests.tiny import tiny_flux_transformer
 
 WIDTH = 64
@@ -39,10 +39,8 @@ def checkpoint(prefix: str = "") -> dict[str, Tensor]:
     return {prefix + name: (torch.randn(shape) * 0.03).bfloat16() for name, shape in shapes.items()}
 
 
-def run(monkeypatch: pytest.MonkeyPatch, model: Path, save_to: Path, *flags: object) -> None:
-    words = ["--model", model, "--save_to", save_to, *flags]
-    monkeypatch.setattr(sys, "argv", ["quantize_model.py", *map(str, words)])
-    quantize_model.main()
+def run(model: Path, save_to: Path, *flags: object) -> None:
+    call(quantize_model, "--model", model, "--save_to", save_to, *flags)
 
 
 def read_independently(path: Path) -> dict[str, Tensor]:
@@ -78,12 +76,12 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])
 def test_what_is_written_reads_back_the_same_by_tandem_and_by_independent_code(
-    case: str, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, prefix: str, tmp_path: Path
 ) -> None:
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     original = checkpoint(prefix)
     save_file(original, source)
-    run(monkeypatch, source, target, *CASES[case])
+    run(source, target, *CASES[case])
     layout = WeightFiles(target).quantized
     assert layout is not None
     assert layout.layout == {"stochastic": "musubi"}.get(case, case.split()[0])
@@ -106,15 +104,11 @@ def test_what_is_written_reads_back_the_same_by_tandem_and_by_independent_code(
 @pytest.mark.parametrize("arguments", [[], ["--layout", "comfy_quant"], ["--scheme", "nvfp4"]])
 @pytest.mark.parametrize("in_header", [False, True])
 def test_a_quantised_file_asks_for_other_products_and_is_the_same_otherwise(
-    arguments: list[str],
-    in_header: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: list[str], in_header: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prefix, high = "model.diffusion_model.", {"full_precision_matrix_mult": True}
     save_file(checkpoint(prefix), source := tmp_path / "in.safetensors")
-    run(monkeypatch, source, made := tmp_path / "made.safetensors", *arguments, "--products", "low")
+    run(source, made := tmp_path / "made.safetensors", *arguments, "--products", "low")
     before = load_file(made)
     if in_header and arguments:  # as some writers have it, the layers named without the prefix
         said = {name: before.pop(name) for name in list(before) if name.endswith(".comfy_quant")}
@@ -123,7 +117,7 @@ def test_a_quantised_file_asks_for_other_products_and_is_the_same_otherwise(
         save_file(before, made, {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})})
     for ask, expected in (("high", high), ("low", {})):
         capsys.readouterr()
-        run(monkeypatch, made, target := tmp_path / f"{ask}.safetensors", "--products", ask)
+        run(made, target := tmp_path / f"{ask}.safetensors", "--products", ask)
         words = {"high": "high precision", "low": "the format"}[ask]
         assert f"asks ComfyUI for products in {words}; nothing else is changed" in capsys.readouterr().out
         after = load_file(target)
@@ -137,10 +131,8 @@ def test_a_quantised_file_asks_for_other_products_and_is_the_same_otherwise(
             else:
                 assert after[name].dtype == tensor.dtype
                 assert torch.equal(after[name].float(), tensor.float())
-        with safe_open(target, "pt") as opened:
-            metadata = opened.metadata()
         if in_header and arguments:
-            assert json.loads(metadata["_quantization_metadata"]) == {
+            assert json.loads(metadata(target)["_quantization_metadata"]) == {
                 "format_version": "1.0", "layers": {name: each | expected for name, each in layers.items()}
             }  # fmt: skip
         served = WeightFiles(target).quantized
@@ -155,26 +147,24 @@ def test_the_words_of_the_command_line_are_the_schemes_there_are() -> None:
 @pytest.mark.parametrize(
     ("flags", "precise"), [([], False), (["--products", "high"], True), (["--products", "low"], False)]
 )
-def test_nvfp4_files_leave_products_to_comfyui_unless_asked(
-    flags: list[str], precise: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nvfp4_files_leave_products_to_comfyui_unless_asked(flags: list[str], precise: bool, tmp_path: Path) -> None:
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     save_file(checkpoint(), source)
-    run(monkeypatch, source, target, "--scheme", "nvfp4", *flags)
+    run(source, target, "--scheme", "nvfp4", *flags)
     layout = WeightFiles(target).quantized
     assert layout is not None
     assert {stored.full_precision for stored in layout.weights.values()} == {precise}
 
 
-def test_comfyui_files_carry_the_marks_comfyui_looks_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_comfyui_files_carry_the_marks_comfyui_looks_for(tmp_path: Path) -> None:
     source = tmp_path / "in.safetensors"
     save_file(checkpoint("model.diffusion_model."), source, {"modelspec.title": "mine"})
     for extra, elements, config in (
         ([], 2, {"format": "float8_e4m3fn", "full_precision_matrix_mult": True}),
         (["--products", "low"], 0, {"format": "float8_e4m3fn"}),
     ):
-        run(monkeypatch, source, tmp_path / "old.safetensors", *extra)
-        run(monkeypatch, source, tmp_path / "new.safetensors", "--layout", "comfy_quant", *extra)
+        run(source, tmp_path / "old.safetensors", *extra)
+        run(source, tmp_path / "new.safetensors", "--layout", "comfy_quant", *extra)
         old, new = load_file(tmp_path / "old.safetensors"), load_file(tmp_path / "new.safetensors")
         marker = old["model.diffusion_model.scaled_fp8"]
         assert (marker.dtype, marker.numel()) == (torch.float8_e4m3fn, elements)
@@ -184,26 +174,25 @@ def test_comfyui_files_carry_the_marks_comfyui_looks_for(tmp_path: Path, monkeyp
         # as ComfyUI's loader reads it: json.loads(tensor.numpy().tobytes())
         assert json.loads(new[f"{layer}.comfy_quant"].numpy().tobytes()) == config
         assert torch.equal(new[f"{layer}.weight_scale"], scale)
-    with safe_open(tmp_path / "old.safetensors", "pt") as file:
-        metadata = file.metadata()
-    assert metadata["modelspec.title"] == "mine"
-    assert metadata["quantised"] == "e4m3fn, one scale a tensor, rounded to nearest; excluded: embedders, final"
+    kept = metadata(tmp_path / "old.safetensors")
+    assert kept["modelspec.title"] == "mine"
+    assert kept["quantised"] == "e4m3fn, one scale a tensor, rounded to nearest; excluded: embedders, final"
 
 
-def test_musubi_files_have_its_shapes_and_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_musubi_files_have_its_shapes_and_dtype(tmp_path: Path) -> None:
     save_file(checkpoint(), tmp_path / "in.safetensors")
-    run(monkeypatch, tmp_path / "in.safetensors", tmp_path / "o.safetensors", "--layout", "musubi")
+    run(tmp_path / "in.safetensors", tmp_path / "o.safetensors", "--layout", "musubi")
     stored = load_file(tmp_path / "o.safetensors")
     assert stored[f"{NAMES[0]}.scale_weight"].shape == (3 * WIDTH, 1, 1)
     assert stored[f"{NAMES[2]}.scale_weight"].shape == (WIDTH, 1)  # falls back to rows
     assert stored[f"{NAMES[0]}.scale_weight"].dtype == torch.bfloat16
 
 
-def test_a_diffusers_folder_becomes_one_that_diffusers_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_diffusers_folder_becomes_one_that_diffusers_loads(tmp_path: Path) -> None:
     model = tiny_flux_transformer().to(torch.bfloat16)
     model.save_pretrained(tmp_path / "pipeline" / "transformer", max_shard_size="200KB")
     (tmp_path / "pipeline" / "model_index.json").write_text("{}")
-    run(monkeypatch, tmp_path / "pipeline", tmp_path / "fp8", "--layout", "plain", "--exclude", "")
+    run(tmp_path / "pipeline", tmp_path / "fp8", "--layout", "plain", "--exclude", "")
     loaded = FluxTransformer2DModel.from_pretrained(tmp_path / "fp8", torch_dtype=torch.bfloat16)
     for name, parameter in loaded.named_parameters():
         original = model.get_parameter(name)
@@ -211,44 +200,33 @@ def test_a_diffusers_folder_becomes_one_that_diffusers_loads(tmp_path: Path, mon
         assert torch.equal(parameter, original.to(torch.float8_e4m3fn).bfloat16() if is_matrix else original)
 
 
-def test_a_transformers_folder_and_kept_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_transformers_folder_and_kept_layers(tmp_path: Path) -> None:
     folder = tmp_path / "t5"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "t5"}')
-    names = (
-        "shared",
-        "encoder.block.0.layer.0.SelfAttention.q",
-        "encoder.block.0.layer.0.SelfAttention.relative_attention_bias",
-    )
+    attention = "encoder.block.0.layer.0.SelfAttention"
+    names = ("shared", f"{attention}.q", f"{attention}.relative_attention_bias")
     save_file({f"{name}.weight": torch.randn(64, 64).bfloat16() for name in names}, folder / "model.safetensors")
-    run(monkeypatch, folder, tmp_path / "fp8")
+    run(folder, tmp_path / "fp8")
     stored = load_file(tmp_path / "fp8" / "model.safetensors")
     assert [stored[f"{name}.weight"].dtype for name in names] == [torch.bfloat16, torch.float8_e4m3fn, torch.bfloat16]
 
 
-def test_every_mistake_is_told_in_one_line_and_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_every_mistake_is_told_in_one_line_and_leaves_nothing_behind(tmp_path: Path) -> None:
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
     save_file(checkpoint(), source)
     done = tmp_path / "done.safetensors"
-    run(monkeypatch, source, done)
+    run(source, done)
     broken = checkpoint()
     broken[f"{NAMES[1]}.weight"][0, 0] = torch.nan
     save_file(broken, tmp_path / "broken.safetensors")
     save_file({"norm.weight": torch.ones(4)}, tmp_path / "none.safetensors")
     eight = tmp_path / "eight.safetensors"
-    run(monkeypatch, source, eight, "--scheme", "int8")
+    run(source, eight, "--scheme", "int8")
     (tmp_path / "pipeline").mkdir()
     (tmp_path / "pipeline" / "model_index.json").write_text("{}")
     cases = {
-        "scales 'row' cannot be written in it; use tensor": (
-            source,
-            "--layout",
-            "comfy_scaled",
-            "--scheme",
-            "row",
-        ),
+        "scales 'row' cannot be written in it; use tensor": (source, "--layout", "comfy_scaled", "--scheme", "row"),
         "use comfy_quant for e5m2": (source, "--format", "e5m2"),
         "is written in the layout comfy_quant, not musubi": (source, "--scheme", "nvfp4", "--layout", "musubi"),
         "scheme 'mxfp8': files in it are read and trained on, not written": (source, "--scheme", "mxfp8"),
@@ -256,13 +234,7 @@ def test_every_mistake_is_told_in_one_line_and_leaves_nothing_behind(
         "did you mean 'int8_convrot'?": (source, "--scheme", "int8_convrt"),
         "--format e5m2: is of fp8, and the scheme is int8": (source, "--scheme", "int8", "--format", "e5m2"),
         "--products low: files of layout plain cannot say so": (source, "--layout", "plain", "--products", "low"),
-        "ComfyUI multiplies int8 files in int8 always": (
-            source,
-            "--scheme",
-            "int8",
-            "--products",
-            "high",
-        ),
+        "ComfyUI multiplies int8 files in int8 always": (source, "--scheme", "int8", "--products", "high"),
         "is quantised already; quantise the bf16 or fp16 file": (done,),
         "--scheme: ": (done, "--products", "low", "--scheme", "nvfp4"),
         "ComfyUI multiplies such weights in one way, whatever the file says": (eight, "--products", "high"),
@@ -274,18 +246,60 @@ def test_every_mistake_is_told_in_one_line_and_leaves_nothing_behind(
         "a pipeline without a transformer folder": (tmp_path / "pipeline",),
     }
     for message, (model, *extra) in cases.items():
-        with pytest.raises(SystemExit) as left:
-            run(monkeypatch, model, target, *extra)
-        assert left.value.code == 2
-        error = capsys.readouterr().err
-        assert message in error
-        assert error.count("\n") == 1
+        assert message in refusal(quantize_model, "--model", model, "--save_to", target, *extra)
         assert not target.exists()
-    for message, goal in {
-        "is the model itself": source,
-        "is a file, so the result is one": tmp_path / "folder",
-    }.items():
-        with pytest.raises(SystemExit):
-            run(monkeypatch, source, goal)
-        assert message in capsys.readouterr().err
+    for message, goal in ("is the model itself", source), ("is a file, so the result is one", tmp_path / "folder"):
+        assert message in refusal(quantize_model, "--model", source, "--save_to", goal)
     assert not list(tmp_path.glob(".*.tmp"))
+
+
+BASE = ROOT / "assets" / "tiny-flux"
+
+
+def quantize(folder: Path, *flags: object) -> dict[str, Tensor]:
+    """Run the tool into the plain layout, whose numbers need no scales; return the file's tensors."""
+    run(BASE, folder, "--layout", "plain", *flags)
+    return load_file(folder / "diffusion_pytorch_model.safetensors")
+
+
+def velocity(tensors: dict[str, Tensor]) -> Tensor:
+    """Return diffusers' output on inputs like those of sampling: noise, and a caption's embeddings stand-in."""
+    model = FluxTransformer2DModel.from_pretrained(BASE / "transformer").eval()
+    model.load_state_dict({name: tensor.float() for name, tensor in tensors.items()})
+    random = torch.Generator().manual_seed(0)
+    latents = torch.randn(2, 16, 16, 16, generator=random)
+    text = {"prompt_embeds": torch.zeros(2, 8, 64), "pooled_prompt_embeds": torch.zeros(2, 64)}
+    with torch.no_grad():
+        return pipeline_forward(model, latents, torch.tensor([0.9, 0.9]), text, 3.5)
+
+
+@pytest.fixture(scope="module")
+def calibration(tmp_path_factory: pytest.TempPathFactory) -> list[object]:
+    folder = tmp_path_factory.mktemp("data") / "data"
+    shutil.copytree(ROOT / "assets" / "demo_dataset", folder)
+    return ["--dataset_config", folder / "dataset.toml", "--calibration_images", 3, "--calibration_sigmas", 0.9]
+
+
+def test_compensated_rounding_takes_error_off_at_the_same_size(calibration: list[object], tmp_path: Path) -> None:
+    reference = velocity(load_file(BASE / "transformer" / "diffusion_pytorch_model.safetensors"))
+    files = {
+        "nearest": quantize(tmp_path / "nearest"),
+        "compensated": quantize(tmp_path / "compensated", "--compensated", *calibration),
+    }
+    error = {name: float((velocity(tensors) - reference).norm()) for name, tensors in files.items()}
+    assert error["compensated"] < 0.8 * error["nearest"]
+    sizes = {name: sum(t.numel() * t.element_size() for t in tensors.values()) for name, tensors in files.items()}
+    assert sizes["compensated"] == sizes["nearest"]
+
+
+@pytest.mark.parametrize(
+    ("message", "flags"),
+    [
+        ("give both or neither", ["--compensated"]),
+        ("give both or neither", ["--dataset_config", "x.toml"]),
+        ("choose one", ["--compensated", "--dataset_config", "x.toml", "--rounding", "stochastic"]),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(message: str, flags: list[str], tmp_path: Path) -> None:
+    words = ["--model", BASE, "--save_to", tmp_path / "out", "--layout", "plain", *flags]
+    assert message in refusal(quantize_model, *words)

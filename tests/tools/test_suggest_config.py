@@ -23,7 +23,7 @@ from library.training.memory.budget import GIB
 from library.training.sampling.prompts import read_prompts
 from library.training.suggestion import Answers, choose_memory, find_model_type, presets, suggest, summarise_dataset
 from tests.curves import without_curves
-from tests.runs import ROOT, train_flags
+from tests.runs import ROOT, call, refusal, train_flags
 from tests.tiny import save_single_files
 from tests.tiny_flux2 import tiny_flux2_pipeline
 from tools import suggest_config
@@ -40,22 +40,10 @@ def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
 
 
-def write(words: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def write(words: list[str], folder: Path) -> Path:
     """Run the tool in this process; return the folder that it wrote."""
-    monkeypatch.setattr(sys, "argv", ["suggest_config.py", *words, "--save_to", str(folder)])
-    suggest_config.main()
+    call(suggest_config, *words, "--save_to", folder)
     return folder
-
-
-def refused(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> str:
-    """Run the tool, which ends with exit code 2; return the one line that it says."""
-    monkeypatch.setattr(sys, "argv", ["suggest_config.py", *words])
-    with pytest.raises(SystemExit) as stopped:
-        suggest_config.main()
-    assert stopped.value.code == 2
-    said = capsys.readouterr().err.strip()
-    assert "\n" not in said
-    return said
 
 
 def trained(folder: Path) -> Path:
@@ -196,26 +184,24 @@ def test_what_is_written_for_every_family_passes_the_rules(model_type: str, gib:
 
 
 @pytest.mark.slow
-def test_a_style_trains_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write(STYLE, tmp_path / "my style", monkeypatch)
+def test_a_style_trains_as_it_is_written(tmp_path: Path) -> None:
+    folder = write(STYLE, tmp_path / "my style")
     assert trained(folder).is_file()
     assert list((folder / "output").rglob("*.png"))  # pictures of the first step on
 
 
-def test_a_subject_is_preserved_and_called_by_its_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = write(SUBJECT, tmp_path, monkeypatch)
+def test_a_subject_is_preserved_and_called_by_its_word(tmp_path: Path) -> None:
+    folder = write(SUBJECT, tmp_path)
     written = toml.load(folder / "config.toml")
     assert written["preservation"] == {"preserve": "prior", "preserve_class": "creature", "preserve_prompts": "general"}
     assert toml.load(folder / "dataset.toml")["datasets"][0]["subsets"][0]["trigger_word"] == "zorbo"
     assert written["sampling"]["sample_prompts"][0].startswith("a photo of zorbo creature --w 128 --h 128 --d 1 ")
-    style = toml.load(write(STYLE, tmp_path / "style", monkeypatch) / "config.toml")
+    style = toml.load(write(STYLE, tmp_path / "style") / "config.toml")
     assert "preservation" not in style
 
 
 @pytest.mark.slow
-def test_edits_train_as_they_are_written_and_show_their_references(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_edits_train_as_they_are_written_and_show_their_references(tmp_path: Path) -> None:
     model = tiny_flux2_pipeline(tmp_path / "model")
     for folder, shade in (("before", 60), ("after", 200)):
         (tmp_path / folder).mkdir()
@@ -224,7 +210,7 @@ def test_edits_train_as_they_are_written_and_show_their_references(
             (tmp_path / folder / f"{i}.txt").write_text("make it bright")
     words = ["--kind", "edit", "--model", str(model), "--images", str(tmp_path / "after"),
              "--control_directory", str(tmp_path / "before"), "--gpu_memory", "cpu"]  # fmt: skip
-    folder = write(words, tmp_path / "my_edit", monkeypatch)
+    folder = write(words, tmp_path / "my_edit")
     written = toml.load(folder / "config.toml")
     assert written["model"]["model_type"] == "flux2_klein_edit"
     assert toml.load(folder / "dataset.toml")["datasets"][0]["validation_split"] == 0.1  # 2 of 20
@@ -232,10 +218,10 @@ def test_edits_train_as_they_are_written_and_show_their_references(
     assert trained(folder).is_file()
 
 
-def test_a_dataset_toml_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dataset_toml_is_kept(tmp_path: Path) -> None:
     dataset = "assets/demo_dataset/dataset.toml"
     words = ["--kind", "style", "--model", "assets/tiny-flux", "--images", dataset, "--gpu_memory", "8"]
-    folder = write(words, tmp_path / "kept", monkeypatch)
+    folder = write(words, tmp_path / "kept")
     assert sorted(path.name for path in folder.iterdir()) == ["config.toml"]
     config = load_config(["--config_file", str(folder / "config.toml")])
     assert config.dataset.dataset_config == dataset
@@ -244,16 +230,14 @@ def test_a_dataset_toml_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert not config.training.blocks_to_swap  # of a model with fewer blocks than that nothing is swapped
 
 
-def test_missing_captions_are_made_of_the_words_or_by_a_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
+def test_missing_captions_are_made_of_the_words_or_by_a_command(tmp_path: Path, capsys: Capture) -> None:
     shutil.copytree(IMAGES, tmp_path / "images", ignore=shutil.ignore_patterns("*.txt"))
     swapped = [str(tmp_path / "images") if word == IMAGES else word for word in SUBJECT]
-    folder = write(swapped, tmp_path / "subject", monkeypatch)
+    folder = write(swapped, tmp_path / "subject")
     subset = toml.load(folder / "dataset.toml")["datasets"][0]["subsets"][0]
     assert subset["class_tokens"] == "a photo of zorbo creature"
     swapped = [str(tmp_path / "images") if word == IMAGES else word for word in STYLE]
-    folder = write(swapped, tmp_path / "style", monkeypatch)
+    folder = write(swapped, tmp_path / "style")
     assert "class_tokens" not in (folder / "dataset.toml").read_text()
     assert '\n# caption_command = "my_captioner {image}"\n' in (folder / "config.toml").read_text()
     assert "16 without a caption" in capsys.readouterr().out
@@ -290,12 +274,12 @@ def test_a_card_that_is_too_small_is_told_what_would_do() -> None:
         choose_memory("flux", "m", {}, 4 * GIB)
 
 
-def test_a_single_file_wants_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
+def test_a_single_file_wants_its_parts(tmp_path: Path) -> None:
     files = save_single_files(ROOT / "assets/tiny-flux", tmp_path / "single")
     words = ["--kind", "style", "--model", str(files.transformer), *STYLE[4:], "--save_to", str(tmp_path / "out")]
-    assert refused(words, monkeypatch, capsys).startswith("error: --ae is missing")
+    assert refusal(suggest_config, *words).startswith("error: --ae is missing")
     parts = ["--ae", str(files.ae), "--clip_l", str(files.clip_l), "--t5xxl", str(files.t5xxl)]
-    folder = write([*words[:-2], *parts], tmp_path / "out", monkeypatch)
+    folder = write([*words[:-2], *parts], tmp_path / "out")
     assert load_config(["--config_file", str(folder / "config.toml")]).model.t5xxl == str(files.t5xxl)
 
 
@@ -306,10 +290,10 @@ def test_what_no_flag_says_is_asked_until_it_fits(tmp_path: Path, monkeypatch: p
     said = iter(["a dog", "style", "assets/tiny-flux", IMAGES, "much", "cpu"])
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
     monkeypatch.setattr("builtins.input", lambda _: next(said))
-    folder = write([], tmp_path / "asked", monkeypatch)
+    folder = write([], tmp_path / "asked")
     assert list(said) == []
     assert (folder / "config.toml").read_text() == (
-        write(STYLE, tmp_path / "flags" / "asked", monkeypatch) / "config.toml"
+        write(STYLE, tmp_path / "flags" / "asked") / "config.toml"
     ).read_text().replace(str(tmp_path / "flags"), str(tmp_path))
 
 
@@ -334,19 +318,15 @@ def test_what_no_flag_says_is_asked_until_it_fits(tmp_path: Path, monkeypatch: p
         (["--kind", "edit", *STYLE[2:], "--control_directory", "before"], "--control_directory before: does not exist"),
     ],
 )  # fmt: skip
-def test_what_is_missing_or_does_not_fit_is_one_line(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
-) -> None:
-    assert said in refused([*words, "--save_to", str(tmp_path / "out")], monkeypatch, capsys)
+def test_what_is_missing_or_does_not_fit_is_one_line(words: list[str], said: str, tmp_path: Path) -> None:
+    assert said in refusal(suggest_config, *words, "--save_to", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
-def test_what_is_there_is_replaced_only_when_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    write(STYLE, tmp_path, monkeypatch)
+def test_what_is_there_is_replaced_only_when_asked(tmp_path: Path) -> None:
+    write(STYLE, tmp_path)
     (tmp_path / "config.toml").write_text("mine")
-    assert f"{tmp_path / 'config.toml'}: exists" in refused([*STYLE, "--save_to", str(tmp_path)], monkeypatch, capsys)
+    assert f"{tmp_path / 'config.toml'}: exists" in refusal(suggest_config, *STYLE, "--save_to", tmp_path)
     assert (tmp_path / "config.toml").read_text() == "mine"
-    write([*STYLE, "--overwrite"], tmp_path, monkeypatch)
+    write([*STYLE, "--overwrite"], tmp_path)
     assert (tmp_path / "config.toml").read_text() != "mine"

@@ -21,3 +21,13 @@ def browser() -> Iterator[Any]:
 @pytest.fixture(params=["wide", "phone"])
 def size(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture
+def tab(browser: Any, server: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """A tab on the page, of each size where a test asks for ``size``."""
+    from tests.web.page import Tab
+
+    opened = Tab(browser, server, request.getfixturevalue("size") if "size" in request.fixturenames else "wide")
+    yield opened
+    opened.close()

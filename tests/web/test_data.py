@@ -107,14 +107,13 @@ def look_of(page: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("which", ["demo", "random"])
-def test_buckets_and_crops_are_those_of_training(which: str, server: Server, browser: Any, size: str) -> None:
+def test_buckets_and_crops_are_those_of_training(which: str, server: Server, tab: Tab, size: str) -> None:
     from library.config.schema import DatasetArguments
     from library.data.config import load_dataset_config
     from library.data.samples import scan
 
     folder = server.folder / "datasets" / (which if which == "demo" else f"random-{size}")
     toml = folder / "dataset.toml" if which == "demo" else make(folder)
-    tab = Tab(browser, server, size)
     page = opened(tab, toml)
     tab.fits()
     for chunk in page.locator(".chunk").all():
@@ -140,12 +139,10 @@ def test_buckets_and_crops_are_those_of_training(which: str, server: Server, bro
     drawn = card.locator(".crop").get_attribute("style")
     left, top, width, height = look_of(page)["images"][int(json.loads(card.get_attribute("hx-vals"))["number"])]["box"]
     assert drawn == f"left:{left}%;top:{top}%;width:{width}%;height:{height}%"
-    tab.close()
 
 
-def test_an_edited_caption_keeps_encoding_and_line_ends(server: Server, browser: Any, size: str) -> None:
+def test_an_edited_caption_keeps_encoding_and_line_ends(server: Server, tab: Tab, size: str) -> None:
     folder = server.folder / "datasets" / f"edit-{size}"
-    tab = Tab(browser, server, size)
     page = opened(tab, make(folder))
     wanted = {
         "crlf.png": ("a green tree\nsecond line", b"a green tree\r\nsecond line\r\n"),
@@ -169,18 +166,15 @@ def test_an_edited_caption_keeps_encoding_and_line_ends(server: Server, browser:
     }
     assert not caption_of(folder, "none.png").exists()
     expect(page.locator("[name='undo']")).to_be_disabled()
-    tab.close()
 
 
-def test_tab_goes_to_the_next_caption(server: Server, browser: Any) -> None:
-    tab = Tab(browser, server)
+def test_tab_goes_to_the_next_caption(server: Server, tab: Tab) -> None:
     page = opened(tab, server.folder / "datasets/demo/dataset.toml")
     names = [image["name"] for image in look_of(page)["images"]]
     area(page, names[0]).focus()
     for name in names[1:4]:
         page.keyboard.press("Tab")
         expect(area(page, name)).to_be_focused()
-    tab.close()
 
 
 def test_bulk_undo_redo_and_a_restart(browser: Any, tmp_path: Path) -> None:
@@ -250,9 +244,8 @@ def test_two_tabs_do_not_overwrite_each_other(server: Server, browser: Any) -> N
     other.close()
 
 
-def test_html_of_names_and_captions_is_shown_as_it_is(server: Server, browser: Any, size: str) -> None:
+def test_html_of_names_and_captions_is_shown_as_it_is(server: Server, tab: Tab, size: str) -> None:
     folder = server.folder / "datasets" / f"html-{size}"
-    tab = Tab(browser, server, size)
     page = opened(tab, make(folder))
     name = next(name for name in NAMES if name.startswith("<img"))
     expect(area(page, name)).to_have_value(HTML)
@@ -270,7 +263,6 @@ def test_html_of_names_and_captions_is_shown_as_it_is(server: Server, browser: A
     expect(page.locator("#bulk-said ins")).to_have_text(f"{HTML}!".replace("onerror", "<b onclick=alert(4)>"))
     assert page.locator("script:not([src]), [onerror], [onclick]").count() == 0
     tab.fits()
-    tab.close()
 
 
 def test_uploaded_names_stay_in_the_folder_and_overwrite_nothing(server: Server, browser: Any, size: str) -> None:
@@ -305,14 +297,13 @@ def test_uploaded_names_stay_in_the_folder_and_overwrite_nothing(server: Server,
             ask(server, "/data/new", name=wrong, resolution="64")
 
 
-def test_what_links_lead_out_of_the_folders_is_not_shown(server: Server, browser: Any, tmp_path: Path) -> None:
+def test_what_links_lead_out_of_the_folders_is_not_shown(server: Server, tab: Tab, tmp_path: Path) -> None:
     folder = server.folder / "datasets/links"
     toml = make(folder, {"a.png": b"inside", "b.png": b"inside too", "c.png": None})
     Image.new("RGB", (100, 100)).save(tmp_path / "secret.png")
     (tmp_path / "secret.txt").write_text("a secret text")
     (folder / "images/d.png").symlink_to(tmp_path / "secret.png")
     (folder / "images/c.txt").symlink_to(tmp_path / "secret.txt")
-    tab = Tab(browser, server)
     page = opened(tab, toml)
     expect(page.locator(".frame", has_text="lies outside")).to_have_count(1)
     assert "a secret text" not in page.content()
@@ -326,12 +317,10 @@ def test_what_links_lead_out_of_the_folders_is_not_shown(server: Server, browser
     toml.write_text(TOML.replace('"images"', f'"{tmp_path}"'))
     page.get_by_role("button", name="Look again").click()
     expect(page.locator("#message")).to_contain_text("lies outside of")
-    tab.close()
 
 
-def test_the_toml_is_refused_in_the_trainers_words(server: Server, browser: Any) -> None:
+def test_the_toml_is_refused_in_the_trainers_words(server: Server, tab: Tab) -> None:
     toml = make(server.folder / "datasets/toml")
-    tab = Tab(browser, server)
     page = opened(tab, toml)
     page.locator("summary", has_text="dataset.toml").click()
     page.get_by_label("dataset.toml").fill(TOML.replace("num_repeats", "num_repeat"))
@@ -340,12 +329,10 @@ def test_the_toml_is_refused_in_the_trainers_words(server: Server, browser: Any)
     page.locator("[name='undo']").click()
     expect(page.locator("#message")).to_contain_text("Undone")
     assert toml.read_text() == TOML
-    tab.close()
 
 
-def test_a_refused_split_hides_no_images_and_a_changed_toml_is_said(server: Server, browser: Any) -> None:
+def test_a_refused_split_hides_no_images_and_a_changed_toml_is_said(server: Server, tab: Tab) -> None:
     toml = make(server.folder / "datasets/split", {"a.png": b"one", "b.png": b"two"})  # 0.2 of two images is none
-    tab = Tab(browser, server)
     page = opened(tab, toml)
     expect(page.locator(".message.bad")).to_contain_text("validation_split 0.2 holds out none")
     expect(page.locator(".bucket", has_text="seen an epoch")).not_to_have_count(0)
@@ -355,12 +342,10 @@ def test_a_refused_split_hides_no_images_and_a_changed_toml_is_said(server: Serv
     expect(page.locator(".message.warn")).to_contain_text("look again")
     page.get_by_role("button", name="Look again").click()
     expect(page.locator(".message")).to_have_count(0)
-    tab.close()
 
 
-def test_pictures_come_where_the_script_is_late(server: Server, browser: Any) -> None:
+def test_pictures_come_where_the_script_is_late(server: Server, tab: Tab) -> None:
     toml = make(server.folder / "datasets/late", {"a.png": b"one", "b.png": b"two"})
-    tab = Tab(browser, server)
 
     def late(route: Any) -> None:
         tab.page.wait_for_timeout(1500)  # htmx has asked for the grid by then
@@ -369,7 +354,6 @@ def test_pictures_come_where_the_script_is_late(server: Server, browser: Any) ->
     tab.page.route("**/static/data.js", late)
     page = opened(tab, toml)
     expect(page.locator(".picture")).to_have_count(2)
-    tab.close()
 
 
 def test_paths_of_a_toml_are_seen_from_it_as_training_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,11 +381,10 @@ def test_paths_of_a_toml_are_seen_from_it_as_training_does(tmp_path: Path, monke
         refuse_outside(site, toml, read_toml(toml)[0])
 
 
-def test_a_card_shows_the_picture_that_the_look_made(server: Server, browser: Any) -> None:
+def test_a_card_shows_the_picture_that_the_look_made(server: Server, tab: Tab) -> None:
     folder = server.folder / "datasets/pictures"
     toml = make(folder, {"a.png": b"one", "b.png": b"two", "c.png": b"three"})
     (folder / "images/c.png").write_bytes((folder / "images/c.png").read_bytes()[:60])
-    tab = Tab(browser, server)
     page = opened(tab, toml)
     expect(page.locator(".picture")).to_have_count(3)
     page.wait_for_function("[...document.querySelectorAll('.picture img')].every(i => i.naturalWidth > 0)")
@@ -418,4 +401,3 @@ def test_a_card_shows_the_picture_that_the_look_made(server: Server, browser: An
         assert Image.open(io.BytesIO(answer.read())).format == "JPEG"
     (kept,) = {path.parent for path in (server.output / ".tandem/thumbs").glob(f"*/{shown[0]}")}
     assert {path.name for path in kept.iterdir()} == set(shown[:2])
-    tab.close()

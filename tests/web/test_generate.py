@@ -7,7 +7,6 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from PIL import Image, ImageChops
@@ -117,8 +116,7 @@ def paint(tab: Tab) -> None:
     tab.page.wait_for_url("**job=*")
 
 
-def test_the_grid_shows_what_was_painted(browser: Any, server: Server, size: str) -> None:
-    tab = Tab(browser, server, size)
+def test_the_grid_shows_what_was_painted(tab: Tab, server: Server, size: str) -> None:
     paint(tab)
     expect(tab.page.locator("#result .tag").first).to_have_text("done", timeout=60_000)
     cells = tab.page.locator("button.shot")
@@ -139,11 +137,9 @@ def test_the_grid_shows_what_was_painted(browser: Any, server: Server, size: str
     shown = tab.page.locator("#large img")
     assert [name in shown.nth(i).get_attribute("src") for i, name in enumerate(names[2:])] == [True, True]
     tab.page.keyboard.press("Escape")
-    tab.close()
 
 
-def test_pictures_appear_while_it_paints_and_several_loras_are_one_sum(browser: Any, server: Server) -> None:
-    tab = Tab(browser, server)
+def test_pictures_appear_while_it_paints_and_several_loras_are_one_sum(tab: Tab, server: Server) -> None:
     tab.open("/generate?lora=output/zorbo/zorbo.safetensors")
     tab.page.get_by_label("Prompts, one a line").fill("a house --d 5")
     tab.page.get_by_label("Strengths", exact=True).fill("0 1")
@@ -160,4 +156,3 @@ def test_pictures_appear_while_it_paints_and_several_loras_are_one_sum(browser: 
     without, both = (Image.open(path).convert("RGB") for path in sorted((folder / "images").glob("*.png")))
     assert max(high for _, high in ImageChops.difference(without, both).getextrema()) <= 2  # one takes the other back
     expect(tab.page.get_by_label("Further LoRAs")).to_have_value(further)
-    tab.close()

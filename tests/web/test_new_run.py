@@ -337,8 +337,7 @@ def _job_of(server: Server, output: Path) -> Any:
 
 
 @in_browser
-def test_the_demo_is_started_from_the_form_and_the_queue_runs_it(browser: Any, server: Server, size: str) -> None:
-    tab = Tab(browser, server, size)
+def test_the_demo_is_started_from_the_form_and_the_queue_runs_it(tab: Tab, server: Server, size: str) -> None:
     page, output = tab.page, server.output / f"from-{size}"
     tab.open("/new")
     page.get_by_role("link", name="Try it: the demo").click()
@@ -364,12 +363,10 @@ def test_the_demo_is_started_from_the_form_and_the_queue_runs_it(browser: Any, s
     metrics = map(json.loads, (output / "metrics.jsonl").read_text().splitlines())
     assert [line["step"] for line in metrics if "loss" in line] == [1, 2]
     assert (output / "&lt;i&gt; it's.safetensors").exists()
-    tab.close()
 
 
 @in_browser
-def test_form_and_text_follow_each_other_and_nothing_typed_is_run(browser: Any, server: Server, size: str) -> None:
-    tab = Tab(browser, server, size)
+def test_form_and_text_follow_each_other_and_nothing_typed_is_run(tab: Tab, size: str) -> None:
     page = tab.page
     tab.open("/new?config=configs/demo.toml")
     text, dim = page.locator("#text"), page.locator("[data-key=network_dim]")
@@ -404,14 +401,10 @@ def test_form_and_text_follow_each_other_and_nothing_typed_is_run(browser: Any, 
     expect(page.locator("[data-key=train_data]")).to_have_count(1)
     page.locator("#pretrains").check()
     expect(page.locator("[data-key=data_dir]")).to_have_count(1)
-    tab.close()
 
 
 @in_browser
-def test_an_empty_form_is_calm_keeps_its_draft_and_has_the_start_in_sight(
-    browser: Any, server: Server, size: str
-) -> None:
-    tab = Tab(browser, server, size)
+def test_an_empty_form_is_calm_keeps_its_draft_and_has_the_start_in_sight(tab: Tab, size: str) -> None:
     page = tab.page
     tab.open("/new")
     expect(page.locator("#against")).to_have_text("Choose a base model and a dataset to begin")
@@ -435,12 +428,10 @@ def test_an_empty_form_is_calm_keeps_its_draft_and_has_the_start_in_sight(
     page.get_by_role("link", name="Train on this").click()
     expect(page.locator("[data-key=dataset_config]")).to_have_value(re.compile("assets/demo_dataset/dataset.toml"))
     tab.fits()
-    tab.close()
 
 
 @in_browser
-def test_a_configuration_of_kohyas_is_dropped_and_its_table_shown(browser: Any, server: Server) -> None:
-    tab = Tab(browser, server)
+def test_a_configuration_of_kohyas_is_dropped_and_its_table_shown(tab: Tab, server: Server) -> None:
     page = tab.page
     tab.open("/new")
     script = (
@@ -457,12 +448,10 @@ def test_a_configuration_of_kohyas_is_dropped_and_its_table_shown(browser: Any, 
     expect(page.locator("[data-key=network_dim]")).to_have_value("8")
     expect(page.locator("[data-key=save_format]")).to_have_value("kohya")
     assert (server.output / "my_train/config.toml").is_file()
-    tab.close()
 
 
 @in_browser
-def test_memory_and_dataset_are_looked_at_before_the_start(browser: Any, server: Server) -> None:
-    tab = Tab(browser, server)
+def test_memory_and_dataset_are_looked_at_before_the_start(tab: Tab, server: Server) -> None:
     page = tab.page
     tab.open("/new?config=configs/demo.toml")
     expect(page.locator("#against")).to_have_text("Complete: the trainer takes it")
@@ -477,14 +466,10 @@ def test_memory_and_dataset_are_looked_at_before_the_start(browser: Any, server:
     peak = json.loads((plan.folder / "result.json").read_text())["peak"] / 2**30
     expect(page.locator("#memory")).to_contain_text(f"Peak {peak:.2f} GiB")
     assert page.locator("#data").get_attribute("href") == "/data?dataset=assets%2Fdemo_dataset%2Fdataset.toml"
-    tab.close()
 
 
 @in_browser
-def test_settings_are_suggested_for_the_forms_model_and_dataset_and_go_into_the_form(
-    browser: Any, server: Server, size: str
-) -> None:
-    tab = Tab(browser, server, size)
+def test_settings_are_suggested_for_the_forms_model_and_dataset_and_go_into_the_form(tab: Tab, size: str) -> None:
     page = tab.page
     tab.open("/new")
     page.get_by_text("Suggest settings").click()
@@ -512,4 +497,3 @@ def test_settings_are_suggested_for_the_forms_model_and_dataset_and_go_into_the_
     assert ".tandem" not in text
     assert not re.search("dataset_args|prompts.txt", text)
     assert text.count("output_dir") == text.count('output_dir = "output/mine"') == 1
-    tab.close()

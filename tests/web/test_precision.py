@@ -41,8 +41,7 @@ def measured(server: Server, report: str) -> dict[str, Any]:
     return json.loads((server.output / ".tandem/jobs" / job / "report/report.json").read_text())
 
 
-def test_the_verdict_is_the_reports(browser: Any, server: Server, size: str, report: str) -> None:
-    tab = Tab(browser, server, size)
+def test_the_verdict_is_the_reports(tab: Tab, server: Server, size: str, report: str) -> None:
     tab.open(report)
     found = measured(server, report)
     shown = tab.page.frame_locator("iframe.report")
@@ -59,11 +58,9 @@ def test_the_verdict_is_the_reports(browser: Any, server: Server, size: str, rep
     with tab.context.expect_page() as opened:
         tab.page.get_by_role("link", name="In a window of its own").click()
     expect(opened.value.locator("h1")).to_have_text(found["title"])
-    tab.close()
 
 
-def test_a_remedy_makes_a_new_file_each_time_and_is_measured(browser: Any, server: Server, report: str) -> None:
-    tab = Tab(browser, server)
+def test_a_remedy_makes_a_new_file_each_time_and_is_measured(tab: Tab, server: Server, report: str) -> None:
     tab.open(report)
     number = next(i for i, each in enumerate(measured(server, report)["remedies"]) if each["name"] == "refitted")
     remedy = tab.page.locator(".remedies > li").nth(number)
@@ -85,7 +82,6 @@ def test_a_remedy_makes_a_new_file_each_time_and_is_measured(browser: Any, serve
     after = measured(server, tab.page.url)
     expect(result).to_contain_text(f"{100 * after['deployment']['image']:.2f} %")
     assert after["deployment"]["image"] < before["deployment"]["image"]
-    tab.close()
 
 
 def test_what_a_remedy_made_is_found_among_what_it_needed(tmp_path: Path) -> None:

@@ -200,8 +200,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
 
 
-def test_the_list_says_what_the_files_say(server: Server, browser: Any, size: str) -> None:
-    tab = Tab(browser, server, size)
+def test_the_list_says_what_the_files_say(server: Server, tab: Tab, size: str) -> None:
     tab.open("/")
     last = json.loads((server.output / EVIL / "metrics.jsonl").read_text().splitlines()[-1])
     run = tab.page.locator(".run", has_text=EVIL)
@@ -230,11 +229,9 @@ def test_the_list_says_what_the_files_say(server: Server, browser: Any, size: st
     expect(pictures.last).to_have_text("plain, step 200")
     assert pictures.count() == 6
     tab.fits()
-    tab.close()
 
 
-def test_a_run_shows_its_curves_and_samples(server: Server, browser: Any, size: str) -> None:
-    tab = Tab(browser, server, size)
+def test_a_run_shows_its_curves_and_samples(server: Server, tab: Tab, size: str) -> None:
     tab.open(f"/run?path=output/{EVIL}")
     expect(tab.page.get_by_role("heading", level=1)).to_have_text(EVIL)
     expect(tab.page.locator("#charts .uplot").first).to_be_visible()
@@ -266,7 +263,6 @@ def test_a_run_shows_its_curves_and_samples(server: Server, browser: Any, size: 
     expect(tab.page.locator("#charts .uplot").first).to_be_visible()
     expect(tab.page.locator("#log")).to_contain_text("started in a terminal")
     tab.fits()
-    tab.close()
 
 
 def add_run(server: Server, folder: Path, name: str, steps: int) -> str:

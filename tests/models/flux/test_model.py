@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from library.models.flux.model import optimise_forward
 from library.models.vae import image_positions, pack_latents
 from library.nn.norms import RMSNorm
+from tests.models.claims import assert_as_near_as_diffusers, timesteps_under_autocast
 from tests.tiny import tiny_flux_inputs, tiny_flux_transformer
 
 
@@ -51,11 +53,8 @@ def test_fp32_output_and_input_gradients_are_those_of_diffusers(guidance: bool, 
     if checkpointing:
         ours.enable_gradient_checkpointing()
     sigmas = tiny_flux_inputs()["sigmas"]
-    for mine, reference in zip(
-        forward(ours, sigmas, torch.float32, guidance),
-        forward(theirs, sigmas, torch.float32, guidance),
-        strict=True,
-    ):
+    mine_and_theirs = (forward(each, sigmas, torch.float32, guidance) for each in (ours, theirs))
+    for mine, reference in zip(*mine_and_theirs, strict=True):
         # The same operations in the same order; 1e-6 leaves room for kernels that split sums by thread.
         torch.testing.assert_close(mine, reference, rtol=1e-6, atol=1e-6)
 
@@ -91,15 +90,8 @@ def test_bf16_agrees_within_rounding(guidance: bool) -> None:
     theirs, ours = pair(guidance, torch.bfloat16)
     exact, _ = pair(guidance)
     sigmas = torch.tensor([0.5, 0.25])  # 500 and 250 are bf16 numbers, so diffusers does not round them
-    references = forward(exact, sigmas, torch.float32, guidance)
-    for mine, diffusers, reference in zip(
-        forward(ours, sigmas, torch.bfloat16, guidance),
-        forward(theirs, sigmas, torch.bfloat16, guidance),
-        references,
-        strict=True,
-    ):
-        # No further from fp32 than diffusers' own bf16 is, with 20 % to spare for luck.
-        assert (mine.float() - reference).norm() <= 1.2 * (diffusers.float() - reference).norm()
+    bf16 = (forward(each, sigmas, torch.bfloat16, guidance) for each in (ours, theirs))
+    assert_as_near_as_diffusers(*bf16, forward(exact, sigmas, torch.float32, guidance))
 
 
 def test_swapped_transformer_has_the_same_parameters_under_the_same_names() -> None:
@@ -116,17 +108,15 @@ def test_swapped_transformer_has_the_same_parameters_under_the_same_names() -> N
 def test_timestep_is_not_rounded_to_bf16_under_autocast() -> None:
     theirs, ours = pair(guidance=True)
     sigma = torch.tensor([0.711, 0.711])
-    seen: dict[str, Tensor] = {}
-    for name, transformer in {"theirs": theirs, "ours": ours}.items():
-        transformer.time_text_embed.timestep_embedder.register_forward_pre_hook(
-            lambda _, args, name=name: seen.__setitem__(name, args[0].float())
-        )
-        with torch.autocast("cpu", torch.bfloat16):
-            forward(transformer, sigma, torch.float32, True)
+    run = partial(forward, sigmas=sigma, dtype=torch.float32, guidance=True)
     # The published embedding of t = 711: 256 numbers, cosines first.
     exact = get_timestep_embedding(sigma * 1000, 256, flip_sin_to_cos=True, downscale_freq_shift=0)
-    torch.testing.assert_close(seen["ours"], exact, rtol=0, atol=2**-9)  # cosines rounded to bf16 at the end
-    assert (seen["theirs"] - exact).abs().max() > 0.5  # what the swap is for: cos(712) is not cos(711)
+    torch.testing.assert_close(
+        timesteps_under_autocast(ours, run), exact, rtol=0, atol=2**-9
+    )  # cosines rounded to bf16 at the end
+    assert (
+        timesteps_under_autocast(theirs, run) - exact
+    ).abs().max() > 0.5  # what the swap is for: cos(712) is not cos(711)
 
 
 def test_projections_are_wrappers_without_a_change() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from library.models.qwen_image.model import optimise_forward
 from library.models.vae import pack_latents
 from library.nn.norms import RMSNorm
+from tests.models.claims import assert_as_near_as_diffusers, timesteps_under_autocast
 from tests.tiny_qwen import tiny_qwen_inputs, tiny_qwen_transformer
 
 PADDED = torch.tensor([[True] * 12, [True] * 7 + [False] * 5])
@@ -71,15 +73,8 @@ def test_bf16_agrees_within_rounding() -> None:
     theirs, ours = pair(torch.bfloat16)
     exact, _ = pair()
     sigmas = torch.tensor([0.5, 0.25])  # bf16 numbers whose thousandfold are too, so diffusers does not round them
-    references = forward(exact, sigmas, PADDED)
-    for mine, diffusers, reference in zip(
-        forward(ours, sigmas, PADDED, dtype=torch.bfloat16),
-        forward(theirs, sigmas, PADDED, dtype=torch.bfloat16),
-        references,
-        strict=True,
-    ):
-        # No further from fp32 than diffusers' own bf16 is, with 20 % to spare for luck.
-        assert (mine.float() - reference).norm() <= 1.2 * (diffusers.float() - reference).norm()
+    bf16 = (forward(each, sigmas, PADDED, dtype=torch.bfloat16) for each in (ours, theirs))
+    assert_as_near_as_diffusers(*bf16, forward(exact, sigmas, PADDED))
 
 
 def test_swapped_transformer_has_the_same_parameters_under_the_same_names() -> None:
@@ -95,18 +90,16 @@ def test_swapped_transformer_has_the_same_parameters_under_the_same_names() -> N
 def test_timestep_is_not_rounded_to_bf16_under_autocast(zero_cond_t: bool) -> None:
     theirs, ours = pair(zero_cond_t=zero_cond_t)
     sigma = torch.tensor([0.7127, 0.7127])  # the nearest bf16 number is 0.7109
-    seen: dict[str, Tensor] = {}
-    for name, transformer in {"theirs": theirs, "ours": ours}.items():
-        transformer.time_text_embed.timestep_embedder.register_forward_pre_hook(
-            lambda _, args, name=name: seen.__setitem__(name, args[0].float())
-        )
-        with torch.autocast("cpu", torch.bfloat16):
-            forward(transformer, sigma, references=1)
+    run = partial(forward, sigmas=sigma, references=1)
     # The published embedding of t = 712.7 (and of 0 for reference pictures): 256 numbers, cosines first.
     clean = sigma.new_zeros(2 if zero_cond_t else 0)
     exact = get_timestep_embedding(torch.cat([sigma, clean]) * 1000, 256, flip_sin_to_cos=True, downscale_freq_shift=0)
-    torch.testing.assert_close(seen["ours"], exact, rtol=0, atol=2**-9)  # cosines rounded to bf16 at the end
-    assert (seen["theirs"] - exact).abs().max() > 0.5  # what the swap is for: cos(710.9) is not cos(712.7)
+    torch.testing.assert_close(
+        timesteps_under_autocast(ours, run), exact, rtol=0, atol=2**-9
+    )  # cosines rounded to bf16 at the end
+    assert (
+        timesteps_under_autocast(theirs, run) - exact
+    ).abs().max() > 0.5  # what the swap is for: cos(710.9) is not cos(712.7)
 
 
 def test_what_padded_rows_hold_changes_nothing() -> None:

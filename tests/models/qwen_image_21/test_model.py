@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from library.models.qwen_image_21.model import InterleavedRope, optimise_forward
 from library.nn.norms import RMSNorm
 from networks.network import inject_adapter
 from networks.options import parse_network_args
-from tests.models.claims import saved_bytes
+from tests.models.claims import assert_as_near_as_diffusers, saved_bytes, timesteps_under_autocast
 from tests.tiny_qwen_21 import CHANNELS, TEXT_WIDTH, run_21, theirs_called, tiny_21_inputs, tiny_21_transformer
 
 CASES = {  # references' sizes, tokens of text before each image, padded tokens of each caption
@@ -87,11 +88,8 @@ def test_the_timestep_of_every_token_is_diffusers_without_causal_condition() -> 
 def test_bf16_agrees_within_rounding() -> None:
     theirs, ours = pair(torch.bfloat16)
     exact, _ = pair()
-    references = forward(exact, "a reference")
-    bf16 = forward(ours, "a reference", torch.bfloat16), forward(theirs, "a reference", torch.bfloat16)
-    for mine, diffusers, reference in zip(*bf16, references, strict=True):
-        # No further from fp32 than diffusers' own bf16 is, with 20 % to spare for luck.
-        assert (mine.float() - reference).norm() <= 1.2 * (diffusers.float() - reference).norm()
+    bf16 = (forward(each, "a reference", torch.bfloat16) for each in (ours, theirs))
+    assert_as_near_as_diffusers(*bf16, forward(exact, "a reference"))
 
 
 def test_a_lora_saves_about_half_of_what_peft_on_diffusers_saves_for_backward() -> None:
@@ -123,17 +121,13 @@ def test_swapped_transformer_has_the_same_parameters_under_the_same_names() -> N
 
 def test_timestep_is_not_rounded_to_bf16_under_autocast() -> None:
     theirs, ours = pair()
-    seen: dict[str, Tensor] = {}
-    for name, transformer in {"theirs": theirs, "ours": ours}.items():
-        transformer.time_text_embed.timestep_embedder.register_forward_pre_hook(
-            lambda _, args, name=name: seen.__setitem__(name, args[0].float())
-        )
-        with torch.autocast("cpu", torch.bfloat16):
-            forward(transformer, "plain")
+    run = partial(forward, case="plain")
     angles = torch.tensor([712.7, 250.0, 0.0])[:, None] * 10000 ** (-torch.arange(128) / 128)
     exact = torch.cat([angles.cos(), angles.sin()], dim=1)
-    torch.testing.assert_close(seen["ours"], exact, rtol=0, atol=2**-8)  # cosines rounded to bf16 at the end
-    assert (seen["theirs"] - exact).abs().max() > 0.5  # cos(710.9) is not cos(712.7)
+    torch.testing.assert_close(
+        timesteps_under_autocast(ours, run), exact, rtol=0, atol=2**-8
+    )  # cosines rounded to bf16 at the end
+    assert (timesteps_under_autocast(theirs, run) - exact).abs().max() > 0.5  # cos(710.9) is not cos(712.7)
 
 
 def test_what_padded_rows_hold_changes_nothing() -> None:

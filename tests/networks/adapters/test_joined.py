@@ -26,7 +26,7 @@ from networks.files.adapters import load_adapter
 from networks.merging.merge import LoraSource, merge_loras
 from networks.network import AdapterNetwork, attach_lora
 from networks.options import Dropouts, parse_network_args
-from tests.networks.conftest import inject, make_flux, run_flux
+from tests.networks.conftest import filled, inject, make_flux, run_flux
 from tests.precision.layers import quantize
 from tests.tiny import bfl_state_dict
 
@@ -91,14 +91,9 @@ def test_a_dropout_is_drawn_once_for_all_parts() -> None:
         torch.testing.assert_close(q, other, rtol=0, atol=1e-5)  # differences of fp32 outputs
 
 
-def trained(*network_args: str, **fields: float) -> tuple[nn.Module, AdapterNetwork]:
+def trained(*network_args: str, alpha: float = 4.0) -> tuple[nn.Module, AdapterNetwork]:
     model = make_flux()
-    network = inject(model, *network_args, **fields)
-    rng = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=rng)
-    return model, network
+    return model, filled(model, FLUX_TARGETS, *network_args, scale=0.3, network_alpha=alpha)
 
 
 def test_a_flux_network_has_the_parameters_of_sd_scripts() -> None:

@@ -6,12 +6,17 @@ import copy
 
 import pytest
 import torch
+from peft import LoraConfig
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from library.nn.frozen_linear import project_together
-from networks.adapters.lora import LoRALinear
+from library.nn.frozen_linear import has_input_gradient, project_recomputed, project_together
+from library.precision.linear import QuantizedLinear
+from networks.adapters.lora import LoRALinear, init_pissa
 from networks.options import Dropouts
+from tests.networks.adapters.test_adapter_layers import peft_layer
+from tests.precision.layers import quantize
 
 
 def make_layer(
@@ -215,3 +220,149 @@ def test_weight_bias_and_features_are_those_of_the_base() -> None:
     assert layer.bias is layer.base.bias
     assert (layer.in_features, layer.out_features) == (5, 6)
     assert "rank=3, alpha=2" in repr(layer)
+
+
+def _norm_and_modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift
+
+
+def _layers(dtype: torch.dtype, fp8: bool = False) -> list[LoRALinear]:
+    torch.manual_seed(0)
+    layers = []
+    for out, rank, alpha in ((24, 4, 2.0), (16, 3, 5.0), (40, 8, 8.0)):
+        base: nn.Module = nn.Linear(32, out).requires_grad_(False).to(dtype)
+        if fp8:
+            base = QuantizedLinear(quantize(base.weight, "row"), base.bias)  # type: ignore[arg-type]
+        layer = LoRALinear(base, rank, alpha)
+        nn.init.normal_(layer.lora_A.weight)
+        nn.init.normal_(layer.lora_B.weight)
+        layers.append(layer)
+    return layers
+
+
+def _plain(layers: list[LoRALinear], x: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    x = x.to(dtype)
+    return [
+        F.linear(F.linear(x, layer.lora_A.weight.to(dtype)), layer.lora_B.weight.to(dtype)) * layer.scale
+        + layer.base(x)
+        for layer in layers
+    ]
+
+
+def _gradients(outputs: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
+    random = torch.Generator().manual_seed(3)
+    loss = sum((out.float() * torch.randn(out.shape, generator=random)).sum() for out in outputs)
+    return [*(out.detach().float() for out in outputs), *torch.autograd.grad(loss, leaves)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_outputs_and_all_gradients_are_those_of_the_plain_form(autocast: bool, fp8: bool) -> None:
+    layers = _layers(torch.bfloat16 if autocast and not fp8 else torch.float32, fp8)
+    inputs = [torch.randn(2, 5, 32), torch.randn(2, 1, 32), torch.randn(2, 1, 32)]
+    for tensor in inputs:
+        tensor.requires_grad_()
+    weights = [p for layer in layers for p in (layer.lora_A.weight, layer.lora_B.weight)]
+    dtype = torch.bfloat16 if autocast else torch.float32
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        ours = project_recomputed(layers, _norm_and_modulate, *inputs)
+        plain = _plain(layers, _norm_and_modulate(*inputs), dtype)
+    assert all(out.dtype == dtype for out in ours)
+    for a, b in zip(_gradients(ours, [*inputs, *weights]), _gradients(plain, [*inputs, *weights]), strict=True):
+        # bf16: a handful of roundings of 2^-9 each, in another order; fp32: sums in another order
+        assert (a - b).norm() <= (2e-2 if autocast else 2e-6) * b.norm()
+
+
+def test_only_the_inputs_of_make_and_low_rank_products_are_kept() -> None:
+    layers = _layers(torch.float32)
+    inputs = [torch.randn(2, 500, 32, requires_grad=True), torch.randn(2, 1, 32), torch.randn(2, 1, 32)]
+    kept: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        project_recomputed(layers, _norm_and_modulate, *inputs)
+    known = {t.data_ptr() for t in (*inputs, *(p for layer in layers for p in layer.parameters()))}
+    assert [tuple(t.shape) for t in kept if t.data_ptr() not in known] == [(1000, 4 + 3 + 8)]
+
+
+def test_inputs_that_need_no_gradient_get_none_and_the_update_still_learns() -> None:
+    (layer, *_) = _layers(torch.float32)
+    layer(torch.randn(3, 32)).sum().backward()
+    assert layer.lora_A.weight.grad is not None
+    assert layer.lora_B.weight.grad is not None
+
+
+def test_what_cannot_be_fused_takes_the_plain_way() -> None:
+    class Strange(nn.Module):
+        in_features = out_features = 8
+
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    assert not has_input_gradient(Strange())
+    layer = LoRALinear(Strange(), 2, 2)
+    layer.initialise(torch.Generator().manual_seed(0))
+    x = torch.randn(3, 8)
+    assert torch.equal(project_recomputed([layer], torch.relu, x)[0], 2 * x.relu())
+    assert torch.equal(project_recomputed([nn.Identity()], torch.relu, x)[0], x.relu())
+
+
+def plain_layer(out_features: int = 40, in_features: int = 24) -> nn.Linear:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Linear(in_features, out_features).requires_grad_(False)
+
+
+def begun(base: nn.Module, rslora: bool = False) -> LoRALinear:
+    layer = LoRALinear(base, 4, 3.0, rank_stabilised=rslora)
+    init_pissa(layer, "inner", torch.Generator().manual_seed(0))
+    return layer
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("shape", [(40, 24), (24, 40)])
+def test_it_begins_and_learns_as_pefts(shape: tuple[int, int], rslora: bool) -> None:
+    base = plain_layer(*shape)
+    ours = begun(base, rslora)
+    config = LoraConfig(r=4, lora_alpha=3.0, init_lora_weights="pissa", use_rslora=rslora, target_modules=["inner"])
+    theirs = peft_layer(config, base)
+    parameters = theirs.lora_A["default"].weight, theirs.lora_B["default"].weight
+    own = ours.lora_A.weight, ours.lora_B.weight
+    # singular vectors have a sign of their own: the products have none
+    start_product = parameters[1] @ parameters[0]
+    torch.testing.assert_close(own[1] @ own[0], start_product, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(own[0].abs(), parameters[0].abs(), rtol=1e-3, atol=1e-4)
+    for mine, other in zip(own, parameters, strict=True):  # the same signs, then a step of training
+        mine.data.copy_(other)
+    ours.start.A.copy_(parameters[0].data)
+    ours.start.B.copy_(parameters[1].data)
+    x = torch.randn(5, shape[1], generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        outputs = ours(x), theirs(x)
+        torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)  # fp32, W - c B A against W and - c B A
+        for out in outputs:
+            out.square().sum().backward()
+        for mine, other in zip(own, parameters, strict=True):
+            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-3, atol=1e-3)  # gradients of size 10
+            for parameter in (mine, other):
+                parameter.data -= 1e-3 * parameter.grad
+                parameter.grad = None
+
+
+def test_a_layer_begins_as_its_base_and_its_file_is_a_plain_lora() -> None:
+    base = plain_layer()
+    layer = begun(base)
+    x = torch.randn(5, 24, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(layer(x), base(x), rtol=1e-5, atol=1e-5)  # B A - B_0 A_0 cancels in fp32
+    with torch.no_grad():
+        layer.lora_B.weight += 0.1
+    weights = layer.weights()
+    assert (weights.rank, weights.alpha) == (8, 6.0)
+    expected = x @ (base.weight + weights.delta()).t() + base.bias
+    torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_an_fp8_base_is_decomposed_as_the_weight_it_stands_for() -> None:
+    base = plain_layer()
+    fp8 = QuantizedLinear(quantize(base.weight, "row"), base.bias.data)
+    high = copy.deepcopy(base)
+    high.weight.data = fp8.dequantized(torch.float32)
+    assert torch.equal(begun(fp8).lora_A.weight, begun(high).lora_A.weight)

@@ -18,8 +18,7 @@ from networks.files.weights import KINDS as WEIGHTS
 from networks.merging.merge import LoraSource, merge_loras
 from networks.network import AdapterNetwork, inject_adapter
 from networks.options import parse_network_args
-from tests.networks.conftest import make_flux, run_flux
-from tests.networks.files.comfy_formulas import comfy_weight
+from tests.networks.conftest import comfy_weight, filled, make_flux, run_flux
 from tests.tiny import bfl_state_dict
 
 KINDS = ["dora", "lokr", "loha"]
@@ -28,14 +27,8 @@ STEM = "lycoris_transformer_blocks_0_attn_to_k"
 
 def trained(kind: str) -> tuple[torch.nn.Module, AdapterNetwork]:
     """Return a model with a network of ``kind`` that has been given values."""
-    config = NetworkConfig(network_type=kind, network_dim=6, network_alpha=3.0)
     model = make_flux()
-    network = inject_adapter(model, parse_network_args(config, FLUX_TARGETS), FLUX_TARGETS, seed=0)
-    rng = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter += 0.1 * torch.randn(parameter.shape, generator=rng)
-    return model, network
+    return model, filled(model, network_type=kind, network_dim=6)
 
 
 def save(network: AdapterNetwork, path: Path, save_format: str = "comfy") -> Path:

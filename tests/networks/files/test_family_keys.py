@@ -1,40 +1,28 @@
 """LoRAs of each family but FLUX.1: what is trained, the keys that programs know, and files that diffusers loads.
 
-FLUX.1, whose files have the most layouts, is in ``test_flux_keys.py`` and ``test_formats.py``.
+FLUX.1, whose files have the most layouts, is in ``test_formats.py``.
 """
 
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from diffusers import (
-    Flux2KleinPipeline,
-    Flux3ModularPipeline,
-    Krea2Pipeline,
-    QwenImage21Pipeline,
-    QwenImagePipeline,
-    ZImagePipeline,
-)
 from diffusers.loaders.single_file_utils import (
     convert_flux2_transformer_checkpoint_to_diffusers,
     convert_flux3_transformer_checkpoint_to_diffusers,
     convert_krea2_transformer_checkpoint_to_diffusers,
     convert_z_image_transformer_checkpoint_to_diffusers,
 )
-from diffusers.modular_pipelines.flux3.modular_blocks_flux3 import Flux3CoreDenoiseStep
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import tools.merge_lora as merge_lora
-from library.config.schema import NetworkConfig
 from library.errors import UserError
 from library.models.flux.files import FLUX_TARGETS
 from library.models.flux2.files import FLUX2_TARGETS
@@ -50,20 +38,20 @@ from networks.files.base import find_modules, fullest_targets, open_base
 from networks.files.readers import check_readers
 from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter
-from networks.network import AdapterNetwork, inject_adapter
-from networks.options import parse_network_args
-from tests.networks.files.read_back import assert_read_as_written
+from networks.network import AdapterNetwork
+from tests.networks.conftest import assert_read_as_written, diffusers_pipeline, filled
+from tests.runs import call
 from tests.tiny_flux2 import bfl_flux2_state_dict, run_flux2, tiny_flux2_transformer
 from tests.tiny_flux3 import bfl_name, run_flux3, run_flux3_edit, tiny_flux3_transformer
 from tests.tiny_krea2 import published_name, published_state_dict, run_krea2, tiny_krea2_transformer
-from tests.tiny_qwen import run_qwen, tiny_qwen_tokenizer, tiny_qwen_transformer
-from tests.tiny_qwen_21 import TinyProcessor, comfy_21_state_dict, run_21, tiny_21_transformer
+from tests.tiny_qwen import run_qwen, tiny_qwen_transformer
+from tests.tiny_qwen_21 import comfy_21_state_dict, run_21, tiny_21_transformer
 from tests.tiny_z_image import comfy_state_dict, run_z, tiny_z_transformer
 
 
 @dataclass(frozen=True)
 class Family:
-    """A tiny model, diffusers' pipeline around it, and its published file.
+    """A tiny model and its published file.
 
     Attributes:
         published: diffusers' state dict -> that of the published file. diffusers: the way back, by diffusers' converter
@@ -73,40 +61,22 @@ class Family:
     targets: LoraTargets
     make: Callable[[], nn.Module]
     run: Callable[[nn.Module], Tensor]
-    pipeline: Callable[[nn.Module], Any]
     published: Callable[[dict[str, Tensor]], dict[str, Tensor]]
     diffusers: Callable[[dict[str, Tensor]], dict[str, Tensor]]
     everything: tuple[str, ...]
 
     def inject(self, model: nn.Module, *network_args: str, kind: str = "lora") -> AdapterNetwork:
-        """Inject an adapter of rank 4 and alpha 3, and give it values."""
-        config = NetworkConfig(network_type=kind, network_dim=4, network_alpha=3, network_args=list(network_args))  # type: ignore[arg-type]
-        network = inject_adapter(model, parse_network_args(config, self.targets), self.targets, seed=0)
-        random = torch.Generator().manual_seed(1)
-        with torch.no_grad():
-            for parameter in network.parameters():
-                parameter.add_(torch.randn(parameter.shape, generator=random) * 0.1)
-        return network
-
-    def names(self, *network_args: str) -> set[str]:
-        """Return the layers that are trained."""
-        return set(self.inject(self.make(), *network_args).modules)
+        return filled(model, self.targets, *network_args, network_type=kind)
 
     def reloaded(self, path: Path) -> nn.Module:
         """Return the tiny transformer with the file loaded by diffusers' pipeline."""
-        pipeline = self.pipeline(self.make())
+        pipeline = diffusers_pipeline(self.targets.family, self.make())
         pipeline.load_lora_weights(str(path))
         return pipeline.transformer
 
     def output(self, model: nn.Module) -> Tensor:
         with torch.no_grad():
             return self.run(model)
-
-
-def flux3_pipeline(transformer: nn.Module) -> Flux3ModularPipeline:
-    pipeline = Flux3ModularPipeline(blocks=Flux3CoreDenoiseStep())
-    pipeline.update_components(transformer=transformer)
-    return pipeline
 
 
 def bfl_flux3_state_dict(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -135,7 +105,6 @@ FLUX2 = Family(
     FLUX2_TARGETS,
     tiny_flux2_transformer,
     run_flux2,
-    lambda transformer: Flux2KleinPipeline(None, None, None, None, transformer),
     bfl_flux2_state_dict,
     convert_flux2_transformer_checkpoint_to_diffusers,
     ("img_mod_dim=3", "txt_mod_dim=2", "single_mod_dim=2", *INPUTS),
@@ -144,7 +113,6 @@ FLUX3 = Family(
     FLUX3_TARGETS,
     tiny_flux3_transformer,
     run_flux3,
-    flux3_pipeline,
     bfl_flux3_state_dict,
     convert_flux3_transformer_checkpoint_to_diffusers,
     ("img_mod_dim=3", "txt_mod_dim=2", *INPUTS),
@@ -153,7 +121,6 @@ FLUX3_EDIT = Family(
     FLUX3_EDIT_TARGETS,
     tiny_flux3_transformer,
     run_flux3_edit,
-    flux3_pipeline,
     bfl_flux3_state_dict,
     convert_flux3_transformer_checkpoint_to_diffusers,
     (*FLUX3.everything, "ref_mod_dim=2", "ref_in_dim=2"),
@@ -162,7 +129,6 @@ Z_IMAGE = Family(
     Z_IMAGE_TARGETS,
     tiny_z_transformer,
     run_z,
-    lambda transformer: ZImagePipeline(None, None, None, None, transformer),
     comfy_state_dict,
     convert_z_image_transformer_checkpoint_to_diffusers,
     ("mod_dim=3", "refiner_dim=2", "refiner_mod_dim=2", "mlp_dim=6", *INPUTS),
@@ -171,7 +137,6 @@ KREA2 = Family(
     KREA2_TARGETS,
     tiny_krea2_transformer,
     run_krea2,
-    lambda transformer: Krea2Pipeline(None, None, None, None, transformer),
     published_state_dict,
     convert_krea2_transformer_checkpoint_to_diffusers,
     (),
@@ -180,7 +145,6 @@ QWEN = Family(
     QWEN_TARGETS,
     tiny_qwen_transformer,
     run_qwen,
-    lambda transformer: QwenImagePipeline(None, None, None, None, transformer),
     dict,
     dict,
     ("img_mod_dim=3", "txt_mod_dim=2", "img_mlp_dim=6", *INPUTS),
@@ -189,7 +153,6 @@ QWEN_21 = Family(
     QWEN_21_TARGETS,
     lambda: optimise_forward(tiny_21_transformer()),
     run_21,
-    lambda transformer: QwenImage21Pipeline(None, None, None, TinyProcessor(tiny_qwen_tokenizer()), transformer),  # type: ignore[arg-type]
     comfy_21_state_dict,
     halves_of_21,
     ("mod_dim=3", "mlp_dim=6", *INPUTS),
@@ -284,17 +247,15 @@ def test_published_layouts_are_read(family: Family, name: str, stem: str, tmp_pa
      (QWEN_21, "diffusers")],
 )  # fmt: skip
 def test_merging_into_the_published_file_gives_the_networks_output(
-    family: Family, save_format: str, prefix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: Family, save_format: str, prefix: str, tmp_path: Path
 ) -> None:
     model = family.make()
     base = {f"{prefix}{n}": tensor.contiguous() for n, tensor in family.published(model.state_dict()).items()}
     save_file(base, tmp_path / "base.safetensors")
     network = family.inject(model, *family.everything)
     save_adapter(tmp_path / "lora.safetensors", network.weights(), family.targets, save_format)
-    flags = ["--model", "base.safetensors", "--lora", "lora.safetensors", "--save_to", "merged.safetensors"]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", ["merge_lora.py", *flags, "--model_type", family.targets.family])
-    merge_lora.main()
+    files = ("--model", tmp_path / "base.safetensors", "--lora", tmp_path / "lora.safetensors")
+    call(merge_lora, *files, "--save_to", tmp_path / "merged.safetensors", "--model_type", family.targets.family)
     merged = load_file(tmp_path / "merged.safetensors")
     assert merged.keys() == base.keys()
     plain = family.make()
@@ -498,11 +459,7 @@ def test_comfyui_computes_of_qwen_image_21_what_our_network_computes(
         assert f"{gate_up}.lora_down.weight" in tensors
         assert not any("gate_layer" in key or "img_mlp.proj" in key for key in tensors)
     theirs = tiny_21_transformer()
-    merged = by_comfyui(tensors)
-    for key in [key for key in merged if "gate_up" in key]:
-        gate, factor = merged.pop(key).chunk(2)
-        merged |= {key.replace("gate_up", "gate_layer"): gate, key.replace("gate_up", "proj"): factor}
-    theirs.load_state_dict(merged)
+    theirs.load_state_dict(halves_of_21(by_comfyui(tensors)))
     with torch.no_grad():
         torch.testing.assert_close(run_21(theirs), run_21(model), rtol=1e-4, atol=1e-5)
     assert_read_as_written(tmp_path / "lora.safetensors", network, QWEN_21_TARGETS, save_format)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline, FluxTransformer2DModel
+from diffusers import FluxPipeline, FluxTransformer2DModel
+from diffusers.loaders.single_file_utils import convert_flux_transformer_checkpoint_to_diffusers
 from diffusers.training_utils import _collate_lora_metadata
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors import safe_open
@@ -15,22 +16,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from library.errors import UserError
-from library.models.flux.files import FLUX_TARGETS
+from library.models.flux.files import FLUX_KEYS, FLUX_TARGETS
+from library.models.layer_names import KeyRow
 from networks.files.adapters import load_lora
+from networks.files.joined import fuse_parts, split_fused
 from networks.files.layouts import SAVE_FORMATS
 from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter
 from networks.network import attach_lora
-from tests.networks.conftest import inject, make_flux, run_flux, train_a_little
-
-
-def pipeline(transformer: FluxTransformer2DModel) -> FluxPipeline:
-    nothing = dict.fromkeys(("vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2"))
-    return FluxPipeline(scheduler=FlowMatchEulerDiscreteScheduler(), transformer=transformer, **nothing)
+from tests.networks.conftest import diffusers_pipeline, inject, make_flux, run_flux, train_a_little
 
 
 def output_in_diffusers(path: Path) -> Tensor:
-    pipe = pipeline(make_flux())
+    pipe = diffusers_pipeline("flux", make_flux())
     pipe.load_lora_weights(str(path))
     return run_flux(pipe.transformer)
 
@@ -347,15 +345,137 @@ def test_files_that_are_no_lora_are_refused(tmp_path: Path) -> None:
         load_lora(tmp_path / "empty", FLUX_TARGETS)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{broken", "metadata lora_adapter_metadata: not a JSON object"),
-        ("[1]", "metadata lora_adapter_metadata: not a JSON object"),
-    ],
-)
-def test_adapter_metadata_that_cannot_be_honoured_is_refused(text: str, message: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", ["{broken", "[1]"])
+def test_adapter_metadata_that_cannot_be_honoured_is_refused(text: str, tmp_path: Path) -> None:
     save_file(GOOD, tmp_path / "a", metadata={"lora_adapter_metadata": text})
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match="metadata lora_adapter_metadata: not a JSON object"):
         load_lora(tmp_path / "a", FLUX_TARGETS)
-    assert message in str(caught.value)
+
+
+QKV = KeyRow("qkv", ("q", "k", "v"), rows=(1, 1, 1))
+LINEAR1 = KeyRow("linear1", ("q", "k", "v", "mlp"), rows=(1, 1, 1, 4))
+WIDTH = 6
+
+
+def part(rank: int, alpha: float, seed: int, out: int = WIDTH) -> LoraWeights:
+    rng = torch.Generator().manual_seed(seed)
+    return LoraWeights(torch.randn(rank, WIDTH, generator=rng), torch.randn(out, rank, generator=rng), alpha)
+
+
+def stacked(row: KeyRow, parts: dict[int, LoraWeights]) -> torch.Tensor:
+    """The original module's update: the parts' updates under each other, zeros where there is none."""
+    heights = [multiple * WIDTH for multiple in row.rows]
+    return torch.cat([parts[i].delta() if i in parts else torch.zeros(h, WIDTH) for i, h in enumerate(heights)])
+
+
+CASES = {
+    "equal": (QKV, {i: part(3, 1.5, i) for i in range(3)}),
+    "with mlp": (LINEAR1, {i: part(3, 5.0, i, WIDTH * (4 if i == 3 else 1)) for i in range(4)}),
+    "q missing": (QKV, {1: part(3, 1.5, 1), 2: part(3, 1.5, 2)}),
+    "mlp missing": (LINEAR1, {0: part(2, 1.0, 1)}),
+    "mixed ranks, one scale": (QKV, {0: part(2, 1.0, 0), 1: part(4, 2.0, 1), 2: part(4, 2.0, 2)}),
+    "mixed ranks, one alpha": (QKV, {0: part(2, 3.0, 0), 1: part(4, 3.0, 1), 2: part(1, 3.0, 2)}),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_fused_update_is_the_parts_updates_and_splits_into_them_again(case) -> None:
+    row, parts = case
+    fused = fuse_parts(row, parts)
+    expected = stacked(row, parts)
+    torch.testing.assert_close(fused.delta(), expected)
+    again = split_fused(row, fused)
+    assert {i: p.rank for i, p in again.items()} == {i: p.rank for i, p in parts.items()}
+    torch.testing.assert_close(stacked(row, again), expected)
+
+
+@pytest.mark.parametrize("name", ["equal", "with mlp"])
+def test_equal_parts_keep_their_bits_and_their_alpha(name: str) -> None:
+    row, parts = CASES[name]
+    again = split_fused(row, fuse_parts(row, parts))
+    for i, before in parts.items():
+        assert torch.equal(again[i].down, before.down)
+        assert torch.equal(again[i].up, before.up)
+        assert again[i].alpha == before.alpha
+
+
+def test_a_dense_fused_lora_splits_with_one_down_and_fuses_back_to_itself() -> None:
+    fused = part(6, 2.0, 0, 3 * WIDTH)  # rank 6: a multiple of 3, but not block-diagonal
+    parts = split_fused(QKV, fused)
+    torch.testing.assert_close(stacked(QKV, parts), fused.delta())
+    back = fuse_parts(QKV, parts)
+    assert (back.rank, back.alpha) == (6, 2.0)
+    assert torch.equal(back.up, fused.up)
+
+
+def test_halves_are_swapped_for_modulations_in_the_other_order() -> None:
+    row = KeyRow("adaLN", ("norm_out",), halves_swapped=True)
+    fused = part(2, 1.0, 0, 4)
+    (split,) = split_fused(row, fused).values()
+    assert torch.equal(split.up, fused.up[[2, 3, 0, 1]])
+    assert torch.equal(fuse_parts(row, {0: split}).up, fused.up)
+
+
+def test_rows_that_do_not_add_up_are_refused() -> None:
+    with pytest.raises(ValueError, match="20 output rows, 18 expected for 6 input columns"):
+        split_fused(QKV, part(3, 1.0, 0, 20))
+
+
+def original_shapes() -> dict[str, tuple[int, int]]:
+    """Original linear layers at FLUX.1's width: diffusers' converter splits linear1 at 3072."""
+    wide = {"qkv": 9216, "linear1": 21504, "mlp.0": 12288}
+    shapes = {}
+    for row in FLUX_KEYS.rows:
+        name = row.original.replace("{i}", "0")
+        out = next((size for part, size in wide.items() if name.endswith(part)), 3072)
+        shapes[name] = (out, 3072)
+    return shapes
+
+
+def test_every_row_of_every_original_layer_lands_where_diffusers_puts_it() -> None:
+    checkpoint, start = {}, {}
+    count = 0
+    for name, (out, columns) in original_shapes().items():
+        start[name] = count
+        # one number per row instead of a matrix: which original row it is
+        checkpoint[f"{name}.weight"] = torch.arange(count, count + out)
+        checkpoint[f"{name}.bias"] = torch.zeros(out)
+        count += out
+        assert columns == 3072
+    for norm in ("img_attn.norm", "txt_attn.norm"):
+        checkpoint[f"double_blocks.0.{norm}.query_norm.scale"] = torch.zeros(1)
+        checkpoint[f"double_blocks.0.{norm}.key_norm.scale"] = torch.zeros(1)
+    checkpoint["single_blocks.0.norm.query_norm.scale"] = torch.zeros(1)
+    checkpoint["single_blocks.0.norm.key_norm.scale"] = torch.zeros(1)
+    converted = convert_flux_transformer_checkpoint_to_diffusers(checkpoint)
+    seen = set()
+    for name, shape in original_shapes().items():
+        place = FLUX_KEYS.find(name)
+        assert place is not None
+        assert place.original == name
+        top = start[name]
+        for module, rows in zip(place.modules, place.row.part_rows(*shape), strict=True):
+            expected = torch.arange(top, top + rows)
+            assert torch.equal(converted[f"{module}.weight"], place.row.swap(expected)), module
+            top += rows
+            seen.add(f"{module}.weight")
+        assert top == start[name] + shape[0]
+    linears = {k for k in converted if k.endswith(".weight") and "attn.norm" not in k}
+    assert seen == linears
+
+
+def test_names_are_found_with_dots_and_underscores_in_both_namings() -> None:
+    model = FluxTransformer2DModel(
+        num_layers=1, num_single_layers=1, attention_head_dim=16, num_attention_heads=1, joint_attention_dim=8,
+        pooled_projection_dim=8, in_channels=4, guidance_embeds=True, axes_dims_rope=(4, 6, 6),
+    )  # fmt: skip
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            for spelling in (name, name.replace(".", "_")):
+                place = FLUX_KEYS.find(spelling)
+                assert place is not None
+                assert place.part is not None
+                assert place.modules[place.part] == name
+                assert FLUX_KEYS.find(place.original.replace(".", "_")) is not None
+    for wrong in ("double_blocks.x.img_attn.qkv", "transformer_blocks.0.attn.norm_q", "single_blocks.0", ""):
+        assert FLUX_KEYS.find(wrong) is None

@@ -6,7 +6,6 @@ file's tensors is a few lines here, from the same sources as ``networks.files.re
 
 from __future__ import annotations
 
-import inspect
 import json
 from itertools import product
 from pathlib import Path
@@ -14,16 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import (
-    Flux2KleinPipeline,
-    Flux3ModularPipeline,
-    FluxPipeline,
-    Krea2Pipeline,
-    QwenImage21Pipeline,
-    QwenImagePipeline,
-    ZImagePipeline,
-)
-from diffusers.modular_pipelines.flux3.modular_blocks_flux3 import Flux3CoreDenoiseStep
 from peft.tuners.lokr.layer import factorization
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors import safe_open
@@ -46,14 +35,14 @@ from networks.files.readers import READERS, check_readers, read_as, read_by_none
 from networks.files.verify import check_file, loads_in
 from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter
-from networks.network import AdapterNetwork, attach_lora, inject_adapter
+from networks.network import AdapterNetwork, attach_lora
 from networks.options import parse_network_args
-from tests.networks.conftest import make_flux, run_flux
+from tests.networks.conftest import diffusers_pipeline, filled, make_flux, run_flux
 from tests.tiny_flux2 import tiny_flux2_transformer
 from tests.tiny_flux3 import tiny_flux3_transformer
 from tests.tiny_krea2 import tiny_krea2_transformer
-from tests.tiny_qwen import tiny_qwen_tokenizer, tiny_qwen_transformer
-from tests.tiny_qwen_21 import TinyProcessor, tiny_21_transformer
+from tests.tiny_qwen import tiny_qwen_transformer
+from tests.tiny_qwen_21 import tiny_21_transformer
 from tests.tiny_z_image import tiny_z_transformer
 
 MODELS = {
@@ -67,19 +56,13 @@ MODELS = {
 }
 
 
-def trained(family: str, kind: str = "lora", *args: str, **fields: object) -> tuple[nn.Module, AdapterNetwork]:
+def trained(family: str, kind: str = "lora", *args: str, **fields: Any) -> tuple[nn.Module, AdapterNetwork]:
     """Return a tiny model and a network in it whose every layer does something."""
     make, targets = MODELS[family]
     args += ("projector_dim=1",) if family == "krea2" else ()  # a layer of one output has no more directions
-    settings = {"network_dim": 16, "network_alpha": 1.0, **fields}
-    config = NetworkConfig(network_type=kind, network_args=list(args), **settings)  # type: ignore[arg-type]
+    settings = {"network_dim": 16, "network_alpha": 1.0, "network_type": kind, **fields}
     model = make()
-    network = inject_adapter(model, parse_network_args(config, targets), targets, seed=0)
-    random = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=random) * 0.02)
-    return model, network
+    return model, filled(model, targets, *args, scale=0.02, **settings)
 
 
 def updates(network: AdapterNetwork) -> dict[str, Tensor]:
@@ -143,28 +126,6 @@ def test_fp16_has_enough_bits_for_a_young_lora_at_a_small_scale(tmp_path: Path) 
     worst = max(apart(read[f"transformer.{name}"], delta) for name, delta in updates(network).items())
     assert worst < 2.0**-7
     assert check_file(tmp_path / "a.safetensors", network, "diffusers").largest == pytest.approx(worst, rel=1e-3)
-
-
-PIPELINES: dict[str, Any] = {
-    "flux": FluxPipeline,
-    "qwen_image": QwenImagePipeline,
-    "qwen_image_21": QwenImage21Pipeline,
-    "z_image": ZImagePipeline,
-    "flux2_klein": Flux2KleinPipeline,
-    "krea2": Krea2Pipeline,
-}
-
-
-def diffusers_pipeline(family: str, transformer: nn.Module) -> Any:
-    """Return diffusers' pipeline around ``transformer`` alone."""
-    if family == "flux3_klein":
-        modular = Flux3ModularPipeline(blocks=Flux3CoreDenoiseStep())
-        modular.update_components(transformer=transformer)
-        return modular
-    pipeline = PIPELINES[family]
-    required = [name for name, each in inspect.signature(pipeline).parameters.items() if each.default is each.empty]
-    parts = {"transformer": transformer, "processor": TinyProcessor(tiny_qwen_tokenizer())}
-    return pipeline(**(dict.fromkeys(required) | {name: parts[name] for name in parts if name in required}))
 
 
 @pytest.mark.parametrize("save_format", ["kohya", "comfy", "diffusers"])
@@ -393,10 +354,8 @@ def layers(targets: LoraTargets, *args: str, components: tuple[str, ...] = ("tra
 @pytest.mark.parametrize("family", MODELS)
 def test_the_layers_named_before_a_model_is_there_are_those_that_are_trained(family: str) -> None:
     args = {"flux": ["in_dims=[2,0,2,0,0]", "img_mod_dim=0"], "qwen_image": ["img_mod_dim=2"], "z_image": ["mlp_dim=0"]}
-    args |= {"flux2_klein": ["txt_in_dim=2", "single_dim=0"]}
-    args["flux3_klein"] = ["img_mod_dim=2", "txt_dim=0"]
-    args |= {"krea2": ["txt_in_dim=0"]}
-    args["qwen_image_21"] = ["mlp_dim=0"]
+    args |= {"flux2_klein": ["txt_in_dim=2", "single_dim=0"], "flux3_klein": ["img_mod_dim=2", "txt_dim=0"]}
+    args |= {"krea2": ["txt_in_dim=0"], "qwen_image_21": ["mlp_dim=0"]}
     pattern = r"exclude_patterns=.*attn\.to_q|.*attention\.to_k"
     _, network = trained(family, "lora", *args[family], pattern)
     first = {name.replace(".1.", ".0.") for name in network.modules}
@@ -407,27 +366,13 @@ def test_the_layers_named_before_a_model_is_there_are_those_that_are_trained(fam
 
 # what is trained beside the default; musubi-tuner's lora_qwen_image.py looks for layers in the blocks' classes
 REFUSED = [
-    (
-        Z_IMAGE_TARGETS,
-        "kohya",
-        "lora",
-        "comfyui",
-        (),
-        "ComfyUI reads no LoRA of .*set save_format = diffusers or comfy",
-    ),
+    (Z_IMAGE_TARGETS, "kohya", "lora", "comfyui", (), "reads no LoRA of .*set save_format = diffusers or comfy"),
     (Z_IMAGE_TARGETS, "diffusers", "lora", "musubi-tuner", (), "set save_format = kohya"),
     (Z_IMAGE_TARGETS, "comfy", "lora", "sd-scripts", (), "sd-scripts has no model z_image"),
     (FLUX3_TARGETS, "kohya", "lora", "diffusers", (), "set save_format = diffusers or comfy"),
     (FLUX_TARGETS, "diffusers", "dora", "comfyui", (), "reads no DoRA .*set save_format = comfy"),
     (FLUX_TARGETS, "comfy", "lokr", "diffusers", (), "takes no LoKr of ours; set network_type = lora"),
-    (
-        FLUX_FILL_TARGETS,
-        "kohya",
-        "lora",
-        "diffusers",
-        ("in_dims=[4,0,0,0,0]",),
-        "no LoRA of x_embedder from save",
-    ),
+    (FLUX_FILL_TARGETS, "kohya", "lora", "diffusers", ("in_dims=[4,0,0,0,0]",), "no LoRA of x_embedder from save"),
     (QWEN_TARGETS, "kohya", "lora", "musubi-tuner", ("txt_in_dim=2",), "no LoRA of txt_in .*leave these layers out"),
 ]
 

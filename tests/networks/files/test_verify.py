@@ -10,23 +10,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from library.errors import UserError
-from library.models.flux.files import FLUX_TARGETS
 from networks.files.verify import check_file, distance
 from networks.files.weights import LoraWeights
-from networks.network import AdapterNetwork, inject_adapter
-from networks.options import NetworkOptions
+from networks.network import AdapterNetwork
+from tests.networks.conftest import filled
 from tests.tiny import tiny_flux_transformer
 
 
 def trained(kind: str = "lora") -> AdapterNetwork:
     """A network whose every layer does something."""
-    options = NetworkOptions(dim=4, alpha=2.0, kind=kind)  # type: ignore[arg-type]
-    network = inject_adapter(tiny_flux_transformer(), options, FLUX_TARGETS, 0)
-    random = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=random) * 0.02)
-    return network
+    return filled(tiny_flux_transformer(), scale=0.02, network_type=kind, network_alpha=2.0)
 
 
 def edited(path: Path, key_part: str, change: object) -> Path:

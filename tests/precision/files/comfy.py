@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +13,53 @@ from comfy_kitchen.tensor import QuantizedTensor, get_layout_class
 from safetensors.torch import save_file
 from torch import Tensor
 
-from library.precision.files.base import QuantizedWeight, StoredWeight
+from library.precision.files import int8, mxfp8, nvfp4
+from library.precision.files.base import QuantizedWeight, Scheme, StoredWeight
 from library.precision.files.file_tensors import FileTensors
+from library.precision.files.int8 import Int8Scheme
 from library.safetensors_io import read_entries
 
+FIND = {"int8_tensorwise": int8.find, "nvfp4": nvfp4.find, "mxfp8": mxfp8.find}
 LAYOUTS = {
     "int8_tensorwise": "TensorWiseINT8Layout",
     "nvfp4": "TensorCoreNVFP4Layout",
     "mxfp8": "TensorCoreMXFP8Layout",
 }
+SHAPES = {
+    "int8_tensorwise": [(1, 256), (3, 512), (300, 768), (48, 1280)],
+    "nvfp4": [(16, 16), (128, 64), (208, 336), (48, 1280), (272, 4112)],
+    "mxfp8": [(32, 32), (128, 128), (224, 352), (64, 1280), (288, 4128)],
+}
+
+
+@dataclass(frozen=True)
+class Made:
+    """A format: Tandem's scheme, ComfyUI's name of it, how comfy-kitchen is asked for it, what the marker adds."""
+
+    scheme: Scheme
+    kind: str
+    options: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def marker(self) -> dict[str, Any]:
+        return {"format": self.kind, **self.config}
+
+    def __str__(self) -> str:
+        return self.scheme.describe()
+
+
+MADE = [
+    Made(Int8Scheme(rows=False), "int8_tensorwise"),
+    Made(Int8Scheme(), "int8_tensorwise", {"per_channel": True}),
+    *(
+        Made(Int8Scheme(group=group), "int8_tensorwise", {"per_channel": True, **turned}, turned)
+        for group in (256, 64, 16, 4)
+        for turned in [{"convrot": True, "convrot_groupsize": group}]
+    ),
+    Made(nvfp4.Nvfp4Scheme(), "nvfp4"),
+    Made(mxfp8.Mxfp8Scheme(), "mxfp8"),
+]
 
 
 def by_kitchen(weight: Tensor, kind: str, **options: Any) -> QuantizedTensor:

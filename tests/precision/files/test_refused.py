@@ -9,9 +9,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from library.errors import UserError
 from library.precision.checkpoint import WeightFiles
+from library.precision.files.base import cached_tensor
 
 
 def marker(**config: object) -> Tensor:
@@ -82,3 +84,21 @@ def test_torchaos_header_and_a_folders_config_are_believed_too(tmp_path: Path) -
     for config in ({}, {"quantization_config": None}, {"quantization_config": {"quant_method": "bitsandbytes"}}):
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert WeightFiles(tmp_path).names == ["a.weight"]
+
+
+def test_a_cached_tensor_serves_training_wherever_it_was_made_first() -> None:
+    """On tensors that have no numbers, and in sampling's inference mode, whose tensors autograd refuses."""
+
+    @cached_tensor
+    def numbers(count: int) -> Tensor:
+        return torch.arange(count, dtype=torch.float64)
+
+    with FakeTensorMode():
+        assert type(numbers(3)) is not Tensor
+    with torch.inference_mode():
+        made = numbers(3)
+    x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    (x * numbers(3)).sum().backward()
+    assert numbers(3) is made
+    assert x.grad is not None
+    assert x.grad.tolist() == [0, 1, 2]

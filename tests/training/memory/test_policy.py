@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from library.config import load_config
 from library.config.schema import TrainConfig
 from library.errors import UserError
 from library.training.memory.policy import MemoryPlan, advice, choose, remedies
-from tests.runs import arguments
+from tests.runs import arguments, lora, run, same, write_dataset
 
 MIB = 2**20
 
@@ -94,3 +98,66 @@ def test_running_out_of_memory_names_what_is_not_set_yet(tmp_path: Path) -> None
     assert "set gradient_checkpointing" not in less
     assert less.endswith("raise blocks_to_swap from 2")
     assert "swap" not in advice(config_of(tmp_path), on_cpu=True)
+
+
+WAYS = {
+    "kept": {"activation_budget_mb": 1},
+    "on the host": {"cpu_offload_checkpointing": True},
+    "together": {"activation_budget_mb": 1, "cpu_offload_checkpointing": True},
+    "over fp8": {"activation_budget_mb": 1, "cpu_offload_checkpointing": True, "fp8_scaled": True},
+}
+
+
+@pytest.fixture(scope="module")
+def plain(base: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, dict[str, torch.Tensor]]:
+    """What is trained without recomputation; and that on an fp8 base."""
+    folder = tmp_path_factory.mktemp("plain")
+    found = {}
+    for fp8 in (False, True):
+        run(base, write_dataset(folder), folder / str(fp8), max_train_steps=3, network_dropout=0.2, fp8_scaled=fp8)
+        found[fp8] = lora(folder / str(fp8))
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_lora_is_the_same(way: str, base: Path, plain: dict[bool, dict], tmp_path: Path) -> None:
+    settings = {"gradient_checkpointing": True, "max_train_steps": 3, "network_dropout": 0.2, **WAYS[way]}
+    run(base, write_dataset(tmp_path), tmp_path / "out", **settings)
+    assert same(lora(tmp_path / "out"), plain["fp8_scaled" in settings])
+
+
+_ROOT = Path(__file__).resolve().parents[3]
+_STEPS = """
+import resource, sys, torch
+torch.set_num_threads(1)
+from library.training.memory.budget import keep_freed_memory
+
+def step():
+    return sum(torch.ones(size << 18).sum().item() for size in (48, 3, 40, 64))  # MiB
+
+keep_freed_memory() if sys.argv[1] == "keep" else None
+step(), step()
+begun = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - begun)
+"""
+
+
+def faults(*words: str, **environment: str) -> int:
+    """Return the page faults of five steps that allocate 155 MiB each."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("MALLOC_", "GLIBC_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", _STEPS, *words],
+        capture_output=True, text=True, check=True, cwd=_ROOT, env=inherited | environment,
+    )  # fmt: skip
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux")
+def test_freed_memory_is_taken_again_without_page_faults_unless_the_user_has_decided() -> None:
+    without = faults("leave")
+    if without < 1000:
+        pytest.skip("this malloc keeps what is freed by itself")
+    assert faults("keep") < without / 20
+    assert faults("keep", MALLOC_MMAP_THRESHOLD_="1000000") > without / 2

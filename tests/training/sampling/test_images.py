@@ -10,6 +10,7 @@ from torch import nn
 
 from library.models.family import SampleSettings
 from library.training.sampling.images import Sampler
+from library.training.sampling.painting import PaintedSet, missing_of
 from library.training.sampling.prompts import SamplePrompt
 
 
@@ -93,3 +94,20 @@ def test_a_resumed_run_goes_on_with_its_own_images_alone(tmp_path: Path) -> None
     other = sampler(tmp_path / "nowhere")
     other.recall(20)
     assert other.sampled == {}
+
+
+def test_processes_that_look_at_different_times_leave_no_picture_out(tmp_path: Path) -> None:
+    folders = [tmp_path / "regularisation", tmp_path / "general"]
+    sets = {f.name: PaintedSet(f, [SamplePrompt(f"{f.name} {i}") for i in range(5)]) for f in folders}
+    first = missing_of(sets, 0, 2)
+    folders[0].mkdir()
+    first[0][0].touch()  # painted before the other process looks
+    second = missing_of(sets, 1, 2)
+    assert {path for path, _ in (*first, *second)} == {path for each in sets.values() for path in each.paths}
+    assert len(first) + len(second) == 10
+    assert [prompt.prompt for path, prompt in second if path.parent.name == "general"] == [
+        "general 0",
+        "general 2",
+        "general 4",
+    ]
+    assert len(missing_of(sets)) == 9

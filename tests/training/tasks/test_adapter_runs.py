@@ -14,7 +14,7 @@ from torch import Tensor
 from library.models.flux.files import FLUX_TARGETS
 from library.training.run import Run
 from networks.merging.merge import LoraSource, merge_loras
-from tests.networks.files.comfy_formulas import comfy_weight
+from tests.networks.conftest import comfy_weight
 from tests.runs import lora, losses_of, run, same, velocity, write_base, write_dataset
 
 KINDS = ["dora", "lokr", "loha"]

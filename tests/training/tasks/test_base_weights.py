@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import tools.merge_lora as merge_lora
 from library.errors import UserError
 from tests.runs import call, largest_difference, lora, metadata, run, write_base, write_dataset
-from tests.training.tasks.test_fp8_runs import linked, with_transformer
+from tests.training.tasks.test_quantised_runs import linked, with_transformer
 
 STRONG = {"learning_rate": 0.05, "max_train_steps": 3}  # an update that fp8's rounding does not swallow
 

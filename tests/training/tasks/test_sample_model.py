@@ -16,7 +16,7 @@ from library.training.sampling.sample_model import SampleModel
 from tests.runs import call, largest_difference, lora, run, write_dataset
 from tests.tiny_z_image import tiny_z_pipeline
 from tests.training.tasks.test_base_weights import merged
-from tests.training.tasks.test_fp8_runs import linked
+from tests.training.tasks.test_quantised_runs import linked
 
 PROMPT = "a red disc --w 64 --h 64 --d 5"
 Z_IMAGE: dict[str, object] = {"model_type": "z_image", "learning_rate": 0.02, "max_train_steps": 3}
