@@ -1,4 +1,4 @@
-"""What strangers wrote on files and in them is shown, and steers no terminal."""
+"""What strangers wrote on files and in them is shown, and steers no terminal; live lines reach it as rich made them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import errno
 import io
 import os
 import re
+from contextlib import redirect_stdout
 from pathlib import Path
+from typing import TextIO, cast
 
 import pytest
 import torch
 from PIL import Image
+from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 from safetensors.torch import save_file
@@ -148,3 +151,21 @@ def test_any_other_error_of_the_system_keeps_its_traceback() -> None:
 
     with pytest.raises(ConnectionRefusedError):
         exit_on_user_error(connect)()
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_live_line_moves_the_cursor_and_strangers_words_do_not(monkeypatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = _Terminal()
+    with redirect_stdout(cast(TextIO, PrintableStream(terminal))):
+        console = Console(force_terminal=True, markup=False, highlight=False)
+        with Live("step 1", console=console, auto_refresh=False) as live:
+            live.update("step 2", refresh=True)
+            console.print("a name \x1b[2J")
+    assert "\\x1b[2J" in terminal.getvalue()  # spelt
+    assert terminal.getvalue().count("\\x1b") == 1
+    assert "\x1b[2K" in terminal.getvalue()  # rich's own

@@ -1,13 +1,18 @@
-"""The fp8 layer against a plain linear layer that holds the dequantised weight."""
+"""The fp8 layer against a plain linear layer of the dequantised weight; under DDP and FSDP2 against one process."""
 
 from __future__ import annotations
 
 import copy
+import datetime
+from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
 
 import library.precision.linear as linear
 from library.errors import UserError
@@ -237,3 +242,78 @@ def test_auto_takes_the_dequantising_path_on_a_cpu() -> None:
     exact, rounded, x = layers("row")
     rounded.set_compute("auto")
     assert torch.equal(rounded(x), exact(x))
+
+
+WORLD, WIDTH = 2, 64
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(0)
+        self.norm = nn.LayerNorm(WIDTH)  # FSDP2 groups need a dtype that gloo knows beside fp8
+        self.linears = nn.ModuleList()
+        for granularity in ("cast", "row", "block64"):
+            weight = torch.randn(WIDTH, WIDTH, generator=random) * 0.1
+            base = QuantizedLinear(quantize(weight, granularity), torch.randn(WIDTH, generator=random))
+            lora = LoRALinear(base, rank=4, alpha=4.0)
+            lora.initialise(random)
+            nn.init.normal_(lora.lora_B.weight, generator=random)
+            self.linears.append(lora)
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_("lora_" in name)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.linears:
+            x = x + layer(self.norm(x))
+        return x
+
+
+def batch() -> Tensor:
+    return torch.randn(WORLD * 3, WIDTH, generator=torch.Generator().manual_seed(9))
+
+
+def gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
+    model(x).square().mean().backward()
+    found = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None
+            gradient = parameter.grad
+            found[name.removeprefix("module.")] = (
+                gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+            )
+    return found
+
+
+def work(rank: int, folder: str) -> None:
+    """Both kinds in one process: starting it takes longer than everything else."""
+    torch.set_num_threads(1)
+    store = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", store, datetime.timedelta(seconds=60), WORLD, rank)
+    try:
+        for kind in ("ddp", "fsdp2"):
+            model: nn.Module = Block()
+            if kind == "ddp":
+                DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ddp_ignored_names(model))
+                model = DistributedDataParallel(model)
+            else:
+                fully_shard(model, mesh=dist.device_mesh.init_device_mesh("cpu", (WORLD,)))
+            found = gradients(model, batch().chunk(WORLD)[rank])
+            if rank == 0:
+                torch.save(found, Path(folder) / f"{kind}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_processes_under_ddp_and_fsdp2_give_the_gradients_of_one(tmp_path: Path) -> None:
+    context = torch.multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    torch.multiprocessing.start_processes(work, (str(tmp_path),), nprocs=WORLD, start_method="forkserver")
+    expected = gradients(Block(), batch())
+    for kind in ("ddp", "fsdp2"):
+        found = torch.load(tmp_path / f"{kind}.pt")
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            # fp32 means over two halves instead of the whole
+            torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-6)

@@ -1,17 +1,23 @@
-"""``base_weights``: training on a base with LoRAs merged into it is training on the model that merge_lora writes."""
+"""``base_weights``, as training on what merge_lora writes; ``sample_model``, as generate.py on the other model."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from PIL import Image
+from PIL.ImageChops import difference
 from safetensors.torch import save_file
 
+import tools.generate as generate
 import tools.merge_lora as merge_lora
-from library.errors import UserError
+from library.errors import NotRestoredError, UserError
+from library.training.sampling.sample_model import SampleModel
 from tests.runs import call, largest_difference, lora, metadata, run, write_base, write_dataset
+from tests.tiny_z_image import tiny_z_pipeline
 from tests.training.tasks.test_quantised_runs import linked, with_transformer
 
 STRONG = {"learning_rate": 0.05, "max_train_steps": 3}  # an update that fp8's rounding does not swallow
@@ -95,3 +101,118 @@ def test_what_is_no_lora_of_this_model_is_refused_by_name(
         save_file(tensors, path)
     with pytest.raises(UserError, match="a.safetensors|transformer_blocks.77"):
         run(base, dataset, tmp_path / "out", base_weights=[first, path])
+
+
+PROMPT = "a red disc --w 64 --h 64 --d 5"
+Z_IMAGE: dict[str, object] = {"model_type": "z_image", "learning_rate": 0.02, "max_train_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A base and another model of its architecture."""
+    folder = tmp_path_factory.mktemp("models")
+    return tiny_z_pipeline(folder / "base", seed=0, layers=4), tiny_z_pipeline(folder / "turbo", seed=7, layers=4)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_dataset(tmp_path_factory.mktemp("data"), images=2)
+
+
+def picture(model: Path, text_from: Path, file: Path | None, folder: Path, *more: str) -> Image.Image:
+    """Generate the prompt's picture with ``model`` beside the text encoder of ``text_from``."""
+    words: list[object] = ["image", "--model", model, "--model_type", "z_image", *(["--lora", file] if file else [])]
+    words += ["--text_encoder", text_from, "--vae", text_from, "--prompt", PROMPT, "--s", "8", "--save_to", folder]
+    call(generate, *words, *more)
+    (path,) = folder.glob("*.png")
+    return Image.open(path).convert("RGB")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"blocks_to_swap": 2},
+        {"fp8_scaled": True},
+        {"network_type": "dora"},
+    ],
+    ids=["plain", "swapped blocks", "quantised", "DoRA"],
+)
+def test_samples_are_the_other_models_and_training_is_unchanged(
+    models: tuple[Path, Path], dataset: Path, tmp_path: Path, settings: dict[str, object]
+) -> None:
+    base, turbo = models
+    (tmp_path / "prompts.txt").write_text(PROMPT)
+    asked = Z_IMAGE | settings | {"sample_prompts": tmp_path / "prompts.txt", "sample_every_n_steps": 1}
+    run(base, dataset, tmp_path / "with", **asked, sample_model=turbo)
+    run(base, dataset, tmp_path / "without", **asked)
+    assert largest_difference(lora(tmp_path / "with"), lora(tmp_path / "without")) == 0
+
+    file = tmp_path / "with/lora.safetensors"
+    if "network_type" in settings:  # no LoRA to generate with: merged it is
+        words = ["--lora", str(file), "--model_type", "z_image"]
+        turbo = linked(turbo, tmp_path / "whole", merged(turbo / "transformer", words, tmp_path / "merged"))
+        expected = picture(turbo, base, None, tmp_path / "generated")
+    else:
+        precision = ["--fp8_scaled"] if "fp8_scaled" in settings else []
+        expected = picture(turbo, base, file, tmp_path / "generated", *precision)
+    shown = Image.open(tmp_path / "with/samples/step000003_00.png").convert("RGB")
+    # the file holds the LoRA in bf16: at most a level or two of 255
+    assert max(high for _, high in difference(shown, expected).getextrema()) <= 3
+    others = Image.open(tmp_path / "without/samples/step000003_00.png").convert("RGB")
+    assert max(high for _, high in difference(shown, others).getextrema()) > 20, "the models differ"
+
+
+def test_a_training_adapter_is_left_out_of_samples(models: tuple[Path, Path], dataset: Path, tmp_path: Path) -> None:
+    _, turbo = models
+    run(turbo, dataset, tmp_path / "adapter", **Z_IMAGE | {"learning_rate": 0.2})
+    adapter = tmp_path / "adapter/lora.safetensors"
+    (tmp_path / "prompts.txt").write_text(PROMPT)
+    asked = Z_IMAGE | {"sample_prompts": tmp_path / "prompts.txt", "base_weights": [adapter], "sample_model": turbo}
+    run(turbo, dataset, tmp_path / "out", **asked)
+    expected = picture(turbo, turbo, tmp_path / "out/lora.safetensors", tmp_path / "generated")
+    shown = Image.open(tmp_path / "out/samples/step000003_00.png").convert("RGB")
+    assert max(high for _, high in difference(shown, expected).getextrema()) <= 3
+
+
+@pytest.mark.parametrize(
+    ("layers", "settings", "message"),
+    [
+        (3, {}, r"sample_model: .* not of one architecture \(one has layers\.3\..*; give a Z-Image model"),
+        (4, {"init_lora_weights": "pissa"}, "sample_model.*pissa has changed; remove one of them"),
+    ],
+    ids=["another size", "PiSSA"],
+)
+def test_what_cannot_take_the_place_is_refused_before_anything_is_loaded(
+    models: tuple[Path, Path], dataset: Path, tmp_path: Path, layers: int, settings: dict[str, object], message: str
+) -> None:
+    (tmp_path / "prompts.txt").write_text(PROMPT)
+    other = tiny_z_pipeline(tmp_path / "other", layers=layers)
+    asked = Z_IMAGE | settings | {"sample_prompts": tmp_path / "prompts.txt", "sample_model": other}
+    with pytest.raises(UserError, match=message):
+        run(models[0], dataset, tmp_path / "out", **asked)
+    assert not list((tmp_path / "out").glob("*.safetensors"))
+
+
+def test_a_failed_exchange_back_ends_the_run_with_the_last_good_step(
+    models: tuple[Path, Path], dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples are optional, what is trained is not: a run must not go on with the other model's weights."""
+    base, turbo = models
+    (tmp_path / "prompts.txt").write_text(PROMPT)
+    run(base, dataset, tmp_path / "whole", **Z_IMAGE, save_every_n_steps=1)
+    exchange, calls = SampleModel._exchange, list[int]()
+
+    def fail(*arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 4:  # there and back at step 1, there at step 2
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        exchange(*arguments)
+
+    monkeypatch.setattr(SampleModel, "_exchange", fail)
+    asked = Z_IMAGE | {"sample_prompts": tmp_path / "prompts.txt", "sample_every_n_steps": 1, "sample_model": turbo}
+    with pytest.raises(NotRestoredError, match="could not be taken back .*CUDA out of memory"):
+        run(base, dataset, tmp_path / "out", **asked)
+    assert len(calls) == 4
+    name = "lora-step00000002"
+    assert largest_difference(lora(tmp_path / "out", name), lora(tmp_path / "whole", name)) == 0

@@ -1,11 +1,19 @@
-"""RMSNorm against PyTorch's, diffusers' and the formula in float64."""
+"""Norms, cross entropy in pieces and frozen linear layers against PyTorch's own."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import ClassVar
+
 import pytest
 import torch
+import torch.nn.functional as F
 from diffusers.models.normalization import RMSNorm as DiffusersRMSNorm
+from torch import Tensor, nn
 
+import library.nn.cross_entropy as cross_entropy
+from library.nn.cross_entropy import token_cross_entropy
+from library.nn.frozen_linear import FrozenLinear, has_input_gradient, input_gradient, project_together
 from library.nn.norms import RMSNorm, beside_gelu, gelu, join_tokens, modulated_norm, split_tokens, swiglu
 
 
@@ -181,3 +189,166 @@ def test_gelu_beside_another_tensor_is_both_side_by_side_with_its_gradient() -> 
     first, x = (random(2, 5, width, seed=width, dtype=torch.float64).requires_grad_() for width in (3, 7))
     assert torch.equal(beside_gelu(first, x), torch.cat([first, gelu(x)], dim=-1))
     assert torch.autograd.gradcheck(lambda a, b: beside_gelu(a, b) * 1.0, (first, x))
+
+
+VOCABULARY, ROWS, WIDTH = 50, 64, 24
+
+
+def case(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, nn.Linear, torch.Tensor]:
+    torch.manual_seed(0)
+    hidden = torch.randn(3, 70, WIDTH, dtype=dtype, requires_grad=True)
+    head = nn.Linear(WIDTH, ROWS, bias=False, dtype=dtype)
+    targets = torch.randint(0, VOCABULARY, (3, 70))
+    targets[1, 5:40] = cross_entropy.IGNORED
+    return hidden, head, targets
+
+
+def whole(hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Return the loss in float64, the padding rows cut off."""
+    logits = hidden.double() @ weight.double()[:VOCABULARY].t()
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("pieces", [1, 4], ids=["one piece", "several"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
+def test_loss_and_gradients_are_those_of_the_whole_logits(
+    dtype: torch.dtype, tolerance: float, pieces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(cross_entropy._LOGITS, "cpu", 210 * VOCABULARY // pieces)  # at least 64 rows a piece
+    hidden, head, targets = case(dtype)
+    loss = token_cross_entropy(hidden, head, targets, VOCABULARY)
+    ours = torch.autograd.grad(3 * loss, [hidden, head.weight])
+    expected = whole(hidden, head.weight, targets)
+    theirs = torch.autograd.grad(3 * expected, [hidden, head.weight])
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
+    for own, other in zip(ours, theirs, strict=True):
+        assert own.dtype == dtype
+        assert (own.double() - other).abs().max() <= tolerance * other.abs().max()
+    assert ours[1][VOCABULARY:].abs().max() == 0
+    with torch.no_grad():
+        assert token_cross_entropy(hidden, head, targets, VOCABULARY).item() == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_a_frozen_head_passes_the_gradient_on() -> None:
+    hidden, head, targets = case()
+    head.requires_grad_(False)
+    token_cross_entropy(hidden, head, targets, VOCABULARY).backward()
+    (expected,) = torch.autograd.grad(whole(hidden, head.weight, targets), [hidden])
+    torch.testing.assert_close(hidden.grad, expected.float(), rtol=1e-4, atol=1e-7)
+    assert head.weight.grad is None
+
+
+def test_a_head_that_was_compiled_by_itself_keeps_no_logits() -> None:
+    # so accelerate's regional compilation hands it over
+    hidden, head, targets = case()
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        loss = token_cross_entropy(hidden, torch.compile(head, backend="eager"), targets, VOCABULARY)
+    loss.backward()
+    assert loss.item() == pytest.approx(whole(hidden, head.weight, targets).item(), rel=1e-5)
+    assert head.weight.grad is not None
+    assert max(kept) < targets.numel() * VOCABULARY
+
+
+def test_autocast_multiplies_in_bf16_and_sums_in_fp32() -> None:
+    hidden, head, targets = case()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = token_cross_entropy(hidden, head, targets, VOCABULARY)
+    loss.backward()
+    rounded = whole(hidden.bfloat16(), head.weight.bfloat16(), targets)
+    assert loss.dtype == head.weight.grad.dtype == torch.float32
+    assert loss.item() == pytest.approx(rounded.item(), rel=4e-3)  # logits are rounded to 8 bits
+
+
+def test_nothing_to_learn_from_is_a_loss_of_zero() -> None:
+    hidden, head, targets = case()
+    loss = token_cross_entropy(hidden, head, torch.full_like(targets, cross_entropy.IGNORED), VOCABULARY)
+    loss.backward()
+    assert loss.item() == 0
+    assert hidden.grad is not None
+    assert hidden.grad.abs().max() == 0
+
+
+def _layers(dtype: torch.dtype = torch.float32, size: int = 48) -> tuple[nn.Linear, FrozenLinear]:
+    torch.manual_seed(0)
+    linear = nn.Linear(size, size // 2, dtype=dtype).requires_grad_(False)
+    return linear, FrozenLinear.adopt(linear)
+
+
+def _both(layer: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    x = x.clone().requires_grad_()
+    y = layer(x)
+    (gradient,) = torch.autograd.grad(y.float().square().sum(), x)
+    return y.detach(), gradient
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_output_and_input_gradient_are_those_of_nn_linear(dtype: torch.dtype, autocast: bool) -> None:
+    linear, frozen = _layers(dtype)
+    x = torch.randn(2, 5, 48, dtype=dtype)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        expected, mine = _both(linear, x), _both(frozen, x)
+    for a, b in zip(mine, expected, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a, b)  # small: the same kernels
+
+
+def test_backward_reads_the_weight_as_the_layer_holds_it_then() -> None:
+    _, frozen = _layers()
+    x = torch.randn(3, 48, requires_grad=True)
+    y = frozen(x)
+    moved = frozen.weight.data.clone()
+    frozen.weight.data.fill_(float("nan"))  # the memory it lay in is used for something else
+    frozen.weight.data = moved
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, moved.sum(0).expand(3, -1))
+
+
+def test_nothing_is_kept_for_backward() -> None:
+    _, frozen = _layers(torch.float32)
+    kept: list[Tensor] = []
+    with (
+        torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t),
+        torch.autocast("cpu", torch.bfloat16),
+    ):
+        frozen(torch.randn(3, 48, requires_grad=True))
+    assert not kept
+
+
+def test_a_trained_layer_has_no_place_here() -> None:
+    linear, frozen = _layers()
+    assert has_input_gradient(linear)
+    assert has_input_gradient(frozen)
+    assert not has_input_gradient(nn.Linear(3, 3))
+    assert torch.equal(input_gradient(linear, torch.ones(1, 24)), torch.ones(1, 24) @ linear.weight)
+
+
+class Counting(nn.Linear):
+    """A linear layer that notes how often a group of them was asked together."""
+
+    calls: ClassVar[list[int]] = []
+
+    @staticmethod
+    def forward_together(layers: Sequence[Counting], x: Tensor) -> list[Tensor]:
+        Counting.calls.append(len(layers))
+        return [layer(x) for layer in layers]
+
+
+def test_layers_that_offer_it_are_asked_once_and_the_order_is_kept() -> None:
+    Counting.calls.clear()
+    layers = [Counting(4, 2), nn.Linear(4, 3), Counting(4, 5)]
+    x = torch.randn(2, 4)
+    outputs = project_together(layers, x)
+    assert Counting.calls == [2]
+    for layer, output in zip(layers, outputs, strict=True):
+        assert torch.equal(output, layer(x))
+
+
+def test_plain_layers_are_called_one_by_one() -> None:
+    layers = [nn.Linear(4, 2), nn.Linear(4, 3)]
+    x = torch.randn(2, 4)
+    assert [torch.equal(y, layer(x)) for layer, y in zip(layers, project_together(layers, x), strict=True)] == [
+        True
+    ] * 2
