@@ -36,10 +36,7 @@ def launcher(processes: int = 2) -> list[str]:
 
 
 def run_command(
-    command: Sequence[str],
-    cwd: Path | None = None,
-    environment: Mapping[str, str] | None = None,
-    limit: float = LIMIT,
+    command: Sequence[str], cwd: Path | None = None, environment: Mapping[str, str] | None = None, limit: float = LIMIT
 ) -> subprocess.CompletedProcess[str]:
     """Run ``command`` to its end and return code, output and errors; ``environment`` joins this process's.
 

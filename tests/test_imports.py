@@ -18,10 +18,7 @@ FAMILIES = {row.family.partition(":")[0] for row in MODEL_TYPES.values() if row.
 BY_NAME = {
     "bench.roofline": set(),  # other programs' alone
     "library.models.family_by_name": FAMILIES,
-    "library.models.registry": {
-        *(f"{spec.rpartition('.')[0]}.files" for spec in FAMILIES),
-        "library.models.llm.files",
-    },
+    "library.models.registry": {*(f"{spec.rpartition('.')[0]}.files" for spec in FAMILIES), "library.models.llm.files"},
     "library.training.memory.dry_run": set(),  # likewise
     "library.training.optim.factory": {row.module for row in OPTIMIZERS.values()},
 }
@@ -72,10 +69,7 @@ def test_who_imports_by_a_computed_name_is_known() -> None:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [
-        ("def f():\n    from a.b import c\n", {"a.b", "a.b.c"}),
-        ("if TYPE_CHECKING:\n    import a.b as x\n", {"a.b"}),
-    ],
+    [("def f():\n    from a.b import c\n", {"a.b", "a.b.c"}), ("if TYPE_CHECKING:\n    import a.b as x\n", {"a.b"})],
 )
 def test_imports_are_found_wherever_they_stand(text: str, expected: set[str], tmp_path: Path) -> None:
     (tmp_path / "x.py").write_text(text)

@@ -23,14 +23,7 @@ from diffusers import (
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import (
-    CLIPTextConfig,
-    CLIPTextModel,
-    CLIPTokenizer,
-    T5Config,
-    T5EncoderModel,
-    T5TokenizerFast,
-)
+from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer, T5Config, T5EncoderModel, T5TokenizerFast
 
 from library.config.schema import ModelConfig
 
@@ -112,20 +105,9 @@ def tiny_vae(seed: int = 0) -> AutoencoderKL:
 def tiny_tokenizers() -> tuple[CLIPTokenizer, T5TokenizerFast]:
     """Return tokenizers over single characters, made without a download."""
     characters = [chr(code) for code in range(33, 127)]
-    pieces = [
-        *characters,
-        *(f"{character}</w>" for character in characters),
-        "<|startoftext|>",
-        "<|endoftext|>",
-    ]
+    pieces = [*characters, *(f"{character}</w>" for character in characters), "<|startoftext|>", "<|endoftext|>"]
     clip = CLIPTokenizer(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], model_max_length=16)
-    scores = [
-        ("<pad>", 0.0),
-        ("</s>", 0.0),
-        ("<unk>", 0.0),
-        ("\u2581", -2.0),
-        *((c, -3.0) for c in characters),
-    ]
+    scores = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581", -2.0), *((c, -3.0) for c in characters)]
     t5 = T5TokenizerFast(vocab=scores, extra_ids=0, model_max_length=T5_LENGTH)
     return clip, t5
 
@@ -279,10 +261,7 @@ def bfl_state_dict(state: dict[str, Tensor]) -> dict[str, Tensor]:
     for i in range(_blocks(state, "single_transformer_blocks.")):
         block, out = f"single_transformer_blocks.{i}", f"single_blocks.{i}"
         put(f"{out}.modulation.lin", f"{block}.norm.linear")
-        put(
-            f"{out}.linear1",
-            *(f"{block}.{name}" for name in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")),
-        )
+        put(f"{out}.linear1", *(f"{block}.{name}" for name in ("attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp")))
         put(f"{out}.linear2", f"{block}.proj_out")
         result[f"{out}.norm.query_norm.scale"] = state[f"{block}.attn.norm_q.weight"]
         result[f"{out}.norm.key_norm.scale"] = state[f"{block}.attn.norm_k.weight"]

@@ -59,11 +59,7 @@ def packed(latents: Tensor) -> Tensor:
 
 
 def theirs_called(
-    model: nn.Module,
-    images: list[Tensor],
-    sigmas: Tensor,
-    text: list[Tensor],
-    mask: Tensor | None = None,
+    model: nn.Module, images: list[Tensor], sigmas: Tensor, text: list[Tensor], mask: Tensor | None = None
 ) -> Tensor:
     """Call a transformer as the pipeline does; return the tokens of the last of ``images``.
 
@@ -106,11 +102,7 @@ def tiny_21_vae(seed: int = 0) -> AutoencoderKLQwenImage21:
     """Return a VAE of Qwen-Image-2.1's geometry (16 x smaller, RGBA), random, of few channels."""
     vae = _seeded(
         lambda: AutoencoderKLQwenImage21(
-            base_dim=8,
-            decoder_base_dim=12,
-            z_dim=CHANNELS,
-            dim_mult=[1, 2, 2, 4, 4],
-            num_res_blocks=1,
+            base_dim=8, decoder_base_dim=12, z_dim=CHANNELS, dim_mult=[1, 2, 2, 4, 4], num_res_blocks=1
         ),
         seed,
     )

@@ -97,10 +97,7 @@ def test_a_dataset_has_the_same_bounds(tmp_path: Path, subtests: pytest.Subtests
             given = {"resolution": "64"} | {key: value}
             where = [f"{name} = {text}\n" for name, text in given.items()]
             toml.write_text(f"[general]\n{''.join(where)}[[datasets]]\n[[datasets.subsets]]\nimage_dir = 'img'\n")
-            with (
-                subtests.test(f"{key} = {value}"),
-                pytest.raises(UserError, match=f"{key} = .*correct the value"),
-            ):
+            with subtests.test(f"{key} = {value}"), pytest.raises(UserError, match=f"{key} = .*correct the value"):
                 load_dataset_config(toml, DatasetArguments(dataset_config="d"), kind)
 
 

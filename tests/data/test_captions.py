@@ -125,15 +125,7 @@ def test_captions_drop_at_their_rate() -> None:
 
 def test_captions_drop_in_every_nth_epoch_counted_from_one() -> None:
     every_third = rules(caption_dropout_every_n_epochs=3)
-    assert [choose_caption(("x",), every_third, 0, epoch, 1) for epoch in range(7)] == [
-        "x",
-        "x",
-        "",
-        "x",
-        "x",
-        "",
-        "x",
-    ]
+    assert [choose_caption(("x",), every_third, 0, epoch, 1) for epoch in range(7)] == ["x", "x", "", "x", "x", "", "x"]
 
 
 class SeeingEncoder(LettersEncoder):

@@ -17,15 +17,7 @@ from library.data.cache import previews
 from library.data.dataset import TrainingData
 from library.data.masks import MASK_KINDS, Mask, MaskKind, draw_mask, generated_mask
 from library.errors import UserError
-from tests.data.folders import (
-    add_image,
-    averaged,
-    build,
-    cache_all,
-    make_image,
-    make_old,
-    write_toml,
-)
+from tests.data.folders import add_image, averaged, build, cache_all, make_image, make_old, write_toml
 
 BUCKETS = "enable_bucket = true\nbucket_reso_steps = 16\nmin_bucket_reso = 16"
 
@@ -243,12 +235,7 @@ def test_only_samples_with_references_of_the_same_sizes_share_a_batch(tmp_path: 
         stacked = collate([data.train[at] for at in batch])
         assert all(len(reference) == len(stacked.latents) for reference in stacked.conditions.references)
         shapes.append((len(batch), [tuple(reference.shape[2:]) for reference in stacked.conditions.references]))
-    assert sorted(shapes) == [
-        (1, [(6, 12), (8, 8)]),
-        (1, [(8, 8), (8, 8)]),
-        (2, [(6, 12)]),
-        (2, [(8, 8)]),
-    ]
+    assert sorted(shapes) == [(1, [(6, 12), (8, 8)]), (1, [(8, 8), (8, 8)]), (2, [(6, 12)]), (2, [(8, 8)])]
 
 
 def test_json_lines_name_control_images(tmp_path: Path) -> None:

@@ -18,17 +18,7 @@ from torch.utils.data import DataLoader
 
 from library.data.batches import ALL, Batch, Bucket, DataParallelRank, EpochBatchSampler, Item, collate
 from library.data.dataset import TrainingData
-from tests.data.folders import (
-    add_image,
-    averaged,
-    build,
-    cache_all,
-    items,
-    make_image,
-    pixels_of,
-    spelled,
-    write_toml,
-)
+from tests.data.folders import add_image, averaged, build, cache_all, items, make_image, pixels_of, spelled, write_toml
 
 BUCKETS = "enable_bucket = true\nbucket_reso_steps = 16\nmin_bucket_reso = 16"
 
@@ -87,8 +77,7 @@ def test_alpha_masks_follow_crop_and_flip(tmp_path: Path) -> None:
     image.save(tmp_path / "img" / "a.png")
     (tmp_path / "img" / "a.txt").write_text("x")
     data = build(
-        write_toml(tmp_path, general="alpha_mask = true\nflip_aug = true\nrandom_crop = true"),
-        masked_loss=True,
+        write_toml(tmp_path, general="alpha_mask = true\nflip_aug = true\nrandom_crop = true"), masked_loss=True
     )
     cache_all(data)
     both = torch.from_numpy(np.stack([*np.moveaxis(np.asarray(image)[..., :3], -1, 0), ramp])).float()
@@ -177,13 +166,7 @@ def test_texts_of_different_lengths_are_filled_up_with_zeros() -> None:
 
 
 def test_a_batch_moves_as_a_whole() -> None:
-    batch = Batch(
-        torch.zeros(1, 4, 2, 2),
-        {"a": torch.zeros(1, 2)},
-        torch.ones(1),
-        torch.ones(1, 1, 2, 2),
-        [7],
-    )
+    batch = Batch(torch.zeros(1, 4, 2, 2), {"a": torch.zeros(1, 2)}, torch.ones(1), torch.ones(1, 1, 2, 2), [7])
     moved = batch.to("meta", non_blocking=True)
     assert moved.masks is not None
     for tensor in (moved.latents, moved.text["a"], moved.loss_weights, moved.masks):

@@ -13,15 +13,7 @@ import torch
 from PIL import Image, ImageCms
 
 from library.data.buckets import Fit
-from library.data.images import (
-    decode,
-    decode_mask,
-    fit_image,
-    read_header,
-    read_size,
-    to_latent_mask,
-    to_pixels,
-)
+from library.data.images import decode, decode_mask, fit_image, read_header, read_size, to_latent_mask, to_pixels
 from library.errors import UserError
 from tests.data.folders import make_image
 from tests.forked import ROOT, run_code
@@ -39,13 +31,7 @@ def rgb(data: bytes) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [
-        ("PNG", {}),
-        ("WEBP", {"lossless": True}),
-        ("BMP", {}),
-        ("TIFF", {}),
-        ("TIFF", {"compression": "tiff_lzw"}),
-    ],
+    [("PNG", {}), ("WEBP", {"lossless": True}), ("BMP", {}), ("TIFF", {}), ("TIFF", {"compression": "tiff_lzw"})],
 )
 def test_lossless_formats_come_back_exactly(kind: str, options: dict) -> None:
     image = make_image(48, 32)
@@ -244,16 +230,8 @@ def png_of_declared_size(width: int, height: int) -> bytes:
     [
         ("text.png", b"hello", r"text\.png: not an image that can be read; replace or remove it$"),
         ("empty.jpg", b"", r"empty\.jpg: not an image that can be read; replace or remove it$"),
-        (
-            "bomb.png",
-            png_of_declared_size(20000, 20000),
-            r"bomb\.png: more than 178956970 pixels; make it smaller",
-        ),
-        (
-            "large.png",
-            png_of_declared_size(13400, 13400),
-            r"large\.png: more than 178956970 pixels; make it smaller",
-        ),
+        ("bomb.png", png_of_declared_size(20000, 20000), r"bomb\.png: more than 178956970 pixels; make it smaller"),
+        ("large.png", png_of_declared_size(13400, 13400), r"large\.png: more than 178956970 pixels; make it smaller"),
     ],
 )
 def test_files_that_are_no_usable_images_are_refused_in_one_line(

@@ -124,10 +124,7 @@ def test_control_images_of_folders_inside_lie_in_the_same_folders(tmp_path: Path
 def test_only_the_first_line_counts_unless_wildcards_are_on(tmp_path: Path) -> None:
     add_image(tmp_path / "img", "a.png", caption="first\n\nsecond\n")
     assert build(write_toml(tmp_path)).captions() == ["first"]
-    assert set(build(write_toml(tmp_path, general="enable_wildcard = true")).captions()) == {
-        "first",
-        "second",
-    }
+    assert set(build(write_toml(tmp_path, general="enable_wildcard = true")).captions()) == {"first", "second"}
 
 
 def test_class_tokens_stand_in_for_missing_captions(tmp_path: Path) -> None:
@@ -175,9 +172,7 @@ def test_an_empty_folder_is_refused_and_folders_inside_are_hinted_at(tmp_path: P
     assert refused(tmp_path, toml).endswith("; 1 in the folders inside (5_cat/a.png, ...); set recursive = true")
 
 
-def test_json_metadata_names_images_with_or_without_suffix_and_gives_captions_and_tags(
-    tmp_path: Path,
-) -> None:
+def test_json_metadata_names_images_with_or_without_suffix_and_gives_captions_and_tags(tmp_path: Path) -> None:
     fill(tmp_path / "img", 3)
     metadata = {"00.png": {"caption": "a cat", "tags": "red, small"}, "02": {"tags": "blue"}}
     (tmp_path / "meta.json").write_text(json.dumps(metadata))

@@ -23,6 +23,7 @@ from library.fidelity.findings import CAUSES, REMEDIES
 from library.fidelity.runs import EvalSet, conditions_of, prepare_eval_set, run_variant
 from library.fidelity.serving import REFERENCE, Models, Served, Variant
 from networks.files.weights import LoraWeights
+from tests.networks.conftest import random_pair
 from tests.runs import write_dataset
 from tests.tiny import tiny_flux_pipeline
 
@@ -122,22 +123,14 @@ def test_pasted_pixels_are_the_pictures_own_and_pasted_latents_its_latents(model
 
 def lora(models: Models) -> dict[str, dict[str, LoraWeights]]:
     random = torch.Generator().manual_seed(3)
-
-    def weights(out: int, into: int) -> LoraWeights:
-        return LoraWeights(
-            torch.randn(2, into, generator=random), torch.randn(out, 2, generator=random) / into**0.5, 2.0
-        )
-
     clip = models.family.load_text_encoder(torch.float32).load_modules(["text_encoder"]).text_encoder
     layer = next(n for n, m in clip.named_modules() if n.endswith("layers.0.self_attn.q_proj"))  # type: ignore[union-attr,operator]
     shape = clip.get_submodule(layer).weight.shape  # type: ignore[union-attr,operator]
     network = models.base(deployed=False)
     name = "single_transformer_blocks.0.attn.to_q"
-    own = network.get_submodule(name).weight.shape
-    return {
-        "transformer": {name: weights(own[0], own[1])},
-        "text_encoder": {f"text_encoder.{layer}": weights(shape[0], shape[1])},
-    }
+    of_image = network.get_submodule(name).weight.shape
+    pairs = [random_pair(each, 2, 2.0, random, up=each[1] ** -0.5) for each in (of_image, shape)]
+    return {"transformer": {name: pairs[0]}, "text_encoder": {f"text_encoder.{layer}": pairs[1]}}
 
 
 def test_the_loras_text_part_is_on_both_sides_and_can_be_dropped(base: Path, models: Models, eval_set: EvalSet) -> None:

@@ -32,10 +32,10 @@ from tests.models.claims import (
     assert_lone_file_is_read,
     assert_refused,
     assert_same_model,
+    assert_sample_is_the_pipelines,
     assert_timesteps_are_exact,
     quiet,
 )
-from tests.models.sampled import assert_sample_is_the_pipelines
 from tests.tiny import tiny_flux_inputs, tiny_flux_pipeline
 from tests.tiny_flux2 import save_flux2_files, tiny_flux2_inputs, tiny_flux2_pipeline, tiny_flux2_transformer
 from tests.tiny_flux3 import (

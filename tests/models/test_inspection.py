@@ -141,11 +141,7 @@ ORIGINALS: dict[str, tuple[Callable[[], nn.Module], Callable[..., dict[str, Tens
     "krea2": (tiny_krea2_transformer, published_state_dict, "Krea 2 transformer"),
     "vae": (tiny_vae, bfl_vae_state_dict, "image autoencoder, AutoencoderKL (Black Forest Labs'"),
 }
-FACTS = {
-    "flux": {"width": 64, "guidance": True},
-    "flux3": {"width": 64, "distilled": True},
-    "krea2": {"width": 64},
-}
+FACTS = {"flux": {"width": 64, "guidance": True}, "flux3": {"width": 64, "distilled": True}, "krea2": {"width": 64}}
 
 
 @pytest.mark.parametrize("prefix", ["", "model.diffusion_model."])

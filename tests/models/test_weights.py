@@ -109,10 +109,7 @@ def test_one_of_several_files_stands_for_all_and_a_missing_one_is_named(tmp_path
 
 
 def test_the_key_map_of_bfl_names_is_that_of_diffusers_converter(tmp_path: Path) -> None:
-    width, mlp = (
-        3072,
-        12288,
-    )  # the converter knows FLUX.1's width only; columns do not matter to it, one is enough
+    width, mlp = (3072, 12288)  # the converter knows FLUX.1's width only; columns do not matter to it, one is enough
     narrow: dict[str, torch.Tensor] = {}
     for i, (name, tensor) in enumerate(tiny_flux_transformer(double_blocks=2, single_blocks=2).state_dict().items()):
         rows = {64: width, 256: mlp, 6 * 64: 6 * width, 3 * 64: 3 * width, 2 * 64: 2 * width, 32: 128}[tensor.shape[0]]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from library.models.flux.files import FLUX_TARGETS
 from library.models.layer_names import LoraTargets
 from networks.files.adapters import load_lora
 from networks.files.layouts import layout_of
+from networks.files.weights import LoraWeights
 from networks.network import AdapterNetwork, inject_adapter
 from networks.options import parse_network_args
 from tests.tiny_qwen import tiny_qwen_tokenizer
@@ -87,6 +88,14 @@ def filled(
         for parameter in network.parameters():
             parameter += scale * torch.randn(parameter.shape, generator=random)
     return network
+
+
+def random_pair(
+    shape: Sequence[int], rank: int, alpha: float, random: torch.Generator, down: float = 1.0, up: float | Tensor = 1.0
+) -> LoraWeights:
+    """Return a LoRA of a layer of ``shape`` [out, in], of random numbers times ``down`` and ``up``."""
+    a = torch.randn(rank, shape[1], generator=random) * down
+    return LoraWeights(a, torch.randn(shape[0], rank, generator=random) * up, alpha)
 
 
 PIPELINES: dict[str, Any] = {

@@ -346,22 +346,14 @@ def test_all_options_are_read() -> None:
     assert options.loraplus_lr_ratio == 16
     expected = {"img_attn": 8, "img_in": 1, "time_in": 0, "vector_in": 2, "guidance_in": 0, "txt_in": 3}
     assert options.dims == expected
-    assert options.blocks == {
-        "train_double_block_indices": (range(4), range(8, 9)),
-        "train_single_block_indices": None,
-    }
+    assert options.blocks == {"train_double_block_indices": (range(4), range(8, 9)), "train_single_block_indices": None}
     assert options.include_patterns == (r".*attn\.to_[qk]",)
     assert options.exclude_patterns == (r".*\.0\..*", ".*=.*")
 
 
 @pytest.mark.parametrize(
     ("text", "patterns"),
-    [
-        ("'.*a'", (".*a",)),
-        ("r'.*a'", (".*a",)),
-        ("[a-z_]+.*", ("[a-z_]+.*",)),
-        ("['a', 'b']", ("a", "b")),
-    ],
+    [("'.*a'", (".*a",)), ("r'.*a'", (".*a",)), ("[a-z_]+.*", ("[a-z_]+.*",)), ("['a', 'b']", ("a", "b"))],
 )
 def test_patterns_may_be_bare_quoted_or_a_list(text: str, patterns: tuple[str, ...]) -> None:
     assert parse(f"include_patterns={text}").include_patterns == patterns

@@ -17,13 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 import library.nn.rope as rope
 from library.errors import UserError
-from library.nn.attention import (
-    PackedGradient,
-    attend,
-    attend_in_order,
-    attend_jointly,
-    attend_recomputed,
-)
+from library.nn.attention import PackedGradient, attend, attend_in_order, attend_jointly, attend_recomputed
 from library.nn.rope import Llama31Scaling, MultiAxisRope
 
 

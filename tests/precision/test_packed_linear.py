@@ -25,8 +25,7 @@ from library.precision.packed_linear import (
 )
 from library.training.tasks.chat_lora import put_lora_on
 from tests.llm.talkers import write_lora
-from tests.models.llm.ggufs import write_model
-from tests.models.llm.lms import NAMES, VOCABULARY, reference, write_reference
+from tests.models.llm.lms import NAMES, VOCABULARY, reference, write_model, write_reference
 from tests.precision.files.gguf_files import weight_of
 from tools.chat_worker import take_loras_off
 from tools.command import load_language_model

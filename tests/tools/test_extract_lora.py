@@ -22,7 +22,7 @@ from networks.files.writing import save_adapter
 from networks.merging.extraction import extract_lora
 from networks.merging.low_rank import relative_difference
 from networks.merging.merge import LoraSource, merge_loras
-from tests.networks.conftest import make_flux
+from tests.networks.conftest import make_flux, random_pair
 from tests.runs import call, refusal
 from tests.tiny import bfl_state_dict, tiny_flux_pipeline
 from tests.tiny_qwen import tiny_qwen_transformer
@@ -38,12 +38,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     rng = torch.Generator().manual_seed(5)
     shapes = {name: m.weight.shape for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
     chosen = [name for name in shapes if FLUX_TARGETS.group_of(name)]
-    lora = {
-        name: LoraWeights(
-            torch.randn(4, shapes[name][1], generator=rng), 0.1 * torch.randn(shapes[name][0], 4, generator=rng), 3.0
-        )
-        for name in chosen
-    }
+    lora = {name: random_pair(shapes[name], 4, 3.0, rng, up=0.1) for name in chosen}
     save_adapter(folder / "lora.safetensors", lora, FLUX_TARGETS)
     for base, tuned in (("base", "tuned"), ("base.safetensors", "tuned.safetensors")):
         source = [LoraSource(folder / "lora.safetensors", 1.0)]
@@ -114,7 +109,7 @@ def test_text_encoders_of_pipelines_are_compared_too(tmp_path: Path) -> None:
     base = tiny_flux_pipeline(tmp_path / "base")
     name = "text_encoder.encoder.layers.1.mlp.fc1"
     rng = torch.Generator().manual_seed(0)
-    lora = {name: LoraWeights(torch.randn(2, 64, generator=rng), 0.1 * torch.randn(128, 2, generator=rng), 5.0)}
+    lora = {name: random_pair((128, 64), 2, 5.0, rng, up=0.1)}
     save_adapter(tmp_path / "lora.safetensors", lora, FLUX_TARGETS)
     merge_loras(base, [LoraSource(tmp_path / "lora.safetensors", 1.0)], tmp_path / "tuned", FLUX_TARGETS)
     found = extract_lora(open_base(base), open_base(tmp_path / "tuned"), FLUX_TARGETS, dim=2)
@@ -171,14 +166,7 @@ def make(seed: int, rank: int, alpha: float, names: tuple[str, ...] = (Q, K, OUT
     """Return a LoRA whose singular values fall: column i of ``up`` is scaled by 2^-i."""
     rng = torch.Generator().manual_seed(seed)
     falling = 2.0 ** -torch.arange(rank)
-    return {
-        name: LoraWeights(
-            torch.randn(rank, SHAPES[name][1], generator=rng),
-            torch.randn(SHAPES[name][0], rank, generator=rng) * falling,
-            alpha,
-        )
-        for name in names
-    }
+    return {name: random_pair(SHAPES[name], rank, alpha, rng, up=falling) for name in names}
 
 
 def write(path: Path, lora: dict[str, LoraWeights], save_format: str = "kohya", **metadata: str) -> Path:

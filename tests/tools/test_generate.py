@@ -26,6 +26,7 @@ from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter
 from tests.data.folders import make_image
 from tests.models.test_image_families import CASES, guidance_of
+from tests.networks.conftest import random_pair
 from tests.runs import call, refusal
 from tests.tiny import T5_LENGTH, tiny_flux_pipeline, tiny_flux_transformer
 from tools import generate as tool
@@ -49,11 +50,7 @@ def loras(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     for name, rank, alpha, part in (("a", 4, 2.0, "attn."), ("b", 2, 5.0, "transformer_blocks.0.")):
         random = torch.Generator().manual_seed(rank)
         weights = {
-            module_name: LoraWeights(
-                torch.randn(rank, module.in_features, generator=random) * 0.2,
-                torch.randn(module.out_features, rank, generator=random) * 0.2,
-                alpha,
-            )
+            module_name: random_pair(module.weight.shape, rank, alpha, random, 0.2, 0.2)
             for module_name, module in model.named_modules()
             if isinstance(module, torch.nn.Linear) and part in module_name and FLUX_TARGETS.group_of(module_name)
         }
@@ -110,9 +107,7 @@ def test_one_and_several_loras_draw_what_diffusers_draws(base: Path, loras: tupl
 def test_the_text_encoders_take_their_part_of_a_lora(base: Path, tmp_path: Path) -> None:
     random = torch.Generator().manual_seed(0)
     lora = {
-        f"text_encoder.encoder.layers.{i}.self_attn.{name}": LoraWeights(
-            torch.randn(2, 64, generator=random), torch.randn(64, 2, generator=random), 1.0
-        )
+        f"text_encoder.encoder.layers.{i}.self_attn.{name}": random_pair((64, 64), 2, 1.0, random)
         for i in range(2)
         for name in ("q_proj", "v_proj")
     }
@@ -239,11 +234,7 @@ def write_lora(path: Path, kind: str) -> None:
     """Write a random LoRA on the layers of the family that the table names."""
     targets, random, (beginnings, save_format) = lora_targets()[kind], torch.Generator().manual_seed(1), LORAS[kind]
     weights = {
-        name: LoraWeights(
-            torch.randn(4, module.in_features, generator=random) * 0.2,
-            torch.randn(module.out_features, 4, generator=random) * 0.2,
-            2.0,
-        )
+        name: random_pair(module.weight.shape, 4, 2.0, random, 0.2, 0.2)
         for name, module in CASES[kind].transformer().named_modules()
         if isinstance(module, torch.nn.Linear) and name.startswith(beginnings) and targets.group_of(name)
     }

@@ -18,7 +18,7 @@ from library.models.llm.files import load_lm
 from tests.chat_runs import run
 from tests.llm.talkers import PAIRS, write_chat_model, write_lora
 from tests.llm.test_tokenizers import TEXT
-from tests.models.llm.ggufs import write_model
+from tests.models.llm.lms import write_model
 from tests.runs import losses_of, printed
 from tools import convert_llm, evaluate_llm, generate, inspect_model, merge_lora
 

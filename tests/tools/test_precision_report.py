@@ -34,12 +34,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def report(
-    place: Path,
-    deploy: object,
-    *flags: object,
-    model: Path | None = None,
-    strength: float = 1.0,
-    figures: bool = False,
+    place: Path, deploy: object, *flags: object, model: Path | None = None, strength: float = 1.0, figures: bool = False
 ) -> dict:
     """Run the tool; return report.json. ``figures``: with those of the page, a third of the time."""
     save_to = place / "report"

@@ -190,11 +190,7 @@ def test_noisy_latents_and_velocity_are_the_two_ends_of_one_line() -> None:
 def test_losses_equal_their_formulas_in_float64() -> None:
     prediction, target = torch.randn(3, 16, 4, 4), torch.randn(3, 16, 4, 4)
     d, c = (prediction - target).double(), 0.3
-    expected = {
-        "l2": d**2,
-        "huber": 2 * c * ((d**2 + c**2).sqrt() - c),
-        "smooth_l1": 2 * ((d**2 + c**2).sqrt() - c),
-    }
+    expected = {"l2": d**2, "huber": 2 * c * ((d**2 + c**2).sqrt() - c), "smooth_l1": 2 * ((d**2 + c**2).sqrt() - c)}
     for kind, pointwise in expected.items():
         flow = FlowConfig(loss_type=kind) if kind == "l2" else FlowConfig(loss_type=kind, huber_c=c)
         ours = sample_losses(flow, prediction, target)

@@ -25,8 +25,7 @@ from library.models.family_by_name import model_family
 from library.models.flux.spec import FluxFamily
 from library.models.text import load_tokenizer
 from library.models.vae import image_positions, pack_latents, unpack_latents
-from tests.models.claims import family_maker, quiet
-from tests.models.sampled import assert_sample_is_the_pipelines
+from tests.models.claims import assert_sample_is_the_pipelines, family_maker, quiet
 from tests.tiny import SingleFiles, save_single_files, tiny_flux_inputs, tiny_flux_pipeline
 
 TEXT = ("prompt_embeds", "pooled_prompt_embeds")
@@ -316,10 +315,7 @@ def test_transformer_files_with_more_or_less_in_them(files: SingleFiles, folder:
 
 def test_options_replace_parts_of_a_folder(folder: Path, files: SingleFiles) -> None:
     config = ModelConfig(
-        pretrained_model_name_or_path=str(folder),
-        ae=str(files.ae),
-        clip_l=str(folder),
-        t5xxl=str(files.t5xxl),
+        pretrained_model_name_or_path=str(folder), ae=str(files.ae), clip_l=str(folder), t5xxl=str(files.t5xxl)
     )
     family, plain = model_family(config), model_family(ModelConfig(pretrained_model_name_or_path=str(folder)))
     pixels = torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(0))

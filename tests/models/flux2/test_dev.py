@@ -12,15 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from library.errors import UserError
 from library.models.flux2.spec import DevFamily
-from tests.models.claims import family_maker, quiet
-from tests.models.sampled import assert_sample_is_the_pipelines
-from tests.tiny_flux2 import (
-    bfl_flux2_state_dict,
-    patched,
-    tiny_dev_pipeline,
-    tiny_flux2_inputs,
-    tiny_flux2_pipeline,
-)
+from tests.models.claims import assert_sample_is_the_pipelines, family_maker, quiet
+from tests.tiny_flux2 import bfl_flux2_state_dict, patched, tiny_dev_pipeline, tiny_flux2_inputs, tiny_flux2_pipeline
 
 CAPTIONS = ["a red disc", "make the picture of a small plain disc blue, yellow and purple "]
 

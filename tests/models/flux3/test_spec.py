@@ -31,12 +31,12 @@ from tests.models.claims import (
     assert_refused,
     assert_same_gradients,
     assert_same_picture,
+    assert_sample_is_the_pipelines,
     assert_step_is_pefts,
     family_maker,
     gradients_of,
     saved_bytes,
 )
-from tests.models.sampled import assert_sample_is_the_pipelines
 from tests.tiny_flux3 import (
     CalledAsOthers,
     call_by_hand,

@@ -25,13 +25,13 @@ from networks.options import parse_network_args
 from tests.models.claims import (
     assert_refused,
     assert_same_gradients,
+    assert_sample_is_the_pipelines,
     assert_step_is_pefts,
     family_maker,
     gradients_of,
     quiet,
     saved_bytes,
 )
-from tests.models.sampled import assert_sample_is_the_pipelines
 from tests.tiny_krea2 import (
     TEXT_LAYERS,
     TEXT_WIDTH,
@@ -149,10 +149,7 @@ def test_turbo_samples_with_a_shift_that_does_not_follow_the_size(tmp_path: Path
     theirs = quiet(Krea2Pipeline.from_pretrained(turbo))
     family = family_of(turbo)
     assert_sample_is_the_pipelines(family, theirs, 1.0, guidance_scale=0.0)
-    assert family.own_sampling() == {
-        "timestep_sampling": "shift",
-        "discrete_flow_shift": pytest.approx(math.exp(1.15)),
-    }
+    assert family.own_sampling() == {"timestep_sampling": "shift", "discrete_flow_shift": pytest.approx(math.exp(1.15))}
 
 
 def test_a_single_file_is_raw_and_as_the_model_of_samples_turbo(folder: Path, tmp_path: Path) -> None:

@@ -19,8 +19,7 @@ from library.models.llm.spec import KINDS
 from library.nn.rope import LinearScaling, Llama31Scaling, YarnScaling
 from library.precision.linear import QuantizedLinear
 from library.safetensors_io import RowRange
-from tests.models.llm.ggufs import with_weights, write_model
-from tests.models.llm.lms import VOCABULARY, reference, relative, tokens
+from tests.models.llm.lms import VOCABULARY, reference, relative, tokens, with_weights, write_model
 
 BLOCKS = {"hidden_size": 64, "intermediate_size": 96}  # whole blocks of 32
 LARGE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}  # and of 256

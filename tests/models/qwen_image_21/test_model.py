@@ -58,9 +58,7 @@ def forward(
     return [output.detach(), *(each.grad for each in (*images, *texts) if each.numel())]  # type: ignore[misc]
 
 
-def pair(
-    dtype: torch.dtype = torch.float32,
-) -> tuple[QwenImage21Transformer2DModel, QwenImage21Transformer2DModel]:
+def pair(dtype: torch.dtype = torch.float32) -> tuple[QwenImage21Transformer2DModel, QwenImage21Transformer2DModel]:
     theirs = tiny_21_transformer().to(dtype).requires_grad_(False)
     return theirs, optimise_forward(copy.deepcopy(theirs))
 

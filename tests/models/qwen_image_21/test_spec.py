@@ -20,8 +20,7 @@ from library.models.qwen_image_21.spec import QwenImage21Family
 from library.precision.checkpoint import WeightFiles
 from library.precision.linear import QuantizedLinear
 from library.precision.recipe import WeightLoader
-from tests.models.claims import assert_same_model, family_maker
-from tests.models.sampled import assert_sample_is_the_pipelines
+from tests.models.claims import assert_same_model, assert_sample_is_the_pipelines, family_maker
 from tests.precision.files.comfy import by_kitchen, comfy_tensors
 from tests.tiny_qwen_21 import (
     CHANNELS,

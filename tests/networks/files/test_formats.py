@@ -24,7 +24,7 @@ from networks.files.layouts import SAVE_FORMATS
 from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter
 from networks.network import attach_lora
-from tests.networks.conftest import diffusers_pipeline, inject, make_flux, run_flux, train_a_little
+from tests.networks.conftest import diffusers_pipeline, inject, make_flux, random_pair, run_flux, train_a_little
 
 
 def output_in_diffusers(path: Path) -> Tensor:
@@ -50,16 +50,10 @@ def test_diffusers_computes_what_our_network_computes(mixed_lora, tmp_path: Path
 def test_diffusers_takes_a_pattern_for_the_top_level_alone(tmp_path: Path) -> None:
     """proj_out of the model and of every single block share their last name; ranks and alphas must not mix."""
     rng = torch.Generator().manual_seed(0)
-
-    def weights(out: int, columns: int, rank: int, alpha: float) -> LoraWeights:
-        return LoraWeights(
-            torch.randn(rank, columns, generator=rng), torch.randn(out, rank, generator=rng) * 0.1, alpha
-        )
-
     lora = {
-        "proj_out": weights(16, 32, 2, 5.0),
-        "single_transformer_blocks.0.proj_out": weights(32, 160, 4, 1.0),
-        "single_transformer_blocks.1.proj_out": weights(32, 160, 4, 1.0),
+        "proj_out": random_pair((16, 32), 2, 5.0, rng, up=0.1),
+        "single_transformer_blocks.0.proj_out": random_pair((32, 160), 4, 1.0, rng, up=0.1),
+        "single_transformer_blocks.1.proj_out": random_pair((32, 160), 4, 1.0, rng, up=0.1),
     }
     save_adapter(tmp_path / "a.safetensors", lora, FLUX_TARGETS)
     model = make_flux()
@@ -358,8 +352,7 @@ WIDTH = 6
 
 
 def part(rank: int, alpha: float, seed: int, out: int = WIDTH) -> LoraWeights:
-    rng = torch.Generator().manual_seed(seed)
-    return LoraWeights(torch.randn(rank, WIDTH, generator=rng), torch.randn(out, rank, generator=rng), alpha)
+    return random_pair((out, WIDTH), rank, alpha, torch.Generator().manual_seed(seed))
 
 
 def stacked(row: KeyRow, parts: dict[int, LoraWeights]) -> torch.Tensor:

@@ -18,6 +18,7 @@ from networks.files.layouts import SAVE_FORMATS
 from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter
 from networks.merging.merge import LoraSource, merge_loras
+from tests.networks.conftest import random_pair
 from tests.tiny import TEXT_WIDTH, tiny_flux_pipeline
 
 CLIP = "text_encoder.encoder.layers.1"
@@ -25,9 +26,7 @@ T5 = "text_encoder_2.encoder.block.0.layer"
 
 
 def _weights(rank: int = 4, alpha: float = 3.0, seed: int = 0, out: int = TEXT_WIDTH) -> LoraWeights:
-    random = torch.Generator().manual_seed(seed)
-    down = torch.randn(rank, TEXT_WIDTH, generator=random) * 0.3
-    return LoraWeights(down, torch.randn(out, rank, generator=random) * 0.3, alpha)
+    return random_pair((out, TEXT_WIDTH), rank, alpha, torch.Generator().manual_seed(seed), 0.3, 0.3)
 
 
 @pytest.fixture

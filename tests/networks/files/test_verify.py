@@ -11,9 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from library.errors import UserError
 from networks.files.verify import check_file, distance
-from networks.files.weights import LoraWeights
 from networks.network import AdapterNetwork
-from tests.networks.conftest import filled
+from tests.networks.conftest import filled, random_pair
 from tests.tiny import tiny_flux_transformer
 
 
@@ -63,12 +62,7 @@ def test_other_kinds(tmp_path: Path, kind: str) -> None:
 
 def test_the_distance_is_that_of_the_full_updates() -> None:
     random = torch.Generator().manual_seed(0)
-
-    def weights(alpha: float) -> LoraWeights:
-        down, up = torch.randn(4, 40, generator=random), torch.randn(30, 4, generator=random)
-        return LoraWeights(down, up, alpha)
-
-    one, other = weights(3.0), weights(8.0)
+    one, other = (random_pair((30, 40), 4, alpha, random) for alpha in (3.0, 8.0))
     expected = (one.delta(torch.float64) - other.delta(torch.float64)).norm() / other.delta(torch.float64).norm()
     assert distance(one, other) == pytest.approx(float(expected), rel=1e-9)
     assert distance(one, one) < 1e-7  # fp64 within the trace: sqrt(1e-16)

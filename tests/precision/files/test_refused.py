@@ -72,12 +72,7 @@ def test_torchaos_header_and_a_folders_config_are_believed_too(tmp_path: Path) -
     with pytest.raises(UserError, match="'tensor_names' in the header is that of a torchao model"):
         WeightFiles(tmp_path / "model.safetensors")
     save_file({"a.weight": torch.ones(2, 2)}, tmp_path / "model.safetensors")
-    for method, title in {
-        "gptq": "a GPTQ",
-        "sdnq": "an SDNQ",
-        "TORCHAO": "a torchao",
-        "quanto": "a Quanto",
-    }.items():
+    for method, title in {"gptq": "a GPTQ", "sdnq": "an SDNQ", "TORCHAO": "a torchao", "quanto": "a Quanto"}.items():
         (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": method}}))
         with pytest.raises(UserError, match=f"'config.json' says {title}.*, which is not read; use the bf16 model"):
             WeightFiles(tmp_path)

@@ -80,9 +80,7 @@ def test_a_merge_keeps_the_update_and_a_third_of_the_error_goes(granularity: Gra
 
 
 @pytest.mark.parametrize("granularity", ["tensor", "row", "block64", "block128"])
-def test_nothing_saturates_where_errors_push_a_weight_past_its_scale(
-    granularity: Granularity,
-) -> None:
+def test_nothing_saturates_where_errors_push_a_weight_past_its_scale(granularity: Granularity) -> None:
     """The largest weight of every group stands last, where all errors have been carried to; there is no room."""
     layer = make_layer(64, 256, seed=2)
     weight = layer.weight.clone()

@@ -16,17 +16,7 @@ import library.files as atomic
 from library.errors import UserError
 from library.files import atomic_folder, atomic_path, clear_leftovers, discard
 from library.training.checkpoint.state import Position, find_damage, newest_state, save_training_state
-from tests.runs import (
-    arguments,
-    largest_difference,
-    lora,
-    losses_of,
-    metrics,
-    run,
-    same,
-    train_flags,
-    write_dataset,
-)
+from tests.runs import arguments, largest_difference, lora, losses_of, metrics, run, same, train_flags, write_dataset
 from tests.training.checkpoint.test_state import _states
 from tests.training.parallel.test_launchers import SAME_IN_FP32
 from tests.worker_group import run_in_group

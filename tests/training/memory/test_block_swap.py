@@ -21,14 +21,7 @@ from library.models.flux.model import optimise_forward
 from library.models.vae import image_positions, pack_latents
 from library.precision.files.fp8 import Fp8Scheme
 from library.precision.recipe import Recipe, quantize_model
-from library.training.memory.block_swap import (
-    RING,
-    Ring,
-    kind_sizes,
-    most_swapped,
-    swap_blocks,
-    swapped_per_kind,
-)
+from library.training.memory.block_swap import RING, Ring, kind_sizes, most_swapped, swap_blocks, swapped_per_kind
 from networks.network import AdapterNetwork, inject_adapter
 from networks.options import parse_network_args
 from tests.runs import lora, run, same, write_dataset

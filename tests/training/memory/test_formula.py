@@ -166,9 +166,7 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return capsys.readouterr().out
 
 
-def test_the_tool_recommends_settings_that_a_training_file_takes(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_the_tool_recommends_settings_that_a_training_file_takes(capsys: pytest.CaptureFixture[str]) -> None:
     said = plan(capsys, "--model", "gpt2-124m", "--train", "all", "--gpu_memory", "5", "--gpus", "4")
     assert "a batch of 1 at 1024 tokens" in said  # which is all of its context
     (row,) = re.findall(r"^(.*?)  .*<- recommended", said, re.MULTILINE)

@@ -254,10 +254,7 @@ def test_bf16_training_is_the_same_behind_accelerate_and_a_schedule(accelerator:
 
 def test_groups_keep_their_own_learning_rates_and_names() -> None:
     down, up = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(3))
-    groups = [
-        {"params": [down], "lr": 1e-3, "name": "lora"},
-        {"params": [up], "lr": 1.6e-2, "name": "lora_plus"},
-    ]
+    groups = [{"params": [down], "lr": 1e-3, "name": "lora"}, {"params": [up], "lr": 1.6e-2, "name": "lora_plus"}]
     optimizer = build_optimizer(config_for("AdamW"), groups, full_bf16=False)
     down.grad, up.grad = torch.ones(3), torch.ones(3)
     optimizer.step()
@@ -296,11 +293,7 @@ def test_malformed_optimizer_args_say_how_to_write_them(text: str, message: str)
             "AdamW takes no 'weight_decy'; did you mean 'weight_decay'.*it takes betas, eps",
         ),
         ("AdamW", ["lr=0.1"], "lr is set by learning_rate; set that instead"),
-        (
-            "AdamW",
-            ["betas=(2.0, 0.9)"],
-            "AdamW: Invalid beta parameter.*change learning_rate or optimizer_args",
-        ),
+        ("AdamW", ["betas=(2.0, 0.9)"], "AdamW: Invalid beta parameter.*change learning_rate or optimizer_args"),
         ("Prodgy", [], "no optimizer 'Prodgy'; did you mean 'Prodigy'"),
         ("zzz", [], "no optimizer 'zzz'; choose one of AdamW, .*class path"),
         ("my_code.Optimizer", [], "importing my_code.Optimizer runs code of 'my_code'.*; set trust_class_paths = true"),

@@ -40,10 +40,7 @@ def rates_of(schedule: Callable[[torch.optim.Optimizer], LambdaLR], steps: int =
 
 
 CASES: list[tuple[dict[str, Any], Callable[[torch.optim.Optimizer], LambdaLR]]] = [
-    (
-        {"lr_scheduler": "constant_with_warmup"},
-        lambda o: reference.get_constant_schedule_with_warmup(o, WARMUP),
-    ),
+    ({"lr_scheduler": "constant_with_warmup"}, lambda o: reference.get_constant_schedule_with_warmup(o, WARMUP)),
     ({"lr_scheduler": "linear"}, lambda o: reference.get_linear_schedule_with_warmup(o, WARMUP, TOTAL)),
     ({"lr_scheduler": "cosine"}, lambda o: reference.get_cosine_schedule_with_warmup(o, WARMUP, TOTAL)),
     (
@@ -88,11 +85,7 @@ def test_rex_follows_its_paper() -> None:
 @pytest.mark.parametrize("scheduler", ["linear", "cosine", "polynomial", "rex", "warmup_stable_decay"])
 def test_decaying_schedules_rise_then_fall_from_one_to_their_floor(scheduler: str) -> None:
     rates = multipliers(
-        total=1000,
-        lr_scheduler=scheduler,
-        lr_warmup_steps=100,
-        lr_decay_steps=300,
-        lr_scheduler_min_lr_ratio=0.25,
+        total=1000, lr_scheduler=scheduler, lr_warmup_steps=100, lr_decay_steps=300, lr_scheduler_min_lr_ratio=0.25
     )
     assert rates[99] == rates[100] == 1.0
     assert all(later > earlier for earlier, later in pairwise(rates[:100]))
@@ -136,10 +129,7 @@ def test_a_resumed_schedule_goes_on_where_it_was() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"lr_scheduler": "cosine", "lr_warmup_steps": 60},
-            "60 warm-up steps do not end within the run's 60; lower",
-        ),
+        ({"lr_scheduler": "cosine", "lr_warmup_steps": 60}, "60 warm-up steps do not end within the run's 60; lower"),
         (
             {"lr_scheduler": "warmup_stable_decay", "lr_warmup_steps": 40, "lr_decay_steps": 0.5},
             "40 warm-up and 30 decay steps exceed the run's 60; lower one of them or train longer",
@@ -162,9 +152,7 @@ def test_a_schedule_over_a_schedule_free_optimizer_is_refused() -> None:
 
 def test_prodigy_plus_without_its_averaging_takes_a_schedule() -> None:
     config = OptimizerConfig(
-        optimizer_type="ProdigyPlusScheduleFree",
-        optimizer_args=["use_schedulefree=False"],
-        lr_scheduler="cosine",
+        optimizer_type="ProdigyPlusScheduleFree", optimizer_args=["use_schedulefree=False"], lr_scheduler="cosine"
     )
     weight = nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)
@@ -210,12 +198,7 @@ class Problem:
         before = {key: self.state(key) for key in keys}
         start = self.weight.detach().clone()
         self.optimizer.step()
-        return (
-            read,
-            gradient,
-            self.weight.detach() - start,
-            {key: (before[key], self.state(key)) for key in keys},
-        )
+        return (read, gradient, self.weight.detach() - start, {key: (before[key], self.state(key)) for key in keys})
 
 
 def test_plain_optimizers_report_the_learning_rate_of_every_group() -> None:

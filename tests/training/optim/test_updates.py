@@ -11,11 +11,7 @@ from torch import Tensor, nn
 import library.training.optim.stochastic_rounding as stochastic_rounding
 from library.errors import UserError
 from library.training.optim.after_update import WeightNormLimit, product_norm
-from library.training.optim.stochastic_rounding import (
-    STEP_KEY,
-    round_stochastically,
-    update_stochastically,
-)
+from library.training.optim.stochastic_rounding import STEP_KEY, round_stochastically, update_stochastically
 from networks.adapters.lora import LoRALinear, join
 
 

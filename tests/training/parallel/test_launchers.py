@@ -9,10 +9,15 @@ from __future__ import annotations
 import importlib.util
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+import torch
+from accelerate import Accelerator
 from PIL import Image
 
+from library.accelerator import dp_rank_and_size, model_parallel_rank_and_size
 from library.llm.token_batches import TokenShards
 from tests.chat_runs import adapter
 from tests.chat_runs import flags as chat_flags
@@ -260,3 +265,15 @@ def test_every_layout_takes_the_smaller_step(base: Path, tmp_path: Path) -> None
     for name in layouts:
         assert largest_difference(lora(tmp_path / name), lora(tmp_path / "one")) < SAME, name
         assert_same_metrics(metrics(tmp_path / "one"), metrics(tmp_path / name), KEYS, rel=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 3}, {"dp": 2, "shard": 2}, {"dp": 3, "tp": 2}, {"pp": 2, "dp": 3}])
+def test_processes_that_compute_one_batch_together_have_one_dp_rank(sizes: dict[str, int]) -> None:
+    mesh = torch.arange(torch.Size(sizes.values()).numel()).reshape(*sizes.values())  # what torch's meshes are made of
+    for process in mesh.flatten().tolist():
+        place = dict(zip(sizes, (mesh == process).nonzero()[0].tolist(), strict=True))
+        dp, shard, pp, tp = (place.get(key, 0) for key in ("dp", "shard", "pp", "tp"))
+        shards, tps = sizes.get("shard", 1), sizes.get("tp", 1)
+        one = cast(Accelerator, SimpleNamespace(mesh_sizes=sizes, process_index=process, num_processes=mesh.numel()))
+        assert dp_rank_and_size(one) == (dp * shards + shard, sizes["dp"] * shards)
+        assert model_parallel_rank_and_size(one) == (pp * tps + tp, sizes.get("pp", 1) * tps)

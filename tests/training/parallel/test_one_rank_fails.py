@@ -117,8 +117,7 @@ def assert_all_end(fault: Fault, flags: list[str], folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "part"),
-    [pytest.param(layout, part, marks=is_slow(layout, part)) for layout in LAYOUTS for part in ENDS],
+    ("layout", "part"), [pytest.param(layout, part, marks=is_slow(layout, part)) for layout in LAYOUTS for part in ENDS]
 )
 def test_a_fault_on_one_process_ends_all(layout: str, part: str, base: Path, cached: Path, tmp_path: Path) -> None:
     images = cached / "dataset.toml"

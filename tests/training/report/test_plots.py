@@ -57,14 +57,7 @@ def test_the_tool_writes_png_and_svg_without_a_display(tmp_path: Path) -> None:
         assert picture.width > 1000
         assert len(picture.convert("RGB").getcolors(1 << 20) or []) > 50  # something is drawn
     shown = texts(run / "lr.svg")
-    for text in (
-        "castle",
-        "Loss",
-        "Learning rate",
-        "Distance estimate d",
-        "Step size d · lr",
-        "Gradient norm",
-    ):
+    for text in ("castle", "Loss", "Learning rate", "Distance estimate d", "Step size d · lr", "Gradient norm"):
         assert text in shown
 
 

@@ -222,11 +222,7 @@ def test_images_that_are_not_there_are_named(folder: Path, suffix: str, text: st
         ("none", "x --ci a.png", "prompt 'x': --ci is not taken: this model generates from text alone; remove it"),
         ("references", "x", "prompt 'x': no image to edit; add --ci image.png"),
         ("references", "x --ci a.png --mi m.png", "prompt 'x': --mi is not taken: this model edits whole images; "),
-        (
-            "fill",
-            "x --mi m.png",
-            "prompt 'x': no image to fill; write --ci image.png --mi mask.png, the mask white",
-        ),
+        ("fill", "x --mi m.png", "prompt 'x': no image to fill; write --ci image.png --mi mask.png, the mask white"),
         ("fill", "x --ci a.png", "prompt 'x': no mask; write --ci image.png --mi mask.png, the mask white"),
         ("fill", "x --ci b c.png --mi m.png", "m.png: mask of 64x64 for an image of 128x64; save it in"),
         ("fill", "x --ci a.png --mi black.png", "black.png: nothing to fill; make what is to be filled white"),

@@ -130,12 +130,7 @@ def picture(model: Path, text_from: Path, file: Path | None, folder: Path, *more
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {},
-        {"blocks_to_swap": 2},
-        {"fp8_scaled": True},
-        {"network_type": "dora"},
-    ],
+    [{}, {"blocks_to_swap": 2}, {"fp8_scaled": True}, {"network_type": "dora"}],
     ids=["plain", "swapped blocks", "quantised", "DoRA"],
 )
 def test_samples_are_the_other_models_and_training_is_unchanged(

@@ -33,13 +33,7 @@ from networks.options import parse_network_args
 from tests.runs import largest_difference, learn_by_heart, lora, losses_of, metadata, run, same, write_dataset
 from tests.tiny import tiny_flux_pipeline
 from tests.tiny_flux2 import run_flux2, save_flux2_files, tiny_flux2_inputs, tiny_flux2_pipeline
-from tests.tiny_flux3 import (
-    flux3_reference,
-    run_flux3,
-    save_flux3_split_files,
-    tiny_flux3_inputs,
-    tiny_flux3_pipeline,
-)
+from tests.tiny_flux3 import flux3_reference, run_flux3, save_flux3_split_files, tiny_flux3_inputs, tiny_flux3_pipeline
 from tests.tiny_krea2 import run_krea2, save_krea2_split_files, tiny_krea2_inputs, tiny_krea2_pipeline
 from tests.tiny_qwen import Kind, SplitFiles, run_qwen, save_split_files, tiny_qwen_inputs, tiny_qwen_pipeline
 from tests.tiny_qwen_21 import run_21, save_21_split_files, tiny_21_inputs, tiny_21_loaded, tiny_21_pipeline

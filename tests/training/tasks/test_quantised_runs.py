@@ -231,10 +231,7 @@ def test_auto_rounds_inputs_where_the_server_of_the_file_does(
     fast = file_settings(
         files, quantise(files.transformer, tmp_path / "fast.safetensors", "comfy_quant", "--products", "low")
     )
-    for settings, rounded, words in (
-        (bases["comfy_quant"], 0, "(in none)"),
-        (fast, LINEARS, f"(unit in {LINEARS})"),
-    ):
+    for settings, rounded, words in ((bases["comfy_quant"], 0, "(in none)"), (fast, LINEARS, f"(unit in {LINEARS})")):
         events = run(pipeline, dataset, tmp_path / "out", **settings, **auto, overwrite=True)
         layers = [each for each in events.task.transformer.modules() if isinstance(each, FakeQuantLinear)]
         assert [each.rounding.how for each in layers] == ["unit"] * rounded
