@@ -122,10 +122,10 @@ def test_no_tool_lets_a_file_steer_the_terminal(tool: str, tmp_path: Path) -> No
         "check_dataset": [str(dataset)],
     }
     done = run_script(ROOT / f"tools/{tool}.py", words[tool], ROOT)
-    said = done.stdout + done.stderr
-    assert "\\x1b" in said
-    assert not STEERS.search(said)
-    assert not [line for line in said.splitlines() if line.startswith("fake line")]
+    text = done.stdout + done.stderr
+    assert "\\x1b" in text
+    assert not STEERS.search(text)
+    assert not [line for line in text.splitlines() if line.startswith("fake line")]
 
 
 def test_a_report_spells_bytes_of_names_that_are_not_utf8(tmp_path: Path) -> None:

@@ -243,9 +243,9 @@ def test_without_a_compiler_it_says_so(
     monkeypatch.setattr(sys, "argv", ["roofline.py"])
     with pytest.raises(SystemExit):
         roofline.main()
-    said = capsys.readouterr().err.strip()
-    assert "no C++ compiler" in said
-    assert "\n" not in said
+    text = capsys.readouterr().err.strip()
+    assert "no C++ compiler" in text
+    assert "\n" not in text
 
 
 @pytest.mark.slow

@@ -351,9 +351,9 @@ def _probe(*words: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("script", [LORA, LANGUAGE_LORA, LLM], ids=lambda script: script.training)
 def test_help_names_no_default_that_is_none(script: Script[Any]) -> None:
-    said = " ".join(_parser(script).format_help().split())
-    assert "None" not in said
-    assert "[]" not in said
+    text = " ".join(_parser(script).format_help().split())
+    assert "None" not in text
+    assert "[]" not in text
 
 
 @pytest.mark.parametrize("script", ["train_lora.py", "train_llm.py"])

@@ -213,20 +213,20 @@ def check(case: str, script: Path, words: list[str], folder: Path) -> int:
         done = running.wait(limit=1.0)
     except AssertionError as late:
         raise AssertionError(f"{case}: {used:.1f} s of computing, {more:.0f} MiB; {state}\n{late}") from None
-    said = f"{case}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
-    assert done.returncode in (0, 2), said
-    assert "Traceback" not in done.stderr, said
-    assert not STEERS.search((done.stdout + done.stderr).replace("\r", "")), said
+    text = f"{case}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+    assert done.returncode in (0, 2), text
+    assert "Traceback" not in done.stderr, text
+    assert not STEERS.search((done.stdout + done.stderr).replace("\r", "")), text
     if done.returncode == 2:
         _, error, lines = done.stderr.rpartition("error: ")
-        assert error, said
+        assert error, text
         configuration = script.name.startswith(("train", "migrate_config"))  # of which each mistake has a line
-        assert configuration or "\n" not in lines.strip(), said
-    assert used <= fuzz.CPU_SECONDS, f"{said}\n{used:.0f} s of computing"
-    assert more <= fuzz.MEBIBYTES, f"{said}\n{more:.0f} MiB"
-    assert sorted(folder.parent.iterdir()) == beside, f"{said}\nwrote beside its folder"
-    assert (folder / "pipe").is_fifo(), f"{said}\nput a file in the pipe's place"
-    assert all(Path(device).is_char_device() for device in ("/dev/null", "/dev/zero")), f"{said}\nhit a device"
+        assert configuration or "\n" not in lines.strip(), text
+    assert used <= fuzz.CPU_SECONDS, f"{text}\n{used:.0f} s of computing"
+    assert more <= fuzz.MEBIBYTES, f"{text}\n{more:.0f} MiB"
+    assert sorted(folder.parent.iterdir()) == beside, f"{text}\nwrote beside its folder"
+    assert (folder / "pipe").is_fifo(), f"{text}\nput a file in the pipe's place"
+    assert all(Path(device).is_char_device() for device in ("/dev/null", "/dev/zero")), f"{text}\nhit a device"
     outcomes["taken" if done.returncode == 0 else "refused"] += 1
     return done.returncode
 

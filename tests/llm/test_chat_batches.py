@@ -167,8 +167,8 @@ def test_a_model_without_marks_learns_answers_that_end_the_text(tmp_path: Path) 
         "Be short.\n\nUser: What is a cat?\nAssistant: An animal.<|endoftext|>User: And a mat?\nAssistant: A rug, café."
     )
     assert tokenizer.decode(tokens) == text + "<|endoftext|>"
-    said = [tokenizer.decode([t for t, owner in zip(tokens, owners, strict=True) if owner == i]) for i in (2, 4)]
-    assert said == [" An animal.<|endoftext|>", " A rug, café.<|endoftext|>"]
+    texts = [tokenizer.decode([t for t, owner in zip(tokens, owners, strict=True) if owner == i]) for i in (2, 4)]
+    assert texts == [" An animal.<|endoftext|>", " A rug, café.<|endoftext|>"]
     asked = template.tokens(CONVERSATION[:2], answer_next=True)[0]
     assert asked == tokens[: len(asked)]
 

@@ -229,9 +229,9 @@ def test_texts_with_too_few_words_for_the_vocabulary_say_so(tmp_path: Path, caps
     flags = ["--train_tokenizer", "5000", "--save_to", str(tmp_path / "out"), "--workers", "0"]
     prepare(parser().parse_args([str(tmp_path / "a.txt"), *flags, "--validation_share", "0"]))
     tokens = load_tokenizer(tmp_path / "out").vocab_size
-    said = " ".join(capsys.readouterr().out.split())
+    text = " ".join(capsys.readouterr().out.split())
     assert tokens < 400
-    assert f"the texts give {tokens} tokens, not 5000" in said
+    assert f"the texts give {tokens} tokens, not 5000" in text
 
 
 def texts(path: Path, split: str | None = None) -> list[str]:

@@ -74,10 +74,10 @@ def test_help_and_a_mistyped_flag_are_answered_before_torch_is_imported(
 
 def test_tools_that_take_a_trainings_options_show_their_own_first_and_say_where_the_others_are() -> None:
     command = [sys.executable, "tools/cache_dataset.py", "--config_file", "no.toml", "--help"]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert re.findall(r"^  (--\w+)", said, re.MULTILINE) == []
-    assert "train_lora.py --help" in said
-    assert (ROOT / re.findall(r"docs/\w+\.md", said)[0]).is_file()
+    text = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert re.findall(r"^  (--\w+)", text, re.MULTILINE) == []
+    assert "train_lora.py --help" in text
+    assert (ROOT / re.findall(r"docs/\w+\.md", text)[0]).is_file()
 
 
 @pytest.mark.parametrize("tool", ["precision_report", "quantize_model"])

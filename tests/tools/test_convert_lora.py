@@ -110,12 +110,12 @@ def test_the_report_tells_layouts_and_the_check(tmp_path: Path) -> None:
     source, target = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
     weights = mixed_lora()
     save_adapter(source, weights, FLUX_TARGETS, "diffusers")
-    said = printed(convert_lora, "--lora", source, "--save_to", target, "--save_format", "comfy")
-    lines = [line.split() for line in said.splitlines()]
-    assert f"from  {source}: diffusers, fp32, {len(weights)} layers in {2 * len(weights)} tensors" in said
+    text = printed(convert_lora, "--lora", source, "--save_to", target, "--save_format", "comfy")
+    lines = [line.split() for line in text.splitlines()]
+    assert f"from  {source}: diffusers, fp32, {len(weights)} layers in {2 * len(weights)} tensors" in text
     # of 14 layers a block, q, k and v of both streams become two: 10 modules with three tensors each
-    assert f"to    {target}: comfy, fp32, {len(weights)} layers in {2 * 10 * 3} tensors" in said
-    assert "checked: every layer's update is the same" in said
+    assert f"to    {target}: comfy, fp32, {len(weights)} layers in {2 * 10 * 3} tensors" in text
+    assert "checked: every layer's update is the same" in text
     assert ["ComfyUI", str(len(weights)), "of", str(len(weights))] in [line[:4] for line in lines]
     mistaken = refusal(
         convert_lora, "--lora", "nowhere.safetensors", "--save_to", tmp_path / "x.safetensors", "--save_format=comfy"

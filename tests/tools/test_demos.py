@@ -135,5 +135,5 @@ def test_the_real_model_is_fetched_and_knows_the_capital_of_france(tmp_path: Pat
     tokenizer, model = load_tokenizer(file), load_lm(file, torch.float32, dequantised=True)
     prompt = load_prompt_template("auto", tokenizer, file, model.config.eos).prompt("", [], demo_chat.QUESTION_TEXTS[0])
     settings = SamplingSettings(max_new_tokens=20, temperature=0, stop_tokens=tokenizer.stop_tokens)
-    said = tokenizer.decode(generate_tokens(model, [prompt], settings)[0], skip_special=True)
-    assert said == "The capital of France is Paris."
+    text = tokenizer.decode(generate_tokens(model, [prompt], settings)[0], skip_special=True)
+    assert text == "The capital of France is Paris."

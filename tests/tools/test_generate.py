@@ -158,9 +158,9 @@ def test_a_lora_of_another_base_is_remarked_on(
     other = tmp_path / "other.safetensors"
     save_adapter(other, weights, FLUX_TARGETS, metadata={"tandem.base_fingerprint": "0123456789abcdef"})
     drawn("--model", str(base), "--prompt", "x", *SMALL, "--save_to", str(tmp_path), "--lora", str(other))
-    said = capsys.readouterr().out
-    assert f"{other}: diffusers, 1 layer, strength 1" in said
-    assert f"note: {other}: trained on base 0123456789abcdef, this one is" in said
+    text = capsys.readouterr().out
+    assert f"{other}: diffusers, 1 layer, strength 1" in text
+    assert f"note: {other}: trained on base 0123456789abcdef, this one is" in text
 
 
 @pytest.mark.parametrize(
@@ -201,8 +201,8 @@ def test_fp8_options_draw_what_the_quantised_file_draws(
     call(quantize_model, "--model", base, "--save_to", folder / "transformer", *options)
     asked = ["--prompt", "a red disc", *SMALL, "--save_to", str(tmp_path)]
     from_file = drawn("--model", str(folder), *asked)[0]
-    said = capsys.readouterr().out
-    assert re.search(r"base: musubi file \(\d+ e4m3fn, a scale a row.*\), 26 linear weights", said)
+    text = capsys.readouterr().out
+    assert re.search(r"base: musubi file \(\d+ e4m3fn, a scale a row.*\), 26 linear weights", text)
     quantised = drawn("--model", str(base), "--fp8_scaled", "--fp8_granularity", "row", *asked)[0]
     assert (quantised == from_file).all()
     assert (quantised != drawn("--model", str(base), *asked)[0]).any()

@@ -39,15 +39,15 @@ def words(line: str) -> list[str]:
 
 def test_a_pipeline_is_shown_part_by_part(tmp_path: Path) -> None:
     folder = tiny_flux_pipeline(tmp_path / "base", double_blocks=2)
-    said = printed(inspect_model, folder)
+    text = printed(inspect_model, folder)
     for title in (
         "transformer: FLUX.1 transformer (diffusers' names)",
         "vae: image autoencoder, AutoencoderKL (diffusers' names)",
         "text_encoder: CLIP text encoder",
         "text_encoder_2: T5 encoder",
     ):
-        assert title in said
-    lines = said.splitlines()
+        assert title in text
+    lines = text.splitlines()
     assert any(words(line)[:5] == ["transformer_blocks", "×", "2", "Linear", "28"] for line in lines)
     every = [words(line) for line in printed(inspect_model, folder / "transformer", "--modules").splitlines()]
     assert any(line[:6] == ["transformer_blocks.*.attn.to_q", "Linear", "2", "64", "×", "64"] for line in every)
@@ -62,22 +62,22 @@ def test_fp8_is_told_with_its_scales_and_what_is_not_known_is_said(tmp_path: Pat
         if quantised:
             state[key.replace(".weight", ".scale_weight")] = torch.ones(())
     save_file(state, path)
-    said = printed(inspect_model, path)
-    assert "ComfyUI scaled fp8: 11 e4m3fn, one scale a tensor" in said
-    assert "bf16, fp8 e4m3" in said
+    text = printed(inspect_model, path)
+    assert "ComfyUI scaled fp8: 11 e4m3fn, one scale a tensor" in text
+    assert "bf16, fp8 e4m3" in text
     save_file(state | {"x.weight": torch.zeros(2, 2, dtype=torch.uint8)}, path)
     assert "'x.weight' has dtype U8, whose meaning no known layout gives" in printed(inspect_model, path)
 
 
 def test_a_lora_is_shown_with_ranks_norms_and_metadata(tmp_path: Path) -> None:
     path = write_lora(tmp_path / "a.safetensors", "single_dim=8")
-    said = printed(inspect_model, path)
-    lines = said.splitlines()
-    assert "LoRA for flux, kohya" in said
+    text = printed(inspect_model, path)
+    lines = text.splitlines()
+    assert "LoRA for flux, kohya" in text
     assert any(words(line)[:4] == ["attn.to_out.0", "2", "4", "3"] for line in lines)
     assert any(words(line)[:4] == ["proj_mlp", "2", "8", "3"] for line in lines)
     assert any(words(line) == ["ss_network_dim", "4"] for line in lines)
-    assert "(500 characters)" in said
+    assert "(500 characters)" in text
 
 
 def test_mistakes_are_one_line() -> None:

@@ -217,9 +217,9 @@ def test_gguf_is_not_merged_into(files: Files, tmp_path: Path, capsys) -> None:
     with pytest.raises(SystemExit) as stopped:
         command(merge_lora, model=path, lora=files.lora_file, save_to=out)
     assert stopped.value.code == 2
-    told = capsys.readouterr().err
-    assert "is read only here; its servers add a LoRA at run time" in told
-    assert told.count("\n") == 1
+    text = capsys.readouterr().err
+    assert "is read only here; its servers add a LoRA at run time" in text
+    assert text.count("\n") == 1
     assert not out.exists()
 
 

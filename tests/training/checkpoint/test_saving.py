@@ -170,10 +170,10 @@ def test_the_summary_says_that_the_file_is_what_was_trained(
     base: Path, dataset: Path, tmp_path: Path, settings: dict[str, object], capsys: pytest.CaptureFixture[str]
 ) -> None:
     events = run(base, dataset, tmp_path, max_train_steps=2, **settings)
-    told = " ".join(capsys.readouterr().out.split())
-    assert f"LoRA file checked {len(events.task.network.modules)} layers, largest difference " in told
-    assert ", read rightly by " in told
-    assert "loads in layers read largest difference" in told
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"LoRA file checked {len(events.task.network.modules)} layers, largest difference " in text
+    assert ", read rightly by " in text
+    assert "loads in layers read largest difference" in text
 
 
 def test_a_file_that_is_not_what_was_trained_ends_the_run_with_an_error(

@@ -167,13 +167,13 @@ def plan(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def test_the_tool_recommends_settings_that_a_training_file_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    said = plan(capsys, "--model", "gpt2-124m", "--train", "all", "--gpu_memory", "5", "--gpus", "4")
-    assert "a batch of 1 at 1024 tokens" in said  # which is all of its context
-    (row,) = re.findall(r"^(.*?)  .*<- recommended", said, re.MULTILINE)
-    settings = toml.loads("[" + said.partition("\n[")[2].rpartition("torchrun")[0])
+    text = plan(capsys, "--model", "gpt2-124m", "--train", "all", "--gpu_memory", "5", "--gpus", "4")
+    assert "a batch of 1 at 1024 tokens" in text  # which is all of its context
+    (row,) = re.findall(r"^(.*?)  .*<- recommended", text, re.MULTILINE)
+    settings = toml.loads("[" + text.partition("\n[")[2].rpartition("torchrun")[0])
     chosen = ParallelConfig(**settings["parallel"])
     assert {f"{name} = {size}" for name, size in chosen.mesh(4).items() if size > 1} == set(row.strip().split(", "))
-    assert "torchrun --nproc-per-node 4 train_llm.py" in said
+    assert "torchrun --nproc-per-node 4 train_llm.py" in text
 
 
 @pytest.mark.slow

@@ -104,12 +104,12 @@ def assert_all_end(fault: Fault, flags: list[str], folder: Path) -> None:
     seconds, ended = run_two(fault, flags, folder)
     assert seconds < LIMIT
     failed, other = ended[fault.rank], ended[1 - fault.rank]
-    said = failed.stderr + other.stderr
+    text = failed.stderr + other.stderr
     if fault.error == "memory":
-        assert failed.stderr.count("error: out of memory in step 1") == said.count("error: out of memory") == 1
+        assert failed.stderr.count("error: out of memory in step 1") == text.count("error: out of memory") == 1
     else:
         last = [line for line in failed.stderr.splitlines() if SAYS[fault.error] in line]
-        assert len(last) == said.count(SAYS[fault.error]) == 1, said
+        assert len(last) == text.count(SAYS[fault.error]) == 1, text
     assert failed.returncode == (1 if fault.error == "bug" else 2)
     assert ("Traceback" in failed.stderr) == (fault.error == "bug")
     assert other.returncode in (1, 2)
@@ -253,9 +253,9 @@ def test_an_error_in_one_process_is_shown_by_it_and_spoils_nothing(how: str, bas
     assert time.time() - (tmp_path / "died").stat().st_mtime < KILLED_LIMIT
     if how == "memory":
         assert failed.returncode == 2
-        said = failed.stderr.strip().splitlines()[-1]
+        text = failed.stderr.strip().splitlines()[-1]
         assert re.match(
-            r"error: out of memory in step 4: the batch of 1 at 64x64 .*; last checkpoint: .*step00000003", said
+            r"error: out of memory in step 4: the batch of 1 at 64x64 .*; last checkpoint: .*step00000003", text
         )
     else:
         assert failed.returncode == 1

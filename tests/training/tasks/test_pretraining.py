@@ -286,9 +286,9 @@ def test_a_run_that_diverges_finitely_still_ends_with_its_summary(
 ) -> None:
     monkeypatch.setattr(Pretraining, "validate", lambda *_: {"val_loss": 1000.0})  # e^1000 is no float
     run(corpus, tmp_path, max_train_steps=1, validate_every_n_steps=1, **CONSTANT)
-    told = capsys.readouterr().out
-    assert "perplexity" in told
-    assert "metrics.jsonl" in told
+    text = capsys.readouterr().out
+    assert "perplexity" in text
+    assert "metrics.jsonl" in text
 
 
 def test_the_saved_model_is_the_average_and_training_goes_on_from_the_weights(corpus: Path, tmp_path: Path) -> None:
