@@ -336,14 +336,11 @@ def prepare(place: Path, steps: int = 60) -> None:
         shutil.copytree(MODEL / part, place / name)
         file = next((place / name).glob("*.safetensors"))
         edit(file, file, at(r".*\.weight", partial(noisy, 0.1)))
-    _write_masked(place / "masked")
+    write_masked(place / "masked")
     for name, bits in DEQUANTIZED.items():
         shutil.copytree(MODEL / "transformer", place / name)
-        edit(
-            MODEL / "transformer" / WEIGHTS,
-            place / name / WEIGHTS,
-            *([at(r".*blocks.*\.weight", partial(to_integers, bits))] if bits else []),
-        )
+        changes = [at(r".*blocks.*\.weight", partial(to_integers, bits))] if bits else []
+        edit(MODEL / "transformer" / WEIGHTS, place / name / WEIGHTS, *changes)
 
 
 @dataclass(frozen=True)
@@ -408,7 +405,7 @@ def paint(server: Server, place: Path, folder: Path) -> list[Path]:
     return paths
 
 
-def _write_masked(folder: Path) -> None:
+def write_masked(folder: Path) -> None:
     """Write a dataset of a few images with one mask, which a server can be given."""
     for name in ("images", "masks"):
         (folder / name).mkdir(parents=True)
