@@ -25,7 +25,7 @@ def documented(kind: str) -> dict[str, str]:
 def written(folder: Path) -> dict[str, str]:
     """Return the keys of a run's metrics, parameter groups as the page has them, each with its line."""
     found: dict[str, str] = {}
-    for values in pretraining_runs.lines(folder):
+    for values in runs.metrics(folder):
         line = "validation" if "val_loss" in values else "training"
         keys = {re.sub(r"^(lr|d|d\*lr)/.+$", r"\1/<group>", key) for key in values}
         keys = {re.sub(r"^loss/sigma_.+$", "loss/sigma_<range>", key) for key in keys}
