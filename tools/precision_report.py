@@ -224,10 +224,9 @@ from library.fidelity.server_image import ServerPicture, explain_server
 from library.fidelity.servers import BY_NAME, Merging
 from library.fidelity.serving import CONDITIONING, REFERENCE, Models, PartDtype, Served, Variant
 from library.training.sampling.generate import read_loras
+from networks.files.layouts import PRECISIONS
 from networks.files.weights import LoraWeights
 from train_lora import train
-
-_LOW = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.float8_e4m3fn}
 
 
 def variant_of(options: argparse.Namespace) -> Variant:
@@ -254,7 +253,7 @@ def variant_of(options: argparse.Namespace) -> Variant:
         lora_without=tuple(options.deploy_lora_without),
         text=_served(text, options.deploy_text_dtype),
         vae=_served(vae, options.deploy_vae_dtype),
-        timestep=_LOW[options.timestep],
+        timestep=(PRECISIONS | {"fp8": torch.float8_e4m3fn})[options.timestep],
         **{name: getattr(options, name) for name in ("attention", "paste", *CONDITIONING)},
         **{name: getattr(options, f"deploy_{name}") for name in ("strength", "guidance", "shift")},
     )

@@ -26,6 +26,7 @@ from library.data.images import blanked
 from library.fidelity.serving import LowDtype, Variant
 from library.precision.fp8_numbers import E4M3FN, round_to_nearest
 from library.randomness import generator
+from networks.files.layouts import PRECISIONS
 
 _BLACK = 12 / 127.5 - 1  # every channel at most 12 of 255: JPEG's black
 _SPECK = 9  # pixels a side: what is smaller is a shadow, not a region
@@ -125,7 +126,7 @@ def round_latents(latents: Tensor, dtype: LowDtype | None) -> Tensor:
     """Return ``latents`` as they are after a cast to ``dtype``, in their own."""
     if dtype == "fp8":
         return round_to_nearest(latents, E4M3FN).to(latents.dtype)
-    return latents.to({"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype or "", latents.dtype)).to(latents.dtype)
+    return latents.to(PRECISIONS.get(dtype or "", latents.dtype)).to(latents.dtype)
 
 
 def _reference(picture: Tensor, drawn: Tensor | None, variant: Variant) -> Tensor:

@@ -77,13 +77,14 @@ class Report:
     def sections(self) -> dict[str, list[str]]:
         """Return the verdict for someone who has lost a month over it: heading -> sentences, where there are any."""
         verdict, main = self.verdict, self.verdict.main
+        alike = [each for each in (verdict.border_cause, *verdict.findings) if each and each.cause == main.cause]
         others = [each for each in verdict.findings if each.cause != main.cause]
         small = [each for each in others if each.share < _SMALL]
         changed = {each.cause for each in self.attributions}
         nothing = "" if verdict.alarm else "Nothing has to be mended. To come nearer still: "
         same = [CAUSES[name] for name in vars(REFERENCE) if name not in changed and name in CAUSES]
         found = {
-            "How we know": [main.claim()],
+            "How we know": [each.claim() for each in alike],
             "What to do first": [nothing + REMEDIES[main.cause]],
             "Recommended of the fixes": [recommendation(self.best, self.full)] if self.fixes else [],
             "What costs nothing": [remedy.text for remedy in self.remedies if not remedy.cost],

@@ -43,13 +43,13 @@ from library.precision.linear import QuantizedLinear
 from library.precision.names import ActivationRounding
 from library.precision.recipe import Recipe
 from library.training.sampling.generate import encode_with_loras
+from networks.files.layouts import PRECISIONS
 from networks.files.weights import LoraWeights
 from networks.network import attach_lora
 
 Paste = Literal["pixels", "latents"]
 PartDtype = Literal["fp8", "fp8_block64", "fp16", "bf16"]
 LowDtype = Literal["bf16", "fp16", "fp8"]
-_HALVES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 # nothing is computed from the VAE's two here; the last is a guidance that is ignored
 _NOT_COMPARED = ("sample_size", "force_upcast", "guidance_embeds")
 CONDITIONING = ("mask_invert", "mask_grow", "mask_snap", "mask_blur", "blank", "latents_dtype")
@@ -365,7 +365,7 @@ class Models:
         """Return the VAE; in fp8 its matrices and filters are rounded to e4m3fn, in 16 bits all its products too."""
         served = variant.vae or Served()
         family = self._part_family(served)
-        half = _HALVES.get(served.dtype or "")
+        half = PRECISIONS.get(served.dtype or "")
         encoder = family.load_image_encoder(half or self.dtype, self.device)
         if half is not None:
             encoder.compute_in(half)
@@ -407,7 +407,7 @@ class Models:
         recipe = None
         if served.dtype in ("fp8", "fp8_block64") and WeightFiles(family.files.text_encoders[-1]).quantized is None:
             recipe = Recipe(loaded_scheme("cast" if served.dtype == "fp8" else "block64"), exclude=())
-        return family.load_text_encoder(_HALVES.get(served.dtype or "", self.dtype), self.device, recipe=recipe)
+        return family.load_text_encoder(PRECISIONS.get(served.dtype or "", self.dtype), self.device, recipe=recipe)
 
     def _part_family(self, served: Served) -> Family:
         return model_family(self.config.model_copy(update=dict(served.options))) if served.options else self.family
