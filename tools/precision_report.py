@@ -331,7 +331,7 @@ def _report_distilled(options: argparse.Namespace, console: Console) -> None:
     flags = [f"the flags of {name}" for name in variant_of(options).changes() if name != "weights"]
     flags += [f"--{name}" for name in ("deploy", "server", "explain", "server_image") if getattr(options, name)]
     if flags or options.fix is not None:
-        raise UserError(f"{[*flags, '--fix'][0]}: describes a deployment; leave out --distilled, or make two reports")
+        raise UserError(f"{[*flags, '--fix'][0]}: only with --deploy; leave out --distilled, or make two reports")
     plan = calibration_plan(options, options.model)
     models = Models(plan.config, DeployedWeights(path.name, path, None), {}, plan.dtype, plan.device)
     models.loras = _loras(options.lora, models, console) or {}

@@ -189,8 +189,8 @@ def test_z_image_turbo_is_compared_by_the_tool_in_its_real_formats(
         (["--distilled", "BASE"], "--distilled: compares the effect of a LoRA; give --lora"),
         (["--deploy", "cast", "--distilled_steps", "4"], "no effect without --distilled"),
         (["--distilled", "cast", "--lora", "x.safetensors"], "--distilled cast: no such file or folder"),
-        (["--distilled", "BASE", "--lora", "x.safetensors", "--activations", "row"], "of a deployment"),
-        (["--distilled", "BASE", "--lora", "x.safetensors", "--fix"], "of a deployment"),
+        (["--distilled", "BASE", "--lora", "x.safetensors", "--activations", "row"], "only with --deploy"),
+        (["--distilled", "BASE", "--lora", "x.safetensors", "--fix"], "only with --deploy"),
     ],
 )
 def test_what_cannot_be_compared_is_refused_in_one_line(
