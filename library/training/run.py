@@ -248,12 +248,14 @@ class Run:
     def save_before_fault(self, alone: bool = False) -> str | None:
         """Save weights and state of the last good step before the run fails; return the weights' path, if any.
 
-        Every process calls this, unless one is ``alone``: that one writes, also if it is not the main process.
+        Every process calls this, unless one is ``alone``: that one writes, also if it is not the main process. It does
+        not wait before it tries again: the other processes learn of the error only when it ends.
         """
         if self.position.step == 0:
             return None
         if not alone or self.state_saved_at != self.position.step:
-            self._save_at_end(self._stem("step"), True, lambda: self.requests.signalled, alone)
+            others_wait = alone and self.engine.accelerator.num_processes > 1
+            self._save_at_end(self._stem("step"), True, lambda: others_wait or self.requests.signalled, alone)
         return shown_path(self._saved_names.weights(self._state_stem))
 
     def after_step(self) -> None:

@@ -69,13 +69,11 @@ class Trainer:
         except FailedElsewhere:  # the process that failed does this
             raise
         except BaseException as error:
+            self.run.progress.unmute()
             is_reported = self.run.state_saved_at == self.position.step  # a line has said that this step is saved
             if (saved := self._save_good_steps()) and not is_reported:
                 line = f"what was learnt up to step {self.position.step} is in {saved}: go on with --resume auto"
-                if self.engine.accelerator.is_main_process:
-                    self.run.progress.note(line)
-                else:
-                    print(line, flush=True)
+                self.run.progress.note(line)
             if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):  # as torch says it
                 raise UserError(
                     f"a process that reads caches was ended from outside ({reason_of(error)}), most likely as memory "

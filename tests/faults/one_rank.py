@@ -3,7 +3,8 @@
 ``FAULT`` is JSON: ``rank`` of the process that fails; ``inside`` and ``at``, two functions as ``module:name.name``;
 ``call``: the so-manieth call of ``at`` within ``inside`` (null: anywhere) fails; ``error``: ``bug``, ``memory``,
 ``disk``, or ``stuck``: as ``disk``, but the process ends only when there is a file ``end``. With ``late`` it does not
-fail, and is five seconds late. The file ``failed`` in the working folder tells when it failed.
+fail, and is five seconds late. With ``disk_full`` nothing that it saves can be written. The file ``failed`` in the
+working folder tells when it failed.
 """
 
 from __future__ import annotations
@@ -67,6 +68,14 @@ def inside(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
+def unwritable(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapped(*_arguments: Any, **_more: Any) -> Any:
+        raise ERRORS["disk"]()
+
+    return wrapped
+
+
 def wrap(place: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Let a wrapper stand in a function's place."""
     module, _, names = place.partition(":")
@@ -80,6 +89,8 @@ if fails:
     if fault["inside"] is not None:
         wrap(fault["inside"], inside)
     wrap(fault["at"], at)
+    if fault["disk_full"]:
+        wrap("library.training.tasks.lora:LoraTask.save", unwritable)
 try:
     main()
 finally:

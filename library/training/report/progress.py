@@ -122,6 +122,12 @@ class TrainingProgress:
         if self._console.is_terminal:
             self._live.stop()
 
+    def unmute(self) -> None:
+        """Print also where this is not the main process: it failed, and says what becomes of the run."""
+        if self._console.quiet:
+            self.__exit__()  # the main process has the live lines
+            self._console.quiet = False
+
     def advance(self, step: int) -> None:
         """Move the bar to ``step``."""
         self._bar.update(self._task, completed=step)

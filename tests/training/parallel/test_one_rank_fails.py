@@ -47,6 +47,7 @@ class Fault:
     at: str
     call: int
     error: str
+    disk_full: bool = False
 
 
 # parts of which all processes end; MODULE is called between the exchanges of a split model
@@ -125,6 +126,17 @@ def test_a_fault_on_one_process_ends_all(layout: str, part: str, base: Path, cac
         images = write_dataset(tmp_path / "images", text="batch_size = 1")
     flags = arguments(base, images, tmp_path / "out", **settings(cached), **LAYOUTS[layout])
     assert_all_end(ENDS[part], flags, tmp_path)
+
+
+def test_a_process_that_fails_on_a_full_disk_ends_all_at_once(base: Path, cached: Path, tmp_path: Path) -> None:
+    """It says that it could not save, also if it is not the main process, and does not wait for the disk."""
+    flags = arguments(base, cached / "dataset.toml", tmp_path / "out", **settings(cached))
+    seconds, ended = run_two(Fault(1, None, STEP, 2, "bug", disk_full=True), flags, tmp_path)
+    assert seconds < LIMIT
+    assert [process.returncode for process in ended] == [1, 1]
+    warning = f"warning: the last steps could not be saved ({SAYS['disk']};"
+    assert [process.stdout.count(warning) for process in ended] == [0, 1]
+    assert ended[1].stderr.count(SAYS["bug"]) == 1
 
 
 @pytest.mark.slow
