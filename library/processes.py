@@ -13,10 +13,10 @@ by this, in the middle of a step too. A process that is killed leaves no note; t
 
 ``agreed`` goes around a part of the run that ends with all processes in one place. They vote there: each writes whether
 its part went well, and waits for the others' votes. If one failed, all leave the part with an error, the one that
-failed with its own. Where the run can do without the part, all go on instead. That needs all of them: if one failed
-between two collectives, the others wait inside one, where no vote can reach them. After ``_PATIENCE`` seconds it gives
-up waiting for them and raises its error, which ends the run. No collective can be taken back: so what is likely to
-fail in an optional part, such as writing a file, belongs behind its last collective.
+failed with its own. Where the run can do without the part, all go on instead. This works only if every process reaches
+the vote: if one failed between two collectives, the others wait inside one, where no vote can reach them. After
+``_PATIENCE`` seconds it gives up waiting for them and raises its error, which ends the run. No collective can be taken
+back: so what is likely to fail in an optional part, such as writing a file, belongs behind its last collective.
 
 A vote has no time limit of its own, unlike a collective (``ddp_timeout``): one process may write for an hour.
 """

@@ -2,7 +2,7 @@
 
 A task makes model, optimizer and batches; ``Engine.prepare`` lets accelerate and ``parallel`` wrap them as the layout
 says. From then on the trainer calls, for each batch, ``forward_backward``, and at the end of a step ``clip``,
-``update`` and ``settle``. Gradient noise would go between ``clip`` and ``update``.
+``update`` and ``settle``.
 
 **A step whose loss or gradients are not finite is skipped, and the host does not wait to know.** Whether a step is
 finite is known on the device; asking for it there would make the host wait in every step. A loss that is not finite
@@ -43,9 +43,9 @@ from library.training.checkpoint.state import Stateful
 from library.training.optim.after_update import WeightAverage
 from library.training.optim.factory import averaged_weights, unwrapped
 from library.training.parallel.gather import all_reduce_and, to_local
+from library.training.parallel.gradients import clip_gradients, drop_gradients, lockstep_batches, no_sync
 from library.training.parallel.parallelize import ParallelSpec, parallelize
 from library.training.parallel.pipeline import Pipeline
-from library.training.parallel.step import clip_gradients, drop_gradients, lockstep_batches, no_sync
 from library.training.parallel.zero import ZeroOptimizer
 from library.training.report.metrics import totals
 
@@ -63,8 +63,8 @@ class Engine:
         parameters: what is trained; of split weights the part that lies here.
         average: of the parameters, None without ``ema_decay``.
         pipeline: None where one process has the whole model.
-        is_whole: whether weights, optimizer, average and schedule are of one step, or will be once the last update is
-            settled. An error inside :meth:`update` or :meth:`settle` leaves it False.
+        is_whole: False only while :meth:`update` or :meth:`settle` runs, and after one of them failed half-way: then
+            weights, optimizer, average and schedule may be of different steps.
         is_settled: whether the host knows that the last step was finite.
         is_answer_pending: whether the answer on the last step is still on its way from a GPU.
     """

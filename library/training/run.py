@@ -1,7 +1,8 @@
 """One run: its folder, how far it is, and what happens between steps: saving, sampling, validating, the summary.
 
-The trainer calls ``check_due`` and ``after_step`` after each step, ``after_epoch`` after each epoch. What is due then
-follows from the settings (``_is_due``) and from requests (``signals``).
+The trainer calls ``at_start``; ``check_due`` and ``after_step`` after each step, ``after_skipped_step`` where its
+update was skipped, ``after_epoch`` after each epoch; ``at_end``; and ``save_before_fault`` if the run fails. What is
+due follows from the settings (``_is_due``) and from requests (``signals``).
 
 Validation, samples and saved files use the weights to deploy (``Engine.deployed_weights``).
 

@@ -150,7 +150,8 @@ class Trainer:
     def _settle(self, before_saving: bool = False) -> bool:
         """Complete the last update, or respond to one that was not finite; return whether the step counts.
 
-        ``before_saving`` also looks, on all processes, at weights that no step has looked at.
+        ``before_saving`` also checks, on all processes, that the weights are finite: no step has checked what the last
+        update made of them.
 
         Raises:
             UserError: the run is to stop at such a step, there were too many in a row, or the weights are not finite.

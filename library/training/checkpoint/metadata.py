@@ -4,21 +4,18 @@ The keys and their meaning are those of ``train_network.py`` and ``flux_train_ne
 their ``ss_``. What sd-scripts can do and Tandem cannot is said to be off, as sd-scripts itself says it.
 ``docs/lora_formats.md`` lists all of them, and the two that are left out.
 
-What a LoRA file says about the images it was trained on, in the keys of kohya's sd-scripts.
-
-sd-scripts (``train_network.py``, 48d368f) describes a dataset TOML in three JSON values: ``ss_datasets`` (each dataset
-with its buckets, tags and subsets), and of all of them together ``ss_tag_frequency`` and ``ss_dataset_dirs``. Without
-a TOML it writes the settings of its one dataset as keys of their own (``ss_resolution``, ``ss_bucket_info``, ...),
-which is what many readers look for; here these are added wherever a TOML has one dataset.
+*Images.* sd-scripts describes a dataset TOML in three JSON values: ``ss_datasets`` (each dataset with its buckets, tags
+and subsets), and of all of them together ``ss_tag_frequency`` and ``ss_dataset_dirs``. Without a TOML it writes the
+settings of its one dataset as keys of their own (``ss_resolution``, ``ss_bucket_info``, ...), which is what many
+readers look for; here these are added wherever a TOML has one dataset.
 
 Counts are sd-scripts': an image counts ``num_repeats`` times; regularisation images are counted as listed, not as
 balanced, except in buckets; tags are what stands between commas, in lower case, once per image whatever its repeats.
 Folders are given by their last part, so that nobody's home folder is published.
 
-The hashes by which model sites and sd-webui know a base model's file.
-
-The whole file is read for one of them: about 15 s for 24 GB where the processor has SHA instructions. So it is done
-once a run, and what was found is remembered beside the dataset's caches under the file's size and time of change.
+*Hashes*, by which model sites and sd-webui know a base model's file. The whole file is read for one of them: about 15 s
+for 24 GB where the processor has SHA instructions. So it is done once a run, and what was found is remembered beside
+the dataset's caches under the file's size and time of change.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ reading gives back exactly what was written.
 ``resume = "auto"`` goes on from the newest complete state in the output folder. A process may have been killed at any
 moment, so the folder is put in order first: half-written files and folders go, and what was being replaced is put back
 (``library.files``). A state counts if every file in it is as it was written; one that is not is named and passed over.
-The newest is the one saved last, by the time written in it, of those in the output folder and of those of this run in
-the fallback folder, which the output folder did not take. If there are states and none is whole, the run does not
-begin: it would write over what can perhaps be rescued.
+The newest is the one saved last, by the time written in it. States in the fallback folder count too, if they are of
+this run: they were written there because the output folder could not be. If there are states and none is whole, the run
+does not begin: it would write over what can perhaps be rescued.
 """
 
 from __future__ import annotations

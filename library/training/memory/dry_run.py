@@ -11,7 +11,7 @@ dataset and code. Where there is no compiler for the fake device, ``formula`` sa
     fit_memory(task, config, ...) the same of a run that begins: ``memory = "auto"`` chooses, what cannot fit is refused
 
 ``build`` makes a task of a configuration (the class ``ImageLora``): nothing here knows the tasks. On a CPU what a card
-would take is counted. With several processes one of them counts, and a copy of the gradients is added, which is sent.
+would take is counted. With several processes one of them counts, and adds what DDP sends: as much as the gradients.
 """
 
 from __future__ import annotations
@@ -380,7 +380,7 @@ def _limit(accelerator: Accelerator) -> int:
 
 
 def _count(task: ImageTask, config: TrainConfig) -> MemoryPlan:
-    """Return what a run takes that begins; the main process counts for all.
+    """Return what the starting run will take; the main process counts for all.
 
     Raises:
         UserError: the configuration cannot run; on all processes.

@@ -78,7 +78,7 @@ class _Setting:
 
     Attributes:
         cost: in words.
-        phases: in which it does.
+        phases: whose memory it lowers.
         exact: it changes no number of the training.
         on_host: it uses host memory, which on a CPU is the same.
     """
@@ -143,8 +143,8 @@ def remedies(
 ) -> Iterator[Remedy]:
     """Yield what makes a run smaller, one setting after the other, until it fits into ``room``.
 
-    In the order of what they cost; each comes on top of those before. What takes nothing off a phase that does not fit
-    is left out.
+    In the order of what they cost; each comes on top of those before. A setting that does not lower a phase that is too
+    large is skipped.
 
     Args:
         config, plan: of the run, and what it takes.

@@ -12,8 +12,8 @@
 A task describes its model in a :class:`ParallelSpec`, so that any layout can share it among processes.
 
 A LoRA is small: it stays full on every process, so that any optimizer can train it, and averages, samples and files see
-it as ever; ``step.average_gradients`` does for it what DDP does. Where all weights are trained, gradients and optimizer
-state are split as the weights are. ``gather`` is the way back.
+it as ever; ``gradients.average_gradients`` does for it what DDP does. Where all weights are trained, gradients and
+optimizer state are split as the weights are. ``gather`` is the way back.
 
 With a device map each GPU has a run of neighbouring blocks. accelerate's ``dispatch_model`` places the weights and puts
 hooks around the modules that move what comes in to where the weights are; what lies outside the blocks stays on the

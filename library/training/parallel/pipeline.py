@@ -26,7 +26,7 @@ is run once more than needed, by which torch learns dtypes; shapes of later ones
 of the blocks.
 
 **Gradients.** A LoRA in a frozen model stays full on every stage. A stage computes the gradients of its own layers;
-``step.average_gradients`` adds them up over the stages, and so completes those of layers that several stages use
+``gradients.average_gradients`` adds them up over the stages, and so completes those of layers that several stages use
 (embedders, conditioning). Where all weights are trained, each stage has weights, gradients and optimizer state of its
 part alone (:class:`StageParameters`); files are one model's, and states those of one process.
 """

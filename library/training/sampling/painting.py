@@ -75,7 +75,7 @@ def painted_sets(
     """Return what is to be painted for a run, by the key that names the prompts; nothing is painted yet.
 
     Args:
-        config: of the run, its preservation :func:`resolved`.
+        config: of the run, its preservation :func:`resolve_preservation`.
         dataset: of the run.
         family: its model.
         base_weights: LoRAs that are merged into it.

@@ -387,7 +387,7 @@ def test_gradients_of_split_runs_are_means_over_processes(tmp_path: Path) -> Non
 def average(folder: Path) -> None:
     from library.accelerator import build_accelerator
     from library.config.schema import AccelerateConfig, LoggingConfig, SavingConfig, TrainingConfig
-    from library.training.parallel.step import average_gradients
+    from library.training.parallel.gradients import average_gradients
 
     saving, parallel = SavingConfig(output_dir=str(folder)), ParallelConfig(shard=2)
     accelerator = build_accelerator(AccelerateConfig(), TrainingConfig(), saving, LoggingConfig(), parallel)

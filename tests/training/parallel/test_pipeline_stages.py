@@ -35,6 +35,7 @@ from library.models.registry import lora_targets
 from library.nn.cross_entropy import token_cross_entropy
 from library.nn.tensor_split import Parts
 from library.precision.linear import QuantizedLinear
+from library.training.parallel.gradients import average_gradients
 from library.training.parallel.parallelize import ParallelSpec, parallelize
 from library.training.parallel.pipeline import (
     SplitPoints,
@@ -43,7 +44,6 @@ from library.training.parallel.pipeline import (
     plan_stages,
     transformer_split_points,
 )
-from library.training.parallel.step import average_gradients
 from library.training.parallel.tensor import split_layers
 from networks.network import inject_adapter
 from networks.options import parse_network_args

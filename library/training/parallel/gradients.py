@@ -75,17 +75,17 @@ def drop_gradients(optimizer: Any) -> None:
     optimizer.drop_gradients() if isinstance(optimizer, ZeroOptimizer) else unwrapped(optimizer).zero_grad()
 
 
-def average_gradients(accelerator: Accelerator, lora: Sequence[nn.Parameter]) -> None:
+def average_gradients(accelerator: Accelerator, trained: Sequence[nn.Parameter]) -> None:
     """Give every process the mean gradients over all batches, where no engine has done it.
 
     Stages of a pipeline add up to a batch's gradients. A parameter without a gradient here may have one elsewhere (in
     another stage; a dropped-out module): it counts as zero.
     """
-    if not is_model_parallel(accelerator) or zero_stage(accelerator) or not lora:
+    if not is_model_parallel(accelerator) or zero_stage(accelerator) or not trained:
         return
-    if isinstance(lora[0], DTensor):  # FSDP2 has averaged them
+    if isinstance(trained[0], DTensor):  # FSDP2 has averaged them
         return
-    gradients = _gradients(lora)
+    gradients = _gradients(trained)
     mean = torch.cat([gradient.reshape(-1) for gradient in gradients])
     dist.all_reduce(mean)
     mean /= dp_rank_and_size(accelerator)[1]
