@@ -137,17 +137,8 @@ def image_facts(
 
 def spec_fields(saving: SavingConfig) -> dict[str, str]:
     """Return the fields of ModelSpec that a person set."""
-    fields = {
-        "title": saving.metadata_title,
-        "author": saving.metadata_author,
-        "description": saving.metadata_description,
-        "license": saving.metadata_license,
-        "tags": saving.metadata_tags,
-        "usage_hint": saving.metadata_usage_hint,
-        "trigger_phrase": saving.metadata_trigger_phrase,
-        "merged_from": saving.metadata_merged_from,
-    }
-    return {key: value for key, value in fields.items() if value}
+    values = {key.removeprefix("metadata_"): value for key, value in saving if key.startswith("metadata_")}
+    return {key: value for key, value in values.items() if value}
 
 
 def trigger_phrase(config: DatasetConfig) -> str:

@@ -26,8 +26,9 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
 from library.errors import UserError, WriteError
-from library.files import atomic_path, read_toml
-from library.training.report.metrics_file import Run, Series, Values, read_run, thin
+from library.files import atomic_path
+from library.training.report.metrics_file import Run, Series, Values, average, read_run, thin
+from library.training.report.run_folder import settings_of
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _LEVEL_COLOURS = ("#E69F00", "#D55E00", "#CC79A7", "#0072B2", "#000000")  # from detail to composition
@@ -163,10 +164,10 @@ def draw_noise_levels(run: Run, subject: str = "") -> Figure:
         shown: list[Values] = []
         for (level, (steps, values)), colour in zip(sorted(trained.items()), _LEVEL_COLOURS, strict=False):
             begin = min(_FEWEST, len(steps)) - 1  # an average of few samples is none
-            average = steps[begin:], _moving_average(values)[begin:]
+            smooth = steps[begin:], average(values, _EMA_DECAY)[begin:]
             label = f"σ {level.replace('-', '–')}"
-            axes.plot(*thin(average, _POINTS), color=colour, linewidth=1.9, label=label, **_dot(average))
-            shown.append(average[1])
+            axes.plot(*thin(smooth, _POINTS), color=colour, linewidth=1.9, label=label, **_dot(smooth))
+            shown.append(smooth[1])
         _scale(axes, shown, margin=0.14, from_zero=True)
         axes.set_xlabel("optimizer step (moving average, before loss weights)")
         axes.legend(ncols=5, columnspacing=0.9, handlelength=1.1, handletextpad=0.4, loc="upper left")
@@ -250,8 +251,7 @@ def _draw_loss(axes: Axes, runs: Sequence[Run]) -> None:
     shown: list[Values] = []
     for i, run in enumerate(runs):
         if (loss := run.columns.get("loss")) is not None:
-            average = run.columns.get("loss_ema")
-            shown += _draw_noisy(axes, loss, average, i, runs)
+            shown += _draw_noisy(axes, loss, run.columns.get("loss_ema"), i, runs)
         if (held_out := run.columns.get("val_loss")) is not None:
             axes.plot(*held_out, color=_held_out_colour(i, runs), zorder=3, **_HELD_OUT)
             shown.append(held_out[1])
@@ -260,13 +260,13 @@ def _draw_loss(axes: Axes, runs: Sequence[Run]) -> None:
     axes.legend(handles=_loss_legend(runs), ncols=3, **_BESIDE_TITLE)
 
 
-def _draw_noisy(axes: Axes, series: Series, average: Series | None, number: int, runs: Sequence[Run]) -> list[Values]:
+def _draw_noisy(axes: Axes, series: Series, smooth: Series | None, number: int, runs: Sequence[Run]) -> list[Values]:
     """Draw a run's moving average, of a single run over the steps themselves; return the values the axis must show."""
-    average, colour, alone = average or (series[0], _moving_average(series[1])), _colour(number), len(runs) == 1
+    smooth, colour, alone = smooth or (series[0], average(series[1], _EMA_DECAY)), _colour(number), len(runs) == 1
     if alone:
         axes.plot(*thin(series, _POINTS), color=colour, alpha=0.28, linewidth=0.8)
-    axes.plot(*thin(average, _POINTS), color=colour, linewidth=_width(number, runs), **_dot(average))
-    return [average[1], np.nanpercentile(series[1], [1.0, 99.0])] if alone else [average[1]]
+    axes.plot(*thin(smooth, _POINTS), color=colour, linewidth=_width(number, runs), **_dot(smooth))
+    return [smooth[1], np.nanpercentile(series[1], [1.0, 99.0])] if alone else [smooth[1]]
 
 
 def _dot(series: Series) -> dict[str, Any]:
@@ -368,18 +368,9 @@ def _folder(run: Path) -> Path:
     return (run if run.is_dir() else run.parent).resolve()
 
 
-def _settings(folder: Path) -> dict[str, Any]:
-    """Return the settings of the run in ``folder`` without their sections, nothing if it left none that can be read."""
-    try:
-        sections, _ = read_toml(folder / "config.toml")
-    except UserError:
-        return {}
-    return {key: value for section in sections.values() if isinstance(section, dict) for key, value in section.items()}
-
-
 def _subject(folder: Path) -> str:
     """Return what the run in ``folder`` trained, and how, as far as its settings say."""
-    given = _settings(folder)
+    given = settings_of(folder)
     model = given.get("pretrained_model_name_or_path") or given.get("init_from") or given.get("preset")
     shown = {
         Path(str(model)).name: model,
@@ -394,25 +385,13 @@ def _subject(folder: Path) -> str:
 def _distinct_names(runs: Sequence[Path]) -> list[str]:
     """Return each run's output name, or its folder's; of those that share it with the folders that differ."""
     folders = [_folder(path) for path in map(Path, runs)]
-    names = [str(_settings(folder).get("output_name") or folder.name) for folder in folders]
+    names = [str(settings_of(folder).get("output_name") or folder.name) for folder in folders]
     shared = {name for name in names if names.count(name) > 1}
     named = [name if name not in shared else folder.name for name, folder in zip(names, folders, strict=True)]
     return [
         name if named.count(name) == 1 else f"{folder.parent.name}/{folder.name}"
         for name, folder in zip(named, folders, strict=True)
     ]
-
-
-def _moving_average(values: Values) -> Values:
-    """Return the exponential moving average without the pull of its start (Adam's bias correction)."""
-    averages = np.empty_like(values)
-    total = weight = 0.0
-    for i, value in enumerate(values):
-        if math.isfinite(value):
-            total = _EMA_DECAY * total + (1 - _EMA_DECAY) * float(value)
-            weight = _EMA_DECAY * weight + (1 - _EMA_DECAY)
-        averages[i] = total / weight if weight else math.nan
-    return averages
 
 
 def _colour(run: int) -> str:
