@@ -40,7 +40,7 @@ from library.training.checkpoint.state import (
     start_position,
 )
 from library.training.report.metrics import MetricsStream, peak_memory_bytes, write_config
-from library.training.report.plots import plot_noise_levels, plot_runs
+from library.training.report.plots import plot_runs
 from library.training.report.progress import TrainingProgress, duration, print_summary, shown_path
 from library.training.signals import NOTHING, SignalHandler, StopRequest, interruptible, resume_hint
 from library.training.tasks.task import Sampler, Task
@@ -315,7 +315,6 @@ class Run:
         def plot() -> None:
             plot_runs([self.names.folder], self.names.folder / "lr.png")
             images.append(self.names.folder / "lr.png")
-            images.extend(plot_noise_levels(self.names.folder, self.names.folder / "noise_levels.png")[:1])
 
         self.writer.write_optional(plot, "lr.png")
         for sampler in filter(None, (self.task.sampler, self.task.end_sampler)):

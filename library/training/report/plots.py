@@ -1,8 +1,8 @@
 """One image of how runs went: learning rate, d, d*lr, loss and gradient norm, from their ``metrics.jsonl``.
 
-``plot_runs`` draws one run or several over each other, ``plot_noise_levels`` one run's loss and gradient norm by noise
-level; both write the image as PNG (to look at) and SVG (to print and zoom). Nothing here needs a display or changes
-matplotlib's global settings: figures are made without pyplot.
+``plot_runs`` draws one run or several over each other, of one run the loss by noise level too, and writes the image as
+PNG (to look at) and SVG (to print and zoom). Nothing here needs a display or changes matplotlib's global settings:
+figures are made without pyplot.
 
 Colour means run, line style means parameter group (groups with equal values share a line). The lines of earlier runs
 are wider, so that those of later ones do not hide them. The palette is Okabe and Ito's (2008, "Color Universal
@@ -32,7 +32,6 @@ from library.training.report.run_folder import settings_of
 
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 _LEVEL_COLOURS = ("#E69F00", "#D55E00", "#CC79A7", "#0072B2", "#000000")  # from detail to composition
-_FEWEST = 5  # steps that a median is taken of
 _GREY = "#555555"  # what a legend shows that stands for every colour
 _STYLES: tuple[Literal["-", "--", ":", "-."], ...] = ("-", "--", ":", "-.")
 _HELD_OUT: dict[str, Any] = {"marker": "o", "markersize": 5, "markeredgecolor": "white"}
@@ -41,7 +40,7 @@ _BESIDE_TITLE: dict[str, Any] = {"loc": "lower right", "bbox_to_anchor": (1.0, 1
 _POINTS = 2000  # drawn per line: two for each of a thousand pixels, the lowest and the highest
 _EMA_DECAY = 0.98  # where a run wrote no loss_ema
 _LR_SPAN = 1e3  # a schedule that ends at 0 is shown this far below its peak
-_BY_LEVEL = ("loss/sigma_", "val_loss/sigma_")
+_BY_LEVEL = {"Loss by σ": "loss/sigma_", "Held out by σ": "val_loss/sigma_"}
 STYLE: dict[Any, Any] = {
     "font.size": 9.5,
     "axes.titlesize": 10.5,
@@ -80,20 +79,6 @@ def plot_runs(runs: Sequence[Path], save_to: Path) -> list[Path]:
     return save_figure(draw_runs(loaded, subject), Path(save_to))
 
 
-def plot_noise_levels(run: Path, save_to: Path) -> list[Path]:
-    """Draw the loss and the gradient norm of ``run`` by noise level; return the paths of the PNG and the SVG.
-
-    Nothing is drawn, and nothing returned, where no noise level is in the metrics (of language models).
-
-    Raises:
-        UserError: a run without metrics, or a folder that cannot be written to.
-    """
-    loaded = read_run(Path(run), _distinct_names([run])[0])
-    if not any(key.startswith(_BY_LEVEL) for key in loaded.columns):
-        return []
-    return save_figure(draw_noise_levels(loaded, _subject(_folder(Path(run)))), Path(save_to))
-
-
 def save_figure(figure: Figure, save_to: Path) -> list[Path]:
     """Write ``figure`` as PNG and SVG; return their paths."""
     if not save_to.name:  # "." and "/"
@@ -125,6 +110,7 @@ def draw_runs(runs: Sequence[Run], subject: str = "") -> Figure:
             ("Step size d · lr", "d*lr/"),
             ("Gradient norm", "grad_norm"),
             ("Learnt, and changed elsewhere", "val_prior_loss"),
+            *(_BY_LEVEL.items() if len(runs) == 1 else ()),  # colour is the run, of several
         )
         if any(key.startswith(prefix) for run in runs for key in run.columns)
     ]
@@ -147,86 +133,6 @@ def draw_runs(runs: Sequence[Run], subject: str = "") -> Figure:
         lowest.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     _head(figure, runs, subject)
     return figure
-
-
-@matplotlib.rc_context(STYLE)
-def draw_noise_levels(run: Run, subject: str = "") -> Figure:
-    """Draw the figure: at the left the training loss, at the right held-out loss and gradient norm by noise level."""
-    trained, held_out = (_by_level(run, prefix) for prefix in _BY_LEVEL)
-    of_steps = {"grad_norm", "sigma_mean", "samples_per_s", "s_per_it"} <= run.columns.keys()
-    figure = Figure(figsize=(11, 6.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    right = [draw for draw, has in ((_draw_held_out, held_out), (_draw_gradients, of_steps)) if has]
-    grid = figure.add_gridspec(max(1, len(right)), 2 if trained and right else 1)
-    if trained:
-        axes = figure.add_subplot(grid[:, 0])
-        axes.set_title("Training loss by noise level")
-        shown: list[Values] = []
-        for (level, (steps, values)), colour in zip(sorted(trained.items()), _LEVEL_COLOURS, strict=False):
-            begin = min(_FEWEST, len(steps)) - 1  # an average of few samples is none
-            smooth = steps[begin:], average(values, _EMA_DECAY)[begin:]
-            label = f"σ {level.replace('-', '–')}"
-            axes.plot(*thin(smooth, _POINTS), color=colour, linewidth=1.9, label=label, **_dot(smooth))
-            shown.append(smooth[1])
-        _scale(axes, shown, margin=0.14, from_zero=True)
-        axes.set_xlabel("optimizer step (moving average, before loss weights)")
-        axes.legend(ncols=5, columnspacing=0.9, handlelength=1.1, handletextpad=0.4, loc="upper left")
-    for row, draw in enumerate(right):
-        draw(axes := figure.add_subplot(grid[row, -1]), run)
-        axes.set_xlim(0, 1)
-        axes.set_xlabel("σ: 0 the image, 1 noise alone" if row == len(right) - 1 else "")
-    _head(figure, [run], subject)
-    return figure
-
-
-def _by_level(run: Run, prefix: str) -> dict[str, Series]:
-    """Return what the columns ``<prefix><level>`` hold, by level."""
-    return {key.removeprefix(prefix): series for key, series in run.columns.items() if key.startswith(prefix)}
-
-
-def _draw_held_out(axes: Axes, run: Run) -> None:
-    """Draw the held-out loss over sigma at the first and the last validation, and its change."""
-    points = sorted((float(sigma), series) for sigma, series in _by_level(run, _BY_LEVEL[1]).items())
-    sigmas = [sigma for sigma, _ in points]
-    ends = [np.array([values[at] for _, (_, values) in points]) for at in (0, -1)]
-    validated = points[0][1][0]
-    for at, colour in ((0, _GREY), (-1, _COLOURS[1]))[: len(validated)]:
-        axes.plot(sigmas, ends[at], color=colour, label=f"step {validated[at]:.0f}", **_HELD_OUT)
-    axes.fill_between(sigmas, ends[0], ends[1], color=_COLOURS[1], alpha=0.1, linewidth=0)
-    for sigma, before, after in zip(sigmas, *ends, strict=True):
-        change = f"{(after / before - 1) * 100:+.0f} %".replace("-", "−") if len(validated) > 1 else ""
-        has_room = abs(after - before) > 0.2 * np.nanmax(ends)  # between the curves
-        place, below = ((before + after) / 2, 0) if has_room else (min(before, after), -13)
-        middle: dict[str, Any] = {"textcoords": "offset points", "ha": "center", "va": "center", "fontsize": 8.5}
-        axes.annotate(change, (sigma, place), xytext=(0, below), **middle)
-    axes.set_title("Held-out loss at fixed noise")
-    _scale(axes, [*ends, np.zeros(1)], linear=True, margin=0.16, from_zero=True)
-    axes.legend(ncols=2, **_BESIDE_TITLE)
-
-
-def _draw_gradients(axes: Axes, run: Run) -> None:
-    """Draw each step's gradient norm over its noise level, with median and quartiles of every tenth of the axis."""
-    steps, norms = run.columns["grad_norm"]
-    of_step = dict(zip(*run.columns["sigma_mean"], strict=True))
-    sigmas = np.array([of_step.get(step, math.nan) for step in steps])
-    axes.plot(sigmas, norms, "o", color=_COLOURS[0], markersize=2.4, alpha=0.25, markeredgewidth=0)
-    for level in range(10):
-        inside = norms[(sigmas >= level / 10) & (sigmas < (level + 1) / 10) & np.isfinite(norms)]
-        if len(inside) >= _FEWEST:
-            low, median, high = np.percentile(inside, [25, 50, 75])
-            around = [[median - low], [high - median]]
-            axes.errorbar(level / 10 + 0.05, median, around, fmt="o", color=_COLOURS[1], markersize=5, linewidth=1.8)
-    axes.set_title("Gradient norm (median, quartiles)")
-    _scale(axes, [norms])
-    samples = _samples_of_line(run)
-    per_dot = "one sample: exact" if samples == 1 else f"{samples} samples at their mean σ"
-    axes.text(1.0, 1.02, f"a dot: {per_dot}", transform=axes.transAxes, ha="right", fontsize=8.5, color=_GREY)
-
-
-def _samples_of_line(run: Run) -> int:
-    """Return how many samples a training line's sigma_mean is the mean of, at most."""
-    per_step = run.columns["samples_per_s"][1] * run.columns["s_per_it"][1]
-    return round(float(np.nanmax(per_step)) * float(np.median(np.diff(run.columns["s_per_it"][0], prepend=0))))
 
 
 def _head(figure: Figure, runs: Sequence[Run], subject: str) -> None:
@@ -300,6 +206,9 @@ def _draw_panel(axes: Axes, runs: Sequence[Run], title: str, prefix: str) -> Non
     if prefix == "val_prior_loss":
         _draw_learnt(axes, runs)
         return
+    if prefix in _BY_LEVEL.values():
+        _draw_levels(axes, runs[0], prefix)
+        return
     names = list(dict.fromkeys(name for run in runs for group in run.groups(prefix) for name in group))
     for i, run in enumerate(runs):
         for group, series in run.groups(prefix).items():
@@ -331,6 +240,20 @@ def _draw_learnt(axes: Axes, runs: Sequence[Run]) -> None:
             axes.plot(steps, shown[-1], color=colour, marker="o", markersize=4, linestyle=style, label=name)
     _scale(axes, shown, linear=True)
     axes.legend(ncols=2, columnspacing=1.0, **_BESIDE_TITLE)
+
+
+def _draw_levels(axes: Axes, run: Run, prefix: str) -> None:
+    """Draw a run's loss at each noise level: in training as a moving average, held out as it was measured."""
+    shown: list[Values] = []
+    for (level, *_), colour in zip(sorted(run.groups(prefix)), _LEVEL_COLOURS, strict=False):
+        steps, values = run.columns[prefix + level]
+        if prefix == "loss/sigma_":
+            values = average(values, _EMA_DECAY)
+        style = _HELD_OUT if prefix.startswith("val") else {"linewidth": 1.6, **_dot((steps, values))}
+        axes.plot(*thin((steps, values), _POINTS), color=colour, label=level.replace("-", "–"), **style)
+        shown.append(values)
+    _scale(axes, shown, from_zero=True)
+    axes.legend(ncols=5, columnspacing=0.7, handlelength=1.0, handletextpad=0.3, **_BESIDE_TITLE)
 
 
 def _scale(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -18,8 +18,7 @@ from PIL import Image
 
 from library.errors import UserError
 from library.training.report.metrics_file import read_run
-from library.training.report.plots import draw_noise_levels, draw_runs, plot_noise_levels, plot_runs
-from tests.forked import run_script
+from library.training.report.plots import draw_runs, plot_runs
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -154,72 +153,53 @@ def test_metrics_without_a_step_are_refused(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize("steps", [1, 3, 200])
 def test_steps_are_whole_and_no_legend_lies_over_a_panel(tmp_path: Path, steps: int) -> None:
     figure = draw_runs([read_run(write_run(tmp_path / "short", steps), "short")])
-    figure.canvas.draw()
-    renderer = figure.canvas.get_renderer()
+    assert_no_legend_over_a_panel(figure)
     for axes in figure.axes:
         low, high = axes.get_xlim()
         assert all(float(tick).is_integer() for tick in axes.get_xticks() if low <= tick <= high)
+
+
+def assert_no_legend_over_a_panel(figure: Any) -> None:
+    figure.canvas.draw()
+    renderer = figure.canvas.get_renderer()
+    for axes in figure.axes:
         if (legend := axes.get_legend()) is not None:
             assert legend.get_window_extent(renderer).y0 >= axes.get_window_extent(renderer).y1
             title = axes._left_title.get_window_extent(renderer)
             assert not legend.get_window_extent(renderer).overlaps(title)
 
 
-def write_noisy_run(folder: Path, batch: int = 1, every: int = 1) -> dict[str, list[float]]:
-    """A run on images whose loss and gradient norm follow from the noise level; return its sigmas and norms."""
+def write_noisy_run(folder: Path) -> None:
+    """A run on images whose loss follows from the noise level."""
     folder.mkdir(parents=True)
     random = np.random.default_rng(0)
-    drawn: dict[str, list[float]] = {"sigma": [], "norm": []}
     lines: list[dict[str, float]] = [{"step": 0, "val_loss": 0.7, "val_loss/sigma_0.1": 0.8, "val_loss/sigma_0.9": 0.6}]
-    for step in range(every, 300 * every + 1, every):
+    for step in range(1, 301):
         sigma = float(random.uniform(0.01, 0.99))
-        drawn["sigma"].append(sigma)
-        drawn["norm"].append(1 + sigma + float(random.uniform(0, 0.1)))
         low = int(sigma * 5) / 5
         line = {"step": step, "loss": sigma, f"loss/sigma_{low:g}-{low + 0.2:g}": sigma, "lr/lora": 1.0}
-        line |= {"sigma_mean": sigma, "grad_norm": drawn["norm"][-1], "samples_per_s": batch * 2.0, "s_per_it": 0.5}
-        lines.append(line)
-    lines.append({"step": 300 * every, "val_loss": 0.5, "val_loss/sigma_0.1": 0.76, "val_loss/sigma_0.9": 0.24})
+        lines.append(line | {"sigma_mean": sigma, "grad_norm": 1 + sigma})
+    lines.append({"step": 300, "val_loss": 0.5, "val_loss/sigma_0.1": 0.76, "val_loss/sigma_0.9": 0.24})
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-    return drawn
 
 
-def test_the_tool_draws_loss_and_gradient_norm_by_noise_level(tmp_path: Path) -> None:
+def test_one_runs_losses_are_drawn_by_noise_level(tmp_path: Path) -> None:
     write_noisy_run(run := tmp_path / "castle")
-    done = run_script(ROOT / "tools" / "plot_lr.py", [str(run), "--noise_levels"], tmp_path)
-    assert done.stdout.split() == [str(run / "noise_levels.png"), str(run / "noise_levels.svg")], done.stderr
-    shown = texts(run / "noise_levels.svg")
-    for text in ("castle", "Training loss by noise level", "σ 0.2–0.4", "step 0", "step 300", "−5 %", "−60 %", "exact"):
-        assert text in shown, text
-    seen = colours(run / "noise_levels.png", (0.0, 0.15, 0.5, 1.0))
-    assert min(seen[colour] for colour in ("#E69F00", "#D55E00", "#CC79A7", "#0072B2", "#000000")) > 50, seen
-
-
-def test_the_picture_has_each_levels_loss_and_the_median_gradient_of_each_tenth(tmp_path: Path) -> None:
-    drawn = write_noisy_run(tmp_path / "castle")
-    training, held_out, gradient = draw_noise_levels(read_run(tmp_path / "castle")).axes
+    figure = draw_runs([read_run(run)])
+    panels = {axes.get_title(loc="left"): axes for axes in figure.axes}
+    training, held_out = panels["Loss by σ"], panels["Held out by σ"]
+    assert [text.get_text() for text in training.get_legend().get_texts()] == [
+        "0–0.2",
+        "0.2–0.4",
+        "0.4–0.6",
+        "0.6–0.8",
+        "0.8–1",
+    ]
     for level, line in enumerate(training.get_lines()):
         assert all(level / 5 <= loss <= level / 5 + 0.2 for loss in line.get_ydata())  # averages of such losses
-    assert len(training.get_lines()) == 5
-    assert [line.get_ydata().tolist() for line in held_out.get_lines()] == [[0.8, 0.6], [0.76, 0.24]]
-    medians = {round(float(bar[0].get_xdata()[0]), 2): bar[0].get_ydata()[0] for bar in gradient.containers}
-    expected = {
-        round(tenth / 10 + 0.05, 2): statistics.median(
-            norm for sigma, norm in zip(drawn["sigma"], drawn["norm"], strict=True) if int(sigma * 10) == tenth
-        )
-        for tenth in range(10)
-    }
-    assert medians == pytest.approx(expected)
-
-
-def test_runs_without_noise_levels_have_no_picture_of_them(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "text")
-    assert plot_noise_levels(run, tmp_path / "noise_levels.png") == []
-    done = run_script(ROOT / "tools" / "plot_lr.py", [str(run), "--noise_levels"], tmp_path)
-    assert done.returncode == 2
-    assert "its metrics have no noise levels" in done.stderr
-    done = run_script(ROOT / "tools" / "plot_lr.py", [str(run), str(run), "--noise_levels"], tmp_path)
-    assert "name one run" in done.stderr
+    assert [line.get_ydata().tolist() for line in held_out.get_lines()] == [[0.8, 0.76], [0.6, 0.24]]
+    assert "Loss by σ" not in [axes.get_title(loc="left") for axes in draw_runs([read_run(run)] * 2).axes]
+    assert_no_legend_over_a_panel(figure)
 
 
 def test_what_was_learnt_stands_beside_what_changed_elsewhere(tmp_path: Path) -> None:
