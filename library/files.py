@@ -314,7 +314,7 @@ def reading(path: str | Path, remedy: str = "check the path") -> Iterator[None]:
     except FileNotFoundError:
         raise UserError(f"{path}: no such file; {remedy}") from None
     except OSError as error:
-        reason = "its symbolic links go round in a circle" if error.errno == errno.ELOOP else error.strerror
+        reason = "its symbolic links form a loop" if error.errno == errno.ELOOP else error.strerror
         raise UserError(f"{path}: cannot be read ({reason}); {remedy}") from error
 
 
@@ -369,7 +369,7 @@ def read_text(path: str | Path, remedy: str = "check the path", most: int = MOST
     try:
         path = Path(path).expanduser()
     except RuntimeError:
-        raise UserError(f"{path}: nobody of this name has a home here; {remedy}") from None
+        raise UserError(f"{path}: no home folder is known for this user; {remedy}") from None
     return decoded(read_bytes(path, remedy, most), path)
 
 

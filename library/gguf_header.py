@@ -218,7 +218,7 @@ class _Header:
             if data_bytes is not None and end > data_bytes:
                 raise ValueError(f"the file ends before tensor {name!r}")
             if begin < reached or begin % alignment:
-                raise ValueError(f"tensor {name!r} lies where it cannot")
+                raise ValueError(f"tensor {name!r} overlaps another one or is not aligned")
             if begin - reached >= alignment:
                 raise ValueError(f"{begin - reached} bytes before tensor {name!r} belong to none")
             reached = end

@@ -48,8 +48,8 @@ SPLIT = text("split.count") + struct.pack("<IH", 2, 2)
     [
         (header([("a", [4], F32, 0)]), 8, "file ends before tensor 'a'"),
         (header([("a", [4], F32, 0), ("a", [4], F32, 32)]), 48, "the header has 'a' twice"),
-        (header([("a", [4], F32, 0), ("b", [4], F32, 8)]), 48, "tensor 'b' lies where it cannot"),
-        (header([("a", [4], F32, 0), ("b", [16], F32, 0)]), 64, "lies where it cannot"),
+        (header([("a", [4], F32, 0), ("b", [4], F32, 8)]), 48, "tensor 'b' overlaps another one or is not aligned"),
+        (header([("a", [4], F32, 0), ("b", [16], F32, 0)]), 64, "overlaps another one or is not aligned"),
         (header([("a", [4], F32, 64)]), 128, "64 bytes before tensor 'a' belong to none"),
         (header([("a", [40], Q8_0, 0)]), 34, "is no whole number of blocks of Q8_0"),
         (header([("a", [2**40, 2**40], F32, 0)]), 34, "is no whole number of blocks"),

@@ -66,7 +66,7 @@ def test_what_is_no_regular_file_is_told_at_once(
         assert f"{door}: is a socket, where a file is wanted; " in refusal(read, door)
     assert f"{pipe}: is a pipe, where a file is wanted; " in refusal(read, pipe)
     assert f"{folder}: is a folder, where a file is wanted; " in refusal(read, folder)
-    assert f"{loop}: cannot be read (its symbolic links go round in a circle); " in refusal(read, loop)
+    assert f"{loop}: cannot be read (its symbolic links form a loop); " in refusal(read, loop)
     assert "/dev/zero: is a device, where a file is wanted; " in refusal(read, Path("/dev/zero"))
     assert "can be no file's name" in refusal(read, Path("a\0b"))
 
@@ -198,7 +198,7 @@ def test_a_fingerprint_takes_any_file_name_and_tells_names_contents_and_sizes_ap
 def test_the_home_of_nobody_is_told_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for read in (read_text, read_toml):
         with pytest.raises(
-            UserError, match="^~nobody-of-this-name/x: nobody of this name has a home here; check the path$"
+            UserError, match="^~nobody-of-this-name/x: no home folder is known for this user; check the path$"
         ):
             read(Path("~nobody-of-this-name/x"))
     with pytest.raises(SystemExit) as ended:  # wherever else a path is resolved

@@ -335,7 +335,7 @@ def _control_paths(entry: dict[str, Any], refused: str | None, where: str) -> li
             raise UserError(f"{where}: {key!r} is not a string; write the image's path in quotes")
         number = int(match[1] or 0)
         if number in named:
-            raise UserError(f"{where}: {key!r} says again what another key said; keep one")
+            raise UserError(f"{where}: {key!r} repeats what another key sets; keep one")
         named[number] = value
     missing = next((n for n in range(len(named)) if n not in named), None)
     if missing is not None:

@@ -346,9 +346,7 @@ class BaseWeights:
                 raise UserError(f"base_weights: {name} is for a layer of {shapes}; it was trained on another model")
             weight = update.apply(weight, strength)
         if not torch.isfinite(weight).all():
-            raise UserError(
-                f"base_weights: {name} leaves the finite numbers when merged; lower base_weights_multiplier"
-            )
+            raise UserError(f"base_weights: {name} is not finite when merged; lower base_weights_multiplier")
         return weight
 
     def fingerprint(self) -> str:

@@ -166,7 +166,7 @@ def test_a_control_image_smaller_than_a_patch_is_named(folder: Path) -> None:
         ({"control_path": "c.png"}, "fill", "'control_path' is not taken: this model fills a region of an image; use inpaint_mask_directory, inpaint_alpha_mask or inpaint_masks"),
         ({"control_path_12": "c.png"}, "none", f"'control_path_12' is not taken: {TEXT_ONLY} an edit model"),
         ({"control_path": 3}, "references", "'control_path' is not a string; write the image's path in quotes"),
-        ({"control_path": "img/b.png", "control_path_0": "img/b.png"}, "references", "'control_path_0' says again what another key said; keep one"),
+        ({"control_path": "img/b.png", "control_path_0": "img/b.png"}, "references", "'control_path_0' repeats what another key sets; keep one"),
         ({"control_path_1": "img/b.png"}, "references", "no 'control_path_0' but higher numbers; count from 0"),
         ({"control_path": "img/c.png"}, "references", "control image 'img/c.png' does not exist; did you mean 'b.png'?"),
         ({"control_path": "../c.png"}, "references", "control image '../c.png' lies outside ; write its absolute path"),

@@ -52,7 +52,7 @@ class MetricsStream:
                 accelerator.init_trackers(logging.log_tracker_name, init_kwargs=run)
             except Exception as error:  # of packages that raise what they like: no network, no rights, no account
                 reason = reason_of(error)
-                raise UserError(f"log_with: {logging.log_with} cannot be started ({reason}); put that right, or remove "
+                raise UserError(f"log_with: {logging.log_with} cannot be started ({reason}); correct it, or remove "
                                 "log_with") from error  # fmt: skip
         if accelerator.is_main_process:
             lines = (

@@ -209,7 +209,7 @@ def _from_keys(item: Mapping[str, Any], default: SamplePrompt, pixel_multiple: i
             raise UserError(f"{where}: unknown key {key!r}{did_you_mean(key, _KEYS) or '; known: ' + ', '.join(_KEYS)}")
         field, kind = _KEYS[key]
         if field in values:
-            raise UserError(f"{where}: {key} says again what another key said; keep one")
+            raise UserError(f"{where}: {key} repeats what another key sets; keep one")
         if field == "control_images":
             values[field] = _image_list(value, key, where)
             continue

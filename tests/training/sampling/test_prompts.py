@@ -149,7 +149,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: str, message: str) -> None:
         (".json", '{"prompt": "x"}', 'not a list of prompts; write '),
         (".json", "[]", r'holds no prompt; write a list, \[\{"prompt": "..."\}\]'),
         (".json", '[{"prompt": "x"}, {"prompt": "y", "width": "64"}]', "prompt 2: width takes a whole number, not"),
-        (".json", '[{"prompt": "x", "scale": 2, "cfg_scale": 3}]', "cfg_scale says again what another key said"),
+        (".json", '[{"prompt": "x", "scale": 2, "cfg_scale": 3}]', "cfg_scale repeats what another key sets"),
         (".json", '[{"prompt": "x", "sample_sampler": "ddim"}]', "sample_sampler is not taken"),
     ],
 )  # fmt: skip
