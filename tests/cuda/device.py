@@ -59,7 +59,7 @@ class FakeDevice:
         assert process.stdout is not None
         with tempfile.TemporaryDirectory() as folder:
             question, answer = Path(folder, "question"), Path(folder, "answer")
-            question.write_bytes(pickle.dumps((call, arguments, keywords)))
+            question.write_bytes(pickle.dumps((Path.cwd(), call, arguments, keywords)))
             process.stdin.write(f"{folder}\n".encode())
             process.stdin.flush()
             status = process.stdout.readline()
@@ -99,7 +99,8 @@ def _answer(folder: Path) -> None:
     """Call what is pickled in ``folder``; write what it returns and what it raises there."""
     found, error = None, None
     try:
-        function, arguments, keywords = pickle.loads((folder / "question").read_bytes())
+        place, function, arguments, keywords = pickle.loads((folder / "question").read_bytes())
+        os.chdir(place)
         found = function(*arguments, **keywords)
     except UserError as wrong:
         error = wrong

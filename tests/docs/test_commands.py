@@ -11,6 +11,7 @@ import runpy
 import shlex
 import shutil
 import sys
+from collections.abc import Callable
 from contextlib import chdir, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -29,8 +30,10 @@ from library.data.dataset import build_dataset, check_masks
 from library.models.flux.files import FLUX_TARGETS
 from library.models.qwen_image.text import TEMPLATES
 from library.models.z_image.files import Z_IMAGE_TARGETS
+from library.training.memory import dry_run
 from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter
+from tests.cuda.device import FakeDevice
 from tests.curves import without_curves
 from tests.tiny import save_single_files, tiny_flux_pipeline
 from tests.tiny_flux2 import save_flux2_files, tiny_dev_pipeline, tiny_flux2_pipeline
@@ -45,6 +48,18 @@ ROOT = Path(__file__).resolve().parents[2]
 SHORT = ["--max_train_steps", "2", "--lr_warmup_steps", "1", "--max_data_loader_n_workers", "0", "--overwrite"]
 
 
+DEEP_MODELS: dict[str, Callable[[Path], Path]] = {
+    "deep_flux": lambda folder: (
+        save_single_files(tiny_flux_pipeline(folder, double_blocks=16, single_blocks=30), folder / "single").transformer
+    ),
+    "deep_qwen": lambda folder: save_split_files(tiny_qwen_pipeline(folder, blocks=42), folder / "single").transformer,
+    "deep_flux2": lambda folder: (
+        save_flux2_files(tiny_flux2_pipeline(folder, double_blocks=8, single_blocks=24), folder / "single").transformer
+    ),
+    "deep_krea2": lambda folder: (
+        save_krea2_split_files(tiny_krea2_pipeline(folder, layers=22), folder / "single").transformer
+    ),
+}
 # configs that swap more blocks than a tiny model has otherwise
 DEEP = dict.fromkeys(("flux_lora_16gb", "flux_lora_12gb", "flux_lora_8gb"), "deep_flux")
 DEEP |= {"krea2_lora_12gb": "deep_krea2"}
@@ -74,22 +89,16 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("guide")
     (folder / "models").mkdir()
     files = save_single_files(tiny_flux_pipeline(folder / "pipeline"), folder / "single")
-    deep = tiny_flux_pipeline(folder / "deep", double_blocks=16, single_blocks=30)
     fill = save_single_files(tiny_flux_pipeline(folder / "fill", model_type="flux_fill"), folder / "single_fill")
     qwen = save_split_files(tiny_qwen_pipeline(folder / "qwen"), folder / "single_qwen")
-    deep_qwen = save_split_files(tiny_qwen_pipeline(folder / "deep_qwen", blocks=42), folder / "single_deep_qwen")
     flux3 = save_flux3_split_files(tiny_flux3_pipeline(folder / "flux3"), folder / "single_flux3")
     qwen_21 = save_21_split_files(tiny_21_pipeline(folder / "qwen_21"), folder / "single_qwen_21")
     z_image = save_z_split_files(tiny_z_pipeline(folder / "z_image"), folder / "single_z_image")
     flux2 = save_flux2_files(tiny_flux2_pipeline(folder / "flux2"), folder / "single_flux2")
-    deep_flux2 = tiny_flux2_pipeline(folder / "deep_flux2", double_blocks=8, single_blocks=24)
     dev = save_flux2_files(tiny_dev_pipeline(folder / "dev", double_blocks=8, single_blocks=48), folder / "single_dev")
     krea2 = save_krea2_split_files(tiny_krea2_pipeline(folder / "krea2"), folder / "single_krea2")
-    deep_krea2 = save_krea2_split_files(tiny_krea2_pipeline(folder / "deep_krea2", layers=22), folder / "single_deep_k")
     for source, name in (
         (files.transformer, "flux1-dev.safetensors"),
-        (save_single_files(deep, folder / "single_deep").transformer, "deep_flux.safetensors"),
-        (deep_qwen.transformer, "deep_qwen.safetensors"),
         (files.transformer, "flux1-schnell.safetensors"),
         (files.transformer, "flux1-kontext-dev.safetensors"),
         (fill.transformer, "flux1-fill-dev.safetensors"),
@@ -108,14 +117,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (flux2.text_encoder, "qwen_3_8b.safetensors"),
         (flux2.transformer, "flux-2-klein-base-4b.safetensors"),
         (flux2.transformer, "flux-2-klein-base-9b.safetensors"),
-        (save_flux2_files(deep_flux2, folder / "single_deep_flux2").transformer, "deep_flux2.safetensors"),
         (flux2.vae, "flux2-vae.safetensors"),
         (dev.transformer, "flux2-dev.safetensors"),
         (dev.text_encoder, "mistral_3_small_flux2_bf16.safetensors"),
         (flux3.transformer, "flux-3-image-klein-base.safetensors"),
         (flux3.text_encoder, "qwen3vl_4b_bf16.safetensors"),
         (krea2.transformer, "krea2_raw_bf16.safetensors"),
-        (deep_krea2.transformer, "deep_krea2.safetensors"),
     ):
         shutil.copy(source, folder / "models" / name)
     up = {"layers.0.attention.to_q": LoraWeights(torch.ones(2, 64), torch.zeros(64, 2), 2.0)}
@@ -165,6 +172,8 @@ def _run(words: list[str], place: Path, curves: bool = False) -> None:
         rank = [] if "--dim_from_weights" in rest else ["--network_dim", "2"]
         rest += [*SHORT, *rank, *([] if "FLUX.1-dev" in rest else tokenizers)]
         for deep in {deep for config, deep in DEEP.items() if f"configs/{config}.toml" in rest}:
+            if not (place / f"models/{deep}.safetensors").exists():
+                shutil.copy(DEEP_MODELS[deep](place / deep), place / f"models/{deep}.safetensors")
             rest += ["--pretrained_model_name_or_path", f"models/{deep}.safetensors"]
     if script == "tools/precision_report.py":
         rest += ["--images", "1", "--sigmas", "0.5", "--steps", "2"]
@@ -224,7 +233,7 @@ def trained(place: Path) -> Path:
     for key, text in (("preserve_prompts", "a red circle"), ("general_prompts", "a house")):  # to be quick
         (place / f"{key}.txt").write_text(f"{text} --w 128 --h 128 --s 2\n")
         demo += [f"--{key}", str(place / f"{key}.txt")]
-    _run([*demo, "--cache_directory", str(place / "cache")], place, curves=True)
+    _run([*demo, "--cache_directory", str(place / "cache")], place)  # the page draws its curves
     _run_page("README.md", place, 5)
     return place
 
@@ -263,7 +272,10 @@ def test_every_command_about_precision_runs(place: Path) -> None:
     _assert_written(place, "flux1-dev-int8.safetensors", "style-int8.safetensors")
 
 
-def test_every_command_about_reliability_runs(trained: Path) -> None:
+def test_every_command_about_reliability_runs(
+    trained: Path, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dry_run, "device_processes", device.processes)
     _run(commands("docs/reliability.md")[0], trained)
     _run_page("docs/reliability.md", trained, 2)  # the same command again goes on
     _assert_written(trained, "output/flux_lora/flux_lora.safetensors", "output/flux_lora/flux_lora-state/position.json")

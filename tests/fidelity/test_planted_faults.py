@@ -9,7 +9,7 @@ import pytest
 from tests.fidelity.planted_faults import prepare
 from tests.fidelity.report_faults import FAULTS, Answer, Fault, ask, examine, judge, ratios_of
 
-QUICK = ("--images", "2", "--steps", "3", "--sigmas", "0.6")
+QUICK = ("--images", "1", "--steps", "2", "--sigmas", "0.6")
 CHOSEN = (
     "scale of one layer times 2",
     "row scales rolled by one",

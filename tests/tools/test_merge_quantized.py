@@ -350,7 +350,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(tmp_path_factory.mktemp("refit"))
 
 
-@pytest.mark.parametrize("kind", ["plain", "musubi"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("musubi", marks=pytest.mark.slow)])
 def test_the_fp8_model_with_the_refitted_lora_is_nearer_to_bf16(case: Case, kind: str, tmp_path: Path) -> None:
     lora, saved = case.save("lora", "diffusers"), tmp_path / "out.safetensors"
     fits = case.run(lora, case.files[kind], saved)
@@ -372,7 +372,9 @@ def test_the_fp8_model_with_the_refitted_lora_is_nearer_to_bf16(case: Case, kind
     assert f"fitted to {kind}.safetensors" in remark
 
 
-@pytest.mark.parametrize("deploy", ["int8", "int8_convrot", "nvfp4", "gguf"])
+@pytest.mark.parametrize(
+    "deploy", ["int8_convrot", "gguf", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "nvfp4"))]
+)
 def test_every_deployed_format_can_be_refitted_to(case: Case, deploy: str, tmp_path: Path) -> None:
     served: Path | str = deploy
     if deploy == "int8_convrot":

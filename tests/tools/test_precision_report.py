@@ -66,7 +66,7 @@ def test_an_honest_file_is_named_as_rounding(place: Path) -> None:
     assert {"refitted", "corrected"} <= {each["name"] for each in found["remedies"] if each["command"]}
 
 
-@pytest.mark.parametrize("how", ["stochastic", "nearest"])
+@pytest.mark.parametrize("how", ["stochastic", pytest.param("nearest", marks=pytest.mark.slow)])
 def test_an_honest_merge_into_an_honest_file_damages_no_layer(how: str, place: Path) -> None:
     found = report(place, place / "fp8.safetensors", "--deploy_lora", how, "--deploy_strength", "1.4")
     assert not {"ruined_layer", "wrong_scale", "wrong_base"} & {each["cause"] for each in found["verdict"]["findings"]}

@@ -176,7 +176,13 @@ FOREIGN = [
 ]
 
 
-@pytest.mark.parametrize(("family", "prefix"), FOREIGN)
+@pytest.mark.parametrize(
+    ("family", "prefix"),
+    [
+        pytest.param(*pair, marks=() if pair[0] == "flux" or i % 4 == 0 else pytest.mark.slow)
+        for i, pair in enumerate(FOREIGN)
+    ],
+)
 def test_of_foreign_files_too_the_rules_say_what_diffusers_own_loader_does(
     family: str, prefix: str, tmp_path: Path
 ) -> None:
