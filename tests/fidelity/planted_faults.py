@@ -348,7 +348,7 @@ class Server:
     """What diffusers' own Fill pipeline is given and does otherwise when it paints as a server.
 
     Attributes:
-        grown: pixels that the mask is grown by. guidance, seed: of the run. lora: strength, 0 for none.
+        grown: pixels that the mask is grown by. guidance, seed, tokens: of the run. lora: strength, 0 for none.
         encoded: done to the picture [1, 3, H, W] and the mask before the VAE encodes it.
         pasted: the known pixels are put back in the end.
     """
@@ -356,6 +356,7 @@ class Server:
     grown: int = 0
     guidance: float = 1.0
     seed: int = 5
+    tokens: int = 512
     lora: float = 1.0
     encoded: Callable[[Tensor, Tensor], Tensor] = lambda pixels, mask: pixels
     pasted: bool = False
@@ -396,7 +397,7 @@ def paint(server: Server, place: Path, folder: Path) -> list[Path]:
         painted = pipeline(
             source.with_suffix(".txt").read_text().strip(), image=picture, mask_image=mask, height=128, width=128,
             guidance_scale=server.guidance, num_inference_steps=SERVER_STEPS,
-            generator=torch.Generator().manual_seed(server.seed),
+            generator=torch.Generator().manual_seed(server.seed), max_sequence_length=server.tokens,
         ).images[0]  # fmt: skip
         if server.pasted:
             painted.paste(picture, mask=ImageOps.invert(mask))

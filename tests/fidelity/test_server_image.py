@@ -23,7 +23,7 @@ from tests.fidelity.planted_faults import SERVER_STEPS, Server, paint, write_mas
 from tests.runs import printed, refusal
 
 QUIET = Console(quiet=True)
-SEED = 11
+SEED, TOKENS = 11, 32
 
 
 @pytest.fixture(scope="module")
@@ -37,12 +37,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def honest(place: Path) -> list[Path]:
     """What diffusers paints of them without a mistake."""
-    return paint(Server(lora=0.0, seed=SEED), place, place / "honest")
+    return paint(Server(lora=0.0, seed=SEED, tokens=TOKENS), place, place / "honest")
 
 
 @pytest.fixture(scope="module")
 def models() -> Models:
-    config = ModelConfig(model_type="flux_fill", pretrained_model_name_or_path=str(MODEL))
+    names = {"model_type": "flux_fill", "pretrained_model_name_or_path": str(MODEL)}
+    config = ModelConfig.model_validate(names | {"t5xxl_max_token_length": TOKENS})
     return Models(config, parse_deployment("cast"), {}, torch.float32, torch.device("cpu"))
 
 
@@ -59,7 +60,7 @@ def explained(models: Models, calibration: Calibration, files: list[Path], seed:
 
 
 def test_a_grown_mask_is_named_from_pictures_alone(place: Path, models: Models, calibration: Calibration) -> None:
-    files = paint(Server(grown=8, lora=0.0, seed=SEED), place, place / "grown")
+    files = paint(Server(grown=8, lora=0.0, seed=SEED, tokens=TOKENS), place, place / "grown")
     found = explained(models, calibration, files)
     assert found.nearest.variant.changes()["mask_grow"] == 8
     assert "mask grown by 8 px" in found.sentence()
