@@ -117,10 +117,8 @@ def test_the_report_tells_layouts_and_the_check(tmp_path: Path) -> None:
     assert f"to    {target}: comfy, fp32, {len(weights)} layers in {2 * 10 * 3} tensors" in text
     assert "checked: every layer's update is the same" in text
     assert ["ComfyUI", str(len(weights)), "of", str(len(weights))] in [line[:4] for line in lines]
-    mistaken = refusal(
-        convert_lora, "--lora", "nowhere.safetensors", "--save_to", tmp_path / "x.safetensors", "--save_format=comfy"
-    )
-    assert mistaken == "error: nowhere.safetensors: no such file; check the path\n"
+    words = ("--lora", "nowhere.safetensors", "--save_to", tmp_path / "x.safetensors", "--save_format=comfy")
+    assert refusal(convert_lora, *words) == "error: nowhere.safetensors: no such file; check the path\n"
 
 
 ATTENTION = {"transformer_blocks.0.attn.to_q": LoraWeights(torch.ones(2, 8), torch.ones(8, 2), 1.0)}

@@ -217,8 +217,8 @@ def test_a_lora_of_another_architecture_is_refused_by_name(base: Path, tmp_path:
 
 
 def test_the_script_says_in_a_line_what_is_wrong() -> None:
-    line = refusal(tool, "image", "--model", "nowhere", "--prompt", "x")
-    assert line.startswith("error: --model 'nowhere' does not exist")
+    words = ("image", "--model", "nowhere", "--prompt", "x")
+    assert refusal(tool, *words).startswith("error: --model 'nowhere' does not exist")
 
 
 # beginnings of the layers that get a LoRA, and its format, as far as diffusers reads it
