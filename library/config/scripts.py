@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel
@@ -13,6 +14,7 @@ from library.config.chat_schema import ChatTrainConfig
 from library.config.markers import OnlyFor
 from library.config.pretrain_schema import PretrainConfig
 from library.config.schema import IMAGES, TrainConfig
+from library.files import read_toml
 
 Fields = dict[str, tuple[str, FieldInfo]]
 Schema = TypeVar("Schema", bound=BaseModel)
@@ -60,39 +62,12 @@ def _foreign_keys(schema: type[BaseModel], training: str, others: type[BaseModel
     return found | {key: refusal for key, refusal in refusals.items() if refusal is not None}
 
 
-# Of docs/distributed.md: what people look for, and why it is not there.
-UNSUPPORTED_KEYS = {
-    "cp": "diffusers splits an image's tokens (_cp_plan) in its own attention processors only; with those used here "
-    "each process would attend to its own tokens alone, and learn something wrong; remove it, and set tp",
-}
-# Options that were removed -> the default they had, and what to say of another value. The configuration that a run
-# saved before holds them; at the default they are read without complaint.
+_NOT_THERE = read_toml(Path(__file__).with_name("removed_keys.toml"))[0]
+# Options that were removed -> the default they had, and what to say of another value.
 REMOVED_KEYS: Mapping[str, tuple[Any, str]] = {
-    "allow_partial": (
-        False,
-        "was removed, all of network_weights is taken; remove it, and choose the file's layers with network_args",
-    ),
-    "best_prior_weight": (
-        0.0,
-        "was removed, save_best and early_stop_patience go by val_loss; remove it, and compare val_prior_loss in the "
-        "curves",
-    ),
-    "checkpoint_every_n_blocks": (
-        1,
-        "was removed; remove it, and set activation_budget_mb, which keeps what costs most to recompute",
-    ),
-    "strict_dataset": (False, "was removed; run tools/check_dataset.py --strict before training"),
-    "shard_lora": (
-        False,
-        "was removed, shard splits the base alone; remove it, or set zero = 3, which splits the "
-        "LoRA's gradients and optimizer state too",
-    ),
-    "schedule": (
-        "1f1b",
-        "was removed with the gpipe schedule; remove it, 1f1b gives the same numbers with less memory",
-    ),
+    key: (row["default"], row["remark"]) for key, row in _NOT_THERE.items() if "default" in row
 }
-_NOT_THERE = UNSUPPORTED_KEYS | {key: message for key, (_, message) in REMOVED_KEYS.items()}
+_REMARKS = {key: row["remark"] for key, row in _NOT_THERE.items()}
 _CHATS = 'is about language models; set model_type = "llama" or "gpt2", or remove it'
 
 LORA = Script(
@@ -101,21 +76,21 @@ LORA = Script(
     TrainConfig,
     "images",
     takes_kohya=True,
-    foreign_keys=_NOT_THERE | _foreign_keys(TrainConfig, "images", ChatTrainConfig, _CHATS),
+    foreign_keys=_REMARKS | _foreign_keys(TrainConfig, "images", ChatTrainConfig, _CHATS),
 )
 LANGUAGE_LORA = Script(
     "train_lora.py",
     "Train a LoRA on a language model.",
     ChatTrainConfig,
     "chats",
-    foreign_keys=_NOT_THERE | _foreign_keys(ChatTrainConfig, "chats", TrainConfig, IMAGES.otherwise),
+    foreign_keys=_REMARKS | _foreign_keys(ChatTrainConfig, "chats", TrainConfig, IMAGES.otherwise),
 )
 LLM = Script(
     "train_llm.py",
     "Pretrain a language model.",
     PretrainConfig,
     "pretraining",
-    foreign_keys=_NOT_THERE | _foreign_keys(PretrainConfig, "pretraining", PretrainConfig, ""),
+    foreign_keys=_REMARKS | _foreign_keys(PretrainConfig, "pretraining", PretrainConfig, ""),
 )
 
 
