@@ -64,10 +64,10 @@ def _rows(tables: dict[str, Any]) -> Iterator[tuple[str, ModelType]]:
     for name, table in tables.items():
         if like := table.pop("like", None):  # an earlier one
             table = tables[name] = tables[like] | table
-        yield (
-            name,
-            ModelType(**{key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}),
-        )
+        values: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in table.items()
+        }
+        yield name, ModelType(**values)
 
 
 MODEL_TYPES: Mapping[str, ModelType] = dict(_rows(read_toml(Path(__file__).with_name("model_types.toml"))[0]))
