@@ -28,6 +28,7 @@ from typing import Any, Self
 import torch
 from accelerate import Accelerator
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
 from library.accelerator import dp_rank_and_size
@@ -357,7 +358,8 @@ def collate(items: list[Item]) -> Batch:
     A text's mask that is true everywhere is left out: a model would have to read it back from its device to know.
     """
     masks = [item.mask for item in items if item.mask is not None]
-    text = {name: _stack([item.text[name] for item in items]) for name in items[0].text}
+    texts = {name: [item.text[name] for item in items] for name in items[0].text}
+    text = {name: pad_sequence(each, True) if each[0].ndim else torch.stack(each) for name, each in texts.items()}
     return Batch(
         latents=torch.stack([item.latents for item in items]),
         text={name: tensor for name, tensor in text.items() if tensor.dtype != torch.bool or not tensor.all()},
@@ -368,16 +370,6 @@ def collate(items: list[Item]) -> Batch:
         conditions=stack_conditions([item.conditions for item in items]),
         prior=[item.prior for item in items],
     )
-
-
-def _stack(tensors: list[Tensor]) -> Tensor:
-    longest = max(tensor.shape[0] if tensor.ndim else 0 for tensor in tensors)
-    if all(tensor.ndim == 0 or tensor.shape[0] == longest for tensor in tensors):
-        return torch.stack(tensors)
-    filled = tensors[0].new_zeros(len(tensors), longest, *tensors[0].shape[1:])
-    for row, tensor in zip(filled, tensors, strict=True):
-        row[: tensor.shape[0]] = tensor
-    return filled
 
 
 Bucket = tuple[int, Size, *tuple[Size, ...]]  # number of the dataset, size of the image, of its control images

@@ -161,11 +161,6 @@ def to_latent_mask(mask: Image.Image, latent_factor: int) -> Tensor:
     return torch.nn.functional.avg_pool2d(array[None], latent_factor)
 
 
-def _refuse_bomb(size: Size, name: str) -> None:
-    if size[0] * size[1] > MAX_PIXELS:
-        raise UserError(f"{name}: more than {MAX_PIXELS} pixels; make it smaller or remove it")
-
-
 def _open(source: str | io.BytesIO, name: str) -> OpenImage:
     if isinstance(source, str):
         with reading(source, "replace it, or start again if it was removed meanwhile"):
@@ -183,13 +178,14 @@ def formats() -> tuple[str, ...]:
 def _identified(source: str | io.BytesIO, name: str) -> OpenImage:
     try:
         image = Image.open(source, formats=formats())
+        if image.width * image.height > MAX_PIXELS:
+            raise Image.DecompressionBombError
     except Image.DecompressionBombError:
         raise UserError(f"{name}: more than {MAX_PIXELS} pixels; make it smaller or remove it") from None
     except Image.UnidentifiedImageError:
         raise UserError(f"{name}: not an image that can be read; replace or remove it") from None
     except Exception as error:
         raise UserError(f"{name}: damaged image ({reason_of(error)}); replace or remove it") from error
-    _refuse_bomb(image.size, name)
     return image
 
 
@@ -232,12 +228,7 @@ def _split_alpha(image: Image.Image, profile: bytes | None, name: str) -> tuple[
         return _to_srgb(image, profile), None
     alpha = None
     if image.has_transparency_data:
-        if image.mode not in ("RGBA", "LA", "PA", "La", "RGBa"):
-            image = image.convert("LA" if image.mode == "L" else "RGBA")
-        elif image.mode in ("PA", "RGBa"):
-            image = image.convert("RGBA")
-        elif image.mode == "La":
-            image = image.convert("LA")
+        image = image.convert("LA" if image.mode in ("L", "LA", "La") else "RGBA")
         alpha = image.getchannel("A")
         image = image.convert("L" if image.mode == "LA" else "RGB")
     return _to_srgb(image, profile), alpha

@@ -17,13 +17,9 @@ from torch import Tensor
 from library.errors import UserError, names_in_short
 from library.models.layer_names import LoraTargets
 from library.safetensors_io import TensorEntry, read_entries, read_safetensors_header, read_tensor
-from networks.files.joined import split_fused, split_rows
+from networks.files.joined import split_parts
 from networks.files.layouts import FoundModule, find_place, refuse_other_family, split_key
-from networks.files.metadata import (
-    AlphaTable,
-    read_alphas,
-    weight_file,
-)
+from networks.files.metadata import AlphaTable, read_alphas, weight_file
 from networks.files.weights import (
     KINDS,
     NORMS,
@@ -191,8 +187,7 @@ def _modules_of(
         _check_norms(read)
         if not module.is_fused and place.part is not None:
             return {component + place.modules[place.part]: read}
-        parts: Mapping[int, AdapterWeights]
-        parts = split_fused(place.row, read) if isinstance(read, LoraWeights) else split_rows(place.row, read)
+        parts = split_parts(place.row, read)
     except RowsDependError as error:
         why = "which have weights of their own here; use it in the program that trained it"
         raise UserError(f"{where}: {error} ({', '.join(place.modules)}), {why}") from None

@@ -17,11 +17,7 @@ from collections.abc import Mapping
 import torch
 
 from library.models.layer_names import KeyRow
-from networks.files.weights import (
-    AdapterWeights,
-    LoraWeights,
-    same_down,
-)
+from networks.files.weights import AdapterWeights, LoraWeights, same_down
 
 
 def fuse_parts(row: KeyRow, parts: Mapping[int, LoraWeights]) -> LoraWeights:
@@ -52,47 +48,31 @@ def fuse_parts(row: KeyRow, parts: Mapping[int, LoraWeights]) -> LoraWeights:
     return LoraWeights(down, up, (first.scale if one_scale else 1.0) * count * rank)
 
 
-def split_fused(row: KeyRow, fused: LoraWeights) -> dict[int, LoraWeights]:
-    """Return part index -> weights with the same update as ``fused``.
+def split_parts(row: KeyRow, joined: AdapterWeights) -> dict[int, AdapterWeights]:
+    """Return part index -> the change of its rows, of an adapter of the original module.
 
     Parts of a block-diagonal LoRA whose down-projection is all zero were never there and are left out.
-
-    Raises:
-        ValueError: the shapes are not those of this module.
-    """
-    if len(row.parts) == 1:
-        return {0: LoraWeights(fused.down, row.swap(fused.up), fused.alpha)}
-    rows = row.part_rows(fused.up.shape[0], fused.down.shape[1])
-    ups = fused.up.split(rows)
-    count = len(rows)
-    rank = fused.rank // count
-    if fused.rank % count or not all(_only_block(up, i * rank, rank) for i, up in enumerate(ups)):
-        return {i: LoraWeights(fused.down, up.contiguous(), fused.alpha) for i, up in enumerate(ups)}
-    parts: dict[int, LoraWeights] = {}
-    for i, up in enumerate(ups):
-        block = slice(i * rank, (i + 1) * rank)
-        filled = fused.down[block].any(dim=1)
-        if bool(filled.all()):
-            parts[i] = LoraWeights(fused.down[block], up[:, block].contiguous(), fused.alpha / count)
-        elif bool(filled.any()):
-            kept = int(filled.sum())
-            alpha = fused.scale * kept
-            parts[i] = LoraWeights(fused.down[block][filled], up[:, block][:, filled].contiguous(), alpha)
-    return parts
-
-
-def split_rows(row: KeyRow, joined: AdapterWeights) -> dict[int, AdapterWeights]:
-    """Return part index -> its rows of an adapter of another kind that was trained on the original module.
 
     Raises:
         ValueError: the shapes are not those of this module, or the rows' changes depend on one another.
     """
     out, columns = joined.shape
     if len(row.parts) == 1:
-        order = row.swap(torch.arange(out))
-        return {0: joined.of_rows(order) if row.halves_swapped else joined}
+        return {0: joined.of_rows(row.swap(torch.arange(out))) if row.halves_swapped else joined}
     ends = row.part_rows(out, out // sum(row.rows) if columns is None else columns)
-    return {i: joined.of_rows(rows) for i, rows in enumerate(torch.arange(out).split(ends))}
+    parts = {i: joined.of_rows(rows) for i, rows in enumerate(torch.arange(out).split(ends))}
+    count, rank = len(ends), joined.rank // len(ends)
+    loras = {i: part for i, part in parts.items() if isinstance(part, LoraWeights)}
+    if not loras or joined.rank % count or not all(_only_block(p.up, i * rank, rank) for i, p in loras.items()):
+        return parts
+    found: dict[int, AdapterWeights] = {}
+    for i, part in loras.items():
+        block = slice(i * rank, (i + 1) * rank)
+        filled = part.down[block].any(dim=1)
+        if kept := int(filled.sum()):
+            alpha = part.alpha * kept / part.rank
+            found[i] = LoraWeights(part.down[block][filled], part.up[:, block][:, filled].contiguous(), alpha)
+    return found
 
 
 def _only_block(up: torch.Tensor, start: int, rank: int) -> bool:

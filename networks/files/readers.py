@@ -52,10 +52,10 @@ from torch import Tensor
 from library.errors import UserError, names_in_short
 from library.files import read_toml
 from library.models.layer_names import KeyNames, KeyPlace, LoraTargets
-from networks.files.joined import split_rows
+from networks.files.joined import split_parts
 from networks.files.layouts import SAVE_FORMATS, key_stem, layout_of, stem_of
 from networks.files.metadata import AlphaTable
-from networks.files.weights import KINDS, TITLES, AdapterWeights, LoraWeights, rank_of
+from networks.files.weights import KINDS, TITLES, AdapterWeights, rank_of
 
 
 @dataclass(frozen=True)
@@ -307,18 +307,6 @@ def _read_module(form: Keys, place: KeyPlace, tensors: dict[str, Tensor]) -> dic
     if place.part is not None:
         return {place.modules[place.part]: weights}
     try:
-        if not isinstance(weights, LoraWeights):
-            return {place.modules[part]: of_rows for part, of_rows in split_rows(place.row, weights).items()}
-        rows = place.row.part_rows(weights.up.shape[0], weights.down.shape[1])
+        return {place.modules[part]: of_rows for part, of_rows in split_parts(place.row, weights).items()}
     except ValueError:
         return {}
-    ups = place.row.swap(weights.up).split(rows)
-    return {name: _without_zeros(weights, up) for name, up in zip(place.modules, ups, strict=True)}
-
-
-def _without_zeros(weights: LoraWeights, up: Tensor) -> LoraWeights:
-    """Return the LoRA with some of its rows of B, less the ranks that do nothing in them: the other blocks' of qkv."""
-    kept = up.ne(0).any(dim=0)
-    if not bool(kept.any()) or bool(kept.all()):
-        return LoraWeights(weights.down, up, weights.alpha)
-    return LoraWeights(weights.down[kept], up[:, kept], weights.scale * int(kept.sum()))

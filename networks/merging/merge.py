@@ -27,6 +27,7 @@ import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -333,11 +334,7 @@ class BaseWeights:
 
     def changes(self, targets: LoraTargets) -> dict[str, Callable[[Tensor], Tensor]]:
         """Return parameter of the transformer -> what makes the merged weight [out, in] fp32 of it."""
-
-        def change(name: str) -> Callable[[Tensor], Tensor]:
-            return lambda weight: self._merged(name, weight)
-
-        return {f"{targets.path_in_model(name)}.weight": change(name) for name in self.updates}
+        return {f"{targets.path_in_model(name)}.weight": partial(self._merged, name) for name in self.updates}
 
     def _merged(self, name: str, weight: Tensor) -> Tensor:
         for update, strength in self.updates[name]:

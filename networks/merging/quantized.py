@@ -24,7 +24,7 @@ from torch import Tensor
 
 from library.models.layer_names import LoraTargets
 from library.precision.checkpoint import QuantizedFile
-from library.precision.files.base import QuantizedWeight, Scheme, StoredWeight
+from library.precision.files.base import QuantizedWeight, Scheme
 from library.precision.names import LayoutKind
 from library.precision.parity.activations import LayerInputs
 from library.precision.parity.compensated import merge_into, quantize_compensated
@@ -101,11 +101,8 @@ class QuantizedMerge:
         """Return how one tensor is made, with scales as the file will have them; each of a quantised base its own."""
         if self.layout is not None:
             return self.layout.weights[name].scheme
-        return self._to_be_stored(name).scheme
-
-    def _to_be_stored(self, name: str) -> StoredWeight:
         dtype, shape = self.base.weights.entries[name].spec
-        return self.recipe.scheme.store(self.kind, name, shape, dtype)
+        return self.recipe.scheme.store(self.kind, name, shape, dtype).scheme
 
     def steps(self, name: str) -> Tensor | None:
         """Return the steps of a weight of a quantised base, which a merge keeps where they suffice."""
@@ -132,12 +129,10 @@ class QuantizedMerge:
         if name in self._made:
             outline, path = self._made[name]
             return outline.with_tensors(load_file(path))
-        return self._quantized(name) if name in self.updates else None
-
-    def _quantized(self, name: str) -> QuantizedWeight:
-        return self.recipe.quantize(
-            name.removesuffix(".weight"), self.merged(name), self.scheme_of(name), self.steps(name)
-        )
+        if name not in self.updates:
+            return None
+        layer = name.removesuffix(".weight")
+        return self.recipe.quantize(layer, self.merged(name), self.scheme_of(name), self.steps(name))
 
     def high(self, name: str, read: Callable[[], Tensor]) -> Tensor:
         """Return a tensor that stays as it is, with its updates; see ``writing.WeightChanges``."""

@@ -19,7 +19,7 @@ from library.errors import UserError
 from library.models.flux.files import FLUX_KEYS, FLUX_TARGETS
 from library.models.layer_names import KeyRow
 from networks.files.adapters import load_lora
-from networks.files.joined import fuse_parts, split_fused
+from networks.files.joined import fuse_parts, split_parts
 from networks.files.layouts import SAVE_FORMATS
 from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter
@@ -377,7 +377,7 @@ def test_fused_update_is_the_parts_updates_and_splits_into_them_again(case) -> N
     fused = fuse_parts(row, parts)
     expected = stacked(row, parts)
     torch.testing.assert_close(fused.delta(), expected)
-    again = split_fused(row, fused)
+    again = split_parts(row, fused)
     assert {i: p.rank for i, p in again.items()} == {i: p.rank for i, p in parts.items()}
     torch.testing.assert_close(stacked(row, again), expected)
 
@@ -385,7 +385,7 @@ def test_fused_update_is_the_parts_updates_and_splits_into_them_again(case) -> N
 @pytest.mark.parametrize("name", ["equal", "with mlp"])
 def test_equal_parts_keep_their_bits_and_their_alpha(name: str) -> None:
     row, parts = CASES[name]
-    again = split_fused(row, fuse_parts(row, parts))
+    again = split_parts(row, fuse_parts(row, parts))
     for i, before in parts.items():
         assert torch.equal(again[i].down, before.down)
         assert torch.equal(again[i].up, before.up)
@@ -394,7 +394,7 @@ def test_equal_parts_keep_their_bits_and_their_alpha(name: str) -> None:
 
 def test_a_dense_fused_lora_splits_with_one_down_and_fuses_back_to_itself() -> None:
     fused = part(6, 2.0, 0, 3 * WIDTH)  # rank 6: a multiple of 3, but not block-diagonal
-    parts = split_fused(QKV, fused)
+    parts = split_parts(QKV, fused)
     torch.testing.assert_close(stacked(QKV, parts), fused.delta())
     back = fuse_parts(QKV, parts)
     assert (back.rank, back.alpha) == (6, 2.0)
@@ -404,14 +404,14 @@ def test_a_dense_fused_lora_splits_with_one_down_and_fuses_back_to_itself() -> N
 def test_halves_are_swapped_for_modulations_in_the_other_order() -> None:
     row = KeyRow("adaLN", ("norm_out",), halves_swapped=True)
     fused = part(2, 1.0, 0, 4)
-    (split,) = split_fused(row, fused).values()
+    (split,) = split_parts(row, fused).values()
     assert torch.equal(split.up, fused.up[[2, 3, 0, 1]])
     assert torch.equal(fuse_parts(row, {0: split}).up, fused.up)
 
 
 def test_rows_that_do_not_add_up_are_refused() -> None:
     with pytest.raises(ValueError, match="20 output rows, 18 expected for 6 input columns"):
-        split_fused(QKV, part(3, 1.0, 0, 20))
+        split_parts(QKV, part(3, 1.0, 0, 20))
 
 
 def original_shapes() -> dict[str, tuple[int, int]]:
