@@ -249,14 +249,6 @@ class TrainingData:
         """Whether any sample has a mask or a region to fill."""
         return self.conditioning == "fill" or any(has_mask(sample) for sample in self._samples)
 
-    def missing_latents(self, fingerprint: str) -> int:
-        """Return how many latents, of conditions too, an image encoder with this fingerprint has yet to encode."""
-        return len(self._latent_jobs(fingerprint))
-
-    def missing_text(self, fingerprint: str, extra: Sequence[TextJob | str] = (), sees_references: bool = False) -> int:
-        """Return how many captions a text encoder with this fingerprint has yet to encode; see :meth:`cache_text`."""
-        return len(self._missing_texts(fingerprint, extra, sees_references))
-
     def cache_latents(
         self, encoder: ImageEncoder, batch_size: int, progress: Progress, rank: int = 0, world: int = 1
     ) -> None:
@@ -265,7 +257,7 @@ class TrainingData:
         The encoder's weights are freed.
         """
         assert (encoder.pixel_multiple, encoder.latent_factor) == (self.pixel_multiple, self.latent_factor)
-        jobs = [job for job in self._latent_jobs(encoder.fingerprint) if _owner(job.path, world) == rank]
+        jobs = [job for job in self.missing_latents(encoder.fingerprint) if _owner(job.path, world) == rank]
         try:
             if jobs:
                 encode_latents(jobs, encoder, batch_size, progress("caching latents", len(jobs)))
@@ -282,7 +274,7 @@ class TrainingData:
         world: int = 1,
     ) -> None:
         """Encode the captions that are missing, and ``extra`` ones (sample prompts), each once; free the weights."""
-        missing = self._missing_texts(encoder.fingerprint, extra, encoder.sees_references)
+        missing = self.missing_text(encoder.fingerprint, extra, encoder.sees_references)
         paths = (job.path(self.text_folder, encoder.fingerprint) for job in missing)
         mine = [job for job, path in zip(missing, paths, strict=True) if _owner(path, world) == rank]
         try:
@@ -326,14 +318,18 @@ class TrainingData:
             index.save()
 
     @collecting_later()
-    def _latent_jobs(self, fingerprint: str) -> list[EncodeJob]:
+    def missing_latents(self, fingerprint: str) -> list[EncodeJob]:
+        """Return the latents, of conditions too, that an image encoder with this fingerprint has yet to encode."""
         self._hash_contents()
         for dataset in self._datasets:
             dataset.image_fingerprint = fingerprint
         return missing_latents(self._samples, self.seed, fingerprint)
 
     @collecting_later()
-    def _missing_texts(self, fingerprint: str, extra: Sequence[TextJob | str], sees_references: bool) -> list[TextJob]:
+    def missing_text(
+        self, fingerprint: str, extra: Sequence[TextJob | str] = (), sees_references: bool = False
+    ) -> list[TextJob]:
+        """Return the captions that a text encoder with this fingerprint has yet to encode; see :meth:`cache_text`."""
         for dataset in self._datasets:
             dataset.text_fingerprint, dataset.text_sees_references = fingerprint, sees_references
         own = [TextJob(caption) for caption in self.captions()]

@@ -61,7 +61,7 @@ def test_images_are_encoded_once_in_batches_of_one_size(tmp_path: Path) -> None:
     assert sorted(images.batches) == [(1, 3, 48, 80), (1, 3, 64, 64), (2, 3, 48, 80), (2, 3, 64, 64)]
     assert texts.seen == ["a, b, c"]
     again = build(toml)
-    assert (again.missing_latents("vae-1"), again.missing_text("text-1")) == (0, 0)
+    assert (len(again.missing_latents("vae-1")), len(again.missing_text("text-1"))) == (0, 0)
     images, texts = cache_all(again)
     assert (images.batches, texts.seen) == ([], [])
     assert items(again.train)[0].latents.shape == (3, 8, 8)
@@ -75,7 +75,7 @@ def test_a_changed_image_is_encoded_again_and_nothing_stale_is_used(tmp_path: Pa
     make_image(64, 64, seed=5).save(path)
     os.utime(path, (LONG_AGO + 60, LONG_AGO + 60))
     data = build(toml)
-    assert data.missing_latents("vae-1") == 1
+    assert len(data.missing_latents("vae-1")) == 1
     cache_all(data)
     torch.testing.assert_close(data.train[(0, 0)].latents, averaged(pixels_of(path)), atol=1e-6, rtol=0)
 
@@ -87,7 +87,7 @@ def test_a_changed_caption_is_encoded_again(tmp_path: Path) -> None:
     path.write_text("new")
     os.utime(path, (LONG_AGO + 60, LONG_AGO + 60))
     data = build(toml)
-    assert data.missing_text("text-1") == 1
+    assert len(data.missing_text("text-1")) == 1
     cache_all(data)
     assert spelled(data.train[(0, 0)].text) == "new"
 
@@ -96,13 +96,13 @@ def test_another_encoder_or_setting_encodes_again_and_going_back_does_not(tmp_pa
     add_image(tmp_path / "img", "a.png", (96, 64))
     cache_all(build(write_toml(tmp_path)))
     data = build(write_toml(tmp_path))
-    assert (data.missing_latents("vae-2"), data.missing_text("text-2")) == (1, 1)
+    assert (len(data.missing_latents("vae-2")), len(data.missing_text("text-2"))) == (1, 1)
     for general in ("flip_aug = true", "random_crop = true", "resize_interpolation = 'area'"):
-        assert build(write_toml(tmp_path, general=general)).missing_latents("vae-1") == 1, general
+        assert len(build(write_toml(tmp_path, general=general)).missing_latents("vae-1")) == 1, general
     with_alpha = build(write_toml(tmp_path, general="alpha_mask = true"), masked_loss=True)
-    assert with_alpha.missing_latents("vae-1") == 1
-    assert build(write_toml(tmp_path)).missing_latents("vae-1") == 0
-    assert build(write_toml(tmp_path, general="resize_interpolation = 'lanczos'")).missing_latents("vae-1") == 0
+    assert len(with_alpha.missing_latents("vae-1")) == 1
+    assert len(build(write_toml(tmp_path)).missing_latents("vae-1")) == 0
+    assert len(build(write_toml(tmp_path, general="resize_interpolation = 'lanczos'")).missing_latents("vae-1")) == 0
 
 
 @pytest.mark.parametrize("damage", ["empty", "cut", "text"])
@@ -116,7 +116,7 @@ def test_a_damaged_cache_file_is_encoded_again(tmp_path: Path, damage: str) -> N
         content = victim.read_bytes()
         victim.write_bytes({"empty": b"", "cut": content[:-10], "text": b"hello"}[damage])
     data = build(toml)
-    assert (data.missing_latents("vae-1"), data.missing_text("text-1")) == (1, 1)
+    assert (len(data.missing_latents("vae-1")), len(data.missing_text("text-1"))) == (1, 1)
     cache_all(data)
     assert len(items(data.train)) == 3
 
@@ -216,7 +216,7 @@ def test_a_cache_file_of_an_earlier_version_is_encoded_again(tmp_path: Path) -> 
     cache_all(data)
     (path,) = (tmp_path / "img" / ".tandem_cache" / "latents").iterdir()
     save_file(load_file(path), path)  # as they were without checksums
-    assert build(write_toml(tmp_path)).missing_latents("vae-1") == 1
+    assert len(build(write_toml(tmp_path)).missing_latents("vae-1")) == 1
 
 
 def test_an_image_changed_while_caching_is_refused(tmp_path: Path) -> None:
@@ -245,7 +245,7 @@ def test_what_is_not_finite_is_never_cached(tmp_path: Path) -> None:
         UserError, match=r"^caption 'a, b, c': prompt_embeds is not finite; encode text in bf16 or fp32$"
     ):
         data.cache_text(BrokenText(), [], 1, silent)
-    assert (data.missing_latents("vae-1"), data.missing_text("text-1")) == (1, 1)
+    assert (len(data.missing_latents("vae-1")), len(data.missing_text("text-1"))) == (1, 1)
 
 
 def test_processes_share_the_encoding(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_processes_share_the_encoding(tmp_path: Path) -> None:
         data.cache_text(texts, ["a prompt"], 1, silent, rank, 3)
         shares.append((len(images.batches), len(texts.seen)))
     assert [sum(share) for share in zip(*shares, strict=True)] == [12, 13]
-    assert build(toml).missing_latents("vae-1") == build(toml).missing_text("text-1", ["a prompt"]) == 0
+    assert len(build(toml).missing_latents("vae-1")) == len(build(toml).missing_text("text-1", ["a prompt"])) == 0
 
 
 def test_progress_counts_what_is_encoded(tmp_path: Path) -> None:
@@ -281,7 +281,7 @@ def test_caches_go_to_cache_directory(tmp_path: Path) -> None:
 def test_sample_prompts_are_cached_with_the_captions(tmp_path: Path) -> None:
     add_image(tmp_path / "img", "a.png")
     data = build(write_toml(tmp_path))
-    assert data.missing_text("text-1", ["a, b, c", "a prompt", ""]) == 3
+    assert len(data.missing_text("text-1", ["a, b, c", "a prompt", ""])) == 3
     data.cache_text(LettersEncoder(), ["a prompt", ""], 2, silent)
     assert spelled(data.text_embeddings("a prompt")) == "a prompt"
     assert spelled(data.text_embeddings("")) == ""
@@ -316,6 +316,6 @@ def test_a_warm_start_opens_no_image_no_caption_and_one_cache_file_of_each_size(
     monkeypatch.setattr(builtins, "open", noting_open)
     monkeypatch.setattr(Image, "open", noting_open)
     data = build(toml)
-    assert (data.missing_latents("vae-1"), data.missing_text("text-1")) == (0, 0)
+    assert (len(data.missing_latents("vae-1")), len(data.missing_text("text-1"))) == (0, 0)
     assert not [path for path in opened if path.endswith((".png", ".txt"))]
     assert len({path for path in opened if path.endswith(".safetensors")}) == 2  # one of latents, one of text

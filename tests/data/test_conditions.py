@@ -118,8 +118,8 @@ def test_generated_masks_change_with_epoch_and_repeat_and_stay_among_the_variant
     assert set(seen) == {0, 1, 2}
     assert seen[::2] != seen[1::2]
     again = build(tmp_path / "dataset.toml", conditioning="fill", seed=4)
-    assert again.missing_latents("vae-1") == 0
-    assert build(tmp_path / "dataset.toml", conditioning="fill", seed=5).missing_latents("vae-1") == 3
+    assert len(again.missing_latents("vae-1")) == 0
+    assert len(build(tmp_path / "dataset.toml", conditioning="fill", seed=5).missing_latents("vae-1")) == 3
 
 
 def test_without_a_source_masks_of_all_kinds_are_generated_and_the_summary_says_so(tmp_path: Path) -> None:
@@ -282,13 +282,13 @@ def test_a_changed_companion_is_encoded_again_and_shared_control_images_once(tmp
     data = build(
         write_toml(tmp_path, subset="image_dir = 'img'\ncontrol_directory = 'control'"), conditioning="references"
     )
-    assert data.missing_latents("vae-1") == 3  # two images, one control image twice
+    assert len(data.missing_latents("vae-1")) == 3  # two images, one control image twice
     cache_all(data)
     add_image(tmp_path / "control", "1.png", caption=None, seed=10)
     make_old(tmp_path / "control" / "1.png")
     (tmp_path / "control" / "1.png").touch()
     again = build(tmp_path / "dataset.toml", conditioning="references")
-    assert again.missing_latents("vae-1") == 1
+    assert len(again.missing_latents("vae-1")) == 1
 
 
 @pytest.mark.parametrize("kind", ["fill", "references"])
@@ -353,7 +353,7 @@ def test_caches_of_grey_keep_their_names_and_other_colours_have_their_own(tmp_pa
     filling(tmp_path, keys)
     for blank, missing in (("grey", 0), ("black", 1), ("white", 1), ("noise", 1)):
         toml = write_toml(tmp_path, subset=f"image_dir = 'img'\n{keys}inpaint_blank = '{blank}'")
-        assert build(toml, conditioning="fill").missing_latents("vae-1") == missing
+        assert len(build(toml, conditioning="fill").missing_latents("vae-1")) == missing
 
 
 def test_noise_is_a_function_of_seed_sample_and_mask_and_even_from_black_to_white(tmp_path: Path) -> None:
