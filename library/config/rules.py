@@ -2,8 +2,8 @@
 
 What an option has no effect without stands on its field (``OnlyWith`` in ``library.config.schema``). What options and
 layouts exclude each other stands in one matrix a kind of training, :data:`LORA_MATRIX` and :data:`PRETRAIN_MATRIX`,
-read from matrix.toml, which docs/options.md prints. The rest are rows with a predicate. A rule is about options by
-name, so it holds wherever a schema has these; what a schema lacks it says nothing about.
+which docs/options.md prints. The rest are rows with a predicate. A rule is about options by name, so it holds wherever
+a schema has these; what a schema lacks it says nothing about.
 
 A conflict is data: the options it is about and what to say. An option that asks for nothing (false, zero, its default)
 conflicts with nothing.
@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
-from pathlib import Path
 from typing import Any
 
 from library.config.chat_schema import ChatTrainConfig
@@ -26,7 +24,6 @@ from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
 from library.config.optimizer_types import ELEMENTWISE, SHARDABLE, OptimizerType, estimates_step_size, optimizer_named
 from library.config.pretrain_schema import PretrainConfig
 from library.config.schema import ModelConfig, TrainConfig
-from library.files import read_toml
 
 
 @dataclass(frozen=True)
@@ -97,18 +94,20 @@ class Row:
     Attributes:
         key: the option.
         why: layout -> reason and remedy; options in braces and {layout} are filled in.
-        when: for which values.
+        when: for which values; default: whenever it is set.
         words: those values in words, for the docs.
     """
 
     key: str
     why: Mapping[str, str]
-    when: Callable[[Settings], Any]
-    words: str
+    when: Callable[[Settings], Any] | None = None
+    words: str = ""
 
     def conflicts(self, settings: Settings) -> Iterator[Conflict]:
         """Yield a conflict for each of the layouts that ``settings`` have."""
-        if self.key not in settings.values or not self.when(settings):
+        if self.key not in settings.values:
+            return
+        if not (self.when(settings) if self.when else not is_nothing(settings.values[self.key])):
             return
         for layout, reason in self.why.items():
             if LAYOUTS[layout](settings):
@@ -122,45 +121,159 @@ def _saves_with_base_weights(s: Settings) -> bool:
     return s.network_type == "dora" and of_images and s.save_format != "diffusers"
 
 
+def _each(reason: str, *layouts: str) -> dict[str, str]:
+    return dict.fromkeys(layouts, reason)
+
+
+_SPLITTING = ("shard", "tp", "pp", "device_map", "zero")
+_ONE = "; remove one of them"
 FP8_NOT_GATHERED = (
     "zero = 3 gathers weights in their own dtype, and gloo takes no fp8 (NCCL was not tried); set zero = 2, or shard"
 )
-# Words of matrix.toml in angle brackets -> what they stand for.
-_FILLED_IN = {
-    "<fp8 not gathered>": FP8_NOT_GATHERED,
-    "<elementwise>": listed(ELEMENTWISE),
-    "<shardable>": listed(SHARDABLE),
-}
-_TEXTS_DIFFER = tuple(name for name, row in MODEL_TYPES.items() if row.texts_differ_in_length)
-# ``when`` of matrix.toml -> the values for which a row holds, and these in words, for the docs.
-_WHEN: Mapping[str, tuple[Callable[[Settings], Any], str]] = {
-    "given": (lambda s: s.memory_dry_run is not None, "true, false"),
-    "no lora": (lambda s: s.network_type != "lora", "other than lora"),
-    "needs base weights": (_saves_with_base_weights, "of DoRA, not diffusers"),
-    "text encoders": (lambda s: s.network_train_text_encoder_only or any(s.text_encoder_lr), ""),
-    "texts differ in length": (lambda s: s.model_type in _TEXTS_DIFFER, ", ".join(_TEXTS_DIFFER)),
-    "not elementwise": (lambda s: not _is_one_of(s.optimizer_type, ELEMENTWISE), f"other than {listed(ELEMENTWISE)}"),
-    "not shardable": (lambda s: not _is_one_of(s.optimizer_type, SHARDABLE), f"other than {listed(SHARDABLE)}"),
-    "estimates": (lambda s: estimates_step_size(s.optimizer_type), "Prodigy, D-Adaptation"),
-}
+_CHOSEN = {'memory = "auto"': "{layout} chooses it" + _ONE}
+_DORA = '{save_format}\'s DoRA is made with full base weights, which {layout} splits; set save_format = "diffusers"'
+_PARTS = "{optimizer_type} does not treat every number by itself, and would get parts of weights; use "
 
+_COMMON = (
+    Row("torch_compile", _each("is not made for {layout}" + _ONE, *_SPLITTING)),
+    Row(
+        "activation_budget_mb",
+        {"torch_compile": "a compiled block does not show what it keeps; remove it or torch_compile"} | _CHOSEN,
+    ),
+    Row("shard", {"pp": "the weights of a stage are not split again; set shard = 1 and raise pp"}, LAYOUTS["shard"]),
+    Row(
+        "tp",
+        _each("the parts of a layer are not split again; set {layout} = 1, and raise tp or dp", "shard", "pp"),
+        LAYOUTS["tp"],
+    ),
+)
 
-def _matrix_row(table: Mapping[str, Any]) -> Row:
-    """Return a row of matrix.toml."""
-    key, why = table["key"], dict[str, str]()
-    for cells in table["why"]:
-        text = reduce(lambda text, word: text.replace(word, _FILLED_IN[word]), _FILLED_IN, cells["text"])
-        why |= dict.fromkeys(cells["beside"], text)
-    if value := table.get("value"):
-        return Row(key, why, lambda s: s.values[key] == value, f'"{value}"')
-    is_set = LAYOUTS.get(key, lambda s: not is_nothing(s.values[key]))
-    return Row(key, why, *_WHEN.get(table.get("when", ""), (is_set, "")))
+LORA_MATRIX = (
+    *_COMMON,
+    Row(
+        "blocks_to_swap",
+        _each("moves full weights, which {layout} splits" + _ONE, "shard", "tp")
+        | {
+            "pp": "a stage has few blocks; raise pp, or remove one of them",
+            "device_map": "has blocks on one device in turn" + _ONE,
+            "zero": "DeepSpeed puts the model on its device" + _ONE,
+            "torch_compile": "compiled blocks keep the memory their weights lay in; remove torch_compile or swap none",
+        }
+        | _CHOSEN,
+    ),
+    Row("sample_model", _each("changes full weights, which {layout} splits" + _ONE, "shard", "tp", "pp", "zero")),
+    Row(
+        "memory_dry_run",
+        _each("counts a step of the full model; remove it, or set {layout} = 1", "shard", "tp", "pp")
+        | {
+            "device_map": "looks at one device; remove it, or device_map",
+            "zero": "counts a step without DeepSpeed; remove it, or zero",
+        },
+    ),
+    Row(
+        "memory_dry_run",
+        {'memory = "auto"': "{layout} counts a step in any case; remove it"},
+        lambda s: s.memory_dry_run is not None,
+        "true, false",
+    ),
+    Row(
+        "mixed_precision",
+        _each('fp16 is not made for {layout}; set "bf16"', *_SPLITTING),
+        lambda s: s.mixed_precision == "fp16",
+        '"fp16"',
+    ),
+    Row(
+        "full_bf16",
+        {"shard": "accelerate makes fp32 of it with shard" + _ONE, "zero": "DeepSpeed steps on fp32 copies" + _ONE},
+    ),
+    Row(
+        "text_encoder_lr",
+        _each("{layout} takes a single network; remove it, or {layout}", "shard", "device_map", "zero")
+        | _each("text encoders are not split; remove it, or set {layout} = 1", "tp", "pp"),
+        lambda s: s.network_train_text_encoder_only or any(s.text_encoder_lr),
+    ),
+    Row("save_format", _each(_DORA, "shard", "pp", "zero = 3"), _saves_with_base_weights, "of DoRA, not diffusers"),
+    Row(
+        "network_type",
+        {
+            "tp": "{network_type} changes full weights, of which tp leaves parts; train a lora, or set tp = 1",
+        },
+        lambda s: s.network_type != "lora",
+        "other than lora",
+    ),
+    Row(
+        "optimizer_type",
+        {
+            "zero": f"{_PARTS}{listed(ELEMENTWISE)}, or shard, with which any trains",
+        },
+        lambda s: not _is_one_of(s.optimizer_type, ELEMENTWISE),
+        f"other than {listed(ELEMENTWISE)}",
+    ),
+    Row("fp8_base", {"zero = 3": FP8_NOT_GATHERED}),
+    Row("fp8_scaled", {"zero = 3": FP8_NOT_GATHERED}),
+    Row("quantised_activations", {"tp": "rounds by full inputs, of which tp gives a layer a part" + _ONE}),
+    Row("gradient_checkpointing", _CHOSEN),
+    Row("cpu_offload_checkpointing", {"device_map": "brings inputs back to one device" + _ONE} | _CHOSEN),
+    Row(
+        "scale_weight_norms",
+        {"zero": "DeepSpeed steps on copies of the weights, which it would not reach" + _ONE},
+    ),
+    Row(
+        "memory",
+        _each('"auto" tries the full model on each device; remove it, or the split', *_SPLITTING),
+        lambda s: s.memory == "auto",
+        '"auto"',
+    ),
+    Row(
+        "model_type",
+        {"pp": "{model_type} keeps captions' lengths, so that parts of a batch differ in shape; use shard"},
+        lambda s: MODEL_TYPES[s.model_type].texts_differ_in_length,
+        ", ".join(name for name, row in MODEL_TYPES.items() if row.texts_differ_in_length),
+    ),
+    Row(
+        "preserve",
+        {"pp": "asks the model twice in a step, stages are passed once; set shard or tp, or pp = 1"},
+        lambda s: s.preserve == "prior",
+        '"prior"',
+    ),
+    Row(
+        "device_map",
+        _each("one process drives all GPUs; remove it, or dp, shard, tp and pp", "dp", "shard", "tp", "pp"),
+    ),
+    Row(
+        "zero",
+        _each(
+            "splits among all processes; remove it, or shard, tp, pp and device_map", "shard", "tp", "pp", "device_map"
+        ),
+    ),
+)
 
-
-_TABLES = read_toml(Path(__file__).with_name("matrix.toml"))[0]
-_COMMON = tuple(map(_matrix_row, _TABLES["both"]))
-LORA_MATRIX = (*_COMMON, *map(_matrix_row, _TABLES["loras"]))
-PRETRAIN_MATRIX = (*_COMMON, *map(_matrix_row, _TABLES["pretraining"]))
+PRETRAIN_MATRIX = (
+    *_COMMON,
+    Row(
+        "full_bf16",
+        _each('rounds full tensors, which {layout} splits; set mixed_precision = "bf16" instead', "shard", "tp", "pp"),
+    ),
+    Row("ema_decay", _each("averages full tensors, which {layout} splits; remove it", "shard", "tp", "pp")),
+    Row(
+        "optimizer_type",
+        {"shard": f"{{optimizer_type}} needs full matrices, which shard splits; use {listed(SHARDABLE)}, or shard = 1"},
+        lambda s: not _is_one_of(s.optimizer_type, SHARDABLE),
+        f"other than {listed(SHARDABLE)}",
+    ),
+    Row(
+        "optimizer_type",
+        {"tp": f"{{optimizer_type}} needs full matrices, which tp splits; use {listed(ELEMENTWISE)}, or set tp = 1"},
+        lambda s: not _is_one_of(s.optimizer_type, ELEMENTWISE),
+        f"other than {listed(ELEMENTWISE)}",
+    ),
+    Row(
+        "optimizer_type",
+        {"pp": "{optimizer_type} sums over all weights, of which a stage has a part; use AdamW or Muon, or pp = 1"},
+        lambda s: estimates_step_size(s.optimizer_type),
+        "Prodigy, D-Adaptation",
+    ),
+)
 
 
 # --- rules with a predicate ----------------------------------------------------------------------------------------
