@@ -50,7 +50,7 @@ from library.training.engine import Engine
 from library.training.memory.block_swap import swappable
 from library.training.memory.budget import available_bytes, in_words
 from library.training.memory.dummy_checkpoint import with_dummies
-from library.training.memory.fake_cuda import cache_folder, library_path, pretend
+from library.training.memory.fake_cuda import cache_folder, has_card, library_path, pretend
 from library.training.memory.formula import ModelShape, StepOptions, model_numbers, step_parts
 from library.training.memory.policy import MemoryPlan, Source, choose, describe, remedies, room_in
 from library.training.memory.trace import MemoryTrace, device_processes, tracing
@@ -99,7 +99,7 @@ def plan_memory(build: Build, config: TrainConfig, source: Source | None = None)
         UserError: the configuration cannot run; without a compiler, the formula does not know what it trains.
     """
     notes = list[str]()
-    if source is None and torch.cuda.is_available():
+    if source is None and has_card():
         source = "card"
     if source is None:
         try:

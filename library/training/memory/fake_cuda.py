@@ -38,6 +38,11 @@ _SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 aten = torch.ops.aten
 
 
+def has_card() -> bool:
+    """Whether PyTorch has a card, and not this device's answers, which :func:`pretend` puts into a CPU build."""
+    return torch.backends.cuda.is_built() and torch.cuda.is_available()
+
+
 def library_path() -> Path:
     """Return the shared library of the device, compiled now if this PyTorch has none yet (ten seconds).
 

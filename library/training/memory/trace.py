@@ -48,7 +48,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from library.safetensors_io import read_rows
-from library.training.memory.fake_cuda import attention_kernel, library_path
+from library.training.memory.fake_cuda import attention_kernel, has_card, library_path
 
 _ROUNDED_TO = 512  # bytes, of PyTorch's caching allocator
 aten = torch.ops.aten
@@ -317,7 +317,7 @@ def device_processes(count: int = 1) -> Iterator[ProcessPoolExecutor]:
         UserError: the device cannot be compiled.
     """
     settings: dict[str, str] = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    if not torch.cuda.is_available():
+    if not has_card():
         settings["LD_PRELOAD"] = f"{os.environ.get('LD_PRELOAD', '')} {library_path()}".strip()
     before = {name: os.environ.pop(name, None) for name in (*settings, *_OF_A_GROUP)}
     os.environ.update(settings)
