@@ -27,16 +27,11 @@ def _checked_head(body: bytes) -> bytes:
     return b'{"crc32":"%08x","content":' % zlib.crc32(body)
 
 
-def seal_json(content: Any) -> bytes:
-    """Return ``content`` as JSON behind a checksum of itself, as :func:`read_checked_json` reads it."""
-    body = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass") + b"}\n"
-    return _checked_head(body) + body
-
-
 def write_checked_json(path: str | Path, content: Any) -> None:
     """Write ``content`` as JSON behind a checksum of itself, for :func:`read_checked_json`."""
+    body = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass") + b"}\n"
     with atomic_path(path) as temporary:
-        temporary.write_bytes(seal_json(content))
+        temporary.write_bytes(_checked_head(body) + body)
 
 
 def read_checked_json(path: str | Path) -> Any:
@@ -46,11 +41,7 @@ def read_checked_json(path: str | Path) -> Any:
         OSError: it cannot be read.
         ValueError: not a byte of it can be relied on.
     """
-    return unseal_json(read_own(path))
-
-
-def unseal_json(data: bytes) -> Any:
-    """Return what :func:`seal_json` was given; ValueError where the checksum does not fit."""
+    data = read_own(path)
     head, body = data[:_CHECKED_HEAD], data[_CHECKED_HEAD:]
     if head != _checked_head(body):
         raise ValueError("its checksum does not fit")

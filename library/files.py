@@ -180,7 +180,7 @@ def _in_use(match: re.Match[str], leftover: Path) -> bool:
     machine, pid, owner = match["machine"], match["pid"], f"{match['machine']}-{match['pid']}-{match['begun']}"
     if owner == _this_process():
         return False  # what is looked for at the start was not made by this process, but by one of the same numbers
-    if machine == machine_name()[1] and match["begun"] != "0":
+    if machine == machine_name() and match["begun"] != "0":
         return process_began(int(pid)) == int(match["begun"])
     try:
         return time.time() - leftover.stat().st_ctime < _FOREIGN_SECONDS[match["kind"]]
@@ -201,22 +201,21 @@ def _this_process() -> str:
 
 @functools.lru_cache(maxsize=4)  # a forked process has another number
 def _process_name(pid: int) -> str:
-    return f"{machine_name()[1]}-{pid}-{process_began(pid)}"
+    return f"{machine_name()}-{pid}-{process_began(pid)}"
 
 
 @functools.cache
-def machine_name() -> tuple[str, str]:
-    """Return what stands for this start of the machine, and for what numbers its processes together, in hex digits.
+def machine_name() -> str:
+    """Return hex digits that stand for what numbers processes together: a start of the machine, or of a container.
 
-    The second is that start, or a container's; where the system does not tell, both stand for the machine.
+    Where the system does not tell, they stand for the machine.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii")
         known = f"{boot}{Path('/proc/self/ns/pid').stat().st_ino}"
     except OSError:
-        boot = known = platform.node()
-    both = (hashlib.blake2b(text.encode(), digest_size=4).hexdigest() for text in (boot, known))
-    return next(both), next(both)
+        known = platform.node()
+    return hashlib.blake2b(known.encode(), digest_size=4).hexdigest()
 
 
 def process_began(pid: int) -> int:

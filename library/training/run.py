@@ -92,7 +92,7 @@ class Run:
         """
         state: str | None = None
         say = partial(self.task.console.print, soft_wrap=True)
-        lock = FolderLock(self.names.folder, self.names.name, say)
+        lock = FolderLock(self.names.folder, self.names.name)
         try:
             with agreed("looking at the output folder"):
                 if self.engine.accelerator.is_main_process:

@@ -156,12 +156,12 @@ def test_how_a_run_ended_is_told_from_its_files(tmp_path: Path) -> None:
         "# Tandem: of a run\n[training]\nmax_train_epochs = 4\n[saving]\noutput_name = 'x'\n"
     )
     assert seen().total == 32  # 20 steps were two epochs and about a half
-    lock = FolderLock(run, "run", print)
+    lock = FolderLock(run, "run")
     lock.acquire()
     assert (seen().state, seen().eta) == ("running", 12 * 0.5)
     lock.release()
     code = "import os; from pathlib import Path; from library.folder_lock import FolderLock as L; "
-    code += f"L(Path({str(run)!r}), 'run', print).acquire(); os._exit(9)"
+    code += f"L(Path({str(run)!r}), 'run').acquire(); os._exit(9)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
     assert seen().state == "lost"  # its process was killed
     (run / ".lock").unlink()

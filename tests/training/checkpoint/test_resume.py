@@ -21,7 +21,7 @@ from tests.training.checkpoint.test_state import _states
 from tests.training.parallel.test_launchers import SAME_IN_FP32
 from tests.worker_group import run_in_group
 
-DEAD = f"{atomic.machine_name()[1]}-{os.getpid()}-1"  # a process of this number that began at another time
+DEAD = f"{atomic.machine_name()}-{os.getpid()}-1"  # a process of this number that began at another time
 
 
 def _state(folder: Path, name: str, step: int) -> Path:
