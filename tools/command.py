@@ -10,8 +10,6 @@ from __future__ import annotations
 import argparse
 import math
 import re
-import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -110,14 +108,6 @@ def show_progress(done: int, total: int) -> None:
     """Show "tensor 120 of 780" on a terminal, on one line."""
     if sys.stderr.isatty():
         print(f"\rtensor {done} of {total}", end="\n" if done == total else "", file=sys.stderr, flush=True)
-
-
-def show_and_run(words: list[str], folder: Path | None = None) -> None:
-    """Show a command of this repository and run it; end with it if it fails."""
-    print(f"\n$ python {shlex.join(words)}", flush=True)
-    done = subprocess.run([sys.executable, *words], cwd=folder, check=False)
-    if done.returncode:
-        sys.exit(done.returncode)
 
 
 def choices(section: Any, key: str) -> list[str]:
