@@ -33,6 +33,7 @@ from library.errors import NotFiniteError, UserError
 from library.models.family_files import FamilyFiles
 from library.models.files import locate
 from library.models.layer_names import LoraTargets
+from library.models.registry import lora_targets
 from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder, unpack_latents
 from library.models.weights import load_into, read_config
@@ -68,7 +69,7 @@ class Family:
 
     Attributes:
         name: the ``model_type``.
-        layout: how its models are kept. targets: the layers that LoRAs get, and their names.
+        layout: how its models are kept. targets: the row of ``LORA_TARGETS`` with its name: the layers that LoRAs get.
         transformer_class: diffusers' class. published: arguments of it that differ from its defaults, of the smallest
             of several sizes.
         depths: arguments of it that count blocks.
@@ -89,7 +90,6 @@ class Family:
         distilled_steps: that its distilled model is published to be sampled with.
         distilled: of an instance, whether it is taken for the distilled model where no file tells.
         chained_args: arguments of a block that the outputs of the one before are, in the order of these.
-        repeated_blocks: class names of the blocks, for regional compilation and sharding.
         unused_parts: modules of the transformer that this variant never calls, which are not loaded.
         tail: names of what follows the blocks, for pipelines; none if it cannot be cut.
         int8_passes_bypass: whether newer versions of ComfyUI multiply some layers of its int8 files past a LoRA that
@@ -121,12 +121,16 @@ class Family:
     distilled_steps = 4  # FLUX.1-schnell, FLUX.2 klein
     distilled = False
     chained_args: tuple[str, ...] = ("encoder_hidden_states", "hidden_states")
-    repeated_blocks: tuple[str, ...]
     unused_parts: tuple[str, ...] = ()
     tail: tuple[str, ...] = ()
     int8_passes_bypass = False
 
     optimise_forward: Any
+
+    def __init_subclass__(cls) -> None:
+        """Find the LoRA targets of a class that is a ``model_type``."""
+        if "name" in vars(cls):
+            cls.targets = lora_targets()[cls.name]
 
     # What each family writes.
 

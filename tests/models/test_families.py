@@ -33,10 +33,9 @@ def test_the_options_of_its_parts_are_those_of_the_configurations_table(name: st
     assert layout.title == row.title
 
 
-def test_its_class_is_the_one_its_files_name_and_its_blocks_are_known_by_class(name: str) -> None:
+def test_its_class_is_the_one_its_files_name(name: str) -> None:
     family, model = family_class(name), shallow(name)
     assert family.transformer_class.__name__ == family.layout.transformer
-    assert {type(block).__name__ for block in family.blocks(model)} == set(family.repeated_blocks)
     assert all(model.config[depth] == 1 for depth in family.depths)
     assert all(hasattr(model, part) for part in family.tail)
     assert bool(family.tail) is not MODEL_TYPES[name].texts_differ_in_length

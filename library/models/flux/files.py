@@ -195,9 +195,7 @@ FLUX_TARGETS = LoraTargets(
 )
 
 # Fill and Kontext have dev's layers; Fill's x_embedder is wider, which no option or key shows.
-FLUX_FILL_TARGETS = replace(FLUX_TARGETS, family="flux_fill")
-FLUX_KONTEXT_TARGETS = replace(FLUX_TARGETS, family="flux_kontext")
-LORA_TARGETS = (FLUX_TARGETS, FLUX_FILL_TARGETS, FLUX_KONTEXT_TARGETS)
+LORA_TARGETS = (FLUX_TARGETS, *(replace(FLUX_TARGETS, family=name) for name in ("flux_fill", "flux_kontext")))
 
 _AUTOENCODER = (("latent channels", "decoder.conv_in.weight", 1),)
 ARCHITECTURES = (

@@ -61,7 +61,6 @@ class FluxFamily(Family):
 
     name = "flux"
     layout = flux_files.FILES
-    targets = flux_files.FLUX_TARGETS
     transformer_class = FluxTransformer2DModel
     published = {"guidance_embeds": True}  # noqa: RUF012
     depths = ("num_layers", "num_single_layers")
@@ -72,7 +71,6 @@ class FluxFamily(Family):
     guidance_argument, cfg_argument = "guidance_scale", "true_cfg_scale"
     guidance_input = True
     sample_guidance = 3.5  # the published pipelines' default
-    repeated_blocks = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
     tail = ("norm_out", "proj_out")
     published_texts = staticmethod(published_text)  # CLIP-L and T5-XXL
     optimise_forward = staticmethod(flux_model.optimise_forward)
@@ -182,7 +180,6 @@ class FluxFillFamily(FluxFamily):
     published_pipeline = "FluxFillPipeline"
     sampler = FluxFillPipeline
     cfg_argument = ""
-    targets = flux_files.FLUX_FILL_TARGETS
     published = {"guidance_embeds": True, "in_channels": 384, "out_channels": 64}  # noqa: RUF012
     conditioning: ConditionKind = "fill"
     sample_guidance = 30.0
@@ -268,7 +265,6 @@ class FluxKontextFamily(FluxFamily):
     name = "flux_kontext"
     published_pipeline = "FluxKontextPipeline"
     sampler = _GivenReferences
-    targets = flux_files.FLUX_KONTEXT_TARGETS
     conditioning: ConditionKind = "references"
     sample_guidance = 2.5  # BFL's and the model card's; the pipeline's own default is 3.5
 

@@ -105,8 +105,7 @@ FLUX2_TARGETS = LoraTargets(
     implementation="https://github.com/black-forest-labs/flux2",
     folded_layouts=("comfy",),
 )
-FLUX2_EDIT_TARGETS = replace(FLUX2_TARGETS, family="flux2_klein_edit")
-DEV_TARGETS = replace(
+_DEV_TARGETS = replace(
     FLUX2_TARGETS,
     family="flux2_dev",
     layer_groups=(
@@ -115,8 +114,9 @@ DEV_TARGETS = replace(
     ),
     architecture="flux-2-dev",
 )
-DEV_EDIT_TARGETS = replace(DEV_TARGETS, family="flux2_dev_edit")
-LORA_TARGETS = (FLUX2_TARGETS, FLUX2_EDIT_TARGETS, DEV_TARGETS, DEV_EDIT_TARGETS)
+LORA_TARGETS = tuple(
+    replace(row, family=row.family + variant) for row in (FLUX2_TARGETS, _DEV_TARGETS) for variant in ("", "_edit")
+)
 
 ARCHITECTURES = (
     Architecture(

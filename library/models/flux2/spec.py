@@ -58,7 +58,6 @@ class Flux2Family(Family):
     published_scheduler = {"shift": 3.0, "use_dynamic_shifting": True}  # noqa: RUF012
     latent_channels = 32
     timestep_sampling = "flux2_shift"
-    repeated_blocks = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
     tail = ("norm_out", "proj_out")
     optimise_forward = staticmethod(flux2_model.optimise_forward)
 
@@ -132,7 +131,6 @@ class KleinFamily(Qwen3Family, Flux2Family):
     """FLUX.2 klein."""
 
     name = "flux2_klein"
-    targets = flux2_files.FLUX2_TARGETS
     text_encoder = KleinTextEncoder
     text_layers = QWEN_LAYERS[-1]
     text_settings = ("flux2_klein", MOST_TOKENS)
@@ -168,7 +166,6 @@ class KleinEditFamily(KleinFamily):
     """FLUX.2 klein with reference images."""
 
     name = "flux2_klein_edit"
-    targets = flux2_files.FLUX2_EDIT_TARGETS
     conditioning: ConditionKind = "references"
 
 
@@ -177,7 +174,6 @@ class DevFamily(Flux2Family):
 
     name = "flux2_dev"
     layout = flux2_files.DEV_FILES
-    targets = flux2_files.DEV_TARGETS
     published_texts = staticmethod(published_mistral)
     published_pipeline = "Flux2Pipeline"
     sampler = Flux2Pipeline
@@ -204,5 +200,4 @@ class DevEditFamily(DevFamily):
     """FLUX.2 dev with reference images."""
 
     name = "flux2_dev_edit"
-    targets = flux2_files.DEV_EDIT_TARGETS
     conditioning: ConditionKind = "references"

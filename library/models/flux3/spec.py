@@ -78,7 +78,6 @@ class Flux3KleinFamily(Qwen3Family):
 
     name = "flux3_klein"
     layout = flux3_files.FILES
-    targets = flux3_files.FLUX3_TARGETS
     transformer_class = Flux3Transformer2DModel
     depths = ("num_layers", "num_single_layers")
     image_encoder = Flux2ImageEncoder
@@ -91,12 +90,7 @@ class Flux3KleinFamily(Qwen3Family):
     published_pipeline = "Flux3ModularPipeline"
     cfg_argument = "guidance_scale"
     distilled_steps = DISTILLED_STEPS
-    chained_args = ("hidden_states",)
-    repeated_blocks: tuple[str, ...] = (  # not cut into stages: modes run beside one another
-        "Flux3ModeTransformerBlock",
-        "Flux3TextTransformerBlock",
-        "Flux3SingleTransformerBlock",
-    )
+    chained_args = ("hidden_states",)  # no tail: modes run beside one another
     unused_parts: tuple[str, ...] = tuple(f"{part}.image_cond" for part in _BY_MODE)
     optimise_forward = staticmethod(flux3_model.optimise_forward)
 
@@ -215,7 +209,6 @@ class Flux3KleinEditFamily(Flux3KleinFamily):
     """FLUX.3 klein with reference images, any number of them."""
 
     name = "flux3_klein_edit"
-    targets = flux3_files.FLUX3_EDIT_TARGETS
     conditioning: ConditionKind = "references"
     unused_parts = ()
 

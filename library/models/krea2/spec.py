@@ -74,7 +74,6 @@ class Krea2Family(Qwen3Family):
 
     name = "krea2"
     layout = krea2_files.FILES
-    targets = krea2_files.KREA2_TARGETS
     transformer_class = Krea2Transformer2DModel
     depths = ("num_layers", "num_layerwise_text_blocks", "num_refiner_text_blocks")
     image_encoder = QwenImageEncoder
@@ -96,7 +95,6 @@ class Krea2Family(Qwen3Family):
     timestep_sampling = "krea2_shift"
     distilled_steps = 8
     chained_args = ("hidden_states",)
-    repeated_blocks = ("Krea2TransformerBlock",)
     tail = ("final_layer",)
     optimise_forward = staticmethod(krea2_model.optimise_forward)
 

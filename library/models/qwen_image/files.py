@@ -93,9 +93,11 @@ QWEN_TARGETS = LoraTargets(
     implementation="https://github.com/QwenLM/Qwen-Image",
 )
 
-QWEN_EDIT_TARGETS = replace(QWEN_TARGETS, family="qwen_image_edit", architecture="Qwen-Image-Edit")
-QWEN_EDIT_PLUS_TARGETS = replace(QWEN_TARGETS, family="qwen_image_edit_plus", architecture="Qwen-Image-Edit-Plus")
-LORA_TARGETS = (QWEN_TARGETS, QWEN_EDIT_TARGETS, QWEN_EDIT_PLUS_TARGETS)
+LORA_TARGETS = (
+    QWEN_TARGETS,
+    replace(QWEN_TARGETS, family="qwen_image_edit", architecture="Qwen-Image-Edit"),
+    replace(QWEN_TARGETS, family="qwen_image_edit_plus", architecture="Qwen-Image-Edit-Plus"),
+)
 
 ARCHITECTURES = (
     Architecture(

@@ -56,7 +56,6 @@ class QwenImageFamily(Family):
 
     name = "qwen_image"
     layout = qwen_files.FILES
-    targets = qwen_files.QWEN_TARGETS
     transformer_class = QwenImageTransformer2DModel
     depths = ("num_layers",)
     image_encoder = QwenImageEncoder
@@ -75,7 +74,6 @@ class QwenImageFamily(Family):
     sampler_options = {"max_sequence_length": MOST_TOKENS}  # noqa: RUF012
     cfg_argument = "true_cfg_scale"
     timestep_sampling = "qwen_shift"
-    repeated_blocks = ("QwenImageTransformerBlock",)
     tail = ("norm_out", "proj_out")
     published_texts = staticmethod(published_text)
     optimise_forward = staticmethod(qwen_model.optimise_forward)
@@ -148,7 +146,6 @@ class QwenImageEditFamily(QwenImageFamily):
 
     name = "qwen_image_edit"
     published_pipeline = "QwenImageEditPipeline"
-    targets = qwen_files.QWEN_EDIT_TARGETS
     conditioning: ConditionKind = "references"
     most_references: int | None = 1
 
@@ -178,7 +175,6 @@ class QwenImageEditPlusFamily(QwenImageEditFamily):
 
     name = "qwen_image_edit_plus"
     published_pipeline = "QwenImageEditPlusPipeline"
-    targets = qwen_files.QWEN_EDIT_PLUS_TARGETS
     most_references: int | None = None
 
     def check_variant(self) -> None:

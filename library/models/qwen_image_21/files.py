@@ -80,8 +80,7 @@ QWEN_21_TARGETS = LoraTargets(
     implementation="https://github.com/QwenLM/Qwen-Image",
     plain_layouts=("kohya",),
 )
-QWEN_21_EDIT_TARGETS = replace(QWEN_21_TARGETS, family="qwen_image_21_edit")
-LORA_TARGETS = (QWEN_21_TARGETS, QWEN_21_EDIT_TARGETS)
+LORA_TARGETS = (QWEN_21_TARGETS, replace(QWEN_21_TARGETS, family="qwen_image_21_edit"))
 
 ARCHITECTURES = (
     Architecture(

@@ -42,7 +42,6 @@ class QwenImage21Family(Family):
 
     name = "qwen_image_21"
     layout = qwen_files.FILES
-    targets = qwen_files.QWEN_21_TARGETS
     transformer_class = QwenImage21Transformer2DModel
     depths = ("num_layers",)
     image_encoder = QwenImage21Encoder
@@ -54,7 +53,6 @@ class QwenImage21Family(Family):
     timestep_sampling = "qwen_shift"
     distilled_steps = 8  # sample_sigmas in model_index.json of Qwen/Qwen-Image-2.1-Turbo
     chained_args = ("hidden_states",)
-    repeated_blocks = ("QwenImage21TransformerBlock",)
     tail = ("norm_out", "proj_out")
     optimise_forward = staticmethod(qwen_model.optimise_forward)
 
@@ -154,7 +152,6 @@ class QwenImage21EditFamily(QwenImage21Family):
     """Qwen-Image-2.1 with any number of reference images."""
 
     name = "qwen_image_21_edit"
-    targets = qwen_files.QWEN_21_EDIT_TARGETS
     conditioning: ConditionKind = "references"
 
     def check_text_encoders(self) -> None:

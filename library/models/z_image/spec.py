@@ -42,7 +42,6 @@ class ZImageFamily(Qwen3Family):
 
     name = "z_image"
     layout = z_image_files.FILES
-    targets = z_image_files.Z_IMAGE_TARGETS
     transformer_class = ZImageTransformer2DModel
     depths = ("n_layers",)
     image_encoder = FluxImageEncoder
@@ -55,8 +54,7 @@ class ZImageFamily(Qwen3Family):
     sampler = ZImagePipeline
     cfg_argument, cfg_offset = "guidance_scale", 1
     distilled_steps = 8  # Turbo's card: num_inference_steps=9, whose last step is from 0 to 0
-    chained_args = ("x",)
-    repeated_blocks = ("ZImageTransformerBlock",)  # not cut into stages: microbatches' captions differ in length
+    chained_args = ("x",)  # no tail: microbatches' captions differ in length
     int8_passes_bypass = True
     optimise_forward = staticmethod(z_image_model.optimise_forward)
 

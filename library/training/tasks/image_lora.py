@@ -276,7 +276,7 @@ class ImageLora(LoraTask):
         family, transformer = self.family, self.transformer
         return ParallelSpec(
             transformer,
-            family.repeated_blocks,
+            sorted({type(block).__name__ for block in family.blocks(transformer)}),
             lambda: transformer_split_points(
                 transformer, family.blocks(transformer), family.tail, len(family.chained_args)
             ),

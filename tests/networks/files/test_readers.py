@@ -21,13 +21,14 @@ from torch import Tensor, nn
 
 from library.config.schema import NetworkConfig
 from library.errors import UserError
-from library.models.flux.files import FLUX_FILL_TARGETS, FLUX_KONTEXT_TARGETS, FLUX_TARGETS
+from library.models.flux.files import FLUX_TARGETS
 from library.models.flux2.files import FLUX2_TARGETS
 from library.models.flux3.files import FLUX3_TARGETS
 from library.models.krea2.files import KREA2_TARGETS
 from library.models.layer_names import LoraTargets
 from library.models.qwen_image.files import QWEN_TARGETS
 from library.models.qwen_image_21.files import QWEN_21_TARGETS
+from library.models.registry import lora_targets
 from library.models.z_image.files import Z_IMAGE_TARGETS
 from networks.files.adapters import load_adapter, load_lora
 from networks.files.metadata import ADAPTER_METADATA_KEY, trained_alphas
@@ -229,8 +230,8 @@ def test_a_loha_that_was_trained_on_the_joined_layer_is_read_by_rows(tmp_path: P
     shapes = {"hada_w1_a": (96, 2), "hada_w1_b": (2, 32), "hada_w2_a": (96, 2), "hada_w2_b": (2, 32)}
     tensors = {f"{stem}.{name}": torch.randn(shape) for name, shape in shapes.items()}
     save_file(tensors | {f"{stem}.alpha": torch.tensor(1.0)}, tmp_path / "a.safetensors")
-    meant = load_adapter(tmp_path / "a.safetensors", FLUX_KONTEXT_TARGETS).weights
-    found = {each.program: each for each in loads_in(tmp_path / "a.safetensors", meant, FLUX_KONTEXT_TARGETS)}
+    meant = load_adapter(tmp_path / "a.safetensors", lora_targets()["flux_kontext"]).weights
+    found = {each.program: each for each in loads_in(tmp_path / "a.safetensors", meant, lora_targets()["flux_kontext"])}
     # ComfyUI and musubi-tuner have the joined layer itself
     assert {program for program, each in found.items() if each.is_right} == {"ComfyUI", "musubi-tuner"}
     assert found["ComfyUI"].layers == 3
@@ -378,7 +379,14 @@ REFUSED = [
     (FLUX3_TARGETS, "kohya", "lora", "diffusers", (), "set save_format = diffusers or comfy"),
     (FLUX_TARGETS, "diffusers", "dora", "comfyui", (), "reads no DoRA .*set save_format = comfy"),
     (FLUX_TARGETS, "comfy", "lokr", "diffusers", (), "takes no LoKr of ours; set network_type = lora"),
-    (FLUX_FILL_TARGETS, "kohya", "lora", "diffusers", ("in_dims=[4,0,0,0,0]",), "no LoRA of x_embedder from save"),
+    (
+        lora_targets()["flux_fill"],
+        "kohya",
+        "lora",
+        "diffusers",
+        ("in_dims=[4,0,0,0,0]",),
+        "no LoRA of x_embedder",
+    ),
     (QWEN_TARGETS, "kohya", "lora", "musubi-tuner", ("txt_in_dim=2",), "no LoRA of txt_in .*leave these layers out"),
 ]
 
