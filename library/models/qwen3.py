@@ -11,7 +11,7 @@ shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,29 +72,36 @@ def load_qwen3(
     """
     weights = WeightFiles(path)
     prefix, config = _describe(weights, theta)
-    everything = config.num_hidden_layers
-    kept = everything if layers is None else layers if layers >= 0 else everything + layers
-    if kept > everything:
-        raise UserError(f"{path}: Qwen3 of {everything} layers, {kept} are read; give the text encoder of the model")
-    config.num_hidden_layers, config.layer_types = kept, None
-    config = Qwen3Config.from_dict(config.to_dict())
-    return load_layers(lambda: without_norm(Qwen3Model(config)), weights, prefix, kept, dtype, device, recipe)
+    kept = layers if layers is not None and layers >= 0 else config.num_hidden_layers + (layers or 0)
+    return load_layers(Qwen3Model, weights, prefix, config, kept, dtype, device, recipe)
 
 
 def load_layers(
-    build: Callable[[], Any],
+    model: Any,
     weights: WeightFiles,
     prefix: str,
+    config: Any,
     layers: int,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     recipe: Recipe | None = None,
 ) -> Any:
-    """Load a language model of so many ``layers``, and no norm behind them, from what ``prefix`` stands before."""
+    """Load the first ``layers`` of a ``model`` of ``config``, without the norm behind them.
+
+    ``prefix``: what stands before its names in ``weights``.
+    """
+    if layers > config.num_hidden_layers:
+        raise UserError(
+            f"{weights.path}: a language model of {config.num_hidden_layers} layers, {layers} are read; give the text "
+            "encoder of the model"
+        )
+    settings = config.to_dict() | {"num_hidden_layers": layers}
+    config = type(config).from_dict(settings | ({"layer_types": None} if "layer_types" in settings else {}))
     wanted = (_EMBEDDINGS, *(f"layers.{i}." for i in range(layers)))
     names = {name.removeprefix(prefix): name for name in weights.names if name.startswith(prefix)}
     key_map = {name: [RowRange(source)] for name, source in names.items() if name.startswith(wanted)}
-    return load_into(build, weights, key_map, dtype, device, fp8=WeightLoader(recipe, compute="dequant"))
+    loader = WeightLoader(recipe, compute="dequant")
+    return load_into(lambda: without_norm(model(config)), weights, key_map, dtype, device, fp8=loader)
 
 
 def qwen3_width(path: Path, theta: float = THETA) -> int:
@@ -130,16 +137,18 @@ def _kind(weights: WeightFiles) -> str | None:
 
 
 def sizes_of(
-    shape: Callable[[str], tuple[int, ...]], names: Iterable[str], prefix: str, head_dim: int
+    shape: Callable[[str], tuple[int, ...]], names: Collection[str], prefix: str, head_dim: int = 0
 ) -> dict[str, int]:
     """Return the arguments of a language model's configuration that its tensors show.
 
     Args:
         shape: from a tensor's name to its shape. names: of all tensors.
         prefix: before the model's names.
-        head_dim: width of a head.
+        head_dim: width of a head, where there is no norm of queries that shows it.
     """
     first = f"{prefix}layers.0"
+    if (norm := f"{first}.self_attn.q_norm.weight") in names:
+        (head_dim,) = shape(norm)
     vocabulary, width = shape(prefix + _EMBEDDINGS)
     inner, layers = shape(f"{first}.mlp.gate_proj.weight")[0], count_blocks(names, f"{prefix}layers.")
     heads = (shape(f"{first}.self_attn.{name}_proj.weight")[0] // head_dim for name in "qk")
@@ -185,8 +194,7 @@ def _describe(weights: WeightFiles, theta: float) -> tuple[str, Qwen3Config]:
     first = f"{prefix}layers.0"
     if f"{first}.self_attn.q_norm.weight" not in weights or f"{first}.mlp.gate_proj.weight" not in weights:
         raise UserError(f"{weights.path}: not {wanted} (no {first}.self_attn.q_norm); give {wanted} as text_encoder")
-    (head_dim,) = weights.shape(f"{first}.self_attn.q_norm.weight")
-    return prefix, _config(sizes_of(weights.shape, weights.names, prefix, head_dim), theta)
+    return prefix, _config(sizes_of(weights.shape, weights.names, prefix), theta)
 
 
 class Qwen3Family(Family):
@@ -195,6 +203,7 @@ class Qwen3Family(Family):
     Attributes:
         text_encoder: what puts captions to it and keeps of its vectors what the transformer is given.
         text_layers: how many layers are loaded; negative: all but so many.
+        read_layers: after which the vectors are read; default: as ``text_encoder`` says.
         text_settings: what its vectors depend on, for the names of cached ones.
         text_argument: of the transformer, how wide they are.
         text_model: to give, for messages.
@@ -203,6 +212,7 @@ class Qwen3Family(Family):
 
     text_encoder: type[LanguageModelEncoder]
     text_layers: int
+    read_layers: tuple[int, ...] = ()
     text_settings: tuple[object, ...]
     text_argument = "joint_attention_dim"
     text_model = "Qwen3-4B"
@@ -225,4 +235,6 @@ class Qwen3Family(Family):
         (path,), (folder,) = self.files.text_encoders, self.files.tokenizers
         tokenizer = load_qwen_tokenizer(folder, "<|im_start|>", _NAMES[self.theta])
         load = partial(load_qwen3, path, self.text_layers, dtype, device, recipe, self.theta)
-        return self.text_encoder(load, tokenizer, self.text_fingerprint(dtype, recipe, *self.text_settings))
+        encoder = self.text_encoder(load, tokenizer, self.text_fingerprint(dtype, recipe, *self.text_settings))
+        encoder.layers = self.read_layers or encoder.layers
+        return encoder

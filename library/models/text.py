@@ -24,10 +24,12 @@ class TextEncoder:
     """Captions to conditioning tensors.
 
     Attributes:
+        title: of the model, for messages.
         fingerprint: of weights and settings; a part of the names of cached embeddings.
         sees_references: whether the embeddings depend on the reference images too.
     """
 
+    title: str
     fingerprint: str
     sees_references: bool = False
     _model: Any = None  # once there was a caption
@@ -54,23 +56,22 @@ class TextEncoder:
         """Load single encoders, by their names in diffusers' pipeline, for training; each is a child of that name.
 
         Called with a list of captions the module returns their entries of the conditioning, batched, on its device
-        and with gradient. ``enable_gradient_checkpointing()`` makes it recompute its layers in backward.
+        and with gradient. ``enable_gradient_checkpointing()`` makes it recompute its layers in backward. Language
+        models are not trained as text encoders.
         """
-        raise NotImplementedError
+        raise UserError(f"text_encoder_lr: {self.title}, is not trained; remove text_encoder_lr")
 
 
 class LanguageModelEncoder(TextEncoder):
     """Captions in, ``prompt_embeds`` [L, D] and ``prompt_embeds_mask`` [L] (all true) out, of a language model.
 
     Attributes:
-        title: of the model, for messages.
         prompt: what the model reads, ``{}`` for the caption.
         most_tokens: of a prompt; longer ones are cut, as in the pipeline.
         dropped: tokens of the prompt's beginning whose vectors are left out.
         layers: after which the vectors are read, to be put side by side; none: what the model gives.
     """
 
-    title: str
     prompt = "{}"
     most_tokens: int | None = None
     dropped = 0
@@ -128,10 +129,6 @@ class LanguageModelEncoder(TextEncoder):
     def models(self) -> dict[str, nn.Module]:
         """Load the language model."""
         return {"text_encoder": self._load()}
-
-    def load_modules(self, names: Collection[str]) -> nn.Module:
-        """Refuse: language models are not trained as text encoders."""
-        raise UserError(f"text_encoder_lr: {self.title}, is not trained; remove text_encoder_lr")
 
 
 def padded(rows: list[list[int]], length: int = 0, token: int = 0, first: bool = False) -> dict[str, Tensor]:

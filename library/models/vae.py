@@ -11,7 +11,7 @@ https://github.com/black-forest-labs/flux/blob/main/src/flux/sampling.py; diffus
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +21,18 @@ from torch import Tensor
 
 from library.checksums import fingerprint
 from library.errors import UserError
+from library.models.family_files import Shapes
 from library.models.weights import KeyMap, identity_map, load_into, read_config_of
 from library.precision.checkpoint import WeightFiles
+from library.safetensors_io import RowRange
 
 
 class ImageEncoder:
     """Pixels in, normalised latents out, and back. The weights are loaded at the first use.
 
     Attributes:
-        autoencoder: diffusers' class. title: what people call it.
+        autoencoder: diffusers' class. title: what people call it. file: what it is published as.
+        marks: tensors that every file of it has, by diffusers' names.
         published: arguments of ``autoencoder`` as published that are not its defaults.
         is_video: it takes an image as a video of one frame.
         fingerprint: of weights, dtype and kind of latents; a part of the names of cached latents.
@@ -39,6 +42,8 @@ class ImageEncoder:
 
     autoencoder: Any
     title: str
+    file: str
+    marks: tuple[str, ...]
     published: Mapping[str, Any] = {}
     is_video = False
     latent_channels: int
@@ -62,13 +67,25 @@ class ImageEncoder:
 
         No weights are read.
         """
-        if not weights.path.is_dir():
-            return cls.describe_file(weights)
-        return read_config_of(cls.autoencoder.__name__, weights.path, f"give {cls.title}"), identity_map(weights.names)
+        if weights.path.is_dir():
+            config = read_config_of(cls.autoencoder.__name__, weights.path, f"give {cls.title}")
+            return config, identity_map(weights.names)
+        key_map = {ours: [RowRange(theirs)] for theirs, ours in cls.renamed(weights.names).items()}
+        if lacking := [name for name in cls.marks if name not in key_map]:
+            raise UserError(f"{weights.path}: not {cls.title} (no {lacking[0]}); give {cls.file}")
+        try:
+            return cls.arguments({name: weights.shape_of(rows) for name, rows in key_map.items()}), key_map
+        except KeyError as error:
+            raise UserError(f"{weights.path}: tensor {error} is missing; give {cls.file}") from None
+
+    @staticmethod
+    def renamed(names: Collection[str]) -> dict[str, str]:
+        """Return a single file's name of each tensor -> diffusers'; a file may have those already."""
+        raise NotImplementedError
 
     @classmethod
-    def describe_file(cls, weights: WeightFiles) -> tuple[dict[str, Any], KeyMap]:
-        """Return the same of a single file, from its names and shapes."""
+    def arguments(cls, shapes: Shapes) -> dict[str, Any]:
+        """Return the arguments of ``autoencoder`` that fit a single file's ``shapes``, under diffusers' names."""
         raise NotImplementedError
 
     def set_latents(self, config: dict[str, Any]) -> None:

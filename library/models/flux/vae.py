@@ -9,9 +9,8 @@ Latents leave here normalised.
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -20,85 +19,80 @@ from diffusers import AutoencoderKL, AutoencoderKLFlux2
 from torch import Tensor
 
 from library.errors import UserError
+from library.models.family_files import Shapes
+from library.models.layer_names import count_blocks
 from library.models.vae import ImageEncoder
-from library.models.weights import KeyMap, identity_map
+from library.models.weights import KeyMap
 from library.precision.checkpoint import WeightFiles
-from library.safetensors_io import RowRange
 
-PUBLISHED: dict[str, Any] = {  # as config.json of black-forest-labs/FLUX.1-dev has it
+PUBLISHED: dict[str, Any] = {  # as config.json of black-forest-labs/FLUX.1-dev and FLUX.2-dev have it
     "block_out_channels": (128, 256, 512, 512),
     "down_block_types": ("DownEncoderBlock2D",) * 4,
     "up_block_types": ("UpDecoderBlock2D",) * 4,
-    "latent_channels": 16,
     "layers_per_block": 2,
-    "use_quant_conv": False,
-    "use_post_quant_conv": False,
-    "scaling_factor": 0.3611,
-    "shift_factor": 0.1159,
     "sample_size": 1024,
 }
-PUBLISHED_FLUX2: dict[str, Any] = {
-    key: value for key, value in PUBLISHED.items() if key not in ("scaling_factor", "shift_factor")
-} | {"latent_channels": 32, "use_quant_conv": True, "use_post_quant_conv": True}
 
 
 class FluxImageEncoder(ImageEncoder):
     """FLUX.1's autoencoder: latents are normalised by one shift and one scale, (mean - shift) * scale.
 
     Attributes:
-        file: what it is published as. channels: of its latents.
+        channels: of its latents.
         published: arguments of ``autoencoder`` that no tensor shows, and all others of the published one.
     """
 
     autoencoder: Any = AutoencoderKL
     title = "FLUX's VAE"
     file = "ae.safetensors"
+    marks = ("encoder.conv_in.weight", "decoder.conv_in.weight", "encoder.down_blocks.0.resnets.0.conv1.weight")
     channels = 16
-    published: Mapping[str, Any] = PUBLISHED
+    published: Mapping[str, Any] = PUBLISHED | {
+        "latent_channels": 16,
+        "use_quant_conv": False,
+        "use_post_quant_conv": False,
+        "scaling_factor": 0.3611,
+        "shift_factor": 0.1159,
+    }
 
     @classmethod
-    def describe_file(cls, weights: WeightFiles) -> tuple[dict[str, Any], KeyMap]:
-        """Return config and key map of a file in BFL's layout, or in diffusers' without its config.json."""
-        bfl = "encoder.down.0.block.0.conv1.weight" in weights
-        down = "encoder.down.{}.block.{}.conv1.weight" if bfl else "encoder.down_blocks.{}.resnets.{}.conv1.weight"
-        for name in ("encoder.conv_in.weight", "decoder.conv_in.weight", down.format(0, 0)):
-            if name not in weights:
-                raise UserError(f"{weights.path}: not {cls.title} (no {name}); give {cls.file}")
-        levels = next(i for i in itertools.count() if down.format(i, 0) not in weights)
-        channels = [weights.shape(down.format(i, 0))[0] for i in range(levels)]
-        attention = "encoder.mid.attn_1.q.weight" if bfl else "encoder.mid_block.attentions.0.to_q.weight"
-        latent_channels = weights.shape("decoder.conv_in.weight")[1]
-        if latent_channels != cls.channels:
-            raise UserError(
-                f"{weights.path}: {latent_channels} latent channels, {cls.title} has {cls.channels}; give {cls.file}"
-            )
-        quant, post_quant = cls.quant_convolutions(bfl)
-        config = dict(cls.published) | {
-            "in_channels": weights.shape("encoder.conv_in.weight")[1],
-            "out_channels": weights.shape("decoder.conv_out.weight")[0],
+    def describe(cls, weights: WeightFiles) -> tuple[dict[str, Any], KeyMap]:
+        """As everywhere; an autoencoder with another number of latent channels is refused."""
+        config, key_map = super().describe(weights)
+        if (found := config["latent_channels"]) != cls.channels:
+            raise UserError(f"{weights.path}: {found} latent channels, {cls.title} has {cls.channels}; give {cls.file}")
+        return config, key_map
+
+    @staticmethod
+    def renamed(names: Collection[str]) -> dict[str, str]:
+        """Translate BFL's names."""
+        levels = count_blocks(names, "encoder.down.")
+        return {name: _diffusers_name(name, levels) for name in names}
+
+    @classmethod
+    def arguments(cls, shapes: Shapes) -> dict[str, Any]:
+        """Return what the shapes show; the rest is as published."""
+        levels = count_blocks(shapes, "encoder.down_blocks.")
+        channels = [shapes[f"encoder.down_blocks.{i}.resnets.0.conv1.weight"][0] for i in range(levels)]
+        return dict(cls.published) | {
+            "latent_channels": shapes["decoder.conv_in.weight"][1],
+            "in_channels": shapes["encoder.conv_in.weight"][1],
+            "out_channels": shapes["decoder.conv_out.weight"][0],
             "down_block_types": ["DownEncoderBlock2D"] * levels,
             "up_block_types": ["UpDecoderBlock2D"] * levels,
             "block_out_channels": channels,
-            "layers_per_block": next(i for i in itertools.count() if down.format(0, i) not in weights),
+            "layers_per_block": count_blocks(shapes, "encoder.down_blocks.0.resnets."),
             "norm_num_groups": 32 if all(count % 32 == 0 for count in channels) else 8,
-            "use_quant_conv": f"{quant}.weight" in weights,
-            "use_post_quant_conv": f"{post_quant}.weight" in weights,
-            "mid_block_add_attention": attention in weights,
+            "use_quant_conv": "quant_conv.weight" in shapes,
+            "use_post_quant_conv": "post_quant_conv.weight" in shapes,
+            "mid_block_add_attention": "encoder.mid_block.attentions.0.to_q.weight" in shapes,
         }
-        if not bfl:
-            return config, identity_map(weights.names)
-        return config, {_diffusers_name(name, levels): [RowRange(name)] for name in weights.names}
-
-    @staticmethod
-    def quant_convolutions(bfl: bool) -> tuple[str, str]:
-        """Return the names of the convolutions behind the encoder and before the decoder, where a file has them."""
-        return "quant_conv", "post_quant_conv"
 
     def set_latents(self, config: dict[str, Any]) -> None:
-        """Read channels, factor, shift and scale."""
+        """Read channels and factor; shift and scale, where the statistics are not in the weights."""
         self.latent_channels = int(config["latent_channels"])
         self.latent_factor = 2 ** (len(config["block_out_channels"]) - 1)
-        self.scaling, self.shift = float(config["scaling_factor"]), float(config.get("shift_factor") or 0.0)
+        self.scaling, self.shift = float(config.get("scaling_factor", 1.0)), float(config.get("shift_factor") or 0.0)
 
     def normalise(self, latents: Tensor) -> Tensor:
         """Return (latents - shift) * scaling."""
@@ -146,17 +140,7 @@ class Flux2ImageEncoder(FluxImageEncoder):
     title = "FLUX.2's VAE"
     file = "flux2-vae.safetensors"
     channels = 32
-    published = PUBLISHED_FLUX2
-
-    @staticmethod
-    def quant_convolutions(bfl: bool) -> tuple[str, str]:
-        """Return BFL's names, which lie inside encoder and decoder, or diffusers'."""
-        return ("encoder.quant_conv", "decoder.post_quant_conv") if bfl else ("quant_conv", "post_quant_conv")
-
-    def set_latents(self, config: dict[str, Any]) -> None:
-        """Read channels and factor."""
-        self.latent_channels = int(config["latent_channels"])
-        self.latent_factor = 2 ** (len(config["block_out_channels"]) - 1)
+    published = PUBLISHED | {"latent_channels": 32, "use_quant_conv": True, "use_post_quant_conv": True}
 
     def normalise(self, latents: Tensor) -> Tensor:
         """Return (patch - mean) / sqrt(variance + eps) of every patch."""

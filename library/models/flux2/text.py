@@ -107,13 +107,7 @@ def load_mistral(
     """
     weights = WeightFiles(path)
     prefix, config = _describe(weights)
-    most = MISTRAL_LAYERS[-1]
-    if config.num_hidden_layers < most:
-        raise UserError(
-            f"{path}: a Mistral of {config.num_hidden_layers} layers, {most} are read; give Mistral Small 3"
-        )
-    config.num_hidden_layers = most
-    return load_layers(lambda: without_norm(MistralModel(config)), weights, prefix, most, dtype, device, recipe)
+    return load_layers(MistralModel, weights, prefix, config, MISTRAL_LAYERS[-1], dtype, device, recipe)
 
 
 def _mistral_config(**of: int) -> MistralConfig:

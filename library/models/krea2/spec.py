@@ -29,7 +29,6 @@ from library.models.qwen_image.vae import QwenImageEncoder
 from library.models.text import LanguageModelEncoder, padded
 from library.models.vae import image_positions, pack_latents, token_grid
 from library.models.weights import read_config
-from library.precision.recipe import Recipe
 
 _TURBO_SHIFT = math.exp(1.15)  # Krea2Pipeline: mu of a distilled model
 
@@ -78,7 +77,7 @@ class Krea2Family(Qwen3Family):
     depths = ("num_layers", "num_layerwise_text_blocks", "num_refiner_text_blocks")
     image_encoder = QwenImageEncoder
     text_encoder = Krea2TextEncoder
-    text_layers = LAYERS[-1]
+    text_layers, read_layers = LAYERS[-1], LAYERS
     text_argument = "text_hidden_dim"
     text_model = "Qwen3-VL-4B"
     theta = VL_THETA
@@ -97,8 +96,6 @@ class Krea2Family(Qwen3Family):
     chained_args = ("hidden_states",)
     tail = ("final_layer",)
     optimise_forward = staticmethod(krea2_model.optimise_forward)
-
-    _read_layers: tuple[int, ...] = LAYERS
 
     @classmethod
     def example_inputs(cls, config: Any, tokens: int, text: int) -> dict[str, Any]:
@@ -119,12 +116,12 @@ class Krea2Family(Qwen3Family):
         if folder.is_dir():
             settings = read_config(folder.parent, "model_index.json")
         self.distilled = bool(settings.get("is_distilled"))
-        self._read_layers = tuple(settings.get("text_encoder_select_layers") or LAYERS)
-        self.text_layers = max(self._read_layers)
-        self.text_settings = ("krea2", MOST_TOKENS, *self._read_layers)
-        if len(self._read_layers) != (wanted := self.argument("num_text_layers")):
+        self.read_layers = tuple(settings.get("text_encoder_select_layers") or LAYERS)
+        self.text_layers = max(self.read_layers)
+        self.text_settings = ("krea2", MOST_TOKENS, *self.read_layers)
+        if len(self.read_layers) != (wanted := self.argument("num_text_layers")):
             raise UserError(
-                f"{folder}: takes {wanted} layers of the text encoder, {len(self._read_layers)} are read; give a "
+                f"{folder}: takes {wanted} layers of the text encoder, {len(self.read_layers)} are read; give a "
                 "folder whose model_index.json names them (text_encoder_select_layers)"
             )
 
@@ -136,14 +133,6 @@ class Krea2Family(Qwen3Family):
         return FlowMatchEulerDiscreteScheduler.from_config(
             scheduler.config, use_dynamic_shifting=False, shift=_TURBO_SHIFT
         )
-
-    def load_text_encoder(
-        self, dtype: torch.dtype, device: torch.device | str = "cpu", *, recipe: Recipe | None = None
-    ) -> LanguageModelEncoder:
-        """Return Qwen3-VL's language model, of which the layers are read that the folder says."""
-        encoder = super().load_text_encoder(dtype, device, recipe=recipe)
-        encoder.layers = self._read_layers
-        return encoder
 
     def transformer_inputs(
         self, latents: Tensor, sigmas: Tensor, text: dict[str, Tensor], guidance: float, conditions: Conditions
@@ -160,7 +149,7 @@ class Krea2Family(Qwen3Family):
 
     def _by_layer(self, embeds: Tensor) -> Tensor:
         """Return [B, L, layers, D] of ``embeds`` [B, L, layers * D]."""
-        return embeds.unflatten(-1, (len(self._read_layers), -1))
+        return embeds.unflatten(-1, (len(self.read_layers), -1))
 
     def pipeline_text(self, text: dict[str, Tensor], transformer: Any) -> dict[str, Any]:
         """Return the embeddings by layer and their mask."""

@@ -102,9 +102,7 @@ def open_lm(folder: Path) -> tuple[LMConfig, WeightFiles, KeyMap]:
         config = config_from_hf(read_config(folder))
         return config, *hf_weights(_hf_files(folder), config)
     if (folder / "params.json").is_file():
-        files = _meta_file(folder)
-        config = _meta_config(read_config(folder, "params.json"), files)
-        return config, *meta_weights(files, config)
+        return _open_meta(folder)
     if indices := sorted(folder.glob("*.index")):
         hparams = read_config(folder, "hparams.json")
         config = gpt2(*(hparams[key] for key in ("n_embd", "n_layer", "n_head", "n_vocab", "n_ctx")))
@@ -219,28 +217,25 @@ def _hf_files(folder: Path) -> WeightFiles:
     return TorchFiles(folder, [folder / name for name in names])
 
 
-def _meta_file(folder: Path) -> TorchFiles:
+def _open_meta(folder: Path) -> tuple[LMConfig, WeightFiles, KeyMap]:
+    """Open a folder of Meta's; what its ``params.json`` leaves to code follows from shapes.
+
+    Its ``vocab_size`` may be -1, the width of the feed-forward follows from three numbers and rounding, and whether the
+    head is tied is not said: Llama 3.2's small models store the embedding a second time.
+    """
     file = folder / "consolidated.00.pth"
     if not file.is_file():
         raise UserError(f"{folder}: params.json without {file.name}; download the weights too")
     if (folder / "consolidated.01.pth").exists():
         raise UserError(f"{folder}: Meta's weights in several files are not read; use the transformers version")
-    return TorchFiles(folder, [file])
-
-
-def _meta_config(params: dict, files: TorchFiles) -> LMConfig:
-    """Return the configuration of Meta's ``params.json``; what it leaves to code follows from shapes.
-
-    Its ``vocab_size`` may be -1, the width of the feed-forward follows from three numbers and rounding, and whether the
-    head is tied is not said: Llama 3.2's small models store the embedding a second time.
-    """
+    params, files = read_config(folder, "params.json"), TorchFiles(folder, [file])
     width, heads = params["dim"], params["n_heads"]
     vocab_size = files.shape("tok_embeddings.weight")[0]
     scaling = None
     if params.get("use_scaled_rope"):
         small = width < 4096  # Llama 3.2's 1B and 3B
         scaling = Llama31Scaling(factor=params.get("rope_scaling_factor") or (32.0 if small else 8.0))
-    return LMConfig(
+    config = LMConfig(
         family="llama",
         vocab_size=vocab_size,
         context=131072 if scaling else 8192 if vocab_size > 100_000 else 4096,
@@ -255,6 +250,8 @@ def _meta_config(params: dict, files: TorchFiles) -> LMConfig:
         rope_theta=params.get("rope_theta", 10000.0),
         rope_scaling=scaling,
     )
+    key_map = {ours: [RowRange(meta_name(name)) for name, _ in parts] for ours, parts, _ in hf_names(config)}
+    return config, *in_half_split_order(files, config, key_map, ("wq", "wk"))
 
 
 def _head_repeats_embedding(files: TorchFiles) -> bool:
@@ -375,16 +372,10 @@ def _gpt2_weights(
     for ours, ((theirs, _),), transposed in hf_names(config):
         source = name_in_file(theirs)
         if transposed and source in files:
-            derived[f"{source}.T"] = Derived(files.shape(source)[:-3:-1], [source], lambda w: w.flatten(0, -2).t())
+            derived[f"{source}.T"] = Derived(files.shape(source)[:-3:-1], source, lambda w: w.flatten(0, -2).t())
             source = f"{source}.T"
         key_map[ours] = [RowRange(source)]
     return DerivedWeights(files, derived), key_map
-
-
-def meta_weights(files: WeightFiles, config: LMConfig) -> tuple[WeightFiles, KeyMap]:
-    """Return weights and key map of Meta's checkpoint."""
-    key_map = {ours: [RowRange(meta_name(name)) for name, _ in parts] for ours, parts, _ in hf_names(config)}
-    return in_half_split_order(files, config, key_map, ("wq", "wk"))
 
 
 def meta_name(hf_name: str) -> str:
@@ -395,10 +386,11 @@ def meta_name(hf_name: str) -> str:
     return f"{_META[hf_name.removesuffix('.weight')]}.weight"
 
 
-def _targets(family: LMFamily, stack: str, groups: Mapping[str, str]) -> LoraTargets:
+def _targets(family: LMFamily, stack: str) -> LoraTargets:
     """Return a family as LoRA sees it: a LoRA trains the parts of joined matrices (``separate_projections``).
 
-    ``stack`` is transformers' list of blocks; ``groups`` are the linear layers of a block by the name of their group.
+    ``stack`` is transformers' list of blocks. A group is a linear layer of a block and has its name; GPT-2's two layers
+    ``c_proj`` are ``attn_c_proj`` and ``mlp_c_proj``.
     """
     rows = []
     for ours, theirs in _BLOCKS[family].items():
@@ -406,6 +398,8 @@ def _targets(family: LMFamily, stack: str, groups: Mapping[str, str]) -> LoraTar
             part = f".{name.rpartition('.')[2]}" if len(theirs) > 1 else ""
             rows.append(KeyRow(f"blocks.{{i}}.{ours}{part}", (f"{stack}.{{i}}.{name}",), transposed=family == "gpt2"))
     in_block = re.escape(stack) + r"\.(\d+)\."
+    layers = [row.parts[0].removeprefix(f"{stack}.{{i}}.") for row in rows]
+    groups = {layer.replace(".", "_") if layer.endswith("c_proj") else layer.split(".")[1]: layer for layer in layers}
     return LoraTargets(
         family=family,
         layer_groups=tuple(LayerGroup(name, in_block + re.escape(layer)) for name, layer in groups.items()),
@@ -419,18 +413,7 @@ def _targets(family: LMFamily, stack: str, groups: Mapping[str, str]) -> LoraTar
     )
 
 
-_LLAMA_GROUPS = {name: f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
-_LLAMA_GROUPS |= {name: f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")}
-_GPT2_GROUPS = {
-    "c_attn": "attn.c_attn",
-    "attn_c_proj": "attn.c_proj",
-    "c_fc": "mlp.c_fc",
-    "mlp_c_proj": "mlp.c_proj",
-}
-LORA_TARGETS = (
-    _targets("llama", "model.layers", _LLAMA_GROUPS),
-    _targets("gpt2", "transformer.h", _GPT2_GROUPS),
-)
+LORA_TARGETS = (_targets("llama", "model.layers"), _targets("gpt2", "transformer.h"))
 ARCHITECTURES = (
     Architecture("Llama-style language model", (r"(model\.)?layers\.0\.input_layernorm\.weight",)),
     Architecture("GPT-2 language model", (r"(transformer\.)?h\.0\.ln_1\.weight",), without_bias="LayerNorm"),

@@ -157,7 +157,7 @@ def in_half_split_order(
         name = rows.source
         if name not in files or not name.rpartition(".")[0].endswith(layers):
             return rows
-        derived[f"{name}{_ORDERED}"] = Derived(files.shape(name), [name], ordered)
+        derived[f"{name}{_ORDERED}"] = Derived(files.shape(name), name, ordered)
         return RowRange(f"{name}{_ORDERED}")
 
     found = {ours: [changed(rows) for rows in ranges] for ours, ranges in key_map.items()}

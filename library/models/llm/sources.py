@@ -6,7 +6,7 @@ in that form, so that every layout costs the same memory, one model and one tens
 - :class:`TorchFiles` finds where the tensors of a ``.pth`` or ``.bin`` file lie without reading them. Unpickling is
   restricted to tensors (``weights_only``), and under ``FakeTensorMode`` PyTorch reports each storage's place in the
   file instead of filling it. Files from before PyTorch 1.6 (July 2020), which are no archives, are refused.
-- :class:`DerivedWeights` adds tensors that are computed when they are read: a transpose, a permutation, a join.
+- :class:`DerivedWeights` adds tensors that are computed when they are read: a transpose, a permutation.
 - :class:`DequantisedWeights` has no quantised ones.
 - :class:`TensorFlowFiles` finds the tensors of a TensorFlow checkpoint without TensorFlow. The data file
   ``model.ckpt.data-00000-of-00001`` is tensors one behind the other; ``model.ckpt.index`` is a table of LevelDB's kind
@@ -29,6 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from google.protobuf.empty_pb2 import Empty
+from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -84,11 +87,11 @@ def _outline(file: Path) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Derived:
-    """A tensor made of whole stored ones."""
+    """A tensor made of a whole stored one."""
 
     shape: tuple[int, ...]
-    sources: Sequence[str]
-    make: Callable[..., Tensor]
+    source: str
+    make: Callable[[Tensor], Tensor]
 
 
 class DerivedWeights(WeightFiles):
@@ -99,9 +102,7 @@ class DerivedWeights(WeightFiles):
         self._base, self._derived = base, dict(derived)
 
     def __contains__(self, name: str) -> bool:
-        if name in self._derived:
-            return all(source in self._base for source in self._derived[name].sources)
-        return name in self._base
+        return (self._derived[name].source if name in self._derived else name) in self._base
 
     @property
     def names(self) -> list[str]:
@@ -120,21 +121,18 @@ class DerivedWeights(WeightFiles):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def read_quantized(self, ranges: Sequence[RowRange]) -> QuantizedWeight | None:
-        """Return the rows of ``ranges`` as they are stored; a derived tensor is its one source's, rows put in order."""
-        sources = {name: derived.sources[0] for name, derived in self._derived.items()}
+        """Return the rows of ``ranges`` as they are stored; a derived tensor is its source's, rows put in order."""
         stored = self.quantized.weights if self.quantized else {}
-        if not all(sources.get(rows.source, rows.source) in stored for rows in ranges):
-            return None
         parts = []
         for rows in ranges:
-            if (derived := self._derived.get(rows.source)) is None:
-                part = self._base.read_quantized([rows])
-            else:
-                part = self._base.read_quantized([RowRange(derived.sources[0])])
-                assert part is not None
+            derived = self._derived.get(rows.source)
+            if (derived.source if derived else rows.source) not in stored:
+                return None
+            part = self._base.read_quantized([RowRange(derived.source) if derived else rows])
+            assert part is not None
+            if derived:
                 part = part.with_tensors({name: derived.make(tensor) for name, tensor in part.tensors().items()})
                 part = part.part(slice(rows.start, rows.stop))
-            assert part is not None
             parts.append(part)
         return parts[0] if len(parts) == 1 else type(parts[0]).stack(parts)
 
@@ -142,8 +140,7 @@ class DerivedWeights(WeightFiles):
         derived = self._derived.get(rows.source)
         if derived is None:
             return self._base.read([rows])
-        tensor = derived.make(*(self._base.read([RowRange(source)]) for source in derived.sources))
-        return tensor[rows.start : rows.stop].contiguous()
+        return derived.make(self._base.read([RowRange(derived.source)]))[rows.start : rows.stop].contiguous()
 
 
 class DequantisedWeights(WeightFiles):
@@ -185,7 +182,7 @@ class TensorFlowFiles(WeightFiles):
             for key, value in entries.items():
                 if key:
                     self._add(key.decode(), value, shards)
-        except (IndexError, struct.error, UnicodeDecodeError, TypeError) as error:
+        except (IndexError, struct.error, UnicodeDecodeError, TypeError, DecodeError) as error:
             raise UserError(f"{index}: not an index of a TensorFlow checkpoint ({error}); download it again") from None
 
     def _add(self, name: str, entry: bytes, shards: int) -> None:
@@ -240,22 +237,11 @@ def _message(message: bytes) -> tuple[dict[int, int], dict[int, list[bytes]]]:
     """Return a protobuf message's numbers and its submessages or strings, both by field."""
     numbers: dict[int, int] = {}
     parts: dict[int, list[bytes]] = {}
-    at = 0
-    while at < len(message):
-        tag, at = _varint(message, at)
-        match tag & 7:
-            case 0:
-                numbers[tag >> 3], at = _varint(message, at)
-            case 2:
-                length, at = _varint(message, at)
-                parts.setdefault(tag >> 3, []).append(message[at : at + length])
-                at += length
-            case 5:
-                at += 4  # the checksum
-            case 1:
-                at += 8
-            case kind:
-                raise IndexError(f"wire type {kind}")
+    for field in UnknownFieldSet(Empty.FromString(message)):
+        if isinstance(field.data, bytes):
+            parts.setdefault(field.field_number, []).append(field.data)
+        else:
+            numbers[field.field_number] = field.data
     return numbers, parts
 
 

@@ -234,37 +234,52 @@ def vl_key_map(weights: WeightFiles, part: str = "") -> dict[str, list[RowRange]
     return {name.removeprefix(part): [RowRange(source)] for name, source in names.items() if name.startswith(part)}
 
 
+def vl_sizes(weights: WeightFiles, inner: str, head_dim: int = 0) -> tuple[dict[str, int], dict[str, Any]]:
+    """Return what a file shows of the configurations of the language model and of the vision tower, if that is there.
+
+    Args:
+        weights: the file.
+        inner: the first layer of the tower's feed-forward.
+        head_dim: of the language model, where no norm shows it.
+    """
+    names = {vl_name(name): name for name in weights.names}
+
+    def shape(name: str) -> tuple[int, ...]:
+        return weights.shape(names.get(name, name))
+
+    text = sizes_of(shape, names, "language_model.", head_dim)
+    if "visual.patch_embed.proj.weight" not in names:
+        return text, {}
+    width, _, frames, patch, _ = shape("visual.patch_embed.proj.weight")
+    return text, {
+        "depth": count_blocks(names, "visual.blocks."),
+        "hidden_size": width,
+        "intermediate_size": shape(f"visual.blocks.0.mlp.{inner}.weight")[0],
+        "out_hidden_size": text["hidden_size"],
+        "patch_size": patch,
+        "temporal_patch_size": frames,
+    }
+
+
 def _config(weights: WeightFiles) -> Qwen2_5_VLConfig:
     """Return the model's configuration, from its folder or from its shapes."""
     if weights.path.is_dir():
         known = read_config_of("qwen2_5_vl", weights.path, "give Qwen-Image's text encoder")
         return Qwen2_5_VLConfig.from_dict(known)
-    names = {vl_name(name): name for name in weights.names}
-    sees = "visual.patch_embed.proj.weight" in names
-    whole = sees or weights.metadata.get("general.architecture") == "qwen2vl"  # GGUF has the vision tower elsewhere
+    names = set(map(vl_name, weights.names))
+    in_gguf = weights.metadata.get("general.architecture") == "qwen2vl"  # which has the vision tower elsewhere
+    whole = in_gguf or "visual.patch_embed.proj.weight" in names
     if "language_model.layers.0.self_attn.q_proj.bias" not in names or not whole:
         raise UserError(
             f"{weights.path}: not Qwen2.5-VL (no model.layers.0.self_attn.q_proj.bias or visual.patch_embed); give "
             "qwen_2.5_vl_7b.safetensors as text_encoder"
         )
-
-    def shape(name: str) -> tuple[int, ...]:
-        return weights.shape(names[name])
-
-    text, tower = sizes_of(shape, names, "language_model.", _HEAD_DIM), dict[str, Any]()
-    if sees:
-        vision_width, _, frames, patch, _ = shape("visual.patch_embed.proj.weight")
-        depth = count_blocks(names, "visual.blocks.")
-        every = max(1, depth // 4)  # of the 7B's 32 blocks 7, 15, 23 and 31 see the whole image
-        tower = {
-            "depth": depth,
-            "hidden_size": vision_width,
-            "intermediate_size": shape("visual.blocks.0.mlp.gate_proj.weight")[0],
-            "num_heads": vision_width // _VISION_HEAD_DIM,
-            "out_hidden_size": text["hidden_size"],
-            "patch_size": patch,
-            "temporal_patch_size": frames,
-            "fullatt_block_indexes": list(range(every - 1, depth, every)),
+    text, tower = vl_sizes(weights, "gate_proj", _HEAD_DIM)
+    if tower:
+        every = max(1, tower["depth"] // 4)  # of the 7B's 32 blocks 7, 15, 23 and 31 see the whole image
+        tower |= {
+            "num_heads": tower["hidden_size"] // _VISION_HEAD_DIM,
+            "fullatt_block_indexes": list(range(every - 1, tower["depth"], every)),
             "tokens_per_second": 2,
         }
     return _whole(text, tower)

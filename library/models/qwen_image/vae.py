@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -20,10 +21,11 @@ from diffusers import AutoencoderKLQwenImage
 from torch import Tensor
 
 from library.errors import UserError
+from library.models.family_files import Shapes
+from library.models.layer_names import count_blocks
 from library.models.vae import ImageEncoder
-from library.models.weights import KeyMap, identity_map
+from library.models.weights import KeyMap
 from library.precision.checkpoint import WeightFiles
-from library.safetensors_io import RowRange
 
 
 class QwenImageEncoder(ImageEncoder):
@@ -31,6 +33,8 @@ class QwenImageEncoder(ImageEncoder):
 
     autoencoder = AutoencoderKLQwenImage
     title = "Qwen-Image's VAE"
+    file = "qwen_image_vae.safetensors"
+    marks: tuple[str, ...] = ("decoder.conv_in.weight", "encoder.down_blocks.0.conv1.weight")
     is_video = True
 
     @classmethod
@@ -44,20 +48,28 @@ class QwenImageEncoder(ImageEncoder):
             )
         return config, key_map
 
+    @staticmethod
+    def renamed(names: Collection[str]) -> dict[str, str]:
+        """Translate Wan's names."""
+        resamples = (re.match(r"encoder\.downsamples\.(\d+)\.resample\.", name) for name in names)
+        per_level = min((int(match[1]) for match in resamples if match), default=0) + 2
+        return {name: _diffusers_name(name, per_level) for name in names}
+
     @classmethod
-    def describe_file(cls, weights: WeightFiles) -> tuple[dict[str, Any], KeyMap]:
-        """Return config and key map of a file in Wan's layout, or in diffusers' without its config.json."""
-        if "decoder.conv1.weight" in weights and "encoder.downsamples.0.residual.2.weight" in weights:
-            per_level = _residuals(weights, "encoder.downsamples.{}.resample.1.weight") + 2
-            key_map: KeyMap = {_diffusers_name(name, per_level): [RowRange(name)] for name in weights.names}
-        elif "decoder.conv_in.weight" in weights and "encoder.down_blocks.0.conv1.weight" in weights:
-            key_map = identity_map(weights.names)
-        else:
-            raise UserError(
-                f"{weights.path}: not Qwen-Image's autoencoder (no decoder.conv1.weight); give "
-                "qwen_image_vae.safetensors"
-            )
-        return _config(weights, key_map), key_map
+    def arguments(cls, shapes: Shapes) -> dict[str, Any]:
+        """Return what the shapes show; the rest is as published."""
+        base, channels = shapes["encoder.conv_in.weight"][:2]
+        down, count = "encoder.down_blocks.{}.{}.weight".format, count_blocks(shapes, "encoder.down_blocks.")
+        samplers = [i for i in range(count) if down(i, "resample.1") in shapes]  # blocks that change the size
+        residuals = samplers[0] if samplers else count
+        return {
+            "base_dim": base,
+            "input_channels": channels,
+            "z_dim": shapes["decoder.conv_in.weight"][1],
+            "dim_mult": [shapes[down(i, "conv1")][0] // base for i in range(0, count, residuals + 1)],
+            "num_res_blocks": residuals,
+            "temperal_downsample": [down(i, "time_conv") in shapes for i in samplers],
+        }
 
     def set_latents(self, config: dict[str, Any]) -> None:
         """Read channels, factor, means and deviations, each [1, C, 1, 1]; the published ones where it does not say."""
@@ -74,37 +86,6 @@ class QwenImageEncoder(ImageEncoder):
     def denormalise(self, latents: Tensor) -> Tensor:
         """Return latents * std + mean."""
         return latents * self._std.to(latents.device) + self._mean.to(latents.device)
-
-
-def _config(weights: WeightFiles, key_map: KeyMap) -> dict[str, Any]:
-    """Return the arguments of ``AutoencoderKLQwenImage`` that fit a file's shapes; the rest is as published."""
-
-    def shape(name: str) -> tuple[int, ...]:
-        return weights.shape(key_map[name][0].source if name in key_map else name)
-
-    base, channels = shape("encoder.conv_in.weight")[:2]
-    block, widths, temporal = 0, [], []
-    residuals = 0
-    while f"encoder.down_blocks.{block + residuals}.conv1.weight" in key_map:
-        residuals += 1
-    while f"encoder.down_blocks.{block}.conv1.weight" in key_map:
-        widths.append(shape(f"encoder.down_blocks.{block}.conv1.weight")[0])
-        if f"encoder.down_blocks.{block + residuals}.resample.1.weight" in key_map:
-            temporal.append(f"encoder.down_blocks.{block + residuals}.time_conv.weight" in key_map)
-        block += residuals + 1
-    return {
-        "base_dim": base,
-        "input_channels": channels,
-        "z_dim": shape("decoder.conv_in.weight")[1],
-        "dim_mult": [width // base for width in widths],
-        "num_res_blocks": residuals,
-        "temperal_downsample": temporal,
-    }
-
-
-def _residuals(weights: WeightFiles, resample: str) -> int:
-    """Return how many residual blocks come before the first that changes the size."""
-    return next((i for i in range(len(weights.names)) if resample.format(i) in weights), 0)
 
 
 RENAMES = (
@@ -129,9 +110,9 @@ def _diffusers_name(name: str, per_level: int) -> str:
     """Translate one of Wan's keys; a level of the decoder has ``per_level`` places, the last one its upsampler."""
     for pattern, replacement in RENAMES:
         name = re.sub(pattern, replacement, name)
-    return re.sub(r"\.upsamples\.(\d+)\.", lambda match: _up_block(int(match[1]), per_level), name)
 
+    def of_level(match: re.Match[str]) -> str:
+        level, part = divmod(int(match[1]), per_level)
+        return f".up_blocks.{level}." + ("upsamplers.0." if part == per_level - 1 else f"resnets.{part}.")
 
-def _up_block(place: int, per_level: int) -> str:
-    level, part = divmod(place, per_level)
-    return f".up_blocks.{level}.upsamplers.0." if part == per_level - 1 else f".up_blocks.{level}.resnets.{part}."
+    return re.sub(r"\.upsamples\.(\d+)\.", of_level, name)

@@ -25,8 +25,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 from library.errors import UserError
 from library.models.layer_names import count_blocks
-from library.models.qwen3 import VL_THETA, published_qwen3, sizes, sizes_of, without_norm
-from library.models.qwen_image.text import IMAGE_TOKEN, PromptTemplate, QwenTextEncoder, vl_key_map, vl_name
+from library.models.qwen3 import VL_THETA, published_qwen3, sizes, without_norm
+from library.models.qwen_image.text import IMAGE_TOKEN, PromptTemplate, QwenTextEncoder, vl_key_map, vl_name, vl_sizes
 from library.models.text import byte_tokenizer
 from library.models.weights import load_into, read_config_of
 from library.precision.checkpoint import WeightFiles
@@ -122,25 +122,13 @@ def _config(weights: WeightFiles) -> Qwen3VLConfig:
     """Return the model's configuration, from its folder or from its shapes."""
     if weights.path.is_dir():
         return Qwen3VLConfig.from_dict(read_config_of("qwen3_vl", weights.path, "give Qwen3-VL-8B as text_encoder"))
+    text, tower = vl_sizes(weights, "linear_fc1")
     names = {vl_name(name): name for name in weights.names}
-
-    def shape(name: str) -> tuple[int, ...]:
-        return weights.shape(names[name])
-
-    (head_dim,) = shape("language_model.layers.0.self_attn.q_norm.weight")
-    text = sizes_of(shape, names, "language_model.", head_dim)
-    vision_width, _, frames, patch, _ = shape("visual.patch_embed.proj.weight")
-    depth, read = count_blocks(names, "visual.blocks."), count_blocks(names, "visual.deepstack_merger_list.")
-    every = max(1, depth // 3 - 1)  # of 27 blocks 8, 16 and 24
-    tower = {
-        "depth": depth,
-        "hidden_size": vision_width,
-        "intermediate_size": shape("visual.blocks.0.mlp.linear_fc1.weight")[0],
+    read = count_blocks(names, "visual.deepstack_merger_list.")
+    every = max(1, tower["depth"] // 3 - 1)  # of 27 blocks 8, 16 and 24
+    tower |= {
         "num_heads": _VISION_HEADS,
-        "out_hidden_size": text["hidden_size"],
-        "patch_size": patch,
-        "temporal_patch_size": frames,
-        "num_position_embeddings": shape("visual.pos_embed.weight")[0],
+        "num_position_embeddings": weights.shape(names["visual.pos_embed.weight"])[0],
         "deepstack_visual_indexes": [every * (i + 1) for i in range(read)],
     }
     return _whole(text, tower)

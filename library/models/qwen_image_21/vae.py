@@ -13,6 +13,7 @@ The sides of latents are even: in the text one token stands for 2 x 2 of them.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,9 @@ import torch
 from diffusers import AutoencoderKLQwenImage21
 from torch import Tensor
 
-from library.errors import UserError
+from library.models.family_files import Shapes
 from library.models.layer_names import count_blocks
 from library.models.qwen_image.vae import RENAMES, QwenImageEncoder
-from library.models.weights import KeyMap, identity_map
-from library.precision.checkpoint import WeightFiles
-from library.safetensors_io import RowRange
 
 
 class QwenImage21Encoder(QwenImageEncoder):
@@ -33,42 +31,33 @@ class QwenImage21Encoder(QwenImageEncoder):
 
     autoencoder = AutoencoderKLQwenImage21
     title = "Qwen-Image-2.1's VAE"
+    file = "qwen_image_2.1_vae_bf16.safetensors"
+    marks = ("encoder.down_blocks.0.resnets.0.conv1.weight",)
 
     def __init__(self, path: Path, dtype: torch.dtype, device: torch.device | str = "cpu", patch: int = 2) -> None:
         """As everywhere; sides are even in latents, although each of these is a token of its own."""
         super().__init__(path, dtype, device, 2 * patch)
 
+    @staticmethod
+    def renamed(names: Collection[str]) -> dict[str, str]:
+        """Translate Wan's names."""
+        return {name: _diffusers_name(name) for name in names}
+
     @classmethod
-    def describe_file(cls, weights: WeightFiles) -> tuple[dict[str, Any], KeyMap]:
-        """Return config and key map of a file in Wan's layout, or in diffusers' without its config.json."""
-        if "encoder.downsamples.0.downsamples.0.residual.2.weight" in weights:
-            places = {name: _diffusers_name(name) for name in weights.names}
-            key_map: KeyMap = {ours: [RowRange(name)] for name, ours in places.items()}
-        elif "encoder.down_blocks.0.resnets.0.conv1.weight" in weights:
-            key_map = identity_map(weights.names)
-        else:
-            raise UserError(
-                f"{weights.path}: not {cls.title} (no encoder.downsamples.0.downsamples.0); give "
-                "qwen_image_2.1_vae_bf16.safetensors"
-            )
-
-        def shape(name: str) -> tuple[int, ...]:
-            source = key_map[name][0].source if name in key_map else name
-            return weights.shape(source)
-
-        base, channels = shape("encoder.conv_in.weight")[:2]
-        levels, blocks = count_blocks(key_map, "encoder.down_blocks."), "encoder.down_blocks.{}.resnets.0.conv1.weight"
-        down = [f"encoder.down_blocks.{i}.downsampler.time_conv.weight" in key_map for i in range(levels - 1)]
+    def arguments(cls, shapes: Shapes) -> dict[str, Any]:
+        """Return what the shapes show; the rest is as published."""
+        base, channels = shapes["encoder.conv_in.weight"][:2]
+        down, levels = "encoder.down_blocks.{}.{}.weight".format, count_blocks(shapes, "encoder.down_blocks.")
         return {
             "base_dim": base,
-            "decoder_base_dim": shape("decoder.conv_out.weight")[1],
-            "z_dim": shape("decoder.conv_in.weight")[1],
-            "dim_mult": [shape(blocks.format(i))[0] // base for i in range(levels)],
-            "num_res_blocks": count_blocks(key_map, "encoder.down_blocks.0.resnets."),
-            "temperal_downsample": down,
+            "decoder_base_dim": shapes["decoder.conv_out.weight"][1],
+            "z_dim": shapes["decoder.conv_in.weight"][1],
+            "dim_mult": [shapes[down(i, "resnets.0.conv1")][0] // base for i in range(levels)],
+            "num_res_blocks": count_blocks(shapes, "encoder.down_blocks.0.resnets."),
+            "temperal_downsample": [down(i, "downsampler.time_conv") in shapes for i in range(levels - 1)],
             "in_channels": channels,
-            "out_channels": shape("decoder.conv_out.weight")[0],
-        }, key_map
+            "out_channels": shapes["decoder.conv_out.weight"][0],
+        }
 
     def encode(self, pixels: Tensor) -> Tensor:
         """Return latents [B, C, H/16, W/16], fp32, of opaque ``pixels`` [B, 3, H, W] in [-1, 1]."""

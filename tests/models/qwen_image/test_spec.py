@@ -98,7 +98,7 @@ def test_files_of_other_models_are_refused_by_what_they_are(files: SplitFiles, f
     refuses(
         'a FLUX.1 transformer .*, not Qwen-Image; set model_type = "flux"', files.model_config(**{wanted: str(flux)})
     )
-    refuses("not Qwen-Image's autoencoder", files.model_config(vae=str(flux)))
+    refuses("not Qwen-Image's VAE", files.model_config(vae=str(flux)))
     refuses("not Qwen2.5-VL", files.model_config(text_encoder=str(flux)))
     layered = load_file(files.transformer) | {"time_text_embed.addition_t_embedding.weight": torch.zeros(2, 64)}
     save_file(layered, tmp_path / "layered.safetensors")
