@@ -20,10 +20,17 @@ from bench.gpu import GpuCase, Job, cases
 from bench.measure import finish, measure, measure_memory, measure_time, reason
 from bench.served_formats import as_q4_1
 from library.precision.linear import QuantizedLinear
+from tests.forked import fork_server
 from tests.precision.files.gguf_files import blocks_of
 
 TINY_QWEN = Sizes(width=256, head_dim=64, blocks=(2,), image_sides=(4, 4), text_tokens=8)
 TINY = Sizes(width=256, head_dim=64, blocks=(1, 2), image_sides=(4, 4), text_tokens=8)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _every_tests_fork_server() -> None:
+    """A process has one: what a benchmark would start has too little imported for the tests after these."""
+    fork_server()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

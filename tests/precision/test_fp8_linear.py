@@ -21,6 +21,7 @@ from library.precision.fp8_numbers import E5M2
 from library.precision.linear import QuantizedLinear, QuantizedLinearOfHiddenDtype, ddp_ignored_names
 from library.precision.names import GRANULARITIES, Granularity
 from networks.adapters.lora import LoRALinear
+from tests.forked import fork_server
 from tests.precision.layers import quantize
 
 OUT, IN = 192, 256
@@ -307,8 +308,7 @@ def work(rank: int, folder: str) -> None:
 
 
 def test_two_processes_under_ddp_and_fsdp2_give_the_gradients_of_one(tmp_path: Path) -> None:
-    context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
+    fork_server()
     torch.multiprocessing.start_processes(work, (str(tmp_path),), nprocs=WORLD, start_method="forkserver")
     expected = gradients(Block(), batch())
     for kind in ("ddp", "fsdp2"):
