@@ -89,7 +89,8 @@ def test_a_transformers_folder_is_made_of_it(models: Path, tmp_path: Path) -> No
         ours = load_lm(models / "talker.gguf", torch.float32)(tokens)
         assert (theirs(tokens).logits - ours).abs().max() < 1e-4 * ours.abs().max()
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert tokenizer(TEXT, add_special_tokens=False).input_ids == load_tokenizer(models / "folder").encode(TEXT)
+    for text in TEXT:
+        assert tokenizer(text, add_special_tokens=False).input_ids == load_tokenizer(models / "folder").encode(text)
     talk = [{"role": "user", "content": "hello"}]
     prompt = tokenizer.apply_chat_template(talk, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     said = theirs.generate(**prompt, max_new_tokens=40, do_sample=False)[0, prompt["input_ids"].shape[1] :]
