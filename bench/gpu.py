@@ -181,7 +181,6 @@ def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
             "fp8_dequant_over_bf16": (replace(saved, base="fp8 dequant"), saved),
             "swap_16_over_none": (replace(saved, swapped=16), saved),
             "keep_8192_over_none": (replace(saved, kept_mb=8192), saved),
-            "offload_over_none": (replace(saved, offloaded=True), saved),
             "compiled_over_eager": (replace(saved, compiled=True), saved),
             "graph_over_compiled": (replace(saved, compiled=True, graph=True), replace(saved, compiled=True)),
         }
@@ -252,7 +251,7 @@ class GpuCase:
         batch: images a step.
         base: the frozen weights and how they are multiplied.
         checkpointing: every block is recomputed in backward.
-        kept_mb, offloaded: with it, activation_budget_mb, cpu_offload_checkpointing.
+        kept_mb: with it, activation_budget_mb.
         swapped: blocks whose weights wait in host memory.
         compiled: regional compilation.
         graph: forward and backward as one CUDA graph; a plain step on a CPU.
@@ -264,7 +263,6 @@ class GpuCase:
     base: Base = "bf16"
     checkpointing: bool = False
     kept_mb: int = 0
-    offloaded: bool = False
     swapped: int = 0
     compiled: bool = False
     graph: bool = False
@@ -274,7 +272,6 @@ class GpuCase:
         memory = [
             "checkpointing" if self.checkpointing else "",
             f"keep {self.kept_mb}" if self.kept_mb else "",
-            "offload" if self.offloaded else "",
             f"swap {self.swapped}" if self.swapped else "",
             "compiled" if self.compiled else "",
             "graph" if self.graph else "",
@@ -305,13 +302,9 @@ def cases(families: list[str]) -> list[GpuCase]:
             plain,
             replace(saved, swapped=16),
             replace(saved, kept_mb=8192),
-            replace(saved, offloaded=True),
             replace(saved, base="fp8 dequant", swapped=16),
             replace(saved, batch=4),
             replace(scaled_mm, batch=4),
-            replace(plain, swapped=16),
-            replace(saved, base="fp8 dequant", swapped=16, offloaded=True),
-            replace(plain, base="fp8 dequant"),
         ]
         others.append(rest)
     return first + [case for same in zip(*others, strict=True) for case in same]
@@ -390,7 +383,6 @@ def build(case: GpuCase, sizes: Sizes, device: torch.device, tiny: bool) -> Lora
         training = TrainingConfig(
             gradient_checkpointing=case.checkpointing,
             activation_budget_mb=case.kept_mb,
-            cpu_offload_checkpointing=case.offloaded,
         )
         pairs = {} if case.swapped or case.compiled else neighbours(blocks)
         recompute_blocks(transformer, len(blocks), training, device, pairs, family.chained_args)

@@ -22,7 +22,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -32,7 +34,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from bench.measure import Table, benchmark_parser, finish, reset_peak, resident, run_alone, watched
+from bench.measure import Table, benchmark_parser, finish, reset_peak, resident, watched
 from library.errors import exit_on_user_error
 from library.models.llm.files import load_lm, meta_name
 from library.models.llm.spec import LMConfig, config_to_hf, llama
@@ -155,8 +157,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="tandem-loading-") as temporary:
         folder = Path(temporary)
         write_model(folder)
-        for case in cases(folder):
-            table.add(run_alone(measure, cases, case, folder))
+        with ProcessPoolExecutor(1, get_context("spawn"), max_tasks_per_child=1) as pool:
+            for case in cases(folder):
+                table.add(pool.submit(measure, cases, case, folder).result())
     finish(table.rows, {}, options.json)
 
 

@@ -27,7 +27,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -98,12 +97,6 @@ def measure_memory(cases: Mapping[Any, Case], processes: int = 1) -> dict[Any, d
             found[name] = {key: size / 2**20 for key, size in sizes}
             process.join()
     return found
-
-
-def run_alone(function: Callable[..., Result], *arguments: Any) -> Result:
-    """Return ``function(*arguments)``, called in a fresh process of its own."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
 
 
 @contextmanager

@@ -435,7 +435,7 @@ def read_json(path: str | Path, remedy: str = "download it again") -> dict[str, 
     """
     found = parse_json(read_text(path, remedy), str(path), remedy)
     if not isinstance(found, dict):
-        raise UserError(f"{path}: holds no JSON object but {_named(found)}; {remedy}")
+        raise UserError(f"{path}: holds no JSON object; {remedy}")
     return found
 
 
@@ -482,11 +482,6 @@ _HALF = re.compile(r"[\ud800-\udfff]|\\u[dD][89a-fA-F]")
 
 def _no_number(name: str) -> None:
     raise ValueError(f"{name} is no number")
-
-
-def _named(value: object) -> str:
-    names = {list: "a list", str: "a text", bool: "true or false", int: "a number", float: "a number"}
-    return names.get(type(value), "nothing")
 
 
 def _refuse_depth(value: object, where: str) -> None:

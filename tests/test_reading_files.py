@@ -130,7 +130,7 @@ def test_whole_characters_by_their_halves_are_taken() -> None:
 def test_a_configuration_in_json_is_an_object(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(UserError, match="config.json: holds no JSON object but .*; download it again"):
+    with pytest.raises(UserError, match="config.json: holds no JSON object; download it again"):
         read_json(path)
 
 

@@ -72,8 +72,8 @@ class Trainer:
             self.run.progress.unmute()
             is_reported = self.run.state_saved_at == self.position.step  # a line has said that this step is saved
             if (saved := self._save_good_steps()) and not is_reported:
-                line = f"what was learnt up to step {self.position.step} is in {saved}: go on with --resume auto"
-                self.run.progress.note(line)
+                kept = f"what was learnt up to step {self.position.step} is in {saved}"
+                self.run.progress.note(f"{kept}: go on with --resume auto")
             if isinstance(error, RuntimeError) and "DataLoader worker" in str(error):  # as torch says it
                 raise UserError(
                     f"a process that reads caches was ended from outside ({reason_of(error)}), most likely as memory "
@@ -242,10 +242,8 @@ class Trainer:
             else:
                 self._uncount_last_step()
             self.engine.drop_gradients()
-            if (
-                self.step_metrics.ema is not None and self.engine.accelerator.num_processes == 1
-            ):  # others may not come by
-                self.step_metrics.read_average()
+            if self.step_metrics.ema is not None and self.engine.accelerator.num_processes == 1:
+                self.step_metrics.read_average()  # others may not come by
             if self.position.step <= self.run.first_step or not self.engine.has_finite_weights(alone=True):
                 return None
             return self.run.save_before_fault(alone=True)

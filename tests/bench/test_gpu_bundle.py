@@ -22,7 +22,7 @@ import torch
 import bench.gpu as gpu
 device = torch.device("cpu")
 saved = {"family": "flux", "checkpointing": True}
-cases = [saved, saved | {"trainer": "peft"}, saved | {"base": "fp8 dequant", "offloaded": True, "swapped": 16}]
+cases = [saved, saved | {"trainer": "peft"}, saved | {"base": "fp8 dequant", "kept_mb": 64}]
 cases += [saved | {"base": "fp8 scaled_mm"}, {"family": "qwen_image"}]
 cases += [saved | {"compiled": True, "graph": True}, {"ladder": "gpt2-124m"}]
 errors = [row["error"] for case in cases for row in gpu.measured(case, device, True) if "error" in row]
