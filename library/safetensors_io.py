@@ -247,7 +247,12 @@ def _read_header(path: str | Path, may_be_cut: bool = False) -> tuple[dict[str, 
                 raise ValueError(f"a header of {length} bytes; at most {MAX_HEADER_BYTES} are read")
             text = file.read(length)
         header = json.loads(text.decode("utf-8"), object_pairs_hook=_without_repetition)
-        _check_header(path, may_be_cut)
+        with reading(path):
+            _check_header(path, may_be_cut)
+        if wrong := next((name for name, entry in header.items() if not isinstance(entry, dict | None)), None):
+            raise ValueError(f"{wrong!r} is no object in its header")
+    except MemoryError:
+        raise UserError(f"{path}: cannot be mapped into memory; raise ulimit -v") from None
     except UserError:
         raise
     except (ValueError, struct.error, RecursionError) as error:

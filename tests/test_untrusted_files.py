@@ -51,6 +51,7 @@ def write(path: Path, header: object, data: int, length: int | None = None) -> P
         ({"a": entry(0, 8, [True])}, 8, "invalid type: boolean"),
         ({"a": {"dtype": "F32", "shape": [2]}}, 8, "missing field `data_offsets`"),
         ({"a": {"shape": [2], "data_offsets": [0, 8]}}, 8, "missing field `dtype`"),
+        ({"a": ["F32", [2], [0, 8]]}, 8, "'a' is no object"),
         ({"a": None}, 0, "invalid type: null"),
         ({"__metadata__": {"a": 1}}, 0, "invalid type: integer"),
         ([], 0, "not a safetensors file"),

@@ -20,7 +20,7 @@ from starlette.responses import JSONResponse, Response
 from library.config.markers import MOST
 from library.errors import UserError
 from library.files import write_text
-from library.folder_lock import LOCK, is_held
+from library.folder_lock import HOLDER, is_held
 from library.training.report.metrics_file import MetricsReader, Run, Series, charts_of
 from library.training.report.run_folder import (
     defaults_of,
@@ -78,7 +78,7 @@ def run_status(site: Site, folder: Path, job: Job | None) -> RunStatus:
         state = "running"
     elif job and job.state != "lost":
         state = job.state
-    elif (folder / LOCK).exists() or error:  # killed, or nobody has seen how its job ended
+    elif (folder / HOLDER).exists() or error:  # killed, or nobody has seen how its job ended
         state, error = "lost", error or "It was killed, or the machine went down."
     else:
         name = str(settings.get("output_name", "lora"))

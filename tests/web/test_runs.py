@@ -164,7 +164,7 @@ def test_how_a_run_ended_is_told_from_its_files(tmp_path: Path) -> None:
     code += f"L(Path({str(run)!r}), 'run').acquire(); os._exit(9)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False)
     assert seen().state == "lost"  # its process was killed
-    (run / ".lock").unlink()
+    (run / ".holder").unlink()
     (run / "x.safetensors").write_bytes(b"")
     assert seen().state == "done"
     log = tmp_path / "job/log.txt"

@@ -12,6 +12,7 @@ the ``config.toml`` beside its metrics.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -245,7 +246,7 @@ def _draw_learnt(axes: Axes, runs: Sequence[Run]) -> None:
 def _draw_levels(axes: Axes, run: Run, prefix: str) -> None:
     """Draw a run's loss at each noise level: in training as a moving average, held out as it was measured."""
     shown: list[Values] = []
-    for (level, *_), colour in zip(sorted(run.groups(prefix)), _LEVEL_COLOURS, strict=False):
+    for (level, *_), colour in zip(sorted(run.groups(prefix)), itertools.cycle(_LEVEL_COLOURS), strict=False):
         steps, values = run.columns[prefix + level]
         if prefix == "loss/sigma_":
             values = average(values, _EMA_DECAY)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -52,14 +55,49 @@ def test_what_a_killed_run_left_behind_is_taken_over(tmp_path: Path) -> None:
     code = "import os, sys; from pathlib import Path; from library.folder_lock import FolderLock as L; "
     code += "L(Path(sys.argv[1]), 'dog').acquire(); os._exit(9)"
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=False)
-    assert (tmp_path / ".lock").read_text().startswith("the run dog (process ")
     assert not is_held(tmp_path)
-    assert (tmp_path / ".lock").exists()  # it tells that the run was killed
+    assert (tmp_path / ".holder").read_text().startswith("the run dog (process ")  # it tells that the run was killed
     again = lock(tmp_path)
     again.acquire()
     assert is_held(tmp_path)
     again.release()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_was_deleted_and_made_anew_is_the_second_runs(tmp_path: Path) -> None:
+    first, second = lock(tmp_path / "out"), FolderLock(tmp_path / "out", "dog")
+    first.acquire()
+    shutil.rmtree(tmp_path / "out")
+    second.acquire()
+    first.release()
+    assert is_held(tmp_path / "out")
+    with pytest.raises(UserError, match=r"output_dir: the run dog \(process "):
+        lock(tmp_path / "out").acquire()
+    second.release()
+
+
+@pytest.mark.filterwarnings("ignore:flock not supported")
+def test_without_locks_in_the_file_system_one_run_has_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    first = lock(tmp_path)
+    first.acquire()
+    assert is_held(tmp_path)
+    with pytest.raises(UserError, match="the run cat"):
+        lock(tmp_path).acquire()
+    first.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_looks_at_a_folder_do_not_see_each_other(tmp_path: Path) -> None:
+    for name in (".lock", ".holder"):
+        (tmp_path / name).touch()
+    with ThreadPoolExecutor(4) as pool:
+        assert not any(pool.map(is_held, [tmp_path] * 2000))
 
 
 def test_the_lock_of_a_version_that_wrote_json_is_no_obstacle(tmp_path: Path) -> None:
