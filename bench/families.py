@@ -47,10 +47,6 @@ class Sizes:
         linear, attention = self.forward_flops()
         return 2 * linear + 3 * attention
 
-    def recomputed_flops(self) -> float:
-        """Return what backward computes again where blocks are checkpointed."""
-        return sum(self.forward_flops())
-
 
 FAMILIES = {"flux": Sizes(), "qwen_image": Sizes(blocks=(60,))}  # as published
 FEW_BLOCKS = {"flux": (1, 2), "qwen_image": (2,)}  # depth of the CPU benchmarks

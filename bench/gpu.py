@@ -4,10 +4,10 @@ LoRAs are trained in every precision and memory policy. Published depth and widt
 and 512 text tokens, rank 16 on every layer that is trained by default, LoRA weights in fp32 under bf16 autocast, AdamW.
 Each case runs in a process of its own with a time limit: one that fails, runs out of memory or needs a package that is
 not there is a row that says so. The cases that tell most come first, a family at a time: a run that is out of time ends
-in the middle. Reported are the median seconds of a step, the peak of allocated device memory, and two utilisations,
-both over what the card's bf16 matrix products, measured first, would do in that time: of model FLOPs (MFU, what a step
-needs: no weight gradients, no recomputation) and of hardware FLOPs (HFU, with recomputation). Rows with "graph" capture
-forward and backward as one CUDA graph and replay it.
+in the middle. Reported are the median seconds of a step, the peak of allocated device memory, and the utilisation of
+model FLOPs (MFU): what a step needs, without weight gradients and recomputation, over what the card's bf16 matrix
+products, measured first, would do in that time. Rows with "graph" capture forward and backward as one CUDA graph and
+replay it.
 
 Then language models climb the ladder of ``bench/llm_ladder.py``, from fp32 to everything that makes them fast.
 
@@ -157,13 +157,12 @@ def run(jobs: list[Job], children: Children) -> list[dict[str, Any]]:
     rate = found.get("rate")
     print(f"bf16 matrix products: {f'{rate / 1e12:.1f} TFLOP/s' if rate else found['error']}", flush=True)
     sizes = {"step_s": "8.3f", "peak_gib": "8.1f", "weights_gib": "11.1f", "tokens_per_s": "12,.0f"}
-    table = Table({"case": "<64", **sizes, "mfu": "6.1%", "hfu": "6.1%"})
+    table = Table({"case": "<64", **sizes, "mfu": "6.1%"})
     for job in jobs:
         for found in children.rows(job):
             row = {"case": job.name} | job.case | found
-            for utilisation, speed in (("mfu", "flops_per_s"), ("hfu", "hardware_flops_per_s")):
-                if rate and row.get(speed):
-                    row[utilisation] = row[speed] / rate
+            if rate and "flops_per_s" in row:
+                row["mfu"] = row["flops_per_s"] / rate
             table.add(row)
     return table.rows
 
@@ -325,13 +324,8 @@ def measure(case: GpuCase, device: torch.device, tiny: bool) -> dict[str, Any]:
     step = build(case, sizes, device, tiny)
     replayed, captured = graphed(step) if case.graph and device.type == "cuda" else (step.loss, 0)
     seconds, peak = time_steps(replayed, device, once=tiny)
-    peak = max(peak, captured)
-    found = {"step_s": seconds, "peak_gib": peak / 2**30, "weights_gib": step.base_bytes / 2**30}
-    found["flops_per_s"] = sizes.step_flops() / seconds
-    if not case.kept_mb:  # what is kept of a budget is found as it runs, and not counted
-        recomputed = sizes.recomputed_flops() if case.checkpointing else 0.0
-        found["hardware_flops_per_s"] = (sizes.step_flops() + recomputed) / seconds
-    return found
+    found = {"step_s": seconds, "peak_gib": max(peak, captured) / 2**30, "weights_gib": step.base_bytes / 2**30}
+    return found | {"flops_per_s": sizes.step_flops() / seconds}
 
 
 def graphed(step: LoraStep) -> tuple[Callable[[], Tensor], int]:

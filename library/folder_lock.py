@@ -15,17 +15,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from filelock import FileLock, SoftFileLock, Timeout
 
 from library.errors import UserError
-
-fcntl: Any
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
 
 LOCK, HOLDER = ".lock", ".holder"
 _SECONDS = 8.0  # within which the workers of a killed run, which have its lock too, see that it is gone
@@ -36,15 +29,15 @@ def is_held(folder: Path) -> bool:
     if not (folder / HOLDER).is_file():
         return False
     try:
-        if fcntl is None:
+        if os.name == "nt":
             FileLock(folder / LOCK, timeout=0).acquire().lock.release()
         else:  # read alone, and shared: the lock may be another user's, and looks must not see each other
+            import fcntl
+
             with open(folder / LOCK, "rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except (Timeout, OSError):
-        return True
+    except (Timeout, OSError) as error:
+        return not isinstance(error, FileNotFoundError)
     return False
 
 
@@ -90,7 +83,7 @@ class FolderLock:
         with suppress(OSError, ValueError):
             if self._holder.read_text(encoding="utf-8") == self._whose:  # else the folder was deleted and made anew
                 self._holder.unlink()
-                if fcntl is not None and not isinstance(self._lock, SoftFileLock):  # else it is open, or goes by itself
+                if os.name != "nt" and not isinstance(self._lock, SoftFileLock):  # it is open there, or goes by itself
                     self.path.unlink()
         self._lock.release()
 
@@ -114,8 +107,7 @@ def hold(lock: Path, seconds: float = 10.0) -> Iterator[None]:
     except Timeout:
         raise UserError(f"{lock}: another process is at work there; try it again in a moment") from None
     except OSError as error:
-        raise UserError(
-            f"{lock}: cannot be locked ({error.strerror or error}); check the disk and its rights"
-        ) from None
+        reason = error.strerror or error
+        raise UserError(f"{lock}: cannot be locked ({reason}); check the disk and its rights") from None
     with held:
         yield
