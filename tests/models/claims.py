@@ -56,7 +56,18 @@ def assert_as_near_as_diffusers(ours: Sequence[Tensor], theirs: Sequence[Tensor]
         assert (mine.float() - reference).norm() <= 1.2 * (diffusers.float() - reference).norm()
 
 
-def timesteps_under_autocast(transformer: nn.Module, run: Callable[[nn.Module], object]) -> Tensor:
+def assert_timesteps_are_not_rounded(
+    ours: nn.Module, theirs: nn.Module, run: Callable[[nn.Module], object], exact: Tensor, most: float = 2**-9
+) -> None:
+    """Compare timesteps' embeddings under bf16 autocast with ``exact``: ``most`` is bf16's rounding of a cosine.
+
+    Those of diffusers are far off: the time is rounded before its cosine is taken.
+    """
+    torch.testing.assert_close(_timesteps_under_autocast(ours, run), exact, rtol=0, atol=most)
+    assert (_timesteps_under_autocast(theirs, run) - exact).abs().max() > 0.5
+
+
+def _timesteps_under_autocast(transformer: nn.Module, run: Callable[[nn.Module], object]) -> Tensor:
     """Return what a transformer's embedder of timesteps is given when ``run`` calls it under bf16 autocast."""
     given: list[Tensor] = []
     embedder = transformer.time_text_embed.timestep_embedder
