@@ -34,7 +34,7 @@ from library.models.family_files import FamilyFiles
 from library.models.files import locate
 from library.models.layer_names import LoraTargets
 from library.models.registry import lora_targets
-from library.models.text import TextEncoder
+from library.models.text import TextEncoder, round_caption
 from library.models.vae import ImageEncoder, unpack_latents
 from library.models.weights import load_into, read_config
 from library.nn.attention import Backend
@@ -82,6 +82,7 @@ class Family:
         modelspec_architecture: what ModelSpec calls this model, "flux-1-schnell"; default: what it calls the family.
         optimise_forward: of ``model.py``: (transformer, backend) -> transformer, whose forward saves less for backward.
         patch_size: latents a side that make one token.
+        captions_differ: whether captions' vectors are as many as their tokens, a batch's shorter ones under a mask.
         conditioning: what every sample must bring besides its caption.
         most_references: images that an edit model takes at most; None: any number.
         timestep_sampling: how training draws sigmas where the scheduler's shift follows the size.
@@ -113,6 +114,7 @@ class Family:
     modelspec_architecture: str
     patch_size = 2
     latent_channels: int
+    captions_differ = False
     conditioning: ConditionKind = "none"
     most_references: int | None = None
     timestep_sampling = "flux_shift"
@@ -410,6 +412,14 @@ class Family:
             text = {name: each.to(dtype) if each.is_floating_point() else each for name, each in text.items()}
         inputs = self.transformer_inputs(latents, sigmas, text, guidance_scale, conditions)
         return self.velocity(transformer(**inputs, return_dict=False)[0], latents)
+
+    def rounded_text(self, text: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return a batch's ``text`` in one of a few shapes, for steps that are captured; the velocity stays the same.
+
+        Captions that differ in length are filled up under a mask (:func:`round_caption`), which other steps leave out:
+        the fastest kernels take none.
+        """
+        return round_caption(text) if self.captions_differ else text
 
     # Sampling.
 

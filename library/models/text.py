@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from huggingface_hub import snapshot_download
 from PIL.Image import Image
 from tokenizers import pre_tokenizers
@@ -152,6 +153,27 @@ def padded(rows: list[list[int]], length: int = 0, token: int = 0, first: bool =
         "input_ids": torch.tensor([filled(row, token) for row in rows]),
         "attention_mask": torch.tensor([filled([1] * len(row), 0) for row in rows]),
     }
+
+
+CAPTION_MULTIPLE = 128
+
+
+def round_caption(text: dict[str, Tensor], multiple: int = CAPTION_MULTIPLE) -> dict[str, Tensor]:
+    """Return ``text`` with captions filled up with zeros at their end, and a mask also where nothing is filled up.
+
+    By default to a multiple of 128. Captions of up to 512 tokens then have four sizes. A caption gets 64 tokens more on
+    average, which is 1.5 % of an image's 4,096. And the keys of attention end in a tile of 128 where the image's tokens
+    do, so cuDNN's kernel is kept from no image that it is sound for (``library.nn.attention``).
+
+    Args:
+        text: ``prompt_embeds`` [B, L, D] and, unless all tokens are real, ``prompt_embeds_mask`` [B, L].
+        multiple: what L is rounded up to.
+    """
+    embeds, mask = text["prompt_embeds"], text.get("prompt_embeds_mask")
+    more = -embeds.shape[1] % multiple
+    mask = torch.ones_like(embeds[..., 0], dtype=torch.bool) if mask is None else mask.bool()
+    filled = {"prompt_embeds": F.pad(embeds, (0, 0, 0, more)), "prompt_embeds_mask": F.pad(mask, (0, more))}
+    return text | filled
 
 
 # One of these must be there: without any, transformers 5 silently makes a tokenizer with an empty vocabulary.

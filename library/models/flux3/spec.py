@@ -84,6 +84,7 @@ class Flux3KleinFamily(Qwen3Family):
     text_encoder = Flux3TextEncoder
     text_layers = LAYERS[-1]
     text_settings = ("flux3", MOST_TOKENS)
+    captions_differ = True
     text_model = "Qwen3-VL-4B"
     theta = VL_THETA
     published_scheduler = {"shift": SHIFT}  # noqa: RUF012

@@ -92,6 +92,7 @@ class Krea2Family(Qwen3Family):
     sampler = _Unpadded
     cfg_argument, cfg_offset = "guidance_scale", 1
     timestep_sampling = "krea2_shift"
+    captions_differ = True
     distilled_steps = 8
     chained_args = ("hidden_states",)
     tail = ("final_layer",)

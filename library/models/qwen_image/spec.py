@@ -74,6 +74,7 @@ class QwenImageFamily(Family):
     sampler_options = {"max_sequence_length": MOST_TOKENS}  # noqa: RUF012
     cfg_argument = "true_cfg_scale"
     timestep_sampling = "qwen_shift"
+    captions_differ = True
     tail = ("norm_out", "proj_out")
     published_texts = staticmethod(published_text)
     optimise_forward = staticmethod(qwen_model.optimise_forward)
