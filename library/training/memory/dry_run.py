@@ -109,7 +109,7 @@ def plan_memory(build: Build, config: TrainConfig, source: Source | None = None)
             source, notes = "formula", [str(error)]
     if source == "formula":
         with _dummies(config) as (complete, folder, missing):
-            return replace(by_formula(_opened(build, complete, folder), config), notes=[*notes, *missing])
+            return replace(by_formula(opened_task(build, complete, folder), config), notes=[*notes, *missing])
     capability = torch.cuda.get_device_capability() if source == "card" else _HOPPER
     arguments = config.model_dump(mode="json", exclude_unset=True), capability, source
     kept = cache_folder() / "plans" / f"{_key(config, arguments)}.json"
@@ -155,7 +155,7 @@ def _dummies(config: TrainConfig) -> Iterator[tuple[TrainConfig, Path, list[str]
         yield complete, Path(folder), notes
 
 
-def _opened(build: Build, config: TrainConfig, folder: Path) -> ImageTask:
+def opened_task(build: Build, config: TrainConfig, folder: Path) -> ImageTask:
     """Return the run's task with its data read, that writes nothing but into ``folder``."""
     silent = {"overwrite": True, "output_dir": str(folder / "run"), "save_state": False}
     changes = {
@@ -178,7 +178,7 @@ def _trace_config(build: Build, settings: dict[str, Any], capability: tuple[int,
     with _dummies(TrainConfig.model_validate(settings)) as (config, folder, notes):
         pretend(trace, capability=capability, runtime=source != "card")
         with tracing(trace):
-            task = _opened(build, config, folder)
+            task = opened_task(build, config, folder)
             _trace_run(task, config, trace, folder)
             blocks = swappable(task.family.blocks(task.transformer))
     phases = {phase: parts for phase, parts in trace.phases.items() if phase}
@@ -205,7 +205,7 @@ def _trace_run(task: ImageTask, config: TrainConfig, trace: MemoryTrace, folder:
         model.train()
     for parameter in task.engine.parameters:
         parameter.register_post_accumulate_grad_hook(lambda p: trace.relabel([p.grad], "gradients"))
-    batch = _noise(task, text)
+    batch = noise_batch(task, text)
     for step, name in enumerate(("first step", "step")):
         with _phase(trace, name):
             _take_step(task, batch, step)
@@ -258,7 +258,7 @@ def _sides(task: ImageTask) -> list[tuple[int, int]]:
     return [(height // factor // unit * unit, width // factor // unit * unit) for width, height in sizes]
 
 
-def _noise(task: ImageTask, text: dict[str, Tensor]) -> Batch:
+def noise_batch(task: ImageTask, text: dict[str, Tensor]) -> Batch:
     """Return a batch of the largest bucket as the data loader gives it, of noise."""
     data, (_, size), noise = task.data, largest(task.data), generator("memory dry run")
     channels, factor = task.family.latent_channels, data.latent_factor
