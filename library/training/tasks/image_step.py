@@ -36,8 +36,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import avg_pool2d, max_pool2d
 
+from library.conditions import Conditions
 from library.config.schema import FlowConfig
-from library.data.batches import Batch
+from library.data.batches import Batch, TensorBatch
 from library.data.dataset import TrainingData
 from library.errors import UserError
 from library.models.family import Family
@@ -52,6 +53,34 @@ from library.training.flow import (
     sample_losses,
 )
 from networks.network import AdapterNetwork
+
+
+@dataclass
+class StepInputs(TensorBatch):
+    """What a step computes from, on the device.
+
+    Attributes:
+        noisy, target: latents, and the velocity to predict there, [B, C, h, w] fp32.
+        sigmas, weights: noise level and weight in the loss of each sample, [B] fp32.
+        text, conditions: of the batch.
+        regions: weights of latent cells, [B, 1, h, w] fp32; None where all weigh 1.
+        outside: weights of the cells where v_0 is the target, likewise; None without ``preserve_outside_mask``.
+        frozen_rows: samples whose v_0 is needed, [n] int64; None where none is.
+        frozen_text: their text by encoders that are trained, without what these have learnt; else None.
+        preserves: which samples preserve, [B] bool; None where none does.
+    """
+
+    noisy: Tensor
+    target: Tensor
+    sigmas: Tensor
+    text: dict[str, Tensor]
+    conditions: Conditions
+    weights: Tensor
+    regions: Tensor | None = None
+    outside: Tensor | None = None
+    frozen_rows: Tensor | None = None
+    frozen_text: dict[str, Tensor] | None = None
+    preserves: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -82,44 +111,74 @@ class FlowStep:
             batch: latents [B, C, h, w], text embeddings, weights [B], masks, which samples preserve.
             step: part of the key of noise and sigmas.
         """
-        tokens = batch.latents.shape[-2] * batch.latents.shape[-1] // self.family.patch_size**2
+        return self.compute(model, self.inputs(batch, step))
+
+    def inputs(self, batch: Batch, step: int) -> StepInputs:
+        """Return what :meth:`loss` computes from: all that is drawn, read, or copied from the host."""
+        device, size = batch.latents.device, batch.latents.shape[-2] * batch.latents.shape[-1]
         flow = resolve_sampling(self.flow, self.family)
-        noisy, target, sigmas = noisy_latents(flow, batch.latents, batch.sample_ids, tokens, self.seed, step)
+        noisy, target, sigmas = noisy_latents(
+            flow, batch.latents, batch.sample_ids, size // self.family.patch_size**2, self.seed, step
+        )
         if self.teacher is not None:
             target = self.teacher.blend(target, batch.sample_ids, step)
-        regions = region_weights(self.flow, batch)
         mask = region_weights(self.flow, batch, seam=False) if self.outside_mask else None
-        outside = None if mask is None else 1 - mask
-        frozen = self._frozen_answers(model, batch, noisy, target, sigmas, everywhere=outside is not None)
-        preserves = None
-        if any(batch.prior):
-            preserves = torch.tensor(batch.prior).to(target.device, non_blocking=True)
-            target = torch.where(preserves.view(-1, 1, 1, 1), frozen, target)
-        velocity = self._velocity(model, batch, self.text(batch), noisy, sigmas)
-        losses = sample_losses(self.flow, velocity, target, regions)
-        data_losses = losses.detach() if preserves is None else losses.detach().masked_fill(preserves, torch.nan)
-        if outside is not None:
-            losses = losses + self.outside_mask * sample_losses(self.flow, velocity, frozen, outside)
-        weights = loss_weights(self.flow, sigmas).to(losses.device, non_blocking=True) * batch.loss_weights
-        sigmas = sigmas.to(losses.device, non_blocking=True)
-        metrics = torch.column_stack([sigmas, by_noise_level(data_losses, sigmas)])
-        return (losses * weights).mean(), metrics
+        rows = self._frozen_rows(batch, everywhere=mask is not None)
+        text = self.text(batch)
+        frozen_text = None
+        if rows and self.text_encoders is not None and self.network is not None:
+            with torch.no_grad(), self.network.bypassed():
+                frozen_text = self.text(batch if len(rows) == len(batch) else batch.rows(rows))
+        preserves = torch.tensor(batch.prior).to(device, non_blocking=True) if any(batch.prior) else None
+        return StepInputs(
+            noisy=noisy,
+            target=target,
+            sigmas=sigmas.to(device, non_blocking=True),
+            text=text,
+            conditions=batch.conditions,
+            weights=loss_weights(self.flow, sigmas).to(device, non_blocking=True) * batch.loss_weights,
+            regions=region_weights(self.flow, batch),
+            outside=None if mask is None else 1 - mask,
+            frozen_rows=torch.tensor(rows).to(device, non_blocking=True) if rows else None,
+            frozen_text=frozen_text,
+            preserves=preserves,
+        )
 
-    def _frozen_answers(
-        self, model: nn.Module, batch: Batch, noisy: Tensor, otherwise: Tensor, sigmas: Tensor, everywhere: bool
-    ) -> Tensor:
-        """Return v_0 of the samples that preserve, or of all, [B, C, h, w]; of the others what is there ``otherwise``.
+    def compute(self, model: nn.Module, given: StepInputs) -> tuple[Tensor, Tensor]:
+        """Return :meth:`loss` of its inputs: operations on the device alone, the same for inputs of the same shapes."""
+        target = frozen = given.target
+        if given.frozen_rows is not None:
+            frozen = self._frozen_answers(model, given, given.frozen_rows)
+        if given.preserves is not None:
+            target = torch.where(given.preserves.view(-1, 1, 1, 1), frozen, target)
+        velocity = self._velocity(model, given.noisy, given.sigmas, given.text, given.conditions)
+        losses = sample_losses(self.flow, velocity, target, given.regions)
+        data_losses = losses.detach()
+        if given.preserves is not None:
+            data_losses = data_losses.masked_fill(given.preserves, torch.nan)
+        if given.outside is not None:
+            losses = losses + self.outside_mask * sample_losses(self.flow, velocity, frozen, given.outside)
+        metrics = torch.column_stack([given.sigmas, by_noise_level(data_losses, given.sigmas)])
+        return (losses * given.weights).mean(), metrics
 
-        With ``lockstep`` the model is run where nobody asks, too.
-        """
+    def _frozen_rows(self, batch: Batch, everywhere: bool) -> list[int]:
+        """Return which samples v_0 is needed of; with ``lockstep`` the model is run where nobody asks, too."""
         rows = [row for row, prior in enumerate(batch.prior) if prior]
         rows = list(range(len(batch))) if everywhere else rows or [0] * self.lockstep
-        if not rows or self.network is None:
-            return otherwise
+        return rows if self.network is not None else []
+
+    def _frozen_answers(self, model: nn.Module, given: StepInputs, rows: Tensor) -> Tensor:
+        """Return v_0 of the samples ``rows`` [n], [B, C, h, w]; of the others their target."""
+        assert self.network is not None
+
+        def chosen(tensor: Tensor) -> Tensor:
+            return tensor if len(rows) == len(given.target) else tensor.index_select(0, rows)
+
+        text = given.frozen_text or {name: chosen(tensor) for name, tensor in given.text.items()}
         with torch.no_grad(), self.network.bypassed():
-            part = batch if len(rows) == len(batch) else batch.rows(rows)
-            answers = self._velocity(model, part, self.text(part), noisy[rows], sigmas[rows])
-        return otherwise.index_copy(0, torch.tensor(rows, device=otherwise.device), answers.to(otherwise.dtype))
+            noisy, sigmas, conditions = chosen(given.noisy), chosen(given.sigmas), given.conditions.map(chosen)
+            answers = self._velocity(model, noisy, sigmas, text, conditions)
+        return given.target.index_copy(0, rows, answers.to(given.target.dtype))
 
     def validation_losses(self, model: nn.Module, batch: Batch, sigmas: Sequence[float]) -> Tensor:
         """Return each held-out sample's unweighted loss at each sigma, [len(sigmas) * B]; the noise never changes.
@@ -129,7 +188,7 @@ class FlowStep:
         text, regions = self.text(batch), region_weights(self.flow, batch, seam=False)
         losses = []
         for noisy, target, everywhere in self._validated(batch, sigmas):
-            velocity = self._velocity(model, batch, text, noisy, everywhere)
+            velocity = self._velocity(model, noisy, everywhere, text, batch.conditions)
             losses.append(sample_losses(self.flow, velocity, target, regions))
         return torch.cat(losses)
 
@@ -145,9 +204,9 @@ class FlowStep:
         with self.network.bypassed():
             plain = self.text(batch)
         for noisy, _, everywhere in self._validated(batch, sigmas):
-            velocity = self._velocity(model, batch, text, noisy, everywhere)
+            velocity = self._velocity(model, noisy, everywhere, text, batch.conditions)
             with self.network.bypassed():
-                frozen = self._velocity(model, batch, plain, noisy, everywhere)
+                frozen = self._velocity(model, noisy, everywhere, plain, batch.conditions)
             differences.append((velocity - frozen).square().flatten(1).mean(1))
         return torch.cat(differences)
 
@@ -160,11 +219,11 @@ class FlowStep:
             yield *add_noise(batch.latents, noise, everywhere), everywhere
 
     def _velocity(
-        self, model: nn.Module, batch: Batch, text: dict[str, Tensor], noisy: Tensor, sigmas: Tensor
+        self, model: nn.Module, noisy: Tensor, sigmas: Tensor, text: dict[str, Tensor], conditions: Conditions
     ) -> Tensor:
         """Return the model's velocity at the latents ``noisy``, [B, C, h, w] fp32."""
         sigmas = sigmas.to(noisy.device, non_blocking=True)
-        return self.family.predict_velocity(model, noisy, sigmas, text, self.flow.guidance_scale, batch.conditions)
+        return self.family.predict_velocity(model, noisy, sigmas, text, self.flow.guidance_scale, conditions)
 
 
 def check_seam(flow: FlowConfig, data: TrainingData) -> None:
