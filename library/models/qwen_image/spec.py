@@ -125,12 +125,12 @@ class QwenImageFamily(Family):
     ) -> dict[str, Any]:
         """Return the arguments of QwenImageTransformer2DModel; references are latents [B, 16, h_i, w_i] each."""
         self.check_references(conditions)
-        mask, images = text.get("prompt_embeds_mask"), [latents, *conditions.references]
+        images = [latents, *conditions.references]
         return {
             "hidden_states": torch.cat([pack_latents(image.to(latents.dtype)) for image in images], dim=1),
             "timestep": sigmas,
             "encoder_hidden_states": text["prompt_embeds"],
-            "encoder_hidden_states_mask": None if mask is None else mask.bool(),
+            "encoder_hidden_states_mask": text.get("prompt_embeds_mask"),
             "img_shapes": [[(1, *token_grid(image)) for image in images]] * len(latents),
         }
 
