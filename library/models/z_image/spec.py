@@ -1,9 +1,9 @@
 """Z-Image (https://github.com/Tongyi-MAI/Z-Image).
 
 The transformer sees one sequence: an image's tokens, 2 x 2 latents of FLUX's autoencoder each, then the caption's.
-It takes lists, one entry a sample, so that captions keep their lengths; it takes 1 - sigma, 0 for noise and 1 for the
-image, and returns image - noise, the velocity's negative. There is no guidance input: images are steered by a
-negative prompt and true classifier-free guidance (Turbo, which is distilled, takes none).
+It takes 1 - sigma, 0 for noise and 1 for the image, and returns image - noise, the velocity's negative. There is no
+guidance input: images are steered by a negative prompt and true classifier-free guidance (Turbo, which is distilled,
+takes none).
 """
 
 from __future__ import annotations
@@ -78,11 +78,9 @@ class ZImageFamily(Qwen3Family):
     def transformer_inputs(
         self, latents: Tensor, sigmas: Tensor, text: dict[str, Tensor], guidance: float, conditions: Conditions
     ) -> dict[str, Any]:
-        """Return the arguments of ZImageTransformer2DModel. With a mask the host reads the captions' lengths back."""
-        mask, embeds = text.get("prompt_embeds_mask"), text["prompt_embeds"]
-        lengths = [embeds.shape[1]] * len(embeds) if mask is None else mask.sum(dim=1).tolist()
-        captions = [caption[:length] for caption, length in zip(embeds, lengths, strict=True)]
-        return {"x": list(latents.unsqueeze(2)), "t": 1 - sigmas, "cap_feats": captions}
+        """Return the arguments of ZImageTransformer2DModel."""
+        captions = {"cap_feats": text["prompt_embeds"], "cap_mask": text.get("prompt_embeds_mask")}
+        return {"x": list(latents.unsqueeze(2)), "t": 1 - sigmas, **captions}
 
     def velocity(self, output: Any, latents: Tensor) -> Tensor:
         """Return the velocity of its negative, a list of [16, 1, h, w]."""
