@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from library.conditions import NO_CONDITIONS, Conditions
 from library.config.schema import FlowConfig, ModelConfig, NetworkConfig
-from library.data.batches import Batch, Item, collate
+from library.data.batches import Batch
 from library.errors import UserError
 from library.models.family import Family, SampleSettings
 from library.models.family_by_name import model_family
@@ -25,7 +25,7 @@ from library.precision.files.fp8 import Fp8Scheme
 from library.precision.recipe import Recipe, WeightLoader
 from library.training.flow import noise_for, sample_sigmas
 from library.training.tasks.image_step import FlowStep
-from networks.network import inject_adapter
+from networks.network import AdapterNetwork, inject_adapter
 from networks.options import parse_network_args
 from tests.parity.peft_lora import assert_gradients_are_pefts, copy_to_peft, fill_up
 
@@ -123,34 +123,13 @@ def saved_bytes(forward: Callable[[], Any]) -> int:
     return total
 
 
-def assert_captions_are_as_alone(
-    family: Family, inputs: Mapping[str, Tensor], lengths: Sequence[int], layer: str, flow: FlowConfig, least: float
-) -> None:
-    """Losses, and gradients of the weight of ``layer``, of captions cut to ``lengths`` in a batch and each alone.
-
-    ``least``: by how much losses of the samples must differ.
-    """
-    transformer = family.load_transformer(torch.float32)
-    step, items = FlowStep(family, flow, seed=4), []
-    for i, length in enumerate(lengths):
-        mask = torch.ones(length, dtype=torch.bool)
-        text = {"prompt_embeds": inputs["prompt_embeds"][i, :length], "prompt_embeds_mask": mask}
-        items.append(Item(inputs["latents"][i], text, 1.0, None, 20 + i))
-
-    def losses(batch: Batch) -> Tensor:
-        return torch.stack([step.validation_losses(transformer, batch, [sigma]) for sigma in (0.2, 0.9)], dim=1)
-
-    together, alone = losses(collate(items)), torch.cat([losses(collate([item])) for item in items])
-    torch.testing.assert_close(together, alone, rtol=1e-5, atol=0)  # fp32: sums over keys in another order
-    assert (alone.amax() - alone.amin()) > least, "the samples differ"
-
-    weight = transformer.get_submodule(layer).weight.requires_grad_()
-    step.loss(transformer, collate(items), 5)[0].backward()
-    assert weight.grad is not None
-    gradient, weight.grad = weight.grad, None
-    for item in items:
-        (step.loss(transformer, collate([item]), 5)[0] / len(items)).backward()
-    torch.testing.assert_close(gradient, weight.grad, rtol=1e-4, atol=1e-5 * gradient.abs().max().item())
+def inject_every_layer(transformer: nn.Module, targets: LoraTargets) -> AdapterNetwork:
+    """Return a LoRA on all groups of ``targets``."""
+    single = targets.dim_options().values()
+    kinds = [f"{kind.name}_dim=2" for kind in targets.layer_groups if not kind.default and kind.name in single]
+    kinds += [f"{option}={[2] * len(names)}" for option, names in targets.dim_lists.items()]
+    options = parse_network_args(NetworkConfig(network_dim=4, network_alpha=3, network_args=kinds), targets)
+    return inject_adapter(transformer, options, targets, seed=0, dtype=torch.float32)
 
 
 def assert_step_is_pefts(
@@ -176,11 +155,7 @@ def assert_step_is_pefts(
     step, ids = 11, [5, 6, 7]
     batch = Batch(inputs["latents"], text, torch.ones(3), None, ids, conditions=conditions)
     transformer = family.load_transformer(torch.float32)
-    single = targets.dim_options().values()
-    kinds = [f"{kind.name}_dim=2" for kind in targets.layer_groups if not kind.default and kind.name in single]
-    kinds += [f"{option}={[2] * len(names)}" for option, names in targets.dim_lists.items()]
-    options = parse_network_args(NetworkConfig(network_dim=4, network_alpha=3, network_args=kinds), targets)
-    network = inject_adapter(transformer, options, targets, seed=0, dtype=torch.float32)
+    network = inject_every_layer(transformer, targets)
     fill_up(network)
     loss, _ = FlowStep(family, flow, seed=9).loss(transformer.train(), batch, step)
     loss.backward()

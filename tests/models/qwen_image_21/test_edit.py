@@ -10,14 +10,12 @@ from diffusers import QwenImage21Pipeline
 from safetensors.torch import load_file, save_file
 
 from library.conditions import Conditions
-from library.config.schema import FlowConfig, ModelConfig
-from library.data.batches import Item, collate
+from library.config.schema import ModelConfig
 from library.data.images import to_pixels
 from library.errors import UserError
 from library.models.family import SampleSettings
 from library.models.family_by_name import model_family
 from library.models.qwen_image_21.spec import QwenImage21EditFamily
-from library.training.tasks.image_step import FlowStep
 from tests.models.claims import assert_same_picture, family_maker
 from tests.models.qwen_image.test_edit import picture
 from tests.models.qwen_image_21.test_spec import on_white
@@ -117,23 +115,6 @@ def test_samples_are_those_of_the_pipeline(folder: Path, pipeline: QwenImage21Pi
     ).images[0]
     # fp32 up to rounding; colour and opacity are rounded to integers there
     assert_same_picture(image, on_white(theirs), 2)
-
-
-def test_captions_of_different_lengths_have_the_losses_they_have_alone(folder: Path) -> None:
-    family, inputs, random = family_of(folder), tiny_21_inputs(3), torch.Generator().manual_seed(3)
-    transformer, step = family.load_transformer(torch.float32), FlowStep(family, FlowConfig(), seed=4)
-    items = []
-    for i, length in enumerate((12, 3, 7)):
-        text = {
-            "before_image_0": torch.randn(5, TEXT_WIDTH, generator=random),
-            "prompt_embeds": inputs["prompt_embeds"][i, :length],
-            "prompt_embeds_mask": torch.ones(length, dtype=torch.bool),
-        }
-        references = Conditions(references=(torch.randn(CHANNELS, 4, 6, generator=random),))
-        items.append(Item(inputs["latents"][i], text, 1.0, None, 20 + i, conditions=references))
-    together = step.validation_losses(transformer, collate(items), [0.6])
-    alone = torch.cat([step.validation_losses(transformer, collate([item]), [0.6]) for item in items])
-    torch.testing.assert_close(together, alone, rtol=1e-5, atol=0)
 
 
 def test_split_files_see_the_same_and_an_encoder_that_cannot_see_is_refused(folder: Path, tmp_path: Path) -> None:
