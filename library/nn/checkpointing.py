@@ -58,6 +58,8 @@ class ActivationCheckpointing:
         chained_args: names of a block's arguments that the outputs of the one before are, in the order of these.
         budget_bytes: what a forward pass may save that could be recomputed.
         offload: where inputs wait; None leaves them on the device.
+        draws: whether blocks draw random numbers, the same again in backward. If not, the generators' state is left
+            alone: a CUDA graph may not ask for it.
     """
 
     def __init__(
@@ -67,7 +69,9 @@ class ActivationCheckpointing:
         offload: HostOffload | None = None,
         pairs: Mapping[nn.Module, nn.Module] | None = None,
         chained_args: tuple[str, ...] = (),
+        draws: bool = True,
     ) -> None:
+        self._options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": draws}
         self.blocks, self.budget_bytes, self.offload = blocks, budget_bytes, offload
         self.pairs, self.chained_args = dict(pairs or {}), chained_args
         self._run_ahead: nn.Module | None = None  # the second of a pair, whose outputs have been returned already
@@ -107,7 +111,7 @@ class ActivationCheckpointing:
             kwargs = {**kwargs, "modulation_cache": ModulationCache()}
         hooks = nullcontext() if self.offload is None else saved_tensors_hooks(self.offload.pack, self.offload.unpack)
         with hooks:
-            return checkpoint(block.__call__, *args, use_reentrant=False, **options, **kwargs)
+            return checkpoint(block.__call__, *args, **self._options, **options, **kwargs)
 
     def _checkpoint_pair(self, first: nn.Module, second: nn.Module, given: Mapping[str, Any]) -> Any:
         caches = [
@@ -121,7 +125,7 @@ class ActivationCheckpointing:
             passed_on = zip(self.chained_args, outputs if isinstance(outputs, tuple) else (outputs,), strict=True)
             return second(**{**named, **dict(passed_on), **caches[1]})
 
-        return checkpoint(both, *given.values(), use_reentrant=False)
+        return checkpoint(both, *given.values(), **self._options)
 
     def _save_attention(self, block: nn.Module, cost: _Cost, args: Any, kwargs: Any) -> Any:
         cost.attention = 0

@@ -15,6 +15,7 @@ import diffusers  # noqa: F401
 import peft  # noqa: F401
 import torch
 import transformers  # noqa: F401
+from PIL import Image
 from torch._dynamo.utils import counters
 
 import library.training.trainer as trainer_module
@@ -25,6 +26,7 @@ from library.models.family_by_name import family_class
 from library.precision.linear import QuantizedLinear
 from library.safetensors_io import read_entries
 from library.training.engine import Engine
+from library.training.memory import dry_run
 from library.training.memory.dummy_checkpoint import write_dataset, write_model, write_specs
 from library.training.memory.fake_cuda import pretend
 from library.training.memory.trace import MemoryTrace, tracing
@@ -62,22 +64,7 @@ def train(
         The host's waits in steps that are not logged; of each step the bytes by part at its peak; live copies of
         quantised weights after forward; the files; bytes when the first step begins; how many graphs were compiled.
     """
-    base = write_model(model_type, folder / "model", blocks)
-    if not model_type.startswith(_READ_IN_THE_MIDDLE):
-        for encoder in base.glob("text_encoder*"):
-            _keep_two_layers(encoder)
-    if file is not None:
-        base, flags = _with_file(base, model_type, file, flags)
-    data = write_dataset(folder / "data", family_class(model_type).conditioning, side, batch)
-    of_dataset, subset = data.read_text().split("[[datasets.subsets]]")
-    subset += f"num_repeats = {4 * steps}\n"  # more than are trained on: the end of an epoch is logged
-    data.write_text(f"{of_dataset}{dataset_text}[[datasets.subsets]]{subset}")
-    config = load_config([
-        "--model_type", model_type, "--pretrained_model_name_or_path", str(base), "--dataset_config", str(data),
-        "--output_dir", str(folder / "run"), "--max_train_steps", str(steps), "--log_every_n_steps", "100",
-        "--network_dim", "16", "--mixed_precision", "bf16", "--max_data_loader_n_workers", "0", "--overwrite",
-        *([] if estimated else ["--no-memory_dry_run"]), *flags,
-    ])  # fmt: skip
+    config = _config(folder, model_type, blocks, flags, batch, side, file, dataset_text, steps, estimated)
     trace, copies, loaded = MemoryTrace(), list[str](), list[int]()
     pretend(trace)
     if planted is not None:
@@ -96,6 +83,85 @@ def train(
         "loaded": loaded[0],
         "graphs": counters["stats"]["unique_graphs"],
     }
+
+
+def _config(
+    folder: Path,
+    model_type: str,
+    blocks: int,
+    flags: Sequence[str],
+    batch: int,
+    side: int,
+    file: str | None,
+    dataset_text: str = "",
+    steps: int = 3,
+    estimated: bool = False,
+) -> Any:
+    """Write a model and a dataset; return the configuration of their run, as of :func:`train`."""
+    base = write_model(model_type, folder / "model", blocks)
+    if not model_type.startswith(_READ_IN_THE_MIDDLE):
+        for encoder in base.glob("text_encoder*"):
+            _keep_two_layers(encoder)
+    if file is not None:
+        base, flags = _with_file(base, model_type, file, flags)
+    data = write_dataset(folder / "data", family_class(model_type).conditioning, side, batch)
+    of_dataset, subset = data.read_text().split("[[datasets.subsets]]")
+    subset += f"num_repeats = {4 * steps}\n"  # more than are trained on: the end of an epoch is logged
+    data.write_text(f"{of_dataset}{dataset_text}[[datasets.subsets]]{subset}")
+    return load_config([
+        "--model_type", model_type, "--pretrained_model_name_or_path", str(base), "--dataset_config", str(data),
+        "--output_dir", str(folder / "run"), "--max_train_steps", str(steps), "--log_every_n_steps", "100",
+        "--network_dim", "16", "--mixed_precision", "bf16", "--max_data_loader_n_workers", "0", "--overwrite",
+        *([] if estimated else ["--no-memory_dry_run"]), *flags,
+    ])  # fmt: skip
+
+
+def capture(
+    folder: Path,
+    model_type: str = "flux",
+    blocks: int = 2,
+    flags: Sequence[str] = (),
+    batch: int = 1,
+    side: int = 256,
+    file: str | None = None,
+) -> dict[str, Any]:
+    """Capture forward and backward of two batches, the second copied over the first; arguments as of :func:`train`.
+
+    Returns:
+        What was refused; the first operation that differs between the two; how many there are.
+    """
+    config = _config(folder, model_type, blocks, flags, batch, side, file)
+    trace = MemoryTrace()
+    pretend(trace)
+    logs = list[list[str]]()
+    with tracing(trace):
+        task = dry_run._opened(ImageLora, config, folder)
+        sample, _ = dry_run.largest(task.data)
+        images = [Image.new("RGB", control.fit.encoded) for control in sample.control_images]
+        (text,) = task.text_encoder.encode(["a house"], [images] if task.text_encoder.sees_references else None)
+        task.text_encoder.release()
+        task.load_networks()
+        task.wrap_networks()
+        model, family, device = task.engine.models[0].train(), task.family, torch.device("cuda")
+        static = dry_run._noise(task, text).to(device)
+        sigmas = torch.rand(batch).to(device)
+
+        def step(number: int) -> None:
+            velocity = family.predict_velocity(model, static.latents, sigmas, static.text, 3.5, static.conditions)
+            task.accelerator.backward(velocity.square().mean())
+
+        step(0)  # what is made once is made
+        for number in (1, 2):
+            for parameter in task.engine.parameters:
+                parameter.grad.zero_()
+            static.latents.copy_(torch.randn(static.latents.shape))
+            sigmas.copy_(torch.rand(batch))
+            graph = torch.cuda.CUDAGraph()
+            with trace.logging() as log, torch.cuda.graph(graph):
+                step(number)
+            logs.append(log)
+    differ = next((pair for pair in zip(*logs, strict=False) if pair[0] != pair[1]), None)
+    return {"refused": trace.refused, "differ": differ, "operations": [len(log) for log in logs]}
 
 
 def _keep_two_layers(encoder: Path) -> None:

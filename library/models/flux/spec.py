@@ -294,10 +294,10 @@ def _reference_tokens(references: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
     """Return tokens [B, R, 64] of ``references``, each [B, 16, h, w], and their positions [R, 3]."""
     tokens = torch.cat([pack_latents(reference) for reference in references], dim=1)
     sizes = [token_grid(reference) for reference in references]
-    placed = [
-        image_positions(*size, tokens.device, index=1) + torch.tensor([0.0, *offset], device=tokens.device)
-        for size, offset in zip(sizes, canvas_offsets(sizes), strict=True)
-    ]
+    placed = [image_positions(*size, tokens.device, index=1) for size in sizes]
+    for positions, (row, column) in zip(placed, canvas_offsets(sizes), strict=True):
+        positions[:, 1] += row  # numbers as arguments: a tensor of them would be copied to the device
+        positions[:, 2] += column
     return tokens, torch.cat(placed)
 
 

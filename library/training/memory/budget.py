@@ -110,4 +110,5 @@ def recompute_blocks(
     together = None if training.activation_budget_mb or training.cpu_offload_checkpointing else pairs
     offload = HostOffload(device) if training.cpu_offload_checkpointing else None
     keep = training.activation_budget_mb * 2**20
-    model.enable_gradient_checkpointing(ActivationCheckpointing(blocks, keep, offload, together, chained_args))
+    draws = any(max(getattr(layer, "dropouts", (0.0,))) > 0 for layer in model.modules())  # of LoRA layers
+    model.enable_gradient_checkpointing(ActivationCheckpointing(blocks, keep, offload, together, chained_args, draws))

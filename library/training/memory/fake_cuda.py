@@ -13,6 +13,7 @@ kernels are taken from here.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import shutil
@@ -33,6 +34,7 @@ from torch.nn.attention import SDPBackend
 from library.errors import UserError
 from library.files import atomic_path
 from library.training.memory.budget import GIB
+from library.training.memory.capture import Capturing, FakeGraph, Pool
 
 _SOURCE = Path(__file__).with_name("fake_cuda.cpp")
 aten = torch.ops.aten
@@ -87,7 +89,7 @@ class _Idle:
         self.device = torch.device("cuda", 0)
 
     def record_event(self, event: Any = None) -> Any:
-        return event or _Idle()
+        return event or type(self)()
 
     def query(self) -> bool:
         return True
@@ -102,13 +104,14 @@ class _Idle:
         return None
 
 
-class Counted(Protocol):
-    """A trace: bytes now, and the most since :meth:`reset_peak`."""
+class Counted(Capturing, Protocol):
+    """A trace: bytes now, and the most since :meth:`reset_peak`; ``refuse`` raises while a graph is captured."""
 
     live: int
     peak: int
 
     def reset_peak(self) -> None: ...
+    def refuse(self, why: str) -> bool: ...
 
 
 def pretend(trace: Counted, total: int = 80 * GIB, capability: tuple[int, int] = (9, 0), runtime: bool = True) -> None:
@@ -127,7 +130,7 @@ def pretend(trace: Counted, total: int = 80 * GIB, capability: tuple[int, int] =
     cuda.reset_peak_memory_stats = lambda *_: trace.reset_peak()
     tensor: Any = Tensor
     tensor.record_stream = lambda *_: None
-    tensor.pin_memory = lambda self, *_: self
+    tensor.pin_memory = lambda self, *_: trace.refuse("host memory is pinned") or self
     tensor.numpy = _numpy(Tensor.numpy)
     layer: Any = nn.Module
     layer._apply = _apply
@@ -146,27 +149,39 @@ def _pretend_runtime(trace: Counted, total: int, capability: tuple[int, int]) ->
     def answer(value: Any) -> Callable[..., Any]:
         return lambda *_, **__: value
 
+    def refused(name: str, value: Any = None) -> Callable[..., Any]:
+        return lambda *_, **__: trace.refuse(name) or value
+
+    class Idle(_Idle):
+        synchronize = refused("the host waits for a stream or an event")
+
     runtime: Any = torch.cuda
     properties = SimpleNamespace(major=capability[0], minor=capability[1], total_memory=total, name="no card")
     answers: dict[str, Any] = {
         "is_available": True, "device_count": 1, "current_device": 0, "is_initialized": True, "_is_compiled": True,
         "_lazy_init": None, "init": None, "get_device_capability": capability, "get_device_name": "no card",
         "get_device_properties": properties,
-        "is_bf16_supported": True, "synchronize": None, "empty_cache": None, "current_stream": _Idle(),
-        "default_stream": _Idle(), "set_stream": None, "set_device": None, "set_rng_state": None,
-        "get_rng_state_all": [], "set_rng_state_all": None, "manual_seed": None, "manual_seed_all": None,
-        "get_arch_list": [], "is_current_stream_capturing": False, "memory_stats": {}, "ipc_collect": None,
+        "is_bf16_supported": True, "current_stream": Idle(), "default_stream": Idle(), "set_stream": None,
+        "set_device": None, "get_arch_list": [], "memory_stats": {}, "ipc_collect": None,
     }  # fmt: skip
     for name, value in answers.items():
         setattr(runtime, name, answer(value))
-    runtime.Stream = runtime.Event = _Idle
+    names = ("synchronize", "empty_cache", "set_rng_state", "set_rng_state_all", "manual_seed", "manual_seed_all")
+    for name in names:
+        setattr(runtime, name, refused(f"torch.cuda.{name}"))
+    runtime.get_rng_state_all = refused("torch.cuda.get_rng_state_all", [])
+    runtime._initialized = True  # a checkpoint that preserves the generators' state asks for the device's then
+    runtime.get_rng_state = lambda *_: trace.refuse("torch.cuda.get_rng_state") or torch.get_rng_state()
+    runtime.CUDAGraph, runtime.graph_pool_handle = functools.partial(FakeGraph, trace), Pool
+    runtime.is_current_stream_capturing = lambda: trace.graph is not None
+    runtime.Stream = runtime.Event = Idle
     runtime.stream = runtime.device = lambda *_: contextlib.nullcontext()
-    runtime.cudart = answer(_Idle())
-    runtime.get_rng_state = lambda *_: torch.get_rng_state()
+    runtime.cudart = answer(Idle())
     runtime.mem_get_info = lambda *_: (max(0, total - trace.live), total)
     bindings: Any = torch._C
     bindings._cuda_getCurrentRawStream = answer(0)
-    bindings._cuda_isCurrentStreamCapturing = answer(False)
+    bindings._cuda_isCurrentStreamCapturing = runtime.is_current_stream_capturing
+    bindings._host_emptyCache = answer(None)
     module: Any = torch
     module.is_autocast_available = answer(True)  # or autocast would be off without a word
 

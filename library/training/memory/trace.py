@@ -48,6 +48,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from library.safetensors_io import read_rows
+from library.training.memory.capture import FakeGraph, Pool, refusal
 from library.training.memory.fake_cuda import attention_kernel, has_card, library_path
 
 _ROUNDED_TO = 512  # bytes, of PyTorch's caching allocator
@@ -65,13 +66,15 @@ class Wait:
 
 @dataclass
 class Allocation:
-    """Bytes that live: to what part of the run they belong, and what made them."""
+    """Bytes that live: to what part of the run they belong, and what made them; of a graph, in its pool."""
 
     bytes: int
     part: str
     operation: str
     shape: tuple[int, ...]
     dtype: str
+    number: int
+    pool: Pool | None
 
 
 class _FakeTensors(FakeTensorMode):
@@ -88,6 +91,9 @@ class MemoryTrace(TorchDispatchMode):
         phases: of each phase its highest point, bytes by part.
         phase: what is done now, in a word or two; the caller sets it.
         waits: of the host.
+        graph: the one that is captured now; see ``capture``.
+        refused: what captures refused, and the lines that asked for it.
+        log: None, or a list to which every operation on the device adds its name and arguments; see :meth:`logging`.
         started_at: when; files that are older are a model's.
     """
 
@@ -98,6 +104,10 @@ class MemoryTrace(TorchDispatchMode):
         self.parts: Counter[str] = Counter()
         self.phases: dict[str, dict[str, int]] = {}
         self.waits: list[Wait] = []
+        self.graph: FakeGraph | None = None
+        self.refused: list[str] = []
+        self.log: list[str] | None = None
+        self._made = self._made_before = 0  # allocations: so far, and when the log began
         self._highest: dict[str, int] = {}  # bytes, by phase
         self._sizes: dict[int, Allocation] = {}
         self.started_at = 0.0
@@ -120,6 +130,8 @@ class MemoryTrace(TorchDispatchMode):
         if torch.is_inference_mode_enabled() and operation.namespace == "aten" and operation._can_decompose():
             with self:
                 return operation.decompose(*args, **kwargs)
+        if self.graph is not None and (why := refusal(operation, args, kwargs, self.graph.generators)):
+            self.refuse(why)
         if operation in (aten._local_scalar_dense.default, aten.item.default) and isinstance(args[0], FakeTensor):
             return self._number(args[0])
         if operation is aten._fused_sdp_choice.default and args[0].is_cuda:
@@ -145,11 +157,50 @@ class MemoryTrace(TorchDispatchMode):
                 self._see(tensor, operation)
         if operation in _NEVER or (operation is aten.any.default and args[0].dtype == torch.bool):
             self._false[result] = True
+        if self.log is not None:
+            self.log.append(f"{operation} {tree_map(self._in_words, (args, kwargs, result))}")
         if within := _WITHIN.get(operation):
-            self._add(0, within(args))
+            self._add(0, within(args), self._pool)
         if operation in _COPIES and result.device.type == "cpu":
             return self._arrived(operation, args, kwargs, result)
         return result
+
+    def refuse(self, why: str) -> bool:
+        """Raise, while a graph is captured, as CUDA would; else return false.
+
+        Raises:
+            RuntimeError: a graph is being captured.
+        """
+        if self.graph is not None:
+            self.refused.append(" < ".join((why, *_lines()[::-1])))
+            raise RuntimeError(f"refused while a CUDA graph is captured: {self.refused[-1]}")
+        return False
+
+    @property
+    def _pool(self) -> Pool | None:
+        return None if self.graph is None else self.graph.pool()
+
+    @contextlib.contextmanager
+    def logging(self) -> Iterator[list[str]]:
+        """Yield a list of what the block's operations are and work on: names, numbers, storages, shapes, strides.
+
+        A storage is named by its number among all, or among the block's if it was made there: two blocks of one log
+        issue the same operations on the same places.
+        """
+        self.log, self._made_before = [], self._made
+        try:
+            yield self.log
+        finally:
+            self.log = None
+
+    def _in_words(self, each: Any) -> Any:
+        if not isinstance(each, Tensor):
+            return each
+        if not each.is_cuda:
+            return each.tolist() if each.ndim == 0 and not isinstance(each, FakeTensor) else tuple(each.shape)
+        number = self._sizes[each.untyped_storage()._cdata].number
+        place = f"held {number}" if number <= self._made_before else f"new {number - self._made_before}"
+        return place, each.dtype, tuple(each.shape), each.stride(), each.storage_offset()
 
     def _arrived(self, operation: Any, args: Any, kwargs: Any, result: Tensor) -> Tensor:
         """Return what a copy gives the host: a tensor of its own, of ones."""
@@ -229,9 +280,11 @@ class MemoryTrace(TorchDispatchMode):
         if key in self._sizes:
             return
         size = -(-storage.nbytes() // _ROUNDED_TO) * _ROUNDED_TO
-        self._sizes[key] = Allocation(size, self.part, str(operation), tuple(tensor.shape), str(tensor.dtype))
-        self.parts[self.part] += size
-        self._add(size)
+        self._made += 1
+        pool, shape = self._pool, tuple(tensor.shape)
+        self._sizes[key] = Allocation(size, self.part, str(operation), shape, str(tensor.dtype), self._made, pool)
+        self.parts[self.part] += 0 if pool else size
+        self._add(size, 0, pool)
         weakref.finalize(storage, self._freed, key)
 
     def living(self) -> list[Allocation]:
@@ -241,13 +294,18 @@ class MemoryTrace(TorchDispatchMode):
     def relabel(self, tensors: Iterable[Tensor], part: str) -> None:
         """Let what ``tensors`` hold belong to ``part``."""
         for tensor in tensors:
-            if (found := self._sizes.get(tensor.untyped_storage()._cdata)) is not None:
+            found = self._sizes.get(tensor.untyped_storage()._cdata)
+            if found is not None and found.pool is None:  # a pool is activations, whatever is in it
                 self.parts[found.part] -= found.bytes
                 self.parts[part] += found.bytes
                 found.part = part
 
-    def _add(self, size: int, within: int = 0) -> None:
-        """Note that ``size`` bytes came, of them ``within`` a kernel for a moment."""
+    def _add(self, size: int, within: int = 0, pool: Pool | None = None) -> None:
+        """Note that ``size`` bytes came, of a graph's ``pool``, and ``within`` a kernel for a moment more."""
+        if pool is not None:
+            pool.live += size
+            self.hold(pool, max(pool.held, pool.live + within))
+            return
         self.live += size
         now = self.live + within
         self.peak = max(self.peak, now)
@@ -255,10 +313,17 @@ class MemoryTrace(TorchDispatchMode):
             self._highest[self.phase] = now
             self.phases[self.phase] = {**self.parts, "activations": self.parts["activations"] + within}
 
+    def hold(self, pool: Pool, size: int) -> None:
+        """Let ``pool`` hold ``size`` bytes."""
+        more, pool.held = size - pool.held, size
+        self.parts["activations"] += more
+        self._add(more)
+
     def _freed(self, key: int) -> None:
         gone = self._sizes.pop(key)
-        self.parts[gone.part] -= gone.bytes
-        self._add(-gone.bytes)
+        if gone.pool is None:
+            self.parts[gone.part] -= gone.bytes
+        self._add(-gone.bytes, 0, gone.pool)
 
 
 _SMALL, _VERY_MANY = 1 << 16, 1 << 20  # numbers
