@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ import peft  # noqa: F401
 import torch
 import transformers  # noqa: F401
 from PIL import Image
+from torch import Tensor
 from torch._dynamo.utils import counters
 
 import library.training.trainer as trainer_module
@@ -31,7 +33,7 @@ from library.training.memory.dummy_checkpoint import write_dataset, write_model,
 from library.training.memory.fake_cuda import pretend
 from library.training.memory.trace import MemoryTrace, tracing
 from library.training.tasks.image_lora import ImageLora
-from library.training.tasks.image_step import FlowStep
+from library.training.tasks.image_step import FlowStep, StepInputs
 from library.training.tasks.pretraining import Pretraining
 from tests import chat_runs
 from tests.cuda.formats import write_quantised
@@ -135,30 +137,32 @@ def capture(
     pretend(trace)
     logs = list[list[str]]()
     with tracing(trace):
-        task = dry_run._opened(ImageLora, config, folder)
+        task = dry_run.opened_task(ImageLora, config, folder)
         sample, _ = dry_run.largest(task.data)
         images = [Image.new("RGB", control.fit.encoded) for control in sample.control_images]
-        (text,) = task.text_encoder.encode(["a house"], [images] if task.text_encoder.sees_references else None)
+        captions, shown = ["a house", "a bright house"], [images] * 2 if task.text_encoder.sees_references else None
+        texts = task.text_encoder.encode(captions, shown)
         task.text_encoder.release()
         task.load_networks()
         task.wrap_networks()
-        model, family, device = task.engine.models[0].train(), task.family, torch.device("cuda")
-        static = dry_run._noise(task, text).to(device)
-        sigmas = torch.rand(batch).to(device)
+        model, flow = task.engine.models[0].train(), task.step
 
-        def step(number: int) -> None:
-            velocity = family.predict_velocity(model, static.latents, sigmas, static.text, 3.5, static.conditions)
-            task.accelerator.backward(velocity.square().mean())
+        def inputs(number: int) -> StepInputs:
+            made = dry_run.noise_batch(task, texts[number % 2]).to("cuda")
+            return flow.inputs(replace(made, text=task.family.rounded_text(made.text)), number)
 
-        step(0)  # what is made once is made
+        def step(given: StepInputs) -> None:
+            task.accelerator.backward(flow.compute(model, given)[0])
+
+        static = inputs(0)
+        step(static)  # what is made once is made
         for number in (1, 2):
-            for parameter in task.engine.parameters:
-                parameter.grad.zero_()
-            static.latents.copy_(torch.randn(static.latents.shape))
-            sigmas.copy_(torch.rand(batch))
-            graph = torch.cuda.CUDAGraph()
-            with trace.logging() as log, torch.cuda.graph(graph):
-                step(number)
+            new = list[Tensor]()
+            inputs(number)._map(new.append)
+            static._map(lambda tensor, new=iter(new): tensor.copy_(next(new)))
+            torch._foreach_zero_([p.grad for p in task.engine.parameters if p.grad is not None])
+            with trace.logging() as log, torch.cuda.graph(torch.cuda.CUDAGraph()):
+                step(static)
             logs.append(log)
     differ = next((pair for pair in zip(*logs, strict=False) if pair[0] != pair[1]), None)
     return {"refused": trace.refused, "differ": differ, "operations": [len(log) for log in logs]}
