@@ -157,15 +157,20 @@ def capture(
         static = inputs(0)
         step(static)  # what is made once is made
         for number in (1, 2):
-            new = list[Tensor]()
-            inputs(number)._map(new.append)
-            static._map(lambda tensor, new=iter(new): tensor.copy_(next(new)))
+            for tensor, new in zip(_tensors(static), _tensors(inputs(number)), strict=True):
+                tensor.copy_(new)
             torch._foreach_zero_([p.grad for p in task.engine.parameters if p.grad is not None])
             with trace.logging() as log, torch.cuda.graph(torch.cuda.CUDAGraph()):
                 step(static)
             logs.append(log)
     differ = next((pair for pair in zip(*logs, strict=False) if pair[0] != pair[1]), None)
     return {"refused": trace.refused, "differ": differ, "operations": [len(log) for log in logs]}
+
+
+def _tensors(inputs: StepInputs) -> list[Tensor]:
+    found = dict[int, Tensor]()
+    inputs._map(lambda tensor: found.setdefault(len(found), tensor))
+    return [*found.values()]
 
 
 def _keep_two_layers(encoder: Path) -> None:
