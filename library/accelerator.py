@@ -76,6 +76,8 @@ def build_accelerator(
     replicas, timeout = parallel.replicas(world), timedelta(minutes=accelerate.ddp_timeout)
     on_cpu = not torch.cuda.is_available()
     _check_surroundings(training.mixed_precision, world, on_cpu)
+    if accelerate.torch_compile is True and accelerate.dynamo_backend == "inductor" and not on_cpu:
+        _check_triton()
     if parallel.shard > 1 and on_cpu:
         _let_accelerate_shard_on_a_cpu(timeout)
     # torch would have it another name, which accelerate does not know
@@ -94,7 +96,7 @@ def build_accelerator(
             saving.output_dir, logging_dir=logging.logging_dir or str(Path(saving.output_dir) / "logs")
         ),
         log_with=_trackers(logging),
-        dynamo_plugin=_dynamo(accelerate),
+        dynamo_plugin=TorchDynamoPlugin(backend="no"),  # blocks are compiled by ``training.compiling``
         step_scheduler_with_optimizer=False,
         deepspeed_plugin=_zero_plugin(stage, steps) if stage is not None else None,
         fsdp_plugin=_sharding() if parallel.shard > 1 else None,
@@ -196,21 +198,13 @@ def _trackers(logging: LoggingConfig) -> list[str] | None:
     return ["tensorboard", "wandb"] if logging.log_with == "all" else [logging.log_with]
 
 
-def _dynamo(accelerate: AccelerateConfig) -> TorchDynamoPlugin:
-    """Return the compilation plugin; blocks are compiled once each kind (regional), not the whole model."""
-    if not accelerate.torch_compile:
-        return TorchDynamoPlugin(backend="no")
-    if torch.cuda.is_available() and accelerate.dynamo_backend == "inductor" and not has_triton_package():
+def _check_triton() -> None:
+    """Refuse to compile without what the compiler writes its kernels in."""
+    if not has_triton_package():
         raise UserError(
             "torch_compile: needs triton, which is not installed; pip install triton, on Windows triton-windows, "
             "or remove torch_compile"
         )
-    return TorchDynamoPlugin(accelerate.dynamo_backend, accelerate.dynamo_mode, use_regional_compilation=True)
-
-
-def expect_many_shapes(accelerator: Accelerator) -> None:
-    """Say before ``prepare`` that batches differ in size: what is compiled then takes any, and is not compiled anew."""
-    accelerator.state.dynamo_plugin.dynamic = True
 
 
 def is_sharded(accelerator: Accelerator) -> bool:

@@ -53,7 +53,8 @@ def option(key: str, field: FieldInfo) -> dict[str, Any]:
     is_path = key in MODEL_FILE_KEYS or (re.search(r"\b(folder|file|TOML)\b", about) and key != "output_name")
     kind = "path" if is_path else "number" if types & {"int", "float"} else "text"
     if "list" in types or "bool" in types:
-        kind = "list" if "list" in types else "switch" if len(types) > 1 else "checkbox"
+        kind = "list" if "list" in types else "select" if words else "switch" if len(types) > 1 else "checkbox"
+        words = (*words, "true", "false") if words else words
     elif words:
         kind, words = "select", tuple(MODEL_TYPES) if key == "model_type" else words  # the schema follows from it
     default = "required" if field.is_required() else shown(field.get_default()) or ""

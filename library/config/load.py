@@ -398,7 +398,10 @@ def _add_flag(group: Any, key: str, field: FieldInfo) -> None:
     words = " ".join(map(str, default)) if isinstance(default, list) else "" if default is None else str(default)
     text += " (required)" if field.is_required() else f" (default: {words})" if words else ""  # unset: nothing to say
     text = text.replace("%", "%%")
-    if field.annotation in (bool, bool | None):
+    if bool in get_args(field.annotation) and choices:
+        group.add_argument(f"--{key}", nargs="?", const="true", metavar="X", help=text)
+        group.add_argument(f"--no-{key}", dest=key, action="store_const", const="false", help=argparse.SUPPRESS)
+    elif field.annotation in (bool, bool | None):
         group.add_argument(f"--{key}", action=argparse.BooleanOptionalAction, help=text)
     elif get_origin(field.annotation) is list:
         group.add_argument(f"--{key}", nargs="*", metavar="X", help=text)

@@ -82,7 +82,6 @@ LAYOUTS: Mapping[str, Callable[[Settings], Any]] = {
     "device_map": lambda s: s.device_map,
     "zero": lambda s: s.zero,
     "zero = 3": lambda s: s.zero == 3,
-    "torch_compile": lambda s: s.torch_compile,
     'memory = "auto"': lambda s: s.values.get("memory") == "auto",
 }
 
@@ -135,11 +134,13 @@ _DORA = '{save_format}\'s DoRA is made with full base weights, which {layout} sp
 _PARTS = "{optimizer_type} does not treat every number by itself, and would get parts of weights; use "
 
 _COMMON = (
-    Row("torch_compile", _each("is not made for {layout}" + _ONE, *_SPLITTING)),
     Row(
-        "activation_budget_mb",
-        {"torch_compile": "a compiled block does not show what it keeps; remove it or torch_compile"} | _CHOSEN,
+        "torch_compile",
+        _each("is not made for {layout}" + _ONE, *_SPLITTING),
+        lambda s: s.torch_compile is True,
+        "true",
     ),
+    Row("activation_budget_mb", _CHOSEN),
     Row("shard", {"pp": "the weights of a stage are not split again; set shard = 1 and raise pp"}, LAYOUTS["shard"]),
     Row(
         "tp",
@@ -157,7 +158,6 @@ LORA_MATRIX = (
             "pp": "a stage has few blocks; raise pp, or remove one of them",
             "device_map": "has blocks on one device in turn" + _ONE,
             "zero": "DeepSpeed puts the model on its device" + _ONE,
-            "torch_compile": "compiled blocks keep the memory their weights lay in; remove torch_compile or swap none",
         }
         | _CHOSEN,
     ),
@@ -365,6 +365,28 @@ _OPTIMIZER = (
     ),
 )
 
+_COMPILED = (
+    Rule(
+        ("dynamo_mode", "gradient_checkpointing"),
+        lambda s: s.dynamo_mode == "reduce-overhead" and s.gradient_checkpointing,
+        "the graphs of reduce-overhead fail where blocks are recomputed (pytorch #154306); remove dynamo_mode",
+    ),
+    Rule(
+        ("torch_compile", "blocks_to_swap", "gradient_checkpointing"),
+        lambda s: s.torch_compile is True and s.blocks_to_swap and not s.gradient_checkpointing,
+        "compiled blocks keep the memory their weights lay in, which others take until backward; set "
+        "gradient_checkpointing = true, or swap none",
+    ),
+    *(
+        Rule(
+            ("activation_budget_mb", "torch_compile", key),
+            lambda s, key=key: s.torch_compile is True and s.activation_budget_mb and s.values[key],  # type: ignore[misc]
+            f"compiled blocks keep attention's outputs only without {key}; remove one of the three",
+        )
+        for key in ("blocks_to_swap", "cpu_offload_checkpointing")
+    ),
+)
+
 _LORA = (
     Rule(
         ("full_bf16", "mixed_precision"),
@@ -497,9 +519,9 @@ _PRETRAINING = (
 )
 
 RULES: Mapping[type, tuple[Row | Rule, ...]] = {
-    TrainConfig: (*_IMAGES, *_LORA, *_OPTIMIZER, *LORA_MATRIX),
-    ChatTrainConfig: (*_CHATS, *_LORA, *_OPTIMIZER, *_PIPELINE, *LORA_MATRIX),
-    PretrainConfig: (*_PRETRAINING, *_OPTIMIZER, *_PIPELINE, *PRETRAIN_MATRIX),
+    TrainConfig: (*_IMAGES, *_LORA, *_OPTIMIZER, *_COMPILED, *LORA_MATRIX),
+    ChatTrainConfig: (*_CHATS, *_LORA, *_OPTIMIZER, *_COMPILED, *_PIPELINE, *LORA_MATRIX),
+    PretrainConfig: (*_PRETRAINING, *_OPTIMIZER, *_COMPILED, *_PIPELINE, *PRETRAIN_MATRIX),
 }
 
 

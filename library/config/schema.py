@@ -657,7 +657,10 @@ class AccelerateConfig(Section):
     ddp_timeout: Size = Field(10, description="minutes until a stuck collective fails")
     ddp_gradient_as_bucket_view: bool = Field(False, description="DDP gradients as views of the buckets: less memory")
     ddp_static_graph: bool = Field(False, description="tell DDP that every step uses the same parameters")
-    torch_compile: bool = Field(False, description="compile the repeated transformer blocks")
+    torch_compile: bool | Literal["auto"] = Field(
+        "auto",
+        description="compile the transformer blocks; auto: on a GPU where the steps left are worth the minute it takes",
+    )
     dynamo_backend: Annotated[Literal["inductor", "aot_eager", "eager"], OnlyWith(torch_compile=True)] = Field(
         "inductor", description="compiler"
     )

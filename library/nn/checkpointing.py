@@ -9,6 +9,8 @@ in backward (Chen et al. 2016, arXiv 1604.06174). Between the two lie these choi
               which cost most to recompute for their size, then everything of some blocks
     offload   saved inputs go to host memory as soon as the block has run, and come back one block ahead of backward
 
+Compiled blocks save attention's outputs from within what is compiled: there PyTorch's compiler recomputes the rest.
+
 :class:`ActivationCheckpointing` is the function that diffusers' models and ``TransformerLM`` call their blocks through.
 PyTorch does the work: ``torch.utils.checkpoint`` without re-entrance, its selective contexts, saved-tensor hooks.
 """
@@ -26,6 +28,7 @@ from weakref import WeakKeyDictionary, WeakValueDictionary
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from library.nn.norms import ModulationCache
@@ -128,6 +131,11 @@ class ActivationCheckpointing:
         return checkpoint(both, *given.values(), **self._options)
 
     def _save_attention(self, block: nn.Module, cost: _Cost, args: Any, kwargs: Any) -> Any:
+        if (options := getattr(block, "compile_options", None)) is not None:
+            run = torch.compile(_keep_attention_inside, **options)
+            output, cost.attention = _saving(block, lambda: run(block, args, kwargs), tree_leaves((args, kwargs)))
+            self._left -= cost.attention
+            return output
         cost.attention = 0
         contexts = functools.partial(create_selective_checkpoint_contexts, _attention_policy(cost))
         output = self._checkpoint(block, args, kwargs, context_fn=contexts)
@@ -139,19 +147,26 @@ class ActivationCheckpointing:
 
         That one may exceed the budget: backward recomputes one block at a time and holds as much for it anyway.
         """
-        saved: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            if not isinstance(tensor, nn.Parameter):
-                storage = tensor.untyped_storage()
-                saved[storage.data_ptr()] = storage.nbytes()
-            return tensor
-
-        with saved_tensors_hooks(pack, lambda tensor: tensor):
-            output = block(*args, **kwargs)
-        cost.everything = sum(saved.values())
+        output, cost.everything = _saving(block, lambda: block(*args, **kwargs))
         self._left -= cost.everything
         return output
+
+
+def _saving(block: nn.Module, run: Callable[[], Any], inputs: Sequence[Any] = ()) -> tuple[Any, int]:
+    """Return ``run()``, and the bytes that autograd keeps of it, but for ``inputs`` and the weights of ``block``."""
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        output = run()
+    others = (*block.parameters(), *block.buffers(), *(each for each in inputs if isinstance(each, Tensor)))
+    for tensor in others:
+        saved.pop(tensor.untyped_storage()._cdata, None)
+    return output, sum(saved.values())
 
 
 # A block of FLUX or Qwen-Image saves ten times its input for its backward pass. Backward begins at the last block,
@@ -189,6 +204,19 @@ def _attention_policy(cost: _Cost) -> Callable[..., CheckpointPolicy]:
         return CheckpointPolicy.MUST_SAVE
 
     return policy
+
+
+def _only_attention(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operation in ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_ATTENTION_KEPT = functools.partial(create_selective_checkpoint_contexts, _only_attention)
+_ATTENTION_KEPT.cache_hash = "attention's outputs"  # type: ignore[attr-defined]  # without it no compiled code is kept
+
+
+def _keep_attention_inside(block: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Run a block as one checkpoint, to be compiled with it: the compiler plans what is recomputed in backward."""
+    return checkpoint(block, *args, use_reentrant=False, context_fn=_ATTENTION_KEPT, **kwargs)
 
 
 _SMALLEST = 1 << 20  # bytes; smaller tensors stay where they are

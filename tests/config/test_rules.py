@@ -34,11 +34,11 @@ LAYOUT: dict[str, dict[str, Any]] = {
     "device_map": {"device_map": "balanced"},
     "zero": {"zero": 1},
     "zero = 3": {"zero": 3},
-    "torch_compile": {"torch_compile": True},
     'memory = "auto"': {"memory": "auto"},
 }
 # option -> what makes a row of the matrix hold, if it is more than a switch
 ROWS: dict[str, dict[str, Any]] = {
+    "torch_compile": {"torch_compile": True},
     "blocks_to_swap": {"blocks_to_swap": 2},
     "sample_model": {"sample_model": "turbo", "sample_prompts": "prompts.txt"},
     "mixed_precision": {"mixed_precision": "fp16"},
@@ -165,7 +165,8 @@ def test_a_line_is_held_back_for_the_keys_it_is_about_and_not_for_its_words() ->
         load_config([*argv, "--memry", "auto"])  # the other line says what compiled blocks keep in memory
     assert str(caught.value).splitlines() == [
         "command line: --memry: unknown flag; did you mean 'memory'?",
-        "blocks_to_swap: compiled blocks keep the memory their weights lay in; remove torch_compile or swap none",
+        "torch_compile: compiled blocks keep the memory their weights lay in, which others take until backward; set "
+        "gradient_checkpointing = true, or swap none",
     ]
 
 

@@ -14,15 +14,17 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bench.families import FAMILIES, Sizes, build_transformer, example_inputs
-from library.config.schema import NetworkConfig
+from library.config.schema import AccelerateConfig, NetworkConfig
 from library.models.family_by_name import family_class
 from library.models.registry import lora_targets
 from library.nn.checkpointing import ATTENTION, ActivationCheckpointing, HostOffload, neighbours
+from library.training.compiling import compile_blocks
 from networks.network import inject_adapter
 from networks.options import parse_network_args
 
 BLOCKS, TOKENS, WIDTH = 6, 32, 16
 INPUT = TOKENS * WIDTH * 4  # bytes
+NAMES = {operation.name().split(".")[0] for operation in ATTENTION}
 
 
 class Block(nn.Module):
@@ -93,6 +95,8 @@ def everything_of_a_block() -> int:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         made = block(x, torch.randn(WIDTH), scale=0.5)
     assert made.requires_grad
+    for weight in block.parameters():  # which views of them share
+        kept.pop(weight.untyped_storage().data_ptr(), None)
     return sum(kept.values())
 
 
@@ -158,6 +162,43 @@ def test_attention_comes_first_and_whole_blocks_take_what_is_left() -> None:
 def test_the_first_step_keeps_one_block_of_a_kind_to_learn_its_cost() -> None:
     _, operations = step(stack(), ActivationCheckpointing(BLOCKS, budget_bytes=1))
     assert operations.forward_gelus == 2 * BLOCKS - 1
+
+
+class Pure(Block):
+    def forward(self, x: Tensor, shift: Tensor, scale: float = 1.0) -> Tensor:
+        q, k, v = (part.view(1, 1, TOKENS, WIDTH) for part in self.qkv(x + shift).chunk(3, dim=-1))
+        x = x + scale * self.out(self.attention(q, k, v).view(x.shape))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+def test_compiled_blocks_keep_attention_and_whole_blocks_within_the_budget() -> None:
+    """Gradients are bit for bit those of compiled blocks that keep everything; attention runs again where it must."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    blocks, x = nn.ModuleList(Pure() for _ in range(BLOCKS)), torch.randn(1, TOKENS, WIDTH)
+    compile_blocks(blocks, AccelerateConfig(torch_compile=True, dynamo_backend="aot_eager"))
+
+    def gradients(checkpointing: ActivationCheckpointing | None) -> tuple[list[Tensor], int]:
+        blocks.zero_grad()
+        y = x
+        for block in blocks:
+            y = block(y, x[0, 0]) if checkpointing is None else checkpointing(block, y, x[0, 0])
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            y.square().sum().backward()
+        again = [each for each in profile.events() if each.name in NAMES]
+        return [parameter.grad.clone() for parameter in blocks.parameters() if parameter.grad is not None], len(again)
+
+    expected, none = gradients(None)
+    assert none == 0
+    attention = INPUT + TOKENS * 4  # the output, and the logarithms of the sums
+    everything = 40 * INPUT
+    for keep, again in ((1, BLOCKS), (3 * attention, BLOCKS - 3), (BLOCKS * attention, 0), (BLOCKS * everything, 0)):
+        checkpointing = ActivationCheckpointing(BLOCKS, budget_bytes=keep)
+        for _ in range(2):  # the first learns what blocks cost
+            found, count = gradients(checkpointing)
+            assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+        assert count == again, keep
+    torch._dynamo.reset()
 
 
 def test_inputs_that_wait_on_the_host_leave_the_device() -> None:

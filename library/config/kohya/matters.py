@@ -267,8 +267,7 @@ def _compile(result: Translation, known: Known) -> None:
     if backend.lower() == "no":
         result.take("dynamo_backend")
         result.note("dynamo_backend", "changed", "no is torch_compile = false")
-        if not is_off(result.take("torch_compile")):
-            result.note("torch_compile", "left out", "dynamo_backend = no turns it off")
+        result.values["torch_compile"] = False
     elif result.tool == "musubi-tuner":
         result.values.setdefault("torch_compile", True)
 

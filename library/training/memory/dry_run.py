@@ -162,6 +162,7 @@ def opened_task(build: Build, config: TrainConfig, folder: Path) -> ImageTask:
         "saving": config.saving.model_copy(update=silent),
         "training": config.training.model_copy(update={"resume": None, "memory": "manual"}),
         "logging": config.logging.model_copy(update={"log_with": None}),
+        "accelerate": config.accelerate.model_copy(update={"torch_compile": False}),
     }
     task = build(config.model_copy(update=changes))
     task.console = Console(quiet=True)

@@ -170,7 +170,7 @@ def remedies(
     for setting in _SETTINGS:
         if (setting.exact or not exact) and not (setting.on_host and on_cpu) and (found := better(setting)) is not None:
             yield (least := found)
-    most, block = (0, 0) if on_cpu or config.accelerate.torch_compile else least.plan.swappable
+    most, block = (0, 0) if on_cpu else least.plan.swappable
     phases = _RUN if exact else _TRAINING
     while (over := least.plan.over(room, phases)) and (now := least.config.training.blocks_to_swap) < most:
         swapped = min(most, now + -(-over // max(1, block)))
@@ -187,8 +187,8 @@ def choose(config: TrainConfig, room: int, count: Count, on_cpu: bool = False) -
     """
     fastest = Remedy(config, count(config))
     least = [fastest, *remedies(config, fastest.plan, room, count, exact=True, on_cpu=on_cpu)][-1]
-    if list(least.lines) != [_RECOMPUTING.key] or config.accelerate.torch_compile:
-        return least  # a compiled block does not show what it keeps
+    if list(least.lines) != [_RECOMPUTING.key]:
+        return least
     free = min(room - sum(least.plan.step.values()), fastest.plan.step["activations"] - least.plan.step["activations"])
     if least.plan.over(room, _RUN) or free < _WORTH_KEEPING:
         return least

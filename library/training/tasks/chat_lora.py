@@ -136,7 +136,7 @@ class ChatLora(LoraTask):
             collate_fn=collate_windows,
             pin_memory=self.accelerator.device.type == "cuda",
         )
-        self._wrap(many_shapes=True)  # a batch is as long as its longest window
+        self._wrap(config, "some" if chat.packing else "many")  # a batch is as long as its longest window
         self.held_out = batches_of_similar_length(held_out[: config.validation.max_validation_conversations], size)
         self.validates = bool(self.held_out)
         self.facts = lora_facts(config, self.started_at, self.total_steps)

@@ -290,7 +290,7 @@ class ImageLora(LoraTask):
         sizes, config = self.data.train.batch_sizes, self.plan.config
         check_microbatches(config.parallel, max(sizes.values()))
         self.batches, self.loader = training_loader(self.data, config.dataset, self.accelerator)
-        self._wrap(many_shapes=len(sizes) > 1)
+        self._wrap(config.model_copy(update={"training": self.training}), "some" if len(sizes) > 1 else "one")
         self.loader = RaisingLoader(self.loader)
         outside = config.training.prior_loss_weight if config.preservation.preserve_outside_mask else 0.0
         lockstep = config.preservation.preserve != "none" and config.parallel.gathers_weights

@@ -7,7 +7,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.text import Text
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from library import __version__
-from library.accelerator import expect_many_shapes
 from library.config.chat_schema import ChatTrainConfig
 from library.config.schema import TrainConfig
 from library.data.batches import DataParallelRank
@@ -153,12 +152,14 @@ class LoraTask(Task):
         if not self.plan.config.network.dim_from_weights:
             say(Text(self.network.load_file(source)))
 
-    def _wrap(self, many_shapes: bool) -> None:
-        """Build optimizer and schedule, and let the engine wrap and compile the loaded networks.
+    def _wrap(self, config: Any, sizes: Literal["one", "some", "many"]) -> None:
+        """Build optimizer and schedule, compile the loaded networks, and let the engine wrap them.
 
-        ``many_shapes``: batches differ in size.
+        Args:
+            config: of the run, with what was chosen for it.
+            sizes: of how many the batches are.
         """
-        config, training, dp_rank = self.plan.config, self.plan.config.training, DataParallelRank.of(self.accelerator)
+        training, dp_rank = config.training, DataParallelRank.of(self.accelerator)
         groups = self.plan.network.parameter_groups(self.network)
         optimizer = build_optimizer(config.optimizer, groups, training.full_bf16, training.seed)
         per_epoch = self.batches.batches_per_epoch()
@@ -167,14 +168,14 @@ class LoraTask(Task):
         if dp_rank.step_batches > 1:
             self.console.print(describe_steps(per_epoch, dp_rank, dp_rank.step_batches), soft_wrap=True)
         schedule = build_schedule(config.optimizer, optimizer, self.total_steps)
-        if many_shapes:
-            expect_many_shapes(self.accelerator)
+        spec = self._parallel()
+        self._compile(config, spec, self.total_steps - start.step, sizes)
         for module in filter(None, (self.transformer, self.text_encoders)):
             # every process has read the same frozen weights: broadcasting takes time, and gloo cannot broadcast fp8
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ddp_ignored_names(module))
         self.loader, self.text_encoders = self.engine.prepare(
             config.parallel,
-            self._parallel(),
+            spec,
             optimizer,
             schedule,
             self.network.parameters,

@@ -123,9 +123,11 @@ class Pretraining(Task):
         lr_schedule = build_schedule(self.plan.optimizer, optimizer, self.total_steps)
         warmup = resolve_steps(self.plan.optimizer.lr_warmup_steps, self.total_steps)
         self.flops_per_token, self.peak_flops = flops_per_token(model, self.context), peak_flops(accelerator.device)
+        spec, start = lm_parallel_spec(model), start_position(self.state, windows)
+        self._compile(config, spec, self.total_steps - start.step, "one")
         self.engine.prepare(
             config.parallel,
-            lm_parallel_spec(model),
+            spec,
             optimizer,
             lr_schedule,
             lambda: list(local_parameters(model).values()),

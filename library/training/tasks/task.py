@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -28,7 +28,9 @@ from library.console import Console
 from library.data.batches import DataParallelRank, MicroStep
 from library.errors import counted
 from library.training.checkpoint.state import AUTO, OutputNames, Position, read_position
+from library.training.compiling import compile_blocks, plan_compilation
 from library.training.engine import Engine
+from library.training.parallel.parallelize import ParallelSpec
 from library.training.plan import Plan
 
 
@@ -117,6 +119,15 @@ class Task(ABC):
     def _loaded_to(self) -> torch.device:
         """Where the model is read to: host memory, where processes get parts of it, as all of it need not fit."""
         return torch.device("cpu") if self.plan.config.parallel.splits_model else self.accelerator.device
+
+    def _compile(self, config: Any, spec: ParallelSpec, steps: int, sizes: Literal["one", "some", "many"]) -> None:
+        """Compile the model's blocks, if ``config`` has it so; ``sizes``: of how many the batches are."""
+        compiles, line = plan_compilation(config, self.accelerator.device, steps, lengths_vary=sizes == "many")
+        if line:
+            self.console.print(line, soft_wrap=True)
+        if compiles:
+            blocks = [module for module in spec.model.modules() if type(module).__name__ in spec.blocks]
+            compile_blocks(blocks, config.accelerate, dynamic=None if sizes == "one" else True)
 
     @abstractmethod
     def open(self, state: str | None = None) -> None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from library.config.model_types import MODEL_TYPES
-from library.config.schema import NetworkConfig
+from library.config.schema import AccelerateConfig, NetworkConfig
 from library.errors import UserError
 from library.models.family_by_name import family_class
 from library.models.flux.files import FLUX_TARGETS
@@ -21,6 +21,7 @@ from library.models.flux.model import optimise_forward
 from library.models.vae import image_positions, pack_latents
 from library.precision.files.fp8 import Fp8Scheme
 from library.precision.recipe import Recipe, quantize_model
+from library.training.compiling import compile_blocks
 from library.training.memory.block_swap import RING, Ring, kind_sizes, most_swapped, swap_blocks, swapped_per_kind
 from networks.network import AdapterNetwork, inject_adapter
 from networks.options import parse_network_args
@@ -112,6 +113,22 @@ def test_output_and_gradients_equal_those_of_the_whole_model_bit_for_bit(
         evaluated = [_forward(swapped[0].eval()) for _ in range(2)]  # forward only, twice: from the last to the first
     assert all(torch.equal(output, expected[0]) for output in evaluated)
     assert all(torch.equal(a, b) for a, b in zip(_step(swapped[0].train(), swapped[1]), expected, strict=True))
+
+
+@pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_compiled_blocks_compute_with_what_the_ring_brought(fp8: bool) -> None:
+    """Bit for bit as compiled blocks whose weights stay."""
+    torch._dynamo.reset()
+    whole, swapped = _with_lora(fp8), _with_lora(fp8)
+    for ring in _swap(swapped[0]):
+        _poison(ring)
+    for transformer, _ in (whole, swapped):
+        blocks = [*transformer.transformer_blocks, *transformer.single_transformer_blocks]
+        compile_blocks(blocks, AccelerateConfig(torch_compile=True, dynamo_backend="aot_eager"))
+        transformer.enable_gradient_checkpointing()
+    expected = _step(*whole)
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(_step(*swapped), expected, strict=True))
 
 
 def test_dropout_which_takes_another_way_through_the_layers_is_the_same_too() -> None:
