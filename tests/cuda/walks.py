@@ -36,6 +36,7 @@ from library.training.tasks.image_lora import ImageLora
 from library.training.tasks.image_step import FlowStep, StepInputs
 from library.training.tasks.pretraining import Pretraining
 from tests import chat_runs
+from tests.cuda.captured import memory, refusals  # noqa: F401  # called by name
 from tests.cuda.formats import write_quantised
 from tests.curves import without_curves
 from tests.pretraining_runs import write_corpus
@@ -126,6 +127,7 @@ def capture(
     batch: int = 1,
     side: int = 256,
     file: str | None = None,
+    planted: str | None = None,
 ) -> dict[str, Any]:
     """Capture forward and backward of two batches, the second copied over the first; arguments as of :func:`train`.
 
@@ -152,10 +154,12 @@ def capture(
             return flow.inputs(replace(made, text=task.family.rounded_text(made.text)), number)
 
         def step(given: StepInputs) -> None:
-            task.accelerator.backward(flow.compute(model, given)[0])
+            loss, _ = flow.compute(model, given)
+            task.accelerator.backward(loss * number if planted else loss)
 
-        static = inputs(0)
-        step(static)  # what is made once is made
+        number, static = 0, inputs(0)
+        for _ in range(3 if "--torch_compile" in flags else 1):  # what is made once is made
+            step(static)
         for number in (1, 2):
             for tensor, new in zip(_tensors(static), _tensors(inputs(number)), strict=True):
                 tensor.copy_(new)

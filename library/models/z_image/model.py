@@ -73,7 +73,9 @@ class ZImageTransformer2DModel(diffusers_z.ZImageTransformer2DModel):
         assert joint_attention_kwargs is None
         if not isinstance(cap_feats, Tensor):
             cap_feats, cap_mask = _joined(cap_feats)
-        temb, embedder = self.t_embedder(t * self.t_scale).type_as(x[0]), "{}-{}".format(*_PATCH)
+        temb, size = self.t_embedder(t * self.t_scale).type_as(x[0]), "{}-{}".format(*_PATCH)
+        # dicts of modules are asked by attribute: compiled, they have no keys
+        embed, project = getattr(self.all_x_embedder, size), getattr(self.all_final_layer, size)
         text = self.cap_embedder(_filled(cap_feats))
         place = torch.arange(text.shape[1], device=t.device)
         length = torch.full_like(place[:1], cap_feats.shape[1]) if cap_mask is None else cap_mask.sum(1)
@@ -82,7 +84,7 @@ class ZImageTransformer2DModel(diffusers_z.ZImageTransformer2DModel):
         text = torch.where((place < length).unsqueeze(-1), text, self.cap_pad_token)
         text_rope = self.rope_embedder(F.pad(((place + 1) * (place < end)).unsqueeze(-1), (0, 2)))
 
-        image = self.all_x_embedder[embedder](torch.stack([self._patchify_image(each, *_PATCH)[0] for each in x]))
+        image = embed(torch.stack([self._patchify_image(each, *_PATCH)[0] for each in x]))
         tokens = image.shape[1]
         image = torch.cat([image, self.x_pad_token.expand(len(x), -tokens % _MULTIPLE, -1)], dim=1)
         rows, columns = (side // _PATCH[0] for side in x[0].shape[-2:])
@@ -99,7 +101,7 @@ class ZImageTransformer2DModel(diffusers_z.ZImageTransformer2DModel):
         stream, rope = torch.cat([image, text], dim=1), torch.cat([rope, text_rope], dim=1)
         for block in self.layers:
             stream = run_block(self, block, stream, mask, rope, temb)
-        output = self.all_final_layer[embedder](stream[:, :tokens], c=temb)
+        output = project(stream[:, :tokens], c=temb)
         sample = self.unpatchify(list(output), [each.shape[1:] for each in x], *_PATCH)
         return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
 

@@ -41,6 +41,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch import Tensor
+from torch._guards import detect_fake_mode
 
 from library.errors import UserError
 from library.precision.files.file_tensors import FileTensors
@@ -396,8 +397,8 @@ class StoredReadOnly(StoredWeight):
 def cached_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return ``make``, a function of hashable arguments, with its tensors remembered.
 
-    Where it is first called does not matter: of sampling's inference mode autograd would take none, and those made on
-    fake tensors, which have no numbers, are not remembered.
+    Where it is first called does not matter: of sampling's inference mode autograd would take none, and those that a
+    compiler makes, which have no numbers, are not remembered.
     """
     known: dict[tuple[Any, ...], Tensor] = {}
 
@@ -407,7 +408,7 @@ def cached_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return known[key]
         with torch.inference_mode(False):
             made = make(*key)
-        if type(made) is Tensor:
+        if detect_fake_mode() is None:
             known[key] = made
         return made
 

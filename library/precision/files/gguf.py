@@ -14,14 +14,16 @@ to be merged and no activation is rounded.
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from types import FunctionType, SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from library.precision.files.base import ReadOnlyScheme, StoredReadOnly, StoredWeight
+from library.precision.files.base import ReadOnlyScheme, StoredReadOnly, StoredWeight, cached_tensor
 from library.precision.files.cut_weight import CutWeight, in_chunks
 from library.precision.files.file_tensors import FileTensors
 from library.safetensors_io import DTYPES
@@ -68,15 +70,12 @@ class GgufWeight(CutWeight):
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in] that it stands for: fp32 arithmetic, rounded once to ``dtype``."""
-        from diffusers.quantizers.gguf.utils import dequantize_functions
-        from gguf import GGMLQuantizationType
-
         block, block_bytes, _ = TYPES[self.type]
-        dequantize = dequantize_functions[GGMLQuantizationType[self.type]]
+        dequantize = _dequantizer(self.type)
 
         def numbers(weight: GgufWeight) -> Tensor:
             blocks = dequantize(weight.values.reshape(-1, block_bytes), block, block_bytes, torch.float32)
-            return cast(Tensor, blocks).reshape(weight.shape)
+            return blocks.reshape(weight.shape)
 
         return in_chunks(self, numbers, dtype)
 
@@ -106,6 +105,29 @@ class GgufWeight(CutWeight):
         factors = [part.reshape(*scale.shape[:2], 8) for part in get_scale_min(head[..., 4:].reshape(-1, 12))]
         scale, offset = (scale[..., i : i + 1] * factors[i] for i in range(2))
         return values, scale.flatten(1), -offset.flatten(1)
+
+
+@functools.cache
+def _dequantizer(kind: str) -> Callable[..., Tensor]:
+    """Return diffusers' function for a type, with another ``torch.tensor``.
+
+    It makes tables of a few numbers at every call, for which the host would wait until they are copied to the device.
+    """
+    from diffusers.quantizers.gguf.utils import dequantize_functions
+    from gguf import GGMLQuantizationType
+
+    found = dequantize_functions[GGMLQuantizationType[kind]]
+    names = found.__globals__ | {"torch": SimpleNamespace(**{**vars(torch), "tensor": _table})}
+    return FunctionType(found.__code__, names, found.__name__, found.__defaults__)
+
+
+def _table(numbers: list[float], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return _kept_table(tuple(numbers), dtype, device)
+
+
+@cached_tensor
+def _kept_table(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 @dataclass(frozen=True, kw_only=True)
