@@ -75,6 +75,11 @@ RUNS: dict[str, dict[str, Any]] = {
                   "--sample_model", "MODEL"],
     },
     "flux, compiled": {"flags": ["--gradient_checkpointing", "--torch_compile", "--dynamo_backend", "aot_eager"]},
+    "flux, fp8, compiled, blocks swapped": {
+        "blocks": 4,
+        "flags": ["--gradient_checkpointing", "--fp8_scaled", "--torch_compile", "--dynamo_backend", "aot_eager",
+                  "--blocks_to_swap", "2"],
+    },
     "flux, memory chosen": {"flags": ["--memory", "auto"], "estimated": True},
     "flux, products in fp8": {
         "flags": ["--fp8_scaled", "--quantised_compute", "quantised", "--fp8_granularity", "row"],
@@ -194,6 +199,22 @@ def test_a_block_saves_what_its_backward_pass_needs(device: FakeDevice, tmp_path
         folder.mkdir()
         held.append(device.walk("train", folder, blocks=blocks, steps=1)["phases"]["step 1"]["activations"])
     assert (held[1] - held[0]) / unit == pytest.approx(units, abs=0.3)  # narrow products
+
+
+@pytest.mark.slow
+def test_a_compiled_step_keeps_what_the_budget_allows(device: FakeDevice, tmp_path: Path) -> None:
+    """Attention's output of two double and two single blocks, in bf16, beside each block's input, and no more."""
+    attention = (4096 + 512) * 3072 * 2
+    flags = ["--gradient_checkpointing", "--torch_compile", "--dynamo_backend", "aot_eager"]
+    held = []
+    for budget in (0, 4 * attention // MIB + 4):
+        folder = tmp_path / str(budget)
+        folder.mkdir()
+        more = ["--activation_budget_mb", str(budget)] if budget else []
+        phases = device.walk("train", folder, blocks=2, flags=[*flags, *more])["phases"]
+        held.append(phases["step 3"]["activations"])
+    assert held[1] - held[0] <= 4 * attention + 4 * MIB
+    assert held[1] - held[0] >= 2 * attention  # the peak is in backward, when some have gone
 
 
 @pytest.mark.parametrize(("planted", "words"), [("device", "two devices, cuda:0 and cpu"), ("item", "")])
