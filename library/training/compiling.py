@@ -28,6 +28,14 @@ from library.config.schema import AccelerateConfig
 from library.training.memory.fake_cuda import cache_folder
 
 WORTH = 300  # steps
+# Without a word on these PyTorch keeps no code that switches autocast, or names a kernel of attention. All that they
+# depend on is in the graph, by which code is kept.
+_SWITCHES = (
+    "torch.amp.autocast_mode._enter_autocast",
+    "torch.amp.autocast_mode._exit_autocast",
+    "torch.nn.attention._backend_from_string",
+    "torch.nn.attention._sdpa_kernel",
+)
 
 
 def plan_compilation(config: Any, device: torch.device, steps: int, lengths_vary: bool = False) -> tuple[bool, str]:
@@ -75,9 +83,7 @@ def compile_blocks(blocks: Iterable[nn.Module], accelerate: AccelerateConfig, dy
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
     dynamo, inductor = torch._dynamo.config, torch._inductor.config
     dynamo.suppress_errors = accelerate.torch_compile == "auto"
-    # PyTorch keeps no code with a switch of autocast, which has all that it depends on in the graph
-    switches = ("torch.amp.autocast_mode._enter_autocast", "torch.amp.autocast_mode._exit_autocast")
-    inductor.unsafe_marked_cacheable_functions = dict.fromkeys(switches, torch.__version__)
+    inductor.unsafe_marked_cacheable_functions = dict.fromkeys(_SWITCHES, torch.__version__)
     options: dict[str, Any] = {"backend": accelerate.dynamo_backend, "mode": accelerate.dynamo_mode, "dynamic": dynamic}
     for block in blocks:
         block.forward = torch.compile(block.forward, **options)

@@ -12,6 +12,7 @@ from torch._dynamo.utils import counters
 
 from library.config import load_config
 from library.config.schema import AccelerateConfig
+from library.nn.attention import attend
 from library.nn.norms import modulated_norm
 from library.training import compiling
 from library.training.compiling import WORTH, compile_blocks, plan_compilation
@@ -56,12 +57,13 @@ def test_auto_compiles_where_it_pays_and_may_be(
 
 class Modulated(nn.Module):
     def forward(self, x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
-        return modulated_norm(x, shift, scale, 1e-6)
+        x = modulated_norm(x, shift, scale, 1e-6).unsqueeze(2)
+        return attend(x, x, x, backend="math")
 
 
 @pytest.mark.slow
 def test_a_second_process_finds_the_code_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As do blocks of every family, it switches autocast off within."""
+    """As do blocks of every family, it switches autocast off within, and names a kernel."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     for found in ("autograd_cache_saved", "autograd_cache_hit"):
         torch._dynamo.reset()
