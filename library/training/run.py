@@ -39,6 +39,7 @@ from library.training.checkpoint.state import (
     save_training_state,
     start_position,
 )
+from library.training.optim.after_update import UpdateNorms
 from library.training.report.metrics import MetricsStream, peak_memory_bytes, write_config
 from library.training.report.plots import plot_runs
 from library.training.report.progress import TrainingProgress, duration, print_summary, shown_path
@@ -52,6 +53,7 @@ class Run:
     Attributes:
         position: how far the run is.
         first_step: where it began, 0 unless it is resumed.
+        norms: how far it has moved each layer of an adapter.
         stopped: whether training is to end before its last step.
         stop_request: from outside, that stopped the run.
         val_losses: every validation loss so far.
@@ -61,6 +63,7 @@ class Run:
 
     position: Position
     first_step: int
+    norms: UpdateNorms | None
     metrics: MetricsStream
     progress: TrainingProgress
     writer: CheckpointWriter
@@ -80,6 +83,7 @@ class Run:
         self._sampled_at: int | None = None
         self._verified: str | None = None  # what :meth:`verify_saved` found
         self._verify_error: UserError | None = None
+        self._stalled = ""  # which layers learn nothing, and why
         self._at_end = False  # all steps are done, and what was trained is saved
 
     @contextmanager
@@ -125,6 +129,7 @@ class Run:
         per_epoch = task.batches.batches_per_epoch()
         self.position = start_position(None, per_epoch) if state is None else self._resume(state, per_epoch)
         self.first_step = self.position.step
+        self.norms = task.update_norms(self.first_step)
         folder = self.names.folder
         write_config(folder, self.config, accelerator)
         self.metrics = MetricsStream(folder / "metrics.jsonl", accelerator, self.config.logging, self.first_step)
@@ -301,12 +306,25 @@ class Run:
         with_state = self.saving.save_state or self.saving.save_state_on_train_end
         self._save_at_end(self.names.stem(), with_state, lambda: self.requests.signalled)
         self._at_end = True
+        if self.norms is not None and self.norms_due and self.position.step > self.first_step:
+            self.check_norms(self.norms)
         if self._validated_at != self.position.step:
             self._validate()
         if self.config.sampling.sample_at_end and self._sampled_at != self.position.step:
             self._sample()
         if self.task.end_sampler is not None:
             self._sample(self.task.end_sampler)
+
+    @property
+    def norms_due(self) -> bool:
+        """Whether logged steps read how far layers have moved: until they were checked."""
+        return self.norms is not None and not self.norms.is_checked
+
+    def check_norms(self, norms: UpdateNorms, grad_norm: float | None = None) -> None:
+        """Name the layers that learn nothing, by the norms read last; ``grad_norm`` is the last step's."""
+        if problem := norms.check(self.engine.optimizer.param_groups, grad_norm, self._at_end):
+            self.progress.note(f"warning: {problem}")
+            self._stalled = problem
 
     def _plot(self) -> list[Path]:
         """Plot the learning rate curves and write the sheets of samples; return the images (main process only)."""
@@ -403,6 +421,8 @@ class Run:
             attempt: what becomes of a save that fails, a method of the ``writer``; by default it is tried again later.
             alone: this process saves without the others.
         """
+        if not alone:
+            self._read_norms()
         saved: list[Path] | None = None
         main = self.engine.accelerator.is_main_process
         attempt = attempt or partial(self.writer.write_or_retry_later, with_state=with_state)
@@ -421,6 +441,11 @@ class Run:
         if with_state and (saved or not main):
             self.state_saved_at, self._state_stem = self.position.step, stem
         return saved is not None
+
+    def _read_norms(self) -> None:
+        """Write how far each kind of layer has moved, unless a line of this step says so."""
+        if self.norms is not None and self.norms.read_at != self.position.step:
+            self.metrics.write({"step": self.position.step, **self.norms.read(self.position.step)})
 
     @property
     def _saved_names(self) -> OutputNames:
@@ -478,6 +503,9 @@ class Run:
         self.writer.report()
         if self._verify_error is not None:
             raise self._verify_error
+        if self._stalled and self.norms is not None and self.norms.is_zero and self.stop_request.stop is None:
+            saved = shown_path(self._saved_names.weights(self.names.stem()))
+            raise UserError(f"{saved}: is as it was before the first step; {self._stalled}")
 
     def _summary(self) -> list[tuple[str, str]]:
         """Return the rows of the run's summary: what it did, how well, and where its files are."""

@@ -128,8 +128,9 @@ class Trainer:
         logged, due = self._is_logged(step), run.check_due()
         if (logged or due or not self.engine.is_answer_pending) and not self._settle(before_saving=due):
             return False
-        metrics.stop_clock()
-        run.progress.advance(step)
+        run.progress.advance(step, metrics.stop_clock())
+        if run.norms is not None:
+            run.norms.after_step(step)
         if logged:
             self._log()
         elif due:
@@ -217,11 +218,18 @@ class Trainer:
         return UserError(f"out of memory in step {step}: {what} does not fit; {last}; {advice}")
 
     def _is_logged(self, step: int) -> bool:
-        return step % self.run.config.logging.log_every_n_steps == 0 or step == self.task.total_steps
+        checked_at = None if self.run.norms is None else self.run.norms.checked_at
+        return step % self.run.config.logging.log_every_n_steps == 0 or step in (self.task.total_steps, checked_at)
 
     def _log(self) -> None:
-        values = {"step": self.position.step, "epoch": self.position.epoch, **self.step_metrics.read(), **self.rates}
+        step, norms = self.position.step, self.run.norms if self.run.norms_due else None
+        measured = None if norms is None else norms.measure()  # the next line waits for both
+        values = {"step": step, "epoch": self.position.epoch, **self.step_metrics.read(), **self.rates}
         values["peak_mem_bytes"] = peak_memory_bytes()
+        if norms is not None:
+            values |= norms.read(step, measured)
+            if step >= norms.checked_at:
+                self.run.check_norms(norms, values["grad_norm"])
         values = self.task.training_metrics(values, self.position)
         self.run.metrics.write(values)
         if self.engine.accelerator.is_main_process:

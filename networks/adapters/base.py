@@ -30,11 +30,13 @@ class AdapterLinear(LinearWrapper):
     Attributes:
         rank, alpha: as the kind understands them.
         scaled: the trained parameter, by the names it may have, of which the change is a multiple.
+        from_zero: likewise the one that begins at zero, and the change with it.
         bypassed: whether the layer is its base for the time being, the change left out.
     """
 
     kind: str
     scaled: tuple[str, ...] = ()
+    from_zero: tuple[str, ...]
     bypassed = False
 
     def __init__(self, base: nn.Module, rank: int, alpha: float) -> None:

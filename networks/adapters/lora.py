@@ -102,7 +102,7 @@ class LoRALinear(AdapterLinear):
         joined: the layer that holds A and B of several layers, and this one's rows of B; None: A and B are its own.
     """
 
-    kind = "lora"
+    kind, from_zero = "lora", ("lora_B.weight",)
 
     def __init__(
         self,

@@ -30,7 +30,7 @@ from networks.adapters.base import AdapterLinear, fill, in_compute_dtype, new_pa
 class LoKrLinear(AdapterLinear):
     """A frozen layer with a Kronecker product added."""
 
-    kind, scaled = "lokr", ("lokr_w1", "lokr_w1_b")
+    kind, scaled, from_zero = "lokr", ("lokr_w1", "lokr_w1_b"), ("lokr_w2", "lokr_w2_b")
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class LoKrLinear(AdapterLinear):
         """Draw all but w2, or w2's second factor, which is zero."""
         for name, parameter in self.trained().items():
             values = torch.zeros(parameter.shape)
-            if name not in ("lokr_w2", "lokr_w2_b"):
+            if name not in self.from_zero:
                 nn.init.kaiming_uniform_(values, a=math.sqrt(5), generator=generator)
             fill(parameter, values)
 
@@ -86,7 +86,7 @@ class LoKrLinear(AdapterLinear):
 class LoHaLinear(AdapterLinear):
     """A frozen layer with the elementwise product of two low-rank matrices added."""
 
-    kind, scaled = "loha", ("hada_w1_a",)
+    kind, scaled, from_zero = "loha", ("hada_w1_a",), ("hada_w2_a",)
 
     def __init__(self, base: nn.Module, rank: int, alpha: float, *, dtype: torch.dtype = torch.float32) -> None:
         super().__init__(base, rank, alpha)

@@ -1,15 +1,20 @@
-"""What happens to the weights after an update: an average follows them, and their norms are limited."""
+"""What happens to the weights after an update: an average follows them, their norms are limited and measured."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import compress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from library.errors import counted, names_in_short
 from networks.adapters.base import AdapterLinear
+
+_NOTED, _CHECKED = 10, 20  # steps after a run's first, between which every kind of layer should move
 
 
 class WeightAverage:
@@ -116,3 +121,99 @@ def product_norm(up: Tensor, down: Tensor) -> Tensor:
     up, down = up.float(), down.float()
     with torch.autocast(up.device.type, enabled=False):
         return ((up.t() @ up) * (down @ down.t())).sum().clamp_min(0).sqrt()
+
+
+class UpdateNorms:
+    """How far training has moved each layer of an adapter, and which layers it does not move.
+
+    Of a layer that is the Frobenius norm of the change, since the run's first step, of the factor that begins at zero:
+    B of a LoRA (``AdapterLinear.from_zero``). While that factor is zero the layer changes nothing, and weight decay,
+    which moves the other factors without any gradient, leaves it at zero. So one pass over half of the weights tells,
+    and a new adapter needs no copy of its start; one that goes on from a file or a state keeps it in host memory, four
+    bytes a weight.
+
+    Norms are read at the logged steps up to ``checked_at`` and at every save. At ``checked_at`` a layer is at fault if
+    it has not moved at all, or if no layer of its kind has since step ``_NOTED``. While a schedule warms up, the rate
+    below a tenth of what it leads to, this waits for the next logged step.
+
+    Attributes:
+        checked_at: the step at which layers that have learnt nothing are named.
+        is_checked: whether that was done.
+        values: the norms that were read last, one a layer. read_at: at which step that was.
+    """
+
+    def __init__(self, layers: Mapping[str, AdapterLinear], kinds: Mapping[str, str], first_step: int) -> None:
+        """Take the start of ``layers``, of which ``kinds`` tells the kind that a table shows."""
+        factors = {
+            name: p for name, layer in layers.items() for part, p in layer.trained().items() if part in layer.from_zero
+        }
+        self._factors, self._kinds = factors, {name: kinds[name] for name in factors}
+        self._first, self.checked_at, self.is_checked = first_step, first_step + _CHECKED, False
+        self._start: list[Tensor] | None = None
+        self._noted: Tensor | None = None
+        self.values, self.read_at = [0.0] * len(factors), -1
+        if any(self.measure().tolist()):
+            self._start = [factor.detach().to("cpu", torch.float32, copy=True) for factor in factors.values()]
+
+    @torch.no_grad()
+    def measure(self) -> Tensor:
+        """Return the norms, [layers] fp32 on the device."""
+        factors = [factor.detach().float() for factor in self._factors.values()]
+        if self._start is not None:
+            factors = [now - start.to(now.device) for now, start in zip(factors, self._start, strict=True)]
+        return torch.stack([norm.to(factors[0].device) for norm in torch._foreach_norm(factors)])
+
+    def after_step(self, step: int) -> None:
+        """Remember, on the device, the norms that the check compares with."""
+        if step == self._first + _NOTED:
+            self._noted = self.measure()
+
+    def read(self, step: int, norms: Tensor | None = None) -> dict[str, float]:
+        """Return the norm of each kind of layer as metrics call it, of ``norms`` measured after ``step`` or of now."""
+        self.values, self.read_at = (self.measure() if norms is None else norms).tolist(), step
+        squares: defaultdict[str, float] = defaultdict(float)
+        for kind, value in zip(self._kinds.values(), self.values, strict=True):
+            squares[kind] += value**2
+        return {f"update_norm/{kind}": total**0.5 for kind, total in squares.items()}
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether the adapter, as read last, changes nothing, or is what a file had that it was begun from."""
+        return not any(self.values) and (self._start is None or self._first == 0)
+
+    def check(
+        self, groups: Sequence[Mapping[str, Any]], grad_norm: float | None = None, at_end: bool = False
+    ) -> str | None:
+        """Return a warning that names the layers that have learnt nothing by the step read last; None if all have.
+
+        Args:
+            groups: of the optimizer, as its schedule has left them.
+            grad_norm: of the last step.
+            at_end: no later step can be waited for.
+        """
+        warms_up = any(float(group["lr"]) < 0.1 * float(group.get("initial_lr", 0.0)) for group in groups)
+        if warms_up and not at_end:
+            return None
+        self.is_checked = True
+        noted = [0.0] * len(self.values)
+        if self._noted is not None and self.read_at >= self.checked_at and not warms_up:  # else steps may be too small
+            noted = self._noted.tolist()
+        kinds = list(self._kinds.values())
+        moving = {kind for kind, now, before in zip(kinds, self.values, noted, strict=True) if now != before}
+        stalled = [not now or kind not in moving for kind, now in zip(kinds, self.values, strict=True)]
+        if not any(stalled):
+            return None
+        layers = f"{sum(stalled):,} of {counted(len(stalled), 'layer')}"
+        of_kinds = ", ".join(dict.fromkeys(compress(kinds, stalled)))
+        names = names_in_short(list(compress(self._factors, stalled)))
+        reason = self._reason(groups, grad_norm)
+        return f"after step {self.read_at} {layers} ({of_kinds}) have learnt nothing: {names}; {reason}"
+
+    def _reason(self, groups: Sequence[Mapping[str, Any]], grad_norm: float | None) -> str:
+        if not any(float(group.get("initial_lr", group["lr"])) for group in groups):
+            return "the learning rate is 0; set learning_rate"
+        if grad_norm == 0:
+            return "all gradients are zero; check masks and loss weights"
+        if any(self.values) and self._start is not None:
+            return "no gradient reaches them, or the learning rate is too small to change them; raise learning_rate"
+        return "no gradient reaches them; leave them out with exclude_patterns in network_args"

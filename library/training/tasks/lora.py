@@ -33,7 +33,7 @@ from library.training.checkpoint.state import (
     refuse_finished,
     start_position,
 )
-from library.training.optim.after_update import WeightNormLimit
+from library.training.optim.after_update import UpdateNorms, WeightNormLimit
 from library.training.optim.factory import build_optimizer, check_optimizer
 from library.training.optim.schedules import build_schedule
 from library.training.parallel.gather import gathered
@@ -195,6 +195,11 @@ class LoraTask(Task):
 
     def training_metrics(self, values: dict[str, float], position: Position) -> dict[str, float]:
         return values if self.norm_limit is None else values | self.norm_limit.metrics()
+
+    def update_norms(self, first_step: int) -> UpdateNorms:
+        groups = {name: self.network.targets.group_of(name) for name in self.network.modules}
+        kinds = {name: group.name if group else "other" for name, group in groups.items()}
+        return UpdateNorms(self.network.modules, kinds, first_step)
 
     def gathered(self, with_state: bool) -> Any:
         return gathered(self.engine.optimizer, with_state)

@@ -30,6 +30,7 @@ from library.errors import counted
 from library.training.checkpoint.state import AUTO, OutputNames, Position, read_position
 from library.training.compiling import compile_blocks, plan_compilation
 from library.training.engine import Engine
+from library.training.optim.after_update import UpdateNorms
 from library.training.parallel.parallelize import ParallelSpec
 from library.training.plan import Plan
 
@@ -152,6 +153,10 @@ class Task(ABC):
     def training_metrics(self, values: dict[str, float], position: Position) -> dict[str, float]:
         """Return a training line's metrics, from those that every task has."""
         return values
+
+    def update_norms(self, first_step: int) -> UpdateNorms | None:
+        """Return what measures how far the run's steps move what is trained; None where that is not measured."""
+        return None
 
     @abstractmethod
     def gathered(self, with_state: bool) -> AbstractContextManager[None]:

@@ -81,7 +81,8 @@ def test_the_saved_lora_is_the_average_and_the_run_goes_on_from_the_weights(
     settings = {"max_train_steps": 3, "save_every_n_steps": 1}
     plain = run(base, dataset, tmp_path / "plain", **settings)
     averaged = run(base, dataset, tmp_path / "averaged", **settings, ema_decay=0.9)
-    initial = run(base, dataset, tmp_path / "initial", learning_rate=0.0, max_train_steps=1)
+    with pytest.raises(UserError, match="the learning rate is 0"):
+        run(base, dataset, tmp_path / "initial", learning_rate=0.0, max_train_steps=1)
     expected = lora(tmp_path / "initial")
     for t in range(3):
         decay, weights = (1 + t) / (10 + t), lora(tmp_path / "plain", f"lora-step{t + 1:08d}")
@@ -89,7 +90,7 @@ def test_the_saved_lora_is_the_average_and_the_run_goes_on_from_the_weights(
     assert largest_difference(lora(tmp_path / "averaged"), expected) < 1e-6
     for name, weight in plain.task.network.state_dict().items():
         assert torch.equal(weight, averaged.task.network.state_dict()[name])
-    assert initial.task.engine.average is None
+    assert plain.task.engine.average is None
 
 
 def test_the_best_lora_is_kept_and_a_run_without_gain_stops(base: Path, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import random
+from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from rich.console import Console
 from library.config import load_config
 from library.config.kohya.translate import summary
 from library.config.kohya.translation import Note
-from library.training.report.progress import TrainingProgress, print_summary
+from library.training.report.progress import RemainingTime, TrainingProgress, print_summary
 from tests.runs import arguments, run, write_base, write_dataset
 
 STEP = {
@@ -34,6 +36,7 @@ def _console() -> tuple[Console, io.StringIO]:
 def test_a_log_file_gets_a_line_with_every_figure_and_a_summary_of_the_run() -> None:
     console, file = _console()
     with TrainingProgress(console, total_steps=2, total_epochs=3, first_step=0) as progress:
+        progress.advance(1, 1.0)
         progress.show(STEP | {"step": 1, "s_per_it": 1.0})
         progress.show(STEP | {"step": 2, "s_per_it": 3.0})
         progress.show(STEP | {"step": 2, "s_per_it": 3.0, "data_wait_s": 0.1})
@@ -89,3 +92,35 @@ def test_a_token_in_a_configuration_is_passed_over_without_being_repeated(key: s
         (said,) = [line for line in summary(notes) if key in line]
         assert "secrets do not belong in a configuration" in said
         assert TOKEN not in "".join(summary(notes)) + loaded.model_dump_json()
+
+
+def told(steps: Iterable[tuple[float, float]], left: int) -> list[float]:
+    """Return the time left after each of ``steps``: its seconds, and those of the pause before it."""
+    remaining, now, answers = RemainingTime(), 0.0, []
+    for seconds, pause in steps:
+        now += seconds + pause
+        remaining.add(seconds, now)
+        answers.append(remaining.of(left))
+    return answers
+
+
+def test_the_time_left_follows_the_last_minutes_and_no_single_step() -> None:
+    noise = random.Random(0)
+    steady = [noise.uniform(0.9, 1.1) for _ in range(300)]
+    assert told([(60.0, 0), *((s, 0) for s in steady)], 100)[-1] == pytest.approx(100, rel=0.02)
+    assert told([(60.0, 0), (1.0, 0)], 100) == [6000, 100]  # the first step compiles
+    slow = told([(1.0, 0)] * 300 + [(54.0, 0)] + [(1.0, 0)] * 20, 100)
+    assert max(slow) < 150  # one step amid three minutes of others
+    busy = told([(6.0, 0)] * 100 + [(54.0, 0)] * 10, 100)
+    assert busy[104] > 1500  # the fifth slow step, 270 s later
+    assert busy[-1] == pytest.approx(5400)
+
+
+def test_pauses_count_by_how_often_they_come() -> None:
+    def with_pauses(count: int, every: int = 50) -> list[tuple[float, float]]:
+        return [(1.0, 100.0 if step and step % every == 0 else 0.001) for step in range(count)]
+
+    told_so = told(with_pauses(500), 1000)
+    assert max(told_so[:100]) == pytest.approx(1000)  # one validation says nothing of the next
+    assert told_so[-1] == pytest.approx(1000 + 1000 / 50 * 100)
+    assert RemainingTime().of(100) == 0
