@@ -189,6 +189,7 @@ _CHARTS = (
     ("Gradient norm", ("grad_norm",), "noisy", "auto"),
     ("Loss by noise level σ", ("loss/sigma_",), "smooth", "loss"),
     ("Held-out loss by noise level σ", ("val_loss/sigma_",), "points", "loss"),
+    ("How far layers have moved", ("update_norm/",), "line", "auto"),
     ("Peak memory, GiB", ("peak_mem_bytes",), "line", ""),
     ("Seconds a step", ("s_per_it", "data_wait_s"), "smooth", ""),
 )
