@@ -9,10 +9,10 @@ import os
 
 __version__ = "0.1.0"
 
-# OpenMP's threads spin while they wait for each other, GNU's for milliseconds by default. Beside other programs they so
-# hold the cores that those they wait for need, and a step takes ten times as long. The runtime reads the number of
-# turns as torch is imported; processes that are started inherit it. What the user has set stays. The runtimes of Intel
-# and LLVM, which torch has outside of Linux, let other programs go first while they spin.
+# OpenMP's threads spin while they wait for each other, those of GNU's runtime for milliseconds by default. Beside other
+# programs they so hold the cores that those they wait for need, and a step takes several times as long
+# (docs/benchmarks.md). The runtime reads the number of turns as torch is imported; processes that are started inherit
+# it. What the user has set stays.
 if not os.environ.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
     os.environ["GOMP_SPINCOUNT"] = "1000"
 
