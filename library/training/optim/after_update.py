@@ -214,6 +214,6 @@ class UpdateNorms:
             return "the learning rate is 0; set learning_rate"
         if grad_norm == 0:
             return "all gradients are zero; check masks and loss weights"
-        if any(self.values) and self._start is not None:
+        if self._start is not None:
             return "no gradient reaches them, or the learning rate is too small to change them; raise learning_rate"
         return "no gradient reaches them; leave them out with exclude_patterns in network_args"
