@@ -114,7 +114,7 @@ class Family:
     modelspec_architecture: str
     patch_size = 2
     latent_channels: int
-    captions_differ = False
+    captions_differ = True
     conditioning: ConditionKind = "none"
     most_references: int | None = None
     timestep_sampling = "flux_shift"

@@ -169,11 +169,10 @@ def round_caption(text: dict[str, Tensor], multiple: int = CAPTION_MULTIPLE) -> 
         text: ``prompt_embeds`` [B, L, D] and, unless all tokens are real, ``prompt_embeds_mask`` [B, L].
         multiple: what L is rounded up to.
     """
-    embeds, mask = text["prompt_embeds"], text.get("prompt_embeds_mask")
+    embeds = text["prompt_embeds"]
+    mask = text.get("prompt_embeds_mask", torch.ones_like(embeds[..., 0], dtype=torch.bool))
     more = -embeds.shape[1] % multiple
-    mask = torch.ones_like(embeds[..., 0], dtype=torch.bool) if mask is None else mask.bool()
-    filled = {"prompt_embeds": F.pad(embeds, (0, 0, 0, more)), "prompt_embeds_mask": F.pad(mask, (0, more))}
-    return text | filled
+    return text | {"prompt_embeds": F.pad(embeds, (0, 0, 0, more)), "prompt_embeds_mask": F.pad(mask, (0, more))}
 
 
 # One of these must be there: without any, transformers 5 silently makes a tokenizer with an empty vocabulary.

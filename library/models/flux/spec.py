@@ -70,6 +70,7 @@ class FluxFamily(Family):
     sampler: Any = FluxPipeline
     guidance_argument, cfg_argument = "guidance_scale", "true_cfg_scale"
     guidance_input = True
+    captions_differ = False
     sample_guidance = 3.5  # the published pipelines' default
     tail = ("norm_out", "proj_out")
     published_texts = staticmethod(published_text)  # CLIP-L and T5-XXL

@@ -57,6 +57,7 @@ class Flux2Family(Family):
     image_encoder = Flux2ImageEncoder
     published_scheduler = {"shift": 3.0, "use_dynamic_shifting": True}  # noqa: RUF012
     latent_channels = 32
+    captions_differ = False
     timestep_sampling = "flux2_shift"
     tail = ("norm_out", "proj_out")
     optimise_forward = staticmethod(flux2_model.optimise_forward)

@@ -84,7 +84,6 @@ class Flux3KleinFamily(Qwen3Family):
     text_encoder = Flux3TextEncoder
     text_layers = LAYERS[-1]
     text_settings = ("flux3", MOST_TOKENS)
-    captions_differ = True
     text_model = "Qwen3-VL-4B"
     theta = VL_THETA
     published_scheduler = {"shift": SHIFT}  # noqa: RUF012
@@ -126,11 +125,11 @@ class Flux3KleinFamily(Qwen3Family):
         self, latents: Tensor, sigmas: Tensor, text: dict[str, Tensor], guidance: float, conditions: Conditions
     ) -> dict[str, Any]:
         """Return the arguments of Flux3Transformer2DModel; references are latents [B, 32, h_i, w_i] each."""
-        embeds, mask = text["prompt_embeds"], text.get("prompt_embeds_mask")
+        embeds = text["prompt_embeds"]
         inputs = {
             "hidden_states": pack_latents(latents),
             "encoder_hidden_states": embeds,
-            "encoder_hidden_states_mask": None if mask is None else mask.bool(),
+            "encoder_hidden_states_mask": text.get("prompt_embeds_mask"),
             "timestep": sigmas,
             "img_ids": positions_of((token_grid(latents),), latents.device),
             "txt_ids": text_numbers(embeds.shape[1], latents.device),

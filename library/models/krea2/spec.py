@@ -92,7 +92,6 @@ class Krea2Family(Qwen3Family):
     sampler = _Unpadded
     cfg_argument, cfg_offset = "guidance_scale", 1
     timestep_sampling = "krea2_shift"
-    captions_differ = True
     distilled_steps = 8
     chained_args = ("hidden_states",)
     tail = ("final_layer",)
@@ -139,13 +138,12 @@ class Krea2Family(Qwen3Family):
         self, latents: Tensor, sigmas: Tensor, text: dict[str, Tensor], guidance: float, conditions: Conditions
     ) -> dict[str, Any]:
         """Return the arguments of Krea2Transformer2DModel; positions of the image alone, as its forward takes them."""
-        mask = text.get("prompt_embeds_mask")
         return {
             "hidden_states": pack_latents(latents),
             "encoder_hidden_states": self._by_layer(text["prompt_embeds"]),
             "timestep": sigmas,
             "position_ids": image_positions(*token_grid(latents), latents.device),
-            "encoder_attention_mask": None if mask is None else mask.bool(),
+            "encoder_attention_mask": text.get("prompt_embeds_mask"),
         }
 
     def _by_layer(self, embeds: Tensor) -> Tensor:

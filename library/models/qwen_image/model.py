@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from diffusers import QwenImageTransformer2DModel as DiffusersTransformer
 from diffusers.models.transformers import transformer_qwenimage as diffusers_qwen
 from diffusers.models.transformers.transformer_qwenimage import QwenEmbedRope
 from torch import Tensor, nn
@@ -81,12 +81,10 @@ class QwenImageTransformerBlock(diffusers_qwen.QwenImageTransformerBlock):
 
 
 def _modulated(norm: Any, references: Tensor | None) -> Callable[..., Tensor]:
-    if references is None:
-        return modulated(norm)
-    return functools.partial(_modulated_by_image, eps=norm.eps, references=references)
+    return modulated(norm) if references is None else functools.partial(_by_image, eps=norm.eps, references=references)
 
 
-def _modulated_by_image(x: Tensor, shift: Tensor, scale: Tensor, eps: float, references: Tensor) -> Tensor:
+def _by_image(x: Tensor, shift: Tensor, scale: Tensor, eps: float, references: Tensor) -> Tensor:
     return modulated_norm(x, _chosen(shift, references), _chosen(scale, references), eps)
 
 
@@ -98,7 +96,7 @@ def _chosen(vectors: Tensor, references: Tensor | None) -> Tensor:
     return torch.where(references, second, first)
 
 
-class QwenImageTransformer2DModel(diffusers_qwen.QwenImageTransformer2DModel):
+class QwenImageTransformer2DModel(DiffusersTransformer):
     """diffusers' transformer with a forward of its own (see the module)."""
 
     def forward(
@@ -108,24 +106,19 @@ class QwenImageTransformer2DModel(diffusers_qwen.QwenImageTransformer2DModel):
         timestep: Tensor,
         img_shapes: Sequence[Sequence[tuple[int, ...]]],
         encoder_hidden_states_mask: Tensor | None = None,
-        guidance: None = None,
-        attention_kwargs: dict[str, Any] | None = None,
-        return_dict: bool = True,
-    ) -> Any:
-        """Return noise - image of all images' tokens, [B, N, C].
+        **others: Any,
+    ) -> tuple[Tensor]:
+        """Return a tuple of one, noise - image of all images' tokens, [B, N, C].
 
         Args:
             hidden_states: tokens of the painted image, then of reference images, [B, N, C].
             encoder_hidden_states: text [B, L, D].
             timestep: [B], 0 to 1, in any precision.
             img_shapes: of each sample, the images' (1, rows, columns); the first sample counts for all.
-            encoder_hidden_states_mask: [B, L], true or 1 for real text tokens; None: all are.
-            guidance, attention_kwargs: diffusers' extras, of which none are taken.
-            return_dict: as in diffusers.
+            encoder_hidden_states_mask: boolean [B, L], true for real text tokens; None: all are.
+            others: diffusers' extras, none of which are taken.
         """
-        assert guidance is None
-        assert not attention_kwargs
-        mask = None if encoder_hidden_states_mask is None else encoder_hidden_states_mask.bool()
+        assert not any(others.values()), others
         image, text = self.img_in(hidden_states), self.txt_in(self.txt_norm(encoder_hidden_states))
         levels, references = timestep.float(), None
         if self.zero_cond_t:
@@ -135,14 +128,11 @@ class QwenImageTransformer2DModel(diffusers_qwen.QwenImageTransformer2DModel):
         temb = embed.timestep_embedder(embed.time_proj(levels).to(image.dtype))
         rope = self.pos_embed(img_shapes, image.device, text.shape[1])
         for block in self.transformer_blocks:
-            text, image = run_block(self, block, image, text, mask, temb, rope, None, references)
-        output = self.proj_out(self.norm_out(image, temb[: len(timestep)]))
-        return Transformer2DModelOutput(sample=output) if return_dict else (output,)
+            text, image = run_block(self, block, image, text, encoder_hidden_states_mask, temb, rope, None, references)
+        return (self.proj_out(self.norm_out(image, temb[: len(timestep)])),)
 
 
-def optimise_forward(
-    transformer: diffusers_qwen.QwenImageTransformer2DModel, backend: Backend = "auto"
-) -> diffusers_qwen.QwenImageTransformer2DModel:
+def optimise_forward(transformer: DiffusersTransformer, backend: Backend = "auto") -> DiffusersTransformer:
     """Replace the forward of transformer, blocks, attention, RMSNorm and RoPE table in place; return the model.
 
     Parameters are shared, not copied, and keep their names; LoRA may be injected before or after. The position table

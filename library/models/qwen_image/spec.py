@@ -74,7 +74,6 @@ class QwenImageFamily(Family):
     sampler_options = {"max_sequence_length": MOST_TOKENS}  # noqa: RUF012
     cfg_argument = "true_cfg_scale"
     timestep_sampling = "qwen_shift"
-    captions_differ = True
     tail = ("norm_out", "proj_out")
     published_texts = staticmethod(published_text)
     optimise_forward = staticmethod(qwen_model.optimise_forward)
@@ -84,8 +83,7 @@ class QwenImageFamily(Family):
         """Return the arguments of a transformer of ``config``; the image is square, one reference is as large."""
         side, images = round(tokens**0.5), 2 if cls.conditioning == "references" else 1
         shapes, width = [[(1, side, side)] * images], config.joint_attention_dim
-        given: dict[str, Any] = {"encoder_hidden_states_mask": None, "img_shapes": shapes}
-        return cls.example_streams(config, side * side * images, text, width, **given)
+        return cls.example_streams(config, side * side * images, text, width, img_shapes=shapes)
 
     def check_variant(self) -> None:
         """Refuse another pipeline's folder; let the option decide how references are modulated, where it is set."""

@@ -124,9 +124,8 @@ class QwenImage21Transformer2DModel(diffusers_qwen.QwenImage21Transformer2DModel
             text_runs: tokens before each reference image; those that are left come before the painted one.
         """
         assert kv_cache is None, "sampled with use_kv_cache=False"
-        shapes, text, valid = [tuple(shape) for shape in img_shapes[0]], encoder_hidden_states, None
-        if encoder_hidden_states_mask is not None:
-            valid = encoder_hidden_states_mask.bool()
+        shapes = [tuple(shape) for shape in img_shapes[0]]
+        text, valid = encoder_hidden_states, encoder_hidden_states_mask
         if img_mask is not None and len(shapes) > 1:  # one image is painted, none stands in the text
             places = img_mask[0, : text.shape[1]]
             text_runs = _text_before(img_mask[0].tolist(), shapes)
@@ -140,9 +139,8 @@ class QwenImage21Transformer2DModel(diffusers_qwen.QwenImage21Transformer2DModel
         key_valid = missing = None
         if valid is not None:
             missing = (~valid).sum(dim=1)
-            seen = [torch.ones_like(image[..., 0], dtype=torch.bool) for image in images]
-            pairs = zip(valid.split(runs, dim=1), seen, strict=True)
-            key_valid = torch.cat([part for pair in pairs for part in pair], dim=1)
+            before = stream.shape[1] - sizes[-1] - valid.shape[1]  # tokens of reference images
+            key_valid = nn.functional.pad(valid, (before, sizes[-1]), value=True)
         table = self.pos_embed(runs, shapes, stream.device, missing)
         batch, exact = len(timestep), timestep.float()
         if self.config.causal_condition:

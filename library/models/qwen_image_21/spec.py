@@ -50,7 +50,6 @@ class QwenImage21Family(Family):
     sampler_options = {"use_kv_cache": False}  # noqa: RUF012
     cfg_argument = "true_cfg_scale"
     patch_size = 1
-    captions_differ = True
     timestep_sampling = "qwen_shift"
     distilled_steps = 8  # sample_sigmas in model_index.json of Qwen/Qwen-Image-2.1-Turbo
     chained_args = ("hidden_states",)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from diffusers.models.modeling_outputs import Transformer2DModelOutput
+from diffusers import ZImageTransformer2DModel as DiffusersTransformer
 from diffusers.models.transformers import transformer_z_image as diffusers_z
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -30,12 +30,10 @@ from library.nn.frozen_linear import project_recomputed, project_together
 from library.nn.norms import swiglu
 
 _MULTIPLE = diffusers_z.SEQ_MULTI_OF  # 32 tokens
-_PATCH = 2, 1  # latents a side, and frames, that make one token
+_PATCH, _SIZE = (2, 1), "2-1"  # latents a side, and frames, that make one token
 
 
-def optimise_forward(
-    transformer: diffusers_z.ZImageTransformer2DModel, backend: Backend = "auto"
-) -> diffusers_z.ZImageTransformer2DModel:
+def optimise_forward(transformer: DiffusersTransformer, backend: Backend = "auto") -> DiffusersTransformer:
     """Replace the forward of transformer, attention, feed-forward, RMSNorm, RoPE table and timestep embedding in place.
 
     Returns the model. Parameters are shared, not copied, and keep their names; LoRA may be injected before or after.
@@ -49,61 +47,52 @@ def optimise_forward(
     return transformer
 
 
-class ZImageTransformer2DModel(diffusers_z.ZImageTransformer2DModel):
+class ZImageTransformer2DModel(DiffusersTransformer):
     """The transformer, called with captions as one tensor or, as diffusers' is, with a list."""
 
     def forward(
-        self,
-        x: Sequence[Tensor],
-        t: Tensor,
-        cap_feats: Tensor | Sequence[Tensor],
-        return_dict: bool = True,
-        joint_attention_kwargs: None = None,
-        cap_mask: Tensor | None = None,
-    ) -> Any:
-        """Return image - noise of each sample, a list of [C, 1, h, w].
+        self, x: Sequence[Tensor], t: Tensor, cap_feats: Any, cap_mask: Tensor | None = None, **others: Any
+    ) -> tuple[list[Tensor]]:
+        """Return a tuple of one, a list with image - noise [C, 1, h, w] of each sample.
 
         Args:
             x: latents [C, 1, h, w] of each sample, all of one size.
             t: [B], 0 for noise to 1 for the image.
-            cap_feats: text [B, L, D], or [L_i, D] of each sample.
-            return_dict, joint_attention_kwargs: as in diffusers; of the latter none are taken.
+            cap_feats: text [B, L, D], or a list with [L_i, D] of each sample.
             cap_mask: boolean [B, L], true for real text tokens, which come first; None: all are.
+            others: diffusers' extras, none of which are taken.
         """
-        assert joint_attention_kwargs is None
+        assert not any(others.values()), others
         if not isinstance(cap_feats, Tensor):
             cap_feats, cap_mask = _joined(cap_feats)
-        temb, size = self.t_embedder(t * self.t_scale).type_as(x[0]), "{}-{}".format(*_PATCH)
         # dicts of modules are asked by attribute: compiled, they have no keys
-        embed, project = getattr(self.all_x_embedder, size), getattr(self.all_final_layer, size)
-        text = self.cap_embedder(_filled(cap_feats))
+        embedder, final_layer = getattr(self.all_x_embedder, _SIZE), getattr(self.all_final_layer, _SIZE)
+        temb = self.t_embedder(t * self.t_scale).type_as(x[0])
+        text, length = self.cap_embedder(_filled(cap_feats)), cap_feats.shape[1]
         place = torch.arange(text.shape[1], device=t.device)
-        length = torch.full_like(place[:1], cap_feats.shape[1]) if cap_mask is None else cap_mask.sum(1)
-        length = length.unsqueeze(1)  # [B, 1], of all samples [1, 1]
-        end = -(-length // _MULTIPLE) * _MULTIPLE  # of what is seen
-        text = torch.where((place < length).unsqueeze(-1), text, self.cap_pad_token)
-        text_rope = self.rope_embedder(F.pad(((place + 1) * (place < end)).unsqueeze(-1), (0, 2)))
+        real = place < length if cap_mask is None else F.pad(cap_mask, (0, len(place) - length))
+        end = -(-real.sum(dim=-1, keepdim=True) // _MULTIPLE) * _MULTIPLE  # of what is seen, [B, 1]; of all alike [1]
+        seen = place < end
+        text = torch.where(real.unsqueeze(-1), text, self.cap_pad_token)
+        text_rope = self.rope_embedder(F.pad(((place + 1) * seen).unsqueeze(-1), (0, 2)))
 
-        image = embed(torch.stack([self._patchify_image(each, *_PATCH)[0] for each in x]))
+        image = embedder(torch.stack([self._patchify_image(each, *_PATCH)[0] for each in x]))
         tokens = image.shape[1]
         image = torch.cat([image, self.x_pad_token.expand(len(x), -tokens % _MULTIPLE, -1)], dim=1)
         rows, columns = (side // _PATCH[0] for side in x[0].shape[-2:])
-        places = image_positions(rows, columns, t.device).long() + F.pad(end + 1, (0, 2)).unsqueeze(1)  # [B, N, 3]
-        rope = self.rope_embedder(_filled(places))
+        behind = F.pad(end + 1, (0, 2)).unsqueeze(-2)  # where the image begins
+        rope = self.rope_embedder(_filled(image_positions(rows, columns, t.device).long() + behind))
 
         for block in self.noise_refiner:
             image = run_block(self, block, image, None, rope, temb)
-        mask = None if cap_mask is None else place < end
         for block in self.context_refiner:
-            text = run_block(self, block, text, mask, text_rope)
-        if mask is not None:
-            mask = torch.cat([mask.new_ones(image.shape[:2]), mask], dim=1)
-        stream, rope = torch.cat([image, text], dim=1), torch.cat([rope, text_rope], dim=1)
+            text = run_block(self, block, text, None if cap_mask is None else seen, text_rope)
+        stream, rope = torch.cat([image, text], dim=1), torch.cat([rope, text_rope], dim=-2)
+        mask = None if cap_mask is None else torch.cat([seen.new_ones(image.shape[:2]), seen], dim=1)
         for block in self.layers:
             stream = run_block(self, block, stream, mask, rope, temb)
-        output = project(stream[:, :tokens], c=temb)
-        sample = self.unpatchify(list(output), [each.shape[1:] for each in x], *_PATCH)
-        return Transformer2DModelOutput(sample=sample) if return_dict else (sample,)
+        output = final_layer(stream[:, :tokens], c=temb)
+        return (self.unpatchify(list(output), [each.shape[1:] for each in x], *_PATCH),)
 
 
 def _joined(captions: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
@@ -114,8 +103,8 @@ def _joined(captions: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
 
 
 def _filled(x: Tensor) -> Tensor:
-    """Return ``x`` [B, S, D] with zeros at its end, to a multiple of 32 tokens."""
-    return F.pad(x, (0, 0, 0, -x.shape[1] % _MULTIPLE))
+    """Return ``x`` [..., S, D] with zeros at its end, to a multiple of 32 tokens."""
+    return F.pad(x, (0, 0, 0, -x.shape[-2] % _MULTIPLE))
 
 
 class CallableProcessor(AttentionProcessor):
@@ -142,8 +131,8 @@ class RealTable:
         self._original = original
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """Return cosines, then sines, fp32 [B, S, D], of tokens at ``ids`` [B, S, 3]."""
-        turns = self._original(ids.flatten(0, 1)).unflatten(0, ids.shape[:2])
+        """Return cosines, then sines, fp32 [..., S, D], of tokens at ``ids`` [..., S, 3]."""
+        turns = self._original(ids.flatten(0, -2)).unflatten(0, ids.shape[:-1])
         return torch.cat([turns.real, turns.imag], dim=-1)
 
 

@@ -48,7 +48,6 @@ class ZImageFamily(Qwen3Family):
     text_encoder = ZImageTextEncoder
     text_layers = -1
     text_settings = ("z_image", MOST_TOKENS)
-    captions_differ = True
     text_argument = "cap_feat_dim"
     published_scheduler = {"shift": 3.0}  # Turbo's  # noqa: RUF012
     published_pipeline = "ZImagePipeline"
