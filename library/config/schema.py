@@ -404,10 +404,12 @@ class TrainingConfig(SharedTrainingKeys):
 
     gradient_accumulation_steps: Batch = Field(1, description="batches per optimizer step")
     mixed_precision: Literal["no", "fp16", "bf16"] = Field("no", description="autocast dtype of the forward pass")
-    attention: Annotated[Literal["auto", "flash", "efficient", "cudnn", "math"], IMAGES, SAME_RESULT] = Field(
+    attention: Annotated[
+        Literal["auto", "flash", "flash3", "flash4", "efficient", "cudnn", "math"], IMAGES, SAME_RESULT
+    ] = Field(
         "auto",
-        description="kernel of PyTorch's attention: auto takes the fastest that can; one that cannot "
-        "compute this model on this device is refused",
+        description="kernel of PyTorch's attention: auto times on a GPU those that are there, once a shape, and takes "
+        "the fastest; flash3 and flash4 are packages; one that cannot compute this model is refused",
     )
     full_bf16: Annotated[bool, MUST_MATCH] = Field(
         False, description="LoRA weights in bf16 too, updated with stochastic rounding"

@@ -333,6 +333,14 @@ class Family:
         weights = WeightFiles(self.files.transformer)
         return weights.served_inputs(self.layout.key_map(weights, self.files.prefix))
 
+    @property
+    def attention_sizes(self) -> tuple[int, int, int]:
+        """Heads of the transformer's queries, of its keys, and the width of one."""
+        config = self.files.transformer_config
+        heads = config.get("num_attention_heads") or config["n_heads"]
+        keys = config.get("num_key_value_heads") or config.get("n_kv_heads") or heads
+        return heads, keys, config.get("attention_head_dim") or config["dim"] // heads
+
     def split_plan(self, processes: int) -> dict[str, Parts]:
         """Return how each linear layer of the blocks is split among ``processes``; see :func:`split_plan`."""
         return split_plan(self.transformer_class, self.files.transformer_config, processes)

@@ -29,7 +29,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -41,10 +41,21 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from library.errors import UserError
 from library.nn.rope import Table, rotate_interleaved
 
-Backend = Literal["auto", "flash", "efficient", "cudnn", "math"]
+KernelName = Literal["auto", "flash", "flash3", "flash4", "efficient", "cudnn", "math"]
+
+
+class Chooser(Protocol):
+    """``library.nn.attention_timing.FastestKernel``."""
+
+    def choose(self, query: Tensor, key: Tensor, mask: Tensor | None, causal: bool) -> KernelName: ...
+
+
+Backend = KernelName | Chooser
 
 _KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
+    "flash3": SDPBackend.FLASH_ATTENTION,  # as the process has activated it
+    "flash4": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
@@ -69,7 +80,7 @@ def attend(
         mask: boolean (true = attended to) or additive; [B, Sk] for padding, or broadcastable to [B, H, Sq, Sk].
         causal: a token sees itself and what is before it. With Sq < Sk the queries are the *last* Sq positions, as in
             decoding with a cache (PyTorch's ``is_causal`` would take them for the first).
-        backend: kernel to force; "auto" lets PyTorch choose.
+        backend: kernel to force; "auto" lets PyTorch choose; or what chooses for these shapes.
 
     Raises:
         UserError: ``backend`` cannot run these tensors on this device.
@@ -84,8 +95,11 @@ def attend(
         # No fused kernel takes both a mask and groups; the fallback would make the scores of all heads.
         key, value = (tensor.repeat_interleave(heads // kv_heads, dim=2) for tensor in (key, value))
     arguments = _kernel_arguments(query, key, value, mask, causal)
+    kernel_mask = arguments[1]["attn_mask"]
+    if not isinstance(backend, str):
+        backend = backend.choose(*arguments[0][:2], kernel_mask, arguments[1]["is_causal"])
     if backend == "auto":
-        with _sound_kernels(query, key, arguments[1]["attn_mask"]):
+        with _sound_kernels(query, key, kernel_mask):
             output = F.scaled_dot_product_attention(*arguments[0], **arguments[1])
     else:
         with sdpa_kernel(_KERNELS[backend]):
@@ -270,9 +284,14 @@ def _joined(parts: list[Tensor]) -> Tensor:
     return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
 
+def cudnn_is_sound(keys: int, masked: bool) -> bool:
+    """Return whether cuDNN's backward is right for so many keys (see the module)."""
+    return not masked or keys % 128 != 64
+
+
 def _sound_kernels(query: Tensor, key: Tensor, mask: Tensor | None) -> AbstractContextManager[None]:
     """Return the context in which PyTorch chooses among all kernels, or all but cuDNN's (see the module)."""
-    if mask is None or not query.is_cuda or not query.requires_grad or key.shape[1] % 128 != 64:
+    if not query.is_cuda or not query.requires_grad or cudnn_is_sound(key.shape[1], mask is not None):
         return nullcontext()
     return sdpa_kernel([kernel for name, kernel in _KERNELS.items() if name != "cudnn"])
 

@@ -40,6 +40,8 @@ from library.models.family import Family
 from library.models.family_by_name import model_family
 from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
+from library.nn.attention import Backend
+from library.nn.attention_timing import AttentionShape, choose_kernel
 from library.nn.checkpointing import neighbours
 from library.precision.checkpoint import WeightFiles
 from library.precision.recipe import plan_base, text_encoder_recipe
@@ -50,6 +52,7 @@ from library.training.flow import NOISE_LEVELS
 from library.training.memory.block_swap import Ring, describe_rings, swap_blocks
 from library.training.memory.budget import recompute_blocks
 from library.training.memory.dry_run import fit_memory
+from library.training.memory.fake_cuda import cache_folder
 from library.training.memory.policy import advice
 from library.training.parallel.parallelize import ParallelSpec, devices_to_fill, place_blocks
 from library.training.parallel.pipeline import check_microbatches, transformer_split_points
@@ -95,6 +98,7 @@ class ImageLora(LoraTask):
     text_encoder: TextEncoder
     data: TrainingData
     base_weights: BaseWeights
+    attention: Backend
     batches: EpochBatchSampler
     step: FlowStep
     teacher: Teacher | None = None
@@ -161,9 +165,21 @@ class ImageLora(LoraTask):
         check_masks(data, config.flow.masked_loss)
         check_seam(config.flow, data)
         check_references(data, family.most_references)
+        self.attention = self._attention_kernel()
         self.console.print(*data.describe(), sep="\n", soft_wrap=True)
         for line in summarise(data.listed):
             self.console.print(f"note: {line}", soft_wrap=True)
+
+    def _attention_kernel(self) -> Backend:
+        """Return what chooses attention's kernel, or the one that is asked for, once it has run."""
+        training, (heads, shared, width) = self.plan.config.training, self.family.attention_sizes
+        dtype = self.dtype if training.mixed_precision == "no" else PRECISIONS[training.mixed_precision]
+        masked = self.family.captions_differ and max(self.data.train.batch_sizes.values()) > 1
+        shape = AttentionShape(
+            (1, heads, 256, width), (1, shared, 256, width), dtype, (1, 1, 1, 256) if masked else None
+        )
+        report, folder = functools.partial(self.console.print, soft_wrap=True), cache_folder() / "attention"
+        return choose_kernel(training.attention, self.accelerator.device, shape, folder, report)
 
     def paint(self) -> Painted:
         """Let the base paint what the run trains on and is measured by."""
@@ -233,7 +249,7 @@ class ImageLora(LoraTask):
         fp8 = plan_base(config.precision, layout, training.seed, device)
         fp8.changes = self.base_weights.changes(family.targets)
         loaded_to = torch.device("cpu") if training.blocks_to_swap else self._loaded_to()
-        self.transformer = transformer = family.load_transformer(self.dtype, loaded_to, training.attention, fp8=fp8)
+        self.transformer = transformer = family.load_transformer(self.dtype, loaded_to, self.attention, fp8=fp8)
         fp8.round_inputs(transformer)
         if layout is not None:
             self.console.print(layout.describe())
@@ -268,7 +284,7 @@ class ImageLora(LoraTask):
         """Read the transformer that samples are made with into host memory, as the base was loaded."""
         config, shown = self.plan.config, self.shown
         fp8 = plan_base(config.precision, shown.quantized_file(), config.training.seed, self.accelerator.device)
-        transformer = shown.load_transformer(self.dtype, "cpu", config.training.attention, fp8=fp8)
+        transformer = shown.load_transformer(self.dtype, "cpu", self.attention, fp8=fp8)
         fp8.round_inputs(transformer)
         return transformer
 
