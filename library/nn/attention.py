@@ -5,7 +5,7 @@ wants [B, H, S, D]; the transposes are views and its kernels read strides, so no
 (fewer key and value heads) goes to the kernel as such.
 
     attend             the one call; PyTorch picks the kernel (flash, memory-efficient, cuDNN, plain math) from device,
-                       dtype and shapes, ``backend`` forces one for this call
+                       dtype and shapes; ``backend`` forces one, or chooses by timing (``attention_timing``)
     attend_recomputed  the same of queries and keys that are made of others, normed and turned: those are saved for
                        backward, and what is made of them is recomputed
     attend_jointly     text and image tokens among one another, with rotary positions (MM-DiT, arXiv 2403.03206)

@@ -164,6 +164,8 @@ class FastestKernel:
             return None
         with ThreadPoolExecutor(1) as thread:
             times, left_out = thread.submit(_measure, kernels, self.clock, device, shape).result()
+        if on_card:
+            torch.cuda.empty_cache()  # the thread's stream may not be the run's
         if times and not any("out of memory" in reason for reason in left_out.values()):
             with suppress(UserError):  # a folder that cannot be written: the next run times again
                 write_text(path, json.dumps({"key": json.loads(key), "ms": times, "left_out": left_out}, indent=1))
@@ -304,6 +306,7 @@ def _by_events(work: Callable[[], object], warm: int = 3, runs: int = 7) -> floa
     """Return the median milliseconds of ``work`` on the current CUDA device, without the host's launches."""
     for _ in range(warm):
         work()
+    torch.cuda.synchronize()  # what the run has queued on its own stream
     torch.cuda._sleep(20_000_000)  # cycles, 10 ms: meanwhile the host queues all runs
     marks = [torch.cuda.Event(enable_timing=True) for _ in range(runs + 1)]
     marks[0].record()

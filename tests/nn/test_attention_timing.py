@@ -137,7 +137,7 @@ def test_a_second_run_times_nothing_and_says_the_same(tmp_path: Path) -> None:
         attend(*qkv(), backend=choose)
     assert said == again
     assert len(said) == 1
-    other, lines, _ = chooser(tmp_path, {"efficient": raising, **RIGHT}, 1.0, 2.0)
+    other, lines, _ = chooser(tmp_path, RIGHT, 1.0, 2.0)
     attend(*qkv(queries=41), backend=other)
     assert "math, 1.00 ms" in lines[0]
 
