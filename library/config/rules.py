@@ -152,6 +152,12 @@ _COMMON = (
 LORA_MATRIX = (
     *_COMMON,
     Row(
+        "cuda_graph",
+        _each('{layout} is not captured; set cuda_graph = "auto"', "dp", *_SPLITTING),
+        lambda s: s.cuda_graph is True,
+        "true",
+    ),
+    Row(
         "blocks_to_swap",
         _each("moves full weights, which {layout} splits" + _ONE, "shard", "tp")
         | {
@@ -420,7 +426,33 @@ _LORA = (
     ),
 )
 
+
+def _drops(s: Settings) -> bool:
+    pairs = (pair.partition("=") for pair in s.network_args)
+    values = (value for key, _, value in pairs if key.strip() in ("rank_dropout", "module_dropout"))
+    return bool(s.network_dropout) or not all(map(is_nothing, values))
+
+
+def _not_captured(key: str, when: Callable[[Settings], Any], reason: str) -> Rule:
+    remedy = '; change that, or set cuda_graph = "auto"'
+    return Rule(("cuda_graph", key), lambda s: s.cuda_graph is True and when(s), reason + remedy)
+
+
 _IMAGES = (
+    _not_captured("blocks_to_swap", lambda s: s.blocks_to_swap, "a graph finds weights where they were, not swapped"),
+    _not_captured(
+        "cpu_offload_checkpointing", lambda s: s.cpu_offload_checkpointing, "copies to host memory are not captured"
+    ),
+    _not_captured(
+        "text_encoder_lr",
+        lambda s: s.network_train_text_encoder_only or any(s.text_encoder_lr),
+        "text encoders in training, which read captions, are not captured",
+    ),
+    _not_captured("mixed_precision", lambda s: s.mixed_precision == "fp16", "fp16's loss scaler is not captured"),
+    _not_captured("network_dropout", _drops, "a graph would repeat the masks that dropouts draw"),
+    _not_captured(
+        "dynamo_mode", lambda s: s.dynamo_mode == "reduce-overhead", "reduce-overhead captures graphs of its own"
+    ),
     Rule(
         ("fp8_text_encoder", "mixed_precision", "model_type"),
         lambda s: s.fp8_text_encoder and s.mixed_precision == "fp16" and "t5xxl" in MODEL_TYPES[s.model_type].files,

@@ -670,6 +670,9 @@ class AccelerateConfig(Section):
         Literal["default", "reduce-overhead", "max-autotune"],
         OnlyWith(torch_compile=True, dynamo_backend=("inductor",)),
     ] = Field("default", description="inductor mode")
+    cuda_graph: Annotated[bool | Literal["auto"], OnlyFor(("images",), "is for LoRAs on image models; remove it")] = (
+        Field("auto", description="run forward and backward as one CUDA graph: auto where that is possible")
+    )
 
 
 class ParallelConfig(Section):

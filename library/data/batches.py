@@ -107,14 +107,21 @@ class TensorBatch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
         """Return the batch on another device."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> Self:
         """Return the batch in page-locked memory (asked for by the data loader)."""
-        return self._map(lambda tensor: tensor.pin_memory())
+        return self.map_tensors(lambda tensor: tensor.pin_memory())
 
-    def _map(self, move: Callable[[Tensor], Tensor]) -> Self:
-        values = {one.name: getattr(self, one.name) for one in fields(self)}
+    def tensors(self) -> list[Tensor]:
+        """Return all tensors, in the order of the fields."""
+        found: dict[int, Tensor] = {}
+        self.map_tensors(lambda tensor: found.setdefault(len(found), tensor))
+        return [*found.values()]
+
+    def map_tensors(self, move: Callable[[Tensor], Any]) -> Self:
+        """Return the batch with every tensor put through ``move``."""
+        values: dict[str, Any] = {one.name: getattr(self, one.name) for one in fields(self)}
         for name, value in values.items():
             if isinstance(value, dict):
                 values[name] = {key: move(tensor) for key, tensor in value.items()}
@@ -152,7 +159,7 @@ class Batch(TensorBatch):
         def chosen(values: list[Any]) -> list[Any]:
             return [values[row] for row in rows] if values else []
 
-        part = self._map(lambda tensor: tensor[list(rows)])
+        part = self.map_tensors(lambda tensor: tensor[list(rows)])
         ids, captions, prior = chosen(part.sample_ids), chosen(part.captions), chosen(part.prior)
         return replace(part, sample_ids=ids, captions=captions, prior=prior)
 

@@ -270,7 +270,10 @@ class ChatBatch(TensorBatch):
         """Return ``count`` microbatches of equal size with the windows in their order."""
         size = len(self) // count
         rows = [slice(first, first + size) for first in range(0, len(self), size)]
-        return [replace(self._map(operator.itemgetter(part)), microbatches=self.microbatches * count) for part in rows]
+        return [
+            replace(self.map_tensors(operator.itemgetter(part)), microbatches=self.microbatches * count)
+            for part in rows
+        ]
 
 
 def collate_windows(windows: Sequence[Window]) -> ChatBatch:

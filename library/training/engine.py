@@ -36,7 +36,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from library.accelerator import dp_rank_and_size
 from library.config.schema import ParallelConfig
-from library.data.batches import MicroStep
+from library.data.batches import MicroStep, TensorBatch
 from library.nn.checkpointing import evaluating
 from library.randomness import derive_seed
 from library.training.checkpoint.state import Stateful
@@ -48,6 +48,7 @@ from library.training.parallel.parallelize import ParallelSpec, parallelize
 from library.training.parallel.pipeline import Pipeline
 from library.training.parallel.zero import ZeroOptimizer
 from library.training.report.metrics import totals
+from library.training.step_graphs import Capture, CudaCapture, StepGraphs
 
 ALONE = MicroStep(1.0, 0, 1, 1, True)  # the only batch of its step
 Loss = Callable[..., tuple[Tensor, Tensor]]  # model, batch, step -> loss [], and values that metrics are means of
@@ -63,6 +64,7 @@ class Engine:
         parameters: what is trained; of split weights the part that lies here.
         average: of the parameters, None without ``ema_decay``.
         pipeline: None where one process has the whole model.
+        graphs: of forward and backward (:meth:`capture_steps`); None where every step runs eagerly.
         is_whole: False only while :meth:`update` or :meth:`settle` runs, and after one of them failed half-way: then
             weights, optimizer, average and schedule may be of different steps.
         is_settled: whether the host knows that the last step was finite.
@@ -75,6 +77,7 @@ class Engine:
     parameters: Sequence[nn.Parameter]
     average: WeightAverage | None = None
     pipeline: Pipeline | None = None
+    graphs: StepGraphs | None = None
 
     def __init__(self, accelerator: Accelerator, seed: int) -> None:
         self.accelerator, self.seed = accelerator, seed
@@ -141,6 +144,10 @@ class Engine:
         # LoRA dropout is the one global draw; seeding it here makes it a function of the batch's place too.
         torch.manual_seed(derive_seed(self.seed, "dropout", step, micro.number))
         self.accelerator.sync_gradients = micro.ends_step
+        if self.graphs is not None:
+            weight = torch.full((), micro.weight, device=self._device)
+            found = self.graphs(self._inputs(batch, step), weight)
+            return found[0], found[1:].view(2, -1)
         with nullcontext() if micro.ends_step else no_sync(self.accelerator, self.models):
             if self.pipeline is not None:
                 compute = partial(loss_of, self.models[0], step=step)
@@ -151,6 +158,36 @@ class Engine:
                 loss, metrics = loss.detach(), totals(values)
         return loss * micro.weight, metrics
 
+    def capture_steps(
+        self,
+        inputs: Callable[[Any, int], TensorBatch],
+        compute: Callable[[nn.Module, Any], tuple[Tensor, Tensor]],
+        note: Callable[[str], None],
+        required: bool = False,
+        capture: Capture | None = None,
+    ) -> None:
+        """Let forward and backward run as CUDA graphs (:mod:`library.training.step_graphs`).
+
+        Args:
+            inputs: batch and step -> what ``compute`` takes, on the device: all that is drawn or comes from the host.
+            compute: model and inputs -> what a ``Loss`` returns.
+            note, required: of ``StepGraphs``.
+            capture: another way to capture a step than CUDA's.
+        """
+
+        def step(given: Any, weight: Tensor) -> Tensor:
+            loss, values = compute(self.models[0], given)
+            self.accelerator.backward(self.nan_if_not_finite(loss) * weight)
+            return torch.cat([(loss.detach() * weight)[None], totals(values).flatten()])
+
+        self._inputs = inputs
+        self.graphs = StepGraphs(step, self.parameters, capture or CudaCapture(), note, required)
+
+    def drop_graphs(self) -> None:
+        """Give the memory of captured steps back; they are captured again."""
+        if self.graphs is not None:
+            self.graphs.drop()
+
     def clip(self, step: int) -> Tensor:
         """Scale the gradients of ``step`` to a norm of ``max_grad_norm``; return their norm before that, []."""
         clips = self._max_grad_norm and step >= self._clips_from
@@ -160,8 +197,8 @@ class Engine:
     def nan_if_not_finite(self, loss: Tensor) -> Tensor:
         """Return ``loss`` with gradients that are NaN where it is not finite itself; else the same, bit for bit."""
         finite = loss.detach().isfinite()
-        self._bad_losses = self._bad_losses + ~finite
-        return loss * torch.where(finite, 1.0, math.nan)
+        self._bad_losses += ~finite  # in place, as all that a captured step writes to
+        return loss * torch.ones_like(finite, dtype=loss.dtype).masked_fill(~finite, math.nan)
 
     def update(self, grad_norm: Tensor) -> None:
         """Take the optimizer's step unless ``grad_norm`` is not finite; :meth:`settle` completes it, or drops it."""
@@ -204,9 +241,10 @@ class Engine:
         if scaler is None:
             return finite
         bad_losses = self.accelerator.reduce(self._bad_losses, reduction="sum")  # a NaN norm may be the scaler's
-        self._bad_losses = torch.zeros_like(self._bad_losses)
         scale = scaler._scale if scaler._scale is not None else torch.ones((), device=self._device)
-        return (bad_losses == 0) & (finite | (scale > 1))
+        finite = (bad_losses == 0) & (finite | (scale > 1))
+        self._bad_losses.zero_()
+        return finite
 
     def settle(self) -> bool:
         """Complete the last update if it was finite, else drop it; return whether it was finite.

@@ -468,7 +468,8 @@ class Run:
 
     @contextmanager
     def _deployed_weights(self, phase: str) -> Iterator[None]:
-        """Name the phase, and let the model hold the weights to deploy, while the block runs."""
+        """Name the phase, and let the model hold the weights to deploy, while the block runs and has all memory."""
+        self.engine.drop_graphs()
         with self.progress.phase(phase), self.engine.deployed_weights():
             yield
 

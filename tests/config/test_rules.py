@@ -40,6 +40,7 @@ LAYOUT: dict[str, dict[str, Any]] = {
 ROWS: dict[str, dict[str, Any]] = {
     "torch_compile": {"torch_compile": True},
     "blocks_to_swap": {"blocks_to_swap": 2},
+    "cuda_graph": {"cuda_graph": True},
     "sample_model": {"sample_model": "turbo", "sample_prompts": "prompts.txt"},
     "mixed_precision": {"mixed_precision": "fp16"},
     "full_bf16": {"full_bf16": True, "mixed_precision": "bf16"},

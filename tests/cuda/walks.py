@@ -17,7 +17,6 @@ import peft  # noqa: F401
 import torch
 import transformers  # noqa: F401
 from PIL import Image
-from torch import Tensor
 from torch._dynamo.utils import counters
 
 import library.training.trainer as trainer_module
@@ -161,7 +160,7 @@ def capture(
         for _ in range(3 if "--torch_compile" in flags else 1):  # what is made once is made
             step(static)
         for number in (1, 2):
-            for tensor, new in zip(_tensors(static), _tensors(inputs(number)), strict=True):
+            for tensor, new in zip(static.tensors(), inputs(number).tensors(), strict=True):
                 tensor.copy_(new)
             torch._foreach_zero_([p.grad for p in task.engine.parameters if p.grad is not None])
             with trace.logging() as log, torch.cuda.graph(torch.cuda.CUDAGraph()):
@@ -169,12 +168,6 @@ def capture(
             logs.append(log)
     differ = next((pair for pair in zip(*logs, strict=False) if pair[0] != pair[1]), None)
     return {"refused": trace.refused, "differ": differ, "operations": [len(log) for log in logs]}
-
-
-def _tensors(inputs: StepInputs) -> list[Tensor]:
-    found = dict[int, Tensor]()
-    inputs._map(lambda tensor: found.setdefault(len(found), tensor))
-    return [*found.values()]
 
 
 def _keep_two_layers(encoder: Path) -> None:

@@ -110,5 +110,12 @@ def recompute_blocks(
     together = None if training.activation_budget_mb or training.cpu_offload_checkpointing else pairs
     offload = HostOffload(device) if training.cpu_offload_checkpointing else None
     keep = training.activation_budget_mb * 2**20
-    draws = any(max(getattr(layer, "dropouts", (0.0,))) > 0 for layer in model.modules())  # of LoRA layers
+    draws = draws_random_numbers(model)
     model.enable_gradient_checkpointing(ActivationCheckpointing(blocks, keep, offload, together, chained_args, draws))
+
+
+def draws_random_numbers(model: nn.Module) -> bool:
+    """Return whether a forward pass in training draws any: its own dropouts do, and those of adapters in it."""
+    modules = list(model.modules())
+    own = (module.p for module in modules if isinstance(module, nn.modules.dropout._DropoutNd))
+    return any(own) or any(max(getattr(module, "dropouts", (0,))) > 0 for module in modules)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -63,6 +64,7 @@ from library.training.sampling.images import build_sampler
 from library.training.sampling.painting import PaintedSet, paint, painted_sets
 from library.training.sampling.sample_model import SampleModel, sample_family
 from library.training.signals import ignore_signals
+from library.training.step_graphs import why_eager
 from library.training.tasks.distillation import prepare_teacher
 from library.training.tasks.image_step import FlowStep, Teacher, check_seam
 from library.training.tasks.lora import LoraTask
@@ -314,6 +316,25 @@ class ImageLora(LoraTask):
             self.family, config.flow, config.training.seed, self.text_encoders, self.teacher, self.network, outside,
             lockstep,
         )  # fmt: skip
+        self._capture_steps()
+
+    def _capture_steps(self) -> None:
+        """Let steps run as CUDA graphs where ``cuda_graph`` asks for it and nothing speaks against it.
+
+        Raises:
+            UserError: it must, and something does.
+        """
+        config, note = self.plan.config.model_copy(update={"training": self.training}), self.console.print
+        if (asked := config.accelerate.cuda_graph) is False:
+            return
+        if reason := why_eager(config, self.accelerator, self.transformer):
+            if asked is True:
+                raise UserError(reason)
+            if self.accelerator.device.type == "cuda":
+                note(f"note: steps run without a CUDA graph: {reason}", soft_wrap=True)
+            return
+        self.step = replace(self.step, rounds_text=True)
+        self.engine.capture_steps(self.step.inputs, self.step.compute, note, required=asked is True)
 
     def loss(self, model: nn.Module, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
         return self.step.loss(model, batch, step)

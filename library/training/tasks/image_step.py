@@ -95,6 +95,7 @@ class FlowStep:
     network: AdapterNetwork | None = None  # that is switched off for the frozen model's answers
     outside_mask: float = 0.0  # weight of these outside of masks
     lockstep: bool = False  # every process runs the model as often as the others, which gather its weights with it
+    rounds_text: bool = False  # to few lengths, for steps that are captured
 
     def text(self, batch: Batch) -> dict[str, Tensor]:
         """Return the batch's text embeddings: as cached, those of encoders in training computed now."""
@@ -124,8 +125,9 @@ class FlowStep:
             target = self.teacher.blend(target, batch.sample_ids, step)
         mask = region_weights(self.flow, batch, seam=False) if self.outside_mask else None
         rows = self._frozen_rows(batch, everywhere=mask is not None)
-        text = self.text(batch)
-        frozen_text = None
+        text, frozen_text = self.text(batch), None
+        if self.rounds_text:
+            text = self.family.rounded_text(text)
         if rows and self.text_encoders is not None and self.network is not None:
             with torch.no_grad(), self.network.bypassed():
                 frozen_text = self.text(batch if len(rows) == len(batch) else batch.rows(rows))
