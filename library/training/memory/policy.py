@@ -170,7 +170,9 @@ def remedies(
     for setting in _SETTINGS:
         if (setting.exact or not exact) and not (setting.on_host and on_cpu) and (found := better(setting)) is not None:
             yield (least := found)
-    most, block = (0, 0) if on_cpu else least.plan.swappable
+    # compiled blocks are swapped only where they run again in backward (``config.rules``)
+    keeps = config.accelerate.torch_compile is True and not least.config.training.gradient_checkpointing
+    most, block = (0, 0) if on_cpu or keeps else least.plan.swappable
     phases = _RUN if exact else _TRAINING
     while (over := least.plan.over(room, phases)) and (now := least.config.training.blocks_to_swap) < most:
         swapped = min(most, now + -(-over // max(1, block)))
