@@ -306,7 +306,7 @@ class Run:
         with_state = self.saving.save_state or self.saving.save_state_on_train_end
         self._save_at_end(self.names.stem(), with_state, lambda: self.requests.signalled)
         self._at_end = True
-        if self.norms is not None and self.norms_due and self.position.step > self.first_step:
+        if self.norms is not None:
             self.check_norms(self.norms)
         if self._validated_at != self.position.step:
             self._validate()
@@ -314,11 +314,6 @@ class Run:
             self._sample()
         if self.task.end_sampler is not None:
             self._sample(self.task.end_sampler)
-
-    @property
-    def norms_due(self) -> bool:
-        """Whether logged steps read how far layers have moved: until they were checked."""
-        return self.norms is not None and not self.norms.is_checked
 
     def check_norms(self, norms: UpdateNorms, grad_norm: float | None = None) -> None:
         """Name the layers that learn nothing, by the norms read last; ``grad_norm`` is the last step's."""

@@ -222,14 +222,15 @@ class Trainer:
         return step % self.run.config.logging.log_every_n_steps == 0 or step in (self.task.total_steps, checked_at)
 
     def _log(self) -> None:
-        step, norms = self.position.step, self.run.norms if self.run.norms_due else None
+        step, norms = self.position.step, self.run.norms
+        if norms is not None and norms.is_checked and step < self.task.total_steps:
+            norms = None  # from here on at saves
         measured = None if norms is None else norms.measure()  # the next line waits for both
         values = {"step": step, "epoch": self.position.epoch, **self.step_metrics.read(), **self.rates}
         values["peak_mem_bytes"] = peak_memory_bytes()
         if norms is not None:
             values |= norms.read(step, measured)
-            if step >= norms.checked_at:
-                self.run.check_norms(norms, values["grad_norm"])
+            self.run.check_norms(norms, values["grad_norm"])
         values = self.task.training_metrics(values, self.position)
         self.run.metrics.write(values)
         if self.engine.accelerator.is_main_process:

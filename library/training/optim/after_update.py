@@ -184,7 +184,7 @@ class UpdateNorms:
     def check(
         self, groups: Sequence[Mapping[str, Any]], grad_norm: float | None = None, at_end: bool = False
     ) -> str | None:
-        """Return a warning that names the layers that have learnt nothing by the step read last; None if all have.
+        """Return, once, a warning that names the layers that have learnt nothing by the step read last, if any.
 
         Args:
             groups: of the optimizer, as its schedule has left them.
@@ -192,28 +192,26 @@ class UpdateNorms:
             at_end: no later step can be waited for.
         """
         warms_up = any(float(group["lr"]) < 0.1 * float(group.get("initial_lr", 0.0)) for group in groups)
-        if warms_up and not at_end:
+        is_late = self.read_at >= self.checked_at and not warms_up
+        if self.is_checked or self.read_at <= self._first or not (is_late or at_end):
             return None
         self.is_checked = True
-        noted = [0.0] * len(self.values)
-        if self._noted is not None and self.read_at >= self.checked_at and not warms_up:  # else steps may be too small
-            noted = self._noted.tolist()
+        # a few steps, or those of a rate near zero, may be too small to show beside what is there
+        noted = self._noted.tolist() if is_late and self._noted is not None else [0.0] * len(self.values)
         kinds = list(self._kinds.values())
         moving = {kind for kind, now, before in zip(kinds, self.values, noted, strict=True) if now != before}
         stalled = [not now or kind not in moving for kind, now in zip(kinds, self.values, strict=True)]
         if not any(stalled):
             return None
+        if not any(float(group.get("initial_lr", group["lr"])) for group in groups):
+            reason = "the learning rate is 0; set learning_rate"
+        elif grad_norm == 0:
+            reason = "all gradients are zero; check masks and loss weights"
+        elif self._start is not None:
+            reason = "no gradient reaches them, or the learning rate is too small to change them; raise learning_rate"
+        else:
+            reason = "no gradient reaches them; leave them out with exclude_patterns in network_args"
         layers = f"{sum(stalled):,} of {counted(len(stalled), 'layer')}"
         of_kinds = ", ".join(dict.fromkeys(compress(kinds, stalled)))
         names = names_in_short(list(compress(self._factors, stalled)))
-        reason = self._reason(groups, grad_norm)
         return f"after step {self.read_at} {layers} ({of_kinds}) have learnt nothing: {names}; {reason}"
-
-    def _reason(self, groups: Sequence[Mapping[str, Any]], grad_norm: float | None) -> str:
-        if not any(float(group.get("initial_lr", group["lr"])) for group in groups):
-            return "the learning rate is 0; set learning_rate"
-        if grad_norm == 0:
-            return "all gradients are zero; check masks and loss weights"
-        if self._start is not None:
-            return "no gradient reaches them, or the learning rate is too small to change them; raise learning_rate"
-        return "no gradient reaches them; leave them out with exclude_patterns in network_args"
