@@ -144,9 +144,9 @@ def test_the_tracker_gets_themetrics(base: Path, dataset: Path, tmp_path: Path) 
 def test_training_goes_on_from_network_weights(base: Path, dataset: Path, tmp_path: Path) -> None:
     run(base, dataset, tmp_path / "first", learning_rate=1e-2)
     weights = tmp_path / "first" / "lora.safetensors"
-    events = run(base, dataset, tmp_path / "second", network_weights=weights, learning_rate=0.0)
+    with pytest.raises(UserError, match="is as it was before the first step; .* the learning rate is 0"):
+        run(base, dataset, tmp_path / "second", network_weights=weights, learning_rate=0.0)
     assert largest_difference(lora(tmp_path / "second"), lora(tmp_path / "first")) < 1e-6
-    assert events.task.total_steps == 4
 
 
 def test_a_run_computes_with_the_attention_kernel_that_was_chosen(base: Path, dataset: Path, tmp_path: Path) -> None:
