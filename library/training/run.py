@@ -439,7 +439,7 @@ class Run:
 
     def _read_norms(self) -> None:
         """Write how far each kind of layer has moved, unless a line of this step says so."""
-        if self.norms is not None and self.norms.read_at != self.position.step:
+        if self.norms is not None and self.norms.read_at != self.position.step > self.first_step:
             self.metrics.write({"step": self.position.step, **self.norms.read(self.position.step)})
 
     @property
