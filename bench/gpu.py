@@ -1,216 +1,110 @@
-"""Full-size training steps on one CUDA GPU: LoRAs on image models beside diffusers + peft, then language models.
+"""Is training right on a card, how fast, in how much memory: one script for a machine that is lent for minutes.
 
-LoRAs are trained in every precision and memory policy. Published depth and width, random weights, 1024 x 1024 pixels
-and 512 text tokens, rank 16 on every layer that is trained by default, LoRA weights in fp32 under bf16 autocast, AdamW.
-Each case runs in a process of its own with a time limit: one that fails, runs out of memory or needs a package that is
-not there is a row that says so. The cases that tell most come first, a family at a time: a run that is out of time ends
-in the middle. Reported are the median seconds of a step, the peak of allocated device memory, and the utilisation of
-model FLOPs (MFU): what a step needs, without weight gradients and recomputation, over what the card's bf16 matrix
-products, measured first, would do in that time. Rows with "graph" capture forward and backward as one CUDA graph and
-replay it.
+Parts, in this order (``--parts`` names some of them):
 
-Then language models climb the ladder of ``bench/llm_ladder.py``, from fp32 to everything that makes them fast.
+    checks    side by side, no time is measured: 5 steps of tiny models on the card beside the CPU's; steps as one graph
+              and compiled beside eager ones; every attention kernel; fp8 and int8 products. Meanwhile the memory of the
+              full models is counted, their blocks are compiled for the disk cache, and two fill LoRAs are trained on
+              regions filled with black, on bf16 and on fp8, and looked at for seams
+    flux      FLUX.1 in bf16 and fp8, eager, compiled and as one graph, with diffusers + peft beside them. How far the
+              losses and gradients of two steps are from those in bf16, eager, stands beside the times: a full model's
+              steps on a CPU take too long to compare with
+    families  Qwen-Image, Z-Image, Krea 2 and FLUX.2 klein 9B, compiled and as one graph
+    kernels   attention, products, dequantising, alone
+    rest      other memory settings, then language models on the ladder of ``bench/llm_ladder.py``
+
+A step is that of ``train_lora.py`` (``bench/card_step.py``): published depth and width, random weights, 1024 x 1024
+pixels, 512 text tokens, rank 16, every block recomputed. Each case runs in a process of its own with a time limit: one
+that fails, runs out of memory or needs a package that is not there is a row that says so. A part that takes too long
+ends at its own limit. Reported are the median seconds of a step; its kernels alone, their number and the host's calls
+that launch them, from a profile; peaks of allocated memory, and what ``tools/plan_memory.py`` counts; the utilisation
+of model FLOPs (MFU): what a step needs, without weight gradients and recomputation, over what the card's bf16 matrix
+products would do in that time.
 
 Besides torch, transformers, accelerate and peft this needs what requirements/gpu.txt lists; ``make gpu-bundle`` packs
 it for a machine that has a card and no network.
 
-    python bench/gpu.py [--json PATH] [--minutes 8] [--families flux,qwen_image,llm] [--only TEXT]
+    python bench/gpu.py [--json PATH] [--minutes 9.5] [--parts checks,flux] [--only TEXT]
     python bench/gpu.py --device cpu --tiny        # does every case run?
 """
 
 from __future__ import annotations
 
-import functools
+import math
 import os
-import signal
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from multiprocessing.connection import Connection
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
-from unittest.mock import patch
+from typing import Any, NamedTuple, get_args
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
+import numpy as np
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import bench.llm_ladder as llm_ladder
-from bench.families import (
-    FAMILIES,
-    LoraStep,
-    Sizes,
-    build_transformer,
-    example_inputs,
-    peft_lora,
-    tandem_network,
-)
-from bench.measure import Table, benchmark_parser, finish, machine_name, reason, start, time_steps, wait_for
-from library.config.schema import TrainingConfig
+from bench.card_kernels import kernels, matmul_rate
+from bench.card_step import StepCase, measured
+from bench.families import FAMILIES, LoraStep, build_transformer, example_inputs, peft_lora
+from bench.measure import Children, Job, Table, benchmark_parser, finish, machine_name, time_steps
+from library.config.schema import ModelConfig
 from library.errors import UserError, did_you_mean, exit_on_user_error
-from library.models.family_by_name import family_class
-from library.nn.checkpointing import neighbours
-from library.precision.files.fp8 import loaded_scheme
-from library.precision.recipe import Recipe, quantize_model
-from library.training.memory.block_swap import swap_blocks
-from library.training.memory.budget import recompute_blocks
+from library.nn.attention import Backend
+from library.training.memory.budget import GIB
+from library.training.memory.dry_run import plan_memory
+from library.training.tasks.image_lora import ImageLora
 
-_LLM = "llm"
-_CASE_SECONDS = 150  # of which compilation takes up to a minute
-_LADDER_SECONDS = 120
-_WARM_STEPS = 3  # before a graph is captured
-_END_SECONDS = 10  # in which a process that has sent all ends
-
-
-def matmul_rate(device: torch.device, tiny: bool) -> float:
-    """Return the FLOP/s of bf16 matrix products, 8192 a side."""
-    side = 256 if tiny else 8192
-    a = torch.randn(side, side, device=device, dtype=torch.bfloat16)
-    b = torch.randn(side, side, device=device, dtype=torch.bfloat16)
-    repeats, seconds = 20, float("inf")
-    for _ in range(3):  # the first warms up
-        wait_for(device)
-        begun = time.perf_counter()
-        for _ in range(repeats):
-            a @ b
-        wait_for(device)
-        seconds = min(seconds, time.perf_counter() - begun)
-    return 2.0 * side**3 * repeats / seconds
+FLUX, FP8 = StepCase("flux"), StepCase("flux", "row")
+OTHERS = ("qwen_image", "z_image", "krea2", "flux2_klein")
+FASTEST = [StepCase(family, compiled=True, graph=True) for family in OTHERS]
+GOALS = {  # seconds of a step on an H100
+    replace(FLUX, compiled=True, graph=True).name(): 0.50,
+    replace(FP8, compiled=True, graph=True).name(): 0.45,
+    **{case.name(): goal for case, goal in zip(FASTEST, (0.60, 0.40, 0.60), strict=False)},
+}
+PEFT = "flux, bf16, diffusers + peft"
+_CASE_SECONDS, _LONG_SECONDS = 120, 150  # a first compiled step takes a minute; less with what is cached on disk
+_CHECKED_STEPS, _FULL_STEPS, _TIMED_STEPS = 5, 2, 5
+_SIDE_BY_SIDE = max(2, (os.cpu_count() or 2) - 2)  # processes
 
 
-class Job(NamedTuple):
-    """What one process measures."""
+class Part(NamedTuple):
+    """Jobs, the columns of their table, how many run side by side, and the seconds that they have."""
 
-    name: str
-    case: dict[str, Any]  # what :func:`measured` takes
-    seconds: float = _CASE_SECONDS
-
-
-class Children:
-    """Processes that measure, each job with a time limit; none begins after the end.
-
-    Attributes:
-        method: how a process starts. Forked from one that has imported the libraries it saves seconds a case.
-    """
-
-    def __init__(self, device: str, tiny: bool, minutes: float) -> None:
-        self.method = "forkserver"
-        self._device, self._tiny = torch.device(device), tiny
-        self._end = time.monotonic() + 60 * minutes
-
-    def rows(self, job: Job) -> list[dict[str, Any]]:
-        """Return what the job's process found; the last is {"error": why} if it did not end well."""
-        limit = min(job.seconds, self._end - time.monotonic())
-        if limit <= 0:
-            return [{"error": "left out: the time was up"}]
-        rows, end = list[dict[str, Any]](), time.monotonic() + limit
-        process, connection = start(_send, job.case, self._device, self._tiny, method=self.method)
-        try:
-            while connection.poll(max(0.0, end - time.monotonic())):
-                said = _said(connection, process)
-                if isinstance(said, str):
-                    return [*rows, {"error": said}]
-                if said is None:
-                    process.join(_END_SECONDS)
-                    return rows
-                rows.append(said)
-            return [*rows, {"error": f"stopped after {limit:.0f} s"}]
-        finally:
-            if process.is_alive():
-                with suppress(ProcessLookupError):  # it has no group yet
-                    os.killpg(process.pid, signal.SIGKILL)
-                process.kill()
-                process.join()
+    title: str
+    jobs: list[Job]
+    columns: dict[str, str]
+    seconds: float
+    together: int = 1
 
 
-def _send(connection: Connection, case: dict[str, Any], device: torch.device, tiny: bool) -> None:
-    """Send each row as it is measured, then None; or, in words, why there is none if it fails."""
-    os.setsid()  # with the processes that compile for it in one group, to be stopped together
-    try:
-        for row in measured(case, device, tiny):
-            connection.send(row)
-    except Exception as error:  # whatever it is, the other cases are worth having
-        connection.send(reason(error))
-    else:
-        connection.send(None)
+class Check(NamedTuple):
+    """A case beside a reference, and how far its losses and gradients may be off."""
 
+    case: StepCase
+    reference: str
+    limit: float
 
-def _said(connection: Any, process: Any) -> dict[str, Any] | str | None:
-    try:
-        return connection.recv()
-    except EOFError:
-        process.join(_END_SECONDS)
-        return f"exit code {process.exitcode}, its error is above"
-
-
-def run(jobs: list[Job], children: Children) -> list[dict[str, Any]]:
-    """Measure the card's matrix products, then every job; print each row as it comes, and return them."""
-    products = Job("bf16 matrix products", {"rate": True})
-    found = children.rows(products)[-1]
-    if "error" in found:  # a library may have touched the card as it was imported, which no fork survives
-        children.method = "spawn"
-        found = children.rows(products)[-1]
-    rate = found.get("rate")
-    print(f"bf16 matrix products: {f'{rate / 1e12:.1f} TFLOP/s' if rate else found['error']}", flush=True)
-    sizes = {"step_s": "8.3f", "peak_gib": "8.1f", "weights_gib": "11.1f", "tokens_per_s": "12,.0f"}
-    table = Table({"case": "<64", **sizes, "mfu": "6.1%"})
-    for job in jobs:
-        for found in children.rows(job):
-            row = {"case": job.name} | job.case | found
-            if rate and "flops_per_s" in row:
-                row["mfu"] = row["flops_per_s"] / rate
-            table.add(row)
-    return table.rows
-
-
-def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return Tandem over peft with checkpointing at batch 1, each policy over the same without it, and the ladders'."""
-    by_name = {row["case"]: row for row in rows if "step_s" in row}
-    found = llm_ladder.ratios(rows)
-    for family in FAMILIES:
-        saved = GpuCase(family, checkpointing=True)
-        pairs = {
-            "over_peft": (saved, replace(saved, trainer="peft")),
-            "compiled_over_peft": (replace(saved, compiled=True), replace(saved, trainer="peft")),
-            "fp8_scaled_mm_over_bf16": (replace(saved, base="fp8 scaled_mm"), saved),
-            "fp8_dequant_over_bf16": (replace(saved, base="fp8 dequant"), saved),
-            "swap_16_over_none": (replace(saved, swapped=16), saved),
-            "keep_8192_over_none": (replace(saved, kept_mb=8192), saved),
-            "compiled_over_eager": (replace(saved, compiled=True), saved),
-            "graph_over_compiled": (replace(saved, compiled=True, graph=True), replace(saved, compiled=True)),
-        }
-        for name, pair in pairs.items():
-            one, other = (by_name.get(case.name()) for case in pair)
-            if one and other:
-                found[f"{family}_time_{name}"] = one["step_s"] / other["step_s"]
-                found[f"{family}_memory_{name}"] = one["peak_gib"] / other["peak_gib"]
-    return found
-
-
-def measured(case: dict[str, Any], device: torch.device, tiny: bool) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a job as they are measured; call it in a fresh process."""
-    if "ladder" in case:
-        yield from llm_ladder.climb(case["ladder"], device, tiny)
-    elif "rate" in case:
-        yield {"rate": matmul_rate(device, tiny)}
-    else:
-        yield measure(GpuCase(**case), device, tiny)
+    def job_name(self) -> str:
+        """Return the name of its row."""
+        return f"{self.case.name()} on the card"
 
 
 @exit_on_user_error
 def main() -> None:
-    """Measure all cases."""
-    families = [*FAMILIES, _LLM]
+    """Measure all parts."""
     # Asking the driver instead would make processes that are forked after an import that asks unable to use the card.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--families", default=",".join(families), help="default: %(default)s")
-    parser.add_argument("--only", default="", help="run the cases, and the language models, whose name holds this text")
-    parser.add_argument("--minutes", type=float, default=8, help="all ends then (default: %(default)s)")
+    parser.add_argument("--parts", default="checks,flux,families,kernels,rest", help="default: %(default)s")
+    parser.add_argument("--only", default="", help="run the cases whose name holds this text")
+    parser.add_argument("--minutes", type=float, default=9.5, help="all ends then (default: %(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="tiny models, to see that every case runs")
     options = parser.parse_args()
@@ -218,173 +112,277 @@ def main() -> None:
         raise UserError("bench/gpu.py: needs a CUDA GPU; --device cpu --tiny runs every case, tiny, on the CPU")
     if options.device == "cpu" and not options.tiny:
         raise UserError("--device: published sizes would take hours on a CPU; add --tiny")
-    asked = options.families.split(",")
-    for family in asked:
-        if family not in families:
-            raise UserError(f"--families: no {family!r}{did_you_mean(family, families)}; choose {', '.join(families)}")
-    jobs = [job for job in all_jobs(asked) if options.only in job.name]
-    if not jobs:
+    every = {part.title: part for part in parts(options.tiny)}
+    for name in (asked := options.parts.split(",")):
+        if name not in every:
+            raise UserError(f"--parts: no {name!r}{did_you_mean(name, [*every])}; choose {', '.join(every)}")
+    chosen = [every[name]._replace(jobs=[j for j in every[name].jobs if options.only in j.name]) for name in asked]
+    if not any(part.jobs for part in chosen):
         raise UserError(f"--only: no case's name holds {options.only!r}; leave it out to see the names")
-    rows = run(jobs, Children(options.device, options.tiny, options.minutes))
+    rows = run(chosen, Children(options.device, options.minutes), options.tiny)
     machine = f"{torch.cuda.get_device_name()}, {machine_name()}" if options.device == "cuda" else machine_name()
     finish(rows, ratios(rows), options.json, machine)
 
 
-def all_jobs(asked: list[str]) -> list[Job]:
-    """Return LoRAs, then language models."""
-    ladders = [Job(model, {"ladder": model}, _LADDER_SECONDS) for model in llm_ladder.LADDERS if _LLM in asked]
-    families = [family for family in asked if family != _LLM]
-    return [Job(case.name(), asdict(case)) for case in cases(families)] + ladders
+def parts(tiny: bool) -> list[Part]:
+    """Return all that is measured."""
+    errors = {"loss_error": "10.1e", "gradient_error": "14.1e"}
+    of_checks = {
+        "case": "<50",
+        **errors,
+        "graph_error": "11.1e",
+        "limit": "6.2f",
+        "verdict": "<8",
+        "counted_gib": "11.1f",
+    }
+    of_checks |= {"took_s": "6.0f", "image": "6.2%", "known_8bit": "10.2f", "seam": "<90"}
+    of_steps = {
+        "case": "<40",
+        "step_s": "7.3f",
+        "goal_s": "6.2f",
+        "kernels_s": "9.3f",
+        "kernels": "7d",
+        "launches": "8d",
+    }
+    of_steps |= {"peak_gib": "8.1f", "counted_gib": "11.1f", "mfu": "6.1%", **errors, "graph_error": "11.1e"}
+    of_kernels = {
+        "case": "<40",
+        "forward_ms": "10.3f",
+        "both_ms": "8.3f",
+        "output_error": "12.1e",
+        "gradient_error": "14.1e",
+    }
+    of_rest = {"case": "<50", "step_s": "8.3f", "peak_gib": "8.1f", "tokens_per_s": "12,.0f", "mfu": "6.1%"}
+    return [
+        Part("checks", check_jobs(tiny), of_checks, 160, _SIDE_BY_SIDE),
+        Part("flux", flux_jobs(tiny), of_steps, 240),
+        Part("families", [step_job(case, tiny) for case in FASTEST], of_steps, 240),
+        Part("kernels", [Job("kernels", kernels, (tiny,), _CASE_SECONDS)], of_kernels, 60),
+        Part("rest", rest_jobs(tiny), of_rest, 600),
+    ]
 
 
-Base = Literal["bf16", "fp8 dequant", "fp8 scaled_mm"]
+def checks() -> list[Check]:
+    """Return what is compared: on tiny models, of FLUX.1 every way to compute a step, of others the step.
+
+    Limits: fp32 has 24 bits, of which products in TF32, which training leaves off, would lose 13. bf16 has 8; a step of
+    some dozen layers is a few percent off, kernels that add in another order are too. A graph runs the same kernels.
+    """
+    exact, int8 = replace(FLUX, mixed_precision="no"), StepCase("flux", "int8_row")
+    found = [Check(case, case.name(), limit) for case, limit in ((exact, 1e-3), (FLUX, 0.05), (FP8, 0.1), (int8, 0.1))]
+    kernels = [replace(FLUX, attention=name) for name in get_args(Backend) if name != "auto"]
+    found += [Check(case, FLUX.name(), 0.05) for case in kernels]
+    fused = [replace(case, compiled=True, graph=True) for case in (FLUX, FP8, int8)]
+    found += [Check(case, replace(case, compiled=False, graph=False).name(), 0.05) for case in fused]
+    found += [Check(replace(case, graph=True), case.name(), 0.05) for case in (FLUX, FP8)]
+    return found + [Check(StepCase(name, graph=True), StepCase(name).name(), 0.05) for name in OTHERS]
 
 
-@dataclass(frozen=True)
-class GpuCase:
-    """One row.
+def check_jobs(tiny: bool) -> list[Job]:
+    """Return the steps of :func:`checks` on the CPU and on the card, and what takes long besides."""
+    references = list({check.reference: check.case for check in checks()}.values())
+    plain = [replace(case, compiled=False, graph=False, attention="auto") for case in references]
+    steps = (_CHECKED_STEPS, 0, True, ())
+    jobs = [Job("bf16 matrix products", rate, (tiny,), _CASE_SECONDS)]
+    jobs += [Job(f"{case.name()} on a CPU", measured, (case, *steps), _LONG_SECONDS, on_cpu=True) for case in plain]
+    jobs += [Job(check.job_name(), measured, (check.case, *steps), _LONG_SECONDS) for check in checks()]
+    jobs += [Job(f"seam, trained on {base}", seam, (base, tiny), _LONG_SECONDS) for base in ("bf16", "fp8")]
+    fastest = [replace(case, compiled=True) for case in (FLUX, FP8)] + [replace(c, graph=False) for c in FASTEST]
+    jobs += [Job(f"{case.name()}, compiling", compiling, (case, tiny), _LONG_SECONDS) for case in fastest]
+    counted = [FLUX, FP8, *FASTEST] if not tiny else [FLUX]
+    return jobs + [Job(f"{case.name()}, counting", counting, (case, tiny), _LONG_SECONDS) for case in counted]
+
+
+def flux_jobs(tiny: bool) -> list[Job]:
+    """Return FLUX.1 in six rows; those that tell most come first."""
+    one, other = (step_job(replace(case, compiled=True, graph=True), tiny) for case in (FLUX, FP8))
+    return [step_job(FLUX, tiny), one, other, Job(PEFT, peft, (tiny,), _CASE_SECONDS), step_job(FP8, tiny)]
+
+
+def rest_jobs(tiny: bool) -> list[Job]:
+    """Return memory settings, and the ladders."""
+    settings = [("training", "blocks_to_swap", 2 if tiny else 16), ("training", "activation_budget_mb", 8192)]
+    cases = [replace(FLUX, more=(each,)) for each in settings] + [StepCase("flux", "block64")]
+    ladders = [Job(model, llm_ladder.climb, (model, tiny), _CASE_SECONDS) for model in llm_ladder.LADDERS]
+    return [step_job(case, tiny) for case in cases] + ladders
+
+
+def step_job(case: StepCase, tiny: bool) -> Job:
+    """Return what measures ``case``; of one with a graph both without and with it."""
+    steps, timed = (_FULL_STEPS, 1 if tiny else _TIMED_STEPS)
+    return Job(case.name(), measured, (case, steps, timed, tiny, ()), _CASE_SECONDS)
+
+
+# What jobs call, each in a process of its own.
+
+
+def rate(tiny: bool, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield the FLOP/s of the card's bf16 matrix products."""
+    yield {"rate": matmul_rate(device, tiny)}
+
+
+def compiling(case: StepCase, tiny: bool, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Compile the blocks of ``case``, of which there are few: its code is on disk then, for all of them."""
+    begun = time.perf_counter()
+    for _ in measured(case, 2, 0, tiny, (2, 2)[: len(FAMILIES.get(case.family, FAMILIES["flux"]).blocks)], device):
+        yield {"took_s": time.perf_counter() - begun}
+
+
+def counting(case: StepCase, tiny: bool, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield the GiB that ``plan_memory`` counts for loading and a step."""
+    config = case.config()
+    if tiny:
+        model = ModelConfig(model_type="flux", pretrained_model_name_or_path=str(ROOT / "assets" / "tiny-flux"))
+        config = config.model_copy(update={"model": model})
+    phases = plan_memory(ImageLora, config).phases
+    yield {"counted_gib": max(sum(phases[name].values()) for name in ("loading", "first step", "step")) / GIB}
+
+
+def seam(base: str, tiny: bool, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Train a fill LoRA on regions filled with black, and yield the seam's figures as ``dev/measure_seam.py`` does.
+
+    On ``base`` "bf16" or "fp8", as the option ``mixed_precision = "bf16"`` trains on either. What it paints is computed
+    on the CPU in fp32: rms error of the image beside the LoRA in high precision, each figure of the border over white
+    noise's, and the error of the known side near the border beside the true image, in 8-bit steps.
+    """
+    from dev import measure_seam  # its imports take as long as a case
+
+    name = "high" if base == "bf16" else base
+    with tempfile.TemporaryDirectory() as folder:
+        place, seed = Path(folder), measure_seam.SEEDS[0]
+        steps = {"max_train_steps": 3, "validate_every_n_steps": 3, "lr_warmup_steps": 0} if tiny else {}
+        measure_seam.train(place, [seed], ["black"], [name], mixed_precision="bf16", **steps)
+        looked = measure_seam.Bench(place, 1 if tiny else 8, measure_seam.Console(quiet=True))
+        lora = measure_seam.lora_file(place, "black", name, seed)
+        reference = looked.reference(lora, "black")
+        for case, (trained_on, variant) in measure_seam.TRAINING.items():
+            if trained_on != name or variant.merge != measure_seam.REFERENCE.merge:
+                continue
+            found = reference if variant == measure_seam.REFERENCE else looked.run(lora, variant, "black")
+            known, _, _ = measure_seam.known_side({"": looked.measure(looked.truth("black"), found)}, [""])
+            row = {"case": f"seam, black, {case}", "known_8bit": known}
+            if found is not reference:
+                image, figures = measure_seam.over_loras({"": looked.measure(reference, found)}, [""])
+                row |= {"image": image, "seam": ", ".join(f"{key} {each[0]:.2f}" for key, each in figures.items())}
+            yield row
+
+
+def peft(tiny: bool, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Yield a step of diffusers + peft on FLUX.1, every block recomputed.
+
+    It cannot train with cuDNN's attention, whose backward is wrong for views: flash takes its place.
+    """
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    few = {"width": 256, "head_dim": 64, "blocks": (2, 4), "image_sides": (8, 8), "text_tokens": 64} if tiny else {}
+    sizes = replace(FAMILIES["flux"], **few)
+    transformer = build_transformer("flux", sizes, torch.bfloat16, str(device))
+    trained = peft_lora("flux", transformer)
+    transformer.enable_gradient_checkpointing()
+    step = LoraStep(transformer, trained, example_inputs("flux", sizes, device))
+    seconds, peak = time_steps(step.loss, device, once=tiny)
+    yield {"step_s": seconds, "peak_gib": peak / 2**30, "weights_gib": step.base_bytes / 2**30}
+
+
+# What is made of their rows.
+
+
+def run(chosen: list[Part], children: Children, tiny: bool) -> list[dict[str, Any]]:
+    """Run the parts; print each row as it comes, and return all."""
+    report = Report(tiny)
+    for part in chosen:
+        print(f"\n{part.title}", flush=True)
+        table, end = Table(part.columns), time.monotonic() + (math.inf if tiny else part.seconds)
+        with ThreadPoolExecutor(part.together) as pool:
+            began = {pool.submit(children.rows, job, end): job for job in part.jobs}
+            for done in as_completed(began):
+                for found in done.result():
+                    name = began[done].name
+                    report.add({"case": name if found.get("graphed", True) else name.replace(", graph", "")} | found)
+                for row in report.complete():
+                    table.add(row)
+        for row in report.complete(whatever=True):
+            table.add(row)
+        report.rows += table.rows
+    return report.rows
+
+
+class Report:
+    """Rows of all parts, completed by what others found: a reference, the card's rate, counted memory.
 
     Attributes:
-        family: a key of ``FAMILIES``.
-        trainer: tandem or peft (diffusers + peft, which cannot train with cuDNN's attention: flash takes its place).
-        batch: images a step.
-        base: the frozen weights and how they are multiplied.
-        checkpointing: every block is recomputed in backward.
-        kept_mb: with it, activation_budget_mb.
-        swapped: blocks whose weights wait in host memory.
-        compiled: regional compilation.
-        graph: forward and backward as one CUDA graph; a plain step on a CPU.
+        rows: that are complete, as tables have them.
     """
 
-    family: str
-    trainer: str = "tandem"
-    batch: int = 1
-    base: Base = "bf16"
-    checkpointing: bool = False
-    kept_mb: int = 0
-    swapped: int = 0
-    compiled: bool = False
-    graph: bool = False
+    def __init__(self, tiny: bool) -> None:
+        self._is_full = not tiny
+        self.rows: list[dict[str, Any]] = []
+        self._waiting: list[dict[str, Any]] = []
+        self._steps: dict[str, tuple[Any, Any]] = {}  # losses and gradients of a case
+        self._counted: dict[str, float] = {}
+        self._rate = 0.0
+        named = {check.job_name(): check for check in checks()}
+        self._checks = {name.replace(", graph", ""): check for name, check in named.items()} | named
 
-    def name(self) -> str:
-        """Return the row's name."""
-        memory = [
-            "checkpointing" if self.checkpointing else "",
-            f"keep {self.kept_mb}" if self.kept_mb else "",
-            f"swap {self.swapped}" if self.swapped else "",
-            "compiled" if self.compiled else "",
-            "graph" if self.graph else "",
-        ]
-        parts = [self.family, f"b{self.batch}", self.trainer, self.base, *filter(None, memory)]
-        return ", ".join(parts)
+    def add(self, row: dict[str, Any]) -> None:
+        """Take a row as a process sent it."""
+        name = row["case"]
+        if "gradients" in row:
+            self._steps[name] = np.array(row.pop("losses")), row.pop("gradients")
+        if "counted_gib" in row:
+            self._counted[name.removesuffix(", counting")] = row["counted_gib"]
+        if "step_s" in row and self._is_full and (sizes := FAMILIES.get(name.partition(",")[0])):
+            row["flops_per_s"] = sizes.step_flops() / row["step_s"]
+        if self._rate and "flops_per_s" in row:
+            row["mfu"] = row["flops_per_s"] / self._rate
+        self._rate = row.get("rate", self._rate)
+        extra = {"goal_s": GOALS.get(name), "counted_gib": self._counted.get(name)} if "step_s" in row else {}
+        self._waiting.append(row | {key: value for key, value in extra.items() if value})
 
+    def complete(self, whatever: bool = False) -> list[dict[str, Any]]:
+        """Return the rows whose references are there, or all that wait."""
+        ready = [row for row in self._waiting if whatever or self._reference(row) in {None, *self._steps}]
+        self._waiting = [row for row in self._waiting if row not in ready]
+        return [row | self._beside(row) for row in ready]
 
-def cases(families: list[str]) -> list[GpuCase]:
-    """Return the rows: of each family those that tell most, then the others of all families in turn."""
-    first, others = [], []
-    for family in families:
-        plain = GpuCase(family)
-        saved = replace(plain, checkpointing=True)
-        scaled_mm = replace(saved, base="fp8 scaled_mm")
-        first += [
-            saved,
-            replace(saved, compiled=True),
-            replace(saved, trainer="peft"),
-            replace(saved, compiled=True, graph=True),
-            replace(scaled_mm, compiled=True),
-            replace(scaled_mm, compiled=True, graph=True),
-            replace(saved, base="fp8 dequant"),
-            scaled_mm,
-            replace(saved, base="fp8 dequant", compiled=True),
-        ]
-        rest = [
-            plain,
-            replace(saved, swapped=16),
-            replace(saved, kept_mb=8192),
-            replace(saved, base="fp8 dequant", swapped=16),
-            replace(saved, batch=4),
-            replace(scaled_mm, batch=4),
-        ]
-        others.append(rest)
-    return first + [case for same in zip(*others, strict=True) for case in same]
+    def _reference(self, row: dict[str, Any]) -> str | None:
+        name = row["case"]
+        if name not in self._steps:
+            return None
+        if name in self._checks:
+            return f"{self._checks[name].reference} on a CPU"
+        return FLUX.name() if name.startswith("flux, ") and not name.endswith("on a CPU") else None
 
-
-def sizes_of(family_name: str, tiny: bool, batch: int = 1) -> Sizes:
-    """Return the published model at 1024 x 1024, or something tiny with as many kinds of blocks."""
-    full = replace(FAMILIES[family_name], batch=batch)
-    if not tiny:
-        return full
-    few = (4, 8)[-len(full.blocks) :]
-    return replace(full, width=256, head_dim=64, blocks=few, image_sides=(4, 4), text_tokens=8)
+    def _beside(self, row: dict[str, Any]) -> dict[str, Any]:
+        """Return how far losses and gradients are off the reference's, and of a check what that means."""
+        name, reference = row["case"], self._reference(row)
+        check = self._checks.get(name)
+        if reference not in self._steps:
+            return {} if check is None else {"limit": check.limit, "verdict": "failed" if "error" in row else "?"}
+        (losses, gradients), (right, wanted) = self._steps[name], self._steps[reference]
+        found = {
+            "loss_error": float(np.abs(losses / right - 1).max()),
+            "gradient_error": float(np.linalg.norm(gradients - wanted) / np.linalg.norm(wanted)),
+        }
+        if check is not None:
+            worst = max(*found.values(), row.get("graph_error", 0.0))
+            found |= {"limit": check.limit, "verdict": "right" if worst <= check.limit else "WRONG"}
+        return found
 
 
-def measure(case: GpuCase, device: torch.device, tiny: bool) -> dict[str, Any]:
-    """Return seconds of a step, and its memory; call it in a fresh process."""
-    sizes = sizes_of(case.family, tiny, case.batch)
-    step = build(case, sizes, device, tiny)
-    replayed, captured = graphed(step) if case.graph and device.type == "cuda" else (step.loss, 0)
-    seconds, peak = time_steps(replayed, device, once=tiny)
-    found = {"step_s": seconds, "peak_gib": max(peak, captured) / 2**30, "weights_gib": step.base_bytes / 2**30}
-    return found | {"flops_per_s": sizes.step_flops() / seconds}
-
-
-def graphed(step: LoraStep) -> tuple[Callable[[], Tensor], int]:
-    """Capture forward and backward of ``step`` as one CUDA graph.
-
-    Returns:
-        What replays it and lets the optimizer take its step, and the peak bytes of the capture: a replay, whose memory
-        is the graph's, allocates nothing.
-    """
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-    # A random state cannot be read during a capture; a step of a transformer draws nothing.
-    with patch("library.nn.checkpointing.checkpoint", functools.partial(checkpoint, preserve_rng_state=False)):
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(_WARM_STEPS):  # choose kernels, compile
-                step.backward()
-                step.optimizer.zero_grad(set_to_none=True)  # a gradient that is there would be added to
-        torch.cuda.current_stream().wait_stream(side)
-        torch.cuda.reset_peak_memory_stats()
-        with torch.cuda.graph(graph):
-            loss = step.backward()
-
-    def replay() -> Tensor:
-        graph.replay()  # writes the same gradients again
-        step.optimizer.step()
-        return loss
-
-    return replay, torch.cuda.max_memory_allocated()
-
-
-def build(case: GpuCase, sizes: Sizes, device: torch.device, tiny: bool) -> LoraStep:
-    """Return the loaded case: a transformer, and the LoRA in it, as a run loads them."""
-    transformer = build_transformer(case.family, sizes, torch.bfloat16, str(device))
-    if case.trainer == "peft":
-        torch.backends.cuda.enable_cudnn_sdp(False)  # its backward is wrong for views, and the run ends in an error
-        trained = peft_lora(case.family, transformer)
-        if case.checkpointing:
-            transformer.enable_gradient_checkpointing()
-    else:
-        family = family_class(case.family)
-        transformer = family.optimise_forward(transformer)
-        if case.base == "fp8 dequant":
-            quantize_model(transformer, Recipe(loaded_scheme("block64")), compute="dequant")
-        elif case.base == "fp8 scaled_mm":
-            quantize_model(transformer, Recipe(loaded_scheme("row")), compute="quantised")
-        if case.swapped:  # made on the device, which is faster, and swapped from host memory
-            transformer.to("cpu")
-        trained, blocks = tandem_network(case.family, transformer).parameters(), family.blocks(transformer)
-        training = TrainingConfig(
-            gradient_checkpointing=case.checkpointing,
-            activation_budget_mb=case.kept_mb,
-        )
-        pairs = {} if case.swapped or case.compiled else neighbours(blocks)
-        recompute_blocks(transformer, len(blocks), training, device, pairs, family.chained_args)
-        if case.swapped:
-            swap_blocks(transformer, blocks, min(case.swapped, 3) if tiny else case.swapped, device)
-    if case.compiled:
-        transformer.compile_repeated_blocks(backend="eager" if tiny else "inductor")
-    return LoraStep(transformer, trained, example_inputs(case.family, sizes, device))
+def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Return how many checks failed, steps of FLUX.1 over one another, and the ladders' ratios."""
+    seconds = {row["case"]: row["step_s"] for row in rows if "step_s" in row}
+    verdicts = [row["verdict"] for row in rows if "verdict" in row]
+    found = {"checks_not_right": float(len(verdicts) - verdicts.count("right"))} if verdicts else {}
+    ways = {"eager": {}, "compiled": {"compiled": True}, "graph": {"compiled": True, "graph": True}}
+    named = {way: [replace(case, **changes).name() for case in (FLUX, FP8)] for way, changes in ways.items()}
+    pairs = {f"fp8_over_bf16_{way}": (fp8, bf16) for way, (bf16, fp8) in named.items()}
+    pairs |= {f"bf16_{way}_over_peft": (bf16, PEFT) for way, (bf16, _) in named.items()}
+    pairs |= {f"fp8_{way}_over_peft": (fp8, PEFT) for way, (_, fp8) in named.items()}
+    pairs["compiled_over_eager"] = named["compiled"][0], named["eager"][0]
+    pairs["graph_over_compiled"] = named["graph"][0], named["compiled"][0]
+    found |= {name: seconds[one] / seconds[other] for name, (one, other) in pairs.items() if {one, other} <= {*seconds}}
+    return found | llm_ladder.ratios(rows)
 
 
 if __name__ == "__main__":

@@ -122,7 +122,7 @@ def context_of(config: LMConfig) -> int:
     return min(_CONTEXT, config.context)
 
 
-def climb(model: str, device: torch.device, tiny: bool) -> Iterator[dict[str, Any]]:
+def climb(model: str, tiny: bool, device: torch.device) -> Iterator[dict[str, Any]]:
     """Yield a row for each rung of ``model`` as it is measured."""
     context, flops = context_of(config_of(model, tiny)), flops_of(model, tiny)
     for rung in rungs(model, tiny):
@@ -192,7 +192,7 @@ def main() -> None:
     options = parser.parse_args()
     table = Table({"case": "<44", "batch": "5d", "step_s": "8.3f", "tokens_per_s": "12,.0f", "peak_gib": "8.2f"})
     for model in options.models or [*(LADDERS if on_gpu else CPU_LADDERS)]:
-        for row in climb(model, torch.device("cuda" if on_gpu else "cpu"), tiny=False):
+        for row in climb(model, False, torch.device("cuda" if on_gpu else "cpu")):
             table.add(row)
     finish(table.rows, ratios(table.rows), options.json)
 

@@ -9,6 +9,9 @@ files that are mapped in not counted (Linux: VmHWM, reset through /proc/self/cle
 of the LoRA included.
 
 A case is a function that can be pickled and its arguments; in the child process it builds a :class:`Stepper`.
+
+On a card a process a :class:`Job` yields rows, within a time limit (:class:`Children`): what fails or hangs takes no
+other down.
 """
 
 from __future__ import annotations
@@ -17,26 +20,29 @@ import argparse
 import ctypes
 import gc
 import json
+import math
 import multiprocessing
 import os
 import platform
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from library.files import write_text
 
 _WARM_STEPS, _TIMED_STEPS = 2, 5
+_END_SECONDS = 10  # in which a process that has sent all ends
 _TRIM_THRESHOLD = 1 << 20  # bytes from which glibc gives memory back at once; for the memory runs only
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _PRELOADED = ["diffusers.models.transformers.transformer_flux", "diffusers.loaders.peft", "peft"]  # seconds each time
@@ -265,12 +271,88 @@ def _serve_memory(connection: Connection, case: Case) -> None:
     connection.send((peak - loaded, peak, stepper.base_bytes))
 
 
-def start(serve: Callable[..., None], *arguments: Any, method: str = "forkserver") -> tuple[Any, Connection]:
-    """Call ``serve`` with a connection and ``arguments`` in a process of its own; return that and the other end."""
+class Job(NamedTuple):
+    """What one process measures: ``rows`` is called with ``arguments`` and a device, and yields rows."""
+
+    name: str
+    rows: Callable[..., Iterator[dict[str, Any]]]
+    arguments: tuple[Any, ...]
+    seconds: float  # at most
+    on_cpu: bool = False  # also where there is a card
+
+
+class Children:
+    """Processes that measure, each job with a time limit; none begins after the end.
+
+    Attributes:
+        end: when all ends, on the monotonic clock.
+        method: how a process starts. Forked from one that has imported the libraries it saves seconds a case.
+    """
+
+    def __init__(self, device: str, minutes: float) -> None:
+        self.method = "forkserver"
+        self.end = time.monotonic() + 60 * minutes
+        self._device = device
+
+    def rows(self, job: Job, end: float = math.inf) -> list[dict[str, Any]]:
+        """Return what the job's process found, by ``end``; the last is {"error": why} if it did not end well."""
+        limit = min(job.seconds, min(self.end, end) - time.monotonic())
+        if limit <= 0:
+            return [{"error": "left out: the time was up"}]
+        rows, end = list[dict[str, Any]](), time.monotonic() + limit
+        device = torch.device("cpu" if job.on_cpu else self._device)
+        process, connection = start(_send, job.rows, (*job.arguments, device), method=self.method, daemon=False)
+        try:
+            while connection.poll(max(0.0, end - time.monotonic())):
+                said = _said(connection, process)
+                if isinstance(said, str):
+                    return [*rows, {"error": said}]
+                if said is None:
+                    process.join(_END_SECONDS)
+                    return rows
+                rows.append(said)
+            return [*rows, {"error": f"stopped after {limit:.0f} s"}]
+        finally:
+            if process.is_alive():
+                with suppress(ProcessLookupError):  # it has no group yet
+                    os.killpg(process.pid, signal.SIGKILL)
+                process.kill()
+                process.join()
+
+
+def _send(connection: Connection, measure: Callable[..., Iterator[dict[str, Any]]], arguments: tuple[Any, ...]) -> None:
+    """Send each row as it is measured, then None; or, in words, why there is none if it fails."""
+    os.setsid()  # with the processes that compile for it in one group, to be stopped together
+    if arguments[-1].type == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # accelerate would take the card
+    try:
+        for row in measure(*arguments):
+            connection.send(row)
+    except Exception as error:  # whatever it is, the other cases are worth having
+        connection.send(reason(error))
+    else:
+        connection.send(None)
+
+
+def _said(connection: Any, process: Any) -> dict[str, Any] | str | None:
+    try:
+        return connection.recv()
+    except EOFError:
+        process.join(_END_SECONDS)
+        return f"exit code {process.exitcode}, its error is above"
+
+
+def start(
+    serve: Callable[..., None], *arguments: Any, method: str = "forkserver", daemon: bool = True
+) -> tuple[Any, Connection]:
+    """Call ``serve`` with a connection and ``arguments`` in a process of its own; return that and the other end.
+
+    One that is no ``daemon`` may start processes itself, and has to be ended.
+    """
     context = multiprocessing.get_context(method)
     context.set_forkserver_preload(_PRELOADED)  # with "forkserver" processes begin with the libraries imported
     here, there = context.Pipe()
-    process = context.Process(target=serve, args=(there, *arguments), daemon=True)
+    process = context.Process(target=serve, args=(there, *arguments), daemon=daemon)
     process.start()
     there.close()
     return process, here

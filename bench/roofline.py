@@ -1,33 +1,33 @@
 """What a training step costs a card at least, counted operation by operation without one: a roofline of every case.
 
-A step of a full-size model is traced on fake tensors (``library.training.memory.trace``). Of every operation that
-reaches the device the trace notes the FLOPs of its products and the bytes that it must read and write. A card of
-published rates then needs at least
+A step of a full-size model, as a run takes it (``bench/card_step.py``), is traced on fake tensors
+(``library.training.memory.trace``). Of every operation that reaches the device the trace notes the FLOPs of its
+products and the bytes that it must read and write. A card of published rates then needs at least
 
     sum over operations of max(FLOPs / rate of their dtype, bytes / memory bandwidth)
 
 the roofline of Williams et al. 2009 (doi 10.1145/1498765.1498785), taken for each operation, since one ends before the
-next begins. The time that the host takes to launch them is listed beside it: it hides behind the card's work, or the
-card waits. Copies over the host link (swapped blocks, offloaded activations) run beside the computation of their pass,
-so a pass takes the longer of the two.
+next begins. Copies from the host run beside the computation of their pass, so a pass takes the longer of the two.
+
+*Predicted* is the longer of two times: what the kernels take at the rates that an H200 has reached (``ACHIEVED``), and
+what the host takes to launch them (``_LAUNCH_SECONDS``). A captured step launches its graph, the copies of its inputs
+and the optimizer; it takes as long as its kernels.
 
 *FLOPs* are those done (``torch.utils.flop_counter``: attention's backward has 5 products to forward's 2, as it computes
 the scores again). *Bytes*: each input and output once, as far as it is touched: views cost nothing, a broadcast tensor
 is read by its own size, a tensor that is changed in place is read and written. No cache is assumed, which is too much
 for small tensors; no tile is read twice, which is too little for products. Rates are those of data sheets, which no
-product reaches: an H100 multiplies 8192 x 8192 x 8192 at 0.80 of its 989 TFLOP/s (docs/benchmarks.md), see
-``--efficiency``. A fused optimizer counts as one launch.
+product reaches, see ``--efficiency``. A fused optimizer counts as one launch.
 
 *Few blocks stand for all.* Blocks of a kind are alike, so a step of few blocks is traced, then one with two more of
 each kind, and counts go on in a straight line. They grow by two because blocks are checkpointed in pairs, but for the
-last ones (``library.nn.checkpointing.neighbours``). A swapped block is copied to the card twice a step. A compiled case
-is its eager one with all operations fused that are neither product nor attention (:func:`fused`): a perfect compiler's,
-of which Inductor falls short.
+last ones (``library.nn.checkpointing.neighbours``). A compiled case is traced as dynamo leaves it, then all operations
+are fused that are neither product nor attention (:func:`fused`): a perfect compiler's, of which Inductor falls short.
 
 ``--ladder`` counts the steps of ``bench/llm_ladder.py`` instead, whole models: tokens/s and MFU that the card allows,
 and tokens/s that its host does.
 
-    python bench/roofline.py [--only fp8] [--card H100] [--measured gpu.json] [--json PATH]
+    python bench/roofline.py [--only row] [--card H100] [--measured gpu.json] [--json PATH]
     python bench/roofline.py --ladder --efficiency 0.8
 """
 
@@ -38,7 +38,7 @@ import importlib
 import itertools
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
 from pathlib import Path
@@ -51,8 +51,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from bench.families import FAMILIES
-from bench.gpu import GpuCase, build, cases
+from bench.card_step import Step, StepCase, published_depths
+from bench.gpu import FASTEST, FLUX, FP8
 from bench.llm_ladder import LADDERS, Rung, build_rung, config_of, context_of, flops_of, kernels_of, rungs
 from bench.measure import Table, benchmark_parser, finish
 from library.errors import UserError, exit_on_user_error
@@ -60,7 +60,6 @@ from library.files import read_json
 from library.models.family_by_name import family_class
 from library.nn.checkpointing import ALONE
 from library.training.memory import fake_cuda
-from library.training.memory.block_swap import kind_sizes, kinds_of, swapped_per_kind
 from library.training.memory.budget import GIB
 from library.training.memory.fake_cuda import pretend
 from library.training.memory.trace import MemoryTrace, device_processes, tracing
@@ -87,6 +86,13 @@ class Operation(NamedTuple):
     writes: dict[Piece, int]
 
 
+_KINDS = ("products", "attention", "traffic")
+PUBLISHED = dict.fromkeys(_KINDS, 1.0)  # shares of the rates of data sheets
+# Of an H200 (docs/benchmarks.md): bf16 and fp8 products of 8192 a side, cuDNN's attention with its backward, and the
+# sum of a step's kernels less these two, eager and compiled, beside the bytes that are counted.
+ACHIEVED = {"products": 0.8, "attention": 0.55, "traffic": 0.4}
+
+
 @dataclass(frozen=True)
 class Card:
     """Published rates: dense TFLOP/s by dtype (fp32: not on tensor cores), GB/s of memory and of the link one way."""
@@ -96,22 +102,22 @@ class Card:
     memory: float
     link: float
 
-    def seconds(self, cost: Cost, efficiency: float = 1.0) -> float:
-        """Return what an operation takes at least; infinite where the card has no such product."""
+    def seconds(self, cost: Cost, shares: Mapping[str, float] = PUBLISHED) -> float:
+        """Return what an operation takes at ``shares`` of the rates; infinite where the card has no such product."""
         if cost.kind == "link":
             return cost.bytes / (self.link * 1e9)
-        rate = self.rates.get(cost.dtype, 0.0) * efficiency * 1e12
+        rate = self.rates.get(cost.dtype, 0.0) * shares[cost.kind] * 1e12
         computing = (cost.flops / rate if rate else inf) if cost.flops else 0.0
-        return max(computing, cost.bytes / (self.memory * 1e9))
+        return max(computing, cost.bytes / (self.memory * 1e9 * (shares["traffic"] if cost.kind == "traffic" else 1)))
 
-    def step(self, costs: Counter[Cost], efficiency: float = 1.0) -> dict[str, float]:
+    def step(self, costs: Counter[Cost], shares: Mapping[str, float] = PUBLISHED) -> dict[str, float]:
         """Return the seconds of a step by kind; of the link's those that its pass does not hide."""
         found = dict.fromkeys((*_KINDS, "link"), 0.0)
         for forward in (True, False):
             seconds = dict.fromkeys(found, 0.0)
             for cost, n in costs.items():
                 if (cost.phase == "forward") == forward:
-                    seconds[cost.kind] += n * self.seconds(cost, efficiency)
+                    seconds[cost.kind] += n * self.seconds(cost, shares)
             seconds["link"] = max(0.0, seconds["link"] - sum(seconds[kind] for kind in _KINDS))
             found = {kind: found[kind] + seconds[kind] for kind in found}
         return found
@@ -131,12 +137,15 @@ CARDS = {
     "H100": Card("H100 SXM", {"bf16": 989.4, "tf32": 494.7, "fp8": 1978.9, "fp32": 67}, 3350, 64),
     "H200": Card("H200", {"bf16": 989.4, "tf32": 494.7, "fp8": 1978.9, "fp32": 67}, 4800, 64),
 }
-_KINDS = ("products", "attention", "traffic")
-_LAUNCH_SECONDS = 46e-6  # of a virtual machine with an H100: 0.946 s for 20,337 (docs/benchmarks.md)
+# Of the host of an H200, by whether blocks are compiled: FLUX.1's step took 0.936 and 0.561 s (docs/benchmarks.md) for
+# 19,481 and 8,393 operations as they are counted here; fewer of the compiled ones are fused in reality. A simple
+# operation alone takes 9.3e-6; the rest is Python, autograd and dynamo.
+_LAUNCH_SECONDS = {False: 48e-6, True: 67e-6}
 _MORE = 2  # blocks, of which a pair is made
 _DTYPES = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8", torch.bfloat16: "bf16", torch.float16: "bf16"}
-_COUNTS = {"done_tflop": "10.0f", "moved_gib": "9.0f", "link_gib": "8.1f", "launches": "8d", "launch_s": "8.2f"}
-_COLUMNS = {"case": "<64", **_COUNTS, **dict.fromkeys(CARDS, "7.3f"), **dict.fromkeys(_KINDS, "9.0%"), "link": "5.0%"}
+_COUNTS = {"done_tflop": "10.0f", "moved_gib": "9.0f", "launches": "8d", "host_s": "6.2f", "kernels_s": "9.2f"}
+_COLUMNS = {"case": "<36", **_COUNTS, "predicted_s": "11.2f", **dict.fromkeys(CARDS, "7.3f")}
+_COLUMNS |= dict.fromkeys(_KINDS, "9.0%")
 _COLUMNS["measured_s"] = "10.3f"
 _LADDER_COLUMNS = {"case": "<44", "done_tflop": "10.1f", "moved_gib": "9.1f", "launches": "8d"}
 _LADDER_COLUMNS |= {"tokens_per_s": "12,.0f", "mfu": "5.0%", "tokens_per_s_of_host": "20,.0f"}
@@ -274,22 +283,44 @@ def _process_trace() -> LaunchTrace:
     """Return this process's trace; what would touch the device as it is imported is imported before."""
     for module in ("transformers", "diffusers", "peft"):
         importlib.import_module(module)
-    for family in FAMILIES:
-        family_class(family)
+    for case in cases():
+        family_class(case.family)
     launches = LaunchTrace()
     if not torch.cuda.is_available():
         pretend(launches)
     return launches
 
 
-Sizes = list[tuple[int, int]]  # of each kind of block: weights that can be swapped, their bytes
+def walk(case: StepCase, blocks: tuple[int, ...]) -> tuple[list[Operation], set[int], int]:
+    """Return the second step's operations, the storages that outlive it, and how many a captured one launches.
 
+    That is the copies of its inputs, the graph, and what follows it. See ``device_processes``.
+    """
+    traced = replace(case, graph=False)
+    if case.compiled:
+        traced = replace(traced, more=(*case.more, ("accelerate", "dynamo_backend", "eager")))
+    inside = [0, 0]
 
-def walk(case: GpuCase, blocks: tuple[int, ...]) -> tuple[list[Operation], set[int], Sizes]:
-    """Return the second step's operations, the storages that outlive it, and sizes; see ``device_processes``."""
-    sizes = replace(FAMILIES[case.family], blocks=blocks, batch=case.batch)
-    step, operations, living = _second_step(lambda: build(case, sizes, torch.device("cuda"), tiny=False))
-    return operations, living, block_sizes(case.family, step.model)
+    def build() -> Step:
+        step = Step(traced, torch.device("cuda"), depth=blocks)
+        backward = step.backward
+
+        def counted() -> Tensor:
+            inside[0] = len(_process_trace().operations)
+            try:
+                return backward()
+            finally:
+                inside[1] = len(_process_trace().operations)
+
+        step.backward = counted  # type: ignore[method-assign]
+        return step
+
+    _, operations, living = _second_step(build)
+    before, after = inside
+    inputs = sum(op.cost.kind == "link" for op in operations[before:after])
+    outside = [op.cost.name for op in (*operations[:before], *operations[after:])]
+    calls = sum(1 for _ in itertools.groupby(outside))  # one of foreach, which fake tensors take apart
+    return operations, living, inputs + 1 + calls
 
 
 def walk_rung(model: str, rung: Rung) -> Counter[Cost]:
@@ -318,74 +349,60 @@ def _second_step(build_step: Callable[[], Any]) -> tuple[Any, list[Operation], s
     return step, launches.operations, launches.living()
 
 
-def block_sizes(family: str, transformer: Any) -> Sizes:
-    """Return of each kind of block the weights that can be swapped, and their bytes with their scales."""
-    blocks = family_class(family).blocks(transformer)
-    first = [[*kind[0].parameters(), *kind[0].buffers()] for kind in kinds_of(blocks)]
-    large = [[t for t in own if not t.requires_grad and t.ndim > 1 and t.nbytes >= 1 << 16] for own in first]
-    return [(n, sum(t.nbytes for t in own)) for (_, n), own in zip(kind_sizes(blocks), large, strict=True)]
-
-
 class Counted(NamedTuple):
-    """A step's costs, eager and compiled, and the sizes of its blocks."""
+    """A step's costs, and how often the host launches something."""
 
-    eager: Counter[Cost]
-    compiled: Counter[Cost]
-    sizes: Sizes
-
-    def of(self, case: GpuCase) -> Counter[Cost]:
-        """Return the costs of ``case``: each swapped block is copied to the card in forward and in backward."""
-        costs, depth = Counter(self.compiled if case.compiled else self.eager), FAMILIES[case.family].blocks
-        kinds = [(number, weights) for number, (weights, _) in zip(depth, self.sizes, strict=True)]
-        for share, (_, size) in zip(swapped_per_kind(kinds, case.swapped), self.sizes, strict=True):
-            for phase in ("forward", "backward"):
-                costs[Cost("copy_", "link", phase, "", 0, size)] += share
-        return costs
+    costs: Counter[Cost]
+    launches: int
 
 
-def count(case: GpuCase) -> Counted:
+def count(case: StepCase) -> Counted:
     """Return what a step of the published depth costs, from steps of few blocks; see ``device_processes``."""
-    depth = FAMILIES[case.family].blocks
-    few = (*(_MORE - each % _MORE for each in depth[:-1]), ALONE + (depth[-1] - ALONE) % _MORE)
-    numbers = [few, *(tuple(n + _MORE * (i == kind) for i, n in enumerate(few)) for kind in range(len(few)))]
-    walks = [walk(case, blocks) for blocks in numbers]
+    depth = published_depths(case.family)
+    kinds = [kind for kind, n in enumerate(depth) if n > ALONE + _MORE]  # of others there are few
+    few = list(depth)
+    for kind in kinds:
+        last = ALONE if kind == kinds[-1] else 1
+        few[kind] = last + (depth[kind] - last) % _MORE
+    numbers = [few, *([n + _MORE * (i == kind) for i, n in enumerate(few)] for kind in kinds)]
+    walks = [walk(case, tuple(blocks)) for blocks in numbers]
+    first, *others = (
+        fused(operations, living) if case.compiled else Counter(op.cost for op in operations)
+        for operations, living, _ in walks
+    )
+    found = Counter(first)
+    for kind, other in zip(kinds, others, strict=True):
+        for cost in first | other:
+            found[cost] += (depth[kind] - few[kind]) // _MORE * (other[cost] - first[cost])
+    return Counted(found, walks[0][2] if case.graph else sum(found.values()))
 
-    def straight(costs_of: Callable[[list[Operation], set[int]], Counter[Cost]]) -> Counter[Cost]:
-        first, *others = (costs_of(operations, living) for operations, living, _ in walks)
-        found = Counter(first)
-        for blocks, fewer, other in zip(depth, few, others, strict=True):
-            for cost in first | other:
-                found[cost] += (blocks - fewer) // _MORE * (other[cost] - first[cost])
-        return found
 
-    return Counted(straight(lambda operations, _: Counter(op.cost for op in operations)), straight(fused), walks[0][2])
-
-
-def row(case: GpuCase, counted: Counted, card: str, efficiency: float) -> dict[str, Any]:
-    """Return what a table and the JSON say of ``case``; shares are those of ``card``."""
-    costs = counted.of(case)
-    every = {name: each.step(costs, efficiency) for name, each in CARDS.items()}
+def row(case: StepCase, counted: Counted, card: str, efficiency: float) -> dict[str, Any]:
+    """Return what a table and the JSON say of ``case``; prediction and shares are those of ``card``."""
+    costs, shares = counted.costs, {**PUBLISHED, "products": efficiency, "attention": efficiency}
+    every = {name: each.step(costs, shares) for name, each in CARDS.items()}
     seconds = {name: sum(parts.values()) for name, parts in every.items()}
-    moved, launches = Counter[bool](), sum(costs.values())
-    for cost, n in costs.items():
-        moved[cost.kind == "link"] += n * cost.bytes
-    shares = {kind: s / seconds[card] for kind, s in every[card].items()} if seconds[card] < inf else {}
+    host = counted.launches * _LAUNCH_SECONDS[case.compiled and not case.graph]
+    kernels = sum(CARDS[card].step(costs, ACHIEVED).values())
+    predicted = {"kernels_s": kernels, "predicted_s": max(host, kernels)} if kernels < inf else {}
+    parts = {kind: every[card][kind] / seconds[card] for kind in _KINDS} if seconds[card] < inf else {}
     return {
         "case": case.name(),
         "done_tflop": sum(n * cost.flops for cost, n in costs.items()) / 1e12,
-        "moved_gib": moved[False] / GIB,
-        "link_gib": moved[True] / GIB,
-        "launches": launches,
-        "launch_s": launches * _LAUNCH_SECONDS,
+        "moved_gib": sum(n * cost.bytes for cost, n in costs.items() if cost.kind != "link") / GIB,
+        "launches": counted.launches,
+        "host_s": host,
+        **predicted,
         **{name: each if each < inf else None for name, each in seconds.items()},
-        **shares,
+        **parts,
     }
 
 
 def ladder_row(model: str, rung: Rung, costs: Counter[Cost], card: Card, efficiency: float) -> dict[str, Any]:
     """Return what a rung of a ladder needs."""
     tokens, launches = rung.batch * context_of(config_of(model, tiny=False)), sum(costs.values())
-    speed = tokens / sum(card.step(costs, efficiency).values())
+    shares = {**PUBLISHED, "products": efficiency, "attention": efficiency}
+    speed = tokens / sum(card.step(costs, shares).values())
     return {
         "case": f"{model}, {rung.step}, {rung.who}",
         "done_tflop": sum(n * cost.flops for cost, n in costs.items()) / 1e12,
@@ -393,37 +410,31 @@ def ladder_row(model: str, rung: Rung, costs: Counter[Cost], card: Card, efficie
         "launches": launches,
         "tokens_per_s": speed,
         "mfu": speed * flops_of(model) / (card.rates["bf16"] * 1e12),
-        "tokens_per_s_of_host": tokens / (launches * _LAUNCH_SECONDS),
+        "tokens_per_s_of_host": tokens / (launches * _LAUNCH_SECONDS[rung.compiled]),
     }
 
 
-def countable() -> list[GpuCase]:
-    """Return the cases of bench/gpu.py but graphs and a budget, which is found as a step runs."""
-    found = [case for case in cases([*FAMILIES]) if not (case.kept_mb or case.graph)]
-    return sorted(found, key=lambda case: [*FAMILIES].index(case.family))
+def cases() -> list[StepCase]:
+    """Return the steps of bench/gpu.py that are counted."""
+    ways: list[dict[str, bool]] = [{}, {"compiled": True}, {"compiled": True, "graph": True}]
+    found = [replace(case, **changes) for case in (FLUX, FP8) for changes in ways]
+    return found + [each for case in FASTEST for each in (replace(case, graph=False), case)]
 
 
-def chosen(only: str | None) -> list[GpuCase]:
+def chosen(only: str | None) -> list[StepCase]:
     """Return the cases of the table."""
-    found = [
-        case for case in countable() if (only in case.name() if only else case.trainer == "tandem" and case.batch == 1)
-    ]
+    found = [case for case in cases() if only is None or only in case.name()]
     if not found:
         raise UserError(f"--only: no case's name holds {only!r}; leave it out to see the names")
     return found
-
-
-def _walked(case: GpuCase) -> GpuCase:
-    """Return the case that is traced for ``case``."""
-    return replace(case, compiled=False, swapped=0)
 
 
 @exit_on_user_error
 def main() -> None:
     """Count the cases, and print what each card needs for them."""
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--only", help="the cases whose name holds this text (default: Tandem's of one image)")
-    parser.add_argument("--card", choices=CARDS, default="H100", help="of the shares (%(default)s)")
+    parser.add_argument("--only", help="the cases whose name holds this text (default: all)")
+    parser.add_argument("--card", choices=CARDS, default="H100", help="of prediction and shares (%(default)s)")
     parser.add_argument("--efficiency", type=float, default=1.0, help="of published rates, that products reach")
     parser.add_argument("--measured", type=Path, help="JSON of bench/gpu.py, whose step times are listed beside")
     parser.add_argument("--ladder", action="store_true", help="count language models instead; --only names one")
@@ -441,9 +452,9 @@ def main() -> None:
         rows = read_json(options.measured)["rows"] if options.measured else []
         measured = {row["case"]: {"measured_s": row["step_s"]} for row in rows if "step_s" in row}
         with device_processes(2) as pool:
-            found = {case: pool.submit(count, case) for case in dict.fromkeys(map(_walked, every))}
+            found = {case: pool.submit(count, case) for case in every}
             for case in every:
-                counted = row(case, found[_walked(case)].result(), options.card, options.efficiency)
+                counted = row(case, found[case].result(), options.card, options.efficiency)
                 table.add(counted | measured.get(case.name(), {}))
     finish(table.rows, {}, options.json, "none: counted")
 

@@ -75,9 +75,15 @@ def lora_file(folder: Path, blank: Blank, base: str, seed: int) -> Path:
     return folder / f"{blank}-{base}-{seed}" / "lora.safetensors"
 
 
-def train(folder: Path) -> None:
-    """Train every LoRA that is not there yet, one after the other."""
-    for seed, blank, base in product(SEEDS, BLANKS, ("high", "fp8")):
+def train(
+    folder: Path,
+    seeds: Sequence[int] = SEEDS,
+    blanks: Sequence[Blank] = BLANKS,
+    bases: Sequence[str] = ("high", "fp8"),
+    **options: object,
+) -> None:
+    """Train every LoRA that is not there yet, one after the other; ``options``: further ones of the script."""
+    for seed, blank, base in product(seeds, blanks, bases):
         path = lora_file(folder, blank, base, seed)
         if not path.exists():
             run(
@@ -89,6 +95,7 @@ def train(folder: Path) -> None:
                 output_dir=path.parent,
                 output_name=path.stem,
                 seed=seed,
+                **options,
             )
 
 

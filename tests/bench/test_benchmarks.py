@@ -7,6 +7,7 @@ import multiprocessing
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, dequantize
@@ -14,10 +15,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import bench.gpu as gpu
+import bench.llm_ladder as llm_ladder
 import bench.train_step as train_step
+from bench.card_kernels import kernels
+from bench.card_step import StepCase, measured, published_depths, relative_error
 from bench.families import FAMILIES, Sizes, build_transformer, call_transformer
-from bench.gpu import GpuCase, Job, cases
-from bench.measure import finish, measure, measure_memory, measure_time, reason
+from bench.measure import Children, Job, finish, measure, measure_memory, measure_time, reason
 from bench.served_formats import as_q4_1
 from library.precision.linear import QuantizedLinear
 from tests.forked import fork_server
@@ -138,45 +141,133 @@ def test_a_case_that_dies_is_named() -> None:
         measure_time({"broken": (train_step.build_step, ("tandem", "no such family", TINY, "bf16", False))}, rounds=1)
 
 
-RUN_HERE = [case for case in cases(["flux"]) if case.batch == 1 and not (case.compiled and case.base != "bf16")]
-RUN_HERE += cases(["qwen_image"])[:7]
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=case.name(), marks=pytest.mark.slow if case.compiled or case.family != "flux" else ())
-        for case in RUN_HERE
-    ],
+    "family", [pytest.param("flux"), *(pytest.param(o, marks=pytest.mark.slow) for o in gpu.OTHERS)]
 )
-def test_every_case_of_the_gpu_benchmark_runs(case: GpuCase) -> None:
-    row = gpu.measure(case, torch.device("cpu"), tiny=True)
-    assert row["step_s"] > 0
-    assert row["peak_gib"] > row["weights_gib"] > 0
+def test_a_step_of_every_family_is_taken_twice_alike(family: str) -> None:
+    case = StepCase(family, compiled=family == "flux", graph=True)
+    plain, graphed = measured(case, 2, 1, True, (), CPU)
+    assert (plain["graphed"], graphed.get("graphed", True)) == (False, True)
+    assert plain["step_s"] > 0
+    assert plain["peak_gib"] > plain["weights_gib"] > 0
+    assert graphed["graph_error"] == 0.0  # there is no graph on a CPU: it is the same step once more
+    (again,) = measured(StepCase(family), 2, 0, True, (), CPU)
+    assert again["losses"] == pytest.approx(plain["losses"], rel=1e-3)  # compiled, bf16 is rounded in other places
+    assert abs(plain["gradients"]).max() > 0
+
+
+def test_products_in_eight_bits_are_near_those_in_bf16() -> None:
+    rows = {base: next(measured(StepCase("flux", base), 1, 0, True, (), CPU)) for base in ("bf16", "row", "int8_row")}
+    for base, limit in (("row", 0.2), ("int8_row", 0.1)):  # three bits of mantissa, and seven, in a dozen layers
+        found, wanted = (torch.from_numpy(rows[name]["gradients"]) for name in (base, "bf16"))
+        assert 1e-3 < relative_error(found, wanted) < limit
+        assert rows[base]["weights_gib"] < 0.7 * rows["bf16"]["weights_gib"]
+
+
+def test_models_have_their_published_depths() -> None:
+    depths = {family: published_depths(family) for family in ("flux", *gpu.OTHERS)}
+    assert depths == {
+        "flux": (19, 38),
+        "qwen_image": (60,),
+        "z_image": (30,),
+        "krea2": (28, 2, 2),
+        "flux2_klein": (8, 24),
+    }
+    for family, sizes in FAMILIES.items():
+        assert depths[family] == sizes.blocks
+
+
+def test_kernels_alone_are_near_fp32() -> None:
+    rows = {row["case"]: row for row in kernels(True, CPU)}
+    assert rows["bf16 matrix products"]["rate"] > 0
+    rounded = {
+        "product row, quantised": 0.05,
+        "product int8_row, quantised": 0.05,
+        "product int8_convrot, quantised": 0.05,
+    }
+    for name, row in rows.items():
+        if "output_error" in row:  # bf16 has 8 bits; inputs are rounded to fp8 and int8 where it says quantised
+            assert row["output_error"] < rounded.get(name, 0.01), name
+            assert row["both_ms"] > 0
+    assert "cannot run" in rows["attention cudnn"]["error"]
+
+
+def test_every_job_has_a_name_and_every_check_a_reference() -> None:
+    for tiny in (True, False):
+        names = [job.name for part in gpu.parts(tiny) for job in part.jobs]
+        assert len(names) == len(set(names))
+        for check in gpu.checks():
+            assert {check.job_name(), f"{check.reference} on a CPU"} <= set(names)
+        assert gpu.GOALS.keys() <= set(names)
+    assert list(gpu.GOALS.values()) == [0.5, 0.45, 0.6, 0.4, 0.6]
+
+
+def test_a_check_is_right_within_its_limit_and_waits_for_its_reference() -> None:
+    report, (check, *_) = gpu.Report(tiny=True), gpu.checks()
+    one, other = np.ones(4, np.float32), np.array([1, 1, 1, 1 + check.limit * 4], np.float32)
+    report.add({"case": check.job_name(), "losses": [1.0, 2.0], "gradients": one})
+    assert report.complete() == []
+    report.add({"case": f"{check.reference} on a CPU", "losses": [1.0, 2.0], "gradients": other})
+    found = {row["case"]: row for row in report.complete()}[check.job_name()]
+    assert found["gradient_error"] == pytest.approx(np.linalg.norm(other - one) / np.linalg.norm(other))
+    assert (found["loss_error"], found["verdict"]) == (0, "WRONG")
+    report.add({"case": check.job_name(), "losses": [1.0, 2.0], "gradients": other, "graph_error": check.limit / 2})
+    (found,) = report.complete()
+    assert found["verdict"] == "right"
+    report.add({"case": check.job_name(), "losses": [1.0, 2.0], "gradients": other, "graph_error": check.limit * 2})
+    report.add({"case": gpu.checks()[1].job_name(), "error": "out of memory"})
+    rows = report.complete(whatever=True)
+    assert [row["verdict"] for row in rows] == ["WRONG", "failed"]
+    assert gpu.ratios(rows)["checks_not_right"] == 2
+
+
+def test_steps_are_set_beside_peft_and_the_goals() -> None:
+    report = gpu.Report(tiny=False)
+    report.add({"case": "", "rate": 1e15})
+    report.add({"case": f"{gpu.FLUX.name()}, counting", "counted_gib": 24.5})
+    report.add({"case": gpu.FLUX.name(), "step_s": 1.0, "losses": [1.0], "gradients": np.ones(1)})
+    report.add({"case": "flux, row", "step_s": 0.9, "losses": [1.1], "gradients": np.ones(1)})
+    report.add({"case": gpu.PEFT, "step_s": 2.0})
+    rows = {row["case"]: row for row in report.complete()}
+    assert rows[gpu.FLUX.name()]["counted_gib"] == 24.5
+    assert rows[gpu.FLUX.name()]["mfu"] == pytest.approx(0.164, abs=5e-4)  # 164 TFLOP
+    assert rows["flux, row"]["loss_error"] == pytest.approx(0.1)
+    found = gpu.ratios([*rows.values()])
+    assert (found["fp8_over_bf16_eager"], found["bf16_eager_over_peft"]) == (0.9, 0.5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["flux, bf16, diffusers + peft", "flux, bf16, counting", "seam, trained on fp8"])
+def test_jobs_beside_the_steps_run(job: str) -> None:
+    (found,) = [each for part in gpu.parts(tiny=True) for each in part.jobs if each.name == job]
+    for row in found.rows(*found.arguments, CPU):
+        assert min(value for value in row.values() if isinstance(value, float)) > 0
 
 
 @pytest.mark.slow
 def test_the_gpu_benchmark_reports_failures_as_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    good = {"family": "flux"}
-    jobs = [Job(GpuCase("flux").name(), good), Job("broken", good | {"family": "x"})]
-    rows = gpu.run(jobs, gpu.Children("cpu", True, minutes=4))
+    good = gpu.step_job(gpu.FLUX, tiny=True)
+    jobs = [good, Job("broken", measured, (StepCase("x"), 1, 1, True, ()), 60)]
+    part = gpu.Part("flux", jobs, {"case": "<20", "step_s": "8.3f"}, 240)
+    rows = gpu.run([part], Children("cpu", minutes=4), tiny=True)
     assert rows[0]["step_s"] > 0
-    assert rows[0]["mfu"] > 0
     assert rows[1]["error"] == "KeyError: 'x'"
-    assert "flux, b1, tandem, bf16" in capsys.readouterr().out
-    late = gpu.Children("cpu", True, minutes=0)
-    assert gpu.run(jobs[:1], late)[0]["error"] == "left out: the time was up"
-    alone = gpu.Children("cpu", True, minutes=4)
+    assert "flux, bf16" in capsys.readouterr().out
+    late = gpu.run([part._replace(jobs=[good])], Children("cpu", minutes=0), tiny=True)
+    assert late[0]["error"] == "left out: the time was up"
+    alone = Children("cpu", minutes=4)
     alone.method = "spawn"
-    assert alone.rows(jobs[0])[0]["step_s"] > 0
-    assert alone.rows(jobs[1]) == [{"error": "KeyError: 'x'"}]
+    assert alone.rows(good)[0]["step_s"] > 0
     finish(rows, gpu.ratios(rows), tmp_path / "r.json")
     assert json.loads((tmp_path / "r.json").read_text()).keys() == {"machine", "commit", "rows", "ratios"}
 
 
 def test_a_case_that_takes_too_long_is_stopped() -> None:
-    children = gpu.Children("cpu", True, minutes=2)
-    rows = children.rows(Job("slow", {"ladder": "gpt2-124m"}, seconds=1))
+    children = Children("cpu", minutes=2)
+    rows = children.rows(Job("slow", llm_ladder.climb, ("gpt2-124m", True), seconds=1))
     assert rows[-1] == {"error": "stopped after 1 s"}
     assert not multiprocessing.active_children()
 

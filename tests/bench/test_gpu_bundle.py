@@ -15,17 +15,17 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Every way in which the cases differ in what they import: formats, memory policies, trainers, compilation, layouts.
+# Every way in which the jobs differ in what they import: formats, trainers, compilation, counting, runs, layouts.
 RUN_SOME_CASES = """
 import importlib.metadata, json, sys
 import torch
 import bench.gpu as gpu
-device = torch.device("cpu")
-saved = {"family": "flux", "checkpointing": True}
-cases = [saved, saved | {"trainer": "peft"}, saved | {"base": "fp8 dequant", "kept_mb": 64}]
-cases += [saved | {"base": "fp8 scaled_mm"}, {"family": "qwen_image"}]
-cases += [saved | {"compiled": True, "graph": True}, {"ladder": "gpt2-124m"}]
-errors = [row["error"] for case in cases for row in gpu.measured(case, device, True) if "error" in row]
+names = ["flux, bf16", "flux, row", "qwen_image, bf16, compiled, graph", "flux, bf16, diffusers + peft", "kernels"]
+names += ["flux, block64", "seam, trained on fp8", "gpt2-124m"]
+jobs = [job for part in gpu.parts(tiny=True) for job in part.jobs if job.name in names]
+assert len(jobs) == len(names)
+rows = [row for job in jobs for row in job.rows(*job.arguments, torch.device("cpu"))]
+errors = [row["error"] for row in rows if "error" in row and "cannot" not in row["error"]]
 modules = {name.partition(".")[0] for name in sys.modules}
 owners = importlib.metadata.packages_distributions()
 print(json.dumps([errors, sorted({owner for name in modules for owner in owners.get(name, [])})]))

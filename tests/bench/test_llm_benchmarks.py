@@ -85,7 +85,7 @@ def test_a_token_reads_all_weights_but_the_embedding(tmp_path: Path) -> None:
 )
 def test_the_ladder_climbs_to_the_top_with_the_peer_beside_flash(model: str) -> None:
     precision = torch.get_float32_matmul_precision()
-    rows = list(llm_ladder.climb(model, torch.device("cpu"), tiny=True))
+    rows = list(llm_ladder.climb(model, True, torch.device("cpu")))
     assert [row.get("error") for row in rows] == [None] * len(rows)
     steps = ["textbook", "blocks", "TF32", "bf16", "SDPA flash", "SDPA flash", "compile", "fused AdamW", "batch 2"]
     if model == "gpt2-124m":  # 50257 tokens; Llama's 128256 are a multiple of 64

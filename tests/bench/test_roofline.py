@@ -16,16 +16,14 @@ from typing import Any
 import pytest
 import torch
 
-from bench import gpu, roofline
+from bench import roofline
+from bench.card_step import StepCase
 from bench.families import FAMILIES
-from bench.gpu import GpuCase
+from bench.gpu import FLUX, FP8
 from bench.llm_ladder import rungs
-from bench.roofline import Card, Cost, Counted, Operation, block_sizes, count, fused, walk, walk_rung
-from library.training.memory.block_swap import swap_blocks
+from bench.roofline import ACHIEVED, PUBLISHED, Card, Cost, Counted, Operation, count, fused, walk, walk_rung
 from library.training.memory.trace import tracing
 from tests.cuda.device import FakeDevice
-
-FLUX = GpuCase("flux", checkpointing=True)
 
 
 def linear_flops(family: str) -> float:
@@ -49,7 +47,7 @@ def test_flops_of_a_step_are_those_of_the_architecture(device: FakeDevice, famil
     counted = device.submit(count, replace(FLUX, family=family)).result()
     linear, attention = linear_flops(family), 4.0 * 4608**2 * 3072 * sum(FAMILIES[family].blocks)
     done = Counter[str]()
-    for cost, n in counted.eager.items():
+    for cost, n in counted.costs.items():
         done[f"{cost.kind} {cost.phase}"] += n * cost.flops  # type: ignore[assignment]
     assert done["products forward"] == pytest.approx(linear, rel=0.02)
     assert done["products recomputed"] == pytest.approx(linear, rel=0.02)
@@ -114,8 +112,9 @@ def test_an_operation_takes_the_longer_of_computing_and_moving() -> None:
     assert card.seconds(product(flops=1e14, moved=1e9)) == 1.0
     assert card.seconds(product(flops=1e14, moved=4e12)) == 4.0
     assert card.seconds(product(flops=1e14, dtype="fp8")) == 0.5
-    assert card.seconds(product(flops=1e14), efficiency=0.8) == 1.25
-    assert card.seconds(product(moved=2e12), efficiency=0.8) == 2.0
+    assert card.seconds(product(flops=1e14), {**PUBLISHED, "products": 0.8}) == 1.25
+    assert card.seconds(product(moved=2e12), {**PUBLISHED, "products": 0.8}) == 2.0
+    assert card.seconds(product(moved=2e12, kind="traffic"), {**PUBLISHED, "traffic": 0.5}) == 4.0
     assert card.seconds(product(flops=1.0, dtype="int8")) == float("inf")  # it has no such product
     assert replace(card, rates={"bf16": 200}).seconds(product(flops=1e14)) == 0.5
 
@@ -160,36 +159,17 @@ def test_an_operation_between_parts_two_kernels() -> None:
 
 @pytest.mark.slow
 def test_few_blocks_stand_for_all(device: FakeDevice) -> None:
-    counted = device.submit(count, FLUX).result().eager
+    counted = device.submit(count, FLUX).result().costs
     every = Counter(op.cost for op in device.submit(walk, FLUX, FAMILIES["flux"].blocks).result()[0])
     for costs in (counted, every):
         costs.subtract({cost: n for cost, n in costs.items() if cost.phase == "update"})
     assert +counted == +every
 
 
-def test_swapped_blocks_go_up_twice_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    rings: list[Any] = []
-    monkeypatch.setattr(gpu, "swap_blocks", lambda *arguments: rings.extend(swap_blocks(*arguments)))
-    swapped = replace(FLUX, swapped=3)
-    tiny = gpu.sizes_of("flux", tiny=True)
-    step = gpu.build(swapped, tiny, torch.device("cpu"), tiny=True)
-    step.loss()
-    before = [ring.copies for ring in rings]
-    step.loss()
-    copied = [(ring.copies - copies) * ring.homes[0].nbytes for ring, copies in zip(rings, before, strict=True)]
-    monkeypatch.setitem(FAMILIES, "flux", tiny)
-    costs = Counted(Counter(), Counter(), block_sizes("flux", step.model)).of(swapped)
-    counted = Counter({cost: n * cost.bytes for cost, n in costs.items()})
-    assert len(copied) == 2
-    assert sum(counted.values()) == pytest.approx(sum(copied), rel=0.01)  # homes are aligned
-
-
-def made_up(case: GpuCase) -> Counted:
-    step = Counter(
-        {product(4e12, 1e9): 60, product(0, 2e9, kind="traffic", name="mul"): 30, product(1e12, 0, dtype="fp8"): 9}
-    )
-    less = Counter({product(4e12, 1e9): 60, product(0, 2e9, kind="traffic", name="mul"): 10})
-    return Counted(step, less, [(100, 680 << 20), (41, 283 << 20)])
+def made_up(case: StepCase) -> Counted:
+    costs = {product(4e12, 1e9): 60, product(0, 2e9, kind="traffic", name="mul"): 10 if case.compiled else 30}
+    costs |= {product(1e12, 0, dtype="fp8"): 9} if case.base == "row" else {}
+    return Counted(Counter(costs), 20 if case.graph else sum(costs.values()))
 
 
 class HerePool:
@@ -216,17 +196,29 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def test_a_table_has_a_row_for_each_case(command: Callable[..., None], tmp_path: Path) -> None:
-    command("--only", "flux, b1, tandem", f"--json={tmp_path / 'rows.json'}")
+    command("--only", "flux, ", f"--json={tmp_path / 'rows.json'}")
     rows = {row["case"]: row for row in json.loads((tmp_path / "rows.json").read_text())["rows"]}
-    own = rows[FLUX.name()]
+    assert len(rows) == 6
+    own, compiled, graph = (rows[name] for name in ("flux, row", "flux, row, compiled", "flux, row, compiled, graph"))
     assert own["A100"] is None  # which has no products in fp8
     assert own["H100"] == pytest.approx(60 * 4e12 / 989.4e12 + 30 * 2e9 / 3350e9 + 9 * 1e12 / 1978.9e12)
     assert own["products"] + own["attention"] + own["traffic"] == pytest.approx(1)
-    assert own["launches"] == 99
-    assert rows[replace(FLUX, compiled=True).name()]["launches"] == 70
-    swapped = rows[replace(FLUX, swapped=16).name()]
-    assert swapped["link_gib"] == pytest.approx(2 * (8 * 680 + 16 * 283) / 1024)
-    assert swapped["H100"] > own["H100"]  # not all is hidden
+    reached = {kind: 1 / share for kind, share in ACHIEVED.items()}
+    products = 60 * 4e12 / 989.4e12 + 9 * 1e12 / 1978.9e12
+    kernels = {n: products * reached["products"] + n * 2e9 / 3350e9 * reached["traffic"] for n in (30, 10)}
+    assert own["kernels_s"] == pytest.approx(kernels[30])
+    assert (own["launches"], compiled["launches"], graph["launches"]) == (99, 79, 20)
+    for row, n in ((own, 30), (compiled, 10), (graph, 10)):  # the host launches in less time than the kernels take
+        assert row["predicted_s"] == pytest.approx(max(kernels[n], row["host_s"])) == pytest.approx(kernels[n])
+
+
+@pytest.mark.slow
+def test_a_compiled_step_launches_less_and_a_captured_one_next_to_nothing(device: FakeDevice) -> None:
+    calls = {case: device.submit(count, case).result().launches for case in (FLUX, replace(FLUX, compiled=True))}
+    assert calls[FLUX] > 15_000
+    assert calls[replace(FLUX, compiled=True)] <= 11_000
+    captured = device.submit(walk, replace(FP8, compiled=True, graph=True), (1, 3)).result()[2]
+    assert captured <= 60
 
 
 def test_a_case_that_is_not_there_is_one_line(command: Callable[..., None], capsys: pytest.CaptureFixture) -> None:
