@@ -17,9 +17,8 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from bench.measure import reset_peak, resident, wait_for
 from library.config.schema import AccelerateConfig, TrainConfig
-from library.models.family import Family
 from library.models.family_by_name import family_class
 from library.precision.recipe import Recipe, WeightLoader, quantize_model, scheme_named
 from library.training.memory.dry_run import TEXT_TOKENS, noise_batch, opened_task
@@ -134,15 +132,15 @@ class Step:
             batch: images.
         """
         family = family_class(case.family)
-        arguments = {**(_TINY[case.family] if tiny else {}), **dict(zip(family.depths, depth, strict=False))}
+        self._case, self._tiny = case, tiny
+        self._arguments = {**(_TINY[case.family] if tiny else {}), **dict(zip(family.depths, depth, strict=False))}
         config = case.config(tiny, on_cpu=device.type == "cpu")
         with tempfile.TemporaryDirectory() as folder:
             images = write_dataset(Path(folder, "images"), side=_TINY_SIDE if tiny else 1024, batch=batch)
             dataset = config.dataset.model_copy(update={"dataset_config": str(images)})
             complete, _ = with_dummies(config.model_copy(update={"dataset": dataset}), Path(folder))
             self.task: Any = opened_task(ImageLora, complete, Path(folder))
-            make = partial(random_transformer, self.task.family, case.base, arguments, tiny)
-            self.task.family.load_transformer = make
+            self.task.family.load_transformer = self._random_transformer
             self.task.load_networks()
             self.task.wrap_networks()
         self.engine, self.number = self.task.engine, 0
@@ -176,6 +174,30 @@ class Step:
         found = torch.cat([each[:: -(-len(each) // most)].float() for each in flat]).cpu()
         self.engine.drop_gradients()
         return found
+
+    def _random_transformer(
+        self, dtype: torch.dtype, device: torch.device | str, backend: Any = "auto", *, fp8: WeightLoader
+    ) -> Any:
+        """Return what the family's ``load_transformer`` would, of random weights; a tiny one is made on the CPU."""
+        family, base = self.task.family, self._case.base
+        torch.manual_seed(0)
+        torch.set_default_dtype(dtype)
+        try:
+            with torch.device("cpu" if self._tiny else device):
+                transformer = family.outline({**family.files.transformer_config, **self._arguments})
+                for parameter in transformer.parameters():
+                    if parameter.ndim > 1:  # else gates would be zero, as some are at first: blocks without a gradient
+                        parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        wide = frozenset(family.transformer_class._keep_in_fp32_modules or ())
+        for name, parameter in transformer.named_parameters():
+            parameter.data = parameter.data.float() if not wide.isdisjoint(name.split(".")) else parameter.data
+        transformer = transformer.to(device).requires_grad_(False).eval()
+        transformer.loaded_dtype = dtype
+        if base != "bf16":
+            quantize_model(transformer, Recipe(scheme_named(base)), compute=fp8.compute)
+        return family.optimise_forward(transformer, backend)
 
 
 def measured(
@@ -278,42 +300,3 @@ def text_shapes(settings: Any, tokens: int) -> dict[str, tuple[int, ...]]:
     if "pooled_projection_dim" in settings:
         shapes["pooled_prompt_embeds"] = (settings.pooled_projection_dim,)
     return shapes
-
-
-def random_transformer(
-    family: Family,
-    base: str,
-    arguments: Mapping[str, Any],
-    tiny: bool,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    backend: Any = "auto",
-    *,
-    fp8: WeightLoader,
-) -> Any:
-    """Return what ``Family.load_transformer`` would, of random weights.
-
-    Args:
-        base: "bf16", or the scheme of its layers.
-        arguments: of the transformer that are other than the family's.
-        tiny: it is made on the CPU.
-        dtype, device, backend, fp8: as of the family's method.
-    """
-    torch.manual_seed(0)
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device("cpu" if tiny else device):
-            transformer = family.outline({**family.files.transformer_config, **arguments})
-            for parameter in transformer.parameters():
-                if parameter.ndim > 1:  # else gates would be zero, as some are at first, and blocks without a gradient
-                    parameter.data.normal_(std=parameter.shape[-1] ** -0.5)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    wide = frozenset(family.transformer_class._keep_in_fp32_modules or ())
-    for name, parameter in transformer.named_parameters():
-        parameter.data = parameter.data.float() if not wide.isdisjoint(name.split(".")) else parameter.data
-    transformer = transformer.to(device).requires_grad_(False).eval()
-    transformer.loaded_dtype = dtype
-    if base != "bf16":
-        quantize_model(transformer, Recipe(scheme_named(base)), compute=fp8.compute)
-    return family.optimise_forward(transformer, backend)
