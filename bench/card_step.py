@@ -28,14 +28,15 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from bench.measure import reset_peak, resident, wait_for
-from library.config.schema import AccelerateConfig, TrainConfig
+from library.config.schema import TrainConfig
 from library.models.family_by_name import family_class
 from library.precision.recipe import Recipe, WeightLoader, quantize_model, scheme_named
 from library.training.memory.dry_run import TEXT_TOKENS, noise_batch, opened_task
 from library.training.memory.dummy_checkpoint import with_dummies, write_dataset
+from library.training.step_graphs import EAGER_STEPS
 from library.training.tasks.image_lora import ImageLora
 
-RANK, EAGER_STEPS = 16, 3
+RANK = 16
 _NAMES = {"flux2_klein": "flux-2-klein-base-9b"}  # of a file, where that tells one of several sizes
 _FLUX_LIKE = {"num_attention_heads": 4, "attention_head_dim": 64}
 _TINY: dict[str, dict[str, Any]] = {  # arguments of a transformer; a head of 64 is one that every kernel takes
@@ -99,8 +100,7 @@ class StepCase:
                 "attention": self.attention,
                 "seed": 1,
             },
-            "accelerate": {"torch_compile": self.compiled}
-            | ({"cuda_graph": self.graph and not on_cpu} if "cuda_graph" in AccelerateConfig.model_fields else {}),
+            "accelerate": {"torch_compile": self.compiled, "cuda_graph": self.graph and not on_cpu},
         }
         if self.compiled and tiny:
             sections["accelerate"]["dynamo_backend"] = "eager" if on_cpu else "inductor"
@@ -214,7 +214,7 @@ def measured(
     """
     step = Step(case, device, tiny, depth)
     reset(device)
-    graphs = getattr(step.engine, "graphs", None)
+    graphs = step.engine.graphs
     if graphs is not None:
         graphs.is_off = True
     begun = time.perf_counter()
