@@ -30,6 +30,7 @@ def written(folder: Path) -> dict[str, str]:
         keys = {re.sub(r"^(lr|d|d\*lr)/.+$", r"\1/<group>", key) for key in values}
         keys = {re.sub(r"^loss/sigma_.+$", "loss/sigma_<range>", key) for key in keys}
         keys = {re.sub(r"^val_loss/sigma_.+$", "val_loss/sigma_<sigma>", key) for key in keys}
+        keys = {re.sub(r"^update_norm/.+$", "update_norm/<kind>", key) for key in keys}
         found |= {key: "all" if found.get(key, line) != line else line for key in keys}
     return found
 
