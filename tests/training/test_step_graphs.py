@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
-from library.data.batches import Batch
+from library.data.batches import Batch, TensorBatch
+from library.errors import UserError
 from library.training import engine as engine_module
 from library.training import step_graphs
 from library.training.run import Run
-from library.training.step_graphs import EAGER_STEPS
+from library.training.step_graphs import EAGER_STEPS, Captured, Step, StepGraphs
 from library.training.tasks import image_lora
 from library.training.tasks.image_step import FlowStep, StepInputs
 from tests.runs import lora, losses_of, run, same, write_dataset
@@ -42,7 +44,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[RecordedGraphs]:
 @pytest.fixture(scope="module")
 def three_shapes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Eight images of three sizes, whose captions differ in length."""
-    text = "batch_size = 1\nenable_bucket = true\nbucket_reso_steps = 16\nmin_bucket_reso = 32"
+    text = 'batch_size = 1\nenable_bucket = true\nbucket_reso_steps = 16\nmin_bucket_reso = 32\ntrigger_word = "disc"'
     toml = write_dataset(tmp_path_factory.mktemp("shapes"), text=text)
     for i, size in enumerate(SIZES):
         file = toml.parent / "images" / f"{i}.png"
@@ -69,7 +71,6 @@ def state_of(trained: Run) -> list[Tensor]:
     return tensors + ([*parts["average"].state_dict()["averages"]] if "average" in parts else [])
 
 
-KEPT = {"preserve": "prior", "preserve_prompts": "kept.txt", "sample_at_end": False}
 CASES: dict[str, dict[str, Any]] = {
     "accumulation and average": {"gradient_accumulation_steps": 3, "ema_decay": 0.9, "max_grad_norm": 0.1},
     "recomputed": {"gradient_checkpointing": True, "mixed_precision": "bf16"},
@@ -78,6 +79,14 @@ CASES: dict[str, dict[str, Any]] = {
     "compiled": {"torch_compile": True, "dynamo_backend": "eager", "gradient_checkpointing": True},
     "fp8": {"fp8_scaled": True, "mixed_precision": "bf16"},
     "dora": {"network_type": "dora"},
+    "preserved, sampled": {
+        "preserve": "prior",
+        "preserve_class": "ring",
+        "preserve_share": 0.5,
+        "gradient_accumulation_steps": 2,
+        "sample_every_n_steps": 17,
+        "sample_prompts": "prompts.txt",
+    },
     "qwen_image": {"model_type": "qwen_image", "gradient_checkpointing": True},
     "z_image": {"model_type": "z_image", "gradient_checkpointing": True},
 }
@@ -90,6 +99,8 @@ def test_graphs_train_what_eager_steps_train(
     """Bit for bit over 20 steps of shapes in random order, of which one is not finite."""
     settings, calls = CASES[case], [0]
     own = FlowStep.inputs
+    (tmp_path / "prompts.txt").write_text("a disc --w 64 --h 64 --s 1")
+    monkeypatch.chdir(tmp_path)
 
     def inputs(self: FlowStep, batch: Batch, step: int) -> StepInputs:
         given = own(self, batch, step)
@@ -119,3 +130,130 @@ def test_graphs_train_what_eager_steps_train(
     assert same(lora(tmp_path / "graphs"), lora(tmp_path / "eager"))
     assert len(found["graphs"]) == len(found["eager"]) > 0
     assert all(torch.equal(one, other) for one, other in zip(found["graphs"], found["eager"], strict=True))
+
+
+@dataclass
+class Given(TensorBatch):
+    x: Tensor
+
+
+class WrongAddress(RecordedGraphs):
+    """A graph of which one operation reads what another step has left."""
+
+    def __call__(self, step: Step, pool: Any) -> Captured:
+        captured = super().__call__(step, pool)
+        calls = self.recordings[-1].calls
+        at = next(i for i, (func, *_) in enumerate(calls) if func is torch.ops.aten.mm.default)
+        func, (one, other), kwargs, outputs = calls[at]
+        calls[at] = func, (torch.randn_like(one), other), kwargs, outputs
+        return captured
+
+
+class Regression:
+    """A layer, a weight that takes no part in the first shape, and how their steps fail."""
+
+    def __init__(self, capture: RecordedGraphs, required: bool = False) -> None:
+        torch.manual_seed(0)
+        self.parameters = [nn.Parameter(torch.randn(3, 2)), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))]
+        self.notes: list[str] = []
+        self.fails: dict[int, Exception] = {}  # at the n-th run of the step
+        self.runs = 0
+        self.graphs = StepGraphs(self.step, self.parameters, capture, self.notes.append, required)
+
+    def step(self, given: Given, weight: Tensor) -> Tensor:
+        weights, bias, other = self.parameters
+        self.runs += 1
+        prediction = given.x @ weights + bias
+        if len(given.x) > 4:
+            prediction = prediction * other
+        loss = prediction.square().mean()
+        if error := self.fails.get(self.runs):
+            raise error
+        (loss * weight).backward()
+        return torch.stack([loss.detach()])
+
+    def take(self, rows: int = 4, number: int = 0) -> list[Tensor | None]:
+        """Take a step; return loss and gradients, which it adds to those that are there."""
+        x = torch.randn(rows, 3, generator=torch.Generator().manual_seed(number))
+        loss = self.graphs(Given(x), torch.tensor(0.5))
+        return [loss, *(None if p.grad is None else p.grad.clone() for p in self.parameters)]
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def equal(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
+    return all(
+        a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize("capture", [RecordedGraphs, WrongAddress])
+def test_gradients_add_up_and_a_weight_that_takes_no_part_has_none(capture: type[RecordedGraphs]) -> None:
+    """Steps of two batches of changing shapes; with a wrong address found, they go on eagerly with the same results."""
+    graphs, eager = Regression(capture()), Regression(RecordedGraphs())
+    eager.graphs.is_off = True
+    for number in range(24):
+        rows = 4 + 2 * (number % 3 == 2)
+        assert equal(graphs.take(rows, number), eager.take(rows, number)), number
+        if number % 2:
+            graphs.zero_grad()
+            eager.zero_grad()
+    wrong = "cuda_graph: the step is not captured, the run goes on without: the graph's loss or gradients are not those"
+    assert [note[: len(wrong)] for note in graphs.notes] == ([wrong] if capture is WrongAddress else [])
+    assert graphs.graphs.is_off == (capture is WrongAddress)
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), "memory is short"),
+        (RuntimeError("not permitted"), "not permitted"),
+    ],
+)
+def test_a_capture_that_fails_leaves_the_step_as_it_was(error: Exception, reason: str) -> None:
+    failing, eager = Regression(RecordedGraphs()), Regression(RecordedGraphs())
+    eager.graphs.is_off = True
+    failing.fails[EAGER_STEPS + 2] = error  # after the eager run of the batch that is captured
+    for number in range(6):
+        assert equal(failing.take(number=number), eager.take(number=number))
+    assert failing.notes == [f"cuda_graph: the step is not captured, the run goes on without: {reason}"]
+    required = Regression(RecordedGraphs(), required=True)
+    required.fails[EAGER_STEPS + 2] = error
+    for _ in range(EAGER_STEPS):
+        required.take()
+    with pytest.raises(UserError, match=f'^cuda_graph: .*{reason}; set cuda_graph = "auto"$'):
+        required.take()
+
+
+def test_a_step_that_does_not_fit_beside_graphs_runs_without_them() -> None:
+    capture = RecordedGraphs()
+    graphs, eager = Regression(capture), Regression(RecordedGraphs())
+    eager.graphs.is_off = True
+    for number in range(6):
+        assert equal(graphs.take(number=number), eager.take(number=number))
+    graphs.fails[graphs.runs + 1] = torch.OutOfMemoryError("CUDA out of memory")
+    assert capture.recordings
+    assert equal(graphs.take(6, 9), eager.take(6, 9))
+    assert not capture.recordings
+    assert "no room for graphs" in graphs.notes[0]
+
+
+def test_dropped_graphs_and_moved_weights_are_captured_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture = RecordedGraphs()
+    problem, eager = Regression(capture), Regression(RecordedGraphs())
+    eager.graphs.is_off = True
+    for number in range(12):
+        if number == 6:
+            problem.graphs.drop()
+            assert not capture.recordings
+        if number == 9:
+            problem.parameters[0].data = problem.parameters[0].data.clone()
+        assert equal(problem.take(number=number), eager.take(number=number))
+    assert capture.captures == 3
+    assert capture.replays == 12 - EAGER_STEPS
+    monkeypatch.setattr(step_graphs, "MOST_GRAPHS", 1)
+    for rows in (7, 8) * (EAGER_STEPS + 2):
+        problem.take(rows)
+    assert len(capture.recordings) == len(problem.notes) == 1
