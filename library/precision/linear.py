@@ -244,8 +244,7 @@ def _with_tensors(outline: QuantizedWeight, tensors: tuple[Tensor, ...]) -> Quan
 def _multiplied(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, way: Compute) -> Tensor:
     bias = None if bias is None else bias.to(x.dtype)
     if way == "quantised":
-        out = weight.product(x)
-        return out if bias is None else out.add_(bias)
+        return weight.product(x, bias)
     return _product_by_rows(x, weight, bias)
 
 

@@ -136,8 +136,8 @@ class QuantizedWeight(ABC):
         """Return whether :meth:`product` can be had on ``device``, and is faster there than dequantising."""
         return False
 
-    def product(self, x: Tensor) -> Tensor:
-        """Return ``x @ weight.T`` with ``x`` [n, in] rounded as the format's own products need it; [n, out]."""
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return ``x @ weight.T + bias`` with ``x`` [n, in] rounded as the format's own products need it; [n, out]."""
         raise NotImplementedError
 
     @classmethod

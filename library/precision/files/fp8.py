@@ -69,7 +69,7 @@ from library.precision.fp8_numbers import (
     holds_nan_or_inf,
     round_stochastically,
     round_to_nearest,
-    row_scale,
+    rounded_rows,
 )
 from library.precision.names import WRITTEN_LAYOUTS, Granularity, LayoutKind
 from library.safetensors_io import DTYPE_NAMES
@@ -156,12 +156,11 @@ class Fp8Weight(QuantizedWeight):
         one_scale_a_row = self.scale is None or self.scale.shape[1] == 1
         return self.values.dtype == E4M3FN.dtype and one_scale_a_row and all(s % _ALIGNMENT == 0 for s in self.shape)
 
-    def product(self, x: Tensor) -> Tensor:
-        """Return ``x @ weight.T`` with ``x`` [n, in] (bf16, fp16, fp32) rounded to fp8; summed in fp32."""
-        scale = row_scale(x, E4M3FN.max, torch.finfo(torch.float32).tiny)
-        rounded = (x / scale).to(E4M3FN.dtype)  # at most 448 and two units in the last place, which rounds to 448
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return ``x @ weight.T + bias`` with ``x`` [n, in] (bf16, fp16, fp32) rounded to fp8; summed in fp32."""
+        rounded, scale = rounded_rows(x)
         columns = self.factors.reshape(1, -1).expand(1, len(self.values)).contiguous()
-        return _scaled_mm(rounded, self.values.t(), scale, columns, x.dtype)
+        return _scaled_mm(rounded, self.values.t(), scale, columns, bias, x.dtype)
 
     @classmethod
     def stack(cls, parts: Sequence[Self]) -> Self:
@@ -449,13 +448,15 @@ def _in_blocks(scale: Tensor, blocks: int) -> Tensor:
     return scale if scale.shape[1] == blocks else scale.repeat_interleave(blocks // scale.shape[1], dim=1)
 
 
-def _scaled_mm(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``(a * scale_a) @ (b * scale_b)`` in ``dtype``.
+def _scaled_mm(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return ``(a * scale_a) @ (b * scale_b) + bias`` in ``dtype``, scales and bias within the product.
 
     With a scale a row the op gives bf16 only; for other dtypes the sums come out in fp32 and are scaled here.
     """
     if dtype == torch.bfloat16:
-        return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=dtype)
+        return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, bias=bias, out_dtype=dtype)
     one = torch.ones((), device=a.device)
-    out = torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.float32)
-    return out.mul_(scale_a).mul_(scale_b).to(dtype)
+    out = torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=torch.float32).mul_(scale_a).mul_(scale_b)
+    return (out if bias is None else out.add_(bias)).to(dtype)
