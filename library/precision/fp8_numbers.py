@@ -155,8 +155,11 @@ def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.compiler.assume_constant_result
 def have_kernels(device: torch.device) -> bool:
-    """Return whether ``library.precision.triton_kernels`` work on ``device``, a CUDA GPU; found out once, and said."""
-    return _kernels_work(device)
+    """Return whether ``library.precision.triton_kernels`` work on ``device``, a CUDA GPU; found out once, and said.
+
+    Not within a dispatch mode, as a walk on fake tensors is: the kernels would be judged by tensors without numbers.
+    """
+    return torch._C._len_torch_dispatch_stack() == 0 and _kernels_work(device)
 
 
 @functools.cache
