@@ -157,6 +157,7 @@ class StepGraphs:
     ) -> None:
         self._step, self._parameters, self._capture = step, parameters, capture
         self._note, self._required = note, required
+        self.eager_steps = EAGER_STEPS
         self._seen: Counter[str] = Counter()
         self._graphs: dict[str, _Graph] = {}
         self._buffers: GradientBuffers | None = None
@@ -177,8 +178,8 @@ class StepGraphs:
         if key in self._graphs:
             return self._replay(self._graphs[key], [*inputs.tensors(), weight])
         self._seen[key] += 1
-        if self._seen[key] <= EAGER_STEPS or len(self._graphs) == MOST_GRAPHS:
-            if self._seen[key] > EAGER_STEPS and not self._is_full:
+        if self._seen[key] <= self.eager_steps or len(self._graphs) == MOST_GRAPHS:
+            if self._seen[key] > self.eager_steps and not self._is_full:
                 self._is_full = True
                 self._note(f"cuda_graph: {MOST_GRAPHS} shapes of batches are captured; others run eagerly")
             return self._run_beside_graphs(inputs, weight)

@@ -75,3 +75,17 @@ def test_two_steps_issue_the_same_on_the_same_addresses(device: FakeDevice, tmp_
 def test_a_number_of_the_step_shows(device: FakeDevice, tmp_path: Path) -> None:
     found = device.walk("capture", tmp_path, model_type="z_image", planted="step")
     assert [pair.split()[0] for pair in found["differ"]] == ["aten.mul.Tensor"] * 2
+
+
+def test_what_a_run_takes_is_counted_with_its_graphs(device: FakeDevice, tmp_path: Path) -> None:
+    """Between steps a pool holds what a step takes for activations, and the gradients lie still: all else is equal."""
+    found = {}
+    for flag in ("--no-cuda_graph", "--cuda_graph"):
+        (folder := tmp_path / flag).mkdir()
+        found[flag] = device.walk("plan", folder, model_type="z_image", side=256, flags=[*RECOMPUTED, flag])
+    (eager, captured) = (each["phases"]["step"] for each in found.values())
+    assert found["--cuda_graph"]["graphs"] == 1
+    assert found["--cuda_graph"]["refused"] == []
+    assert captured["weights"] == eager["weights"]
+    assert captured["gradients"] == pytest.approx(captured["LoRA"], rel=0.01)  # fp32 both
+    assert eager["activations"] <= captured["activations"] <= 1.1 * eager["activations"]

@@ -170,6 +170,19 @@ def capture(
     return {"refused": trace.refused, "differ": differ, "operations": [len(log) for log in logs]}
 
 
+def plan(
+    folder: Path, model_type: str = "flux", blocks: int = 2, flags: Sequence[str] = (), side: int = 1024
+) -> dict[str, Any]:
+    """Count what a run takes; return the bytes by phase and part, what captures refused, how many graphs there are."""
+    config, trace = _config(folder, model_type, blocks, flags, 1, side, None), MemoryTrace()
+    pretend(trace)
+    with tracing(trace):
+        task = dry_run.opened_task(ImageLora, config, folder)
+        dry_run._trace_run(task, config, trace, folder)
+    graphs = None if task.engine.graphs is None else len(task.engine.graphs._graphs)
+    return {"phases": trace.phases, "refused": trace.refused, "graphs": graphs}
+
+
 def _keep_two_layers(encoder: Path) -> None:
     """Leave two layers of a text encoder, and of its vision tower; each more does the same."""
     path, (weights,) = encoder / "config.json", encoder.glob("*.safetensors")

@@ -207,6 +207,8 @@ def _trace_run(task: ImageTask, config: TrainConfig, trace: MemoryTrace, folder:
     for parameter in task.engine.parameters:
         parameter.register_post_accumulate_grad_hook(lambda p: trace.relabel([p.grad], "gradients"))
     batch = noise_batch(task, text)
+    if task.engine.graphs is not None:
+        task.engine.graphs.eager_steps = 0  # captured in the first step, and from then on held
     for step, name in enumerate(("first step", "step")):
         with _phase(trace, name):
             _take_step(task, batch, step)
@@ -217,6 +219,7 @@ def _trace_run(task: ImageTask, config: TrainConfig, trace: MemoryTrace, folder:
         texts = {prompt.text_key(one): text for one in prompt.texts()}
         rules, prompts = PromptImageRules.of(task.data), [replace(prompt, steps=2)]
         with _phase(trace, "sampling"):
+            task.engine.drop_graphs()
             Sampler(task.family, prompts, task.image_encoder, texts, folder, rules=rules, writes=False).sample(
                 task.transformer, 0
             )
