@@ -41,7 +41,7 @@ def arguments() -> tuple[argparse.Namespace, TrainConfig]:
     options, flags = parser.parse_known_args()
     words = ["--config_file", str(options.config), *flags]
     if names_language_model(words):
-        raise UserError(f"{options.config}: trains a language model; ask tools/plan_parallel.py --model")
+        raise UserError(f"{options.config}: trains a language model, which is not counted; give an image LoRA's file")
     return options, load_config(words)
 
 
@@ -75,7 +75,7 @@ def main() -> None:
     """Print the table, and look for settings that fit."""
     options, config = arguments()
     if config.parallel.splits_model:
-        raise UserError(f"{options.config}: its model is split among GPUs; ask tools/plan_parallel.py")
+        raise UserError(f"{options.config}: its model is split among GPUs; count it without a layout, on one GPU")
     console = Console(markup=False, highlight=False, width=140)
     with console.status("counting: a minute or two at full depth"):
         plan = plan_memory(ImageLora, config)

@@ -169,7 +169,6 @@ def test_every_program_that_takes_a_model_takes_a_name(hub: Hub, tmp_path: Path)
         "tools/generate.py": ["image", "--model", "acme/gated", "--prompt", "a house"],
         "tools/merge_lora.py": ["--model", "acme/gated", "--lora", "x.safetensors", "--save_to", str(tmp_path / "m")],
         "tools/quantize_model.py": ["--model", "acme/gated", "--save_to", str(tmp_path / "q")],
-        "tools/plan_parallel.py": ["--model", "acme/gated", "--gpu_memory", "24"],
     }
     env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
     for script, words in flags.items():

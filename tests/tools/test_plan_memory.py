@@ -85,8 +85,8 @@ def test_what_makes_a_run_fit_is_named(device: FakeDevice, monkeypatch: pytest.M
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["configs/llm/llama_lora.toml"], "trains a language model; ask tools/plan_parallel.py"),
-        (["configs/demo.toml", "--shard", "2"], "split among GPUs; ask tools/plan_parallel.py"),
+        (["configs/llm/llama_lora.toml"], "trains a language model, which is not counted; give an image LoRA's file"),
+        (["configs/demo.toml", "--shard", "2"], "split among GPUs; count it without a layout"),
         (["configs/demo.toml", "--network_dimm", "4"], "did you mean 'network_dim'?"),
         (["nowhere.toml"], "no such file"),
         (["configs/demo.toml", "--gpu_memory", "-3"], "--gpu_memory"),

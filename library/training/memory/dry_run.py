@@ -51,7 +51,7 @@ from library.training.memory.block_swap import swappable
 from library.training.memory.budget import available_bytes, in_words
 from library.training.memory.dummy_checkpoint import with_dummies
 from library.training.memory.fake_cuda import cache_folder, has_card, library_path, pretend
-from library.training.memory.formula import ModelShape, StepOptions, model_numbers, step_parts
+from library.training.memory.formula import StepOptions, model_numbers, step_parts
 from library.training.memory.policy import MemoryPlan, Source, choose, describe, remedies, room_in
 from library.training.memory.trace import MemoryTrace, device_processes, tracing
 from library.training.sampling.conditions import PromptImageRules
@@ -300,9 +300,9 @@ def by_formula(task: ImageTask, config: TrainConfig) -> MemoryPlan:
     ):
         raise UserError("without a compiler only LoRAs of plain settings can be estimated; install g++")
     model = model_numbers(
-        ModelShape(family.name, family.files.transformer_config),
-        height * width // family.patch_size**2,
-        TEXT_TOKENS,
+        type(family),
+        family.files.transformer_config,
+        (height * width // family.patch_size**2, TEXT_TOKENS),
         config.network.network_dim,
         task.dtype,
         autocast,

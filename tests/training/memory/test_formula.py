@@ -1,43 +1,25 @@
-"""The formula and the table of layouts made with it: against a real step, and against a prepared run."""
+"""The formula: against a real step, and against a prepared run."""
 
 from __future__ import annotations
 
 import gc
-import re
-import runpy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import toml
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from library.config.schema import ParallelConfig
-from library.errors import UserError
 from library.models.family_by_name import family_class
-from library.models.llm.model import TransformerLM
-from library.models.llm.spec import LMConfig, llama
 from library.models.registry import lora_targets
+from library.models.weights import read_config
 from library.nn.checkpointing import ActivationCheckpointing, neighbours
 from library.training.memory.budget import tensor_bytes
-from library.training.memory.fake_cuda import library_path
-from library.training.memory.formula import (
-    BlockKind,
-    ModelNumbers,
-    ModelShape,
-    StepOptions,
-    model_numbers,
-    shape_of,
-    step_parts,
-)
+from library.training.memory.formula import StepOptions, model_numbers, step_parts
 from library.training.optim.factory import unwrapped
 from networks.network import inject_adapter
 from networks.options import parse_network_args
-from tests.runs import ROOT, run
-from tests.tiny import save_single_files
-from tests.tiny_qwen import tiny_qwen_pipeline
+from tests.runs import run
 
 # What a pass holds at its highest point, by the formula, over what torch's profiler counts. The profiler also sees the
 # buffers in which oneDNN packs weights, which differ from processor to processor.
@@ -52,7 +34,6 @@ FLUX = {
     "pooled_projection_dim": 64,
     "axes_dims_rope": (8, 28, 28),
 }
-LLAMA = llama(256, 4, 4, 2, 688, vocab_size=1000, context=512)
 
 
 def peak(step: Callable[[], None]) -> int:
@@ -105,111 +86,25 @@ def lora_step(checkpointing: bool, tokens: int, text: int, dtype: torch.dtype = 
 
 @pytest.mark.parametrize(("tokens", "checkpointing"), [(256, False), (784, True)])
 def test_a_lora_steps_peak_is_what_was_estimated(tokens: int, checkpointing: bool) -> None:
-    parts = step_parts(model_numbers(ModelShape("flux", FLUX), tokens, 64, 8), StepOptions(checkpointing=checkpointing))
+    parts = step_parts(
+        model_numbers(family_class("flux"), FLUX, (tokens, 64), 8), StepOptions(checkpointing=checkpointing)
+    )
     assert LOW < parts["activations"] / peak(lora_step(checkpointing, tokens, 64)) < HIGH
 
 
 def test_a_step_in_fp32_too() -> None:
-    model = model_numbers(ModelShape("flux", FLUX), 256, 64, 8, torch.float32, autocast=False)
+    model = model_numbers(family_class("flux"), FLUX, (256, 64), 8, torch.float32, autocast=False)
     parts = step_parts(model, StepOptions(base_bytes=4))
     assert LOW < parts["activations"] / peak(lora_step(False, 256, 64, torch.float32)) < HIGH
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_a_pretraining_steps_peak_too(checkpointing: bool) -> None:
-    model = TransformerLM(LLAMA).initialise()
-    if checkpointing:
-        model.enable_gradient_checkpointing()
-    tokens = torch.randint(0, 1000, (1, 512))
-
-    def step() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model.train()(tokens, tokens)
-        loss.backward()
-
-    whole = model_numbers(ModelShape("llama", LLAMA), 512, 0, 0, torch.float32)
-    parts = step_parts(whole, StepOptions(full=True, checkpointing=checkpointing))
-    assert parts["weights"] == sum(p.numel() * 4 for p in model.parameters())
-    assert parts["optimizer"] == 2 * parts["weights"]
-    assert LOW < parts["activations"] / peak(step) < HIGH
 
 
 def test_the_parts_are_those_of_a_prepared_run(base: Path, dataset: Path, tmp_path: Path) -> None:
     done = run(base, dataset, tmp_path / "out", max_train_steps=1, mixed_precision="bf16", network_dim=4).task
     trained, states = done.engine.parameters, unwrapped(done.engine.optimizer).state.values()
-    parts = step_parts(model_numbers(shape_of(str(base)), 16, 24, 4), StepOptions())
+    numbers = model_numbers(family_class("flux"), read_config(base / "transformer"), (16, 24), 4)
+    parts = step_parts(numbers, StepOptions())
     ids = {id(p) for p in trained}
     assert parts["weights"] == tensor_bytes([p for p in done.transformer.parameters() if id(p) not in ids])
     assert parts["LoRA"] == parts["gradients"] == tensor_bytes(trained)
     held = tensor_bytes([value for state in states for key, value in state.items() if key != "step"])
     assert parts["optimizer"] == held
-
-
-def test_only_layouts_that_can_be_had_are_named() -> None:
-    layouts = runpy.run_path(str(ROOT / "tools/plan_parallel.py"))["layouts"]
-    model = ModelNumbers({1: 4400, 2: 2650, 4: 1775}, 3200, 200, (BlockKind(4, 1000, 3400, 100),), 1500, True)
-    found = list(layouts(model, 16, 8, batch=2))
-    assert all(one.replicas(16) == one.dp for one in found)
-    assert {one.shard for one in found} == {1, 2, 4, 8, 16}
-    assert {one.tp for one in found} == {1, 2, 4}  # of four heads, and within a machine
-    assert {(one.pp, one.microbatch_count) for one in found if one.pp > 1} == {(2, 2), (4, 2)}  # of four blocks
-    assert [one.dp for one in layouts(model, 1, 1, 1)] == [1]
-    assert [one.zero for one in found if one.zero] == [2, 3]
-    assert not any(one.zero for one in layouts(model, 16, 8, batch=2, full=True))
-
-
-def plan(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """Run the tool as Python runs it; return what it printed."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["plan_parallel.py", *words])
-        runpy.run_path(str(ROOT / "tools/plan_parallel.py"), run_name="__main__")
-    return capsys.readouterr().out
-
-
-def test_the_tool_recommends_settings_that_a_training_file_takes(capsys: pytest.CaptureFixture[str]) -> None:
-    text = plan(capsys, "--model", "gpt2-124m", "--train", "all", "--gpu_memory", "5", "--gpus", "4")
-    assert "a batch of 1 at 1024 tokens" in text  # which is all of its context
-    (row,) = re.findall(r"^(.*?)  .*<- recommended", text, re.MULTILINE)
-    settings = toml.loads("[" + text.partition("\n[")[2].rpartition("torchrun")[0])
-    chosen = ParallelConfig(**settings["parallel"])
-    assert {f"{name} = {size}" for name, size in chosen.mesh(4).items() if size > 1} == set(row.strip().split(", "))
-    assert "torchrun --nproc-per-node 4 train_llm.py" in text
-
-
-@pytest.mark.slow
-def test_a_layout_with_whole_models_is_counted_before_it_is_recommended(
-    base: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        library_path()
-    except UserError as error:
-        pytest.skip(str(error))
-    words = ["--model", str(base), "--gpu_memory", "24", "--resolution", "64", "--network_dim", "4"]
-    assert re.search(
-        r"recommended: one process, bf16; its step takes 0\.\d\d GiB, source: fake device", plan(capsys, *words)
-    )
-
-
-def test_a_model_of_no_family_is_refused_by_name(tmp_path: Path) -> None:
-    (tmp_path / "transformer").mkdir()
-    (tmp_path / "transformer/config.json").write_text('{"_class_name": "OtherTransformer2DModel"}')
-    with pytest.raises(UserError, match="a OtherTransformer2DModel, no family of this version; give one of FLUX"):
-        shape_of(str(tmp_path))
-
-
-def test_files_and_folders_are_read_and_what_cannot_fit_is_refused(
-    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = save_single_files(base, tmp_path / "single").transformer
-    whole = shape_of(str(base)), shape_of(str(file))
-    one, other = (model_numbers(shape, 16, 8, 4) for shape in whole)
-    assert one == other
-    assert shape_of(str(tiny_qwen_pipeline(tmp_path / "qwen"))).name == "qwen_image"
-    assert isinstance(shape_of("llama3-8b").arguments, LMConfig)
-    with pytest.raises(SystemExit) as left:
-        plan(capsys, "--model", str(base), "--gpu_memory", "0.5", "--resolution", "64")
-    assert left.value.code == 2
-    assert "error: nothing fits: one process with fp8, checkpointing needs 0.0 GiB; lower" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        plan(capsys, "--model", "flux2", "--gpu_memory", "24")
-    assert "flux2: no file, folder or known model; did you mean 'flux'?" in capsys.readouterr().err
