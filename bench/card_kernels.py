@@ -17,7 +17,7 @@ from torch.nn.functional import linear
 
 from bench.card_step import relative_error
 from bench.measure import reason, wait_for
-from library.nn.attention import Backend, attend
+from library.nn.attention import KernelName, attend
 from library.precision.linear import QuantizedLinear
 from library.precision.recipe import scheme_named
 
@@ -27,7 +27,6 @@ SCHEMES = ("row", "block64", "int8_row", "int8_convrot")
 
 def kernels(tiny: bool, device: torch.device) -> Iterator[dict[str, Any]]:
     """Yield a row a kernel."""
-    yield {"case": "bf16 matrix products", "rate": matmul_rate(device, tiny)}
     cases = attention_kernels(tiny, device) | products(tiny, device)
     for name, measure in cases.items():
         try:
@@ -44,7 +43,7 @@ def attention_kernels(tiny: bool, device: torch.device) -> dict[str, Callable[[]
     query, key, value = (each.bfloat16() for each in made)
     mask = torch.arange(tokens, device=device)[None] < tokens - tokens // 9
 
-    def measure(backend: Backend, mask: Tensor | None) -> dict[str, float]:
+    def measure(backend: KernelName, mask: Tensor | None) -> dict[str, float]:
         def call(q: Tensor) -> Tensor:
             return attend(
                 q, key.to(q.dtype), value.to(q.dtype), mask=mask, backend=backend if q is not wide else "math"
@@ -53,7 +52,7 @@ def attention_kernels(tiny: bool, device: torch.device) -> dict[str, Callable[[]
         wide = query.float().requires_grad_()
         return both_passes(call, query, wide)
 
-    named = {name: (name, None) for name in get_args(Backend)} | {"auto, keys masked": ("auto", mask)}
+    named = {name: (name, None) for name in get_args(KernelName)} | {"auto, keys masked": ("auto", mask)}
     return {f"attention {name}": lambda given=given: measure(*given) for name, given in named.items()}
 
 
@@ -118,10 +117,3 @@ def milliseconds(call: Callable[[], Any], device: torch.device) -> float:
         wait_for(device)
         seconds = min(seconds, (time.perf_counter() - begun) / (_CALLS if device.type == "cuda" else 1))
     return 1e3 * seconds
-
-
-def matmul_rate(device: torch.device, tiny: bool) -> float:
-    """Return the FLOP/s of bf16 matrix products, 8192 a side."""
-    side = 256 if tiny else 8192
-    a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return 2.0 * side**3 / milliseconds(lambda: a @ b, device) * 1e3

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from bench.families import LoraStep
 from bench.measure import reset_peak, resident, wait_for
 from library.config.schema import TrainConfig
 from library.models.family_by_name import family_class
@@ -65,7 +66,7 @@ class StepCase:
         compiled, graph: blocks by Inductor; forward and backward as one CUDA graph.
         attention: the option.
         mixed_precision: the option; "no" computes in fp32.
-        more: further options, (section, key, value).
+        backend: what compiles, the option `dynamo_backend`.
     """
 
     family: str
@@ -74,20 +75,20 @@ class StepCase:
     graph: bool = False
     attention: str = "auto"
     mixed_precision: str = "bf16"
-    more: tuple[tuple[str, str, Any], ...] = ()
+    backend: str = "inductor"
 
     def name(self) -> str:
         """Return the row's name."""
         base = self.base if self.mixed_precision == "bf16" else "fp32"
         attention = "" if self.attention == "auto" else f"attention {self.attention}"
         how = ["compiled" if self.compiled else "", "graph" if self.graph else "", attention]
-        return ", ".join([self.family, base, *filter(None, how), *(f"{key} {value}" for _, key, value in self.more)])
+        return ", ".join([self.family, base, *filter(None, how)])
 
-    def config(self, tiny: bool = False, on_cpu: bool = False) -> TrainConfig:
+    def config(self, on_cpu: bool = False) -> TrainConfig:
         """Return the configuration of a run that takes such steps; its model and dataset are not there.
 
         ``on_cpu`` is the same run where nothing is multiplied as it is stored: activations are rounded as those
-        products round them.
+        products round them. Inductor and graphs are left out.
         """
         sections: dict[str, dict[str, Any]] = {
             "model": {"model_type": self.family, "pretrained_model_name_or_path": _NAMES.get(self.family, "published")},
@@ -102,14 +103,12 @@ class StepCase:
             },
             "accelerate": {"torch_compile": self.compiled, "cuda_graph": self.graph and not on_cpu},
         }
-        if self.compiled and tiny:
-            sections["accelerate"]["dynamo_backend"] = "eager" if on_cpu else "inductor"
+        if self.compiled:
+            sections["accelerate"]["dynamo_backend"] = "eager" if on_cpu else self.backend
         if self.base != "bf16":
             sections["precision"] = {"fp8_scaled": True}
             if on_cpu and (rounding := {"row": "row", "int8_row": "int8", "int8_convrot": "int8"}.get(self.base)):
                 sections["precision"]["quantised_activations"] = rounding
-        for section, key, value in self.more:
-            sections.setdefault(section, {})[key] = value
         return TrainConfig.model_validate(sections)
 
 
@@ -121,22 +120,19 @@ class Step:
         base_bytes: of the frozen weights.
     """
 
-    def __init__(
-        self, case: StepCase, device: torch.device, tiny: bool = False, depth: Sequence[int] = (), batch: int = 1
-    ) -> None:
+    def __init__(self, case: StepCase, device: torch.device, tiny: bool = False, depth: Sequence[int] = ()) -> None:
         """Load it.
 
         Args:
             device: a CPU or the process's card; where there is a card it has to be hidden for the CPU.
             depth: numbers of blocks in the order of ``Family.depths``; default: all.
-            batch: images.
         """
         family = family_class(case.family)
         self._case, self._tiny = case, tiny
         self._arguments = {**(_TINY[case.family] if tiny else {}), **dict(zip(family.depths, depth, strict=False))}
-        config = case.config(tiny, on_cpu=device.type == "cpu")
+        config = case.config(on_cpu=device.type == "cpu")
         with tempfile.TemporaryDirectory() as folder:
-            images = write_dataset(Path(folder, "images"), side=_TINY_SIDE if tiny else 1024, batch=batch)
+            images = write_dataset(Path(folder, "images"), side=_TINY_SIDE if tiny else 1024)
             dataset = config.dataset.model_copy(update={"dataset_config": str(images)})
             complete, _ = with_dummies(config.model_copy(update={"dataset": dataset}), Path(folder))
             self.task: Any = opened_task(ImageLora, complete, Path(folder))
@@ -155,23 +151,27 @@ class Step:
 
     def loss(self) -> Tensor:
         """Take a step as the trainer does, without logging; return its loss [], still on the device."""
-        loss, engine = self.backward(), self.engine
-        norm = engine.clip(self.number)
-        engine.settle()  # the step before, while the device works on this one
-        engine.update(norm)
-        self.number += 1
+        loss = self.backward()
+        self.update()
         return loss
 
     def backward(self) -> Tensor:
         """Run forward and backward; return the loss [], still on the device."""
         return self.engine.forward_backward(self.task.loss, self.batch, self.number)[0]
 
-    def gradients(self, most: int = 512) -> Tensor:
-        """Return up to ``most`` numbers of each LoRA weight's gradient in a step that is not taken, fp32 on the CPU."""
+    def update(self) -> None:
+        """Take the step of the gradients that are there."""
+        norm = self.engine.clip(self.number)
+        self.engine.settle()  # the step before, while the device works on this one
+        self.engine.update(norm)
+        self.number += 1
+
+    def gradients(self) -> Tensor:
+        """Return up to 512 numbers of each LoRA weight's gradient in a step that is not taken, fp32 on the CPU."""
         self.engine.settle()
         self.backward()
         flat = [p.grad.detach().flatten() for p in self.engine.parameters if p.grad is not None]
-        found = torch.cat([each[:: -(-len(each) // most)].float() for each in flat]).cpu()
+        found = torch.cat([each[:: -(-len(each) // 512)].float() for each in flat]).cpu()
         self.engine.drop_gradients()
         return found
 
@@ -238,7 +238,7 @@ def measured(
     yield {"graph_error": error} | found | timing(step, timed, device)
 
 
-def timing(step: Step, timed: int, device: torch.device) -> dict[str, float]:
+def timing(step: Step | LoraStep, timed: int, device: torch.device) -> dict[str, float]:
     """Return the median seconds of ``timed`` steps, the peak of memory in GiB, and what :func:`launches` counts."""
     seconds = []
     for number in range(timed + 1):  # the first warms up
@@ -254,7 +254,7 @@ def timing(step: Step, timed: int, device: torch.device) -> dict[str, float]:
     return found if device.type == "cpu" else found | launches(step)
 
 
-def launches(step: Step) -> dict[str, float]:
+def launches(step: Step | LoraStep) -> dict[str, float]:
     """Return of a step on a card the seconds of its kernels, their number, and the calls that launched them."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         step.loss()

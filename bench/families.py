@@ -33,20 +33,6 @@ class Sizes:
     batch: int = 1
     head_dim: int = 128
 
-    def forward_flops(self) -> tuple[float, float]:
-        """Return what a forward pass needs: 2 x weights x tokens of the blocks' layers, 4 x tokens^2 x width.
-
-        Weights that a token meets in a block: 4 W^2 in attention and 8 W^2 in the MLP, in every kind of block.
-        """
-        tokens = self.image_sides[0] * self.image_sides[1] + self.text_tokens
-        blocks = self.batch * sum(self.blocks)
-        return 2.0 * 12 * self.width**2 * tokens * blocks, 4.0 * tokens**2 * self.width * blocks
-
-    def step_flops(self) -> float:
-        """Return what a LoRA step needs: no weight gradients, attention's backward twice its forward."""
-        linear, attention = self.forward_flops()
-        return 2 * linear + 3 * attention
-
 
 FAMILIES = {"flux": Sizes(), "qwen_image": Sizes(blocks=(60,))}  # as published
 FEW_BLOCKS = {"flux": (1, 2), "qwen_image": (2,)}  # depth of the CPU benchmarks
@@ -93,12 +79,12 @@ def example_inputs(family_name: str, sizes: Sizes, device: torch.device) -> dict
     return {name: tensor.to(device) for name, tensor in inputs.items()} | shapes
 
 
-def tandem_network(family_name: str, transformer: nn.Module, rank: int = RANK) -> AdapterNetwork:
+def tandem_network(family_name: str, transformer: nn.Module) -> AdapterNetwork:
     """Put Tandem's LoRA on the layers it trains by default, its weights in fp32."""
-    return inject_adapter(transformer, *_options(family_name, rank), seed=0)
+    return inject_adapter(transformer, *_options(family_name), seed=0)
 
 
-def peft_lora(family_name: str, transformer: Any, rank: int = RANK, fp8_cast: bool = False) -> list[nn.Parameter]:
+def peft_lora(family_name: str, transformer: Any, fp8_cast: bool = False) -> list[nn.Parameter]:
     """Put peft's LoRA on the same layers as :func:`tandem_network`; return its fp32 parameters.
 
     ``fp8_cast`` runs fp8 as the kohya trainers do: those layers' weights are cast to fp8 without scales, and autocast
@@ -106,8 +92,8 @@ def peft_lora(family_name: str, transformer: Any, rank: int = RANK, fp8_cast: bo
     """
     from peft import LoraConfig
 
-    names = [*select_modules(transformer, *_options(family_name, rank))[0]]
-    transformer.add_adapter(LoraConfig(r=rank, lora_alpha=rank, target_modules=names))
+    names = [*select_modules(transformer, *_options(family_name))[0]]
+    transformer.add_adapter(LoraConfig(r=RANK, lora_alpha=RANK, target_modules=names))
     trained = [p for p in transformer.parameters() if p.requires_grad]
     for parameter in trained:
         parameter.data = parameter.data.float()  # diffusers' scripts: cast_training_params
@@ -116,25 +102,16 @@ def peft_lora(family_name: str, transformer: Any, rank: int = RANK, fp8_cast: bo
     return trained
 
 
-def _options(family_name: str, rank: int) -> tuple[NetworkOptions, LoraTargets]:
+def _options(family_name: str) -> tuple[NetworkOptions, LoraTargets]:
     targets = lora_targets()[family_name]
-    return parse_network_args(NetworkConfig(network_dim=rank, network_alpha=rank), targets), targets
-
-
-def call_transformer(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
-    """Return the output of a diffusers transformer."""
-    return model(**inputs, return_dict=False)[0]
+    return parse_network_args(NetworkConfig(network_dim=RANK, network_alpha=RANK), targets), targets
 
 
 class LoraStep:
     """A model with trained LoRA parameters that can take training steps."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        trained: list[nn.Parameter],
-        inputs: dict[str, Any],
-        autocast: bool = True,
+        self, model: nn.Module, trained: list[nn.Parameter], inputs: dict[str, Any], autocast: bool = True
     ) -> None:
         self.model, self.trained, self.inputs = model.train(), trained, inputs
         tensors = [*model.parameters(), *model.buffers()]
@@ -144,20 +121,15 @@ class LoraStep:
         shape = inputs["hidden_states"].shape
         self.target = torch.randn(shape, generator=torch.Generator().manual_seed(2)).to(inputs["hidden_states"].device)
 
-    def backward(self) -> Tensor:
-        """Run forward and backward; return the loss, still on the device."""
-        with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.autocast):
-            output = call_transformer(self.model, self.inputs)
-        loss = (output.float() - self.target).square().mean()
-        loss.backward()
-        return loss.detach()
-
     def loss(self) -> Tensor:
         """Run one step and return its loss, still on the device."""
-        loss = self.backward()
+        with torch.autocast(self.target.device.type, torch.bfloat16, enabled=self.autocast):
+            output = self.model(**self.inputs, return_dict=False)[0]
+        loss = (output.float() - self.target).square().mean()
+        loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss
+        return loss.detach()
 
     def step(self) -> float:
         """Take one step; return its loss."""

@@ -11,20 +11,17 @@ Parts, in this order (``--parts`` names some of them):
               steps on a CPU take too long to compare with
     families  Qwen-Image, Z-Image, Krea 2 and FLUX.2 klein 9B, compiled and as one graph
     kernels   attention, products, dequantising, alone
-    rest      other memory settings, then language models on the ladder of ``bench/llm_ladder.py``
 
 A step is that of ``train_lora.py`` (``bench/card_step.py``): published depth and width, random weights, 1024 x 1024
 pixels, 512 text tokens, rank 16, every block recomputed. Each case runs in a process of its own with a time limit: one
 that fails, runs out of memory or needs a package that is not there is a row that says so. A part that takes too long
 ends at its own limit. Reported are the median seconds of a step; its kernels alone, their number and the host's calls
-that launch them, from a profile; peaks of allocated memory, and what ``tools/plan_memory.py`` counts; the utilisation
-of model FLOPs (MFU): what a step needs, without weight gradients and recomputation, over what the card's bf16 matrix
-products would do in that time.
+that launch them, from a profile; peaks of allocated memory, and what ``tools/plan_memory.py`` counts.
 
 Besides torch, transformers, accelerate and peft this needs what requirements/gpu.txt lists; ``make gpu-bundle`` packs
 it for a machine that has a card and no network.
 
-    python bench/gpu.py [--json PATH] [--minutes 9.5] [--parts checks,flux] [--only TEXT]
+    python bench/gpu.py [--json PATH] [--minutes 9.5] [--parts checks flux] [--only TEXT]
     python bench/gpu.py --device cpu --tiny        # does every case run?
 """
 
@@ -47,14 +44,13 @@ sys.path.insert(0, str(ROOT))
 import numpy as np
 import torch
 
-import bench.llm_ladder as llm_ladder
-from bench.card_kernels import kernels, matmul_rate
-from bench.card_step import StepCase, measured
+from bench.card_kernels import kernels
+from bench.card_step import StepCase, measured, reset, timing
 from bench.families import FAMILIES, LoraStep, build_transformer, example_inputs, peft_lora
-from bench.measure import Children, Job, Table, benchmark_parser, finish, machine_name, time_steps
+from bench.measure import Children, Job, Table, benchmark_parser, finish, machine_name
 from library.config.schema import ModelConfig
-from library.errors import UserError, did_you_mean, exit_on_user_error
-from library.nn.attention import Backend
+from library.errors import UserError, exit_on_user_error
+from library.nn.attention import KernelName
 from library.training.memory.budget import GIB
 from library.training.memory.dry_run import plan_memory
 from library.training.tasks.image_lora import ImageLora
@@ -68,6 +64,14 @@ GOALS = {  # seconds of a step on an H100
     **{case.name(): goal for case, goal in zip(FASTEST, (0.60, 0.40, 0.60), strict=False)},
 }
 PEFT = "flux, bf16, diffusers + peft"
+PARTS = ("checks", "flux", "families", "kernels")
+_ERRORS = {"loss_error": "10.1e", "gradient_error": "14.1e", "graph_error": "11.1e"}
+_CHECK_COLUMNS = {"case": "<50", **_ERRORS, "limit": "6.2f", "verdict": "<8", "counted_gib": "11.1f", "took_s": "6.0f"}
+_CHECK_COLUMNS |= {"image": "6.2%", "known_8bit": "10.2f", "seam": "<90"}
+_STEP_COLUMNS = {"case": "<40", "step_s": "7.3f", "goal_s": "6.2f", "kernels_s": "9.3f", "kernels": "7d"}
+_STEP_COLUMNS |= {"launches": "8d", "peak_gib": "8.1f", "counted_gib": "11.1f", **_ERRORS}
+_KERNEL_COLUMNS = {"case": "<40", "forward_ms": "10.3f", "both_ms": "8.3f", "output_error": "12.1e"}
+_KERNEL_COLUMNS["gradient_error"] = "14.1e"
 _CASE_SECONDS, _LONG_SECONDS = 120, 150  # a first compiled step takes a minute; less with what is cached on disk
 _CHECKED_STEPS, _FULL_STEPS, _TIMED_STEPS = 5, 2, 5
 _SIDE_BY_SIDE = max(2, (os.cpu_count() or 2) - 2)  # processes
@@ -102,7 +106,7 @@ def main() -> None:
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--parts", default="checks,flux,families,kernels,rest", help="default: %(default)s")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
     parser.add_argument("--only", default="", help="run the cases whose name holds this text")
     parser.add_argument("--minutes", type=float, default=9.5, help="all ends then (default: %(default)s)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -112,11 +116,8 @@ def main() -> None:
         raise UserError("bench/gpu.py: needs a CUDA GPU; --device cpu --tiny runs every case, tiny, on the CPU")
     if options.device == "cpu" and not options.tiny:
         raise UserError("--device: published sizes would take hours on a CPU; add --tiny")
-    every = {part.title: part for part in parts(options.tiny)}
-    for name in (asked := options.parts.split(",")):
-        if name not in every:
-            raise UserError(f"--parts: no {name!r}{did_you_mean(name, [*every])}; choose {', '.join(every)}")
-    chosen = [every[name]._replace(jobs=[j for j in every[name].jobs if options.only in j.name]) for name in asked]
+    every = [part for part in parts(options.tiny) if part.title in options.parts]
+    chosen = [part._replace(jobs=[job for job in part.jobs if options.only in job.name]) for part in every]
     if not any(part.jobs for part in chosen):
         raise UserError(f"--only: no case's name holds {options.only!r}; leave it out to see the names")
     rows = run(chosen, Children(options.device, options.minutes), options.tiny)
@@ -126,39 +127,11 @@ def main() -> None:
 
 def parts(tiny: bool) -> list[Part]:
     """Return all that is measured."""
-    errors = {"loss_error": "10.1e", "gradient_error": "14.1e"}
-    of_checks = {
-        "case": "<50",
-        **errors,
-        "graph_error": "11.1e",
-        "limit": "6.2f",
-        "verdict": "<8",
-        "counted_gib": "11.1f",
-    }
-    of_checks |= {"took_s": "6.0f", "image": "6.2%", "known_8bit": "10.2f", "seam": "<90"}
-    of_steps = {
-        "case": "<40",
-        "step_s": "7.3f",
-        "goal_s": "6.2f",
-        "kernels_s": "9.3f",
-        "kernels": "7d",
-        "launches": "8d",
-    }
-    of_steps |= {"peak_gib": "8.1f", "counted_gib": "11.1f", "mfu": "6.1%", **errors, "graph_error": "11.1e"}
-    of_kernels = {
-        "case": "<40",
-        "forward_ms": "10.3f",
-        "both_ms": "8.3f",
-        "output_error": "12.1e",
-        "gradient_error": "14.1e",
-    }
-    of_rest = {"case": "<50", "step_s": "8.3f", "peak_gib": "8.1f", "tokens_per_s": "12,.0f", "mfu": "6.1%"}
     return [
-        Part("checks", check_jobs(tiny), of_checks, 160, _SIDE_BY_SIDE),
-        Part("flux", flux_jobs(tiny), of_steps, 240),
-        Part("families", [step_job(case, tiny) for case in FASTEST], of_steps, 240),
-        Part("kernels", [Job("kernels", kernels, (tiny,), _CASE_SECONDS)], of_kernels, 60),
-        Part("rest", rest_jobs(tiny), of_rest, 600),
+        Part("checks", check_jobs(tiny), _CHECK_COLUMNS, 160, _SIDE_BY_SIDE),
+        Part("flux", flux_jobs(tiny), _STEP_COLUMNS, 240),
+        Part("families", [step_job(case, tiny) for case in FASTEST], _STEP_COLUMNS, 240),
+        Part("kernels", [Job("kernels", kernels, (tiny,), _CASE_SECONDS)], _KERNEL_COLUMNS, 60),
     ]
 
 
@@ -170,7 +143,7 @@ def checks() -> list[Check]:
     """
     exact, int8 = replace(FLUX, mixed_precision="no"), StepCase("flux", "int8_row")
     found = [Check(case, case.name(), limit) for case, limit in ((exact, 1e-3), (FLUX, 0.05), (FP8, 0.1), (int8, 0.1))]
-    kernels = [replace(FLUX, attention=name) for name in get_args(Backend) if name != "auto"]
+    kernels = [replace(FLUX, attention=name) for name in get_args(KernelName) if name != "auto"]
     found += [Check(case, FLUX.name(), 0.05) for case in kernels]
     fused = [replace(case, compiled=True, graph=True) for case in (FLUX, FP8, int8)]
     found += [Check(case, replace(case, compiled=False, graph=False).name(), 0.05) for case in fused]
@@ -183,8 +156,7 @@ def check_jobs(tiny: bool) -> list[Job]:
     references = list({check.reference: check.case for check in checks()}.values())
     plain = [replace(case, compiled=False, graph=False, attention="auto") for case in references]
     steps = (_CHECKED_STEPS, 0, True, ())
-    jobs = [Job("bf16 matrix products", rate, (tiny,), _CASE_SECONDS)]
-    jobs += [Job(f"{case.name()} on a CPU", measured, (case, *steps), _LONG_SECONDS, on_cpu=True) for case in plain]
+    jobs = [Job(f"{case.name()} on a CPU", measured, (case, *steps), _LONG_SECONDS, on_cpu=True) for case in plain]
     jobs += [Job(check.job_name(), measured, (check.case, *steps), _LONG_SECONDS) for check in checks()]
     jobs += [Job(f"seam, trained on {base}", seam, (base, tiny), _LONG_SECONDS) for base in ("bf16", "fp8")]
     fastest = [replace(case, compiled=True) for case in (FLUX, FP8)] + [replace(c, graph=False) for c in FASTEST]
@@ -199,14 +171,6 @@ def flux_jobs(tiny: bool) -> list[Job]:
     return [step_job(FLUX, tiny), one, other, Job(PEFT, peft, (tiny,), _CASE_SECONDS), step_job(FP8, tiny)]
 
 
-def rest_jobs(tiny: bool) -> list[Job]:
-    """Return memory settings, and the ladders."""
-    settings = [("training", "blocks_to_swap", 2 if tiny else 16), ("training", "activation_budget_mb", 8192)]
-    cases = [replace(FLUX, more=(each,)) for each in settings] + [StepCase("flux", "block64")]
-    ladders = [Job(model, llm_ladder.climb, (model, tiny), _CASE_SECONDS) for model in llm_ladder.LADDERS]
-    return [step_job(case, tiny) for case in cases] + ladders
-
-
 def step_job(case: StepCase, tiny: bool) -> Job:
     """Return what measures ``case``; of one with a graph both without and with it."""
     steps, timed = (_FULL_STEPS, 1 if tiny else _TIMED_STEPS)
@@ -216,15 +180,10 @@ def step_job(case: StepCase, tiny: bool) -> Job:
 # What jobs call, each in a process of its own.
 
 
-def rate(tiny: bool, device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield the FLOP/s of the card's bf16 matrix products."""
-    yield {"rate": matmul_rate(device, tiny)}
-
-
 def compiling(case: StepCase, tiny: bool, device: torch.device) -> Iterator[dict[str, Any]]:
     """Compile the blocks of ``case``, of which there are few: its code is on disk then, for all of them."""
     begun = time.perf_counter()
-    for _ in measured(case, 2, 0, tiny, (2, 2)[: len(FAMILIES.get(case.family, FAMILIES["flux"]).blocks)], device):
+    for _ in measured(case, 2, 0, tiny, (2, 2), device):
         yield {"took_s": time.perf_counter() - begun}
 
 
@@ -279,8 +238,8 @@ def peft(tiny: bool, device: torch.device) -> Iterator[dict[str, Any]]:
     trained = peft_lora("flux", transformer)
     transformer.enable_gradient_checkpointing()
     step = LoraStep(transformer, trained, example_inputs("flux", sizes, device))
-    seconds, peak = time_steps(step.loss, device, once=tiny)
-    yield {"step_s": seconds, "peak_gib": peak / 2**30, "weights_gib": step.base_bytes / 2**30}
+    reset(device)
+    yield {"weights_gib": step.base_bytes / 2**30} | timing(step, 1 if tiny else _TIMED_STEPS, device)
 
 
 # What is made of their rows.
@@ -288,7 +247,7 @@ def peft(tiny: bool, device: torch.device) -> Iterator[dict[str, Any]]:
 
 def run(chosen: list[Part], children: Children, tiny: bool) -> list[dict[str, Any]]:
     """Run the parts; print each row as it comes, and return all."""
-    report = Report(tiny)
+    report = Report()
     for part in chosen:
         print(f"\n{part.title}", flush=True)
         table, end = Table(part.columns), time.monotonic() + (math.inf if tiny else part.seconds)
@@ -307,19 +266,17 @@ def run(chosen: list[Part], children: Children, tiny: bool) -> list[dict[str, An
 
 
 class Report:
-    """Rows of all parts, completed by what others found: a reference, the card's rate, counted memory.
+    """Rows of all parts, completed by what others found: a reference, counted memory.
 
     Attributes:
         rows: that are complete, as tables have them.
     """
 
-    def __init__(self, tiny: bool) -> None:
-        self._is_full = not tiny
+    def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
         self._waiting: list[dict[str, Any]] = []
         self._steps: dict[str, tuple[Any, Any]] = {}  # losses and gradients of a case
         self._counted: dict[str, float] = {}
-        self._rate = 0.0
         named = {check.job_name(): check for check in checks()}
         self._checks = {name.replace(", graph", ""): check for name, check in named.items()} | named
 
@@ -330,11 +287,6 @@ class Report:
             self._steps[name] = np.array(row.pop("losses")), row.pop("gradients")
         if "counted_gib" in row:
             self._counted[name.removesuffix(", counting")] = row["counted_gib"]
-        if "step_s" in row and self._is_full and (sizes := FAMILIES.get(name.partition(",")[0])):
-            row["flops_per_s"] = sizes.step_flops() / row["step_s"]
-        if self._rate and "flops_per_s" in row:
-            row["mfu"] = row["flops_per_s"] / self._rate
-        self._rate = row.get("rate", self._rate)
         extra = {"goal_s": GOALS.get(name), "counted_gib": self._counted.get(name)} if "step_s" in row else {}
         self._waiting.append(row | {key: value for key, value in extra.items() if value})
 
@@ -370,19 +322,17 @@ class Report:
 
 
 def ratios(rows: list[dict[str, Any]]) -> dict[str, float]:
-    """Return how many checks failed, steps of FLUX.1 over one another, and the ladders' ratios."""
+    """Return how many checks failed, and steps of FLUX.1: fp8 over bf16, and both over diffusers + peft."""
     seconds = {row["case"]: row["step_s"] for row in rows if "step_s" in row}
     verdicts = [row["verdict"] for row in rows if "verdict" in row]
     found = {"checks_not_right": float(len(verdicts) - verdicts.count("right"))} if verdicts else {}
     ways = {"eager": {}, "compiled": {"compiled": True}, "graph": {"compiled": True, "graph": True}}
-    named = {way: [replace(case, **changes).name() for case in (FLUX, FP8)] for way, changes in ways.items()}
-    pairs = {f"fp8_over_bf16_{way}": (fp8, bf16) for way, (bf16, fp8) in named.items()}
-    pairs |= {f"bf16_{way}_over_peft": (bf16, PEFT) for way, (bf16, _) in named.items()}
-    pairs |= {f"fp8_{way}_over_peft": (fp8, PEFT) for way, (_, fp8) in named.items()}
-    pairs["compiled_over_eager"] = named["compiled"][0], named["eager"][0]
-    pairs["graph_over_compiled"] = named["graph"][0], named["compiled"][0]
-    found |= {name: seconds[one] / seconds[other] for name, (one, other) in pairs.items() if {one, other} <= {*seconds}}
-    return found | llm_ladder.ratios(rows)
+    for way, changes in ways.items():
+        bf16, fp8 = (replace(case, **changes).name() for case in (FLUX, FP8))
+        for name, one, other in (("fp8_over_bf16", fp8, bf16), ("bf16_over_peft", bf16, PEFT)):
+            if {one, other} <= seconds.keys():
+                found[f"{name}_{way}"] = seconds[one] / seconds[other]
+    return found
 
 
 if __name__ == "__main__":

@@ -185,29 +185,25 @@ WHO = ("tandem", "transformers", "textbook")
 
 
 class LMStepper:
-    """One model of ``who`` and its optimizer, with ``options`` of AdamW; a step is ``tokens`` [B, S + 1]."""
+    """One model of ``who`` and its optimizer; a step is ``tokens`` [B, S + 1]."""
 
     base_bytes = 0  # nothing is frozen
 
-    def __init__(self, who: str, model: nn.Module, tokens: Tensor, bf16: bool, **options: bool) -> None:
+    def __init__(self, who: str, model: nn.Module, tokens: Tensor, bf16: bool) -> None:
         self._own = IMPLEMENTATIONS[who]
         self._model, self._parameters, self._tokens = model, [*model.parameters()], tokens
         self._autocast = bf16 and self._own.autocasts
-        self._optimizer = torch.optim.AdamW(self._parameters, lr=1e-4, **options)
+        self._optimizer = torch.optim.AdamW(self._parameters, lr=1e-4, fused=True)
 
-    def loss(self) -> Tensor:
-        """Take one training step; return its loss, still on the device."""
+    def step(self) -> float:
+        """Take one training step; return its loss."""
         with torch.autocast(self._tokens.device.type, torch.bfloat16, enabled=self._autocast):
             loss = self._own.loss(self._model, self._tokens[:, :-1], self._tokens[:, 1:])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._parameters, 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
-        return loss.detach()
-
-    def step(self) -> float:
-        """Take one training step; return its loss."""
-        return self.loss().item()
+        return loss.item()
 
 
 def build(who: str, family: str, precision: str = "fp32") -> nn.Module:
@@ -224,7 +220,7 @@ def build_step(
     if compiled:
         model = compile_regions(model) if who == "tandem" else torch.compile(model)
     tokens = torch.randint(0, 8192, (batch, length + 1), generator=torch.Generator().manual_seed(0))
-    return LMStepper(who, model, tokens, precision != "fp32", fused=True)
+    return LMStepper(who, model, tokens, precision != "fp32")
 
 
 def training_rows(table: Table, options: Any) -> dict[str, float]:
@@ -236,7 +232,7 @@ def training_rows(table: Table, options: Any) -> dict[str, float]:
         name = f"{family} {precision}{' compiled' if compiling else ''}"
         programs = [who for who in (*WHO, *options.beside) if family in IMPLEMENTATIONS[who].families]
         cases: dict[str, Case] = {who: (build_step, (who, family, precision, compiling)) for who in programs}
-        found = measure(cases, options.rounds, memory_processes=0 if compiling else 1, threads=options.threads)
+        found = measure(cases, options.rounds, memory=not compiling, threads=options.threads)
         for who, row in found.items():
             speed = {"tokens_per_s": round(BATCH * LENGTH / row["step_s"])}
             memory = {} if compiling else {"peak_mib": round(row["peak_mib"])}

@@ -29,19 +29,17 @@ import shutil
 import signal
 import statistics
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from library.files import write_text
 
-_WARM_STEPS, _TIMED_STEPS = 2, 5
 _END_SECONDS = 10  # in which a process that has sent all ends
 _TRIM_THRESHOLD = 1 << 20  # bytes from which glibc gives memory back at once; for the memory runs only
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
@@ -59,18 +57,16 @@ class Stepper(Protocol):
 
 
 Case = tuple[Callable[..., Stepper], tuple[Any, ...]]
-Result = TypeVar("Result")
 
 
 def measure(
-    cases: Mapping[Any, Case], rounds: int, memory_processes: int = 1, threads: int = 1
+    cases: Mapping[Any, Case], rounds: int, memory: bool = True, threads: int = 1
 ) -> dict[Any, dict[str, float]]:
-    """Return CPU seconds of a step of every case, median and least, and its memory (:func:`measure_memory`).
+    """Return CPU seconds of a step of every case, median and least, and its ``memory`` (:func:`measure_memory`).
 
-    ``memory_processes`` run beside each other; 0 leaves memory out. Of several ``threads`` seconds are
-    those of the clock.
+    Of several ``threads`` seconds are those of the clock.
     """
-    found = measure_memory(cases, memory_processes) if memory_processes else {name: {} for name in cases}
+    found = measure_memory(cases) if memory else {name: {} for name in cases}
     for name, steps in measure_time(cases, rounds, threads).items():
         found[name] |= {"step_s": statistics.median(steps), "step_min_s": min(steps)}
     return found
@@ -93,36 +89,15 @@ def measure_time(cases: Mapping[Any, Case], rounds: int, threads: int = 1) -> di
     return seconds
 
 
-def measure_memory(cases: Mapping[Any, Case], processes: int = 1) -> dict[Any, dict[str, float]]:
-    """Return what each case's steps add, its peak and its frozen weights in MiB; ``processes`` run side by side."""
-    found, names = {}, list(cases)
-    for first in range(0, len(names), processes):
-        workers = {name: start(_serve_memory, cases[name]) for name in names[first : first + processes]}
-        for name, (process, connection) in workers.items():
-            sizes = zip(("added_mib", "peak_mib", "weights_mib"), _receive(process, connection, name), strict=True)
-            found[name] = {key: size / 2**20 for key, size in sizes}
-            process.join()
+def measure_memory(cases: Mapping[Any, Case]) -> dict[Any, dict[str, float]]:
+    """Return what each case's steps add, its peak and its frozen weights in MiB."""
+    found = {}
+    for name, case in cases.items():
+        process, connection = start(_serve_memory, case)
+        sizes = zip(("added_mib", "peak_mib", "weights_mib"), _receive(process, connection, name), strict=True)
+        found[name] = {key: size / 2**20 for key, size in sizes}
+        process.join()
     return found
-
-
-@contextmanager
-def watched(read: Callable[[], Result], seconds: float) -> Iterator[list[Result]]:
-    """Inside the block call ``read`` every ``seconds``, and once behind it; yield the list of what it returns."""
-    readings: list[Result] = []
-    over = threading.Event()
-
-    def watch() -> None:
-        while not over.wait(seconds):
-            readings.append(read())
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield readings
-    finally:
-        over.set()
-        thread.join()
-        readings.append(read())
 
 
 def benchmark_parser(doc: str | None, rounds: int | None = None) -> argparse.ArgumentParser:
@@ -204,36 +179,6 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
-def time_steps(step: Callable[[], torch.Tensor], device: torch.device, once: bool) -> tuple[float, int]:
-    """Return the median seconds of a step, and the peak bytes of this process's GPU, or of the process on a CPU.
-
-    Args:
-        step: takes one and returns its loss, still on the device.
-        device: where it computes.
-        once: measure a single step, to see that it runs.
-
-    Raises:
-        RuntimeError: the loss is not finite.
-    """
-    for _ in range(_WARM_STEPS):  # choose kernels, compile
-        loss = step()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        reset_peak()
-    seconds = []
-    for _ in range(1 if once else _TIMED_STEPS):
-        wait_for(device)
-        begun = time.perf_counter()
-        loss = step()
-        wait_for(device)
-        seconds.append(time.perf_counter() - begun)
-    if not torch.isfinite(loss):
-        raise RuntimeError(f"loss is {loss.item()}")
-    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else resident("VmHWM")
-    return statistics.median(seconds), peak
-
-
 def reset_peak() -> None:
     """Set VmHWM to VmRSS."""
     Path("/proc/self/clear_refs").write_text("5")
@@ -286,11 +231,9 @@ class Children:
 
     Attributes:
         end: when all ends, on the monotonic clock.
-        method: how a process starts. Forked from one that has imported the libraries it saves seconds a case.
     """
 
     def __init__(self, device: str, minutes: float) -> None:
-        self.method = "forkserver"
         self.end = time.monotonic() + 60 * minutes
         self._device = device
 
@@ -301,10 +244,10 @@ class Children:
             return [{"error": "left out: the time was up"}]
         rows, end = list[dict[str, Any]](), time.monotonic() + limit
         device = torch.device("cpu" if job.on_cpu else self._device)
-        process, connection = start(_send, job.rows, (*job.arguments, device), method=self.method, daemon=False)
+        process, connection = start(_send, job.rows, (*job.arguments, device), daemon=False)
         try:
             while connection.poll(max(0.0, end - time.monotonic())):
-                said = _said(connection, process)
+                said = _receive(process, connection, job.name)
                 if isinstance(said, str):
                     return [*rows, {"error": said}]
                 if said is None:
@@ -312,6 +255,8 @@ class Children:
                     return rows
                 rows.append(said)
             return [*rows, {"error": f"stopped after {limit:.0f} s"}]
+        except RuntimeError as error:
+            return [*rows, {"error": str(error)}]
         finally:
             if process.is_alive():
                 with suppress(ProcessLookupError):  # it has no group yet
@@ -334,23 +279,14 @@ def _send(connection: Connection, measure: Callable[..., Iterator[dict[str, Any]
         connection.send(None)
 
 
-def _said(connection: Any, process: Any) -> dict[str, Any] | str | None:
-    try:
-        return connection.recv()
-    except EOFError:
-        process.join(_END_SECONDS)
-        return f"exit code {process.exitcode}, its error is above"
-
-
-def start(
-    serve: Callable[..., None], *arguments: Any, method: str = "forkserver", daemon: bool = True
-) -> tuple[Any, Connection]:
+def start(serve: Callable[..., None], *arguments: Any, daemon: bool = True) -> tuple[Any, Connection]:
     """Call ``serve`` with a connection and ``arguments`` in a process of its own; return that and the other end.
 
-    One that is no ``daemon`` may start processes itself, and has to be ended.
+    It is forked from one that has imported the libraries, which saves seconds. One that is no ``daemon`` may start
+    processes itself, and has to be ended.
     """
-    context = multiprocessing.get_context(method)
-    context.set_forkserver_preload(_PRELOADED)  # with "forkserver" processes begin with the libraries imported
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOADED)
     here, there = context.Pipe()
     process = context.Process(target=serve, args=(there, *arguments), daemon=daemon)
     process.start()
@@ -362,5 +298,5 @@ def _receive(process: Any, connection: Connection, name: object) -> Any:
     try:
         return connection.recv()
     except EOFError:
-        process.join()
+        process.join(_END_SECONDS)
         raise RuntimeError(f"case {name!r} ended with exit code {process.exitcode}; its error is above") from None

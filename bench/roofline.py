@@ -17,18 +17,14 @@ and the optimizer; it takes as long as its kernels.
 the scores again). *Bytes*: each input and output once, as far as it is touched: views cost nothing, a broadcast tensor
 is read by its own size, a tensor that is changed in place is read and written. No cache is assumed, which is too much
 for small tensors; no tile is read twice, which is too little for products. Rates are those of data sheets, which no
-product reaches, see ``--efficiency``. A fused optimizer counts as one launch.
+product reaches. A fused optimizer counts as one launch.
 
 *Few blocks stand for all.* Blocks of a kind are alike, so a step of few blocks is traced, then one with two more of
 each kind, and counts go on in a straight line. They grow by two because blocks are checkpointed in pairs, but for the
 last ones (``library.nn.checkpointing.neighbours``). A compiled case is traced as dynamo leaves it, then all operations
 are fused that are neither product nor attention (:func:`fused`): a perfect compiler's, of which Inductor falls short.
 
-``--ladder`` counts the steps of ``bench/llm_ladder.py`` instead, whole models: tokens/s and MFU that the card allows,
-and tokens/s that its host does.
-
     python bench/roofline.py [--only row] [--card H100] [--measured gpu.json] [--json PATH]
-    python bench/roofline.py --ladder --efficiency 0.8
 """
 
 from __future__ import annotations
@@ -38,7 +34,7 @@ import importlib
 import itertools
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf, prod
 from pathlib import Path
@@ -53,7 +49,6 @@ from torch.utils.flop_counter import flop_registry
 
 from bench.card_step import Step, StepCase, published_depths
 from bench.gpu import FASTEST, FLUX, FP8
-from bench.llm_ladder import LADDERS, Rung, build_rung, config_of, context_of, flops_of, kernels_of, rungs
 from bench.measure import Table, benchmark_parser, finish
 from library.errors import UserError, exit_on_user_error
 from library.files import read_json
@@ -131,11 +126,11 @@ class Card:
 # H100: https://resources.nvidia.com/en-us-tensor-core/nvidia-tensor-core-gpu-datasheet
 # H200: https://nvdam.widen.net/s/nb5zzzsjdf/hpc-datasheet-sc23-h200-datasheet-3002446
 CARDS = {
-    "A100": Card("A100 80GB SXM", {"bf16": 312, "tf32": 156, "fp32": 19.5}, 2039, 32),
-    "4090": Card("RTX 4090", {"bf16": 165.2, "tf32": 82.6, "fp8": 330.3, "fp32": 82.6}, 1008, 32),
-    "5090": Card("RTX 5090", {"bf16": 209.5, "tf32": 104.8, "fp8": 419, "fp32": 104.8}, 1792, 64),
-    "H100": Card("H100 SXM", {"bf16": 989.4, "tf32": 494.7, "fp8": 1978.9, "fp32": 67}, 3350, 64),
-    "H200": Card("H200", {"bf16": 989.4, "tf32": 494.7, "fp8": 1978.9, "fp32": 67}, 4800, 64),
+    "A100": Card("A100 80GB SXM", {"bf16": 312, "fp32": 19.5}, 2039, 32),
+    "4090": Card("RTX 4090", {"bf16": 165.2, "fp8": 330.3, "fp32": 82.6}, 1008, 32),
+    "5090": Card("RTX 5090", {"bf16": 209.5, "fp8": 419, "fp32": 104.8}, 1792, 64),
+    "H100": Card("H100 SXM", {"bf16": 989.4, "fp8": 1978.9, "fp32": 67}, 3350, 64),
+    "H200": Card("H200", {"bf16": 989.4, "fp8": 1978.9, "fp32": 67}, 4800, 64),
 }
 # Of the host of an H200, by whether blocks are compiled: FLUX.1's step took 0.936 and 0.561 s (docs/benchmarks.md) for
 # 19,481 and 8,393 operations as they are counted here; fewer of the compiled ones are fused in reality. A simple
@@ -143,12 +138,9 @@ CARDS = {
 _LAUNCH_SECONDS = {False: 48e-6, True: 67e-6}
 _MORE = 2  # blocks, of which a pair is made
 _DTYPES = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8", torch.bfloat16: "bf16", torch.float16: "bf16"}
-_COUNTS = {"done_tflop": "10.0f", "moved_gib": "9.0f", "launches": "8d", "host_s": "6.2f", "kernels_s": "9.2f"}
-_COLUMNS = {"case": "<36", **_COUNTS, "predicted_s": "11.2f", **dict.fromkeys(CARDS, "7.3f")}
-_COLUMNS |= dict.fromkeys(_KINDS, "9.0%")
-_COLUMNS["measured_s"] = "10.3f"
-_LADDER_COLUMNS = {"case": "<44", "done_tflop": "10.1f", "moved_gib": "9.1f", "launches": "8d"}
-_LADDER_COLUMNS |= {"tokens_per_s": "12,.0f", "mfu": "5.0%", "tokens_per_s_of_host": "20,.0f"}
+_COLUMNS = {"case": "<36", "done_tflop": "10.0f", "moved_gib": "9.0f", "launches": "8d", "host_s": "6.2f"}
+_COLUMNS |= {"kernels_s": "9.2f", "predicted_s": "11.2f", **dict.fromkeys(CARDS, "7.3f")}
+_COLUMNS |= {**dict.fromkeys(_KINDS, "9.0%"), "measured_s": "10.3f"}
 _OVERWRITES = {"copy_", "fill_", "zero_", "normal_", "uniform_"}  # write their first argument and do not read it
 
 
@@ -296,57 +288,20 @@ def walk(case: StepCase, blocks: tuple[int, ...]) -> tuple[list[Operation], set[
 
     That is the copies of its inputs, the graph, and what follows it. See ``device_processes``.
     """
-    traced = replace(case, graph=False)
-    if case.compiled:
-        traced = replace(traced, more=(*case.more, ("accelerate", "dynamo_backend", "eager")))
-    inside = [0, 0]
-
-    def build() -> Step:
-        step = Step(traced, torch.device("cuda"), depth=blocks)
-        backward = step.backward
-
-        def counted() -> Tensor:
-            inside[0] = len(_process_trace().operations)
-            try:
-                return backward()
-            finally:
-                inside[1] = len(_process_trace().operations)
-
-        step.backward = counted  # type: ignore[method-assign]
-        return step
-
-    _, operations, living = _second_step(build)
-    before, after = inside
-    inputs = sum(op.cost.kind == "link" for op in operations[before:after])
-    outside = [op.cost.name for op in (*operations[:before], *operations[after:])]
+    launches = _process_trace()
+    launches.operations, launches.on = [], False
+    with tracing(launches):
+        step = Step(replace(case, graph=False, backend="eager"), torch.device("cuda"), depth=blocks)
+        step.loss()
+        launches.on = True
+        step.backward()
+        captured = len(launches.operations)
+        step.update()
+    operations, living = launches.operations, launches.living()
+    inputs = sum(op.cost.kind == "link" for op in operations[:captured])
+    outside = [op.cost.name for op in operations[captured:]]
     calls = sum(1 for _ in itertools.groupby(outside))  # one of foreach, which fake tensors take apart
     return operations, living, inputs + 1 + calls
-
-
-def walk_rung(model: str, rung: Rung) -> Counter[Cost]:
-    """Return what a step of a language model's rung costs; in a process of ``device_processes``."""
-    eager = replace(rung, compiled=False)
-    with kernels_of(rung):
-        _, operations, living = _second_step(lambda: build_rung(model, eager, torch.device("cuda")))
-    costs = fused(operations, living) if rung.compiled else Counter(op.cost for op in operations)
-    if rung.tf32:
-        costs = Counter({cost._replace(dtype="tf32") if cost.dtype == "fp32" else cost: n for cost, n in costs.items()})
-    return costs
-
-
-def _second_step(build_step: Callable[[], Any]) -> tuple[Any, list[Operation], set[int]]:
-    """Return what is built, its second step's operations, and the storages that outlive it."""
-    launches = _process_trace()
-    launches.operations = []
-    try:
-        with tracing(launches):
-            step = build_step()
-            step.loss()
-            launches.on = True
-            step.loss()
-    finally:
-        launches.on = False
-    return step, launches.operations, launches.living()
 
 
 class Counted(NamedTuple):
@@ -377,10 +332,10 @@ def count(case: StepCase) -> Counted:
     return Counted(found, walks[0][2] if case.graph else sum(found.values()))
 
 
-def row(case: StepCase, counted: Counted, card: str, efficiency: float) -> dict[str, Any]:
+def row(case: StepCase, counted: Counted, card: str) -> dict[str, Any]:
     """Return what a table and the JSON say of ``case``; prediction and shares are those of ``card``."""
-    costs, shares = counted.costs, {**PUBLISHED, "products": efficiency, "attention": efficiency}
-    every = {name: each.step(costs, shares) for name, each in CARDS.items()}
+    costs = counted.costs
+    every = {name: each.step(costs) for name, each in CARDS.items()}
     seconds = {name: sum(parts.values()) for name, parts in every.items()}
     host = counted.launches * _LAUNCH_SECONDS[case.compiled and not case.graph]
     kernels = sum(CARDS[card].step(costs, ACHIEVED).values())
@@ -398,22 +353,6 @@ def row(case: StepCase, counted: Counted, card: str, efficiency: float) -> dict[
     }
 
 
-def ladder_row(model: str, rung: Rung, costs: Counter[Cost], card: Card, efficiency: float) -> dict[str, Any]:
-    """Return what a rung of a ladder needs."""
-    tokens, launches = rung.batch * context_of(config_of(model, tiny=False)), sum(costs.values())
-    shares = {**PUBLISHED, "products": efficiency, "attention": efficiency}
-    speed = tokens / sum(card.step(costs, shares).values())
-    return {
-        "case": f"{model}, {rung.step}, {rung.who}",
-        "done_tflop": sum(n * cost.flops for cost, n in costs.items()) / 1e12,
-        "moved_gib": sum(n * cost.bytes for cost, n in costs.items()) / GIB,
-        "launches": launches,
-        "tokens_per_s": speed,
-        "mfu": speed * flops_of(model) / (card.rates["bf16"] * 1e12),
-        "tokens_per_s_of_host": tokens / (launches * _LAUNCH_SECONDS[rung.compiled]),
-    }
-
-
 def cases() -> list[StepCase]:
     """Return the steps of bench/gpu.py that are counted."""
     ways: list[dict[str, bool]] = [{}, {"compiled": True}, {"compiled": True, "graph": True}]
@@ -421,41 +360,24 @@ def cases() -> list[StepCase]:
     return found + [each for case in FASTEST for each in (replace(case, graph=False), case)]
 
 
-def chosen(only: str | None) -> list[StepCase]:
-    """Return the cases of the table."""
-    found = [case for case in cases() if only is None or only in case.name()]
-    if not found:
-        raise UserError(f"--only: no case's name holds {only!r}; leave it out to see the names")
-    return found
-
-
 @exit_on_user_error
 def main() -> None:
     """Count the cases, and print what each card needs for them."""
     parser = benchmark_parser(__doc__)
-    parser.add_argument("--only", help="the cases whose name holds this text (default: all)")
+    parser.add_argument("--only", default="", help="the cases whose name holds this text (default: all)")
     parser.add_argument("--card", choices=CARDS, default="H100", help="of prediction and shares (%(default)s)")
-    parser.add_argument("--efficiency", type=float, default=1.0, help="of published rates, that products reach")
     parser.add_argument("--measured", type=Path, help="JSON of bench/gpu.py, whose step times are listed beside")
-    parser.add_argument("--ladder", action="store_true", help="count language models instead; --only names one")
     options = parser.parse_args()
-    if options.ladder:
-        table = Table(_LADDER_COLUMNS)
-        named = [(m, rung) for m in LADDERS for rung in rungs(m) if options.only is None or options.only in m]
-        if not named:
-            raise UserError(f"--only: no ladder's model holds {options.only!r}; there are {', '.join(LADDERS)}")
-        with device_processes(2) as pool:
-            for (model, rung), costs in zip(named, pool.map(walk_rung, *zip(*named, strict=True)), strict=True):
-                table.add(ladder_row(model, rung, costs, CARDS[options.card], options.efficiency))
-    else:
-        table, every = Table(_COLUMNS), chosen(options.only)
-        rows = read_json(options.measured)["rows"] if options.measured else []
-        measured = {row["case"]: {"measured_s": row["step_s"]} for row in rows if "step_s" in row}
-        with device_processes(2) as pool:
-            found = {case: pool.submit(count, case) for case in every}
-            for case in every:
-                counted = row(case, found[case].result(), options.card, options.efficiency)
-                table.add(counted | measured.get(case.name(), {}))
+    every = [case for case in cases() if options.only in case.name()]
+    if not every:
+        raise UserError(f"--only: no case's name holds {options.only!r}; leave it out to see the names")
+    rows = read_json(options.measured)["rows"] if options.measured else []
+    measured = {row["case"]: {"measured_s": row["step_s"]} for row in rows if "step_s" in row}
+    table = Table(_COLUMNS)
+    with device_processes(2) as pool:
+        found = {case: pool.submit(count, case) for case in every}
+        for case in every:
+            table.add(row(case, found[case].result(), options.card) | measured.get(case.name(), {}))
     finish(table.rows, {}, options.json, "none: counted")
 
 

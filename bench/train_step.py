@@ -29,7 +29,6 @@ import torch
 from bench.families import (
     FAMILIES,
     FEW_BLOCKS,
-    RANK,
     LoraStep,
     Sizes,
     build_transformer,
@@ -47,9 +46,7 @@ TRAINERS, DTYPES = ("tandem", "peft"), ("bf16", "fp32", "fp8")
 ALONE = ("cast", "tensor", "row", "int8_row", "int8_convrot", "nvfp4")
 
 
-def build_step(
-    trainer: str, family_name: str, sizes: Sizes, dtype: str, checkpointing: bool, rank: int = RANK
-) -> LoraStep:
+def build_step(trainer: str, family_name: str, sizes: Sizes, dtype: str, checkpointing: bool) -> LoraStep:
     """Load a case.
 
     Args:
@@ -63,9 +60,9 @@ def build_step(
         family_class(family_name).optimise_forward(transformer)
         if dtype not in ("bf16", "fp32"):  # as training on a CPU does, computing in bf16
             quantize_model(transformer, Recipe(scheme_named("block64" if dtype == "fp8" else dtype)))
-        trained = tandem_network(family_name, transformer, rank).parameters()
+        trained = tandem_network(family_name, transformer).parameters()
     else:
-        trained = peft_lora(family_name, transformer, rank, fp8_cast=dtype == "fp8")
+        trained = peft_lora(family_name, transformer, fp8_cast=dtype == "fp8")
     if checkpointing:
         transformer.enable_gradient_checkpointing()
     return LoraStep(transformer, trained, inputs, autocast)

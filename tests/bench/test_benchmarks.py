@@ -11,15 +11,12 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, dequantize
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 import bench.gpu as gpu
-import bench.llm_ladder as llm_ladder
 import bench.train_step as train_step
 from bench.card_kernels import kernels
 from bench.card_step import StepCase, measured, published_depths, relative_error
-from bench.families import FAMILIES, Sizes, build_transformer, call_transformer
+from bench.families import FAMILIES, Sizes, build_transformer
 from bench.measure import Children, Job, finish, measure, measure_memory, measure_time, reason
 from bench.served_formats import as_q4_1
 from library.precision.linear import QuantizedLinear
@@ -65,8 +62,8 @@ def fp8_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def test_steps_are_timed_in_a_process_of_their_own() -> None:
-    case = (train_step.build_step, ("tandem", "qwen_image", TINY_QWEN, "bf16", False, 4))
-    row = measure({"tandem": case}, rounds=3, memory_processes=0)["tandem"]
+    case = (train_step.build_step, ("tandem", "qwen_image", TINY_QWEN, "bf16", False))
+    row = measure({"tandem": case}, rounds=3, memory=False)["tandem"]
     assert row["step_s"] >= row["step_min_s"] > 0
 
 
@@ -98,30 +95,6 @@ def test_ratios_are_the_worst_and_keep_quantised_bases_apart() -> None:
         "time_over_bf16_int8_row": 3.0,
         "memory_over_bf16_int8_row": 1.5,
     }
-
-
-def test_step_flops_are_those_of_the_published_count() -> None:
-    # 11.3 billion weights of FLUX.1's blocks see 4608 tokens; doubles count twice but see a part of the tokens each
-    linear, attention = FAMILIES["flux"].forward_flops()
-    assert linear == 2 * 12 * 3072**2 * 4608 * 57
-    assert attention == 4 * 4608**2 * 3072 * 57
-    # Qwen-Image's 60 blocks have the same layers for each token, once for text and once for images
-    assert FAMILIES["qwen_image"].forward_flops()[0] == 2 * 12 * 3072**2 * 4608 * 60
-    assert FAMILIES["flux"].step_flops() / 1e12 == pytest.approx(164, abs=0.5)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_forward_flops_are_those_that_torch_counts(family: str) -> None:
-    sizes = Sizes(width=512, blocks=(3,) * len(FAMILIES[family].blocks), image_sides=(16, 16), text_tokens=64)
-    inputs = train_step.example_inputs(family, sizes, torch.device("cpu"))
-    transformer = build_transformer(family, sizes, torch.float32)
-    # attention as plain products, which torch counts on a CPU
-    with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-        call_transformer(transformer, inputs)
-    counts = counter.get_flop_counts()
-    blocks = [name for name in counts if name.count(".") == 2 and name.rpartition(".")[2].isdigit()]
-    # modulations, which torch counts too, see one vector a sample instead of its 320 tokens
-    assert sum(sum(counts[name].values()) for name in blocks) == pytest.approx(sum(sizes.forward_flops()), rel=0.01)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -182,7 +155,6 @@ def test_models_have_their_published_depths() -> None:
 
 def test_kernels_alone_are_near_fp32() -> None:
     rows = {row["case"]: row for row in kernels(True, CPU)}
-    assert rows["bf16 matrix products"]["rate"] > 0
     rounded = {
         "product row, quantised": 0.05,
         "product int8_row, quantised": 0.05,
@@ -206,7 +178,7 @@ def test_every_job_has_a_name_and_every_check_a_reference() -> None:
 
 
 def test_a_check_is_right_within_its_limit_and_waits_for_its_reference() -> None:
-    report, (check, *_) = gpu.Report(tiny=True), gpu.checks()
+    report, (check, *_) = gpu.Report(), gpu.checks()
     one, other = np.ones(4, np.float32), np.array([1, 1, 1, 1 + check.limit * 4], np.float32)
     report.add({"case": check.job_name(), "losses": [1.0, 2.0], "gradients": one})
     assert report.complete() == []
@@ -225,18 +197,16 @@ def test_a_check_is_right_within_its_limit_and_waits_for_its_reference() -> None
 
 
 def test_steps_are_set_beside_peft_and_the_goals() -> None:
-    report = gpu.Report(tiny=False)
-    report.add({"case": "", "rate": 1e15})
+    report = gpu.Report()
     report.add({"case": f"{gpu.FLUX.name()}, counting", "counted_gib": 24.5})
     report.add({"case": gpu.FLUX.name(), "step_s": 1.0, "losses": [1.0], "gradients": np.ones(1)})
     report.add({"case": "flux, row", "step_s": 0.9, "losses": [1.1], "gradients": np.ones(1)})
     report.add({"case": gpu.PEFT, "step_s": 2.0})
     rows = {row["case"]: row for row in report.complete()}
     assert rows[gpu.FLUX.name()]["counted_gib"] == 24.5
-    assert rows[gpu.FLUX.name()]["mfu"] == pytest.approx(0.164, abs=5e-4)  # 164 TFLOP
     assert rows["flux, row"]["loss_error"] == pytest.approx(0.1)
     found = gpu.ratios([*rows.values()])
-    assert (found["fp8_over_bf16_eager"], found["bf16_eager_over_peft"]) == (0.9, 0.5)
+    assert found == {"fp8_over_bf16_eager": 0.9, "bf16_over_peft_eager": 0.5}
 
 
 @pytest.mark.slow
@@ -258,16 +228,13 @@ def test_the_gpu_benchmark_reports_failures_as_rows(tmp_path: Path, capsys: pyte
     assert "flux, bf16" in capsys.readouterr().out
     late = gpu.run([part._replace(jobs=[good])], Children("cpu", minutes=0), tiny=True)
     assert late[0]["error"] == "left out: the time was up"
-    alone = Children("cpu", minutes=4)
-    alone.method = "spawn"
-    assert alone.rows(good)[0]["step_s"] > 0
     finish(rows, gpu.ratios(rows), tmp_path / "r.json")
     assert json.loads((tmp_path / "r.json").read_text()).keys() == {"machine", "commit", "rows", "ratios"}
 
 
 def test_a_case_that_takes_too_long_is_stopped() -> None:
     children = Children("cpu", minutes=2)
-    rows = children.rows(Job("slow", llm_ladder.climb, ("gpt2-124m", True), seconds=1))
+    rows = children.rows(Job("slow", measured, (gpu.FLUX, 1000, 1, True, ()), seconds=1))
     assert rows[-1] == {"error": "stopped after 1 s"}
     assert not multiprocessing.active_children()
 

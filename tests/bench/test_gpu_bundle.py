@@ -21,7 +21,7 @@ import importlib.metadata, json, sys
 import torch
 import bench.gpu as gpu
 names = ["flux, bf16", "flux, row", "qwen_image, bf16, compiled, graph", "flux, bf16, diffusers + peft", "kernels"]
-names += ["flux, block64", "seam, trained on fp8", "gpt2-124m"]
+names.append("seam, trained on fp8")
 jobs = [job for part in gpu.parts(tiny=True) for job in part.jobs if job.name in names]
 assert len(jobs) == len(names)
 rows = [row for job in jobs for row in job.rows(*job.arguments, torch.device("cpu"))]

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import bench.gpu as gpu
 import bench.llm_generate as llm_generate
-import bench.llm_ladder as llm_ladder
 from bench.llm_train import SIZES, WHO, build, build_step
 from library.models.llm.files import export_hf
 from library.models.llm.model import TransformerLM
@@ -78,43 +76,3 @@ def test_a_token_reads_all_weights_but_the_embedding(tmp_path: Path) -> None:
     export_hf(model, tmp_path)
     loaded = load_language_model(tmp_path, "bf16", False)
     assert llm_generate.bytes_read(loaded) == 2 * sum(parameter.numel() for parameter in model.parameters())
-
-
-@pytest.mark.parametrize(
-    "model", [pytest.param(m, marks=pytest.mark.slow if m.startswith("gpt2") else ()) for m in llm_ladder.LADDERS]
-)
-def test_the_ladder_climbs_to_the_top_with_the_peer_beside_flash(model: str) -> None:
-    precision = torch.get_float32_matmul_precision()
-    rows = list(llm_ladder.climb(model, True, torch.device("cpu")))
-    assert [row.get("error") for row in rows] == [None] * len(rows)
-    steps = ["textbook", "blocks", "TF32", "bf16", "SDPA flash", "SDPA flash", "compile", "fused AdamW", "batch 2"]
-    if model == "gpt2-124m":  # 50257 tokens; Llama's 128256 are a multiple of 64
-        steps.insert(-1, "padded vocabulary")
-    assert [row["step"] for row in rows] == steps
-    assert [row["step"] for row in rows if row["who"] == "transformers"] == ["SDPA flash"]
-    last = rows[-1]
-    assert all(last[name] for name in ("tf32", "bf16", "flash", "compiled", "fused"))
-    assert torch.get_float32_matmul_precision() == precision
-    # 6 operations a weight and token, and 12 * layers * width * context for attention, of the unpadded model
-    config = llm_ladder.config_of(model, tiny=True)
-    matrices = {"gpt2-124m": 2 * 12 * 64 * 64, "llama3.2-1b": 2 * (64 * 128 + 64 * 64 + 3 * 64 * 128)}[model]
-    needed = 6 * (matrices + config.vocab_size * 64) + 12 * 2 * 64 * 32
-    for row in rows:
-        assert row["tokens_per_s"] == pytest.approx(row["batch"] * 32 / row["step_s"])
-        assert row["flops_per_s"] == pytest.approx(row["tokens_per_s"] * needed)
-
-
-def test_ladders_are_compared_where_transformers_stands() -> None:
-    row = {"case": "", "model": "gpt2-124m", "who": "tandem", "step_s": 1.0, "peak_gib": 2.0}
-    rows = [
-        row | {"step": "textbook", "tokens_per_s": 10.0, "who": "textbook"},
-        row | {"step": "SDPA flash", "tokens_per_s": 60.0},
-        row | {"step": "SDPA flash", "tokens_per_s": 40.0, "who": "transformers", "peak_gib": 4.0},
-        {"case": "", "model": "gpt2-124m", "who": "tandem", "step": "compile", "error": "out of memory"},
-    ]
-    found = gpu.ratios(rows)
-    assert found == {
-        "gpt2-124m_speed_over_transformers": 1.5,
-        "gpt2-124m_memory_over_transformers": 0.5,
-        "gpt2-124m_speed_over_textbook": 6.0,
-    }

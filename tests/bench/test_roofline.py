@@ -20,8 +20,7 @@ from bench import roofline
 from bench.card_step import StepCase
 from bench.families import FAMILIES
 from bench.gpu import FLUX, FP8
-from bench.llm_ladder import rungs
-from bench.roofline import ACHIEVED, PUBLISHED, Card, Cost, Counted, Operation, count, fused, walk, walk_rung
+from bench.roofline import ACHIEVED, PUBLISHED, Card, Cost, Counted, Operation, count, fused, walk
 from library.training.memory.trace import tracing
 from tests.cuda.device import FakeDevice
 
@@ -238,25 +237,3 @@ def test_without_a_compiler_it_says_so(
     text = capsys.readouterr().err.strip()
     assert "no C++ compiler" in text
     assert "\n" not in text
-
-
-@pytest.mark.slow
-def test_a_ladders_steps_need_what_the_paper_counts(device: FakeDevice) -> None:
-    """6 FLOPs a weight and token, and 12 * layers * width * context for attention (arXiv 2204.02311, appendix B)."""
-    matrices, tokens = 12 * 12 * 768**2 + 50257 * 768, 8 * 1024
-    needed = tokens * (6 * matrices + 12 * 12 * 768 * 1024)
-    by_step = {rung.step: rung for rung in rungs("gpt2-124m")}
-    steps = ("textbook", "blocks", "TF32", "SDPA flash", "compile")
-    walks = {step: device.submit(walk_rung, "gpt2-124m", by_step[step]) for step in steps}
-    costs = {step: walk.result() for step, walk in walks.items()}
-    for step in ("textbook", "blocks", "TF32"):  # attention in full; flash computes its scores once more
-        assert sum(n * cost.flops for cost, n in costs[step].items()) == pytest.approx(needed, rel=0.01)
-    h100 = roofline.CARDS["H100"]
-    seconds = {step: sum(h100.step(own).values()) for step, own in costs.items()}
-    moved = {step: sum(n * cost.bytes for cost, n in own.items()) for step, own in costs.items()}
-    assert seconds["blocks"] > tokens * 6 * matrices / 67e12  # fp32 is not on tensor cores
-    assert seconds["TF32"] < seconds["blocks"] - tokens * 6 * matrices * (1 / 67e12 - 1 / 494.7e12) * 0.9
-    scores = 8 * 12 * 1024**2 * 12 * 2  # of all layers in bf16
-    assert moved["SDPA flash"] < moved["TF32"] - 4 * scores
-    assert moved["compile"] < moved["SDPA flash"]
-    assert sum(costs["compile"].values()) < sum(costs["SDPA flash"].values()) / 2

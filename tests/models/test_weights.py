@@ -20,6 +20,9 @@ from library.errors import UserError
 from library.models.flux.files import FLUX_KEYS, FLUX_NORMS
 from library.models.flux.vae import FluxImageEncoder
 from library.models.layer_names import original_key_map
+from library.models.llm.files import export_hf
+from library.models.llm.model import TransformerLM
+from library.models.llm.spec import llama
 from library.models.weights import identity_map, load_into
 from library.precision.checkpoint import WeightFiles
 from library.safetensors_io import RowRange
@@ -204,15 +207,24 @@ def test_what_holds_no_weights_is_refused(linear_file: Path, tmp_path: Path) -> 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
 def test_loading_peaks_at_one_models_size(tmp_path: Path) -> None:
     """A model of about 120 MB in bf16: what loading adds to the process, over the model's size."""
+    model = TransformerLM(llama(1024, 6, 16, 4, 2048, vocab_size=8192)).initialise()
+    export_hf(model, tmp_path, torch.bfloat16)
     script = f"""
 import json
-from pathlib import Path
 import torch
-from bench.loading import load_lm, llama, measure, write_model
-folder = Path({str(tmp_path)!r})
-write_model(folder, llama(1024, 6, 16, 4, 2048, vocab_size=8192))
-print(json.dumps([measure(lambda _: {{0: lambda: load_lm(folder / "one", dtype)}}, 0, folder)
-                  for dtype in (torch.bfloat16, torch.float32)]))
+from bench.measure import reset_peak, resident
+from library.models.llm.files import load_lm
+rows = []
+for dtype in (torch.bfloat16, torch.float32):
+    before = resident("VmRSS")
+    reset_peak()
+    weights = [*load_lm({str(tmp_path)!r}, dtype).parameters()]
+    for weight in weights:
+        weight.detach().view(-1).view(torch.uint8)[::4096].sum()  # a mapped page counts once touched
+    size = sum(weight.nbytes for weight in weights)
+    rows.append({{"model_bytes": size, "peak_over_model": (resident("VmHWM") - before) / size}})
+    del weights, weight
+print(json.dumps(rows))
 """
     done = run_code(script, [], ROOT)
     assert done.returncode == 0, done.stderr

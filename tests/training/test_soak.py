@@ -7,17 +7,16 @@ are noted beside the step; the second quarter is compared with the last.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 
 import psutil
 import pytest
 
-from bench.measure import watched
 from library.config import load_config
 from tests.runs import arguments, write_base, write_dataset
 from train_lora import train
@@ -65,8 +64,20 @@ def soak(folder: Path, steps: int) -> list[Reading]:
         "validate_every_n_steps": max(steps // 20, 1),
         "learning_rate": 1e-4,
     }
-    with watched(partial(read_process, folder / "output"), _SECONDS) as readings:
+    readings: list[Reading] = []
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_SECONDS):
+            readings.append(read_process(folder / "output"))
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
         train(load_config(arguments(base, data, folder / "output", **settings)))
+    finally:
+        over.set()
+        thread.join()
     return [reading for reading in readings if reading.step > 0]
 
 

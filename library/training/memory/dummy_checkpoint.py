@@ -105,17 +105,16 @@ def write_specs(path: Path, specs: TensorSpecs, metadata: Mapping[str, str] | No
         file.truncate(8 + len(text) + at)
 
 
-def write_dataset(folder: Path, conditioning: ConditionKind = "none", side: int = 1024, batch: int = 1) -> Path:
-    """Write grey images with captions, as many as a batch has, and what they are conditioned on; return the TOML."""
+def write_dataset(folder: Path, conditioning: ConditionKind = "none", side: int = 1024) -> Path:
+    """Write a grey image with a caption, and what it is conditioned on; return the TOML."""
     given = {"none": "", "fill": 'inpaint_masks = ["rectangles"]', "references": 'control_directory = "controls"'}
     for name in ("images", *(["controls"] if conditioning == "references" else [])):
         (folder / name).mkdir(parents=True, exist_ok=True)
-        for i in range(batch):
-            Image.new("RGB", (side, side), (i, 127, 127)).save(folder / name / f"{i}.png")
-            (folder / "images" / f"{i}.txt").write_text(_CAPTION, encoding="utf-8")
+        Image.new("RGB", (side, side), (0, 127, 127)).save(folder / name / "0.png")
+    (folder / "images" / "0.txt").write_text(_CAPTION, encoding="utf-8")
     toml = folder / "dataset.toml"
     toml.write_text(
-        f'[general]\ncaption_extension = ".txt"\n[[datasets]]\nresolution = {side}\nbatch_size = {batch}\n'
+        f'[general]\ncaption_extension = ".txt"\n[[datasets]]\nresolution = {side}\nbatch_size = 1\n'
         f'[[datasets.subsets]]\nimage_dir = "images"\n{given[conditioning]}\n',
         encoding="utf-8",
     )
