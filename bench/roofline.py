@@ -160,7 +160,7 @@ class LaunchTrace(MemoryTrace):
             self._note(operation, args, kwargs or {}, result)
         return result
 
-    def living(self) -> set[int]:
+    def living_storages(self) -> set[int]:
         """Return the storages that live, as pieces name them."""
         return set(self._serials.values())
 
@@ -297,7 +297,7 @@ def walk(case: StepCase, blocks: tuple[int, ...]) -> tuple[list[Operation], set[
         step.backward()
         captured = len(launches.operations)
         step.update()
-    operations, living = launches.operations, launches.living()
+    operations, living = launches.operations, launches.living_storages()
     inputs = sum(op.cost.kind == "link" for op in operations[:captured])
     outside = [op.cost.name for op in operations[captured:]]
     calls = sum(1 for _ in itertools.groupby(outside))  # one of foreach, which fake tensors take apart
