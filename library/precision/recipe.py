@@ -33,7 +33,7 @@ from library.errors import UserError, did_you_mean, error_prefix
 from library.precision.activations import round_inputs, roundings
 from library.precision.checkpoint import QuantizedFile, ServedInput
 from library.precision.files.base import QuantizedWeight, ReadOnlyScheme, Scheme
-from library.precision.files.fp8 import Fp8Scheme, Fp8Weight, device_has_fp8_matmul, loaded_scheme
+from library.precision.files.fp8 import Fp8Scheme, Fp8Weight, loaded_scheme
 from library.precision.files.int8 import Int8Scheme
 from library.precision.files.nvfp4 import Nvfp4Scheme
 from library.precision.fp8_numbers import E4M3FN, FP8_DTYPES, Fp8Format, format_named
@@ -310,12 +310,11 @@ def plan_base(config: PrecisionConfig, layout: QuantizedFile | None, seed: int, 
     Raises:
         UserError: the device has no such products, or an option has no effect on this file.
     """
-    if config.quantised_compute == "quantised" and not device_has_fp8_matmul(device):
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-        raise UserError(
-            f"quantised_compute: products in fp8 need an Ada, Hopper or newer GPU, which {name} is not; "
-            'use "auto" or "dequant"'
-        )
+    recipe = None if layout else transformer_recipe(config, seed)
+    if config.quantised_compute == "quantised":
+        schemes = [stored.scheme for stored in layout.weights.values()] if layout else [recipe.scheme] if recipe else []
+        for lacking in filter(None, (scheme.lacking(device) for scheme in schemes)):
+            raise UserError(f'quantised_compute: {lacking}; use "auto" or "dequant"')
     activations = None if config.quantised_activations == "none" else config.quantised_activations
     # rounded once, where the server rounds
     compute = "dequant" if activations and config.quantised_compute == "auto" else config.quantised_compute
@@ -329,7 +328,7 @@ def plan_base(config: PrecisionConfig, layout: QuantizedFile | None, seed: int, 
                 f"quantised_activations = {activations}: is read from a quantised file, and this base is quantised "
                 "as it is loaded; train on the file, or name the server's rounding (row, unit, ...)"
             )
-        return WeightLoader(transformer_recipe(config, seed), compute, activations)
+        return WeightLoader(recipe, compute, activations)
     unused = ("fp8_scaled", "fp8_format", "fp8_exclude", "fp8_exclude_patterns", "fp8_rounding")
     for key in unused:
         if key in config.model_fields_set and (key != "fp8_scaled" or config.fp8_scaled):

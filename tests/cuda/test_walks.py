@@ -39,10 +39,10 @@ RUNS: dict[str, dict[str, Any]] = {
         "flags": ["--gradient_checkpointing", "--activation_budget_mb", "500"],
     },
     "qwen_image_edit_plus": {"model_type": "qwen_image_edit_plus", "flags": ["--gradient_checkpointing"]},
-    "qwen_image_21, int8 with ConvRot, a batch of two, compiled, sampled": {
+    "qwen_image_21, products in int8 with ConvRot, a batch of two, compiled, sampled": {
         "model_type": "qwen_image_21", "file": "int8_convrot", "batch": 2,
         "flags": ["--gradient_checkpointing", "--torch_compile", "--dynamo_backend", "aot_eager",
-                  "--sample_prompts", "PROMPTS"],
+                  "--quantised_compute", "quantised", "--sample_prompts", "PROMPTS"],
     },
     "qwen_image_21_edit, blocks swapped": {
         "model_type": "qwen_image_21_edit", "blocks": 3, "flags": ["--blocks_to_swap", "1", "--gradient_checkpointing"],

@@ -182,6 +182,10 @@ class Scheme(ABC):
     def describe(self) -> str:
         """Return it in words."""
 
+    def lacking(self, device: torch.device) -> str | None:
+        """Return what ``device`` or this environment lacks to multiply such weights as they are stored, in words."""
+        return None
+
     def fitting(self, shape: Sequence[int]) -> Scheme | None:
         """Return the scheme for a weight of ``shape``, which may be coarser; None if it stays in high precision."""
         return self
@@ -392,6 +396,11 @@ class StoredReadOnly(StoredWeight):
 
 
 # --- for formats ---------------------------------------------------------------------------------------------------
+
+
+def named(device: torch.device) -> str:
+    """Return what people call ``device``."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
 
 
 def cached_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:

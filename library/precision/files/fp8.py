@@ -55,6 +55,7 @@ from library.precision.files.base import (
     QuantizedWeight,
     Scheme,
     StoredWeight,
+    named,
     runs_of,
 )
 from library.precision.files.comfy_quant import comfy_layers
@@ -209,6 +210,12 @@ class Fp8Scheme(Scheme):
         words = {"cast": "plain cast", "tensor": "one scale a tensor", "row": "a scale a row"}
         scales = words.get(self.granularity) or f"a scale per {block_size(self.granularity)} inputs"
         return f"{self.fp8.name}, {scales}"
+
+    def lacking(self, device: torch.device) -> str | None:
+        """Return that it is no card with fp8."""
+        if device_has_fp8_matmul(device):
+            return None
+        return f"products in fp8 need an Ada, Hopper or newer GPU, which {named(device)} is not"
 
     def fitting(self, shape: Sequence[int]) -> Fp8Scheme:
         """Return the scheme, with rows where blocks do not divide the inputs (as musubi-tuner does)."""

@@ -25,14 +25,17 @@ Layers whose inputs no run of 256 divides get runs of 64 or 16, which ComfyUI re
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
-from library.precision.files.base import QuantizedWeight, Scheme, StoredWeight, cached_tensor
+from library.precision.files.base import QuantizedWeight, Scheme, StoredWeight, cached_tensor, named
 from library.precision.files.comfy_quant import ComfyLayer, StoredComfyWeight, comfy_layers, new_fields
 from library.precision.files.cut_weight import CutWeight, scale_of_rows
 from library.precision.files.file_tensors import FileTensors
@@ -45,6 +48,11 @@ _GROUPS = (256, 64, 16)
 _SCALE_DTYPES = ("F32", "BF16", "F16")
 _CHUNK = 1 << 16  # numbers dequantised at a time on a CPU; four times as many are faster (2.5 of 3.8 ms for 3072 x
 # 3072) and cost a step 8 MiB, all at once take 20 ms
+_ALIGNMENT = 16  # sides of a weight that comfy-kitchen's kernels take as it is
+# Compute capabilities of cards that are faster in int8 than in bf16 on dequantised weights: A100, RTX 30 and RTX 40. An
+# H200 takes 0.54 ms for an int8 product and 0.46 for bf16's (docs/benchmarks.md), and Blackwell gains some 5 % at most.
+_FASTER = ((8, 0), (8, 6), (8, 9))
+_log = logging.getLogger(__name__)
 _RUNS = 768  # rotated at a time on a CPU: products of one shape, of which oneDNN keeps a kernel each
 
 
@@ -105,6 +113,25 @@ class Int8Weight(CutWeight):
         """Return the same numbers as a weight without rotation."""
         return replace(self, group=0)
 
+    @property
+    def is_operand(self) -> bool:
+        """Whether its sides are aligned."""
+        return all(side % _ALIGNMENT == 0 for side in self.shape)
+
+    def multiplies_on(self, device: torch.device) -> bool:
+        """Whether comfy-kitchen multiplies it on ``device``, a card that gains by it."""
+        faster = _is_nvidia(device) and torch.cuda.get_device_capability(device) in _FASTER
+        return faster and self.is_operand and _has_products(device, self.shape[1], self.group)
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return ``x @ weight.T + bias`` by comfy-kitchen, which rotates ``x`` [n, in] and rounds its rows.
+
+        Dequantised where its kernels fail.
+        """
+        if not _has_products(x.device, self.shape[1], self.group):
+            return torch.nn.functional.linear(self.rotate(x), self.operand(x.dtype), bias)
+        return _product(x, self, bias)
+
 
 @dataclass(frozen=True)
 class Int8Scheme(Scheme):
@@ -129,6 +156,14 @@ class Int8Scheme(Scheme):
         """Return it in words."""
         turned = f", rotated in runs of {self.group}" if self.group else ""
         return f"int8{turned}, {'a scale a row' if self.rows else 'one scale a tensor'}"
+
+    def lacking(self, device: torch.device) -> str | None:
+        """Return that it is no card with int8, or that comfy-kitchen is not installed."""
+        if not _is_nvidia(device) or torch.cuda.get_device_capability(device) < (7, 5):
+            return f"products in int8 need an NVIDIA GPU, Turing or newer, which {named(device)} is not"
+        if not _kitchen_is_there():
+            return "products in int8 need the package comfy-kitchen: pip install comfy-kitchen"
+        return None
 
     def fitting(self, shape: Sequence[int]) -> Int8Scheme:
         """Return the scheme with the largest runs up to its own that divide the inputs, without rotation if none do."""
@@ -249,6 +284,64 @@ def _rotation(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     while len(whole) < size:
         whole = torch.kron(whole, four)
     return whole.to(device, dtype)
+
+
+def _is_nvidia(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None
+
+
+def _product(x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
+    """Return the product by comfy-kitchen's operator; 0, 1 and 2 are its codes of dtypes."""
+    code = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}[x.dtype]
+    return torch.ops.comfy_kitchen.int8_linear(
+        x, weight.values, weight.scale.reshape(-1), bias, code, weight.rotates, weight.group or _GROUPS[0]
+    )
+
+
+@functools.cache
+def _kitchen_is_there() -> bool:
+    """Import comfy-kitchen, which takes a second and makes its operators known, and return whether it is installed."""
+    try:
+        import comfy_kitchen  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+@torch.compiler.assume_constant_result
+def _has_products(device: torch.device, inputs: int, group: int) -> bool:
+    """Return whether comfy-kitchen multiplies weights of so many ``inputs`` on ``device``; found out once, and said.
+
+    In a walk on fake tensors, whose numbers say nothing, it does. Modes, which may count or save what goes by, do not
+    see the trial.
+    """
+    if not _kitchen_is_there():
+        return False
+    if torch._C._len_torch_dispatch_stack() and type(torch.empty(0, device=device)) is not Tensor:
+        return True
+    with _disable_current_modes(), torch.no_grad():
+        return _products_work(device, inputs, group)
+
+
+@functools.cache
+def _products_work(device: torch.device, inputs: int, group: int) -> bool:
+    """Return whether a product of normal numbers is right within 3 %; rounding both sides to int8 costs 1."""
+    try:
+        import comfy_kitchen
+
+        kernels = comfy_kitchen.list_backends()["cuda"]
+        if device.type == "cuda" and "int8_linear" not in kernels["capabilities"]:
+            raise RuntimeError(f"comfy-kitchen has no kernels here ({kernels['unavailable_reason']})")
+        draw = torch.Generator().manual_seed(0)
+        x, high = (torch.randn(64, inputs, generator=draw).bfloat16() for _ in range(2))
+        found = _product(x.to(device), Int8Scheme(group=group).quantize(high).to(device), None)
+        wanted = x.float() @ high.float().T
+        if not (found.float().cpu() - wanted).norm() < 0.03 * wanted.norm():
+            raise RuntimeError("its products are wrong")
+    except Exception as error:
+        _log.warning("int8 weights of %d inputs are dequantised for products on %s: %s", inputs, device, error)
+        return False
+    return True
 
 
 def _is_power_of_four(number: object) -> bool:
