@@ -157,8 +157,8 @@ class PrecisionConfig(Section):
     quantised_compute: Literal["auto", "dequant", "quantised"] = Field(
         "auto",
         description="products with quantised weights: dequantised to the compute dtype; as they are stored, which "
-        "rounds activations too (fp8 alone, on Ada, Hopper or newer, with one scale a tensor or row); "
-        "auto takes these where GPU and weight allow",
+        "rounds activations too (fp8 on Ada, Hopper or newer, with one scale a tensor or row; int8 with comfy-kitchen "
+        "on Turing or newer); auto takes these where GPU and weight allow, int8's on A100, RTX 30 and RTX 40",
     )
     quantised_activations: Literal["none", "auto", "row", "tensor", "unit", "static", "int8", "nvfp4", "mxfp8"] = Field(
         "none",

@@ -20,9 +20,10 @@ columns, so that each gives finished input gradients and none is summed in bf16.
 the cache when it is used) and bounds the extra memory at 8 MiB in bf16. On a GPU kernels want to be large: a FLUX or
 Qwen-Image weight is one chunk.
 
-*As it is stored* (``quantised``), in fp8 on GPUs whose tensor cores have it (``QuantizedWeight.multiplies_on``), at up
-to twice bf16's rate. Activations are then rounded too, row by row with scales of their own (nothing to calibrate). The
-input gradient stays dequantised: made in fp8 it takes longer, as the weight has to be transposed each time.
+*As it is stored* (``quantised``), on GPUs that are faster so (``QuantizedWeight.multiplies_on``): in fp8 where tensor
+cores have it, at up to twice bf16's rate, and in int8 by comfy-kitchen. Activations are then rounded too, row by row
+with scales of their own (nothing to calibrate). The input gradient stays dequantised: made in fp8 it takes longer, as
+the weight has to be transposed each time.
 
 The layer is an ``nn.Linear`` to whoever asks (LoRA, tensor parallelism by type), the weight's values its parameter
 ``weight``, its scales buffers. Moving it moves all; casting it (``model.to(torch.bfloat16)``) changes none, since a

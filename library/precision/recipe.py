@@ -314,7 +314,8 @@ def plan_base(config: PrecisionConfig, layout: QuantizedFile | None, seed: int, 
     if config.quantised_compute == "quantised":
         schemes = [stored.scheme for stored in layout.weights.values()] if layout else [recipe.scheme] if recipe else []
         for lacking in filter(None, (scheme.lacking(device) for scheme in schemes)):
-            raise UserError(f'quantised_compute: {lacking}; use "auto" or "dequant"')
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+            raise UserError(f'quantised_compute: {lacking}; use "auto" or "dequant" on {name}')
     activations = None if config.quantised_activations == "none" else config.quantised_activations
     # rounded once, where the server rounds
     compute = "dequant" if activations and config.quantised_compute == "auto" else config.quantised_compute

@@ -56,7 +56,9 @@ CAPTURED: dict[str, dict[str, Any]] = {
         "flags": ["--fp8_scaled", "--quantised_compute", "quantised", "--fp8_granularity", "row"],
     },
     "z_image, products in int8": {
-        "model_type": "z_image", "file": "int8_convrot", "flags": [*RECOMPUTED, "--quantised_compute", "quantised"],
+        "model_type": "z_image",
+        "file": "int8_convrot",
+        "flags": [*RECOMPUTED, "--quantised_compute", "quantised"],
     },
     "z_image, compiled": {"model_type": "z_image", "flags": COMPILED},
     "z_image, DoRA": {"model_type": "z_image", "flags": [*RECOMPUTED, "--network_type", "dora"]},

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -106,8 +108,12 @@ def _config(
             _keep_two_layers(encoder)
     if file is not None:
         base, flags = _with_file(base, model_type, file, flags)
-    data = write_dataset(folder / "data", family_class(model_type).conditioning, side, batch)
-    of_dataset, subset = data.read_text().split("[[datasets.subsets]]")
+    data = write_dataset(folder / "data", family_class(model_type).conditioning, side)
+    for i, known in itertools.product(range(1, batch), sorted(data.parent.glob("*/0.*"))):
+        shutil.copy(known, known.with_stem(str(i)))
+    of_dataset, subset = (
+        data.read_text().replace("batch_size = 1", f"batch_size = {batch}").split("[[datasets.subsets]]")
+    )
     subset += f"num_repeats = {4 * steps}\n"  # more than are trained on: the end of an epoch is logged
     data.write_text(f"{of_dataset}{dataset_text}[[datasets.subsets]]{subset}")
     return load_config([

@@ -398,11 +398,6 @@ class StoredReadOnly(StoredWeight):
 # --- for formats ---------------------------------------------------------------------------------------------------
 
 
-def named(device: torch.device) -> str:
-    """Return what people call ``device``."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-
-
 def cached_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return ``make``, a function of hashable arguments, with its tensors remembered.
 

@@ -55,7 +55,6 @@ from library.precision.files.base import (
     QuantizedWeight,
     Scheme,
     StoredWeight,
-    named,
     runs_of,
 )
 from library.precision.files.comfy_quant import comfy_layers
@@ -213,9 +212,7 @@ class Fp8Scheme(Scheme):
 
     def lacking(self, device: torch.device) -> str | None:
         """Return that it is no card with fp8."""
-        if device_has_fp8_matmul(device):
-            return None
-        return f"products in fp8 need an Ada, Hopper or newer GPU, which {named(device)} is not"
+        return None if device_has_fp8_matmul(device) else "products in fp8 need an Ada, Hopper or newer GPU"
 
     def fitting(self, shape: Sequence[int]) -> Fp8Scheme:
         """Return the scheme, with rows where blocks do not divide the inputs (as musubi-tuner does)."""

@@ -14,8 +14,9 @@ power of the regular Hadamard matrix of four, over the root of its size:
    -1  1  1  1
 
 so x W' = (x R)(W R)'. A server rotates the inputs, one small product a layer, and multiplies in int8: each row of
-inputs is rounded with its own scale, largest magnitude / 127, the sums are exact in int32. Training does the same with
-the dequantised, still rotated weight: the inputs are rotated, never the weight.
+inputs is rounded with its own scale, largest magnitude / 127, the sums are exact in int32. Training does just that, by
+comfy-kitchen's kernels, on cards that are faster so. On others, and in backward, it multiplies with the dequantised,
+still rotated weight: the inputs are rotated, never the weight.
 
 In a file: ``<layer>.weight`` int8, ``<layer>.weight_scale`` of shape [], [1], [out] or [out, 1], and in ComfyUI's word
 of the layer ``convrot`` and ``convrot_groupsize``, a power of four. Sources: comfy-kitchen (``tensor/int8.py``,
@@ -29,13 +30,15 @@ import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from library.precision.files.base import QuantizedWeight, Scheme, StoredWeight, cached_tensor, named
+from library.precision.files.base import QuantizedWeight, Scheme, StoredWeight, cached_tensor
 from library.precision.files.comfy_quant import ComfyLayer, StoredComfyWeight, comfy_layers, new_fields
 from library.precision.files.cut_weight import CutWeight, scale_of_rows
 from library.precision.files.file_tensors import FileTensors
@@ -48,7 +51,6 @@ _GROUPS = (256, 64, 16)
 _SCALE_DTYPES = ("F32", "BF16", "F16")
 _CHUNK = 1 << 16  # numbers dequantised at a time on a CPU; four times as many are faster (2.5 of 3.8 ms for 3072 x
 # 3072) and cost a step 8 MiB, all at once take 20 ms
-_ALIGNMENT = 16  # sides of a weight that comfy-kitchen's kernels take as it is
 # Compute capabilities of cards that are faster in int8 than in bf16 on dequantised weights: A100, RTX 30 and RTX 40. An
 # H200 takes 0.54 ms for an int8 product and 0.46 for bf16's (docs/benchmarks.md), and Blackwell gains some 5 % at most.
 _FASTER = ((8, 0), (8, 6), (8, 9))
@@ -115,13 +117,12 @@ class Int8Weight(CutWeight):
 
     @property
     def is_operand(self) -> bool:
-        """Whether its sides are aligned."""
-        return all(side % _ALIGNMENT == 0 for side in self.shape)
+        """Whether its sides are aligned, as comfy-kitchen's kernels need them."""
+        return all(side % 16 == 0 for side in self.shape)
 
     def multiplies_on(self, device: torch.device) -> bool:
         """Whether comfy-kitchen multiplies it on ``device``, a card that gains by it."""
-        faster = _is_nvidia(device) and torch.cuda.get_device_capability(device) in _FASTER
-        return faster and self.is_operand and _has_products(device, self.shape[1], self.group)
+        return _capability(device) in _FASTER and self.is_operand and _has_products(device, self.shape[1], self.group)
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return ``x @ weight.T + bias`` by comfy-kitchen, which rotates ``x`` [n, in] and rounds its rows.
@@ -159,11 +160,9 @@ class Int8Scheme(Scheme):
 
     def lacking(self, device: torch.device) -> str | None:
         """Return that it is no card with int8, or that comfy-kitchen is not installed."""
-        if not _is_nvidia(device) or torch.cuda.get_device_capability(device) < (7, 5):
-            return f"products in int8 need an NVIDIA GPU, Turing or newer, which {named(device)} is not"
-        if not _kitchen_is_there():
-            return "products in int8 need the package comfy-kitchen: pip install comfy-kitchen"
-        return None
+        if _capability(device) < (7, 5):
+            return "products in int8 need an NVIDIA GPU, Turing or newer"
+        return None if _kitchen_is_there() else "products in int8 need comfy-kitchen: pip install comfy-kitchen"
 
     def fitting(self, shape: Sequence[int]) -> Int8Scheme:
         """Return the scheme with the largest runs up to its own that divide the inputs, without rotation if none do."""
@@ -286,8 +285,10 @@ def _rotation(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     return whole.to(device, dtype)
 
 
-def _is_nvidia(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of ``device``; (0, 0) of what is no NVIDIA card."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return torch.cuda.get_device_capability(device) if nvidia else (0, 0)
 
 
 def _product(x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
@@ -301,11 +302,7 @@ def _product(x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:
 @functools.cache
 def _kitchen_is_there() -> bool:
     """Import comfy-kitchen, which takes a second and makes its operators known, and return whether it is installed."""
-    try:
-        import comfy_kitchen  # noqa: F401
-    except ImportError:
-        return False
-    return True
+    return find_spec("comfy_kitchen") is not None and bool(import_module("comfy_kitchen"))
 
 
 @torch.compiler.assume_constant_result
@@ -315,17 +312,14 @@ def _has_products(device: torch.device, inputs: int, group: int) -> bool:
     In a walk on fake tensors, whose numbers say nothing, it does. Modes, which may count or save what goes by, do not
     see the trial.
     """
-    if not _kitchen_is_there():
-        return False
-    if torch._C._len_torch_dispatch_stack() and type(torch.empty(0, device=device)) is not Tensor:
-        return True
-    with _disable_current_modes(), torch.no_grad():
-        return _products_work(device, inputs, group)
+    walked = torch._C._len_torch_dispatch_stack() > 0 and type(torch.empty(0, device=device)) is not Tensor
+    with _disable_current_modes():
+        return _kitchen_is_there() and (walked or _products_work(device, inputs, group))
 
 
 @functools.cache
 def _products_work(device: torch.device, inputs: int, group: int) -> bool:
-    """Return whether a product of normal numbers is right within 3 %; rounding both sides to int8 costs 1."""
+    """Return whether a product with normal inputs is right within 3 %; rounding them costs 1."""
     try:
         import comfy_kitchen
 
@@ -333,9 +327,10 @@ def _products_work(device: torch.device, inputs: int, group: int) -> bool:
         if device.type == "cuda" and "int8_linear" not in kernels["capabilities"]:
             raise RuntimeError(f"comfy-kitchen has no kernels here ({kernels['unavailable_reason']})")
         draw = torch.Generator().manual_seed(0)
-        x, high = (torch.randn(64, inputs, generator=draw).bfloat16() for _ in range(2))
-        found = _product(x.to(device), Int8Scheme(group=group).quantize(high).to(device), None)
-        wanted = x.float() @ high.float().T
+        x = torch.randn(64, inputs, generator=draw).bfloat16()
+        values = torch.randint(-127, 128, (64, inputs), generator=draw, dtype=torch.int8)
+        weight = Int8Weight(values, torch.rand(64, 1, generator=draw), group)
+        found, wanted = _product(x.to(device), weight.to(device), None), x.float() @ weight.dequantize(torch.float32).T
         if not (found.float().cpu() - wanted).norm() < 0.03 * wanted.norm():
             raise RuntimeError("its products are wrong")
     except Exception as error:

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from library.errors import UserError
+from library.precision.files import int8
 from library.precision.files.base import StoredWeight
 from library.precision.files.int8 import Int8Scheme, find
+from library.precision.linear import QuantizedLinear
 from tests.precision.files.comfy import (
     MADE,
     SHAPES,
@@ -102,6 +104,61 @@ def test_the_server_rounds_inputs_whatever_the_file_asks_for(tmp_path: Path, sai
     step = x.abs().amax(-1, keepdim=True) / 127
     served = torch.nn.functional.linear(x, made)
     torch.testing.assert_close(served, ((x / step).round() * step) @ made.dequantize().t(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("group", [0, 16, 64, 256])
+@pytest.mark.parametrize("rows", [True, False])
+def test_products_are_the_definition_in_double(rows: bool, group: int) -> None:
+    """Inputs rotated once and rounded by tokens, sums exact; the gradient is that of the dequantised weight."""
+    weight = Int8Scheme(rows=rows, group=group).quantize(uneven(48, 512))
+    bias, x = torch.randn(48), torch.randn(3, 20, 512, requires_grad=True)
+    layer = QuantizedLinear(weight, bias, compute="quantised")
+    turned, numbers = weight.rotate(x.detach().double()), weight.values.double() * weight.scale.double()
+    step = turned.abs().amax(-1, keepdim=True) / 127
+    wanted = (turned / step).round() * step @ numbers.T + bias.double()
+    found = layer(x)
+    found.sum().backward()
+    for each in (found, layer(weight.rotate(x), rotated=True)):
+        assert (each - wanted).norm() < 1e-3 * wanted.norm()  # fp32 takes a tie the other way now and then
+    gradient = weight.dequantize(torch.float32).sum(0).expand_as(x)
+    torch.testing.assert_close(x.grad, gradient, rtol=1e-4, atol=1e-4)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), found)
+
+
+@pytest.mark.parametrize(
+    ("capability", "taken"),
+    [((7, 5), False), ((8, 0), True), ((8, 6), True), ((8, 9), True), ((9, 0), False), ((12, 0), False)],
+)
+def test_cards_that_gain_by_it_multiply_in_int8(monkeypatch, capability: tuple[int, int], taken: bool) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(int8, "_has_products", lambda *_: True)  # there is no card here
+    device = torch.device("cuda")
+    assert Int8Scheme(group=64).quantize(uneven(32, 64)).multiplies_on(device) == taken
+    assert not Int8Scheme().quantize(uneven(24, 64)).multiplies_on(device)  # no whole number of sixteen outputs
+    assert Int8Scheme().lacking(device) is None  # it may be asked for on all of them
+    monkeypatch.setattr(int8, "_kitchen_is_there", lambda: False)
+    assert Int8Scheme().lacking(device) == "products in int8 need comfy-kitchen: pip install comfy-kitchen"
+    assert Int8Scheme().lacking(torch.device("cpu")) == "products in int8 need an NVIDIA GPU, Turing or newer"
+
+
+@pytest.mark.parametrize("fault", ["raises", "wrong"])
+def test_where_the_kernels_fail_weights_are_dequantised_and_it_is_said_once(monkeypatch, caplog, fault: str) -> None:
+    def failing(x: torch.Tensor, *_: object) -> torch.Tensor:
+        if fault == "raises":
+            raise RuntimeError("no kernel image is available")
+        return x.new_zeros(64, 64)
+
+    monkeypatch.setattr(int8, "_product", failing)
+    int8._products_work.cache_clear()
+    weight, x = Int8Scheme(group=64).quantize(uneven(32, 64)), torch.randn(8, 64)
+    dequantised = QuantizedLinear(weight, compute="dequant")(x)
+    for _ in range(2):
+        assert torch.equal(QuantizedLinear(weight, compute="quantised")(x), dequantised)
+    int8._products_work.cache_clear()
+    reason = {"raises": "no kernel image is available", "wrong": "its products are wrong"}[fault]
+    assert caplog.messages == [f"int8 weights of 64 inputs are dequantised for products on cpu: {reason}"]
 
 
 def test_other_layouts_than_comfyuis_are_refused() -> None:
