@@ -223,7 +223,7 @@ def _caller() -> tuple[str, str]:
     while frame is not None:
         path = frame.f_code.co_filename
         again |= path.endswith("torch/utils/checkpoint.py")
-        updating |= "/torch/optim/" in path
+        updating |= "/torch/optim/" in path or path.endswith("training/parallel/gradients.py")  # clipping
         if path == fake_cuda.__file__:
             stand_in = stand_in or frame.f_code.co_qualname
         frame = frame.f_back
