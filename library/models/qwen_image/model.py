@@ -153,6 +153,9 @@ class JointRope(nn.Module):
         self.theta = theta
         with torch.device("cpu"):
             self._table = QwenEmbedRope(theta, list(axes_dims), scale_rope=True)
+        # diffusers keeps 128 sizes of all models and frees others, whose addresses a CUDA graph may have captured
+        turns: Any = QwenEmbedRope._compute_video_freqs
+        self._table._compute_video_freqs = functools.cache(functools.partial(turns.__wrapped__, self._table))
 
     @torch.compiler.disable  # a compiler cannot generate complex code
     def forward(

@@ -20,7 +20,10 @@ from library.errors import UserError
 from library.nn.checkpointing import ActivationCheckpointing, HostOffload
 
 GIB = 2**30
-_CPU_MESSAGES = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")  # of torch
+_MESSAGES = (
+    *("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc"),  # of torch on a CPU
+    *("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED"),  # outside of torch's allocator
+)
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _UNUSED, _ON_HEAP = 1 << 28, 1 << 30  # bytes
@@ -30,7 +33,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception says that memory ran out, on a device or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _CPU_MESSAGES)
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _MESSAGES)
 
 
 @contextmanager

@@ -66,7 +66,7 @@ from library.training.sampling.sample_model import SampleModel, sample_family
 from library.training.signals import ignore_signals
 from library.training.step_graphs import why_eager
 from library.training.tasks.distillation import prepare_teacher
-from library.training.tasks.image_step import FlowStep, Teacher, check_seam
+from library.training.tasks.image_step import FlowStep, StepInputs, Teacher, check_seam
 from library.training.tasks.lora import LoraTask
 from networks.files.layouts import PRECISIONS
 from networks.merging.merge import BaseWeights, read_base_weights
@@ -333,8 +333,14 @@ class ImageLora(LoraTask):
             if self.accelerator.device.type == "cuda":
                 note(f"note: steps run without a CUDA graph: {reason}", soft_wrap=True)
             return
-        self.step = replace(self.step, rounds_text=True)
-        self.engine.capture_steps(self.step.inputs, self.step.compute, note, required=asked is True)
+        # flash attention takes no mask, which captions of rounded lengths need
+        rounded = replace(self.step, rounds_text=not config.training.attention.startswith("flash"))
+
+        def inputs(batch: Batch, step: int) -> StepInputs:
+            graphs = self.engine.graphs
+            return (self.step if graphs is None or graphs.is_off else rounded).inputs(batch, step)
+
+        self.engine.capture_steps(inputs, self.step.compute, note, required=asked is True)
 
     def loss(self, model: nn.Module, batch: Batch, step: int) -> tuple[Tensor, Tensor]:
         return self.step.loss(model, batch, step)
