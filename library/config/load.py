@@ -319,6 +319,8 @@ def _problem(item: Any, origins: dict[str, str]) -> str:
             words = list(MODEL_TYPES)
             message += f", or of a language model {' or '.join(map(repr, LANGUAGE_MODELS))}"
         nearest = did_you_mean(str(item["input"]), words)
+    if message == "'auto'":  # of a switch
+        message = "'auto', true or false"
     return f"{origins.get(key, key)}: {item['input']!r} does not fit: should be {message}{nearest}"
 
 
@@ -393,6 +395,8 @@ def _parser(script: Script[Any]) -> Parser:
 def _add_flag(group: Any, key: str, field: FieldInfo) -> None:
     """Add the flag of one key; values stay text, the schema converts them."""
     choices = words_of(field.annotation)
+    if choices and bool in get_args(field.annotation):
+        choices = (*choices, "true", "false")
     text = f"{field.description}" + (f"; one of {', '.join(choices)}" if choices else "")
     default = "" if field.is_required() else field.get_default()
     words = " ".join(map(str, default)) if isinstance(default, list) else "" if default is None else str(default)

@@ -439,17 +439,25 @@ def _not_captured(key: str, when: Callable[[Settings], Any], reason: str) -> Rul
 
 
 _IMAGES = (
-    _not_captured("blocks_to_swap", lambda s: s.blocks_to_swap, "a graph finds weights where they were, not swapped"),
     _not_captured(
-        "cpu_offload_checkpointing", lambda s: s.cpu_offload_checkpointing, "copies to host memory are not captured"
+        "blocks_to_swap",
+        lambda s: s.blocks_to_swap,
+        "a graph finds weights only where they were, and blocks_to_swap moves them",
+    ),
+    _not_captured(
+        "cpu_offload_checkpointing",
+        lambda s: s.cpu_offload_checkpointing,
+        "the copies of cpu_offload_checkpointing are not captured",
     ),
     _not_captured(
         "text_encoder_lr",
         lambda s: s.network_train_text_encoder_only or any(s.text_encoder_lr),
-        "text encoders in training, which read captions, are not captured",
+        "text encoders in training (text_encoder_lr) read captions and are not captured",
     ),
     _not_captured("mixed_precision", lambda s: s.mixed_precision == "fp16", "fp16's loss scaler is not captured"),
-    _not_captured("network_dropout", _drops, "a graph would repeat the masks that dropouts draw"),
+    _not_captured(
+        "network_dropout", _drops, "a graph would repeat the masks of network_dropout, rank_dropout and module_dropout"
+    ),
     _not_captured(
         "dynamo_mode", lambda s: s.dynamo_mode == "reduce-overhead", "reduce-overhead captures graphs of its own"
     ),

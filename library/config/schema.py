@@ -408,8 +408,8 @@ class TrainingConfig(SharedTrainingKeys):
         Literal["auto", "flash", "flash3", "flash4", "efficient", "cudnn", "math"], IMAGES, SAME_RESULT
     ] = Field(
         "auto",
-        description="kernel of PyTorch's attention: auto times on a GPU those that are there, once a shape, and takes "
-        "the fastest; flash3 and flash4 are packages; one that cannot compute this model is refused",
+        description="attention kernel; auto: on a GPU the installed ones are timed once for each image size, and the "
+        "fastest is used; flash3 and flash4 need their packages; one that cannot compute this model is refused",
     )
     full_bf16: Annotated[bool, MUST_MATCH] = Field(
         False, description="LoRA weights in bf16 too, updated with stochastic rounding"
@@ -661,7 +661,7 @@ class AccelerateConfig(Section):
     ddp_static_graph: bool = Field(False, description="tell DDP that every step uses the same parameters")
     torch_compile: bool | Literal["auto"] = Field(
         "auto",
-        description="compile the transformer blocks; auto: on a GPU where the steps left are worth the minute it takes",
+        description="compile the transformer blocks, which takes a minute; auto: on a GPU, if 300 steps are left",
     )
     dynamo_backend: Annotated[Literal["inductor", "aot_eager", "eager"], OnlyWith(torch_compile=True)] = Field(
         "inductor", description="compiler"
@@ -671,7 +671,11 @@ class AccelerateConfig(Section):
         OnlyWith(torch_compile=True, dynamo_backend=("inductor",)),
     ] = Field("default", description="inductor mode")
     cuda_graph: Annotated[bool | Literal["auto"], OnlyFor(("images",), "is for LoRAs on image models; remove it")] = (
-        Field("auto", description="run forward and backward as one CUDA graph: auto where that is possible")
+        Field(
+            "auto",
+            description="run forward and backward as one CUDA graph; auto: on one NVIDIA GPU, after three steps of a "
+            "size, not with swap, offload, dropout or fp16",
+        )
     )
 
 

@@ -53,7 +53,12 @@ def plan_compilation(config: Any, device: torch.device, steps: int, lengths_vary
         return False, ""
     compiled = config.accelerate.model_copy(update={"torch_compile": True})
     conflicts = find_conflicts(config.model_copy(update={"accelerate": compiled}))
-    reasons = [conflict.message for conflict in conflicts if "torch_compile" in conflict.keys]
+    # which option it is, and why; that one of them be removed is said of true alone
+    reasons = [
+        conflict.message.removeprefix("torch_compile: ").partition(";")[0]
+        for conflict in conflicts
+        if "torch_compile" in conflict.keys
+    ]
     if config.accelerate.dynamo_backend == "inductor" and not (has_triton() and _has_c_compiler()):
         reasons.append("it needs triton, a C compiler and a card of compute capability 7.0")
     if lengths_vary:

@@ -315,9 +315,9 @@ class Run:
         if self.task.end_sampler is not None:
             self._sample(self.task.end_sampler)
 
-    def check_norms(self, norms: UpdateNorms, grad_norm: float | None = None) -> None:
-        """Name the layers that learn nothing, by the norms read last; ``grad_norm`` is the last step's."""
-        if problem := norms.check(self.engine.optimizer.param_groups, grad_norm, self._at_end):
+    def check_norms(self, norms: UpdateNorms) -> None:
+        """Name the layers that learn nothing, by the norms read last."""
+        if problem := norms.check(self.engine.optimizer.param_groups, self._at_end):
             self.progress.note(f"warning: {problem}")
             self._stalled = problem
 

@@ -230,7 +230,8 @@ class Trainer:
         values["peak_mem_bytes"] = peak_memory_bytes()
         if norms is not None:
             values |= norms.read(step, measured)
-            self.run.check_norms(norms, values["grad_norm"])
+            norms.grad_norm = values["grad_norm"]
+            self.run.check_norms(norms)
         values = self.task.training_metrics(values, self.position)
         self.run.metrics.write(values)
         if self.engine.accelerator.is_main_process:

@@ -89,7 +89,7 @@ def test_layers_that_learn_nothing_are_named_and_the_run_goes_on(
         ended = run(base, dataset, tmp_path, max_train_steps=steps, log_every_n_steps=8)
     warning = next(line for line in capfd.readouterr().out.splitlines() if "have learnt nothing" in line)
     stalled = [name for name in ended.task.network.modules if name.startswith("single_transformer_blocks")]
-    assert f"after step {min(steps, 20)} {len(stalled)} of {len(ended.task.network.modules)} layers (single" in warning
+    assert f"after step {min(steps, 20)}, {len(stalled)} of {len(ended.task.network.modules)} layers (single" in warning
     assert stalled[0] in warning
     assert "exclude_patterns" in warning
     logged = [line["step"] for line in metrics(tmp_path) if "loss" in line]
@@ -101,8 +101,8 @@ def test_layers_that_learn_nothing_are_named_and_the_run_goes_on(
 @pytest.mark.parametrize(
     ("settings", "how", "reason"),
     [
-        ({}, cut_off, "all gradients are zero|no gradient reaches them"),
-        ({"max_train_steps": 21}, cut_off, "after step 20 .*all gradients are zero; check masks and loss weights"),
+        ({}, cut_off, "all gradients are zero; check masks and loss weights"),
+        ({"max_train_steps": 21}, cut_off, "after step 20, .*all gradients are zero; check masks and loss weights"),
         ({"learning_rate": 0.0}, lambda layer: None, "the learning rate is 0; set learning_rate"),
     ],
 )

@@ -266,6 +266,10 @@ def _compile(result: Translation, known: Known) -> None:
     result.values["dynamo_backend"] = backend.lower()
     if backend.lower() == "no":
         result.take("dynamo_backend")
+        if not is_off(result.values.get("compile")):  # musubi-tuner compiles by either
+            return
+        if not is_off(result.values.get("torch_compile")):
+            result.note("torch_compile", "changed", "dynamo_backend = no turns it off")
         result.note("dynamo_backend", "changed", "no is torch_compile = false")
         result.values["torch_compile"] = False
     elif result.tool == "musubi-tuner":

@@ -140,6 +140,7 @@ class UpdateNorms:
         checked_at: the step at which layers that have learnt nothing are named.
         is_checked: whether that was done.
         values: the norms that were read last, one a layer. read_at: at which step that was.
+        grad_norm: of the last logged step.
     """
 
     def __init__(self, layers: Mapping[str, AdapterLinear], kinds: Mapping[str, str], first_step: int) -> None:
@@ -152,6 +153,7 @@ class UpdateNorms:
         self._start: list[Tensor] | None = None
         self._noted: Tensor | None = None
         self.values, self.read_at = [0.0] * len(factors), -1
+        self.grad_norm: float | None = None
         if any(self.measure().tolist()):
             self._start = [factor.detach().to("cpu", torch.float32, copy=True) for factor in factors.values()]
 
@@ -181,14 +183,11 @@ class UpdateNorms:
         """Whether the adapter, as read last, changes nothing, or is what a file had that it was begun from."""
         return not any(self.values) and (self._start is None or self._first == 0)
 
-    def check(
-        self, groups: Sequence[Mapping[str, Any]], grad_norm: float | None = None, at_end: bool = False
-    ) -> str | None:
+    def check(self, groups: Sequence[Mapping[str, Any]], at_end: bool = False) -> str | None:
         """Return, once, a warning that names the layers that have learnt nothing by the step read last, if any.
 
         Args:
             groups: of the optimizer, as its schedule has left them.
-            grad_norm: of the last step.
             at_end: no later step can be waited for.
         """
         warms_up = any(float(group["lr"]) < 0.1 * float(group.get("initial_lr", 0.0)) for group in groups)
@@ -205,13 +204,13 @@ class UpdateNorms:
             return None
         if not any(float(group.get("initial_lr", group["lr"])) for group in groups):
             reason = "the learning rate is 0; set learning_rate"
-        elif grad_norm == 0:
+        elif self.grad_norm == 0:
             reason = "all gradients are zero; check masks and loss weights"
-        elif self._start is not None:
+        elif self._start is not None or all(stalled):
             reason = "no gradient reaches them, or the learning rate is too small to change them; raise learning_rate"
         else:
             reason = "no gradient reaches them; leave them out with exclude_patterns in network_args"
         layers = f"{sum(stalled):,} of {counted(len(stalled), 'layer')}"
         of_kinds = ", ".join(dict.fromkeys(compress(kinds, stalled)))
         names = names_in_short(list(compress(self._factors, stalled)))
-        return f"after step {self.read_at} {layers} ({of_kinds}) have learnt nothing: {names}; {reason}"
+        return f"after step {self.read_at}, {layers} ({of_kinds}) have learnt nothing: {names}; {reason}"

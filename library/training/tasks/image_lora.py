@@ -331,7 +331,8 @@ class ImageLora(LoraTask):
             if asked is True:
                 raise UserError(reason)
             if self.accelerator.device.type == "cuda":
-                note(f"note: steps run without a CUDA graph: {reason}", soft_wrap=True)
+                why = reason.removeprefix("cuda_graph: ").partition(";")[0]  # "auto" needs no remedy
+                note(f"note: steps run without a CUDA graph: {why}", soft_wrap=True)
             return
         # flash attention takes no mask, which captions of rounded lengths need
         rounded = replace(self.step, rounds_text=not config.training.attention.startswith("flash"))
