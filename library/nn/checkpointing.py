@@ -132,7 +132,7 @@ class ActivationCheckpointing:
 
     def _save_attention(self, block: nn.Module, cost: _Cost, args: Any, kwargs: Any) -> Any:
         if (options := getattr(block, "compile_options", None)) is not None:
-            run = torch.compile(_keep_attention_inside, **options)
+            run = _compiled(_keep_attention_inside, **options)
             output, cost.attention = _saving(block, lambda: run(block, args, kwargs), tree_leaves((args, kwargs)))
             self._left -= cost.attention
             return output
@@ -150,6 +150,9 @@ class ActivationCheckpointing:
         output, cost.everything = _saving(block, lambda: block(*args, **kwargs))
         self._left -= cost.everything
         return output
+
+
+_compiled = functools.cache(torch.compile)  # each call of it would be kept for ever
 
 
 def _saving(block: nn.Module, run: Callable[[], Any], inputs: Sequence[Any] = ()) -> tuple[Any, int]:

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._triton import has_triton_package
 
 from library.errors import UserError, did_you_mean
@@ -157,9 +158,14 @@ def rounded_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 def have_kernels(device: torch.device) -> bool:
     """Return whether ``library.precision.triton_kernels`` work on ``device``, a CUDA GPU; found out once, and said.
 
-    Not within a dispatch mode, as a walk on fake tensors is: the kernels would be judged by tensors without numbers.
+    Not in a walk on fake tensors: the kernels would be judged by tensors without numbers.
     """
-    return torch._C._len_torch_dispatch_stack() == 0 and _kernels_work(device)
+    if torch._C._len_torch_dispatch_stack() == 0:
+        return _kernels_work(device)
+    if type(torch.empty(0, device=device)) is not Tensor:
+        return False
+    with _disable_current_modes():  # those of selective checkpointing
+        return _kernels_work(device)
 
 
 @functools.cache

@@ -14,6 +14,8 @@ compiled block calls, too: a product follows, so there is nothing to fuse it wit
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
@@ -69,18 +71,19 @@ def dequantize(values: Tensor, steps: Tensor, dtype: torch.dtype) -> Tensor:
     (rows, width), blocks = values.shape, steps.shape[1]
     grid = (rows, triton.cdiv(width, _COLUMNS))
     row_steps = blocks if len(steps) > 1 else 0
-    dequantize_kernel[grid](
-        values.view(torch.int8),
-        steps.contiguous(),
-        out,
-        width,
-        width // blocks,
-        row_steps,
-        blocks,
-        SHIFT=_SHIFTS[values.dtype],
-        COLUMNS=min(_COLUMNS, triton.next_power_of_2(width)),
-        num_warps=4,
-    )
+    with _on(values):
+        dequantize_kernel[grid](
+            values.view(torch.int8),
+            steps.contiguous(),
+            out,
+            width,
+            width // blocks,
+            row_steps,
+            blocks,
+            SHIFT=_SHIFTS[values.dtype],
+            COLUMNS=min(_COLUMNS, triton.next_power_of_2(width)),
+            num_warps=4,
+        )
     return out
 
 
@@ -94,17 +97,23 @@ def round_rows(x: Tensor, largest: float, least: float, dtype: torch.dtype) -> t
     x = x.detach().contiguous()
     rounded, scales = x.new_empty(x.shape, dtype=dtype), x.new_empty(len(x), 1, dtype=torch.float32)
     columns = triton.next_power_of_2(x.shape[1])
-    round_rows_kernel[(len(x),)](
-        x,
-        rounded,
-        scales,
-        x.shape[1],
-        LARGEST=largest,
-        LEAST=least,
-        COLUMNS=columns,
-        num_warps=min(16, columns // 512 or 1),
-    )
+    with _on(x):
+        round_rows_kernel[(len(x),)](
+            x,
+            rounded,
+            scales,
+            x.shape[1],
+            LARGEST=largest,
+            LEAST=least,
+            COLUMNS=columns,
+            num_warps=min(16, columns // 512 or 1),
+        )
     return rounded, scales
+
+
+def _on(tensor: Tensor) -> AbstractContextManager[object]:
+    """Let Triton, which asks for the current device, launch where ``tensor`` is."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
 
 
 def check(device: torch.device) -> None:

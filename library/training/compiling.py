@@ -17,6 +17,7 @@ import os
 import shutil
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -28,6 +29,9 @@ from library.config.schema import AccelerateConfig
 from library.training.memory.fake_cuda import cache_folder
 
 WORTH = 300  # steps
+# Of code for one block: with and without gradients, for one sample and several, a LoRA that is bypassed, in training
+# and in sampling; at PyTorch's 8 the rest of the run would be eager.
+_VARIANTS = 64
 # Without a word on these PyTorch keeps no code that switches autocast, or names a kernel of attention. All that they
 # depend on is in the graph, by which code is kept.
 _SWITCHES = (
@@ -67,7 +71,7 @@ def plan_compilation(config: Any, device: torch.device, steps: int, lengths_vary
         reasons.append(f"{steps:,} steps would not earn the minute that it takes")
     if reasons:
         return False, f"torch_compile: blocks are not compiled, {reasons[0]}"
-    return True, f"torch_compile: blocks are compiled ({steps:,} steps), the first step takes a minute longer"
+    return True, f"torch_compile: blocks are compiled ({steps:,} steps), the first steps take a minute longer"
 
 
 def _has_c_compiler() -> bool:
@@ -85,9 +89,13 @@ def compile_blocks(blocks: Iterable[nn.Module], accelerate: AccelerateConfig, dy
         accelerate: the compiler and its mode.
         dynamic: batches differ in size, and one code takes any; None: it follows from the first batches.
     """
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder() / "inductor"))
+    with suppress(OSError):  # a home that cannot be written to: PyTorch's own folder
+        (folder := cache_folder() / "inductor").mkdir(parents=True, exist_ok=True)
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
     dynamo, inductor = torch._dynamo.config, torch._inductor.config
-    dynamo.suppress_errors = accelerate.torch_compile == "auto"
+    dynamo.suppress_errors = is_auto = accelerate.torch_compile == "auto"
+    torch._functorch.config.force_non_lazy_backward_lowering = is_auto  # so that its errors can be passed over, too
+    dynamo.recompile_limit = _VARIANTS
     inductor.unsafe_marked_cacheable_functions = dict.fromkeys(_SWITCHES, torch.__version__)
     options: dict[str, Any] = {"backend": accelerate.dynamo_backend, "mode": accelerate.dynamo_mode, "dynamic": dynamic}
     for block in blocks:

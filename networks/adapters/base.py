@@ -37,12 +37,12 @@ class AdapterLinear(LinearWrapper):
     kind: str
     scaled: tuple[str, ...] = ()
     from_zero: tuple[str, ...]
-    bypassed = False
 
     def __init__(self, base: nn.Module, rank: int, alpha: float) -> None:
         super().__init__(base)
         self.rank = rank
         self.alpha = float(alpha)
+        self.bypassed = False  # here: compiled code asks whether there is such an attribute of its own
 
     def initialise(self, generator: torch.Generator) -> None:
         """Draw the initial weights; the change is zero."""

@@ -42,6 +42,7 @@ gradient before it is rounded: ``dx = q(dy * sw) @ qw``. ``torch._scaled_mm`` al
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Self, cast
@@ -422,8 +423,11 @@ def block_size(granularity: Granularity) -> int | None:
 
 
 def device_has_fp8_matmul(device: torch.device) -> bool:
-    """Return whether ``device`` is a CUDA GPU with fp8 tensor cores (compute capability 8.9 or more)."""
-    nvidia = device.type == "cuda" and torch.version.hip is None
+    """Return whether ``device`` is a CUDA GPU with fp8 tensor cores (compute capability 8.9 or more), not on Windows.
+
+    PyTorch for Windows is built without products that have a scale a row (``RowwiseScaledMM.cu``).
+    """
+    nvidia = device.type == "cuda" and torch.version.hip is None and sys.platform != "win32"
     return nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
