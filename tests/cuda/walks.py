@@ -250,7 +250,7 @@ def _with_file(folder: Path, model_type: str, file: str, flags: Sequence[str]) -
 
 def _watch(trace: MemoryTrace, copies: list[str], loaded: list[int]) -> None:
     """Name steps in the walk; after each forward pass look for what holds a quantised weight in high precision."""
-    own_epoch, own_batch, own_loss = trainer_module.Trainer._epoch, Engine.forward_backward, FlowStep.loss
+    own_epoch, own_batch, own_compute = trainer_module.Trainer._epoch, Engine.forward_backward, FlowStep.compute
     training = list[bool]()  # not in a dry run
 
     def epoch(self: Any) -> None:
@@ -263,9 +263,9 @@ def _watch(trace: MemoryTrace, copies: list[str], loaded: list[int]) -> None:
             loaded.append(trace.live)
         return own_batch(self, loss_of, batch, step, *arguments)
 
-    def loss(self: Any, model: Any, *arguments: Any) -> Any:
+    def compute(self: Any, model: Any, *arguments: Any) -> Any:
         trace.relabel((*model.parameters(), *model.buffers()), "weights")
-        found = own_loss(self, model, *arguments)
+        found = own_compute(self, model, *arguments)
         shapes = {layer.outline.shape for layer in model.modules() if isinstance(layer, QuantizedLinear)}
         for each in trace.living():
             if each.part == "activations" and each.shape in shapes and "16" in each.dtype:
@@ -273,29 +273,29 @@ def _watch(trace: MemoryTrace, copies: list[str], loaded: list[int]) -> None:
         return found
 
     trainer_module.Trainer._epoch, Engine.forward_backward = epoch, batch  # type: ignore[method-assign]
-    FlowStep.loss = loss  # type: ignore[method-assign]
+    FlowStep.compute = compute  # type: ignore[method-assign]
 
 
 def _item() -> None:
-    own = FlowStep.loss
+    own = FlowStep.compute
 
-    def loss(self: Any, *arguments: Any) -> Any:
+    def compute(self: Any, *arguments: Any) -> Any:
         found, metrics = own(self, *arguments)
         if float(found) > 1e9:
             raise AssertionError
         return found, metrics
 
-    FlowStep.loss = loss  # type: ignore[method-assign]
+    FlowStep.compute = compute  # type: ignore[method-assign]
 
 
 def _device() -> None:
-    own = FlowStep.loss
+    own = FlowStep.compute
 
-    def loss(self: Any, *arguments: Any) -> Any:
+    def compute(self: Any, *arguments: Any) -> Any:
         found, metrics = own(self, *arguments)
         return (found * torch.ones(2)).mean(), metrics
 
-    FlowStep.loss = loss  # type: ignore[method-assign]
+    FlowStep.compute = compute  # type: ignore[method-assign]
 
 
 def _activation() -> None:

@@ -44,7 +44,7 @@ def test_training_generates_nothing_again_and_the_images_are_a_regularisation_su
     base, dataset = write_base(tmp_path / "base"), write_dataset(tmp_path / "data", images=4)
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("a ring, grey --s 2\na line --w 32 --h 64 --s 2\n")
-    settings = {"preserve": "prior", "preserve_prompts": prompts, "general_prompts": "none", "max_train_steps": 1}
+    settings = {"preserve": "prior", "preserve_prompts": prompts, "general_prompts": "none", "max_train_steps": 4}
     cache_dataset(load_config(arguments(base, dataset, tmp_path / "unused", **settings)))
     folder = Path(capsys.readouterr().out.rpartition("captions: ")[2].strip())
     images = sorted(folder.glob("*.png"))
@@ -56,7 +56,7 @@ def test_training_generates_nothing_again_and_the_images_are_a_regularisation_su
     assert "painting" not in capsys.readouterr().out
 
     dataset.write_text(dataset.read_text() + f'[[datasets.subsets]]\nimage_dir = "{folder}"\nis_reg = true\n')
-    events = run(base, dataset, tmp_path / "other", preserve="prior", general_prompts="none", max_train_steps=1)
+    events = run(base, dataset, tmp_path / "other", preserve="prior", general_prompts="none", max_train_steps=4)
     assert "a ring, grey" in [s.caption for s in events.task.data.train.samples if s.settings.is_reg]
 
 

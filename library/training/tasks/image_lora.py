@@ -100,7 +100,7 @@ class ImageLora(LoraTask):
     text_encoder: TextEncoder
     data: TrainingData
     base_weights: BaseWeights
-    attention: Backend
+    attention: Backend = "auto"  # until the data is read, PyTorch's choice
     batches: EpochBatchSampler
     step: FlowStep
     teacher: Teacher | None = None
