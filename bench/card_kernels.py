@@ -7,21 +7,20 @@ so.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
+from torch.utils.benchmark import Timer
 
 from bench.card_step import relative_error
-from bench.measure import reason, wait_for
+from bench.measure import reason
 from library.nn.attention import KernelName, attend
 from library.precision.linear import QuantizedLinear
 from library.precision.recipe import scheme_named
 
-_CALLS, _ROUNDS = 10, 5
 SCHEMES = ("row", "block64", "int8_row", "int8_convrot")
 
 
@@ -45,9 +44,8 @@ def attention_kernels(tiny: bool, device: torch.device) -> dict[str, Callable[[]
 
     def measure(backend: KernelName, mask: Tensor | None) -> dict[str, float]:
         def call(q: Tensor) -> Tensor:
-            return attend(
-                q, key.to(q.dtype), value.to(q.dtype), mask=mask, backend=backend if q is not wide else "math"
-            )
+            kernel = "math" if q is wide else backend
+            return attend(q, key.to(q.dtype), value.to(q.dtype), mask=mask, backend=kernel)
 
         wide = query.float().requires_grad_()
         return both_passes(call, query, wide)
@@ -70,7 +68,7 @@ def products(tiny: bool, device: torch.device) -> dict[str, Callable[[], dict[st
 
     def dequantize(scheme: str) -> dict[str, float]:
         stored = scheme_named(scheme).quantize(weight)
-        return {"forward_ms": milliseconds(lambda: stored.dequantize(torch.bfloat16), device)}
+        return {"forward_ms": milliseconds(lambda: stored.dequantize(torch.bfloat16))}
 
     stored = {torch.float32: weight.bfloat16().float(), torch.bfloat16: weight.bfloat16()}
     found: dict[str, Callable[[], dict[str, float]]] = {
@@ -97,23 +95,15 @@ def both_passes(call: Callable[[Tensor], Tensor], x: Tensor, exact: Tensor) -> d
 
     (output, gradient), (wanted, wanted_gradient) = backward(x), backward(exact)
     with torch.no_grad():
-        forward_ms = milliseconds(lambda: call(x), x.device)
+        forward_ms = milliseconds(lambda: call(x))
     return {
         "forward_ms": forward_ms,
-        "both_ms": milliseconds(lambda: backward(x), x.device),
+        "both_ms": milliseconds(lambda: backward(x)),
         "output_error": relative_error(output.float(), wanted),
         "gradient_error": relative_error(gradient.float(), wanted_gradient),
     }
 
 
-def milliseconds(call: Callable[[], Any], device: torch.device) -> float:
-    """Return how long a call takes: the best of some rounds of calls that follow one another."""
-    seconds = float("inf")
-    for _ in range(_ROUNDS + 1):  # the first warms up
-        wait_for(device)
-        begun = time.perf_counter()
-        for _ in range(_CALLS if device.type == "cuda" else 1):
-            call()
-        wait_for(device)
-        seconds = min(seconds, (time.perf_counter() - begun) / (_CALLS if device.type == "cuda" else 1))
-    return 1e3 * seconds
+def milliseconds(call: Callable[[], Any]) -> float:
+    """Return how long a call takes: the median of as many as fit into a fifth of a second."""
+    return 1e3 * Timer("call()", globals={"call": call}).blocked_autorange().median
