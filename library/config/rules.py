@@ -375,12 +375,12 @@ _COMPILED = (
     Rule(
         ("dynamo_mode", "gradient_checkpointing"),
         lambda s: s.dynamo_mode == "reduce-overhead" and s.gradient_checkpointing,
-        "the graphs of reduce-overhead fail where blocks are recomputed (pytorch #154306); remove dynamo_mode",
+        "the graphs of reduce-overhead fail where blocks are recomputed (pytorch #154306); remove it for cuda_graph",
     ),
     Rule(
         ("torch_compile", "blocks_to_swap", "gradient_checkpointing"),
         lambda s: s.torch_compile is True and s.blocks_to_swap and not s.gradient_checkpointing,
-        "compiled blocks keep the memory their weights lay in, which others take until backward; set "
+        "backward of a compiled block would read the weights of the block swapped in since; set "
         "gradient_checkpointing = true, or swap none",
     ),
     *(

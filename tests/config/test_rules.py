@@ -166,7 +166,7 @@ def test_a_line_is_held_back_for_the_keys_it_is_about_and_not_for_its_words() ->
         load_config([*argv, "--memry", "auto"])  # the other line says what compiled blocks keep in memory
     assert str(caught.value).splitlines() == [
         "command line: --memry: unknown flag; did you mean 'memory'?",
-        "torch_compile: compiled blocks keep the memory their weights lay in, which others take until backward; set "
+        "torch_compile: backward of a compiled block would read the weights of the block swapped in since; set "
         "gradient_checkpointing = true, or swap none",
     ]
 
