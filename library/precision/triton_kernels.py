@@ -17,8 +17,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import triton  # type: ignore[import-untyped]
-import triton.language as tl  # type: ignore[import-untyped]
+import triton
+import triton.language as tl
 from torch import Tensor
 
 _SHIFTS = {torch.float8_e4m3fn: 7, torch.float8_e5m2: 8, torch.int8: 0}  # to a half's fields; int8 is a number as it is
