@@ -18,6 +18,7 @@ FAMILIES = {row.family.partition(":")[0] for row in MODEL_TYPES.values() if row.
 BY_NAME = {
     "bench.roofline": set(),  # other programs' alone
     "library.models.family_by_name": FAMILIES,
+    "library.precision.files.int8": set(),
     "library.models.registry": {*(f"{spec.rpartition('.')[0]}.files" for spec in FAMILIES), "library.models.llm.files"},
     "library.training.memory.dry_run": set(),  # likewise
     "library.training.optim.factory": {row.module for row in OPTIMIZERS.values()},
