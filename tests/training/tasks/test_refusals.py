@@ -139,7 +139,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     (ALONE, "no text encoder is trained; set text_encoder_lr"),
     (ALONE | CLIP | {"network_args": ["img_attn_dim=8"]}, "img_attn_dim is about the transformer, which is not"),
     ({"network_args": ["loraplus_text_encoder_lr_ratio=4"]}, "has no effect without text_encoder_lr; remove it"),
-    ({"blocks_to_swap": 1, "torch_compile": True}, "torch_compile: compiled blocks keep the memory"),
+    ({"blocks_to_swap": 1, "torch_compile": True}, "torch_compile: backward of a compiled block would read"),
     (
         {"torch_compile": True, "gradient_checkpointing": True, "blocks_to_swap": 1, "activation_budget_mb": 9},
         "activation_budget_mb: compiled blocks keep attention's outputs only without blocks_to_swap",
