@@ -329,8 +329,9 @@ def test_a_run_from_its_job_to_its_end(tmp_path: Path, browser: Any) -> None:
             expect(one.page.locator("#overview .tag").first).to_have_text("running")
             until(lambda: last_step(run) > stopped)
             lines = (run / "metrics.jsonl").read_text().splitlines()
-            assert lines[:stopped] == before  # with the times that they took: not trained again
-            assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))
+            assert lines[: len(before)] == before  # with the times that they took: not trained again
+            steps = [row["step"] for row in map(json.loads, lines) if "loss" in row]  # at saves norms alone
+            assert steps == list(range(1, len(steps) + 1))
             expect(one.page.locator("#log pre")).to_contain_text("LoRA on flux: 52 modules")
             one.fits()
             one.page.get_by_role("button", name="Stop").click()
