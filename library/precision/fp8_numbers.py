@@ -160,12 +160,12 @@ def have_kernels(device: torch.device) -> bool:
 
     Not in a walk on fake tensors: the kernels would be judged by tensors without numbers.
     """
-    if torch._C._len_torch_dispatch_stack() == 0:
-        return _kernels_work(device)
-    if type(torch.empty(0, device=device)) is not Tensor:
-        return False
-    with _disable_current_modes():  # those of selective checkpointing
-        return _kernels_work(device)
+    return not is_walked(device) and _kernels_work(device)
+
+
+def is_walked(device: torch.device) -> bool:
+    """Return whether tensors on ``device`` are fake for the time being, and have no numbers."""
+    return torch._C._len_torch_dispatch_stack() > 0 and type(torch.empty(0, device=device)) is not Tensor
 
 
 @functools.cache
@@ -175,7 +175,8 @@ def _kernels_work(device: torch.device) -> bool:
     try:
         from library.precision import triton_kernels
 
-        triton_kernels.check(device)
+        with _disable_current_modes():  # those of selective checkpointing
+            triton_kernels.check(device)
     except Exception as error:
         _log.warning(
             "fp8 on %s without Tandem's Triton kernels, by several of PyTorch's, which is slower: %s", device, error

@@ -42,7 +42,7 @@ from library.precision.files.base import QuantizedWeight, Scheme, StoredWeight, 
 from library.precision.files.comfy_quant import ComfyLayer, StoredComfyWeight, comfy_layers, new_fields
 from library.precision.files.cut_weight import CutWeight, scale_of_rows
 from library.precision.files.file_tensors import FileTensors
-from library.precision.fp8_numbers import refuse_nan, round_to_whole, scaled
+from library.precision.fp8_numbers import is_walked, refuse_nan, round_to_whole, scaled
 from library.precision.names import LayoutKind
 
 _LARGEST = 127.0
@@ -312,7 +312,7 @@ def _has_products(device: torch.device, inputs: int, group: int) -> bool:
     In a walk on fake tensors, whose numbers say nothing, it does. Modes, which may count or save what goes by, do not
     see the trial.
     """
-    walked = torch._C._len_torch_dispatch_stack() > 0 and type(torch.empty(0, device=device)) is not Tensor
+    walked = is_walked(device)
     with _disable_current_modes():
         return _kitchen_is_there() and (walked or _products_work(device, inputs, group))
 
