@@ -24,8 +24,9 @@ LONG = {"max_train_steps": 4000, "output_name": "x"}
 
 
 def _steps(output: Path) -> int:
+    """Lines of steps in ``metrics.jsonl``; a save's line has the norms of the updates and no loss."""
     file = output / "metrics.jsonl"
-    return len(file.read_text().splitlines()) if file.exists() else 0
+    return sum('"loss"' in line for line in file.read_text().splitlines()) if file.exists() else 0
 
 
 def _wait(until: Callable[[], bool], process: Script | None = None) -> None:
