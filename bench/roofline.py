@@ -132,10 +132,9 @@ CARDS = {
     "H100": Card("H100 SXM", {"bf16": 989.4, "fp8": 1978.9, "fp32": 67}, 3350, 64),
     "H200": Card("H200", {"bf16": 989.4, "fp8": 1978.9, "fp32": 67}, 4800, 64),
 }
-# Of the host of an H200, by whether blocks are compiled: FLUX.1's step took 0.936 and 0.561 s (docs/benchmarks.md) for
-# 19,481 and 8,393 operations as they are counted here; fewer of the compiled ones are fused in reality. A simple
-# operation alone takes 9.3e-6; the rest is Python, autograd and dynamo.
-_LAUNCH_SECONDS = {False: 48e-6, True: 67e-6}
+# Of the host of an H200: FLUX.1's step took 0.936 s, compiled 0.561 s (docs/benchmarks.md), for 17,507 and 10,587
+# operations as they are counted here. A simple operation alone takes 9.3e-6; the rest is Python, autograd and dynamo.
+_LAUNCH_SECONDS = 53e-6
 _MORE = 2  # blocks, of which a pair is made
 _DTYPES = {torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8", torch.bfloat16: "bf16", torch.float16: "bf16"}
 _COLUMNS = {"case": "<36", "done_tflop": "10.0f", "moved_gib": "9.0f", "launches": "8d", "host_s": "6.2f"}
@@ -284,9 +283,9 @@ def _process_trace() -> LaunchTrace:
 
 
 def walk(case: StepCase, blocks: tuple[int, ...]) -> tuple[list[Operation], set[int], int]:
-    """Return the second step's operations, the storages that outlive it, and how many a captured one launches.
+    """Return the second step's operations, the storages that outlive it, and how often its update calls the device.
 
-    That is the copies of its inputs, the graph, and what follows it. See ``device_processes``.
+    One call changes many tensors (foreach), which fake tensors take apart. See ``device_processes``.
     """
     launches = _process_trace()
     launches.operations, launches.on = [], False
@@ -295,17 +294,14 @@ def walk(case: StepCase, blocks: tuple[int, ...]) -> tuple[list[Operation], set[
         step.loss()
         launches.on = True
         step.backward()
-        captured = len(launches.operations)
         step.update()
-    operations, living = launches.operations, launches.living_storages()
-    inputs = sum(op.cost.kind == "link" for op in operations[:captured])
-    outside = [op.cost.name for op in operations[captured:]]
-    calls = sum(1 for _ in itertools.groupby(outside))  # one of foreach, which fake tensors take apart
-    return operations, living, inputs + 1 + calls
+    operations = launches.operations
+    calls = sum(1 for _ in itertools.groupby(op.cost.name for op in operations if op.cost.phase == "update"))
+    return operations, launches.living_storages(), calls
 
 
 class Counted(NamedTuple):
-    """A step's costs, and how often the host launches something."""
+    """A step's costs, and how often the host launches something: of a captured one its inputs' copies and the graph."""
 
     costs: Counter[Cost]
     launches: int
@@ -329,7 +325,9 @@ def count(case: StepCase) -> Counted:
     for kind, other in zip(kinds, others, strict=True):
         for cost in first | other:
             found[cost] += (depth[kind] - few[kind]) // _MORE * (other[cost] - first[cost])
-    return Counted(found, walks[0][2] if case.graph else sum(found.values()))
+    inputs = sum(n for cost, n in found.items() if cost.kind == "link")
+    launches = inputs + 1 if case.graph else sum(n for cost, n in found.items() if cost.phase != "update")
+    return Counted(found, launches + walks[0][2])
 
 
 def row(case: StepCase, counted: Counted, card: str) -> dict[str, Any]:
@@ -337,7 +335,7 @@ def row(case: StepCase, counted: Counted, card: str) -> dict[str, Any]:
     costs = counted.costs
     every = {name: each.step(costs) for name, each in CARDS.items()}
     seconds = {name: sum(parts.values()) for name, parts in every.items()}
-    host = counted.launches * _LAUNCH_SECONDS[case.compiled and not case.graph]
+    host = counted.launches * _LAUNCH_SECONDS
     kernels = sum(CARDS[card].step(costs, ACHIEVED).values())
     predicted = {"kernels_s": kernels, "predicted_s": max(host, kernels)} if kernels < inf else {}
     parts = {kind: every[card][kind] / seconds[card] for kind in _KINDS} if seconds[card] < inf else {}

@@ -27,7 +27,8 @@ assert len(jobs) == len(names)
 rows = [row for job in jobs for row in job.rows(*job.arguments, torch.device("cpu"))]
 errors = [row["error"] for row in rows if "error" in row and "cannot" not in row["error"]]
 modules = {name.partition(".")[0] for name in sys.modules}
-owners = importlib.metadata.packages_distributions()
+inside = {d.name for d in importlib.metadata.distributions() if "_vendor" in str(d.locate_file(""))}  # of setuptools
+owners = {name: set(found) - inside for name, found in importlib.metadata.packages_distributions().items()}
 print(json.dumps([errors, sorted({owner for name in modules for owner in owners.get(name, [])})]))
 """
 

@@ -216,8 +216,7 @@ def test_a_compiled_step_launches_less_and_a_captured_one_next_to_nothing(device
     calls = {case: device.submit(count, case).result().launches for case in (FLUX, replace(FLUX, compiled=True))}
     assert calls[FLUX] > 15_000
     assert calls[replace(FLUX, compiled=True)] <= 11_000
-    captured = device.submit(walk, replace(FP8, compiled=True, graph=True), (1, 3)).result()[2]
-    assert captured <= 60
+    assert device.submit(count, replace(FP8, compiled=True, graph=True)).result().launches <= 60
 
 
 def test_a_case_that_is_not_there_is_one_line(command: Callable[..., None], capsys: pytest.CaptureFixture) -> None:
