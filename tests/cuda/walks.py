@@ -233,9 +233,13 @@ _ENGINE = "library/training/engine.py"  # a fused optimizer's first step, which 
 
 
 def _waits(trace: MemoryTrace, steps: int) -> list[list[str]]:
-    """Return the host's waits in ``steps`` but the last, without those of optimizers that cannot skip a step."""
+    """Return the host's waits in ``steps`` but the last, without those of optimizers that cannot skip a step.
+
+    Nor those of a capture, which compares a shape's first replay with its step.
+    """
     phases = {f"step {i}" for i in range(1, steps)}
     found = [wait for wait in trace.waits if wait.phase in phases and not wait.where[-1].startswith(_ENGINE)]
+    found = [wait for wait in found if not any(place.endswith(" _run_and_capture") for place in wait.where)]
     return [[wait.phase, wait.operation, *wait.where] for wait in found]
 
 
