@@ -576,6 +576,18 @@ def find_conflicts(config: TrainConfig | ChatTrainConfig | PretrainConfig) -> It
     yield from {conflict.message: conflict for conflict in found}.values()
 
 
+def conflicts_of_true(config: Any, key: str) -> list[str]:
+    """Return what would speak against ``key``, a switch of ``[accelerate]`` that is "auto", if it were true."""
+    accelerate = config.accelerate.model_copy(update={key: True})
+    found = find_conflicts(config.model_copy(update={"accelerate": accelerate}))
+    return [conflict.message for conflict in found if key in conflict.keys]
+
+
+def reason_alone(message: str, key: str) -> str:
+    """Return the reason that a conflict's ``message`` gives; "auto" needs neither the name of ``key`` nor a remedy."""
+    return message.removeprefix(f"{key}: ").partition(";")[0]
+
+
 def _without_effect(config: Any, settings: Settings) -> Iterator[Conflict]:
     for key, _, field in options(config):
         for marker in field.metadata if settings.asks(key) else ():

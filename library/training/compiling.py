@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils._triton import has_triton
 
-from library.config.rules import find_conflicts
+from library.config.rules import conflicts_of_true, reason_alone
 from library.config.schema import AccelerateConfig
 from library.training.memory.fake_cuda import cache_folder
 
@@ -55,14 +55,7 @@ def plan_compilation(config: Any, device: torch.device, steps: int, lengths_vary
         return config.accelerate.torch_compile, ""
     if device.type != "cuda":
         return False, ""
-    compiled = config.accelerate.model_copy(update={"torch_compile": True})
-    conflicts = find_conflicts(config.model_copy(update={"accelerate": compiled}))
-    # which option it is, and why; that one of them be removed is said of true alone
-    reasons = [
-        conflict.message.removeprefix("torch_compile: ").partition(";")[0]
-        for conflict in conflicts
-        if "torch_compile" in conflict.keys
-    ]
+    reasons = [reason_alone(each, "torch_compile") for each in conflicts_of_true(config, "torch_compile")]
     if config.accelerate.dynamo_backend == "inductor" and not (has_triton() and _has_c_compiler()):
         reasons.append("it needs triton, a C compiler and a card of compute capability 7.0")
     if lengths_vary:

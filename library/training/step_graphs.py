@@ -32,7 +32,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from library.accelerator import release
-from library.config.rules import find_conflicts
+from library.config.rules import conflicts_of_true
 from library.config.schema import TrainConfig
 from library.data.batches import TensorBatch
 from library.errors import UserError, reason_of
@@ -300,10 +300,8 @@ class StepGraphs:
 
 def why_eager(config: TrainConfig, accelerator: Accelerator, model: nn.Module) -> str | None:
     """Return why a run's steps are not captured, with the option that says so; None where they can be."""
-    required = config.accelerate.model_copy(update={"cuda_graph": True})
-    for conflict in find_conflicts(config.model_copy(update={"accelerate": required})):
-        if conflict.keys[0] == "cuda_graph":
-            return conflict.message
+    if conflicts := conflicts_of_true(config, "cuda_graph"):
+        return conflicts[0]
     if accelerator.device.type != "cuda" or torch.version.hip:
         return 'cuda_graph: needs an NVIDIA GPU; set cuda_graph = "auto"'
     if accelerator.num_processes > 1:

@@ -398,6 +398,12 @@ class StoredReadOnly(StoredWeight):
 # --- for formats ---------------------------------------------------------------------------------------------------
 
 
+def nvidia_capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of ``device``; (0, 0) of what is no NVIDIA card."""
+    nvidia = device.type == "cuda" and torch.version.hip is None
+    return torch.cuda.get_device_capability(device) if nvidia else (0, 0)
+
+
 def cached_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return ``make``, a function of hashable arguments, with its tensors remembered.
 

@@ -56,6 +56,7 @@ from library.precision.files.base import (
     QuantizedWeight,
     Scheme,
     StoredWeight,
+    nvidia_capability,
     runs_of,
 )
 from library.precision.files.comfy_quant import comfy_layers
@@ -427,8 +428,7 @@ def device_has_fp8_matmul(device: torch.device) -> bool:
 
     PyTorch for Windows is built without products that have a scale a row (``RowwiseScaledMM.cu``).
     """
-    nvidia = device.type == "cuda" and torch.version.hip is None and sys.platform != "win32"
-    return nvidia and torch.cuda.get_device_capability(device) >= (8, 9)
+    return sys.platform != "win32" and nvidia_capability(device) >= (8, 9)
 
 
 def _rounded_up(scale: Tensor, dtype: torch.dtype) -> Tensor:

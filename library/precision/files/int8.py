@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from library.precision.files.base import QuantizedWeight, Scheme, StoredWeight, cached_tensor
+from library.precision.files.base import QuantizedWeight, Scheme, StoredWeight, cached_tensor, nvidia_capability
 from library.precision.files.comfy_quant import ComfyLayer, StoredComfyWeight, comfy_layers, new_fields
 from library.precision.files.cut_weight import CutWeight, scale_of_rows
 from library.precision.files.file_tensors import FileTensors
@@ -122,7 +122,11 @@ class Int8Weight(CutWeight):
 
     def multiplies_on(self, device: torch.device) -> bool:
         """Whether comfy-kitchen multiplies it on ``device``, a card that gains by it."""
-        return _capability(device) in _FASTER and self.is_operand and _has_products(device, self.shape[1], self.group)
+        return (
+            nvidia_capability(device) in _FASTER
+            and self.is_operand
+            and _has_products(device, self.shape[1], self.group)
+        )
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return ``x @ weight.T + bias`` by comfy-kitchen, which rotates ``x`` [n, in] and rounds its rows.
@@ -160,7 +164,7 @@ class Int8Scheme(Scheme):
 
     def lacking(self, device: torch.device) -> str | None:
         """Return that it is no card with int8, or that comfy-kitchen is not installed."""
-        if _capability(device) < (7, 5):
+        if nvidia_capability(device) < (7, 5):
             return "products in int8 need an NVIDIA GPU, Turing or newer"
         return None if _kitchen_is_there() else "products in int8 need comfy-kitchen: pip install comfy-kitchen"
 
@@ -283,12 +287,6 @@ def _rotation(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     while len(whole) < size:
         whole = torch.kron(whole, four)
     return whole.to(device, dtype)
-
-
-def _capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of ``device``; (0, 0) of what is no NVIDIA card."""
-    nvidia = device.type == "cuda" and torch.version.hip is None
-    return torch.cuda.get_device_capability(device) if nvidia else (0, 0)
 
 
 def _product(x: Tensor, weight: Int8Weight, bias: Tensor | None) -> Tensor:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from library.config.markers import resume_keys
+from library.config.rules import reason_alone
 from library.config.schema import DatasetArguments, TrainConfig, TrainingConfig
 from library.data.batches import (
     Batch,
@@ -331,8 +332,7 @@ class ImageLora(LoraTask):
             if asked is True:
                 raise UserError(reason)
             if self.accelerator.device.type == "cuda":
-                why = reason.removeprefix("cuda_graph: ").partition(";")[0]  # "auto" needs no remedy
-                note(f"note: steps run without a CUDA graph: {why}", soft_wrap=True)
+                note(f"note: steps run without a CUDA graph: {reason_alone(reason, 'cuda_graph')}", soft_wrap=True)
             return
         # flash attention takes no mask, which captions of rounded lengths need
         rounded = replace(self.step, rounds_text=not config.training.attention.startswith("flash"))
