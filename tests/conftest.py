@@ -37,7 +37,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Let each test begin as a process does: accelerate refuses a run of other precision than the one before it."""
+    """Let each test begin as a process does.
+
+    accelerate refuses a run of other precision than the one before it, dynamo more than eight variants of one function.
+    """
+    if dynamo := sys.modules.get("torch._dynamo"):
+        dynamo.reset()
     if state := sys.modules.get("accelerate.state"):
         state.AcceleratorState._reset_state(reset_partial_state=True)
         state.GradientState._reset_state()

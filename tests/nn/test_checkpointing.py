@@ -173,7 +173,6 @@ class Pure(Block):
 
 def test_compiled_blocks_keep_attention_and_whole_blocks_within_the_budget() -> None:
     """Gradients are bit for bit those of compiled blocks that keep everything; attention runs again where it must."""
-    torch._dynamo.reset()
     torch.manual_seed(0)
     blocks, x = nn.ModuleList(Pure() for _ in range(BLOCKS)), torch.randn(1, TOKENS, WIDTH)
     compile_blocks(blocks, AccelerateConfig(torch_compile=True, dynamo_backend="aot_eager"))
@@ -198,7 +197,6 @@ def test_compiled_blocks_keep_attention_and_whole_blocks_within_the_budget() -> 
             found, count = gradients(checkpointing)
             assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
         assert count == again, keep
-    torch._dynamo.reset()
 
 
 def test_inputs_that_wait_on_the_host_leave_the_device() -> None:

@@ -129,7 +129,6 @@ def test_compiled_in_one_graph_it_gives_the_same(granularity: Granularity) -> No
 
 
 def test_compiled_in_one_graph_where_nothing_before_it_is_trained() -> None:
-    torch._dynamo.reset()  # other tests compile the same forward, for other formats
     layer, x = fp8_layer("tensor"), random(6, IN, seed=2)
     compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager", fullgraph=True)
     for track in (True, False):  # in training, and in sampling

@@ -74,4 +74,3 @@ def test_a_second_process_finds_the_code_of_the_first(tmp_path: Path, monkeypatc
         block(x, shift, scale).sum().backward()
         assert counters["aot_autograd"][found] == 1
         assert not counters["aot_autograd"]["autograd_cache_bypass"]
-    torch._dynamo.reset()

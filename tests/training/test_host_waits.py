@@ -99,7 +99,6 @@ def buckets(folder: Path, sizes: tuple[tuple[int, int], ...]) -> Path:
 
 def test_more_buckets_compile_nothing_more(base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without inductor, which would take minutes: what is compiled anew is decided before a backend sees it."""
-    torch._dynamo.reset()
     counters.clear()
     graphs: list[int] = []
     after_step = Run.after_step

@@ -418,7 +418,7 @@ def cached_tensor(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
             return known[key]
         with torch.inference_mode(False):
             made = make(*key)
-        if detect_fake_mode() is None:
+        if not torch.compiler.is_compiling() and detect_fake_mode() is None:  # dynamo cannot trace the second
             known[key] = made
         return made
 

@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FunctionType, SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -107,16 +108,21 @@ class GgufWeight(CutWeight):
         return values, scale.flatten(1), -offset.flatten(1)
 
 
-@functools.cache
 def _dequantizer(kind: str) -> Callable[..., Tensor]:
-    """Return diffusers' function for a type, with another ``torch.tensor``.
-
-    It makes tables of a few numbers at every call, for which the host would wait until they are copied to the device.
-    """
+    """Return diffusers' function for a type, as it is for a compiler, which cannot read one with kept tables."""
     from diffusers.quantizers.gguf.utils import dequantize_functions
     from gguf import GGMLQuantizationType
 
-    found = dequantize_functions[GGMLQuantizationType[kind]]
+    found: Any = dequantize_functions[GGMLQuantizationType[kind]]
+    return found if torch.compiler.is_compiling() else _with_kept_tables(found)
+
+
+@functools.cache
+def _with_kept_tables(found: FunctionType) -> Callable[..., Tensor]:
+    """Return one of diffusers' functions with another ``torch.tensor``.
+
+    It makes tables of a few numbers at every call, for which the host would wait until they are copied to the device.
+    """
     names = found.__globals__ | {"torch": SimpleNamespace(**{**vars(torch), "tensor": _table})}
     return FunctionType(found.__code__, names, found.__name__, found.__defaults__)
 

@@ -199,7 +199,6 @@ def test_checkpointing_gives_the_same_gradients(options: dict[str, Dropouts]) ->
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_block_compiles_as_one_graph_with_the_same_result(backend: str, options: dict[str, Dropouts]) -> None:
-    torch._dynamo.reset()
     block, x = Block(**options), make_input(2, 7, 5, dtype=torch.float32)
     wanted = (x, *(p for p in block.parameters() if p.requires_grad))
     compiled = torch.compile(block, backend=backend, fullgraph=True)
@@ -215,7 +214,6 @@ def test_block_compiles_as_one_graph_with_the_same_result(backend: str, options:
         torch.testing.assert_close(got, expected, **tolerance)
         if not autocast:
             torch.testing.assert_close(gradients(got, *wanted), gradients(expected, *wanted), **tolerance)
-    torch._dynamo.reset()
 
 
 def test_no_sum_of_a_compiled_block_can_become_an_addmm_that_copies_it_first() -> None:
@@ -226,7 +224,6 @@ def test_no_sum_of_a_compiled_block_can_become_an_addmm_that_copies_it_first() -
         graphs.append(module.graph)
         return make_boxed_func(module.forward)
 
-    torch._dynamo.reset()
     block, x = Block(), make_input(2, 7, 5, dtype=torch.float32)
     compiled = torch.compile(block, backend=aot_autograd(fw_compiler=record), fullgraph=True)
     gradients(compiled(x), x)
@@ -239,7 +236,6 @@ def test_no_sum_of_a_compiled_block_can_become_an_addmm_that_copies_it_first() -
             assert all(getattr(term, "target", None) is not ops.mm.default for term in node.args)
     assert len(graphs) == 2
     assert products >= 12  # so many has the backward pass
-    torch._dynamo.reset()
 
 
 def test_weight_bias_and_features_are_those_of_the_base() -> None:

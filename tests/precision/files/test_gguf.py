@@ -116,6 +116,14 @@ def test_shapes_that_a_converter_changed_are_given_back(tmp_path: Path) -> None:
         WeightFiles(odd)
 
 
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_compiled_layer_gives_the_same(kind: str) -> None:
+    """As one graph: a break in each layer would make compiling slower than none."""
+    layer, x = QuantizedLinear(weight_of(kind)), torch.randn(3, 512)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), layer(x))
+
+
 def test_a_gguf_file_is_never_written(tmp_path: Path) -> None:
     scheme = weight_of("Q5_K").scheme
     remedy = "Q5_K of GGUF is read only here; its servers add a LoRA at run time, so nothing needs to be merged"

@@ -118,7 +118,6 @@ def test_output_and_gradients_equal_those_of_the_whole_model_bit_for_bit(
 @pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_compiled_blocks_compute_with_what_the_ring_brought(fp8: bool) -> None:
     """Bit for bit as compiled blocks whose weights stay."""
-    torch._dynamo.reset()
     whole, swapped = _with_lora(fp8), _with_lora(fp8)
     for ring in _swap(swapped[0]):
         _poison(ring)
