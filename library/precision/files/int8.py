@@ -122,11 +122,8 @@ class Int8Weight(CutWeight):
 
     def multiplies_on(self, device: torch.device) -> bool:
         """Whether comfy-kitchen multiplies it on ``device``, a card that gains by it."""
-        return (
-            nvidia_capability(device) in _FASTER
-            and self.is_operand
-            and _has_products(device, self.shape[1], self.group)
-        )
+        gains = nvidia_capability(device) in _FASTER and self.is_operand
+        return gains and _has_products(device, self.shape[1], self.group)
 
     def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Return ``x @ weight.T + bias`` by comfy-kitchen, which rotates ``x`` [n, in] and rounds its rows.
