@@ -44,18 +44,18 @@ from torch import Tensor
 
 from library.conditions import NO_CONDITIONS, Conditions
 from library.data.buckets import Size
-from library.data.file_index import checked_bytes
+from library.data.file_index import SourceFile, checked_bytes
 from library.data.images import (
     DEFAULT_INTERPOLATION,
     PIXELS_VERSION,
     blanked,
     decode,
-    decode_mask,
     fit_image,
     to_image,
     to_latent_mask,
     to_pixels,
 )
+from library.data.mask_files import MASK_READING, binary_mask, read_mask
 from library.data.masks import MASKS_VERSION, Mask, generated_mask
 from library.data.samples import ControlImage, Sample
 from library.errors import UserError
@@ -63,7 +63,6 @@ from library.randomness import generator, python_random
 from library.safetensors_io import is_checked, read_checked, read_safetensors_header, write_safetensors
 
 _DECODERS = 4  # threads that decode and resize ahead while the encoder works
-_HALF_WHITE = 128
 _PREVIEWED = 4  # masks of an image that are shown
 
 Progress = Callable[[str, int], Callable[[int], None]]  # progress(description, total) -> advance(by)
@@ -168,7 +167,7 @@ def _files_of(sample: Sample, seed: int, fingerprint: str) -> Iterator[tuple[str
 def _load_sample(sample: Sample, flipped: bool, latent_factor: int) -> tuple[Tensor, dict[str, Tensor]]:
     image, mask = _decode_sample(sample)
     if sample.mask is not None:
-        mask = decode_mask(checked_bytes(sample.mask), sample.mask.path)
+        mask, *_ = read_mask(checked_bytes(sample.mask), sample.mask.path)
     elif not sample.settings.alpha_mask:
         mask = None
     elif mask is None:
@@ -279,7 +278,7 @@ def _inpaint_mask(sample: Sample, alpha: Image.Image | None, variant: int, seed:
     white: Image.Image | None
     if sample.inpaint_mask is not None:
         path, remedy = sample.inpaint_mask.path, "paint what is to be filled white, or remove the image"
-        white = decode_mask(checked_bytes(sample.inpaint_mask), path)
+        white, *_ = read_mask(checked_bytes(sample.inpaint_mask), path)
     else:
         path, remedy = sample.image.path, "inpaint_alpha_mask fills what is transparent: erase some, or remove it"
         white = None if alpha is None else ImageChops.invert(alpha)
@@ -287,11 +286,6 @@ def _inpaint_mask(sample: Sample, alpha: Image.Image | None, variant: int, seed:
     if mask is None or not mask.any():
         raise UserError(f"{path}: nothing to fill in what is trained on; {remedy}")
     return mask
-
-
-def binary_mask(image: Image.Image) -> Mask:
-    """Return the mask [H, W] that an image of mode L shows: 1, to be filled, from half white on."""
-    return (np.asarray(image) >= _HALF_WHITE).astype(np.uint8)
 
 
 def latent_path(sample: Sample, flipped: bool, fingerprint: str) -> Path:
@@ -302,9 +296,8 @@ def latent_path(sample: Sample, flipped: bool, fingerprint: str) -> Path:
 def _latent_name(sample: Sample, flipped: bool, fingerprint: str) -> str:
     settings, fit, content = sample.settings, sample.fit, sample.image.content
     alpha = "alpha" if settings.alpha_mask else "colours under alpha" if settings.inpaint_alpha_mask else ""
-    mask = sample.mask.content if sample.mask is not None else alpha
     assert content is not None, "contents are hashed first"
-    assert mask is not None, "contents are hashed first"
+    mask = alpha if sample.mask is None else _mask_part(sample.mask)
     parts = (PIXELS_VERSION, fingerprint, content, mask, fit.resized, fit.offset, fit.encoded)
     return _file_name(*parts, settings.resize_interpolation or DEFAULT_INTERPOLATION, flipped)
 
@@ -316,13 +309,17 @@ def _masked_name(sample: Sample, flipped: bool, variant: int, seed: int, fingerp
     if masks.source == "generated":
         mask = (MASKS_VERSION, masks.kinds, seed, sample.identity, variant)
     elif sample.inpaint_mask is not None:
-        mask = sample.inpaint_mask.content
-        assert mask is not None, "contents are hashed first"
+        mask = _mask_part(sample.inpaint_mask)
     latents = _latent_name(sample, flipped, fingerprint)  # names content, size and settings
     blank: tuple[object, ...] = () if masks.blank == "grey" else (masks.blank,)  # grey's name is that of old caches
     if masks.blank == "noise":
         blank += (seed, sample.identity, variant)
     return _file_name("fill", latents, mask, *blank)
+
+
+def _mask_part(file: SourceFile) -> str:
+    assert file.content is not None, "contents are hashed first"
+    return f"{file.content} {MASK_READING}"
 
 
 def _control_name(control: ControlImage, flipped: bool, fingerprint: str) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -131,24 +131,25 @@ class FileIndex:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._root = str(folder.parent) + os.sep
-        # of images: width, height, content or None, frames; of captions: their text; of decoded images: nothing
+        # of images: width, height, content or None, frames; of captions: their text; of decoded images: nothing; of
+        # masks, by the key that asks for them: what look() was told to read
         self._known: dict[str, dict[str, list[Any]]] = {"images": {}, "captions": {}, "decoded": {}}
         self._files: dict[str, SourceFile] = {}
         self._changed = False
         with suppress(OSError, ValueError, KeyError, TypeError):  # absent or damaged: everything is read again
             stored = read_checked_json(folder / "index.json")
             if stored["version"] == _VERSION:
-                self._known = {kind: dict(stored.get(kind, {})) for kind in self._known}
+                self._known |= {kind: dict(known) for kind, known in stored.items() if kind != "version"}
 
     def _recall(self, kind: str, path: str, stat: Stats) -> list[Any] | None:
         """Return the values that were read while the file was as ``stat`` says; None if there are none."""
-        known = self._known[kind].get(self._key(path), [None, None])
+        known = self._known.get(kind, {}).get(self._key(path), [None, None])
         return known[2:] if (known[0], known[1]) == stat else None
 
     def _keep(self, kind: str, path: str, stat: Stats, read_at_ns: int, *values: Any) -> None:
         """Remember ``values``, which were read from ``read_at_ns`` on, unless the file had just been written."""
         if read_at_ns - stat[1] > _RACY_NS:
-            self._known[kind][self._key(path)] = [*stat, *values]
+            self._known.setdefault(kind, {})[self._key(path)] = [*stat, *values]
             self._changed = True
 
     def save(self) -> None:
@@ -222,6 +223,19 @@ class FileIndex:
                     self._keep("decoded", file.path, file.stat, started)
                     self._keep_image(file, started)
         return problems
+
+    def look(
+        self, kind: str, files: Iterable[SourceFile], read: Callable[[str], Sequence[Any]]
+    ) -> dict[str, list[Any]]:
+        """Return by path what ``read`` says of the path of each file (JSON), or said of it before, under ``kind``."""
+        stats, started = {file.path: file.stat for file in files}, time.time_ns()
+        found = {path: self._recall(kind, path, stat) for path, stat in stats.items()}
+        new = [path for path, values in found.items() if values is None]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for path, values in zip(new, pool.map(read, new), strict=True):
+                found[path] = [*values]
+                self._keep(kind, path, stats[path], started, *values)
+        return {path: values for path, values in found.items() if values is not None}
 
     def _read(self, files: list[SourceFile], read: Callable[[SourceFile], None]) -> None:
         if not files:

@@ -111,12 +111,6 @@ def reduced(data: bytes, name: str, side: int) -> Image.Image:
     return small
 
 
-def decode_mask(data: bytes, name: str) -> Image.Image:
-    """Decode a mask image to mode L: 255 counts fully, 0 not at all; of a colour image, its red channel."""
-    rgb, _ = decode(data, name)
-    return rgb.getchannel("R")
-
-
 def fit_image(image: Image.Image, fit: Fit, interpolation: str | None) -> Image.Image:
     """Resize an RGB image or a mask and crop it to ``fit.encoded``; Lanczos unless told otherwise."""
     if image.size != fit.resized:

@@ -3,6 +3,7 @@
 =============  =======================================================================================================
 unreadable     an image, mask or control image that does not decode to its end
 mask           a mask in other proportions than its image
+mask value     a mask of one value, or one that can be read in two ways
 control        a control image in other proportions than its image (refused never, stretched never: but cropped)
 setup          what training would refuse: a missing file, a caption that is no UTF-8, an image without a bucket
 duplicate      images of the same bytes
@@ -28,6 +29,7 @@ from library.data.buckets import Bucketing, Fit, same_shape, size_text
 from library.data.captions import has_word, words_around
 from library.data.config import DatasetConfig, Subset, SubsetSettings
 from library.data.file_index import FileIndex, SourceFile, list_folder
+from library.data.mask_files import LookedMask, look_at_masks, where_masks_are
 from library.data.samples import FindSources, Sample, cache_folder
 from library.data.sources import Source, caption_beside, find_sources, is_image, note_frames
 from library.errors import UserError, counted, names_in_short
@@ -40,6 +42,7 @@ TITLES = {
     "unreadable": "Unreadable or cut off",
     "setup": "Refused by training",
     "mask": "Masks of another shape",
+    "mask value": "Masks that say little",
     "control": "Control images of another shape",
     "duplicate": "The same file twice",
     "caption": "Captions",
@@ -83,7 +86,8 @@ class Report:
 def title(found: Sequence[Finding]) -> str:
     """Return what findings of one kind are about, and how many images they name: "Captions: 3 images"."""
     kind = found[0].kind
-    named = {path for one in found for path in (one.paths[:1] if kind in ("mask", "control") else one.paths)}
+    alone = kind in ("mask", "mask value", "control")
+    named = {path for one in found for path in (one.paths[:1] if alone else one.paths)}
     return f"{TITLES[kind]}: {counted(len(named), 'image')}" if named else TITLES[kind]
 
 
@@ -106,11 +110,18 @@ def check(config: DatasetConfig, pixel_multiple: int, start: Callable[[str, int]
             sources = _sources(subset, index, findings, notes, config.conditioning)
             files = {file.path: file for source in sources for file in source.files}
             problems = index.decode(files.values(), partial(start, f"checking {subset.written_dir}"))
-            index.save()
             findings += [Finding("unreadable", (path,), f"{Path(path).name}: {why}") for path, why in problems.items()]
             notes += note_frames(subset.where, {source.name: source.image.frames for source in sources})
+            images_read = list[tuple[Source, list[Fit]]]()
             for source in sources:
-                findings += _of_image(source, problems, subset, buckets)
+                found, fits = _of_image(source, problems, subset, buckets)
+                findings += found
+                if not problems.keys() & {file.path for file in source.files}:
+                    images_read.append((source, fits))
+            looked = look_at_masks(images_read, subset.settings, index)
+            notes += [f"{subset.where}: {line}" for line in where_masks_are(looked)]
+            findings += [_of_mask(mask) for mask in looked if mask.remark]
+            index.save()
             captions += [(source.image.path, source.caption, subset.settings) for source in sources]
             images |= {source.image.path: source.image for source in sources}
     by_content: dict[str, list[str]] = defaultdict(list)
@@ -169,11 +180,16 @@ def without_broken(findings: Sequence[Finding]) -> FindSources:
     return find
 
 
-def _of_image(source: Source, problems: Collection[str], subset: Subset, buckets: Sequence[Bucketing]) -> list[Finding]:
-    """Findings about the size of an image and of its masks and control images; ``problems``: unreadable files."""
-    path, size = source.image.path, source.image.size
+def _of_image(
+    source: Source, problems: Collection[str], subset: Subset, buckets: Sequence[Bucketing]
+) -> tuple[list[Finding], list[Fit]]:
+    """Findings about the size of an image and of its masks and control images; how it is cropped.
+
+    ``problems``: unreadable files.
+    """
+    path, size, fits = source.image.path, source.image.size, list[Fit]()
     if path in problems or size is None:
-        return []
+        return [], fits
     found: list[Finding] = []
     for kind, files in (("mask", (source.mask, source.inpaint_mask)), ("control", source.control_images)):
         for file in files:
@@ -181,10 +197,18 @@ def _of_image(source: Source, problems: Collection[str], subset: Subset, buckets
                 sizes = f"{size_text(file.size)} for an image of {size_text(size)}"
                 found.append(Finding(kind, (path, file.path), f"{Path(file.path).name}: {sizes}"))
     try:
-        found += _upscaled(path, size, [one.fit(size, subset.settings.random_crop, path) for one in buckets])
+        fits = [one.fit(size, subset.settings.random_crop, path) for one in buckets]
+        found += _upscaled(path, size, fits)
     except UserError as error:
         found.append(Finding("setup", (path,), str(error)))
-    return found
+    return found, fits
+
+
+def _of_mask(mask: LookedMask) -> Finding:
+    """Return the finding that a remark on a mask is."""
+    paths = tuple(dict.fromkeys((mask.image, mask.path)))
+    kind = "setup" if mask.is_refused else "mask value"
+    return Finding(kind, paths, f"{Path(mask.path).name}: {mask.remark}")
 
 
 def _upscaled(path: str, size: tuple[int, int], fits: Sequence[Fit]) -> list[Finding]:

@@ -30,6 +30,7 @@ from library.data.buckets import Bucketing, ControlSizing, Fit, Size, same_shape
 from library.data.config import Dataset, DatasetConfig, Subset, SubsetSettings
 from library.data.file_index import FileIndex, SourceFile, checked_bytes
 from library.data.images import decode, fit_image
+from library.data.mask_files import look_at_masks, remarks_in_short, where_masks_are
 from library.data.sources import Source, find_sources, note_frames
 from library.errors import UserError, counted
 from library.randomness import derive_seed
@@ -182,6 +183,11 @@ def scan(
             result.warnings.extend(note_frames(subset.where, {source.name: source.image.frames for source in sources}))
             kept, held_back = _load_subset(group, dataset, sources, buckets, identities, seed)
             train += kept
+            fits = {sample.image.path: (sample.fit,) for sample in (*kept, *held_back)}
+            looked = look_at_masks([(each, fits[each.image.path]) for each in sources], subset.settings, index)
+            notes = where_masks_are(looked) + remarks_in_short(looked)
+            result.warnings.extend(f"{subset.where}: {line}" for line in notes)
+            index.save()
             result.held_out.extend(held_back)
         result.listed.extend(train)
         result.train.extend(_balance(train, dataset.where, result.warnings, regular_share))

@@ -118,7 +118,7 @@ def test_masks_and_control_images_of_no_image_are_told(folder: Path) -> None:
         "/dataset.toml: subset 1: 1 control images in /control belong to no image (c.png, ...)"
     )
     subset = "image_dir = 'img'\ninpaint_mask_directory = 'masks'"
-    (line,) = build(write_toml(folder, subset=subset), conditioning="fill").warnings
+    line, *_ = build(write_toml(folder, subset=subset), conditioning="fill").warnings
     assert line.replace(str(folder), "") == "/dataset.toml: subset 1: 1 masks in /masks belong to no image (c.png, ...)"
 
 

@@ -13,7 +13,7 @@ import torch
 from PIL import Image, ImageCms
 
 from library.data.buckets import Fit
-from library.data.images import decode, decode_mask, fit_image, read_header, read_size, to_latent_mask, to_pixels
+from library.data.images import decode, fit_image, read_header, read_size, to_latent_mask, to_pixels
 from library.errors import UserError
 from tests.data.folders import make_image
 from tests.forked import ROOT, run_code
@@ -189,11 +189,6 @@ def test_profiles_that_change_nothing_or_do_not_fit_are_passed_over(kind: str) -
     profile = ImageCms.ImageCmsProfile(created).tobytes() if created else b"broken"
     image = make_image(8, 8)
     assert np.array_equal(rgb(saved(image, "PNG", icc_profile=profile)), np.asarray(image))
-
-
-def test_of_a_colour_mask_the_red_channel_counts() -> None:
-    assert decode_mask(saved(Image.new("RGB", (2, 2), (200, 10, 10)), "PNG"), "x").getpixel((0, 0)) == 200
-    assert decode_mask(saved(Image.new("L", (2, 2), 77), "PNG"), "x").getpixel((0, 0)) == 77
 
 
 def test_pixels_are_scaled_to_plus_minus_one() -> None:

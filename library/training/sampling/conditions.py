@@ -18,10 +18,11 @@ from torch import Tensor
 from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
 from library.config.model_types import Blank
 from library.data.buckets import ControlSizing, cover
-from library.data.cache import TextJob, binary_mask
+from library.data.cache import TextJob
 from library.data.dataset import TrainingData
 from library.data.file_index import SourceFile, content_hash
-from library.data.images import blanked, decode, decode_mask, fit_image, read_size, to_image, to_pixels
+from library.data.images import blanked, decode, fit_image, read_size, to_image, to_pixels
+from library.data.mask_files import binary_mask, look_at_mask, read_mask
 from library.data.samples import ControlImage, check_mask_shape
 from library.errors import UserError
 from library.files import read_bytes
@@ -56,8 +57,8 @@ class PromptImageRules:
 
 def check_prompt_images(
     prompts: Sequence[SamplePrompt], conditioning: ConditionKind, most_references: int | None = None
-) -> None:
-    """Refuse prompts without the images that the model needs, or with such as it does not take.
+) -> list[str]:
+    """Refuse prompts without the images that the model needs, or with such as it does not take; return remarks.
 
     Args:
         prompts: to be sampled.
@@ -67,6 +68,7 @@ def check_prompt_images(
     Raises:
         UserError: names the prompt; also where an image is missing, damaged, or a mask shows nothing to fill.
     """
+    remarks = list[str]()
     for prompt in prompts:
         where, count = f"prompt {prompt.short()}", len(prompt.control_images)
         if conditioning == "none" and (count or prompt.mask_image):
@@ -87,8 +89,12 @@ def check_prompt_images(
             decode(read_bytes(path), path)
         if prompt.mask_image:
             check_mask_shape(_source(prompt.mask_image), read_size(prompt.control_images[0]))
-            if not binary_mask(decode_mask(read_bytes(prompt.mask_image), prompt.mask_image)).any():
+            facts = look_at_mask(prompt.mask_image, "inpaint_mask_directory")
+            if facts.box is None:
                 raise UserError(f"{prompt.mask_image}: nothing to fill; make what is to be filled white")
+            if facts.source == "alpha":
+                remarks.append(f"{prompt.mask_image}: {facts.doubt or 'its alpha counts, what is opaque is filled'}")
+    return remarks
 
 
 def read_run_prompts(
@@ -109,9 +115,9 @@ def read_run_prompts(
     usual = SamplePrompt("", guidance=family.sample_guidance)
     usual = replace(usual, steps=family.distilled_steps) if distilled else usual
     prompts = read_prompts(source, seed, pixel_multiple, usual)
-    for remark in check_steering(prompts, family.guidance_input, family.sample_guidance):
+    remarks = check_steering(prompts, family.guidance_input, family.sample_guidance)
+    for remark in [*remarks, *check_prompt_images(prompts, family.conditioning, family.most_references)]:
         say(f"note: {remark}")
-    check_prompt_images(prompts, family.conditioning, family.most_references)
     return prompts
 
 
@@ -159,7 +165,7 @@ def _masked_image(prompt: SamplePrompt, blank: Blank) -> tuple[Tensor, Tensor]:
     assert mask_path is not None, "check_prompt_images comes first"
     target = (prompt.width, prompt.height)
     image, _ = decode(read_bytes(path), path)
-    mask = decode_mask(read_bytes(mask_path), mask_path)
+    mask, *_ = read_mask(read_bytes(mask_path), mask_path)
     fitted = fit_image(mask, cover(mask.size, target), "area")
     region = torch.from_numpy(binary_mask(fitted)).float()[None]
     pixels = to_pixels(fit_image(image, cover(image.size, target), None))

@@ -65,7 +65,8 @@ def generate_images(
         encoders: of images and text; by default the family's, of ``dtype``.
         strengths: of all LoRAs together, times their own; the model is loaded once for all.
     """
-    check_prompt_images(prompts, family.conditioning, family.most_references)
+    for remark in check_prompt_images(prompts, family.conditioning, family.most_references):
+        console.print(f"note: {remark}")
     weights = read_loras(loras, family, console)  # before anything that takes time
     source = " + ".join(str(lora.path) for lora in loras)
     targets = family.targets

@@ -1,0 +1,166 @@
+"""Mask files: which part of a file is the mask, whether it is a loss mask or a fill model's, and what is said of it."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from PIL import Image
+
+from library.config.schema import DatasetArguments
+from library.data.config import load_dataset_config
+from library.data.lint import Report, check
+from library.data.mask_files import read_mask
+from library.data.samples import scan
+from tests.data.folders import add_image, build, cache_all, items, make_old, write_toml
+from tests.forked import run_script
+
+ROOT = Path(__file__).resolve().parents[2]
+SIDE = 64
+SHAPE = np.zeros((SIDE, SIDE), np.uint8)
+SHAPE[8:40, 16:48] = 255
+FULL = np.full_like(SHAPE, 255)
+
+
+def written(levels: NDArray[np.uint8], how: str) -> Image.Image:
+    """``levels`` as programs save masks: grey, 16-bit, an opaque or half-transparent layer, or a brush of a colour."""
+    grey = Image.fromarray(levels)
+    if how == "L":
+        return grey
+    if how == "16 bit":
+        return Image.fromarray(levels.astype(np.uint16) * 257)
+    if how in ("RGB", "P"):
+        return grey.convert(how)
+    if how.startswith("layer"):
+        layer = grey.convert("RGBA")
+        layer.putalpha(int(how.split()[1]))
+        return layer
+    brush = Image.new("RGBA", grey.size, how.split()[1])
+    brush.putalpha(grey)
+    return brush
+
+
+def png(image: Image.Image) -> bytes:
+    buffer = io.BytesIO()
+    image.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+WAYS = ["L", "16 bit", "RGB", "P", "layer 255", "layer 128", "brush white", "brush black", "brush red"]
+
+
+@given(how=st.sampled_from(WAYS), seed=st.integers(0, 1000), low=st.integers(0, 200))
+def test_a_mask_means_the_same_however_it_is_saved(how: str, seed: int, low: int) -> None:
+    levels = np.random.default_rng(seed).integers(low, 256, (5, 7)).astype(np.uint8)
+    levels[0, :2] = low, 255  # it varies
+    mask, source, doubt = read_mask(png(written(levels, how)), "x")
+    assert np.array_equal(np.asarray(mask), levels)
+    assert (source, doubt) == ("alpha" if how.startswith("brush") else "luminance", "")
+
+
+def dataset(folder: Path, key: str, image: Image.Image, mask: Image.Image | None) -> str:
+    """A dataset of one image; returns the kind of its model."""
+    add_image(folder / "img", "a.png", image.size)
+    image.save(folder / "img" / "a.png")
+    make_old(folder / "img" / "a.png")
+    subset = f"image_dir = 'img'\n{key} = " + ("'masks'" if mask else "true")
+    if mask:
+        (folder / "masks").mkdir(exist_ok=True)
+        mask.save(folder / "masks" / "a.png")
+        make_old(folder / "masks" / "a.png")
+    write_toml(folder, subset=subset)
+    return "fill" if key.startswith("inpaint") else "none"
+
+
+def reported(folder: Path, kind: str) -> tuple[Report, list[str]]:
+    """What check_dataset finds, and what a run says as it starts."""
+    path = folder / "dataset.toml"
+    config = load_dataset_config(path, DatasetArguments(dataset_config=str(path)), kind)  # type: ignore[arg-type]
+    first = check(config, 16, lambda *_: lambda _: None)
+    again = check(config, 16, lambda *_: lambda _: None)
+    assert (first.findings, first.notes) == (again.findings, again.notes)  # remembered
+    return first, scan(config, 0, 16).warnings
+
+
+PHOTO = Image.fromarray(np.random.default_rng(1).integers(0, 256, (SIDE, SIDE, 3)).astype(np.uint8))
+
+
+def cut_out(alpha: NDArray[np.uint8]) -> Image.Image:
+    image = PHOTO.convert("RGBA")
+    image.putalpha(Image.fromarray(alpha))
+    return image
+
+
+LOSS, FILL = "conditioning_data_dir", "inpaint_mask_directory"
+WHOLE = "all of the image counts alike, as without a mask"
+NOTHING = "nothing of the image counts in the loss"
+FILLED, REFUSED = "all of the image is filled", "nothing is filled, which training refuses"
+
+
+@pytest.mark.parametrize(
+    ("key", "image", "mask", "text"),
+    [
+        (LOSS, PHOTO, written(SHAPE, "L"), ""),
+        (LOSS, PHOTO, written(SHAPE, "brush white"), ""),
+        (LOSS, PHOTO, written(0 * SHAPE, "L"), f"a mask of one value (black), {NOTHING}"),
+        (LOSS, PHOTO, written(FULL, "L"), f"a mask of one value (white), {WHOLE}"),
+        (LOSS, PHOTO, written(FULL // 2, "layer 255"), f"a mask of one value (level 127 of 255), {WHOLE}"),
+        (LOSS, PHOTO, written(0 * SHAPE, "brush white"), f"a mask of one value (fully transparent), {NOTHING}"),
+        (LOSS, PHOTO, cut_out(SHAPE), "its colours have a shape too: its alpha counts, what is opaque"),
+        (LOSS, PHOTO, PHOTO, "coloured: its luminance counts, where sd-scripts takes red"),
+        (FILL, PHOTO, written(SHAPE, "brush black"), ""),
+        (FILL, PHOTO, written(SHAPE // 3, "L"), f"a mask of one value (black), {REFUSED}"),
+        (FILL, PHOTO, written(SHAPE // 8 + 200, "L"), f"a mask of one value (white), {FILLED}"),
+        ("alpha_mask", cut_out(SHAPE), None, ""),
+        ("alpha_mask", PHOTO, None, f"a mask of one value (opaque), {WHOLE}"),
+        ("alpha_mask", cut_out(0 * SHAPE), None, f"a mask of one value (fully transparent), {NOTHING}"),
+        ("inpaint_alpha_mask", cut_out(SHAPE), None, ""),
+        ("inpaint_alpha_mask", cut_out(FULL), None, f"a mask of one value (opaque), {REFUSED}"),
+        ("inpaint_alpha_mask", cut_out(0 * SHAPE), None, f"a mask of one value (fully transparent), {FILLED}"),
+    ],
+)
+def test_what_a_mask_says_is_a_finding_and_a_line_of_the_run(
+    tmp_path: Path, key: str, image: Image.Image, mask: Image.Image | None, text: str
+) -> None:
+    report, lines = reported(tmp_path, dataset(tmp_path, key, image, mask))
+    expected = text if "one value" not in text else f"{key}: {text}"
+    assert [finding.text for finding in report.findings] == [f"a.png: {expected}"] * bool(text)
+    assert [finding.is_error for finding in report.findings] == [REFUSED in text] * bool(text)
+    assert [line.partition(": a.png: ")[2] for line in lines if ": a.png: " in line] == [expected] * bool(text)
+    if mask is not None:
+        used = "opaque in 1 (a.png)" if read_mask(png(mask), "x")[1] == "alpha" else "white in 1"
+        (said,) = report.notes
+        assert said.endswith(f"{key}: of 1 mask counts what is {used}")
+        assert said in lines
+
+
+def test_what_counts_may_be_cropped_away(tmp_path: Path) -> None:
+    edge = np.zeros((SIDE, 4 * SIDE), np.uint8)
+    edge[:, :8] = 255  # the square that is trained on is in the middle
+    kind = dataset(tmp_path, LOSS, PHOTO.resize((4 * SIDE, SIDE)), Image.fromarray(edge))
+    report, lines = reported(tmp_path, kind)
+    assert [one.text for one in report.findings] == [f"a.png: {LOSS}: what counts is cropped away, {NOTHING}"]
+    assert any(NOTHING in line for line in lines)
+
+
+def test_strict_fails_on_a_mask_without_a_shape(tmp_path: Path) -> None:
+    dataset(tmp_path, LOSS, PHOTO, written(FULL, "L"))
+    done = run_script(ROOT / "tools/check_dataset.py", ["dataset.toml", "--strict"], tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "Masks that say little: 1 image" in done.stdout
+
+
+@pytest.mark.parametrize("how", ["brush white", "layer 255"])
+def test_the_cached_loss_mask_is_what_the_file_means(tmp_path: Path, how: str) -> None:
+    """On 5327b3c8 a white brush on an empty layer was white everywhere: no mask at all."""
+    dataset(tmp_path, LOSS, PHOTO, written(SHAPE, how))
+    data = build(tmp_path / "dataset.toml", masked_loss=True)
+    cache_all(data)
+    (item,) = items(data.train)
+    assert item.mask is not None
+    assert np.array_equal(item.mask[0].numpy(), SHAPE[4::8, 4::8] / 255)
