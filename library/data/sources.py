@@ -118,7 +118,7 @@ def _with_control_images(subset: Subset, found: list[Source], index: FileIndex, 
 
 
 _MASKS = {  # key -> what is known of the folder that it names, and what to do about an image without a mask
-    "conditioning_data_dir": ("mask_dir", "add one of the same name, or move images that count as a whole to a subset without masks"),
+    "conditioning_data_dir": ("mask_dir", "add one of the same name, or put images that count whole in another subset"),
     "inpaint_mask_directory": ("inpaint_mask_dir", "add an image of the same name, white where to fill"),
 }
 

@@ -345,7 +345,7 @@ def test_missing_and_misshapen_masks_are_refused(tmp_path: Path) -> None:
     toml = write_toml(tmp_path, subset="image_dir = 'img'\nconditioning_data_dir = 'masks'")
     assert refused(tmp_path, toml, masked_loss=True) == (
         "/dataset.toml: subset 1: no mask in conditioning_data_dir /masks for 1 of 1 image (a.png); "
-        "add one of the same name, or move images that count as a whole to a subset without masks"
+        "add one of the same name, or put images that count whole in another subset"
     )
     add_image(tmp_path / "masks", "a.png", (64, 32), caption=None)
     assert refused(tmp_path, toml, masked_loss=True) == (
