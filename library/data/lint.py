@@ -29,7 +29,7 @@ from library.data.buckets import Bucketing, Fit, same_shape, size_text
 from library.data.captions import has_word, words_around
 from library.data.config import DatasetConfig, Subset, SubsetSettings
 from library.data.file_index import FileIndex, SourceFile, list_folder
-from library.data.mask_files import LookedMask, look_at_masks, where_masks_are
+from library.data.mask_files import REFUSED, look_at_masks
 from library.data.samples import FindSources, Sample, cache_folder
 from library.data.sources import Source, caption_beside, find_sources, is_image, note_frames
 from library.errors import UserError, counted, names_in_short
@@ -118,9 +118,11 @@ def check(config: DatasetConfig, pixel_multiple: int, start: Callable[[str, int]
                 findings += found
                 if not problems.keys() & {file.path for file in source.files}:
                     images_read.append((source, fits))
-            looked = look_at_masks(images_read, subset.settings, index)
-            notes += [f"{subset.where}: {line}" for line in where_masks_are(looked)]
-            findings += [_of_mask(mask) for mask in looked if mask.remark]
+            lines, remarks = look_at_masks(images_read, subset.settings, index)
+            notes += [f"{subset.where}: {line}" for line in lines]
+            for image, path, remark in remarks:
+                kind = "setup" if remark.endswith(REFUSED) else "mask value"
+                findings.append(Finding(kind, tuple({image: 1, path: 1}), f"{Path(path).name}: {remark}"))
             index.save()
             captions += [(source.image.path, source.caption, subset.settings) for source in sources]
             images |= {source.image.path: source.image for source in sources}
@@ -202,13 +204,6 @@ def _of_image(
     except UserError as error:
         found.append(Finding("setup", (path,), str(error)))
     return found, fits
-
-
-def _of_mask(mask: LookedMask) -> Finding:
-    """Return the finding that a remark on a mask is."""
-    paths = tuple(dict.fromkeys((mask.image, mask.path)))
-    kind = "setup" if mask.is_refused else "mask value"
-    return Finding(kind, paths, f"{Path(mask.path).name}: {mask.remark}")
 
 
 def _upscaled(path: str, size: tuple[int, int], fits: Sequence[Fit]) -> list[Finding]:

@@ -13,11 +13,9 @@ Where nothing can be seen, because the image is fully transparent, nothing count
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, get_args
 
 import numpy as np
 from PIL import Image, ImageChops
@@ -28,68 +26,15 @@ from library.data.file_index import FileIndex, SourceFile
 from library.data.images import decode
 from library.data.masks import Mask
 from library.data.sources import Source
-from library.errors import counted, names_in_short
+from library.errors import counted
 from library.files import read_bytes
 
 MASK_READING = 2  # part of the key of everything cached with a mask file: raise it when a file means another mask
-MaskKey = Literal["conditioning_data_dir", "alpha_mask", "inpaint_mask_directory", "inpaint_alpha_mask"]
-
-_FILLS: tuple[MaskKey, ...] = ("inpaint_mask_directory", "inpaint_alpha_mask")
-_REFUSED = "nothing is filled, which training refuses"
-_FILES: dict[MaskKey, Callable[[Source, SubsetSettings], SourceFile | None]] = {
-    "conditioning_data_dir": lambda image, _: image.mask,
-    "alpha_mask": lambda image, settings: image.image if settings.alpha_mask else None,
-    "inpaint_mask_directory": lambda image, _: image.inpaint_mask,
-    "inpaint_alpha_mask": lambda image, settings: image.image if settings.inpaint_alpha_mask else None,
-}  # where each key's mask is
+REFUSED = "nothing is filled, which training refuses"
+MaskKey = Literal["conditioning_data_dir", "inpaint_mask_directory", "alpha_mask", "inpaint_alpha_mask"]
 _HALF_WHITE = 128
 _PLAIN = 8  # levels of 255 that compression leaves in an area of one colour
 _COLOURED = 32  # levels between red and luminance
-
-
-class MaskFacts(NamedTuple):
-    """What a mask shows.
-
-    Attributes:
-        source: "alpha" or "luminance".
-        low, high: its lowest and highest level, 0 to 255; of a region to fill 0 or 255, as it is filled or not.
-        doubt: what else it could mean; empty if nothing.
-        box: left, top, right, bottom of all that counts, as shares of width and height; None if nothing does.
-    """
-
-    source: str
-    low: int
-    high: int
-    doubt: str
-    box: Sequence[float] | None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether it has one value everywhere."""
-        return self.high - self.low <= _PLAIN
-
-    def is_seen(self, fit: Fit) -> bool:
-        """Whether anything that counts lies in what is trained on."""
-        return self.box is not None and all(
-            self.box[axis] * fit.resized[axis] < fit.offset[axis] + fit.encoded[axis]
-            and self.box[axis + 2] * fit.resized[axis] > fit.offset[axis]
-            for axis in (0, 1)
-        )
-
-
-class LookedMask(NamedTuple):
-    """A mask, what it belongs to, and what a user should know of it; ``remark`` is empty if that is nothing."""
-
-    image: str
-    path: str
-    key: MaskKey
-    source: str
-    remark: str
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether training refuses the image for it."""
-        return self.remark.endswith(_REFUSED)
 
 
 def read_mask(data: bytes, name: str) -> tuple[Image.Image, str, str]:
@@ -118,83 +63,76 @@ def binary_mask(image: Image.Image) -> Mask:
     return (np.asarray(image) >= _HALF_WHITE).astype(np.uint8)
 
 
-def look_at_mask(path: str, key: MaskKey) -> MaskFacts:
+def look_at_mask(path: str, key: MaskKey) -> tuple[str, str, Sequence[float]]:
     """Return what the mask in a file shows that ``key`` asks for.
+
+    Returns:
+        "alpha" or "luminance"; a remark if it shows nothing, everything or two things, else ""; left, top, right and
+        bottom of all that counts, as shares of width and height, all 0 where nothing does.
 
     Raises:
         UserError: the image is damaged.
     """
-    data, source, doubt = read_bytes(path), "alpha", ""
+    data, source, remark, fills = read_bytes(path), "alpha", "", key.startswith("inpaint")
     if key in ("alpha_mask", "inpaint_alpha_mask"):
         mask = decode(data, path, alpha_mask=True)[1] or Image.new("L", (1, 1), 255)
     else:
-        mask, source, doubt = read_mask(data, path)
+        mask, source, remark = read_mask(data, path)
+    low, high = _extrema(mask)
+    levels = f"{source} {low}" + f" to {high}" * (high > low)
     if key == "inpaint_alpha_mask":
         mask = ImageChops.invert(mask)
-    if key in _FILLS:
+    if fills:
         mask = Image.fromarray(binary_mask(mask) * 255)
-    box = mask.getbbox()
-    shares = [side / whole for side, whole in zip(box, mask.size * 2, strict=True)] if box else None
-    return MaskFacts(source, *_extrema(mask), doubt, shares)
+    low, high = _extrema(mask)
+    if high - low <= _PLAIN:
+        all_of_it = "all of the image is filled" if fills else "all of the image counts alike, as without a mask"
+        remark = f"one value everywhere ({levels}), {all_of_it if high > _PLAIN else _nothing(fills)}"
+    box = mask.getbbox() or (0, 0, 0, 0)
+    return source, remark, [side / whole for side, whole in zip(box, mask.size * 2, strict=True)]
 
 
 def look_at_masks(
     images: Sequence[tuple[Source, Sequence[Fit]]], settings: SubsetSettings, index: FileIndex
-) -> list[LookedMask]:
-    """Return what is to be known of the masks of a subset's images.
+) -> tuple[list[str], list[tuple[str, str, str]]]:
+    """Return a line on how each folder of masks is read, and the remarks on masks: image, file, remark.
 
     Args:
-        images: with how they are cropped, at each resolution.
+        images: of a subset, with how they are cropped at each resolution.
         settings: of the subset.
         index: remembers what was read.
     """
-    looked = list[LookedMask]()
-    for key, of in _FILES.items():
-        files = [(image.image.path, of(image, settings), fits) for image, fits in images]
-        wanted = [(path, file, fits) for path, file, fits in files if file is not None]
-        facts = index.look(key, (file for _, file, _ in wanted), partial(look_at_mask, key=key))
-        for path, file, fits in wanted:
-            found = MaskFacts(*facts[file.path])
-            looked.append(LookedMask(path, file.path, key, found.source, _remark(found, key, fits)))
-    return looked
+    lines, remarks = list[str](), list[tuple[str, str, str]]()
+    for key in get_args(MaskKey):
+        found = [(image.image.path, _mask_of(image, key, settings), fits) for image, fits in images]
+        masks = [(image, file.path, fits) for image, file, fits in found if file is not None]
+        looked = index.look(key, [file for _, file, _ in found if file is not None], partial(look_at_mask, key=key))
+        for image, path, fits in masks:
+            _, remark, box = looked[path]
+            if not remark and not all(_is_seen(box, fit) for fit in fits):
+                remark = f"what counts is cropped away, {_nothing(key.startswith('inpaint'))}"
+            remarks += [(image, path, f"{key}: {remark}")] if remark else []
+        if looked and getattr(settings, key) is not True:
+            by_alpha = sum(source == "alpha" for source, *_ in looked.values())
+            read = f"{by_alpha} by alpha (opaque counts), {len(looked) - by_alpha} by luminance (white counts)"
+            lines.append(f"{key}: {counted(len(looked), 'mask')} read, {read}")
+    return lines, remarks
 
 
-def _remark(facts: MaskFacts, key: MaskKey, fits: Iterable[Fit]) -> str:
-    nothing = _REFUSED if key in _FILLS else "nothing of the image counts in the loss"
-    if not facts.is_plain:
-        cropped = f"{key}: what counts is cropped away, {nothing}"
-        return facts.doubt if all(map(facts.is_seen, fits)) else cropped
-    ends = ("black", "white") if facts.source == "luminance" else ("fully transparent", "opaque")
-    black, white = ends[::-1] if key == "inpaint_alpha_mask" else ends
-    value = black if facts.high <= _PLAIN else white if facts.low >= 255 - _PLAIN else f"level {facts.high} of 255"
-    everything = "all of the image is filled" if key in _FILLS else "all of the image counts alike, as without a mask"
-    return f"{key}: a mask of one value ({value}), {everything if facts.high > _PLAIN else nothing}"
+def _mask_of(image: Source, key: MaskKey, settings: SubsetSettings) -> SourceFile | None:
+    own = image.image if getattr(settings, key) else None
+    return {"conditioning_data_dir": image.mask, "inpaint_mask_directory": image.inpaint_mask}.get(key, own)
 
 
-def where_masks_are(looked: Iterable[LookedMask]) -> list[str]:
-    """Return a line for each key that names a folder of masks: what counts in how many of its files."""
-    sources: dict[str, dict[str, str]] = defaultdict(dict)
-    for mask in looked:
-        if mask.path != mask.image:
-            sources[mask.key][Path(mask.path).name] = mask.source
-    lines = list[str]()
-    for key, masks in sources.items():
-        by_alpha = [name for name, source in masks.items() if source == "alpha"]
-        parts = [f"what is opaque in {len(by_alpha)} ({names_in_short(by_alpha, 3)})"] if by_alpha else []
-        parts += [f"what is white in {len(masks) - len(by_alpha)}"] if len(by_alpha) < len(masks) else []
-        lines.append(f"{key}: of {counted(len(masks), 'mask')} counts {', '.join(parts)}")
-    return lines
-
-
-def remarks_in_short(looked: Iterable[LookedMask]) -> list[str]:
-    """Return a line for each remark, with the masks that have it."""
-    alike: dict[str, list[str]] = defaultdict(list)
-    for mask in looked:
-        if mask.remark:
-            alike[mask.remark].append(Path(mask.path).name)
-    return [f"{names_in_short(names, 3)}: {remark}" for remark, names in alike.items()]
+def _nothing(fills: bool) -> str:
+    return REFUSED if fills else "nothing of the image counts in the loss"
 
 
 def _extrema(image: Image.Image) -> tuple[int, int]:
-    low, high = np.asarray(image).min(), np.asarray(image).max()
-    return int(low), int(high)
+    return int(np.asarray(image).min()), int(np.asarray(image).max())
+
+
+def _is_seen(box: Sequence[float], fit: Fit) -> bool:
+    """Whether a box lies in what is trained on, at least in part."""
+    parts = zip(box[:2], box[2:], fit.resized, fit.offset, fit.encoded, strict=True)
+    return all(low * side < offset + width and high * side > offset for low, high, side, offset, width in parts)

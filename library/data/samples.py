@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,9 +30,9 @@ from library.data.buckets import Bucketing, ControlSizing, Fit, Size, same_shape
 from library.data.config import Dataset, DatasetConfig, Subset, SubsetSettings
 from library.data.file_index import FileIndex, SourceFile, checked_bytes
 from library.data.images import decode, fit_image
-from library.data.mask_files import look_at_masks, remarks_in_short, where_masks_are
+from library.data.mask_files import look_at_masks
 from library.data.sources import Source, find_sources, note_frames
-from library.errors import UserError, counted
+from library.errors import UserError, counted, names_in_short
 from library.randomness import derive_seed
 
 FindSources = Callable[[Subset, FileIndex, list[str], ConditionKind], list[Source]]
@@ -184,9 +184,12 @@ def scan(
             kept, held_back = _load_subset(group, dataset, sources, buckets, identities, seed)
             train += kept
             fits = {sample.image.path: (sample.fit,) for sample in (*kept, *held_back)}
-            looked = look_at_masks([(each, fits[each.image.path]) for each in sources], subset.settings, index)
-            notes = where_masks_are(looked) + remarks_in_short(looked)
-            result.warnings.extend(f"{subset.where}: {line}" for line in notes)
+            lines, remarks = look_at_masks([(each, fits[each.image.path]) for each in sources], subset.settings, index)
+            alike: dict[str, list[str]] = defaultdict(list)
+            for _, path, remark in remarks:
+                alike[remark].append(Path(path).name)
+            lines += [f"{remark} ({names_in_short(names, 3)})" for remark, names in alike.items()]
+            result.warnings.extend(f"{subset.where}: {line}" for line in lines)
             index.save()
             result.held_out.extend(held_back)
         result.listed.extend(train)

@@ -107,35 +107,38 @@ FILLED, REFUSED = "all of the image is filled", "nothing is filled, which traini
     [
         (LOSS, PHOTO, written(SHAPE, "L"), ""),
         (LOSS, PHOTO, written(SHAPE, "brush white"), ""),
-        (LOSS, PHOTO, written(0 * SHAPE, "L"), f"a mask of one value (black), {NOTHING}"),
-        (LOSS, PHOTO, written(FULL, "L"), f"a mask of one value (white), {WHOLE}"),
-        (LOSS, PHOTO, written(FULL // 2, "layer 255"), f"a mask of one value (level 127 of 255), {WHOLE}"),
-        (LOSS, PHOTO, written(0 * SHAPE, "brush white"), f"a mask of one value (fully transparent), {NOTHING}"),
+        (LOSS, PHOTO, written(0 * SHAPE, "L"), f"one value everywhere (luminance 0), {NOTHING}"),
+        (LOSS, PHOTO, written(FULL, "L"), f"one value everywhere (luminance 255), {WHOLE}"),
+        (LOSS, PHOTO, written(FULL // 2, "layer 255"), f"one value everywhere (luminance 127), {WHOLE}"),
+        (LOSS, PHOTO, written(0 * SHAPE, "brush white"), f"one value everywhere (alpha 0), {NOTHING}"),
         (LOSS, PHOTO, cut_out(SHAPE), "its colours have a shape too: its alpha counts, what is opaque"),
         (LOSS, PHOTO, PHOTO, "coloured: its luminance counts, where sd-scripts takes red"),
         (FILL, PHOTO, written(SHAPE, "brush black"), ""),
-        (FILL, PHOTO, written(SHAPE // 3, "L"), f"a mask of one value (black), {REFUSED}"),
-        (FILL, PHOTO, written(SHAPE // 8 + 200, "L"), f"a mask of one value (white), {FILLED}"),
+        (FILL, PHOTO, written(SHAPE // 3, "L"), f"one value everywhere (luminance 0 to 85), {REFUSED}"),
+        (FILL, PHOTO, written(SHAPE // 8 + 200, "L"), f"one value everywhere (luminance 200 to 231), {FILLED}"),
         ("alpha_mask", cut_out(SHAPE), None, ""),
-        ("alpha_mask", PHOTO, None, f"a mask of one value (opaque), {WHOLE}"),
-        ("alpha_mask", cut_out(0 * SHAPE), None, f"a mask of one value (fully transparent), {NOTHING}"),
+        ("alpha_mask", PHOTO, None, f"one value everywhere (alpha 255), {WHOLE}"),
+        ("alpha_mask", cut_out(0 * SHAPE), None, f"one value everywhere (alpha 0), {NOTHING}"),
         ("inpaint_alpha_mask", cut_out(SHAPE), None, ""),
-        ("inpaint_alpha_mask", cut_out(FULL), None, f"a mask of one value (opaque), {REFUSED}"),
-        ("inpaint_alpha_mask", cut_out(0 * SHAPE), None, f"a mask of one value (fully transparent), {FILLED}"),
+        ("inpaint_alpha_mask", cut_out(FULL), None, f"one value everywhere (alpha 255), {REFUSED}"),
+        ("inpaint_alpha_mask", cut_out(0 * SHAPE), None, f"one value everywhere (alpha 0), {FILLED}"),
     ],
 )
 def test_what_a_mask_says_is_a_finding_and_a_line_of_the_run(
     tmp_path: Path, key: str, image: Image.Image, mask: Image.Image | None, text: str
 ) -> None:
     report, lines = reported(tmp_path, dataset(tmp_path, key, image, mask))
-    expected = text if "one value" not in text else f"{key}: {text}"
+    expected = f"{key}: {text}"
     assert [finding.text for finding in report.findings] == [f"a.png: {expected}"] * bool(text)
     assert [finding.is_error for finding in report.findings] == [REFUSED in text] * bool(text)
-    assert [line.partition(": a.png: ")[2] for line in lines if ": a.png: " in line] == [expected] * bool(text)
+    assert [line.partition("subset 1: ")[2] for line in lines if "a.png" in line] == [f"{expected} (a.png)"] * bool(
+        text
+    )
     if mask is not None:
-        used = "opaque in 1 (a.png)" if read_mask(png(mask), "x")[1] == "alpha" else "white in 1"
+        by_alpha = mask.mode == "RGBA" and text not in (f"one value everywhere (luminance 127), {WHOLE}",)
+        used = f"{int(by_alpha)} by alpha (opaque counts), {int(not by_alpha)} by luminance (white counts)"
         (said,) = report.notes
-        assert said.endswith(f"{key}: of 1 mask counts what is {used}")
+        assert said.endswith(f"{key}: 1 mask read, {used}")
         assert said in lines
 
 

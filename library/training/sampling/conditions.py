@@ -89,11 +89,11 @@ def check_prompt_images(
             decode(read_bytes(path), path)
         if prompt.mask_image:
             check_mask_shape(_source(prompt.mask_image), read_size(prompt.control_images[0]))
-            facts = look_at_mask(prompt.mask_image, "inpaint_mask_directory")
-            if facts.box is None:
+            source, remark, box = look_at_mask(prompt.mask_image, "inpaint_mask_directory")
+            if not any(box):
                 raise UserError(f"{prompt.mask_image}: nothing to fill; make what is to be filled white")
-            if facts.source == "alpha":
-                remarks.append(f"{prompt.mask_image}: {facts.doubt or 'its alpha counts, what is opaque is filled'}")
+            if remark or source == "alpha":
+                remarks.append(f"{prompt.mask_image}: {remark or 'its alpha is the mask: what is opaque is filled'}")
     return remarks
 
 
