@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
+import library.data.caption_command as caption_command
 from library.config.schema import DatasetArguments
 from library.data.caption_command import command_words, write_captions
 from library.data.config import load_dataset_config
@@ -135,6 +141,62 @@ def test_what_is_no_caption_is_not_written(tmp_path: Path, printed: str, said: s
     with pytest.raises(UserError, match=f"a\\.png: caption_command prints {said}"):
         caption(write_toml(tmp_path), f'sh -c "printf {printed}" sh {{image}}')
     assert not (tmp_path / "img" / "a.txt").exists()
+
+
+def lives(mark: str, expected: bool = False) -> bool:
+    """Whether a process has the argument ``mark``, once that is as expected or after some seconds."""
+    until = time.monotonic() + 10
+    while True:
+        found = any(mark in (process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"]))
+        if found == expected or time.monotonic() > until:
+            return found
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("sleep 600.{mark}", "has not ended after 0.5 s"),
+        ("trap '' TERM INT HUP; sleep 600.{mark} & sleep 600.{mark}", "has not ended after 0.5 s"),
+        ("yes 600.{mark}", "prints without end"),
+        ("yes 600.{mark} >&2 & wait", "prints without end"),
+    ],
+)
+def test_a_command_without_end_is_killed_with_all_it_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, said: str
+) -> None:
+    monkeypatch.setattr(caption_command, "_MOST_SECONDS", 0.5 if "after" in said else 60)
+    add_image(tmp_path / "img", "a.png", caption=None)
+    mark = f"{os.getpid()}{time.monotonic_ns()}"
+    with pytest.raises(
+        UserError, match=rf"a\.png: caption_command {said}; put it right: captions already written stay"
+    ):
+        caption(write_toml(tmp_path), shlex.join(["sh", "-c", script.format(mark=mark), "sh", "{image}"]))
+    assert not lives(f"600.{mark}")
+
+
+def test_a_server_that_keeps_stdout_blocks_nothing(tmp_path: Path) -> None:
+    add_image(tmp_path / "img", "a.png", caption=None)
+    began, mark = time.monotonic(), f"{os.getpid()}{time.monotonic_ns()}"
+    caption(write_toml(tmp_path), shlex.join(["sh", "-c", f"sleep 7.{mark} & echo a cat", "sh", "{image}"]))
+    assert time.monotonic() - began < 6
+    assert (tmp_path / "img" / "a.txt").read_text() == "a cat\n"
+    assert lives(f"7.{mark}", expected=True)  # it may be there for the next image
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_the_command_does_not_outlive_a_run_that_is_ended(tmp_path: Path, number: signal.Signals) -> None:
+    add_image(tmp_path / "img", "a.png", caption=None)
+    write_toml(tmp_path)
+    mark = f"{os.getpid()}{time.monotonic_ns()}"
+    words = ["sh", "-c", f"sleep 600.{mark} & sleep 600.{mark}", "sh", "{image}"]
+    code = f"from tests.data.test_caption_command import *\ncaption(Path('dataset.toml'), {shlex.join(words)!r})"
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    run = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.DEVNULL, env=environment)
+    assert lives(f"600.{mark}", expected=True)
+    run.send_signal(number)
+    assert run.wait(60) == (-number if number == signal.SIGINT else 128 + number)  # as Python and as a shell says it
+    assert not lives(f"600.{mark}")
 
 
 def test_subsets_that_have_their_captions_are_left_alone(tmp_path: Path, captioner: str) -> None:
