@@ -70,6 +70,12 @@ LANGUAGE_MODELS = ("llama", "qwen2", "qwen3", "smollm3")  # those that are read,
 # general.architecture -> llama.cpp's names against transformers', * for the block
 _NAMES = {"t5": _T5_NAMES, "t5encoder": _T5_NAMES}
 _NAMES |= dict.fromkeys((*LANGUAGE_MODELS, "qwen2vl", "qwen3vl"), _QWEN_NAMES)
+# what llama.cpp writes, by the end of the name: texts and whole numbers, and what lists are of
+_TYPES: dict[str, type] = dict.fromkeys(
+    ("general.architecture", "ggml.model", "ggml.pre", "chat_template", "rope.scaling.type"), str
+)
+_TYPES |= dict.fromkeys(("general.alignment", "split.count", "_token_id"), int)
+_LISTS = {"ggml.tokens": str, "ggml.merges": str, "ggml.token_type": int, "ggml.scores": float}
 
 
 def read_gguf_metadata(path: str | Path, arrays: bool = True) -> dict[str, Any]:
@@ -181,6 +187,8 @@ class _Header:
                 if type(value) is not int or value < 1 or value & (value - 1):
                     raise ValueError(f"an alignment of {value}")
                 alignment = value
+        for name, value in metadata.items():
+            _check_type(name, value)
         return metadata, shapes, alignment
 
     def _tensors(self, count: int, shapes: dict[str, list[int]]) -> dict[str, dict[str, Any]]:
@@ -267,6 +275,17 @@ class _Header:
         if self.file.tell() + count > self.size:
             raise ValueError("it ends within its header")
         self.file.seek(count, 1)
+
+
+def _check_type(name: str, value: Any) -> None:
+    """Refuse a value of another type than llama.cpp's."""
+    for types, is_list in ((_TYPES, False), (_LISTS, True)):
+        kind = next((kind for end, kind in types.items() if name.endswith(end)), None)
+        wrong = is_list != isinstance(value, list) or any(
+            type(one) is not kind for one in (value if is_list else [value])
+        )
+        if kind and wrong:
+            raise ValueError(f"{name} = {value!r:.40}, of another type than llama.cpp writes")
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:

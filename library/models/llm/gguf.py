@@ -15,7 +15,7 @@ otherwise than in transformers' folders:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,8 @@ def gguf_config(file: Path, weights: WeightFiles) -> LMConfig:
         found = metadata.get(f"{kind}.{key}", default)
         if found is None:
             raise UserError(f"{file}: {kind}.{key} is missing; the file is no complete model, download it again")
-        if isinstance(found, str | list) or not 0 <= found < math.inf:
+        is_number = type(found) is int or (type(found) is float and key.startswith(("rope.", "attention.layer_norm")))
+        if not is_number or not 0 <= found < math.inf:
             raise UserError(f"{file}: {kind}.{key} = {str(found)[:40]} is not supported; use another model")
         return float(f"{found:.7g}") if isinstance(found, float) else found  # they are fp32
 
@@ -61,9 +62,10 @@ def gguf_config(file: Path, weights: WeightFiles) -> LMConfig:
             raise UserError(f"{file}: {kind}.{key} = {found} is not supported, only {wanted}; use another model")
 
     width, heads, layers = value("embedding_length"), value("attention.head_count"), value("block_count")
-    if not (width and heads and layers):
-        raise UserError(f"{file}: {kind}.embedding_length, attention.head_count or block_count is 0; download it again")
-    head_dim = value("attention.key_length", width // heads)
+    kv_heads = value("attention.head_count_kv", heads)
+    head_dim = value("attention.key_length", width // max(1, heads))
+    if not (width and heads and kv_heads and head_dim and layers):
+        raise UserError(f"{file}: {kind}.embedding_length, attention.* or block_count is 0; download it again")
     expect("attention.value_length", head_dim)
     expect("rope.dimension_count", head_dim)
     expect("expert_count", 0)
@@ -86,35 +88,41 @@ def gguf_config(file: Path, weights: WeightFiles) -> LMConfig:
         width=width,
         layers=layers,
         heads=heads,
-        kv_heads=value("attention.head_count_kv", heads),
+        kv_heads=kv_heads,
         hidden=value("feed_forward_length"),
         head_dim=head_dim,
         norm_eps=value("attention.layer_norm_rms_epsilon"),
         tied="lm_head.weight" not in weights,
         rope_theta=theta,
-        rope_scaling=_scaling(file, metadata, kind, weights, (head_dim, theta, context)),
+        rope_scaling=_scaling(
+            file, kind, metadata.get(f"{kind}.rope.scaling.type"), value, weights, (head_dim, theta, context)
+        ),
         bos=tokens.pop("bos"),
         eos=tuple(dict.fromkeys(number for number in tokens.values() if number is not None)),
     )
 
 
 def _scaling(
-    file: Path, metadata: Mapping[str, Any], kind: str, weights: WeightFiles, sizes: tuple[int, float, int]
+    file: Path,
+    kind: str,
+    scaling: str | None,
+    value: Callable[[str, Any], Any],
+    weights: WeightFiles,
+    sizes: tuple[int, float, int],
 ) -> RopeScaling | None:
     head_dim, theta, context = sizes
     if _DIVISORS in weights:
         return _llama_scaling(file, weights.read([RowRange(_DIVISORS)]).double(), head_dim, theta)
-    found = {key.removeprefix(f"{kind}.rope.scaling."): value for key, value in metadata.items()}
-    factor = found.get("factor") or metadata.get(f"{kind}.rope.scale_linear") or 1.0
-    original = found.get("original_context_length") or context
-    match found.get("type", "linear" if factor != 1 else "none"):
+    factor = value("rope.scaling.factor", 0.0) or value("rope.scale_linear", 0.0) or 1.0
+    original = value("rope.scaling.original_context_length", 0) or context
+    match scaling or ("linear" if factor != 1 else "none"):
         case "none":
             return None
         case "linear":
             return LinearScaling(factor) if factor != 1 else None
         case "yarn":
-            growth = (0.1 * math.log(factor) + 1.0) * (found.get("attn_factor") or 1.0)
-            betas = found.get("yarn_beta_fast") or 32.0, found.get("yarn_beta_slow") or 1.0
+            growth = (0.1 * math.log(factor) + 1.0) * (value("rope.scaling.attn_factor", 0.0) or 1.0)
+            betas = value("rope.scaling.yarn_beta_fast", 0.0) or 32.0, value("rope.scaling.yarn_beta_slow", 0.0) or 1.0
             return YarnScaling(factor, original, growth, *betas)
         case other:
             raise UserError(f"{file}: {kind}.rope.scaling.type = {other!r} is not supported; none, linear and yarn are")

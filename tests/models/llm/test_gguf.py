@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -13,12 +14,15 @@ from transformers import AutoModelForCausalLM
 
 from library.config.model_types import LANGUAGE_MODEL_KINDS
 from library.errors import UserError
+from library.gguf_header import has_language_model
+from library.llm.tokenizer_files import read_gguf_template, read_gguf_tokenizer
 from library.models.llm.files import TransformersFiles, load_lm, open_lm
 from library.models.llm.model import JoinedLinear, separate_projections
 from library.models.llm.spec import KINDS
 from library.nn.rope import LinearScaling, Llama31Scaling, YarnScaling
 from library.precision.linear import QuantizedLinear
 from library.safetensors_io import RowRange
+from tests.fuzz import harmless
 from tests.models.llm.lms import VOCABULARY, reference, relative, tokens, with_weights, write_model
 
 BLOCKS = {"hidden_size": 64, "intermediate_size": 96}  # whole blocks of 32
@@ -187,9 +191,46 @@ def test_what_is_not_carried_is_refused_by_its_key(more: dict[str, Any], message
         load_lm(tmp_path / "m.gguf", torch.float32)
 
 
-def test_another_architecture_and_several_files_are_refused(tmp_path: Path) -> None:
-    import gguf
+OF_A_MODEL = [
+    *(f"attention.{name}" for name in ("head_count", "head_count_kv", "key_length", "layer_norm_rms_epsilon")),
+    *("block_count", "context_length", "embedding_length", "feed_forward_length", "expert_count", "rope.freq_base"),
+    *(
+        f"rope.scaling.{name}"
+        for name in ("type", "factor", "original_context_length", "attn_factor", "yarn_beta_fast")
+    ),
+    *("rope.scale_linear", "rope.dimension_count", "attention.sliding_window"),
+]
+OF_A_TOKENIZER = ["model", "pre", "tokens", "merges", "scores", "token_type", "add_bos_token", "eos_token_id"]
+VALUES = [7, -1, 0, 1.5, math.nan, math.inf, "x", "", True, [7, 8], [1.5], ["a", "b c"], [True]]
 
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        *("general.architecture", "general.alignment", "split.count", "general.name", "tokenizer.chat_template"),
+        *(f"llama.{key}" for key in OF_A_MODEL),
+        *(f"tokenizer.ggml.{key}" for key in OF_A_TOKENIZER),
+    ],
+)
+def test_a_value_of_any_type_is_taken_or_refused_in_a_line(
+    key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    theirs, size = tiny("llama3"), VOCABULARY
+    usual: dict[str, Any] = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "llama-bpe"}
+    usual |= {"tokenizer.ggml.tokens": [f"t{i}" for i in range(size)], "tokenizer.ggml.token_type": [1] * size}
+    usual |= {"tokenizer.ggml.merges": ["t 1"], "llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0}
+    usual |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.scores": [0.5] * size} if "scores" in key else {}
+    monkeypatch.setattr(gguf.GGUFWriter, "add_architecture", lambda self: None)  # it is in ``more``
+    for value in [*VALUES, list(range(size)), [99] * size]:
+        if isinstance(value, int) and value < 0:
+            monkeypatch.setattr(gguf.GGUFWriter, "add_uint32", gguf.GGUFWriter.add_int32)
+        path = tmp_path / "m.gguf"
+        write_model(path, theirs, "F32", {"general.architecture": "llama"} | usual | {key: value})
+        for read in (open_lm, read_gguf_tokenizer, read_gguf_template, has_language_model):
+            harmless(read, path)
+
+
+def test_another_architecture_and_several_files_are_refused(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "a.gguf", "gemma3")
     writer.add_tensor("x", np.zeros((2, 2), np.float32))
     writer.write_header_to_file()
