@@ -60,16 +60,29 @@ class NotFiniteError(UserError):
 class NotRestoredError(Exception):
     """A change of the model for a while that could not be taken back: no run may go on after it."""
 
+    __str__ = UserError.__str__
+
 
 @contextmanager
-def restoring(what: str) -> Iterator[None]:
-    """Let an error in the block, which takes back ``what``, be a :class:`NotRestoredError`."""
+def undone(what: str, undo: Callable[[], object]) -> Iterator[None]:
+    """Call ``undo`` after the block, however it ends: what is changed for a while is changed inside of this one.
+
+    The block begins before the first change, so that half of a change is taken back too; ``undo`` works from copies
+    that were made before, whatever was reached.
+
+    Raises:
+        NotRestoredError: ``undo`` failed, for whatever reason; no scope whose errors are optional may go on after it.
+    """
     try:
         yield
-    except Exception as error:
-        raise NotRestoredError(
-            f"{what} could not be taken back ({type(error).__name__}: {reason_of(error)})"
-        ) from error
+    finally:
+        try:
+            undo()
+        except BaseException as error:
+            raise NotRestoredError(
+                f"{what} could not be taken back ({type(error).__name__}: {reason_of(error)}); start again with "
+                "--resume auto"
+            ) from error
 
 
 _MOST_SHOWN = 2000  # characters of a line
@@ -148,7 +161,7 @@ class PrintableStream:
         return getattr(self._stream, name)
 
 
-def one_line(error: UserError) -> str:
+def one_line(error: UserError | NotRestoredError) -> str:
     """Return an error's message without the traceback that torch's data loader workers put in front of it.
 
     A configuration with several problems keeps a line for each of them; no other message has more than one.
@@ -169,7 +182,7 @@ def _without_traceback(text: str) -> str:
 
 
 def exit_on_user_error(main: Callable[[], None]) -> Callable[[], None]:
-    """Decorate a script's ``main``: a ``UserError`` becomes one line on stderr and exit code 2.
+    """Decorate a script's ``main``: a ``UserError`` or ``NotRestoredError`` is one line on stderr, exit code 2.
 
     So do a path that the system refuses to look at (too long, in somebody else's folder, under what is no folder) and
     Ctrl-C, with the shell's own exit code for it, 130. What ``main`` prints is made :func:`printable`, and
@@ -184,7 +197,7 @@ def exit_on_user_error(main: Callable[[], None]) -> Callable[[], None]:
         try:
             with redirect_stdout(cast(TextIO, PrintableStream(sys.stdout))):
                 main()
-        except UserError as error:
+        except (UserError, NotRestoredError) as error:
             print(f"error: {one_line(error)}", file=sys.stderr)
             raise SystemExit(2) from None
         except OSError as error:

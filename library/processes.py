@@ -300,7 +300,7 @@ def _exit_code(error: BaseException) -> int:
     """Return what a script ends with whose ``main`` raises ``error``."""
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else 1
-    return 2 if isinstance(error, UserError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+    return 2 if isinstance(error, (UserError, NotRestoredError)) else 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
 @contextmanager

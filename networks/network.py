@@ -23,7 +23,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from library.errors import UserError, names_in_short
+from library.errors import UserError, names_in_short, undone
 from library.models.layer_names import LoraTargets
 from library.randomness import generator
 from networks.adapters.base import AdapterLinear
@@ -176,13 +176,16 @@ class AdapterNetwork:
     @contextmanager
     def bypassed(self) -> Iterator[None]:
         """Inside the block every layer is its base: the model answers as if it had never been trained."""
-        for layer in self.modules.values():
-            layer.bypassed = True
-        try:
+        before = [(layer, layer.bypassed) for layer in self.modules.values()]
+
+        def put_back() -> None:
+            for layer, was_bypassed in before:
+                layer.bypassed = was_bypassed
+
+        with undone("bypassing the adapter", put_back):
+            for layer, _ in before:
+                layer.bypassed = True
             yield
-        finally:
-            for layer in self.modules.values():
-                layer.bypassed = False
 
     def describe(self) -> str:
         """Return a table of what is trained: kinds, ranks, parameters, and what each pattern matched."""

@@ -571,14 +571,32 @@ def split_plan(kind: Any, config: Mapping[str, Any], processes: int) -> dict[str
 
 
 @contextmanager
-def inputs_changed(transformer: nn.Module, change: Callable[[dict[str, Any]], dict[str, Any]]) -> Iterator[None]:
-    """Let every call of ``transformer`` have the keyword arguments that ``change`` returns beside those given to it."""
+def inputs_changed(
+    transformer: nn.Module,
+    change: Callable[[dict[str, Any]], dict[str, Any]],
+    outputs: Callable[[tuple[Tensor]], tuple[Tensor]] = lambda output: output,
+) -> Iterator[None]:
+    """Let every call of ``transformer`` have the keyword arguments that ``change`` returns beside those given to it.
 
-    def before(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        return args, kwargs | change(kwargs)
+    It returns what ``outputs`` makes of its outputs.
+    """
+    inside = False  # a hook that could not be taken away does nothing
 
-    with transformer.register_forward_pre_hook(before, with_kwargs=True, prepend=True):
-        yield
+    def before(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]] | None:
+        return (args, kwargs | change(kwargs)) if inside else None
+
+    def after(_: nn.Module, args: Any, output: tuple[Tensor]) -> tuple[Tensor] | None:
+        return outputs(output) if inside else None
+
+    with (
+        transformer.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+        transformer.register_forward_hook(after),
+    ):
+        inside = True
+        try:
+            yield
+        finally:
+            inside = False
 
 
 def unwrapped(module: nn.Module) -> Any:

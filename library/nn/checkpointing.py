@@ -31,6 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from library.errors import undone
 from library.nn.norms import ModulationCache
 
 _aten = torch.ops.aten
@@ -306,11 +307,13 @@ class HostOffload:
 def evaluating(*modules: nn.Module) -> Iterator[None]:
     """Inside the block nothing is recorded, and every submodule is in eval mode; then it is in its own again."""
     training = [child for module in modules for child in module.modules() if child.training]
-    for module in modules:
-        module.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
+
+    def train() -> None:
         for child in training:
             child.training = True
+
+    with undone("the layers' eval mode", train):
+        for module in modules:
+            module.eval()
+        with torch.no_grad():
+            yield

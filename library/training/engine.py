@@ -37,6 +37,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from library.accelerator import dp_rank_and_size
 from library.config.schema import ParallelConfig
 from library.data.batches import MicroStep, TensorBatch
+from library.errors import NotRestoredError
 from library.nn.checkpointing import evaluating
 from library.randomness import derive_seed
 from library.training.checkpoint.state import Stateful
@@ -66,7 +67,9 @@ class Engine:
         pipeline: None where one process has the whole model.
         graphs: of forward and backward (:meth:`capture_steps`); None where every step runs eagerly.
         is_whole: False only while :meth:`update` or :meth:`settle` runs, and after one of them failed half-way: then
-            weights, optimizer, average and schedule may be of different steps.
+            weights, optimizer, average and schedule may be of different steps. And after other weights, shown for a
+            while, could not be taken back.
+        needs_base: whether what is saved follows from the frozen weights too.
         is_settled: whether the host knows that the last step was finite.
         is_answer_pending: whether the answer on the last step is still on its way from a GPU.
     """
@@ -78,6 +81,7 @@ class Engine:
     average: WeightAverage | None = None
     pipeline: Pipeline | None = None
     graphs: StepGraphs | None = None
+    needs_base = False
 
     def __init__(self, accelerator: Accelerator, seed: int) -> None:
         self.accelerator, self.seed = accelerator, seed
@@ -292,9 +296,24 @@ class Engine:
 
     @contextmanager
     def deployed_weights(self) -> Iterator[None]:
-        """Inside the block the model holds the weights to save and look at: averaged ones, where the run averages."""
-        with averaged_weights(self.optimizer), self.average.shown() if self.average else nullcontext():
-            yield
+        """Inside the block the model holds the weights to save and look at: averaged ones, where the run averages.
+
+        Raises:
+            NotRestoredError: those in training could not be given back; they are not to be saved.
+        """
+        failed: BaseException | None = None  # what the block raises, perhaps a NotRestoredError of something else
+        try:
+            with averaged_weights(self.optimizer), self.average.shown() if self.average else nullcontext():
+                try:
+                    yield
+                except BaseException as error:
+                    failed = error
+        except NotRestoredError:
+            self.is_whole = False
+            raise
+        if failed is not None:
+            self.is_whole &= not (self.needs_base and isinstance(failed, NotRestoredError))
+            raise failed
 
     def mean_over(
         self,

@@ -35,7 +35,7 @@ from library.accelerator import release
 from library.config.rules import conflicts_of_true
 from library.config.schema import TrainConfig
 from library.data.batches import TensorBatch
-from library.errors import UserError, reason_of
+from library.errors import NotRestoredError, UserError, reason_of
 from library.training.memory.budget import draws_random_numbers, is_out_of_memory
 
 EAGER_STEPS = 3  # of a shape, before it is captured
@@ -274,6 +274,8 @@ class StepGraphs:
             gradients = [p.grad for p in found if p.grad is not None]
             if not all_close([replayed[0], *gradients], [output[0], *found.values()]):
                 return "the graph's loss or gradients are not those of the step"
+        except NotRestoredError:
+            raise
         except Exception as error:  # whatever a kernel, a compiler or the driver raises: there is another way
             traceback.clear_frames(error.__traceback__)
             # the end of a capture that has failed raises too, and hides why

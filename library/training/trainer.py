@@ -213,7 +213,7 @@ class Trainer:
     def _out_of_memory(self, batch: Any) -> UserError:
         """Go back before the step that does not fit, save, and return the error that names its batch."""
         step, saved = self.position.step + 1, self._save_good_steps()
-        last = f"last checkpoint: {saved}" if saved else "nothing was saved"
+        last = f"last checkpoint: {saved}" if saved else "nothing more was saved"
         what, advice = self.task.describe_batch(batch), self.task.memory_advice()
         return UserError(f"out of memory in step {step}: {what} does not fit; {last}; {advice}")
 

@@ -214,6 +214,24 @@ def test_samples_and_trackers_that_fail_end_no_run(
     assert len(list((tmp_path / "out/samples").glob("step*.png"))) == 3  # of four
 
 
+def test_an_update_in_bf16_that_fails_at_its_end_is_not_saved(base: Path, dataset: Path, tmp_path: Path) -> None:
+    settings = {"full_bf16": True, "mixed_precision": "bf16", "save_every_n_steps": 3, "learning_rate": 0.01}
+    run(base, dataset, tmp_path / "whole", **settings)
+    step = torch.optim.AdamW.step
+
+    def spoil(optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+        step(optimizer, *arguments)
+        if optimizer.state[optimizer.param_groups[0]["params"][0]]["step"] == 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", spoil)
+        with pytest.raises(UserError, match="out of memory in step 4.*; nothing more was saved"):
+            run(base, dataset, tmp_path / "out", **settings)
+    (saved,) = (tmp_path / "out").glob("lora*.safetensors")
+    assert same(lora(tmp_path / "out", saved.stem), lora(tmp_path / "whole", saved.stem))
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("vanishes", [False, True])
 def test_caches_that_vanish_or_are_cut_off_amid_the_steps_are_made_again_at_the_next_start(

@@ -14,8 +14,7 @@ reference tokens are modulated as at timestep 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -148,8 +147,9 @@ class QwenImageEditFamily(QwenImageFamily):
     conditioning: ConditionKind = "references"
     most_references: int | None = 1
 
-    @contextmanager
-    def conditioned(self, transformer: nn.Module, conditions: Conditions, text: dict[str, Tensor]) -> Iterator[None]:
+    def conditioned(
+        self, transformer: nn.Module, conditions: Conditions, text: dict[str, Tensor]
+    ) -> AbstractContextManager:
         """Put the references behind the tokens that the pipeline gives, and take their output off again."""
         self.check_references(conditions)
         references = conditions.references
@@ -162,11 +162,7 @@ class QwenImageEditFamily(QwenImageFamily):
             shapes = [[*sample, *((1, *token_grid(image)) for image in references)] for sample in kwargs["img_shapes"]]
             return {"hidden_states": torch.cat([tokens, *shown], dim=1), "img_shapes": shapes}
 
-        def remove(_: nn.Module, args: tuple[Any, ...], output: tuple[Tensor]) -> tuple[Tensor]:
-            return (output[0][:, : length[0]],)
-
-        with inputs_changed(transformer, add), transformer.register_forward_hook(remove):
-            yield
+        return inputs_changed(transformer, add, lambda output: (output[0][:, : length[0]],))
 
 
 class QwenImageEditPlusFamily(QwenImageEditFamily):

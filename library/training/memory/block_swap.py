@@ -245,8 +245,12 @@ class Ring:
         leaving = self.slot_blocks[slot]
         if leaving is not None:
             self._point(leaving, self._at_home[leaving])
+        self.slot_blocks[slot] = None  # until its copy is queued: an error leaves no block with another's weights
+        self._queue_copy(block, slot)
         self.slot_blocks[slot] = block
         self.copies += 1
+
+    def _queue_copy(self, block: int, slot: int) -> None:
         if not self._on_gpu:
             self.slots[slot].copy_(self.homes[block])
             return

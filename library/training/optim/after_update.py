@@ -11,10 +11,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from library.errors import counted, names_in_short
+from library.errors import counted, names_in_short, undone
 from networks.adapters.base import AdapterLinear
 
 _NOTED, _CHECKED = 10, 20  # steps after a run's first, between which every kind of layer should move
+
+
+@contextmanager
+def given_back(tensors: Sequence[Tensor], what: str) -> Iterator[None]:
+    """Let ``tensors`` be written to inside the block; afterwards they are as they were before it, bit for bit.
+
+    The copies are made first: an error in making them changes nothing.
+
+    Raises:
+        NotRestoredError: they could not be given back; ``what`` says what they held meanwhile.
+    """
+    copies = [tensor.detach().clone() for tensor in tensors]
+
+    @torch.no_grad()
+    def put_back() -> None:
+        for tensor, copy in zip(tensors, copies, strict=True):
+            tensor.copy_(copy)
+
+    with undone(what, put_back):
+        yield
 
 
 class WeightAverage:
@@ -43,17 +63,11 @@ class WeightAverage:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Inside the block the parameters hold their averages; afterwards they are back bit for bit."""
-        weights = [p.detach().clone() for p in self._parameters]
-        self._write(self.averages)
-        try:
+        with given_back(self._parameters, "the average of the weights"):
+            with torch.no_grad():
+                for parameter, average in zip(self._parameters, self.averages, strict=True):
+                    parameter.copy_(average)
             yield
-        finally:
-            self._write(weights)
-
-    @torch.no_grad()
-    def _write(self, values: Sequence[Tensor]) -> None:
-        for parameter, value in zip(self._parameters, values, strict=True):
-            parameter.copy_(value)
 
     def state_dict(self) -> dict[str, Any]:
         """Return averages and number of updates."""

@@ -46,7 +46,8 @@ from torch.optim import Optimizer
 from library.config.markers import split_pairs
 from library.config.optimizer_types import OPTIMIZERS, PIP_NAMES, OptimizerType, adapts_each_group, estimates_step_size
 from library.config.schema import OptimizerConfig, effective_learning_rate
-from library.errors import UserError, did_you_mean
+from library.errors import UserError, did_you_mean, undone
+from library.training.optim.after_update import given_back
 from library.training.optim.lr_tracker import estimates_distance
 from library.training.optim.stochastic_rounding import update_stochastically, weights_in_float32
 
@@ -160,17 +161,16 @@ def averaged_weights(optimizer: Optimizer) -> Iterator[None]:
         yield
         return
     parameters = [p for group in bare.param_groups for p in group["params"]]
-    training = [p.detach().clone() for p in parameters]
-    with weights_in_float32(parameters):
-        bare.eval()  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
+
+    def train() -> None:
         with weights_in_float32(parameters):
             bare.train()  # type: ignore[attr-defined]
-        with torch.no_grad():
-            for parameter, weight in zip(parameters, training, strict=True):
-                parameter.copy_(weight)
+
+    what = "the average that the optimizer keeps"
+    with given_back(parameters, what), undone(what, train):
+        with weights_in_float32(parameters):
+            bare.eval()  # type: ignore[attr-defined]
+        yield
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:

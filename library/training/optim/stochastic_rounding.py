@@ -6,11 +6,11 @@ probability equal to the distance from the lower neighbour, so that the expected
 the exact value, and small updates add up on average (Zamirai et al. 2020, "Revisiting BFloat16 Training",
 arXiv 2010.06192).
 
-How it is put into any ``torch.optim.Optimizer``, ours or third-party, without touching its code: a hook
-before ``step`` replaces each bf16 weight and gradient by an fp32 copy, the optimizer steps as if it were
-training fp32 weights, a hook after ``step`` rounds the copies into the original bf16 storage. Weights have
-the same storage before and after, so DDP, compiled graphs and fused kernels do not notice. torch calls no hook after
-a ``step`` that raises an error: then the copies are dropped, and the weights are those before the step.
+How it is put into any ``torch.optim.Optimizer``, ours or third-party, without touching its code: around
+``step`` an fp32 copy stands in the place of each bf16 weight and gradient, the optimizer steps as if it were
+training fp32 weights, and the copies are rounded into the original bf16 storage. Weights have the same storage
+before and after, so DDP, compiled graphs and fused kernels do not notice. (Hooks of torch's would do, but none
+is called after a ``step`` that raises an error: then the copies are dropped, and the weights are those before it.)
 
 What it costs: the optimizer's state is fp32, as for fp32 weights (Adam's second moment could not decay in
 bf16 anyway: beta2 = 0.999 changes it by less than half a unit in the last place). While ``step`` runs, 4
@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from library.errors import UserError
+from library.errors import undone
 from library.randomness import derive_seed
 
 STEP_KEY = "stochastic_rounding_step"  # in every parameter group: the number of updates written so far
@@ -56,88 +56,61 @@ def round_stochastically(values: Tensor, random: torch.Generator) -> Tensor:
 
 
 @contextmanager
-def weights_in_float32(parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
-    """Hold bf16 ``parameters`` in fp32 inside the block; round to nearest into their own storage after it."""
-    copies = _Float32Copies(parameters, with_gradients=False)
-    try:
+def weights_in_float32(
+    parameters: Sequence[torch.nn.Parameter], randomness: tuple[int, int] | None = None, with_gradients: bool = False
+) -> Iterator[None]:
+    """Hold bf16 ``parameters`` in fp32 inside the block, ``with_gradients`` their gradients too.
+
+    After it they are rounded into their own storage: stochastically for ``randomness``, (seed, step), else to nearest.
+    After an error weights and gradients are as they were; one in rounding may leave some of them rounded.
+
+    Raises:
+        NotRestoredError: the fp32 copies could not be taken away.
+    """
+    parameters = [p for p in parameters if p.dtype == torch.bfloat16]
+    weights, gradients = [p.data for p in parameters], [p.grad for p in parameters]
+    present = [i for i, gradient in enumerate(gradients) if gradient is not None and with_gradients]
+    # what needs memory comes before the first change
+    wide, wide_gradients = _widen(weights), _widen([gradients[i] for i in present])  # type: ignore[misc]
+
+    def put_back() -> None:
+        for parameter, weight, gradient in zip(parameters, weights, gradients, strict=True):
+            parameter.grad = None  # torch refuses a gradient of another dtype than its weight's
+            parameter.data = weight
+            parameter.grad = gradient
+
+    with undone("the fp32 copies of the weights", put_back):
+        for parameter, value in zip(parameters, wide, strict=True):
+            parameter.grad = None
+            parameter.data = value
+        for i, gradient in zip(present, wide_gradients, strict=True):
+            parameters[i].grad = gradient
         yield
-    finally:
-        copies.put_back(None)
+        with torch.no_grad():
+            wide = [parameter.data for parameter in parameters]
+            if randomness is not None:
+                _round_into(weights, wide, *randomness)
+            else:
+                for weight, value in zip(weights, wide, strict=True):
+                    weight.copy_(value)
 
 
 def update_stochastically(optimizer: Optimizer, seed: int) -> None:
-    """Make ``optimizer.step()`` update its bf16 weights in fp32 and round them stochastically.
-
-    Raises:
-        UserError: the optimizer does not offer torch's step hooks.
-    """
-    copies: list[_Float32Copies] = []
-
-    def take(_optimizer: Optimizer, *_: Any) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        copies.append(_Float32Copies(parameters, with_gradients=True))
-
-    def put_back(_optimizer: Optimizer, *_: Any) -> None:
-        step = optimizer.param_groups[0][STEP_KEY]
-        copies.pop().put_back((seed, step))
-        for group in optimizer.param_groups:
-            group[STEP_KEY] = step + 1
-
+    """Make ``optimizer.step()`` update its bf16 weights in fp32 and round them stochastically."""
     step = optimizer.step
 
-    def step_or_undo(_optimizer: Optimizer, *arguments: Any, **more: Any) -> Any:
-        try:
-            return step(*arguments, **more)
-        finally:
-            while copies:
-                copies.pop().drop()
+    def rounded_step(_optimizer: Optimizer, *arguments: Any, **more: Any) -> Any:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        number = optimizer.param_groups[0][STEP_KEY]
+        with weights_in_float32(parameters, (seed, number), with_gradients=True):
+            result = step(*arguments, **more)
+        for group in optimizer.param_groups:
+            group[STEP_KEY] = number + 1
+        return result
 
     for group in optimizer.param_groups:
         group[STEP_KEY] = 0
-    try:
-        optimizer.register_step_pre_hook(take)
-        optimizer.register_step_post_hook(put_back)
-    except AttributeError as error:
-        name = type(optimizer).__name__
-        raise UserError(f"full_bf16: {name} takes no step hooks; set full_bf16 = false or use AdamW") from error
-    optimizer.step = MethodType(step_or_undo, optimizer)  # type: ignore[method-assign]
-
-
-class _Float32Copies:
-    """The bf16 weights (and gradients) of some parameters, while fp32 copies stand in their place."""
-
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], with_gradients: bool) -> None:
-        self.parameters = [p for p in parameters if p.dtype == torch.bfloat16]
-        self.weights = [p.data for p in self.parameters]
-        self.gradients = [p.grad for p in self.parameters]
-        present = [i for i, gradient in enumerate(self.gradients) if gradient is not None and with_gradients]
-        # what needs memory comes before the first change
-        wide_weights, wide_gradients = _widen(self.weights), _widen([self.gradients[i] for i in present])  # type: ignore[misc]
-        for parameter, wide in zip(self.parameters, wide_weights, strict=True):
-            parameter.grad = None  # torch refuses a gradient of another dtype than its weight's
-            parameter.data = wide
-        for i, wide in zip(present, wide_gradients, strict=True):
-            self.parameters[i].grad = wide
-
-    @torch.no_grad()
-    def put_back(self, randomness: tuple[int, int] | None) -> None:
-        """Round the fp32 weights into the bf16 storage: stochastically for (seed, step), else to nearest."""
-        wide = [parameter.data for parameter in self.parameters]
-        try:
-            if randomness is None:
-                for weight, value in zip(self.weights, wide, strict=True):
-                    weight.copy_(value)
-            else:
-                _round_into(self.weights, wide, *randomness)
-        finally:
-            self.drop()
-
-    def drop(self) -> None:
-        """Put the bf16 weights and gradients in their place again, as they are."""
-        for parameter, weight, gradient in zip(self.parameters, self.weights, self.gradients, strict=True):
-            parameter.grad = None
-            parameter.data = weight
-            parameter.grad = gradient
+    optimizer.step = MethodType(rounded_step, optimizer)  # type: ignore[method-assign]
 
 
 def _widen(tensors: list[Tensor]) -> list[Tensor]:

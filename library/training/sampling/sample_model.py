@@ -6,13 +6,14 @@ the samples should show is the LoRA where it will be used.
 
 The transformer that is trained stays in its place, with its LoRA, its hooks and its compiled blocks. For the time of
 sampling its frozen weights and those of the other model, read into host memory, change places, one tensor after the
-other: nothing more lies on the device than in a training step. Weights of swapped blocks change in host memory
+other: nothing more lies on the device than in a training step. Afterwards its own are copied back, however much of the
+exchange was done. Weights of swapped blocks change in host memory
 (``library.training.memory.block_swap``). Both models must therefore hold their weights in the same formats.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
@@ -20,13 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from library.config.schema import ModelConfig
-from library.errors import UserError, restoring
+from library.errors import UserError, undone
 from library.models.family import Family
 from library.models.family_by_name import model_family, with_transformer
 from library.models.hub import find_model
 from library.models.weights import stands_for
 from library.precision.checkpoint import WeightFiles
 from library.training.memory.block_swap import Ring
+from library.training.optim.after_update import given_back
 from networks.adapters.base import AdapterLinear
 
 _INSIDE = {"base", "_orig_mod"}  # of a module's path: what wraps a layer with a LoRA or a compiled block
@@ -86,28 +88,25 @@ class SampleModel:
         trained = _frozen(transformer)
         if differing := sorted(trained.keys() ^ other.keys()):
             raise UserError(f"sample_model: {differing[0]} is in one of both models only; give the same architecture")
-        pairs, exchanged = [(trained[name], other[name]) for name in trained], list[tuple[Tensor, Tensor]]()
-        try:
-            self._exchange(transformer, pairs, exchanged)
+        adapters = [layer for layer in transformer.modules() if isinstance(layer, AdapterLinear)]
+        measured = [buffer for layer in adapters for buffer in layer.buffers(recurse=False)]
+        kept, what = list[tuple[Tensor, Tensor]](), "sample_model: the exchange of the weights"
+        with given_back(measured, what), undone(what, lambda: self._write(kept)):
+            self._write(((tensor, other.pop(name)) for name, tensor in trained.items()), kept)
+            for layer in adapters:
+                layer.measure_base()
             yield
-        finally:  # also of what was exchanged before the memory ran out
-            with restoring("sample_model: the exchange of the weights"):
-                self._exchange(transformer, exchanged, [])
 
     @torch.no_grad()
-    def _exchange(
-        self, transformer: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]], done: list[tuple[Tensor, Tensor]]
-    ) -> None:
-        """Let the tensors of each pair, the first the transformer's, have the other's numbers; add it to ``done``."""
+    def _write(self, pairs: Iterable[tuple[Tensor, Tensor]], kept: list[tuple[Tensor, Tensor]] | None = None) -> None:
+        """Give the first tensor of each pair the numbers of the second; its own go into ``kept`` before."""
         with ExitStack() as stack:
             for ring in self._rings:
                 stack.enter_context(ring.at_home())
-            for pair in pairs:
-                _swap(*pair)
-                done.append(pair)
-            for layer in transformer.modules():
-                if isinstance(layer, AdapterLinear):
-                    layer.measure_base()
+            for tensor, numbers in pairs:
+                if kept is not None:
+                    kept.append((tensor, tensor.to(numbers.device, copy=True)))
+                tensor.copy_(numbers)
 
 
 def _frozen(model: nn.Module) -> dict[str, Tensor]:
@@ -122,9 +121,3 @@ def _frozen(model: nn.Module) -> dict[str, Tensor]:
             tensors += module.named_buffers(recurse=False)
         found |= {f"{plain}.{name}": tensor for name, tensor in tensors if not tensor.requires_grad}
     return found
-
-
-def _swap(one: Tensor, other: Tensor) -> None:
-    copy = one.to(other.device, copy=True)
-    one.copy_(other)
-    other.copy_(copy)

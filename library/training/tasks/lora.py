@@ -183,6 +183,7 @@ class LoraTask(Task):
             max_grad_norm=config.optimizer.max_grad_norm,
             ema_decay=config.saving.ema_decay,
         )
+        self.engine.needs_base = any(layer.kind == "dora" for layer in self.network.modules.values())
         limit = config.network.scale_weight_norms
         layers = [layer for layer in self.network.modules.values() if layer.trained()]  # of joined ones the first
         if limit:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 import library.training.optim.stochastic_rounding as stochastic_rounding
-from library.errors import UserError
 from library.training.optim.after_update import WeightNormLimit, product_norm
 from library.training.optim.stochastic_rounding import STEP_KEY, round_stochastically, update_stochastically
 from networks.adapters.lora import LoRALinear, join
@@ -108,15 +107,6 @@ def test_the_step_number_is_saved_with_the_optimizer() -> None:
         weight.grad = torch.ones_like(weight)
         optimizer.step()
     assert optimizer.state_dict()["param_groups"][0][STEP_KEY] == 3
-
-
-def test_an_optimizer_without_step_hooks_is_refused() -> None:
-    class Bare(torch.optim.Optimizer):
-        def __init__(self, parameters: list[nn.Parameter]) -> None:
-            self.param_groups = [{"params": parameters}]
-
-    with pytest.raises(UserError, match="full_bf16: Bare takes no step hooks; set full_bf16 = false or use AdamW"):
-        update_stochastically(Bare([nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]), seed=0)
 
 
 @pytest.mark.parametrize("where", ["in the step", "while its copies are made", "while they are rounded"])

@@ -1,0 +1,199 @@
+"""What is changed for a while is given back whatever fails, at whichever call; or the run stops and saves nothing."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from schedulefree import AdamWScheduleFree
+from torch import Tensor, nn
+
+from library.errors import NotRestoredError
+from library.models.family import inputs_changed
+from library.nn.checkpointing import evaluating
+from library.processes import agreed
+from library.training.engine import Engine
+from library.training.memory.block_swap import swap_blocks
+from library.training.optim.after_update import WeightAverage
+from library.training.optim.stochastic_rounding import update_stochastically
+from library.training.sampling.sample_model import SampleModel
+from networks.adapters.lora import DoRALinear, LoRALinear
+from tests.networks.conftest import inject, make_flux
+
+_OURS = tuple(str(Path(__file__).parents[2] / folder) for folder in ("library", "networks"))
+CPU = torch.device("cpu")
+
+
+class Fault(RuntimeError):
+    """What fails."""
+
+
+@contextmanager
+def fault_at(number: int) -> Iterator[list[str]]:
+    """Let the call ``number`` inside the block fail, of our functions or by one of them; yield which, if there is one.
+
+    A call fails before it does anything, or (of what is written in C) after it has done all.
+    """
+    calls, failed, begun = 0, list[str](), set[FrameType]()
+
+    def watch(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal calls
+        if event == "call" and frame in begun:  # a generator goes on: an error here would leave out its "finally"
+            return
+        begun.add(frame)
+        if event in ("call", "c_call", "c_return") and frame.f_code.co_filename.startswith(_OURS):
+            calls += 1
+            if calls == number:
+                failed.append(f"{event} {frame.f_code.co_qualname}:{frame.f_lineno} {argument}")
+                raise Fault(failed[0])
+
+    before = sys.getprofile()
+    sys.setprofile(watch)
+    try:
+        yield failed
+    finally:
+        sys.setprofile(before)
+
+
+def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[Any]:
+    """Return all that a step follows from: values and dtypes, modes, hooks, groups of the optimizer."""
+    state: list[Any] = [
+        (n, t.dtype, t.detach().clone()) for n, t in [*model.named_parameters(), *model.named_buffers()]
+    ]
+    state += [(m.training, getattr(m, "bypassed", None)) for m in model.modules()]
+    hooks = [*model._forward_pre_hooks.values(), *model._forward_hooks.values()]
+    state.append([answer for hook in hooks if (answer := hook(model, (), {})) is not None])
+    groups = optimizer.param_groups if optimizer else []
+    return state + [{key: value for key, value in group.items() if key != "params"} for group in groups]
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    return all(map(equal, one, other)) if isinstance(one, (list, tuple)) else one == other
+
+
+def trained_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return two layers, in training, with gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Dropout(), nn.Linear(5, 4)).to(dtype)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    return model
+
+
+def engine_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Engine:
+    engine = Engine(Accelerator(cpu=True), 0)
+    engine.optimizer, engine.parameters = optimizer, [*model.parameters()]
+    engine._bad_losses, engine._device, engine._on_gpu = torch.zeros(()), CPU, False
+    engine._is_finite_on_host, engine.after_update = torch.ones((), dtype=torch.bool), lambda is_taken: None
+    return engine
+
+
+def averaged(dtype: torch.dtype) -> tuple[nn.Module, Engine, Callable[[], Any]]:
+    model = trained_model(dtype)
+    engine = engine_of(model, AdamWScheduleFree(model.parameters(), lr=0.1))
+    update_stochastically(engine.optimizer, 0)
+    engine.optimizer.train()
+    engine.optimizer.step()
+    engine.average = WeightAverage([*model.parameters()], 0.5)
+    engine.average.averages[0] += 1
+    return model, engine, engine.deployed_weights
+
+
+def exchanged(kind: type[LoRALinear]) -> tuple[nn.Module, Engine, Callable[[], Any]]:
+    """Blocks with adapters, most of them swapped, take another model's weights."""
+
+    def blocks(wrap: Callable[[nn.Linear], nn.Module]) -> nn.Module:
+        return nn.Sequential(*(nn.Sequential(wrap(nn.Linear(4, 4, bias=False))) for _ in range(3)))
+
+    torch.manual_seed(0)
+    model, other = blocks(lambda linear: kind(linear, 2, 2)), blocks(lambda linear: linear)
+    for layer in [block[0] for block in model]:
+        layer.base.requires_grad_(False)
+        layer.initialise(torch.Generator().manual_seed(1))
+        layer.lora_B.weight.data.normal_()
+    other.requires_grad_(False)
+    for layer in [block[0] for block in model] if kind is DoRALinear else []:
+        layer.squared_norms *= 1 + 1e-6  # as measured on another device
+    rings = swap_blocks(model, [*model], 1, CPU)
+    sampled = SampleModel(lambda: copy.deepcopy(other), rings)
+    return model, engine_of(model, torch.optim.SGD(model.parameters())), lambda: sampled.in_place(model)
+
+
+def looked_at() -> tuple[nn.Module, Engine, Callable[[], Any]]:
+    """A model samples: in eval mode, with other inputs, its adapter bypassed."""
+    model = make_flux(blocks=1)
+    network = inject(model)
+    model.train()
+
+    @contextmanager
+    def sampling() -> Iterator[None]:
+        with evaluating(model), inputs_changed(model, lambda given: {"changed": True}), network.bypassed():
+            yield
+
+    return model, engine_of(model, torch.optim.SGD(network.parameters())), sampling
+
+
+CHANGES: dict[str, Callable[[], tuple[nn.Module, Engine, Callable[[], Any]]]] = {
+    "averages in fp32": lambda: averaged(torch.float32),
+    "averages in bf16": lambda: averaged(torch.bfloat16),
+    "another model under a LoRA": lambda: exchanged(LoRALinear),
+    "another model under a DoRA": lambda: exchanged(DoRALinear),
+    "modes": looked_at,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_fault_at_any_call_leaves_the_model_as_it_was_or_ends_the_run(change: str) -> None:
+    """The scope's errors are optional, as those of sampling are."""
+    number, stopped, left_out = 0, 0, list[Exception]()
+    while True:
+        model, engine, scope = CHANGES[change]()
+        before, number, changed = snapshot(model, engine.optimizer), number + 1, False
+        with fault_at(number) as failed:
+            try:
+                with agreed("sampling", left_out.append), scope():
+                    changed = not equal(snapshot(model, engine.optimizer), before)
+            except (NotRestoredError, Fault) as error:  # the run ends: what is trained is saved if it is whole
+                stopped += isinstance(error, NotRestoredError)
+                if change.startswith("averages") and engine.is_whole:
+                    assert equal(snapshot(model), before[: -len(engine.optimizer.param_groups)]), failed
+                continue
+        assert equal(snapshot(model, engine.optimizer), before), failed
+        if not failed:
+            break
+        if change.startswith("another"):  # the ring brings what lies at home
+            x = torch.randn(3, 4, generator=torch.Generator().manual_seed(2))
+            assert torch.equal(model(x), CHANGES[change]()[0](x)), failed
+    assert changed, "the scope changes something"
+    assert len(left_out) > 10, "most faults are taken back"
+    assert stopped, "some are not"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_fault_at_any_call_of_an_update_leaves_what_may_be_saved_or_says_that_nothing_may(dtype: torch.dtype) -> None:
+    number = 0
+    while True:
+        model = trained_model(dtype)
+        engine = engine_of(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+        update_stochastically(engine.optimizer, 0)
+        before, number = snapshot(model), number + 1
+        with fault_at(number) as failed:
+            try:
+                engine.update(torch.ones(()))
+            except (Fault, NotRestoredError):
+                assert failed
+                assert not engine.is_whole or equal(snapshot(model), before), failed
+                continue
+        assert not failed, "no error is swallowed"
+        assert number > 50
+        return
