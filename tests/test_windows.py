@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -107,3 +112,22 @@ def test_what_pytorch_for_windows_lacks_is_said_before_anything_is_loaded(monkey
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match="2 processes: .*NCCL.* WSL 2"):
         build_accelerator(AccelerateConfig(), *sections)
+
+
+def test_the_page_starts_and_ends(tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn", reason="the page's packages are not installed (make setup-web)")
+    command = [sys.executable, "-W", "ignore", "-m", "tests.windows", str(ROOT / "ui.py"), "--port", "0"]
+    with open(tmp_path / "log", "w") as log:
+        page = subprocess.Popen(command, cwd=tmp_path, env=os.environ | ENVIRONMENT, stdout=log, stderr=log)
+    try:
+        for _ in range(600):
+            if found := re.search(r"http://\S+", (tmp_path / "log").read_text()):
+                break
+            time.sleep(0.1)
+        assert found, (tmp_path / "log").read_text()
+        assert b"Tandem" in urllib.request.urlopen(f"{found[0]}new", timeout=60).read()
+        page.send_signal(signal.SIGINT)
+        assert page.wait(30) == 130  # of Ctrl-C
+    finally:
+        page.kill()
+    assert "Traceback" not in (tmp_path / "log").read_text()

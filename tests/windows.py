@@ -9,7 +9,7 @@ Not Windows itself, but what a port usually falls over:
   exist, and ``sys.platform`` is win32, for code of ``library``, ``networks``, ``tools``, ``dev`` and the scripts; other
   packages have code of their own for Windows and see the system that there is;
 - what is open or mapped in this process is neither renamed nor deleted, nor is the folder around it; a folder is not
-  opened; only what is open for writing is flushed; there are no links;
+  opened; only what is open for writing is flushed; there are no links; asyncio handles no signals;
 - names with ``<>:"|?*``, reserved ones, and those that end with a dot or a space are refused;
 - processes start by spawn, so what goes to them must pickle; text files without an encoding are an error.
 """
@@ -39,7 +39,7 @@ from typing import Any
 import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS = re.compile(r"(library|networks|tools|dev|train_lora|train_llm)(\.|$)")
+OURS = re.compile(r"(library|networks|tools|dev|train_lora|train_llm|ui)(\.|$)")
 MISSING_MODULES = {"fcntl", "resource", "pwd", "grp", "termios", "tty", "pty", "syslog", "posix", "crypt", "readline"}
 # of the modules' documentation, "Availability: Unix", and what it says of Linux
 _UNIX_SIGNALS = "SIGHUP SIGKILL SIGQUIT SIGALRM SIGUSR1 SIGUSR2 SIGPIPE SIGCHLD SIGCONT SIGSTOP SIGTSTP SIGBUS SIGTRAP"
@@ -147,7 +147,7 @@ def _judge(event: str, arguments: tuple[Any, ...]) -> None:
         return
     if event == "open":
         path, mode, flags = arguments
-        if paths[0].startswith(("/proc/", "/sys/", "/dev/")):
+        if paths[0].startswith(("/proc/", "/sys/", "/dev/")) and paths[0] != os.devnull:  # NUL there
             raise FileNotFoundError(errno.ENOENT, "no such file on Windows", paths[0])
         if Path(paths[0]).is_dir() and not _in_tempfile():
             raise PermissionError(errno.EACCES, "Windows opens no folders", paths[0])
@@ -195,15 +195,38 @@ def _cdll(original: Any) -> Any:
     return Library
 
 
+def _add_signal_handler(original: Any) -> Any:
+    def add_signal_handler(loop: Any, *arguments: Any) -> None:
+        if _asked_by_us():
+            raise NotImplementedError
+        original(loop, *arguments)
+
+    return add_signal_handler
+
+
+def _popen(original: Any) -> Any:
+    def start(process: Any, *arguments: Any, creationflags: int = 0, **more: Any) -> None:
+        flags = {} if creationflags and _asked_by_us() else {"creationflags": creationflags}  # what Windows alone takes
+        original(process, *arguments, **more, **flags)
+
+    return start
+
+
 def obey() -> None:
     """Apply the rules to this process, for good."""
+    import asyncio
     import ctypes
+    import subprocess
 
     import accelerate  # noqa: F401  what asks for the system while it is imported
     import matplotlib.pyplot  # noqa: F401
     import torch.utils.data  # noqa: F401
 
     os.fsync, signal.signal = _fsync(os.fsync), _signal(signal.signal)
+    process: Any = subprocess.Popen
+    process.__init__ = _popen(process.__init__)
+    loop: Any = asyncio.SelectorEventLoop
+    loop.add_signal_handler = _add_signal_handler(loop.add_signal_handler)
     ctypes.CDLL = _cdll(ctypes.CDLL)  # type: ignore[misc]
     psutil.Process = _with_peak(psutil.Process)  # type: ignore[misc]
     builtins.__import__ = _without_missing_modules(builtins.__import__)
@@ -227,12 +250,12 @@ def _with_peak(process: Any) -> Any:
 
 def import_everything() -> int:
     """Import every module of ours; return how many."""
-    names = ["train_lora", "train_llm"]
+    names = ["train_lora", "train_llm", "ui"]
     for package in ("library", "networks", "tools", "dev"):
         folder = ROOT / package
         names += [package] if (folder / "__init__.py").exists() else []
         names += [module.name for module in pkgutil.walk_packages([str(folder)], f"{package}.")]
-    not_for_everybody = ("starlette", "tomlkit", "datasets", "deepspeed", "triton")
+    not_for_everybody = ("starlette", "uvicorn", "tomlkit", "datasets", "deepspeed", "triton")
     for name in names:
         try:
             importlib.import_module(name)

@@ -24,7 +24,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from jinja2.filters import do_filesizeformat
 from starlette.datastructures import FormData as Form
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 
@@ -99,6 +99,8 @@ class Site:
             try:
                 async with request.form(max_files=_MOST_FILES, max_fields=20_000, max_part_size=_MOST_BYTES) as form:
                     return await to_thread.run_sync(handler, self, request, form)
+            except ClientDisconnect:  # in the middle of its request: nobody reads the answer
+                return Response(status_code=400)
             except Exception as error:
                 return self._refusal(request, error)
 

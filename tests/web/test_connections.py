@@ -1,0 +1,104 @@
+"""Requests that stop half-way: the page answers others, forgets these, and says nothing about it."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+pytest.importorskip("starlette", reason="the page's packages are not installed (make setup-web)")
+
+from tests.web.page import Server, get, serve
+
+HOST = "Host: 127.0.0.1:{port}\r\n"
+HEAD = "POST /new/start HTTP/1.1\r\n" + HOST + "Content-Length: 1000\r\nContent-Type: {kind}\r\n\r\n"
+MULTIPART = "multipart/form-data; boundary=x"
+HALVES = {
+    "nothing": "",
+    "a header": "GET / HTTP/1.1\r\nHost: 127",
+    "a body": HEAD.format(port="{port}", kind="application/x-www-form-urlencoded") + "text=1",
+    "a file": HEAD.format(port="{port}", kind=MULTIPART) + '--x\r\nContent-Disposition: form-data; name="a"\r\n\r\n1',
+    "a refused body": HEAD.replace("Host: 127", "Host: 128").format(port="{port}", kind=MULTIPART) + "--x",
+}
+
+
+@pytest.fixture(params=[64, 256])
+def limited(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Server]:
+    """A page that may have only so many descriptors."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (request.param, before[1]))  # what is started inherits it
+    started = serve(tmp_path)
+    try:
+        server = started.__enter__()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], 1024), before[1]))
+    try:
+        yield server
+    finally:
+        started.__exit__(None, None, None)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    with serve(tmp_path) as running:
+        yield running
+
+
+def connect(server: Server, text: str) -> socket.socket:
+    address = urlsplit(server.address)
+    opened = socket.create_connection((address.hostname, address.port), timeout=30)
+    opened.sendall(text.format(port=address.port).encode())
+    return opened
+
+
+def check(server: Server) -> None:
+    """The page answers, and has written nothing but its address and how to end it."""
+    began = time.monotonic()
+    assert get(server, "/new")[0] == 200
+    assert time.monotonic() - began < 10
+    assert len((server.folder / "page.log").read_text().splitlines()) <= 2, (server.folder / "page.log").read_text()
+
+
+@pytest.mark.parametrize("half", list(HALVES))
+def test_three_hundred_half_sent_requests_leave_the_page_answering(limited: Server, half: str) -> None:
+    opened = [connect(limited, HALVES[half]) for _ in range(300)]
+    check(limited)
+    for each in opened:
+        each.close()
+    check(limited)
+
+
+def test_requests_cut_off_in_their_body_are_no_errors(server: Server) -> None:
+    for half in [half for half in HALVES.values() if "POST" in half] * 70:
+        connect(server, half).close()
+    check(server)
+
+
+def test_what_a_client_owes_has_a_deadline_and_a_steady_upload_has_none(server: Server) -> None:
+    owing = {name: connect(server, half) for name, half in HALVES.items()}
+    owing |= {f"slow {name}": connect(server, half) for name, half in HALVES.items() if half}
+    long = HALVES["a file"].replace("Content-Length: 1000\r", "Content-Length: 1000000\r")
+    steady = connect(server, long)
+    for _ in range(26):  # deadline: 20 s for 16 KiB
+        time.sleep(1)
+        steady.sendall(b"x" * 2048)
+        for name, each in owing.items():
+            if "slow" in name:
+                with suppress(OSError):  # it is closed at last
+                    each.sendall(b"x")
+    for name, each in owing.items():
+        each.settimeout(0.5)
+        with suppress(ConnectionError):
+            while each.recv(4096):
+                pass  # ends if the page has closed it; TimeoutError if not
+    steady.settimeout(0.1)
+    with pytest.raises(TimeoutError):
+        steady.recv(1)
+    steady.close()
+    check(server)
