@@ -92,7 +92,7 @@ def test_what_a_client_owes_has_a_deadline_and_a_steady_upload_has_none(server: 
             if "slow" in name:
                 with suppress(OSError):  # it is closed at last
                     each.sendall(b"x")
-    for name, each in owing.items():
+    for each in owing.values():
         each.settimeout(0.5)
         with suppress(ConnectionError):
             while each.recv(4096):
