@@ -29,10 +29,10 @@ from library.randomness import generator
 from networks.adapters.base import AdapterLinear
 from networks.adapters.lora import DoRALinear, LoRALinear, init_pissa, join
 from networks.adapters.lycoris import LoHaLinear, LoKrLinear
-from networks.files.adapters import load_adapter
+from networks.files.adapters import load_trainable
 from networks.files.layouts import LAYOUTS
 from networks.files.metadata import AlphaTable
-from networks.files.weights import TITLES, AdapterWeights, check_strength, same_down
+from networks.files.weights import ADDED_INPUTS, TITLES, AdapterWeights, check_strength, fitted, same_down
 from networks.files.writing import save_adapter
 from networks.options import NetworkOptions
 
@@ -104,7 +104,7 @@ class AdapterNetwork:
 
     def load_file(self, path: str | Path) -> str:
         """Copy the weights of a file into the layers (``network_weights``); say what was loaded."""
-        file = load_adapter(path, self.targets)
+        file = load_trainable(path, self.targets)
         return self.load(file.weights, str(path)) + "".join(f"\nnote: {note}" for note in file.notes)
 
     @torch.no_grad()
@@ -129,6 +129,8 @@ class AdapterNetwork:
         fresh = {self.targets.component_of(name) for name in self.modules} - in_file
         modules = {n: layer for n, layer in self.modules.items() if self.targets.component_of(n) not in fresh}
         self._refuse_other_layers(modules, weights, source)
+        keys, given = self.targets.keys, weights
+        weights = {name: fitted(name, given[name], keys, layer.in_features) for name, layer in modules.items()}
         problems = {n: problem for n in modules if (problem := self._misfit(n, weights))}
         if problems:
             named = names_in_short([f"{name} {what}" for name, (what, _) in problems.items()], shown=1)
@@ -136,6 +138,7 @@ class AdapterNetwork:
         rescaled = sum(layer.load_weights(weights[name]) for name, layer in modules.items())
         note = f", {rescaled} of them rescaled to this run's alpha / rank" if rescaled else ""
         note += f"; nothing of {' and '.join(sorted(fresh))} in it, trained from the start" if fresh else ""
+        note += "".join(f"; {name}: {ADDED_INPUTS}" for name in weights if weights[name] is not given[name])
         return f"{source}: {len(modules)} modules loaded{note}"
 
     def _misfit(self, name: str, weights: Mapping[str, AdapterWeights]) -> tuple[str, str] | None:

@@ -101,6 +101,8 @@ def main() -> None:
         options.overwrite,
     )
     console = tool_console()
+    for note in read.notes:
+        console.print(f"note: {note}")
     console.print(f"from  {summary(options.lora, read)}")
     console.print(f"to    {summary(options.save_to, written)}")
     same = f"to {difference:.0e} of its size" if difference else "to the last bit that can be measured"

@@ -75,6 +75,8 @@ def merge_into_lora(options: argparse.Namespace) -> str:
         raise UserError("--method svd and --new_rank go together; concat takes the sum of the ranks")
     check_lora_output(options.save_to, options.overwrite)
     targets, files = load_loras([source.path for source in options.lora], options.model_type)
+    for note in (note for file in files for note in file.notes):
+        print(f"note: {note}")
     parts = [(file.weights, source.ratio) for file, source in zip(files, options.lora, strict=True)]
     weights, layers = join_loras(parts, options.new_rank)
     if not weights:

@@ -40,6 +40,8 @@ def resize(options: argparse.Namespace) -> list[ResizedLayer]:
     check_flags(options)
     check_lora_output(options.save_to, options.overwrite)
     targets, (source,) = load_loras([options.lora], options.model_type)
+    for note in source.notes:
+        print(f"note: {note}")
     weights, layers = resize_lora(
         source.weights, options.new_rank, options.dynamic_method, options.dynamic_param or 1.0
     )

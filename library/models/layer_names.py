@@ -65,9 +65,12 @@ class KeyRow:
 
     Attributes:
         original: the original module's name. parts: the diffusers modules, in the order of their rows.
-        rows: each part's output rows as a multiple of the input columns; empty where there is one part.
+        rows: each part's output rows as a multiple of the input columns; empty where there is one part. 0: parts that
+            share what the others leave (keys and values of fewer heads than queries).
         halves_swapped: the part's two row halves come in the other order.
         transposed: published files keep the weight as [in, out] (transformers' Conv1D).
+        gains_columns: a published variant has more input columns, behind those that all variants have.
+        naming: whose name ``original`` is, as ``readers.toml`` calls it.
     """
 
     original: str
@@ -75,6 +78,8 @@ class KeyRow:
     rows: tuple[int, ...] = ()
     halves_swapped: bool = False
     transposed: bool = False
+    gains_columns: bool = False
+    naming: str = "original"
 
     def part_rows(self, out_features: int, in_features: int) -> list[int]:
         """Return how many output rows of the original module belong to each part.
@@ -83,6 +88,9 @@ class KeyRow:
             ValueError: the parts do not add up to ``out_features``.
         """
         rows = [multiple * in_features for multiple in self.rows] or [out_features]
+        if 0 in self.rows and out_features > sum(rows):
+            shared = (out_features - sum(rows)) // self.rows.count(0)
+            rows = [each or shared for each in rows]
         if sum(rows) != out_features:
             raise ValueError(f"{out_features} output rows, {sum(rows)} expected for {in_features} input columns")
         return rows
@@ -113,9 +121,15 @@ class KeyPlace:
 
 @dataclass(frozen=True)
 class KeyNames:
-    """All linear layers of a family in both namings."""
+    """All linear layers of a family in both namings.
+
+    Attributes:
+        rows: of the layers.
+        lora_rows: further names that layers have in LoRA files of some programs; none of them is written.
+    """
 
     rows: tuple[KeyRow, ...]
+    lora_rows: tuple[KeyRow, ...] = ()
 
     def find(self, name: str) -> KeyPlace | None:
         """Return the place of a module name in either naming, with dots or underscores, or None."""
@@ -124,6 +138,15 @@ class KeyNames:
             if match := pattern.fullmatch(normal):
                 return KeyPlace(row, match[1] if pattern.groups else "", part)
         return None
+
+    def gains_columns(self, name: str) -> bool:
+        """Return whether the module ``name`` has more input columns in a published variant."""
+        place = self.find(name)
+        return place is not None and place.row.gains_columns
+
+    def find_in_lora(self, name: str) -> KeyPlace | None:
+        """Return the place of a module name in a LoRA file, in any known naming, or None."""
+        return self.find(name) or self._of_loras.find(name)
 
     @cached_property
     def modules(self) -> list[list[str]]:
@@ -140,6 +163,20 @@ class KeyNames:
             (re.compile(re.escape(t.replace(".", "_")).replace(r"\{i\}", r"(\d+)")), row, part)
             for t, row, part in templates
         ]
+
+    @cached_property
+    def _of_loras(self) -> KeyNames:
+        """Those of ``lora_rows``, and what diffusers' ``fuse_qkv_projections`` calls q, k and v together."""
+        known, rows = {part for row in self.rows for part in row.parts}, list(self.lora_rows)
+        for fused, (query, *others) in _FUSED.items():
+            for stem in (part.removesuffix(query) for part in sorted(known) if part.endswith(f".{query}")):
+                if known.issuperset(names := (stem + query, *(stem + other for other in others))):
+                    rows.append(KeyRow(stem + fused, names, (1, 0, 0), naming="fused"))
+        return KeyNames(tuple(rows))
+
+
+_ADDED_QKV = ("add_q_proj", "add_k_proj", "add_v_proj")
+_FUSED = {"to_qkv": ("to_q", "to_k", "to_v"), "to_added_qkv": _ADDED_QKV, "add_qkv_proj": _ADDED_QKV}  # SimpleTuner's
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ named in the error: an adapter that is loaded in part is a wrong adapter.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,12 +21,15 @@ from networks.files.joined import split_parts
 from networks.files.layouts import FoundModule, find_place, refuse_other_family, split_key
 from networks.files.metadata import AlphaTable, read_alphas, weight_file
 from networks.files.weights import (
+    BIASES,
     KINDS,
     NORMS,
     TITLES,
     AdapterWeights,
+    FullWeights,
     LoraWeights,
     RowsDependError,
+    bias_of,
     non_lora_kind,
     rank_of,
 )
@@ -81,7 +84,7 @@ def load_adapter(path: str | Path, targets: LoraTargets) -> AdapterFile:
         or_text = " or text encoders" if targets.text_encoders else ""
         raise UserError(
             f"{path}: {len(unknown)} keys are no {title} weights of {targets.family}'s transformer{or_text}: "
-            f"{names_in_short(sorted(unknown))}; convert the file or remove them"
+            f"{names_in_short(sorted(unknown))}; take them out of the file, or use it in the program that wrote it"
         )
     if not found:
         raise UserError(f"{path}: no tensors; not a LoRA file")
@@ -94,7 +97,7 @@ def load_adapter(path: str | Path, targets: LoraTargets) -> AdapterFile:
             if name in weights:
                 raise UserError(f"{path}: {name} is there twice, in two namings ({stem}); keep one")
             weights[name] = read
-    notes = _settle_norms(path, weights, metadata)
+    notes = (*_settle_norms(path, weights, metadata), *_drop_zeros(path, weights))
     modules = [module for module, _ in found.values()]
     # comfy files have kohya's keys for text encoders: the transformer's keys tell the layout where there are any
     layouts = {m.layout for m in modules if m.encoder is None} or {m.layout for m in modules}
@@ -125,14 +128,35 @@ def _settle_norms(path: Path, weights: dict[str, AdapterWeights], metadata: Mapp
     )
 
 
+def _drop_zeros(path: Path, weights: dict[str, AdapterWeights]) -> Iterator[str]:
+    """Take out differences that are zero, of which extractions of whole models have many; yield a note."""
+    names = [n for n, w in weights.items() if isinstance(w, FullWeights) and not bool(w.tensors["diff"].any())]
+    for name in names if len(names) < len(weights) else ():
+        del weights[name]
+    if names:
+        yield f"{path}: {len(names)} differences of biases or weights are zero and left out ({names_in_short(names)})"
+
+
 def load_lora(path: str | Path, targets: LoraTargets) -> LoraFile:
     """Read a file of LoRAs, and refuse other kinds; see :func:`load_adapter`."""
     path = weight_file(Path(path))
     for key in sorted(read_safetensors_header(path)):
         if kind := non_lora_kind([key]):
             raise UserError(f"{path}: is a {TITLES[kind]} ({key}), no LoRA; merge it into a model with merge_lora.py")
+    file = load_trainable(path, targets)
+    loras = {name: module for name, module in file.weights.items() if isinstance(module, LoraWeights)}
+    return LoraFile(loras, file.layout, file.metadata, file.notes)
+
+
+def load_trainable(path: str | Path, targets: LoraTargets) -> AdapterFile:
+    """Read a file of which every part is of a kind that is trained here, and refuse biases and full differences."""
     file = load_adapter(path, targets)
-    return LoraFile({n: w for n, w in file.weights.items() if isinstance(w, LoraWeights)}, file.layout, file.metadata)
+    if others := sorted(name for name, module in file.weights.items() if isinstance(module, FullWeights)):
+        raise UserError(
+            f"{path}: changes {names_in_short(others)} beside or instead of LoRAs; merge it into a model "
+            "(merge_lora.py --model), or train on it as base_weights"
+        )
+    return file
 
 
 _Found = dict[str, tuple[FoundModule, dict[str, Tensor]]]
@@ -166,7 +190,10 @@ def _kind_of(tensors: Mapping[str, Tensor]) -> str:
 def _modules_of(
     where: str, module: FoundModule, tensors: dict[str, Tensor], stated: AlphaTable | None
 ) -> dict[str, AdapterWeights]:
-    """Check one module's tensors and return them under its diffusers names, split if it is fused."""
+    """Check one module's tensors and return them under its diffusers names, split if it is fused; biases with them."""
+    biases = {name: tensors.pop(name) for name in BIASES if name in tensors}
+    if not tensors.keys() - {"alpha"} and biases.keys() == {"diff_b"}:
+        return _biases_of(where, module, biases, 1.0, None)
     alpha = tensors.pop("alpha", None)
     if {"lokr_w1", "lokr_w2"} <= tensors.keys():
         alpha = None  # scales nothing; ai-toolkit's of full rank, 9999999999, is infinite in fp16
@@ -179,15 +206,35 @@ def _modules_of(
     name = place.original if place.part is None or module.encoder else place.modules[place.part]
     value = float(rank) if stated is None or not rank else stated.alpha_of(name, rank)
     value = float(alpha) if alpha is not None else value
-    component = f"{module.encoder.name}." if module.encoder else ""
     if "down" in tensors:
         value = value or float(rank)  # alpha 0 means "no scaling" in sd-scripts
     read = kind.of(tensors, value)
+    return _parts_of(where, module, read) | _biases_of(where, module, biases, read.scale, read.shape[1])
+
+
+def _biases_of(
+    where: str, module: FoundModule, biases: dict[str, Tensor], scale: float, columns: int | None
+) -> dict[str, AdapterWeights]:
+    """Return what is added to the base's biases, a part's under its module's name and ".bias"."""
+    if not biases:
+        return {}
+    if len({bias.shape for bias in biases.values()}) > 1 or any(bias.ndim != 1 for bias in biases.values()):
+        raise UserError(f"{where}: its biases are no vectors of one length; the file was made for another model")
+    _check_finite(where, biases)
+    parts = _parts_of(where, module, bias_of(biases, scale), columns)
+    return {f"{name}.bias": part for name, part in parts.items()}
+
+
+def _parts_of(
+    where: str, module: FoundModule, read: AdapterWeights, columns: int | None = None
+) -> dict[str, AdapterWeights]:
+    """Return a module's weights under its diffusers names, split if it is fused; see :func:`split_parts`."""
+    place, component = module.place, f"{module.encoder.name}." if module.encoder else ""
     try:
         _check_norms(read)
         if not module.is_fused and place.part is not None:
             return {component + place.modules[place.part]: read}
-        parts = split_parts(place.row, read)
+        parts = split_parts(place.row, read, columns)
     except RowsDependError as error:
         why = "which have weights of their own here; use it in the program that trained it"
         raise UserError(f"{where}: {error} ({', '.join(place.modules)}), {why}") from None
@@ -209,7 +256,10 @@ def _check_tensors(where: str, kind: type[AdapterWeights], tensors: Mapping[str,
         raise UserError(f"{where}: {shapes} are no {kind.title} of a linear layer; only those can be read")
     if alpha is not None and alpha.numel() != 1:
         raise UserError(f"{where} has {alpha.numel()} alphas; it takes one")
-    numbers = tensors if alpha is None else {**tensors, "alpha": alpha}
+    _check_finite(where, tensors if alpha is None else {**tensors, "alpha": alpha})
+
+
+def _check_finite(where: str, numbers: Mapping[str, Tensor]) -> None:
     if broken := [name for name, tensor in numbers.items() if not bool(torch.isfinite(tensor.float()).all())]:
         raise UserError(f"{where} holds NaN or infinity ({broken[0]}); use an earlier save")
 
@@ -222,7 +272,7 @@ def _multiply(tensors: Mapping[str, Tensor]) -> bool:
         all(tensor.numel() for tensor in tensors.values())
         and all(len(a) == len(b) == 2 and a[1] == b[0] for a, b in products)
         and ("hada_w1_a" not in tensors or len({(a[0], b[1]) for a, b in products}) == 1)
-        and all(tensor.ndim == 2 for name, tensor in tensors.items() if name in ("lokr_w1", "lokr_w2"))
+        and all(tensor.ndim == 2 for name, tensor in tensors.items() if name in ("lokr_w1", "lokr_w2", "diff"))
     )
 
 

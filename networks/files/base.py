@@ -14,7 +14,7 @@ import json
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -179,6 +179,11 @@ class BaseModule:
     def shape(self) -> tuple[int, int]:
         """Output rows and input columns."""
         return self.rows.stop - self.rows.start, self.columns
+
+    def bias(self, weights: WeightFiles) -> BaseModule | None:
+        """Return the place of the module's bias, a tensor of one axis; None: it has none."""
+        name = self.tensor.removesuffix("weight") + "bias"
+        return replace(self, tensor=name, columns=1, transposed=False) if name in weights else None
 
     def read(self, weights: WeightFiles, device: torch.device | str = "cpu") -> Tensor:
         """Return the module's weight, [out, in] fp32 on ``device``, rows in diffusers' order."""

@@ -11,6 +11,7 @@ by which layers of different sizes can be compared.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from networks.files.adapters import load_adapter
 from networks.files.detection import likely_targets
 from networks.files.layouts import best_targets
 from networks.files.verify import LoadsIn, loads_in
-from networks.files.weights import LoraWeights
+from networks.files.weights import FullWeights, LoraWeights
 from networks.merging.low_rank import update_norm
 
 _BLOCK = re.compile(r"^(.*?)[._](\d+)[._](.+)$")  # kohya's keys have underscores
@@ -83,8 +84,13 @@ def inspect_lora(path: Path) -> LoraReport:
         return LoraReport("LoRA", (), "", 0, (), (f"cannot be loaded: {error}",))
     loras = {name: weights for name, weights in file.weights.items() if isinstance(weights, LoraWeights)}
     layers = tuple(_layer(name, loras[name]) for name in sorted(loras, key=lambda name: _order(name, targets)))
-    title = next((weights.title for weights in file.weights.values() if weights.kind != "lora"), LoraWeights.title)
+    kinds = Counter(weights.title for weights in file.weights.values())
+    title = next((title for title in kinds if title not in (LoraWeights.title, FullWeights.title)), LoraWeights.title)
     notes: tuple[str, ...] = () if layers else (f"is no LoRA; merge_lora.py merges a {title} into a model",)
+    if full := kinds[FullWeights.title]:
+        notes += (
+            f"changes {full} biases or weights as a whole; merge it into a model, or train on it as base_weights",
+        )
     programs = tuple(loads_in(path, file.weights, targets)) if rows else ()
     notes += file.notes
     return LoraReport(title, families, file.layout if loras else "", len(file.weights), layers, notes, programs)

@@ -48,15 +48,16 @@ def fuse_parts(row: KeyRow, parts: Mapping[int, LoraWeights]) -> LoraWeights:
     return LoraWeights(down, up, (first.scale if one_scale else 1.0) * count * rank)
 
 
-def split_parts(row: KeyRow, joined: AdapterWeights) -> dict[int, AdapterWeights]:
+def split_parts(row: KeyRow, joined: AdapterWeights, columns: int | None = None) -> dict[int, AdapterWeights]:
     """Return part index -> the change of its rows, of an adapter of the original module.
 
-    Parts of a block-diagonal LoRA whose down-projection is all zero were never there and are left out.
+    Parts of a block-diagonal LoRA whose down-projection is all zero were never there and are left out. ``columns`` are
+    the module's, where ``joined`` does not show them.
 
     Raises:
         ValueError: the shapes are not those of this module, or the rows' changes depend on one another.
     """
-    out, columns = joined.shape
+    out, columns = joined.shape[0], joined.shape[1] or columns
     if len(row.parts) == 1:
         return {0: joined.of_rows(row.swap(torch.arange(out))) if row.halves_swapped else joined}
     ends = row.part_rows(out, out // sum(row.rows) if columns is None else columns)

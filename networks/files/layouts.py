@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -88,6 +89,10 @@ _ROLES = {  # suffix -> the tensor in memory; PEFT may put the adapter's name be
     ".lora_linear_layer.up.weight": "up",
     ".lora_magnitude_vector.weight": "magnitude",
     ".magnitude": "magnitude",  # ai-toolkit's DoRA
+    ".down.weight": "down",  # XLabs'
+    ".up.weight": "up",
+    ".diff_b": "diff_b",
+    **dict.fromkeys((".lora_B.bias", ".lora_B.default.bias", ".lora_up.bias"), "up_bias"),
     ".alpha": "alpha",
     **{f".{written}": name for row in LAYOUTS.values() for name, written in row.names.items() if written},
     **{f".{name}": name for kind in KINDS.values() for names in kind.complete for name in names - _KOHYA.keys()},
@@ -183,7 +188,7 @@ def find_place(stem: str, targets: LoraTargets) -> FoundModule | None:
             name = stem.removeprefix(prefix)
             if layout == "peft":
                 name = name.removeprefix(targets.file_prefix + ".")
-            if place := targets.keys.find(name):
+            if place := targets.keys.find_in_lora(name):
                 return FoundModule(None, place, layout)
     return None
 
@@ -206,8 +211,11 @@ def fitting_targets(header: Mapping[str, Any]) -> list[LoraTargets]:
         if (found := find_place(stem, row)) is None:
             return False
         down, up = (stems[stem].get(part, ()) for part in ("down", "up"))
-        fused = sum(found.place.row.rows) if found.place.part is None else 0
-        return not fused or len(down) != 2 or len(up) != 2 or up[0] == fused * down[1]
+        if found.place.part is None and len(down) == len(up) == 2:
+            with suppress(ValueError):
+                return bool(found.place.row.part_rows(up[0], down[1]))
+            return False
+        return True
 
     return [row for row in lora_namings() if stems and all(fits(stem, row) for stem in stems)]
 

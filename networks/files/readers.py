@@ -43,9 +43,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
@@ -55,7 +55,7 @@ from library.models.layer_names import KeyNames, KeyPlace, LoraTargets
 from networks.files.joined import split_parts
 from networks.files.layouts import SAVE_FORMATS, key_stem, layout_of, stem_of
 from networks.files.metadata import AlphaTable
-from networks.files.weights import KINDS, TITLES, AdapterWeights, rank_of
+from networks.files.weights import BIASES, KINDS, TITLES, AdapterWeights, FullWeights, bias_of, rank_of
 
 
 @dataclass(frozen=True)
@@ -64,27 +64,31 @@ class Keys:
 
     Attributes:
         prefix: before the module's name, in which dots are underscores after a prefix that ends in one.
-        naming: whose module names: diffusers' (of language models transformers'), or the original checkpoint's.
+        naming: whose module names: diffusers' (of language models transformers'), or a ``KeyRow.naming``: "original" of
+            the original checkpoint's.
         tensors: what may follow -> the tensor in memory.
         only: regular expression of the modules (diffusers' names) that are known in this form.
         needs_alpha: without ``.alpha`` it fails, or does not recognise the form.
+        swaps: it exchanges the halves of modulations where the original checkpoint has them the other way round.
     """
 
     prefix: str
-    naming: Literal["diffusers", "original"]
+    naming: str
     tensors: Mapping[str, str]
     only: str = ".*"
     needs_alpha: bool = False
+    swaps: bool = True
 
     def place(self, name: str, keys: KeyNames) -> KeyPlace | None:
         """Return the place of a module's name as it stands in a key."""
-        place = keys.find(name)
+        place = keys.find_in_lora(name)
         if place is None:
             return None
-        if self.naming == "original":
-            meant = place.original if place.part is None or place.row.original in place.row.parts else None
-        else:
+        if self.naming == "diffusers":
             meant = place.modules[place.part] if place.part is not None else None
+        else:
+            is_whole = place.part is None or place.row.original in place.row.parts
+            meant = place.original if is_whole and place.row.naming == self.naming else None
         if meant is None or self.prefix + name != stem_of(self.prefix, meant):
             return None
         modules = place.modules if place.part is None else [place.modules[place.part]]
@@ -133,7 +137,8 @@ def _reader(row: Mapping[str, Any]) -> Reader:
         tensors = {key: name for each in sets for key, name in each.items()}
         only = _TABLES["layers"][form["only"]] if "only" in form else ".*"
         alpha = form.get("needs_alpha", False)
-        forms = tuple(Keys(prefix, form["names"], tensors, only, alpha) for prefix in form["prefix"])
+        swaps = form.get("swaps", True)
+        forms = tuple(Keys(prefix, form["names"], tensors, only, alpha, swaps) for prefix in form["prefix"])
         for name in _families(form.get("for", ())):
             families[name] = families.get(name, ()) + forms
         for component in form.get("text", ()):
@@ -171,7 +176,8 @@ def readable(
         for name, stem in stems.items()
         if any(
             all(set(tensors) <= form.tensors.keys() for tensors in written)
-            for form, _, _ in reader.place(stem, targets)
+            and (form.swaps or not place.row.halves_swapped)
+            for form, _, place in reader.place(stem, targets)
         )
     }
 
@@ -228,6 +234,8 @@ def read_by_none(names: Collection[str], targets: LoraTargets, save_format: str,
 
 def remedy(reader: Reader, names: Collection[str], targets: LoraTargets, kind: str) -> str:
     """Return what to do for a program to read every one of ``names``."""
+    if kind == FullWeights.kind:
+        return "merge it into the model: no format that is written here has biases or full differences"
     if found := formats_for(reader, names, targets, kind):
         return f"set save_format = {' or '.join(found)}"
     if kind != "lora" and formats_for(reader, names, targets, "lora"):
@@ -271,11 +279,12 @@ def read_as(
     reading = Reading({}, {})
     for (component, _), (form, place, keys) in modules.items():
         module = {name: tensors[key] for name, key in keys.items()}
-        for name, weights in _read_module(form, place, module).items():
-            stated = alphas.get(component.removesuffix(".") or targets.file_prefix) if reader.header else None
-            if stated is not None and "down" in weights.tensors:
-                factor = stated.alpha_of(name, weights.rank) / weights.rank
-                weights = type(weights).of(weights.tensors, weights.alpha * factor)
+        stated = alphas.get(component.removesuffix(".") or targets.file_prefix) if reader.header else None
+        read = _read_module(form, place, module)
+        for name, weights in read.items():
+            lora = read.get(owner := name.removesuffix(".bias"), weights)
+            if stated is not None and "down" in lora.tensors:
+                weights = weights.scaled(stated.alpha_of(owner, lora.rank) / lora.rank)
             reading.weights[component + name] = weights
             reading.source[component + name] = (*sorted(keys.values()), weights.scale)
     return reading
@@ -298,15 +307,20 @@ _KNOWN = {name for reader in READERS for forms in reader.families.values() for k
 
 def _read_module(form: Keys, place: KeyPlace, tensors: dict[str, Tensor]) -> dict[str, AdapterWeights]:
     """Return a module's weights under diffusers' names, nothing if the program can do nothing with them."""
-    alpha = tensors.pop("alpha", None)
+    alpha, row = tensors.pop("alpha", None), place.row if form.swaps else replace(place.row, halves_swapped=False)
+    biases = {name: tensors.pop(name) for name in BIASES if name in tensors}
     kind = next((each for each in KINDS.values() if set(tensors) in each.complete), None)
-    if kind is None or (form.needs_alpha and alpha is None):
+    if (kind is None and (tensors or not biases)) or (form.needs_alpha and alpha is None):
         return {}
     rank = rank_of(tensors)
-    weights = kind.of(tensors, float(rank if alpha is None else alpha))
+    value = float(rank if alpha is None else alpha)
+    read = {"": kind.of(tensors, value)} if kind is not None else {}
+    read |= {".bias": bias_of(biases, value / rank if rank else 1.0)} if biases else {}
     if place.part is not None:
-        return {place.modules[place.part]: weights}
+        return {place.modules[place.part] + end: weights for end, weights in read.items()}
+    columns = next((weights.shape[1] for weights in read.values()), None)
     try:
-        return {place.modules[part]: of_rows for part, of_rows in split_parts(place.row, weights).items()}
+        parts = {end: split_parts(row, weights, columns) for end, weights in read.items()}
     except ValueError:
         return {}
+    return {place.modules[part] + end: of_rows for end, split in parts.items() for part, of_rows in split.items()}

@@ -24,7 +24,7 @@ from networks.files.adapters import load_adapter
 from networks.files.layouts import PRECISIONS
 from networks.files.metadata import read_alphas, weight_file
 from networks.files.readers import READERS, Reader, Reading, read_as, readable, remedy
-from networks.files.weights import AdapterWeights, LokrWeights, LoraWeights
+from networks.files.weights import AdapterWeights, FullWeights, LokrWeights, LoraWeights
 from networks.merging.low_rank import relative_difference, update_norm
 from networks.network import AdapterNetwork
 
@@ -119,7 +119,8 @@ def check_file(path: Path, network: AdapterNetwork, save_format: str) -> ExportC
 
 def loads_in(path: Path, meant: Mapping[str, AdapterWeights], targets: LoraTargets) -> list[LoadsIn]:
     """Return what each program that has the model makes of a file, against what is ``meant``."""
-    kind = next((module.kind for module in meant.values()), "lora")
+    kinds = [module.kind for module in meant.values()]
+    kind = FullWeights.kind if FullWeights.kind in kinds else next(iter(kinds), "lora")
     file = _File(path, targets)
     return list(file.loads_in(file.readings(meant), meant, kind))
 

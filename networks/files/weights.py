@@ -19,10 +19,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from library.config.markers import MOST_STRENGTH
 from library.errors import UserError
+from library.models.layer_names import KeyNames
 
 
 class RowsDependError(ValueError):
@@ -69,6 +71,10 @@ class AdapterWeights:
     def shape(self) -> tuple[int, int | None]:
         """Output rows and input columns of the layer; None where the kind does not say."""
         raise NotImplementedError
+
+    def scaled(self, factor: float) -> AdapterWeights:
+        """Return ``factor`` times the change, of kinds that have a scale."""
+        return self.of(self.tensors, self.alpha * factor)
 
     def made_for_other(self, shape: Sequence[int]) -> str | None:
         """Return in words the shape of layers that it is for; None if ``shape`` is one."""
@@ -208,6 +214,59 @@ class LohaWeights(AddedWeights):
         return LohaWeights({n: t[rows] if n.endswith("_a") else t for n, t in self.tensors.items()}, self.alpha)
 
 
+class FullWeights(AddedWeights):
+    """The difference itself, ``diff``: of a weight [out, in]; of a bias [out], under the module's name and ".bias".
+
+    ComfyUI's and LyCORIS's ``.diff`` and ``.diff_b``; a LoRA's ``lora_B.bias`` becomes one.
+    """
+
+    kind, title, complete, trained = "diff", "difference", ({"diff"},), False
+
+    @property
+    def shape(self) -> tuple[int, int | None]:
+        """See the base class."""
+        rows, *columns = self.tensors["diff"].shape
+        return rows, columns[0] if columns else None
+
+    def scaled(self, factor: float) -> FullWeights:
+        """See the base class."""
+        return FullWeights({"diff": self.tensors["diff"].float() * factor}, self.alpha)
+
+    def delta(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The difference, a copy."""
+        return self.tensors["diff"].to(dtype, copy=True)
+
+    def of_rows(self, rows: Tensor) -> FullWeights:
+        """See the base class."""
+        return FullWeights({"diff": self.tensors["diff"][rows]}, self.alpha)
+
+
+BIASES = ("diff_b", "up_bias")
+
+
+def bias_of(biases: Mapping[str, Tensor], scale: float) -> FullWeights:
+    """Return what a module's ``biases``, of :data:`BIASES`, add to the base's.
+
+    peft multiplies that of B by the LoRA's ``scale`` too, ComfyUI adds ``.diff_b`` as it stands.
+    """
+    parts = [bias.float() * (scale if name == "up_bias" else 1.0) for name, bias in biases.items()]
+    return FullWeights({"diff": torch.stack(parts).sum(0)}, 1.0)
+
+
+ADDED_INPUTS = "the LoRA is for fewer inputs, the others add nothing"
+
+
+def fitted(name: str, weights: AdapterWeights, keys: KeyNames, columns: int) -> AdapterWeights:
+    """Return the weights of module ``name`` for a layer of ``columns``.
+
+    A LoRA of a row that ``gains_columns`` gets zeros in A for the further ones, as diffusers loads one of FLUX.1 dev
+    into Fill (``_maybe_expand_lora_state_dict``).
+    """
+    if not isinstance(weights, LoraWeights) or weights.shape[1] >= columns or not keys.gains_columns(name):
+        return weights
+    return LoraWeights(F.pad(weights.down, (0, columns - weights.shape[1])), weights.up, weights.alpha)
+
+
 NORMS = ("magnitude", "dora_scale")
 
 
@@ -270,7 +329,7 @@ class DoraLohaWeights(DoraWeights):
     complete = tuple(names | {norm} for names in LohaWeights.complete for norm in NORMS)
 
 
-_ALL = (LoraWeights, DoraWeights, LokrWeights, LohaWeights, DoraLokrWeights, DoraLohaWeights)
+_ALL = (LoraWeights, DoraWeights, LokrWeights, LohaWeights, DoraLokrWeights, DoraLohaWeights, FullWeights)
 KINDS: dict[str, type[AdapterWeights]] = {each.kind: each for each in _ALL}
 TITLES = {kind: each.title for kind, each in KINDS.items()}
 ADAPTER_MARKS = {mark: kind for kind, each in KINDS.items() for mark in each.marks}

@@ -37,6 +37,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from library.errors import UserError
 from networks.files.weights import LoraWeights
 
 
@@ -69,7 +70,12 @@ def combine_loras(loras: Sequence[tuple[Mapping[str, LoraWeights], float]]) -> d
     parts: dict[str, list[tuple[LoraWeights, float]]] = {}
     for weights, strength in loras:
         for name, module in weights.items() if strength else ():
-            parts.setdefault(name, []).append((module, strength))
+            listed = parts.setdefault(name, [])
+            listed.append((module, strength))
+            if module.shape != (first := listed[0][0].shape):
+                raise UserError(
+                    f"{name}: LoRAs for layers of {first} and {module.shape}; merge one into the model first"
+                )
     return {name: combine(listed) for name, listed in parts.items()}
 
 

@@ -44,7 +44,7 @@ from networks.files.adapters import AdapterFile, load_adapter
 from networks.files.base import Base, BaseModule, check_target, find_modules, folder_copy, open_base, saved_specs
 from networks.files.layouts import PRECISIONS
 from networks.files.metadata import base_mismatch, weight_file
-from networks.files.weights import AdapterWeights, check_strength
+from networks.files.weights import ADDED_INPUTS, AdapterWeights, check_strength, fitted
 
 Updates = Mapping[str, AdapterWeights]  # by module name
 _STALE_METADATA = ("modelspec.hash_sha256", "sshs_model_hash", "sshs_legacy_hash")
@@ -137,7 +137,9 @@ def merge_loras(
             for component in components[1:]:
                 write(component, folder.parent / component.name)
     left_out = _left_out_notes(loras, targets) if transformer_only else ()
-    notes = [*base_notes(base.weights_path, read), *left_out]
+    given = {id(one) for _, weights in loras for one in weights.values()}
+    wider = [n for n, updates in components[0].updates.items() if any(id(one.weights) not in given for one in updates)]
+    notes = [*base_notes(base.weights_path, read), *left_out, *(f"{name}: {ADDED_INPUTS}" for name in wider)]
     return MergeReport(sum(len(component.updates) for component in components), total, tuple(notes))
 
 
@@ -226,6 +228,7 @@ def plan_updates(
         UserError: a LoRA module has no place in the base or another shape; its name is in the message.
     """
     places = find_modules(base, keys, model_name)
+    places |= {f"{name}.bias": bias for name, place in places.items() if (bias := place.bias(base))}
     updates: dict[str, list[Update]] = {}
     for source, modules in loras:
         if absent := sorted(modules.keys() - places.keys()):
@@ -234,6 +237,7 @@ def plan_updates(
         problems = []
         for name, weights in modules.items():
             place = places[name]
+            weights = fitted(name, weights, keys, place.columns)
             if made_for := weights.made_for_other(place.shape):
                 problems.append(f"{name} is for {made_for}, the base has {place.shape[0]}x{place.shape[1]}")
                 continue
@@ -325,7 +329,7 @@ class BaseWeights:
     Attributes:
         sources: file and strength of each.
         updates: module of the transformer -> its updates with their strengths, in the files' order.
-        left_out: a line for each file with layers of text encoders, which are not merged.
+        left_out: a line for each file with layers of text encoders, which are not merged, and each note on reading.
     """
 
     sources: tuple[tuple[Path, float], ...]
@@ -334,12 +338,18 @@ class BaseWeights:
 
     def changes(self, targets: LoraTargets) -> dict[str, Callable[[Tensor], Tensor]]:
         """Return parameter of the transformer -> what makes the merged weight [out, in] fp32 of it."""
-        return {f"{targets.path_in_model(name)}.weight": partial(self._merged, name) for name in self.updates}
+        changes: dict[str, Callable[[Tensor], Tensor]] = {}
+        for name in self.updates:
+            module, leaf = name.removesuffix(".bias"), "bias" if name.endswith(".bias") else "weight"
+            changes[f"{targets.path_in_model(module)}.{leaf}"] = partial(self._merged, name, targets.keys)
+        return changes
 
-    def _merged(self, name: str, weight: Tensor) -> Tensor:
+    def _merged(self, name: str, keys: KeyNames, weight: Tensor) -> Tensor:
+        shape = (*weight.shape, 1)[:2]  # of a bias too
         for update, strength in self.updates[name]:
-            if made_for := update.made_for_other(weight.shape):
-                shapes = f"{made_for}, the model's has {weight.shape[0]}x{weight.shape[1]}"
+            update = fitted(name, update, keys, shape[1])
+            if made_for := update.made_for_other(shape):
+                shapes = f"{made_for}, the model's has {shape[0]}x{shape[1]}"
                 raise UserError(f"base_weights: {name} is for a layer of {shapes}; it was trained on another model")
             weight = update.apply(weight, strength)
         if not torch.isfinite(weight).all():
@@ -366,11 +376,13 @@ def read_base_weights(paths: Sequence[str], strengths: Sequence[float], targets:
         (Path(path).expanduser(), strengths[i] if i < len(strengths) else 1.0) for i, path in enumerate(paths)
     )
     updates: dict[str, list[tuple[AdapterWeights, float]]] = {}
-    left_out = []
+    left_out: list[str] = []
     for path, strength in sources:
         if not path.exists():
             raise UserError(f"base_weights: {path} does not exist; check the path")
-        parts = targets.by_component(load_adapter(path, targets).weights)
+        file = load_adapter(path, targets)
+        parts = targets.by_component(file.weights)
+        left_out += file.notes
         of_transformer = parts.pop(targets.file_prefix, {})
         if not of_transformer:
             raise UserError(f"base_weights: {path} has nothing for the transformer; give a LoRA that has")

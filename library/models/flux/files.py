@@ -23,9 +23,9 @@ from library.models.family_files import FamilyFiles, Part, Shapes, block_sizes, 
 from library.models.layer_names import Architecture, KeyNames, KeyRow, LayerGroup, LoraTargets, TextEncoderTargets
 
 
-def _double(original: str, *parts: str, rows: tuple[int, ...] = ()) -> KeyRow:
+def _double(original: str, *parts: str, **row: Any) -> KeyRow:
     modules = tuple(f"transformer_blocks.{{i}}.{part}" for part in parts)
-    return KeyRow(f"double_blocks.{{i}}.{original}", modules, rows)
+    return KeyRow(f"double_blocks.{{i}}.{original}", modules, **row)
 
 
 def embedder_rows(theirs: str, ours: str) -> list[KeyRow]:
@@ -33,11 +33,23 @@ def embedder_rows(theirs: str, ours: str) -> list[KeyRow]:
     return [KeyRow(f"{theirs}.{layer}_layer", (f"{ours}.linear_{i}",)) for i, layer in ((1, "in"), (2, "out"))]
 
 
-def _single(original: str, *parts: str, rows: tuple[int, ...] = ()) -> KeyRow:
+def _single(original: str, *parts: str, **row: Any) -> KeyRow:
     modules = tuple(f"single_transformer_blocks.{{i}}.{part}" for part in parts)
-    return KeyRow(f"single_blocks.{{i}}.{original}", modules, rows)
+    return KeyRow(f"single_blocks.{{i}}.{original}", modules, **row)
 
 
+# XLabs-AI's LoRAs are its attention processors (x-flux, ``modules/layers.py``); ComfyUI knows q, k and v of a single
+# block by a name of their own (``model_lora_keys_unet``).
+_QKV, _ADDED_QKV = [f"attn.to_{x}" for x in "qkv"], [f"attn.add_{x}_proj" for x in "qkv"]
+_LORA_ROWS = (
+    _double("processor.qkv_lora1", *_QKV, rows=(1, 1, 1), naming="xlabs"),
+    _double("processor.qkv_lora2", *_ADDED_QKV, rows=(1, 1, 1), naming="xlabs"),
+    _double("processor.proj_lora1", "attn.to_out.0", naming="xlabs"),
+    _double("processor.proj_lora2", "attn.to_add_out", naming="xlabs"),
+    _single("processor.qkv_lora", *_QKV, rows=(1, 1, 1), naming="xlabs"),
+    _single("processor.proj_lora", "proj_out", naming="xlabs"),
+    _single("linear1_qkv", *_QKV, rows=(1, 1, 1), naming="comfyui"),
+)
 FLUX_STACKS = {"num_layers": "transformer_blocks", "num_single_layers": "single_transformer_blocks"}
 FLUX_BLOCK_OPTIONS = {
     "train_double_block_indices": r"transformer_blocks\.(\d+)\..*",
@@ -45,8 +57,8 @@ FLUX_BLOCK_OPTIONS = {
 }
 FLUX_KEYS = KeyNames(
     rows=(
-        _double("img_attn.qkv", "attn.to_q", "attn.to_k", "attn.to_v", rows=(1, 1, 1)),
-        _double("txt_attn.qkv", "attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj", rows=(1, 1, 1)),
+        _double("img_attn.qkv", *_QKV, rows=(1, 1, 1)),
+        _double("txt_attn.qkv", *_ADDED_QKV, rows=(1, 1, 1)),
         _double("img_attn.proj", "attn.to_out.0"),
         _double("txt_attn.proj", "attn.to_add_out"),
         _double("img_mlp.0", "ff.net.0.proj"),
@@ -55,17 +67,18 @@ FLUX_KEYS = KeyNames(
         _double("txt_mlp.2", "ff_context.net.2"),
         _double("img_mod.lin", "norm1.linear"),
         _double("txt_mod.lin", "norm1_context.linear"),
-        _single("linear1", "attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp", rows=(1, 1, 1, 4)),
+        _single("linear1", *_QKV, "proj_mlp", rows=(1, 1, 1, 4)),
         _single("linear2", "proj_out"),
         _single("modulation.lin", "norm.linear"),
-        KeyRow("img_in", ("x_embedder",)),
+        KeyRow("img_in", ("x_embedder",), gains_columns=True),  # Fill's: the blanked image, the mask
         KeyRow("txt_in", ("context_embedder",)),
         *embedder_rows("time_in", "time_text_embed.timestep_embedder"),
         *embedder_rows("vector_in", "time_text_embed.text_embedder"),
         *embedder_rows("guidance_in", "time_text_embed.guidance_embedder"),
         KeyRow("final_layer.linear", ("proj_out",)),
         KeyRow("final_layer.adaLN_modulation.1", ("norm_out.linear",), halves_swapped=True),
-    )
+    ),
+    lora_rows=_LORA_ROWS,
 )
 
 # Norms of queries and keys, as regular expressions: BFL's names, of FLUX.2 too, against diffusers'.

@@ -115,6 +115,8 @@ def read_loras(loras: Sequence[LoraSource], family: Family, console: Console) ->
         console.print(f"{source.path}: {lora.layout}, {counted(len(lora.weights), 'layer')}, strength {source.ratio:g}")
         if fingerprint and (remark := base_mismatch(lora.metadata, fingerprint)):
             console.print(f"note: {source.path}: {remark}")
+        for note in lora.notes:
+            console.print(f"note: {note}")
     return targets.by_component(combine_loras([(lora.weights, source.ratio) for source, lora in read]))
 
 

@@ -41,7 +41,7 @@ from library.training.parallel.parallelize import ParallelSpec
 from library.training.plan import LoraPlan
 from library.training.report.progress import loads_in_table
 from library.training.tasks.task import Task, describe_steps, run_length
-from networks.files.adapters import load_adapter, load_lora
+from networks.files.adapters import load_lora, load_trainable
 from networks.files.layouts import check_save_format
 from networks.files.metadata import base_mismatch, build_metadata, trained_alphas, weight_file
 from networks.files.readers import check_readers, read_by_none
@@ -93,7 +93,7 @@ class LoraTask(Task):
         if not network.dim_from_weights:  # whose layers the end's check knows
             self._check_readers()
         if network.network_weights:
-            load_adapter(network.network_weights, self.plan.network.targets)
+            load_trainable(network.network_weights, self.plan.network.targets)
         if self.state is not None:
             position = read_position(self.state, self.resume_keys, self.base_fingerprint)
             if training.max_train_epochs is None:
