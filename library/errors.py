@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from functools import wraps
+from pathlib import Path
 from typing import TextIO, cast
 
 # C0, DEL and C1 controls; what turns the direction of text (Unicode TR 9) or breaks lines; marks nobody sees; and the
@@ -196,14 +197,16 @@ def exit_on_user_error(main: Callable[[], None]) -> Callable[[], None]:
                 stream.reconfigure(errors="backslashreplace")
         try:
             with redirect_stdout(cast(TextIO, PrintableStream(sys.stdout))):
+                Path.cwd()  # one that was removed raises: torch would end the process as it is imported
                 main()
         except (UserError, NotRestoredError) as error:
             print(f"error: {one_line(error)}", file=sys.stderr)
             raise SystemExit(2) from None
         except OSError as error:
-            if error.filename is None or error.errno not in _OF_PLACES:
+            is_gone = error.filename is None and error.errno == errno.ENOENT  # as the system says it of where we are
+            if not is_gone and (error.filename is None or error.errno not in _OF_PLACES):
                 raise
-            place = printable(str(error.filename))
+            place = "the working directory" if is_gone else printable(str(error.filename))
             print(f"error: {place}: cannot be used ({error.strerror}); correct the path", file=sys.stderr)
             raise SystemExit(2) from None
         except RuntimeError as error:

@@ -7,6 +7,8 @@ import errno
 import io
 import os
 import re
+import subprocess
+import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TextIO, cast
@@ -143,6 +145,17 @@ def test_a_path_the_system_refuses_is_one_line(number: int, capsys: pytest.Captu
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: folder\\x1b[31m\\n/x: ")
     assert os.strerror(number) in line
+
+
+@pytest.mark.parametrize(
+    "script", ["train_lora.py", "train_llm.py", "ui.py", "tools/check_dataset.py", "tools/merge_lora.py"]
+)
+def test_a_working_directory_that_was_removed_is_one_line(script: str, tmp_path: Path) -> None:
+    """torch would end the process with a line about oneMKL."""
+    command = f"cd {tmp_path} && rmdir {tmp_path} && exec {sys.executable} {ROOT / script} --help"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: the working directory: cannot be used (No such file or directory); correct the path\n"
 
 
 def test_any_other_error_of_the_system_keeps_its_traceback() -> None:

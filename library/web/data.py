@@ -27,7 +27,7 @@ from library.errors import UserError, counted
 from library.files import parse_toml, read_toml
 from library.web.access import Refused
 from library.web.jobs import Job
-from library.web.site import Form, Routes, Site, url
+from library.web.site import Form, Given, Routes, Site, url
 
 _MOST_CARDS = 60  # that come together
 _MOST_FOLDERS, _MOST_LEVELS = 3000, 5  # that are looked through for datasets
@@ -82,7 +82,7 @@ def datasets(site: Site) -> tuple[list[tuple[Path, float]], list[tuple[Path, int
 
 def make_dataset(site: Site, request: Request, form: Form) -> Response:
     """Write the TOML of a new dataset, or of a folder of images; pictures are sent after."""
-    given = {key: str(value).strip() for key, value in form.items()}
+    given = Given(form)
     if given.get("folder"):
         folder, image_dir = site.roots.find(given["folder"]), "."
     elif bad := find_bad_start(given.get("name", "")):

@@ -20,7 +20,7 @@ from library.training.sampling.prompts import SamplePrompt, parse_prompt, read_p
 from library.web.jobs import Job
 from library.web.loras import float_of, lora_file, model_words, show_screen
 from library.web.run import ahead
-from library.web.site import Form, Routes, Site, goto, url
+from library.web.site import Form, Given, Routes, Site, goto, url
 
 _MOST_PICTURES = 400
 
@@ -59,7 +59,7 @@ def _prompts_of(site: Site, run: dict[str, Any]) -> str:
 
 def start(site: Site, request: Request, form: Form) -> Response:
     """Queue a painting as the form says."""
-    given = {key: str(value).strip() for key, value in form.items()}
+    given = Given(form)
     lora = lora_file(site, given["lora"])
     more = [line.strip() for line in given.get("more", "").splitlines() if line.strip()]
     words = given["strengths"].replace(",", " ").split()

@@ -22,7 +22,7 @@ from library.web.data import refuse_outside
 from library.web.jobs import Job
 from library.web.loras import float_of, free_name, kind_of, lora_file, model_words, show_screen
 from library.web.run import ahead
-from library.web.site import Form, Routes, Site, goto, tell_changed, url
+from library.web.site import Form, Given, Routes, Site, goto, tell_changed, url
 
 RECIPES = {
     "file": "a file that you have",
@@ -82,8 +82,10 @@ def _made(path: Path) -> list[Path]:
 
 def start(site: Site, request: Request, form: Form) -> Response:
     """Queue a report as the form says."""
-    given = {key: str(value).strip() for key, value in form.items()}
-    lora, deploy, shown = lora_file(site, given["lora"]), given["served"], RECIPES[given["served"]]
+    given = Given(form)
+    lora, deploy = lora_file(site, given["lora"]), given["served"]
+    if (shown := RECIPES.get(deploy)) is None:
+        raise UserError(f"served {deploy!r}: is none of {', '.join(RECIPES)}; reload the screen")
     run, dataset = settings_of(lora.parent), site.roots.find(given["dataset"])
     refuse_outside(site, dataset, read_toml(dataset)[0])
     if deploy == "file":

@@ -22,6 +22,7 @@ from urllib.parse import quote, urlencode
 from anyio import to_thread
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from jinja2.filters import do_filesizeformat
+from starlette import datastructures
 from starlette.datastructures import FormData as Form
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -109,7 +110,7 @@ class Site:
     def _refusal(self, request: Request, error: Exception) -> Response:
         """Return an error as it is shown, on the screen it belongs to or as a page."""
         message, status = str(error), 403 if isinstance(error, Refused) else 422
-        if isinstance(error, KeyError):
+        if isinstance(error, KeyError) and _raised_in(error) == datastructures.__file__:  # by a form or a query
             message = f"{error}: is missing in the request; reload the screen"
         elif isinstance(error, OSError):
             message = f"{error.filename or 'a file'}: {error.strerror or error}; check the disk and its rights"
@@ -125,6 +126,20 @@ class Site:
             answer = self.page(request, "base.html", notice=message)
         answer.status_code = status
         return answer
+
+
+class Given(dict[str, str]):
+    """The texts of a form."""
+
+    def __init__(self, form: Form) -> None:
+        super().__init__((key, str(value).strip()) for key, value in form.items())
+
+    def __missing__(self, key: str) -> str:
+        raise UserError(f"{key}: is missing in the request; reload the screen")
+
+
+def _raised_in(error: Exception) -> str:
+    return traceback.extract_tb(error.__traceback__)[-1].filename
 
 
 def _html(text: str) -> HTMLResponse:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import http.client
 import re
@@ -13,7 +14,10 @@ import pytest
 
 pytest.importorskip("starlette", reason="the page's packages are not installed (make setup-web)")
 
+from starlette.requests import Request
+
 from library.web.access import AllowedRoots, Refused
+from library.web.site import Site
 from tests.web.page import Server, request, serve
 
 ESCAPES = ["../secret.txt", "output/../../secret.txt", "output/link/secret.txt", "output/file_link", "~root/.bashrc",
@@ -114,6 +118,22 @@ def answer(server: Server, path: str, method: str = "GET", **headers: str) -> tu
 )
 def test_requests_of_other_sites_are_refused(server: Server, headers: dict[str, str], status: int) -> None:
     assert answer(server, "/", **headers)[0] == status
+
+
+@pytest.mark.parametrize("is_of_request", [True, False])
+def test_only_what_a_request_lacks_is_said_to_be_missing_in_it(
+    is_of_request: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    site = Site.of(AllowedRoots.of([tmp_path], []))
+    scope = {"type": "http", "method": "GET", "path": "/", "query_string": b"", "headers": [], "app": None}
+    (route,) = site.routes(
+        {"/": lambda _, request, form: request.query_params["look"] if is_of_request else {}["look"]}
+    )
+    answer = asyncio.run(route.endpoint(Request(scope, receive=None)))
+    said = "is missing in the request; reload the screen" if is_of_request else "this is a bug of the page: KeyError"
+    assert answer.status_code == (422 if is_of_request else 500)
+    assert said in bytes(answer.body).decode()
+    assert ("Traceback" in capfd.readouterr().err) != is_of_request
 
 
 def test_a_form_of_another_site_changes_nothing_even_as_a_navigation(server: Server) -> None:

@@ -100,7 +100,7 @@ def test_screens_of_loras_and_runs_read_nothing_outside(server: Server) -> None:
     ):
         status, answer = post(server, path, **lora | {"guidance": "1"} | form | change)
         assert (status, "lies outside" in answer) == (403, True), change
-    assert "is missing" in post(server, "/precision", **lora, **served | {"served": "/etc/passwd"})[1]
+    assert "is none of file, cast" in post(server, "/precision", **lora, **served | {"served": "/etc/passwd"})[1]
     for path in ("/run?path=..", "/run/curves?path=/etc", "/compare?path=/etc&path=output/run", "/run?path=models"):
         assert get(server, path)[0] == 403, path
     for path, status in {"/run?path=output/none": 422, "/compare?path=output/run": 422, "/run/ask": 405}.items():

@@ -252,5 +252,5 @@ def shown_path(path: Path) -> str:
     """Return ``path`` relative to the working directory where it lies below it."""
     try:
         return str(path.resolve().relative_to(Path.cwd()))
-    except ValueError:
+    except (ValueError, FileNotFoundError):  # it lies elsewhere; the working directory was removed
         return str(path)
