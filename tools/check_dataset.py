@@ -4,7 +4,8 @@
     python tools/check_dataset.py dataset.toml --strict
 
 Every file is decoded once; what was found is cached, so the next look takes a second. ``--strict`` leaves with exit
-code 2 if anything was found. ``--json`` writes for programs the findings and the images as training sees them, then
+code 2 if anything was found. With ``--model`` captions are counted in the tokens of its text encoder, whose weights are
+not loaded. ``--json`` writes for programs the findings and the images as training sees them, then
 small pictures of the images into the folder of ``--thumbnails``, and those of masks and control images into
 ``previews`` beside it; the Data screen of the browser's page (``ui.py``) shows them.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,12 +23,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from library.config.schema import DatasetArguments
+from library.config.model_types import IMAGE_MODELS, MODEL_FILE_KEYS
+from library.config.schema import DatasetArguments, ModelConfig
 from library.console import Console
 from library.errors import UserError, counted, exit_on_user_error
 from library.files import read_toml, write_text
 from library.training.report.progress import counting, print_progress
-from tools.command import answer_early, seed_number, tool_console, tool_parser
+from tools.command import answer_early, count, model_config, seed_number, tool_console, tool_parser
 
 _PIXEL_MULTIPLE = 16  # of an image's sides, for every model so far
 
@@ -41,6 +44,12 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--strict", action="store_true", help="exit code 2 if anything is found")
     parser.add_argument("--trigger_word", help="as in training: for subsets that name none")
     parser.add_argument("--cache_directory", help="as in training; default .tandem_cache beside the images")
+    model = parser.add_argument_group("model, to count captions in its tokens")
+    model.add_argument("--model", help="diffusers folder, transformer file, or name on the hub")
+    model.add_argument("--model_type", choices=list(IMAGE_MODELS), help="architecture family")
+    for name in MODEL_FILE_KEYS:
+        model.add_argument(f"--{name}", metavar="PATH", help=ModelConfig.model_fields[name].description)
+    model.add_argument("--t5xxl_max_token_length", type=count, metavar="N", help="T5 tokens per caption")
     return parser
 
 
@@ -49,20 +58,42 @@ answer_early(__name__, lambda: parser().parse_args())
 from concurrent.futures import ThreadPoolExecutor
 
 from library.conditions import ConditionKind
-from library.data.config import INPAINT_KEYS, REFERENCE_KEYS, DatasetConfig, load_dataset_config
+from library.config.rules import model_conflicts
+from library.data.config import INPAINT_KEYS, REFERENCE_KEYS, DatasetConfig, Subset, load_dataset_config
 from library.data.gallery import described, hashed_previews, small_jpeg, thumbnail_name, write_thumbnails
-from library.data.lint import Advance, Report, check, title, without_broken
+from library.data.lint import Advance, Report, TokenLimit, check, title, without_broken
 from library.data.samples import Sample, scan
 
 _SHOWN = 5  # findings of a kind in the terminal
 
 
+def text_encoder(options: argparse.Namespace) -> TokenLimit | None:
+    """Return the text encoder of --model, of which the tokenizers alone are loaded."""
+    import torch
+
+    from library.models.family_by_name import model_family
+
+    if options.model is None:
+        for name in ("model_type", *MODEL_FILE_KEYS, "t5xxl_max_token_length"):
+            if getattr(options, name) is not None:
+                raise UserError(f"--{name}: has no effect without --model; give that, or remove it")
+        return None
+    config = model_config(options, options.model, "t5xxl_max_token_length")
+    for problem in model_conflicts(config):
+        raise UserError(problem.message)
+    return model_family(config).load_text_encoder(torch.float32)
+
+
 def conditioning_of(dataset: Path) -> ConditionKind:
-    """Return which kind of model a TOML's keys are for."""
-    text = str(read_toml(dataset, "check dataset_config")[0])
+    """Return which kind of model a TOML's keys are for; those that ask for nothing are passed over."""
+    text = re.sub(r"'\w+': (False|0|''|\[\])(?=[,}])", "", str(read_toml(dataset, "check dataset_config")[0]))
     if any(f"'{key}'" in text for key in INPAINT_KEYS):
         return "fill"
     return "references" if any(f"'{key}'" in text for key in REFERENCE_KEYS) else "none"
+
+
+def _unsplit(subset: Subset) -> Subset:
+    return replace(subset, settings=subset.settings.model_copy(update={"validation_split": 0.0}))
 
 
 def show(report: Report, console: Console) -> None:
@@ -90,8 +121,7 @@ def write_json(
     """
     path, thumbnails, seed = options.json, options.thumbnails, options.seed
     samples, refused = list[Sample](), None
-    whole = {"validation_split": 0.0}
-    unsplit = tuple(replace(one, settings=one.settings.model_copy(update=whole)) for one in config.datasets)
+    unsplit = tuple(replace(one, subsets=tuple(map(_unsplit, one.subsets))) for one in config.datasets)
     for each in (config, replace(config, datasets=unsplit)):  # images are shown, too, where the split is refused
         try:
             found = scan(each, seed, _PIXEL_MULTIPLE, find=without_broken(report.findings))
@@ -133,14 +163,14 @@ def main() -> None:
     given = {"cache_directory": options.cache_directory, "trigger_word": options.trigger_word}
     arguments = DatasetArguments(dataset_config=str(options.dataset), **given)
     config = load_dataset_config(options.dataset, arguments, conditioning_of(options.dataset))
-    console = tool_console()
+    console, encoder = tool_console(), text_encoder(options)
     if options.json is not None:
         start = partial(print_progress, console, seconds=0.5)
-        report = check(config, _PIXEL_MULTIPLE, start)
+        report = check(config, _PIXEL_MULTIPLE, start, encoder)
         write_json(options, config, report, start)
     else:
         with counting(console) as start:
-            report = check(config, _PIXEL_MULTIPLE, start)
+            report = check(config, _PIXEL_MULTIPLE, start, encoder)
     show(report, console)
     if options.strict and report.findings:
         raise UserError(

@@ -111,7 +111,7 @@ def _compose(raw: str, settings: SubsetSettings, rng: random.Random | None) -> s
 
 def _arrange(raw: str, settings: SubsetSettings, rng: random.Random | None) -> str:
     """Return the caption after all steps but the trigger word's."""
-    lines = raw.split("\n")
+    lines = [raw] if settings.multiline_captions else raw.split("\n")
     caption = rng.choice(lines) if rng and settings.enable_wildcard else lines[0]
     caption = " ".join(part for part in (settings.caption_prefix, caption, settings.caption_suffix) if part)
     if settings.enable_wildcard:

@@ -6,6 +6,10 @@ each of them. A key is looked for in the subset, then in its dataset, then in ``
 that say which files to read belong to subsets. musubi-tuner's flat form, a dataset that names its ``image_directory``
 itself, is read as a dataset with one subset. A table with ``resolutions`` becomes a dataset for each of them.
 
+For which program a table is written :func:`is_kohyas` alone decides: sd-scripts has its images in a subset, by the
+names ``image_dir`` and ``metadata_file``, and trains on a caption's first line; musubi-tuner has them in the dataset
+itself, and takes captions whole. Tandem's own datasets say ``multiline_captions``.
+
 Every table is checked by itself, so a message names the table of the mistake. Keys of either tool that could take no
 effect are refused with what to do instead, and so are conditions that the model at hand does not take: a fill model is
 given inpainting masks (by files, by the images' own transparency, or generated), an edit model reference images.
@@ -107,6 +111,7 @@ class SubsetSettings(_Table):
     caption_separator: Annotated[str, Field(min_length=1)] = ","
     secondary_separator: str | None = None
     enable_wildcard: bool = False
+    multiline_captions: bool = False
     shuffle_caption: bool = False
     keep_tokens: Annotated[int, Field(ge=0, le=MOST)] = 0
     keep_tokens_separator: str | None = None
@@ -117,6 +122,8 @@ class SubsetSettings(_Table):
     caption_tag_dropout_rate: Fraction = 0.0
     trigger_word: Word | None = None
     preserve_class: Word | None = None
+    validation_split: Annotated[float, Field(ge=0, le=1)] = 0.0
+    validation_seed: Seed | None = None
 
 
 class DatasetSettings(_Table):
@@ -132,8 +139,6 @@ class DatasetSettings(_Table):
     max_bucket_reso: Side | None = None
     control_resolution: Sides | None = None
     no_resize_control: bool = False
-    validation_split: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    validation_seed: Seed | None = None
     cache_directory: str | None = None
 
 
@@ -160,14 +165,36 @@ _OF_TRAINERS = (
     "cache_info",
     "debug_dataset",
 )
-_OF_VIDEOS = ("video_directory", "video_jsonl_file", "target_frames", "frame_extraction")
+_OF_VIDEOS = (
+    *("video_directory", "video_jsonl_file", "target_frames", "frame_extraction", "frame_stride"),
+    *("frame_sample", "max_frames", "source_fps"),
+)
+_OF_FRAMEPACK = ("fp_latent_window_size", "fp_1f_clean_indices", "fp_1f_target_index", "fp_1f_no_post")
 REFUSED_KEYS = {
     **{key: f"{FLAGS[key].why}; {FLAGS[key].instead}" for key in _OF_TRAINERS},
     **dict.fromkeys(_OF_VIDEOS, "models are trained on still images; use image_dir"),
+    **dict.fromkeys(_OF_FRAMEPACK, "it belongs to FramePack; remove it"),
+    "multiple_target": "a sample has one image to learn; list each target as an image, with the same control images",
     "caption_command": "a dataset may come from a stranger and names no commands; set it in the training TOML",
     "custom_attributes": 'nothing reads it; for diff_output_preservation set is_reg = true here and preserve = "prior"',
     "network_multiplier": "the network is always trained at full strength; remove it and use num_repeats",
 }
+_ASKS_NOTHING = {"network_multiplier": 1, "token_warmup_min": 1}  # beside false, 0 and what is empty
+_PATHS = {"image_dir", "metadata_file", "conditioning_data_dir", "control_directory", "inpaint_mask_directory"}
+
+
+def asks_for_nothing(value: Any, key: str = "") -> bool:
+    """Return whether a key of another program with this value changes nothing there: false, 0, empty, a factor of 1.
+
+    ``dataset_args`` have values as text.
+    """
+    text = value.strip().lower() if isinstance(value, str) else value
+    return text in (None, False, 0, "", "false", "0", "none") or text in ([], {}) or text == _ASKS_NOTHING.get(key)
+
+
+def is_kohyas(table: Mapping[str, Any], is_subset: bool) -> bool:
+    """Return whether a table names its images as sd-scripts' datasets do, and not as musubi-tuner's."""
+    return is_subset and not table.keys() & {"image_directory", "image_jsonl_file"}
 
 
 @dataclass(frozen=True)
@@ -362,7 +389,7 @@ def _read_table(file: _File, number: int, general: dict[str, Any], defaults: Dat
     if subset_tables:
         subsets = tuple(_read_subset(file, number, i, shared) for i in range(len(subset_tables)))
     elif shared.keys() & {"image_dir", "metadata_file"}:
-        subsets = (_build_subset(file, f"{file.path}: {name}", shared, own),)
+        subsets = (_build_subset(file, f"{file.path}: {name}", shared, own, is_kohyas(table, False)),)
     else:
         raise UserError(f"{where}: no [[datasets.subsets]]; add one with image_dir or metadata_file")
     cache = settings.cache_directory
@@ -386,16 +413,18 @@ def _both(sides: int | tuple[int, int]) -> tuple[int, int]:
 def _read_subset(file: _File, dataset: int, number: int, inherited: dict[str, Any]) -> Subset:
     tables = file.tables["datasets"]
     name = f"subset {number + 1}" if len(tables) == 1 else f"dataset {dataset + 1}, subset {number + 1}"
-    own = _checked(file, name, tables[dataset]["subsets"][number], is_subset=True, takes_files=True)
+    table = tables[dataset]["subsets"][number]
+    own = _checked(file, name, table, is_subset=True, takes_files=True)
     values = inherited | own
     folders_inside = {"image_dir", "conditioning_data_dir", "control_directory", "inpaint_mask_directory"}
     if own.get("recursive") and values.get("metadata_file") and not folders_inside & values.keys():
         raise UserError(f"{file.path}: {name}: recursive: has no effect, metadata_file lists the images; remove it")
-    return _build_subset(file, f"{file.path}: {name}", values, own)
+    return _build_subset(file, f"{file.path}: {name}", values, own, is_kohyas(table, True))
 
 
-def _build_subset(file: _File, where: str, values: dict[str, Any], own: dict[str, Any]) -> Subset:
+def _build_subset(file: _File, where: str, values: dict[str, Any], own: dict[str, Any], of_kohya: bool) -> Subset:
     """Return the subset with all its ``values``; ``own`` are those of them that are not inherited."""
+    values = {"multiline_captions": not (of_kohya or values.get("enable_wildcard"))} | values
     settings = SubsetSettings.model_validate(_without_idle_words(where, values, own))
     if settings.image_dir is None and settings.metadata_file is None:
         raise UserError(f"{where}: neither image_dir nor metadata_file; name the folder that holds the images")
@@ -427,7 +456,7 @@ def _build_subset(file: _File, where: str, values: dict[str, Any], own: dict[str
 def _without_idle_words(where: str, values: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """Return ``values`` without inherited words that mean nothing to this subset; its own ones are refused."""
     regular, word = values.get("is_reg"), (values.get("trigger_word") or "").strip()
-    idle = ("trigger_word", "preserve_class") if regular else () if word else ("preserve_class",)
+    idle = ("trigger_word", "preserve_class", "validation_split") if regular else () if word else ("preserve_class",)
     if named := [key for key in idle if own.get(key)]:
         why = "on regularisation images, which show other things" if regular else "without trigger_word"
         raise UserError(f"{where}: {named[0]}: has no effect {why}; remove it")
@@ -466,6 +495,8 @@ def _checked(
         key = OTHER_NAMES.get(written, written)
         if key in values:
             raise UserError(f"{where}: {written!r} means {key!r}, which is also given; keep one of them")
+        if asks_for_nothing(value, key) and (key in file.refused or (value == "" and key in _PATHS)):
+            continue
         if key in file.refused:
             raise UserError(f"{where}: {key!r} is not taken: {file.refused[key]}")
         _check_key(where, written, key, is_subset, takes_files)

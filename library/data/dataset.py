@@ -97,8 +97,7 @@ def build_dataset(
     data = TrainingData(config, found, seed, pixel_multiple, latent_factor, captions)
     if painted.general is not None:
         first = config.datasets[0]
-        plain = first.settings.model_copy(update={"validation_split": 0.0})
-        alone = replace(first, settings=plain, subsets=(painted_subset(painted.general),))
+        alone = replace(first, subsets=(painted_subset(painted.general),))
         data.measure_on(scan(replace(config, datasets=(alone,)), seed, pixel_multiple))
     return data
 
@@ -130,7 +129,7 @@ class Painted:
 
 def painted_subset(folder: Path, is_reg: bool = False) -> Subset:
     """Return a folder of painted pictures as a subset."""
-    settings = SubsetSettings(image_dir=str(folder), caption_extension=".txt", is_reg=is_reg)
+    settings = SubsetSettings(image_dir=str(folder), caption_extension=".txt", multiline_captions=True, is_reg=is_reg)
     # known by the folder's name, which says what they are: samples are the same wherever the cache lies
     return Subset(f"painted pictures in {folder}", settings, f"painted/{folder.name}", folder, None, None)
 

@@ -8,6 +8,8 @@ control        a control image in other proportions than its image (refused neve
 setup          what training would refuse: a missing file, a caption that is no UTF-8, an image without a bucket
 duplicate      images of the same bytes
 caption        empty captions, and one caption for several images
+lines          captions of several lines of which the first is trained on
+long           captions with more tokens than the model's text encoder reads
 trigger        a trigger word that captions use for something else
 upscaled       images smaller than their bucket, which are enlarged
 =============  =======================================================================================================
@@ -18,20 +20,30 @@ upscaled       images smaller than their bucket, which are enlarged
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
+from typing import Protocol
 
 from library.conditions import ConditionKind
 from library.data.buckets import Bucketing, Fit, same_shape, size_text
-from library.data.captions import has_word, words_around
+from library.data.captions import caption_variants, has_word, words_around
 from library.data.config import DatasetConfig, Subset, SubsetSettings
 from library.data.file_index import FileIndex, SourceFile, list_folder
 from library.data.mask_files import REFUSED, look_at_masks
 from library.data.samples import FindSources, Sample, cache_folder
-from library.data.sources import Source, caption_beside, find_sources, is_image, note_frames
+from library.data.sources import (
+    Source,
+    captions_beside,
+    find_sources,
+    is_image,
+    lines_read,
+    note_frames,
+    note_lines,
+)
 from library.errors import UserError, counted, names_in_short
 
 Advance = Callable[[int], None]
@@ -46,9 +58,26 @@ TITLES = {
     "control": "Control images of another shape",
     "duplicate": "The same file twice",
     "caption": "Captions",
+    "lines": "Captions of several lines",
+    "long": "Longer than the text encoder reads",
     "trigger": "Trigger words",
     "upscaled": "Smaller than their bucket",
 }
+
+
+class TokenLimit(Protocol):
+    """What is asked of a ``library.models.text.TextEncoder``; no weights are needed."""
+
+    most_tokens: int | None
+
+    @property
+    def room(self) -> int | None:
+        """How many of a caption's own tokens are read at most."""
+        ...
+
+    def too_long(self, captions: Iterable[str]) -> Mapping[str, object]:
+        """Return those captions that are not read to their end."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -91,13 +120,19 @@ def title(found: Sequence[Finding]) -> str:
     return f"{TITLES[kind]}: {counted(len(named), 'image')}" if named else TITLES[kind]
 
 
-def check(config: DatasetConfig, pixel_multiple: int, start: Callable[[str, int], Advance]) -> Report:
+def check(
+    config: DatasetConfig,
+    pixel_multiple: int,
+    start: Callable[[str, int], Advance],
+    encoder: TokenLimit | None = None,
+) -> Report:
     """Look at every image, mask and caption of a dataset TOML.
 
     Args:
         config: the checked TOML.
         pixel_multiple: image sides are multiples of this.
         start: ``start(description, total) -> advance(n)``, for the progress bar.
+        encoder: the model's, to which captions may be too long.
     """
     findings: list[Finding] = []
     images: dict[str, SourceFile] = {}
@@ -124,6 +159,8 @@ def check(config: DatasetConfig, pixel_multiple: int, start: Callable[[str, int]
                 kind = "setup" if remark.endswith(REFUSED) else "mask value"
                 findings.append(Finding(kind, tuple({image: 1, path: 1}), f"{Path(path).name}: {remark}"))
             index.save()
+            unread = tuple(source.image.path for source in sources if source.more_lines)
+            findings += [Finding("lines", unread, text) for text in note_lines(subset.where, sources)]
             captions += [(source.image.path, source.caption, subset.settings) for source in sources]
             images |= {source.image.path: source.image for source in sources}
     by_content: dict[str, list[str]] = defaultdict(list)
@@ -132,13 +169,14 @@ def check(config: DatasetConfig, pixel_multiple: int, start: Callable[[str, int]
             by_content[file.content].append(path)
     same = [paths for paths in by_content.values() if len(paths) > 1]
     findings += [Finding("duplicate", tuple(paths), f"{_names(paths)} are the same file") for paths in same]
-    return Report(len(images), [*findings, *_captions(captions), *_trigger_words(captions)], tuple(notes))
+    findings += [*_captions(captions), *_trigger_words(captions)]
+    findings += long_captions(captions, encoder, config.arguments.caption_variants)
+    return Report(len(images), findings, tuple(notes))
 
 
 def summarise(samples: Sequence[Sample]) -> list[str]:
     """Return lines on what a start knows of its samples anyway: captions, and sizes against buckets."""
-    images = {sample.image.path: sample for sample in samples}
-    captions = [(path, sample.caption, sample.settings) for path, sample in images.items()]
+    images, captions = {sample.image.path: sample for sample in samples}, captions_of(samples)
     findings = [*_captions(captions), *_trigger_words(captions)]
     fits: dict[str, list[Fit]] = defaultdict(list)
     for sample in samples:
@@ -147,6 +185,11 @@ def summarise(samples: Sequence[Sample]) -> list[str]:
         assert sample.image.size is not None
         findings += _upscaled(path, sample.image.size, fits[path])
     return Report(len(images), findings).lines()
+
+
+def captions_of(samples: Sequence[Sample]) -> list[Caption]:
+    """Return the captions of the samples' images, each image once."""
+    return [(path, one.caption, one.settings) for path, one in {one.image.path: one for one in samples}.items()]
 
 
 def _sources(
@@ -162,11 +205,14 @@ def _sources(
     if subset.image_dir is None or subset.metadata_file is not None:
         return []
     listed = list_folder(subset.image_dir, subset.settings.recursive)
-    found = []
+    found, captions = [], dict[str, str]()
+    with suppress(UserError):
+        captions = captions_beside(listed, subset)
     for name in filter(is_image, listed):
         caption = subset.settings.class_tokens or ""
-        if beside := caption_beside(name, listed, subset):
-            caption = (subset.image_dir / beside).read_text(encoding="utf-8-sig", errors="replace").strip()
+        if beside := captions.get(name):
+            text = (subset.image_dir / beside).read_text(encoding="utf-8-sig", errors="replace")
+            caption, _ = lines_read(text, subset.settings)
         found.append(Source(name, index.image(str(subset.image_dir / name), listed[name]), caption))
     return found
 
@@ -235,6 +281,20 @@ def _captions(captions: Iterable[Caption]) -> list[Finding]:
             short = text if len(text) <= 40 else f"{text[:40]}..."
             found.append(Finding("caption", tuple(paths), f"{_names(paths)} share the caption {short!r}"))
     return found
+
+
+def long_captions(captions: Sequence[Caption], encoder: TokenLimit | None, variants: int) -> list[Finding]:
+    """Return what is said of captions with more tokens than ``encoder`` reads, in any of their ``variants``."""
+    if encoder is None or encoder.room is None:
+        return []
+    texts = {path: caption_variants(raw, settings, variants) for path, raw, settings in captions}
+    long = encoder.too_long(dict.fromkeys(chain.from_iterable(texts.values())))
+    paths = [path for path, every in texts.items() if not long.keys().isdisjoint(every)]
+    text = (
+        f"{len(paths)} of {counted(len(texts), 'caption')} are longer than {encoder.room} tokens "
+        f"({encoder.most_tokens} with those around it); the rest of each is not trained on: {_names(paths)}"
+    )
+    return [Finding("long", tuple(paths), text)] if paths else []
 
 
 def _trigger_words(captions: Sequence[Caption]) -> list[Finding]:

@@ -45,8 +45,9 @@ def write_dataset(folder: Path, image_dir: str, trigger_word: str, resolution: s
     subset: dict[str, object] = {"image_dir": image_dir, "num_repeats": numbers["num_repeats"]}
     if trigger_word:
         subset["trigger_word"] = trigger_word
+    ending = ".caption" if endings == {".caption"} else ".txt"
     tables = {
-        "general": {"caption_extension": ".caption" if endings == {".caption"} else ".txt", "enable_bucket": True},
+        "general": {"caption_extension": ending, "multiline_captions": True, "enable_bucket": True},
         "datasets": [{"resolution": numbers["resolution"], "batch_size": 1, "subsets": [subset]}],
     }
     write_text(folder / "dataset.toml", toml_text(tables))

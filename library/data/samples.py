@@ -4,7 +4,7 @@ captions.
 The steps, for every dataset:
 
 1. list each subset's images, captions and masks (:mod:`library.data.sources`), learn the images' sizes;
-2. hold back ``validation_split`` of each subset that is not regularisation: shuffle with
+2. hold back ``validation_split`` of each subset that is not regularisation, with 1 all of it: shuffle with
    ``validation_seed``, take the last ``round(n * split)``. These are the images sd-scripts holds back; it
    rounds the training part by itself, which can leave an image in both, here training is what remains;
 3. balance regularisation images (sd-scripts ``DreamBoothDataset``): go through them, ``num_repeats`` each,
@@ -31,7 +31,7 @@ from library.data.config import Dataset, DatasetConfig, Subset, SubsetSettings
 from library.data.file_index import FileIndex, SourceFile, checked_bytes
 from library.data.images import decode, fit_image
 from library.data.mask_files import look_at_masks
-from library.data.sources import Source, find_sources, note_frames
+from library.data.sources import Source, find_sources, note_frames, note_lines
 from library.errors import UserError, counted, names_in_short
 from library.randomness import derive_seed
 
@@ -181,6 +181,7 @@ def scan(
             index.measure({file.path: file for source in sources for file in source.files}.values())
             index.save()
             result.warnings.extend(note_frames(subset.where, {source.name: source.image.frames for source in sources}))
+            result.warnings.extend(note_lines(subset.where, sources))
             kept, held_back = _load_subset(group, dataset, sources, buckets, identities, seed)
             train += kept
             fits = {sample.image.path: (sample.fit,) for sample in (*kept, *held_back)}
@@ -222,8 +223,7 @@ def _load_subset(
 ) -> tuple[list[Sample], list[Sample]]:
     """Samples of one subset: those to train on, those held out."""
     subset = group.subset
-    split = 0.0 if subset.settings.is_reg else dataset.settings.validation_split
-    split_seed = dataset.settings.validation_seed
+    split, split_seed = subset.settings.validation_split, subset.settings.validation_seed
     held_out = _held_out_positions(len(sources), split, seed if split_seed is None else split_seed)
     sizing = control_sizing(dataset)
     kept: list[Sample] = []
@@ -322,7 +322,7 @@ def _balance(samples: list[Sample], where: str, warnings: list[str], share: floa
 def _check_split(config: DatasetConfig, result: Scan) -> None:
     if not result.train:
         raise UserError(f"{config.path}: no images left to train on; lower validation_split or add images")
-    splits = [dataset.settings.validation_split for dataset in config.datasets]
+    splits = [subset.settings.validation_split for dataset in config.datasets for subset in dataset.subsets]
     if any(splits) and not result.held_out:
         images = sum(not sample.settings.is_reg for sample in result.train)  # of the others none is held out
         raise UserError(

@@ -12,6 +12,10 @@ Masks and control images belong to an image by its name: a file of the image's s
 leading zeros), counted from 0. With ``recursive`` the folders inside ``image_dir`` belong to it, and folders of masks
 and control images have the same folders inside: ``photos/paris/cat.jpg`` has ``masks/paris/cat.png``.
 
+Of a caption's lines all are trained on with ``multiline_captions``, one at a time with ``enable_wildcard``, else the
+first, as in sd-scripts (whose ``read_caption`` takes it even where it is empty; here the first with words). Keys of a
+metadata file that nothing reads are named.
+
 What lies in a folder and is not trained on is named, with the reason; files that systems and trainers leave there
 (``Thumbs.db``, caches) are not.
 """
@@ -20,7 +24,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections import defaultdict
+import unicodedata
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
@@ -28,7 +33,7 @@ from typing import Any
 
 from library.conditions import ConditionKind
 from library.data.captions import TRIGGER, lacks_trigger
-from library.data.config import Subset, refused_condition_keys
+from library.data.config import Subset, SubsetSettings, asks_for_nothing, refused_condition_keys
 from library.data.file_index import FileIndex, SourceFile, Stats, files_inside, list_folder
 from library.data.new_dataset import IMAGE_SUFFIXES
 from library.errors import UserError, counted, did_you_mean, names_in_short
@@ -36,7 +41,8 @@ from library.files import MOST_DATA_BYTES, parse_json, read_json_lines, read_tex
 
 _NUMBERED = re.compile(r"(.+)_(\d+)")
 _CONTROL_KEY = re.compile(r"control_path(?:_(\d+))?")
-
+_ENTRY_KEYS = ("image_path", "caption", "tags", "image_size")  # the last is sd-scripts'; here images are measured
+_MOST_KEYS = 20  # of unknown ones that are named
 
 _CAPTIONS = (".txt", ".caption", ".cap", ".tags")
 _OF_TRAINERS = (".npz", ".safetensors", ".json", ".jsonl", ".toml", ".yaml")  # caches, and what describes datasets
@@ -46,7 +52,10 @@ _Listing = tuple[dict[str, Stats], dict[str, str]]  # of _list_images
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """One image; ``name`` is its path relative to the subset's folder, ``caption`` its raw text."""
+    """One image; ``name`` is its path relative to the subset's folder, ``caption`` its raw text.
+
+    ``more_lines``: whether its caption has lines that are not trained on.
+    """
 
     name: str
     image: SourceFile
@@ -54,6 +63,7 @@ class Source:
     mask: SourceFile | None = None  # weighs the loss
     inpaint_mask: SourceFile | None = None
     control_images: tuple[SourceFile, ...] = ()
+    more_lines: bool = False
 
     @property
     def files(self) -> list[SourceFile]:
@@ -73,7 +83,7 @@ def find_sources(
         conditioning: what the model is given; of an edit model every image must have a control image.
     """
     if subset.metadata_file:
-        found = _from_metadata(subset, index, conditioning)
+        found = _from_metadata(subset, index, warnings, conditioning)
     else:
         found = _from_folder(subset, index, warnings)
     masks, fills = (_find_masks(subset, key, found, index, warnings) for key in _MASKS)
@@ -217,26 +227,50 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str]) -> list[
             f"{subset.where}: {counted(len(inside), 'image')} in folders inside {folder} left out "
             f"({names_in_short(inside, _MOST_NAMED)}); set recursive = true to train on them"
         )
-    if left_out := _left_out(files, names, dangling):
+    captions = captions_beside(files, subset)
+    if left_out := _left_out(files, names, dangling, set(captions.values())):
         warnings.append(f"{subset.where}: {left_out}")
     found: list[Source] = []
     without: list[str] = []
     for name in names:
-        if caption_name := caption_beside(name, files, subset):
-            caption = _read_caption(f"{folder}{os.sep}{caption_name}", files[caption_name], subset, index)
+        caption, more = subset.settings.class_tokens or "", False
+        if beside := captions.get(name):
+            caption, more = _read_caption(f"{folder}{os.sep}{beside}", files[beside], subset, index)
         else:
             without.append(name)
-            caption = subset.settings.class_tokens or ""
-        found.append(Source(name, index.image(f"{folder}{os.sep}{name}", files[name]), caption))
+        found.append(Source(name, index.image(f"{folder}{os.sep}{name}", files[name]), caption, more_lines=more))
     if without and subset.settings.class_tokens is None:
         _complain_about_missing_captions(subset, files, without, len(names), warnings)
     return found
 
 
-def caption_beside(name: str, files: Collection[str], subset: Subset) -> str | None:
-    """Return which of the ``files`` of its folder is the caption of the image ``name``; None if there is none."""
-    found = stem(name) + caption_suffix(subset)
-    return found if found in files and found != name else None
+def captions_beside(files: Collection[str], subset: Subset) -> dict[str, str]:
+    """Return image -> its caption, of those ``files`` of a folder that are images and have one.
+
+    That is the file of the image's stem. Without one it is the file whose name differs from that in upper and lower
+    case or in Unicode's form alone ("É" may be one character or two), if it is no other image's.
+
+    Raises:
+        UserError: several files could be an image's caption.
+    """
+    suffix = caption_suffix(subset)
+    wanted = {name: stem(name) + suffix for name in files if is_image(name)}
+    found = {name: caption for name, caption in wanted.items() if caption in files and caption != name}
+    if len(found) == len(wanted):
+        return found
+    alike: dict[str, list[str]] = defaultdict(list)
+    for name in set(files) - wanted.keys() - set(found.values()):
+        alike[_folded(name)].append(name)
+    for name, caption in wanted.items():
+        if name not in found and (near := alike.get(_folded(caption))):
+            if len(near) > 1:
+                raise UserError(f"{subset.where}: {names_in_short(near)} could all be the caption of {name}; keep one")
+            found[name] = near[0]
+    return found
+
+
+def _folded(name: str) -> str:
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())
 
 
 def uncaptioned(subset: Subset) -> dict[Path, Path]:
@@ -247,7 +281,8 @@ def uncaptioned(subset: Subset) -> dict[Path, Path]:
         raise UserError(f"{subset.where}: caption_extension {suffix!r} is that of an image; name another, as '.txt'")
     besides = [path for path in (subset.mask_dir, subset.control_dir, subset.inpaint_mask_dir) if path != folder]
     files = list_folder(folder, subset.settings.recursive, [path for path in besides if path is not None])
-    without = [name for name in files if is_image(name) and not caption_beside(name, files, subset)]
+    captions = captions_beside(files, subset)
+    without = [name for name in files if is_image(name) and name not in captions]
     return {folder / name: folder / (stem(name) + suffix) for name in without}
 
 
@@ -257,11 +292,32 @@ def caption_suffix(subset: Subset) -> str:
     return suffix if not suffix or suffix.startswith(".") else f".{suffix}"
 
 
-def _read_caption(path: str, stat: tuple[int, int], subset: Subset, index: FileIndex) -> str:
-    lines = [line.strip() for line in index.caption(path, stat).splitlines()]
-    if not any(lines):
+def _read_caption(path: str, stat: tuple[int, int], subset: Subset, index: FileIndex) -> tuple[str, bool]:
+    caption, more = lines_read(index.caption(path, stat), subset.settings)
+    if not caption:
         raise UserError(f"{path}: empty caption; write one, or delete the file to use class_tokens")
-    return "\n".join(line for line in lines if line) if subset.settings.enable_wildcard else lines[0]
+    return caption, more
+
+
+def lines_read(text: str, settings: SubsetSettings) -> tuple[str, bool]:
+    """Return what of a caption's text is trained on, and whether it has more lines than that."""
+    text = re.sub("\r\n?", "\n", text).strip()
+    if settings.multiline_captions:
+        return text, False
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    read = lines if settings.enable_wildcard else lines[:1]
+    return "\n".join(read), len(lines) > len(read)
+
+
+def note_lines(where: str, sources: Sequence[Source]) -> list[str]:
+    """Return a note on captions of which the first line alone is trained on, if there are any."""
+    names = [source.name for source in sources if source.more_lines]
+    text = (
+        f"{where}: {len(names)} of {counted(len(sources), 'caption')} have several lines "
+        f"({names_in_short(names, _MOST_NAMED)}), and the first of each is trained on, as in sd-scripts; set "
+        "multiline_captions = true to train on all of it"
+    )
+    return [text] if names else []
 
 
 def _complain_about_missing_captions(
@@ -289,21 +345,29 @@ def _complain_about_missing_captions(
     raise UserError(f"{subset.where}: no {suffix} file for any of {counted(total, 'image')}; {remedy}")
 
 
-def _from_metadata(subset: Subset, index: FileIndex, conditioning: ConditionKind) -> list[Source]:
+def _from_metadata(subset: Subset, index: FileIndex, warnings: list[str], conditioning: ConditionKind) -> list[Source]:
     file = subset.metadata_file
     assert file is not None
     base = subset.image_dir or file.parent
     folders: dict[str, _Listing] = {}
     found: list[Source] = []
+    unknown: Counter[str] = Counter()
     refused = refused_condition_keys(conditioning).get("control_directory")
     for where, name, entry in _metadata_entries(file):
         image = _listed_file(base, name, "image", where, folders, index)
         control_names = _control_paths(entry, refused, where)
         start = subset.control_dir or file.parent
         controls = tuple(_listed_file(start, c, "control image", where, folders, index) for c in control_names)
-        found.append(Source(name, image, _metadata_caption(subset, entry, where), control_images=controls))
+        caption, more = _metadata_caption(subset, entry, where)
+        found.append(Source(name, image, caption, control_images=controls, more_lines=more))
+        unknown.update(key for key in entry if key not in _ENTRY_KEYS and not _CONTROL_KEY.fullmatch(key))
     if not found:
         raise UserError(f"{file}: no images in it; write one entry an image")
+    if unknown:
+        said = [
+            f"{key!r} in {counted(n, 'entry', 'entries')}{did_you_mean(key, _ENTRY_KEYS)}" for key, n in unknown.items()
+        ]
+        warnings.append(f"{file}: keys that nothing reads: {names_in_short(said, _MOST_KEYS)}")
     return sorted(found, key=lambda source: source.name)
 
 
@@ -327,7 +391,7 @@ def _control_paths(entry: dict[str, Any], refused: str | None, where: str) -> li
     named: dict[int, str] = {}
     for key, value in entry.items():
         match = _CONTROL_KEY.fullmatch(key)
-        if not match:
+        if not match or asks_for_nothing(value):
             continue
         if refused is not None:
             raise UserError(f"{where}: {key!r} is not taken: {refused}")
@@ -371,29 +435,28 @@ def _inside(base: Path, name: str, what: str, where: str) -> str:
     return full
 
 
-def _metadata_caption(subset: Subset, entry: dict[str, Any], where: str) -> str:
+def _metadata_caption(subset: Subset, entry: dict[str, Any], where: str) -> tuple[str, bool]:
     caption, tags = entry.get("caption"), entry.get("tags")
     for key, value in (("caption", caption), ("tags", tags)):
         if value is not None and not isinstance(value, str):
             raise UserError(f"{where}: {key!r} is not a string; write it in quotes")
     glue = f"{subset.settings.caption_separator.strip()} "
-    lines = [line.strip() for line in (caption or "").splitlines() if line.strip()]
-    if not subset.settings.enable_wildcard:
-        lines = lines[:1]
+    text, more = lines_read(caption or "", subset.settings)
+    lines = [text] if subset.settings.multiline_captions else text.split("\n")
     one_line_of_tags = glue.join(tag.strip() for tag in (tags or "").splitlines() if tag.strip())
     if one_line_of_tags:
-        lines = [f"{line}{glue}{one_line_of_tags}" for line in lines] or [one_line_of_tags]
+        lines = [f"{line}{glue}{one_line_of_tags}" if line else one_line_of_tags for line in lines]
     other = subset.settings.trigger_word or subset.settings.class_tokens
-    if not lines and caption is None and tags is None and other is None:
+    if caption is None and tags is None and other is None:
         raise UserError(f'{where}: neither "caption" nor "tags"; add one, or set class_tokens')
-    return "\n".join(lines) or (subset.settings.class_tokens or "" if caption is None else "")
+    return "\n".join(lines) or (subset.settings.class_tokens or "" if caption is None else ""), more
 
 
-def _left_out(files: Collection[str], images: Sequence[str], dangling: Sequence[str]) -> str:
+def _left_out(files: Collection[str], images: Sequence[str], dangling: Sequence[str], captions: set[str]) -> str:
     """Return "2 files left out: b.txt (captions without an image)"; "" where there is none worth naming."""
     reasons: dict[str, list[str]] = defaultdict(list)
     stems = set(map(stem, images))
-    for name in sorted(set(files) - set(images)):
+    for name in sorted(set(files) - set(images) - captions):
         suffix = f".{name.rpartition('.')[2].lower()}"
         if suffix in _CAPTIONS:
             reasons["captions without an image"] += [name] * (stem(name) not in stems)

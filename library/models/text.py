@@ -6,9 +6,9 @@ loads an encoder. A language model's captions keep their own lengths; a batch fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,13 @@ from transformers import PreTrainedTokenizerBase, Qwen2Tokenizer
 from library.errors import UserError
 
 
+class TokenCount(NamedTuple):
+    """How many tokens of a caption a text encoder reads, and how many it leaves out, without those around it."""
+
+    kept: int
+    cut: int
+
+
 class TextEncoder:
     """Captions to conditioning tensors.
 
@@ -28,11 +35,13 @@ class TextEncoder:
         title: of the model, for messages.
         fingerprint: of weights and settings; a part of the names of cached embeddings.
         sees_references: whether the embeddings depend on the reference images too.
+        most_tokens: of a caption with what is put around it; what is longer is cut, as in the pipeline. None: never.
     """
 
     title: str
     fingerprint: str
     sees_references: bool = False
+    most_tokens: int | None = None
     _model: Any = None  # once there was a caption
 
     def encode(self, captions: list[str], references: list[list[Image]] | None = None) -> list[dict[str, Tensor]]:
@@ -44,6 +53,22 @@ class TextEncoder:
                 latents are made; what the encoder wants smaller it resizes itself.
         """
         raise NotImplementedError
+
+    @property
+    def room(self) -> int | None:
+        """How many of a caption's own tokens are read at most; None: all."""
+        raise NotImplementedError
+
+    def count(self, captions: Sequence[str]) -> list[TokenCount]:
+        """Return how many of each caption's tokens :meth:`encode` reads and leaves out; no weights are needed."""
+        raise NotImplementedError
+
+    def too_long(self, captions: Iterable[str]) -> dict[str, TokenCount]:
+        """Return those captions that are not read to their end, with the counts of their tokens."""
+        if (room := self.room) is None:
+            return {}
+        long = [each for each in captions if len(each) >= room or not each.isascii()]  # a token has a letter or more
+        return {each: count for each, count in zip(long, self.count(long), strict=True) if count.cut}
 
     def release(self) -> None:
         """Free the weights; the next caption loads them again."""
@@ -63,19 +88,23 @@ class TextEncoder:
         raise UserError(f"text_encoder_lr: {self.title}, is not trained; remove text_encoder_lr")
 
 
+_MARK = "\0"  # stands for a caption in a template
+
+
 class LanguageModelEncoder(TextEncoder):
     """Captions in, ``prompt_embeds`` [L, D] and ``prompt_embeds_mask`` [L] (all true) out, of a language model.
 
     Attributes:
         prompt: what the model reads, ``{}`` for the caption.
-        most_tokens: of a prompt; longer ones are cut, as in the pipeline.
-        dropped: tokens of the prompt's beginning whose vectors are left out.
+        adds_specials: whether the tokenizer puts tokens of its own around that.
+        dropped: tokens of the prompt's beginning whose vectors are left out; ``most_tokens`` does not count them.
+        reserved: of ``most_tokens``, for what is put behind the prompt once it is cut.
         layers: after which the vectors are read, to be put side by side; none: what the model gives.
     """
 
     prompt = "{}"
-    most_tokens: int | None = None
-    dropped = 0
+    adds_specials = True
+    dropped = reserved = 0
     layers: tuple[int, ...] = ()
 
     def __init__(self, load: Callable[[], Any], tokenizer: PreTrainedTokenizerBase, fingerprint: str) -> None:
@@ -104,10 +133,45 @@ class LanguageModelEncoder(TextEncoder):
         Here these are the prompts, filled up at the end to what the longest caption keeps. No images are looked at.
         """
         assert references is None
-        prompts = [self.prompt.replace("{}", caption) for caption in captions]
-        rows = [self.tokenizer(prompt).input_ids[: self.most_tokens] for prompt in prompts]
+        rows = [self.cut(self.prompt_of(caption))[0] for caption in captions]
         padding: Any = self.tokenizer.pad_token_id
         return padded(rows, max(self.kept(len(row)) for row in rows), padding)
+
+    def prompt_of(self, caption: str) -> str:
+        """Return what the model reads of a caption without images, uncut."""
+        return self.prompt.replace("{}", caption)
+
+    def tokens(self, text: str) -> list[int]:
+        """Return the tokens of a text, uncut."""
+        return self.tokenizer(text, add_special_tokens=self.adds_specials).input_ids
+
+    def cut(self, prompt: str) -> tuple[list[int], int]:
+        """Return the tokens of a prompt that the model reads, and how many are left out at its end."""
+        tokens = self.tokens(prompt)
+        read = tokens if self.most_tokens is None else tokens[: self.most_tokens + self.dropped - self.reserved]
+        return read, len(tokens) - len(read)
+
+    @property
+    def _around(self) -> tuple[int, int]:
+        """Tokens of the template before and after a caption."""
+        before, after = self.prompt_of(_MARK).split(_MARK)
+        return len(self.tokens(before)), len(self.tokens(after))
+
+    @property
+    def room(self) -> int | None:
+        """How many of a caption's own tokens are read at most; None: all."""
+        most = self.most_tokens
+        return None if most is None else most + self.dropped - self.reserved - self._around[0]
+
+    def count(self, captions: Sequence[str]) -> list[TokenCount]:
+        """Return how many of each caption's tokens are read and left out; the template's end is left out first."""
+        before, after = self._around
+        counts = []
+        for prompt in map(self.prompt_of, captions):
+            read, left_out = self.cut(prompt)
+            cut = max(0, left_out - after)
+            counts.append(TokenCount(len(read) + left_out - before - after - cut, cut))
+        return counts
 
     def hidden(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
         """Return the vectors of all tokens [B, T, D]; those of several layers side by side."""

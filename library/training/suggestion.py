@@ -181,7 +181,8 @@ def summarise_dataset(answers: Answers) -> DatasetSummary:
             if not (stems := {stem(name) for name in files if is_image(name)}):
                 raise UserError(f"--images {path}: holds no images (png, jpg, webp, ...); name the folder that does")
             ending = max(_CAPTION_ENDINGS, key=lambda end: sum(name + end in files for name in stems))
-            subset = {"image_dir": str(path.resolve()), "caption_extension": ending, "class_tokens": ""}
+            subset: dict[str, object] = {"image_dir": str(path.resolve()), "class_tokens": ""}
+            subset |= {"caption_extension": ending, "multiline_captions": True}
             if answers.controls:
                 subset["control_directory"] = str(answers.controls.resolve())
             path, table = Path(scratch, "dataset.toml"), {"resolution": 1024, "cache_directory": scratch}

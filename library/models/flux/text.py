@@ -10,7 +10,7 @@ runs anew in every step, as part of :class:`FluxTextModules`. Encoders are read 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from transformers import (
 
 from library.errors import UserError
 from library.models.layer_names import count_blocks
-from library.models.text import TextEncoder
+from library.models.text import TextEncoder, TokenCount
 from library.models.weights import load_into, read_config
 from library.precision.checkpoint import WeightFiles
 from library.precision.recipe import Recipe, WeightLoader
@@ -83,6 +83,7 @@ class FluxTextEncoder(TextEncoder):
             fingerprint: names weights and settings.
         """
         self._load, self._tokenizers, self.fingerprint = load, tokenizers, fingerprint
+        self.most_tokens = tokenizers["text_encoder_2"][1]
 
     @torch.no_grad()
     def encode(self, captions: list[str], references: list[list[Image]] | None = None) -> list[dict[str, Tensor]]:
@@ -96,6 +97,19 @@ class FluxTextEncoder(TextEncoder):
         batch = {name: rows.to(dtype).cpu() for name, rows in self._model(captions).items()}
         # Clones: a cached row must not keep its batch alive.
         return [{name: rows[i].clone() for name, rows in batch.items()} for i in range(len(captions))]
+
+    @property
+    def room(self) -> int:
+        """T5's; CLIP's one vector is made of the first 77 tokens, as FLUX was trained."""
+        tokenizer, most = self._tokenizers["text_encoder_2"]
+        return most - tokenizer.num_special_tokens_to_add()
+
+    def count(self, captions: Sequence[str]) -> list[TokenCount]:
+        """Count T5's tokens."""
+        tokenizer, most = self._tokenizers["text_encoder_2"]
+        lengths = [len(tokenizer(caption).input_ids) for caption in captions]
+        own = most - self.room  # cutting keeps these
+        return [TokenCount(min(length, most) - own, max(0, length - most)) for length in lengths]
 
     def models(self) -> dict[str, nn.Module]:
         """Load CLIP and T5."""

@@ -68,13 +68,17 @@ class DevTextEncoder(PaddedEncoder):
 
     title = "Mistral Small 3"
     layers = MISTRAL_LAYERS
+    prompt, adds_specials = _MISTRAL_TEMPLATE, False
 
     def inputs(self, captions: list[str], references: list[list[Image]] | None) -> dict[str, Tensor]:
-        """Return ids and mask [B, 512], filled up at the beginning; [IMG] would stand for an image and is taken out."""
-        prompts = [_MISTRAL_TEMPLATE.replace("{}", caption.replace("[IMG]", "")) for caption in captions]
-        rows = [self.tokenizer(prompt, add_special_tokens=False).input_ids[:MOST_TOKENS] for prompt in prompts]
+        """Return ids and mask [B, 512], filled up at the beginning."""
+        rows = [self.cut(self.prompt_of(caption))[0] for caption in captions]
         pad: Any = self.tokenizer.convert_tokens_to_ids(_PAD)
         return padded(rows, MOST_TOKENS, pad, first=True)
+
+    def prompt_of(self, caption: str) -> str:
+        """As others'; [IMG] would stand for an image and is taken out."""
+        return super().prompt_of(caption.replace("[IMG]", ""))
 
 
 def load_mistral_tokenizer(folder_or_name: str | Path) -> PreTrainedTokenizerBase:

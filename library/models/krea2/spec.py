@@ -51,13 +51,14 @@ class Krea2TextEncoder(LanguageModelEncoder):
     """
 
     title = "Qwen3-VL, 4 billion weights"
-    dropped = _TEMPLATE.dropped
+    prompt = f"{_BEFORE}{{}}"
+    most_tokens, reserved, dropped = MOST_TOKENS, _END, _TEMPLATE.dropped
 
     def inputs(self, captions: list[str], references: list[list[Image]] | None) -> dict[str, Tensor]:
         """Return ids and mask [B, T], filled up at the end."""
         assert references is None
-        most, end = self.dropped + MOST_TOKENS - _END, self.tokenizer(_AFTER).input_ids
-        return padded([self.tokenizer(_BEFORE + caption).input_ids[:most] + end for caption in captions])
+        end = self.tokens(_AFTER)
+        return padded([self.cut(self.prompt_of(caption))[0] + end for caption in captions])
 
 
 class _Unpadded(Krea2Pipeline):

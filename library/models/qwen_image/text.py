@@ -119,12 +119,10 @@ class QwenTextEncoder(LanguageModelEncoder):
         self.template, self.dropped = template, template.dropped
         self._processor = processor
         self.sees_references = processor is not None
+        self.most_tokens = None if self.sees_references else template.most_tokens
 
     def inputs(self, captions: list[str], references: list[list[Image.Image]] | None) -> dict[str, Tensor]:
-        """Return ids and mask [B, T], filled up at the end, and the reference images' patches.
-
-        Captions without images are cut at the template's ``most_tokens``.
-        """
+        """Return ids and mask [B, T], filled up at the end, and the reference images' patches."""
         shown = references if references is not None else [[] for _ in captions]
         counts: list[list[int]] = [[] for _ in captions]
         inputs: dict[str, Tensor] = {}
@@ -134,10 +132,7 @@ class QwenTextEncoder(LanguageModelEncoder):
             tokens = iter((inputs["image_grid_thw"].prod(dim=1) // self._processor.merge_size**2).tolist())
             counts = [[next(tokens) for _ in images] for images in shown]
         prompts = [self.template.fill(caption, count) for caption, count in zip(captions, counts, strict=True)]
-        ids = [self.tokenizer(prompt).input_ids for prompt in prompts]
-        if not self.sees_references and self.template.most_tokens is not None:
-            ids = [row[: self.template.most_tokens + self.template.dropped] for row in ids]
-        inputs |= padded(ids)
+        inputs |= padded([self.cut(prompt)[0] for prompt in prompts])
         if flat:
             inputs["mm_token_type_ids"] = (
                 inputs["input_ids"] == self.tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
@@ -146,6 +141,10 @@ class QwenTextEncoder(LanguageModelEncoder):
                 if int(row.sum()) != sum(count):
                     raise UserError(f"caption {caption!r}: {IMAGE_TOKEN} is the model's word for a picture; remove it")
         return inputs
+
+    def prompt_of(self, caption: str) -> str:
+        """Return the template with a caption."""
+        return self.template.fill(caption, ())
 
     def _resized(self, image: Image.Image) -> Image.Image:
         size = reference_size(self.template.area, *image.size) if self.template.area else image.size

@@ -268,11 +268,13 @@ def _facts_of_one(dataset: Dataset, described: Mapping[str, Any], batches_at_onc
     """Return the keys that sd-scripts writes where there is one dataset."""
     settings, resolution = dataset.settings, ("resolution", "min_bucket_reso", "max_bucket_reso")
     facts: dict[str, object] = {key: described[key] for key in ("batch_size_per_device", "enable_bucket", *resolution)}
-    facts |= {key: getattr(settings, key) for key in ("bucket_no_upscale", "validation_seed", "validation_split")}
+    facts["bucket_no_upscale"] = settings.bucket_no_upscale
     facts["total_batch_size"] = settings.batch_size * batches_at_once
     facts["color_aug"] = False
     facts["bucket_info"] = json.dumps(described["bucket_info"])
     subsets = [subset.settings for subset in dataset.subsets]
+    held_out = max(subsets, key=lambda one: one.validation_split)
+    facts |= {key: getattr(held_out, key) for key in ("validation_seed", "validation_split")}
     for key in _ONE_VALUE_KEYS:
         if len({getattr(one, key) for one in subsets}) == 1:
             facts[key] = getattr(subsets[0], key)

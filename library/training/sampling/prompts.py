@@ -13,22 +13,28 @@
 TOML and JSON use the keys prompt, negative_prompt, width, height, seed, sample_steps, guidance_scale, scale (in
 musubi-tuner: cfg_scale), control_image_path (one or a list) and mask_image_path. Relative paths of images are looked
 for beside the prompt file first, then in the working directory; a list's only there. What the two trainers know and
-Tandem does not do is refused by its name: a sample without what it asks for would be another sample.
+Tandem does not do is refused by its name, unless it asks for nothing: a sample without it would be another sample.
+
+A side that is no multiple of the model's is rounded down to one, to 64 at least, as sd-scripts' ``flux_train_utils.py``
+does (``sample_image_inference``); a note says so.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from library.config.markers import MOST_GUIDANCE, MOST_PIXELS, MOST_SEED, MOST_SIDE, MOST_STEPS
+from library.data.buckets import size_text
+from library.data.config import asks_for_nothing
 from library.errors import UserError, did_you_mean, error_prefix
 from library.files import parse_json, read_text, read_toml, written_path
 
-_OPTION = re.compile(r"(?:^|\s)--([a-zA-Z]+)(?:[\s=]+|$)")
+_OPTION = re.compile(r"(?:^|\s)--([a-zA-Z][\w-]*)(?:[\s=]+|$)")
+_LEAST_SIDE = 64  # of what is rounded
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,7 @@ class SamplePrompt:
     cfg: float = 1.0
     control_images: tuple[str, ...] = ()
     mask_image: str | None = None
+    asked_size: tuple[int, int] | None = field(default=None, repr=False, compare=False)  # where it was rounded
 
     def texts(self) -> list[str]:
         """Return the texts whose embeddings this image needs."""
@@ -104,7 +111,7 @@ _FRAMES = ("f", "frame_count")  # taken if it says one frame, which is an image
 
 
 def check_steering(prompts: Sequence[SamplePrompt], guidance_input: bool, usual_guidance: float) -> list[str]:
-    """Refuse guidance that the model has no input for; return remarks on negative prompts that nothing uses.
+    """Refuse guidance that the model has no input for; return remarks on sizes, and negative prompts without a use.
 
     Prompt files of kohya's often carry a negative prompt that is used only with ``--l``, so it is no mistake.
 
@@ -123,7 +130,17 @@ def check_steering(prompts: Sequence[SamplePrompt], guidance_input: bool, usual_
                 "remove it, or write --l and --n for a model that knows negative prompts"
             )
     idle = [prompt.short() for prompt in prompts if prompt.negative and prompt.cfg == 1.0]
-    return [f"prompt {name}: its negative prompt is not used while --l is 1" for name in idle]
+    return [*note_sizes(prompts), *(f"prompt {name}: its negative prompt is not used while --l is 1" for name in idle)]
+
+
+def note_sizes(prompts: Sequence[SamplePrompt]) -> list[str]:
+    """Return remarks on images that are not of the size that was asked for."""
+    rounded = [(each, each.asked_size) for each in prompts if each.asked_size is not None]
+    why = "the model's sides are multiples, rounded down as in sd-scripts"
+    return [
+        f"prompt {p.short()}: {size_text(asked)} becomes {size_text((p.width, p.height))}: {why}"
+        for p, asked in rounded
+    ]
 
 
 def read_prompts(
@@ -138,13 +155,12 @@ def read_prompts(
     Args:
         source: a path, ``.toml``, ``.json``, or anything else for lines of text; or the lines themselves in a list.
         seed: a prompt without a seed takes this plus its place, counted from 0.
-        pixel_multiple: widths and heights must be multiples of it.
+        pixel_multiple: widths and heights are rounded down to multiples of it.
         defaults: what prompts leave open; its seed is not used.
         option: the option that named the file or holds the list, for messages.
 
     Raises:
-        UserError: the file is missing, empty or broken, or a prompt has an unknown option, a value of the wrong
-            type, or a size that is no multiple of ``pixel_multiple`` pixels.
+        UserError: the file is missing, empty or broken, or a prompt has an unknown option or a value of the wrong type.
     """
     if source is None:
         return []
@@ -182,9 +198,8 @@ def parse_prompt(line: str, default: SamplePrompt, pixel_multiple: int, where: s
     values: dict[str, Any] = {"prompt": prompt.strip()}
     for name, text in zip(options[::2], options[1::2], strict=True):
         low, text = name.lower(), text.strip()  # kohya's options are of either case
-        if low in _FRAMES and text == "1":
+        if _refuse_foreign(low, f"--{name}", text, where):
             continue
-        _refuse_foreign(low, f"--{name}", where)
         if low not in _OPTIONS:
             raise UserError(f"{where}: unknown option --{name}; known are " + " ".join(f"--{k}" for k in _OPTIONS))
         field, kind = _OPTIONS[low]
@@ -202,9 +217,9 @@ def _from_keys(item: Mapping[str, Any], default: SamplePrompt, pixel_multiple: i
     """Return the image that an object of a TOML or JSON file describes."""
     values: dict[str, Any] = {}
     for key, value in item.items():
-        if key == "enum" or (key in _FRAMES and value == 1):  # enum: a number kohya's own code puts there
+        is_nothing = value is None or (value == "" and _KEYS.get(key, ("",))[0] in ("control_images", "mask_image"))
+        if key == "enum" or is_nothing or _refuse_foreign(key, key, value, where):  # kohya's own code puts enum there
             continue
-        _refuse_foreign(key, key, where)
         if key not in _KEYS:
             raise UserError(f"{where}: unknown key {key!r}{did_you_mean(key, _KEYS) or '; known: ' + ', '.join(_KEYS)}")
         field, kind = _KEYS[key]
@@ -251,9 +266,8 @@ def _checked(parsed: SamplePrompt, pixel_multiple: int, where: str) -> SamplePro
                 f"{where}: {parsed.width} x {parsed.height} pixels; at most {MOST_SIDE} a side and "
                 f"{MOST_PIXELS // 2**20} megapixels in all"
             )
-        if pixels < pixel_multiple or pixels % pixel_multiple:
-            near = max(pixel_multiple, round(pixels / pixel_multiple) * pixel_multiple)
-            raise UserError(f"{where}: {name} {pixels} is no multiple of {pixel_multiple}; take {near}")
+        if pixels < 1:
+            raise UserError(f"{where}: {name} {pixels} is no number of pixels; write 64 or more")
     if not 1 <= parsed.steps <= MOST_STEPS:
         raise UserError(f"{where}: steps (--s) {parsed.steps}; at least one step is needed, at most {MOST_STEPS}")
     if not 0 <= parsed.seed <= MOST_SEED:
@@ -261,14 +275,21 @@ def _checked(parsed: SamplePrompt, pixel_multiple: int, where: str) -> SamplePro
     for name, value in (("guidance (--g)", parsed.guidance), ("guidance scale (--l)", parsed.cfg)):
         if not abs(value) <= MOST_GUIDANCE:
             raise UserError(f"{where}: {name} {value}; write a finite number, at most {MOST_GUIDANCE:g}")
-    return parsed
+    asked = parsed.width, parsed.height
+    width, height = (
+        side if side % pixel_multiple == 0 else max(_LEAST_SIDE, side - side % pixel_multiple) for side in asked
+    )
+    return parsed if (width, height) == asked else replace(parsed, width=width, height=height, asked_size=asked)
 
 
-def _refuse_foreign(name: str, shown: str, where: str) -> None:
-    if name in _FRAMES:
-        raise UserError(f"{where}: {shown} is not taken: an image is one frame; remove it")
-    if name in _NOT_TAKEN:
-        raise UserError(f"{where}: {shown} is not taken: {_NOT_TAKEN[name]}")
+def _refuse_foreign(name: str, shown: str, value: object, where: str) -> bool:
+    """Refuse an option that only other trainers know; return whether it is one, and asks for nothing."""
+    if name not in _NOT_TAKEN and name not in _FRAMES:
+        return False
+    if not asks_for_nothing(value) and not (name in _FRAMES and value in (1, "1")):
+        reason = _NOT_TAKEN.get(name, "an image is one frame; remove it")
+        raise UserError(f"{where}: {shown} is not taken: {reason}")
+    return True
 
 
 def _article(kind: type) -> str:

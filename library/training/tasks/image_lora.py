@@ -36,7 +36,7 @@ from library.data.batches import (
 )
 from library.data.caption_command import write_captions
 from library.data.dataset import Painted, TrainingData, build_dataset, check_masks
-from library.data.lint import summarise
+from library.data.lint import captions_of, long_captions, summarise
 from library.errors import UserError
 from library.models.family import Family
 from library.models.family_by_name import model_family
@@ -170,7 +170,9 @@ class ImageLora(LoraTask):
         check_references(data, family.most_references)
         self.attention = self._attention_kernel()
         self.console.print(*data.describe(), sep="\n", soft_wrap=True)
-        for line in summarise(data.listed):
+        captions = captions_of([*data.listed, *(data.validation.samples if data.validation else ())])
+        long = long_captions(captions, self.text_encoder, config.dataset.caption_variants)
+        for line in [*summarise(data.listed), *(finding.text for finding in long)]:
             self.console.print(f"note: {line}", soft_wrap=True)
 
     def _attention_kernel(self) -> Backend:
