@@ -46,7 +46,7 @@ def is_nothing(value: Any) -> bool:
     """Return whether a value asks for nothing: unset, false, zero, empty, or a list of such; text of flags too."""
     if isinstance(value, list):
         return all(map(is_nothing, value))
-    return value in (None, False, 0, "") or str(value).lower() in ("false", "none", "0", "0.0")
+    return value in (None, False, 0, "", {}) or str(value).lower() in ("false", "none", "0", "0.0")
 
 
 class Above:

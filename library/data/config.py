@@ -27,7 +27,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstr
 
 from library.conditions import ConditionKind
 from library.config.kohya.flags import FLAGS
-from library.config.markers import MOST, MOST_SIDE, Batch, Fraction, Seed, split_pairs
+from library.config.markers import MOST, MOST_SIDE, Batch, Fraction, Seed, is_nothing, split_pairs
 from library.config.model_types import Blank
 from library.config.schema import DatasetArguments
 from library.data.masks import MASK_KINDS, MaskKind
@@ -179,17 +179,8 @@ REFUSED_KEYS = {
     "custom_attributes": 'nothing reads it; for diff_output_preservation set is_reg = true here and preserve = "prior"',
     "network_multiplier": "the network is always trained at full strength; remove it and use num_repeats",
 }
-_ASKS_NOTHING = {"network_multiplier": 1, "token_warmup_min": 1}  # beside false, 0 and what is empty
+_ASKS_NOTHING = {"network_multiplier": ("1", "1.0"), "token_warmup_min": ("1",)}  # beside false, 0 and what is empty
 _PATHS = {"image_dir", "metadata_file", "conditioning_data_dir", "control_directory", "inpaint_mask_directory"}
-
-
-def asks_for_nothing(value: Any, key: str = "") -> bool:
-    """Return whether a key of another program with this value changes nothing there: false, 0, empty, a factor of 1.
-
-    ``dataset_args`` have values as text.
-    """
-    text = value.strip().lower() if isinstance(value, str) else value
-    return text in (None, False, 0, "", "false", "0", "none") or text in ([], {}) or text == _ASKS_NOTHING.get(key)
 
 
 def is_kohyas(table: Mapping[str, Any], is_subset: bool) -> bool:
@@ -495,9 +486,11 @@ def _checked(
         key = OTHER_NAMES.get(written, written)
         if key in values:
             raise UserError(f"{where}: {written!r} means {key!r}, which is also given; keep one of them")
-        if asks_for_nothing(value, key) and (key in file.refused or (value == "" and key in _PATHS)):
+        if value == "" and key in _PATHS:
             continue
         if key in file.refused:
+            if is_nothing(value) or str(value) in _ASKS_NOTHING.get(key, ()):
+                continue
             raise UserError(f"{where}: {key!r} is not taken: {file.refused[key]}")
         _check_key(where, written, key, is_subset, takes_files)
         _check_value(where, key, value)

@@ -291,8 +291,9 @@ def long_captions(captions: Sequence[Caption], encoder: TokenLimit | None, varia
     long = encoder.too_long(dict.fromkeys(chain.from_iterable(texts.values())))
     paths = [path for path, every in texts.items() if not long.keys().isdisjoint(every)]
     text = (
-        f"{len(paths)} of {counted(len(texts), 'caption')} are longer than {encoder.room} tokens "
-        f"({encoder.most_tokens} with those around it); the rest of each is not trained on: {_names(paths)}"
+        f"{len(paths)} of {counted(len(texts), 'caption')} {'is' if len(paths) == 1 else 'are'} longer than "
+        f"{encoder.room} tokens ({encoder.most_tokens} with those around it); the rest of each is not trained on: "
+        f"{_names(paths)}"
     )
     return [Finding("long", tuple(paths), text)] if paths else []
 

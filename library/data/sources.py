@@ -32,8 +32,9 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from library.conditions import ConditionKind
+from library.config.markers import is_nothing
 from library.data.captions import TRIGGER, lacks_trigger
-from library.data.config import Subset, SubsetSettings, asks_for_nothing, refused_condition_keys
+from library.data.config import Subset, SubsetSettings, refused_condition_keys
 from library.data.file_index import FileIndex, SourceFile, Stats, files_inside, list_folder
 from library.data.new_dataset import IMAGE_SUFFIXES
 from library.errors import UserError, counted, did_you_mean, names_in_short
@@ -313,8 +314,8 @@ def note_lines(where: str, sources: Sequence[Source]) -> list[str]:
     """Return a note on captions of which the first line alone is trained on, if there are any."""
     names = [source.name for source in sources if source.more_lines]
     text = (
-        f"{where}: {len(names)} of {counted(len(sources), 'caption')} have several lines "
-        f"({names_in_short(names, _MOST_NAMED)}), and the first of each is trained on, as in sd-scripts; set "
+        f"{where}: several lines in {len(names)} of {counted(len(sources), 'caption')} "
+        f"({names_in_short(names, _MOST_NAMED)}); the first of each is trained on, as in sd-scripts: set "
         "multiline_captions = true to train on all of it"
     )
     return [text] if names else []
@@ -391,7 +392,7 @@ def _control_paths(entry: dict[str, Any], refused: str | None, where: str) -> li
     named: dict[int, str] = {}
     for key, value in entry.items():
         match = _CONTROL_KEY.fullmatch(key)
-        if not match or asks_for_nothing(value):
+        if not match or is_nothing(value):
             continue
         if refused is not None:
             raise UserError(f"{where}: {key!r} is not taken: {refused}")

@@ -25,13 +25,14 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from library.config.markers import MOST_GUIDANCE, MOST_PIXELS, MOST_SEED, MOST_SIDE, MOST_STEPS
-from library.data.buckets import size_text
-from library.data.config import asks_for_nothing
+from library.config.markers import MOST_GUIDANCE, MOST_PIXELS, MOST_SEED, MOST_SIDE, MOST_STEPS, is_nothing
 from library.errors import UserError, did_you_mean, error_prefix
 from library.files import parse_json, read_text, read_toml, written_path
+
+if TYPE_CHECKING:
+    from library.models.text import TextEncoder
 
 _OPTION = re.compile(r"(?:^|\s)--([a-zA-Z][\w-]*)(?:[\s=]+|$)")
 _LEAST_SIDE = 64  # of what is rounded
@@ -135,11 +136,20 @@ def check_steering(prompts: Sequence[SamplePrompt], guidance_input: bool, usual_
 
 def note_sizes(prompts: Sequence[SamplePrompt]) -> list[str]:
     """Return remarks on images that are not of the size that was asked for."""
-    rounded = [(each, each.asked_size) for each in prompts if each.asked_size is not None]
+    rounded = [(each, "{} x {}".format(*each.asked_size)) for each in prompts if each.asked_size is not None]
     why = "the model's sides are multiples, rounded down as in sd-scripts"
+    return [f"prompt {each.short()}: {asked} becomes {each.width} x {each.height}: {why}" for each, asked in rounded]
+
+
+def note_cut(prompts: Sequence[SamplePrompt], encoder: TextEncoder) -> list[str]:
+    """Return remarks on prompts of which ``encoder`` does not read all; no weights are needed."""
+    cut = encoder.too_long(dict.fromkeys(text for prompt in prompts for text in prompt.texts()))
     return [
-        f"prompt {p.short()}: {size_text(asked)} becomes {size_text((p.width, p.height))}: {why}"
-        for p, asked in rounded
+        f"prompt {each.short()}: the text encoder reads {cut[text].kept} of {sum(cut[text])} tokens"
+        f"{'' if text == each.prompt else ' of --n'}; the rest is not sampled from"
+        for each in prompts
+        for text in each.texts()
+        if text in cut
     ]
 
 
@@ -286,7 +296,7 @@ def _refuse_foreign(name: str, shown: str, value: object, where: str) -> bool:
     """Refuse an option that only other trainers know; return whether it is one, and asks for nothing."""
     if name not in _NOT_TAKEN and name not in _FRAMES:
         return False
-    if not asks_for_nothing(value) and not (name in _FRAMES and value in (1, "1")):
+    if not is_nothing(value) and not (name in _FRAMES and value in (1, "1")):
         reason = _NOT_TAKEN.get(name, "an image is one frame; remove it")
         raise UserError(f"{where}: {shown} is not taken: {reason}")
     return True

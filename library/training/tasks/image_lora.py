@@ -63,6 +63,7 @@ from library.training.report.progress import counting
 from library.training.sampling.conditions import PromptImageRules, read_run_prompts, text_jobs
 from library.training.sampling.images import build_sampler
 from library.training.sampling.painting import PaintedSet, paint, painted_sets
+from library.training.sampling.prompts import note_cut
 from library.training.sampling.sample_model import SampleModel, sample_family
 from library.training.signals import ignore_signals
 from library.training.step_graphs import why_eager
@@ -137,6 +138,8 @@ class ImageLora(LoraTask):
             self.console.print,
             distilled=other is not None,
         )
+        for remark in note_cut(self.prompts, self.text_encoder):
+            self.console.print(f"note: {remark}", soft_wrap=True)
         if config.parallel.tp > 1:
             family.split_plan(config.parallel.tp)
         self.base_fingerprint = family.fingerprint()

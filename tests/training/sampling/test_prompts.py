@@ -120,7 +120,9 @@ def test_a_list_gives_the_prompts_that_a_file_of_its_lines_gives(
     [
         ("cat --q 3", r"prompts.txt:1: unknown option --q; known are --n --w"),
         ("cat --w wide", "--w takes a whole number, not 'wide'"),
-        ("cat --w 100", r"width \(--w\) 100 is no multiple of 16; take 96"),
+        ("cat --w 0", r"width \(--w\) 0 is no number of pixels"),
+        ("cat --cfg_scale 3", "unknown option --cfg_scale; known are"),
+        ("cat --w640", "unknown option --w640; known are"),
         ("cat --s 0", "at least one step"),
         ("cat --d -1", r"seed \(--d\) -1; write a number from 0"),
         ("cat --g nan", r"guidance \(--g\) nan; write a finite number"),
@@ -336,3 +338,19 @@ def test_the_sampler_gives_conditions_and_sheets_begin_with_the_input(folder: Pa
     plain = Sampler(painter, [SamplePrompt("z")], encoder, {"z": {}}, folder / "plain")  # type: ignore[arg-type]
     plain.sample(nn.Linear(1, 1), 0)
     assert painter.given[-1] == NO_CONDITIONS
+
+
+@pytest.mark.parametrize(("asked", "made"), [(1000, 992), (1024, 1024), (100, 96), (40, 64), (48, 48), (79, 64)])
+def test_a_side_is_rounded_down_as_sd_scripts_does_and_said(asked: int, made: int) -> None:
+    """Its ``sample_image_inference``: max(64, side - side % 16); multiples are taken as they are."""
+    prompts = read_prompts([f"a cat --w {asked}"], 0, 16)
+    assert prompts == [SamplePrompt("a cat", width=made)]
+    why = "the model's sides are multiples, rounded down as in sd-scripts"
+    said = [f"prompt 'a cat': {asked} x 512 becomes {made} x 512: {why}"] * (asked != made)
+    assert check_steering(prompts, True, 3.5) == said
+
+
+def test_keys_that_ask_for_nothing_are_passed_over(tmp_path: Path) -> None:
+    idle = {"sample_sampler": "", "controlnet_image": None, "flow_shift": 0, "am": [], "frame_count": 1}
+    known: dict[str, object] = {"negative_prompt": "", "control_image_path": "", "mask_image_path": None, "seed": None}
+    assert _read(tmp_path, json.dumps([{"prompt": "x"} | idle | known]), ".json") == [SamplePrompt("x", seed=5)]

@@ -271,3 +271,25 @@ def test_a_line_of_kohyas_trains_from_the_shell(case: tuple[Path, Path], tmp_pat
     done = start([*arguments(*case, tmp_path / "out"), *flags], tmp_path)
     assert done.returncode == 0, done.stderr
     assert "note: --xformers: has no effect here: PyTorch's own attention kernels" in done.stdout.replace("\n", " ")
+
+
+def test_a_start_says_which_captions_and_prompts_are_cut(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tiny T5 reads 24 tokens: a letter each, one before them and one at the end. Half of the images are held out.
+
+    It is said again where everything is cached.
+    """
+    data = write_dataset(tmp_path / "data", images=4, text="validation_split = 0.5\nvalidation_seed = 1")
+    for i, length in enumerate((22, 23, 90, 4)):
+        (tmp_path / f"data/images/{i}.txt").write_text("abcd"[i] * length)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text(f"{'x' * 30} --s 1\nshort --s 1\n")
+    for output in ("first", "again"):
+        run(base, data, tmp_path / output, sample_prompts=prompts, max_train_steps=1)
+        printed = " ".join(capsys.readouterr().out.split())
+        assert (
+            "note: 2 of 4 captions are longer than 23 tokens (24 with those around it); the rest of each is not "
+            "trained on: 1.png, 2.png" in printed
+        )
+        assert f"note: prompt '{'x' * 30}': the text encoder reads 23 of 31 tokens; the rest is not sampled" in printed

@@ -1,0 +1,84 @@
+"""A caption's tokens are trained on or said to be cut: of every family, any caption and any limit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from library.config.schema import ModelConfig
+from library.models.family_by_name import model_family
+from tests.models.test_caption_lengths import MODELS as OF_ANY_LENGTH
+from tests.tiny import tiny_flux_pipeline
+from tests.tiny_flux2 import tiny_dev_pipeline, tiny_flux2_pipeline
+
+WRITERS: dict[str, Callable[..., Path]] = {name: write for name, (write, _) in OF_ANY_LENGTH.items()} | {
+    "flux": tiny_flux_pipeline,
+    "flux_kontext": partial(tiny_flux_pipeline, model_type="flux_kontext"),
+    "flux2_klein": tiny_flux2_pipeline,
+    "flux2_dev": tiny_dev_pipeline,
+}
+WHOLE = {"qwen_image_edit", "qwen_image_edit_plus", "qwen_image_21", "qwen_image_21_edit"}  # in the pipelines too
+
+
+@pytest.fixture(scope="module", params=WRITERS)
+def encoder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    folder = str(WRITERS[request.param](tmp_path_factory.mktemp(request.param) / "pipeline"))
+    settings = {"zero_cond_t": True} if request.param == "qwen_image_edit_plus" else {}
+    config = ModelConfig(model_type=request.param, pretrained_model_name_or_path=folder, **settings)
+    found = model_family(config).load_text_encoder(torch.float32)
+    assert (found.room is None) == (request.param in WHOLE)
+    return found
+
+
+def limited(encoder: Any, room: int) -> Any:
+    """Let an encoder read ``room`` of a caption's tokens."""
+    encoder.release()
+    if hasattr(encoder, "_tokenizers"):
+        encoder._tokenizers["text_encoder_2"] = (encoder._tokenizers["text_encoder_2"][0], room + 1)  # the end's too
+        return encoder._tokenizers["text_encoder_2"][0]
+    encoder.most_tokens += room - encoder.room
+    return encoder.tokenizer
+
+
+def embeds(encoder: Any, caption: str) -> torch.Tensor:
+    return encoder.encode([caption])[0]["prompt_embeds"]
+
+
+def test_what_is_read_and_what_is_cut_are_all_of_a_caption(encoder: Any) -> None:
+    """Every tokenizer takes a digit for a token, so that the embeddings themselves tell how many are read."""
+    if encoder.room is None:
+        assert [count.cut for count in encoder.count(["", "9" * 5000])] == [0, 0]
+        assert encoder.too_long(["9" * 5000]) == {}
+        return
+    rng = random.Random(1)
+    for _ in range(12):
+        room = rng.randint(3, 60)
+        tokenizer = limited(encoder, room)
+        digits = "".join(rng.choices("123456789", k=rng.randint(2, 90)))
+        (count,) = encoder.count([digits])
+        total = len(tokenizer(digits, add_special_tokens=False).input_ids)  # T5 puts a blank before them
+        assert sum(count) == total
+        assert (count.kept, count.cut > 0) == (min(total, room), total > room)
+        read, whole = count.kept - (total - len(digits)), embeds(encoder, digits)
+        assert not torch.equal(whole, embeds(encoder, f"{digits[: read - 1]}0{digits[read:]}"))
+        if count.cut:
+            assert torch.equal(whole, embeds(encoder, digits[:read] + "0" * (len(digits) - read)))
+        assert dict(encoder.too_long([digits, "1"])) == ({digits: count} if count.cut else {})
+
+
+def test_any_text_is_counted_to_its_end(encoder: Any) -> None:
+    if encoder.room is None:
+        return
+    rng, tokenizer = random.Random(2), limited(encoder, 25)
+    letters = "abc ,.{}\nÉ\u0301\u00e9\u4e2d\u0e01\u3300\ufdfa\U0001f600"
+    texts = ["".join(rng.choices(letters, k=rng.randint(0, 70))).strip() for _ in range(200)]
+    totals = [len(tokenizer(text, add_special_tokens=False).input_ids) for text in texts]
+    counts = encoder.count(texts)
+    assert [sum(count) for count in counts] == totals
+    assert encoder.too_long(texts) == {text: count for text, count in zip(texts, counts, strict=True) if count.cut}
