@@ -221,12 +221,60 @@ class _Notes:
 _current: _Notes | None = None
 
 
+def join(minutes: float) -> bool:
+    """Let the processes of a job leave notes before they are a group; return whether they do so from now on.
+
+    A process that is alone, or in a group already, does nothing.
+
+    Args:
+        minutes: to wait for the others.
+
+    Raises:
+        UserError: a process does not come, or was started as one of another number.
+    """
+    global _current, _joined
+    import torch.distributed as dist
+
+    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if world == 1 or not dist.is_available() or dist.is_initialized() or not (address and port):
+        return False
+    # that of the launcher, or the one that the group is going to share
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    plain = dist.TCPStore(
+        address, int(port), None, serves, timedelta(minutes=minutes), wait_for_workers=False, multi_tenant=True
+    )
+    _joined += 1
+    store = dist.PrefixStore(f"tandem/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_joined}", plain)
+    store.set(f"world/{rank}", str(world))
+    for other in range(world):
+        try:
+            theirs = int(store.get(f"world/{other}"))
+        except RuntimeError:
+            raise UserError(f"process {other} of {world} did not start within {minutes:g} minutes") from None
+        if theirs != world:
+            time.sleep(_POLL)  # the others have to read it too
+            raise UserError(
+                f"process {other} was started as one of {theirs}, another as one of {world}; start all with the same "
+                "number of processes and machines (torchrun --nproc-per-node, --nnodes)"
+            )
+    _current = _Notes(None, store, rank, world)
+    return True
+
+
+_joined = 0  # jobs that this process was in
+
+
 def _notes() -> _Notes | None:
     """Return what this process and others can leave notes in, None if it is alone."""
     global _current
     import torch.distributed as dist
 
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not dist.is_available():
+        return None
+    if not dist.is_initialized():
+        return _current if _current is not None and _current.group is None else None
+    if dist.get_world_size() == 1:
         return None
     if _current is None or _current.group is not dist.group.WORLD:
         store = dist.distributed_c10d._get_default_store()

@@ -147,6 +147,13 @@ class SameResult:
     """Marks an option that says where things lie or how the work is done: with any value the result is the same."""
 
 
+class AtStart:
+    """Marks an option that only the beginning of a run follows from, and no resumed run, ``unless`` others are set."""
+
+    def __init__(self, *unless: str) -> None:
+        self.unless = unless
+
+
 def options(config: BaseModel) -> Iterator[tuple[str, Any, FieldInfo]]:
     """Yield every option of a configuration with its value and its field."""
     for name in type(config).model_fields:

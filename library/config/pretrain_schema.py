@@ -13,6 +13,7 @@ from library.config.chat_schema import ChatSamplingConfig
 from library.config.markers import (
     MUST_MATCH,
     SAME_RESULT,
+    AtStart,
     Batch,
     NotNegative,
     OnlyWith,
@@ -82,9 +83,7 @@ class LLMOptimizerConfig(OptimizerConfig):
     optimizer_args: Pairs = Field(
         [], description='key=value pairs for the optimizer; AdamW has "betas=0.9,0.95" unless set here'
     )
-    learning_rate: Annotated[Rate, MUST_MATCH] = Field(
-        6e-4, description="peak learning rate; 1.0 for Prodigy and D-Adaptation"
-    )
+    learning_rate: Rate = Field(6e-4, description="peak learning rate; 1.0 for Prodigy and D-Adaptation")
     weight_decay: Annotated[NotNegative, MUST_MATCH] = Field(0.1, description="of matrices; norms and biases have none")
     clip_during_warmup: Annotated[bool, OnlyWith(max_grad_norm=True)] = Field(
         False, description="clip from step 0 on, not only after the warm-up"
@@ -138,7 +137,7 @@ class LLMSamplingConfig(ChatSamplingConfig):
     """Text before, during and after training."""
 
     sample_prompts: list[str] = Field([], description="beginnings that samples go on from")
-    sample_at_first: Annotated[bool | None, SAMPLED] = Field(  # type: ignore[assignment]
+    sample_at_first: Annotated[bool | None, SAMPLED, AtStart()] = Field(  # type: ignore[assignment]
         None, description="sample before the first step; default: where sample_every_n_steps is set"
     )
     sample_tokens: Annotated[Size, SAMPLED] = Field(64, description="tokens of a sample")

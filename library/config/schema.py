@@ -20,6 +20,7 @@ from library.config.markers import (
     MUST_MATCH,
     SAME_RESULT,
     Above,
+    AtStart,
     Batch,
     Fraction,
     MustMatch,
@@ -41,9 +42,22 @@ from library.errors import UserError
 from library.files import find_bad_name
 
 
-def _without_dropouts(pairs: list[str]) -> list[str]:
-    """Return the network arguments a state goes on with; dropouts hold from the next step on."""
-    return [pair for pair in sorted_pairs(pairs) if pair.split("=")[0] not in ("rank_dropout", "module_dropout")]
+def _lasting_arguments(pairs: list[str]) -> list[str]:
+    """Return the network arguments a state goes on with; dropouts and ratios of rates hold from the next step on."""
+    names = ((pair, pair.split("=")[0]) for pair in sorted_pairs(pairs))
+    # that there are two rates lasts: their groups are the optimizer's
+    return [name if "loraplus" in name else pair for pair, name in names if name not in _DROPOUTS]
+
+
+def _trained_encoders(rates: list[Any]) -> list[str]:
+    """Return which text encoders have a rate other than 0; of what it has returned, the same."""
+    trained = ["not trained" if rate in (0, "not trained") else "trained" for rate in rates]
+    return [word for i, word in enumerate(trained) if "trained" in trained[i:]]
+
+
+_DROPOUTS = ("rank_dropout", "module_dropout")
+# of these a state goes on with a part; one of an earlier version has saved them in full
+LASTING_PARTS = {"network_args": _lasting_arguments, "text_encoder_lr": _trained_encoders}
 
 
 LORAS = OnlyFor(("images", "chats"), "is for LoRAs, whose files carry metadata; remove it")
@@ -281,7 +295,7 @@ class NetworkConfig(Section):
     network_dropout: Annotated[Fraction, _NOT_FROM_FILE] = Field(
         0.0, description="neuron dropout: on the down-projection's output"
     )
-    network_args: Annotated[list[str], MustMatch(_without_dropouts), _NOT_FROM_FILE] = Field(
+    network_args: Annotated[list[str], MustMatch(_lasting_arguments), _NOT_FROM_FILE] = Field(
         [],
         description="key=value pairs: rank_dropout, module_dropout, loraplus_lr_ratio, loraplus_unet_lr_ratio, "
         "loraplus_text_encoder_lr_ratio, train_t5xxl, include_patterns, exclude_patterns, img_attn_dim, txt_attn_dim, "
@@ -308,7 +322,9 @@ class NetworkConfig(Section):
     base_weights_multiplier: Annotated[
         list[Annotated[float, Field(allow_inf_nan=False)]], OnlyWith(base_weights=True), IMAGES
     ] = Field([], description="their strengths; those not given are 1")
-    network_weights: str | None = Field(None, description="LoRA file to go on from")
+    network_weights: Annotated[str | None, AtStart("distill_from", "dim_from_weights")] = Field(
+        None, description="LoRA file to go on from"
+    )
     dim_from_weights: Annotated[bool, MUST_MATCH, OnlyWith(", the file to take ranks from", network_weights=True)] = (
         Field(False, description="train the transformer layers of network_weights, each with its own rank and alpha")
     )
@@ -335,10 +351,8 @@ class OptimizerConfig(Section):
     )
     trust_class_paths: bool = Field(False, description="optimizer_type may name a class of any package, which is run")
     optimizer_args: Pairs = Field([], description='key=value pairs for the optimizer, "weight_decay=0.01"')
-    learning_rate: Annotated[Rate, MUST_MATCH] = Field(
-        1e-4, description="learning rate; 1.0 for Prodigy and D-Adaptation"
-    )
-    text_encoder_lr: Annotated[list[Rate], MUST_MATCH, IMAGES] = Field(
+    learning_rate: Rate = Field(1e-4, description="learning rate; 1.0 for Prodigy and D-Adaptation")
+    text_encoder_lr: Annotated[list[Rate], MustMatch(_trained_encoders), IMAGES] = Field(
         [],
         max_length=2,
         description="learning rates of CLIP-L and T5, which are not trained without one or at 0; one value holds for "
@@ -515,7 +529,9 @@ class SavingConfig(Section):
         description="file name of the LoRA, without suffix",
         json_schema_extra={"pattern": r"^[^/\\]+$"},
     )
-    overwrite: bool = Field(False, description="replace a finished result of other settings, of the same output_name")
+    overwrite: Annotated[bool, AtStart()] = Field(
+        False, description="replace a finished result of other settings, of the same output_name"
+    )
     save_every_n_steps: Positive | None = Field(None, description="save every so many optimizer steps")
     save_every_n_epochs: Positive | None = Field(None, description="save every so many epochs")
     save_last_n_steps: Annotated[Positive | None, OnlyWith(save_every_n_steps=True)] = Field(
@@ -615,7 +631,7 @@ class SamplingConfig(Section):
         None, description="sample every so many optimizer steps"
     )
     sample_every_n_epochs: Annotated[Positive | None, SAMPLED] = Field(None, description="sample every so many epochs")
-    sample_at_first: Annotated[bool, SAMPLED] = Field(False, description="sample before the first step")
+    sample_at_first: Annotated[bool, SAMPLED, AtStart()] = Field(False, description="sample before the first step")
     sample_at_end: Annotated[bool, SAMPLED] = Field(True, description="sample after the last step")
 
 

@@ -310,6 +310,11 @@ class TrainingData:
         )
         return [*lines, *(f"note: {warning}" for warning in self.warnings)]
 
+    def hashed_samples(self) -> list[Sample]:
+        """Return the samples to train on and those held out, contents hashed."""
+        self._hash_contents()
+        return [*self.train.samples, *(self.validation.samples if self.validation else ())]
+
     def _hash_contents(self) -> None:
         files = {id(file): file for sample in self._samples for file in sample.files}
         for index in self._indexes:

@@ -31,9 +31,11 @@ from library.training.checkpoint.output_folder import refuse_to_overwrite, try_w
 from library.training.checkpoint.saving import CheckpointWriter, Write, fallback_folder, remove_old
 from library.training.checkpoint.state import (
     AUTO,
+    INPUTS,
     OutputNames,
     Position,
     check_whole,
+    read_inputs,
     refuse_finished,
     resolve_resume,
     save_training_state,
@@ -43,6 +45,7 @@ from library.training.optim.after_update import UpdateNorms
 from library.training.report.metrics import MetricsStream, peak_memory_bytes, write_config
 from library.training.report.plots import plot_runs
 from library.training.report.progress import TrainingProgress, duration, print_summary, shown_path
+from library.training.run_inputs import RunInputs, changes_since, contents_of, require_same, settings_of
 from library.training.signals import NOTHING, SignalHandler, StopRequest, interruptible, resume_hint
 from library.training.tasks.task import Sampler, Task
 
@@ -123,6 +126,9 @@ class Run:
             with agreed("looking at the model's files and the hub"):
                 task.open(state)
                 self.upload = build_upload(hub, accelerator, task.console)
+            config = task.plan.config
+            task.inputs = RunInputs(settings_of(config), contents_of(config, task.base_fingerprint))
+            require_same({f"{key}'s content": content for key, content in task.inputs.contents.items()})
             task.prepare()
             with agreed("looking for room on the disk"):
                 self._check_room()
@@ -167,6 +173,12 @@ class Run:
         if accelerator.is_local_main_process and not accelerator.is_main_process:
             check_whole(Path(state))  # on another machine than :meth:`locked_folder` saw it, which may have a copy
         saved = task.restore(state)
+        if accelerator.is_main_process:
+            inputs = read_inputs(state)
+            unknown = "the state does not say with which settings and data; what has changed since is not known"
+            changes = [unknown] if inputs is None else changes_since(inputs, task.inputs, task.plan.config)
+            for line in changes:
+                task.console.print(f"resume: {line}", soft_wrap=True)
         position = saved.in_epoch_of(per_epoch)
         if saved.batches and saved.epoch_batches not in (None, per_epoch):
             task.console.print(
@@ -457,6 +469,7 @@ class Run:
             folder = names.state(stem)
             saved += [folder] if self.config.hub.save_state_to_huggingface else []
             states = {name: part.state_dict() for name, part in self.engine.parts().items()}
+            states[INPUTS] = task.inputs.tree()
             about = task.base_fingerprint, task.resume_keys, self.names.folder
             save_training_state(folder, task.weights(), states, self.position, *about)
         return saved

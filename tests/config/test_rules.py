@@ -255,13 +255,13 @@ def test_the_learning_rate_is_one_by_default_where_the_step_size_is_estimated() 
 
 
 OF_A_LORA = {
-    "optimizer_type", "optimizer_args", "learning_rate", "text_encoder_lr", "network_type", "use_rslora",
+    "optimizer_type", "optimizer_args", "text_encoder_lr", "network_type", "use_rslora",
     "init_lora_weights", "network_dim", "dim_from_weights", "network_alpha", "network_args", "full_bf16", "ema_decay",
     "fp8_base", "fp8_scaled", "fp8_granularity", "fp8_format", "fp8_exclude", "fp8_exclude_patterns", "fp8_rounding",
 }  # fmt: skip
 OF_CONVERSATIONS = {"chat_template", "train_on", "max_length", "packing", "train_batch_size", "validation_split"}
 OF_PRETRAINING = {
-    "preset", "context", "optimizer_type", "text_encoder_lr", "optimizer_args", "learning_rate", "weight_decay",
+    "preset", "context", "optimizer_type", "text_encoder_lr", "optimizer_args", "weight_decay",
     "full_bf16", "seed", "ema_decay",
 }  # fmt: skip
 

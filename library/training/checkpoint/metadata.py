@@ -162,10 +162,12 @@ def without_folders(sections: dict[str, dict[str, object]]) -> dict[str, dict[st
     return {name: {key: _cut(key, value) for key, value in keys.items()} for name, keys in left.items()}
 
 
-_PATHS = {  # may be relative; what is absolute is known by itself
-    *("pretrained_model_name_or_path", *MODEL_FILE_KEYS, "network_weights", "base_weights", "tokenizer"),
-    *("dataset_config", "cache_directory", "train_data", "validation_data", "sample_prompts"),
-    *("resume", "output_dir", "logging_dir"),
+PATHS = {  # may be relative; what is absolute is known by itself
+    *("pretrained_model_name_or_path", *MODEL_FILE_KEYS, "network_weights", "base_weights", "tokenizer", "init_from"),
+    *("dataset_config", "cache_directory", "train_data", "validation_data", "data_dir", "sample_prompts"),
+    *("resume", "output_dir", "logging_dir", "save_fallback_dir", "sample_model"),
+    *("distill_from", "distill_lora", "distill_cache", "preserve_prompts", "general_prompts"),
+    *("image_dir", "metadata_file", "conditioning_data_dir", "control_directory", "inpaint_mask_directory"),
 }
 _PROMPT_IMAGE = re.compile(r"(--[cm]i[\s=]+)(.+?)(?=\s+--[a-z]|$)", re.IGNORECASE)
 
@@ -176,7 +178,7 @@ def _cut(key: str, value: object) -> object:
     if not isinstance(value, str):
         return value
     windows = PureWindowsPath(value)  # takes both kinds of slash
-    if key in _PATHS or value.startswith(("/", "~")) or windows.is_absolute():
+    if key in PATHS or value.startswith(("/", "~")) or windows.is_absolute():
         return windows.name
     return value
 

@@ -2,12 +2,15 @@
 
     weights.safetensors      what is trained, in the dtype that it is trained in, in full
     optimizer.json           and optimizer.safetensors, schedule.json, scaler.json, average.json: state dicts
+    inputs.json              and inputs.safetensors: what the run follows from
     position.json            the ``Position``, the base model's fingerprint, the settings that must be the same
     checksums.json           of all of these; nothing is used that does not fit them
 
 Random numbers need no saving, they are functions of seed, step and sample. The optimizer's state carries its learning
-rate and arguments, so a resumed run would silently ignore new ones: options marked ``MustMatch`` in the schema are
-compared, and a run that changed one is refused. A folder is written under a temporary name and renamed when complete.
+rate and arguments. Rates are put in their place by the schedule (``optim.schedules``); of the rest a resumed run would
+silently ignore new ones: options marked ``MustMatch`` in the schema are compared, and a run that changed one is
+refused. ``inputs`` is what the run follows from besides (``training.run_inputs``): what has changed of it is printed. A
+folder is written under a temporary name and renamed when complete.
 
 A state dict is a tree of dicts, lists, tuples, numbers, strings and tensors. It is written without pickle, as JSON in
 which every tensor is a reference into the safetensors file beside it; tuples and integer keys are marked, so that
@@ -38,13 +41,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from library.checksums import MANIFEST, find_change, write_manifest
-from library.config.schema import SavingConfig
+from library.config.schema import LASTING_PARTS, SavingConfig
 from library.errors import UserError
 from library.files import atomic_folder, clear_leftovers, read_own, write_text
 from library.safetensors_io import write_safetensors
 from library.training.checkpoint.saving import fallback_folder
 
-WEIGHTS, POSITION = "weights.safetensors", "position.json"
+WEIGHTS, POSITION, INPUTS = "weights.safetensors", "position.json", "inputs"
 AUTO = "auto"
 _OF_ANOTHER_VERSION = (
     "is incomplete or of another version of Tandem ({}); resume it with the version that wrote it, or start a new run "
@@ -140,13 +143,18 @@ def read_position(folder: str | Path, settings: Mapping[str, Any], base: str | N
         position = Position(**saved)
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"resume: {folder} {_OF_ANOTHER_VERSION.format(f'{POSITION} does not fit: {error}')}") from None
-    for key in sorted(saved_settings.keys() & settings.keys()):
-        if saved_settings[key] != settings[key]:
-            raise UserError(
-                f"resume: {folder} was trained with {key} = {json.dumps(saved_settings[key])}, now it is "
-                f"{json.dumps(settings[key])}; a state goes on with its own: set that again, or start a new run "
-                "from its weights (network_weights, init_from)"
-            )
+    saved_settings |= {key: part(saved_settings[key]) for key, part in LASTING_PARTS.items() if key in saved_settings}
+    common = sorted(saved_settings.keys() & settings.keys())
+    changed = [
+        f"{key} = {json.dumps(saved_settings[key])}, now it is {json.dumps(settings[key])}"
+        for key in common
+        if saved_settings[key] != settings[key]
+    ]
+    if changed:
+        raise UserError(
+            f"resume: {folder} was trained with {', with '.join(changed)}; a state goes on with its own: set that "
+            "again, or start a new run from its weights (network_weights, init_from)"
+        )
     if base is not None and saved_base != base:
         raise UserError(f"resume: {folder} was trained on another base model; set the one it was trained on")
     return position
@@ -217,6 +225,8 @@ def load_training_state(
     with torch.no_grad():
         scatter(weights)
     for name, part in parts.items():
+        if name == "scaler" and not (folder / "scaler.json").exists():  # fp16 from now on
+            continue
         state = read_state(folder / name)
         try:
             part.load_state_dict(state)
@@ -310,6 +320,11 @@ def _is_of(state: Path, folder: Path) -> bool:
         return bool(json.loads(read_own(state / POSITION))["home"] == _home(folder))
     except (OSError, ValueError, KeyError, TypeError):
         return False
+
+
+def read_inputs(folder: str | Path) -> dict[str, Any] | None:
+    """Return what the run followed from that saved a state; None of one of an earlier version, which kept it not."""
+    return read_state(Path(folder) / INPUTS) if (Path(folder) / f"{INPUTS}.json").is_file() else None
 
 
 def find_damage(state: Path, files: Collection[str] | None = None) -> str | None:

@@ -27,6 +27,7 @@ last step of a run is T - 1, so a schedule that ends at 0 never wastes a step on
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -49,7 +50,23 @@ def build_schedule(config: OptimizerConfig, optimizer: Optimizer, total_steps: i
             f"lr_scheduler {config.lr_scheduler!r} would fight the schedule-free {config.optimizer_type}; "
             'set lr_scheduler = "constant"'
         )
-    return LambdaLR(optimizer, lambda step: lr_multiplier(config, step, total_steps))
+    return Schedule(optimizer, lambda step: lr_multiplier(config, step, total_steps))
+
+
+class Schedule(LambdaLR):
+    """A schedule of which a loaded state says how far it is, and nothing else: rates are those it was built with."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where ``state_dict`` was; give the groups of the optimizer, loaded before, the rates of the next step.
+
+        torch's own leaves the rates that the optimizer was saved with: of the old schedule, and 0 behind its end.
+        """
+        rates = self.base_lrs
+        super().load_state_dict(state_dict)
+        self.base_lrs = rates
+        for group, rate, multiplier in zip(self.optimizer.param_groups, rates, self.lr_lambdas, strict=True):
+            group["initial_lr"], group["lr"] = rate, rate * multiplier(self.last_epoch)
+        self._last_lr = [group["lr"] for group in self.optimizer.param_groups]
 
 
 def lr_multiplier(config: OptimizerConfig, step: int, total_steps: int) -> float:

@@ -21,6 +21,7 @@ from library.config.chat_schema import ChatDataConfig, ChatSamplingConfig, ChatT
 from library.config.markers import resume_keys
 from library.console import Console
 from library.data.batches import DataParallelRank
+from library.data.file_index import content_hash
 from library.errors import UserError, counted, error_prefix
 from library.llm.chat_batches import (
     Chat,
@@ -45,6 +46,7 @@ from library.nn.cross_entropy import IGNORED
 from library.precision.checkpoint import QuantizedFile
 from library.precision.packed_linear import unpacked
 from library.precision.recipe import plan_base
+from library.processes import agreed
 from library.randomness import generator
 from library.safetensors_io import read_safetensors_header
 from library.training.checkpoint.metadata import lora_facts
@@ -52,6 +54,7 @@ from library.training.memory.budget import recompute_blocks
 from library.training.parallel.parallelize import ParallelSpec, lm_parallel_spec
 from library.training.plan import LoraPlan, resolve
 from library.training.report.progress import counting
+from library.training.run_inputs import Samples, require_same
 from library.training.sampling.text import TextSampler
 from library.training.tasks.lora import LoraTask
 from networks.files.adapters import load_adapter
@@ -126,7 +129,13 @@ class ChatLora(LoraTask):
 
     def prepare(self) -> None:
         config, training, chat = self.plan.config, self.plan.config.training, self.plan.config.chat
-        windows, held_out = prepare_chats(chat, self.template, self.sizes, training.seed, self.console)
+        with agreed("reading the conversations"):
+            windows, held_out = prepare_chats(chat, self.template, self.sizes, training.seed, self.console)
+        trained = ((example, 1) for window in windows for example in window)
+        examples = [*trained, *((example, 0) for example in held_out)]
+        rows = (([_key(example)], (0, 0, 0, 0, 0, times, times), "") for example, times in examples)
+        self.inputs.samples = Samples.of(rows, "conversation")
+        require_same({}, self.inputs.samples)
         self.load_network()
         size = chat.train_batch_size
         self.batches = ChatSampler(windows, size, training.seed, DataParallelRank.of(self.accelerator))
@@ -218,6 +227,10 @@ def prepare_chats(
         remarks.append(f"{counted(len(held_out_examples), 'conversation')} to validate on")
     console.print(*remarks, sep="\n", soft_wrap=True)
     return windows, held_out_examples
+
+
+def _key(example: Example) -> str:
+    return content_hash(example.tokens.numpy().tobytes() + example.targets.numpy().tobytes())
 
 
 def _describe(

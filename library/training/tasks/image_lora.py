@@ -21,6 +21,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from library.accelerator import is_model_parallel
 from library.config.markers import resume_keys
 from library.config.rules import reason_alone
 from library.config.schema import DatasetArguments, TrainConfig, TrainingConfig
@@ -60,6 +61,7 @@ from library.training.parallel.parallelize import ParallelSpec, devices_to_fill,
 from library.training.parallel.pipeline import check_microbatches, transformer_split_points
 from library.training.plan import ImagePlan, resolve_images
 from library.training.report.progress import counting
+from library.training.run_inputs import dataset_settings, require_same, samples_of
 from library.training.sampling.conditions import PromptImageRules, read_run_prompts, text_jobs
 from library.training.sampling.images import build_sampler
 from library.training.sampling.painting import PaintedSet, paint, painted_sets
@@ -222,6 +224,7 @@ class ImageLora(LoraTask):
             base, other = config.model.pretrained_model_name_or_path, config.sampling.sample_model
             model = f"--model {base} --model_type {family.name} --distilled {other}"
             self.summary["samples"] = f"made with {other}; how the LoRA fares there: tools/precision_report.py {model}"
+        self._compare_data()
         self.training = fit_memory(self, config, console)
         config = config.model_copy(update={"training": self.training})  # as files say it
         self.cache()
@@ -245,6 +248,17 @@ class ImageLora(LoraTask):
             dp_rank, per_epoch = self.batches.dp_rank, self.batches.batches_per_epoch()
             facts = image_facts(config, self.data, self.started_at, per_epoch, dp_rank, self.total_epochs)
             self.facts = {**lora_facts(config, self.started_at, self.total_steps), **facts}
+
+    def _compare_data(self) -> None:
+        """Note what the run is trained on; compare it with the other processes."""
+        data, tables = self.data, dataset_settings(self.plan.dataset)
+        with agreed("reading the images"):
+            samples = data.hashed_samples()
+        self.inputs.settings |= tables
+        self.inputs.samples = samples_of(samples, by_path=True)
+        if is_model_parallel(self.accelerator):  # noise follows from the paths as written, and must be the same here
+            tables["names of folders"] = str(self.inputs.samples.keys.tolist())
+        require_same(tables, samples_of(samples, by_path=False))
 
     def load_networks(self) -> None:
         """Load what takes part in a step, put the LoRA in, set the memory policy.

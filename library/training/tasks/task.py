@@ -12,7 +12,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -27,12 +27,14 @@ from library.config.schema import TrainingConfig
 from library.console import Console
 from library.data.batches import DataParallelRank, MicroStep
 from library.errors import counted
+from library.processes import agreed, join
 from library.training.checkpoint.state import AUTO, OutputNames, Position, read_position
 from library.training.compiling import compile_blocks, plan_compilation
 from library.training.engine import Engine
 from library.training.optim.after_update import UpdateNorms
 from library.training.parallel.parallelize import ParallelSpec
 from library.training.plan import Plan
+from library.training.run_inputs import RunInputs, require_same, settings_of
 
 
 class Batches(Protocol):
@@ -97,13 +99,19 @@ class Task(ABC):
     validates_first: bool = True  # before the first step too
     base_fingerprint: str = ""
     state: str | None = None  # the folder of the state that the run goes on from
+    inputs: RunInputs  # once it is open; its samples, once it is prepared
 
     def __init__(self, config: Any) -> None:
         self.started_at = time.time()
         self.raw_config = config
-        self._check(config)
-        if (resume := config.training.resume) and resume != AUTO:
-            read_position(resume, resume_keys(config))
+        joined = join(config.accelerate.ddp_timeout)
+        with agreed("checking the settings") if joined else nullcontext():
+            self._check(config)
+            if (resume := config.training.resume) and resume != AUTO:
+                read_position(resume, resume_keys(config))
+        if joined:  # else a run in a run, or a process alone
+            device = "a GPU" if torch.cuda.is_available() else "a CPU"
+            require_same(settings_of(config) | {"device": device})
         self.engine = Engine(self._build_accelerator(config), config.training.seed)
         self.accelerator = self.engine.accelerator
         self.console = Console(quiet=not self.accelerator.is_main_process, markup=False, highlight=False)

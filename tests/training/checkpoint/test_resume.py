@@ -152,8 +152,8 @@ def test_auto_begins_goes_on_and_ends(
     run(base, dataset, tmp_path, **settings)
     assert same(whole, lora(tmp_path))
     assert [line["step"] for line in metrics(tmp_path)] == [1, 2, 3, 4, 5]
-    with pytest.raises(UserError, match="was trained with learning_rate"):
-        run(base, dataset, tmp_path, **settings, learning_rate=1e-5)
+    with pytest.raises(UserError, match="was trained with network_alpha = 1.0, now it is 2.0; a state goes on with"):
+        run(base, dataset, tmp_path, **settings, network_alpha=2)
 
 
 def test_the_state_of_an_epoch_whose_last_step_is_smaller_is_gone_on_from(base: Path, tmp_path: Path) -> None:
