@@ -1,13 +1,19 @@
 """What is known about the files of a dataset, remembered from run to run.
 
 Opening 100,000 images at every start to learn their size takes minutes on a network disk, hashing their
-content longer. Each cache folder therefore keeps an ``index.json`` (:class:`FileIndex`): per file its bytes and
-modification time, and what was read while it had them (width and height, a hash of the content, a caption's text). A
-start lists each folder once and opens only what is new or changed. The file carries a checksum: where that does not
-fit, everything is read again.
+content longer. Each cache folder therefore keeps an ``index.json`` (:class:`FileIndex`): per file its bytes, the times
+of its content and of its inode, and what was read while it had them (width and height, a hash of the content, a
+caption's text). A start lists each folder once and opens only what is new or changed. The file carries a checksum:
+where that does not fit, everything is read again.
+
+Programs set a file's time of modification as they like (``cp -p``, ``rsync``, ``unzip``), so a file can be replaced by
+another of equal length and time. Nobody sets the inode's time (ctime). Files that were copied, touched or restored are
+read again for it, and that is all: what is encoded is kept by content. The inode's number is not compared: some network
+file systems give another one at every mount. On Windows the third time is that of creation.
 
 A file modified within two seconds of being read is not remembered: with a coarse file clock a second change
-could leave size and time as they were (git calls such entries "racily clean").
+could leave size and times as they were (git calls such entries "racily clean"). The inode's time counts in ticks of the
+kernel's clock: a file whose inode has just been changed is read when the tick is over.
 """
 
 from __future__ import annotations
@@ -28,13 +34,14 @@ from library.data.new_dataset import MOST_CAPTION_BYTES
 from library.errors import UserError
 from library.files import read_bytes, read_text
 
-_VERSION = 2
+_VERSION = 3
 _RACY_NS = 2_000_000_000
+_TICK_NS = 20_000_000  # twice the longest tick of Linux
 _THREADS = 8  # waiting for the disk, not for the processor
 _REDUCED = 256  # pixels a side that a check decodes JPEGs to, several times as fast as in full
 
 
-Stats = tuple[int, int]  # bytes, mtime_ns
+Stats = tuple[int, int, int]  # bytes, mtime_ns, ctime_ns
 
 
 @dataclass(slots=True)
@@ -44,6 +51,7 @@ class SourceFile:
     path: str
     bytes: int
     mtime_ns: int
+    ctime_ns: int
     size: tuple[int, int] | None = None
     content: str | None = None
     frames: int = 1  # or pages; read with the size
@@ -51,7 +59,7 @@ class SourceFile:
     @property
     def stat(self) -> Stats:
         """What it was known by when it was listed."""
-        return self.bytes, self.mtime_ns
+        return self.bytes, self.mtime_ns, self.ctime_ns
 
 
 _OF_SYSTEMS = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r", "__macosx"})  # hidden where they are made
@@ -60,7 +68,7 @@ _OF_SYSTEMS = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r", "_
 def list_folder(
     folder: str | Path, recursive: bool = False, besides: Iterable[Path] = (), dangling: list[str] | None = None
 ) -> dict[str, Stats]:
-    """Return name -> (bytes, mtime_ns) of the files in ``folder``, sorted by name; hidden and system files left out.
+    """Return name -> ``Stats`` of the files in ``folder``, sorted by name; hidden and system files left out.
 
     Args:
         folder: where to look.
@@ -74,7 +82,7 @@ def list_folder(
         if _is(entry.is_file):
             with suppress(FileNotFoundError):  # deleted since it was listed
                 stat = entry.stat()
-                files[name] = (stat.st_size, stat.st_mtime_ns)
+                files[name] = (stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
         elif dangling is not None and not _is(entry.is_dir):
             dangling.append(name)
     return dict(sorted(files.items()))
@@ -143,12 +151,13 @@ class FileIndex:
 
     def _recall(self, kind: str, path: str, stat: Stats) -> list[Any] | None:
         """Return the values that were read while the file was as ``stat`` says; None if there are none."""
-        known = self._known.get(kind, {}).get(self._key(path), [None, None])
-        return known[2:] if (known[0], known[1]) == stat else None
+        known = self._known.get(kind, {}).get(self._key(path), [])
+        return known[3:] if tuple(known[:3]) == stat else None
 
     def _keep(self, kind: str, path: str, stat: Stats, read_at_ns: int, *values: Any) -> None:
         """Remember ``values``, which were read from ``read_at_ns`` on, unless the file had just been written."""
-        if read_at_ns - stat[1] > _RACY_NS:
+        is_coarse = stat[2] % 1_000_000_000 == 0  # a clock of whole seconds
+        if read_at_ns - (max(stat[1:]) if is_coarse else stat[1]) > _RACY_NS:
             self._known.setdefault(kind, {})[self._key(path)] = [*stat, *values]
             self._changed = True
 
@@ -213,6 +222,7 @@ class FileIndex:
             return None
 
         new = [file for file in files if self._recall("decoded", file.path, file.stat) is None]
+        _let_tick_pass(new)
         advance, started, problems = start(len(new)), time.time_ns(), dict[str, str]()
         with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow and hashing let go of the interpreter's lock
             for file, found in zip(new, pool.map(problem, new), strict=True):
@@ -240,6 +250,7 @@ class FileIndex:
     def _read(self, files: list[SourceFile], read: Callable[[SourceFile], None]) -> None:
         if not files:
             return
+        _let_tick_pass(files)
         started = time.time_ns()
         with ThreadPoolExecutor(_THREADS) as pool:
             for _ in pool.map(read, files, chunksize=64):
@@ -255,6 +266,7 @@ class FileIndex:
         """Return a caption file's text (UTF-8), remembered or read."""
         if known := self._recall("captions", path, stat):
             return str(known[0])
+        _let_tick_pass([SourceFile(path, *stat)])
         started = time.time_ns()
         text = read_text(path, most=MOST_CAPTION_BYTES)
         self._keep("captions", path, stat, started, text)
@@ -267,6 +279,13 @@ class FileIndex:
     def _key(self, path: str) -> str:
         """Files beside the cache folder go by relative name, so a moved folder is known; others in full."""
         return path[len(self._root) :] if path.startswith(self._root) else path
+
+
+def _let_tick_pass(files: Iterable[SourceFile]) -> None:
+    """Wait until a further change of an inode has another time than the last."""
+    wait = max((file.ctime_ns for file in files), default=0) + _TICK_NS - time.time_ns()
+    if 0 < wait <= _TICK_NS:
+        time.sleep(wait / 1e9)
 
 
 def checked_bytes(file: SourceFile) -> bytes:

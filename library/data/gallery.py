@@ -52,7 +52,7 @@ def thumbnail_name(image: str) -> str | None:
         stat = Path(image).stat()
     except OSError:
         return None
-    known = os.fsencode(f"{THUMBNAIL_SIDE} {image} {stat.st_size} {stat.st_mtime_ns}")
+    known = os.fsencode(f"{THUMBNAIL_SIDE} {image} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}")
     return f"{hashlib.sha256(known).hexdigest()[:32]}.jpg"
 
 

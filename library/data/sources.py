@@ -293,7 +293,7 @@ def caption_suffix(subset: Subset) -> str:
     return suffix if not suffix or suffix.startswith(".") else f".{suffix}"
 
 
-def _read_caption(path: str, stat: tuple[int, int], subset: Subset, index: FileIndex) -> tuple[str, bool]:
+def _read_caption(path: str, stat: Stats, subset: Subset, index: FileIndex) -> tuple[str, bool]:
     caption, more = lines_read(index.caption(path, stat), subset.settings)
     if not caption:
         raise UserError(f"{path}: empty caption; write one, or delete the file to use class_tokens")

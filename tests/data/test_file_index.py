@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import random
-import time
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import library.data.file_index as module
-from library.data.file_index import FileIndex, SourceFile, list_folder
+from library.data.file_index import FileIndex, SourceFile, content_hash, list_folder
 from library.errors import UserError
 from tests.data.folders import add_image, make_old
 
@@ -62,6 +62,40 @@ def test_a_folder_moved_with_its_cache_is_still_known(tmp_path: Path) -> None:
     assert record(moved, tmp_path / "after" / "a.png").size == (64, 64)
 
 
+def _in_place(path: Path, other: bytes) -> None:
+    path.write_bytes(other)
+
+
+def _renamed(path: Path, other: bytes) -> None:
+    beside = path.with_suffix(".new")
+    beside.write_bytes(other)
+    shutil.copystat(path, beside)
+    beside.replace(path)
+
+
+@pytest.mark.parametrize("swap", [_in_place, _renamed])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_file_swapped_for_one_of_equal_length_and_time_is_read_again(
+    swap: Callable[[Path, bytes], None], seed: int, tmp_path: Path
+) -> None:
+    draw, path, kinds = random.Random(seed), add_image(tmp_path, "a.png", caption="a cat"), (".png", ".txt")
+    index = FileIndex(tmp_path / ".tandem_cache")
+    index.hash_contents([first := record(index, path)])
+    index.caption(str(path.with_suffix(".txt")), list_folder(tmp_path)["a.txt"])
+    index.save()
+    for file in map(path.with_suffix, kinds):
+        times, content = file.stat(), bytearray(file.read_bytes())
+        content[-1 - draw.randrange(4)] ^= 1
+        swap(file, bytes(content))
+        os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+        assert (file.stat().st_size, file.stat().st_mtime_ns) == (times.st_size, times.st_mtime_ns)
+    again = FileIndex(tmp_path / ".tandem_cache")
+    again.hash_contents([second := record(again, path)])
+    assert second.content == content_hash(path.read_bytes()) != first.content
+    caption = again.caption(str(path.with_suffix(".txt")), list_folder(tmp_path)["a.txt"])
+    assert caption == path.with_suffix(".txt").read_text() != "a cat"
+
+
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 99}', '{"version": 1, "images": 5, "captions": {}}'])
 def test_a_damaged_index_is_begun_anew(tmp_path: Path, text: str) -> None:
     (tmp_path / ".tandem_cache").mkdir()
@@ -75,7 +109,7 @@ def test_a_damaged_index_is_begun_anew(tmp_path: Path, text: str) -> None:
 
 def test_a_changed_byte_of_the_index_changes_no_size_and_no_caption(tmp_path: Path) -> None:
     path = add_image(tmp_path, "a.png", (30, 20), caption="a cat")
-    stat = (5, path.with_suffix(".txt").stat().st_mtime_ns)
+    stat = list_folder(tmp_path)["a.txt"]
     index = FileIndex(tmp_path / ".tandem_cache")
     index.measure([record(index, path)])
     index.caption(str(path.with_suffix(".txt")), stat)
@@ -104,11 +138,11 @@ def test_unreadable_files_are_one_line(tmp_path: Path) -> None:
         list_folder(tmp_path / "gone")
     index = FileIndex(tmp_path / ".tandem_cache")
     with pytest.raises(UserError, match=r"gone\.txt: no such file; check the path$"):
-        index.caption(str(tmp_path / "gone.txt"), (0, 0))
+        index.caption(str(tmp_path / "gone.txt"), (0, 0, 0))
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1"))
     make_old(tmp_path / "latin.txt")
     with pytest.raises(UserError, match=r"latin\.txt: not UTF-8 \(byte 0\); save it as UTF-8$"):
-        index.caption(str(tmp_path / "latin.txt"), (1, 1))
+        index.caption(str(tmp_path / "latin.txt"), (1, 1, 1))
 
 
 def test_a_cache_folder_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:

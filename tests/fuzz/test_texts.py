@@ -46,7 +46,7 @@ def test_a_caption_is_text_that_every_encoding_has_or_refused(folder: Path, data
         data = data[0].encode(data[1], errors="replace")
     path = folder / "a.txt"
     path.write_bytes(data)
-    text = harmless(FileIndex(folder / "cache").caption, str(path), (len(data), 0))
+    text = harmless(FileIndex(folder / "cache").caption, str(path), (len(data), 0, 0))
     assert text is None or "\0" not in text.encode().decode()
 
 

@@ -356,7 +356,7 @@ def webui_hash(path: Path) -> str:
 def sha256_of(path: Path, memory: Path) -> str:
     """Return the SHA-256 of a file, from ``memory`` (a JSON file) where it is known; ``memory`` learns it."""
     about = path.stat()
-    key = f"{path.resolve()}|{about.st_size}|{about.st_mtime_ns}"
+    key = f"{path.resolve()}|{about.st_size}|{about.st_mtime_ns}|{about.st_ctime_ns}"
     try:
         known = read_checked_json(memory)
         assert isinstance(known, dict)

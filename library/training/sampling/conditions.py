@@ -179,7 +179,7 @@ def _controls(prompt: SamplePrompt, rules: PromptImageRules) -> tuple[ControlIma
 
 def _source(path: str) -> SourceFile:
     data, stat = read_bytes(path), Path(path).stat()
-    return SourceFile(path, stat.st_size, stat.st_mtime_ns, read_size(path), content_hash(data))
+    return SourceFile(path, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, read_size(path), content_hash(data))
 
 
 def _encoded(pixels: Tensor, encoder: ImageEncoder) -> Tensor:

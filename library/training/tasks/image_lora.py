@@ -12,6 +12,7 @@ steps.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -202,8 +203,8 @@ class ImageLora(LoraTask):
     def cache(self) -> None:
         """Make sure that every latent and text embedding that the data and the prompts need is cached.
 
-        With several processes each encodes its share. An encoder's weights are read only if something is missing, and
-        are let go before this returns.
+        With several processes each encodes its share of a folder that all see. An encoder's weights are read only if
+        something is missing, and are let go before this returns.
         """
         data, arguments, encoder = self.data, self.plan.config.dataset, self.text_encoder
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
@@ -211,11 +212,14 @@ class ImageLora(LoraTask):
         with agreed("tidying the cache"):
             if self.accelerator.is_main_process:
                 tidy(data.cache_folders, self.console.print)
-        with agreed("caching"), counting(self.console) as progress:
-            data.cache_latents(self.image_encoder, arguments.vae_batch_size, progress, rank, world)
-            rules, sees = PromptImageRules.of(data), encoder.sees_references
-            texts = [job for prompt in prompts for job in text_jobs(prompt, sees, rules).values()]
-            data.cache_text(encoder, texts, arguments.text_encoder_batch_size, progress, rank, world)
+        rules, sees = PromptImageRules.of(data), encoder.sees_references
+        texts = [job for prompt in prompts for job in text_jobs(prompt, sees, rules).values()]
+        on_machine = self.accelerator.local_process_index, int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        # of all; then what a machine's disk lacks, or a process's own folder
+        for part in dict.fromkeys([(rank, world), on_machine, (0, 1)]):
+            with agreed("caching"), counting(self.console) as progress:
+                data.cache_latents(self.image_encoder, arguments.vae_batch_size, progress, *part)
+                data.cache_text(encoder, texts, arguments.text_encoder_batch_size, progress, *part)
 
     def prepare(self) -> None:
         config, family, console = self.plan.config, self.family, self.console
