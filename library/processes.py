@@ -144,6 +144,8 @@ def _store() -> Store | None:
 
     if dist.is_initialized():
         return dist.distributed_c10d._get_default_store()
+    if _current is not None and _current.group is None:
+        return _current.store
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -164,7 +166,7 @@ class _Notes:
     def __init__(self, group: Any, store: Store, rank: int, processes: int) -> None:
         self.group, self.rank = group, rank
         self.votes, self.settled, self.runs, self.is_watched = 0, 0, 0, False
-        self._store, self._processes = store, processes
+        self.store, self._processes = store, processes
         # for the watching thread: the other connection may be taken by a call that waits
         self._second_connection: Store = store.clone()  # type: ignore[attr-defined]
 
@@ -175,22 +177,22 @@ class _Notes:
         limit = patience if patience is not None else float("inf") if self.is_watched else _UNWATCHED
         pause, until = 0.001, time.monotonic() + limit
         # A waiting call of the store would be cheaper. Its time limit is reported as a warning, with a stack.
-        while not self._store.check(keys):
+        while not self.store.check(keys):
             if time.monotonic() > until:
                 if patience is None:
                     raise RuntimeError(f"some of {self._processes} processes are still missing after {limit:.0f} s")
                 return None
             time.sleep(pause)
             pause = min(1.5 * pause, 0.1)
-        values = [json.loads(value) for value in self._store.multi_get(keys)]
+        values = [json.loads(value) for value in self.store.multi_get(keys)]
         self.settled = self.votes
         if self.votes > 1:  # all have voted here, so all have read the votes before
-            self._store.delete_key(self._key(self.votes - 2, self.rank))
+            self.store.delete_key(self._key(self.votes - 2, self.rank))
         return values
 
     def cast(self, value: Any) -> None:
         """Give this process's vote, without waiting for the others'."""
-        self._store.set(self._key(self.votes, self.rank), json.dumps(value))
+        self.store.set(self._key(self.votes, self.rank), json.dumps(value))
         self.votes += 1
 
     def _key(self, number: int, rank: int) -> str:
@@ -198,15 +200,15 @@ class _Notes:
 
     def ring(self, exit_code: int, vote: int | None = None) -> None:
         """Tell the others that this process has failed: before ``vote``, which they may come to, or in any case."""
-        self._store.set(f"tandem/alarm/{self.runs}", json.dumps([self.rank, exit_code, vote]))
+        self.store.set(f"tandem/alarm/{self.runs}", json.dumps([self.rank, exit_code, vote]))
 
     def leave(self) -> None:
         """Let the main process leave last: without a launcher's store it has that of all."""
         key, until = f"tandem/left/{self.runs}", time.monotonic() + GRACE
-        left = self._store.add(key, 1)
+        left = self.store.add(key, 1)
         while self.rank == 0 and left < self._processes and time.monotonic() < until:
             time.sleep(0.01)
-            left = self._store.add(key, 0)
+            left = self.store.add(key, 0)
 
     def alarm(self) -> int | None:
         """Return the exit code of another process that has failed, None if there is none; the watching thread asks."""

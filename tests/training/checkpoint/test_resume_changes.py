@@ -1,0 +1,226 @@
+"""A resumed run names every setting and sample that has changed, and the next step has the new schedule's rate."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+from PIL import Image
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
+
+from library.checksums import write_manifest
+from library.config.load import load_for
+from library.config.markers import resume_keys
+from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields
+from library.errors import UserError
+from library.files import discard
+from library.training.checkpoint.state import Position, read_position, save_training_state
+from library.training.run_inputs import ASPECTS, RunInputs, Samples, changes_since, settings_of
+from tests import chat_runs, pretraining_runs
+from tests.runs import lora, metrics, run, same, write_dataset
+
+MODEL = ["--pretrained_model_name_or_path", "m"]
+SCRIPTS = {
+    "images": (LORA, [*MODEL, "--dataset_config", "d"]),
+    "chats": (LANGUAGE_LORA, [*MODEL, "--model_type", "llama", "--train_data", "d.jsonl"]),
+    "pretraining": (LLM, ["--data_dir", "d", "--preset", "llama-tiny"]),
+}
+# values of many types, of which a field takes those that fit
+CANDIDATES: tuple[Any, ...] = (
+    *(True, False, None, 0, 1, 2, 7, 0.25, 0.5, 3.5, "/one/place", "/other/place", "place", "words=1", "general"),
+    *([], ["a=1"], ["/one/a", "/two/a"], ["b=2", "a=1"], [0.1], [1e-5, 2e-5], [0.0, 1e-5]),
+)
+
+
+def words_in(annotation: Any) -> list[str]:
+    parts = get_args(annotation)
+    return [part for part in parts if isinstance(part, str)] + [w for p in parts for w in words_in(p)]
+
+
+def values_of(field: FieldInfo) -> list[Any]:
+    """Return several values that the field takes."""
+    words = words_in(field.annotation)
+    taken, adapter = [], TypeAdapter(field.annotation)
+    for value in [*words, *([word] for word in words), *CANDIDATES]:
+        try:
+            adapted = adapter.validate_python(value, strict=not isinstance(value, int))
+        except ValidationError:
+            continue
+        taken += [adapted] if adapted not in taken else []
+    return taken
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_of_any_two_runs_that_differ_in_one_setting_the_resume_names_it(name: str, tmp_path: Path) -> None:
+    script: Script[Any]
+    script, flags = SCRIPTS[name]
+    config, draw = load_for(script, flags), random.Random(0)
+    for key, (section, field) in fields(script).items():
+        values = values_of(field)
+        assert len(values) > 1, f"{key}: no two values to try"
+        for _ in range(6):
+            before, after = draw.sample(values, 2)
+            part = getattr(config, section)
+            one, other = (
+                config.model_copy(update={section: part.model_copy(update={key: value})}) for value in (before, after)
+            )
+            if resume_keys(one) != resume_keys(other):
+                save_training_state(tmp_path / key, {"a": torch.ones(1)}, {}, Position(), "", resume_keys(one))
+                with pytest.raises(UserError, match=f" {key} = .*, now it is"):
+                    read_position(tmp_path / key, resume_keys(other))
+                break
+            saved = RunInputs(settings_of(one)).tree()
+            lines = changes_since(saved, RunInputs(settings_of(other)), other)
+            if key == "resume" or (isinstance(before, list) and sorted(before, key=str) == sorted(after, key=str)):
+                continue
+            assert len(lines) == 1, (key, before, after, lines)
+            assert re.fullmatch(rf"{key} .* -> .*: (from now on|no effect on a resumed run)", lines[0])
+            if key != "sample_prompts":  # whose list may hold anything
+                assert "/one" not in json.dumps(saved["settings"]), "a state shows nobody's folders"
+
+
+def test_any_change_of_samples_is_counted() -> None:
+    draw = random.Random(0)
+    for _ in range(50):
+        rows = {f"{i}.png": [draw.randrange(3) for _ in ASPECTS] for i in range(draw.randrange(1, 30))}
+        now = {name: [v if draw.random() < 0.8 else v + 3 for v in row] for name, row in rows.items()}
+        for name in [name for name in rows if draw.random() < 0.2]:
+            del now[name]
+        now |= {f"new{i}.png": [0] * len(ASPECTS) for i in range(draw.randrange(3))}
+        before, after = (Samples.of(([k], v, k) for k, v in each.items()) for each in (rows, now))
+        found = " ".join(re.sub(r"\(.*?\)", "", line) for line in after.changes_from(before))
+        for column, words in enumerate(ASPECTS):
+            count = sum(rows[name][column] != row[column] for name, row in now.items() if name in rows)
+            assert re.findall(rf"(\d+) (?:{words[0]}|{words[1]}) changed", found) == ([str(count)] if count else [])
+        for word, count in (("added", len(now.keys() - rows.keys())), ("removed", len(rows.keys() - now.keys()))):
+            assert re.findall(rf"(\d+) images? {word}", found) == ([str(count)] if count else [])
+
+
+def rates(folder: Path, prefix: str = "lr/") -> dict[int, list[float]]:
+    lines = [line for line in metrics(folder) if "loss" in line]
+    return {line["step"]: [value for key, value in line.items() if key.startswith(prefix)] for line in lines}
+
+
+COSINE = {"lr_scheduler": "cosine"}
+PRODIGY = {"optimizer_type": "Prodigy", "learning_rate": 1.0}
+PLUS = "loraplus_lr_ratio="
+
+
+def half_cosine(step: int, of: int) -> float:
+    return (1 + math.cos(math.pi * step / of)) / 2
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "wanted"),
+    [
+        ({}, {"learning_rate": 5e-4}, [5e-4]),
+        (COSINE, {}, [1e-3]),
+        ({}, COSINE | {"max_train_steps": 8}, [1e-3 * half_cosine(4, 8)]),
+        (COSINE, COSINE | {"max_train_steps": 8}, [1e-3 * half_cosine(4, 8)]),  # the first run's ended at 0
+        (COSINE, COSINE | {"max_train_steps": 12, "lr_warmup_steps": 10}, [1e-3 * 5 / 10]),
+        ({"text_encoder_lr": [1e-4]}, {"text_encoder_lr": [3e-4]}, [1e-3, 3e-4]),
+        ({"network_args": [f"{PLUS}2"]}, {"network_args": [f"{PLUS}8"]}, [1e-3, 8e-3]),
+        (PRODIGY, PRODIGY | {"learning_rate": 0.5}, [0.5]),
+    ],
+)  # fmt: skip
+def test_the_first_step_after_a_resume_has_the_rate_of_the_new_schedule(
+    before: dict[str, object], after: dict[str, object], wanted: list[float], base: Path, dataset: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    run(base, dataset, tmp_path, **before, save_state=True)
+    capsys.readouterr()
+    run(base, dataset, tmp_path, **{"max_train_steps": 6} | after, save_state=True, resume=tmp_path / "lora-state")
+    said = capsys.readouterr().out
+    assert rates(tmp_path)[5] == pytest.approx(wanted, rel=1e-12)
+    for key in before.keys() | after.keys():
+        if before.get(key) != after.get(key):
+            assert len(re.findall(rf"^resume: {key} .* -> .*: from now on$", said, re.MULTILINE)) == 1, said
+
+
+def test_new_rates_keep_the_moments(base: Path, dataset: Path, tmp_path: Path) -> None:
+    """A run that goes on at twice the rate moves the weights, at its first step, exactly twice as far."""
+    run(base, dataset, tmp_path, save_state=True)
+    start, moved = lora(tmp_path), []
+    for rate in (1e-3, 2e-3):
+        out = tmp_path / str(rate)
+        run(base, dataset, out, resume=tmp_path / "lora-state", learning_rate=rate, max_train_steps=5,
+            optimizer_args=[])  # fmt: skip
+        moved.append({name: weight - start[name] for name, weight in lora(out).items()})
+    for name, once in moved[0].items():
+        if "lora_B" in name:  # AdamW's decay, which is small beside B's step, grows with the rate too
+            torch.testing.assert_close(moved[1][name], 2 * once, rtol=1e-3, atol=1e-7)
+
+
+def test_what_has_changed_of_a_dataset_is_counted_and_named(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_dataset(tmp_path / "data", images=6, text="batch_size = 2")
+    run(base, data, tmp_path / "out", save_state=True)
+    state, pictures = tmp_path / "out" / "lora-state", tmp_path / "data" / "images"
+    (pictures / "0.txt").write_text("another caption")
+    (pictures / "1.txt").write_text("another one")
+    Image.new("RGB", (64, 64), "pink").save(pictures / "2.png")
+    discard(pictures / "3.png")
+    discard(pictures / "3.txt")
+    Image.new("RGB", (64, 64), "grey").save(pictures / "9.png")
+    (pictures / "9.txt").write_text("grey")
+    capsys.readouterr()
+    run(base, data, tmp_path / "more", resume=state, max_train_steps=5)
+    assert (
+        "resume: dataset: 1 image changed (2.png), 2 captions changed (0.png, 1.png), 1 image added (9.png), 1 image "
+        "removed: from now on"
+    ) in capsys.readouterr().out
+    write_dataset(tmp_path / "data", images=6, text="batch_size = 1", num_repeats=3)
+    run(base, data, tmp_path / "most", resume=state, max_train_steps=5, seed=3)
+    said = capsys.readouterr().out
+    assert "resume: dataset 1: batch_size 2 -> 1: from now on" in said
+    assert "resume: dataset 1, subset 1: num_repeats 1 -> 3: from now on" in said
+    assert "6 numbers of repeats changed" in said
+
+
+def test_nothing_is_said_of_a_run_that_goes_on_as_it_was_and_an_old_state_still_does(
+    base: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(base, dataset, tmp_path, save_every_n_steps=2, save_state=True)
+    whole, state, said = lora(tmp_path), tmp_path / "lora-step00000002-state", list[list[str]]()
+    for is_old in (False, True):
+        if is_old:  # as a state of an earlier version, which had no such files
+            for name in ("inputs.json", "inputs.safetensors", "checksums.json"):
+                (state / name).unlink()
+            write_manifest(state)
+        capsys.readouterr()
+        run(base, dataset, tmp_path, save_every_n_steps=2, save_state=True, resume=state)
+        said.append(re.findall("^resume: .*$", capsys.readouterr().out, re.MULTILINE))
+        assert same(lora(tmp_path), whole)
+        if not is_old:
+            saved = tmp_path / "kept"
+            state = state.rename(saved)
+    assert said[0] == []
+    assert [line.endswith("what has changed since is not known") for line in said[1]] == [True]
+
+
+def test_language_models_say_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = chat_runs.write_place(tmp_path)
+    chat_runs.run(place, tmp_path / "chat", save_state=True)
+    records = (place / "data.jsonl").read_text().splitlines()
+    (place / "data.jsonl").write_text("\n".join([records[0].replace("one", "two"), *records[1:-1]]) + "\n")
+    capsys.readouterr()
+    chat_runs.run(place, tmp_path / "chat", max_train_steps=8, learning_rate=5e-3, resume=tmp_path / "chat/lora-state")
+    said = capsys.readouterr().out
+    assert "resume: learning_rate 0.01 -> 0.005: from now on" in said
+    assert "resume: dataset: 1 conversation added, 2 conversations removed: from now on" in said
+    assert rates(tmp_path / "chat")[7] == [5e-3]
+    (texts := tmp_path / "texts").mkdir()
+    corpus = pretraining_runs.write_corpus(texts)
+    pretraining_runs.run(corpus, tmp_path / "llm", save_state=True, lr_scheduler="cosine")
+    pretraining_runs.run(corpus, tmp_path / "llm", max_train_steps=12, resume=tmp_path / "llm/model-state",
+                         lr_scheduler="linear", lr_scheduler_min_lr_ratio=0.0)  # fmt: skip
+    assert rates(tmp_path / "llm")[7] == pytest.approx([3e-3 * (1 - 4 / 10)] * 2)
+    assert 'resume: lr_scheduler "cosine" -> "linear": from now on' in capsys.readouterr().out

@@ -1,0 +1,142 @@
+"""Processes of one run that were given different things: all end before the first step, and the difference is named."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from tests import chat_runs, pretraining_runs
+from tests.forked import Script
+from tests.processes import free_ports
+from tests.runs import ROOT, arguments, largest_difference, lora, run, train_flags, write_dataset
+from tests.worker_group import run_in_group
+
+SAME_IN_FP32 = 2e-4  # as in test_launchers
+LIMIT = 60
+
+
+def by_rank(train: Callable[[list[str]], object], flags: list[list[str]]) -> None:
+    """Train as a job of a worker group, each process as its own flags say."""
+    train(flags[int(os.environ["RANK"])])
+
+
+SETTINGS: dict[str, dict[str, object]] = {
+    "learning_rate": {"learning_rate": 2e-3},
+    "seed": {"seed": 4},
+    "network_dim": {"network_dim": 8},
+    "optimizer_type": {"optimizer_type": "Adafactor"},
+    "mixed_precision": {"mixed_precision": "bf16"},
+    "save_every_n_steps": {"save_every_n_steps": 1},
+    "max_train_steps": {"max_train_steps": 5},
+    "shard": {"shard": 2},
+    "memory": {"memory": "auto"},
+    "loss_type": {"loss_type": "l1"},
+}
+
+
+def caption(data: Path) -> None:
+    (data / "images" / "0.txt").write_text("another")
+
+
+def image(data: Path) -> None:
+    Image.new("RGB", (64, 64), "pink").save(data / "images" / "0.png")
+
+
+def image_more(data: Path) -> None:
+    Image.new("RGB", (64, 64), "pink").save(data / "images" / "new.png")
+    (data / "images" / "new.txt").write_text("pink")
+
+
+def repeats(data: Path) -> None:
+    write_dataset(data, text="batch_size = 2", num_repeats=2)
+
+
+CHANGES: dict[Callable[[Path], None], str] = {
+    caption: "1 caption changed (0.png)",
+    image: "1 image changed (0.png)",
+    image_more: "1 image added (new.png)",
+    repeats: "num_repeats is 2 instead of 1",
+}
+
+
+def test_what_differs_on_a_process_is_named_on_all_and_own_paths_are_taken(base: Path, tmp_path: Path) -> None:
+    data = write_dataset(tmp_path / "data", text="batch_size = 2")
+    common = arguments(base, data, tmp_path / "out")
+    jobs = [
+        (key, by_rank, (train_flags, [common, arguments(base, data, tmp_path / "out", **settings)]))
+        for key, settings in SETTINGS.items()
+    ]
+    for change in CHANGES:
+        other = shutil.copytree(tmp_path / "data", tmp_path / change.__name__)
+        change(other)
+        flags = [common, arguments(base, other / "dataset.toml", tmp_path / "out")]
+        jobs.append((change.__name__, by_rank, (train_flags, flags)))
+    own_base, own = shutil.copytree(base, tmp_path / "base"), tmp_path / "own"
+    shutil.copytree(tmp_path / "data", own)
+    mine = arguments(own_base, own / "dataset.toml", tmp_path / "out1", cache_directory=tmp_path / "cache")
+    jobs.append(("own paths", by_rank, (train_flags, [common, mine])))
+    said = run_in_group(jobs, tmp_path)
+    for key in SETTINGS:
+        assert said[key].startswith("process 1 differs from process 0: "), (key, said[key])
+        assert f"{key} is " in said[key]
+        assert "\n" not in said[key]
+    for change, words in CHANGES.items():
+        assert f"process 1 differs from process 0: {words}" in said[change.__name__].replace(
+            "dataset 1, subset 1: ", ""
+        )
+    assert said["own paths"] == ""
+    run(base, data, tmp_path / "alone", gradient_accumulation_steps=2)
+    assert largest_difference(lora(tmp_path / "out"), lora(tmp_path / "alone")) < SAME_IN_FP32
+
+
+def test_another_model_conversation_or_corpus_is_named(base: Path, tmp_path: Path) -> None:
+    data, other = write_dataset(tmp_path / "data"), shutil.copytree(base, tmp_path / "other")
+    file = next((other / "transformer").glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-7] ^= 1
+    file.write_bytes(content)
+    jobs = [("base", by_rank, (train_flags, [arguments(each, data, tmp_path / "out") for each in (base, other)]))]
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    places = [chat_runs.write_place(tmp_path / name) for name in ("one", "two")]
+    records = (places[1] / "data.jsonl").read_text()
+    (places[1] / "data.jsonl").write_text(records.replace("seven", "SEVEN"))
+    chats = [chat_runs.flags(places[0], tmp_path / "chat", train_data=[place / "data.jsonl"]) for place in places]
+    jobs.append(("chats", by_rank, (chat_runs.train_flags, chats)))
+    for name in ("three", "four"):
+        (tmp_path / name).mkdir()
+    corpora = [pretraining_runs.write_corpus(tmp_path / name) for name in ("three", "four")]
+    flags = [pretraining_runs.flags(corpus, tmp_path / "llm") for corpus in corpora]
+    jobs.append(("same corpus", by_rank, (pretraining_runs.train_flags, flags)))
+    rates = [[*each, "--weight_decay", decay] for each, decay in zip(flags, ("0.1", "0.2"), strict=True)]
+    jobs.append(("weight_decay", by_rank, (pretraining_runs.train_flags, rates)))
+    said = run_in_group(jobs, tmp_path)
+    assert "pretrained_model_name_or_path's content is " in said["base"]
+    assert "1 conversation added; 1 conversation removed" in said["chats"]
+    assert said["same corpus"] == ""
+    assert "weight_decay is 0.2 instead of 0.1" in said["weight_decay"]
+
+
+@pytest.mark.parametrize("kind", ["rate", "count"])
+def test_every_process_ends_with_exit_code_2_without_a_launcher(kind: str, base: Path, tmp_path: Path) -> None:
+    data, worlds = write_dataset(tmp_path / "data"), ("2", "3" if kind == "count" else "2")
+    group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports()[0]), "LOCAL_WORLD_SIZE": "2"}
+    begun, running = time.monotonic(), list[Script]()
+    for rank, world in zip("01", worlds, strict=True):
+        rate = 1e-3 if kind == "count" or rank == "0" else 2e-3
+        flags = arguments(base, data, tmp_path / "out", learning_rate=rate)
+        environment = group | {"WORLD_SIZE": world, "RANK": rank, "LOCAL_RANK": rank}
+        running.append(Script(ROOT / "train_lora.py", flags, tmp_path, environment))
+    ended = [process.wait(2 * LIMIT) for process in running]
+    assert time.monotonic() - begun < LIMIT
+    text = "".join(each.stderr for each in ended)
+    assert [each.returncode for each in ended] == [2, 2], text
+    assert "Traceback" not in text
+    wanted = "learning_rate is 0.002 instead of 0.001" if kind == "rate" else "was started as one of "
+    assert text.count(wanted) == (1 if kind == "rate" else 2), text
