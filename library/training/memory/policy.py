@@ -162,7 +162,9 @@ def remedies(
             return None
         try:
             plan = count(changed)
-        except UserError:  # two settings that exclude each other
+        except UserError as error:  # two settings that exclude each other
+            if getattr(error, "exit_code", 2) != 2:  # on the process that counts it was another error, which ends it
+                raise
             return None
         lines = {key: line for key, line in least.lines.items() if key != setting.key} | {setting.key: str(setting)}
         return Remedy(changed, plan, lines, setting.cost) if plan.over(room, phases) < over else None

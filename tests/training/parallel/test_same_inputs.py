@@ -15,7 +15,7 @@ from tests import chat_runs, pretraining_runs
 from tests.forked import Script
 from tests.processes import free_ports
 from tests.runs import ROOT, arguments, largest_difference, lora, run, train_flags, write_dataset
-from tests.worker_group import run_in_group
+from tests.worker_group import Job, run_in_group
 
 SAME_IN_FP32 = 2e-4  # as in test_launchers
 LIMIT = 60
@@ -68,7 +68,7 @@ CHANGES: dict[Callable[[Path], None], str] = {
 def test_what_differs_on_a_process_is_named_on_all_and_own_paths_are_taken(base: Path, tmp_path: Path) -> None:
     data = write_dataset(tmp_path / "data", text="batch_size = 2")
     common = arguments(base, data, tmp_path / "out")
-    jobs = [
+    jobs: list[Job] = [
         (key, by_rank, (train_flags, [common, arguments(base, data, tmp_path / "out", **settings)]))
         for key, settings in SETTINGS.items()
     ]
@@ -101,7 +101,9 @@ def test_another_model_conversation_or_corpus_is_named(base: Path, tmp_path: Pat
     content = bytearray(file.read_bytes())
     content[-7] ^= 1
     file.write_bytes(content)
-    jobs = [("base", by_rank, (train_flags, [arguments(each, data, tmp_path / "out") for each in (base, other)]))]
+    jobs: list[Job] = [
+        ("base", by_rank, (train_flags, [arguments(each, data, tmp_path / "out") for each in (base, other)]))
+    ]
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
     places = [chat_runs.write_place(tmp_path / name) for name in ("one", "two")]
