@@ -238,6 +238,7 @@ class FileIndex:
         self, kind: str, files: Iterable[SourceFile], read: Callable[[str], Sequence[Any]]
     ) -> dict[str, list[Any]]:
         """Return by path what ``read`` says of the path of each file (JSON), or said of it before, under ``kind``."""
+        _let_tick_pass(files := list(files))
         stats, started = {file.path: file.stat for file in files}, time.time_ns()
         found = {path: self._recall(kind, path, stat) for path, stat in stats.items()}
         new = [path for path, values in found.items() if values is None]

@@ -323,7 +323,7 @@ def note_lines(where: str, sources: Sequence[Source]) -> list[str]:
 
 def _complain_about_missing_captions(
     subset: Subset,
-    files: dict[str, tuple[int, int]],
+    files: dict[str, Stats],
     without: list[str],
     total: int,
     warnings: list[str],

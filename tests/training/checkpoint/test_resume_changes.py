@@ -27,7 +27,7 @@ from tests import chat_runs, pretraining_runs
 from tests.runs import lora, metrics, run, same, write_dataset
 
 MODEL = ["--pretrained_model_name_or_path", "m"]
-SCRIPTS = {
+SCRIPTS: dict[str, tuple[Script[Any], list[str]]] = {
     "images": (LORA, [*MODEL, "--dataset_config", "d"]),
     "chats": (LANGUAGE_LORA, [*MODEL, "--model_type", "llama", "--train_data", "d.jsonl"]),
     "pretraining": (LLM, ["--data_dir", "d", "--preset", "llama-tiny"]),
@@ -47,7 +47,7 @@ def words_in(annotation: Any) -> list[str]:
 def values_of(field: FieldInfo) -> list[Any]:
     """Return several values that the field takes."""
     words = words_in(field.annotation)
-    taken, adapter = [], TypeAdapter(field.annotation)
+    taken, adapter = list[Any](), TypeAdapter[Any](field.annotation)  # type: ignore[arg-type]
     for value in [*words, *([word] for word in words), *CANDIDATES]:
         try:
             adapted = adapter.validate_python(value, strict=not isinstance(value, int))
@@ -59,7 +59,6 @@ def values_of(field: FieldInfo) -> list[Any]:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_of_any_two_runs_that_differ_in_one_setting_the_resume_names_it(name: str, tmp_path: Path) -> None:
-    script: Script[Any]
     script, flags = SCRIPTS[name]
     config, draw = load_for(script, flags), random.Random(0)
     for key, (section, field) in fields(script).items():
