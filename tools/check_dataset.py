@@ -31,7 +31,7 @@ from library.files import read_toml, write_text
 from library.training.report.progress import counting, print_progress
 from tools.command import answer_early, count, model_config, seed_number, tool_console, tool_parser
 
-_PIXEL_MULTIPLE = 16  # of an image's sides, for every model so far
+_PIXEL_MULTIPLE = 16  # of an image's sides, where --model does not say
 
 
 def parser() -> argparse.ArgumentParser:
@@ -67,8 +67,8 @@ from library.data.samples import Sample, scan
 _SHOWN = 5  # findings of a kind in the terminal
 
 
-def text_encoder(options: argparse.Namespace) -> TokenLimit | None:
-    """Return the text encoder of --model, of which the tokenizers alone are loaded."""
+def ask_model(options: argparse.Namespace) -> tuple[TokenLimit | None, int]:
+    """Return the text encoder of --model, of which the tokenizers alone are loaded, and what sides are multiples of."""
     import torch
 
     from library.models.family_by_name import model_family
@@ -77,11 +77,12 @@ def text_encoder(options: argparse.Namespace) -> TokenLimit | None:
         for name in ("model_type", *MODEL_FILE_KEYS, "t5xxl_max_token_length"):
             if getattr(options, name) is not None:
                 raise UserError(f"--{name}: has no effect without --model; give that, or remove it")
-        return None
+        return None, _PIXEL_MULTIPLE
     config = model_config(options, options.model, "t5xxl_max_token_length")
     for problem in model_conflicts(config):
         raise UserError(problem.message)
-    return model_family(config).load_text_encoder(torch.float32)
+    family = model_family(config)
+    return family.load_text_encoder(torch.float32), family.image_encoder.published_multiple
 
 
 def conditioning_of(dataset: Path) -> ConditionKind:
@@ -98,8 +99,8 @@ def _unsplit(subset: Subset) -> Subset:
 
 def show(report: Report, console: Console) -> None:
     """Print the findings, a heading a kind."""
-    for note in report.notes:
-        console.print(f"note: {note}")
+    for line in (*report.sizes, *(f"note: {note}" for note in report.notes)):
+        console.print(line)
     if not report.findings:
         console.print(f"{counted(report.images, 'image')}, nothing found")
     for found in report.by_kind().values():
@@ -114,6 +115,7 @@ def write_json(
     config: DatasetConfig,
     report: Report,
     start: Callable[[str, int], Advance],
+    pixel_multiple: int,
 ) -> None:
     """Write what is known of a dataset; then small pictures of its images, and of what models are given besides.
 
@@ -124,7 +126,7 @@ def write_json(
     unsplit = tuple(replace(one, subsets=tuple(map(_unsplit, one.subsets))) for one in config.datasets)
     for each in (config, replace(config, datasets=unsplit)):  # images are shown, too, where the split is refused
         try:
-            found = scan(each, seed, _PIXEL_MULTIPLE, find=without_broken(report.findings))
+            found = scan(each, seed, pixel_multiple, find=without_broken(report.findings))
             samples = [*found.train, *found.held_out]
             break
         except UserError as error:
@@ -163,14 +165,14 @@ def main() -> None:
     given = {"cache_directory": options.cache_directory, "trigger_word": options.trigger_word}
     arguments = DatasetArguments(dataset_config=str(options.dataset), **given)
     config = load_dataset_config(options.dataset, arguments, conditioning_of(options.dataset))
-    console, encoder = tool_console(), text_encoder(options)
+    console, (encoder, pixel_multiple) = tool_console(), ask_model(options)
     if options.json is not None:
         start = partial(print_progress, console, seconds=0.5)
-        report = check(config, _PIXEL_MULTIPLE, start, encoder)
-        write_json(options, config, report, start)
+        report = check(config, pixel_multiple, start, encoder, options.seed)
+        write_json(options, config, report, start, pixel_multiple)
     else:
         with counting(console) as start:
-            report = check(config, _PIXEL_MULTIPLE, start, encoder)
+            report = check(config, pixel_multiple, start, encoder, options.seed)
     show(report, console)
     if options.strict and report.findings:
         raise UserError(

@@ -1,14 +1,25 @@
 """Which size an image is trained at.
 
-A model trains on many shapes of about the same area. kohya's buckets (sd-scripts ``BucketManager``) are kept:
+A model trains on many shapes of about the same area. Whose rule finds them, the dataset says
+(``Dataset.bucket_rule``):
 
-- the bucket sizes are all multiples of ``bucket_reso_steps`` between ``min_bucket_reso`` and
-  ``max_bucket_reso`` whose area is at most that of ``resolution``, for each width the tallest such height;
-- an image goes to the bucket of its own size if there is one, else to that with the nearest aspect ratio, is
-  resized until it just covers it, and the overhang is cropped;
-- with ``bucket_no_upscale`` an image is only ever made smaller: its bucket is its own (reduced) size
-  rounded down;
-- without ``enable_bucket`` there is one bucket, ``resolution``.
+- **Tandem's**: sides are multiples of the model's patch, and the area of ``resolution`` is the only bound. Of all such
+  shapes the fewest are taken that keep 97 % of every image's pixels: each shape costs a compile and a graph. Images
+  whose shape would have fewer samples an epoch than a batch go to the best other shape that keeps 90 % of them. The
+  shapes follow from the sizes of the dataset's images alone, not from their order.
+- **sd-scripts'** (``BucketManager``): all multiples of ``bucket_reso_steps`` between ``min_bucket_reso`` and
+  ``max_bucket_reso`` whose area is at most that of ``resolution``, for each width the tallest such height. An image
+  goes to the bucket of its own size if there is one, else to that with the nearest aspect ratio.
+- **musubi-tuner's** (``BucketSelector``): for each width in whole patches from half of the square's side to that side,
+  the tallest height within the area, and both turned round. An image goes to the nearest aspect ratio.
+
+The image is resized until it just covers its shape, and the overhang is cropped. With ``bucket_no_upscale`` an image is
+only ever made smaller: by Tandem's rule its shape is no larger than it (but one patch a side at least), by the others
+its own (reduced) size rounded down. Without ``enable_bucket`` there is one shape, ``resolution``.
+
+What is kept is counted against the whole image at the area of ``resolution`` (with ``bucket_no_upscale`` its own, if
+that is less), or at the size it is resized to if that is more: pixels that are cropped and pixels that a smaller area
+leaves out count alike.
 
 What is encoded is the bucket-sized centre crop; for ``random_crop`` it is the whole resized image (rounded
 down to whole patches), so that a crop can be chosen every epoch among the cached latents.
@@ -27,12 +38,26 @@ exactly, the image covers it and the overhang, less than a patch, is cropped.
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from library.data.config import Dataset
-from library.errors import UserError
+from library.data.config import BucketRule, Dataset
+from library.errors import UserError, counted, names_in_short
 
 Size = tuple[int, int]  # width, height in pixels
+Images = Sequence[tuple[Size, int]]  # of a dataset: size and samples an epoch of each image, 0 of one that is held out
+
+KEPT = 0.97  # of an image's pixels, by Tandem's rule
+KEPT_OF_FEW = 0.90  # of those whose own shape would not fill a batch
+_REMEDY = "remove the image or set bucket_no_upscale = false"
+KOHYA_STEPS = 64  # sd-scripts' default of bucket_reso_steps
+_RULES: dict[BucketRule, tuple[str, str]] = {  # what it is called, and what asks for the other
+    "tandem": ("by Tandem's rule", f"with bucket_reso_steps = {KOHYA_STEPS}"),
+    "kohya": ("by sd-scripts' rule", "without bucket_reso_steps, min_bucket_reso and max_bucket_reso"),
+    "musubi": ("by musubi-tuner's rule", "with image_dir or metadata_file as the key's name"),
+    None: ("alike for all", "with enable_bucket = true"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,30 +76,42 @@ class Bucketing:
     Args:
         dataset: its settings.
         pixel_multiple: every side must be a multiple of this (VAE factor times patch size).
+        images: all of its images, in any order: by Tandem's rule the shapes follow from them.
+        rule: another than the dataset's own.
     """
 
-    def __init__(self, dataset: Dataset, pixel_multiple: int) -> None:
+    def __init__(self, dataset: Dataset, pixel_multiple: int, images: Images = (), rule: BucketRule = None) -> None:
         settings = dataset.settings
         self.where = dataset.where
         self.resolution = dataset.resolution
+        self.area = dataset.resolution[0] * dataset.resolution[1]
         self.pixel_multiple = pixel_multiple
-        self.no_upscale = settings.enable_bucket and settings.bucket_no_upscale
-        self.steps = settings.bucket_reso_steps if settings.enable_bucket else pixel_multiple
+        self.rule = rule or dataset.bucket_rule
+        self.no_upscale = self.rule is not None and settings.bucket_no_upscale
+        self.steps = (settings.bucket_reso_steps or KOHYA_STEPS) if self.rule == "kohya" else pixel_multiple
         self.sizes: list[Size] = [dataset.resolution]
         self.limits: Size | None = None  # of a bucket's side
+        self._shapes: dict[Size, Size] = {}  # of each image's size, by Tandem's rule
         self._fits: dict[tuple[Size, bool], Fit] = {}
-        if not settings.enable_bucket:
+        if self.rule is None:
             for side in dataset.resolution:
                 self._require_multiple("resolution", side)
             return
         self._require_multiple("bucket_reso_steps", self.steps)
-        if min(dataset.resolution) < self.steps:
-            raise UserError(
-                f"{self.where}: resolution {size_text(dataset.resolution)} is smaller than bucket_reso_steps "
-                f"{self.steps}; set bucket_reso_steps = {pixel_multiple}"
-            )
-        self.limits = self._limits(settings.min_bucket_reso, settings.max_bucket_reso)
-        self.sizes = bucket_sizes(dataset.resolution, *self.limits, self.steps)
+        if (min(dataset.resolution) if self.rule == "kohya" else math.isqrt(self.area)) < self.steps:
+            steps = f"bucket_reso_steps {self.steps}; set bucket_reso_steps = {pixel_multiple}"
+            than = steps if self.steps > pixel_multiple else f"a patch of the model, {self.steps} pixels; raise it"
+            raise UserError(f"{self.where}: resolution {size_text(dataset.resolution)} is smaller than {than}")
+        if self.rule == "kohya":
+            self.limits = self._limits(settings.min_bucket_reso, settings.max_bucket_reso)
+            self.sizes = bucket_sizes(dataset.resolution, *self.limits, self.steps)
+        elif self.rule == "musubi":
+            self.sizes = musubi_sizes(self.area, self.steps)
+        else:
+            samples = Counter[Size]()
+            for size, number in images:
+                samples[size] += number
+            self._shapes = self._fewest_shapes(samples, settings.batch_size)
 
     def _require_multiple(self, key: str, value: int) -> None:
         unit = self.pixel_multiple
@@ -84,17 +121,12 @@ class Bucketing:
 
     def _limits(self, low: int | None, high: int | None) -> Size:
         """Limits of a bucket's side; unless given kohya's 256 and 1024, or wider to hold the resolution."""
-        shortest, longest = min(self.resolution), max(self.resolution)
+        shortest, longest = sorted(self.resolution)
+        than = f"than resolution {size_text(self.resolution)}; use at"
         if low is not None and low > shortest:
-            raise UserError(
-                f"{self.where}: min_bucket_reso {low} is larger than resolution {size_text(self.resolution)}; "
-                f"use at most {shortest}"
-            )
+            raise UserError(f"{self.where}: min_bucket_reso {low} is larger {than} most {shortest}")
         if high is not None and high < longest:
-            raise UserError(
-                f"{self.where}: max_bucket_reso {high} is smaller than resolution {size_text(self.resolution)}; "
-                f"use at least {longest}"
-            )
+            raise UserError(f"{self.where}: max_bucket_reso {high} is smaller {than} least {longest}")
         low = low if low is not None else (256 if shortest >= 256 else shortest // 2)
         high = high if high is not None else (1024 if longest <= 1024 else 2 * longest)
         return max(self.steps, low // self.steps * self.steps), math.ceil(high / self.steps) * self.steps
@@ -103,69 +135,181 @@ class Bucketing:
         """Return how an image of ``size`` (width, height) is resized and cropped; ``name`` is for the
         message.
         """
-        known = self._fits.get((size, random_crop))
-        if known is None:
-            bucket, resized = self._shrink_only(size, name) if self.no_upscale else self._cover(size)
-            unit = self.pixel_multiple
-            whole = (resized[0] // unit * unit, resized[1] // unit * unit)
-            encoded = whole if random_crop else bucket
-            offset = ((resized[0] - encoded[0]) // 2, (resized[1] - encoded[1]) // 2)
-            known = self._fits[(size, random_crop)] = Fit(resized, offset, encoded, bucket)
+        if (known := self._fits.get((size, random_crop))) is None:
+            known = self._fit(size, name)
+            if random_crop:
+                width, height = (side // self.pixel_multiple * self.pixel_multiple for side in known.resized)
+                known = _cropped(known.resized, (width, height), known.bucket)
+            self._fits[size, random_crop] = known
         return known
 
-    def _cover(self, size: Size) -> tuple[Size, Size]:
-        """Bucket with the nearest aspect ratio, and the size that just covers it."""
+    def _fit(self, size: Size, name: str) -> Fit:
+        if self.rule == "tandem":
+            return cover(size, self._shapes[size])
+        if self.rule == "kohya" and self.no_upscale:
+            resized = self._shrunk(size)
+            return _cropped(resized, self._whole_steps(resized, size, name))
+        if self.no_upscale and size[0] * size[1] <= self.area:
+            return cover(size, self._whole_steps(size, size, name))
+        if self.rule == "kohya" and size in self.sizes:
+            return cover(size, size)
         aspect = size[0] / size[1]
-        bucket = size if size in self.sizes else min(self.sizes, key=lambda b: abs(b[0] / b[1] - aspect))
-        scale = bucket[1] / size[1] if aspect > bucket[0] / bucket[1] else bucket[0] / size[0]
-        covered = (max(bucket[0], int(size[0] * scale + 0.5)), max(bucket[1], int(size[1] * scale + 0.5)))
-        return bucket, covered
+        return cover(size, min(self.sizes, key=lambda bucket: abs(bucket[0] / bucket[1] - aspect)))
 
-    def _shrink_only(self, size: Size, name: str) -> tuple[Size, Size]:
-        """Bucket and resized size with bucket_no_upscale: down to the area of resolution, never up."""
+    def _shrunk(self, size: Size) -> Size:
+        """Size to which sd-scripts brings an image with bucket_no_upscale: down to the area of resolution, never up."""
         width, height = size
-        area = self.resolution[0] * self.resolution[1]
-        resized = size
-        if width * height > area:
-            aspect = width / height
-            by_width = self._rounded(math.sqrt(area * aspect))
-            by_height = self._rounded(area / math.sqrt(area * aspect))
-            error_width = abs(by_width / max(1, self._rounded(by_width / aspect)) - aspect)
-            error_height = abs(self._rounded(by_height * aspect) / max(1, by_height) - aspect)
-            if error_width < error_height:  # the side that rounds with less distortion keeps its whole steps
-                resized = (by_width, int(by_width / aspect + 0.5))
-            else:
-                resized = (int(by_height * aspect + 0.5), by_height)
+        if width * height <= self.area:
+            return size
+        aspect = width / height
+        by_width = self._rounded(math.sqrt(self.area * aspect))
+        by_height = self._rounded(self.area / math.sqrt(self.area * aspect))
+        error_width = abs(by_width / max(1, self._rounded(by_width / aspect)) - aspect)
+        error_height = abs(self._rounded(by_height * aspect) / max(1, by_height) - aspect)
+        if error_width < error_height:  # the side that rounds with less distortion keeps its whole steps
+            return by_width, int(by_width / aspect + 0.5)
+        return int(by_height * aspect + 0.5), by_height
+
+    def _whole_steps(self, resized: Size, size: Size, name: str) -> Size:
         bucket = (resized[0] // self.steps * self.steps, resized[1] // self.steps * self.steps)
         if min(bucket) == 0:
-            raise UserError(
-                f"{name}: {size_text(size)} gives a side below bucket_reso_steps {self.steps}; "
-                "remove the image or set bucket_no_upscale = false"
-            )
-        return bucket, resized
+            raise UserError(f"{name}: {size_text(size)} gives a side below {self.steps} pixels; {_REMEDY}")
+        return bucket
 
     def _rounded(self, side: float) -> int:
         return int(side + 0.5) // self.steps * self.steps
+
+    def kept(self, size: Size, fit: Fit) -> float:
+        """Return the share of an image's pixels that ``fit`` keeps (see above)."""
+        scale = max(fit.resized[0] / size[0], fit.resized[1] / size[1])
+        whole = max(self._wanted(size), size[0] * size[1] * scale * scale)
+        return fit.bucket[0] * fit.bucket[1] / whole
+
+    def _wanted(self, size: Size) -> float:
+        """Pixels of the whole image at the size it should be trained at."""
+        return min(self.area, size[0] * size[1] * self._largest_scale(size) ** 2) if self.no_upscale else self.area
+
+    def _largest_scale(self, size: Size) -> float:
+        return max(1.0, self.pixel_multiple / min(size)) if self.no_upscale else math.inf
+
+    def _fewest_shapes(self, samples: Mapping[Size, int], batch_size: int) -> dict[Size, Size]:
+        """Return the shape of each size, by Tandem's rule; ``samples``: how many an epoch has of it.
+
+        Shapes that keep enough of an image lie in an interval around its aspect ratio, so the fewest are found by
+        taking, for the first image that has none yet, the one that serves the most others (greedy interval cover).
+        """
+        order = sorted(samples, key=lambda size: (size[0] / size[1], size))
+        serving = {size: self._keeping(size, KEPT) or self._best(size) for size in order}
+        served: dict[Size, set[Size]] = defaultdict(set)  # shape -> sizes
+        for size, shapes in serving.items():
+            for shape in shapes:
+                served[shape].add(size)
+        taken = {shape for shapes in serving.values() if len(shapes) == 1 for shape in shapes}
+        waiting = {size: None for size, shapes in serving.items() if not taken & shapes.keys()}
+
+        def gain(shape: Size) -> tuple[int, float, Size]:
+            sizes = served[shape] & waiting.keys()
+            return len(sizes), math.fsum(serving[size][shape] for size in sizes), shape
+
+        while waiting:
+            taken.add(best := max(serving[next(iter(waiting))], key=gain))
+            for size in served[best]:
+                waiting.pop(size, None)
+        members: dict[Size, list[Size]] = defaultdict(list)  # shape -> sizes
+        for size, shapes in serving.items():
+            members[_most({one: shapes[one] for one in taken & shapes.keys()})].append(size)
+        number = {shape: sum(samples[size] for size in sizes) for shape, sizes in members.items()}
+        for shape in sorted(number, key=lambda shape: (number[shape], shape)):
+            few = members[shape] if sum(samples[size] for size in members[shape]) < batch_size else ()
+            rest = members.keys() - {shape} if few else set()
+            others = [self._keeping(size, KEPT_OF_FEW, rest) for size in few]
+            if few and all(others):
+                del members[shape]
+                for size, able in zip(few, others, strict=True):
+                    members[_most(able)].append(size)
+        return {size: shape for shape, sizes in members.items() for size in sizes}
+
+    def _best(self, size: Size) -> dict[Size, float]:
+        shares = self._keeping(size, KEPT_OF_FEW) or self._keeping(size, 0)
+        return {_most(shares): max(shares.values())}
+
+    def _keeping(self, size: Size, least: float, among: Collection[Size] | None = None) -> dict[Size, float]:
+        """Return the shapes that keep ``least`` of an image, with the share that they keep."""
+        near = (shape for shape in self._near(size, max(least, 0.5)) if among is None or shape in among)
+        shares = {shape: self.kept(size, cover(size, shape)) for shape in near}
+        return {shape: kept for shape, kept in shares.items() if kept >= least}
+
+    def _near(self, size: Size, least: float) -> Iterator[Size]:
+        """Yield the shapes in whole patches whose sides are within a factor of ``least`` of the image's own."""
+        unit, aspect = self.pixel_multiple, size[0] / size[1]
+        sides = (math.sqrt(self._wanted(size) * ratio) for ratio in (aspect, 1 / aspect))
+        sides = (min(max(side, unit), self.area / unit) / unit for side in sides)
+        widths, heights = (range(max(1, math.ceil(n * least)), max(1, int(n / least)) + 1) for n in sides)
+        for width in (unit * n for n in widths):
+            for height in (unit * n for n in heights):
+                scale = max(width / size[0], height / size[1])
+                if width * height <= self.area and scale <= self._largest_scale(size) * (1 + 1e-9):
+                    yield width, height
+
+
+def _most(shares: Mapping[Size, float]) -> Size:
+    """Return the shape that keeps most."""
+    return max(shares, key=lambda shape: (shares[shape], shape))
 
 
 def bucket_sizes(resolution: Size, low: int, high: int, steps: int) -> list[Size]:
     """All sizes with sides in multiples of ``steps`` from ``low`` to ``high`` and at most the area."""
     area = resolution[0] * resolution[1]
     square = math.isqrt(area) // steps * steps
-    sizes = {(square, square)}
-    for width in range(low, high + 1, steps):
-        height = min(high, area // width // steps * steps)
-        if height >= low:
-            sizes |= {(width, height), (height, width)}
-    return sorted(sizes)
+    heights = {width: min(high, area // width // steps * steps) for width in range(low, high + 1, steps)}
+    return _turned([(square, square), *((width, height) for width, height in heights.items() if height >= low)])
+
+
+def musubi_sizes(area: int, steps: int) -> list[Size]:
+    """musubi-tuner's sizes: the tallest of each width from half of the square's side to all of it, and turned round."""
+    side = math.isqrt(area)
+    widths = range(max(steps, side // 2 // steps * steps), side + steps, steps)
+    return _turned([(width, area // width // steps * steps) for width in widths if area // width >= steps])
+
+
+def _turned(sizes: Iterable[Size]) -> list[Size]:
+    return sorted({turned for size in sizes for turned in (size, size[::-1])})
+
+
+def describe_sizes(dataset: Dataset, pixel_multiple: int, images: Images) -> str:
+    """Return a line: whose rule finds the sizes, the shapes and what they keep of the images; so of another rule."""
+
+    def outcome(rule: BucketRule) -> str:
+        try:
+            buckets = Bucketing(dataset, pixel_multiple, images, rule)
+            fits = [(size, buckets.fit(size, random_crop=False, name="an image")) for size, _ in images]
+        except UserError as error:
+            return f"refused ({str(error).removeprefix(f'{dataset.where}: ')})"
+        shares = [buckets.kept(size, fit) for size, fit in fits]
+        shapes = sorted(Counter(fit.bucket for _, fit in fits).items())
+        listed = names_in_short([f"{number} at {size_text(shape)}" for shape, number in shapes], 12)
+        kept = sum(shares) / max(1, len(shares))
+        text = f"{kept:.1%} of the pixels kept in {counted(len(shapes), 'shape')} ({listed})"
+        if few := sum(share < KEPT for share in shares):
+            text += f"; {counted(few, 'image')} below {KEPT:.0%}, {min(shares):.1%} at least"
+            text += " (no shape keeps more, or too few for a batch of it)" if buckets.rule == "tandem" else ""
+        return text
+
+    other: BucketRule = "kohya" if dataset.bucket_rule == "tandem" else "tandem"
+    name, change = _RULES[dataset.bucket_rule]
+    return f"sizes {name}: {outcome(None)}; {change}, {_RULES[other][0]}: {outcome(other)}"
 
 
 @dataclass(frozen=True, slots=True)
 class ControlSizing:
-    """How control images are sized: ``resolution`` (width, height) gives an area; ``keep``: no_resize_control."""
+    """How control images are sized: ``resolution`` (width, height) gives an area; ``keep``: no_resize_control.
+
+    ``of_musubi``: to the size that musubi-tuner has for it (``calculate_bucket_resolution``), often a patch off.
+    """
 
     resolution: Size | None = None
     keep: bool = False
+    of_musubi: bool = False
 
     def fit(self, size: Size, trained: Size, unit: int, name: str) -> Fit:
         """Return how a control image is resized and cropped.
@@ -184,22 +328,32 @@ class ControlSizing:
         if area is not None:
             root = math.sqrt(area * width / height)
             target = (_whole(root, unit), _whole(root * height / width, unit))
+            if self.of_musubi:
+                first = int(root) // unit - 2
+                widths = range(max(1, first) * unit, (first + 5) * unit, unit)
+                sizes = [(wide, area // wide // unit * unit) for wide in widths if area // wide >= unit]
+                target = min(sizes, key=lambda one: abs(one[0] / one[1] - width / height), default=target)
         return cover(size, target)
 
 
 def cover(size: Size, target: Size) -> Fit:
     """Return the fit that resizes ``size`` until it just covers ``target`` and crops the overhang evenly."""
     scale = max(target[0] / size[0], target[1] / size[1])
-    resized = (max(target[0], round(size[0] * scale)), max(target[1], round(size[1] * scale)))
-    offset = ((resized[0] - target[0]) // 2, (resized[1] - target[1]) // 2)
-    return Fit(resized, offset, target, target)
+    resized = (max(target[0], int(size[0] * scale + 0.5)), max(target[1], int(size[1] * scale + 0.5)))
+    return _cropped(resized, target)
+
+
+def _cropped(resized: Size, encoded: Size, bucket: Size | None = None) -> Fit:
+    """Return the fit that crops ``encoded`` from the middle."""
+    offset = ((resized[0] - encoded[0]) // 2, (resized[1] - encoded[1]) // 2)
+    return Fit(resized, offset, encoded, bucket or encoded)
 
 
 def _trim(size: Size, unit: int, name: str) -> Fit:
     whole = (size[0] // unit * unit, size[1] // unit * unit)
     if min(whole) == 0:
         raise UserError(f"{name}: {size_text(size)} is smaller than a patch of {unit}; remove no_resize_control")
-    return Fit(size, ((size[0] - whole[0]) // 2, (size[1] - whole[1]) // 2), whole, whole)
+    return _cropped(size, whole)
 
 
 def _whole(side: float, unit: int) -> int:

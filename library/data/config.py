@@ -8,7 +8,8 @@ itself, is read as a dataset with one subset. A table with ``resolutions`` becom
 
 For which program a table is written :func:`is_kohyas` alone decides: sd-scripts has its images in a subset, by the
 names ``image_dir`` and ``metadata_file``, and trains on a caption's first line; musubi-tuner has them in the dataset
-itself, and takes captions whole. Tandem's own datasets say ``multiline_captions``.
+itself, and takes captions whole. Tandem's own datasets say ``multiline_captions``. Whose bucket sizes it has, which
+many tables of sd-scripts leave to the defaults, ``Dataset.bucket_rule`` says.
 
 Every table is checked by itself, so a message names the table of the mistake. Keys of either tool that could take no
 effect are refused with what to do instead, and so are conditions that the model at hand does not take: a fill model is
@@ -134,7 +135,7 @@ class DatasetSettings(_Table):
     batch_size: Batch = 1
     enable_bucket: bool = False
     bucket_no_upscale: bool = False
-    bucket_reso_steps: Side = 64
+    bucket_reso_steps: Side | None = None  # kohya's: 64
     min_bucket_reso: Side | None = None
     max_bucket_reso: Side | None = None
     control_resolution: Sides | None = None
@@ -148,6 +149,9 @@ SUBSET_ONLY = frozenset(
 _RESOLUTIONS = frozenset({"resolution", "resolutions"})
 SUBSET_KEYS = frozenset(SubsetSettings.model_fields)
 DATASET_KEYS = frozenset(DatasetSettings.model_fields)
+BUCKET_SIZE_KEYS = frozenset({"bucket_reso_steps", "min_bucket_reso", "max_bucket_reso"})
+BucketRule = Literal["tandem", "kohya", "musubi"] | None  # None: no buckets
+_MUSUBI_SOURCES = frozenset({"image_directory", "image_jsonl_file"})
 OTHER_NAMES = {  # musubi-tuner's names, some of single models
     "image_directory": "image_dir",
     "include_subdirectories": "recursive",  # OneTrainer's
@@ -185,7 +189,7 @@ _PATHS = {"image_dir", "metadata_file", "conditioning_data_dir", "control_direct
 
 def is_kohyas(table: Mapping[str, Any], is_subset: bool) -> bool:
     """Return whether a table names its images as sd-scripts' datasets do, and not as musubi-tuner's."""
-    return is_subset and not table.keys() & {"image_directory", "image_jsonl_file"}
+    return is_subset and not table.keys() & _MUSUBI_SOURCES
 
 
 @dataclass(frozen=True)
@@ -214,6 +218,14 @@ class Dataset:
     subsets: tuple[Subset, ...]
     control_resolution: tuple[int, int] | None = None
     number: int = 1  # of its table; those of one table with several resolutions share it
+    of_musubi: bool = False  # its table names its images as musubi-tuner's do
+
+    @property
+    def bucket_rule(self) -> BucketRule:
+        """Whose rule finds the sizes: of the program that knows the bucket keys, or the names, of its table."""
+        rule: BucketRule = "musubi" if self.of_musubi else "tandem"
+        rule = "kohya" if BUCKET_SIZE_KEYS & self.settings.model_fields_set else rule
+        return rule if self.settings.enable_bucket else None
 
 
 @dataclass(frozen=True)
@@ -390,10 +402,10 @@ def _read_table(file: _File, number: int, general: dict[str, Any], defaults: Dat
     cache_directory = (file.path.parent / own_cache).resolve() if own_cache else None
     if defaults.cache_directory and not cache:
         cache_directory = written_path(defaults.cache_directory, "cache_directory").resolve()
-    control_resolution = None if control is None else _both(control)
+    of_musubi = not subset_tables and bool(_MUSUBI_SOURCES & table.keys())
+    rest = (None if control is None else _both(control), number + 1, of_musubi)
     return [  # samples are told apart by their subset: each has copies of its own
-        Dataset(where, settings, size, cache_directory, tuple(map(replace, subsets)), control_resolution, number + 1)
-        for size in sizes
+        Dataset(where, settings, size, cache_directory, tuple(map(replace, subsets)), *rest) for size in sizes
     ]
 
 

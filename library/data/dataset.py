@@ -189,7 +189,7 @@ class TrainingData:
         self.conditioning, arguments = config.conditioning, config.arguments
         self.seed = seed
         self.warnings = list(dict.fromkeys(found.warnings))  # once, at however many resolutions
-        self.listed = found.listed
+        self.listed, self._sizes = found.listed, found.sizes
         self.pixel_multiple = pixel_multiple
         self.latent_factor = latent_factor
         self._indexes = found.indexes
@@ -302,6 +302,7 @@ class TrainingData:
             in_buckets = Counter(key[1] for key in self.train.buckets if key[0] == number)
             for (wide, high), count in sorted(in_buckets.items()):
                 lines.append(f"    {wide:>5} x {high:<5} {count:>7} samples an epoch")
+            lines.append(f"    {self._sizes[number]}")
         held_out = len({sample.image.path for sample in (self.validation.samples if self.validation else ())})
         batches = self.batch_sampler().batches_per_epoch()
         lines.append(

@@ -175,7 +175,7 @@ def described(config: DatasetConfig, report: Report, samples: Sequence[Sample], 
     several = len(config.datasets) > 1
     return {
         "dataset": str(config.path),
-        "notes": report.notes,
+        "notes": [*report.sizes, *report.notes],
         "refused": refused,
         "images": images,
         "kinds": kinds,

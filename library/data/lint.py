@@ -29,12 +29,12 @@ from pathlib import Path
 from typing import Protocol
 
 from library.conditions import ConditionKind
-from library.data.buckets import Bucketing, Fit, same_shape, size_text
+from library.data.buckets import KEPT, Bucketing, Fit, Size, describe_sizes, same_shape, size_text
 from library.data.captions import caption_variants, has_word, words_around
 from library.data.config import DatasetConfig, Subset, SubsetSettings
 from library.data.file_index import FileIndex, SourceFile, list_folder
 from library.data.mask_files import REFUSED, look_at_masks
-from library.data.samples import FindSources, Sample, cache_folder
+from library.data.samples import FindSources, Sample, cache_folder, sizes_seen
 from library.data.sources import (
     Source,
     captions_beside,
@@ -101,6 +101,7 @@ class Report:
     images: int
     findings: list[Finding]
     notes: tuple[str, ...] = ()  # what training says too: files that are left out, frames that are not used
+    sizes: tuple[str, ...] = ()  # of each dataset, whose rule finds its shapes, and what they keep
 
     def by_kind(self) -> dict[str, list[Finding]]:
         """Return the findings of each kind, in the order of :data:`TITLES`, kinds without any left out."""
@@ -125,6 +126,7 @@ def check(
     pixel_multiple: int,
     start: Callable[[str, int], Advance],
     encoder: TokenLimit | None = None,
+    seed: int = 0,
 ) -> Report:
     """Look at every image, mask and caption of a dataset TOML.
 
@@ -133,13 +135,14 @@ def check(
         pixel_multiple: image sides are multiples of this.
         start: ``start(description, total) -> advance(n)``, for the progress bar.
         encoder: the model's, to which captions may be too long.
+        seed: the training's, which chooses the held-out images.
     """
     findings: list[Finding] = []
     images: dict[str, SourceFile] = {}
     captions: list[Caption] = []
-    notes: list[str] = []
+    notes, sizes = list[str](), list[str]()
     for _, [*datasets] in groupby(config.datasets, key=lambda dataset: dataset.number):  # each resolution of a table
-        buckets = [Bucketing(dataset, pixel_multiple) for dataset in datasets]
+        loaded: list[tuple[Subset, FileIndex, list[Source], dict[str, str]]] = []
         for subset in datasets[0].subsets:
             index = FileIndex(cache_folder(datasets[0], subset))
             sources = _sources(subset, index, findings, notes, config.conditioning)
@@ -147,9 +150,17 @@ def check(
             problems = index.decode(files.values(), partial(start, f"checking {subset.written_dir}"))
             findings += [Finding("unreadable", (path,), f"{Path(path).name}: {why}") for path, why in problems.items()]
             notes += note_frames(subset.where, {source.name: source.image.frames for source in sources})
+            loaded.append((subset, index, sources, problems))
+        used: list[tuple[Size, int]] = []
+        for subset, _, sources, problems in loaded:
+            whole = [each for each in sources if each.image.size and each.image.path not in problems]
+            used += sizes_seen(subset, whole, seed) if subset.settings.num_repeats else []
+        buckets = [Bucketing(dataset, pixel_multiple, used) for dataset in datasets]
+        sizes += [f"{dataset.where}: {describe_sizes(dataset, pixel_multiple, used)}" for dataset in datasets]
+        for subset, index, sources, problems in loaded:
             images_read = list[tuple[Source, list[Fit]]]()
             for source in sources:
-                found, fits = _of_image(source, problems, subset, buckets)
+                found, fits = _of_image(source, problems, subset, buckets if subset.settings.num_repeats else ())
                 findings += found
                 if not problems.keys() & {file.path for file in source.files}:
                     images_read.append((source, fits))
@@ -171,7 +182,7 @@ def check(
     findings += [Finding("duplicate", tuple(paths), f"{_names(paths)} are the same file") for paths in same]
     findings += [*_captions(captions), *_trigger_words(captions)]
     findings += long_captions(captions, encoder, config.arguments.caption_variants)
-    return Report(len(images), findings, tuple(notes))
+    return Report(len(images), findings, tuple(notes), tuple(sizes))
 
 
 def summarise(samples: Sequence[Sample]) -> list[str]:
@@ -257,7 +268,8 @@ def _upscaled(path: str, size: tuple[int, int], fits: Sequence[Fit]) -> list[Fin
     factors = {
         fit.bucket: sorted(resized / own for resized, own in zip(fit.resized, size, strict=True)) for fit in fits
     }
-    large = {bucket: both[1] for bucket, both in factors.items() if both[0] > 1}  # rounding may enlarge one by a pixel
+    # Tandem's rule may enlarge by half of what it may crop, rounding by a pixel
+    large = {bucket: both[1] for bucket, both in factors.items() if both[0] > 1 / KEPT}
     if not large:
         return []
     times = ", ".join(f"{factor:.2f} times to fill {size_text(bucket)}" for bucket, factor in large.items())

@@ -19,6 +19,7 @@ IMAGE_SUFFIXES = frozenset(
     )
 )
 CAPTION_SUFFIXES = frozenset((".txt", ".caption"))  # of new ones; a dataset may name others
+LEAST_RESOLUTION = 32  # a patch of every model
 MOST_CAPTION_BYTES = 2**20  # no model reads more than a few thousand
 
 
@@ -37,8 +38,8 @@ def write_dataset(folder: Path, image_dir: str, trigger_word: str, resolution: s
         numbers = {"resolution": int(resolution), "num_repeats": int(repeats)}
     except ValueError:
         numbers = {}
-    if min(numbers.values(), default=0) < 1:
-        raise UserError("New dataset: resolution and repeats are whole numbers from 1; correct them")
+    if numbers.get("resolution", 0) < LEAST_RESOLUTION or numbers["num_repeats"] < 1:
+        raise UserError(f"New dataset: resolution and repeats are whole numbers from {LEAST_RESOLUTION} and 1")
     images = folder / image_dir
     images.mkdir(parents=True, exist_ok=True)
     endings = {file.suffix for file in images.iterdir()} & CAPTION_SUFFIXES

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Self
@@ -26,7 +26,7 @@ from typing import Self
 from PIL import Image
 
 from library.conditions import ConditionKind
-from library.data.buckets import Bucketing, ControlSizing, Fit, Size, same_shape, size_text
+from library.data.buckets import Bucketing, ControlSizing, Fit, Images, Size, describe_sizes, same_shape, size_text
 from library.data.config import Dataset, DatasetConfig, Subset, SubsetSettings
 from library.data.file_index import FileIndex, SourceFile, checked_bytes
 from library.data.images import decode, fit_image
@@ -129,7 +129,8 @@ class Sample:
 class Scan:
     """All samples of a dataset TOML, the indexes of the cache folders, and lines the user should read.
 
-    ``listed`` are the samples for training as the TOML lists them, before regularisation images are balanced.
+    ``listed`` are the samples for training as the TOML lists them, before regularisation images are balanced; ``sizes``
+    say of each dataset whose rule finds its shapes.
     """
 
     train: list[Sample]
@@ -137,11 +138,12 @@ class Scan:
     indexes: list[FileIndex]
     warnings: list[str]
     listed: list[Sample] = field(default_factory=list)
+    sizes: list[str] = field(default_factory=list)
 
 
 def control_sizing(dataset: Dataset) -> ControlSizing:
     """Return how a dataset's control images are sized."""
-    return ControlSizing(dataset.control_resolution, dataset.settings.no_resize_control)
+    return ControlSizing(dataset.control_resolution, dataset.settings.no_resize_control, dataset.of_musubi)
 
 
 def scan(
@@ -167,8 +169,7 @@ def scan(
     identities: Counter[str] = Counter()
     result = Scan([], [], [], _inert_keys(config))
     for number, dataset in enumerate(config.datasets):
-        buckets = Bucketing(dataset, pixel_multiple)
-        train: list[Sample] = []
+        loaded: list[tuple[SampleGroup, list[Source], Images]] = []
         for subset in dataset.subsets:
             if subset.settings.num_repeats == 0:
                 result.warnings.append(f"{subset.where}: num_repeats = 0, left out")
@@ -182,22 +183,22 @@ def scan(
             index.save()
             result.warnings.extend(note_frames(subset.where, {source.name: source.image.frames for source in sources}))
             result.warnings.extend(note_lines(subset.where, sources))
-            kept, held_back = _load_subset(group, dataset, sources, buckets, identities, seed)
-            train += kept
-            fits = {sample.image.path: (sample.fit,) for sample in (*kept, *held_back)}
-            lines, remarks = look_at_masks([(each, fits[each.image.path]) for each in sources], subset.settings, index)
-            alike: dict[str, list[str]] = defaultdict(list)
-            for _, path, remark in remarks:
-                alike[remark].append(Path(path).name)
-            lines += [f"{remark} ({names_in_short(names, 3)})" for remark, names in alike.items()]
-            result.warnings.extend(f"{subset.where}: {line}" for line in lines)
-            index.save()
-            result.held_out.extend(held_back)
+            loaded.append((group, sources, sizes_seen(subset, sources, seed)))
+        images = [image for _, _, seen in loaded for image in seen]
+        buckets = Bucketing(dataset, pixel_multiple, images)
+        result.sizes.append(describe_sizes(dataset, pixel_multiple, images))
+        train: list[Sample] = []
+        for group, sources, seen in loaded:
+            samples = _load_subset(group, sources, seen, buckets, control_sizing(dataset), identities)
+            train += [sample for sample in samples if not sample.held_out]
+            result.held_out.extend(sample for sample in samples if sample.held_out)
+            fits = [(source, (sample.fit,)) for source, sample in zip(sources, samples, strict=True)]
+            result.warnings.extend(_mask_lines(group.subset, fits, indexes[group.cache]))
         result.listed.extend(train)
         result.train.extend(_balance(train, dataset.where, result.warnings, regular_share))
-    if (images := sum(sample.repeats for sample in result.train)) > MOST_IMAGES:
+    if (number := sum(sample.repeats for sample in result.train)) > MOST_IMAGES:
         raise UserError(
-            f"{config.path}: an epoch of {images:,} images, each as often as num_repeats says; at most {MOST_IMAGES:,} "
+            f"{config.path}: an epoch of {number:,} images, each as often as num_repeats says; at most {MOST_IMAGES:,} "
             "can be kept in order: lower num_repeats, and train more epochs"
         )
     result.indexes.extend(indexes.values())
@@ -213,29 +214,44 @@ def cache_folder(dataset: Dataset, subset: Subset) -> Path:
     return folder / ".tandem_cache"
 
 
+def sizes_seen(subset: Subset, sources: Sequence[Source], seed: int) -> list[tuple[Size, int]]:
+    """Return the size of each image of a subset, and how often an epoch sees it: 0 of one that is held out."""
+    split, own_seed = subset.settings.validation_split, subset.settings.validation_seed
+    order = list(range(len(sources)))
+    # the permutation depends on the count alone, as in sd-scripts
+    random.Random(seed if own_seed is None else own_seed).shuffle(order)
+    held_out = set(order[len(order) - round(len(order) * split) :])
+    sizes = [source.image.size or (1, 1) for source in sources]  # they have been measured
+    return [(size, 0 if i in held_out else subset.settings.num_repeats) for i, size in enumerate(sizes)]
+
+
 def _load_subset(
     group: SampleGroup,
-    dataset: Dataset,
     sources: list[Source],
+    seen: Images,
     buckets: Bucketing,
+    sizing: ControlSizing,
     identities: Counter[str],
-    seed: int,
-) -> tuple[list[Sample], list[Sample]]:
-    """Samples of one subset: those to train on, those held out."""
-    subset = group.subset
-    split, split_seed = subset.settings.validation_split, subset.settings.validation_seed
-    held_out = _held_out_positions(len(sources), split, seed if split_seed is None else split_seed)
-    sizing = control_sizing(dataset)
-    kept: list[Sample] = []
-    held_back: list[Sample] = []
-    for position, source in enumerate(sources):
-        identity = f"{subset.written_dir}\n{source.name}"
+) -> list[Sample]:
+    """Return the samples of one subset; ``seen``: of each image, as :func:`sizes_seen` returns it."""
+    samples: list[Sample] = []
+    for source, (_, times) in zip(sources, seen, strict=True):
+        identity = f"{group.subset.written_dir}\n{source.name}"
         identities[identity] += 1
         if identities[identity] > 1:
             identity = f"{identity}\n{identities[identity]}"
-        sample = _build_sample(group, source, buckets, sizing, identity, position in held_out)
-        (held_back if sample.held_out else kept).append(sample)
-    return kept, held_back
+        samples.append(_build_sample(group, source, buckets, sizing, identity, times == 0))
+    return samples
+
+
+def _mask_lines(subset: Subset, fits: Sequence[tuple[Source, tuple[Fit]]], index: FileIndex) -> list[str]:
+    lines, remarks = look_at_masks(fits, subset.settings, index)
+    alike: dict[str, list[str]] = defaultdict(list)
+    for _, path, remark in remarks:
+        alike[remark].append(Path(path).name)
+    lines += [f"{remark} ({names_in_short(names, 3)})" for remark, names in alike.items()]
+    index.save()
+    return [f"{subset.where}: {line}" for line in lines]
 
 
 def _build_sample(
@@ -275,12 +291,6 @@ def check_mask_shape(mask: SourceFile, size: tuple[int, int]) -> None:
         )
 
 
-def _held_out_positions(count: int, split: float, seed: int) -> set[int]:
-    order = list(range(count))
-    random.Random(seed).shuffle(order)  # the permutation depends on the count alone, as in sd-scripts
-    return set(order[count - round(count * split) :])
-
-
 def _balance(samples: list[Sample], where: str, warnings: list[str], share: float | None) -> list[Sample]:
     """Set the repeats of regularisation images so that they are ``share`` of all; None: as many as the others.
 
@@ -298,6 +308,10 @@ def _balance(samples: list[Sample], where: str, warnings: list[str], share: floa
     if share is not None and wanted < len(regular):
         regular.sort(key=lambda sample: sample.fit.bucket)
         due = {number * len(regular) // wanted for number in range(wanted)}
+        shapes = {regular[i].fit.bucket for i in due}
+        if unseen := sum(sample.fit.bucket not in shapes for sample in regular):
+            why = f"an epoch takes {wanted}, and too few have their sizes; a higher preserve_share takes more"
+            warnings.append(f"{where}: {unseen} of {len(regular)} regularisation images are not used: {why}")
         return training + [replace(sample, repeats=int(i in due)) for i, sample in enumerate(regular)]
     used: list[int] = []
     total = 0
@@ -335,11 +349,10 @@ def _inert_keys(config: DatasetConfig) -> list[str]:
     """Bucket keys that other settings leave without effect; kohya's own configs often carry them."""
     lines = []
     for dataset in config.datasets:
-        given = dataset.settings.model_fields_set
-        limits = sorted(given & {"min_bucket_reso", "max_bucket_reso"})
-        if dataset.settings.enable_bucket and dataset.settings.bucket_no_upscale and limits:
-            lines.append(f"{dataset.where}: no effect with bucket_no_upscale: {', '.join(limits)}")
-        buckets = sorted(given & {"bucket_no_upscale", "bucket_reso_steps", *limits})
-        if not dataset.settings.enable_bucket and buckets:
-            lines.append(f"{dataset.where}: no effect without enable_bucket: {', '.join(buckets)}")
+        settings, limits = dataset.settings, {"min_bucket_reso", "max_bucket_reso"}
+        beside, inert = "with bucket_no_upscale", limits if settings.bucket_no_upscale else set[str]()
+        if not settings.enable_bucket:
+            beside, inert = "without enable_bucket", {"bucket_no_upscale", "bucket_reso_steps", *limits}
+        if given := sorted(inert & settings.model_fields_set):
+            lines.append(f"{dataset.where}: no effect {beside}: {', '.join(given)}")
     return lines

@@ -19,6 +19,9 @@ from library.training.checkpoint.metadata import dataset_facts
 from tests.data.folders import add_image, build, cache_all, items
 
 
+KOHYA = {"enable_bucket": True, "bucket_reso_steps": 64}  # what makes a dataset sd-scripts', with its default
+
+
 def bucketing(resolution: int | tuple[int, int], unit: int = 16, **settings: object) -> Bucketing:
     sides = resolution if isinstance(resolution, tuple) else (resolution, resolution)
     return Bucketing(Dataset("d.toml", DatasetSettings(**settings), sides, None, ()), unit)
@@ -58,12 +61,12 @@ def test_sizes_are_the_tallest_of_each_width_within_area_and_limits(
 def test_an_image_is_resized_to_cover_the_bucket_of_nearest_aspect_and_cropped_in_the_middle() -> None:
     # 512^2 in steps of 64 offers 576x448 (1.286) and 640x384 (1.667); 1200x800 (1.5) is nearer to the second:
     # scale 640 / 1200, so 640 x 427, of which 43 rows overhang.
-    fit = bucketing(512, enable_bucket=True).fit((1200, 800), random_crop=False, name="")
+    fit = bucketing(512, **KOHYA).fit((1200, 800), random_crop=False, name="")
     assert (fit.bucket, fit.resized, fit.offset, fit.encoded) == ((640, 384), (640, 427), (0, 21), (640, 384))
 
 
 def test_an_image_of_a_buckets_own_size_stays_as_it_is() -> None:
-    fit = bucketing(512, enable_bucket=True).fit((576, 448), random_crop=False, name="")
+    fit = bucketing(512, **KOHYA).fit((576, 448), random_crop=False, name="")
     assert fit.resized == fit.bucket == (576, 448)
 
 
@@ -73,7 +76,7 @@ def test_without_buckets_everything_has_the_size_of_resolution() -> None:
 
 
 def test_no_upscale_keeps_small_images_and_shrinks_large_ones() -> None:
-    buckets = bucketing(512, enable_bucket=True, bucket_no_upscale=True)
+    buckets = bucketing(512, **KOHYA, bucket_no_upscale=True)
     small = buckets.fit((300, 200), random_crop=False, name="")
     assert (small.resized, small.bucket, small.offset) == ((300, 200), (256, 192), (22, 4))
     # 2000x1000 to the area 512^2 is 724.1 x 362.0. Width in whole steps: 704, height then 352 -> 320, ratio 2.2;
@@ -112,17 +115,17 @@ def test_every_fit_lies_within_the_resized_image_in_whole_patches(
 
 
 def test_random_crop_encodes_the_whole_image_in_whole_patches() -> None:
-    fit = bucketing(512, enable_bucket=True).fit((1200, 800), random_crop=True, name="")
+    fit = bucketing(512, **KOHYA).fit((1200, 800), random_crop=True, name="")
     assert (fit.encoded, fit.offset, fit.bucket) == ((640, 416), (0, 5), (640, 384))
 
 
 def test_limits_are_kohyas_or_wider_where_resolution_needs_it() -> None:
-    assert (256, 1024) in bucketing(512, enable_bucket=True).sizes
+    assert (256, 1024) in bucketing(512, **KOHYA).sizes
     small = bucketing(96, enable_bucket=True, bucket_reso_steps=16).sizes
     assert min(min(size) for size in small) == 48
-    large = bucketing(1536, enable_bucket=True).sizes
+    large = bucketing(1536, **KOHYA).sizes
     assert max(max(size) for size in large) == 3072
-    given_limits = bucketing(512, enable_bucket=True, min_bucket_reso=300, max_bucket_reso=700).sizes
+    given_limits = bucketing(512, **KOHYA, min_bucket_reso=300, max_bucket_reso=700).sizes
     # rounded outwards to whole steps, as sd-scripts does
     assert (min(min(size) for size in given_limits), max(max(size) for size in given_limits)) == (256, 704)
 
@@ -133,7 +136,9 @@ def test_settings_without_a_usable_bucket_are_refused() -> None:
         (520, None, f"resolution 520 {patch} 512"),
         (512, {"bucket_reso_steps": 40}, f"bucket_reso_steps 40 {patch} 32"),
         (512, {"bucket_reso_steps": 3}, f"bucket_reso_steps 3 {patch} 16"),
-        (48, {}, "resolution 48x48 is smaller than bucket_reso_steps 64; set bucket_reso_steps = 16"),
+        (48, KOHYA, "resolution 48x48 is smaller than bucket_reso_steps 64; set bucket_reso_steps = 16"),
+        (8, {"bucket_reso_steps": 16}, "resolution 8x8 is smaller than a patch of the model, 16 pixels; raise it"),
+        (8, {}, "resolution 8x8 is smaller than a patch of the model, 16 pixels; raise it"),
         (512, {"min_bucket_reso": 640}, "min_bucket_reso 640 is larger than resolution 512x512; use at most 512"),
         (512, {"max_bucket_reso": 256}, "max_bucket_reso 256 is smaller than resolution 512x512; use at least 512"),
     ):
@@ -144,9 +149,9 @@ def test_settings_without_a_usable_bucket_are_refused() -> None:
 
 def test_an_image_too_small_to_be_used_without_upscaling_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
-        bucketing(512, enable_bucket=True, bucket_no_upscale=True).fit((500, 40), False, "thin.png")
+        bucketing(512, **KOHYA, bucket_no_upscale=True).fit((500, 40), False, "thin.png")
     assert str(caught.value) == (
-        "thin.png: 500x40 gives a side below bucket_reso_steps 64; remove the image or set bucket_no_upscale = false"
+        "thin.png: 500x40 gives a side below 64 pixels; remove the image or set bucket_no_upscale = false"
     )
 
 

@@ -176,7 +176,7 @@ def test_more_regularisation_images_than_an_epoch_takes_are_seen_in_turn_as_many
     for number in range(7):
         size = (64, 64) if number < 5 else (128, 64)
         add_image(tmp_path / "reg", f"{number}.png", size, caption=f"house {number}", seed=number)
-    toml = write_toml(tmp_path, "enable_bucket = true")
+    toml = write_toml(tmp_path, "enable_bucket = true\nbucket_reso_steps = 64")
     toml.write_text(toml.read_text() + "[[datasets.subsets]]\nimage_dir = 'reg'\nis_reg = true\n")
     data = build(toml, preserve_share=0.25)  # three of seven an epoch
     batches = {data.batch_sampler().batches_per_epoch()}

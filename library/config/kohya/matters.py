@@ -47,7 +47,7 @@ def _model(result: Translation, known: Known) -> None:
     edits = f"{result.values.get('model_type')}_edit"
     if module == QWEN_IMAGE or result.tool != "musubi-tuner" or edits not in MODEL_TYPES:
         return
-    if _has_controls(result.values.get("dataset_config")):
+    if _names(result.values.get("dataset_config"), "control_directory"):
         result.default("model_type", edits, "dataset_config", f"{edits}, as the dataset has control images")
 
 
@@ -70,10 +70,19 @@ def _version(result: Translation, module: str) -> None:
         result.default("zero_cond_t", True, "model_version", "true, which is what tells edit-2511 from edit-2509")
 
 
-def _has_controls(dataset: object) -> bool:
-    """Whether the dataset TOML, if it is there, names control images."""
+def _names(dataset: object, key: str) -> bool:
+    """Whether the dataset TOML, if it is there, has ``key``."""
     path = Path(str(dataset or "")).expanduser()
-    return path.is_file() and re.search(r"^[ \t]*control_directory[ \t]*=", read_text(path), re.MULTILINE) is not None
+    return path.is_file() and re.search(rf"^[ \t]*{key}[ \t]*=", read_text(path), re.MULTILINE) is not None
+
+
+def _buckets(result: Translation, known: Known) -> None:
+    """A dataset that sd-scripts' flags, or a TOML beside its settings, give buckets has those of sd-scripts."""
+    dataset, key = result.values.get("dataset_config"), "bucket_reso_steps"
+    of_toml = result.tool == "sd-scripts" and _names(dataset, "enable_bucket") and not _names(dataset, key)
+    of_flags = dataset and not is_off(result.values.get("enable_bucket"))
+    if key not in result.values and (of_toml or of_flags):
+        result.default(key, 64, key, "unset, so 64, the default of sd-scripts: its sizes hold, not Tandem's")
 
 
 def _vae(result: Translation, known: Known) -> None:
@@ -302,6 +311,7 @@ RULES: tuple[Callable[[Translation, Known], None], ...] = (
     _text_encoders,  # before learning_rate becomes unet_lr
     _learning_rate,
     _alpha,
+    _buckets,
     _network_args,
     _split_qkv,
     _optimizer,

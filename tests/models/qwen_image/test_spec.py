@@ -43,6 +43,7 @@ def test_latents_are_the_normalised_mean_of_the_pipelines_vae_and_decode_back(
 ) -> None:
     encoder = family_of(folder).load_image_encoder(torch.float32)
     assert (encoder.latent_factor, encoder.pixel_multiple, encoder.latent_channels) == (8, 16, 16)
+    assert encoder.published_multiple == encoder.pixel_multiple
     pixels = torch.rand(2, 3, 64, 48, generator=torch.Generator().manual_seed(1)) * 2 - 1
     vae = pipeline.vae
     with torch.no_grad():
