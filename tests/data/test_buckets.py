@@ -18,7 +18,6 @@ from library.errors import UserError
 from library.training.checkpoint.metadata import dataset_facts
 from tests.data.folders import add_image, build, cache_all, items
 
-
 KOHYA = {"enable_bucket": True, "bucket_reso_steps": 64}  # what makes a dataset sd-scripts', with its default
 
 
