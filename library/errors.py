@@ -15,11 +15,12 @@ from __future__ import annotations
 import difflib
 import errno
 import io
+import os
 import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from functools import wraps
 from pathlib import Path
 from typing import TextIO, cast
@@ -142,24 +143,60 @@ def names_in_short(names: Sequence[object], shown: int = 5) -> str:
     return ", ".join(printable(str(name)) for name in names[:shown]) + more
 
 
-class PrintableStream:
+class LastingStream:
+    """A text stream that takes whatever it is given: no run ends because the disk with its log is full.
+
+    The same holds where a terminal was closed or who read a pipe has ended. Text that cannot be written is lost.
+
+    Attributes:
+        failed: why text may be lost, None if none is.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream, self.failed = stream, cast(OSError | None, None)
+
+    def write(self, text: str) -> int:
+        """Write ``text``."""
+        self._do(lambda: self._stream.write(text))
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what has been waiting."""
+        self._do(self._stream.flush)
+
+    def _do(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except OSError as error:
+            self.failed = error
+
+    def end(self) -> None:
+        """Let Python's own flush at its end succeed: what still waits then goes nowhere."""
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self.failed = error
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+
+class PrintableStream(LastingStream):
     """A text stream whose lines steer no terminal; rich, which writes colours, goes past it."""
 
     def __init__(self, stream: TextIO) -> None:
-        self._stream = self.rich_proxied_file = stream  # the name by which rich.console.Console.file looks for it
+        super().__init__(stream)
+        self.rich_proxied_file = LastingStream(stream)  # the name by which rich.console.Console.file looks for it
 
     def write(self, text: str) -> int:
         """Write ``text``, its own line ends and tabs as they are."""
-        self._stream.write(printable(text, keep="\n\t"))
-        return len(text)
+        return super().write(printable(text, keep="\n\t"))
 
     def writelines(self, lines: Iterable[str]) -> None:
         """Write several texts."""
         for line in lines:
             self.write(line)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._stream, name)
 
 
 def one_line(error: UserError | NotRestoredError) -> str:
@@ -182,6 +219,23 @@ def _without_traceback(text: str) -> str:
     return printable(text.removeprefix(f"{UserError.__module__}.{UserError.__qualname__}: "))
 
 
+@contextmanager
+def _lasting_streams() -> Iterator[None]:
+    """Inside the block what is printed is printable and its stream lasting."""
+    for stream in (sys.stdout, sys.stderr):  # a pipe on Windows has an encoding of few letters
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    output, complaints = PrintableStream(sys.stdout), LastingStream(sys.stderr)
+    with redirect_stdout(cast(TextIO, output)), redirect_stderr(cast(TextIO, complaints)):
+        try:
+            yield
+        finally:
+            output.end()
+            if output.failed is not None and output.failed.errno != errno.EPIPE:  # who read a pipe wants no more
+                print(f"warning: not all that was printed could be written ({output.failed.strerror})", file=sys.stderr)
+            complaints.end()
+
+
 def exit_on_user_error(main: Callable[[], None]) -> Callable[[], None]:
     """Decorate a script's ``main``: a ``UserError`` or ``NotRestoredError`` is one line on stderr, exit code 2.
 
@@ -191,14 +245,11 @@ def exit_on_user_error(main: Callable[[], None]) -> Callable[[], None]:
     """
 
     @wraps(main)
+    @_lasting_streams()
     def wrapped() -> None:
-        for stream in (sys.stdout, sys.stderr):  # a pipe on Windows has an encoding of few letters
-            if isinstance(stream, io.TextIOWrapper):
-                stream.reconfigure(errors="backslashreplace")
         try:
-            with redirect_stdout(cast(TextIO, PrintableStream(sys.stdout))):
-                Path.cwd()  # one that was removed raises: torch would end the process as it is imported
-                main()
+            Path.cwd()  # one that was removed raises: torch would end the process as it is imported
+            main()
         except (UserError, NotRestoredError) as error:
             print(f"error: {one_line(error)}", file=sys.stderr)
             raise SystemExit(2) from None

@@ -67,7 +67,8 @@ def test_print_goes_through_the_filter_and_richs_own_colours_past_it() -> None:
     print(HOSTILE, file=stream)
     stream.writelines([HOSTILE])
     assert not STEERS.search(out.getvalue())
-    assert Console(file=stream).file is out
+    Console(file=stream).file.write(HOSTILE)
+    assert out.getvalue().endswith(HOSTILE)
 
 
 def test_rich_colours_its_texts_and_nobody_elses() -> None:
@@ -147,9 +148,7 @@ def test_a_path_the_system_refuses_is_one_line(number: int, capsys: pytest.Captu
     assert os.strerror(number) in line
 
 
-@pytest.mark.parametrize(
-    "script", ["train_lora.py", "train_llm.py", "ui.py", "tools/check_dataset.py", "tools/merge_lora.py"]
-)
+@pytest.mark.parametrize("script", ["train_lora.py", "ui.py", "tools/check_dataset.py", "tools/merge_lora.py"])
 def test_a_working_directory_that_was_removed_is_one_line(script: str, tmp_path: Path) -> None:
     """torch would end the process with a line about oneMKL."""
     command = f"cd {tmp_path} && rmdir {tmp_path} && exec {sys.executable} {ROOT / script} --help"

@@ -8,6 +8,7 @@ import http.client
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -125,11 +126,18 @@ def test_only_what_a_request_lacks_is_said_to_be_missing_in_it(
     is_of_request: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     site = Site.of(AllowedRoots.of([tmp_path], []))
-    scope = {"type": "http", "method": "GET", "path": "/", "query_string": b"", "headers": [], "app": None}
+    scope: dict[str, Any] = {
+        "type": "http",
+        "method": "GET",
+        "path": "/",
+        "query_string": b"",
+        "headers": [],
+        "app": None,
+    }
     (route,) = site.routes(
-        {"/": lambda _, request, form: request.query_params["look"] if is_of_request else {}["look"]}
+        {"/": lambda _, request, form: (request.query_params if is_of_request else dict[str, Any]())["look"]}
     )
-    answer = asyncio.run(route.endpoint(Request(scope, receive=None)))
+    answer = asyncio.run(route.endpoint(Request(scope)))
     said = "is missing in the request; reload the screen" if is_of_request else "this is a bug of the page: KeyError"
     assert answer.status_code == (422 if is_of_request else 500)
     assert said in bytes(answer.body).decode()

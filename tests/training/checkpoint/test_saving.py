@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import shlex
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,7 +28,8 @@ from library.training.report.metrics import MetricsStream
 from library.training.signals import SignalHandler, StopRequest
 from library.training.tasks.image_lora import ImageLora
 from tests.faults.suite import broken_files
-from tests.runs import largest_difference, lora, metrics, run, same, write_dataset
+from tests.processes import run_command
+from tests.runs import ROOT, arguments, largest_difference, lora, metrics, run, same, write_dataset
 
 VALIDATED = "batch_size = 2\nvalidation_split = 0.25\nvalidation_seed = 1"
 
@@ -311,6 +314,32 @@ def test_a_save_without_a_state_does_not_make_up_for_one_with_it(tmp_path: Path)
     assert (writer.retry_at is not None, writer.lacks_state) == (True, True)
     assert writer.write_or_retry_later(write, with_state=True)
     assert (writer.retry_at, writer.lacks_state) == (None, False)
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_log_on_the_full_disk_does_not_end_the_run(
+    disk: Path, base: Path, dataset: Path, tmp_path: Path, unbuffered: str
+) -> None:
+    settings = {"save_every_n_steps": 1, "save_state": True, "max_train_steps": 6, "save_retries": 0}
+    flags = arguments(base, dataset, disk, save_fallback_dir=tmp_path / "elsewhere", **settings)
+    script = shlex.join([sys.executable, str(ROOT / "train_lora.py"), *map(str, flags)])
+    done = run_command(
+        ["sh", "-c", f"{script} >/dev/full 2>&1"], tmp_path, {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": unbuffered}
+    )
+    assert done.returncode == 2
+    assert lora(tmp_path / "elsewhere").keys()
+    assert find_damage(tmp_path / "elsewhere" / "lora-state") is None
+
+
+@pytest.mark.parametrize("where", [">/dev/full 2>&1", "2>&1 | true"])
+def test_a_run_that_nobody_can_hear_ends_as_any_other(base: Path, dataset: Path, tmp_path: Path, where: str) -> None:
+    script = shlex.join(
+        [sys.executable, str(ROOT / "train_lora.py"), *map(str, arguments(base, dataset, tmp_path / "out"))]
+    )
+    command = f"(cd {ROOT}; {script}; echo $? > {tmp_path / 'code'}) {where}"
+    run_command(["sh", "-c", command], tmp_path, {"PYTHONPATH": str(ROOT)})
+    assert (tmp_path / "code").read_text() == "0\n"
+    assert lora(tmp_path / "out").keys()
 
 
 def test_a_stopped_run_names_the_state_in_the_fallback_folder(
