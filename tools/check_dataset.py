@@ -4,8 +4,8 @@
     python tools/check_dataset.py dataset.toml --strict
 
 Every file is decoded once; what was found is cached, so the next look takes a second. ``--strict`` leaves with exit
-code 2 if anything was found. With ``--model`` captions are counted in the tokens of its text encoder, whose weights are
-not loaded. ``--json`` writes for programs the findings and the images as training sees them, then
+code 2 if anything was found. With ``--config_file`` captions are counted in the tokens of its model's text encoder,
+whose weights are not loaded. ``--json`` writes for programs the findings and the images as training sees them, then
 small pictures of the images into the folder of ``--thumbnails``, and those of masks and control images into
 ``previews`` beside it; the Data screen of the browser's page (``ui.py``) shows them.
 """
@@ -23,15 +23,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from library.config.model_types import IMAGE_MODELS, MODEL_FILE_KEYS
+from library.config import load_config
 from library.config.schema import DatasetArguments, ModelConfig
 from library.console import Console
 from library.errors import UserError, counted, exit_on_user_error
 from library.files import read_toml, write_text
 from library.training.report.progress import counting, print_progress
-from tools.command import answer_early, count, model_config, seed_number, tool_console, tool_parser
+from tools.command import answer_early, seed_number, tool_console, tool_parser
 
-_PIXEL_MULTIPLE = 16  # of an image's sides, where --model does not say
+_PIXEL_MULTIPLE = 16  # of an image's sides, where no --config_file says
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,12 +44,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--strict", action="store_true", help="exit code 2 if anything is found")
     parser.add_argument("--trigger_word", help="as in training: for subsets that name none")
     parser.add_argument("--cache_directory", help="as in training; default .tandem_cache beside the images")
-    model = parser.add_argument_group("model, to count captions in its tokens")
-    model.add_argument("--model", help="diffusers folder, transformer file, or name on the hub")
-    model.add_argument("--model_type", choices=list(IMAGE_MODELS), help="architecture family")
-    for name in MODEL_FILE_KEYS:
-        model.add_argument(f"--{name}", metavar="PATH", help=ModelConfig.model_fields[name].description)
-    model.add_argument("--t5xxl_max_token_length", type=count, metavar="N", help="T5 tokens per caption")
+    parser.add_argument("--config_file", help="the training's: captions are counted in its model's tokens")
     return parser
 
 
@@ -58,7 +53,6 @@ answer_early(__name__, lambda: parser().parse_args())
 from concurrent.futures import ThreadPoolExecutor
 
 from library.conditions import ConditionKind
-from library.config.rules import model_conflicts
 from library.data.config import INPAINT_KEYS, REFERENCE_KEYS, DatasetConfig, Subset, load_dataset_config
 from library.data.gallery import described, hashed_previews, small_jpeg, thumbnail_name, write_thumbnails
 from library.data.lint import Advance, Report, TokenLimit, check, title, without_broken
@@ -67,30 +61,22 @@ from library.data.samples import Sample, scan
 _SHOWN = 5  # findings of a kind in the terminal
 
 
-def ask_model(options: argparse.Namespace) -> tuple[TokenLimit | None, int]:
-    """Return the text encoder of --model, of which the tokenizers alone are loaded, and what sides are multiples of."""
-    import torch
-
-    from library.models.family_by_name import model_family
-
-    if options.model is None:
-        for name in ("model_type", *MODEL_FILE_KEYS, "t5xxl_max_token_length"):
-            if getattr(options, name) is not None:
-                raise UserError(f"--{name}: has no effect without --model; give that, or remove it")
-        return None, _PIXEL_MULTIPLE
-    config = model_config(options, options.model, "t5xxl_max_token_length")
-    for problem in model_conflicts(config):
-        raise UserError(problem.message)
-    family = model_family(config)
-    return family.load_text_encoder(torch.float32), family.image_encoder.published_multiple
-
-
 def conditioning_of(dataset: Path) -> ConditionKind:
     """Return which kind of model a TOML's keys are for; those that ask for nothing are passed over."""
     text = re.sub(r"'\w+': (False|0|''|\[\])(?=[,}])", "", str(read_toml(dataset, "check dataset_config")[0]))
     if any(f"'{key}'" in text for key in INPAINT_KEYS):
         return "fill"
     return "references" if any(f"'{key}'" in text for key in REFERENCE_KEYS) else "none"
+
+
+def _ask_model(model: ModelConfig) -> tuple[TokenLimit, int]:
+    """Return a model's text encoder, of which the tokenizers alone are loaded, and what sides are multiples of."""
+    import torch
+
+    from library.models.family_by_name import model_family
+
+    family = model_family(model)
+    return family.load_text_encoder(torch.float32), family.image_encoder.published_multiple
 
 
 def _unsplit(subset: Subset) -> Subset:
@@ -163,9 +149,14 @@ def main() -> None:
     if options.thumbnails is not None and options.json is None:
         raise UserError("--thumbnails: has no effect without --json, which names them; give it, or remove --thumbnails")
     given = {"cache_directory": options.cache_directory, "trigger_word": options.trigger_word}
-    arguments = DatasetArguments(dataset_config=str(options.dataset), **given)
+    given = {"dataset_config": str(options.dataset)} | {key: value for key, value in given.items() if value is not None}
+    arguments, encoder, pixel_multiple = DatasetArguments(**given), None, _PIXEL_MULTIPLE
+    if options.config_file is not None:
+        flags = (word for key, value in given.items() for word in (f"--{key}", value))
+        training = load_config(["--config_file", options.config_file, *flags])
+        (encoder, pixel_multiple), arguments = _ask_model(training.model), training.dataset
     config = load_dataset_config(options.dataset, arguments, conditioning_of(options.dataset))
-    console, (encoder, pixel_multiple) = tool_console(), ask_model(options)
+    console = tool_console()
     if options.json is not None:
         start = partial(print_progress, console, seconds=0.5)
         report = check(config, pixel_multiple, start, encoder, options.seed)

@@ -184,7 +184,6 @@ REFUSED_KEYS = {
     "network_multiplier": "the network is always trained at full strength; remove it and use num_repeats",
 }
 _ASKS_NOTHING = {"network_multiplier": ("1", "1.0"), "token_warmup_min": ("1",)}  # beside false, 0 and what is empty
-_PATHS = {"image_dir", "metadata_file", "conditioning_data_dir", "control_directory", "inpaint_mask_directory"}
 
 
 def is_kohyas(table: Mapping[str, Any], is_subset: bool) -> bool:
@@ -498,7 +497,7 @@ def _checked(
         key = OTHER_NAMES.get(written, written)
         if key in values:
             raise UserError(f"{where}: {written!r} means {key!r}, which is also given; keep one of them")
-        if value == "" and key in _PATHS:
+        if value == "" and key in SUBSET_ONLY:  # a path
             continue
         if key in file.refused:
             if is_nothing(value) or str(value) in _ASKS_NOTHING.get(key, ()):

@@ -14,7 +14,6 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +23,11 @@ from library.data.buckets import Fit, size_text
 from library.data.cache import preview_names, previews
 from library.data.captions import can_drop, caption_variants
 from library.data.config import DatasetConfig, Subset
-from library.data.file_index import content_hash, list_folder
+from library.data.file_index import content_hash
 from library.data.images import reduced
 from library.data.lint import Report, title
 from library.data.samples import Sample
-from library.data.sources import caption_suffix, captions_beside, is_image, stem
-from library.errors import UserError
+from library.data.sources import caption_suffix, is_image, stem
 from library.files import atomic_path, clear_leftovers, read_bytes
 
 SIDE = 192  # of a picture of a mask or control image, pixels
@@ -129,8 +127,6 @@ def described(config: DatasetConfig, report: Report, samples: Sequence[Sample], 
     for sample in samples:
         buckets[sample.group.dataset, sample.fit.bucket].append(sample)
     images: list[dict[str, Any]] = []
-    subsets = [subset for dataset in config.datasets for subset in dataset.subsets]
-    captions = _caption_files(subsets)
     numbers: dict[str, list[int]] = defaultdict(list)  # of a file as findings name it
     for bucket, key in enumerate(sorted(buckets)):
         for sample in buckets[key]:
@@ -138,7 +134,7 @@ def described(config: DatasetConfig, report: Report, samples: Sequence[Sample], 
                 numbers[file.path].append(len(images))
             subset, path = sample.group.subset, sample.image.path
             images.append(
-                _known(path, subset, captions)
+                _known(path, subset, sample.caption_file)
                 | {
                     "name": path.removeprefix(f"{subset.image_dir}{os.sep}"),
                     "size": sample.image.size,
@@ -152,6 +148,7 @@ def described(config: DatasetConfig, report: Report, samples: Sequence[Sample], 
                     "companions": [os.path.realpath(file.path) for file in sample.files[1:]],
                 }
             )
+    subsets = [subset for dataset in config.datasets for subset in dataset.subsets]
     for path in dict.fromkeys(path for one in report.findings if one.is_error for path in one.paths):
         if path not in numbers:
             inside = [one for one in subsets if one.image_dir is not None and Path(path).is_relative_to(one.image_dir)]
@@ -159,7 +156,7 @@ def described(config: DatasetConfig, report: Report, samples: Sequence[Sample], 
             images.append(
                 dict.fromkeys(("size", "bucket", "box"))
                 | dict.fromkeys(("captions", "marks", "besides", "companions"), ())
-                | _known(path, inside[0] if inside else None, captions)
+                | _known(path, inside[0] if inside else None)
                 | {"name": Path(path).name, "random_crop": False, "repeats": 0}
             )
     for image in images:
@@ -191,18 +188,7 @@ def described(config: DatasetConfig, report: Report, samples: Sequence[Sample], 
     }
 
 
-def _caption_files(subsets: Sequence[Subset]) -> dict[str, str]:
-    """Return the paths of images with captions beside them -> those of the captions."""
-    found: dict[str, str] = {}
-    for subset in subsets:
-        if (folder := subset.image_dir) is not None and subset.metadata_file is None:
-            with suppress(UserError):  # which is a finding
-                beside = captions_beside(list_folder(folder, subset.settings.recursive), subset)
-                found |= {f"{folder}{os.sep}{image}": f"{folder}{os.sep}{beside[image]}" for image in beside}
-    return found
-
-
-def _known(image: str, subset: Subset | None, captions: Mapping[str, str]) -> dict[str, Any]:
+def _known(image: str, subset: Subset | None, caption_file: str | None = None) -> dict[str, Any]:
     """Where an image and its caption lie, or why that cannot be edited."""
     path, caption, why = os.path.realpath(image), None, "no subset of the dataset names it"
     if subset is not None and subset.metadata_file is not None:
@@ -210,5 +196,5 @@ def _known(image: str, subset: Subset | None, captions: Mapping[str, str]) -> di
     elif subset is not None and is_image(f"x{caption_suffix(subset)}"):
         why = f"caption_extension {caption_suffix(subset)} is that of an image; name another in the TOML"
     elif subset is not None:
-        caption, why = os.path.realpath(captions.get(image, stem(image) + caption_suffix(subset))), ""
+        caption, why = os.path.realpath(caption_file or stem(image) + caption_suffix(subset)), ""
     return {"path": path, "caption_file": caption, "why": why}

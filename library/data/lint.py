@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
@@ -35,18 +34,11 @@ from library.data.config import DatasetConfig, Subset, SubsetSettings
 from library.data.file_index import FileIndex, SourceFile, list_folder
 from library.data.mask_files import REFUSED, look_at_masks
 from library.data.samples import FindSources, Sample, cache_folder, sizes_seen
-from library.data.sources import (
-    Source,
-    captions_beside,
-    find_sources,
-    is_image,
-    lines_read,
-    note_frames,
-    note_lines,
-)
+from library.data.sources import Source, captions_beside, find_sources, is_image, lines_read, note_frames, note_lines
 from library.errors import UserError, counted, names_in_short
 
 Advance = Callable[[int], None]
+Start = Callable[[str, int], Advance]
 Caption = tuple[str, str, SubsetSettings]  # of an image: its path, raw caption, what its subset says
 
 ERRORS = ("unreadable", "mask", "setup")  # training would stop at these
@@ -69,11 +61,6 @@ class TokenLimit(Protocol):
     """What is asked of a ``library.models.text.TextEncoder``; no weights are needed."""
 
     most_tokens: int | None
-
-    @property
-    def room(self) -> int | None:
-        """How many of a caption's own tokens are read at most."""
-        ...
 
     def too_long(self, captions: Iterable[str]) -> Mapping[str, object]:
         """Return those captions that are not read to their end."""
@@ -122,11 +109,7 @@ def title(found: Sequence[Finding]) -> str:
 
 
 def check(
-    config: DatasetConfig,
-    pixel_multiple: int,
-    start: Callable[[str, int], Advance],
-    encoder: TokenLimit | None = None,
-    seed: int = 0,
+    config: DatasetConfig, pixel_multiple: int, start: Start, encoder: TokenLimit | None = None, seed: int = 0
 ) -> Report:
     """Look at every image, mask and caption of a dataset TOML.
 
@@ -181,7 +164,8 @@ def check(
     same = [paths for paths in by_content.values() if len(paths) > 1]
     findings += [Finding("duplicate", tuple(paths), f"{_names(paths)} are the same file") for paths in same]
     findings += [*_captions(captions), *_trigger_words(captions)]
-    findings += long_captions(captions, encoder, config.arguments.caption_variants)
+    if encoder is not None:
+        findings += long_captions(captions, encoder, config.arguments.caption_variants)
     return Report(len(images), findings, tuple(notes), tuple(sizes))
 
 
@@ -216,9 +200,7 @@ def _sources(
     if subset.image_dir is None or subset.metadata_file is not None:
         return []
     listed = list_folder(subset.image_dir, subset.settings.recursive)
-    found, captions = [], dict[str, str]()
-    with suppress(UserError):
-        captions = captions_beside(listed, subset)
+    found, captions = [], captions_beside(listed, subset, refuse=False)
     for name in filter(is_image, listed):
         caption = subset.settings.class_tokens or ""
         if beside := captions.get(name):
@@ -295,18 +277,13 @@ def _captions(captions: Iterable[Caption]) -> list[Finding]:
     return found
 
 
-def long_captions(captions: Sequence[Caption], encoder: TokenLimit | None, variants: int) -> list[Finding]:
+def long_captions(captions: Sequence[Caption], encoder: TokenLimit, variants: int) -> list[Finding]:
     """Return what is said of captions with more tokens than ``encoder`` reads, in any of their ``variants``."""
-    if encoder is None or encoder.room is None:
-        return []
     texts = {path: caption_variants(raw, settings, variants) for path, raw, settings in captions}
     long = encoder.too_long(dict.fromkeys(chain.from_iterable(texts.values())))
     paths = [path for path, every in texts.items() if not long.keys().isdisjoint(every)]
-    text = (
-        f"{len(paths)} of {counted(len(texts), 'caption')} {'is' if len(paths) == 1 else 'are'} longer than "
-        f"{encoder.room} tokens ({encoder.most_tokens} with those around it); the rest of each is not trained on: "
-        f"{_names(paths)}"
-    )
+    longer = f"{len(paths)} of {counted(len(texts), 'caption')} are longer than {encoder.most_tokens} tokens"
+    text = f"{longer} (with the model's template); the rest of each is not trained on: {_names(paths)}"
     return [Finding("long", tuple(paths), text)] if paths else []
 
 

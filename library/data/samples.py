@@ -92,6 +92,7 @@ class Sample:
     held_out: bool
     inpaint_mask: SourceFile | None = None
     control_images: tuple[ControlImage, ...] = ()
+    caption_file: str | None = None
 
     @property
     def settings(self) -> SubsetSettings:
@@ -275,6 +276,7 @@ def _build_sample(
         identity=identity,
         held_out=held_out,
         inpaint_mask=source.inpaint_mask,
+        caption_file=source.caption_file,
         control_images=tuple(
             ControlImage.of(file, sizing, fit.bucket, unit, interpolation) for file in source.control_images
         ),

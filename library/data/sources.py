@@ -65,6 +65,7 @@ class Source:
     inpaint_mask: SourceFile | None = None
     control_images: tuple[SourceFile, ...] = ()
     more_lines: bool = False
+    caption_file: str | None = None
 
     @property
     def files(self) -> list[SourceFile]:
@@ -234,37 +235,35 @@ def _from_folder(subset: Subset, index: FileIndex, warnings: list[str]) -> list[
     found: list[Source] = []
     without: list[str] = []
     for name in names:
-        caption, more = subset.settings.class_tokens or "", False
+        source = Source(name, index.image(f"{folder}{os.sep}{name}", files[name]), subset.settings.class_tokens or "")
         if beside := captions.get(name):
-            caption, more = _read_caption(f"{folder}{os.sep}{beside}", files[beside], subset, index)
+            source = _with_caption(source, f"{folder}{os.sep}{beside}", files[beside], subset, index)
         else:
             without.append(name)
-        found.append(Source(name, index.image(f"{folder}{os.sep}{name}", files[name]), caption, more_lines=more))
+        found.append(source)
     if without and subset.settings.class_tokens is None:
         _complain_about_missing_captions(subset, files, without, len(names), warnings)
     return found
 
 
-def captions_beside(files: Collection[str], subset: Subset) -> dict[str, str]:
+def captions_beside(files: Collection[str], subset: Subset, refuse: bool = True) -> dict[str, str]:
     """Return image -> its caption, of those ``files`` of a folder that are images and have one.
 
     That is the file of the image's stem. Without one it is the file whose name differs from that in upper and lower
     case or in Unicode's form alone ("É" may be one character or two), if it is no other image's.
 
     Raises:
-        UserError: several files could be an image's caption.
+        UserError: with ``refuse``, several files could be an image's caption.
     """
     suffix = caption_suffix(subset)
     wanted = {name: stem(name) + suffix for name in files if is_image(name)}
     found = {name: caption for name, caption in wanted.items() if caption in files and caption != name}
-    if len(found) == len(wanted):
-        return found
     alike: dict[str, list[str]] = defaultdict(list)
     for name in set(files) - wanted.keys() - set(found.values()):
         alike[_folded(name)].append(name)
     for name, caption in wanted.items():
         if name not in found and (near := alike.get(_folded(caption))):
-            if len(near) > 1:
+            if len(near) > 1 and refuse:
                 raise UserError(f"{subset.where}: {names_in_short(near)} could all be the caption of {name}; keep one")
             found[name] = near[0]
     return found
@@ -293,11 +292,11 @@ def caption_suffix(subset: Subset) -> str:
     return suffix if not suffix or suffix.startswith(".") else f".{suffix}"
 
 
-def _read_caption(path: str, stat: Stats, subset: Subset, index: FileIndex) -> tuple[str, bool]:
+def _with_caption(source: Source, path: str, stat: Stats, subset: Subset, index: FileIndex) -> Source:
     caption, more = lines_read(index.caption(path, stat), subset.settings)
     if not caption:
         raise UserError(f"{path}: empty caption; write one, or delete the file to use class_tokens")
-    return caption, more
+    return replace(source, caption=caption, more_lines=more, caption_file=path)
 
 
 def lines_read(text: str, settings: SubsetSettings) -> tuple[str, bool]:
@@ -313,12 +312,11 @@ def lines_read(text: str, settings: SubsetSettings) -> tuple[str, bool]:
 def note_lines(where: str, sources: Sequence[Source]) -> list[str]:
     """Return a note on captions of which the first line alone is trained on, if there are any."""
     names = [source.name for source in sources if source.more_lines]
-    text = (
-        f"{where}: several lines in {len(names)} of {counted(len(sources), 'caption')} "
-        f"({names_in_short(names, _MOST_NAMED)}); the first of each is trained on, as in sd-scripts: set "
-        "multiline_captions = true to train on all of it"
+    found = (
+        f"several lines in {len(names)} of {counted(len(sources), 'caption')} ({names_in_short(names, _MOST_NAMED)})"
     )
-    return [text] if names else []
+    why = "the first of each is trained on, as in sd-scripts: set multiline_captions = true to train on all of it"
+    return [f"{where}: {found}; {why}"] if names else []
 
 
 def _complain_about_missing_captions(

@@ -54,20 +54,16 @@ class TextEncoder:
         """
         raise NotImplementedError
 
-    @property
-    def room(self) -> int | None:
-        """How many of a caption's own tokens are read at most; None: all."""
-        raise NotImplementedError
-
     def count(self, captions: Sequence[str]) -> list[TokenCount]:
         """Return how many of each caption's tokens :meth:`encode` reads and leaves out; no weights are needed."""
         raise NotImplementedError
 
     def too_long(self, captions: Iterable[str]) -> dict[str, TokenCount]:
         """Return those captions that are not read to their end, with the counts of their tokens."""
-        if (room := self.room) is None:
+        if (most := self.most_tokens) is None:
             return {}
-        long = [each for each in captions if len(each) >= room or not each.isascii()]  # a token has a letter or more
+        # a token has a letter or more, and templates take less than half of the tokens
+        long = [each for each in captions if 2 * len(each) >= most or not each.isascii()]
         return {each: count for each, count in zip(long, self.count(long), strict=True) if count.cut}
 
     def release(self) -> None:
@@ -151,21 +147,9 @@ class LanguageModelEncoder(TextEncoder):
         read = tokens if self.most_tokens is None else tokens[: self.most_tokens + self.dropped - self.reserved]
         return read, len(tokens) - len(read)
 
-    @property
-    def _around(self) -> tuple[int, int]:
-        """Tokens of the template before and after a caption."""
-        before, after = self.prompt_of(_MARK).split(_MARK)
-        return len(self.tokens(before)), len(self.tokens(after))
-
-    @property
-    def room(self) -> int | None:
-        """How many of a caption's own tokens are read at most; None: all."""
-        most = self.most_tokens
-        return None if most is None else most + self.dropped - self.reserved - self._around[0]
-
     def count(self, captions: Sequence[str]) -> list[TokenCount]:
         """Return how many of each caption's tokens are read and left out; the template's end is left out first."""
-        before, after = self._around
+        before, after = (len(self.tokens(part)) for part in self.prompt_of(_MARK).split(_MARK))
         counts = []
         for prompt in map(self.prompt_of, captions):
             read, left_out = self.cut(prompt)

@@ -301,13 +301,12 @@ def _values(site: Site, form: Form, needed: tuple[str, ...], others: tuple[str, 
 
 
 def _dataset(site: Site, form: Form) -> Command:
-    values = _values(site, form, ("dataset_config",), ("pretrained_model_name_or_path", *MODEL_FILE_KEYS))
-    words = ["tools/check_dataset.py", str(site.roots.find(str(values["dataset_config"])))]
-    model = str(values.get("pretrained_model_name_or_path") or "")
-    if not Path(model).exists():  # nothing is downloaded to count
-        return words, {}
-    keys = ("model_type", "t5xxl_max_token_length", *MODEL_FILE_KEYS * Path(model).is_file())
-    return [*words, f"--model={model}", *(f"--{key}={values[key]}" for key in keys if values.get(key))], {}
+    dataset = _values(site, form, ("dataset_config",))["dataset_config"]
+    words, (text, pretrains) = ["tools/check_dataset.py", str(site.roots.find(str(dataset)))], _given(form)
+    with suppress(UserError):  # of a model that is not filled in, nothing is known
+        runnable(site, text, pretrains)
+        return [*words, "--config_file", "{job}/config.toml"], {"config.toml": text}
+    return words, {}
 
 
 def _migration(site: Site, form: Form) -> Command:

@@ -17,6 +17,7 @@ from library.data.gallery import described
 from library.data.lint import check
 from library.data.samples import Scan, scan
 from library.errors import UserError
+from library.files import toml_text
 from tests.data.folders import add_image, build, silent, write_toml
 from tests.forked import run_script
 from tests.tiny import tiny_flux_pipeline
@@ -201,16 +202,20 @@ def test_a_check_counts_captions_in_the_models_tokens(tmp_path: Path) -> None:
     lengths = {f"{i}.png": length for i, length in enumerate((22, 23, 5, 80))}
     for name, length in lengths.items():
         add_image(tmp_path / "img", name, caption="".join(rng.choices("abcdef", k=length)), seed=length)
-    model, toml = tiny_flux_pipeline(tmp_path / "model"), write_toml(tmp_path)
-    script, flags = ROOT / "tools/check_dataset.py", ["--model", str(model), "--strict"]
+    values = {"pretrained_model_name_or_path": str(tiny_flux_pipeline(tmp_path / "model")), "max_train_steps": 1}
+    values |= {"output_dir": "out", "output_name": "lora", "dataset_config": "another.toml"}
+    (tmp_path / "run.toml").write_text(toml_text(values))
+    script, toml, flags = (
+        ROOT / "tools/check_dataset.py",
+        write_toml(tmp_path),
+        ["--config_file", "run.toml", "--strict"],
+    )
     done = run_script(script, [str(toml), *flags], tmp_path)
     assert done.returncode == 2
     assert (
-        "2 of 4 captions are longer than 23 tokens (24 with those around it); the rest of each is not trained on: "
+        "2 of 4 captions are longer than 24 tokens (with the model's template); the rest of each is not trained on: "
         "1.png, 3.png" in " ".join(done.stdout.split())
     )
-    without = run_script(script, [str(toml), "--model_type", "flux"], tmp_path)
-    assert without.stderr.endswith("error: --model_type: has no effect without --model; give that, or remove it\n")
     for name in ("1.txt", "3.txt"):
         (tmp_path / "img" / name).write_text(f"short {name}")
     assert run_script(script, [str(toml), *flags], tmp_path).returncode == 0

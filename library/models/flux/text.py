@@ -98,17 +98,11 @@ class FluxTextEncoder(TextEncoder):
         # Clones: a cached row must not keep its batch alive.
         return [{name: rows[i].clone() for name, rows in batch.items()} for i in range(len(captions))]
 
-    @property
-    def room(self) -> int:
-        """T5's; CLIP's one vector is made of the first 77 tokens, as FLUX was trained."""
-        tokenizer, most = self._tokenizers["text_encoder_2"]
-        return most - tokenizer.num_special_tokens_to_add()
-
     def count(self, captions: Sequence[str]) -> list[TokenCount]:
-        """Count T5's tokens."""
+        """Count T5's tokens; CLIP's one vector is made of the first 77, as FLUX was trained."""
         tokenizer, most = self._tokenizers["text_encoder_2"]
         lengths = [len(tokenizer(caption).input_ids) for caption in captions]
-        own = most - self.room  # cutting keeps these
+        own = tokenizer.num_special_tokens_to_add()  # cutting keeps these
         return [TokenCount(min(length, most) - own, max(0, length - most)) for length in lengths]
 
     def models(self) -> dict[str, nn.Module]:

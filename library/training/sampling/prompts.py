@@ -144,13 +144,8 @@ def note_sizes(prompts: Sequence[SamplePrompt]) -> list[str]:
 def note_cut(prompts: Sequence[SamplePrompt], encoder: TextEncoder) -> list[str]:
     """Return remarks on prompts of which ``encoder`` does not read all; no weights are needed."""
     cut = encoder.too_long(dict.fromkeys(text for prompt in prompts for text in prompt.texts()))
-    return [
-        f"prompt {each.short()}: the text encoder reads {cut[text].kept} of {sum(cut[text])} tokens"
-        f"{'' if text == each.prompt else ' of --n'}; the rest is not sampled from"
-        for each in prompts
-        for text in each.texts()
-        if text in cut
-    ]
+    why = "are not read by the text encoder and not sampled from"
+    return [f"prompt {text[:40]!r}: {count.cut} of {sum(count)} tokens {why}" for text, count in cut.items()]
 
 
 def read_prompts(
