@@ -169,14 +169,11 @@ _OF_TRAINERS = (
     "cache_info",
     "debug_dataset",
 )
-_OF_VIDEOS = (
-    *("video_directory", "video_jsonl_file", "target_frames", "frame_extraction", "frame_stride"),
-    *("frame_sample", "max_frames", "source_fps"),
-)
+_OF_VIDEOS = ("video_directory", "video_jsonl_file", "target_frames", "frame_extraction", "max_frames", "source_fps")
 _OF_FRAMEPACK = ("fp_latent_window_size", "fp_1f_clean_indices", "fp_1f_target_index", "fp_1f_no_post")
 REFUSED_KEYS = {
     **{key: f"{FLAGS[key].why}; {FLAGS[key].instead}" for key in _OF_TRAINERS},
-    **dict.fromkeys(_OF_VIDEOS, "models are trained on still images; use image_dir"),
+    **dict.fromkeys((*_OF_VIDEOS, "frame_stride", "frame_sample"), "models are trained on still images; use image_dir"),
     **dict.fromkeys(_OF_FRAMEPACK, "it belongs to FramePack; remove it"),
     "multiple_target": "a sample has one image to learn; list each target as an image, with the same control images",
     "caption_command": "a dataset may come from a stranger and names no commands; set it in the training TOML",

@@ -312,19 +312,12 @@ def lines_read(text: str, settings: SubsetSettings) -> tuple[str, bool]:
 def note_lines(where: str, sources: Sequence[Source]) -> list[str]:
     """Return a note on captions of which the first line alone is trained on, if there are any."""
     names = [source.name for source in sources if source.more_lines]
-    found = (
-        f"several lines in {len(names)} of {counted(len(sources), 'caption')} ({names_in_short(names, _MOST_NAMED)})"
-    )
     why = "the first of each is trained on, as in sd-scripts: set multiline_captions = true to train on all of it"
-    return [f"{where}: {found}; {why}"] if names else []
+    return [f"{where}: several lines in the captions of {_some_of(names, len(sources))}; {why}"] if names else []
 
 
 def _complain_about_missing_captions(
-    subset: Subset,
-    files: dict[str, Stats],
-    without: list[str],
-    total: int,
-    warnings: list[str],
+    subset: Subset, files: dict[str, Stats], without: list[str], total: int, warnings: list[str]
 ) -> None:
     suffix = caption_suffix(subset)
     word = subset.settings.trigger_word
@@ -363,9 +356,7 @@ def _from_metadata(subset: Subset, index: FileIndex, warnings: list[str], condit
     if not found:
         raise UserError(f"{file}: no images in it; write one entry an image")
     if unknown:
-        said = [
-            f"{key!r} in {counted(n, 'entry', 'entries')}{did_you_mean(key, _ENTRY_KEYS)}" for key, n in unknown.items()
-        ]
+        said = [f"{key!r} ({n} of {len(found)}){did_you_mean(key, _ENTRY_KEYS)}" for key, n in unknown.items()]
         warnings.append(f"{file}: keys that nothing reads: {names_in_short(said, _MOST_KEYS)}")
     return sorted(found, key=lambda source: source.name)
 

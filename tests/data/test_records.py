@@ -70,7 +70,7 @@ def test_lines_of_captions_are_those_of_the_program_that_the_dataset_is_for(
     captions = {caption.replace("with b", "with a") for caption in trained(toml)}  # what a wildcard draws
     assert sorted(captions) == wanted
     found = [one.text for one in check(load(toml), 16, silent).findings if one.kind == "lines"]
-    said = "several lines in 1 of 1 caption (a.png); the first of each is trained on, as in sd-scripts"
+    said = "several lines in the captions of 1 of 1 image (a.png); the first of each is trained on, as in sd-scripts"
     assert [said in text for text in found] == [True] * is_said
     assert all(text in scanned(toml).warnings and "set multiline_captions = true" in text for text in found)
 
@@ -88,7 +88,7 @@ def test_a_caption_is_whole_or_the_rest_is_said(tmp_path_factory: pytest.TempPat
     found = scanned(kohya)
     words = "".join(found.train[0].caption.split())
     assert words
-    assert (words != "".join(text.split())) == any("several lines in 1" in line for line in found.warnings)
+    assert (words != "".join(text.split())) == any("several lines in the captions" in line for line in found.warnings)
     (whole,) = scanned(write_toml(folder, general="multiline_captions = true")).train
     assert whole.caption == text.strip().replace("\r\n", "\n").replace("\r", "\n")
 
@@ -146,14 +146,14 @@ def test_every_unknown_key_of_a_record_is_named(
     (said, *others) = [*scanned(write_toml(folder, subset=f"metadata_file = '{name}'")).warnings, ""]
     assert others in ([], [""])
     assert said.startswith(f"{folder / name}: keys that nothing reads: ") == bool(more)
-    assert all(f"{key!r} in 1 entry" in said for key in more)
+    assert all(f"{key!r} (1 of 1)" in said for key in more)
 
 
 def test_a_misspelt_key_of_a_record_is_told_the_right_one(tmp_path: Path) -> None:
     add_image(tmp_path, "a.png")
     (tmp_path / "m.jsonl").write_text('{"image_path": "a.png", "tags": "x", "captoin": "a cat"}\n')
     (said,) = scanned(write_toml(tmp_path, subset="metadata_file = 'm.jsonl'")).warnings
-    assert said.endswith("m.jsonl: keys that nothing reads: 'captoin' in 1 entry; did you mean 'caption'?")
+    assert said.endswith("m.jsonl: keys that nothing reads: 'captoin' (1 of 1); did you mean 'caption'?")
 
 
 NOTHING = ["false", "0", "0.0", "''", "[]"]

@@ -38,7 +38,7 @@ from library.training.plan import base_dtype
 from library.training.report.progress import counting
 from library.training.sampling.generate import generate_images
 from library.training.sampling.images import save_image
-from library.training.sampling.prompts import SamplePrompt, note_sizes, read_prompts
+from library.training.sampling.prompts import SamplePrompt, read_prompts
 from networks.merging.merge import BaseWeights
 
 Encoders = tuple[ImageEncoder, TextEncoder]
@@ -159,8 +159,6 @@ def paint(
             loader = plan_base(config.precision, family.quantized_file(), config.training.seed, accelerator.device)
             loader.changes = base_weights.changes(family.targets)
             dtype = base_dtype(config.model, config.training)
-            for remark in note_sizes([prompt for _, prompt in todo]):
-                console.print(f"note: {remark}", soft_wrap=True)
             swapped = _swapped(config, family, loader, accelerator.device)
             images = generate_images(
                 family, [prompt for _, prompt in todo], [], dtype, accelerator.device, console, loader, swapped=swapped,

@@ -25,14 +25,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from library.config.markers import MOST_GUIDANCE, MOST_PIXELS, MOST_SEED, MOST_SIDE, MOST_STEPS, is_nothing
 from library.errors import UserError, did_you_mean, error_prefix
 from library.files import parse_json, read_text, read_toml, written_path
-
-if TYPE_CHECKING:
-    from library.models.text import TextEncoder
 
 _OPTION = re.compile(r"(?:^|\s)--([a-zA-Z][\w-]*)(?:[\s=]+|$)")
 _LEAST_SIDE = 64  # of what is rounded
@@ -112,7 +109,7 @@ _FRAMES = ("f", "frame_count")  # taken if it says one frame, which is an image
 
 
 def check_steering(prompts: Sequence[SamplePrompt], guidance_input: bool, usual_guidance: float) -> list[str]:
-    """Refuse guidance that the model has no input for; return remarks on sizes, and negative prompts without a use.
+    """Refuse guidance that the model has no input for; return remarks on negative prompts that nothing uses.
 
     Prompt files of kohya's often carry a negative prompt that is used only with ``--l``, so it is no mistake.
 
@@ -131,21 +128,7 @@ def check_steering(prompts: Sequence[SamplePrompt], guidance_input: bool, usual_
                 "remove it, or write --l and --n for a model that knows negative prompts"
             )
     idle = [prompt.short() for prompt in prompts if prompt.negative and prompt.cfg == 1.0]
-    return [*note_sizes(prompts), *(f"prompt {name}: its negative prompt is not used while --l is 1" for name in idle)]
-
-
-def note_sizes(prompts: Sequence[SamplePrompt]) -> list[str]:
-    """Return remarks on images that are not of the size that was asked for."""
-    rounded = [(each, "{} x {}".format(*each.asked_size)) for each in prompts if each.asked_size is not None]
-    why = "the model's sides are multiples, rounded down as in sd-scripts"
-    return [f"prompt {each.short()}: {asked} becomes {each.width} x {each.height}: {why}" for each, asked in rounded]
-
-
-def note_cut(prompts: Sequence[SamplePrompt], encoder: TextEncoder) -> list[str]:
-    """Return remarks on prompts of which ``encoder`` does not read all; no weights are needed."""
-    cut = encoder.too_long(dict.fromkeys(text for prompt in prompts for text in prompt.texts()))
-    why = "are not read by the text encoder and not sampled from"
-    return [f"prompt {text[:40]!r}: {count.cut} of {sum(count)} tokens {why}" for text, count in cut.items()]
+    return [f"prompt {name}: its negative prompt is not used while --l is 1" for name in idle]
 
 
 def read_prompts(
@@ -222,8 +205,8 @@ def _from_keys(item: Mapping[str, Any], default: SamplePrompt, pixel_multiple: i
     """Return the image that an object of a TOML or JSON file describes."""
     values: dict[str, Any] = {}
     for key, value in item.items():
-        is_nothing = value is None or (value == "" and _KEYS.get(key, ("",))[0] in ("control_images", "mask_image"))
-        if key == "enum" or is_nothing or _refuse_foreign(key, key, value, where):  # kohya's own code puts enum there
+        is_unset = value is None or (value == "" and key.endswith("image_path"))
+        if key == "enum" or is_unset or _refuse_foreign(key, key, value, where):  # kohya's own code puts enum there
             continue
         if key not in _KEYS:
             raise UserError(f"{where}: unknown key {key!r}{did_you_mean(key, _KEYS) or '; known: ' + ', '.join(_KEYS)}")
@@ -265,14 +248,10 @@ def _with_found_images(prompt: SamplePrompt, folder: Path, searched: str, where:
 
 
 def _checked(parsed: SamplePrompt, pixel_multiple: int, where: str) -> SamplePrompt:
-    for name, pixels in (("width (--w)", parsed.width), ("height (--h)", parsed.height)):
-        if pixels > MOST_SIDE or parsed.width * parsed.height > MOST_PIXELS:
-            raise UserError(
-                f"{where}: {parsed.width} x {parsed.height} pixels; at most {MOST_SIDE} a side and "
-                f"{MOST_PIXELS // 2**20} megapixels in all"
-            )
-        if pixels < 1:
-            raise UserError(f"{where}: {name} {pixels} is no number of pixels; write 64 or more")
+    asked = parsed.width, parsed.height
+    if min(asked) < 1 or max(asked) > MOST_SIDE or parsed.width * parsed.height > MOST_PIXELS:
+        most = f"at most {MOST_SIDE} a side and {MOST_PIXELS // 2**20} megapixels in all, and at least one pixel"
+        raise UserError(f"{where}: {parsed.width} x {parsed.height} pixels; {most}")
     if not 1 <= parsed.steps <= MOST_STEPS:
         raise UserError(f"{where}: steps (--s) {parsed.steps}; at least one step is needed, at most {MOST_STEPS}")
     if not 0 <= parsed.seed <= MOST_SEED:
@@ -280,10 +259,7 @@ def _checked(parsed: SamplePrompt, pixel_multiple: int, where: str) -> SamplePro
     for name, value in (("guidance (--g)", parsed.guidance), ("guidance scale (--l)", parsed.cfg)):
         if not abs(value) <= MOST_GUIDANCE:
             raise UserError(f"{where}: {name} {value}; write a finite number, at most {MOST_GUIDANCE:g}")
-    asked = parsed.width, parsed.height
-    width, height = (
-        side if side % pixel_multiple == 0 else max(_LEAST_SIDE, side - side % pixel_multiple) for side in asked
-    )
+    width, height = (max(_LEAST_SIDE, s - s % pixel_multiple) if s % pixel_multiple else s for s in asked)
     return parsed if (width, height) == asked else replace(parsed, width=width, height=height, asked_size=asked)
 
 

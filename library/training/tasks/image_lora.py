@@ -63,10 +63,9 @@ from library.training.parallel.pipeline import check_microbatches, transformer_s
 from library.training.plan import ImagePlan, resolve_images
 from library.training.report.progress import counting
 from library.training.run_inputs import dataset_settings, require_same, samples_of
-from library.training.sampling.conditions import PromptImageRules, read_run_prompts, text_jobs
+from library.training.sampling.conditions import PromptImageRules, note_changes, read_run_prompts, text_jobs
 from library.training.sampling.images import build_sampler
 from library.training.sampling.painting import PaintedSet, paint, painted_sets
-from library.training.sampling.prompts import note_cut
 from library.training.sampling.sample_model import SampleModel, sample_family
 from library.training.signals import ignore_signals
 from library.training.step_graphs import why_eager
@@ -141,7 +140,7 @@ class ImageLora(LoraTask):
             self.console.print,
             distilled=other is not None,
         )
-        for remark in note_cut(self.prompts, self.text_encoder):
+        for remark in note_changes(self.prompts, self.text_encoder):
             self.console.print(f"note: {remark}", soft_wrap=True)
         if config.parallel.tp > 1:
             family.split_plan(config.parallel.tp)
