@@ -185,18 +185,35 @@ def weight_files(path: Path) -> list[Path]:
         return shards
     if not path.is_dir():
         raise UserError(f"{path}: no such file or folder; check the path")
-    for index in sorted(path.glob("*.safetensors.index.json")):
+    if index := find_index(path):
         shards = [path / name for name in shard_names(index)]
         for shard in shards:
             if not shard.is_file():
                 raise UserError(f"{shard}: missing, but {index.name} lists it; download it again")
         return shards
-    for name in ("diffusion_pytorch_model.safetensors", "model.safetensors"):
-        if (path / name).is_file():
-            return [path / name]
+    if whole := [path / name for name in _WHOLE if (path / name).is_file()]:
+        return whole[:1]
+    variants = [file for name in _WHOLE for file in path.glob(name.replace(".", ".*.")) if shards_of(file) == [file]]
+    if len(variants) == 1:
+        return variants
     if several := len(list(path.glob("*.safetensors"))):
         raise UserError(f"{path}: {several} safetensors files and no index; give one of the files")
     raise UserError(f"{path}: no .safetensors weights in this folder; download the model with its safetensors files")
+
+
+_WHOLE = ("diffusion_pytorch_model.safetensors", "model.safetensors")  # of a folder whose weights are one file
+
+
+def find_index(folder: Path) -> Path | None:
+    """Return the list of a folder's shards, if there is one: of the weights, else of their only form (``fp16``).
+
+    diffusers and transformers write the latter as ``model.safetensors.index.fp16.json``.
+    """
+    plain = sorted(folder.glob("*.safetensors.index.json"))
+    variants = sorted(folder.glob("*.safetensors.index.*.json"))
+    if any((folder / name).is_file() for name in _WHOLE) or len(variants) != 1:
+        variants = []
+    return next(iter([*plain, *variants]), None)
 
 
 def shard_names(index: Path) -> list[str]:

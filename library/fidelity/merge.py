@@ -27,6 +27,7 @@ from library.precision.names import QUANTIZED_PRECISIONS, LayoutKind
 from library.precision.parity.layer_errors import FLAGGED, UpdateRetention
 from library.precision.recipe import Recipe, WeightLoader, scheme_named
 from library.precision.writing import write_quantized
+from library.safetensors_io import find_index
 from library.training.report.progress import plain_table
 from networks.files.adapters import AdapterFile
 from networks.files.base import Base, check_target, folder_copy, open_base
@@ -205,7 +206,7 @@ def _write(merge: QuantizedMerge, save_to: Path, sources: Sequence[LoraSource], 
     if base.folder is not None:
         place = folder_copy(base, save_to, None)
     with place as folder:
-        for index in folder.glob("*.safetensors.index.json") if base.folder is not None else ():
+        if base.folder is not None and (index := find_index(folder)):
             index.unlink()  # the shards become one file
         target = save_to if base.folder is None else folder / "diffusion_pytorch_model.safetensors"
         merge.metadata["tandem.merged_loras"] = merged

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from library.config.model_types import MODEL_TYPES
 from library.config.schema import ModelConfig
 from library.errors import UserError
-from library.models.hub import pipeline_index
+from library.models.hub import pipeline_of
 
 if TYPE_CHECKING:
     from library.models.family import Family  # imports diffusers
@@ -35,13 +35,13 @@ def with_transformer(config: ModelConfig, path: Path) -> ModelConfig:
     For a second model of the same family, such as the fp8 file of a bf16 folder.
     """
     root = Path(config.pretrained_model_name_or_path).expanduser()
-    if path.is_dir() and pipeline_index(path) is None:
+    if path.is_dir() and pipeline_of(path) is None and not (path / "config.json").is_file():
         files = sorted(path.glob("*.safetensors"))
         if len(files) != 1:
             raise UserError(f"{path}: {len(files)} safetensors files; give one file, or a complete pipeline folder")
         path = files[0]
     values = {"pretrained_model_name_or_path": str(path)}
-    if path.is_file() and root.is_dir():
+    if pipeline_of(path) is None and root.is_dir():
         layout = family_class(config.model_type).layout
         parts = (layout.vae, *layout.text_encoders)
         values |= {part.option: str(root) for part in parts if getattr(config, part.option) is None}

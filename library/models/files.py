@@ -2,9 +2,9 @@
 
 Every family is kept in two ways: a diffusers folder with everything in it, and a transformer file, the publisher's own
 or one of ComfyUI's split files, with options that name the other parts. A transformer file needs no sidecar: its
-configuration follows from its shapes. Its names may stand below ``model.diffusion_model.``; what else an all-in-one
-file holds is passed over, the other parts still come from their options. With a folder these options replace its own
-parts.
+configuration follows from its shapes. Its names may stand below one of ``MODEL_PREFIXES``; what else an all-in-one
+file holds is passed over, the other parts still come from their options, and a line says so. A folder may be the
+pipeline's, with which these options replace its own parts, or the transformer's alone.
 
 What differs between families is a row, ``FamilyFiles``, in each family's ``files.py``.
 """
@@ -18,14 +18,13 @@ from typing import Any
 from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.models.family_files import FamilyFiles, Part
-from library.models.hub import find_model, pipeline_index
-from library.models.inspection import UNKNOWN, is_lora, recognise
-from library.models.layer_names import Architecture, original_key_map
+from library.models.hub import find_model, pipeline_index, pipeline_of
+from library.models.inspection import UNKNOWN, is_lora, recognise_below
+from library.models.layer_names import original_key_map
 from library.models.registry import family_modules
 from library.models.weights import read_config
 from library.precision.checkpoint import WeightFiles
 
-COMFY_PREFIX = "model.diffusion_model."
 # What tells models that no family here is, by a part of a tensor's name.
 _UNSUPPORTED = {
     ".input_blocks.": "Stable Diffusion or SDXL",
@@ -44,6 +43,7 @@ class ModelFiles:
         text_encoders, tokenizers: in the family's order; a tokenizer may be a name on the hub.
         processor: folder of settings for reference images, if it is there.
         scheduler: of a diffusers folder.
+        index: the file that tells of a diffusers folder's parts.
     """
 
     transformer: Path
@@ -54,19 +54,22 @@ class ModelFiles:
     tokenizers: tuple[str | Path, ...]
     processor: Path
     scheduler: Path | None
+    index: Path | None
 
 
 def locate(config: ModelConfig, family: FamilyFiles) -> ModelFiles:
     """Find every part of the model."""
     given = [part.folder for part in (family.vae, *family.text_encoders) if getattr(config, part.option)]
     root = find_model(config.pretrained_model_name_or_path, "pretrained_model_name_or_path", True, given)
+    root = pipeline_of(root) or root
+    transformer = _transformer_in(root)
     if root.is_dir():
-        prefix, arguments = "", _folder_arguments(root, family)
+        prefix, arguments = "", _folder_arguments(root, transformer, family)
     else:
         prefix, arguments = file_arguments(WeightFiles(root), family)
     scheduler = root / "scheduler"
     return ModelFiles(
-        transformer=root / "transformer" if root.is_dir() else root,
+        transformer=transformer,
         transformer_config=arguments,
         prefix=prefix,
         vae=_part(root, config, family.vae),
@@ -74,6 +77,7 @@ def locate(config: ModelConfig, family: FamilyFiles) -> ModelFiles:
         tokenizers=tuple(_tokenizer(root, config, part) for part in family.tokenizers),
         processor=root / "processor",
         scheduler=scheduler if (scheduler / "scheduler_config.json").is_file() else None,
+        index=pipeline_index(root),
     )
 
 
@@ -81,21 +85,20 @@ def _part(root: Path, config: ModelConfig, part: Part) -> Path:
     """Return the file or model folder that the option names (of a pipeline's folder its part), or the model's own."""
     value = getattr(config, part.option)
     if not value:
-        if root.is_dir():
+        if pipeline_index(root) or (root / part.folder).is_dir():
             return root / part.folder
+        what = "folder" if root.is_dir() else "file"
         raise UserError(
-            f"{root}: a transformer file needs {part.option} beside it; set {part.option} to {part.published}"
+            f"{root}: a transformer {what} needs {part.option} beside it; set {part.option} to {part.published}"
         )
-    path = Path(value).expanduser()
-    if not path.exists():
-        raise UserError(f"{part.option} {str(path)!r} does not exist; give a .safetensors file or a model folder")
+    path = find_model(value, part.option, part=part.folder)
     return path / part.folder if (path / part.folder).is_dir() else path
 
 
 def _tokenizer(root: Path, config: ModelConfig, part: Part) -> str | Path:
     """Return the folder's tokenizer, which fits wherever the encoder's weights come from, else the option's."""
-    own = root / part.folder
-    return own if own.is_dir() else getattr(config, part.option) or part.published
+    given = getattr(config, part.option) or part.published
+    return next((own for each in (root, Path(given)) if (own := each / part.folder).is_dir()), given)
 
 
 def pipeline_class(root: Path) -> str:
@@ -105,18 +108,22 @@ def pipeline_class(root: Path) -> str:
     return read_config(root, index.name).get("_class_name", "")
 
 
-def _folder_arguments(root: Path, family: FamilyFiles) -> dict[str, Any]:
-    pipeline = pipeline_class(root)
-    if not (root / "transformer").is_dir():
-        raise UserError(
-            f"{root}: a {pipeline or 'pipeline'} without a transformer folder; give a {family.title} folder"
-        )
-    arguments = read_config(root / "transformer")
+def _transformer_in(root: Path) -> Path:
+    """Return the folder or file of the transformer: a part of the pipeline ``root``, or that itself."""
+    return root / "transformer" if (root / "transformer").is_dir() else root
+
+
+def _folder_arguments(root: Path, transformer: Path, family: FamilyFiles) -> dict[str, Any]:
+    if pipeline_index(root) or not (transformer / "config.json").is_file():
+        pipeline = pipeline_class(root) or "pipeline"
+        if transformer == root:
+            raise UserError(f"{root}: a {pipeline} without a transformer folder; give a {family.title} folder")
+    arguments = read_config(transformer)
     kind = arguments.get("_class_name")
     if kind != family.transformer:
         other = next((one for one in family_files() if one.transformer == kind), None)
         remedy = f'set model_type = "{other.model_type}"' if other else f"give a {family.title} folder"
-        raise UserError(f"{root / 'transformer'}: {kind!r}, not {family.transformer}; {remedy}")
+        raise UserError(f"{transformer}: {kind!r}, not {family.transformer}; {remedy}")
     return arguments
 
 
@@ -129,7 +136,7 @@ def file_arguments(weights: WeightFiles, family: FamilyFiles) -> tuple[str, dict
         )
     if other := next((what for part, what in _UNSUPPORTED.items() if any(part in name for name in weights.names)), ""):
         raise UserError(f"{weights.path}: a {other} checkpoint, not {family.title}; give a {family.title} transformer")
-    prefix, found = _recognised(weights)
+    prefix, found = recognise_below(weights.names)
     if found.model_type != family.model_type:
         article = "an" if found.name.startswith("image") else "a"
         what = "of no known layout" if found is UNKNOWN else f"{article} {found.name}"
@@ -148,11 +155,6 @@ def file_arguments(weights: WeightFiles, family: FamilyFiles) -> tuple[str, dict
         raise UserError(f"{weights.path}: tensor {error} is missing; the file is incomplete or another model") from None
 
 
-def _recognised(weights: WeightFiles) -> tuple[str, Architecture]:
-    prefix = COMFY_PREFIX if any(name.startswith(COMFY_PREFIX) for name in weights.names) else ""
-    return prefix, recognise({name.removeprefix(prefix) for name in weights.names})
-
-
 def transformer_of(path: Path) -> tuple[str, dict[str, Any]]:
     """Return the ``model_type`` and the transformer's arguments of a pipeline's folder or a transformer file.
 
@@ -160,12 +162,12 @@ def transformer_of(path: Path) -> tuple[str, dict[str, Any]]:
     """
     families, arguments, what = family_files(), dict[str, Any](), "of no known layout"
     if path.is_dir():
-        arguments = read_config(path / "transformer")
+        arguments = read_config(_transformer_in(path))
         what = f"a {arguments.get('_class_name')}"
         found = next((one for one in families if one.transformer == arguments.get("_class_name")), None)
     else:
         weights = WeightFiles(path)
-        _, architecture = _recognised(weights)
+        _, architecture = recognise_below(weights.names)
         found = next((one for one in families if one.model_type == architecture.model_type), None)
         if found is not None:
             _, arguments = file_arguments(weights, found)

@@ -16,12 +16,13 @@ import os
 import re
 import shutil
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from library.errors import UserError, counted, nearest_of, reason_of
+from library.files import read_text
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _FILE_ENDINGS = (".safetensors", ".sft", ".gguf", ".ckpt", ".pt", ".pth", ".bin", ".json", ".toml", ".index")
@@ -36,7 +37,37 @@ def pipeline_index(folder: Path) -> Path | None:
     return next((folder / name for name in _INDEXES if (folder / name).is_file()), None)
 
 
-def find_model(given: str | Path, option: str, is_pipeline: bool | None = None, without: Collection[str] = ()) -> Path:
+def pipeline_of(path: Path) -> Path | None:
+    """Return the pipeline's folder that ``path`` is, or whose ``transformer`` it is; None: there is no pipeline."""
+    folders = (path, path.parent) if path.name == "transformer" else (path,)
+    return next((folder for folder in folders if path.is_dir() and pipeline_index(folder)), None)
+
+
+def snapshot_of(path: Path, option: str = "") -> Path:
+    """Return the snapshot in a folder of the hub's cache (``models--owner--name``); any other path as it is.
+
+    Raises:
+        UserError: there are several, and ``refs/main`` names none of them.
+    """
+    folder = path.parent if path.name == "snapshots" else path
+    if not (folder / "snapshots").is_dir() or (path / "config.json").is_file() or pipeline_index(path):
+        return path
+    main, found = folder / "refs" / "main", sorted((folder / "snapshots").iterdir())
+    if main.is_file():
+        found = [each for each in found if each.name == read_text(main).strip()]
+    if len(found) != 1:
+        where = f"{option} {path}".lstrip()
+        raise UserError(f"{where}: no snapshot that refs/main names; give one of {folder / 'snapshots'}")
+    return found[0]
+
+
+def find_model(
+    given: str | Path,
+    option: str,
+    is_pipeline: bool | None = None,
+    without: Collection[str] = (),
+    part: str = "",
+) -> Path:
     """Return the file or folder of a model; what is on the hub is downloaded into its cache first.
 
     Args:
@@ -44,13 +75,14 @@ def find_model(given: str | Path, option: str, is_pipeline: bool | None = None, 
         option: the key or flag that it was given as, for messages.
         is_pipeline: an image model's; False: a language model; None: either.
         without: folders of a pipeline that are not needed.
+        part: the only folder of a pipeline that is needed.
 
     Raises:
         UserError: neither is there; the hub wants a licence accepted; the disk is too full; nothing that can be read.
     """
     path = Path(given).expanduser()
     if given and path.exists():
-        return path
+        return snapshot_of(path, option)
     name = Path(given).as_posix()
     is_name = _HUB_NAME.fullmatch(name) is not None and not name.endswith(_FILE_ENDINGS)
     if (meant := _misspelt(path)) is not None:
@@ -65,7 +97,7 @@ def find_model(given: str | Path, option: str, is_pipeline: bool | None = None, 
             f"{option} {str(given)!r} does not exist; give a local file or folder, or a name on the Hugging Face hub, "
             "owner/name"
         )
-    return _from_hub(name, option, is_pipeline, frozenset(without))
+    return _from_hub(name, option, is_pipeline, frozenset(without), part)
 
 
 def _misspelt(path: Path) -> Path | None:
@@ -90,7 +122,7 @@ def _misspelt(path: Path) -> Path | None:
 
 
 @functools.cache
-def _from_hub(name: str, option: str, is_pipeline: bool | None, without: frozenset[str]) -> Path:
+def _from_hub(name: str, option: str, is_pipeline: bool | None, without: frozenset[str], part: str) -> Path:
     """Return the folder in the hub's cache that holds all that is read of model ``name``."""
     import huggingface_hub as hub
     from huggingface_hub import errors
@@ -102,13 +134,13 @@ def _from_hub(name: str, option: str, is_pipeline: bool | None, without: frozens
         except errors.HfHubHTTPError:
             raise
         except (errors.HTTPError, errors.OfflineModeIsEnabled):
-            return _cached(name, is_pipeline, without)
+            return _cached(name, is_pipeline, without, part)
         files = [sibling.rfilename for sibling in info.siblings or []]
         if index := next((each for each in _INDEXES if each in files), None):
-            allowed = _pipeline_patterns(Path(hub.hf_hub_download(name, index, revision=info.sha)), without)
+            allowed = _pipeline_patterns(Path(hub.hf_hub_download(name, index, revision=info.sha)), without, part)
         else:
             allowed = _folder_patterns(name, files, option, is_pipeline)
-        return _download(name, allowed, option)
+        return _download(name, allowed, option, _spare(files))
     except errors.GatedRepoError:
         raise UserError(
             f"{option}: {name} is gated; accept its licence at {hub.constants.ENDPOINT}/{name}, then log in with "
@@ -138,8 +170,17 @@ def _command(name: str, is_pipeline: bool | None) -> str:
     )
 
 
-def _pipeline_patterns(index: Path, without: Collection[str]) -> tuple[str, ...]:
+def _spare(files: Collection[str]) -> tuple[str, ...]:
+    """Return which of a repository's ``files`` are copies of weights that lie beside them in full precision."""
+    copies = [file for file in files if any(fnmatch.fnmatch(file, pattern) for pattern in _COPIES)]
+    whole = {Path(file).parent for file in {*files} - {*copies} if file.endswith(".safetensors")}
+    return tuple(file for file in copies if Path(file).parent in whole or file.endswith(".bin"))
+
+
+def _pipeline_patterns(index: Path, without: Collection[str], part: str = "") -> tuple[str, ...]:
     """Return what is read of a pipeline, of whose parts ``index`` tells, but for the parts ``without``."""
+    if part:
+        return (index.name, *(f"{part}/{pattern}" for pattern in _READ))
     parts = json.loads(index.read_text(encoding="utf-8"))
     # A modular pipeline's parts may be named without their classes.
     named = [k for k, v in parts.items() if isinstance(v, list) and (None not in v or isinstance(v[-1], dict))]
@@ -160,24 +201,24 @@ def _folder_patterns(name: str, files: Collection[str], option: str, is_pipeline
     )
 
 
-def _cached(name: str, is_pipeline: bool | None, without: Collection[str]) -> Path:
+def _cached(name: str, is_pipeline: bool | None, without: Collection[str], part: str) -> Path:
     """Return the copy in the cache if it is complete; raise LocalEntryNotFoundError if not."""
     import huggingface_hub as hub
 
     cached = (hub.try_to_load_from_cache(name, each) for each in _INDEXES)
     if index := next((each for each in cached if isinstance(each, str)), None):
-        return _snapshot(name, _pipeline_patterns(Path(index), without), local_files_only=True)
+        return _snapshot(name, _pipeline_patterns(Path(index), without, part), local_files_only=True)
     if is_pipeline:
         raise hub.errors.LocalEntryNotFoundError(name)
     return _snapshot(name, _READ, local_files_only=True)
 
 
-def _download(name: str, allowed: tuple[str, ...], option: str) -> Path:
+def _download(name: str, allowed: tuple[str, ...], option: str, spare: Sequence[str]) -> Path:
     """Fetch what is missing, if the disk has room for it; of several processes the first of a machine shows how far."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
     with _without_bars():
-        missing = [file for file in _snapshot(name, allowed, dry_run=True) if file.will_download]
+        missing = [file for file in _snapshot(name, allowed, spare, dry_run=True) if file.will_download]
     size, folder = sum(file.file_size or 0 for file in missing), Path(HF_HUB_CACHE).absolute()
     place = next(path for path in (folder, *folder.parents) if path.exists())
     if (free := shutil.disk_usage(place).free) < size:
@@ -193,7 +234,7 @@ def _download(name: str, allowed: tuple[str, ...], option: str) -> Path:
             flush=True,
         )
     with nullcontext() if shows else _without_bars():
-        return _snapshot(name, allowed)
+        return _snapshot(name, allowed, spare)
 
 
 @contextmanager
@@ -209,11 +250,11 @@ def _without_bars() -> Iterator[None]:
             enable_progress_bars()
 
 
-def _snapshot(name: str, allowed: tuple[str, ...], **how: Any) -> Any:
+def _snapshot(name: str, allowed: tuple[str, ...], spare: Sequence[str] = _COPIES, **how: Any) -> Any:
     import huggingface_hub as hub
 
     of_a_folder = () if any(index in allowed for index in _INDEXES) else ("*/*",)
-    found = hub.snapshot_download(name, allow_patterns=list(allowed), ignore_patterns=[*_COPIES, *of_a_folder], **how)
+    found = hub.snapshot_download(name, allow_patterns=list(allowed), ignore_patterns=[*spare, *of_a_folder], **how)
     return Path(found) if isinstance(found, str) else found
 
 

@@ -22,12 +22,12 @@ from pathlib import Path
 
 from library.checksums import shards_of
 from library.errors import UserError, printable
-from library.models.hub import pipeline_index
+from library.models.hub import pipeline_index, snapshot_of
 from library.models.layer_names import Architecture
 from library.models.registry import all_modules
 from library.precision.checkpoint import quantized_file
-from library.precision.files.file_tensors import FileTensors
-from library.safetensors_io import TensorEntry, read_entries, weight_files
+from library.precision.files.file_tensors import MODEL_PREFIXES, FileTensors
+from library.safetensors_io import TensorEntry, find_index, read_entries, weight_files
 
 UNKNOWN = Architecture("unknown architecture", (), with_bias="LayerNorm or GroupNorm")
 
@@ -44,6 +44,15 @@ def recognise(names: Collection[str]) -> Architecture:
         if all(any(re.fullmatch(mark, name) for name in names) for mark in row.marks):
             return row
     return UNKNOWN
+
+
+def recognise_below(names: Collection[str]) -> tuple[str, Architecture]:
+    """Return what stands before a transformer's names, of :data:`MODEL_PREFIXES`, and its architecture."""
+    for prefix in MODEL_PREFIXES:
+        inside = {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+        if inside and (found := recognise(inside)) is not UNKNOWN:
+            return prefix, found
+    return "", UNKNOWN
 
 
 _PREFIXES = re.compile(
@@ -130,6 +139,7 @@ class WeightSet:
 
 def weight_sets(path: Path) -> list[WeightSet]:
     """Read the headers behind ``path``: a file, a model's folder, a pipeline's, or a folder of files."""
+    path = snapshot_of(path)
     if path.is_file():
         whole = all(file.is_file() for file in shards_of(path))
         return [_read(("", weight_files(path) if whole else [path]))]
@@ -146,7 +156,7 @@ def weight_sets(path: Path) -> list[WeightSet]:
 def _sets_in(folder: Path) -> list[tuple[str, list[Path]]]:
     """Return (name, files) of the models in one folder: shards together, files without an index one by one."""
     files = sorted(file for ending in ("safetensors", "gguf") for file in folder.glob(f"*.{ending}"))
-    if any(folder.glob("*.safetensors.index.json")):
+    if find_index(folder):
         return [("", weight_files(folder))]
     return [(file.name if len(files) > 1 else "", [file]) for file in files]
 
@@ -193,7 +203,8 @@ def components(weights: WeightSet) -> list[Component]:
 
 
 def _component(name: str, tensors: Mapping[str, TensorEntry]) -> Component:
-    architecture = recognise(tensors)
+    prefix, architecture = recognise_below(tensors)
+    tensors = {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
     counted = {key: tensor for key, tensor in tensors.items() if not _BOOKKEEPING.fullmatch(key)}
     dtypes: Counter[str] = Counter()
     for tensor in counted.values():

@@ -26,6 +26,13 @@ from library.models.weights import KeyMap, identity_map, load_into, read_config_
 from library.precision.checkpoint import WeightFiles
 from library.safetensors_io import RowRange
 
+_PREFIXES = ("first_stage_model.", "vae.", "")  # before its names in a file, the first in all-in-one files
+_PARTS = ("encoder", "decoder", "quant_conv", "post_quant_conv", "bn")  # of diffusers' classes; trainers leave others
+
+
+def _is_of_it(name: str) -> bool:
+    return name.partition(".")[0] in _PARTS
+
 
 class ImageEncoder:
     """Pixels in, normalised latents out, and back. The weights are loaded at the first use.
@@ -71,8 +78,11 @@ class ImageEncoder:
         """
         if weights.path.is_dir():
             config = read_config_of(cls.autoencoder.__name__, weights.path, f"give {cls.title}")
-            return config, identity_map(weights.names)
-        key_map = {ours: [RowRange(theirs)] for theirs, ours in cls.renamed(weights.names).items()}
+            return config, identity_map(filter(_is_of_it, weights.names))
+        prefix = next(each for each in _PREFIXES if any(name.startswith(each) for name in weights.names))
+        inside = [name.removeprefix(prefix) for name in weights.names if name.startswith(prefix)]
+        renamed = cls.renamed(inside).items()
+        key_map = {ours: [RowRange(prefix + theirs)] for theirs, ours in renamed if _is_of_it(ours)}
         if lacking := [name for name in cls.marks if name not in key_map]:
             raise UserError(f"{weights.path}: not {cls.title} (no {lacking[0]}); give {cls.file}")
         try:

@@ -33,6 +33,7 @@ from library.errors import UserError, did_you_mean, error_prefix
 from library.precision.activations import round_inputs, roundings
 from library.precision.checkpoint import QuantizedFile, ServedInput
 from library.precision.files.base import QuantizedWeight, ReadOnlyScheme, Scheme
+from library.precision.files.file_tensors import MODEL_PREFIXES
 from library.precision.files.fp8 import Fp8Scheme, Fp8Weight, loaded_scheme
 from library.precision.files.int8 import Int8Scheme
 from library.precision.files.nvfp4 import Nvfp4Scheme
@@ -44,7 +45,7 @@ from library.randomness import derive_seed
 
 def _at_the_root(names: str) -> str:
     """Return the expression of modules of the whole model of these ``names``, and of all that is in them."""
-    return rf"(model\.diffusion_model\.|transformer\.)?({'|'.join(names.split())})(\..*)?"
+    return rf"({'|'.join(map(re.escape, MODEL_PREFIXES))})({'|'.join(names.split())})(\..*)?"
 
 
 KINDS = {

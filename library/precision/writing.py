@@ -29,7 +29,7 @@ from torch import Tensor
 from library.errors import UserError, counted
 from library.precision.checkpoint import QuantizedFile, WeightFiles
 from library.precision.files.base import HIGH_PRODUCTS, QuantizedWeight, StoredWeight
-from library.precision.files.file_tensors import COMFY_PREFIX
+from library.precision.files.file_tensors import COMFY_PREFIX, MODEL_PREFIXES
 from library.precision.fp8_numbers import E4M3FN
 from library.precision.names import GRANULARITIES, LayoutKind
 from library.precision.recipe import Recipe
@@ -136,7 +136,7 @@ def write_quantized(
         for name in source.bookkeeping - plan.keys():
             plan[name] = *source.file.entries[name].spec, partial(source.file.read, name)
     elif layout == "comfy_scaled":
-        prefix = COMFY_PREFIX if any(name.startswith(COMFY_PREFIX) for name in specs) else ""
+        prefix = next(each for each in MODEL_PREFIXES if any(name.startswith(each) for name in specs))
         plan[f"{prefix}scaled_fp8"] = _made(_asking_marker(E4M3FN.dtype, low_precision_products))
     strings = dict(weights.metadata) | ({"quantised": recipe.describe()} if source is None else {})
     before, after = sum(tensor_bytes(*spec) for spec in specs.values()), _planned_bytes(plan)

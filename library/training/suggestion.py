@@ -29,6 +29,7 @@ from library.errors import UserError
 from library.files import read_toml, toml_text
 from library.models.family_by_name import family_class
 from library.models.files import pipeline_class, transformer_of
+from library.models.hub import find_model, pipeline_of
 from library.training.memory.budget import GIB
 from library.training.memory.policy import RESERVE
 
@@ -125,8 +126,9 @@ def find_model_type(model: str, kind: Kind, given: str | None = None) -> tuple[s
     path, arguments, pipeline = Path(model).expanduser(), dict[str, Any](), ""
     names = tables()["hub"].get(model, [given] if given else [])
     if path.exists():
+        path = find_model(path, "--model")
         found, arguments = transformer_of(path)
-        pipeline = pipeline_class(path) if path.is_dir() else ""
+        pipeline = pipeline_class(root) if (root := pipeline_of(path)) else ""
         names = [name for name in IMAGE_MODELS if MODEL_TYPES[name].title == MODEL_TYPES[found].title]
     able = [name for name in IMAGE_MODELS if (family_class(name).conditioning == "references") == (kind == "edit")]
     fitting = [name for name in names if name in able and given in (None, name)]

@@ -11,6 +11,7 @@ checkpoint stacks several modules (qkv). Quantised weights are given back dequan
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -26,7 +27,8 @@ from library.models.layer_names import KeyNames, LoraTargets
 from library.models.registry import lora_namings
 from library.precision.checkpoint import WeightFiles
 from library.precision.files.base import ReadOnlyScheme
-from library.safetensors_io import DTYPES, RowRange, TensorSpecs, tensor_bytes, weight_files
+from library.precision.files.file_tensors import MODEL_PREFIXES
+from library.safetensors_io import DTYPES, RowRange, TensorSpecs, find_index, tensor_bytes, weight_files
 
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt"}
@@ -79,7 +81,7 @@ def open_base(path: Path, option: str = "--model", quantized: bool = False) -> B
 def _weight_files(folder: Path) -> list[Path]:
     """Return the weight files of a folder; one that is alone may have any name."""
     found = list(folder.glob("*.safetensors"))
-    return found if len(found) == 1 and _index_of(folder) is None else weight_files(folder)
+    return found if len(found) == 1 and find_index(folder) is None else weight_files(folder)
 
 
 def _open(path: Path, files: list[Path], quantized: bool) -> WeightFiles:
@@ -137,28 +139,23 @@ def folder_copy(
             copy.parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(path, copy)
         inside = temporary / base.folder.relative_to(base.path)
-        if index := _index_of(base.folder):
+        if index := find_index(base.folder):
             content = read_json(index)
             content.setdefault("metadata", {})["total_size"] = _saved_bytes(base, dtype)
             write_text(inside / index.name, json.dumps(content, indent=2) + "\n")
         yield inside
 
 
-def _index_of(folder: Path) -> Path | None:
-    return next(iter(sorted(folder.glob("*.safetensors.index.json"))), None)
-
-
 def _other_files(base: Base) -> list[Path]:
     """Return the folder's files but for the transformer's weights, in whatever form, and their index."""
 
     def is_weights(path: Path) -> bool:
-        named = path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")
+        named = path.suffix in _WEIGHT_SUFFIXES or re.search(r"\.index(\.\w+)?\.json$", path.name) is not None
         return named and path.parent == base.folder
 
     return [path for path in sorted(base.path.rglob("*")) if path.is_file() and not is_weights(path)]
 
 
-_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "")
 _LEFT_OUT = "transformer."  # what GPT-2's published file leaves out of transformers' names
 
 
@@ -229,9 +226,9 @@ def _modules_found(weights: WeightFiles, row: LoraTargets) -> dict[str, BaseModu
 def _modules(weights: WeightFiles, keys: KeyNames, model_name: str) -> dict[str, BaseModule]:
     places: dict[str, BaseModule] = {}
     for key, entry in weights.entries.items():
-        prefix = next(p for p in _PREFIXES if key.startswith(p))
-        name = key.removeprefix(prefix).removesuffix(".weight")
-        place = keys.find(name) or keys.find(_LEFT_OUT + name)
+        name = key.removesuffix(".weight")
+        names = [*(name.removeprefix(p) for p in MODEL_PREFIXES if name.startswith(p)), _LEFT_OUT + name]
+        place = next(filter(None, map(keys.find, names)), None)
         if not key.endswith(".weight") or place is None or len(weights.shape(key)) != 2:
             continue
         height, width = weights.shape(key)

@@ -114,8 +114,8 @@ class Krea2Family(Qwen3Family):
         """Read what a folder says of its pipeline: whether it is Turbo, and the text encoder's layers."""
         super().check_variant()
         folder, settings = self.files.transformer, dict[str, Any]()
-        if folder.is_dir():
-            settings = read_config(folder.parent, "model_index.json")
+        if self.files.index is not None:
+            settings = read_config(self.files.index.parent, self.files.index.name)
         self.distilled = bool(settings.get("is_distilled"))
         self.read_layers = tuple(settings.get("text_encoder_select_layers") or LAYERS)
         self.text_layers = max(self.read_layers)

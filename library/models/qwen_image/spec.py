@@ -87,8 +87,8 @@ class QwenImageFamily(Family):
     def check_variant(self) -> None:
         """Refuse another pipeline's folder; let the option decide how references are modulated, where it is set."""
         root, config = self.config.pretrained_model_name_or_path, self.files.transformer_config
-        if self.files.transformer.is_dir():
-            pipeline = pipeline_class(self.files.transformer.parent)
+        if self.files.index is not None:
+            pipeline = pipeline_class(self.files.index.parent)
             if (meant := _PIPELINES.get(pipeline)) != self.name:
                 wanted = next(known for known, name in _PIPELINES.items() if name == self.name)
                 remedy = f'set model_type = "{meant}"' if meant else f"give a {wanted}"

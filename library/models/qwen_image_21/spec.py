@@ -106,8 +106,8 @@ class QwenImage21Family(Family):
 
     def first_sigmas(self, steps: int) -> list[float] | None:
         """Return Turbo's own noise levels, which its folder has for one number of steps."""
-        index = self.files.transformer.parent / "model_index.json"
-        levels = read_config(index.parent, index.name).get("sample_sigmas") if index.is_file() else None
+        index = self.files.index
+        levels = read_config(index.parent, index.name).get("sample_sigmas") if index else None
         return levels if levels is not None and len(levels) == steps else None
 
     def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> DiffusionPipeline:

@@ -34,6 +34,9 @@ from library.files import read_json
 from library.safetensors_io import RowRange, TensorEntry, read_rows
 
 COMFY_PREFIX = "model.diffusion_model."
+# What may stand before a transformer's names, in the order in which it is tried: ComfyUI's in all-in-one files and
+# alone, nothing, trainers' that save a whole pipeline or a wrapped model.
+MODEL_PREFIXES = (COMFY_PREFIX, "diffusion_model.", "", "transformer.", "model.", "module.")
 
 _OTHER_FILE = "use the bf16 model, or its fp8, int8, GGUF or bitsandbytes nf4 file"
 _NUNCHAKU = "train on the bf16 file of the same model: Nunchaku puts a LoRA beside its weights, where it is not rounded"
@@ -122,7 +125,7 @@ class FileTensors:
 
     def full_name(self, layer: str) -> str:
         """Return ``layer`` with the file's prefix, which some writers leave out of the header."""
-        for prefix in ("", COMFY_PREFIX):
+        for prefix in MODEL_PREFIXES:
             if f"{prefix}{layer}.weight" in self.entries:
                 return prefix + layer
         return layer

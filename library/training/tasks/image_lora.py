@@ -144,6 +144,8 @@ class ImageLora(LoraTask):
             self.console.print(f"note: {remark}", soft_wrap=True)
         if config.parallel.tp > 1:
             family.split_plan(config.parallel.tp)
+        for line in family.unused_tensors():
+            self.console.print(f"note: {line}", soft_wrap=True)
         self.base_fingerprint = family.fingerprint()
         self.text_fingerprint = self.text_encoder.fingerprint if self.plan.network.text_encoders else None
         trained_text = {} if self.text_fingerprint is None else {"text_encoders": self.text_fingerprint}
