@@ -24,7 +24,7 @@ from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
 from library.config.schema import ModelConfig
 from library.errors import UserError, counted, exit_on_user_error
 from library.files import write_text
-from library.models.hub import pipeline_of, snapshot_of
+from library.models.hub import takes_parts
 from tools.command import answer_early, number, tool_parser
 
 KINDS = ("subject", "style", "edit")
@@ -100,7 +100,7 @@ def answers(options: argparse.Namespace) -> tuple[suggestion.Answers, Mapping[st
         unknown = f"{model} is neither here nor a name that is known; correct --model, or say which family it is"
         answer(options, "model_type", unknown, among=IMAGE_MODELS)
     model_type, arguments = suggestion.find_model_type(model, kind, options.model_type)
-    wanted = MODEL_TYPES[model_type].files if path.exists() and pipeline_of(snapshot_of(path)) is None else ()
+    wanted = MODEL_TYPES[model_type].files if takes_parts(path) else ()
     parts = {key: answer(options, key, ModelConfig.model_fields[key].description or key) for key in wanted}
     if unused := [key for key in FILES if getattr(options, key) is not None and key not in wanted]:
         raise UserError(f"--{unused[0]}: {model} takes none; remove it")

@@ -96,14 +96,14 @@ class ModelConfig(Section):
         "flux", description="architecture family; flux: FLUX.1 dev and schnell"
     )
     pretrained_model_name_or_path: str = Field(
-        description="diffusers folder, a transformer file (BFL's flux1-dev.safetensors or ComfyUI's split file), or a "
-        "name on the Hugging Face hub, black-forest-labs/FLUX.1-dev"
+        description="diffusers folder or its transformer folder, a transformer file (BFL's flux1-dev.safetensors or "
+        "ComfyUI's split file), or a name on the Hugging Face hub, black-forest-labs/FLUX.1-dev"
     )
     ae: str | None = Field(
-        None, description="VAE file (BFL's ae.safetensors or a diffusers folder), with a single file"
+        None, description="VAE: file (BFL's ae.safetensors), diffusers folder or hub name, with a transformer alone"
     )
-    clip_l: str | None = Field(None, description="CLIP-L text encoder file or folder, with a single file")
-    t5xxl: str | None = Field(None, description="T5-XXL encoder file or folder, with a single file")
+    clip_l: str | None = Field(None, description="CLIP-L: file, folder or hub name, with a transformer alone")
+    t5xxl: str | None = Field(None, description="T5-XXL encoder: file, folder or hub name, with a transformer alone")
     clip_l_tokenizer: str = Field(
         "openai/clip-vit-large-patch14", description="tokenizer folder or hub name, with a single clip_l file"
     )
@@ -113,10 +113,11 @@ class ModelConfig(Section):
     t5xxl_max_token_length: Size | None = Field(
         None, description="T5 tokens per caption; default 512 for dev, 256 for schnell, less if the model says so"
     )
-    vae: str | None = Field(None, description="VAE file or folder, with a single file")
+    vae: str | None = Field(None, description="VAE: file, folder or hub name, with a transformer alone")
     text_encoder: str | None = Field(
         None,
-        description="text encoder's file or folder, with a single file; docs/getting_started.md names each model's",
+        description="text encoder: file, folder or hub name, with a transformer alone; docs/getting_started.md names "
+        "each model's",
     )
     qwen_tokenizer: str | None = Field(
         None,

@@ -43,6 +43,11 @@ def pipeline_of(path: Path) -> Path | None:
     return next((folder for folder in folders if path.is_dir() and pipeline_index(folder)), None)
 
 
+def takes_parts(path: Path) -> bool:
+    """Return whether the model in ``path`` is a transformer alone, beside which options name the other parts."""
+    return path.exists() and pipeline_of(snapshot_of(path)) is None
+
+
 def snapshot_of(path: Path, option: str = "") -> Path:
     """Return the snapshot in a folder of the hub's cache (``models--owner--name``); any other path as it is.
 

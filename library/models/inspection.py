@@ -291,10 +291,6 @@ def _part(starred: str) -> str:
 def is_lora(names: Iterable[str]) -> bool:
     """Whether the tensor names are those of a LoRA or one of its relatives (LoKr, LoHa, DoRA)."""
     return any(
-        re.search(
-            r"\.(lora_(A|B|up|down|mid)|lora\.(up|down)|lora_linear_layer|hada_w|lokr_w|dora_scale|diff(_b)?$)"
-            r"|_lora[12]?\.(up|down)\.",
-            name,
-        )
+        re.search(r"[._](lora(_|[12]?\.)(A|B|up|down|mid|linear_layer)|hada_w|lokr_w|dora_scale|diff(_b)?$)", name)
         for name in names
     )

@@ -27,7 +27,7 @@ Values = Callable[[Site, Any], dict[str, Any]]  # of a template
 _MOST_SHOWN = 400  # of files in a list
 _ENDINGS = (".safetensors", ".gguf")
 _HEADER_BYTES = 2**23  # of a file; the largest have half of it
-_LORA = re.compile(r"\.lora|lora_|hada_w|lokr_w|dora_scale|\boft_")  # in tensors' names
+_LORA = re.compile(r"\.lora|lora_|_lora\d?\.|\.diff(_b)?$|hada_w|lokr_w|dora_scale|\boft_")  # in tensors' names
 
 
 def weights_in(site: Site) -> dict[str, list[str]]:

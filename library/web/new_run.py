@@ -27,6 +27,7 @@ from library.config.optimizer_types import OPTIMIZERS
 from library.config.scripts import LLM, LORA, Script, fields, section_fields, sections
 from library.errors import UserError
 from library.files import decoded, parse_json, read_text, read_toml
+from library.models.hub import takes_parts
 from library.training.report.run_folder import is_run, script_of, settings_of, text_of
 from library.training.sampling.prompts import read_prompts
 from library.web.data import datasets, refuse_outside
@@ -325,7 +326,7 @@ def _suggestion(site: Site, form: Form) -> Command:
     kind, model = str(form.get("kind")), str(values["pretrained_model_name_or_path"])
     given = {"kind": kind, "model": model, "images": values["dataset_config"], "gpu_memory": form.get("gpu_memory")}
     given |= {"class_word": form.get("class_word")} if kind == "subject" else {}
-    taken = ("model_type", *["trigger_word"] * (kind != "edit"), *MODEL_FILE_KEYS * Path(model).is_file())
+    taken = ("model_type", *["trigger_word"] * (kind != "edit"), *MODEL_FILE_KEYS * takes_parts(Path(model)))
     flags = given | {key: values.get(key) for key in taken}
     words = [f"--{key}={value}" for key, value in flags.items() if value]
     return ["tools/suggest_config.py", "--save_to={job}", *words], {}

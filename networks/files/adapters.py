@@ -17,7 +17,7 @@ from torch import Tensor
 from library.errors import UserError, names_in_short
 from library.models.layer_names import LoraTargets
 from library.safetensors_io import TensorEntry, read_entries, read_safetensors_header, read_tensor
-from networks.files.joined import split_parts
+from networks.files.joined import placed
 from networks.files.layouts import FoundModule, find_place, refuse_other_family, split_key
 from networks.files.metadata import AlphaTable, read_alphas, weight_file
 from networks.files.weights import (
@@ -29,7 +29,6 @@ from networks.files.weights import (
     FullWeights,
     LoraWeights,
     RowsDependError,
-    bias_of,
     non_lora_kind,
     rank_of,
 )
@@ -192,8 +191,26 @@ def _modules_of(
 ) -> dict[str, AdapterWeights]:
     """Check one module's tensors and return them under its diffusers names, split if it is fused; biases with them."""
     biases = {name: tensors.pop(name) for name in BIASES if name in tensors}
-    if not tensors.keys() - {"alpha"} and biases.keys() == {"diff_b"}:
-        return _biases_of(where, module, biases, 1.0, None)
+    _check_finite(where, biases)
+    is_bias_alone = not tensors.keys() - {"alpha"} and biases.keys() == {"diff_b"}
+    read = None if is_bias_alone else _adapter_of(where, module, tensors, stated)
+    try:
+        if read is not None:
+            _check_norms(read)
+        found = placed(module.place, read, biases)
+    except RowsDependError as error:
+        why = "which have weights of their own here; use it in the program that trained it"
+        raise UserError(f"{where}: {error} ({', '.join(module.place.modules)}), {why}") from None
+    except ValueError as error:
+        raise UserError(f"{where}: {error}; the file was made for another model") from None
+    component = f"{module.encoder.name}." if module.encoder else ""
+    return {component + name: weights for name, weights in found.items()}
+
+
+def _adapter_of(
+    where: str, module: FoundModule, tensors: dict[str, Tensor], stated: AlphaTable | None
+) -> AdapterWeights:
+    """Return the adapter that one module's tensors are, checked."""
     alpha = tensors.pop("alpha", None)
     if {"lokr_w1", "lokr_w2"} <= tensors.keys():
         alpha = None  # scales nothing; ai-toolkit's of full rank, 9999999999, is infinite in fp16
@@ -208,39 +225,7 @@ def _modules_of(
     value = float(alpha) if alpha is not None else value
     if "down" in tensors:
         value = value or float(rank)  # alpha 0 means "no scaling" in sd-scripts
-    read = kind.of(tensors, value)
-    return _parts_of(where, module, read) | _biases_of(where, module, biases, read.scale, read.shape[1])
-
-
-def _biases_of(
-    where: str, module: FoundModule, biases: dict[str, Tensor], scale: float, columns: int | None
-) -> dict[str, AdapterWeights]:
-    """Return what is added to the base's biases, a part's under its module's name and ".bias"."""
-    if not biases:
-        return {}
-    if len({bias.shape for bias in biases.values()}) > 1 or any(bias.ndim != 1 for bias in biases.values()):
-        raise UserError(f"{where}: its biases are no vectors of one length; the file was made for another model")
-    _check_finite(where, biases)
-    parts = _parts_of(where, module, bias_of(biases, scale), columns)
-    return {f"{name}.bias": part for name, part in parts.items()}
-
-
-def _parts_of(
-    where: str, module: FoundModule, read: AdapterWeights, columns: int | None = None
-) -> dict[str, AdapterWeights]:
-    """Return a module's weights under its diffusers names, split if it is fused; see :func:`split_parts`."""
-    place, component = module.place, f"{module.encoder.name}." if module.encoder else ""
-    try:
-        _check_norms(read)
-        if not module.is_fused and place.part is not None:
-            return {component + place.modules[place.part]: read}
-        parts = split_parts(place.row, read, columns)
-    except RowsDependError as error:
-        why = "which have weights of their own here; use it in the program that trained it"
-        raise UserError(f"{where}: {error} ({', '.join(place.modules)}), {why}") from None
-    except ValueError as error:
-        raise UserError(f"{where}: {error}; the file was made for another model") from None
-    return {component + place.modules[part]: weights for part, weights in parts.items()}
+    return kind.of(tensors, value)
 
 
 def _check_tensors(where: str, kind: type[AdapterWeights], tensors: Mapping[str, Tensor], alpha: Tensor | None) -> None:

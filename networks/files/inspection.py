@@ -84,10 +84,10 @@ def inspect_lora(path: Path) -> LoraReport:
         return LoraReport("LoRA", (), "", 0, (), (f"cannot be loaded: {error}",))
     loras = {name: weights for name, weights in file.weights.items() if isinstance(weights, LoraWeights)}
     layers = tuple(_layer(name, loras[name]) for name in sorted(loras, key=lambda name: _order(name, targets)))
-    kinds = Counter(weights.title for weights in file.weights.values())
-    title = next((title for title in kinds if title not in (LoraWeights.title, FullWeights.title)), LoraWeights.title)
+    kinds = Counter(type(weights) for weights in file.weights.values())
+    title = next((kind.title for kind in kinds if kind not in (LoraWeights, FullWeights)), LoraWeights.title)
     notes: tuple[str, ...] = () if layers else (f"is no LoRA; merge_lora.py merges a {title} into a model",)
-    if full := kinds[FullWeights.title]:
+    if full := kinds[FullWeights]:
         notes += (
             f"changes {full} biases or weights as a whole; merge it into a model, or train on it as base_weights",
         )

@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
-from library.models.layer_names import KeyRow
-from networks.files.weights import AdapterWeights, LoraWeights, same_down
+from library.models.layer_names import KeyPlace, KeyRow
+from networks.files.weights import AdapterWeights, LoraWeights, bias_of, same_down
 
 
 def fuse_parts(row: KeyRow, parts: Mapping[int, LoraWeights]) -> LoraWeights:
@@ -74,6 +75,26 @@ def split_parts(row: KeyRow, joined: AdapterWeights, columns: int | None = None)
             alpha = part.alpha * kept / part.rank
             found[i] = LoraWeights(part.down[block][filled], part.up[:, block][:, filled].contiguous(), alpha)
     return found
+
+
+def placed(place: KeyPlace, read: AdapterWeights | None, biases: Mapping[str, Tensor]) -> dict[str, AdapterWeights]:
+    """Return diffusers module name -> what a file has for its rows of the module at ``place``.
+
+    Args:
+        place: where the file's module is in the model.
+        read: its adapter, if it has one.
+        biases: of :data:`networks.files.weights.BIASES`; the names of what they become end in ".bias".
+
+    Raises:
+        ValueError: as of :func:`split_parts`; or biases that are no vectors of one length.
+    """
+    scale, columns = (1.0, None) if read is None else (read.scale, read.shape[1])
+    found: dict[str, AdapterWeights] = {} if read is None else {"": read}
+    found |= {".bias": bias_of(biases, scale)} if biases else {}
+    if place.part is not None:
+        return {place.modules[place.part] + end: weights for end, weights in found.items()}
+    parts = {end: split_parts(place.row, weights, columns) for end, weights in found.items()}
+    return {place.modules[part] + end: rows for end, split in parts.items() for part, rows in split.items()}
 
 
 def _only_block(up: torch.Tensor, start: int, rank: int) -> bool:

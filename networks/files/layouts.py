@@ -170,11 +170,6 @@ class FoundModule:
     place: KeyPlace
     layout: str
 
-    @property
-    def is_fused(self) -> bool:
-        """Whether it stands for several of diffusers' modules."""
-        return self.place.part is None and len(self.place.modules) > 1
-
 
 def find_place(stem: str, targets: LoraTargets) -> FoundModule | None:
     """Return the module a key stem means."""

@@ -52,10 +52,10 @@ from torch import Tensor
 from library.errors import UserError, names_in_short
 from library.files import read_toml
 from library.models.layer_names import KeyNames, KeyPlace, LoraTargets
-from networks.files.joined import split_parts
+from networks.files.joined import placed
 from networks.files.layouts import SAVE_FORMATS, key_stem, layout_of, stem_of
 from networks.files.metadata import AlphaTable
-from networks.files.weights import BIASES, KINDS, TITLES, AdapterWeights, FullWeights, bias_of, rank_of
+from networks.files.weights import BIASES, KINDS, TITLES, AdapterWeights, FullWeights, rank_of
 
 
 @dataclass(frozen=True)
@@ -307,20 +307,14 @@ _KNOWN = {name for reader in READERS for forms in reader.families.values() for k
 
 def _read_module(form: Keys, place: KeyPlace, tensors: dict[str, Tensor]) -> dict[str, AdapterWeights]:
     """Return a module's weights under diffusers' names, nothing if the program can do nothing with them."""
-    alpha, row = tensors.pop("alpha", None), place.row if form.swaps else replace(place.row, halves_swapped=False)
+    alpha = tensors.pop("alpha", None)
     biases = {name: tensors.pop(name) for name in BIASES if name in tensors}
     kind = next((each for each in KINDS.values() if set(tensors) in each.complete), None)
     if (kind is None and (tensors or not biases)) or (form.needs_alpha and alpha is None):
         return {}
-    rank = rank_of(tensors)
-    value = float(rank if alpha is None else alpha)
-    read = {"": kind.of(tensors, value)} if kind is not None else {}
-    read |= {".bias": bias_of(biases, value / rank if rank else 1.0)} if biases else {}
-    if place.part is not None:
-        return {place.modules[place.part] + end: weights for end, weights in read.items()}
-    columns = next((weights.shape[1] for weights in read.values()), None)
+    value = float(rank_of(tensors) if alpha is None else alpha)
     try:
-        parts = {end: split_parts(row, weights, columns) for end, weights in read.items()}
+        place = place if form.swaps else replace(place, row=replace(place.row, halves_swapped=False))
+        return placed(place, kind.of(tensors, value) if kind is not None else None, biases)
     except ValueError:
         return {}
-    return {place.modules[part] + end: of_rows for end, split in parts.items() for part, of_rows in split.items()}

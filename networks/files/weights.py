@@ -250,6 +250,8 @@ def bias_of(biases: Mapping[str, Tensor], scale: float) -> FullWeights:
     peft multiplies that of B by the LoRA's ``scale`` too, ComfyUI adds ``.diff_b`` as it stands.
     """
     parts = [bias.float() * (scale if name == "up_bias" else 1.0) for name, bias in biases.items()]
+    if len({part.shape for part in parts}) > 1 or parts[0].ndim != 1:
+        raise ValueError("its biases are no vectors of one length")
     return FullWeights({"diff": torch.stack(parts).sum(0)}, 1.0)
 
 

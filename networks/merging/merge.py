@@ -338,11 +338,8 @@ class BaseWeights:
 
     def changes(self, targets: LoraTargets) -> dict[str, Callable[[Tensor], Tensor]]:
         """Return parameter of the transformer -> what makes the merged weight [out, in] fp32 of it."""
-        changes: dict[str, Callable[[Tensor], Tensor]] = {}
-        for name in self.updates:
-            module, leaf = name.removesuffix(".bias"), "bias" if name.endswith(".bias") else "weight"
-            changes[f"{targets.path_in_model(module)}.{leaf}"] = partial(self._merged, name, targets.keys)
-        return changes
+        merged = {name: partial(self._merged, name, targets.keys) for name in self.updates}
+        return {name if name.endswith(".bias") else f"{name}.weight": change for name, change in merged.items()}
 
     def _merged(self, name: str, keys: KeyNames, weight: Tensor) -> Tensor:
         shape = (*weight.shape, 1)[:2]  # of a bias too
