@@ -20,6 +20,7 @@ from pydantic.fields import FieldInfo
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from library.config.family_defaults import FAMILY
 from library.config.kohya.flags import DEFAULTS, FLAGS, NEVER_LEFT_OUT, Flag
 from library.config.markers import MustMatch, OnlyWith, listed
 from library.config.model_types import MODEL_TYPES, Tool, kohya_trainers
@@ -39,6 +40,8 @@ def json_schema(script: Script = LORA) -> str:
         keys = {key: value for key, value in section.model_json_schema()["properties"].items() if key in own}
         for key in keys.values():
             key.pop("title", None)
+            if key.get("default") == FAMILY:  # no value that a key may have
+                del key["default"]
         description = (section.__doc__ or "").strip().split("\n")[0]
         properties[name] = {"type": "object", "description": description, "properties": keys}
         properties[name]["additionalProperties"] = False
@@ -65,6 +68,7 @@ def options_page(script: Script = LORA) -> str:
         for key, field in section_fields(script, section).items():
             value = field.get_default()
             default = "required" if field.is_required() else "" if value is None else f"`{json.dumps(value)}`"
+            default = value if value is FAMILY else default
             lines.append(
                 f"| `{key}` | {_type(keys[key])} | {default} | {field.description} | {_goes_with(key, field)} |"
             )

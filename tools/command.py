@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from library.config.chat_schema import LANGUAGE_MODELS
+from library.config.family_defaults import family_defaults
 from library.config.load import Parser
 from library.config.markers import MOST, MOST_GUIDANCE, MOST_SEED, MOST_STRENGTH, words_of
 from library.config.model_types import IMAGE_MODELS, MODEL_FILE_KEYS
@@ -238,7 +239,6 @@ def add_calibration(parser: argparse.ArgumentParser, required: bool, *, model_ty
 def calibration_plan(options: argparse.Namespace, model: Path) -> CalibrationPlan:
     """Return what the flags of :func:`add_calibration` say for ``model``."""
     from library.fidelity.calibration import CalibrationOptions, CalibrationPlan
-    from library.models.family_by_name import family_class
 
     device, dtype = device_and_dtype(options.mixed_precision)
     config, scale = model_config(options, model), options.guidance_scale
@@ -247,7 +247,7 @@ def calibration_plan(options: argparse.Namespace, model: Path) -> CalibrationPla
         images=options.calibration_images,
         sigmas=tuple(options.calibration_sigmas),
         seed=options.seed,
-        guidance_scale=family_class(config.model_type).sample_guidance if scale is None else scale,
+        guidance_scale=family_defaults(config.model_type).get("sample_guidance", 1.0) if scale is None else scale,
         masked_loss=options.masked_loss,
         cache_directory=options.cache_directory,
         statistics_gb=options.statistics_gb,

@@ -41,7 +41,7 @@ from library.llm.chat_templates import CHAT_TEMPLATES, PromptTemplate, TextTempl
 from library.llm.tokenizer_files import load_tokenizer
 from library.llm.tokenizers import IncrementalDecoder, Tokenizer
 from library.models.hub import find_model
-from library.training.sampling.prompts import SamplePrompt, check_steering, parse_prompt, read_prompts
+from library.training.sampling.prompts import SamplePrompt, check_steering, parse_prompt, read_prompts, usual_prompt
 from tools.command import (
     add_language_model,
     add_model_parts,
@@ -97,20 +97,16 @@ def parser() -> argparse.ArgumentParser:
     what.add_argument("--prompt", nargs="+", metavar="LINE", help="prompts, each with its own options if need be")
     what.add_argument("--from_file", metavar="FILE", help=".txt (a prompt a line), .toml or .json")
     what.add_argument("--n", default="", metavar="TEXT", help="negative prompt, used when --l is not 1")
-    what.add_argument(
-        "--w", type=whole(most=MOST_SIDE), default=1024, metavar="PIXELS", help="width (default: %(default)s)"
-    )
-    what.add_argument(
-        "--h", type=whole(most=MOST_SIDE), default=1024, metavar="PIXELS", help="height (default: %(default)s)"
-    )
+    what.add_argument("--w", type=whole(most=MOST_SIDE), metavar="PIXELS", help="width (default: the family's, 1024)")
+    what.add_argument("--h", type=whole(most=MOST_SIDE), metavar="PIXELS", help="height (default: the family's, 1024)")
     what.add_argument(
         "--d", type=seed_number, default=0, metavar="SEED", help="seed of the first prompt; the next has d + 1"
     )
+    what.add_argument("--s", type=whole(most=MOST_STEPS), metavar="STEPS", help="steps (default: the family's)")
+    what.add_argument("--g", type=finite, metavar="X", help="guidance input (default: the family's)")
     what.add_argument(
-        "--s", type=whole(most=MOST_STEPS), default=20, metavar="STEPS", help="steps (default: %(default)s)"
+        "--l", type=finite, metavar="X", help="classifier-free guidance, 1: none (default: the family's)"
     )
-    what.add_argument("--g", type=finite, metavar="X", help="guidance input (default: 3.5; Fill 30, Kontext 2.5)")
-    what.add_argument("--l", type=finite, default=1.0, metavar="X", help="classifier-free guidance (default: off, 1)")
     what.add_argument("--ci", nargs="+", default=[], metavar="FILE", help="image to fill, or reference images")
     what.add_argument("--mi", metavar="FILE", help="mask of the image to fill, white where to fill")
     blank = "what is under the mask before it is filled (default: as the LoRA was trained, else grey)"
@@ -178,11 +174,12 @@ def image(options: argparse.Namespace) -> list[Path]:
         raise UserError("--mixed_precision: fp16 needs a GPU; on a CPU use bf16 or no")
     console = tool_console()
     multiple = family.load_image_encoder(dtype, device).pixel_multiple
-    prompts = read_image_prompts(options, multiple, family.sample_guidance)
+    usual = usual_prompt(family)
+    prompts = read_image_prompts(options, multiple, usual)
     strengths = options.strengths or [1.0]
     if options.strengths and not options.lora:
         raise UserError("--strengths: are of LoRAs; give --lora")
-    for remark in check_steering(prompts, family.guidance_input, family.sample_guidance):
+    for remark in check_steering(prompts, family.guidance_input, usual.guidance):
         console.print(f"note: {remark}")
     sources = [lora_source(text) for text in options.lora]
     if options.fp8_granularity and not options.fp8_scaled:
@@ -225,13 +222,14 @@ def free_path(folder: Path, prompt: SamplePrompt) -> Path:
     return folder / f"{max(numbers, default=-1) + 1:04d}_{words}_seed{prompt.seed}.png"
 
 
-def read_image_prompts(options: argparse.Namespace, pixel_multiple: int, guidance: float) -> list[SamplePrompt]:
-    """Return the prompts that the command line asks for; ``guidance`` is for those that say nothing about it."""
+def read_image_prompts(options: argparse.Namespace, pixel_multiple: int, usual: SamplePrompt) -> list[SamplePrompt]:
+    """Return the prompts that the command line asks for; ``usual`` is what neither it nor they say."""
     if bool(options.prompt) == bool(options.from_file):
         raise UserError('give either --prompt "..." or --from_file FILE')
-    given_guidance = guidance if options.g is None else options.g
-    numbers = (options.w, options.h, options.d, options.s, given_guidance, options.l)
-    default = SamplePrompt("", options.n, *numbers, tuple(options.ci), options.mi)
+    numbers = {"width": options.w, "height": options.h, "steps": options.s, "guidance": options.g, "cfg": options.l}
+    given = {key: value for key, value in numbers.items() if value is not None}
+    more = {"negative": options.n, "seed": options.d, "control_images": tuple(options.ci), "mask_image": options.mi}
+    default = replace(usual, **given, **more)
     if options.from_file:
         return read_prompts(options.from_file, options.d, pixel_multiple, default, "--from_file")
     prompts = []

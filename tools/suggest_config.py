@@ -59,6 +59,7 @@ answer_early(__name__, lambda: parser().parse_args())
 
 import torch
 
+from library.config.family_defaults import presets, tables
 from library.data.captions import has_word
 from library.training import suggestion
 from library.training.memory.budget import GIB
@@ -96,7 +97,7 @@ def answers(options: argparse.Namespace) -> tuple[suggestion.Answers, Mapping[st
             raise UserError(f"--{flag}: has no meaning for --kind {kind}; remove it, or choose {' or '.join(kinds)}")
     model = answer(options, "model", "Base model: file, diffusers folder, or name on the hub")
     path = Path(model).expanduser()
-    if not path.exists() and model not in suggestion.tables()["hub"]:
+    if not path.exists() and model not in tables()["hub"]:
         unknown = f"{model} is neither here nor a name that is known; correct --model, or say which family it is"
         answer(options, "model_type", unknown, among=IMAGE_MODELS)
     model_type, arguments = suggestion.find_model_type(model, kind, options.model_type)
@@ -135,7 +136,7 @@ def main() -> None:
     """Ask, look, write, and say what was found and decided."""
     answered, arguments = answers(parser().parse_args())
     chosen = suggestion.choose_memory(answered.model_type, answered.model, arguments, answered.gpu_memory)
-    found, values = suggestion.summarise_dataset(answered), suggestion.presets(answered.model_type)
+    found, values = suggestion.summarise_dataset(answered), presets(answered.model_type)
     for name, text in suggestion.suggest(answered, found, chosen).items():  # config.toml names the other: the last
         write_text(answered.save_to / name, text)
     settings = [f"{key} = {value}" for key, value in chosen.settings.items()] or ["nothing quantised or swapped"]

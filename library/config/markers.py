@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
+from library.config.family_defaults import settled
 from library.errors import UserError
 
 
@@ -30,6 +31,12 @@ class Section(BaseModel):
         if any(isinstance(text, str) and "\0" in text for text in (value if isinstance(value, list) else [value])):
             raise ValueError("it holds a NUL character; remove it")
         return value
+
+    @model_validator(mode="after")
+    def _has_defaults(self) -> Section:
+        """Give a section that stands alone the defaults of FLUX.1; a whole configuration knows its family."""
+        self.__dict__.update(settled(self))
+        return self
 
 
 def asks_for_nothing(value: Any, field: FieldInfo) -> bool:

@@ -24,6 +24,7 @@ from library.config.markers import (
     Seed,
     Size,
 )
+from library.config.optimizer_types import estimates_step_size
 from library.config.schema import (
     SAMPLED,
     AccelerateConfig,
@@ -93,11 +94,13 @@ class LLMOptimizerConfig(OptimizerConfig):
     lr_scheduler_min_lr_ratio: LeastRate = Field(0.1, description="floor of the decaying schedules, as a share of lr")
 
     def with_defaults(self) -> OptimizerConfig:
-        """Return these settings with AdamW's betas unless they are set, and no warm-up of a constant schedule."""
+        """Return these settings with what is usual where it is unset, and no warm-up of a constant schedule."""
         changes: dict[str, Any] = {"lr_warmup_steps": 0} if self.lr_scheduler == "constant" else {}
         has_betas = any(argument.split("=")[0].strip() == "betas" for argument in self.optimizer_args)
         if self.optimizer_type.lower() == "adamw" and not has_betas:
             changes["optimizer_args"] = [*self.optimizer_args, _ADAM_BETAS]
+        if "learning_rate" not in self.model_fields_set and estimates_step_size(self.optimizer_type):
+            changes["learning_rate"] = 1.0
         return self.model_copy(update=changes)
 
 

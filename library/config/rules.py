@@ -396,12 +396,12 @@ _COMPILED = (
 _LORA = (
     Rule(
         ("full_bf16", "mixed_precision"),
-        lambda s: s.full_bf16 and s.mixed_precision != "bf16",
+        lambda s: s.full_bf16 and s.mixed_precision not in ("auto", "bf16"),
         'needs the forward pass in bf16 too; set mixed_precision = "bf16"',
     ),
     Rule(
         ("base_dtype", "mixed_precision"),
-        lambda s: s.base_dtype in ("bf16", "fp16") and s.mixed_precision != s.base_dtype,
+        lambda s: s.base_dtype in ("bf16", "fp16") and s.mixed_precision not in ("auto", s.base_dtype),
         '{base_dtype} weights need a {base_dtype} forward pass; set mixed_precision = "{base_dtype}"',
     ),
     Rule(

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
+from library.config.family_defaults import FAMILY, settle
 from library.config.markers import (
     MOST,
     MOST_GUIDANCE,
@@ -37,7 +38,6 @@ from library.config.markers import (
     sorted_pairs,
 )
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
-from library.config.optimizer_types import estimates_step_size
 from library.errors import UserError
 from library.files import find_bad_name
 
@@ -281,9 +281,9 @@ class NetworkConfig(Section):
         "lora",
         description="kind of adapter; dora is saved for diffusers or ComfyUI, lokr and loha for ComfyUI alone",
     )
-    network_dim: Annotated[Size, MUST_MATCH, _NOT_FROM_FILE] = Field(16, description="rank")
+    network_dim: Annotated[Size, MUST_MATCH, _NOT_FROM_FILE] = Field(FAMILY, description="rank")
     network_alpha: Annotated[float, Field(gt=0, le=1_000_000), MUST_MATCH, _NOT_FROM_FILE] = Field(
-        1.0, description="scale is alpha / rank"
+        FAMILY, description="scale is alpha / rank; unset it is the rank"
     )
     use_rslora: Annotated[bool, MUST_MATCH, _NOT_FROM_FILE] = Field(
         False, description="scale is alpha / sqrt(rank) instead (rsLoRA); lora and dora"
@@ -346,13 +346,13 @@ class OptimizerConfig(Section):
     """Optimizer and learning rate schedule."""
 
     optimizer_type: Annotated[str, MUST_MATCH] = Field(
-        "AdamW",
+        FAMILY,
         description="AdamW, AdamW8bit, Prodigy, ProdigyPlusScheduleFree, Adafactor, CAME, SOAP, Lion, "
         "AdamWScheduleFree, DAdaptAdam, or a dotted class path of these packages",
     )
     trust_class_paths: bool = Field(False, description="optimizer_type may name a class of any package, which is run")
     optimizer_args: Pairs = Field([], description='key=value pairs for the optimizer, "weight_decay=0.01"')
-    learning_rate: Rate = Field(1e-4, description="learning rate; 1.0 for Prodigy and D-Adaptation")
+    learning_rate: Rate = Field(FAMILY, description="learning rate; of Prodigy and D-Adaptation unset 1.0")
     text_encoder_lr: Annotated[list[Rate], MustMatch(_trained_encoders), IMAGES] = Field(
         [],
         max_length=2,
@@ -382,16 +382,6 @@ class OptimizerConfig(Section):
         return [value] if isinstance(value, int | float | str) else value
 
 
-def effective_learning_rate(config: OptimizerConfig) -> float:
-    """Return the learning rate to train with: the one that was set, else the optimizer's customary one.
-
-    Optimizers that estimate their step size take a factor instead of a rate, customarily 1.0.
-    """
-    if "learning_rate" not in config.model_fields_set and estimates_step_size(config.optimizer_type):
-        return 1.0
-    return config.learning_rate
-
-
 class SharedTrainingKeys(Section):
     """Keys of the section ``training`` that pretraining has too; ``library.nn.checkpointing`` says what recomputes."""
 
@@ -418,7 +408,11 @@ class TrainingConfig(SharedTrainingKeys):
     """How long, in what precision, from which seed."""
 
     gradient_accumulation_steps: Batch = Field(1, description="batches per optimizer step")
-    mixed_precision: Literal["no", "fp16", "bf16"] = Field("no", description="autocast dtype of the forward pass")
+    mixed_precision: Literal["auto", "no", "fp16", "bf16"] = Field(
+        "auto",
+        description="autocast dtype of the forward pass; auto: what base_dtype or full_bf16 ask for, else on a GPU the "
+        "family's, bf16, and on a CPU no",
+    )
     attention: Annotated[
         Literal["auto", "flash", "flash3", "flash4", "efficient", "cudnn", "math"], IMAGES, SAME_RESULT
     ] = Field(
@@ -482,7 +476,7 @@ class FlowConfig(Section):
         1.0, description="spread of sigmoid and of the shifts"
     )
     discrete_flow_shift: Annotated[float, Field(gt=0), OnlyWith(timestep_sampling=("shift", "sigma"))] = Field(
-        3.0, description="shift of timestep_sampling shift, sigma"
+        FAMILY, description="shift of timestep_sampling shift, sigma; unset that of the model's scheduler, if it is one"
     )
     weighting_scheme: Literal["none", "logit_normal", "mode", "cosmap", "sigma_sqrt"] = Field(
         "none", description="density of sigmas (logit_normal, mode) or loss weight (cosmap, sigma_sqrt); Esser 2024"
@@ -497,7 +491,7 @@ class FlowConfig(Section):
     )
     guidance_scale: Annotated[
         float, Field(ge=0, le=MOST_GUIDANCE), OnlyWith(", which takes no guidance", model_type=GUIDED)
-    ] = Field(1.0, description="guidance given to guidance-distilled models in training")
+    ] = Field(FAMILY, description="guidance given to guidance-distilled models in training")
     ip_noise_gamma: NotNegative = Field(
         0.0, description="input perturbation: so much more noise in the input than in the target; 0: none"
     )
@@ -800,3 +794,8 @@ class TrainConfig(Section):
     logging: LoggingConfig = LoggingConfig()
     accelerate: AccelerateConfig = AccelerateConfig()
     parallel: ParallelConfig = ParallelConfig()
+
+    @model_validator(mode="after")
+    def _of_family(self) -> TrainConfig:
+        settle(self, self.model.model_type)
+        return self

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,9 +88,8 @@ class Family:
         most_references: images that an edit model takes at most; None: any number.
         timestep_sampling: how training draws sigmas where the scheduler's shift follows the size.
         guidance_input: whether the transformer takes a guidance scale.
-        sample_guidance: default of images sampled with the guidance input.
         distilled_steps: that its distilled model is published to be sampled with.
-        distilled: of an instance, whether it is taken for the distilled model where no file tells.
+        distilled: of an instance, whether it is taken for the distilled model, of few steps and no negative text.
         chained_args: arguments of a block that the outputs of the one before are, in the order of these.
         unused_parts: modules of the transformer that this variant never calls, which are not loaded.
         tail: names of what follows the blocks, for pipelines; none if it cannot be cut.
@@ -119,7 +119,6 @@ class Family:
     most_references: int | None = None
     timestep_sampling = "flux_shift"
     guidance_input = False
-    sample_guidance = 1.0  # unused without the input
     distilled_steps = 4  # FLUX.1-schnell, FLUX.2 klein
     distilled = False
     chained_args: tuple[str, ...] = ("encoder_hidden_states", "hidden_states")
@@ -287,6 +286,7 @@ class Family:
         self.config, self.files = config, locate(config, self.layout)
         self.modelspec_architecture = self.targets.architecture
         self.check_variant()
+        self.distilled = self.says_distilled()
         self.image_encoder.describe(WeightFiles(self.files.vae))
         self.check_text_encoders()
 
@@ -311,6 +311,13 @@ class Family:
         Here that is how many channels the latents have whose patches are its tokens.
         """
         self.latent_channels = self.argument("in_channels") // self.patch_size**2
+
+    def says_distilled(self) -> bool:
+        """Whether this is a distilled model: as the folder's pipeline says, else as "turbo" in its name does."""
+        index = self.files.index
+        settings = {} if index is None else read_config(index.parent, index.name)
+        name = Path(self.config.pretrained_model_name_or_path).name.lower()
+        return bool(settings.get("is_distilled", "turbo" in name))
 
     def check_trainable(self) -> None:
         """Refuse a variant that can be sampled and not trained, with what to train in its place."""
@@ -506,7 +513,7 @@ class Family:
         return pipeline.image_processor.postprocess(pixels, output_type="pil")[0]
 
     def scheduler(self) -> Any:
-        """Return the folder's scheduler, or with single files the published one."""
+        """Return the folder's scheduler, or without one the published one."""
         folder = self.files.scheduler
         config = self.published_scheduler if folder is None else read_config(folder, "scheduler_config.json")
         return FlowMatchEulerDiscreteScheduler.from_config(config)

@@ -28,8 +28,15 @@ _SMALLEST_SIGMA = 1e-4  # keeps 1/sigma^2 weights finite; a tenth of the finest 
 
 
 def resolve_sampling(flow: FlowConfig, family: Family) -> FlowConfig:
-    """Return ``flow`` with the way to draw sigmas of the model's own scheduler where it asks for ``auto``."""
-    return flow if flow.timestep_sampling != "auto" else flow.model_copy(update=family.own_sampling())
+    """Return ``flow`` with what the model's own scheduler says: how sigmas are drawn if "auto", an unset static shift.
+
+    A scheduler whose shift follows the size has no static one: there it is the family's.
+    """
+    own = family.own_sampling()
+    if flow.timestep_sampling != "auto":
+        shift = None if "discrete_flow_shift" in flow.model_fields_set else own.get("discrete_flow_shift")
+        return flow.model_copy(update={"discrete_flow_shift": shift} if shift else {})
+    return flow.model_copy(update=own)
 
 
 def noise_for(latents: Tensor, sample_ids: Sequence[int], *key: int | str) -> Tensor:

@@ -28,7 +28,6 @@ from library.config.schema import (
     PreservationConfig,
     TrainConfig,
     TrainingConfig,
-    effective_learning_rate,
 )
 from library.data.config import DatasetConfig, load_dataset_config
 from library.errors import UserError
@@ -196,7 +195,7 @@ def plan_network(
         raise UserError("network_args: loraplus_text_encoder_lr_ratio has no effect without text_encoder_lr; remove it")
     if options.train_t5xxl and training.mixed_precision == "fp16":
         raise UserError("train_t5xxl: T5 leaves the range of fp16; use mixed_precision bf16 or do not train it")
-    transformer = {} if only_text else {targets.file_prefix: effective_learning_rate(optimizer)}
+    transformer = {} if only_text else {targets.file_prefix: optimizer.learning_rate}
     plan = NetworkPlan(targets, options, transformer | rates)
     check_rates(optimizer.optimizer_type, plan.learning_rates())
     return plan

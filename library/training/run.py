@@ -470,7 +470,7 @@ class Run:
             saved += [folder] if self.config.hub.save_state_to_huggingface else []
             states = {name: part.state_dict() for name, part in self.engine.parts().items()}
             states[INPUTS] = task.inputs.tree()
-            about = task.base_fingerprint, task.resume_keys, self.names.folder
+            about = task.base_fingerprint, task.state_settings(), self.names.folder
             save_training_state(folder, task.weights(), states, self.position, *about)
         return saved
 

@@ -12,13 +12,13 @@ import tempfile
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from library.config.family_defaults import presets, tables
 from library.config.model_types import IMAGE_MODELS, MODEL_TYPES
 from library.config.schema import DatasetArguments
 from library.data.config import load_dataset_config
@@ -26,7 +26,7 @@ from library.data.file_index import list_folder
 from library.data.samples import Sample, scan
 from library.data.sources import is_image, stem
 from library.errors import UserError
-from library.files import read_toml, toml_text
+from library.files import toml_text
 from library.models.family_by_name import family_class
 from library.models.files import pipeline_class, transformer_of
 from library.models.hub import find_model, pipeline_of
@@ -85,33 +85,6 @@ class Memory:
         more = f", samples up to {self.samples} more" if self.samples else ""
         counted = f"counted: {self.gib} GiB at 1024 x 1024, batch size 1{more} (tools/plan_memory.py {self.count})"
         return counted if self.count else "no card"
-
-
-@cache
-def tables() -> dict[str, Any]:
-    """Return ``presets.toml``, which explains itself."""
-    return read_toml(Path(__file__).parents[1] / "config" / "presets.toml", "restore it")[0]
-
-
-def presets(model_type: str) -> dict[str, tuple[Any, str]]:
-    """Return key -> value and comment for a family: its own, then what it takes from the group it is like."""
-    found: dict[str, tuple[Any, str]] = {}
-    group, whose = model_type, ""
-    while group:
-        rows = tables()["presets"][group]
-        values = {key: (row["value"], whose + _sources(row)) for key, row in rows.items() if isinstance(row, dict)}
-        found, group = values | found, rows.get("like", "")
-        if rows.get("nearest"):
-            whose = f"no trainer publishes a preset for {model_type}; of {group}, the nearest:\n"
-        whose = "" if group == "all" else whose
-    return found
-
-
-def _sources(row: Mapping[str, Any]) -> str:
-    given = [row["source"], *row.get("others", ())] if "source" in row else []
-    cited = [f"{trainer}, {file}: {' '.join(says.split())}" for trainer, file, says in given]
-    others = f"others: {'; '.join(cited[1:])}" if cited[1:] else ""
-    return "\n".join(filter(None, (*cited[:1], others, row.get("note"))))
 
 
 def find_model_type(model: str, kind: Kind, given: str | None = None) -> tuple[str, Mapping[str, Any]]:
@@ -222,6 +195,7 @@ def suggest(answers: Answers, found: DatasetSummary, memory: Memory) -> dict[str
         "answers": answers, "found": found, "chosen": chosen, "values": values, "folder": folder, "held_out": held_out,
         "trained": len(found.samples) - held_out, "sampled": sampled, "pairs": pairs, "captioner": CAPTIONER,
         "title": MODEL_TYPES[answers.model_type].title, "lines": lines, "name": answers.save_to.resolve().name,
+        "is_tiny": "tiny-" in answers.model,  # built in, not made for the family's size
         "place": lambda name: (answers.save_to / name).as_posix(),
     }  # fmt: skip
     wanted = [*["dataset.toml"] * folder, "config.toml"]

@@ -66,6 +66,7 @@ _EVERY = {
     "gradient_checkpointing": True,
     "output_dir": "out",
     "save_format": "kohya",  # what musubi-tuner writes
+    "network_alpha": 1.0,  # its parser's default
 }
 _MOST = _EVERY | {
     "optimizer_type": "adamw8bit",
@@ -78,11 +79,12 @@ _MOST = _EVERY | {
 }
 MEANT: dict[str, dict[str, Any]] = {
     "flux2_dev": _MOST | _PARTS | _FUSED
-    | {"vae": "ae.safetensors", "timestep_sampling": "flux2_shift", "network_dim": 32},
+    | {"vae": "ae.safetensors", "timestep_sampling": "flux2_shift", "network_dim": 32, "guidance_scale": 1.0},
     "flux_kontext": _MOST | _FUSED
     | {"ae": "ae.safetensors", "t5xxl": "t5xxl.safetensors", "clip_l": "clip_l.safetensors",
        "timestep_sampling": "flux_shift", "learning_rate": 2e-4, "network_dim": 8, "max_train_epochs": 4,
-       "save_every_n_epochs": 2, "seed": 7, "output_name": "kontext", "fp8_scaled": True, "fp8_text_encoder": True},
+       "save_every_n_epochs": 2, "seed": 7, "output_name": "kontext", "fp8_scaled": True, "fp8_text_encoder": True,
+       "guidance_scale": 1.0},
     "krea2": _MOST | _PARTS
     | {"timestep_sampling": "shift", "discrete_flow_shift": 2.5, "network_dim": 32, "network_alpha": 32.0,
        "output_name": "lora"},

@@ -123,7 +123,8 @@ def test_all_that_is_wrong_is_told_at_once_a_line_each(tmp_path: Path) -> None:
         f"{path}:9: weighted_captions: not taken: captions are cached without weights; remove it",
         f"{path}:2: max_train_steps: 'many' does not fit: should be a valid integer, unable to parse string as an "
         "integer",
-        f"{path}:6: mixed_precision: 'bf17' does not fit: should be 'no', 'fp16' or 'bf16'; did you mean 'bf16'?",
+        f"{path}:6: mixed_precision: 'bf17' does not fit: should be 'auto', 'no', 'fp16' or 'bf16'; did you mean "
+        "'bf16'?",
         f"{path}:11: output_name: 'out/cat' does not fit: it is a file's name alone; put the folder into output_dir",
         'lr_scheduler_power: has no effect with lr_scheduler = "constant" (it goes with polynomial); remove it',
         f"discrete_flow_shift: has no effect with {sampling} (it goes with shift or sigma); remove it",
@@ -182,8 +183,8 @@ def test_missing_files_keys_and_flags_say_what_to_do(tmp_path: Path) -> None:
 def test_options_that_have_no_effect_or_contradict_each_other_are_refused_in_one_line() -> None:
     """One of each kind: the matrices and every ``OnlyWith`` are in test_rules."""
     for words, part in (
-        ("--full_bf16", "full_bf16: needs the forward pass in bf16"),
-        ("--base_dtype bf16", 'set mixed_precision = "bf16"'),
+        ("--full_bf16 --mixed_precision no", "full_bf16: needs the forward pass in bf16"),
+        ("--base_dtype bf16 --mixed_precision no", 'set mixed_precision = "bf16"'),
         ("--min_timestep 500 --max_timestep 400", "min_timestep: 500 is not below"),
         ("--discrete_flow_shift 2", "discrete_flow_shift: has no effect"),
         ("--weighting_scheme logit_normal", 'timestep_sampling = "sigma" only'),

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from library.config import load_config
+from library.config.family_defaults import FAMILY
 from library.config.kohya.translate import summary
 from library.config.kohya.translation import Note
 from library.config.load import load_for
 from library.config.markers import OnlyFor, OnlyWith, resume_keys
 from library.config.model_types import IMAGE_MODELS, LANGUAGE_MODELS, MODEL_TYPES
 from library.config.rules import LORA_MATRIX, PRETRAIN_MATRIX, Row, Settings, find_conflicts
-from library.config.schema import DatasetArguments, ModelConfig, OptimizerConfig, TrainConfig, effective_learning_rate
+from library.config.schema import DatasetArguments, ModelConfig, OptimizerConfig, TrainConfig
 from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields
 from library.errors import UserError
 
@@ -105,6 +106,7 @@ def test_options_that_markers_name_are_there_and_defaults_conflict_with_nothing(
                 marked = any(isinstance(m, OnlyFor) for m in field.metadata)  # refused wherever it would do nothing
                 assert marked or not marker.needs.keys().isdisjoint(known), f"{key}: has no effect here; add an OnlyFor"
     defaults = {key: field.get_default() for key, (_, field) in known.items() if not field.is_required()}
+    defaults = {key: value for key, value in defaults.items() if value is not FAMILY}
     assert list(find_conflicts(_config(script, **(defaults | REQUIRED[script])))) == []
 
 
@@ -249,9 +251,9 @@ def test_settings_that_work_are_let_through() -> None:
 
 
 def test_the_learning_rate_is_one_by_default_where_the_step_size_is_estimated() -> None:
-    assert effective_learning_rate(OptimizerConfig(optimizer_type="dadaptation.DAdaptLion")) == 1.0
-    assert effective_learning_rate(OptimizerConfig(optimizer_type="Prodigy", learning_rate=0.5)) == 0.5
-    assert effective_learning_rate(OptimizerConfig(optimizer_type="AdamW")) == 1e-4
+    assert OptimizerConfig(optimizer_type="dadaptation.DAdaptLion").learning_rate == 1.0
+    assert OptimizerConfig(optimizer_type="Prodigy", learning_rate=0.5).learning_rate == 0.5
+    assert OptimizerConfig(optimizer_type="AdamW").learning_rate == 1e-4
 
 
 OF_A_LORA = {

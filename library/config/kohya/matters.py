@@ -163,9 +163,12 @@ def _text_encoders(result: Translation, known: Known) -> None:
 
 def _alpha(result: Translation, known: Known) -> None:
     if "network_alpha" in result.values and is_off(result.values["network_alpha"]):
-        rank = result.values.get("network_dim", 4 if result.tool else known["network_dim"][1].default)
-        result.place("network_alpha", rank, "network_alpha")
+        rank = result.values.get("network_dim", 4 if result.tool else None)
         result.note("network_alpha", "changed", f"0 means the rank, so it is {rank}")
+        if rank is None:
+            result.take("network_alpha")
+        else:
+            result.place("network_alpha", rank, "network_alpha")
 
 
 def _network_args(result: Translation, known: Known) -> None:

@@ -149,4 +149,5 @@ def _note_differences(result: Translation, known: Known) -> None:
     if row and row.kohya_module == QWEN_IMAGE:
         result.note("network_args", "note", text)
     if "mixed_precision" not in result.values:
-        result.note("mixed_precision", "note", "unset, so that of accelerate launch in musubi-tuner; here it is no")
+        text = "unset, so that of accelerate launch in musubi-tuner; here it is no"
+        result.default("mixed_precision", "no", "mixed_precision", text)

@@ -71,7 +71,6 @@ class FluxFamily(Family):
     guidance_argument, cfg_argument = "guidance_scale", "true_cfg_scale"
     guidance_input = True
     captions_differ = False
-    sample_guidance = 3.5  # the published pipelines' default
     tail = ("norm_out", "proj_out")
     published_texts = staticmethod(published_text)  # CLIP-L and T5-XXL
     optimise_forward = staticmethod(flux_model.optimise_forward)
@@ -82,6 +81,10 @@ class FluxFamily(Family):
         images = tokens * (2 if cls.conditioning == "references" else 1)
         pooled = torch.randn(1, config.pooled_projection_dim)
         return cls.example_streams(config, images, text, config.joint_attention_dim, 3, pooled_projections=pooled)
+
+    def says_distilled(self) -> bool:
+        """Whether it is schnell, which has no guidance input."""
+        return not self.argument("guidance_embeds")
 
     def check_variant(self) -> None:
         """Refuse a transformer whose inputs are not those of ``name``.
@@ -183,7 +186,6 @@ class FluxFillFamily(FluxFamily):
     cfg_argument = ""
     published = {"guidance_embeds": True, "in_channels": 384, "out_channels": 64}  # noqa: RUF012
     conditioning: ConditionKind = "fill"
-    sample_guidance = 30.0
 
     def image_tokens(self, latents: Tensor, conditions: Conditions) -> tuple[Tensor, Tensor]:
         """Return tokens [B, N, 384], noise beside blanked image beside mask, and their positions [N, 3]."""
@@ -267,7 +269,6 @@ class FluxKontextFamily(FluxFamily):
     published_pipeline = "FluxKontextPipeline"
     sampler = _GivenReferences
     conditioning: ConditionKind = "references"
-    sample_guidance = 2.5  # BFL's and the model card's; the pipeline's own default is 3.5
 
     def image_tokens(self, latents: Tensor, conditions: Conditions) -> tuple[Tensor, Tensor]:
         """Return tokens [B, N + R, 64], image then references, and their positions [N + R, 3]."""

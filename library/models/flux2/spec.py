@@ -180,7 +180,6 @@ class DevFamily(Flux2Family):
     sampler = Flux2Pipeline
     guidance_argument = "guidance_scale"
     guidance_input = True
-    sample_guidance = 4.0  # the pipeline's default
 
     def check_text_encoders(self) -> None:
         """Read the header of Mistral."""

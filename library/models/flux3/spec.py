@@ -111,11 +111,10 @@ class Flux3KleinFamily(Qwen3Family):
     def check_variant(self) -> None:
         """Read the latents' channels, and whether the model is the distilled one."""
         super().check_variant()
-        self._distilled = bool(self.argument("flow_map"))
 
     def check_trainable(self) -> None:
         """Refuse the distilled model."""
-        if self._distilled:
+        if self.argument("flow_map"):
             raise UserError(
                 f"{self.files.transformer}: the distilled FLUX.3 klein, which jumps between noise levels and is not "
                 "trained; give flux-3-image-klein-base, whose LoRAs it takes"
@@ -140,13 +139,17 @@ class Flux3KleinFamily(Qwen3Family):
             inputs["image_cond_ids"] = positions_of(tuple(map(token_grid, references)), latents.device, first=-1)
         return inputs
 
+    def says_distilled(self) -> bool:
+        """Whether the transformer jumps between noise levels."""
+        return bool(self.argument("flow_map"))
+
     def pipeline(self, transformer: Any, scheduler: Any, conditions: Conditions) -> Any:
         """Return the modular pipeline's blocks between text and latents, called as a pipeline is."""
         return _Sampler(transformer, scheduler, conditions.references)
 
     def guidance_inputs(self, guidance: float, cfg: float) -> dict[str, Any]:
         """Return the guidance by the negative text; refuse one for the distilled model."""
-        if self._distilled and cfg != 1.0:
+        if self.argument("flow_map") and cfg != 1.0:
             raise UserError(
                 "the distilled FLUX.3 klein knows no negative prompt; remove --n and --l (negative_prompt, scale)"
             )

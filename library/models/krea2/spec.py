@@ -6,7 +6,7 @@ takes the noise level sigma and returns the velocity noise - image per token. Th
 are steered by a negative prompt and true classifier-free guidance, Turbo takes none.
 
 Raw's noise levels are shifted by the image's size, Turbo's always as those of 1.15 (``is_distilled`` in the folder's
-``model_index.json``); nothing in a single file tells the two apart, and it is taken for Raw but as ``sample_model``.
+``model_index.json``); a single file is taken for Turbo where its name says so, and as ``sample_model``.
 """
 
 from __future__ import annotations
@@ -111,12 +111,11 @@ class Krea2Family(Qwen3Family):
         }
 
     def check_variant(self) -> None:
-        """Read what a folder says of its pipeline: whether it is Turbo, and the text encoder's layers."""
+        """Read what a folder says of the text encoder's layers."""
         super().check_variant()
         folder, settings = self.files.transformer, dict[str, Any]()
         if self.files.index is not None:
             settings = read_config(self.files.index.parent, self.files.index.name)
-        self.distilled = bool(settings.get("is_distilled"))
         self.read_layers = tuple(settings.get("text_encoder_select_layers") or LAYERS)
         self.text_layers = max(self.read_layers)
         self.text_settings = ("krea2", MOST_TOKENS, *self.read_layers)

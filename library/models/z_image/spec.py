@@ -8,6 +8,7 @@ takes none).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from library.conditions import Conditions
 from library.models.flux.vae import FluxImageEncoder
 from library.models.qwen3 import Qwen3Family
 from library.models.text import LanguageModelEncoder
+from library.models.weights import read_config
 
 MOST_TOKENS = 512  # of a caption with its template; longer ones are cut, as in the pipeline
 
@@ -37,6 +39,9 @@ class ZImageTextEncoder(LanguageModelEncoder):
     most_tokens = MOST_TOKENS
 
 
+_BASE_SHIFT, _TURBO_SHIFT = 6.0, 3.0  # of Tongyi-MAI's scheduler_config.json
+
+
 class ZImageFamily(Qwen3Family):
     """Z-Image and Z-Image-Turbo."""
 
@@ -49,7 +54,6 @@ class ZImageFamily(Qwen3Family):
     text_layers = -1
     text_settings = ("z_image", MOST_TOKENS)
     text_argument = "cap_feat_dim"
-    published_scheduler = {"shift": 3.0}  # Turbo's  # noqa: RUF012
     published_pipeline = "ZImagePipeline"
     sampler = ZImagePipeline
     cfg_argument, cfg_offset = "guidance_scale", 1
@@ -73,6 +77,17 @@ class ZImageFamily(Qwen3Family):
     def check_variant(self) -> None:
         """Read the latents' channels; base and Turbo are one architecture."""
         self.latent_channels = self.argument("in_channels")
+
+    def says_distilled(self) -> bool:
+        """Whether the scheduler's shift is Turbo's; as every family where there is none."""
+        folder = self.files.scheduler
+        told = None if folder is None else read_config(folder, "scheduler_config.json").get("shift")
+        return super().says_distilled() if told is None else told == _TURBO_SHIFT
+
+    @property
+    def published_scheduler(self) -> Mapping[str, Any]:  # type: ignore[override]
+        """The scheduler of the model that this is taken for."""
+        return {"shift": _TURBO_SHIFT if self.distilled else _BASE_SHIFT}
 
     def transformer_inputs(
         self, latents: Tensor, sigmas: Tensor, text: dict[str, Tensor], guidance: float, conditions: Conditions

@@ -33,7 +33,7 @@ from library.checksums import read_checked_json, write_checked_json
 from library.config.chat_schema import ChatTrainConfig
 from library.config.markers import split_pairs
 from library.config.model_types import MODEL_FILE_KEYS
-from library.config.schema import SavingConfig, TrainConfig, effective_learning_rate
+from library.config.schema import SavingConfig, TrainConfig
 from library.data.batches import DataParallelRank
 from library.data.buckets import Bucketing
 from library.data.captions import plain_caption
@@ -80,7 +80,7 @@ def lora_facts(config: TrainConfig | ChatTrainConfig, started_at: float, total_s
         **({} if network.network_type in ("lora", "dora") else {"network_module": "lycoris.kohya"}),
         "network_dim": "Dynamic" if network.dim_from_weights else network.network_dim,
         "network_alpha": "Dynamic" if network.dim_from_weights else network.network_alpha,
-        "learning_rate": effective_learning_rate(optimizer),
+        "learning_rate": optimizer.learning_rate,
         "optimizer": describe_optimizer(optimizer),
         "lr_scheduler": optimizer.lr_scheduler,
         "gradient_accumulation_steps": training.gradient_accumulation_steps,
@@ -121,7 +121,7 @@ def image_facts(
         "network_dropout": network.network_dropout or None,
         "scale_weight_norms": network.scale_weight_norms or None,
         "ip_noise_gamma": config.flow.ip_noise_gamma or None,
-        "unet_lr": None if network.network_train_text_encoder_only else effective_learning_rate(config.optimizer),
+        "unet_lr": None if network.network_train_text_encoder_only else config.optimizer.learning_rate,
         "text_encoder_lr": config.optimizer.text_encoder_lr or None,
         "cache_latents": True,
         "huber_scale": 1.0,

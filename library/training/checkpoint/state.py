@@ -41,6 +41,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from library.checksums import MANIFEST, find_change, write_manifest
+from library.config.optimizer_types import estimates_step_size
 from library.config.schema import LASTING_PARTS, SavingConfig
 from library.errors import UserError
 from library.files import atomic_folder, clear_leftovers, read_own, write_text
@@ -136,7 +137,8 @@ def read_position(folder: str | Path, settings: Mapping[str, Any], base: str | N
     check_whole(folder, [POSITION])
     saved = json.loads((folder / POSITION).read_text(encoding="utf-8"))
     try:
-        saved_base, saved_settings = saved.pop("base"), saved.pop("settings")
+        saved_settings, saved_base = _settings_in(saved), saved.pop("base")
+        del saved["settings"]
         del saved["saved"], saved["home"]
         if saved.pop("skipped_samples", None):  # of on_nan = "rollback", which left out images and no batches
             saved["updates_dropped"] = 0
@@ -288,18 +290,8 @@ def newest_state(
     Raises:
         UserError: there are states, and all of them are damaged.
     """
-    pattern = re.compile(re.escape(name) + r"(-step\d{8}|-\d{6})?-state")
-    found: list[tuple[float, str, Path]] = []
     damaged: list[Path] = []
-    places = [folder] if fallback is None or fallback.resolve() == folder.resolve() else [folder, fallback]
-    for state in (state for place in places for state in sorted(place.glob("*-state"))):
-        if not pattern.fullmatch(state.name) or (state.parent != folder and not _is_of(state, folder)):
-            continue
-        saved = math.inf  # where it does not say, it is looked at first
-        if find_damage(state, [POSITION]) is None:
-            saved = json.loads((state / POSITION).read_text(encoding="utf-8"))["saved"]
-        found.append((saved, state.name, state))
-    for _, _, state in sorted(found, reverse=True):
+    for state in _states(folder, name, fallback):
         damage = find_damage(state)
         if damage is None:
             return state
@@ -312,6 +304,39 @@ def newest_state(
             "move it away to begin anew, or start from a LoRA or model that was saved (network_weights, init_from)"
         )
     return None
+
+
+def _states(folder: Path, name: str, fallback: Path | None) -> list[Path]:
+    """Return the states of the run ``name``, the newest first; arguments as of :func:`newest_state`."""
+    pattern = re.compile(re.escape(name) + r"(-step\d{8}|-\d{6})?-state")
+    found: list[tuple[float, str, Path]] = []
+    places = [folder] if fallback is None or fallback.resolve() == folder.resolve() else [folder, fallback]
+    for state in (state for place in places for state in sorted(place.glob("*-state"))):
+        if not pattern.fullmatch(state.name) or (state.parent != folder and not _is_of(state, folder)):
+            continue
+        saved = math.inf  # where it does not say, it is looked at first
+        if find_damage(state, [POSITION]) is None:
+            saved = json.loads((state / POSITION).read_text(encoding="utf-8"))["saved"]
+        found.append((saved, state.name, state))
+    return [state for _, _, state in sorted(found, reverse=True)]
+
+
+def settings_of_state(resume: str | None, saving: SavingConfig) -> dict[str, Any] | None:
+    """Return the settings that the state to ``resume`` was trained with, None if there is none or it is damaged."""
+    fallback = fallback_folder(saving.save_fallback_dir, saving.output_name)
+    found = _states(Path(saving.output_dir), saving.output_name, fallback) if resume == AUTO else [Path(resume or "")]
+    if resume is None or not found or find_damage(found[0], [POSITION]) is not None:
+        return None  # whoever resumes says what is wrong
+    return _settings_in(json.loads((found[0] / POSITION).read_text(encoding="utf-8")))
+
+
+def _settings_in(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings in a position's file; of an earlier version with the rate that was trained with."""
+    settings = saved.get("settings") or {}
+    if "mixed_precision" not in settings and estimates_step_size(str(settings.get("optimizer_type"))):
+        unset = settings.get("learning_rate") == 1e-4  # the schema's default, for which the optimizer's 1.0 was taken
+        settings |= {"learning_rate": 1.0} if unset else {}
+    return settings
 
 
 def _is_of(state: Path, folder: Path) -> bool:

@@ -34,6 +34,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from library.conditions import NO_CONDITIONS, Conditions
+from library.config.family_defaults import with_precision
 from library.config.schema import TrainConfig, TrainingConfig
 from library.console import Console
 from library.data.batches import Batch
@@ -98,7 +99,7 @@ def plan_memory(build: Build, config: TrainConfig, source: Source | None = None)
     Raises:
         UserError: the configuration cannot run; without a compiler, the formula does not know what it trains.
     """
-    notes = list[str]()
+    notes, config = list[str](), with_precision(config, on_cpu=False)
     if source is None and has_card():
         source = "card"
     if source is None:

@@ -45,7 +45,7 @@ from torch.optim import Optimizer
 
 from library.config.markers import split_pairs
 from library.config.optimizer_types import OPTIMIZERS, PIP_NAMES, OptimizerType, adapts_each_group, estimates_step_size
-from library.config.schema import OptimizerConfig, effective_learning_rate
+from library.config.schema import OptimizerConfig
 from library.errors import UserError, did_you_mean, undone
 from library.training.optim.after_update import given_back
 from library.training.optim.lr_tracker import estimates_distance
@@ -75,7 +75,7 @@ def build_optimizer(
     check_arguments(cls, chosen, config.optimizer_type)
     # torch refuses fused beside these two, and the person's choice goes first
     defaults = {k: v for k, v in usual.items() if k != "fused" or not {"foreach", "differentiable"} & set(chosen)}
-    arguments: dict[str, Any] = {**defaults, **chosen, "lr": effective_learning_rate(config)}
+    arguments: dict[str, Any] = {**defaults, **chosen, "lr": config.learning_rate}
     groups = [{"lr": arguments["lr"], **group} for group in parameter_groups]
     if cls.__name__ == "Adafactor" and cls.__module__.startswith("transformers"):
         arguments = _settle_adafactor(arguments)

@@ -7,7 +7,7 @@ height, and its region is blanked as the dataset's are; an edit model's referenc
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -30,7 +30,7 @@ from library.models.family import Family
 from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
 from library.randomness import generator
-from library.training.sampling.prompts import SamplePrompt, check_steering, read_prompts
+from library.training.sampling.prompts import SamplePrompt, check_steering, read_prompts, usual_prompt
 
 
 @dataclass(frozen=True)
@@ -114,19 +114,15 @@ def read_run_prompts(
     family: Family,
     pixel_multiple: int,
     say: Callable[[str], None],
-    distilled: bool = False,
 ) -> list[SamplePrompt]:
     """Read a run's sample prompts and check that they suit the model; remarks go to ``say``.
-
-    A prompt that says nothing of its steps takes as many as the model is ``distilled`` to.
 
     Raises:
         UserError: the file cannot be read, or a prompt asks for what the model does not take.
     """
-    usual = SamplePrompt("", guidance=family.sample_guidance)
-    usual = replace(usual, steps=family.distilled_steps) if distilled else usual
+    usual = usual_prompt(family)
     prompts = read_prompts(source, seed, pixel_multiple, usual)
-    remarks = check_steering(prompts, family.guidance_input, family.sample_guidance)
+    remarks = check_steering(prompts, family.guidance_input, usual.guidance)
     for remark in [*remarks, *check_prompt_images(prompts, family.conditioning, family.most_references)]:
         say(f"note: {remark}")
     return prompts

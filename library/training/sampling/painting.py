@@ -38,7 +38,7 @@ from library.training.plan import base_dtype
 from library.training.report.progress import counting
 from library.training.sampling.generate import generate_images
 from library.training.sampling.images import save_image
-from library.training.sampling.prompts import SamplePrompt, read_prompts
+from library.training.sampling.prompts import SamplePrompt, read_prompts, usual_prompt
 from networks.merging.merge import BaseWeights
 
 Encoders = tuple[ImageEncoder, TextEncoder]
@@ -98,7 +98,7 @@ def painted_sets(
     pixel_multiple = encoders[0].pixel_multiple
     width, height = max((d.resolution for d in dataset.datasets), key=lambda size: size[0] * size[1])
     sides = [max(pixel_multiple, side // pixel_multiple * pixel_multiple) for side in (width, height)]
-    usual = replace(samples[0], prompt="") if samples else SamplePrompt("", guidance=family.sample_guidance)
+    usual = replace(samples[0], prompt="") if samples else usual_prompt(family)
     usual = replace(usual, width=sides[0], height=sides[1], control_images=(), mask_image=None)
     first = dataset.datasets[0]
     cache = Path(config.dataset.cache_directory or cache_folder(first, first.subsets[0])).expanduser()

@@ -27,9 +27,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from library.config.family_defaults import family_defaults
 from library.config.markers import MOST_GUIDANCE, MOST_PIXELS, MOST_SEED, MOST_SIDE, MOST_STEPS, is_nothing
 from library.errors import UserError, did_you_mean, error_prefix
 from library.files import parse_json, read_text, read_toml, written_path
+
+if TYPE_CHECKING:
+    from library.models.family import Family  # imports diffusers
 
 _OPTION = re.compile(r"(?:^|\s)--([a-zA-Z][\w-]*)(?:[\s=]+|$)")
 _LEAST_SIDE = 64  # of what is rounded
@@ -76,6 +80,15 @@ class SamplePrompt:
             words += ["--ci", path]
         words += ["--mi", self.mask_image] if self.mask_image else []
         return " ".join(words)
+
+
+def usual_prompt(family: Family) -> SamplePrompt:
+    """Return what a prompt leaves open, of this model: the family's defaults; a distilled one has its own steps."""
+    values = family_defaults(family.name)
+    side, guidance = values["sample_size"], values.get("sample_guidance", 1.0)
+    steps = family.distilled_steps if family.distilled else values["sample_steps"]
+    cfg = 1.0 if family.distilled or family.guidance_input else values.get("sample_cfg", 1.0)
+    return SamplePrompt("", width=side, height=side, steps=steps, guidance=guidance, cfg=cfg)
 
 
 _TABLE: tuple[tuple[str, type, str, tuple[str, ...]], ...] = (

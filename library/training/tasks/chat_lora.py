@@ -100,6 +100,7 @@ class ChatLora(LoraTask):
         plan_base(config.precision, self.layout, seed, device)
         self.base_fingerprint = weights_fingerprint(folder)  # reads all of a file that is no safetensors
         self.resume_keys = resume_keys(config)
+        self._say_defaults()
         self._check_saved(weights)
         tokenizer = Path(config.model.tokenizer or folder).expanduser()
         self.template = load_chat_template(config.chat.chat_template, load_tokenizer(tokenizer), tokenizer)

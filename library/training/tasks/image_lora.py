@@ -138,7 +138,6 @@ class ImageLora(LoraTask):
             self.shown,
             self.image_encoder.pixel_multiple,
             self.console.print,
-            distilled=other is not None,
         )
         for remark in note_changes(self.prompts, self.text_encoder):
             self.console.print(f"note: {remark}", soft_wrap=True)
@@ -150,6 +149,15 @@ class ImageLora(LoraTask):
         self.text_fingerprint = self.text_encoder.fingerprint if self.plan.network.text_encoders else None
         trained_text = {} if self.text_fingerprint is None else {"text_encoders": self.text_fingerprint}
         self.resume_keys = resume_keys(config) | trained_text | {"base_weights": self.base_weights.fingerprint()}
+        self._say_defaults()
+        if raw_config.flow.timestep_sampling == "auto" and family.files.scheduler is None:
+            kind = f"{'distilled' if family.distilled else 'undistilled'} {family.layout.title}"
+            how = " = ".join(map(str, [*family.own_sampling().items()][-1]))
+            self.console.print(
+                f"note: no scheduler beside the transformer; it is taken for {kind}: {how} (--timestep_sampling shift "
+                "--discrete_flow_shift X for another)",
+                soft_wrap=True,
+            )
         self._check_saved(WeightFiles(family.files.transformer))
 
     def read(self, painted: Painted | None = None) -> None:

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from library import __version__
 from library.config.chat_schema import ChatTrainConfig
+from library.config.family_defaults import as_in_state, family_options, unset_options, with_precision
 from library.config.schema import TrainConfig
 from library.data.batches import DataParallelRank
 from library.errors import UserError
@@ -31,6 +32,7 @@ from library.training.checkpoint.state import (
     load_training_state,
     read_position,
     refuse_finished,
+    settings_of_state,
     start_position,
 )
 from library.training.optim.after_update import UpdateNorms, WeightNormLimit
@@ -66,6 +68,21 @@ class LoraTask(Task):
     base_precision: str
     facts: Mapping[str, object] = {}
     norm_limit: WeightNormLimit | None = None
+
+    def _settled(self, config: Any) -> Any:
+        self._unset = unset_options(config)
+        saved = settings_of_state(config.training.resume, config.saving)
+        config = config if saved is None else as_in_state(config, saved)
+        return with_precision(config, on_cpu=not torch.cuda.is_available())
+
+    def state_settings(self) -> Mapping[str, Any]:
+        return {**family_options(self.plan.config), **self.resume_keys}
+
+    def _say_defaults(self) -> None:
+        """Print what nobody set and the family decides."""
+        values, model_type = family_options(self.plan.config), self.plan.config.model.model_type
+        if said := [f"{key} = {values[key]}" for key in self._unset if key in values]:
+            self.console.print(f"{model_type}'s defaults: {', '.join(said)}", soft_wrap=True)
 
     def _check(self, config: TrainConfig | ChatTrainConfig) -> None:
         check_optimizer(config.optimizer)

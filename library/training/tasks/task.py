@@ -103,7 +103,7 @@ class Task(ABC):
 
     def __init__(self, config: Any) -> None:
         self.started_at = time.time()
-        self.raw_config = config
+        self.raw_config = config = self._settled(config)
         joined = join(config.accelerate.ddp_timeout)
         with agreed("checking the settings") if joined else nullcontext():
             self._check(config)
@@ -117,6 +117,14 @@ class Task(ABC):
         self.console = Console(quiet=not self.accelerator.is_main_process, markup=False, highlight=False)
         self.names = OutputNames(Path(config.saving.output_dir), config.saving.output_name, self.suffix)
         self.summary: dict[str, str] = {}
+
+    def _settled(self, config: Any) -> Any:
+        """Return the configuration with the defaults that depend on the state to go on from, and on the device."""
+        return config
+
+    def state_settings(self) -> Mapping[str, Any]:
+        """Return the settings that a state keeps."""
+        return self.resume_keys
 
     @abstractmethod
     def _check(self, config: Any) -> None:
