@@ -104,9 +104,7 @@ def parser() -> argparse.ArgumentParser:
     )
     what.add_argument("--s", type=whole(most=MOST_STEPS), metavar="STEPS", help="steps (default: the family's)")
     what.add_argument("--g", type=finite, metavar="X", help="guidance input (default: the family's)")
-    what.add_argument(
-        "--l", type=finite, metavar="X", help="classifier-free guidance, 1: none (default: the family's)"
-    )
+    what.add_argument("--l", type=finite, metavar="X", help="classifier-free guidance, 1: none (default: the family's)")
     what.add_argument("--ci", nargs="+", default=[], metavar="FILE", help="image to fill, or reference images")
     what.add_argument("--mi", metavar="FILE", help="mask of the image to fill, white where to fill")
     blank = "what is under the mask before it is filled (default: as the LoRA was trained, else grey)"

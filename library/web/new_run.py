@@ -81,7 +81,7 @@ def examine(site: Site, text: str, pretrains: bool) -> dict[str, Any]:
             {
                 "line": line,
                 "key": key,
-                "changes": {key: content} if stands else {},
+                "changes": {key: content, **_renamed(content, values)} if stands else {},
                 "offers": f"Take {content}" if content else "Remove",
             }
         )
@@ -95,6 +95,12 @@ def examine(site: Site, text: str, pretrains: bool) -> dict[str, Any]:
         "values": {key: shown(values[key]) if key in values else "" for key in known},
         "unmet": {key: f"goes with {others}" for key in known if (others := lacks(key, values, script))},
     }
+
+
+def _renamed(folder: str, values: Values) -> Values:
+    """Return the name of the file for a folder that a number tells from another: it gets the number too."""
+    number = re.search(r"-\d+$", folder)
+    return {"output_name": f"{values.get('output_name') or 'lora'}{number[0]}"} if number else {}
 
 
 def _against(site: Site, script: Script[Any], given: RawConfig, is_new: bool) -> tuple[list[str], list[str], Values]:

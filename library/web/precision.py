@@ -49,7 +49,7 @@ def _form(site: Site, run: dict[str, Any]) -> dict[str, Any]:
         "recipes": RECIPES,
         "served": "tensor" if run.get("fp8_scaled") else "cast",
         "dataset": run.get("dataset_config", ""),
-        "guidance_scale": run.get("guidance_scale", usual),
+        "guidance_scale": usual,  # of sampling, not that of the run, which is of training
     }
 
 

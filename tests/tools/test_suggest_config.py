@@ -50,9 +50,10 @@ def trained(folder: Path) -> Path:
     """Train three steps as the configuration says, the pictures aside; return the LoRA's file."""
     AcceleratorState._reset_state(reset_partial_state=True)
     config = load_config(["--config_file", str(folder / "config.toml")])
+    small = [f"{prompt} --w 128 --h 128 --s 2" for prompt in config.sampling.sample_prompts or ()]
     with without_curves():
         train_flags(["--config_file", str(folder / "config.toml"), "--max_train_steps", "3",
-                     "--sample_every_n_steps", "2", "--max_data_loader_n_workers", "0"])  # fmt: skip
+                     "--sample_prompts", *small, "--sample_every_n_steps", "2", "--max_data_loader_n_workers", "0"])  # fmt: skip
     assert (folder / "output" / "metrics.jsonl").read_text().count('"loss"') >= 3
     return Path(config.saving.output_dir) / f"{config.saving.output_name}.safetensors"
 

@@ -154,6 +154,9 @@ def _text_encoders(result: Translation, known: Known) -> None:
             result.leave_out("text_encoder_lr", "has no effect with network_train_unet_only")
     elif rates and is_off(rates):
         result.leave_out("text_encoder_lr", "zero, so text encoders stay as they are")
+    elif not rates and not is_off(result.values.get("dim_from_weights")):
+        text = "trains the file's layers of the transformer; sd-scripts trains those of CLIP-L too, which stay out here"
+        result.note("dim_from_weights", "note", text)
     elif not rates:
         estimated = estimates_step_size(str(result.values.get("optimizer_type", "")))
         rate = result.values.get("learning_rate", 1.0 if estimated else DEFAULTS["sd-scripts"]["learning_rate"])

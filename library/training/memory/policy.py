@@ -103,6 +103,7 @@ class _Setting:
 _RECOMPUTING = _Setting("training", "gradient_checkpointing", True, "about a third more time", exact=True)
 # The cheapest first.
 _SETTINGS = (
+    _Setting("training", "mixed_precision", "bf16", "weights and products in half the bytes, as these models train"),
     _Setting(
         "precision", "fp8_text_encoder", True, "embeddings of a quantised encoder: other ones", ("encoding captions",)
     ),

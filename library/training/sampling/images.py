@@ -133,7 +133,10 @@ class Sampler:
         steps = sorted(self.sampled)
         if len(steps) < 2:
             return []
-        ends = {steps[0]: f"before (step {steps[0]})", steps[-1]: f"after (step {steps[-1]})"}
+        ends = {
+            steps[0]: f"{'before' if steps[0] == 0 else 'early'} (step {steps[0]})",
+            steps[-1]: f"after (step {steps[-1]})",
+        }
         sheets = {"before_after.png": ends}
         if len(steps) > 2:
             sheets["over_time.png"] = {step: f"step {step}" for step in _spread(steps, _MOST_COLUMNS)}
