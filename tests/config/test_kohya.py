@@ -394,10 +394,13 @@ def test_what_kohyas_trainers_stop_at_is_refused_too() -> None:
     assert "lr_warmup_steps" not in _loaded([*KOHYA, "--lr_warmup_steps", "0"])[1]
 
 
-def test_text_encoders_beside_ranks_from_a_file_are_refused_not_forgotten() -> None:
+def test_text_encoders_beside_ranks_from_a_file_are_refused_only_where_their_rate_was_given() -> None:
     argv = [*KOHYA, "--dim_from_weights", "--network_weights", "a.safetensors", "--network_dim", "8"]
     with_encoders = [word for word in argv if word != "--network_train_unet_only"]
-    assert "text_encoder_lr: dim_from_weights trains the transformer's layers" in _problem(with_encoders)
+    given_rate = [*with_encoders, "--text_encoder_lr", "1e-5"]
+    assert "text_encoder_lr: dim_from_weights trains the transformer's layers" in _problem(given_rate)
+    unset, said = _loaded(with_encoders)
+    assert ("text_encoder_lr" in unset, "those of CLIP-L too" in said["dim_from_weights"]) == (False, True)
     given, notes = _loaded(argv)
     assert given["dim_from_weights"] is True
     assert notes["network_dim"].startswith("left out: has no effect with dim_from_weights")

@@ -53,7 +53,8 @@ def trained(folder: Path) -> Path:
     small = [f"{prompt} --w 128 --h 128 --s 2" for prompt in config.sampling.sample_prompts or ()]
     with without_curves():
         train_flags(["--config_file", str(folder / "config.toml"), "--max_train_steps", "3",
-                     "--sample_prompts", *small, "--sample_every_n_steps", "2", "--max_data_loader_n_workers", "0"])  # fmt: skip
+                     "--sample_every_n_steps", "2", "--max_data_loader_n_workers", "0",
+                     "--sample_prompts", *small])  # fmt: skip
     assert (folder / "output" / "metrics.jsonl").read_text().count('"loss"') >= 3
     return Path(config.saving.output_dir) / f"{config.saving.output_name}.safetensors"
 

@@ -1,0 +1,150 @@
+"""The defaults of the families: those of diffusers' pipelines, and the same wherever a configuration is from."""
+
+from __future__ import annotations
+
+import inspect
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import diffusers
+import pytest
+from diffusers.modular_pipelines.flux3 import before_denoise, denoise
+
+from library.config import load_config
+from library.config.edit import edited
+from library.config.family_defaults import as_in_state, family_defaults, family_options, presets, with_precision
+from library.config.load import load_for
+from library.config.model_types import IMAGE_MODELS, LANGUAGE_MODELS, MODEL_TYPES
+from library.config.scripts import LANGUAGE_LORA, LORA
+from library.models.family_by_name import family_class, model_family
+from library.training.flow import resolve_sampling
+from library.training.sampling.prompts import usual_prompt
+from tests.runs import ROOT
+from tests.tiny_z_image import tiny_z_pipeline
+
+REQUIRED = ["--pretrained_model_name_or_path", "m", "--dataset_config", "d"]
+# of a card, where the pipeline's own default is another: black-forest-labs/FLUX.1-Kontext-dev, Tongyi-MAI/Z-Image
+IN_THEM_TOO = {"lr_scheduler", "max_train_steps", "seed", "gradient_checkpointing", "save_every_n_steps"}
+CARDS = {"flux_kontext": 2.5, "z_image": 4.0}
+
+
+def config_of(model_type: str, *more: str) -> Any:
+    return load_config(["--model_type", model_type, *REQUIRED, *more])
+
+
+def published(model_type: str) -> dict[str, Any]:
+    """Return steps and guidance of diffusers' pipeline, as its call has them by default."""
+    if model_type.startswith("flux3"):
+        blocks = [c for module in (before_denoise, denoise) for _, c in inspect.getmembers(module, inspect.isclass)]
+        parameters = [inspect.signature(block.__init__).parameters for block in blocks]
+        return {name: p.default for each in parameters for name, p in each.items()
+                if name in ("num_inference_steps", "guidance_scale") and p.default is not p.empty}  # fmt: skip
+    call = inspect.signature(getattr(diffusers, family_class(model_type).published_pipeline).__call__).parameters
+    wanted = ("num_inference_steps", "guidance_scale", "true_cfg_scale", "height")
+    return {name: call[name].default for name in wanted if name in call}
+
+
+@pytest.mark.parametrize("model_type", IMAGE_MODELS)
+def test_samples_are_made_as_diffusers_makes_them_by_default(model_type: str) -> None:
+    """A17. What the pipelines call guidance is the input of distilled models, and of others the strength of CFG."""
+    family, theirs = family_class(model_type), published(model_type)
+    usual = usual_prompt(SimpleNamespace(name=model_type, distilled=False, guidance_input=family.guidance_input))  # type: ignore[arg-type]
+    assert usual.steps == theirs["num_inference_steps"]
+    if family.guidance_input:
+        assert (usual.guidance, usual.cfg) == (CARDS.get(model_type, theirs["guidance_scale"]), 1.0)
+    else:
+        asked = theirs[family.cfg_argument]
+        assert usual.cfg - family.cfg_offset == CARDS.get(model_type, asked)
+    assert usual.width == usual.height == (theirs.get("height") or 1024)  # default_sample_size 128 of eight pixels
+
+
+@pytest.mark.parametrize("model_type", IMAGE_MODELS)
+def test_a_family_has_the_same_defaults_on_the_command_line_in_a_file_and_in_the_form(
+    model_type: str, tmp_path: Path
+) -> None:
+    of_flags, values = config_of(model_type), family_defaults(model_type)
+    text = f'model_type = "{model_type}"\npretrained_model_name_or_path = "m"\ndataset_config = "d"\n'
+    (tmp_path / "run.toml").write_text(edited(edited(text, "network_dim", "7", LORA), "network_dim", "", LORA))
+    of_file = load_config(["--config_file", str(tmp_path / "run.toml")])
+    assert family_options(of_flags) == family_options(of_file)
+    network, optimizer = of_flags.network, of_flags.optimizer
+    assert (network.network_dim, network.network_alpha) == (values["network_dim"], values["network_dim"])
+    assert (optimizer.learning_rate, optimizer.optimizer_type) == (values["learning_rate"], values["optimizer_type"])
+    if MODEL_TYPES[model_type].takes_guidance:  # in training, apart from sampling
+        assert of_flags.flow.guidance_scale == values["guidance_scale"] != values["sample_guidance"]
+    # nobody has set them: for another family they are others'
+    assert not network.model_fields_set | optimizer.model_fields_set
+    other = type(of_flags).model_validate(of_flags.model_dump(exclude_unset=True) | {"model": {
+        "model_type": "krea2", "pretrained_model_name_or_path": "m"}})  # fmt: skip
+    assert (other.network.network_dim, other.network.network_alpha, other.optimizer.learning_rate) == (32, 32, 3e-4)
+
+
+def test_alpha_is_the_rank_and_a_factor_is_one() -> None:
+    assert config_of("flux", "--network_dim", "4").network.network_alpha == 4
+    assert config_of("krea2", "--network_alpha", "1").network.network_alpha == 1
+    assert config_of("krea2", "--optimizer_type", "Prodigy").optimizer.learning_rate == 1.0
+    assert config_of("krea2", "--optimizer_type", "Prodigy", "--learning_rate", "0.5").optimizer.learning_rate == 0.5
+    assert config_of("flux", "--learning_rate", "0", "--guidance_scale", "0").flow.guidance_scale == 0  # no "unset"
+
+
+@pytest.mark.parametrize(
+    ("flags", "on_gpu", "on_cpu"),
+    [
+        ([], "bf16", "no"),
+        (["--full_bf16"], "bf16", "bf16"),
+        (["--base_dtype", "fp16"], "fp16", "fp16"),
+        (["--base_dtype", "fp32"], "bf16", "no"),
+        (["--mixed_precision", "no"], "no", "no"),
+    ],
+)
+def test_the_dtype_is_that_of_the_model_where_the_device_has_it(flags: list[str], on_gpu: str, on_cpu: str) -> None:
+    config = config_of("flux", *flags)
+    assert [with_precision(config, on).training.mixed_precision for on in (False, True)] == [on_gpu, on_cpu]
+
+
+def test_ready_configurations_say_nothing_else_than_the_table(subtests: pytest.Subtests) -> None:
+    for path in sorted((ROOT / "configs").glob("*_lora*.toml")):
+        keys = {key: value for table in tomllib.loads(path.read_text()).values() for key, value in table.items()}
+        values = family_defaults(keys["model_type"])
+        with subtests.test(path.name):
+            if keys.get("optimizer_type") != "Prodigy":
+                assert not keys.keys() & {"network_dim", "network_alpha", *values.keys()} - IN_THEM_TOO
+
+
+def test_languages_models_have_defaults_too() -> None:
+    for model_type in LANGUAGE_MODELS:
+        argv = ["--model_type", model_type, "--pretrained_model_name_or_path", "m", "--train_data", "d"]
+        config = load_for(LANGUAGE_LORA, argv)
+        assert (config.network.network_dim, config.network.network_alpha) == (16, 16)
+        assert config.optimizer.learning_rate == presets(model_type)["learning_rate"][0] == 1e-4
+
+
+def test_a_resumed_run_keeps_what_its_state_was_trained_with() -> None:
+    """One of an earlier version has the defaults of then, which held for every family: no autocast, a shift of 3."""
+    config = config_of("krea2", "--timestep_sampling", "shift")
+    old = as_in_state(config, {"network_dim": 16, "network_alpha": 1.0, "optimizer_type": "AdamW"})
+    assert (old.network.network_dim, old.network.network_alpha) == (16, 1.0)
+    assert (old.training.mixed_precision, old.flow.discrete_flow_shift) == ("no", 3.0)
+    now = with_precision(config, on_cpu=False)
+    again = as_in_state(config, family_options(now))
+    assert family_options(again) == family_options(now)
+    given = as_in_state(config_of("krea2", "--network_alpha", "8", "--mixed_precision", "bf16"), {"network_alpha": 1.0})
+    assert (given.network.network_alpha, given.training.mixed_precision) == (8, "bf16")  # what is set is set
+
+
+@pytest.mark.parametrize("shift", [6.0, 3.0, 1.7])
+def test_an_unset_shift_is_that_of_the_models_scheduler(shift: float, tmp_path: Path) -> None:
+    """A21. Of a folder; of a single file the name tells base from Turbo, whose published schedulers have 6 and 3."""
+    folder = tiny_z_pipeline(tmp_path / "z")
+    scheduler = folder / "scheduler" / "scheduler_config.json"
+    scheduler.write_text(scheduler.read_text().replace('"shift": 3.0', f'"shift": {shift}'))
+    assert f'"shift": {shift}' in scheduler.read_text()
+    config = load_config(["--model_type", "z_image", "--pretrained_model_name_or_path", str(folder),
+                          "--dataset_config", "d", "--timestep_sampling", "shift"])  # fmt: skip
+    family = model_family(config.model)
+    assert resolve_sampling(config.flow, family).discrete_flow_shift == shift
+    assert family.distilled == (shift == 3.0)
+    given = config.flow.model_copy(update={"discrete_flow_shift": 2.0})
+    assert resolve_sampling(given, family).discrete_flow_shift == 2.0
