@@ -25,7 +25,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from library.config.family_defaults import family_defaults
 from library.config.markers import MOST_GUIDANCE, MOST_PIXELS, MOST_SEED, MOST_SIDE, MOST_STEPS, is_nothing
