@@ -403,6 +403,9 @@ def parse_toml(text: str, path: str | Path) -> dict[str, Any]:
     try:
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
+        if program := find_program(text):
+            command = f"python tools/migrate_config.py --save_to my.toml {path}"
+            raise UserError(f"{path}: is a configuration of {program}; translate it: {command}") from None
         reason, _, place = str(error).rpartition(" (at ")
         line = re.match(r"line (\d+)", place)
         number = int(line[1]) if line else text.rstrip("\n").count("\n") + 1  # "at end of document"
@@ -413,6 +416,19 @@ def parse_toml(text: str, path: str | Path) -> dict[str, Any]:
         raise UserError(f"{path}: not valid TOML ({reason}); correct it") from None
     _refuse_depth(tables, str(path))
     return tables
+
+
+# What a file of another program has in it -> the program; of YAML and JSON alike.
+_PROGRAMS = {
+    r"\b(training_folder|folder_path)[\"']?\s*:": "ai-toolkit",
+    r'"(training_method|concept_file_name|balancing_strategy|include_subdirectories)"\s*:': "OneTrainer",
+    r'"(--)?(model_family|data_backend_config|instance_data_dir|dataset_type|caption_strategy)"\s*:': "SimpleTuner",
+}
+
+
+def find_program(text: str) -> str | None:
+    """Return the program whose configuration a text is that is no TOML, None if it is nobody's."""
+    return next((program for pattern, program in _PROGRAMS.items() if re.search(pattern, text)), None)
 
 
 def toml_text(tables: Mapping[str, Any]) -> str:

@@ -1,12 +1,14 @@
-"""Turn a configuration of kohya's sd-scripts (FLUX) or musubi-tuner (Qwen-Image) into one of Tandem's.
+"""Turn a configuration of sd-scripts, musubi-tuner, ai-toolkit, OneTrainer or SimpleTuner into one of Tandem's.
 
     python tools/migrate_config.py --save_to my.toml kohya.toml          # a training TOML
     python tools/migrate_config.py --save_to my.toml train.sh            # a script: .sh, .bat, .ps1
+    python tools/migrate_config.py --save_to my.toml train.yaml          # ai-toolkit; OneTrainer, SimpleTuner: .json
     python tools/migrate_config.py --save_to my.toml -- accelerate launch flux_train_network.py --network_dim 16 ...
 
 Prints what becomes of every key, and writes the TOML with the settings they mean; what is not taken stands in
 it as comments. Keys that describe images become ``dataset_args``, beside the dataset TOML or the folder of
-``train_data_dir`` that they are about.
+``train_data_dir`` that they are about. Datasets of ai-toolkit, OneTrainer and SimpleTuner become my_dataset.toml; of a
+file that has nothing else, such as multidatabackend.json, my.toml is the dataset TOML.
 """
 
 from __future__ import annotations
@@ -20,12 +22,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.config.kohya.command import SCRIPT_SUFFIXES, Command, read_command, read_command_file
-from library.config.kohya.translate import find_tool, translate
+from library.config.kohya.translate import drop_inert, find_tool, translate
 from library.config.kohya.translation import Note, Translation
 from library.config.load import fields, read_arguments, sections, validated
+from library.config.model_types import MODEL_TYPES
+from library.config.programs.translate import Translated, translate_foreign
 from library.config.schema import TrainConfig
 from library.errors import UserError, counted, exit_on_user_error
-from library.files import toml_string, write_text
+from library.files import find_program, read_text, toml_string, toml_text, write_text
 from tools.command import answer_early, tool_parser
 
 
@@ -46,6 +50,7 @@ answer_early(__name__, arguments)
 
 import toml
 
+from library.data.config import DATASET_KEYS, check_value, dataset_value
 from library.models.registry import lora_targets
 from library.training.optim.factory import check_optimizer
 from networks.options import parse_network_args
@@ -67,22 +72,83 @@ def migrate(command: Command, save_to: Path, source: str, overwrite: bool = Fals
         values.setdefault("mixed_precision", command.launcher["mixed_precision"])
     translation = translate(values, origins, fields(), tool)
     translation.notes += given.notes
-    if save_to.suffix != ".toml":
-        raise UserError(f"--save_to {save_to}: the configuration is TOML; give it a name that ends in .toml")
     translation.keep_dataset_keys()
-    config = _without_refused_args(translation, validated(translation.values, translation.origins))
-    try:
-        check_optimizer(config.optimizer)
-    except UserError as error:
-        translation.note("optimizer_type", "note", f"a run would stop: {str(error).removeprefix('optimizer_type: ')}")
-    if save_to.exists() and not overwrite:
-        raise UserError(f"{save_to}: exists; choose another --save_to or give --overwrite")
-    write_text(save_to, training_toml(translation, config, source))
+    _save_training(translation, save_to, f"{source}, a configuration of {tool}", overwrite)
     if int(command.launcher.get("num_processes") or 1) > 1:
         count = command.launcher["num_processes"]
         translation.note("num_processes", "note", f"start with accelerate launch --num_processes {count} train_lora.py")
     untouched = [key for key in translation.values if key not in {note.key for note in translation.notes}]
     return [Note(key, "same", "") for key in untouched] + translation.notes
+
+
+def migrate_foreign(program: str, text: str, path: Path, save_to: Path, overwrite: bool = False) -> list[Note]:
+    """Write what ``text``, a configuration of ``program``, means to ``save_to`` and, of its datasets, beside it.
+
+    Returns and raises as :func:`migrate`.
+    """
+    found = translate_foreign(program, text, path)
+    training, dataset_toml = found.training, save_to.with_name(f"{save_to.stem}_dataset.toml")
+    if training is None:
+        _save_datasets(found, save_to, path, overwrite)
+        return found.dataset_notes
+    if "model_type" not in training:
+        named = [note.line() for note in found.notes if "model" in note.key and note.outcome == "refused"]
+        raise UserError("; ".join([f"{path}: names no model family of this version", *named]))
+    translation = Translation(training, {}, notes=found.notes)
+    if found.datasets:
+        _check_new(save_to, overwrite)
+        training["dataset_config"] = str(dataset_toml)
+        if any("control_directory" in each for each in found.datasets):
+            edits = f"{training['model_type']}_edit"
+            if edits in MODEL_TYPES:
+                translation.default("model_type", edits, "", "the dataset has control images")
+        if any({"conditioning_data_dir", "alpha_mask"} & each.keys() for each in found.datasets):
+            translation.default("masked_loss", True, "", "the dataset has masks")
+    else:
+        training["dataset_config"] = str(dataset_toml)
+        translation.note("dataset_config", "note", f"no images are named; describe them in {dataset_toml}")
+    drop_inert(translation, fields(), list(training))
+    _save_training(translation, save_to, f"{path.name}, a configuration of {program}", overwrite)
+    if found.datasets:
+        _save_datasets(found, dataset_toml, path, overwrite)
+    return translation.notes + found.dataset_notes
+
+
+def _save_datasets(found: Translated, save_to: Path, path: Path, overwrite: bool) -> None:
+    """Write the dataset TOML; what does not fit a key is not taken, with a note."""
+    _check_new(save_to, overwrite)
+    tables = []
+    for values in found.datasets:
+        taken: dict[str, Any] = {}
+        for key, value in values.items():
+            try:
+                taken[key] = dataset_value(key, str(value) if key in ("resolution", "resolutions") else value)
+                check_value("", key, taken[key])
+            except UserError:
+                taken.pop(key, None)
+                found.dataset_notes.append(Note(key, "refused", f"not taken: {value!r} does not fit"))
+        table: dict[str, Any] = {key: value for key, value in taken.items() if key in DATASET_KEYS}
+        tables.append(table | {"subsets": [{key: value for key, value in taken.items() if key not in table}]})
+    refused = [f"#   {note.key}: {note.text}" for note in found.dataset_notes if note.outcome == "refused"]
+    head = [f"# Made by tools/migrate_config.py from {path.name}.", *(["# Not taken over:"] * bool(refused)), *refused]
+    write_text(save_to, "\n".join([*head, "", toml_text({"datasets": tables})]))
+
+
+def _save_training(translation: Translation, save_to: Path, source: str, overwrite: bool) -> None:
+    if save_to.suffix != ".toml":
+        raise UserError(f"--save_to {save_to}: the configuration is TOML; give it a name that ends in .toml")
+    config = _without_refused_args(translation, validated(translation.values, translation.origins))
+    try:
+        check_optimizer(config.optimizer)
+    except UserError as error:
+        translation.note("optimizer_type", "note", f"a run would stop: {str(error).removeprefix('optimizer_type: ')}")
+    _check_new(save_to, overwrite)
+    write_text(save_to, training_toml(translation, config, source))
+
+
+def _check_new(path: Path, overwrite: bool) -> None:
+    if path.exists() and not overwrite:
+        raise UserError(f"{path}: exists; choose another --save_to or give --overwrite")
 
 
 def training_toml(translation: Translation, config: TrainConfig, source: str) -> str:
@@ -92,7 +158,7 @@ def training_toml(translation: Translation, config: TrainConfig, source: str) ->
         if note.outcome in ("changed", "default"):
             comments[note.key] = "; ".join(filter(None, (comments.get(note.key), note.text)))
     comments |= {note.to: f"from {note.key}" for note in translation.notes if note.to}
-    lines = [f"# Made by tools/migrate_config.py from {source}, a configuration of {translation.tool}.", ""]
+    lines = [f"# Made by tools/migrate_config.py from {source}.", ""]
     for name in sections():
         section = getattr(config, name)
         keys = [key for key in type(section).model_fields if key in section.model_fields_set]
@@ -157,8 +223,13 @@ def _command(source: str | None, words: Sequence[str]) -> tuple[Command, str]:
 def main() -> None:
     """Parse the command line, migrate, print the table."""
     args, words = arguments()
-    command, called = _command(args.source, words)
-    notes = migrate(command, args.save_to, called, args.overwrite)
+    path = Path(args.source or "")
+    text = read_text(path) if args.source and path.suffix.lower() in (".json", ".jsonc", ".yaml", ".yml") else ""
+    if (program := find_program(text)) and not words:
+        notes = migrate_foreign(program, text, path, args.save_to, args.overwrite)
+    else:
+        command, called = _command(args.source, words)
+        notes = migrate(command, args.save_to, called, args.overwrite)
     print(table(notes))
     refused = sum(note.outcome == "refused" for note in notes)
     print(

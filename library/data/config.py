@@ -501,7 +501,7 @@ def _checked(
                 continue
             raise UserError(f"{where}: {key!r} is not taken: {file.refused[key]}")
         _check_key(where, written, key, is_subset, takes_files)
-        _check_value(where, key, value)
+        check_value(where, key, value)
         values[key] = value
     if values.keys() >= _RESOLUTIONS:
         raise UserError(f"{where}: resolution and resolutions both say at which size; keep one of them")
@@ -519,7 +519,8 @@ def _check_key(where: str, written: str, key: str, is_subset: bool, takes_files:
         raise UserError(f"{where}: unknown key {key!r}{near}")
 
 
-def _check_value(where: str, key: str, value: Any) -> None:
+def check_value(where: str, key: str, value: Any) -> None:
+    """Raise a UserError if ``value`` does not fit a dataset's key."""
     model = SubsetSettings if key in SUBSET_KEYS else DatasetSettings
     try:
         model.model_validate({key: value})

@@ -67,7 +67,7 @@ def translate(
     _refuse_values(result, known)
     if result.tool:
         _fill_in_defaults(result, known, result.tool)
-        _drop_inert(result, known)
+        drop_inert(result, known, [key for key in result.values if key in FLAGS and key not in NEVER_LEFT_OUT])
         _note_differences(result, known)
     return result
 
@@ -122,10 +122,11 @@ def _fill_in_defaults(result: Translation, known: Known, tool: Tool) -> None:
         result.default(key, value, key, f"unset, so {value!r}, the default of {tool}")
 
 
-def _drop_inert(result: Translation, known: Known) -> None:
+def drop_inert(result: Translation, known: Known, keys: Sequence[str]) -> None:
+    """Leave out what of ``keys`` has no effect under the other settings."""
     values = {key: field.get_default() for key, (_, field) in known.items()} | result.values
     defaults = {note.key for note in result.notes if note.outcome == "default"}
-    for key in [key for key in result.values if key in known and key in FLAGS and key not in NEVER_LEFT_OUT]:
+    for key in [key for key in keys if key in known]:
         markers = (marker for marker in known[key][1].metadata if isinstance(marker, OnlyWith))
         inert = next((marker for marker in markers if marker.unmet(values)), None)
         if inert is None:

@@ -1,0 +1,1 @@
+"""Configurations of ai-toolkit, OneTrainer and SimpleTuner, translated key by key."""
