@@ -29,6 +29,7 @@ class ModelType:
         files: keys that say where the parts of a model lie whose transformer is a single file.
         tokenizers: keys of tokenizers -> the folder that has each in a diffusers pipeline.
         settings: other keys of the section ``model`` that not every family takes.
+        conditioning: what a sample must bring besides its caption.
         takes_guidance: whether the transformer takes a guidance scale.
         swappable_blocks: how many blocks can lie in host memory at most.
         texts_differ_in_length: whether a batch's texts keep their lengths; then its parts differ in shape.
@@ -42,6 +43,7 @@ class ModelType:
     files: tuple[str, ...] = ("vae", "text_encoder")
     tokenizers: Mapping[str, str] = field(default_factory=lambda: {"qwen_tokenizer": "tokenizer"})
     settings: tuple[str, ...] = ()
+    conditioning: Literal["none", "fill", "references"] = "none"
     takes_guidance: bool = False
     swappable_blocks: int = 0
     texts_differ_in_length: bool = False

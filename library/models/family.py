@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from library.checksums import fingerprint, weights_fingerprint
 from library.conditions import NO_CONDITIONS, ConditionKind, Conditions
+from library.config.model_types import MODEL_TYPES
 from library.config.schema import ModelConfig
 from library.errors import NotFiniteError, UserError, names_in_short
 from library.models.family_files import FamilyFiles
@@ -131,7 +132,7 @@ class Family:
     def __init_subclass__(cls) -> None:
         """Find the LoRA targets of a class that is a ``model_type``."""
         if "name" in vars(cls):
-            cls.targets = lora_targets()[cls.name]
+            cls.targets, cls.conditioning = lora_targets()[cls.name], MODEL_TYPES[cls.name].conditioning
 
     # What each family writes.
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from library.config.model_types import MODEL_TYPES
 from library.config.schema import ModelConfig
 from library.errors import UserError
 from library.models.family_files import FamilyFiles, Part
@@ -175,6 +176,20 @@ def transformer_of(path: Path) -> tuple[str, dict[str, Any]]:
         titles = ", ".join(one.title for one in families)
         raise UserError(f"{path}: {what}, no family of this version; give one of {titles}")
     return found.model_type, arguments
+
+
+def refuse_other_kind(path: Path, model_type: str) -> None:
+    """Look at headers, and refuse a model of another family than ``model_type``, or another variant of it.
+
+    Raises:
+        UserError: it is that, or no model.
+    """
+    (found, arguments), wanted = transformer_of(path), MODEL_TYPES[model_type]
+    fill = (arguments.get("in_channels") == 384) == (wanted.conditioning == "fill")
+    guided = found != "flux2_klein" or bool(arguments.get("guidance_embeds")) == wanted.takes_guidance
+    if MODEL_TYPES[found].title != wanted.title or not (fill and guided):
+        another = [MODEL_TYPES[found].title, "Fill" * (arguments.get("in_channels") == 384)]
+        raise UserError(f"{path}: is {' '.join(another).strip()}, no {model_type}; set the model_type that it is")
 
 
 def family_files() -> list[FamilyFiles]:

@@ -14,6 +14,8 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from library.config.family_defaults import family_defaults
+from library.config.model_types import IMAGE_MODELS
 from library.errors import UserError
 from library.files import read_text
 from library.training.sampling.prompts import SamplePrompt, parse_prompt, read_prompts
@@ -33,7 +35,9 @@ def show(site: Site, request: Request, form: Form) -> Response:
 def _form(site: Site, run: dict[str, Any]) -> dict[str, Any]:
     """Return what the form says before anybody has changed it."""
     is_tiny = "tiny-" in str(run.get("pretrained_model_name_or_path"))  # built in: made for guidance 1 and 128 pixels
-    side, guidance = ("128", "1") if is_tiny else ("1024", "")
+    model_type = run.get("model_type", "flux")
+    usual = family_defaults(model_type if model_type in IMAGE_MODELS else "flux")
+    side, guidance = ("128", "1") if is_tiny else (str(usual["sample_size"]), "")
     return {
         "strengths": "0 0.5 0.8 1 1.2",
         "prompts": _prompts_of(site, run),

@@ -7,9 +7,14 @@ back with that one line changed (``library.config.edit``), what its keys are now
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping
-from contextlib import suppress
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +27,15 @@ from library.config.kohya.translate import summary
 from library.config.kohya.translation import Note
 from library.config.load import RawConfig, checked, read_keys, toml_path
 from library.config.markers import split_pairs
-from library.config.model_types import MODEL_FILE_KEYS
+from library.config.model_types import MODEL_FILE_KEYS, MODEL_TYPES
 from library.config.optimizer_types import OPTIMIZERS
+from library.config.schema import TrainConfig
 from library.config.scripts import LLM, LORA, Script, fields, section_fields, sections
+from library.data.config import load_dataset_config
+from library.data.samples import scan
 from library.errors import UserError
 from library.files import decoded, parse_json, read_text, read_toml
+from library.models.files import refuse_other_kind
 from library.models.hub import takes_parts
 from library.training.report.run_folder import is_run, script_of, settings_of, text_of
 from library.training.sampling.prompts import read_prompts
@@ -52,6 +61,8 @@ _MOST_TEXT, _MOST_BRACKETS = 2**16, 2000  # of a configuration; nested lists tak
 _PATHS = ("pretrained_model_name_or_path", *MODEL_FILE_KEYS, "dataset_config")
 _MADE = ("output_dir", "cache_directory", "distill_cache", "save_fallback_dir", "logging_dir")  # may not be there yet
 _LINE = re.compile(rf"(?:{NAME}:\d+: )?([\w-]+): (.*?)(?:; fill it in)?$")  # what is said of a key
+_LOOKED_AT = 10  # seconds for which model and dataset are not looked at again
+_PATCH = 16  # pixels, of which trained sides are multiples
 _OF_A_RUN = (*_PATHS, "dataset_args", "output_dir", "output_name")  # which a suggestion leaves as the form has them
 
 
@@ -112,7 +123,33 @@ def _against(site: Site, script: Script[Any], given: RawConfig, is_new: bool) ->
     except UserError as error:
         lines = re.sub(r"set it in the TOML file or with --\w+", "fill it in", str(error)).splitlines()
     taken = _against_output(site, values) if is_new else []
-    return [*lines, *_refused(site, values, script), *taken], summary(notes), values
+    lines += [*_refused(site, values, script), *taken]
+    if not lines and script is LORA:
+        lines += _not_trained(json.dumps(config.model_dump()), int(time.monotonic() / _LOOKED_AT))
+    return lines, summary(notes), values
+
+
+@lru_cache(maxsize=8)
+def _not_trained(settings: str, period: int) -> tuple[str, ...]:
+    """Return what the trainer will say of model and dataset by their headers, in each ``period`` once."""
+    config, lines = TrainConfig.model_validate_json(settings), list[str]()
+    model, kind = Path(config.model.pretrained_model_name_or_path).expanduser(), config.model.model_type
+    with _said_of("pretrained_model_name_or_path", lines):
+        if model.exists():
+            refuse_other_kind(model, kind)
+    with _said_of("dataset_config", lines), tempfile.TemporaryDirectory() as scratch:
+        found = load_dataset_config(config.dataset.dataset_config, config.dataset, MODEL_TYPES[kind].conditioning)
+        datasets = tuple(replace(each, cache_directory=Path(scratch)) for each in found.datasets)
+        scan(replace(found, datasets=datasets), config.training.seed, _PATCH)
+    return tuple(lines)
+
+
+@contextmanager
+def _said_of(key: str, lines: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except (UserError, OSError, ValueError) as error:
+        lines.append(f"{key}: {error}".partition("\n")[0])
 
 
 def _refused(site: Site, values: Mapping[str, Any], script: Script[Any]) -> list[str]:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from PIL import Image, ImageChops
 
+from library.web import precision
 from tests.web.page import ROOT, Server, Tab, expect, serve
 from tools.generate import image, parser
 
@@ -260,3 +261,11 @@ def test_loras_of_language_models_are_left_out(tmp_path: Path) -> None:
     found = weights_in(Site.of(AllowedRoots.of([tmp_path / "output"], [tmp_path / "peft"])))
     assert [Path(path).name for path in found["lora"]] == ["flux.safetensors"]
     assert [Path(path).name for path in found["model"]] == ["base.safetensors"]
+
+
+def test_a_report_samples_at_the_sampling_guidance_whatever_the_run_trained_with() -> None:
+    """A16: an empty field is the model's own, of Fill 30; the built-in models are made for 1."""
+    run = {"guidance_scale": 1.0, "model_type": "flux_fill", "pretrained_model_name_or_path": "models/fill"}
+    site: Any = None
+    assert precision._form(site, run)["guidance_scale"] == ""
+    assert precision._form(site, run | {"pretrained_model_name_or_path": "assets/tiny-flux"})["guidance_scale"] == "1"

@@ -31,6 +31,8 @@ from library.web.jobs import Jobs
 from library.web.new_run import examine, form_of, start
 from library.web.site import Site
 from tests.config.test_edit import valid
+from tests.runs import write_dataset
+from tests.tiny import tiny_flux_pipeline
 from tests.web.page import ROOT, WAIT, Server, Tab, expect, post, serve, until
 
 SCRIPTS = [LORA, LANGUAGE_LORA, LLM]
@@ -42,6 +44,27 @@ expect.set_options(timeout=WAIT)
 @pytest.fixture
 def site(tmp_path: Path) -> Site:
     return Site.of(AllowedRoots.of([tmp_path / "output"], [tmp_path]))
+
+
+def test_what_the_trainer_says_of_model_and_dataset_is_said_before_the_start(site: Site, tmp_path: Path) -> None:
+    """A16: a model of another kind, images that are none, a second run whose file would be called as the first's."""
+    text = (
+        f'model_type = "flux"\npretrained_model_name_or_path = "{tiny_flux_pipeline(tmp_path / "flux")}"\n'
+        f'dataset_config = "{write_dataset(tmp_path / "data")}"\noutput_dir = "{tmp_path}/output/runA"\n'
+        'output_name = "runA"\n'
+    )
+    assert examine(site, text, pretrains=False)["problems"] == []
+    other = text.replace('"flux"', '"z_image"').replace("/data/", "/none/")
+    (tmp_path / "none/images").mkdir(parents=True)
+    (tmp_path / "none/dataset.toml").write_text((tmp_path / "data/dataset.toml").read_text())
+    errors = examine(site, other, pretrains=False)["errors"]
+    assert "is FLUX.1, no z_image" in errors["pretrained_model_name_or_path"]
+    assert "images" in errors["dataset_config"]
+    (tmp_path / "output/runA").mkdir(parents=True)
+    (tmp_path / "output/runA/metrics.jsonl").write_text("{}")
+    (taken,) = examine(site, text, pretrains=False)["problems"]
+    assert taken["changes"] == {"output_dir": f"{tmp_path}/output/runA-2", "output_name": "runA-2"}
+    assert not list(tmp_path.rglob(".tandem_cache"))  # nothing is stored
 
 
 # ---- every option

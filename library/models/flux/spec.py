@@ -41,7 +41,7 @@ from transformers import CLIPTokenizer, T5TokenizerFast
 
 import library.models.flux.files as flux_files
 import library.models.flux.model as flux_model
-from library.conditions import ConditionKind, Conditions
+from library.conditions import Conditions
 from library.errors import UserError
 from library.models.family import Family
 from library.models.flux.model import pack_mask, text_positions
@@ -185,7 +185,6 @@ class FluxFillFamily(FluxFamily):
     sampler = FluxFillPipeline
     cfg_argument = ""
     published = {"guidance_embeds": True, "in_channels": 384, "out_channels": 64}  # noqa: RUF012
-    conditioning: ConditionKind = "fill"
 
     def image_tokens(self, latents: Tensor, conditions: Conditions) -> tuple[Tensor, Tensor]:
         """Return tokens [B, N, 384], noise beside blanked image beside mask, and their positions [N, 3]."""
@@ -268,7 +267,6 @@ class FluxKontextFamily(FluxFamily):
     name = "flux_kontext"
     published_pipeline = "FluxKontextPipeline"
     sampler = _GivenReferences
-    conditioning: ConditionKind = "references"
 
     def image_tokens(self, latents: Tensor, conditions: Conditions) -> tuple[Tensor, Tensor]:
         """Return tokens [B, N + R, 64], image then references, and their positions [N + R, 3]."""

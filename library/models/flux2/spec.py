@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import library.models.flux2.files as flux2_files
 import library.models.flux2.model as flux2_model
-from library.conditions import ConditionKind, Conditions
+from library.conditions import Conditions
 from library.errors import UserError
 from library.models.family import Family, inputs_changed
 from library.models.flux.vae import Flux2ImageEncoder
@@ -167,7 +167,6 @@ class KleinEditFamily(KleinFamily):
     """FLUX.2 klein with reference images."""
 
     name = "flux2_klein_edit"
-    conditioning: ConditionKind = "references"
 
 
 class DevFamily(Flux2Family):
@@ -200,4 +199,3 @@ class DevEditFamily(DevFamily):
     """FLUX.2 dev with reference images."""
 
     name = "flux2_dev_edit"
-    conditioning: ConditionKind = "references"

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import library.models.flux3.files as flux3_files
 import library.models.flux3.model as flux3_model
-from library.conditions import ConditionKind, Conditions
+from library.conditions import Conditions
 from library.errors import UserError
 from library.models.flux.vae import Flux2ImageEncoder
 from library.models.flux3.model import DISTILLED_STEPS, SHIFT, positions_of
@@ -212,7 +212,6 @@ class Flux3KleinEditFamily(Flux3KleinFamily):
     """FLUX.3 klein with reference images, any number of them."""
 
     name = "flux3_klein_edit"
-    conditioning: ConditionKind = "references"
     unused_parts = ()
 
     @staticmethod

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import library.models.qwen_image.files as qwen_files
 import library.models.qwen_image.model as qwen_model
-from library.conditions import ConditionKind, Conditions
+from library.conditions import Conditions
 from library.errors import UserError
 from library.models.family import Family, inputs_changed
 from library.models.files import pipeline_class
@@ -144,7 +144,6 @@ class QwenImageEditFamily(QwenImageFamily):
 
     name = "qwen_image_edit"
     published_pipeline = "QwenImageEditPipeline"
-    conditioning: ConditionKind = "references"
     most_references: int | None = 1
 
     def conditioned(

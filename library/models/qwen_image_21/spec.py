@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import library.models.qwen_image_21.files as qwen_files
 import library.models.qwen_image_21.model as qwen_model
-from library.conditions import ConditionKind, Conditions
+from library.conditions import Conditions
 from library.models.family import Family, inputs_changed
 from library.models.qwen3 import VL_THETA, load_qwen3, qwen3_width
 from library.models.qwen_image.spec import QwenImageFamily
@@ -152,7 +152,6 @@ class QwenImage21EditFamily(QwenImage21Family):
     """Qwen-Image-2.1 with any number of reference images."""
 
     name = "qwen_image_21_edit"
-    conditioning: ConditionKind = "references"
 
     def check_text_encoders(self) -> None:
         """As of captions alone; the vision tower must be there too."""

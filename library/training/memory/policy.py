@@ -95,7 +95,9 @@ class _Setting:
         return f"{self.key} = {json.dumps(self.value)}"
 
     def put_into(self, config: TrainConfig) -> TrainConfig:
-        """Return ``config`` with the setting."""
+        """Return ``config`` with the setting; one that has 16 bits already keeps them."""
+        if self.key == "mixed_precision" and config.training.mixed_precision != "no":
+            return config
         changed = getattr(config, self.section).model_copy(update={self.key: self.value})
         return config.model_copy(update={self.section: changed})
 
