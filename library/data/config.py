@@ -6,10 +6,10 @@ each of them. A key is looked for in the subset, then in its dataset, then in ``
 that say which files to read belong to subsets. musubi-tuner's flat form, a dataset that names its ``image_directory``
 itself, is read as a dataset with one subset. A table with ``resolutions`` becomes a dataset for each of them.
 
-For which program a table is written :func:`is_kohyas` alone decides: sd-scripts has its images in a subset, by the
-names ``image_dir`` and ``metadata_file``, and trains on a caption's first line; musubi-tuner has them in the dataset
-itself, and takes captions whole. Tandem's own datasets say ``multiline_captions``. Whose bucket sizes it has, which
-many tables of sd-scripts leave to the defaults, ``Dataset.bucket_rule`` says.
+Whether a table is musubi-tuner's :func:`is_musubis` alone decides, by the names of its images: sizes are musubi-tuner's
+then, and captions whole. Else a caption's first line is trained on, as in sd-scripts; Tandem's own datasets say
+``multiline_captions``. Whose bucket sizes hold, which many tables of sd-scripts leave to the defaults,
+``Dataset.bucket_rule`` says.
 
 Every table is checked by itself, so a message names the table of the mistake. Keys of either tool that could take no
 effect are refused with what to do instead, and so are conditions that the model at hand does not take: a fill model is
@@ -183,9 +183,9 @@ REFUSED_KEYS = {
 _ASKS_NOTHING = {"network_multiplier": ("1", "1.0"), "token_warmup_min": ("1",)}  # beside false, 0 and what is empty
 
 
-def is_kohyas(table: Mapping[str, Any], is_subset: bool) -> bool:
-    """Return whether a table names its images as sd-scripts' datasets do, and not as musubi-tuner's."""
-    return is_subset and not table.keys() & _MUSUBI_SOURCES
+def is_musubis(table: Mapping[str, Any]) -> bool:
+    """Return whether a table names its images as musubi-tuner's datasets do, and not as sd-scripts'."""
+    return bool(_MUSUBI_SOURCES & table.keys())
 
 
 @dataclass(frozen=True)
@@ -388,7 +388,7 @@ def _read_table(file: _File, number: int, general: dict[str, Any], defaults: Dat
     if subset_tables:
         subsets = tuple(_read_subset(file, number, i, shared) for i in range(len(subset_tables)))
     elif shared.keys() & {"image_dir", "metadata_file"}:
-        subsets = (_build_subset(file, f"{file.path}: {name}", shared, own, is_kohyas(table, False)),)
+        subsets = (_build_subset(file, f"{file.path}: {name}", shared, own, is_musubis(table)),)
     else:
         raise UserError(f"{where}: no [[datasets.subsets]]; add one with image_dir or metadata_file")
     cache = settings.cache_directory
@@ -398,8 +398,7 @@ def _read_table(file: _File, number: int, general: dict[str, Any], defaults: Dat
     cache_directory = (file.path.parent / own_cache).resolve() if own_cache else None
     if defaults.cache_directory and not cache:
         cache_directory = written_path(defaults.cache_directory, "cache_directory").resolve()
-    of_musubi = not subset_tables and bool(_MUSUBI_SOURCES & table.keys())
-    rest = (None if control is None else _both(control), number + 1, of_musubi)
+    rest = (None if control is None else _both(control), number + 1, is_musubis(table))
     return [  # samples are told apart by their subset: each has copies of its own
         Dataset(where, settings, size, cache_directory, tuple(map(replace, subsets)), *rest) for size in sizes
     ]
@@ -418,12 +417,12 @@ def _read_subset(file: _File, dataset: int, number: int, inherited: dict[str, An
     folders_inside = {"image_dir", "conditioning_data_dir", "control_directory", "inpaint_mask_directory"}
     if own.get("recursive") and values.get("metadata_file") and not folders_inside & values.keys():
         raise UserError(f"{file.path}: {name}: recursive: has no effect, metadata_file lists the images; remove it")
-    return _build_subset(file, f"{file.path}: {name}", values, own, is_kohyas(table, True))
+    return _build_subset(file, f"{file.path}: {name}", values, own, is_musubis(table))
 
 
-def _build_subset(file: _File, where: str, values: dict[str, Any], own: dict[str, Any], of_kohya: bool) -> Subset:
+def _build_subset(file: _File, where: str, values: dict[str, Any], own: dict[str, Any], of_musubi: bool) -> Subset:
     """Return the subset with all its ``values``; ``own`` are those of them that are not inherited."""
-    values = {"multiline_captions": not (of_kohya or values.get("enable_wildcard"))} | values
+    values = {"multiline_captions": of_musubi and not values.get("enable_wildcard")} | values
     settings = SubsetSettings.model_validate(_without_idle_words(where, values, own))
     if settings.image_dir is None and settings.metadata_file is None:
         raise UserError(f"{where}: neither image_dir nor metadata_file; name the folder that holds the images")
