@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from library.config import load_config
-from library.config.schema import DatasetArguments, ModelConfig
+from library.config.schema import DatasetArguments
 from library.console import Console
 from library.errors import UserError, counted, exit_on_user_error
 from library.files import read_toml, write_text
@@ -55,7 +55,7 @@ from concurrent.futures import ThreadPoolExecutor
 from library.conditions import ConditionKind
 from library.data.config import INPAINT_KEYS, REFERENCE_KEYS, DatasetConfig, Subset, load_dataset_config
 from library.data.gallery import described, hashed_previews, small_jpeg, thumbnail_name, write_thumbnails
-from library.data.lint import Advance, Report, TokenLimit, check, title, without_broken
+from library.data.lint import Advance, Report, TooLong, check, title, without_broken
 from library.data.samples import Sample, scan
 
 _SHOWN = 5  # findings of a kind in the terminal
@@ -67,16 +67,6 @@ def conditioning_of(dataset: Path) -> ConditionKind:
     if any(f"'{key}'" in text for key in INPAINT_KEYS):
         return "fill"
     return "references" if any(f"'{key}'" in text for key in REFERENCE_KEYS) else "none"
-
-
-def _ask_model(model: ModelConfig) -> tuple[TokenLimit, int]:
-    """Return a model's text encoder, of which the tokenizers alone are loaded, and what sides are multiples of."""
-    import torch
-
-    from library.models.family_by_name import model_family
-
-    family = model_family(model)
-    return family.load_text_encoder(torch.float32), family.image_encoder.published_multiple
 
 
 def _unsplit(subset: Subset) -> Subset:
@@ -150,20 +140,26 @@ def main() -> None:
         raise UserError("--thumbnails: has no effect without --json, which names them; give it, or remove --thumbnails")
     given = {"cache_directory": options.cache_directory, "trigger_word": options.trigger_word}
     given = {"dataset_config": str(options.dataset)} | {key: value for key, value in given.items() if value is not None}
-    arguments, encoder, pixel_multiple = DatasetArguments(**given), None, _PIXEL_MULTIPLE
+    arguments, kind, pixel_multiple = DatasetArguments(**given), conditioning_of(options.dataset), _PIXEL_MULTIPLE
+    too_long: TooLong | None = None
     if options.config_file is not None:
+        import torch
+
+        from library.models.family_by_name import model_family
+
         flags = (word for key, value in given.items() for word in (f"--{key}", value))
         training = load_config(["--config_file", options.config_file, *flags])
-        (encoder, pixel_multiple), arguments = _ask_model(training.model), training.dataset
-    config = load_dataset_config(options.dataset, arguments, conditioning_of(options.dataset))
-    console = tool_console()
+        arguments, family = training.dataset, model_family(training.model)
+        kind, pixel_multiple = family.conditioning, family.image_encoder.published_multiple
+        too_long = family.load_text_encoder(torch.float32).too_long
+    console, config = tool_console(), load_dataset_config(options.dataset, arguments, kind)
     if options.json is not None:
         start = partial(print_progress, console, seconds=0.5)
-        report = check(config, pixel_multiple, start, encoder, options.seed)
+        report = check(config, pixel_multiple, start, too_long, options.seed)
         write_json(options, config, report, start, pixel_multiple)
     else:
         with counting(console) as start:
-            report = check(config, pixel_multiple, start, encoder, options.seed)
+            report = check(config, pixel_multiple, start, too_long, options.seed)
     show(report, console)
     if options.strict and report.findings:
         raise UserError(

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Protocol
 
 from library.conditions import ConditionKind
 from library.data.buckets import KEPT, Bucketing, Fit, Size, describe_sizes, same_shape, size_text
@@ -39,6 +38,7 @@ from library.errors import UserError, counted, names_in_short
 
 Advance = Callable[[int], None]
 Start = Callable[[str, int], Advance]
+TooLong = Callable[[Iterable[str]], Mapping[str, tuple[int, int]]]  # library.models.text.TextEncoder.too_long
 Caption = tuple[str, str, SubsetSettings]  # of an image: its path, raw caption, what its subset says
 
 ERRORS = ("unreadable", "mask", "setup")  # training would stop at these
@@ -55,16 +55,6 @@ TITLES = {
     "trigger": "Trigger words",
     "upscaled": "Smaller than their bucket",
 }
-
-
-class TokenLimit(Protocol):
-    """What is asked of a ``library.models.text.TextEncoder``; no weights are needed."""
-
-    most_tokens: int | None
-
-    def too_long(self, captions: Iterable[str]) -> Mapping[str, object]:
-        """Return those captions that are not read to their end."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -109,7 +99,7 @@ def title(found: Sequence[Finding]) -> str:
 
 
 def check(
-    config: DatasetConfig, pixel_multiple: int, start: Start, encoder: TokenLimit | None = None, seed: int = 0
+    config: DatasetConfig, pixel_multiple: int, start: Start, too_long: TooLong | None = None, seed: int = 0
 ) -> Report:
     """Look at every image, mask and caption of a dataset TOML.
 
@@ -117,7 +107,7 @@ def check(
         config: the checked TOML.
         pixel_multiple: image sides are multiples of this.
         start: ``start(description, total) -> advance(n)``, for the progress bar.
-        encoder: the model's, to which captions may be too long.
+        too_long: which captions the model's text encoder does not read to their end.
         seed: the training's, which chooses the held-out images.
     """
     findings: list[Finding] = []
@@ -164,8 +154,8 @@ def check(
     same = [paths for paths in by_content.values() if len(paths) > 1]
     findings += [Finding("duplicate", tuple(paths), f"{_names(paths)} are the same file") for paths in same]
     findings += [*_captions(captions), *_trigger_words(captions)]
-    if encoder is not None:
-        findings += long_captions(captions, encoder, config.arguments.caption_variants)
+    if too_long is not None:
+        findings += long_captions(captions, too_long, config.arguments.caption_variants)
     return Report(len(images), findings, tuple(notes), tuple(sizes))
 
 
@@ -277,13 +267,14 @@ def _captions(captions: Iterable[Caption]) -> list[Finding]:
     return found
 
 
-def long_captions(captions: Sequence[Caption], encoder: TokenLimit, variants: int) -> list[Finding]:
-    """Return what is said of captions with more tokens than ``encoder`` reads, in any of their ``variants``."""
+def long_captions(captions: Sequence[Caption], too_long: TooLong, variants: int) -> list[Finding]:
+    """Return what is said of captions with more tokens than the text encoder reads, in any of their ``variants``."""
     texts = {path: caption_variants(raw, settings, variants) for path, raw, settings in captions}
-    long = encoder.too_long(dict.fromkeys(chain.from_iterable(texts.values())))
+    long = too_long(dict.fromkeys(chain.from_iterable(texts.values())))
     paths = [path for path, every in texts.items() if not long.keys().isdisjoint(every)]
-    longer = f"{len(paths)} of {counted(len(texts), 'caption')} are longer than {encoder.most_tokens} tokens"
-    text = f"{longer} (with the model's template); the rest of each is not trained on: {_names(paths)}"
+    most = f"the {max((kept for kept, _ in long.values()), default=0)} tokens that the text encoder reads of one"
+    text = f"{len(paths)} of {counted(len(texts), 'caption')} are longer than {most}"
+    text += f"; the rest of each is not trained on: {_names(paths)}"
     return [Finding("long", tuple(paths), text)] if paths else []
 
 

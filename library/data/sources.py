@@ -43,7 +43,6 @@ from library.files import MOST_DATA_BYTES, parse_json, read_json_lines, read_tex
 _NUMBERED = re.compile(r"(.+)_(\d+)")
 _CONTROL_KEY = re.compile(r"control_path(?:_(\d+))?")
 _ENTRY_KEYS = ("image_path", "caption", "tags", "image_size")  # the last is sd-scripts'; here images are measured
-_MOST_KEYS = 20  # of unknown ones that are named
 
 _CAPTIONS = (".txt", ".caption", ".cap", ".tags")
 _OF_TRAINERS = (".npz", ".safetensors", ".json", ".jsonl", ".toml", ".yaml")  # caches, and what describes datasets
@@ -255,8 +254,7 @@ def captions_beside(files: Collection[str], subset: Subset, refuse: bool = True)
     Raises:
         UserError: with ``refuse``, several files could be an image's caption.
     """
-    suffix = caption_suffix(subset)
-    wanted = {name: stem(name) + suffix for name in files if is_image(name)}
+    wanted = {name: stem(name) + caption_suffix(subset) for name in files if is_image(name)}
     found = {name: caption for name, caption in wanted.items() if caption in files and caption != name}
     alike: dict[str, list[str]] = defaultdict(list)
     for name in set(files) - wanted.keys() - set(found.values()):
@@ -357,7 +355,7 @@ def _from_metadata(subset: Subset, index: FileIndex, warnings: list[str], condit
         raise UserError(f"{file}: no images in it; write one entry an image")
     if unknown:
         said = [f"{key!r} ({n} of {len(found)}){did_you_mean(key, _ENTRY_KEYS)}" for key, n in unknown.items()]
-        warnings.append(f"{file}: keys that nothing reads: {names_in_short(said, _MOST_KEYS)}")
+        warnings.append(f"{file}: keys that nothing reads: {names_in_short(said, 20)}")
     return sorted(found, key=lambda source: source.name)
 
 

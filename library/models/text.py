@@ -150,12 +150,10 @@ class LanguageModelEncoder(TextEncoder):
     def count(self, captions: Sequence[str]) -> list[TokenCount]:
         """Return how many of each caption's tokens are read and left out; the template's end is left out first."""
         before, after = (len(self.tokens(part)) for part in self.prompt_of(_MARK).split(_MARK))
-        counts = []
-        for prompt in map(self.prompt_of, captions):
-            read, left_out = self.cut(prompt)
-            cut = max(0, left_out - after)
-            counts.append(TokenCount(len(read) + left_out - before - after - cut, cut))
-        return counts
+        rows = [self.cut(self.prompt_of(caption)) for caption in captions]
+        cuts = [max(0, left_out - after) for _, left_out in rows]
+        own = [len(read) + left_out - before - after for read, left_out in rows]
+        return [TokenCount(tokens - cut, cut) for tokens, cut in zip(own, cuts, strict=True)]
 
     def hidden(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
         """Return the vectors of all tokens [B, T, D]; those of several layers side by side."""

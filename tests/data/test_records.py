@@ -213,8 +213,8 @@ def test_a_check_counts_captions_in_the_models_tokens(tmp_path: Path) -> None:
     done = run_script(script, [str(toml), *flags], tmp_path)
     assert done.returncode == 2
     assert (
-        "2 of 4 captions are longer than 24 tokens (with the model's template); the rest of each is not trained on: "
-        "1.png, 3.png" in " ".join(done.stdout.split())
+        "2 of 4 captions are longer than the 23 tokens that the text encoder reads of one; the rest of each is not "
+        "trained on: 1.png, 3.png" in " ".join(done.stdout.split())
     )
     for name in ("1.txt", "3.txt"):
         (tmp_path / "img" / name).write_text(f"short {name}")

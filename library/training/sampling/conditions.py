@@ -27,7 +27,6 @@ from library.data.samples import ControlImage, check_mask_shape
 from library.errors import UserError
 from library.files import read_bytes
 from library.models.family import Family
-from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
 from library.randomness import generator
 from library.training.sampling.prompts import SamplePrompt, check_steering, read_prompts, usual_prompt
@@ -96,16 +95,6 @@ def check_prompt_images(
             if remark or source == "alpha":
                 remarks.append(f"{prompt.mask_image}: {remark or 'its alpha is the mask: what is opaque is filled'}")
     return remarks
-
-
-def note_changes(prompts: Sequence[SamplePrompt], encoder: TextEncoder) -> list[str]:
-    """Return remarks on sizes that were rounded, and on texts that ``encoder`` does not read to their end."""
-    cut = encoder.too_long(dict.fromkeys(text for prompt in prompts for text in prompt.texts()))
-    sizes = [(each, "{} x {}".format(*each.asked_size)) for each in prompts if each.asked_size is not None]
-    why = "the model's sides are multiples, rounded down as in sd-scripts"
-    rounded = [f"prompt {each.short()}: {size} becomes {each.width} x {each.height}: {why}" for each, size in sizes]
-    why = "are not read by the text encoder and not sampled from"
-    return rounded + [f"prompt {text[:40]!r}: {count.cut} of {sum(count)} tokens {why}" for text, count in cut.items()]
 
 
 def read_run_prompts(

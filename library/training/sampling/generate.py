@@ -24,15 +24,9 @@ from library.models.vae import ImageEncoder
 from library.precision.recipe import WeightLoader, describe_base
 from library.safetensors_io import read_entries
 from library.training.memory.block_swap import swap_blocks, swappable
-from library.training.sampling.conditions import (
-    PromptImageRules,
-    check_prompt_images,
-    encode_prompt_images,
-    note_changes,
-    text_jobs,
-)
+from library.training.sampling.conditions import PromptImageRules, check_prompt_images, encode_prompt_images, text_jobs
 from library.training.sampling.images import generate_image
-from library.training.sampling.prompts import SamplePrompt
+from library.training.sampling.prompts import SamplePrompt, note_changes
 from networks.files.adapters import load_lora
 from networks.files.metadata import base_mismatch, weight_file
 from networks.files.weights import LoraWeights
@@ -79,7 +73,7 @@ def generate_images(
     if encoders is None:
         encoders = family.load_image_encoder(dtype, device), family.load_text_encoder(dtype, device)
     image_encoder, text_encoder = encoders
-    for remark in note_changes(prompts, text_encoder):
+    for remark in note_changes(prompts, text_encoder.too_long):
         console.print(f"note: {remark}", soft_wrap=True)
     multiple, blank = image_encoder.pixel_multiple, blank or trained_blank(loras)
     rules = PromptImageRules(family.conditioning, sizing or ControlSizing(), multiple, blank)

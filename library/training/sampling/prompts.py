@@ -22,7 +22,7 @@ does (``sample_image_inference``); a note says so.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 _OPTION = re.compile(r"(?:^|\s)--([a-zA-Z][\w-]*)(?:[\s=]+|$)")
 _LEAST_SIDE = 64  # of what is rounded
+TooLong = Callable[[Iterable[str]], Mapping[str, tuple[int, int]]]  # library.models.text.TextEncoder.too_long
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,18 @@ def check_steering(prompts: Sequence[SamplePrompt], guidance_input: bool, usual_
             )
     idle = [prompt.short() for prompt in prompts if prompt.negative and prompt.cfg == 1.0]
     return [f"prompt {name}: its negative prompt is not used while --l is 1" for name in idle]
+
+
+def note_changes(prompts: Sequence[SamplePrompt], too_long: TooLong) -> list[str]:
+    """Return remarks on sizes that were rounded, and on texts that are ``too_long`` for the text encoder."""
+    cut = too_long(dict.fromkeys(text for prompt in prompts for text in prompt.texts()))
+    sizes = [(each, "{} x {}".format(*each.asked_size)) for each in prompts if each.asked_size is not None]
+    why = "the model's sides are multiples, rounded down as in sd-scripts"
+    rounded = [f"prompt {each.short()}: {size} becomes {each.width} x {each.height}: {why}" for each, size in sizes]
+    why = "are not read by the text encoder and not sampled from"
+    return rounded + [
+        f"prompt {text[:40]!r}: {left} of {kept + left} tokens {why}" for text, (kept, left) in cut.items()
+    ]
 
 
 def read_prompts(

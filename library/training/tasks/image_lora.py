@@ -63,9 +63,10 @@ from library.training.parallel.pipeline import check_microbatches, transformer_s
 from library.training.plan import ImagePlan, resolve_images
 from library.training.report.progress import counting
 from library.training.run_inputs import dataset_settings, require_same, samples_of
-from library.training.sampling.conditions import PromptImageRules, note_changes, read_run_prompts, text_jobs
+from library.training.sampling.conditions import PromptImageRules, read_run_prompts, text_jobs
 from library.training.sampling.images import build_sampler
 from library.training.sampling.painting import PaintedSet, paint, painted_sets
+from library.training.sampling.prompts import note_changes
 from library.training.sampling.sample_model import SampleModel, sample_family
 from library.training.signals import ignore_signals
 from library.training.step_graphs import why_eager
@@ -139,8 +140,6 @@ class ImageLora(LoraTask):
             self.image_encoder.pixel_multiple,
             self.console.print,
         )
-        for remark in note_changes(self.prompts, self.text_encoder):
-            self.console.print(f"note: {remark}", soft_wrap=True)
         if config.parallel.tp > 1:
             family.split_plan(config.parallel.tp)
         for line in family.unused_tensors():
@@ -186,8 +185,9 @@ class ImageLora(LoraTask):
         self.attention = self._attention_kernel()
         self.console.print(*data.describe(), sep="\n", soft_wrap=True)
         captions = captions_of([*data.listed, *(data.validation.samples if data.validation else ())])
-        long = long_captions(captions, self.text_encoder, config.dataset.caption_variants)
-        for line in [*summarise(data.listed), *(finding.text for finding in long)]:
+        long = long_captions(captions, self.text_encoder.too_long, config.dataset.caption_variants)
+        notes = [*note_changes(self.prompts, self.text_encoder.too_long), *(finding.text for finding in long)]
+        for line in [*notes, *summarise(data.listed)]:
             self.console.print(f"note: {line}", soft_wrap=True)
 
     def _attention_kernel(self) -> Backend:

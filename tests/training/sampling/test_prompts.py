@@ -21,12 +21,11 @@ from library.training.sampling.conditions import (
     PromptImageRules,
     check_prompt_images,
     encode_prompt_images,
-    note_changes,
     show_prompt_images,
     text_jobs,
 )
 from library.training.sampling.images import Sampler
-from library.training.sampling.prompts import SamplePrompt, check_steering, parse_prompt, read_prompts
+from library.training.sampling.prompts import SamplePrompt, check_steering, note_changes, parse_prompt, read_prompts
 from tests.data.folders import AverageEncoder, add_image, build, make_image, write_toml
 
 
@@ -349,7 +348,7 @@ def test_a_side_is_rounded_down_as_sd_scripts_does_and_said(asked: int, made: in
     assert prompts == [SamplePrompt("a cat", width=made)]
     why = "the model's sides are multiples, rounded down as in sd-scripts"
     said = [f"prompt 'a cat': {asked} x 512 becomes {made} x 512: {why}"] * (asked != made)
-    assert note_changes(prompts, TextEncoder()) == said
+    assert note_changes(prompts, TextEncoder().too_long) == said
 
 
 def test_keys_that_ask_for_nothing_are_passed_over(tmp_path: Path) -> None:

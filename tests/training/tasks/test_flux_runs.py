@@ -288,6 +288,6 @@ def test_a_start_says_which_captions_and_prompts_are_cut(
     for output in ("first", "again"):
         run(base, data, tmp_path / output, sample_prompts=prompts, max_train_steps=1)
         printed = " ".join(capsys.readouterr().out.split())
-        longer = "2 of 4 captions are longer than 24 tokens (with the model's template)"
+        longer = "2 of 4 captions are longer than the 23 tokens that the text encoder reads of one"
         assert f"note: {longer}; the rest of each is not trained on: 1.png, 2.png" in printed
         assert f"note: prompt '{'x' * 30}': 8 of 31 tokens are not read by the text encoder" in printed
