@@ -168,7 +168,7 @@ def test_a_lora_of_another_base_is_remarked_on(
     [
         ([], 'give either --prompt "..." or --from_file FILE'),
         (["--prompt", "x", "--from_file", "y"], "give either --prompt"),
-        (["--prompt", "x --w 0"], "--prompt 1: 0 x 512 pixels; at most"),
+        (["--prompt", "x --w 0"], "--prompt 1: 0 x 1024 pixels; at most"),
         (["--from_file", "nowhere.txt"], "--from_file: nowhere.txt: no such file"),
         (["--prompt", "x", "--lora", "nowhere.safetensors"], "nowhere.safetensors: no such file"),
         (["--prompt", "x", "--lora", "a.safetensors:much"], "'much' is not a number"),
