@@ -103,7 +103,7 @@ def test_a_run_trains_saves_samples_and_is_resumed(tmp_path: Path) -> None:
 
 def test_what_pytorch_for_windows_lacks_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes without NCCL and without triton; its CUDA build is told apart from ours by just these."""
-    sections = TrainingConfig(), SavingConfig(), LoggingConfig()
+    sections = TrainingConfig(mixed_precision="no"), SavingConfig(), LoggingConfig()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr("library.accelerator.has_triton_package", lambda: False)
     with pytest.raises(UserError, match="torch_compile: needs triton.* triton-windows"):

@@ -16,13 +16,15 @@ from library.config import load_config
 from library.config.edit import edited
 from library.config.family_defaults import as_in_state, family_defaults, family_options, presets, with_precision
 from library.config.load import load_for
+from library.config.markers import options
 from library.config.model_types import IMAGE_MODELS, LANGUAGE_MODELS, MODEL_TYPES
 from library.config.scripts import LANGUAGE_LORA, LORA
 from library.models.family_by_name import family_class, model_family
 from library.training.flow import resolve_sampling
 from library.training.sampling.prompts import usual_prompt
-from tests.runs import ROOT
+from tests.runs import ROOT, call
 from tests.tiny_z_image import tiny_z_pipeline
+from tools import migrate_config
 
 REQUIRED = ["--pretrained_model_name_or_path", "m", "--dataset_config", "d"]
 # of a card, where the pipeline's own default is another: black-forest-labs/FLUX.1-Kontext-dev, Tongyi-MAI/Z-Image
@@ -111,6 +113,30 @@ def test_ready_configurations_say_nothing_else_than_the_table(subtests: pytest.S
         with subtests.test(path.name):
             if keys.get("optimizer_type") != "Prodigy":
                 assert not keys.keys() & {"network_dim", "network_alpha", *values.keys()} - IN_THEM_TOO
+
+
+# of flux_train_network.py's and flux_2_train_network.py's argument parsers (sd-scripts 48d368f, musubi-tuner 30c658c)
+PARSERS = {
+    "networks.lora_flux": {
+        "network_dim": 4, "network_alpha": 1.0, "learning_rate": 2e-6, "optimizer_type": "AdamW", "guidance_scale": 3.5,
+        "mixed_precision": "no", "timestep_sampling": "sigma", "discrete_flow_shift": 3.0, "max_train_steps": 1600,
+    },
+    "networks.lora_flux_2": {
+        "network_dim": 4, "network_alpha": 1.0, "learning_rate": 2e-6, "optimizer_type": "AdamW", "guidance_scale": 1.0,
+        "mixed_precision": "no", "timestep_sampling": "sigma", "discrete_flow_shift": 1.0, "max_train_steps": 1600,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("module", PARSERS)
+def test_a_kohya_command_keeps_its_trainers_defaults_run_as_it_is_and_migrated(module: str, tmp_path: Path) -> None:
+    command = ["--network_module", module, "--dataset_config", "d", "--network_train_unet_only"]
+    command += ["--pretrained_model_name_or_path" if module.endswith("flux") else "--dit", "m"]
+    script = "flux_train_network.py" if module.endswith("flux") else "flux_2_train_network.py"
+    call(migrate_config, "--save_to", tmp_path / "my.toml", "--", "accelerate", "launch", script, *command)
+    for config in (load_config(command), load_config(["--config_file", str(tmp_path / "my.toml")])):
+        values = {key: value for key, value, _ in options(config)}
+        assert {key: values[key] for key in PARSERS[module]} == PARSERS[module]
 
 
 def test_languages_models_have_defaults_too() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,22 @@ def test_what_is_proposed_takes_something_off_a_phase_that_does_not_fit(tmp_path
         "fp8_text_encoder = true", "gradient_checkpointing = true", "cpu_offload_checkpointing = true",
         "fp8_scaled = true", "blocks_to_swap = 6", "blocks_to_swap = 9", "blocks_to_swap = 10", "blocks_to_swap = 11",
     ]  # fmt: skip
+
+
+def test_sixteen_bits_come_first_where_there_are_thirty_two(tmp_path: Path) -> None:
+    """A17: weights and activations in half the bytes, whatever else is to be had."""
+    model = Model()
+
+    def count(config: TrainConfig) -> MemoryPlan:
+        plan, twice = model.count(config), 1 + (config.training.mixed_precision == "no")
+        return replace(plan, phases={name: {k: twice * v for k, v in p.items()} for name, p in plan.phases.items()})
+
+    config = config_of(tmp_path, mixed_precision="no")
+    first = next(remedies(config, count(config), 1800 * MIB, count))
+    assert list(first.lines.values()) == ['mixed_precision = "bf16"']
+    assert not first.plan.over(1800 * MIB)
+    auto = config_of(tmp_path)
+    assert all("mixed_precision" not in each.lines for each in remedies(auto, count(auto), 300 * MIB, count))
 
 
 def test_running_out_of_memory_names_what_is_not_set_yet(tmp_path: Path) -> None:

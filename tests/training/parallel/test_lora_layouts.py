@@ -389,7 +389,9 @@ def average(folder: Path) -> None:
     from library.training.parallel.gradients import average_gradients
 
     saving, parallel = SavingConfig(output_dir=str(folder)), ParallelConfig(shard=2)
-    accelerator = build_accelerator(AccelerateConfig(), TrainingConfig(), saving, LoggingConfig(), parallel)
+    accelerator = build_accelerator(
+        AccelerateConfig(), TrainingConfig(mixed_precision="no"), saving, LoggingConfig(), parallel
+    )
     rank = accelerator.process_index
     trained = [torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(1, 1))]
     trained[0].grad = torch.tensor([1.0, 2.0]) * (rank + 1)

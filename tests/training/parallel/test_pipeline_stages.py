@@ -117,7 +117,7 @@ def loss_of(model: nn.Module, rows: Tensor) -> tuple[Tensor, Tensor]:
 def compare(folder: Path, microbatches: int) -> None:
     """On each of two processes hold its stage to the whole model."""
     accelerator = build_accelerator(
-        AccelerateConfig(), TrainingConfig(), SavingConfig(output_dir=str(folder)), LoggingConfig(),
+        AccelerateConfig(), TrainingConfig(mixed_precision="no"), SavingConfig(output_dir=str(folder)), LoggingConfig(),
         parallel := ParallelConfig(pp=2, microbatches=microbatches, pp_balance="weights"),
     )  # fmt: skip
     model, network = whole_model()
@@ -251,7 +251,9 @@ def with_lora(case: str, swap: bool) -> tuple[nn.Module, Any]:
 
 def two_processes(folder: Path) -> Accelerator:
     saving = SavingConfig(output_dir=str(folder))
-    return build_accelerator(AccelerateConfig(), TrainingConfig(), saving, LoggingConfig(), ParallelConfig(tp=2))
+    return build_accelerator(
+        AccelerateConfig(), TrainingConfig(mixed_precision="no"), saving, LoggingConfig(), ParallelConfig(tp=2)
+    )
 
 
 def compute_together(folder: Path, case: str) -> None:
