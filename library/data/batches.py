@@ -34,7 +34,16 @@ from torch.utils.data import Dataset, Sampler, get_worker_info
 from library.accelerator import dp_rank_and_size
 from library.conditions import NO_CONDITIONS, Conditions, stack_conditions
 from library.data.buckets import Size
-from library.data.cache import Pixels, TextJob, latent_path, load_pixels, read_cached, read_conditions
+from library.data.cache import (
+    Pixels,
+    TextJob,
+    condition_files,
+    file_name,
+    latent_path,
+    load_pixels,
+    read_cached,
+    read_conditions,
+)
 from library.data.captions import can_drop, caption_variants, choose_caption, has_word, plain_caption, replace_word
 from library.data.samples import Sample
 from library.errors import UserError
@@ -53,6 +62,7 @@ class Item:
     caption: str = ""
     conditions: Conditions = NO_CONDITIONS
     prior: bool = False  # the frozen model's answer is the target
+    key: str = ""  # names all of the above but the mask
 
 
 @dataclass(frozen=True)
@@ -144,6 +154,7 @@ class Batch(TensorBatch):
     captions: list[str] = field(default_factory=list)  # what ``text`` was made from, for text encoders in training
     conditions: Conditions = NO_CONDITIONS
     prior: list[bool] = field(default_factory=list)  # of the B samples, whose target is the frozen model's answer
+    keys: list[str] = field(default_factory=list)  # of the B samples, what an answer to each goes by
 
     def __len__(self) -> int:
         return len(self.sample_ids)
@@ -161,7 +172,7 @@ class Batch(TensorBatch):
 
         part = self.map_tensors(lambda tensor: tensor[list(rows)])
         ids, captions, prior = chosen(part.sample_ids), chosen(part.captions), chosen(part.prior)
-        return replace(part, sample_ids=ids, captions=captions, prior=prior)
+        return replace(part, sample_ids=ids, captions=captions, prior=prior, keys=chosen(part.keys))
 
 
 class CachedDataset(Dataset[Item]):
@@ -265,7 +276,8 @@ class CachedDataset(Dataset[Item]):
         sample, flipped, epoch, sample_id = source.sample, source.flipped, source.epoch, source.sample_id
         assert self.image_fingerprint is not None, "ask missing_latents or cache_latents first"
         assert self.text_fingerprint is not None, "ask missing_text or cache_text first"
-        cached = read_cached(latent_path(sample, flipped, self.image_fingerprint), self._crop(sample, rng))
+        crop = self._crop(sample, rng)
+        cached = read_cached(latent_path(sample, flipped, self.image_fingerprint), crop)
         latents, mask = cached["latents"], cached.get("mask")
         conditions = read_conditions(sample, flipped, epoch, sample_id, self.seed, self.image_fingerprint)
         if mask is None and self._has_masks:
@@ -274,7 +286,21 @@ class CachedDataset(Dataset[Item]):
         weight = sample.group.loss_weight
         if source.prior and self.preservation is not None:
             weight, mask = self.preservation.loss_weight, None if mask is None else torch.ones_like(mask)
-        return Item(latents, text, weight, mask, sample_id, source.text.caption, conditions, source.prior)
+        caption, key = source.text.caption, self._key(source, crop)
+        return Item(latents, text, weight, mask, sample_id, caption, conditions, source.prior, key)
+
+    def key(self, position: tuple[int, int]) -> str:
+        """Return the ``key`` of an item; nothing is read."""
+        source, rng = self._seen(position)
+        return self._key(source, self._crop(source.sample, rng))
+
+    def _key(self, source: ItemSource, crop: tuple[int, int, int, int] | None) -> str:
+        assert self.image_fingerprint is not None
+        assert self.text_fingerprint is not None
+        of_images = source.sample, source.flipped, source.epoch, source.sample_id, self.seed, self.image_fingerprint
+        latents = latent_path(source.sample, source.flipped, self.image_fingerprint).name
+        conditions = [path.name for path in condition_files(*of_images)]
+        return file_name(source.sample_id, latents, crop, conditions, source.text.file(self.text_fingerprint))
 
     def __getitems__(self, positions: list[tuple[int, int]]) -> list[Item] | UserError:
         """Return the items of a batch (asked for by the data loader); a worker returns its error (RaisingLoader)."""
@@ -376,6 +402,7 @@ def collate(items: list[Item]) -> Batch:
         captions=[item.caption for item in items],
         conditions=stack_conditions([item.conditions for item in items]),
         prior=[item.prior for item in items],
+        keys=[item.key for item in items],
     )
 
 

@@ -58,10 +58,11 @@ from library.data.images import (
 from library.data.mask_files import MASK_READING, binary_mask, read_mask
 from library.data.masks import MASKS_VERSION, Mask, generated_mask
 from library.data.samples import ControlImage, Sample
-from library.errors import UserError
+from library.errors import UserError, counted, names_in_short
 from library.randomness import generator, python_random
 from library.safetensors_io import is_checked, read_checked, read_safetensors_header, write_safetensors
 
+_MOST_CHECKED = 4 << 30  # bytes of cache files that are read at the start of a run
 _DECODERS = 4  # threads that decode and resize ahead while the encoder works
 _PREVIEWED = 4  # masks of an image that are shown
 
@@ -299,7 +300,7 @@ def _latent_name(sample: Sample, flipped: bool, fingerprint: str) -> str:
     assert content is not None, "contents are hashed first"
     mask = alpha if sample.mask is None else _mask_part(sample.mask)
     parts = (PIXELS_VERSION, fingerprint, content, mask, fit.resized, fit.offset, fit.encoded)
-    return _file_name(*parts, settings.resize_interpolation or DEFAULT_INTERPOLATION, flipped)
+    return file_name(*parts, settings.resize_interpolation or DEFAULT_INTERPOLATION, flipped)
 
 
 def _masked_name(sample: Sample, flipped: bool, variant: int, seed: int, fingerprint: str) -> str:
@@ -314,7 +315,7 @@ def _masked_name(sample: Sample, flipped: bool, variant: int, seed: int, fingerp
     blank: tuple[object, ...] = () if masks.blank == "grey" else (masks.blank,)  # grey's name is that of old caches
     if masks.blank == "noise":
         blank += (seed, sample.identity, variant)
-    return _file_name("fill", latents, mask, *blank)
+    return file_name("fill", latents, mask, *blank)
 
 
 def _mask_part(file: SourceFile) -> str:
@@ -323,10 +324,10 @@ def _mask_part(file: SourceFile) -> str:
 
 
 def _control_name(control: ControlImage, flipped: bool, fingerprint: str) -> str:
-    return _file_name("reference", PIXELS_VERSION, fingerprint, control.key(), flipped)
+    return file_name("reference", PIXELS_VERSION, fingerprint, control.key(), flipped)
 
 
-def _file_name(*parts: object) -> str:
+def file_name(*parts: object) -> str:
     """Return the name of the cache file whose content follows from ``parts``."""
     return f"{hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()}.safetensors"
 
@@ -351,6 +352,33 @@ def readable_files(folder: Path) -> set[str]:
         else:
             complete.update(name for name in names[1:] if is_complete(folder / name))
     return complete
+
+
+def cached_paths(samples: Iterable[Sample], seed: int, fingerprint: str) -> list[Path]:
+    """Return where latents and conditions of ``samples`` lie, each once; arguments as of :func:`missing_latents`."""
+    files = ((sample.group.cache, file) for sample in samples for file in _files_of(sample, seed, fingerprint))
+    return [*dict.fromkeys(cache / file[0] / file[1] for cache, file in files)]
+
+
+def discard_damaged(paths: Iterable[Path], say: Callable[[str], object]) -> None:
+    """Delete the files among ``paths`` that are not what was written, so that they are made again; say which.
+
+    Missing ones are passed over. Four GiB are read, which takes some seconds; what lies behind is checked when it is
+    used.
+    """
+    damaged, read = list[Path](), 0
+    for path in paths:
+        with suppress(OSError):
+            read += path.stat().st_size
+            if read > _MOST_CHECKED:
+                break
+            try:
+                read_checked(path)
+            except UserError:
+                damaged.append(path)
+    if damaged:
+        names = names_in_short([path.name for path in damaged], shown=2)
+        say(f"note: {damaged[0].parent}: {counted(len(damaged), 'damaged file')} made again: {names}")
 
 
 def is_complete(path: Path) -> bool:
@@ -431,20 +459,26 @@ def inpaint_variant(sample: Sample, seed: int, epoch: int, sample_id: int) -> in
     return python_random("mask variant", seed, epoch, sample_id).randrange(sample.mask_variants)
 
 
+def condition_files(
+    sample: Sample, flipped: bool, epoch: int, sample_id: int, seed: int, fingerprint: str
+) -> list[Path]:
+    """Return the files of a sample's conditions in ``epoch``."""
+    folder = sample.group.cache / "conditions"
+    if sample.group.subset.inpainting is not None:
+        variant = inpaint_variant(sample, seed, epoch, sample_id)
+        return [folder / _masked_name(sample, flipped, variant, seed, fingerprint)]
+    return [folder / _control_name(control, flipped, fingerprint) for control in sample.control_images]
+
+
 def read_conditions(
     sample: Sample, flipped: bool, epoch: int, sample_id: int, seed: int, fingerprint: str
 ) -> Conditions:
     """Return a sample's conditions in ``epoch``, without a batch axis."""
-    folder = sample.group.cache / "conditions"
+    cached = [read_cached(path) for path in condition_files(sample, flipped, epoch, sample_id, seed, fingerprint)]
     if sample.group.subset.inpainting is not None:
-        variant = inpaint_variant(sample, seed, epoch, sample_id)
-        cached = read_cached(folder / _masked_name(sample, flipped, variant, seed, fingerprint))
-        bits = np.unpackbits(cached["mask"].numpy(), axis=-1, count=sample.fit.encoded[0])  # [1, H, W]
-        return Conditions(cached["masked_latents"], torch.from_numpy(bits).float())
-    if sample.control_images:
-        paths = [folder / _control_name(control, flipped, fingerprint) for control in sample.control_images]
-        return Conditions(references=tuple(read_cached(path)["latents"] for path in paths))
-    return NO_CONDITIONS
+        bits = np.unpackbits(cached[0]["mask"].numpy(), axis=-1, count=sample.fit.encoded[0])  # [1, H, W]
+        return Conditions(cached[0]["masked_latents"], torch.from_numpy(bits).float())
+    return Conditions(references=tuple(each["latents"] for each in cached)) if cached else NO_CONDITIONS
 
 
 @dataclass(frozen=True, slots=True)
@@ -458,9 +492,9 @@ class TextJob:
     def file(self, fingerprint: str) -> str:
         """Return the name of its embeddings' cache file; the images must have been hashed."""
         if not self.images:
-            return _file_name(fingerprint, self.caption)
+            return file_name(fingerprint, self.caption)
         images = tuple(image.key() for image in self.images)
-        return _file_name(fingerprint, self.caption, PIXELS_VERSION, images, self.flipped)
+        return file_name(fingerprint, self.caption, PIXELS_VERSION, images, self.flipped)
 
     def path(self, folder: Path, fingerprint: str) -> Path:
         """Return its embeddings' cache file below the cache ``folder``."""

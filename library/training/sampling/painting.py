@@ -1,9 +1,10 @@
 """Pictures that the base paints of general prompts: to train on beside the subject, and to see what changes there.
 
 A set of prompts is painted once by the model as it is before training, with the guidance and steps of the run's own
-samples, into a folder named by all that the pictures follow from. What is there already is not painted again, so an
-interrupted run goes on, and the next run on the same base starts at once. Each picture has its prompt beside it as a
-caption: the folder is a subset like any other, whose images and captions are cached and batched as the others are.
+samples, into a folder named by all that the pictures follow from. What is there already, byte for byte as it was
+painted, is not painted again, so an interrupted run goes on, and the next run on the same base starts at once. Each
+picture has its prompt beside it as a caption: the folder is a subset like any other, whose images and captions are
+cached and batched as the others are.
 
 ``general`` names prompts that come with Tandem (``general_prompts.toml``): some to train on, others, which nobody
 trains on, to measure by.
@@ -12,6 +13,7 @@ trains on, to measure by.
 from __future__ import annotations
 
 import hashlib
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,12 +22,13 @@ import torch
 from accelerate import Accelerator
 
 from library.accelerator import release
+from library.checksums import checksum, read_checked_json, write_checked_json
 from library.config.schema import TrainConfig
 from library.console import Console
 from library.data.config import DatasetConfig
 from library.data.dataset import Painted
 from library.data.samples import cache_folder
-from library.errors import UserError
+from library.errors import UserError, names_in_short
 from library.files import read_toml, write_text
 from library.models.family import Family
 from library.models.text import TextEncoder
@@ -43,6 +46,7 @@ from networks.merging.merge import BaseWeights
 
 Encoders = tuple[ImageEncoder, TextEncoder]
 GENERAL = Path(__file__).with_name("general_prompts.toml")
+_VERSION = 2  # of how pictures are made; counted up where the same prompt gives another picture
 _ROOM = 4 * GIB  # beside the weights, for a picture's activations and the autoencoder
 
 
@@ -109,8 +113,10 @@ def painted_sets(
             f"general_prompts: {both[0]!r} is one of preserve_prompts too, and what is trained on is no measure of the "
             "rest; give other prompts to one of them"
         )
-    weights = [family.fingerprint(), base_weights.fingerprint(), *(one.fingerprint for one in encoders)]
-    return {key: PaintedSet(cache / "painted" / _key(config, weights, each), each) for key, each in prompts.items()}
+    model = family.name, family.fingerprint(), family.files.transformer_config
+    scheduler = sorted(item for item in family.scheduler().config.items() if not item[0].startswith("_"))
+    made_by = [*model, scheduler, base_weights.fingerprint(), *(one.fingerprint for one in encoders)]
+    return {key: PaintedSet(cache / "painted" / _key(config, made_by, each), each) for key, each in prompts.items()}
 
 
 def _read(key: str, path: str, seed: int, pixel_multiple: int, usual: SamplePrompt) -> list[SamplePrompt]:
@@ -121,9 +127,9 @@ def _read(key: str, path: str, seed: int, pixel_multiple: int, usual: SampleProm
     return [replace(usual, prompt=text, seed=seed + number) for number, text in enumerate(texts)]
 
 
-def _key(config: TrainConfig, weights: Sequence[str], prompts: Sequence[SamplePrompt]) -> str:
+def _key(config: TrainConfig, made_by: Sequence[object], prompts: Sequence[SamplePrompt]) -> str:
     parts = (
-        weights, sorted(config.precision.model_dump().items()), config.model.base_dtype,
+        _VERSION, made_by, sorted(config.precision.model_dump().items()), config.model.base_dtype,
         config.training.mixed_precision, [prompt.line() for prompt in prompts],
     )  # fmt: skip
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()
@@ -145,16 +151,14 @@ def paint(
     Raises:
         UserError: the model is split among processes, of which none can paint alone; what ``generate_images`` says.
     """
-    if missing_of(sets) and config.parallel.splits_model:
+    if config.parallel.splits_model and missing_of(sets):
         raise UserError(
             "preserve_prompts, general_prompts: their pictures are painted by one process, and the model is split; "
             "paint them in one process first: tools/cache_dataset.py --tp 1 --pp 1 --shard 1 with this configuration"
         )
     with agreed("painting general prompts"):
-        for each in sets.values() if accelerator.is_main_process else ():
-            for path, prompt in each.pictures:
-                if not (caption := path.with_suffix(".txt")).exists():  # before its image: none is without its caption
-                    write_text(caption, prompt.prompt + "\n")
+        if accelerator.is_main_process:
+            _restore_captions(sets, console)
         if todo := missing_of(sets, accelerator.process_index, accelerator.num_processes):
             loader = plan_base(config.precision, family.quantized_file(), config.training.seed, accelerator.device)
             loader.changes = base_weights.changes(family.targets)
@@ -168,6 +172,7 @@ def paint(
                 advance = progress("painting general prompts", len(todo))
                 for (path, _), (prompt, image) in zip(todo, images, strict=True):
                     save_image(image, path, {"prompt": prompt.line()})
+                    write_checked_json(_record(path), _described(path, prompt))
                     advance(1)
             encoders[0].release()
             release()
@@ -181,7 +186,38 @@ def missing_of(sets: Mapping[str, PaintedSet], rank: int = 0, world: int = 1) ->
     Which are its own does not follow from what is there: others may be painting when it looks.
     """
     every = [picture for each in sets.values() for picture in each.pictures]
-    return [(path, prompt) for path, prompt in every[rank::world] if not path.exists()]
+    return [(path, prompt) for path, prompt in every[rank::world] if not _is_painted(path, prompt)]
+
+
+def _restore_captions(sets: Mapping[str, PaintedSet], console: Console) -> None:
+    """Write each picture's prompt beside it, before the picture: none is without its caption; say what was changed."""
+    changed = [path for path, _ in missing_of(sets) if path.exists()]
+    for path, prompt in (picture for each in sets.values() for picture in each.pictures):
+        caption, text = path.with_suffix(".txt"), prompt.prompt + "\n"
+        if not (exists := caption.exists()) or checksum(caption) != f"{zlib.crc32(text.encode()):08x}":
+            changed += [caption] * exists
+            write_text(caption, text)
+    if changed:
+        names = names_in_short([path.name for path in changed])
+        console.print(f"note: {changed[0].parent}: not as they were made, and made again: {names}", soft_wrap=True)
+
+
+def _is_painted(path: Path, prompt: SamplePrompt) -> bool:
+    """Whether a file is the picture that was painted of ``prompt``, to the bit."""
+    try:
+        return read_checked_json(_record(path)) == _described(path, prompt)
+    except (OSError, ValueError):
+        return False
+
+
+def _record(path: Path) -> Path:
+    """Return the file that says what a picture was when it had been painted; hidden, so it is no part of a dataset."""
+    return path.with_name(f".{path.stem}.json")
+
+
+def _described(path: Path, prompt: SamplePrompt) -> list[str]:
+    """Return a picture's content and what it follows from; the folder's name says what painted it."""
+    return [checksum(path), path.parent.name, prompt.line()]
 
 
 def _swapped(config: TrainConfig, family: Family, loader: WeightLoader, device: torch.device) -> int | None:

@@ -7,8 +7,8 @@ that nothing is left to learn but fp8's own error. Two hundred steps are enough 
 Noise and noise levels are functions of (seed, step, sample), so every input of the coming run is known before it
 starts. The teacher is loaded first, predicts the velocities of all of them, and is freed; they are cached on disk, half
 a megabyte a sample of 1024 x 1024, and training needs no more memory than without a teacher. Which of them are cached
-is decided by sample ids: a resumed or repeated run finds them without reading its dataset, and of those that are
-missing one batch at a time is in memory.
+is decided by names, of all that a sample is in its step (mirrored, cropped, with which caption): a resumed or repeated
+run finds them without reading its dataset, and of those that are missing one batch at a time is in memory.
 
 With the squared error, learning from a mixture of both is learning the mixed velocity:
 
@@ -38,7 +38,7 @@ from library.checksums import fingerprint
 from library.config.schema import FlowConfig, TrainConfig, TrainingConfig
 from library.console import Console
 from library.data.batches import Batch, DataParallelRank, collate
-from library.data.cache import is_complete
+from library.data.cache import discard_damaged, is_complete
 from library.data.dataset import TrainingData
 from library.errors import UserError
 from library.files import clear_leftovers
@@ -77,20 +77,23 @@ def prepare_teacher(
     if family.quantized_file() is not None:
         raise UserError(f"distill_from: {settings.distill_from} is in fp8; give the bf16 model")
     folder = Path(settings.distill_cache or Path(config.saving.output_dir) / "teacher")
-    teacher = Teacher(folder / _key(config, family, lora, data), settings.distill_weight)
+    teacher = Teacher(folder / _key(config, family, lora, data, accelerator), settings.distill_weight)
     rank, size = model_parallel_rank_and_size(accelerator)  # of those that see the same batches and share the work
-    coming = islice(_coming_batches(config.training, state, data, accelerator), rank, None, size)
-    missing = [(step, items) for step, items in coming if not _is_cached(teacher, step, items, data)]
+    coming = [*islice(_coming_batches(config.training, state, data, accelerator), rank, None, size)]
     without_lora = (
         Teacher(teacher.folder.with_name(f"{teacher.folder.name}-own"), 1.0) if settings.distill_effect else None
     )
+    for answers in filter(None, (teacher, without_lora)):
+        made = (answers.path(step, data.train.key(item)) for step, items in coming for item in items)
+        discard_damaged(made, partial(console.print, soft_wrap=True))
+    missing = [(step, items) for step, items in coming if not _is_cached(teacher, step, items, data)]
     passes = [(without_lora, None), (teacher, without_lora)] if without_lora else [(teacher, None)]
     with agreed("predicting the teacher's velocities"):
         for answers, plain_answers in passes if missing else ():
             todo = [(step, items) for step, items in missing if not _is_cached(answers, step, items, data)]
             if not todo:
                 continue
-            clear_leftovers(answers.path(todo[0][0], 0).parent)  # where an interrupted run stopped
+            clear_leftovers(answers.path(todo[0][0], "").parent)  # where an interrupted run stopped
             if answers is without_lora:
                 runs, network = model_family(config.model), None
                 loader = plan_base(config.precision, runs.quantized_file(), config.training.seed, accelerator.device)
@@ -108,7 +111,7 @@ def prepare_teacher(
                     if plain_answers is not None and network is not None:
                         with network.bypassed():
                             plain = predict()
-                        velocity = plain_answers.blend(velocity, batch.sample_ids, step) + velocity - plain
+                        velocity = plain_answers.blend(velocity, batch.keys, step) + velocity - plain
                     _write(answers, batch, step, velocity)
                     advance(1)
             del transformer, network, predict
@@ -160,7 +163,7 @@ def _coming_batches(
 
 
 def _is_cached(teacher: Teacher, step: int, items: list[tuple[int, int]], data: TrainingData) -> bool:
-    return all(is_complete(teacher.path(step, data.train.sample_id(index))) for _, index in items)
+    return all(is_complete(teacher.path(step, data.train.key(item))) for item in items)
 
 
 @torch.no_grad()
@@ -177,32 +180,34 @@ def _velocity(
 
 
 def _write(teacher: Teacher, batch: Batch, step: int, velocity: Tensor) -> None:
-    for sample, target in zip(batch.sample_ids, velocity.cpu(), strict=True):
+    for key, target in zip(batch.keys, velocity.cpu(), strict=True):
         if not torch.isfinite(target).all():
             raise UserError(f"distill_from: its velocity at step {step} is not finite; check the teacher and its LoRA")
-        write_safetensors(teacher.path(step, sample), {"velocity": target}, checked=True)
+        write_safetensors(teacher.path(step, key), {"velocity": target}, checked=True)
 
 
-def _key(config: TrainConfig, family: Family, lora: str, data: TrainingData) -> str:
-    """Return a name for all that the velocities depend on besides step and sample."""
+def _key(config: TrainConfig, family: Family, lora: str, data: TrainingData, accelerator: Accelerator) -> str:
+    """Return a name for all that the velocities depend on besides the step and what a sample is in it.
+
+    In low precision an answer depends in its last digits on the batch that it is made in.
+    """
     flow: FlowConfig = config.flow
-    samples = [
-        (sample.identity, sample.caption, [file.content for file in sample.files], sample.fit, sample.settings)
-        for sample in data.train.samples
-    ]
-    parts = (
+    parts: tuple[object, ...] = (
+        family.name,
         family.fingerprint(),
+        family.files.transformer_config,
         fingerprint(Path(lora)),
         [fingerprint(Path(path).expanduser()) for path in config.network.base_weights],
         config.network.base_weights_multiplier,
         config.training.seed,
         config.training.mixed_precision,
+        base_dtype(config.model, config.training),
         sorted(flow.model_dump().items()),
-        (data.train.image_fingerprint, data.train.text_fingerprint, config.dataset.caption_variants),
-        samples,
-        config.training.gradient_accumulation_steps,
+        data.train.batch_sizes,
+        DataParallelRank.of(accelerator).step_batches,
     )
     if config.distillation.distill_effect:  # its answers follow from the model in training, too
-        student = model_family(config.model).fingerprint(), sorted(config.precision.model_dump().items())
-        parts = (*parts, student, config.model.base_dtype)  # type: ignore[assignment]
+        student = model_family(config.model)
+        of_student = student.name, student.fingerprint(), student.files.transformer_config
+        parts = (*parts, of_student, sorted(config.precision.model_dump().items()))
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()

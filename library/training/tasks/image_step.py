@@ -122,7 +122,7 @@ class FlowStep:
             flow, batch.latents, batch.sample_ids, size // self.family.patch_size**2, self.seed, step
         )
         if self.teacher is not None:
-            target = self.teacher.blend(target, batch.sample_ids, step)
+            target = self.teacher.blend(target, batch.keys, step)
         mask = region_weights(self.flow, batch, seam=False) if self.outside_mask else None
         rows = self._frozen_rows(batch, everywhere=mask is not None)
         text, frozen_text = self.text(batch), None
@@ -275,22 +275,22 @@ class Teacher:
     """The teacher's answers on disk, and how much they count.
 
     Attributes:
-        folder: one file for each sample of each step.
+        folder: one file for each sample of each step, named by all that the sample is in that step.
         weight: w above, in (0, 1].
     """
 
     folder: Path
     weight: float
 
-    def blend(self, target: Tensor, sample_ids: Sequence[int], step: int) -> Tensor:
-        """Return the velocity to learn, [B, C, h, w] fp32, from the data's ``target`` and the teacher's answers.
+    def blend(self, target: Tensor, keys: Sequence[str], step: int) -> Tensor:
+        """Return the velocity to learn, [B, C, h, w] fp32, from the data's ``target`` and the answers to ``keys``.
 
         Raises:
             UserError: an answer is gone or damaged.
         """
-        answers = [read_checked(self.path(step, sample))["velocity"].float() for sample in sample_ids]
+        answers = [read_checked(self.path(step, key))["velocity"].float() for key in keys]
         return torch.lerp(target, torch.stack(answers).to(target.device, non_blocking=True), self.weight)
 
-    def path(self, step: int, sample_id: int) -> Path:
-        """Return the file of one answer."""
-        return self.folder / f"{step:08d}" / f"{sample_id:016x}.safetensors"
+    def path(self, step: int, key: str) -> Path:
+        """Return the file of the answer to what goes by ``key`` (of ``library.data.batches.Item``)."""
+        return self.folder / f"{step:08d}" / key

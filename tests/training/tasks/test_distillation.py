@@ -23,7 +23,7 @@ from networks.files.adapters import load_lora
 from networks.files.weights import LoraWeights
 from networks.files.writing import save_adapter
 from networks.network import attach_lora
-from tests.runs import call, largest_difference, lora, pipeline_forward, run
+from tests.runs import call, largest_difference, lora, pipeline_forward, run, write_dataset
 
 Settings = dict[str, object]
 FP8: Settings = {"fp8_scaled": True, "fp8_granularity": "tensor", "fp8_exclude": []}
@@ -67,7 +67,7 @@ def test_the_answers_are_the_bf16_models_at_the_runs_own_noise(
             text = {name: tensor[None] for name, tensor in item.text.items()}
             with torch.no_grad():
                 expected = pipeline_forward(teacher, noisy, sigmas, text)[0]
-            found = load_file(answers[0].parents[1] / f"{step:08d}" / f"{item.sample_id:016x}.safetensors")
+            found = load_file(answers[0].parents[1] / f"{step:08d}" / item.key)
             torch.testing.assert_close(found["velocity"], expected, rtol=1e-4, atol=1e-5)
 
 
@@ -133,6 +133,45 @@ def test_a_second_run_and_a_resumed_one_find_the_answers(
     run(base, dataset, tmp_path / "parts", **settings, resume=tmp_path / "parts" / "lora-step00000002-state")
     assert largest_difference(lora(tmp_path / "parts"), lora(tmp_path / "straight")) == 0
     assert {path: path.stat().st_mtime_ns for path in times} == times
+
+
+def test_answers_are_those_to_what_is_trained_whatever_changes_and_damaged_ones_are_made_again(
+    base: Path, liked: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that finds the answers of others learns what one without any finds for itself."""
+    text = "batch_size = 2\nflip_aug = true\nrandom_crop = true\nshuffle_caption = true"
+    data = write_dataset(tmp_path / "data", size=(96, 64), text=text)
+    settings = taught(base, liked) | {"max_train_steps": 6, "save_every_n_steps": 3, "save_state": True}
+    shared: Settings = {"distill_cache": tmp_path / "shared"}
+
+    def assert_learns_the_same(name: str, **more: object) -> set[Path]:
+        for kind, cache in (("shared", shared), ("own", {})):
+            run(base, data, tmp_path / name / kind, **settings | cache | more)
+        assert largest_difference(lora(tmp_path / name / "shared"), lora(tmp_path / name / "own")) == 0, name
+        return {*(tmp_path / "shared").rglob("*.safetensors")}
+
+    first = assert_learns_the_same("first")
+    assert len(first) == 12, "two samples in each step"
+    state = tmp_path / "first/own/lora-step00000003-state"
+    data.write_text(data.read_text().replace("batch_size = 2", "batch_size = 1"))
+    assert assert_learns_the_same("batches of one") > first
+    # the third step ended in another epoch than with batches of one from the start
+    assert_learns_the_same("resumed", resume=state)
+    assert_learns_the_same("rate", learning_rate=2e-3)
+    data.write_text(data.read_text().replace("batch_size = 1", "batch_size = 2"))
+    assert_learns_the_same("precision", mixed_precision="bf16")
+    assert_learns_the_same("base's dtype", mixed_precision="bf16", base_dtype="fp32")
+    (caption, *_) = sorted((tmp_path / "data/images").glob("*.txt"))
+    usual = caption.read_text()
+    caption.write_text("a disc, red, large")
+    before = {*(tmp_path / "shared").rglob("*.safetensors")}
+    assert 0 < len(assert_learns_the_same("caption") - before) < 12, "the other samples' are found"
+    capsys.readouterr()
+    caption.write_text(usual)
+    for path, cut in zip(sorted(first)[:2], (b"", b"x"), strict=True):
+        path.write_bytes(path.read_bytes()[:-1] + cut)
+    assert_learns_the_same("damaged")
+    assert "2 damaged files made again" in " ".join(capsys.readouterr().out.split())
 
 
 def test_one_batch_is_in_memory_at_a_time_and_none_is_read_where_velocities_are_cached(

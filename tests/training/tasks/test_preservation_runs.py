@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import shutil
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -94,13 +97,65 @@ def test_images_are_painted_once_and_what_is_missing_again_bit_by_bit(
     assert all(
         Image.open(path).info["prompt"].startswith(path.with_suffix(".txt").read_text().strip()) for path in images
     )
-    images[1].unlink()  # as if the run had been killed while it was painted
-    times = {path: path.stat().st_mtime_ns for path in images if path.exists()}
     assert "painting" in capsys.readouterr().out
-    run(base, dataset, tmp_path / "two", **files)
-    assert {path: path.read_bytes() for path in painted(tmp_path / "cache")} == contents
-    assert {path: path.stat().st_mtime_ns for path in times} == times
-    assert largest_difference(lora(tmp_path / "one"), lora(tmp_path / "two")) == 0
+    captions = {path: path.with_suffix(".txt").read_text() for path in images}
+    for name, damage in DAMAGES.items():
+        kept = {path: path.stat().st_mtime_ns for path in images if path != images[1]}
+        damage(images[1], images[2])
+        run(base, dataset, tmp_path / name, **files)
+        assert {path: path.read_bytes() for path in painted(tmp_path / "cache")} == contents, name
+        assert {path: path.with_suffix(".txt").read_text() for path in images} == captions
+        assert {path: path.stat().st_mtime_ns for path in kept} == kept
+        assert largest_difference(lora(tmp_path / "one"), lora(tmp_path / name)) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        assert (f"not as they were made, and made again: {images[1].stem}." in said) is (name != "gone")
+        assert ("painting" in said) is (name != "caption")
+
+
+def flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+DAMAGES: dict[str, Callable[[Path, Path], object]] = {
+    "gone": lambda path, _: path.unlink(),  # as if the run had been killed while it was painted
+    "flipped": lambda path, _: flip(path, path.stat().st_size // 2),
+    "flipped at its end": lambda path, _: flip(path, -1),
+    "cut off": lambda path, _: path.write_bytes(path.read_bytes()[:-40]),
+    "empty": lambda path, _: path.write_bytes(b""),
+    "another": lambda path, other: shutil.copy(other, path),
+    "caption": lambda path, _: path.with_suffix(".txt").write_text("a disc\n"),
+}
+
+
+def test_pictures_are_painted_by_what_paints_them_now(
+    base: Path, files: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Each change of what a picture follows from is another folder."""
+    pipeline = shutil.copytree(base, tmp_path / "base")
+    dataset = files.pop("dataset_config")
+    samples, sizes = tmp_path / "samples.txt", Path(dataset)
+    samples.write_text("a disc --s 2")
+    files |= {"sample_prompts": samples, "max_train_steps": 1}
+    shift = pipeline / "scheduler/scheduler_config.json"
+    changes: dict[str, Callable[[], object]] = {
+        "nothing": lambda: None,
+        "sampler": lambda: shift.write_text(json.dumps(json.loads(shift.read_text()) | {"shift": 5.0})),
+        "guidance": lambda: samples.write_text("a disc --s 2 --g 2"),
+        "seed": lambda: files.update(seed=8),
+        "precision": lambda: files.update(mixed_precision="bf16"),
+        "base's dtype": lambda: files.update(base_dtype="bf16"),
+        "size": lambda: sizes.write_text(sizes.read_text().replace("resolution = 64", "resolution = 96")),
+        "prompt": lambda: Path(files["general_prompts"]).write_text(GENERAL + "a hat --s 2\n"),
+    }
+    folders = 0
+    for name, change in changes.items():
+        change()
+        run(pipeline, dataset, tmp_path / name, **files)
+        found = len({path.parent for path in painted(tmp_path / "cache")})
+        assert found - folders == {"prompt": 1}.get(name, 2), name
+        folders = found
 
 
 def test_the_sheet_of_general_prompts_has_the_bases_image_beside_the_loras(
