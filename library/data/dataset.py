@@ -36,6 +36,7 @@ from library.data.cache import (
     Progress,
     TextEncoder,
     TextJob,
+    cached_paths,
     encode_latents,
     encode_texts,
     missing_latents,
@@ -335,6 +336,19 @@ class TrainingData:
         self, fingerprint: str, extra: Sequence[TextJob | str] = (), sees_references: bool = False
     ) -> list[TextJob]:
         """Return the captions that a text encoder with this fingerprint has yet to encode; see :meth:`cache_text`."""
+        return missing_texts(self.text_folder, self._texts(fingerprint, extra, sees_references), fingerprint)
+
+    def cached_latents(self, fingerprint: str) -> list[Path]:
+        """Return where all latents and conditions lie once they are cached, by an encoder with this fingerprint."""
+        self._hash_contents()
+        return cached_paths(self._samples, self.seed, fingerprint)
+
+    def cached_texts(self, fingerprint: str, extra: Sequence[TextJob | str], sees_references: bool) -> list[Path]:
+        """Return where all text embeddings lie once they are cached; arguments as of :meth:`missing_text`."""
+        jobs = self._texts(fingerprint, extra, sees_references)
+        return [*dict.fromkeys(job.path(self.text_folder, fingerprint) for job in jobs)]
+
+    def _texts(self, fingerprint: str, extra: Sequence[TextJob | str], sees_references: bool) -> list[TextJob]:
         for dataset in self._datasets:
             dataset.text_fingerprint, dataset.text_sees_references = fingerprint, sees_references
         own = [TextJob(caption) for caption in self.captions()]
@@ -347,7 +361,7 @@ class TrainingData:
                 for caption in dataset.all_captions(sample)
                 for flipped in sample.orientations
             ]
-        return missing_texts(self.text_folder, [*own, *map(_as_job, extra)], fingerprint)
+        return [*own, *map(_as_job, extra)]
 
 
 def _as_job(text: TextJob | str) -> TextJob:

@@ -6,6 +6,7 @@ loads an encoder. A language model's captions keep their own lengths; a batch fi
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,12 +34,14 @@ class TextEncoder:
 
     Attributes:
         title: of the model, for messages.
-        fingerprint: of weights and settings; a part of the names of cached embeddings.
+        weights_fingerprint: of weights and settings.
+        fingerprint: of these and the tokenizers; a part of the names of cached embeddings.
         sees_references: whether the embeddings depend on the reference images too.
         most_tokens: of a caption with what is put around it; what is longer is cut, as in the pipeline. None: never.
     """
 
     title: str
+    weights_fingerprint: str
     fingerprint: str
     sees_references: bool = False
     most_tokens: int | None = None
@@ -105,7 +108,8 @@ class LanguageModelEncoder(TextEncoder):
 
     def __init__(self, load: Callable[[], Any], tokenizer: PreTrainedTokenizerBase, fingerprint: str) -> None:
         """``load`` gives the language model."""
-        self._load, self.tokenizer, self.fingerprint = load, tokenizer, fingerprint
+        self._load, self.tokenizer, self.weights_fingerprint = load, tokenizer, fingerprint
+        self.fingerprint = f"{fingerprint}-{tokenizer_fingerprint(tokenizer)}"
 
     @torch.no_grad()
     def encode(self, captions: list[str], references: list[list[Image]] | None = None) -> list[dict[str, Tensor]]:
@@ -176,6 +180,13 @@ class LanguageModelEncoder(TextEncoder):
     def models(self) -> dict[str, nn.Module]:
         """Load the language model."""
         return {"text_encoder": self._load()}
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return 16 hex digits of all by which a tokenizer turns text into tokens."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    text = repr(tokenizer) if backend is None else backend.to_str()
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
 def padded(rows: list[list[int]], length: int = 0, token: int = 0, first: bool = False) -> dict[str, Tensor]:

@@ -40,8 +40,8 @@ import torch.nn.attention as torch_attention
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from library.checksums import read_checked_json, write_checked_json
 from library.errors import UserError
-from library.files import write_text
 from library.nn.attention import Backend, KernelName, attend, cudnn_is_sound
 
 TOKENS = 4096 + 64  # of an image of 1024 x 1024 and a caption: where a size is not known, also cuDNN's fault counts
@@ -168,7 +168,7 @@ class FastestKernel:
             torch.cuda.empty_cache()  # the thread's stream may not be the run's
         if times and not any("fails" in reason for reason in left_out.values()):  # which another time may not
             with suppress(UserError):  # a folder that cannot be written: the next run times again
-                write_text(path, json.dumps({"key": json.loads(key), "ms": times, "left_out": left_out}, indent=1))
+                write_checked_json(path, {"key": json.loads(key), "ms": times, "left_out": left_out})
         return times, left_out
 
 
@@ -211,7 +211,7 @@ def _known(sizes: Sequence[int], otherwise: Sequence[int]) -> tuple[int, ...]:
 def _remembered(path: Path, kernels: Mapping[str, Kernel]) -> Timed | None:
     """Return what a file says of ``kernels``; None where there is none, or it is damaged."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_checked_json(path)
         times = {name: float(ms) for name, ms in found["ms"].items()}
         left_out = {name: str(reason) for name, reason in found["left_out"].items()}
     except (OSError, ValueError, TypeError, KeyError, AttributeError):

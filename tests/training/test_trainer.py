@@ -259,6 +259,19 @@ def test_caches_that_vanish_or_are_cut_off_amid_the_steps_are_made_again_at_the_
     assert same(lora(tmp_path / "out"), lora(tmp_path / "whole"))
 
 
+def test_caches_that_are_damaged_between_runs_are_made_again_at_once(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_dataset(tmp_path / "data")
+    run(base, data, tmp_path / "whole")
+    for kind in ("latents", "text"):
+        path = sorted((tmp_path / "data/images/.tandem_cache" / kind).glob("*.safetensors"))[0]
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+    run(base, data, tmp_path / "out")
+    assert same(lora(tmp_path / "out"), lora(tmp_path / "whole"))
+    assert " ".join(capsys.readouterr().out.split()).count("1 damaged file made again: ") == 2
+
+
 def test_a_run_takes_the_steps_that_its_epochs_have_left(subtests: pytest.Subtests) -> None:
     """Counted by taking them: from ``seen`` batches into the second of three epochs, which took seven steps so far."""
     for seen in [0, 1, 3]:

@@ -29,7 +29,7 @@ from transformers import (
 
 from library.errors import UserError
 from library.models.layer_names import count_blocks
-from library.models.text import TextEncoder, TokenCount
+from library.models.text import TextEncoder, TokenCount, tokenizer_fingerprint
 from library.models.weights import load_into, read_config
 from library.precision.checkpoint import WeightFiles
 from library.precision.recipe import Recipe, WeightLoader
@@ -82,7 +82,8 @@ class FluxTextEncoder(TextEncoder):
             tokenizers: its tokenizer, and tokens per caption.
             fingerprint: names weights and settings.
         """
-        self._load, self._tokenizers, self.fingerprint = load, tokenizers, fingerprint
+        self._load, self._tokenizers, self.weights_fingerprint = load, tokenizers, fingerprint
+        self.fingerprint = "-".join([fingerprint, *(tokenizer_fingerprint(each) for each, _ in tokenizers.values())])
         self.most_tokens = tokenizers["text_encoder_2"][1]
 
     @torch.no_grad()

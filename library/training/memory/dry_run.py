@@ -33,6 +33,7 @@ from accelerate.utils import broadcast_object_list
 from PIL import Image
 from torch import Tensor, nn
 
+from library.checksums import read_checked_json, write_checked_json
 from library.conditions import NO_CONDITIONS, Conditions
 from library.config.family_defaults import with_precision
 from library.config.schema import TrainConfig, TrainingConfig
@@ -41,7 +42,6 @@ from library.data.batches import Batch
 from library.data.dataset import TrainingData
 from library.data.samples import Sample
 from library.errors import UserError
-from library.files import write_text
 from library.models.family import Family
 from library.models.text import TextEncoder
 from library.models.vae import ImageEncoder
@@ -114,19 +114,21 @@ def plan_memory(build: Build, config: TrainConfig, source: Source | None = None)
     capability = torch.cuda.get_device_capability() if source == "card" else _HOPPER
     arguments = config.model_dump(mode="json", exclude_unset=True), capability, source
     kept = cache_folder() / "plans" / f"{_key(config, arguments)}.json"
-    if not kept.is_file():
+    answer: dict[str, Any] | None = None
+    with suppress(OSError, ValueError):  # not counted yet, or damaged: counted again
+        answer = read_checked_json(kept)
+    if answer is None:
         try:
             with device_processes() as pool:
-                answer = pool.submit(_trace_config, build, *arguments).result()
+                counted = pool.submit(_trace_config, build, *arguments).result()
         except UserError:
             raise
         except Exception as error:
             raise UserError(
                 f"the memory could not be counted ({error}); please report it with the configuration"
             ) from error
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_text(kept, json.dumps(asdict(answer)))
-    answer = json.loads(kept.read_text(encoding="utf-8"))
+        write_checked_json(kept, asdict(counted))
+        answer = read_checked_json(kept)
     return MemoryPlan(**answer | {"swappable": tuple(answer["swappable"])})
 
 
@@ -140,7 +142,8 @@ def _key(config: TrainConfig, arguments: tuple[dict[str, Any], tuple[int, int], 
     for name in filter(None, files):
         path = Path(name).expanduser()
         inside = [path, *sorted(path.parent.glob("*/"))] if path.suffix == ".toml" else [path]
-        inputs.append([(str(p), p.stat().st_mtime_ns, p.stat().st_size) for p in inside if p.exists()])
+        found = [(str(p), p.stat()) for p in inside if p.exists()]
+        inputs.append([(p, about.st_mtime_ns, about.st_ctime_ns, about.st_size) for p, about in found])
     code = hashlib.sha256(json.dumps(inputs, default=str).encode())
     for folder in ("library", "networks"):
         for file in sorted((_CODE / folder).rglob("*.py")):

@@ -36,6 +36,7 @@ from library.data.batches import (
     collate,
     collate_or_error,
 )
+from library.data.cache import discard_damaged
 from library.data.caption_command import write_captions
 from library.data.dataset import Painted, TrainingData, build_dataset, check_masks
 from library.data.lint import captions_of, long_captions, summarise
@@ -145,7 +146,7 @@ class ImageLora(LoraTask):
         for line in family.unused_tensors():
             self.console.print(f"note: {line}", soft_wrap=True)
         self.base_fingerprint = family.fingerprint()
-        self.text_fingerprint = self.text_encoder.fingerprint if self.plan.network.text_encoders else None
+        self.text_fingerprint = self.text_encoder.weights_fingerprint if self.plan.network.text_encoders else None
         trained_text = {} if self.text_fingerprint is None else {"text_encoders": self.text_fingerprint}
         self.resume_keys = resume_keys(config) | trained_text | {"base_weights": self.base_weights.fingerprint()}
         self._say_defaults()
@@ -218,11 +219,14 @@ class ImageLora(LoraTask):
         data, arguments, encoder = self.data, self.plan.config.dataset, self.text_encoder
         rank, world = self.accelerator.process_index, self.accelerator.num_processes
         prompts = [*self.prompts, *(self.general.prompts if self.general else ())]
+        rules, sees, say = PromptImageRules.of(data), encoder.sees_references, self.console.print
         with agreed("tidying the cache"):
+            texts = [job for prompt in prompts for job in text_jobs(prompt, sees, rules).values()]
             if self.accelerator.is_main_process:
-                tidy(data.cache_folders, self.console.print)
-        rules, sees = PromptImageRules.of(data), encoder.sees_references
-        texts = [job for prompt in prompts for job in text_jobs(prompt, sees, rules).values()]
+                tidy(data.cache_folders, say)
+            if self.accelerator.is_local_main_process:  # each machine may have a cache of its own
+                discard_damaged(data.cached_latents(self.image_encoder.fingerprint), say)
+                discard_damaged(data.cached_texts(encoder.fingerprint, texts, sees), say)
         on_machine = self.accelerator.local_process_index, int(os.environ.get("LOCAL_WORLD_SIZE", world))
         # of all; then what a machine's disk lacks, or a process's own folder
         for part in dict.fromkeys([(rank, world), on_machine, (0, 1)]):

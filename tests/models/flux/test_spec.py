@@ -147,6 +147,12 @@ def test_fingerprints_follow_weights_and_settings(folders: dict[str, Path], tmp_
     assert text != other.load_text_encoder(torch.float32).fingerprint
     assert text != dev.load_text_encoder(torch.bfloat16).fingerprint
     assert text != family_of(folders["dev"], t5xxl_max_token_length=8).load_text_encoder(torch.float32).fingerprint
+    vocabulary = other.files.tokenizers[0] / "tokenizer.json"
+    before = other.load_text_encoder(torch.float32)
+    vocabulary.write_text(vocabulary.read_text().replace('"a"', '"\u00e4"'))
+    after = other.load_text_encoder(torch.float32)
+    assert before.fingerprint != after.fingerprint, "the caption's tokens are others"
+    assert before.weights_fingerprint == after.weights_fingerprint
     image = dev.load_image_encoder(torch.float32).fingerprint
     assert image != other.load_image_encoder(torch.float32).fingerprint
 
