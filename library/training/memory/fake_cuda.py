@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.attention import SDPBackend
 
+from library.checksums import checksum, read_checked_json, write_checked_json
 from library.errors import UserError
 from library.files import atomic_path
 from library.training.memory.budget import GIB
@@ -57,8 +58,10 @@ def library_path() -> Path:
     root = Path(torch.__file__).parent
     key = hashlib.sha256(text + f"{torch.__version__} {root}".encode()).hexdigest()[:16]
     made = cache_folder() / f"fake_cuda-{key}.so"
-    if made.exists():
-        return made
+    record = made.with_suffix(".json")  # what was compiled
+    with contextlib.suppress(OSError, ValueError):
+        if read_checked_json(record) == checksum(made):
+            return made
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("clang++")
     if compiler is None or sys.platform != "linux":
         raise UserError("no C++ compiler for the fake CUDA device; install g++ (Debian: apt-get install g++)")
@@ -72,6 +75,7 @@ def library_path() -> Path:
         )  # fmt: skip
         if done.returncode:
             raise UserError(f"{_SOURCE}: {compiler} cannot compile it: {done.stderr.strip().splitlines()[-1]}")
+    write_checked_json(record, checksum(made))
     return made
 
 

@@ -187,11 +187,12 @@ def save_image(image: Image.Image, path: Path, texts: Mapping[str, str]) -> None
 
 
 def _prompt_of(path: Path) -> str | None:
-    """Return the prompt that an image carries, or None if it carries none or is not there."""
+    """Return the prompt that an image carries, or None if it carries none, is damaged or is not there."""
     try:
         with Image.open(path) as image:
+            image.load()
             return image.info.get("prompt")
-    except OSError:
+    except Exception:  # whatever a damaged image does to its decoder
         return None
 
 

@@ -8,6 +8,8 @@ import torch
 from PIL import Image
 from torch import nn
 
+import library.training.sampling.painting as painting
+from library.checksums import write_checked_json
 from library.models.family import SampleSettings
 from library.training.sampling.images import Sampler
 from library.training.sampling.painting import PaintedSet, missing_of
@@ -82,7 +84,8 @@ def test_an_image_carries_its_prompt_and_the_vae_is_let_go(tmp_path: Path) -> No
 
 def test_a_resumed_run_goes_on_with_its_own_images_alone(tmp_path: Path) -> None:
     draw(sampler(tmp_path), 0, 10, 20, 1234567)
-    (tmp_path / "step000010_01.png").write_bytes(b"broken")
+    cut_off = tmp_path / "step000010_01.png"
+    cut_off.write_bytes(cut_off.read_bytes()[:-30])
     resumed = sampler(tmp_path)
     resumed.recall(20)
     assert sorted(resumed.sampled) == [0, 20]  # 10 is broken, 1234567 lies behind the point of resumption
@@ -101,7 +104,9 @@ def test_processes_that_look_at_different_times_leave_no_picture_out(tmp_path: P
     sets = {f.name: PaintedSet(f, [SamplePrompt(f"{f.name} {i}") for i in range(5)]) for f in folders}
     first = missing_of(sets, 0, 2)
     folders[0].mkdir()
-    first[0][0].touch()  # painted before the other process looks
+    (path, prompt), *_ = first
+    path.touch()  # painted before the other process looks
+    write_checked_json(painting._record(path), painting._described(path, prompt))
     second = missing_of(sets, 1, 2)
     assert {path for path, _ in (*first, *second)} == {path for each in sets.values() for path in each.paths}
     assert len(first) + len(second) == 10
