@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from library.config.family_defaults import settle
 from library.config.markers import MUST_MATCH, Batch, Fraction, NotNegative, OnlyWith, Positive, Section, Size
 from library.config.model_types import LANGUAGE_MODELS
 from library.config.schema import (
@@ -121,8 +120,3 @@ class ChatTrainConfig(Section):
     logging: LoggingConfig = LoggingConfig()
     accelerate: AccelerateConfig = AccelerateConfig()
     parallel: ParallelConfig = ParallelConfig()
-
-    @model_validator(mode="after")
-    def _of_family(self) -> ChatTrainConfig:
-        settle(self, self.model.model_type)
-        return self

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
-from library.config.family_defaults import settled
+from library.config.family_defaults import settle, settled
 from library.errors import UserError
 
 
@@ -35,6 +35,8 @@ class Section(BaseModel):
     @model_validator(mode="after")
     def _has_defaults(self) -> Section:
         """Give a section that stands alone the defaults of FLUX.1; a whole configuration knows its family."""
+        if hasattr(getattr(self, "model", None), "model_type"):
+            settle(self)
         self.__dict__.update(settled(self))
         return self
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, field_validator
 
-from library.config.family_defaults import FAMILY, settle
+from library.config.family_defaults import FAMILY
 from library.config.markers import (
     MOST,
     MOST_GUIDANCE,
@@ -794,8 +794,3 @@ class TrainConfig(Section):
     logging: LoggingConfig = LoggingConfig()
     accelerate: AccelerateConfig = AccelerateConfig()
     parallel: ParallelConfig = ParallelConfig()
-
-    @model_validator(mode="after")
-    def _of_family(self) -> TrainConfig:
-        settle(self, self.model.model_type)
-        return self

@@ -12,16 +12,20 @@ leaves out the transformer.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from library.conditions import ConditionKind
 from library.config.chat_schema import ChatTrainConfig, LanguageModelConfig
-from library.config.markers import split_pairs
+from library.config.family_defaults import FAMILY, family_defaults, settle
+from library.config.markers import options, split_pairs
+from library.config.model_types import MODEL_TYPES
 from library.config.pretrain_schema import PretrainConfig
 from library.config.schema import (
+    FlowConfig,
     ModelConfig,
     NetworkConfig,
     OptimizerConfig,
@@ -41,6 +45,7 @@ from networks.options import NetworkOptions, parse_network_args
 
 Config = TypeVar("Config", TrainConfig, ChatTrainConfig, PretrainConfig)
 LoraConfig = TypeVar("LoraConfig", TrainConfig, ChatTrainConfig)
+_AUTOS = ("mixed_precision", "timestep_sampling")  # "auto" until the device and the model's files are known
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,45 @@ class PretrainPlan(Plan[PretrainConfig]):
     """What pretraining does; ``optimizer`` has AdamW's betas, and no warm-up of a constant schedule."""
 
     optimizer: OptimizerConfig
+
+
+def with_precision(config: LoraConfig, on_cpu: bool) -> LoraConfig:
+    """Return ``config`` with what ``mixed_precision = "auto"`` means on this machine."""
+    training, base = config.training, config.model.base_dtype
+    if training.mixed_precision != "auto":
+        return config
+    asked = "bf16" if training.full_bf16 else base if base in ("bf16", "fp16") else None
+    dtype = asked or ("no" if on_cpu else family_defaults(config.model.model_type)["mixed_precision"])
+    return config.model_copy(update={"training": training.model_copy(update={"mixed_precision": dtype})})
+
+
+def as_in_state(config: LoraConfig, saved: Mapping[str, Any]) -> LoraConfig:
+    """Return ``config`` of a run that goes on from a state with these settings: what is unset is as it was.
+
+    States of earlier versions lack some; there the schema's defaults held for every family.
+    """
+    saved = {"mixed_precision": "no", "guidance_scale": 1.0, "discrete_flow_shift": 3.0} | dict(saved)
+    settle(copy := config.model_copy(), saved)
+    if copy.training.mixed_precision == "auto":
+        training = copy.training.model_copy(update={"mixed_precision": saved["mixed_precision"]})
+        copy = copy.model_copy(update={"training": training})
+    if isinstance(copy, TrainConfig) and _is_static(copy.flow):  # set, so that the scheduler's does not count
+        flow = copy.flow.model_copy(update={"discrete_flow_shift": copy.flow.discrete_flow_shift})
+        copy = copy.model_copy(update={"flow": flow})
+    return copy
+
+
+def family_options(config: TrainConfig | ChatTrainConfig) -> dict[str, tuple[Any, bool]]:
+    """Return the options that are the family's to say and have an effect, and whether it says them."""
+    given = {key for name in type(config).model_fields for key in getattr(config, name).model_fields_set}
+    named = {k: v for k, v, field in options(config) if field.default is FAMILY or k in _AUTOS}
+    inert = set() if isinstance(config, ChatTrainConfig) or _is_static(config.flow) else {"discrete_flow_shift"}
+    inert |= set() if MODEL_TYPES[config.model.model_type].takes_guidance else {"guidance_scale"}
+    return {k: (v, k not in given or v == "auto") for k, v in named.items() if k not in inert}
+
+
+def _is_static(flow: FlowConfig) -> bool:
+    return flow.timestep_sampling in ("shift", "sigma")
 
 
 def resolve_pretraining(config: PretrainConfig) -> PretrainPlan:

@@ -7,12 +7,11 @@ back with that one line changed (``library.config.edit``), what its keys are now
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -125,31 +124,27 @@ def _against(site: Site, script: Script[Any], given: RawConfig, is_new: bool) ->
     taken = _against_output(site, values) if is_new else []
     lines += [*_refused(site, values, script), *taken]
     if not lines and script is LORA:
-        lines += _not_trained(json.dumps(config.model_dump()), int(time.monotonic() / _LOOKED_AT))
+        lines += filter(None, [_not_trained(config.model_dump_json(), int(time.monotonic() / _LOOKED_AT))])
     return lines, summary(notes), values
 
 
 @lru_cache(maxsize=8)
-def _not_trained(settings: str, period: int) -> tuple[str, ...]:
-    """Return what the trainer will say of model and dataset by their headers, in each ``period`` once."""
-    config, lines = TrainConfig.model_validate_json(settings), list[str]()
+def _not_trained(settings: str, period: int) -> str:
+    """Return what the trainer will say first of model and dataset, by their headers; in each ``period`` once."""
+    config = TrainConfig.model_validate_json(settings)
     model, kind = Path(config.model.pretrained_model_name_or_path).expanduser(), config.model.model_type
-    with _said_of("pretrained_model_name_or_path", lines):
+    key = "pretrained_model_name_or_path"
+    try:
         if model.exists():
             refuse_other_kind(model, kind)
-    with _said_of("dataset_config", lines), tempfile.TemporaryDirectory() as scratch:
+        key = "dataset_config"
         found = load_dataset_config(config.dataset.dataset_config, config.dataset, MODEL_TYPES[kind].conditioning)
-        datasets = tuple(replace(each, cache_directory=Path(scratch)) for each in found.datasets)
-        scan(replace(found, datasets=datasets), config.training.seed, _PATCH)
-    return tuple(lines)
-
-
-@contextmanager
-def _said_of(key: str, lines: list[str]) -> Iterator[None]:
-    try:
-        yield
+        with tempfile.TemporaryDirectory() as scratch:
+            datasets = tuple(replace(each, cache_directory=Path(scratch)) for each in found.datasets)
+            scan(replace(found, datasets=datasets), config.training.seed, _PATCH)
     except (UserError, OSError, ValueError) as error:
-        lines.append(f"{key}: {error}".partition("\n")[0])
+        return f"{key}: {error}".partition("\n")[0]
+    return ""
 
 
 def _refused(site: Site, values: Mapping[str, Any], script: Script[Any]) -> list[str]:

@@ -59,6 +59,7 @@ def test_what_the_trainer_says_of_model_and_dataset_is_said_before_the_start(sit
     (tmp_path / "none/dataset.toml").write_text((tmp_path / "data/dataset.toml").read_text())
     errors = examine(site, other, pretrains=False)["errors"]
     assert "is FLUX.1, no z_image" in errors["pretrained_model_name_or_path"]
+    errors = examine(site, other.replace('"z_image"', '"flux"'), pretrains=False)["errors"]
     assert "images" in errors["dataset_config"]
     (tmp_path / "output/runA").mkdir(parents=True)
     (tmp_path / "output/runA/metrics.jsonl").write_text("{}")

@@ -41,7 +41,6 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from library.checksums import MANIFEST, find_change, write_manifest
-from library.config.optimizer_types import estimates_step_size
 from library.config.schema import LASTING_PARTS, SavingConfig
 from library.errors import UserError
 from library.files import atomic_folder, clear_leftovers, read_own, write_text
@@ -137,8 +136,7 @@ def read_position(folder: str | Path, settings: Mapping[str, Any], base: str | N
     check_whole(folder, [POSITION])
     saved = json.loads((folder / POSITION).read_text(encoding="utf-8"))
     try:
-        saved_settings, saved_base = _settings_in(saved), saved.pop("base")
-        del saved["settings"]
+        saved_base, saved_settings = saved.pop("base"), saved.pop("settings")
         del saved["saved"], saved["home"]
         if saved.pop("skipped_samples", None):  # of on_nan = "rollback", which left out images and no batches
             saved["updates_dropped"] = 0
@@ -327,16 +325,7 @@ def settings_of_state(resume: str | None, saving: SavingConfig) -> dict[str, Any
     found = _states(Path(saving.output_dir), saving.output_name, fallback) if resume == AUTO else [Path(resume or "")]
     if resume is None or not found or find_damage(found[0], [POSITION]) is not None:
         return None  # whoever resumes says what is wrong
-    return _settings_in(json.loads((found[0] / POSITION).read_text(encoding="utf-8")))
-
-
-def _settings_in(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings in a position's file; of an earlier version with the rate that was trained with."""
-    settings = saved.get("settings") or {}
-    if "mixed_precision" not in settings and estimates_step_size(str(settings.get("optimizer_type"))):
-        unset = settings.get("learning_rate") == 1e-4  # the schema's default, for which the optimizer's 1.0 was taken
-        settings |= {"learning_rate": 1.0} if unset else {}
-    return settings
+    return json.loads((found[0] / POSITION).read_text(encoding="utf-8"))["settings"]
 
 
 def _is_of(state: Path, folder: Path) -> bool:

@@ -35,7 +35,6 @@ from torch import Tensor, nn
 
 from library.checksums import read_checked_json, write_checked_json
 from library.conditions import NO_CONDITIONS, Conditions
-from library.config.family_defaults import with_precision
 from library.config.schema import TrainConfig, TrainingConfig
 from library.console import Console
 from library.data.batches import Batch
@@ -55,6 +54,7 @@ from library.training.memory.fake_cuda import cache_folder, has_card, library_pa
 from library.training.memory.formula import StepOptions, model_numbers, step_parts
 from library.training.memory.policy import MemoryPlan, Source, choose, describe, remedies, room_in
 from library.training.memory.trace import MemoryTrace, device_processes, tracing
+from library.training.plan import with_precision
 from library.training.sampling.conditions import PromptImageRules
 from library.training.sampling.images import Sampler
 

@@ -151,13 +151,9 @@ class ImageLora(LoraTask):
         self.resume_keys = resume_keys(config) | trained_text | {"base_weights": self.base_weights.fingerprint()}
         self._say_defaults()
         if raw_config.flow.timestep_sampling == "auto" and family.files.scheduler is None:
-            kind = f"{'distilled' if family.distilled else 'undistilled'} {family.layout.title}"
-            how = " = ".join(map(str, [*family.own_sampling().items()][-1]))
-            self.console.print(
-                f"note: no scheduler beside the transformer; it is taken for {kind}: {how} (--timestep_sampling shift "
-                "--discrete_flow_shift X for another)",
-                soft_wrap=True,
-            )
+            kind, (*_, how) = "the distilled" if family.distilled else "the", family.own_sampling().items()
+            taken = f"no scheduler beside the transformer, which is taken for {kind} {family.layout.title}"
+            self.console.print(f"note: {taken}: {how[0]} = {how[1]}", soft_wrap=True)
         self._check_saved(WeightFiles(family.files.transformer))
 
     def read(self, painted: Painted | None = None) -> None:

@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from library import __version__
 from library.config.chat_schema import ChatTrainConfig
-from library.config.family_defaults import as_in_state, family_options, unset_options, with_precision
 from library.config.schema import TrainConfig
 from library.data.batches import DataParallelRank
 from library.errors import UserError
@@ -40,7 +39,7 @@ from library.training.optim.factory import build_optimizer, check_optimizer
 from library.training.optim.schedules import build_schedule
 from library.training.parallel.gather import gathered
 from library.training.parallel.parallelize import ParallelSpec
-from library.training.plan import LoraPlan
+from library.training.plan import LoraPlan, as_in_state, family_options, with_precision
 from library.training.report.progress import loads_in_table
 from library.training.tasks.task import Task, describe_steps, run_length
 from networks.files.adapters import load_lora, load_trainable
@@ -70,18 +69,18 @@ class LoraTask(Task):
     norm_limit: WeightNormLimit | None = None
 
     def _settled(self, config: Any) -> Any:
-        self._unset = unset_options(config)
+        self._unset = [key for key, (_, is_unset) in family_options(config).items() if is_unset]
         saved = settings_of_state(config.training.resume, config.saving)
         config = config if saved is None else as_in_state(config, saved)
         return with_precision(config, on_cpu=not torch.cuda.is_available())
 
     def state_settings(self) -> Mapping[str, Any]:
-        return {**family_options(self.plan.config), **self.resume_keys}
+        return {key: value for key, (value, _) in family_options(self.plan.config).items()} | dict(self.resume_keys)
 
     def _say_defaults(self) -> None:
         """Print what nobody set and the family decides."""
         values, model_type = family_options(self.plan.config), self.plan.config.model.model_type
-        if said := [f"{key} = {values[key]}" for key in self._unset if key in values]:
+        if said := [f"{key} = {values[key][0]}" for key in self._unset if key in values]:
             self.console.print(f"{model_type}'s defaults: {', '.join(said)}", soft_wrap=True)
 
     def _check(self, config: TrainConfig | ChatTrainConfig) -> None:
