@@ -146,6 +146,8 @@ def main() -> None:
     print(f"card      {f'{answered.gpu_memory / GIB:.1f} GiB; ' if answered.gpu_memory else ''}{chosen.describe()}")
     print(f"memory    {', '.join(settings)}")
     print(f"training  {', '.join(training)}")
+    if painted := suggestion.painted_first(answered):
+        print(f"first     the base paints {painted} (preserve_prompts), once for this base; they are kept")
     if missing := found.without_caption:
         print(f"note: {missing} without a caption; write them, or a command: {suggestion.CAPTIONER} in [dataset]")
     if any(word in Path(answered.model).name.lower() for word in ("turbo", "schnell")):

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 
@@ -288,6 +289,22 @@ class TrainingData:
         fingerprint = self.train.text_fingerprint
         assert fingerprint is not None, "ask missing_text or cache_text first"
         return read_cached(_as_job(text).path(self.text_folder, fingerprint))
+
+    def decode(self, progress: Progress) -> None:
+        """Decode every file to its end that was not decoded before.
+
+        Raises:
+            UserError: names the first that is damaged, and how many more are.
+        """
+        files = {id(file): file for sample in self._samples for file in sample.files}
+        problems: dict[str, str] = {}
+        for index in self._indexes:
+            known = [file for file in files.values() if index.knows(file)]
+            problems |= index.decode(known, partial(progress, "checking images"))
+            index.save()
+        for path, problem in problems.items():
+            more = f" ({len(problems) - 1} more: tools/check_dataset.py lists them)" if len(problems) > 1 else ""
+            raise UserError(f"{path}: {problem}{more}")
 
     def describe(self) -> list[str]:
         """Return the lines of a summary of datasets, subsets, buckets and counts."""

@@ -26,12 +26,14 @@ from library.data.file_index import list_folder
 from library.data.samples import Sample, scan
 from library.data.sources import is_image, stem
 from library.errors import UserError
-from library.files import toml_text
+from library.files import read_toml, toml_text
 from library.models.family_by_name import family_class
 from library.models.files import pipeline_class, transformer_of
 from library.models.hub import find_model, pipeline_of
 from library.training.memory.budget import GIB
 from library.training.memory.policy import RESERVE
+from library.training.sampling.painting import GENERAL, passes_of
+from library.training.sampling.prompts import usual_prompt
 
 Kind = Literal["subject", "style", "edit"]
 CAPTIONER = 'caption_command = "my_captioner {image}"'
@@ -175,6 +177,14 @@ def summarise_dataset(answers: Answers) -> DatasetSummary:
     return DatasetSummary(samples, round(median(sides)), without_caption, len(found.held_out), ending)
 
 
+def painted_first(answers: Answers) -> str:
+    """Return what the base paints before the first step, "34 pictures in 680 passes"; empty if nothing."""
+    if answers.kind != "subject":
+        return ""
+    count = sum(map(len, read_toml(GENERAL)[0].values()))
+    return f"{count} pictures in {passes_of([usual_prompt(family_class(answers.model_type))] * count):,} passes"
+
+
 def suggest(answers: Answers, found: DatasetSummary, memory: Memory) -> dict[str, str]:
     """Return file name -> text: the dataset TOML of a folder, and the configuration."""
     values, folder = presets(answers.model_type), answers.images.is_dir()
@@ -196,6 +206,7 @@ def suggest(answers: Answers, found: DatasetSummary, memory: Memory) -> dict[str
         "trained": len(found.samples) - held_out, "sampled": sampled, "pairs": pairs, "captioner": CAPTIONER,
         "title": MODEL_TYPES[answers.model_type].title, "lines": lines, "name": answers.save_to.resolve().name,
         "is_tiny": "tiny-" in answers.model,  # built in, not made for the family's size
+        "painted": painted_first(answers),
         "place": lambda name: (answers.save_to / name).as_posix(),
     }  # fmt: skip
     wanted = [*["dataset.toml"] * folder, "config.toml"]

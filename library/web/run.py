@@ -56,6 +56,7 @@ class RunStatus:
     job: Job | None
     requests: frozenset[str]
     error: str
+    preparing: tuple[str, int, int] | None = None  # before the first step: what it does, how many are done, of how many
 
     @property
     def rate(self) -> tuple[str, float | None]:
@@ -100,7 +101,17 @@ def run_status(site: Site, folder: Path, job: Job | None) -> RunStatus:
         when=max(wrote, job.ended or job.began or job.created if job else mtime(folder / "config.toml")),
         requests=frozenset(requests if goes_on else ()),
         error=error if state in ("failed", "lost") else "",
+        preparing=_preparing(job.log) if goes_on and job and not step else None,
     )
+
+
+def _preparing(log: str) -> tuple[str, int, int] | None:
+    """Return what a run counts before its first step: "painting general prompts", 5, 34."""
+    counts = re.findall(r"^(\D{1,60}): ([\d,]{1,15}) of ([\d,]{1,15})$", log, re.M)
+    if not counts or re.search(r"step \d+/", log):
+        return None
+    what, done, whole = counts[-1]
+    return what, int(done.replace(",", "")), int(whole.replace(",", ""))
 
 
 def _name(site: Site, folder: Path) -> str:

@@ -190,12 +190,17 @@ def test_a_style_trains_as_it_is_written(tmp_path: Path) -> None:
     assert list((folder / "output").rglob("*.png"))  # pictures of the first step on
 
 
-def test_a_subject_is_preserved_and_called_by_its_word(tmp_path: Path) -> None:
+def test_a_subject_is_preserved_and_called_by_its_word(tmp_path: Path, capsys: Capture) -> None:
     folder = write(SUBJECT, tmp_path)
+    # 24 prompts to train on and 10 to measure by; the steps of the family's table, by the guidance input in one pass
+    steps = presets(toml.load(folder / "config.toml")["model"]["model_type"])["sample_steps"][0]
+    said = f"the base paints 34 pictures in {34 * steps:,} passes"
+    assert said in capsys.readouterr().out
+    assert said in (folder / "config.toml").read_text()
     written = toml.load(folder / "config.toml")
     assert written["preservation"] == {"preserve": "prior", "preserve_class": "creature", "preserve_prompts": "general"}
     assert toml.load(folder / "dataset.toml")["datasets"][0]["subsets"][0]["trigger_word"] == "zorbo"
-    assert written["sampling"]["sample_prompts"][0].startswith("a photo of zorbo creature --w 128 --h 128 --d 1 ")
+    assert written["sampling"]["sample_prompts"][0].startswith("a photo of zorbo creature --w 128 --h 128 --d 1")
     style = toml.load(write(STYLE, tmp_path / "style") / "config.toml")
     assert "preservation" not in style
 

@@ -159,6 +159,17 @@ def test_how_a_run_ended_is_told_from_its_files(tmp_path: Path) -> None:
     lock = FolderLock(run, "run")
     lock.acquire()
     assert (seen().state, seen().eta) == ("running", 12 * 0.5)
+    job = Job("y", "train", "y", (), True, str(run), 1.0, "", tmp_path, began=1.0, state="running")
+    (run / "metrics.jsonl").rename(tmp_path / "metrics.jsonl")
+    lines = ["painting general prompts: 3 of 34", "note: 12 of 40 captions are longer", "caching text: 1,000 of 2,000"]
+    for count, expected in enumerate([None, ("painting general prompts", 3, 34), ("caching text", 1000, 2000)]):
+        (tmp_path / "log.txt").write_text("\n".join(lines[: count + (count == 2)]) + "\n")
+        assert run_status(site, run, job).preparing == expected
+    assert "<span>caching text: 1000 of 2000</span>" in site.templates.get_template("parts.html").module.progress(
+        run_status(site, run, job)
+    )
+    (tmp_path / "metrics.jsonl").rename(run / "metrics.jsonl")
+    assert run_status(site, run, job).preparing is None
     lock.release()
     code = "import os; from pathlib import Path; from library.folder_lock import FolderLock as L; "
     code += f"L(Path({str(run)!r}), 'run').acquire(); os._exit(9)"

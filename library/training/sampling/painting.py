@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from library.console import Console
 from library.data.config import DatasetConfig
 from library.data.dataset import Painted
 from library.data.samples import cache_folder
-from library.errors import UserError, names_in_short
+from library.errors import UserError, counted, names_in_short
 from library.files import read_toml, write_text
 from library.models.family import Family
 from library.models.text import TextEncoder
@@ -162,6 +162,8 @@ def paint(
         if todo := missing_of(sets, accelerator.process_index, accelerator.num_processes):
             loader = plan_base(config.precision, family.quantized_file(), config.training.seed, accelerator.device)
             loader.changes = base_weights.changes(family.targets)
+            passes = passes_of(prompt for _, prompt in todo)
+            console.print(f"first the base paints {counted(len(todo), 'picture')}, {passes:,} passes; they are kept")
             dtype = base_dtype(config.model, config.training)
             swapped = _swapped(config, family, loader, accelerator.device)
             images = generate_images(
@@ -178,6 +180,11 @@ def paint(
             release()
     folders = {key: each.folder for key, each in sets.items()}
     return Painted(folders.get("preserve_prompts"), folders.get("general_prompts"))
+
+
+def passes_of(prompts: Iterable[SamplePrompt]) -> int:
+    """Return how often the model is run for pictures: once a step, twice with a negative prompt."""
+    return sum(prompt.steps * len(prompt.texts()) for prompt in prompts)
 
 
 def missing_of(sets: Mapping[str, PaintedSet], rank: int = 0, world: int = 1) -> list[tuple[Path, SamplePrompt]]:

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -26,6 +28,7 @@ from library.accelerator import is_model_parallel
 from library.config.markers import resume_keys
 from library.config.rules import reason_alone
 from library.config.schema import DatasetArguments, TrainConfig, TrainingConfig
+from library.console import Console
 from library.data.batches import (
     Batch,
     Bucket,
@@ -50,7 +53,7 @@ from library.nn.attention_timing import AttentionShape, choose_kernel
 from library.nn.checkpointing import neighbours
 from library.precision.checkpoint import WeightFiles
 from library.precision.recipe import plan_base, text_encoder_recipe
-from library.processes import agreed
+from library.processes import agreed, from_all_processes
 from library.training.checkpoint.metadata import image_facts, lora_facts, trigger_phrase
 from library.training.checkpoint.state import tidy
 from library.training.flow import NOISE_LEVELS
@@ -66,7 +69,7 @@ from library.training.report.progress import counting
 from library.training.run_inputs import dataset_settings, require_same, samples_of
 from library.training.sampling.conditions import PromptImageRules, read_run_prompts, text_jobs
 from library.training.sampling.images import build_sampler
-from library.training.sampling.painting import PaintedSet, paint, painted_sets
+from library.training.sampling.painting import PaintedSet, missing_of, paint, painted_sets
 from library.training.sampling.prompts import note_changes
 from library.training.sampling.sample_model import SampleModel, sample_family
 from library.training.signals import ignore_signals
@@ -163,11 +166,22 @@ class ImageLora(LoraTask):
             UserError: see ``write_captions``, ``build_dataset`` and ``check_masks``; a seam without masks; more control
                 images than the model takes.
         """
-        config, family, encoder = self.plan.config, self.family, self.image_encoder
+        config, self.data = self.plan.config, self._dataset(painted)
+        data = self.data
+        self.attention = self._attention_kernel()
+        self.console.print(*data.describe(), sep="\n", soft_wrap=True)
+        captions = captions_of([*data.listed, *(data.validation.samples if data.validation else ())])
+        long = long_captions(captions, self.text_encoder.too_long, config.dataset.caption_variants)
+        notes = [*note_changes(self.prompts, self.text_encoder.too_long), *(finding.text for finding in long)]
+        for line in [*notes, *summarise(data.listed)]:
+            self.console.print(f"note: {line}", soft_wrap=True)
+
+    def _dataset(self, painted: Painted | None = None) -> TrainingData:
+        config, encoder = self.plan.config, self.image_encoder
         with agreed("writing captions"), counting(self.console) as start:
             if config.dataset.caption_command and self.accelerator.is_main_process:
                 write_captions(config.dataset.caption_command, self.plan.dataset, start)
-        self.data = data = build_dataset(
+        data = build_dataset(
             self.plan.dataset,
             config.training.seed,
             encoder.pixel_multiple,
@@ -178,14 +192,8 @@ class ImageLora(LoraTask):
         )
         check_masks(data, config.flow.masked_loss)
         check_seam(config.flow, data)
-        check_references(data, family.most_references)
-        self.attention = self._attention_kernel()
-        self.console.print(*data.describe(), sep="\n", soft_wrap=True)
-        captions = captions_of([*data.listed, *(data.validation.samples if data.validation else ())])
-        long = long_captions(captions, self.text_encoder.too_long, config.dataset.caption_variants)
-        notes = [*note_changes(self.prompts, self.text_encoder.too_long), *(finding.text for finding in long)]
-        for line in [*notes, *summarise(data.listed)]:
-            self.console.print(f"note: {line}", soft_wrap=True)
+        check_references(data, self.family.most_references)
+        return data
 
     def _attention_kernel(self) -> Backend:
         """Return what chooses attention's kernel, or the one that is asked for, once it has run."""
@@ -199,11 +207,17 @@ class ImageLora(LoraTask):
         return choose_kernel(training.attention, self.accelerator.device, shape, folder, report)
 
     def paint(self) -> Painted:
-        """Let the base paint what the run trains on and is measured by."""
+        """Let the base paint what the run trains on and is measured by, once every image of the dataset was decoded."""
         config, family, encoders = self.plan.config, self.family, (self.image_encoder, self.text_encoder)
         samples = self.prompts if self.shown is family else []
         sets = painted_sets(config, self.plan.dataset, family, self.base_weights, encoders, samples)
         self.general = sets.get("general_prompts")
+        if any(
+            from_all_processes(bool(missing_of(sets)))
+        ):  # painting takes minutes or hours: what would end the run is found before
+            data = self._dataset()
+            with agreed("checking images"), counting(self.console) as start:
+                data.decode(start)
         return paint(sets, config, family, self.base_weights, encoders, self.accelerator, self.console)
 
     def cache(self) -> None:
@@ -340,7 +354,7 @@ class ImageLora(LoraTask):
         """Let the engine wrap the loaded networks, with optimizer, schedule and batches."""
         sizes, config = self.data.train.batch_sizes, self.plan.config
         check_microbatches(config.parallel, max(sizes.values()))
-        self.batches, self.loader = training_loader(self.data, config.dataset, self.accelerator)
+        self.batches, self.loader = training_loader(self.data, config.dataset, self.accelerator, self.console)
         self._wrap(config.model_copy(update={"training": self.training}), "some" if len(sizes) > 1 else "one")
         self.loader = RaisingLoader(self.loader)
         outside = config.training.prior_loss_weight if config.preservation.preserve_outside_mask else 0.0
@@ -462,11 +476,24 @@ def check_references(data: TrainingData, most: int | None) -> None:
 
 
 def training_loader(
-    data: TrainingData, arguments: DatasetArguments, accelerator: Accelerator
+    data: TrainingData, arguments: DatasetArguments, accelerator: Accelerator, console: Console
 ) -> tuple[EpochBatchSampler, DataLoader[Any]]:
-    """Return the loader of training batches, to be prepared by accelerate, and the sampler that orders them."""
+    """Return the loader of training batches, to be prepared by accelerate, and the sampler that orders them.
+
+    Workers hand batches over in /dev/shm, two each, and wait for ever where it is full: where it is too small for twice
+    as much, and for what is being trained on, there are none, and ``console`` says so.
+    """
     sampler = data.batch_sampler(DataParallelRank.of(accelerator))
-    workers = arguments.max_data_loader_n_workers
+    workers, shared = arguments.max_data_loader_n_workers, Path("/dev/shm")
+    if workers and shared.is_dir() and data.train.image_fingerprint is not None:  # cached, which a dry run has not
+        batch = collate([data.train[0, 0]]).tensors()
+        nbytes = sum(tensor.nbytes for tensor in batch) * max(data.train.batch_sizes.values())
+        needed, free = 2 * (2 * workers + 2) * nbytes * accelerator.num_processes, shutil.disk_usage(shared).free
+        if needed > free:
+            sizes = f"{free / 2**20:,.0f} MiB free, and {workers} workers need {needed / 2**20:,.0f}"
+            remedy = "batches are loaded without workers (in Docker: --shm-size=2g)"
+            console.print(f"note: {shared} has {sizes}: {remedy}", soft_wrap=True)
+            workers = 0
     loader = DataLoader(
         data.train,
         batch_sampler=sampler,

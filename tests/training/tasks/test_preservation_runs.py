@@ -71,6 +71,42 @@ def measured(output: Path) -> dict[int, tuple[float, float]]:
     return {line["step"]: (line["val_loss"], line["val_prior_loss"]) for line in found}
 
 
+@pytest.mark.parametrize("fault", ["truncated", "empty caption"])
+def test_what_would_end_the_run_is_found_before_anything_is_painted(
+    base: Path, files: dict[str, Any], tmp_path: Path, fault: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = sorted((tmp_path / "data").rglob("*.png"))[-1]
+    if fault == "truncated":
+        content = image.read_bytes()
+        image.write_bytes(content[: len(content) * 2 // 3])
+    else:
+        image.with_suffix(".txt").write_text(" ")
+    settings = {**files, "output_dir": tmp_path / "out"}
+    with pytest.raises(UserError, match=image.stem):
+        run(base, settings.pop("dataset_config"), settings.pop("output_dir"), **settings)
+    assert painted(tmp_path / "cache") == []
+    assert "first the base paints" not in capsys.readouterr().out
+
+
+def test_small_shared_memory_is_told_and_nobody_waits_in_it(
+    base: Path, files: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """As in Docker, whose /dev/shm has 64 MB: the loader's workers wait for ever where it is full."""
+    free, dataset = [10_000], files["dataset_config"]
+    ask = shutil.disk_usage
+    of_shared = lambda path: ask(path)._replace(free=free[0]) if str(path) == "/dev/shm" else ask(path)  # noqa: E731
+    monkeypatch.setattr(shutil, "disk_usage", of_shared)
+    settings = {"max_train_steps": 1, "max_data_loader_n_workers": 2, "sample_at_end": False}
+    small = run(base, dataset, tmp_path / "small", **settings)
+    said = capsys.readouterr().out
+    assert "/dev/shm has 0 MiB free, and 2 workers need" in said
+    assert "batches are loaded without workers (in Docker: --shm-size=2g)" in said
+    free[0] = 2**40
+    large = run(base, dataset, tmp_path / "large", **settings)
+    assert "/dev/shm" not in capsys.readouterr().out
+    assert [each.task.loader.loader.num_workers for each in (small, large)] == [0, 2]
+
+
 def test_the_velocity_on_prompts_without_the_trigger_stays_the_bases(
     base: Path, files: dict[str, Any], tmp_path: Path
 ) -> None:
