@@ -40,7 +40,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from library.data.config import BucketRule, Dataset
 from library.errors import UserError, counted, names_in_short
@@ -82,8 +82,7 @@ class Bucketing:
 
     def __init__(self, dataset: Dataset, pixel_multiple: int, images: Images = (), rule: BucketRule = None) -> None:
         settings = dataset.settings
-        self.where = dataset.where
-        self.resolution = dataset.resolution
+        self.where, self.resolution = dataset.where, dataset.resolution
         self.area = dataset.resolution[0] * dataset.resolution[1]
         self.pixel_multiple = pixel_multiple
         self.rule = rule or dataset.bucket_rule
@@ -99,8 +98,8 @@ class Bucketing:
             return
         self._require_multiple("bucket_reso_steps", self.steps)
         if (min(dataset.resolution) if self.rule == "kohya" else math.isqrt(self.area)) < self.steps:
-            steps = f"bucket_reso_steps {self.steps}; set bucket_reso_steps = {pixel_multiple}"
-            than = steps if self.steps > pixel_multiple else f"a patch of the model, {self.steps} pixels; raise it"
+            than = f"bucket_reso_steps {self.steps}; set bucket_reso_steps = {pixel_multiple}"
+            than = than if self.steps > pixel_multiple else f"a patch of the model, {self.steps} pixels; raise it"
             raise UserError(f"{self.where}: resolution {size_text(dataset.resolution)} is smaller than {than}")
         if self.rule == "kohya":
             self.limits = self._limits(settings.min_bucket_reso, settings.max_bucket_reso)
@@ -201,9 +200,8 @@ class Bucketing:
         order = sorted(samples, key=lambda size: (size[0] / size[1], size))
         serving = {size: self._keeping(size, KEPT) or self._best(size) for size in order}
         served: dict[Size, set[Size]] = defaultdict(set)  # shape -> sizes
-        for size, shapes in serving.items():
-            for shape in shapes:
-                served[shape].add(size)
+        for size, shape in ((size, shape) for size, shapes in serving.items() for shape in shapes):
+            served[shape].add(size)
         taken = {shape for shapes in serving.values() if len(shapes) == 1 for shape in shapes}
         waiting = {size: None for size, shapes in serving.items() if not taken & shapes.keys()}
 
@@ -288,15 +286,16 @@ def describe_sizes(dataset: Dataset, pixel_multiple: int, images: Images) -> str
         shares = [buckets.kept(size, fit) for size, fit in fits]
         shapes = sorted(Counter(fit.bucket for _, fit in fits).items())
         listed = names_in_short([f"{number} at {size_text(shape)}" for shape, number in shapes], 12)
-        kept = sum(shares) / max(1, len(shares))
-        text = f"{kept:.1%} of the pixels kept in {counted(len(shapes), 'shape')} ({listed})"
+        mean = sum(shares) / max(1, len(shares))
+        text = f"{mean:.1%} of the pixels kept in {counted(len(shapes), 'shape')} ({listed})"
         if few := sum(share < KEPT for share in shares):
             text += f"; {counted(few, 'image')} below {KEPT:.0%}, {min(shares):.1%} at least"
             text += " (no shape keeps more, or too few for a batch of it)" if buckets.rule == "tandem" else ""
         return text
 
-    other: BucketRule = "kohya" if dataset.bucket_rule == "tandem" else "tandem"
     name, change = _RULES[dataset.bucket_rule]
+    on = replace(dataset, settings=dataset.settings.model_copy(update={"enable_bucket": True})).bucket_rule
+    other = on if dataset.bucket_rule is None else "kohya" if on == "tandem" else "tandem"
     return f"sizes {name}: {outcome(None)}; {change}, {_RULES[other][0]}: {outcome(other)}"
 
 
@@ -329,8 +328,7 @@ class ControlSizing:
             root = math.sqrt(area * width / height)
             target = (_whole(root, unit), _whole(root * height / width, unit))
             if self.of_musubi:
-                first = int(root) // unit - 2
-                widths = range(max(1, first) * unit, (first + 5) * unit, unit)
+                widths = (unit * n for n in range(max(1, int(root) // unit - 2), int(root) // unit + 3))
                 sizes = [(wide, area // wide // unit * unit) for wide in widths if area // wide >= unit]
                 target = min(sizes, key=lambda one: abs(one[0] / one[1] - width / height), default=target)
         return cover(size, target)

@@ -237,9 +237,7 @@ def _of_image(
 
 def _upscaled(path: str, size: tuple[int, int], fits: Sequence[Fit]) -> list[Finding]:
     """What is said of an image that is smaller than its bucket at one resolution or several."""
-    factors = {
-        fit.bucket: sorted(resized / own for resized, own in zip(fit.resized, size, strict=True)) for fit in fits
-    }
+    factors = {fit.bucket: sorted((fit.resized[0] / size[0], fit.resized[1] / size[1])) for fit in fits}
     # Tandem's rule may enlarge by half of what it may crop, rounding by a pixel
     large = {bucket: both[1] for bucket, both in factors.items() if both[0] > 1 / KEPT}
     if not large:

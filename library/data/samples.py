@@ -20,6 +20,7 @@ import random
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Self
 
@@ -221,9 +222,9 @@ def sizes_seen(subset: Subset, sources: Sequence[Source], seed: int) -> list[tup
     order = list(range(len(sources)))
     # the permutation depends on the count alone, as in sd-scripts
     random.Random(seed if own_seed is None else own_seed).shuffle(order)
-    held_out = set(order[len(order) - round(len(order) * split) :])
-    sizes = [source.image.size or (1, 1) for source in sources]  # they have been measured
-    return [(size, 0 if i in held_out else subset.settings.num_repeats) for i, size in enumerate(sizes)]
+    held = set(order[len(order) - round(len(order) * split) :])
+    # all of them have been measured
+    return [(one.image.size or (1, 1), (i not in held) * subset.settings.num_repeats) for i, one in enumerate(sources)]
 
 
 def _load_subset(
@@ -263,24 +264,13 @@ def _build_sample(
     for mask in (source.mask, source.inpaint_mask):
         if mask is not None:
             check_mask_shape(mask, size)
-    settings = group.subset.settings
+    settings, unit = group.subset.settings, buckets.pixel_multiple
     fit = buckets.fit(size, settings.random_crop and not held_out, source.image.path)
-    unit, interpolation = buckets.pixel_multiple, settings.resize_interpolation
-    return Sample(
-        group,
-        source.image,
-        source.mask,
-        source.caption,
-        fit,
-        repeats=1 if held_out else settings.num_repeats,
-        identity=identity,
-        held_out=held_out,
-        inpaint_mask=source.inpaint_mask,
-        caption_file=source.caption_file,
-        control_images=tuple(
-            ControlImage.of(file, sizing, fit.bucket, unit, interpolation) for file in source.control_images
-        ),
-    )
+    how = (sizing, fit.bucket, unit, settings.resize_interpolation)
+    controls = tuple(ControlImage.of(file, *how) for file in source.control_images)
+    repeats = 1 if held_out else settings.num_repeats
+    known = (source.image, source.mask, source.caption, fit, repeats, identity, held_out, source.inpaint_mask)
+    return Sample(group, *known, controls, source.caption_file)
 
 
 def check_mask_shape(mask: SourceFile, size: tuple[int, int]) -> None:
@@ -315,24 +305,14 @@ def _balance(samples: list[Sample], where: str, warnings: list[str], share: floa
             why = f"an epoch takes {wanted}, and too few have their sizes; a higher preserve_share takes more"
             warnings.append(f"{where}: {unseen} of {len(regular)} regularisation images are not used: {why}")
         return training + [replace(sample, repeats=int(i in due)) for i, sample in enumerate(regular)]
-    used: list[int] = []
-    total = 0
-    for sample in regular:
-        if total >= wanted:
-            break
-        used.append(sample.repeats)
-        total += sample.repeats
-    rounds, rest = divmod(max(0, wanted - total), len(used))
-    if len(used) < len(regular):
-        unused = len(regular) - len(used)
-        warnings.append(
-            f"{where}: {unused} of {len(regular)} regularisation images are not needed and not used; a "
-            "higher num_repeats of the images to train on uses more"
-        )
-    balanced = []
-    for position, (sample, repeats) in enumerate(zip(regular, used, strict=False)):
-        balanced.append(replace(sample, repeats=repeats + rounds + (position < rest)))
-    return training + balanced
+    before = accumulate((sample.repeats for sample in regular), initial=0)
+    used = [sample.repeats for sample, total in zip(regular, before, strict=False) if total < wanted]
+    rounds, rest = divmod(max(0, wanted - sum(used)), len(used))
+    if unused := len(regular) - len(used):
+        why = "are not needed and not used; a higher num_repeats of the images to train on uses more"
+        warnings.append(f"{where}: {unused} of {len(regular)} regularisation images {why}")
+    pairs = enumerate(zip(regular, used, strict=False))
+    return training + [replace(one, repeats=times + rounds + (place < rest)) for place, (one, times) in pairs]
 
 
 def _check_split(config: DatasetConfig, result: Scan) -> None:

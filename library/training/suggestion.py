@@ -152,6 +152,7 @@ def summarise_dataset(answers: Answers) -> DatasetSummary:
         UserError: there is none, or training would refuse it.
     """
     family, path, ending = family_class(answers.model_type), answers.images, _CAPTION_ENDINGS[0]
+    unit = family.image_encoder.published_multiple
     with tempfile.TemporaryDirectory() as scratch:
         if path.is_dir():
             files = list_folder(path)
@@ -166,9 +167,7 @@ def summarise_dataset(answers: Answers) -> DatasetSummary:
             path.write_text(toml_text({"datasets": [{**table, "subsets": [subset]}]}), encoding="utf-8")
         defaults = DatasetArguments(dataset_config=str(path))
         try:
-            found = scan(
-                load_dataset_config(path, defaults, family.conditioning), 0, family.image_encoder.published_multiple
-            )
+            found = scan(load_dataset_config(path, defaults, family.conditioning), 0, unit)
         except UserError as error:  # not of a file that is gone by now
             raise UserError(str(error).replace(f"{path}: subset 1", f"--images {answers.images}")) from None
     samples = [sample for sample in [*found.train, *found.held_out] if not sample.settings.is_reg]

@@ -151,7 +151,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _small(dataset: str) -> str:
     """Return a dataset TOML for the tiny models' sizes."""
     dataset = dataset.replace("control_resolution = 1024", "control_resolution = 64")
-    return dataset.replace("resolution = 1024", "resolution = 64\nbucket_reso_steps = 32\nmin_bucket_reso = 32", 1)
+    return dataset.replace("resolution = 1024", "resolution = 64", 1)
 
 
 def _run(words: list[str], place: Path, curves: bool = False) -> None:
