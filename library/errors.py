@@ -157,25 +157,24 @@ class LastingStream:
 
     def write(self, text: str) -> int:
         """Write ``text``."""
-        self._do(lambda: self._stream.write(text))
+        self._try(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
         """Write what has been waiting."""
-        self._do(self._stream.flush)
+        self._try(self._stream.flush)
 
-    def _do(self, write: Callable[[], object]) -> None:
+    def _try(self, write: Callable[[], object]) -> bool:
         try:
             write()
         except OSError as error:
             self.failed = error
+            return False
+        return True
 
     def end(self) -> None:
         """Let Python's own flush at its end succeed: what still waits then goes nowhere."""
-        try:
-            self._stream.flush()
-        except OSError as error:
-            self.failed = error
+        if not self._try(self._stream.flush):
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
 
     def __getattr__(self, name: str) -> object:

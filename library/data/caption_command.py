@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from types import FrameType
 
 from library.data.config import DatasetConfig
 from library.data.sources import uncaptioned
@@ -134,15 +133,12 @@ def _run(arguments: list[str], image: Path) -> tuple[int, bytes, bytes]:
 def _killed_on_error(child: subprocess.Popen[bytes]) -> Iterator[None]:
     """Kill the child's session if the block is left by an error, by Ctrl-C, or because this process is to end."""
 
-    def leave(number: int, frame: FrameType | None) -> None:
-        sys.exit(128 + number)  # as a shell says it
-
     numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     is_main = threading.current_thread() is threading.main_thread()  # where signals arrive
     taken = [number for number in numbers if is_main and signal.getsignal(number) is signal.SIG_DFL]
     try:
         for number in taken:
-            signal.signal(number, leave)
+            signal.signal(number, lambda number, _: sys.exit(128 + number))  # as a shell says it
         yield
     except BaseException:
         with suppress(ProcessLookupError):

@@ -104,14 +104,13 @@ def look_at_masks(
     """
     lines, remarks = list[str](), list[tuple[str, str, str]]()
     for key in get_args(MaskKey):
-        found = [(image.image.path, _mask_of(image, key, settings), fits) for image, fits in images]
-        masks = [(image, file.path, fits) for image, file, fits in found if file is not None]
-        looked = index.look(key, [file for _, file, _ in found if file is not None], partial(look_at_mask, key=key))
-        for image, path, fits in masks:
-            _, remark, box = looked[path]
+        masks = [(image, file, fits) for image, fits in images if (file := _mask_of(image, key, settings))]
+        looked = index.look(key, [file for _, file, _ in masks], partial(look_at_mask, key=key))
+        for image, file, fits in masks:
+            _, remark, box = looked[file.path]
             if not remark and not all(_is_seen(box, fit) for fit in fits):
                 remark = f"what counts is cropped away, {_nothing(key.startswith('inpaint'))}"
-            remarks += [(image, path, f"{key}: {remark}")] if remark else []
+            remarks += [(image.image.path, file.path, f"{key}: {remark}")] if remark else []
         if looked and getattr(settings, key) is not True:
             by_alpha = sum(source == "alpha" for source, *_ in looked.values())
             read = f"{by_alpha} by alpha (opaque counts), {len(looked) - by_alpha} by luminance (white counts)"
