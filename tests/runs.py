@@ -100,6 +100,8 @@ def arguments(base: Path, dataset: Path, output: Path, **settings: object) -> li
         "dataset_config": dataset,
         "output_dir": output,
         "network_dim": 4,
+        "network_alpha": 1,
+        "mixed_precision": "no",  # on a GPU too: what is compared is compared in fp32
         "learning_rate": 1e-3,
         "max_train_steps": 4,
         "max_data_loader_n_workers": 0,

@@ -111,7 +111,7 @@ def save_z_split_files(pipeline_folder: Path, folder: Path, prefix: str = "") ->
         "z_image",
         pipeline_folder,
         folder,
-        ("z_image.safetensors", comfy_state_dict),
+        ("z_image_turbo.safetensors", comfy_state_dict),  # by which it is known that the scheduler is Turbo's
         ("ae.safetensors", bfl_vae_state_dict),
         ("qwen_3_4b.safetensors", lambda state: {f"model.{name}": tensor for name, tensor in state.items()}),
         prefix,

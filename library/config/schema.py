@@ -470,7 +470,7 @@ class FlowConfig(Section):
     ] = Field(
         "auto",
         description="how sigmas are drawn; flux_shift and the like follow the size, as these models' samplers do; "
-        "logsnr is normal in log SNR; qinglong mixes both; auto: as the model's scheduler does (Z-Image: shift of 3)",
+        "logsnr is normal in log SNR; qinglong mixes both; auto: as the model's scheduler does",
     )
     sigmoid_scale: Annotated[float, Field(gt=0), OnlyWith(timestep_sampling=("auto", *_SIGMOIDS, *_MIXED))] = Field(
         1.0, description="spread of sigmoid and of the shifts"

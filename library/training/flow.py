@@ -32,11 +32,12 @@ def resolve_sampling(flow: FlowConfig, family: Family) -> FlowConfig:
 
     A scheduler whose shift follows the size has no static one: there it is the family's.
     """
+    if flow.timestep_sampling == "auto":
+        return flow.model_copy(update=family.own_sampling())
+    if flow.timestep_sampling not in ("shift", "sigma") or "discrete_flow_shift" in flow.model_fields_set:
+        return flow
     own = family.own_sampling()
-    if flow.timestep_sampling != "auto":
-        shift = None if "discrete_flow_shift" in flow.model_fields_set else own.get("discrete_flow_shift")
-        return flow.model_copy(update={"discrete_flow_shift": shift} if shift else {})
-    return flow.model_copy(update=own)
+    return flow.model_copy(update={k: own[k] for k in ("discrete_flow_shift",) if k in own})
 
 
 def noise_for(latents: Tensor, sample_ids: Sequence[int], *key: int | str) -> Tensor:

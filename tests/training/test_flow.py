@@ -92,7 +92,7 @@ def family_with(scheduler: FlowMatchEulerDiscreteScheduler | None, folder: Path,
         ("qwen_image_edit", "qwen_shift", None),
         ("krea2", "krea2_shift", None),
         ("qwen_image_21", "qwen_shift", None),
-        ("z_image", "shift", 3.0),  # Tongyi-MAI/Z-Image-Turbo's scheduler_config.json
+        ("z_image", "shift", 6.0),  # Tongyi-MAI/Z-Image's scheduler_config.json
     ],
 )
 def test_auto_is_the_published_scheduler_of_single_files(

@@ -344,7 +344,7 @@ def test_an_edit_model_trains_on_references_that_its_text_encoder_sees(tmp_path:
         (tmp_path / "data" / "images" / f"{i}.txt").write_text("the same")
     run(base, toml, tmp_path / "run", model_type="qwen_image_edit", max_train_steps=1, sample_prompts=prompts)
     cache = tmp_path / "data" / "images" / ".tandem_cache"
-    assert len(list((cache / "text").iterdir())) == 3  # one caption with two pictures, one prompt
+    assert len(list((cache / "text").iterdir())) == 4  # one caption with two pictures; a prompt, and without one
     assert len(list((cache / "conditions").iterdir())) == 2
     assert [path.name for path in (tmp_path / "run" / "samples").iterdir()] == ["step000001_00.png"]
 

@@ -121,7 +121,7 @@ def test_a_finished_run_has_nothing_to_resume(base: Path, dataset: Path, tmp_pat
 def test_a_resumed_run_may_not_change_what_its_state_brings_along(base: Path, dataset: Path, tmp_path: Path) -> None:
     run(base, dataset, tmp_path, save_state=True)
     resumed = {"resume": tmp_path / "lora-state", "max_train_steps": 6}
-    for changed in ({"optimizer_type": "Lion"}, {"learning_rate": 5e-3}, {"network_alpha": 2.0}, {"ema_decay": 0.9}):
+    for changed in ({"optimizer_type": "Lion"}, {"network_alpha": 2.0}, {"ema_decay": 0.9}):
         with pytest.raises(UserError, match=f"was trained with {next(iter(changed))} = "):
             run(base, dataset, tmp_path, **resumed, **changed)
     run(base, dataset, tmp_path, **resumed, lr_scheduler="cosine")  # a schedule is taken up at the next step
