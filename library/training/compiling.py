@@ -54,7 +54,9 @@ def plan_compilation(config: Any, device: torch.device, steps: int, lengths_vary
     if config.accelerate.torch_compile != "auto":
         return config.accelerate.torch_compile, ""
     if device.type != "cuda":
-        return False, ""
+        given = [key for key in ("dynamo_backend", "dynamo_mode") if key in config.accelerate.model_fields_set]
+        text = f"torch_compile: auto compiles on a GPU alone, so {' and '.join(given)} has no effect; set it to true"
+        return False, text if given else ""
     reasons = [reason_alone(each, "torch_compile") for each in conflicts_of_true(config, "torch_compile")]
     if config.accelerate.dynamo_backend == "inductor" and not (has_triton() and _has_c_compiler()):
         reasons.append("it needs triton, a C compiler and a card of compute capability 7.0")

@@ -207,7 +207,7 @@ def test_a_refused_flag_that_asks_for_nothing_changes_nothing(argv: list[str]) -
     [["--xformers"], ["--mem_eff_attn"], ["--flash_attn"], ["--sage_attn"], ["--console_log_file", "log.txt"],
      ["--log_prefix", "x"], ["--noise_offset", "0.1"], ["--min_snr_gamma", "5"], ["--clip_skip", "2"],
      ["--model_prediction_type", "sigma_scaled"], ["--save_model_as", "ckpt"], ["--wandb_api_key", "k3y"],
-     ["--fused_backward_pass"], ["--compile_fullgraph"], ["--num_timestep_buckets", "8"]],
+     ["--fused_backward_pass"], ["--compile_fullgraph"], ["--num_timestep_buckets", "8"], ["--attn_mode", "flash3"]],
 )  # fmt: skip
 def test_what_only_chooses_a_kernel_or_notes_something_is_one_line_and_the_run_goes_on(argv: list[str]) -> None:
     given, notes = _loaded([*KOHYA, *argv])

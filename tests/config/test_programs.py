@@ -273,6 +273,21 @@ def test_a_file_of_datasets_alone_becomes_a_dataset_toml(here: Path) -> None:
     assert (table["resolution"], table["enable_bucket"]) == (64, True)
 
 
+def test_of_two_keys_with_one_meaning_the_other_is_said(here: Path) -> None:
+    data = ai_toolkit({"arch": "flux"})
+    process = data["config"]["process"][0]
+    process["network"]["rank"], process["train"]["unet_lr"] = 8, 1e-3
+    process["sample"]["samples"] = [{"prompt": "another", "width": 64}]
+    path = write(data, "ai-toolkit", here)
+    notes = {note.key: note for note in migrate_foreign("ai-toolkit", path.read_text(), path, here / "my.toml")}
+    assert notes["network.linear"].text == "network.rank is set too and counts"
+    assert notes["train.lr"].text == "train.unet_lr is set too and counts"
+    assert notes["sample.prompts"].outcome == "left out"
+    config = load_config(["--config_file", "my.toml"])
+    assert (config.network.network_dim, config.optimizer.learning_rate) == (8, 1e-3)
+    assert config.sampling.sample_prompts == ["another --w 1024 --h 1024 --d 42 --g 4 --s 20 --w 64"]
+
+
 def test_what_is_nobodys_configuration_is_not_given_a_name() -> None:
     assert find_program("name: x\nsteps: 3\n") is None
     assert find_program('{"a": 1}') is None

@@ -27,6 +27,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
         ({}, GPU, WORTH, True, "blocks are compiled (300 steps)"),
         ({}, GPU, WORTH - 1, False, "299 steps would not earn the minute"),
         ({}, CPU, 10**6, False, ""),
+        ({"dynamo_mode": "max-autotune"}, CPU, 10**6, False, "auto compiles on a GPU alone, so dynamo_mode has no eff"),
         ({"torch_compile": "false"}, GPU, 10**6, False, ""),
         ({"torch_compile": True}, CPU, 1, True, ""),
         ({"torch_compile": "auto", "shard": 2}, GPU, 10**6, False, "is not made for shard"),
@@ -48,7 +49,7 @@ def test_auto_compiles_where_it_pays_and_may_be(
     found, line = plan_compilation(config, device, steps)
     assert found is compiles
     assert words in line
-    assert bool(line) == (device is GPU and settings.get("torch_compile") != "false")
+    assert bool(line) == ((device is GPU and settings.get("torch_compile") != "false") or "dynamo_mode" in settings)
     if compiles and device is GPU:
         assert not plan_compilation(config, device, steps, lengths_vary=True)[0]
         monkeypatch.setattr(compiling, "has_triton", lambda: False)
