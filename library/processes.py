@@ -226,35 +226,23 @@ _current: _Notes | None = None
 def join(minutes: float) -> bool:
     """Let the processes of a job leave notes before they are a group; return whether they do so from now on.
 
-    A process that is alone, or in a group already, does nothing.
-
     Args:
-        minutes: to wait for the others.
+        minutes: to wait for the others. A process that is alone, or in a group already, does not.
 
     Raises:
-        UserError: a process does not come, or was started as one of another number.
+        UserError: a process was started as one of another number.
     """
-    global _current, _joined
+    global _current
     import torch.distributed as dist
 
-    world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-    if world == 1 or not dist.is_available() or dist.is_initialized() or not (address and port):
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world == 1 or not dist.is_available() or dist.is_initialized() or "MASTER_PORT" not in os.environ:
         return False
-    # that of the launcher, or the one that the group is going to share
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    plain = dist.TCPStore(
-        address, int(port), None, serves, timedelta(minutes=minutes), wait_for_workers=False, multi_tenant=True
-    )
-    _joined += 1
-    store = dist.PrefixStore(f"tandem/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_joined}", plain)
-    store.set(f"world/{rank}", str(world))
+    # the store that the group is going to have; "1" lets it wait for nobody
+    store, rank, _ = next(dist.rendezvous("env://?world_size=1", timeout=timedelta(minutes=minutes)))
+    store.set(f"tandem/world/{rank}", str(world))
     for other in range(world):
-        try:
-            theirs = int(store.get(f"world/{other}"))
-        except RuntimeError:
-            raise UserError(f"process {other} of {world} did not start within {minutes:g} minutes") from None
-        if theirs != world:
+        if (theirs := int(store.get(f"tandem/world/{other}"))) != world:
             time.sleep(_POLL)  # the others have to read it too
             raise UserError(
                 f"process {other} was started as one of {theirs}, another as one of {world}; start all with the same "
@@ -264,17 +252,12 @@ def join(minutes: float) -> bool:
     return True
 
 
-_joined = 0  # jobs that this process was in
-
-
 def _notes() -> _Notes | None:
     """Return what this process and others can leave notes in, None if it is alone."""
     global _current
     import torch.distributed as dist
 
-    if not dist.is_available():
-        return None
-    if not dist.is_initialized():
+    if not dist.is_available() or not dist.is_initialized():
         return _current if _current is not None and _current.group is None else None
     if dist.get_world_size() == 1:
         return None

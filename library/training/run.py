@@ -173,12 +173,8 @@ class Run:
         if accelerator.is_local_main_process and not accelerator.is_main_process:
             check_whole(Path(state))  # on another machine than :meth:`locked_folder` saw it, which may have a copy
         saved = task.restore(state)
-        if accelerator.is_main_process:
-            inputs = read_inputs(state)
-            unknown = "the state does not say with which settings and data; what has changed since is not known"
-            changes = [unknown] if inputs is None else changes_since(inputs, task.inputs, task.plan.config)
-            for line in changes:
-                task.console.print(f"resume: {line}", soft_wrap=True)
+        for line in changes_since(read_inputs(state), task.inputs, task.plan.config):
+            task.console.print(f"resume: {line}", soft_wrap=True)
         position = saved.in_epoch_of(per_epoch)
         if saved.batches and saved.epoch_batches not in (None, per_epoch):
             task.console.print(
@@ -469,7 +465,7 @@ class Run:
             folder = names.state(stem)
             saved += [folder] if self.config.hub.save_state_to_huggingface else []
             states = {name: part.state_dict() for name, part in self.engine.parts().items()}
-            states[INPUTS] = task.inputs.tree()
+            states[INPUTS] = {key: getattr(task.inputs, key) for key in ("settings", "contents", "samples")}
             about = task.base_fingerprint, task.state_settings(), self.names.folder
             save_training_state(folder, task.weights(), states, self.position, *about)
         return saved

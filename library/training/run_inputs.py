@@ -8,123 +8,38 @@ left out, as it is how one goes on. What a state wins over is refused before (``
 dataset would train on, the gradients being averaged, and one with an image more would wait for ever. A path may differ:
 what lies there counts.
 
-Paths are kept by their last part and a hash of the rest: states are uploaded. A sample is a row of hashes; those of
-10,000 images take 0.4 MB and a fifth of a second.
+Paths are kept by their last part and a hash of all: states are uploaded. A sample is a row of hashes, 70 bytes in a
+state; those of 10,000 images take a fifth of a second.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import BaseModel
-from torch import Tensor
 
 from library import __version__
 from library.checksums import fingerprint
-from library.config.markers import AtStart, MustMatch, options, sorted_pairs
-from library.config.model_types import MODEL_FILE_KEYS
+from library.config.markers import AtStart, options
 from library.data.config import DatasetConfig
 from library.data.samples import Sample
 from library.errors import UserError, counted, names_in_short
 from library.processes import agreed, from_all_processes
-from library.randomness import derive_seed
 from library.training.checkpoint.metadata import PATHS, without_folders
 
 _PACKAGES = ("torch", "accelerate", "transformers", "numpy", "pillow")
-# options that name what a run reads; datasets are compared sample by sample
-_READ = (
-    *("pretrained_model_name_or_path", *MODEL_FILE_KEYS, "tokenizer", "init_from", "data_dir", "network_weights"),
-    *("base_weights", "distill_from", "distill_lora", "sample_model", "sample_prompts", "preserve_prompts"),
-    "general_prompts",
-)
-ASPECTS = (  # of a sample, and their plurals
-    ("image", "images"),
-    ("caption", "captions"),
-    ("mask", "masks"),
-    ("set of control images", "sets of control images"),
-    ("trained size", "trained sizes"),
-    ("number of repeats", "numbers of repeats"),
-    ("place in training or validation", "places in training or validation"),
-)
+# of these options it counts what lies there sample by sample, or not at all
+_PLACES = {"dataset_config", "train_data", "validation_data", "cache_directory", "distill_cache", "resume"}
+_PLACES |= {"output_dir", "logging_dir", "save_fallback_dir"}
+ASPECTS = ("image", "caption", "mask", "control image", "size", "repeat count", "split")  # of a sample
 _NAMED = 3  # samples in a message
-
-
-@dataclass(frozen=True)
-class Samples:
-    """What is trained and validated on.
-
-    Attributes:
-        keys: [n] int64, what each is known by.
-        aspects: [n, aspects] int32, a hash of each of ``ASPECTS``.
-        names: of each, for messages; none of those that a state keeps.
-        unit: what one is called.
-    """
-
-    keys: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
-    aspects: Tensor = field(default_factory=lambda: torch.zeros(0, len(ASPECTS), dtype=torch.int32))
-    names: Sequence[str] = ()
-    unit: str = "image"
-
-    @classmethod
-    def of(cls, rows: Iterable[tuple[Sequence[Any], Sequence[Any], str]], unit: str = "image") -> Samples:
-        """Return the samples of ``rows``: what one is known by, its aspects, its name; a second of a key is another."""
-        seen, keys, aspects, names = Counter[int](), list[int](), list[list[int]](), list[str]()
-        for known_by, values, name in rows:
-            key = derive_seed(*map(repr, known_by))
-            seen[key] += 1
-            keys.append(derive_seed(key, seen[key]))
-            aspects.append([derive_seed(repr(value)) >> 32 for value in values])  # 31 bits
-            names.append(name)
-        hashes = torch.tensor(aspects, dtype=torch.int32).reshape(-1, len(ASPECTS))
-        return cls(torch.tensor(keys, dtype=torch.int64), hashes, names, unit)
-
-    def changes_from(self, before: Samples) -> list[str]:
-        """Return in words, each with a count, what is other than ``before``."""
-        old = dict(zip(before.keys.tolist(), before.aspects.tolist(), strict=True))
-        keys = self.keys.tolist()
-        added = [i for i, key in enumerate(keys) if key not in old]
-        changed: list[list[int]] = [[] for _ in ASPECTS]
-        for i, (key, aspects) in enumerate(zip(keys, self.aspects.tolist(), strict=True)):
-            for column, value in enumerate(aspects):
-                if old.get(key, aspects)[column] != value:
-                    changed[column].append(i)
-        lines = [
-            f"{counted(len(rows), *words)} changed{self._named(rows)}"
-            for words, rows in zip(ASPECTS, changed, strict=True)
-            if rows
-        ]
-        lines += [f"{counted(len(added), self.unit)} added{self._named(added)}"] if added else []
-        gone = len(old.keys() - set(keys))
-        return lines + ([f"{counted(gone, self.unit)} removed"] if gone else [])
-
-    def _named(self, rows: Sequence[int]) -> str:
-        names = [self.names[i] for i in rows if self.names[i]]
-        return f" ({names_in_short(names, _NAMED)})" if names else ""
-
-
-def samples_of(samples: Iterable[Sample], by_path: bool) -> Samples:
-    """Return images whose contents have been hashed, known ``by_path`` as written, or by their names alone."""
-
-    def rows() -> Iterator[tuple[Sequence[Any], Sequence[Any], str]]:
-        for sample in samples:
-            key = sample.identity if by_path else sample.identity.partition("\n")[2]
-            masks = [file and file.content for file in (sample.mask, sample.inpaint_mask)]
-            aspects = (
-                sample.image.content, sample.caption, masks, [each.key() for each in sample.control_images],
-                sample.fit, 1 if sample.held_out else sample.repeats, sample.held_out,
-            )  # fmt: skip
-            yield (key,), aspects, Path(sample.image.path).name
-
-    return Samples.of(rows())
 
 
 @dataclass
@@ -132,42 +47,59 @@ class RunInputs:
     """See the module's text.
 
     Attributes:
-        settings: option, or "dataset 1: key", -> value as JSON, what is hidden of it behind a NUL as a hash.
+        settings: option, or "dataset 1: key", -> value as JSON; of a path its last part, and behind a NUL a hash.
         contents: option -> what the files hold that it names.
-        samples: what is trained and validated on.
+        samples: what one is known by -> a hash of each of ``ASPECTS``; both hashed.
+        names: likewise -> its name in messages; a state keeps none.
     """
 
     settings: dict[str, str]
     contents: dict[str, str] = field(default_factory=dict)
-    samples: Samples = field(default_factory=Samples)
+    samples: dict[str, str] = field(default_factory=dict)
+    names: dict[str, str] = field(default_factory=dict)
 
-    def tree(self) -> dict[str, Any]:
-        """Return what a state keeps."""
-        samples = {"keys": self.samples.keys, "aspects": self.samples.aspects}
-        return {"settings": self.settings, "contents": self.contents, "samples": samples}
+    def add(self, known_by: str, aspects: Sequence[object], name: str = "") -> None:
+        """Add a sample; a second that is known by the same is another."""
+        key = _hash(known_by)
+        while key in self.samples:
+            key = _hash(key)
+        self.samples[key], self.names[key] = " ".join(_hash(value)[:6] for value in aspects), name
+
+    def add_images(self, samples: Iterable[Sample], by_path: bool) -> RunInputs:
+        """Add images whose contents have been hashed, known ``by_path`` as written, or by their names alone."""
+        for each in samples:
+            masks = [file and file.content for file in (each.mask, each.inpaint_mask)]
+            controls, repeats = [image.key() for image in each.control_images], 1 if each.held_out else each.repeats
+            aspects = (each.image.content, each.caption, masks, controls, each.fit, repeats, each.held_out)
+            key = each.identity if by_path else each.identity.partition("\n")[2]
+            self.add(key, aspects, Path(each.image.path).name)
+        return self
+
+
+def _hash(value: object) -> str:
+    return hashlib.blake2b(repr(value).encode(errors="surrogateescape"), digest_size=8).hexdigest()
 
 
 def settings_of(config: BaseModel) -> dict[str, str]:
     """Return every option but ``resume``, and the versions of what computes."""
     versions = {"version of tandem": __version__} | {f"version of {name}": version(name) for name in _PACKAGES}
-    values = {key: _in_order(value, about.metadata) for key, value, about in options(config) if key != "resume"}
+    values = {key: value for key, value, _ in options(config) if key != "resume"}
     return {key: _stored(key, value) for key, value in (values | versions).items()}
 
 
 def dataset_settings(config: DatasetConfig) -> dict[str, str]:
     """Return every key of a dataset's tables, with what it inherits."""
-    values: dict[str, Any] = {}
+    found: dict[str, str] = {}
     for i, dataset in enumerate(config.datasets, 1):
-        sizes = {"resolution": dataset.resolution, "control_resolution": dataset.control_resolution}
-        values |= {f"dataset {i}: {k}": v for k, v in (dataset.settings.model_dump() | sizes).items()}
-        for j, subset in enumerate(dataset.subsets, 1):
-            values |= {f"dataset {i}, subset {j}: {k}": v for k, v in subset.settings.model_dump().items()}
-    return {key: _stored(key.rpartition(" ")[2], value) for key, value in values.items()}
+        tables = {f"dataset {i}": dataset.settings.model_dump() | {"resolution": dataset.resolution}}
+        tables |= {f"dataset {i}, subset {j}": s.settings.model_dump() for j, s in enumerate(dataset.subsets, 1)}
+        found |= {f"{name}: {key}": _stored(key, table[key]) for name, table in tables.items() for key in table}
+    return found
 
 
 def contents_of(config: BaseModel, base: str) -> dict[str, str]:
     """Return option -> what the files hold that it names; ``base``: the base model's fingerprint."""
-    found = {key: _content(value) for key, value, _ in options(config) if key in _READ and value}
+    found = {key: _content(value) for key, value, _ in options(config) if key in PATHS - _PLACES and value}
     return found | ({"pretrained_model_name_or_path": base} if base else {})
 
 
@@ -180,90 +112,76 @@ def _content(value: Any) -> str:
     return str(value)
 
 
-def _in_order(value: Any, markers: Iterable[Any]) -> Any:
-    """Return ``value``, of a list of words without meaning in their order a sorted one."""
-    is_set = isinstance(value, list) and any(isinstance(marker, MustMatch) for marker in markers)
-    return sorted_pairs(value) if is_set and all(isinstance(word, str) for word in value) else value
-
-
 def _stored(key: str, value: Any) -> str:
     text = json.dumps(value, default=str)
     shown = json.dumps(without_folders({"": {key: value}})[""].get(key, "..."), default=str)
-    return text if shown == text else f"{shown}\0{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+    return text if shown == text else f"{shown}\0{_hash(text)}"
 
 
-def changes_since(saved: Mapping[str, Any], now: RunInputs, config: BaseModel) -> list[str]:
+def _shown(value: str) -> str:
+    return value.partition("\0")[0]
+
+
+def changes_since(saved: Mapping[str, Any] | None, now: RunInputs, config: BaseModel) -> list[str]:
     """Return a line for everything that has changed since a state was saved, with what follows.
 
     Args:
-        saved: the ``tree`` that the state keeps.
+        saved: attributes of the ``RunInputs`` that the state keeps; None of one of an earlier version.
         now: of this run.
         config: of this run, which says what an option has an effect on.
     """
+    if saved is None:
+        return ["the state does not say with which settings and data; what has changed since is not known"]
     values = {key: value for key, value, _ in options(config)}
     fields = {key: about for key, _, about in options(config)}
-    defaults = {k: _stored(k, f.get_default()) for k, f in fields.items() if not f.is_required()}  # of new options
-
-    def effect(key: str) -> str:
-        markers = fields[key].metadata if key in fields else ()
-        starts = (marker for marker in markers if isinstance(marker, AtStart))
-        inert = any(not any(values.get(other) for other in marker.unless) for marker in starts)
-        return "no effect on a resumed run" if inert else "from now on"
-
-    lines: list[str] = []
-    for key, after in now.settings.items():
-        before = saved["settings"].get(key, defaults.get(key, after))
-        if before != after:
-            shown = [value.partition("\0")[0] for value in (before, after)]
-            another = " (another place)" if shown[0] == shown[1] else ""
-            lines.append(f"{key} {shown[0]} -> {shown[1]}{another}: {effect(key)}")
+    new = {key: _stored(key, about.get_default()) for key, about in fields.items() if not about.is_required()}
+    changed = {k: (old, v) for k, v in now.settings.items() if (old := (new | saved["settings"]).get(k, v)) != v}
+    lines = {
+        key: f"{key} {_shown(before)} -> {_shown(after)}{' (another place)' * (_shown(before) == _shown(after))}"
+        for key, (before, after) in changed.items()
+    }
     for key, content in now.contents.items():
-        if saved["contents"].get(key, content) != content and saved["settings"].get(key) == now.settings.get(key):
-            lines.append(f"{key}: its files hold something else: {effect(key)}")
-    if found := now.samples.changes_from(Samples(saved["samples"]["keys"], saved["samples"]["aspects"])):
-        lines.append(f"dataset: {', '.join(found)}: from now on")
+        if saved["contents"].get(key, content) != content:
+            lines.setdefault(key, f"{key}: its files hold something else")
+    if samples := sample_changes(saved["samples"], now.samples, now.names):
+        lines["samples"] = f"dataset: {', '.join(samples)}"
+    starts = {key: m for key, about in fields.items() for m in about.metadata if isinstance(m, AtStart)}
+    inert = {key for key, marker in starts.items() if not any(values.get(other) for other in marker.unless)}
+    return [f"{line}: {'no effect on a resumed run' if key in inert else 'from now on'}" for key, line in lines.items()]
+
+
+def sample_changes(before: Mapping[str, str], now: Mapping[str, str], names: Mapping[str, str]) -> list[str]:
+    """Return in words, each with a count, in what samples differ; arguments as of ``RunInputs``."""
+    found: dict[tuple[str, str], list[str]] = {(aspect, "changed"): [] for aspect in ASPECTS}
+    for key in (key for key in now if before.get(key, now[key]) != now[key]):
+        for aspect, old, new in zip(ASPECTS, before[key].split(), now[key].split(), strict=True):
+            found[aspect, "changed"] += [key] if old != new else []
+    unit = "image" if any(names.values()) else "conversation"
+    found[unit, "added"], found[unit, "removed"] = [key for key in now if key not in before], [*before.keys() - now]
+    lines = []
+    for (noun, verb), keys in found.items():
+        named = names_in_short([names[key] for key in keys if names.get(key)], _NAMED)
+        lines += [f"{counted(len(keys), noun)} {verb}{f' ({named})' if named else ''}"] if keys else []
     return lines
 
 
-def may_differ(key: str) -> bool:
-    """Whether processes may have an option or a dataset's key otherwise: it says where something lies."""
-    return key.rpartition(" ")[2] in PATHS
-
-
-def require_same(facts: Mapping[str, str], samples: Samples | None = None) -> None:
-    """Compare with the other processes; all call it.
-
-    Args:
-        facts: what must be the same, by name.
-        samples: likewise.
+def require_same(facts: Mapping[str, str], inputs: RunInputs | None = None) -> None:
+    """Compare ``facts``, by name, and the samples of ``inputs`` with those of the other processes; all call it.
 
     Raises:
         UserError: on every process, with a line for each that differs from process 0.
     """
-    samples = samples or Samples()
-    facts = {key: value for key, value in sorted(facts.items()) if not may_differ(key)}
-    rows = [samples.keys.tolist(), samples.aspects.tolist()]
-    digest = hashlib.blake2b(json.dumps([facts, rows]).encode(), digest_size=16).hexdigest()
+    inputs, lines = inputs or RunInputs({}), list[str]()
+    facts = {key: facts[key] for key in sorted(facts) if key.rpartition(" ")[2] not in PATHS}
     with agreed("comparing the processes"):
-        if len(set(from_all_processes(digest))) == 1:
+        if len(set(from_all_processes(_hash((facts, inputs.samples))))) == 1:
             return
-        every = from_all_processes([facts, rows, list(samples.names)])
-        lists = [
-            Samples(torch.tensor(k), torch.tensor(a, dtype=torch.int32), n, samples.unit) for _, (k, a), n in every
-        ]
-        ranks: dict[str, list[str]] = {}
-        for rank, (theirs, *_) in enumerate(every):
-            differing = "; ".join([*_differences(every[0][0], theirs), *lists[rank].changes_from(lists[0])])
-            if rank and every[rank][:2] != every[0][:2]:
-                ranks.setdefault(differing or "samples in another order", []).append(str(rank))
-        remedy = "start all with the same settings, data, model and versions"
-        raise UserError(
-            *(f"process {', '.join(who)} differs from process 0: {what}; {remedy}" for what, who in ranks.items())
-        )
-
-
-def _differences(first: Mapping[str, str], other: Mapping[str, str]) -> Iterator[str]:
-    for key in sorted(first.keys() | other.keys()):
-        values = [each.get(key, "nothing").partition("\0")[0] for each in (other, first)]
-        if first.get(key) != other.get(key):
-            yield f"{key} is {values[0]} instead of {values[1]}"
+        (first, rows, _), *others = from_all_processes((facts, inputs.samples, inputs.names))
+        for rank, (theirs, samples, names) in enumerate(others, 1):
+            keys = [key for key in first | theirs if first.get(key) != theirs.get(key)]
+            values = [[_shown(each.get(key, "nothing")) for each in (theirs, first)] for key in keys]
+            found = [f"{key} is {mine} instead of {other}" for key, (mine, other) in zip(keys, values, strict=True)]
+            found += sample_changes(rows, samples, names) or ["its samples in another order"] * ([*rows] != [*samples])
+            remedy = "start all with the same settings, data, model and versions"
+            lines += [f"process {rank} differs from process 0: {'; '.join(found)}; {remedy}"] if found else []
+        raise UserError(*lines)

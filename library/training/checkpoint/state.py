@@ -144,13 +144,9 @@ def read_position(folder: str | Path, settings: Mapping[str, Any], base: str | N
     except (KeyError, TypeError, AttributeError) as error:
         raise UserError(f"resume: {folder} {_OF_ANOTHER_VERSION.format(f'{POSITION} does not fit: {error}')}") from None
     saved_settings |= {key: part(saved_settings[key]) for key, part in LASTING_PARTS.items() if key in saved_settings}
-    common = sorted(saved_settings.keys() & settings.keys())
-    changed = [
-        f"{key} = {json.dumps(saved_settings[key])}, now it is {json.dumps(settings[key])}"
-        for key in common
-        if saved_settings[key] != settings[key]
-    ]
-    if changed:
+    differing = sorted(key for key, value in settings.items() if saved_settings.get(key, value) != value)
+    pairs = {key: (json.dumps(saved_settings[key]), json.dumps(settings[key])) for key in differing}
+    if changed := [f"{key} = {before}, now it is {after}" for key, (before, after) in pairs.items()]:
         raise UserError(
             f"resume: {folder} was trained with {', with '.join(changed)}; a state goes on with its own: set that "
             "again, or start a new run from its weights (network_weights, init_from)"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -54,7 +55,7 @@ from library.training.memory.budget import recompute_blocks
 from library.training.parallel.parallelize import ParallelSpec, lm_parallel_spec
 from library.training.plan import LoraPlan, resolve
 from library.training.report.progress import counting
-from library.training.run_inputs import Samples, require_same
+from library.training.run_inputs import ASPECTS, require_same
 from library.training.sampling.text import TextSampler
 from library.training.tasks.lora import LoraTask
 from networks.files.adapters import load_adapter
@@ -132,11 +133,11 @@ class ChatLora(LoraTask):
         config, training, chat = self.plan.config, self.plan.config.training, self.plan.config.chat
         with agreed("reading the conversations"):
             windows, held_out = prepare_chats(chat, self.template, self.sizes, training.seed, self.console)
-        trained = ((example, 1) for window in windows for example in window)
-        examples = [*trained, *((example, 0) for example in held_out)]
-        rows = (([_key(example)], (0, 0, 0, 0, 0, times, times), "") for example, times in examples)
-        self.inputs.samples = Samples.of(rows, "conversation")
-        require_same({}, self.inputs.samples)
+        for split, examples in enumerate((chain.from_iterable(windows), held_out)):
+            for each in examples:
+                content = content_hash(each.tokens.numpy().tobytes() + each.targets.numpy().tobytes())
+                self.inputs.add(content, [None] * (len(ASPECTS) - 1) + [split])
+        require_same({}, self.inputs)
         self.load_network()
         size = chat.train_batch_size
         self.batches = ChatSampler(windows, size, training.seed, DataParallelRank.of(self.accelerator))
@@ -228,10 +229,6 @@ def prepare_chats(
         remarks.append(f"{counted(len(held_out_examples), 'conversation')} to validate on")
     console.print(*remarks, sep="\n", soft_wrap=True)
     return windows, held_out_examples
-
-
-def _key(example: Example) -> str:
-    return content_hash(example.tokens.numpy().tobytes() + example.targets.numpy().tobytes())
 
 
 def _describe(

@@ -12,7 +12,6 @@ steps.
 from __future__ import annotations
 
 import functools
-import os
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -66,7 +65,7 @@ from library.training.parallel.parallelize import ParallelSpec, devices_to_fill,
 from library.training.parallel.pipeline import check_microbatches, transformer_split_points
 from library.training.plan import ImagePlan, resolve_images
 from library.training.report.progress import counting
-from library.training.run_inputs import dataset_settings, require_same, samples_of
+from library.training.run_inputs import RunInputs, dataset_settings, require_same
 from library.training.sampling.conditions import PromptImageRules, read_run_prompts, text_jobs
 from library.training.sampling.images import build_sampler
 from library.training.sampling.painting import PaintedSet, missing_of, paint, painted_sets
@@ -237,9 +236,7 @@ class ImageLora(LoraTask):
             if self.accelerator.is_local_main_process:  # each machine may have a cache of its own
                 discard_damaged(data.cached_latents(self.image_encoder.fingerprint), say)
                 discard_damaged(data.cached_texts(encoder.fingerprint, texts, sees), say)
-        on_machine = self.accelerator.local_process_index, int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        # of all; then what a machine's disk lacks, or a process's own folder
-        for part in dict.fromkeys([(rank, world), on_machine, (0, 1)]):
+        for part in dict.fromkeys([(rank, world), (0, 1)]):  # then what a folder lacks that not all see
             with agreed("caching"), counting(self.console) as progress:
                 data.cache_latents(self.image_encoder, arguments.vae_batch_size, progress, *part)
                 data.cache_text(encoder, texts, arguments.text_encoder_batch_size, progress, *part)
@@ -282,10 +279,10 @@ class ImageLora(LoraTask):
         with agreed("reading the images"):
             samples = data.hashed_samples()
         self.inputs.settings |= tables
-        self.inputs.samples = samples_of(samples, by_path=True)
+        self.inputs.add_images(samples, by_path=True)
         if is_model_parallel(self.accelerator):  # noise follows from the paths as written, and must be the same here
-            tables["names of folders"] = str(self.inputs.samples.keys.tolist())
-        require_same(tables, samples_of(samples, by_path=False))
+            tables["names of folders"] = " ".join(self.inputs.samples)
+        require_same(tables, RunInputs({}).add_images(samples, by_path=False))
 
     def load_networks(self) -> None:
         """Load what takes part in a step, put the LoRA in, set the memory policy.

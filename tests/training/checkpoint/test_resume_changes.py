@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -22,7 +23,7 @@ from library.config.scripts import LANGUAGE_LORA, LLM, LORA, Script, fields
 from library.errors import UserError
 from library.files import discard
 from library.training.checkpoint.state import Position, read_position, save_training_state
-from library.training.run_inputs import ASPECTS, RunInputs, Samples, changes_since, settings_of
+from library.training.run_inputs import ASPECTS, RunInputs, changes_since, sample_changes, settings_of
 from tests import chat_runs, pretraining_runs
 from tests.runs import lora, metrics, run, same, write_dataset
 
@@ -75,7 +76,7 @@ def test_of_any_two_runs_that_differ_in_one_setting_the_resume_names_it(name: st
                 with pytest.raises(UserError, match=f" {key} = .*, now it is"):
                     read_position(tmp_path / key, resume_keys(other))
                 break
-            saved = RunInputs(settings_of(one)).tree()
+            saved = asdict(RunInputs(settings_of(one)))
             lines = changes_since(saved, RunInputs(settings_of(other)), other)
             if key == "resume":
                 continue
@@ -93,11 +94,15 @@ def test_any_change_of_samples_is_counted() -> None:
         for name in [name for name in rows if draw.random() < 0.2]:
             del now[name]
         now |= {f"new{i}.png": [0] * len(ASPECTS) for i in range(draw.randrange(3))}
-        before, after = (Samples.of(([k], v, k) for k, v in each.items()) for each in (rows, now))
-        found = " ".join(re.sub(r"\(.*?\)", "", line) for line in after.changes_from(before))
-        for column, words in enumerate(ASPECTS):
+        before, after = RunInputs({}), RunInputs({})
+        for inputs, samples in ((before, rows), (after, now)):
+            for name, row in samples.items():
+                inputs.add(name, row, name)
+        lines = sample_changes(before.samples, after.samples, after.names)
+        found = " ".join(re.sub(r"\(.*?\)", "", line) for line in lines)
+        for column, word in enumerate(ASPECTS):
             count = sum(rows[name][column] != row[column] for name, row in now.items() if name in rows)
-            assert re.findall(rf"(\d+) (?:{words[0]}|{words[1]}) changed", found) == ([str(count)] if count else [])
+            assert re.findall(rf"(\d+) {word}s? changed", found) == ([str(count)] if count else [])
         for word, count in (("added", len(now.keys() - rows.keys())), ("removed", len(rows.keys() - now.keys()))):
             assert re.findall(rf"(\d+) images? {word}", found) == ([str(count)] if count else [])
 
@@ -181,7 +186,7 @@ def test_what_has_changed_of_a_dataset_is_counted_and_named(
     said = capsys.readouterr().out
     assert "resume: dataset 1: batch_size 2 -> 1: from now on" in said
     assert "resume: dataset 1, subset 1: num_repeats 1 -> 3: from now on" in said
-    assert "6 numbers of repeats changed" in said
+    assert "6 repeat counts changed" in said
 
 
 def test_nothing_is_said_of_a_run_that_goes_on_as_it_was_and_an_old_state_still_does(
@@ -191,7 +196,7 @@ def test_nothing_is_said_of_a_run_that_goes_on_as_it_was_and_an_old_state_still_
     whole, state, said = lora(tmp_path), tmp_path / "lora-step00000002-state", list[list[str]]()
     for is_old in (False, True):
         if is_old:  # as a state of an earlier version, which had no such files
-            for name in ("inputs.json", "inputs.safetensors", "checksums.json"):
+            for name in ("inputs.json", "checksums.json"):
                 (state / name).unlink()
             write_manifest(state)
         capsys.readouterr()
