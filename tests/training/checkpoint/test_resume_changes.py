@@ -93,7 +93,7 @@ def test_any_change_of_samples_is_counted() -> None:
         now = {name: [v if draw.random() < 0.8 else v + 3 for v in row] for name, row in rows.items()}
         for name in [name for name in rows if draw.random() < 0.2]:
             del now[name]
-        now |= {f"new{i}.png": [0] * len(ASPECTS) for i in range(draw.randrange(3))}
+        now |= {f"new{i}.png": [0] * len(ASPECTS) for i in range(draw.randrange(1, 4))}
         before, after = RunInputs({}), RunInputs({})
         for inputs, samples in ((before, rows), (after, now)):
             for name, row in samples.items():
