@@ -8,8 +8,8 @@ left out, as it is how one goes on. What a state wins over is refused before (``
 dataset would train on, the gradients being averaged, and one with an image more would wait for ever. A path may differ:
 what lies there counts.
 
-Paths are kept by their last part and a hash of all: states are uploaded. A sample is a row of hashes, 70 bytes in a
-state; those of 10,000 images take a fifth of a second.
+Paths are kept by their last part and a hash of all: states are uploaded. A sample is a row of hashes; those of
+10,000 images take 0.7 MB in a state, and 0.4 s.
 """
 
 from __future__ import annotations
