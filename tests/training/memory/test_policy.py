@@ -21,7 +21,9 @@ MIB = 2**20
 
 
 def config_of(folder: Path, **settings: object) -> TrainConfig:
-    return load_config(arguments(folder, folder / "data.toml", folder / "out", **settings))
+    return load_config(
+        arguments(folder, folder / "data.toml", folder / "out", **{"mixed_precision": "auto"} | settings)
+    )
 
 
 class Model:
