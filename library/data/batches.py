@@ -276,8 +276,7 @@ class CachedDataset(Dataset[Item]):
         sample, flipped, epoch, sample_id = source.sample, source.flipped, source.epoch, source.sample_id
         assert self.image_fingerprint is not None, "ask missing_latents or cache_latents first"
         assert self.text_fingerprint is not None, "ask missing_text or cache_text first"
-        crop = self._crop(sample, rng)
-        cached = read_cached(latent_path(sample, flipped, self.image_fingerprint), crop)
+        cached = read_cached(latent_path(sample, flipped, self.image_fingerprint), self._crop(sample, rng))
         latents, mask = cached["latents"], cached.get("mask")
         conditions = read_conditions(sample, flipped, epoch, sample_id, self.seed, self.image_fingerprint)
         if mask is None and self._has_masks:
@@ -286,21 +285,16 @@ class CachedDataset(Dataset[Item]):
         weight = sample.group.loss_weight
         if source.prior and self.preservation is not None:
             weight, mask = self.preservation.loss_weight, None if mask is None else torch.ones_like(mask)
-        caption, key = source.text.caption, self._key(source, crop)
+        caption, key = source.text.caption, self.key(position)
         return Item(latents, text, weight, mask, sample_id, caption, conditions, source.prior, key)
 
     def key(self, position: tuple[int, int]) -> str:
         """Return the ``key`` of an item; nothing is read."""
-        source, rng = self._seen(position)
-        return self._key(source, self._crop(source.sample, rng))
-
-    def _key(self, source: ItemSource, crop: tuple[int, int, int, int] | None) -> str:
-        assert self.image_fingerprint is not None
-        assert self.text_fingerprint is not None
-        of_images = source.sample, source.flipped, source.epoch, source.sample_id, self.seed, self.image_fingerprint
-        latents = latent_path(source.sample, source.flipped, self.image_fingerprint).name
-        conditions = [path.name for path in condition_files(*of_images)]
-        return file_name(source.sample_id, latents, crop, conditions, source.text.file(self.text_fingerprint))
+        (source, rng), images, text = self._seen(position), str(self.image_fingerprint), str(self.text_fingerprint)
+        sample, flipped, sample_id = source.sample, source.flipped, source.sample_id
+        latents, crop = latent_path(sample, flipped, images).name, self._crop(sample, rng)
+        conditions = condition_files(sample, flipped, source.epoch, sample_id, self.seed, images)
+        return file_name(sample_id, latents, crop, [path.name for path in conditions], source.text.file(text))
 
     def __getitems__(self, positions: list[tuple[int, int]]) -> list[Item] | UserError:
         """Return the items of a batch (asked for by the data loader); a worker returns its error (RaisingLoader)."""

@@ -355,9 +355,9 @@ def readable_files(folder: Path) -> set[str]:
 
 
 def cached_paths(samples: Iterable[Sample], seed: int, fingerprint: str) -> list[Path]:
-    """Return where latents and conditions of ``samples`` lie, each once; arguments as of :func:`missing_latents`."""
+    """Return where latents and conditions of ``samples`` lie; arguments as of :func:`missing_latents`."""
     files = ((sample.group.cache, file) for sample in samples for file in _files_of(sample, seed, fingerprint))
-    return [*dict.fromkeys(cache / file[0] / file[1] for cache, file in files)]
+    return [cache / kind / name for cache, (kind, name, *_) in files]
 
 
 def discard_damaged(paths: Iterable[Path], say: Callable[[str], object]) -> None:
@@ -367,7 +367,7 @@ def discard_damaged(paths: Iterable[Path], say: Callable[[str], object]) -> None
     used.
     """
     damaged, read = list[Path](), 0
-    for path in paths:
+    for path in dict.fromkeys(paths):
         with suppress(OSError):
             read += path.stat().st_size
             if read > _MOST_CHECKED:

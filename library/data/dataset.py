@@ -355,15 +355,12 @@ class TrainingData:
         """Return the captions that a text encoder with this fingerprint has yet to encode; see :meth:`cache_text`."""
         return missing_texts(self.text_folder, self._texts(fingerprint, extra, sees_references), fingerprint)
 
-    def cached_latents(self, fingerprint: str) -> list[Path]:
-        """Return where all latents and conditions lie once they are cached, by an encoder with this fingerprint."""
+    def cached_files(self, encoder: ImageEncoder, text_encoder: TextEncoder, extra: Sequence[TextJob]) -> list[Path]:
+        """Return where all latents, conditions and text embeddings lie once they are cached by these encoders."""
         self._hash_contents()
-        return cached_paths(self._samples, self.seed, fingerprint)
-
-    def cached_texts(self, fingerprint: str, extra: Sequence[TextJob | str], sees_references: bool) -> list[Path]:
-        """Return where all text embeddings lie once they are cached; arguments as of :meth:`missing_text`."""
-        jobs = self._texts(fingerprint, extra, sees_references)
-        return [*dict.fromkeys(job.path(self.text_folder, fingerprint) for job in jobs)]
+        name, folder = text_encoder.fingerprint, self.text_folder
+        texts = [job.path(folder, name) for job in self._texts(name, extra, text_encoder.sees_references)]
+        return [*cached_paths(self._samples, self.seed, encoder.fingerprint), *texts]
 
     def _texts(self, fingerprint: str, extra: Sequence[TextJob | str], sees_references: bool) -> list[TextJob]:
         for dataset in self._datasets:

@@ -342,6 +342,10 @@ class Family:
         """Return a fingerprint of the transformer's weights."""
         return weights_fingerprint(self.files.transformer)
 
+    def identity(self) -> tuple[str, str, Mapping[str, Any]]:
+        """Return what the transformer's answers follow from, besides precision and inputs."""
+        return self.name, self.fingerprint(), self.files.transformer_config
+
     def quantized_file(self) -> QuantizedFile | None:
         """Return what the transformer's files hold quantised, from their headers; None if nothing."""
         return WeightFiles(self.files.transformer).quantized

@@ -113,9 +113,8 @@ def painted_sets(
             f"general_prompts: {both[0]!r} is one of preserve_prompts too, and what is trained on is no measure of the "
             "rest; give other prompts to one of them"
         )
-    model = family.name, family.fingerprint(), family.files.transformer_config
     scheduler = sorted(item for item in family.scheduler().config.items() if not item[0].startswith("_"))
-    made_by = [*model, scheduler, base_weights.fingerprint(), *(one.fingerprint for one in encoders)]
+    made_by = [*family.identity(), scheduler, base_weights.fingerprint(), *(one.fingerprint for one in encoders)]
     return {key: PaintedSet(cache / "painted" / _key(config, made_by, each), each) for key, each in prompts.items()}
 
 

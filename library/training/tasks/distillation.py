@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from library.accelerator import model_parallel_rank_and_size, release
 from library.checksums import fingerprint
-from library.config.schema import FlowConfig, TrainConfig, TrainingConfig
+from library.config.schema import TrainConfig, TrainingConfig
 from library.console import Console
 from library.data.batches import Batch, DataParallelRank, collate
 from library.data.cache import discard_damaged, is_complete
@@ -191,23 +191,16 @@ def _key(config: TrainConfig, family: Family, lora: str, data: TrainingData, acc
 
     In low precision an answer depends in its last digits on the batch that it is made in.
     """
-    flow: FlowConfig = config.flow
-    parts: tuple[object, ...] = (
-        family.name,
-        family.fingerprint(),
-        family.files.transformer_config,
+    merged, training = config.network, config.training
+    parts: list[object] = [
+        family.identity(),
         fingerprint(Path(lora)),
-        [fingerprint(Path(path).expanduser()) for path in config.network.base_weights],
-        config.network.base_weights_multiplier,
-        config.training.seed,
-        config.training.mixed_precision,
-        base_dtype(config.model, config.training),
-        sorted(flow.model_dump().items()),
-        data.train.batch_sizes,
-        DataParallelRank.of(accelerator).step_batches,
-    )
+        [fingerprint(Path(path).expanduser()) for path in merged.base_weights],
+        merged.base_weights_multiplier,
+        (training.seed, training.mixed_precision, base_dtype(config.model, training)),
+        sorted(config.flow.model_dump().items()),
+        (data.train.batch_sizes, DataParallelRank.of(accelerator).step_batches),
+    ]
     if config.distillation.distill_effect:  # its answers follow from the model in training, too
-        student = model_family(config.model)
-        of_student = student.name, student.fingerprint(), student.files.transformer_config
-        parts = (*parts, of_student, sorted(config.precision.model_dump().items()))
+        parts += [model_family(config.model).identity(), sorted(config.precision.model_dump().items())]
     return hashlib.blake2b(repr(parts).encode(), digest_size=8).hexdigest()

@@ -234,8 +234,7 @@ class ImageLora(LoraTask):
             if self.accelerator.is_main_process:
                 tidy(data.cache_folders, say)
             if self.accelerator.is_local_main_process:  # each machine may have a cache of its own
-                discard_damaged(data.cached_latents(self.image_encoder.fingerprint), say)
-                discard_damaged(data.cached_texts(encoder.fingerprint, texts, sees), say)
+                discard_damaged(data.cached_files(self.image_encoder, encoder, texts), say)
         for part in dict.fromkeys([(rank, world), (0, 1)]):  # then what a folder lacks that not all see
             with agreed("caching"), counting(self.console) as progress:
                 data.cache_latents(self.image_encoder, arguments.vae_batch_size, progress, *part)

@@ -166,11 +166,11 @@ def test_a_file_is_hashed_once_until_it_changes(tmp_path: Path) -> None:
         "sd_model_hash": hashlib.sha256(content[1 << 20 : (1 << 20) + (1 << 16)]).hexdigest()[:8],
         "new_sd_model_hash": digest,
     }
-    times = file.stat().st_atime_ns, file.stat().st_mtime_ns
-    file.write_bytes(bytes(len(content)))
-    os.utime(file, ns=times)  # looks unchanged, so what is remembered is returned: nothing is read
+    times, written = (file.stat().st_atime_ns, file.stat().st_mtime_ns), memory.stat().st_mtime_ns
     assert sha256_of(file, memory) == digest
-    os.utime(file, ns=(times[0], times[1] + 1))
+    assert memory.stat().st_mtime_ns == written, "it was remembered"
+    file.write_bytes(bytes(len(content)))
+    os.utime(file, ns=times)  # as long and as old as before
     assert sha256_of(file, memory) == hashlib.sha256(bytes(len(content))).hexdigest()
     assert model_file_facts("vae", str(tmp_path), memory) == {"vae_name": tmp_path.name}
     assert model_file_facts("vae", None, memory) == {}
