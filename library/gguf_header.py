@@ -20,10 +20,13 @@ from __future__ import annotations
 import math
 import re
 import struct
+import tomllib
 from collections.abc import Mapping
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
 
 from library.errors import UserError, error_prefix
 
@@ -35,47 +38,16 @@ _MAX_DIMENSIONS = 4  # of ggml
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _BLOCK = re.compile(r"(.*\bblk)\.(\d+)\.(.*)")
-_T5 = {
-    "attn_q": "0.SelfAttention.q",
-    "attn_k": "0.SelfAttention.k",
-    "attn_v": "0.SelfAttention.v",
-    "attn_o": "0.SelfAttention.o",
-    "attn_rel_b": "0.SelfAttention.relative_attention_bias",
-    "attn_norm": "0.layer_norm",
-    "ffn_gate": "1.DenseReluDense.wi_0",
-    "ffn_up": "1.DenseReluDense.wi_1",
-    "ffn_down": "1.DenseReluDense.wo",
-    "ffn_norm": "1.layer_norm",
-}
-_QWEN = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_norm": "input_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "ffn_norm": "post_attention_layernorm",
-}
-_T5_NAMES = {"token_embd": "shared", "enc.output_norm": "encoder.final_layer_norm"} | {
-    f"enc.blk.*.{theirs}": f"encoder.block.*.layer.{ours}" for theirs, ours in _T5.items()
-}
-_QWEN_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"} | {
-    f"blk.*.{theirs}": f"model.layers.*.{ours}" for theirs, ours in _QWEN.items()
-}
 LANGUAGE_MODELS = ("llama", "qwen2", "qwen3", "smollm3")  # those that are read, by general.architecture; Mistral: llama
+_TABLES = tomllib.loads(Path(__file__).with_name("gguf_names.toml").read_text(encoding="utf-8"))
 # general.architecture -> llama.cpp's names against transformers', * for the block
-_NAMES = {"t5": _T5_NAMES, "t5encoder": _T5_NAMES}
-_NAMES |= dict.fromkeys((*LANGUAGE_MODELS, "qwen2vl", "qwen3vl"), _QWEN_NAMES)
-# what llama.cpp writes, by the end of the name: texts and whole numbers, and what lists are of
-_TYPES: dict[str, type] = dict.fromkeys(
-    ("general.architecture", "ggml.model", "ggml.pre", "chat_template", "rope.scaling.type"), str
-)
-_TYPES |= dict.fromkeys(("general.alignment", "split.count", "_token_id"), int)
-_LISTS = {"ggml.tokens": str, "ggml.merges": str, "ggml.token_type": int, "ggml.scores": float}
+_NAMES = dict.fromkeys(("t5", "t5encoder"), _TABLES["t5"])
+_NAMES |= dict.fromkeys((*LANGUAGE_MODELS, "qwen2vl", "qwen3vl"), _TABLES["qwen"])
+_TYPES: dict[str, Any] = {  # what llama.cpp writes, by the end of the name
+    **dict.fromkeys(("general.architecture", "ggml.model", "ggml.pre", "chat_template", "rope.scaling.type"), str),
+    **dict.fromkeys(("general.alignment", "split.count", "_token_id"), int),
+    **{"ggml.tokens": list[str], "ggml.merges": list[str], "ggml.token_type": list[int], "ggml.scores": list[float]},
+}
 
 
 def read_gguf_metadata(path: str | Path, arrays: bool = True) -> dict[str, Any]:
@@ -279,13 +251,11 @@ class _Header:
 
 def _check_type(name: str, value: Any) -> None:
     """Refuse a value of another type than llama.cpp's."""
-    for types, is_list in ((_TYPES, False), (_LISTS, True)):
-        kind = next((kind for end, kind in types.items() if name.endswith(end)), None)
-        wrong = is_list != isinstance(value, list) or any(
-            type(one) is not kind for one in (value if is_list else [value])
-        )
-        if kind and wrong:
-            raise ValueError(f"{name} = {value!r:.40}, of another type than llama.cpp writes")
+    kind = next((kind for end, kind in _TYPES.items() if name.endswith(end)), Any)
+    try:
+        TypeAdapter(kind).validate_python(value, strict=True)
+    except ValidationError:
+        raise ValueError(f"{name} = {value!r:.40}, of another type than llama.cpp writes") from None
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:

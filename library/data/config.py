@@ -152,35 +152,10 @@ DATASET_KEYS = frozenset(DatasetSettings.model_fields)
 BUCKET_SIZE_KEYS = frozenset({"bucket_reso_steps", "min_bucket_reso", "max_bucket_reso"})
 BucketRule = Literal["tandem", "kohya", "musubi"] | None  # None: no buckets
 _MUSUBI_SOURCES = frozenset({"image_directory", "image_jsonl_file"})
-OTHER_NAMES = {  # musubi-tuner's names, some of single models
-    "image_directory": "image_dir",
-    "include_subdirectories": "recursive",  # OneTrainer's
-    "image_jsonl_file": "metadata_file",
-    "qwen_image_edit_control_resolution": "control_resolution",
-    "qwen_image_edit_no_resize_control": "no_resize_control",
-    "flux_kontext_no_resize_control": "no_resize_control",
-}
-
-_OF_TRAINERS = (
-    "color_aug",
-    "face_crop_aug_range",
-    "token_warmup_min",
-    "token_warmup_step",
-    "cache_info",
-    "debug_dataset",
-)
-_OF_VIDEOS = ("video_directory", "video_jsonl_file", "target_frames", "frame_extraction", "max_frames", "source_fps")
-_OF_FRAMEPACK = ("fp_latent_window_size", "fp_1f_clean_indices", "fp_1f_target_index", "fp_1f_no_post")
-REFUSED_KEYS = {
-    **{key: f"{FLAGS[key].why}; {FLAGS[key].instead}" for key in _OF_TRAINERS},
-    **dict.fromkeys((*_OF_VIDEOS, "frame_stride", "frame_sample"), "models are trained on still images; use image_dir"),
-    **dict.fromkeys(_OF_FRAMEPACK, "it belongs to FramePack; remove it"),
-    "multiple_target": "a sample has one image to learn; list each target as an image, with the same control images",
-    "caption_command": "a dataset may come from a stranger and names no commands; set it in the training TOML",
-    "custom_attributes": 'nothing reads it; for diff_output_preservation set is_reg = true here and preserve = "prior"',
-    "network_multiplier": "the network is always trained at full strength; remove it and use num_repeats",
-}
-_ASKS_NOTHING = {"network_multiplier": ("1", "1.0"), "token_warmup_min": ("1",)}  # beside false, 0 and what is empty
+_OF_TRAINERS = read_toml(Path(__file__).with_name("keys_of_trainers.toml"))[0]
+OTHER_NAMES: Mapping[str, str] = _OF_TRAINERS["other_names"]
+_OF_FLAGS = {key: f"{FLAGS[key].why}; {FLAGS[key].instead}" for key in _OF_TRAINERS["flags"]}
+REFUSED_KEYS: dict[str, str] = _OF_FLAGS | _OF_TRAINERS["refused"]
 
 
 def is_musubis(table: Mapping[str, Any]) -> bool:
@@ -496,7 +471,7 @@ def _checked(
         if value == "" and key in SUBSET_ONLY:  # a path
             continue
         if key in file.refused:
-            if is_nothing(value) or str(value) in _ASKS_NOTHING.get(key, ()):
+            if is_nothing(value) or str(value) in _OF_TRAINERS["asks_nothing"].get(key, ()):
                 continue
             raise UserError(f"{where}: {key!r} is not taken: {file.refused[key]}")
         _check_key(where, written, key, is_subset, takes_files)
