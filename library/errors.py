@@ -199,23 +199,13 @@ class PrintableStream(LastingStream):
 
 
 def one_line(error: UserError | NotRestoredError) -> str:
-    """Return an error's message without the traceback that torch's data loader workers put in front of it.
+    """Return an error's message, printable, without the middle where somebody's value of thousands of characters is.
 
     A configuration with several problems keeps a line for each of them; no other message has more than one.
     """
-    return "\n".join(_shortened(_without_traceback(str(line))) for line in error.args)
-
-
-def _shortened(line: str) -> str:
-    """Return ``line`` without its middle where somebody's value of thousands of characters stands in it."""
-    return line if len(line) <= _MOST_SHOWN else f"{line[: _MOST_SHOWN - 400]} [...] {line[-400:]}"
-
-
-def _without_traceback(text: str) -> str:
-    text = text.strip()
-    if "Traceback (most recent call last)" in text:
-        text = text.rpartition("\n")[2]
-    return printable(text.removeprefix(f"{UserError.__module__}.{UserError.__qualname__}: "))
+    lines = [printable(str(line).strip()) for line in error.args]
+    most, end = _MOST_SHOWN, 400
+    return "\n".join(line if len(line) <= most else f"{line[: most - end]} [...] {line[-end:]}" for line in lines)
 
 
 @contextmanager
@@ -250,24 +240,25 @@ def exit_on_user_error(main: Callable[[], None]) -> Callable[[], None]:
             Path.cwd()  # one that was removed raises: torch would end the process as it is imported
             main()
         except (UserError, NotRestoredError) as error:
-            print(f"error: {one_line(error)}", file=sys.stderr)
-            raise SystemExit(2) from None
+            reason = one_line(error)
         except OSError as error:
             is_gone = error.filename is None and error.errno == errno.ENOENT  # as the system says it of where we are
             if not is_gone and (error.filename is None or error.errno not in _OF_PLACES):
                 raise
             place = "the working directory" if is_gone else printable(str(error.filename))
-            print(f"error: {place}: cannot be used ({error.strerror}); correct the path", file=sys.stderr)
-            raise SystemExit(2) from None
+            reason = f"{place}: cannot be used ({error.strerror}); correct the path"
         except RuntimeError as error:
             if "home directory" not in str(error):  # as pathlib says of a "~" that it cannot resolve
                 raise
-            print("error: a path begins with '~' and no home is known for it; write the path out", file=sys.stderr)
-            raise SystemExit(2) from None
+            reason = "a path begins with '~' and no home is known for it; write the path out"
         except KeyboardInterrupt as interrupt:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one does not wait for threads to end
             if not interrupt.args:  # else it has been said, see ``library.training.signals.interruptible``
                 print("interrupted", file=sys.stderr)
             raise SystemExit(130) from None
+        else:
+            return
+        print(f"error: {reason}", file=sys.stderr)
+        raise SystemExit(2)
 
     return wrapped

@@ -46,7 +46,10 @@ _NAMES |= dict.fromkeys((*LANGUAGE_MODELS, "qwen2vl", "qwen3vl"), _TABLES["qwen"
 _TYPES: dict[str, Any] = {  # what llama.cpp writes, by the end of the name
     **dict.fromkeys(("general.architecture", "ggml.model", "ggml.pre", "chat_template", "rope.scaling.type"), str),
     **dict.fromkeys(("general.alignment", "split.count", "_token_id"), int),
-    **{"ggml.tokens": list[str], "ggml.merges": list[str], "ggml.token_type": list[int], "ggml.scores": list[float]},
+    "ggml.tokens": list[str],
+    "ggml.merges": list[str],
+    "ggml.token_type": list[int],
+    "ggml.scores": list[float],
 }
 
 

@@ -34,14 +34,16 @@ from library.data.new_dataset import MOST_CAPTION_BYTES
 from library.errors import UserError
 from library.files import read_bytes, read_text
 
-_VERSION = 3
+_VERSION = 4
 _RACY_NS = 2_000_000_000
 _TICK_NS = 20_000_000  # twice the longest tick of Linux
-_THREADS = 8  # waiting for the disk, not for the processor
+_THREADS = max(8, os.cpu_count() or 1)  # Pillow and hashing let go of the interpreter's lock; the rest waits for disks
+_OF_IMAGES = ("sizes", "contents", "decoded")
 _REDUCED = 256  # pixels a side that a check decodes JPEGs to, several times as fast as in full
 
 
 Stats = tuple[int, int, int]  # bytes, mtime_ns, ctime_ns
+Start = Callable[[int], Callable[[int], None]]  # start(total) -> advance(n)
 
 
 @dataclass(slots=True)
@@ -60,6 +62,13 @@ class SourceFile:
     def stat(self) -> Stats:
         """What it was known by when it was listed."""
         return self.bytes, self.mtime_ns, self.ctime_ns
+
+    def note(self, kind: str, values: Sequence[Any] | None) -> None:
+        """Take over what the index has of one of the kinds of images, if it has it."""
+        if values and kind != "contents":
+            self.size, self.frames = (values[0], values[1]), values[2]
+        if values and kind != "sizes":
+            self.content = values[-1]
 
 
 _OF_SYSTEMS = frozenset({"thumbs.db", "ehthumbs.db", "desktop.ini", "icon\r", "__macosx"})  # hidden where they are made
@@ -139,27 +148,20 @@ class FileIndex:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._root = str(folder.parent) + os.sep
-        # of images: width, height, content or None, frames; of captions: their text; of decoded images: nothing; of
-        # masks, by the key that asks for them: what look() was told to read
-        self._known: dict[str, dict[str, list[Any]]] = {"images": {}, "captions": {}, "decoded": {}}
+        # kind -> path -> bytes, times, and what was read: "sizes" (width, height, frames), "contents" (hash), "decoded"
+        # (all of these), "captions" (text); of masks, by the key that asks for them, what look() was told to read
+        self._known: dict[str, dict[str, list[Any]]] = {}
         self._files: dict[str, SourceFile] = {}
         self._changed = False
         with suppress(OSError, ValueError, KeyError, TypeError):  # absent or damaged: everything is read again
             stored = read_checked_json(folder / "index.json")
             if stored["version"] == _VERSION:
-                self._known |= {kind: dict(known) for kind, known in stored.items() if kind != "version"}
+                self._known = {kind: dict(known) for kind, known in stored.items() if kind != "version"}
 
     def _recall(self, kind: str, path: str, stat: Stats) -> list[Any] | None:
         """Return the values that were read while the file was as ``stat`` says; None if there are none."""
         known = self._known.get(kind, {}).get(self._key(path), [])
         return known[3:] if tuple(known[:3]) == stat else None
-
-    def _keep(self, kind: str, path: str, stat: Stats, read_at_ns: int, *values: Any) -> None:
-        """Remember ``values``, which were read from ``read_at_ns`` on, unless the file had just been written."""
-        is_coarse = stat[2] % 1_000_000_000 == 0  # a clock of whole seconds
-        if read_at_ns - (max(stat[1:]) if is_coarse else stat[1]) > _RACY_NS:
-            self._known.setdefault(kind, {})[self._key(path)] = [*stat, *values]
-            self._changed = True
 
     def save(self) -> None:
         """Write what was read since the last save."""
@@ -182,96 +184,84 @@ class FileIndex:
             if any("\ud800" <= character <= "\udfff" for character in path):
                 raise UserError(f"{path}: the name is not UTF-8; rename the file")
             file = self._files[path] = SourceFile(path, *stat)
-            if known := self._recall("images", path, stat):
-                width, height, file.content, file.frames = known
-                file.size = (width, height)
+            for kind in _OF_IMAGES:
+                file.note(kind, self._recall(kind, path, stat))
         return file
 
     def measure(self, files: Iterable[SourceFile]) -> None:
         """Read the width, height and number of frames of those whose size is not known yet."""
 
-        def header(file: SourceFile) -> None:
-            file.size, file.frames = read_header(file.path)
+        def header(path: str) -> list[int]:
+            size, frames = read_header(path)
+            return [*size, frames]
 
-        self._read([file for file in files if file.size is None], header)
+        self._read("sizes", [file for file in files if file.size is None], header)
 
     def hash_contents(self, files: Iterable[SourceFile]) -> None:
         """Hash the content of those whose content is not known yet."""
+        new = [file for file in files if file.content is None]
+        self._read("contents", new, lambda path: [content_hash(read_bytes(path))])
 
-        def content(file: SourceFile) -> None:
-            file.content = content_hash(read_bytes(file.path))
-
-        self._read([file for file in files if file.content is None], content)
-
-    def decode(self, files: Iterable[SourceFile], start: Callable[[int], Callable[[int], None]]) -> dict[str, str]:
+    def decode(self, files: Iterable[SourceFile], start: Start) -> dict[str, str]:
         """Decode images to their end, measure and hash them; return what is wrong with which, by path.
 
         Args:
             files: those that were decoded as they are before are passed over.
             start: ``start(total) -> advance(n)``, of those that are decoded.
         """
+        problems: dict[str, str] = {}
 
-        def problem(file: SourceFile) -> str | None:
+        def whole(path: str) -> list[Any] | None:
             try:
-                data = read_bytes(file.path)
-                size, frames = read_header(file.path)
-                reduced(data, file.path, _REDUCED)
-            except UserError as error:
-                return str(error).removeprefix(f"{file.path}: ")
-            file.size, file.frames, file.content = size, frames, content_hash(data)
-            return None
+                data = read_bytes(path)
+                size, frames = read_header(path)
+                reduced(data, path, _REDUCED)
+            except UserError as error:  # not remembered: what is needed may be installed, or a share come back
+                problems[path] = str(error).removeprefix(f"{path}: ")
+                return None
+            return [*size, frames, content_hash(data)]
 
-        new = [file for file in files if self._recall("decoded", file.path, file.stat) is None]
-        _let_tick_pass(new)
-        advance, started, problems = start(len(new)), time.time_ns(), dict[str, str]()
-        with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow and hashing let go of the interpreter's lock
-            for file, found in zip(new, pool.map(problem, new), strict=True):
-                advance(1)
-                if found is not None:  # not remembered: what is needed may be installed, or a share come back
-                    problems[file.path] = found
-                else:
-                    self._keep("decoded", file.path, file.stat, started)
-                    self._keep_image(file, started)
-        return problems
+        self._read("decoded", files := list(files), whole, start)
+        return {file.path: problems[file.path] for file in files if file.path in problems}
 
     def look(
-        self, kind: str, files: Iterable[SourceFile], read: Callable[[str], Sequence[Any]]
-    ) -> dict[str, list[Any]]:
-        """Return by path what ``read`` says of the path of each file (JSON), or said of it before, under ``kind``."""
-        _let_tick_pass(files := list(files))
-        stats, started = {file.path: file.stat for file in files}, time.time_ns()
-        found = {path: self._recall(kind, path, stat) for path, stat in stats.items()}
+        self,
+        kind: str,
+        files: Iterable[SourceFile],
+        read: Callable[[str], Sequence[Any] | None],
+        start: Start = lambda _: lambda _: None,
+    ) -> dict[str, Sequence[Any]]:
+        """Return by path what ``read`` says of the path of each file (JSON), or said of it before, under ``kind``.
+
+        What a file said is kept unless it had just been written. ``start(total) -> advance(n)``, of those that are
+        read; files of which ``read`` returns None are left out.
+        """
+        stats = {file.path: file.stat for file in files}
+        found: dict[str, Sequence[Any] | None] = {path: self._recall(kind, path, stats[path]) for path in stats}
         new = [path for path, values in found.items() if values is None]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for path, values in zip(new, pool.map(read, new), strict=True):
-                found[path] = [*values]
-                self._keep(kind, path, stats[path], started, *values)
+        _let_tick_pass(stats[path][2] for path in new)
+        advance, started = start(len(new)), time.time_ns()
+        with ThreadPoolExecutor(_THREADS) as pool:
+            for path, values in zip(new, (pool.map if len(new) > 1 else map)(read, new), strict=True):
+                advance(1)
+                found[path], stat = values, stats[path]
+                is_coarse = stat[2] % 1_000_000_000 == 0  # a clock of whole seconds
+                if values is not None and started - (max(stat[1:]) if is_coarse else stat[1]) > _RACY_NS:
+                    self._known.setdefault(kind, {})[self._key(path)] = [*stat, *values]
+                    self._changed = True
         return {path: values for path, values in found.items() if values is not None}
 
-    def _read(self, files: list[SourceFile], read: Callable[[SourceFile], None]) -> None:
-        if not files:
-            return
-        _let_tick_pass(files)
-        started = time.time_ns()
-        with ThreadPoolExecutor(_THREADS) as pool:
-            for _ in pool.map(read, files, chunksize=64):
-                pass
+    def _read(
+        self, kind: str, files: Sequence[SourceFile], read: Callable[[str], Sequence[Any] | None], *start: Start
+    ) -> None:
+        found = self.look(kind, files, read, *start)
         for file in files:
-            self._keep_image(file, started)
-
-    def _keep_image(self, file: SourceFile, read_at_ns: int) -> None:
-        if file.size is not None:
-            self._keep("images", file.path, file.stat, read_at_ns, *file.size, file.content, file.frames)
+            file.note(kind, found.get(file.path))
 
     def caption(self, path: str, stat: Stats) -> str:
         """Return a caption file's text (UTF-8), remembered or read."""
-        if known := self._recall("captions", path, stat):
-            return str(known[0])
-        _let_tick_pass([SourceFile(path, *stat)])
-        started = time.time_ns()
-        text = read_text(path, most=MOST_CAPTION_BYTES)
-        self._keep("captions", path, stat, started, text)
-        return text
+        file = SourceFile(path, *stat)
+        return str(self.look("captions", [file], lambda _: [read_text(path, most=MOST_CAPTION_BYTES)])[path][0])
 
     def knows(self, file: SourceFile) -> bool:
         """Whether ``file`` came from this index."""
@@ -282,9 +272,9 @@ class FileIndex:
         return path[len(self._root) :] if path.startswith(self._root) else path
 
 
-def _let_tick_pass(files: Iterable[SourceFile]) -> None:
+def _let_tick_pass(ctimes: Iterable[int]) -> None:
     """Wait until a further change of an inode has another time than the last."""
-    wait = max((file.ctime_ns for file in files), default=0) + _TICK_NS - time.time_ns()
+    wait = max(ctimes, default=0) + _TICK_NS - time.time_ns()
     if 0 < wait <= _TICK_NS:
         time.sleep(wait / 1e9)
 
