@@ -1,4 +1,4 @@
-"""What files and LoRAs call a family's layers: the classes of the tables that stand in each family's ``files.py``.
+"""What files and LoRAs call a family's layers: the classes of the tables in its ``names.toml``, and what reads them.
 
 *Names.* A :class:`KeyRow` pairs a module of the original checkpoint (``double_blocks.{i}.img_attn.qkv``) with the
 diffusers modules whose weights are stacked in it (``to_q``, ``to_k``, ``to_v``), ``{i}`` being the block's index.
@@ -24,12 +24,14 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from library.config.model_types import MODEL_TYPES
+from library.files import read_toml
 from library.models.weights import KeyMap
 from library.precision.checkpoint import WeightFiles
 from library.safetensors_io import RowRange
@@ -310,6 +312,68 @@ class LoraTargets:
         """Return option name -> group for every ``*_dim`` option."""
         listed = {name for names in self.dim_lists.values() for name in names}
         return {f"{group.name}_dim": group.name for group in self.layer_groups if group.name not in listed}
+
+
+class NameTables(NamedTuple):
+    """What a family's ``names.toml`` says; see :func:`read_names`."""
+
+    keys: KeyNames
+    norms: tuple[tuple[str, str], ...]
+    targets: tuple[LoraTargets, ...]
+    architectures: tuple[Architecture, ...]
+
+
+def read_names(folder: Path) -> NameTables:
+    """Return the tables in ``names.toml`` of a family's ``folder``.
+
+    * ``[[keys]]``, ``[[lora_keys]]``: rows of :class:`KeyNames`. ``modules`` has the original names, each with
+      diffusers' or the fields of its :class:`KeyRow`; ``same`` names that are equal, which come after them. ``stacks``
+      are the lists of blocks that have all of these modules: what stands before the names, the original's = diffusers'.
+    * ``[norms]``: regular expressions of other tensors' original names = what diffusers calls them.
+    * ``[lora]``: fields of :class:`LoraTargets`; ``families`` are its rows, with the fields that are others there. A
+      layer group has a name and a pattern, or ``default`` too; those of a row come after the common ones.
+    * ``[[text_encoders]]``, ``[[architectures]]``: fields of :class:`TextEncoderTargets` and :class:`Architecture`; a
+      fact without an axis tells whether the tensor is there.
+    """
+    tables = _frozen(read_toml(folder / "names.toml")[0])
+    keys = KeyNames(_rows(tables["keys"]), _rows(tables.get("lora_keys", ())))
+    encoders = tuple(
+        TextEncoderTargets(**row | {"keys": KeyNames(_rows(row["keys"])), "layer_groups": _groups(row["layer_groups"])})
+        for row in tables.get("text_encoders", ())
+    )
+    shared = tables["lora"] | {"keys": keys, "text_encoders": encoders}
+    families, groups = shared.pop("families"), shared.pop("layer_groups")
+    targets = tuple(
+        LoraTargets(**shared | row | {"family": name, "layer_groups": _groups(groups | row.get("layer_groups", {}))})
+        for name, row in families.items()
+    )
+    architectures = tuple(
+        Architecture(**row | {"facts": tuple((*fact, None)[:3] for fact in row.get("facts", ()))})
+        for row in tables["architectures"]
+    )
+    return NameTables(keys, tuple(tables.get("norms", {}).items()), targets, architectures)
+
+
+def _frozen(value: Any) -> Any:
+    """Return a TOML value with tuples for lists."""
+    if isinstance(value, dict):
+        return {key: _frozen(each) for key, each in value.items()}
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def _rows(tables: Iterable[Mapping[str, Any]]) -> tuple[KeyRow, ...]:
+    rows = []
+    for table in tables:
+        modules = table.get("modules", {}) | {name: name for name in table.get("same", ())}
+        for theirs, ours in table.get("stacks", {"": ""}).items():
+            for name, value in modules.items():
+                row = {"parts": (value,)} if isinstance(value, str) else value
+                rows.append(KeyRow(theirs + name, **row | {"parts": tuple(ours + part for part in row["parts"])}))
+    return tuple(rows)
+
+
+def _groups(table: Mapping[str, Any]) -> tuple[LayerGroup, ...]:
+    return tuple(LayerGroup(n, **({"pattern": row} if isinstance(row, str) else row)) for n, row in table.items())
 
 
 @lru_cache

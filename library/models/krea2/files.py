@@ -11,65 +11,14 @@ Modulation is a shared vector and a table a block: its layer is one of the input
 
 from __future__ import annotations
 
-import re
+from pathlib import Path
 from typing import Any
 
 from library.models.family_files import FamilyFiles, Part, Shapes, block_sizes
-from library.models.layer_names import Architecture, KeyNames, KeyRow, LayerGroup, LoraTargets
+from library.models.layer_names import read_names
 
-_STACKS = {
-    "blocks.{i}": "transformer_blocks.{i}",
-    "txtfusion.layerwise_blocks.{i}": "text_fusion.layerwise_blocks.{i}",
-    "txtfusion.refiner_blocks.{i}": "text_fusion.refiner_blocks.{i}",
-}
-_IN_BLOCK = {
-    "attn.wq": "attn.to_q",
-    "attn.wk": "attn.to_k",
-    "attn.wv": "attn.to_v",
-    "attn.gate": "attn.to_gate",
-    "attn.wo": "attn.to_out.0",
-    **{f"mlp.{name}": f"ff.{name}" for name in ("gate", "up", "down")},
-}
-_TOP = {
-    "first": "img_in",
-    "tmlp.0": "time_embed.linear_1",
-    "tmlp.2": "time_embed.linear_2",
-    "tproj.1": "time_mod_proj",
-    "txtmlp.1": "txt_in.linear_1",
-    "txtmlp.3": "txt_in.linear_2",
-    "txtfusion.projector": "text_fusion.projector",
-    "last.linear": "final_layer.linear",
-}
-KREA2_KEYS = KeyNames(
-    (
-        *(KeyRow(f"{a}.{c}", (f"{b}.{d}",)) for a, b in _STACKS.items() for c, d in _IN_BLOCK.items()),
-        *(KeyRow(theirs, (ours,)) for theirs, ours in _TOP.items()),
-    )
-)
-
-_NORMS_IN_BLOCK = {
-    "attn.qknorm.qnorm.scale": "attn.norm_q.weight",
-    "attn.qknorm.knorm.scale": "attn.norm_k.weight",
-    "prenorm.scale": "norm1.weight",
-    "postnorm.scale": "norm2.weight",
-    "mod.lin": "scale_shift_table",
-}
-_NORMS_ON_TOP = {
-    "txtmlp.0.scale": "txt_in.norm.weight",
-    "last.norm.scale": "final_layer.norm.weight",
-    "last.modulation.lin": "final_layer.scale_shift_table",
-}
-
-
-def _as_expression(theirs: str, ours: str) -> tuple[str, str]:
-    return re.escape(theirs).replace(r"\{i\}", r"(\d+)"), ours.replace("{i}", r"\1")
-
-
-# Norms and tables: the published names, as regular expressions, against diffusers'.
-KREA2_NORMS = (
-    *(_as_expression(f"{a}.{c}", f"{b}.{d}") for a, b in _STACKS.items() for c, d in _NORMS_IN_BLOCK.items()),
-    *(_as_expression(theirs, ours) for theirs, ours in _NORMS_ON_TOP.items()),
-)
+_KEYS, _NORMS, LORA_TARGETS, ARCHITECTURES = read_names(Path(__file__).parent)
+KREA2_TARGETS = LORA_TARGETS[0]
 
 
 def _arguments(shapes: Shapes) -> dict[str, Any]:
@@ -105,42 +54,9 @@ FILES = FamilyFiles(
     model_type="krea2",
     transformer="Krea2Transformer2DModel",
     arguments=_arguments,
-    keys=KREA2_KEYS,
-    norms=KREA2_NORMS,
+    keys=_KEYS,
+    norms=_NORMS,
     vae=Part("vae", "vae", "qwen_image_vae.safetensors"),
     text_encoders=(Part("text_encoder", "text_encoder", "qwen3vl_4b_bf16.safetensors"),),
     tokenizers=(Part("qwen_tokenizer", "tokenizer", "Qwen/Qwen3-VL-4B-Instruct"),),
-)
-
-_BLOCK = r"transformer_blocks\.\d+\."
-_PARTS = (r"attn\.(to_q|to_k|to_v|to_gate|to_out\.0)", r"ff\.(gate|up|down)")
-
-KREA2_TARGETS = LoraTargets(
-    family="krea2",
-    layer_groups=(
-        LayerGroup("attn", _BLOCK + _PARTS[0]),
-        LayerGroup("mlp", _BLOCK + _PARTS[1]),
-        LayerGroup("txt_fusion", rf"text_fusion\.\w+_blocks\.\d+\.({_PARTS[0]}|{_PARTS[1]})"),
-        LayerGroup("projector", r"text_fusion\.projector"),  # [1, layers]: a rank of 1 is all of it
-        LayerGroup("img_in", r"img_in"),
-        LayerGroup("txt_in", r"txt_in\.linear_[12]"),
-        LayerGroup("time_in", r"time_embed\.linear_[12]|time_mod_proj"),
-        LayerGroup("final", r"final_layer\.linear"),
-    ),
-    block_options={"train_block_indices": r"transformer_blocks\.(\d+)\..*"},
-    keys=KREA2_KEYS,
-    kohya_base="krea2",
-    architecture="Krea-2",
-    implementation="https://github.com/krea-ai/krea-2",
-    folded_layouts=("comfy",),
-)
-LORA_TARGETS = (KREA2_TARGETS,)
-
-ARCHITECTURES = (
-    Architecture(
-        "Krea 2 transformer",
-        (r"(txtfusion|text_fusion)\.projector\.weight",),
-        facts=(("width", "first.weight", 0), ("width", "img_in.weight", 0)),
-        model_type="krea2",
-    ),
 )

@@ -16,26 +16,14 @@ that are trained have a part in the image, in the last block too. The modulation
 
 from __future__ import annotations
 
-from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from library.models.family_files import FamilyFiles, Part, Shapes, block_sizes, rope_axes
-from library.models.layer_names import Architecture, KeyNames, KeyRow, LayerGroup, LoraTargets
+from library.models.layer_names import read_names
 
-_BLOCK = "transformer_blocks.{i}."
-_HALVES = ("img_mlp.gate_layer", "img_mlp.proj")
-_SAME = (
-    *(f"{_BLOCK}{name}" for name in ("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0", "img_mlp.out")),
-    *("img_in", "txt_in.in_layer", "txt_in.out_layer", "modulation.1"),
-    *(f"time_text_embed.timestep_embedder.linear_{i}" for i in (1, 2)),
-    *("norm_out.linear", "proj_out"),
-)
-QWEN_21_KEYS = KeyNames(
-    (
-        *(KeyRow(name, (name,)) for name in _SAME),
-        KeyRow(f"{_BLOCK}img_mlp.gate_up", tuple(_BLOCK + half for half in _HALVES), rows=(3, 3)),  # mlp_ratio
-    )
-)
+_KEYS, _, LORA_TARGETS, ARCHITECTURES = read_names(Path(__file__).parent)
+QWEN_21_TARGETS = LORA_TARGETS[0]
 
 
 def _arguments(shapes: Shapes) -> dict[str, Any]:
@@ -56,51 +44,8 @@ FILES = FamilyFiles(
     model_type="qwen_image_21",
     transformer="QwenImage21Transformer2DModel",
     arguments=_arguments,
-    keys=QWEN_21_KEYS,
+    keys=_KEYS,
     vae=Part("vae", "vae", "qwen_image_2.1_vae_bf16.safetensors"),
     text_encoders=(Part("text_encoder", "text_encoder", "qwen3vl_8b_bf16.safetensors"),),
     tokenizers=(Part("qwen_tokenizer", "processor", "Qwen/Qwen3-VL-8B-Instruct"),),
-)
-
-_LAYER = r"transformer_blocks\.\d+\."
-QWEN_21_TARGETS = LoraTargets(
-    family="qwen_image_21",
-    layer_groups=(
-        LayerGroup("attn", _LAYER + r"attn\.(to_q|to_k|to_v|to_out\.0)"),
-        LayerGroup("mlp", _LAYER + r"img_mlp\.(gate_layer|proj|out)"),
-        LayerGroup("mod", r"modulation\.1", default=False),
-        LayerGroup("img_in", r"img_in", default=False),
-        LayerGroup("txt_in", r"txt_in\.(in|out)_layer", default=False),
-        LayerGroup("time_in", r"time_text_embed\.timestep_embedder\.linear_[12]", default=False),
-    ),
-    block_options={"train_block_indices": r"transformer_blocks\.(\d+)\..*"},
-    keys=QWEN_21_KEYS,
-    kohya_base="qwen_image_21",
-    architecture="Qwen-Image-2.1",
-    implementation="https://github.com/QwenLM/Qwen-Image",
-    plain_layouts=("kohya",),
-)
-LORA_TARGETS = (QWEN_21_TARGETS, replace(QWEN_21_TARGETS, family="qwen_image_21_edit"))
-
-ARCHITECTURES = (
-    Architecture(
-        "Qwen-Image-2.1 transformer",
-        (r"modulation\.1\.weight", r"transformer_blocks\.0\.img_mlp\.(gate_up|gate_layer)\.weight"),
-        facts=(("width", "img_in.weight", 0),),
-        model_type="qwen_image_21",
-    ),
-    Architecture(
-        "Qwen-Image-2.1 autoencoder (diffusers' names)",
-        (r"encoder\.down_blocks\.0\.resnets\.0\.norm1\.gamma",),
-        facts=(("latent channels", "decoder.conv_in.weight", 1),),
-    ),
-    Architecture(
-        "Qwen-Image-2.1 autoencoder (Wan's names)",
-        (r"encoder\.downsamples\.0\.downsamples\.0\.residual\.0\.gamma",),
-        facts=(("latent channels", "decoder.conv1.weight", 1),),
-    ),
-    Architecture(
-        "Qwen3-VL text encoder",
-        (r"(model\.)?visual\.deepstack_merger_list\.0\.norm\.weight", r"(.*\.)?layers\.0\.self_attn\.q_norm\.weight"),
-    ),
 )

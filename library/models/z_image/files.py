@@ -14,39 +14,14 @@ refiners in front of them, modulation and the inputs only where their options sa
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from library.models.family_files import FamilyFiles, Part, Shapes
-from library.models.layer_names import Architecture, KeyNames, KeyRow, LayerGroup, LoraTargets, count_blocks
+from library.models.layer_names import count_blocks, read_names
 
-_STACKS = ("layers.{i}", "noise_refiner.{i}", "context_refiner.{i}")
-_SAME = (*(f"feed_forward.w{i}" for i in (1, 2, 3)), "adaLN_modulation.0")
-
-
-def _block(stack: str) -> tuple[KeyRow, ...]:
-    attention = f"{stack}.attention"
-    return (
-        KeyRow(f"{attention}.qkv", tuple(f"{attention}.to_{x}" for x in "qkv"), rows=(1, 1, 1)),
-        KeyRow(f"{attention}.out", (f"{attention}.to_out.0",)),
-        *(KeyRow(f"{stack}.{layer}", (f"{stack}.{layer}",)) for layer in _SAME),
-    )
-
-
-Z_IMAGE_KEYS = KeyNames(
-    rows=(
-        *(row for stack in _STACKS for row in _block(stack)),
-        *(KeyRow(name, (name,)) for name in ("cap_embedder.1", "t_embedder.mlp.0", "t_embedder.mlp.2")),
-        KeyRow("x_embedder", ("all_x_embedder.2-1",)),
-        KeyRow("final_layer.linear", ("all_final_layer.2-1.linear",)),
-        KeyRow("final_layer.adaLN_modulation.1", ("all_final_layer.2-1.adaLN_modulation.1",)),
-    )
-)
-
-# Norms of queries and keys, as regular expressions: ComfyUI's names against diffusers'.
-Z_IMAGE_NORMS = (
-    (r"(.*\.attention)\.q_norm\.weight", r"\1.norm_q.weight"),
-    (r"(.*\.attention)\.k_norm\.weight", r"\1.norm_k.weight"),
-)
+_KEYS, _NORMS, LORA_TARGETS, ARCHITECTURES = read_names(Path(__file__).parent)
+Z_IMAGE_TARGETS = LORA_TARGETS[0]
 
 
 def _arguments(shapes: Shapes) -> dict[str, Any]:
@@ -72,45 +47,11 @@ FILES = FamilyFiles(
     model_type="z_image",
     transformer="ZImageTransformer2DModel",
     arguments=_arguments,
-    keys=Z_IMAGE_KEYS,
-    norms=Z_IMAGE_NORMS,
+    keys=_KEYS,
+    norms=_NORMS,
     vae=Part("vae", "vae", "ae.safetensors"),
     text_encoders=(Part("text_encoder", "text_encoder", "qwen_3_4b.safetensors"),),
     tokenizers=(Part("qwen_tokenizer", "tokenizer", "Qwen/Qwen3-4B"),),
     unused=(r"norm_final\.weight",),  # Lumina's
     variants={"siglip_pad_token": "Z-Image-Omni"},
-)
-
-_Z_LAYER = r"layers\.\d+\."
-_Z_REFINER = r"(noise|context)_refiner\.\d+\."
-_Z_PARTS = (r"attention\.(to_q|to_k|to_v|to_out\.0)", r"feed_forward\.w[123]")
-
-Z_IMAGE_TARGETS = LoraTargets(
-    family="z_image",
-    layer_groups=(
-        LayerGroup("attn", _Z_LAYER + _Z_PARTS[0]),
-        LayerGroup("mlp", _Z_LAYER + _Z_PARTS[1]),
-        LayerGroup("mod", _Z_LAYER + r"adaLN_modulation\.0", default=False),
-        LayerGroup("refiner", rf"{_Z_REFINER}({_Z_PARTS[0]}|{_Z_PARTS[1]})", default=False),
-        LayerGroup("refiner_mod", _Z_REFINER + r"adaLN_modulation\.0", default=False),
-        LayerGroup("img_in", r"all_x_embedder\.2-1", default=False),
-        LayerGroup("txt_in", r"cap_embedder\.1", default=False),
-        LayerGroup("time_in", r"t_embedder\.mlp\.[02]", default=False),
-    ),
-    block_options={"train_block_indices": r"layers\.(\d+)\..*"},
-    keys=Z_IMAGE_KEYS,
-    kohya_base="z_image",
-    architecture="Z-Image",
-    implementation="https://github.com/Tongyi-MAI/Z-Image",
-    plain_layouts=("kohya", "comfy"),
-)
-LORA_TARGETS = (Z_IMAGE_TARGETS,)
-
-ARCHITECTURES = (
-    Architecture(
-        "Z-Image transformer",
-        (r"cap_pad_token", r"layers\.0\.adaLN_modulation\.0\.weight"),
-        facts=(("width", "cap_embedder.1.weight", 0),),
-        model_type="z_image",
-    ),
 )
