@@ -95,18 +95,16 @@ def migrate_foreign(program: str, text: str, path: Path, save_to: Path, overwrit
         named = [note.line() for note in found.notes if "model" in note.key and note.outcome == "refused"]
         raise UserError("; ".join([f"{path}: names no model family of this version", *named]))
     translation = Translation(training, {}, notes=found.notes)
+    training["dataset_config"] = str(dataset_toml)
     if found.datasets:
-        _check_new(save_to, overwrite)
-        training["dataset_config"] = str(dataset_toml)
-        if any("control_directory" in each for each in found.datasets):
-            edits = f"{training['model_type']}_edit"
-            if edits in MODEL_TYPES:
-                translation.default("model_type", edits, "", "the dataset has control images")
-        if any({"conditioning_data_dir", "alpha_mask"} & each.keys() for each in found.datasets):
-            translation.default("masked_loss", True, "", "the dataset has masks")
+        _check_new(dataset_toml, overwrite)
     else:
-        training["dataset_config"] = str(dataset_toml)
         translation.note("dataset_config", "note", f"no images are named; describe them in {dataset_toml}")
+    described, edits = {key for each in found.datasets for key in each}, f"{training['model_type']}_edit"
+    if "control_directory" in described and edits in MODEL_TYPES:
+        translation.default("model_type", edits, "", "the dataset has control images")
+    if described & {"conditioning_data_dir", "alpha_mask"}:
+        translation.default("masked_loss", True, "", "the dataset has masks")
     drop_inert(translation, fields(), list(training))
     _save_training(translation, save_to, f"{path.name}, a configuration of {program}", overwrite)
     if found.datasets:
@@ -127,10 +125,9 @@ def _save_datasets(found: Translated, save_to: Path, path: Path, overwrite: bool
             except UserError:
                 taken.pop(key, None)
                 found.dataset_notes.append(Note(key, "refused", f"not taken: {value!r} does not fit"))
-        table: dict[str, Any] = {key: value for key, value in taken.items() if key in DATASET_KEYS}
-        tables.append(table | {"subsets": [{key: value for key, value in taken.items() if key not in table}]})
-    refused = [f"#   {note.key}: {note.text}" for note in found.dataset_notes if note.outcome == "refused"]
-    head = [f"# Made by tools/migrate_config.py from {path.name}.", *(["# Not taken over:"] * bool(refused)), *refused]
+        table: dict[str, Any] = {key: taken.pop(key) for key in list(taken) if key in DATASET_KEYS}
+        tables.append(table | {"subsets": [taken]})
+    head = [f"# Made by tools/migrate_config.py from {path.name}.", *_comments(found.dataset_notes)]
     write_text(save_to, "\n".join([*head, "", toml_text({"datasets": tables})]))
 
 
@@ -168,16 +165,18 @@ def training_toml(translation: Translation, config: TrainConfig, source: str) ->
                 comment = f"  # {comments[key]}" if key in comments else ""
                 lines.append(f"{key} = {_toml_value(getattr(section, key))}{comment}")
             lines.append("")
-    refused = [note for note in translation.notes if note.outcome == "refused"]
-    if refused:
-        lines += [
-            "# Not taken over:",
-            *(f"#   {note.key}: {note.text.removeprefix('not taken: ')}" for note in refused),
+    return "\n".join([*lines, *_comments(translation.notes)]).rstrip() + "\n"
+
+
+def _comments(notes: Sequence[Note]) -> list[str]:
+    """Return what is not taken, and what is different here, a comment each."""
+    lines = []
+    for outcome, title in (("refused", "# Not taken over:"), ("note", "# Different here:")):
+        found = [
+            f"#   {note.key}: {note.text.removeprefix('not taken: ')}" for note in notes if note.outcome == outcome
         ]
-    differing = [note for note in translation.notes if note.outcome == "note"]
-    if differing:
-        lines += ["# Different here:", *(f"#   {note.key}: {note.text}" for note in differing)]
-    return "\n".join(lines).rstrip() + "\n"
+        lines += [title, *found] if found else []
+    return lines
 
 
 def _toml_value(value: Any) -> str:

@@ -2,14 +2,17 @@
 
 ``optimizer_type`` is one of these names (ours and kohya's, in any case), any other class of ``torch.optim``, or a
 dotted path to a class. The rules judge it by its row, so that a configuration is checked without importing a package;
-``library.training.optim.factory`` imports the class. A new optimizer is a row here.
+``library.training.optim.factory`` imports the class. A new optimizer is a row of ``optimizer_types.toml``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
+
+from library.files import read_toml
 
 
 @dataclass(frozen=True)
@@ -33,36 +36,9 @@ class OptimizerType:
     averages: bool = False
 
 
-_NESTEROV = {"momentum": 0.9, "nesterov": True}  # kohya's defaults for its SGDNesterov names
-
-
-def _classes(module: str, names: str, **about: Any) -> dict[str, OptimizerType]:
-    """Return the rows of optimizers that are alike and called as their classes are."""
-    return {name: OptimizerType(module, name, **about) for name in names.split()}
-
-
-OPTIMIZERS: dict[str, OptimizerType] = {
-    "AdamW": OptimizerType("torch.optim", "AdamW", {"fused": True}, splits="elements"),
-    **_classes("torch.optim", "Adam SGD", splits="elements"),
-    "SGDNesterov": OptimizerType("torch.optim", "SGD", _NESTEROV, splits="elements"),
-    **_classes("bitsandbytes.optim", "AdamW8bit PagedAdamW PagedAdamW8bit PagedAdamW32bit Lion8bit PagedLion8bit"),
-    **_classes("bitsandbytes.optim", "AdEMAMix8bit PagedAdEMAMix8bit"),
-    "SGDNesterov8bit": OptimizerType("bitsandbytes.optim", "SGD8bit", _NESTEROV),
-    "Prodigy": OptimizerType("prodigyopt", "Prodigy", splits="rows", estimates="run"),
-    **_classes("prodigyplus", "ProdigyPlusScheduleFree", estimates="group", averages=True),
-    "Adafactor": OptimizerType("transformers.optimization", "Adafactor"),
-    "CAME": OptimizerType("library.training.optim.optimizers", "CAME"),
-    "SOAP": OptimizerType("library.training.optim.optimizers", "SOAP"),
-    "Lion": OptimizerType("lion_pytorch", "Lion"),
-    **_classes("schedulefree", "AdamWScheduleFree RAdamScheduleFree SGDScheduleFree", averages=True),
-    "DAdaptation": OptimizerType("dadaptation.experimental", "DAdaptAdamPreprint", estimates="run"),
-    **_classes("dadaptation.experimental", "DAdaptAdamPreprint DAdaptAdanIP", estimates="run"),
-    **_classes("dadaptation", "DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD", estimates="run"),
-}
-PIP_NAMES = {  # where the package is not called as its module
-    "prodigyplus": "prodigy-plus-schedule-free",
-    "lion_pytorch": "lion-pytorch",
-}
+_TABLES = read_toml(Path(__file__).with_name("optimizer_types.toml"))[0]
+OPTIMIZERS = {name: OptimizerType(**{"name": name} | row) for name, row in _TABLES["optimizers"].items()}
+PIP_NAMES: Mapping[str, str] = _TABLES["pip"]
 ELEMENTWISE = tuple(name for name, row in OPTIMIZERS.items() if row.splits == "elements")
 SHARDABLE = tuple(name for name, row in OPTIMIZERS.items() if row.splits != "no")
 
